@@ -1,0 +1,51 @@
+# `make train` and `make test` set themselves up: they need python3 (3.11 or newer), pip and gcc, nothing else.
+
+PYTHON = python3
+PIP = .venv/bin/python -m pip --disable-pip-version-check
+CPU_BUILDS = https://download.pytorch.org/whl/cpu
+
+# The stamp holds the TORCH that was asked for. It stays the choice until another one is asked for.
+STAMP = .venv/.installed
+INSTALLED := $(shell cat $(STAMP) 2>/dev/null)
+TORCH = $(or $(INSTALLED),torch==2.13.0)
+ifneq ($(TORCH),$(INSTALLED))
+.PHONY: $(STAMP)
+endif
+
+.PHONY: help train test test-all bench clean
+
+help:  ## list these commands (the default)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "Options: ARGS='...' is passed on; TORCH=torch==2.11.0 and PYTHON=python3.12 choose what .venv is made of."
+
+train: $(STAMP)  ## train a small GPT
+	.venv/bin/python examples/train_gpt.py $(ARGS)
+
+test: $(STAMP)  ## run the tests, but for the long proofs
+	.venv/bin/python -m pytest -m "not long" $(ARGS)
+
+test-all: $(STAMP)  ## run all the tests
+	.venv/bin/python -m pytest $(ARGS)
+
+bench: $(STAMP)  ## run the benchmarks
+	.venv/bin/globaltensor bench $(ARGS)
+
+clean:  ## remove .venv and all that was built
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+	find globaltensor -name '*.so' -delete
+
+$(STAMP): pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "globaltensor needs Python 3.11 or newer. Name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make virtual environments. On Debian or Ubuntu type: sudo apt install python3-venv"; exit 1; }
+	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
+	$(PIP) install -q --upgrade pip setuptools
+# Without a GPU, torch's build without CUDA: from where pip already looks, or else from pytorch.org.
+	@nvidia-smi -L >/dev/null 2>&1 || $(PIP) install --no-deps '$(TORCH)+cpu' 2>/dev/null || \
+	  $(PIP) install --no-deps --extra-index-url $(CPU_BUILDS) '$(TORCH)'
+	$(PIP) install '$(TORCH)'
+	$(PIP) install -q --no-build-isolation -e '.[all]'
+	@.venv/bin/python -c 'import torch; print("Ready: torch", torch.__version__)'
+	@echo '$(TORCH)' >$(STAMP)

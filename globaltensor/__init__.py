@@ -1,0 +1,41 @@
+"""globaltensor: write PyTorch for one device, say where tensors live and how they lie, run it on many.
+
+    import globaltensor as gt
+    P = gt.placement("cpu", [0, 1])
+    x = gt.randn(4, 5, placement=P, sbp=gt.sbp.split(0))
+    w = gt.randn(5, 8, placement=P, sbp=gt.sbp.broadcast)
+    x @ w                                            # (4, 8), split along dim 0
+
+Every attribute that is not listed here is torch's own (`gt.matmul`, `gt.nn`, `gt.optim`, ...).
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from globaltensor import sbp
+from globaltensor.boxing.watch import boxing, record
+from globaltensor.comm import init, rank, world_size
+from globaltensor.errors import GlobalTensorError
+from globaltensor.modules import to_global
+from globaltensor.placement import placement
+from globaltensor.tensor import plain
+from globaltensor.tensor.convert import from_full, from_local, from_shards
+from globaltensor.tensor.core import GlobalTensor
+from globaltensor.tensor.factories import (arange, empty, eye, full, linspace, logspace, normal, ones, rand, randint,
+                                           randn, randperm, tensor, zeros)
+
+__version__ = "0.1.0"
+
+plain.install()
+torch.nn.Module.to_global = to_global
+
+
+def manual_seed(seed: int) -> Any:
+    """Seed all random numbers, global and plain: `torch.manual_seed`."""
+    return torch.manual_seed(seed)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(torch, name)

@@ -1,0 +1,232 @@
+"""Moving bytes between ranks, and knowing who they are.
+
+A *rank* is one participant with one device; a *process* drives one rank (torchrun and `globaltensor run`) or all of
+them (the lone process of a notebook or a test). Ranks of one process reach each other's memory directly; between
+processes one primitive moves everything, `exchange`: each process hands a flat buffer to some others and gets one
+from some others. Nothing here knows what an sbp is.
+
+The world comes to life with the first placement, or by `init()`. Under a launcher (RANK and WORLD_SIZE are set) it
+is torch.distributed's default group, which a user may also have started already.
+"""
+from __future__ import annotations
+
+import atexit
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from globaltensor import machine as machines
+from globaltensor import placement as placements
+from globaltensor.errors import DisagreementError, PlacementError, TransportError, where
+from globaltensor.machine import Machine
+from globaltensor.placement import placement
+
+TIMEOUT = timedelta(seconds=300)
+
+
+@dataclass
+class World:
+    """Who takes part: `size` ranks, of which this process drives `driven`, in the order of their numbers."""
+
+    size: int
+    driven: tuple[int, ...]
+    machine: Machine
+    transport: str
+    device_of: dict[tuple[str, int], torch.device] = field(default_factory=dict)
+
+    @property
+    def lone(self) -> bool:
+        """One process drives all ranks."""
+        return len(self.driven) == self.size
+
+    @property
+    def rank(self) -> int:
+        """The first rank that this process drives."""
+        return self.driven[0]
+
+    def device(self, type: str, rank: int) -> torch.device:
+        """The device on which this process keeps the shards of `rank`."""
+        found = self.device_of.get((type, rank))
+        if found is None:
+            found = self.device_of[type, rank] = _device(self, type, rank)
+        return found
+
+
+_world: World | None = None
+
+
+def world() -> World:
+    """The world, started if it was not."""
+    return _world if _world is not None else init()
+
+
+def rank() -> int:
+    """The first rank that this process drives, so that `if gt.rank() == 0: print(...)` prints once."""
+    return world().rank
+
+
+def world_size() -> int:
+    """How many ranks there are."""
+    return world().size
+
+
+def init(ranks: int | None = None, *, timeout: float | None = None, machine: Machine | None = None) -> World:
+    """Start the world. Optional: the first placement does it.
+
+    ranks     how many ranks a lone process drives (default: GLOBALTENSOR_RANKS, else the GPUs there are, else 8);
+              under a launcher the launcher says, and a different number is an error
+    timeout   seconds after which a rank that waits for another raises (default 300)
+    machine   the rates to plan with (default: by transport)
+
+    Raises TransportError where the world was started differently before, or the launcher's settings are no use.
+    """
+    global _world
+    if _world is not None:
+        if ranks not in (None, _world.size):
+            raise TransportError(f"the world has {_world.size} ranks already, not {ranks}",
+                                 "the first placement starts it", "gt.init(...) before anything else")
+        return _world
+    launched = dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys())
+    if launched:
+        _world = _processes(timedelta(seconds=timeout) if timeout else TIMEOUT, machine)
+        if ranks not in (None, _world.size):
+            raise TransportError(f"the launcher started {_world.size} ranks, the program asks for {ranks}",
+                                 fix=f"globaltensor run -n {ranks} ...")
+    else:
+        gpus = torch.cuda.device_count() if ranks is None and "GLOBALTENSOR_RANKS" not in os.environ else 0
+        text = os.environ.get("GLOBALTENSOR_RANKS", "") if ranks is None else str(ranks)
+        if text and not (text.isdecimal() and int(text) > 0):
+            raise TransportError(f"{text!r} is not a number of ranks", fix="GLOBALTENSOR_RANKS=4")
+        size = int(text) if text else gpus or 8
+        _world = World(size, tuple(range(size)), machine or machines.one_process, "memory of one process")
+    return _world
+
+
+def _processes(timeout: timedelta, machine: Machine | None) -> World:
+    """One rank per process, over torch.distributed: NCCL for GPUs, gloo for the rest."""
+    if not dist.is_initialized():
+        gpus = torch.cuda.is_available() and not _shared_gpu()
+        try:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timeout)
+        except (ValueError, RuntimeError) as error:
+            raise TransportError("the ranks could not find each other", str(error).splitlines()[0],
+                                 "globaltensor run -n N program.py, or torchrun") from error
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+    size, me = dist.get_world_size(), dist.get_rank()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    hosts = tuple(r // local for r in range(size)) if local < size else ()
+    base = machine or (machines.nccl if dist.get_backend() == "nccl" else machines.gloo)
+    if hosts and not base.hosts:
+        base = Machine(**{**base.__dict__, "hosts": hosts})
+    return World(size, (me,), base, f"torch.distributed ({dist.get_backend()})")
+
+
+def _shared_gpu() -> bool:
+    """Opt-in: several ranks on one GPU, for trying things out; bytes then go through the host."""
+    return os.environ.get("GLOBALTENSOR_SHARE_GPU", "") not in ("", "0")
+
+
+def _device(of: World, type: str, rank: int) -> torch.device:
+    if type in ("cpu", "meta"):
+        return torch.device(type)
+    count = torch.get_device_module(type).device_count()
+    index = rank if of.lone else int(os.environ.get("LOCAL_RANK", rank))
+    if index >= count and not _shared_gpu():
+        raise PlacementError(f"rank {rank} has no {type} device of its own", f"there are {count} on this host",
+                             "fewer ranks, or GLOBALTENSOR_SHARE_GPU=1 to put several on one")
+    return torch.device(type, index % count)
+
+
+def _check(created: placement) -> None:
+    """Every new placement: are its ranks in the world, is its device type here?"""
+    if created.type not in ("cpu", "meta"):
+        try:
+            there = torch.get_device_module(created.type).is_available()
+        except (RuntimeError, AttributeError):
+            there = False
+        if not there:
+            raise PlacementError(f"no device of type {created.type!r} is there", "torch sees none on this host",
+                                 f'gt.placement("cpu", {list(created.flat)})')
+    size = world_size()
+    for r in created.flat:
+        if not 0 <= r < size:
+            fix = f"GLOBALTENSOR_RANKS={r + 1}" if world().lone else f"globaltensor run -n {r + 1} ..."
+            raise PlacementError(f"rank {r} is outside the world of {size} ranks", f"its ranks are 0 to {size - 1}",
+                                 f"other ranks, or start more: {fix}")
+
+
+placements._on_create.append(_check)
+placements._world_size = world_size
+
+
+def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+    """Send each flat buffer to its rank and fill each incoming one from its rank; every message between two ranks
+    is matched by order. Collective among those who take part, free for the others. One round.
+
+    Raises TransportError where a peer died or did not come in time.
+    """
+    staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    if dist.get_backend() == "gloo":
+        outgoing = {r: t.cpu() for r, t in outgoing.items()}
+        staged = {r: (t, torch.empty_like(t, device="cpu")) for r, t in incoming.items() if t.device.type != "cpu"}
+    ops = [dist.P2POp(dist.irecv, staged[r][1] if r in staged else t, r) for r, t in incoming.items()]
+    ops += [dist.P2POp(dist.isend, t, r) for r, t in outgoing.items()]
+    if not ops:
+        return
+    try:
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+    except RuntimeError as error:
+        raise TransportError(f"rank {rank()} lost touch with ranks {sorted({*outgoing, *incoming} - {rank()})}",
+                             str(error).splitlines()[0] + "; a rank ended, or runs another program",
+                             "look at the first error of the other ranks") from error
+    for target, source in staged.values():
+        target.copy_(source)
+
+
+def agree(what: str) -> None:
+    """Check that all processes say the same `what` here, with one small all-gather; nothing in a lone process.
+
+    Raises DisagreementError on every rank, which shows who says what.
+    """
+    if world().lone:
+        return
+    mine = torch.tensor([zlib.crc32(what.encode()), len(what)])
+    said = [torch.empty_like(mine) for _ in range(world().size)]
+    try:
+        dist.all_gather(said, mine)
+        if all(torch.equal(mine, other) for other in said):
+            return
+        texts: list[str] = [""] * world().size
+        dist.all_gather_object(texts, f"{what}   at {where()}")
+    except RuntimeError as error:
+        raise TransportError(f"rank {rank()} waited for the others at: {what}", str(error).splitlines()[0],
+                             "look at the first error of the other ranks") from error
+    rows = "".join(f"\n    rank {r}: {text}" for r, text in enumerate(texts))
+    raise DisagreementError("the ranks disagree about what to create" + rows,
+                            "every rank runs the same program", "create the same tensors in the same order everywhere")
+
+
+def broadcast_object(value: object, source: int) -> object:
+    """The object that rank `source` has, on every process; collective over the whole world."""
+    if world().lone:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, source, device=torch.device("cpu"))
+    return box[0]
+
+
+def gather_objects(value: tuple, what: str) -> list[tuple]:
+    """Every process's `value`, in the order of ranks; its first element must be the same everywhere.
+
+    Raises DisagreementError on every rank where it is not.
+    """
+    agree(what)
+    said: list[tuple] = [()] * world().size
+    dist.all_gather_object(said, value)
+    return said

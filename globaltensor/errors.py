@@ -1,0 +1,69 @@
+"""What the library says when it cannot do what was asked: what, where, why, and what to type.
+
+A user's mistake is an exception of a class named here; a mistake of ours is an `assert`. `where()` finds the user's
+own line: the innermost frame that is neither this package's nor torch's.
+"""
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_SKIP = (_OURS, _TORCH, os.path.dirname(os.__file__) + os.sep + "contextlib", "<frozen", "<string>")
+
+
+def where() -> str:
+    """`file:line` of the user's innermost frame."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_SKIP):
+            return f"{os.path.relpath(name) if os.path.isabs(name) else name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "<unknown>"
+
+
+class GlobalTensorError(RuntimeError):
+    """The root of all errors of this library. `what` in one line; `why` and `fix` (what to type) where they help."""
+
+    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
+        self.what, self.why, self.fix, self.where = what, why, fix, where()
+        lines = [what, f"  where: {self.where}"]
+        lines += [f"  why:   {why}"] if why else []
+        lines += [f"  try:   {fix}"] if fix else []
+        super().__init__("\n".join(lines))
+
+
+class PlacementError(GlobalTensorError, ValueError):
+    """A placement that cannot be: ranks outside the world, duplicates, ragged lists, a device that is not there."""
+
+
+class SbpError(GlobalTensorError, ValueError):
+    """An sbp that cannot be: a wrong number of them, a split dim out of range, the sbp of a plain tensor."""
+
+
+class ShapeError(GlobalTensorError, ValueError):
+    """Shards or operands whose shapes do not fit together."""
+
+
+class MixedPlacementError(GlobalTensorError, ValueError):
+    """Operands of one op on different placements."""
+
+
+class InPlaceError(GlobalTensorError):
+    """An in-place op that would have to change its target in a way it cannot."""
+
+
+class BoxingError(GlobalTensorError):
+    """A boxing that `gt.boxing("forbid")` or its budget does not allow."""
+
+
+class DisagreementError(GlobalTensorError):
+    """Ranks that run the same program but do not say the same thing."""
+
+
+class TransportError(GlobalTensorError):
+    """Bytes that could not be moved: a peer that died, a device or a launcher that is not there."""

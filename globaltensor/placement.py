@@ -1,0 +1,118 @@
+"""Where a tensor lives: a device type and ranks, arranged in axes.
+
+    placement("cpu", [0, 1, 2])                                  one axis of three ranks
+    placement("cuda", [[0, 1], [2, 3]], axis_names=("dp", "tp"))  two axes
+
+The nesting of `ranks` gives the axes, their order is honoured, and two placements are the same only if all of it is
+the same: [0, 1] is neither [1, 0] nor [[0, 1]].
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from globaltensor.errors import PlacementError
+
+_on_create: list[Callable[[placement], None]] = []   # the world checks ranks and devices; it is a layer above this
+
+
+class placement:
+    """Frozen and hashable. `type` is a torch device type, `ranks` a nested sequence of ints of any depth.
+
+    Raises PlacementError for ragged or empty lists, duplicates, ranks outside the world, a device type that is not
+    there, and axis names that do not fit.
+    """
+
+    __slots__ = ("type", "ranks", "shape", "flat", "axis_names", "_hash", "__dict__")
+
+    def __init__(self, type: str, ranks: Any, axis_names: Sequence[str] | None = None) -> None:
+        nested, shape = _nest(ranks)
+        flat = tuple(_flatten(nested))
+        names = tuple(axis_names) if axis_names is not None else None
+        if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
+            raise PlacementError(f"axis_names={names} for {len(shape)} axes", "every axis has one name of its own")
+        if len(set(flat)) != len(flat):
+            twice = sorted({r for r in flat if flat.count(r) > 1})
+            raise PlacementError(f"rank {twice[0]} stands more than once in {nested}",
+                                 "a rank holds one shard of a tensor", "each rank once")
+        for key, value in (("type", str(type)), ("ranks", nested), ("shape", shape), ("flat", flat),
+                           ("axis_names", names), ("_hash", hash((str(type), nested, names)))):
+            object.__setattr__(self, key, value)
+        for check in _on_create:
+            check(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("a placement is frozen")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, placement) and self._hash == other._hash
+                                 and (self.type, self.ranks, self.axis_names)
+                                 == (other.type, other.ranks, other.axis_names))
+
+    def __repr__(self) -> str:
+        names = f", axis_names={self.axis_names}" if self.axis_names else ""
+        return f'placement("{self.type}", {_lists(self.ranks)}{names})'
+
+    def __reduce__(self) -> tuple:
+        return placement, (self.type, self.ranks, self.axis_names)
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @cached_property
+    def coords(self) -> dict[int, tuple[int, ...]]:
+        """rank -> its index on each axis."""
+        found = {}
+        for i, rank in enumerate(self.flat):
+            index = []
+            for size in reversed(self.shape):
+                index.append(i % size)
+                i //= size
+            found[rank] = tuple(reversed(index))
+        return found
+
+    @staticmethod
+    def all(type: str) -> placement:
+        """Every rank of the world, on one axis."""
+        return placement(type, range(_world_size()))
+
+
+_world_size: Callable[[], int] = lambda: 1           # set by the layer that knows the world
+
+
+def _nest(ranks: Any) -> tuple[Any, tuple[int, ...]]:
+    """Nested tuples of ints and their shape, or PlacementError."""
+    if hasattr(ranks, "tolist"):
+        ranks = ranks.tolist()
+    if isinstance(ranks, int) and not isinstance(ranks, bool):
+        return ranks, ()
+    if not isinstance(ranks, Iterable) or isinstance(ranks, str):
+        raise PlacementError(f"ranks are ints in nested lists, not {ranks!r}", fix="ranks=[0, 1]")
+    parts = [_nest(part) for part in ranks]
+    if not parts:
+        raise PlacementError("a placement without ranks", fix="ranks=[0]")
+    shapes = {shape for _, shape in parts}
+    if len(shapes) > 1:
+        raise PlacementError(f"ragged ranks: {_lists(tuple(p for p, _ in parts))}",
+                             "a placement is a grid: every list of one depth has the same length",
+                             "lists of the same length, such as [[0, 1], [2, 3]]")
+    return tuple(p for p, _ in parts), (len(parts), *shapes.pop())
+
+
+def _flatten(nested: Any) -> Iterable[int]:
+    if isinstance(nested, int):
+        yield nested
+    else:
+        for part in nested:
+            yield from _flatten(part)
+
+
+def _lists(nested: Any) -> Any:
+    return nested if isinstance(nested, int) else [_lists(part) for part in nested]

@@ -1,0 +1,1 @@
+"""What is legal: the rule language, the families that write rules, the table of ops, and their local rewrites."""

@@ -1,0 +1,93 @@
+"""An op call seen by the rules: arguments by name, defaults filled in, tensors in the order of the op's schema."""
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+
+class Argument(NamedTuple):
+    """One argument of an op's schema."""
+
+    name: str
+    default: Any
+    keyword: bool
+    tensor: bool                                     # a Tensor or Tensor?
+    tensors: bool                                    # a list of (optional) tensors
+    written: bool                                    # the op writes to it
+
+
+@lru_cache(None)
+def arguments(func: OpOverload) -> tuple[Argument, ...]:
+    """The schema of an op."""
+    found = []
+    for a in func._schema.arguments:
+        kind = str(a.type)
+        plain = kind.replace("Optional[", "").replace("]", "")
+        found.append(Argument(a.name, a.default_value if a.has_default_value() else None, a.kwarg_only,
+                              plain == "Tensor", kind.startswith("List[") and "Tensor" in kind
+                              or kind.startswith("Optional[List[") and "Tensor" in kind,
+                              a.alias_info is not None and a.alias_info.is_write))
+    return tuple(found)
+
+
+class Slot(NamedTuple):
+    """Where an operand stands: position or keyword, and index where it is one of a list."""
+
+    at: int | str
+    index: int | None
+
+
+class Call:
+    """`call["dim"]` is an argument by its schema name; `call.tensors` the operands, `call.slots` where they stand.
+
+    `call.ndims` has an entry per tensor argument of the schema, None where it is absent; lists count tensor by tensor.
+    """
+
+    __slots__ = ("func", "values", "tensors", "slots", "names", "ndims")
+
+    def __init__(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.func = func
+        self.values: dict[str, Any] = {}
+        self.tensors: list[torch.Tensor] = []
+        self.slots: list[Slot] = []
+        self.names: list[str] = []
+        ndims: list[int | None] = []
+        for i, a in enumerate(arguments(func)):
+            at: int | str = i if i < len(args) else a.name
+            value = args[i] if i < len(args) else kwargs.get(a.name, a.default)
+            self.values[a.name] = value
+            if a.tensor or isinstance(value, torch.Tensor):
+                ndims.append(value.dim() if isinstance(value, torch.Tensor) else None)
+                if isinstance(value, torch.Tensor):
+                    self._add(value, Slot(at, None), a.name)
+            elif a.tensors and value is not None:
+                for k, item in enumerate(value):
+                    ndims.append(None if item is None else item.dim())
+                    if item is not None:
+                        self._add(item, Slot(at, k), a.name)
+        self.ndims = tuple(ndims)
+
+    def _add(self, tensor: torch.Tensor, slot: Slot, name: str) -> None:
+        self.tensors.append(tensor)
+        self.slots.append(slot)
+        self.names.append(name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.values.get(name, default)
+
+    def position(self, name: str) -> int | str:
+        """Where argument `name` is passed by position in the schema."""
+        for i, a in enumerate(arguments(self.func)):
+            if a.name == name:
+                return name if a.keyword else i
+        raise KeyError(name)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(t.shape) for t in self.tensors]

@@ -1,0 +1,178 @@
+"""The rule language: two strings say everything that matters about an op.
+
+    dims      a label per dim, tensor by tensor       "m k, k n -> m n"
+    algebra   how each output depends on its operands  "a*b"  "a+b*c"  "A"      outputs separated by ";"
+
+In the algebra a, b, c are the op's tensor arguments in order; a lower-case one enters linearly, an upper-case one not,
+an absent one not at all. Left out, every operand enters every output nonlinearly. In the dims
+
+    k!        stays whole (softmax, sort)
+    (h w)     a dim made of several labels, outermost first: it can be cut at the first only, and evenly
+    1         a dim of size 1 that is repeated to fit
+    b*        as many dims as are left, each with a label of its own
+
+From this the legal *signatures* on one placement axis follow: either one label is cut, or none.
+
+    a label found in an output flows through as S        a label found in no output is summed away and leaves P
+    P enters only through a linear operand, once in a product, and in every term of a sum
+    all-B is always legal
+
+An op on several axes may have another signature on each: an nd signature is a product of one-axis ones.
+"""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, combinations, product
+from typing import NamedTuple
+
+from globaltensor.sbp import Sbp, broadcast, partial_max, partial_min, partial_sum, split
+
+Dims = tuple[tuple[str, ...], ...]                   # per dim its labels, outermost first
+Term = tuple[tuple[int, bool], ...]                  # factors: (operand, enters linearly)
+
+_LEAVES = {"sum": partial_sum, "max": partial_max, "min": partial_min}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A parsed rule. Operands are counted as the op's present tensor arguments."""
+
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    algebra: tuple[tuple[Term, ...], ...]            # per output its terms
+    leaves: str = "sum"                              # what a label that is reduced away leaves pending
+    even: tuple[tuple[str, int], ...] = ()           # labels that must be cut evenly, with their sizes
+    nonempty: bool = False                           # the kernel does not take empty shards
+
+
+class Signature(NamedTuple):
+    """One legal way to run an op on one axis; `label` is what is cut, None for nothing."""
+
+    inputs: tuple[Sbp, ...]
+    outputs: tuple[Sbp, ...]
+    label: str | None
+
+
+@lru_cache(10_000)
+def rule(dims: str, algebra: str = "", *, ndims: tuple[int | None, ...] = (), leaves: str = "sum",
+         even: tuple[tuple[str, int], ...] = (), nonempty: bool = False) -> Rule:
+    """Parse a rule.
+
+    ndims   the number of dims of each operand, None for an absent one (dropped from dims and algebra); needed where
+            a `b*` stands or operands are optional
+    leaves  what a reduced label leaves pending: "sum", "max" or "min"
+    even    (label, size) of labels that only an even cut keeps in place (the first of a composite dim)
+    """
+    lhs, rhs = ([_dims(t) for t in side.split(",")] for side in dims.split("->"))
+    terms = [[_term(t) for t in part.split("+") if t.strip()] for part in algebra.split(";")] if algebra else [
+        [tuple((q, False) for q in range(len(lhs)))] for _ in rhs]
+    if ndims:
+        lhs, rhs = _expand_stars(lhs, rhs, ndims)
+    absent = [q for q, n in enumerate(ndims) if n is None]
+    if absent:
+        place = {q: i for i, q in enumerate(q for q in range(len(lhs)) if q not in absent)}
+        lhs = [d for q, d in enumerate(lhs) if q not in absent]
+        terms = [[tuple((place[q], linear) for q, linear in term if q in place) for term in part
+                  if any(q in place for q, _ in term)] for part in terms]
+    assert len(terms) == len(rhs), f"{dims}: {len(rhs)} outputs, {len(terms)} algebras"
+    return Rule(tuple(lhs), tuple(rhs), tuple(tuple(part) for part in terms), leaves, even, nonempty)
+
+
+def _dims(text: str) -> Dims:
+    return tuple(tuple(d.strip("()").split()) for d in re.findall(r"\([^)]*\)|\S+", text))
+
+
+def _term(text: str) -> Term:
+    return tuple((ord(c.lower()) - ord("a"), c.islower()) for c in text.strip().split("*"))
+
+
+def _expand_stars(lhs: list[Dims], rhs: list[Dims], ndims: tuple[int | None, ...]) -> tuple[list[Dims], list[Dims]]:
+    """Replace every `b*` (and `b*!`) by as many labels as the first operand that has it leaves over."""
+    counts: dict[str, int] = {}
+    for dims, n in zip(lhs, ndims):
+        stars = [d[0].rstrip("!") for d in dims if d[0].rstrip("!").endswith("*")]
+        unknown = [s for s in stars if s not in counts]
+        if n is not None and len(unknown) == 1:
+            known = sum(counts[s] for s in stars if s in counts)
+            counts[unknown[0]] = n - (len(dims) - len(stars)) - known
+
+    def expand(dims: Dims) -> Dims:
+        full: list[tuple[str, ...]] = []
+        for d in dims:
+            name, whole = d[0].rstrip("!"), "!" if d[0].endswith("!") else ""
+            if name.endswith("*"):
+                full += [(f"{name[:-1]}{i}{whole}",) for i in range(counts.get(name, 0))]
+            else:
+                full.append(d)
+        return tuple(full)
+
+    return [expand(d) for d in lhs], [expand(d) for d in rhs]
+
+
+def cut_dim(tensor: Dims, label: str) -> int | None:
+    """The dim to cut when `label` is cut; None where the tensor lacks it. LookupError where it is not outermost."""
+    for i, dim in enumerate(tensor):
+        if label in dim:
+            if dim[0] != label:
+                raise LookupError(label)
+            return i
+    return None
+
+
+@lru_cache(10_000)
+def signatures(of: Rule) -> tuple[Signature, ...]:
+    """Every legal signature on one axis, all-B first."""
+    labels = dict.fromkeys(x for t in of.inputs for d in t for x in d[:1] if not x.endswith("!") and x != "1")
+    found: dict[tuple, Signature] = {}
+    for label in (None, *labels):
+        try:
+            cuts = [cut_dim(t, label) if label else None for t in of.inputs]
+            outs = [cut_dim(t, label) if label else None for t in of.outputs]
+        except LookupError:
+            continue
+        for pending in _pending_sets(of, cuts):
+            states = tuple(split(d) if d is not None else partial_sum if q in pending else broadcast
+                           for q, d in enumerate(cuts))
+            outcomes = tuple(_outcome(of, k, outs[k], states) for k in range(len(of.outputs)))
+            if None not in outcomes:
+                found.setdefault((states, outcomes), Signature(states, outcomes, label))
+    return tuple(found.values())
+
+
+def _pending_sets(of: Rule, cuts: list[int | None]) -> list[frozenset[int]]:
+    """Sets of operands that may be pending at once: none, or one linear factor in every term that nothing cuts."""
+    sets = {frozenset[int](): None}
+    for terms in of.algebra:
+        choices = [[(q,) for q, linear in term if linear and cuts[q] is None] +
+                   ([()] if any(cuts[q] is not None for q, _ in term) else []) for term in terms]
+        for chosen in product(*choices):
+            sets[frozenset(chain(*chosen))] = None
+    sets |= {a | b: None for a, b in combinations(list(sets), 2)} if len(of.algebra) > 1 and len(sets) < 8 else {}
+    used = {q for terms in of.algebra for term in terms for q, _ in term}
+    free = [q for q in range(len(of.inputs)) if q not in used and cuts[q] is None]
+    for q in free[:4]:                               # an operand without influence may be anything
+        sets |= {s | {q}: None for s in list(sets)}
+    return list(sets)
+
+
+def _outcome(of: Rule, k: int, dim: int | None, states: tuple[Sbp, ...]) -> Sbp | None:
+    """The sbp of output k, or None where the states are not legal for it."""
+    used = {q for term in of.algebra[k] for q, _ in term}
+    if dim is not None:
+        return split(dim) if not any(states[q].is_partial for q in used) else None
+    kinds = set()
+    for term in of.algebra[k]:
+        if any(not linear and states[q].is_partial for q, linear in term):
+            return None                              # a pending sum may only enter linearly
+        pending = sum(states[q].is_partial for q, _ in term)
+        summed = any(states[q].is_split for q, _ in term)
+        if pending + summed > 1:
+            return None                              # P * P, or P times a summed label
+        kinds.add(partial_sum if pending else _LEAVES[of.leaves] if summed else broadcast)
+    if len(kinds) > 1:
+        return None                                  # B + P would add B once per rank
+    return kinds.pop() if kinds else broadcast
+
+

@@ -1,0 +1,1 @@
+"""GlobalTensor: the tensor itself, its gradients, the ways to make one."""

@@ -1,0 +1,5 @@
+"""What pyproject.toml cannot say: the native extension will be declared here."""
+
+from setuptools import setup
+
+setup()
