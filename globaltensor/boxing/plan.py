@@ -61,6 +61,8 @@ def bytes_received(layouts: tuple[Layout, ...], shape: Shape, itemsize: int) -> 
 @lru_cache(100_000)
 def _search(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Machine) -> Plan:
     mixed = _innermost_first(src, dst)
+    if mixed is dst:
+        return Plan((src, dst), *_cost(src, dst, shape, machine))
     if mixed is not None:
         ways = [_search(a, b, shape, magnitude, machine) for a, b in ((src, mixed), (mixed, dst))]
         return Plan(ways[0].layouts + ways[1].layouts[1:], ways[0].fixed + ways[1].fixed, ways[0].rate + ways[1].rate)

@@ -8,7 +8,7 @@ tensor; each *piece* of that box is the reduction of the parts that some source 
     S(0) -> S(1)              r0: [0:4, 0:3] from r0, [4:8, 0:3] from r1                              (all-to-all)
 
 So one kind of step serves every pair of layouts, of one placement or two, and the bytes it moves follow from it. A
-rank takes its own part where it holds one; where several hold the same, readers are spread over them. What no piece
+rank takes its own part where it holds one; where several hold the same, the one that has sent least sends. What no piece
 covers is zero: a rank's share of a pending sum.
 """
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from globaltensor.layout import Box, Layout, Shape, cut, meet, volume
+from globaltensor.layout import Box, Layout, Shape, meet, volume
 
 
 class Piece(NamedTuple):
@@ -54,31 +54,33 @@ def route(src: Layout, dst: Layout, shape: Shape) -> Route:
     ops = {s.op for s, k in zip(src.sbp, kept) if s.is_partial and not k}
     assert len(ops) <= 1, f"one step cannot reduce {src.sbp}"
     holders = _holders(src, shape)
+    sharing = _sharing(src, dst, kept)
     pieces: dict[int, tuple[Piece, ...]] = {}
-    for index, rank in enumerate(dst.placement.flat):
-        wanted = _wanted(src, dst, shape, rank, kept)
-        pieces[rank] = tuple(_cover(wanted, rank, index, holders, src, kept)) if wanted is not None else ()
+    load: dict[int, int] = {}                        # elements that each rank sends so far
+    for rank in dst.placement.flat:
+        fixed = [src.placement.coords[rank][axis] if keep else None
+                 for axis, (s, keep) in enumerate(zip(src.sbp, kept)) if s.is_partial]
+        terms = [boxes for at, boxes in holders.items() if all(f is None or f == i for f, i in zip(fixed, at))]
+        pieces[rank] = tuple(_cover(dst.box(shape, rank), rank, terms, holders, sharing.get(rank, []), load))
     return Route(pieces, ops.pop() if ops else "")
 
 
-def _wanted(src: Layout, dst: Layout, shape: Shape, rank: int, kept: tuple[bool, ...]) -> Box | None:
-    """The box whose value `rank` takes over; less than it holds in `dst` where dst is a pending sum, None for nothing.
+def _sharing(src: Layout, dst: Layout, kept: tuple[bool, ...]) -> dict[int, list[list[int]]]:
+    """Per destination rank, the ranks whose sum is the value there, itself among them: each piece goes to one.
 
-    B -> P gives the value to the first rank of the axis; S(d) -> P leaves each rank its own part of dim d.
+    Only where dst has axes that become a pending sum. Copies of the sum (on broadcast axes) must be shared out alike,
+    so what is listed are sets of ranks that take the same pieces. (Maxima of equal values need no such care.)
     """
-    box = dst.box(shape, rank)
     same = src.placement == dst.placement
-    for axis, (s, index) in enumerate(zip(dst.sbp, dst.placement.coords[rank])):
-        if not s.is_partial or s.op != "sum" or (same and kept[axis]):
-            continue                                 # max and min of equal values is that value: every rank takes it
-        was = src.sbp[axis] if same else None
-        if was is not None and was.is_split:
-            start, stop = box[was.dim]
-            first, last = cut(stop - start, dst.placement.shape[axis], index)
-            box = (*box[:was.dim], (start + first, start + last), *box[was.dim + 1:])
-        elif index:
-            return None
-    return box
+    loose = [axis for axis, s in enumerate(dst.sbp) if s.is_partial and s.op == "sum" and not (same and kept[axis])]
+    if not loose:
+        return {}
+    groups: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
+    for rank, at in dst.placement.coords.items():
+        group = tuple(0 if axis in loose or s.is_broadcast or s.op in ("max", "min") else i
+                      for axis, (i, s) in enumerate(zip(at, dst.sbp)))
+        groups.setdefault(group, {}).setdefault(tuple(at[axis] for axis in loose), []).append(rank)
+    return {rank: list(sets.values()) for sets in groups.values() for ranks in sets.values() for rank in ranks}
 
 
 def _holders(src: Layout, shape: Shape) -> dict[tuple[int, ...], dict[Box, list[int]]]:
@@ -90,21 +92,38 @@ def _holders(src: Layout, shape: Shape) -> dict[tuple[int, ...], dict[Box, list[
     return found
 
 
-def _cover(wanted: Box, rank: int, index: int, holders: dict, src: Layout, kept: tuple[bool, ...]) -> list[Piece]:
-    """`wanted` cut along the boxes that src holds, each piece with one source per term of the reduction."""
-    fixed = [src.placement.coords[rank][axis] if keep else None
-             for axis, (s, keep) in enumerate(zip(src.sbp, kept)) if s.is_partial]
-    terms = [boxes for at, boxes in holders.items() if all(f is None or f == i for f, i in zip(fixed, at))]
+def _cover(wanted: Box, rank: int, terms: list[dict[Box, list[int]]], holders: dict, sharing: list[list[int]],
+           load: dict[int, int]) -> list[Piece]:
+    """`wanted` cut along the boxes that src holds, each piece with one source per term of the reduction.
+
+    Of ranks that share a pending sum, one that holds a piece takes it: B -> P leaves the value with the first rank
+    of the axis, S -> P leaves each rank what it has.
+    """
     pieces = []
-    for box in terms[0]:
+    for i, box in enumerate(terms[0]):
         part = meet(box, wanted) if box else wanted
-        if part is not None:
-            pieces.append(Piece(part, tuple(_pick(boxes[box], rank, index) for boxes in terms)))
+        if part is None:
+            continue
+        if sharing and rank not in _taker(sharing, {r for boxes in holders.values() for r in boxes[box]}, i):
+            continue
+        pieces.append(Piece(part, tuple(_pick(boxes[box], rank, volume(part), load) for boxes in terms)))
     return pieces
 
 
-def _pick(ranks: list[int], rank: int, index: int) -> int:
-    return rank if rank in ranks else ranks[index % len(ranks)]
+def _taker(sharing: list[list[int]], holding: set[int], turn: int) -> list[int]:
+    """The set of ranks of which most hold the piece; by turns where several do."""
+    near = [sum(r in holding for r in ranks) for ranks in sharing]
+    best = [ranks for ranks, n in zip(sharing, near) if n == max(near)]
+    return best[turn % len(best)]
+
+
+def _pick(ranks: list[int], rank: int, size: int, load: dict[int, int]) -> int:
+    """The rank itself if it holds the part, else the one that has sent least."""
+    if rank in ranks:
+        return rank
+    found = min(ranks, key=lambda r: load.get(r, 0))
+    load[found] = load.get(found, 0) + size
+    return found
 
 
 @lru_cache(100_000)

@@ -207,13 +207,13 @@ class _Box(torch.autograd.Function):
         check_guard(x)
         ctx.src, ctx.grad_layout = x.spec.layout, grad_layout
         if dst is x.spec.layout:
-            return x.view_as(x)
+            return GlobalTensor.wrap(x.spec, {r: shard.clone() for r, shard in x.shards.items()})
         shards = box([Boxed(x.spec, x.shards, dst)])[0]
         return GlobalTensor.wrap(spec(dst, x.spec.shape, None, x.spec.dtype), shards)
 
     @staticmethod
     def backward(ctx: Any, grad: GlobalTensor) -> tuple[GlobalTensor, None, None]:
-        return _Box.apply(grad, ctx.grad_layout or _gradient_layout(grad.spec.layout, ctx.src), None), None, None
+        return to(grad, ctx.grad_layout or _gradient_layout(grad.spec.layout, ctx.src)), None, None
 
 
 def _gradient_layout(now: Layout, src: Layout) -> Layout:
@@ -224,6 +224,11 @@ def _gradient_layout(now: Layout, src: Layout) -> Layout:
     else:
         want = tuple(broadcast if w.is_partial else w for w in want)
     return layout(src.placement, want)
+
+
+def to(x: GlobalTensor, dst: Layout) -> GlobalTensor:
+    """x in another layout; x itself where it is there already."""
+    return x if dst is x.spec.layout else _Box.apply(x, dst, None)
 
 
 def to_global(x: GlobalTensor, placement: Any = None, sbp: Any = None, grad_sbp: Any = None) -> GlobalTensor:
@@ -237,7 +242,7 @@ def to_global(x: GlobalTensor, placement: Any = None, sbp: Any = None, grad_sbp:
         sbp = x.sbp if getattr(where, "shape", None) == x.placement.shape else broadcast
     dst = resolve(where, sbp, x.dim())
     grad = resolve(x.placement, grad_sbp, x.dim()) if grad_sbp is not None else None
-    return _Box.apply(x, dst, grad)
+    return to(x, dst) if grad is None else _Box.apply(x, dst, grad)
 
 
 GlobalTensor.to_global = to_global

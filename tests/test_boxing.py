@@ -1,0 +1,288 @@
+"""Every pair of layouts: the value survives, nothing is aliased, and few bytes move."""
+from __future__ import annotations
+
+import itertools
+import random
+from math import prod
+
+import pytest
+import torch
+
+import globaltensor as gt
+from globaltensor.boxing.plan import bytes_received, plan
+from globaltensor.layout import layout, slices
+from globaltensor.machine import gloo, one_process
+from globaltensor.sbp import broadcast, partial_max, partial_min, partial_sum, split
+
+SEED = 20_240_521
+
+
+def states(ndim, axes, more=()):
+    return list(itertools.product([broadcast, partial_sum, *[split(d) for d in range(ndim)], *more], repeat=axes))
+
+
+def make(shape, where, sbp, generator):
+    """A tensor in a layout, pending parts at random, built shard by shard; and its value."""
+    value = torch.randn(shape, dtype=torch.float64, generator=generator)
+    return scatter(value, layout(where, sbp), generator), value
+
+
+def scatter(value, dst, generator):
+    """Shards of `value` in `dst`, written independently of the library: axis by axis, outermost first."""
+    def cut(t, axis):
+        if axis == len(dst.sbp):
+            return [t]
+        s, parts = dst.sbp[axis], dst.placement.shape[axis]
+        if s.is_split:
+            n = t.shape[s.dim]
+            pieces = t.split([n // parts + (i < n % parts) for i in range(parts)], s.dim)
+        elif s.is_broadcast:
+            return cut(t, axis + 1) * parts
+        elif s.op == "sum":
+            pieces = [torch.randn(t.shape, dtype=t.dtype, generator=generator) for _ in range(parts - 1)]
+            pieces.append(t - sum(pieces))
+        else:
+            sign = -1 if s.op == "max" else 1
+            pieces = [t + sign * torch.rand(t.shape, dtype=t.dtype, generator=generator) for _ in range(parts - 1)]
+            pieces.insert(1, t)
+        return [x for piece in pieces for x in cut(piece, axis + 1)]
+
+    shards = {r: x.clone() for r, x in zip(dst.placement.flat, cut(value, 0))}
+    return gt.from_shards(shards, dst.placement, dst.sbp)
+
+
+def gather(x):
+    """The value of a tensor from its shards, written independently: innermost axis first."""
+    def join(parts, axis):
+        if axis == len(x.sbp):
+            return parts[0]
+        s, n = x.sbp[axis], x.placement.shape[axis]
+        step = len(parts) // n
+        pieces = [join(parts[i * step:(i + 1) * step], axis + 1) for i in range(n)]
+        if s.is_split:
+            return torch.cat(pieces, s.dim)
+        if s.is_broadcast:
+            for piece in pieces[1:]:
+                assert torch.equal(piece, pieces[0]), "broadcast shards differ"
+            return pieces[0]
+        return sum(pieces[1:], pieces[0]) if s.op == "sum" else (
+            torch.stack(pieces).amax(0) if s.op == "max" else torch.stack(pieces).amin(0))
+
+    return join([x.shards[r] for r in x.placement.flat], 0)
+
+
+def check(x, value, dst):
+    y = x.to_global(dst.placement, dst.sbp)
+    assert y.sbp == dst.sbp and y.placement == dst.placement and y.shape == value.shape
+    for r, shard in y.shards.items():
+        assert tuple(shard.shape) == dst.local_shape(tuple(value.shape), r)
+    torch.testing.assert_close(gather(y), value, rtol=0, atol=1e-12, msg=lambda m: f"{x.spec} -> {dst}\n{m}")
+    return y
+
+
+SHAPES = [(6, 4), (5, 3), (1, 7), (0, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("ranks", [[0], [0, 1], [2, 0, 1], [0, 1, 2, 3]], ids=str)
+def test_one_axis(ranks, shape):
+    g = torch.Generator().manual_seed(SEED)
+    where = gt.placement("cpu", ranks)
+    for src, dst in itertools.product(states(2, 1, (partial_max, partial_min) if len(ranks) > 1 else ()), repeat=2):
+        x, value = make(shape, where, src, g)
+        check(x, value, layout(where, dst))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("ranks", [[[0, 1], [2, 3]], [[3, 1], [0, 2]], [[0, 1, 2], [3, 4, 5]]], ids=str)
+def test_two_axes(ranks, shape):
+    g = torch.Generator().manual_seed(SEED)
+    where = gt.placement("cpu", ranks)
+    for src, dst in itertools.product(states(2, 2), repeat=2):
+        x, value = make(shape, where, src, g)
+        check(x, value, layout(where, dst))
+
+
+def test_sums_and_maxima_at_once():
+    g = torch.Generator().manual_seed(SEED)
+    where = gt.placement("cpu", [[0, 1], [2, 3]])
+    mixed = [s for s in states(1, 2, (partial_max, partial_min))]
+    for src, dst in itertools.product(mixed, repeat=2):
+        x, value = make((5,), where, src, g)
+        check(x, value, layout(where, dst))
+
+
+def test_three_axes_pairs():
+    """A seeded sample of the pairs of all nd-sbps on 2x2x2; `test_three_axes_all` does every one."""
+    g, pick = torch.Generator().manual_seed(SEED), random.Random(SEED)
+    where = gt.placement("cpu", [[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
+    for src, dst in pick.sample(list(itertools.product(states(2, 3), repeat=2)), 400):
+        x, value = make((5, 4), where, src, g)
+        check(x, value, layout(where, dst))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [(8, 4), (5, 3)], ids=str)
+def test_three_axes_all(shape):
+    g = torch.Generator().manual_seed(SEED)
+    where = gt.placement("cpu", [[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
+    for src, dst in itertools.product(states(2, 3), repeat=2):
+        x, value = make(shape, where, src, g)
+        check(x, value, layout(where, dst))
+
+
+PAIRS = {"equal": ([0, 1], [0, 1]), "contained": ([0, 1, 2], [1]), "containing": ([1], [0, 1, 2]),
+         "overlapping": ([0, 1, 2], [2, 3]), "disjoint": ([0, 1], [2, 3, 4]), "permuted": ([0, 1, 2], [2, 0, 1]),
+         "more axes": ([0, 1, 2, 3], [[0, 1], [2, 3]]), "fewer axes": ([[0, 1], [2, 3]], [1, 2, 3]),
+         "transposed": ([[0, 1], [2, 3]], [[0, 2], [1, 3]]), "3 to 2 axes": ([[[0, 1]], [[2, 3]]], [[4, 5], [6, 7]])}
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_between_placements(pair):
+    g = torch.Generator().manual_seed(SEED)
+    a, b = (gt.placement("cpu", ranks) for ranks in PAIRS[pair])
+    for shape in [(4, 6), (5, 3), (1, 1), (0, 2)]:
+        for src, dst in itertools.product(states(2, a.ndim), states(2, b.ndim)):
+            x, value = make(shape, a, src, g)
+            check(x, value, layout(b, dst))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)], ids=str)
+def test_small_tensors(shape):
+    g = torch.Generator().manual_seed(SEED)
+    a, b = gt.placement("cpu", [0, 1, 2, 3]), gt.placement("cpu", [[4, 0], [1, 5]])
+    for src, dst in itertools.product(states(len(shape), 1), states(len(shape), 2)):
+        x, value = make(shape, a, src, g)
+        check(x, value, layout(b, dst))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int32, torch.bool, torch.complex64], ids=str)
+def test_dtypes(dtype):
+    where = gt.placement("cpu", [0, 1, 2])
+    value = torch.arange(12).reshape(4, 3).remainder(5).to(dtype)
+    for src, dst in itertools.product([broadcast, split(0), split(1)], repeat=2):
+        y = gt.from_full(value, where, src).to_global(sbp=dst)
+        assert y.dtype == dtype and torch.equal(y.full_tensor(), value)
+
+
+def test_sixteen_bit_sums_round_once():
+    where = gt.placement("cpu", [0, 1, 2, 3])
+    parts = {r: torch.full((3,), v, dtype=torch.bfloat16) for r, v in enumerate([256.0, 1.0, 1.0, 1.0])}
+    got = gt.from_shards(parts, where, gt.sbp.partial_sum).to_global(sbp=gt.sbp.broadcast)
+    assert torch.equal(got.full_tensor(), torch.full((3,), 259.0).bfloat16())       # in bfloat16 steps it would be 256
+
+
+@pytest.mark.parametrize("src", states(2, 1), ids=str)
+@pytest.mark.parametrize("dst", states(2, 1), ids=str)
+def test_results_never_alias_their_source(src, dst):
+    where = gt.placement("cpu", [0, 1])
+    x, value = make((4, 4), where, src, torch.Generator().manual_seed(SEED))
+    y = x.to_global(sbp=dst)
+    if src != dst:
+        for shard in y.shards.values():
+            shard.fill_(7)
+        torch.testing.assert_close(gather(x), value)
+
+
+GRAD_PLACES = [([0, 1], [0, 1]), ([0, 1, 2], [2, 3]), ([[0, 1], [2, 3]], [[0, 1], [2, 3]]), ([0, 1], [2])]
+
+
+@pytest.mark.parametrize("ranks", GRAD_PLACES, ids=str)
+def test_gradients_of_every_boxing(ranks):
+    g = torch.Generator().manual_seed(SEED)
+    a, b = (gt.placement("cpu", r) for r in ranks)
+    for src, dst in itertools.product(states(2, a.ndim), states(2, b.ndim)):
+        x, value = make((5, 4), a, src, g)
+        x.requires_grad_()
+        weight = torch.randn(5, 4, dtype=torch.float64, generator=g)
+        (x.to_global(b, dst) * gt.from_full(weight, b, broadcast)).sum().backward()
+        assert x.grad.sbp == x.sbp
+        torch.testing.assert_close(x.grad.full_tensor(), weight)
+
+
+def test_grad_sbp_decides_how_the_gradient_leaves():
+    where = gt.placement("cpu", [0, 1])
+    x = gt.from_full(torch.randn(4, 4), where, broadcast).requires_grad_()
+    for grad_sbp in (broadcast, partial_sum, split(0), split(1)):
+        y = x.to_global(sbp=split(0), grad_sbp=grad_sbp)
+        (grad,) = torch.autograd.grad((y * y).sum(), x)
+        assert grad.sbp == (grad_sbp,)
+        torch.testing.assert_close(grad.full_tensor(), 2 * x.full_tensor())
+
+
+def test_the_gradient_lies_dual():
+    where = gt.placement("cpu", [0, 1])
+    for src, dual in ((split(0), split(0)), (partial_sum, broadcast)):
+        x = gt.from_full(torch.randn(4, 4), where, src).requires_grad_()
+        (grad,) = torch.autograd.grad(x.to_global(sbp=broadcast).sum(), x)
+        assert grad.sbp == (dual,), src
+
+
+# -------------------------------------------------------------------------------------- how many bytes it takes
+
+
+def least_received(src, dst):
+    """Elements of an 8 x 8 tensor that all ranks together must receive, whatever the algorithm.
+
+    What no rank of a group that shares a pending sum holds must come from elsewhere. To reduce n terms that lie on n
+    ranks takes n - 1 messages, and each further copy of the result one more.
+    """
+    axes = src.placement.shape
+    kept = [a.is_partial and a == b for a, b in zip(src.sbp, dst.sbp)]
+    terms = prod(n for a, k, n in zip(src.sbp, kept, axes) if a.is_partial and not k)
+    copies = prod(n for b, n in zip(dst.sbp, axes) if b.is_broadcast)
+    tensors = prod(n for k, n in zip(kept, axes) if k)
+    if terms > 1:
+        return tensors * 64 * (terms - 1 + copies - 1)
+    free = [i for i, (b, k) in enumerate(zip(dst.sbp, kept)) if b.is_partial and not k]
+    groups = {}
+    for rank, at in dst.placement.coords.items():
+        groups.setdefault(tuple(0 if i in free else x for i, x in enumerate(at)), []).append(rank)
+    missing = 0
+    for ranks in groups.values():
+        wanted, held = torch.zeros(8, 8, dtype=torch.bool), torch.zeros(8, 8, dtype=torch.bool)
+        wanted[slices(dst.box((8, 8), ranks[0]), ((0, 8), (0, 8)))] = True
+        for rank in ranks:
+            held[slices(src.box((8, 8), rank), ((0, 8), (0, 8)))] = True
+        missing += int((wanted & ~held).sum())
+    return missing
+
+
+@pytest.mark.parametrize("machine", [gloo, one_process], ids=["gloo", "one process"])
+@pytest.mark.parametrize("ranks", [[[0, 1], [2, 3]], [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]], ids=["2x2", "2x2x2"])
+def test_bytes_stay_near_the_lower_bound(ranks, machine):
+    """Bytes received per rank, the mean over all pairs of layouts, against the least that any algorithm needs."""
+    where = gt.placement("cpu", ranks)
+    moved = bound = 0
+    ratios = []
+    for src, dst in itertools.product(states(2, where.ndim), repeat=2):
+        a, b = layout(where, src), layout(where, dst)
+        got = sum(bytes_received(plan(a, b, (1024, 1024), 4 << 20, machine).layouts, (8, 8), 1).values())
+        need = least_received(a, b)
+        assert got >= need, f"{src} -> {dst} receives {got} of the {need} it needs"
+        assert need or not got, f"{src} -> {dst} is local but moves {got}"
+        moved, bound = moved + got, bound + need
+        ratios += [got / need] if need else []
+    print(f"bytes / bound: {moved / bound:.3f} in all, {sum(ratios) / len(ratios):.3f} the mean of the pairs")
+    assert moved / bound < 1.25 and sum(ratios) / len(ratios) < 1.25
+
+
+@pytest.mark.parametrize("src, dst, factor", [
+    (broadcast, split(0), 0), (broadcast, partial_sum, 0), (split(0), partial_sum, 0), (split(0), broadcast, 3 / 4),
+    (split(0), split(1), 3 / 16), (partial_sum, split(0), 3 / 4), (partial_sum, broadcast, 6 / 4)], ids=str)
+def test_bytes_recorded_are_the_textbook_ones(src, dst, factor):
+    """4 ranks: all-gather (n-1)/n, all-to-all (n-1)/n^2, reduce-scatter (n-1)/n, all-reduce 2(n-1)/n of the tensor."""
+    where = gt.placement("cpu", [0, 1, 2, 3])
+    x = gt.from_full(torch.randn(512, 512), where, src)
+    with gt.record() as moves:
+        x.to_global(sbp=dst)
+    assert [m.bytes for m in moves] == [factor * 512 * 512 * 4]
+    assert moves[0].op == "to_global" and moves[0].where.split(":")[0].endswith("test_boxing.py")
+    assert (moves[0].src.sbp, moves[0].dst.sbp) == ((src,), (dst,)) and moves[0].seconds > 0
+
+
+def test_every_link_carries_a_share():
+    """One rank to four: it sends the tensor once, not four times."""
+    a, b = gt.placement("cpu", [0]), gt.placement("cpu", [1, 2, 3, 4])
+    way = plan(layout(a, (broadcast,)), layout(b, (broadcast,)), (1024, 1024), 4 << 20, gloo)
+    assert [step.sbp for step in way.layouts] == [(broadcast,), (split(0),), (broadcast,)]
