@@ -13,13 +13,16 @@ from __future__ import annotations
 import atexit
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from globaltensor import deadlock
 from globaltensor import machine as machines
 from globaltensor import placement as placements
 from globaltensor.errors import DisagreementError, PlacementError, TransportError, where
@@ -37,6 +40,8 @@ class World:
     driven: tuple[int, ...]
     machine: Machine
     transport: str
+    control: dist.ProcessGroup | None = None         # takes tensors on the CPU; None is the default group
+    staged: bool = False                             # tensors on a GPU travel by way of the CPU
     device_of: dict[tuple[str, int], torch.device] = field(default_factory=dict)
 
     @property
@@ -110,20 +115,38 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
 def _processes(timeout: timedelta, machine: Machine | None) -> World:
     """One rank per process, over torch.distributed: NCCL for GPUs, gloo for the rest."""
     if not dist.is_initialized():
-        gpus = torch.cuda.is_available() and not _shared_gpu()
-        try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timeout)
-        except (ValueError, RuntimeError) as error:
-            raise TransportError("the ranks could not find each other", str(error).splitlines()[0],
-                                 "globaltensor run -n N program.py, or torchrun") from error
-        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+        _start_torch(timeout)
     size, me = dist.get_world_size(), dist.get_rank()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     hosts = tuple(r // local for r in range(size)) if local < size else ()
-    base = machine or (machines.nccl if dist.get_backend() == "nccl" else machines.gloo)
+    backends = dist.get_backend_config()             # such as "cpu:gloo,cuda:nccl"
+    nccl = "nccl" in backends
+    base = machine or (machines.nccl if nccl else machines.gloo)
     if hosts and not base.hosts:
         base = Machine(**{**base.__dict__, "hosts": hosts})
-    return World(size, (me,), base, f"torch.distributed ({dist.get_backend()})")
+    control = None if "cpu:" in backends else dist.new_group(backend="gloo", timeout=timeout)
+    found = World(size, (me,), base, f"torch.distributed ({'nccl' if nccl else 'gloo'})", control, not nccl)
+    if size > 1:
+        _share_random_state(control)
+        deadlock.watch(dist.distributed_c10d._get_default_store(), me, size)
+    return found
+
+
+def _start_torch(timeout: timedelta) -> None:
+    gpus = torch.cuda.is_available() and not _shared_gpu()
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timeout)
+    except (ValueError, RuntimeError) as error:
+        raise TransportError("the ranks could not find each other", str(error).splitlines()[0],
+                             "globaltensor run -n N program.py, or torchrun") from error
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+
+
+def _share_random_state(group: dist.ProcessGroup | None) -> None:
+    """torch seeds each process by chance where the program does not: all go on from where rank 0 stands."""
+    state = torch.get_rng_state()
+    dist.broadcast(state, 0, group)
+    torch.set_rng_state(state)
 
 
 def _shared_gpu() -> bool:
@@ -164,29 +187,50 @@ placements._on_create.append(_check)
 placements._world_size = world_size
 
 
-def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], what: str = "a boxing",
+             tag: int = 0) -> None:
     """Send each flat buffer to its rank and fill each incoming one from its rank; every message between two ranks
     is matched by order. Collective among those who take part, free for the others. One round.
 
+    `what` it is for goes into errors. `tag` must be the same on both sides, or no message is taken for another.
     Raises TransportError where a peer died or did not come in time.
     """
     staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    if dist.get_backend() == "gloo":
+    if world().staged:
         outgoing = {r: t.cpu() for r, t in outgoing.items()}
         staged = {r: (t, torch.empty_like(t, device="cpu")) for r, t in incoming.items() if t.device.type != "cpu"}
-    ops = [dist.P2POp(dist.irecv, staged[r][1] if r in staged else t, r) for r, t in incoming.items()]
-    ops += [dist.P2POp(dist.isend, t, r) for r, t in outgoing.items()]
+    ops = [dist.P2POp(dist.irecv, staged[r][1] if r in staged else t, r, tag=tag) for r, t in incoming.items()]
+    ops += [dist.P2POp(dist.isend, t, r, tag=tag) for r, t in outgoing.items()]
     if not ops:
         return
-    try:
+    with _together(what, tuple(sorted({*outgoing, *incoming})), tag):
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-    except RuntimeError as error:
-        raise TransportError(f"rank {rank()} lost touch with ranks {sorted({*outgoing, *incoming} - {rank()})}",
-                             str(error).splitlines()[0] + "; a rank ended, or runs another program",
-                             "look at the first error of the other ranks") from error
     for target, source in staged.values():
         target.copy_(source)
+
+
+@contextmanager
+def _together(what: str, peers: tuple[int, ...], tag: int) -> Iterator[None]:
+    """Around whatever waits for other processes: who waits for whom is known, and what goes wrong is told."""
+    try:
+        with deadlock.waiting(what, peers, tag):
+            yield
+    except RuntimeError as error:
+        raise TransportError(f"rank {rank()} lost touch with {_ranks(peers)} in {what}",
+                             str(error).splitlines()[0] + "; a rank ended, or runs another program",
+                             "look at the first error of the other ranks") from error
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _everyone() -> tuple[int, ...]:
+    return tuple(r for r in range(world().size) if r != rank())
+
+
+_AGREE, _TELL, _BROADCAST = 1, 2, 3                  # tags of what is not an exchange
 
 
 def agree(what: str) -> None:
@@ -198,35 +242,40 @@ def agree(what: str) -> None:
         return
     mine = torch.tensor([zlib.crc32(what.encode()), len(what)])
     said = [torch.empty_like(mine) for _ in range(world().size)]
-    try:
-        dist.all_gather(said, mine)
-        if all(torch.equal(mine, other) for other in said):
-            return
-        texts: list[str] = [""] * world().size
-        dist.all_gather_object(texts, f"{what}   at {where()}")
-    except RuntimeError as error:
-        raise TransportError(f"rank {rank()} waited for the others at: {what}", str(error).splitlines()[0],
-                             "look at the first error of the other ranks") from error
+    with _together(what, _everyone(), _AGREE):
+        dist.all_gather(said, mine, group=world().control)
+    if all(torch.equal(mine, other) for other in said):
+        return
+    texts = _tell(f"{what}   at {where()}", what)
     rows = "".join(f"\n    rank {r}: {text}" for r, text in enumerate(texts))
-    raise DisagreementError("the ranks disagree about what to create" + rows,
-                            "every rank runs the same program", "create the same tensors in the same order everywhere")
+    raise DisagreementError("the ranks disagree about what to create" + rows, "every rank runs the same program",
+                            "create the same tensors in the same order everywhere; gt.manual_seed(0) before random ones")
 
 
-def broadcast_object(value: object, source: int) -> object:
+def _tell(value: object, what: str) -> list[Any]:
+    """Every process's `value`, in the order of ranks."""
+    said: list[Any] = [None] * world().size
+    with _together(what, _everyone(), _TELL):
+        dist.all_gather_object(said, value, group=world().control)
+    return said
+
+
+def broadcast_object(value: object, source: int, what: str = "telling a result") -> object:
     """The object that rank `source` has, on every process; collective over the whole world."""
     if world().lone:
         return value
     box = [value]
-    dist.broadcast_object_list(box, source, device=torch.device("cpu"))
+    with _together(what, _everyone(), _BROADCAST):
+        dist.broadcast_object_list(box, source, group=world().control, device=torch.device("cpu"))
     return box[0]
 
 
 def gather_objects(value: tuple, what: str) -> list[tuple]:
-    """Every process's `value`, in the order of ranks; its first element must be the same everywhere.
+    """Every process's `value`, in the order of ranks.
 
-    Raises DisagreementError on every rank where it is not.
+    Raises DisagreementError on every rank where not all of them do `what`.
     """
+    if world().lone:
+        return [value]
     agree(what)
-    said: list[tuple] = [()] * world().size
-    dist.all_gather_object(said, value)
-    return said
+    return _tell(value, what)

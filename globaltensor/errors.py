@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import FrameType
 
 import torch
 
@@ -15,9 +16,9 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _SKIP = (_OURS, _TORCH, os.path.dirname(os.__file__) + os.sep + "contextlib", "<frozen", "<string>")
 
 
-def where() -> str:
-    """`file:line` of the user's innermost frame."""
-    frame = sys._getframe(1)
+def where(frame: FrameType | None = None) -> str:
+    """`file:line` of the user's innermost frame, at or above `frame` (default: the caller)."""
+    frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_SKIP):
@@ -27,10 +28,11 @@ def where() -> str:
 
 
 class GlobalTensorError(RuntimeError):
-    """The root of all errors of this library. `what` in one line; `why` and `fix` (what to type) where they help."""
+    """The root of all errors of this library. `what` in one line; `why` and `fix` (what to type) where they help; `at`
+    is the user's line, where another thread than the user's raises."""
 
-    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
-        self.what, self.why, self.fix, self.where = what, why, fix, where()
+    def __init__(self, what: str, why: str = "", fix: str = "", at: str = "") -> None:
+        self.what, self.why, self.fix, self.where = what, why, fix, at or where()
         lines = [what, f"  where: {self.where}"]
         lines += [f"  why:   {why}"] if why else []
         lines += [f"  try:   {fix}"] if fix else []

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .errors import GlobalTensorError
+from globaltensor.errors import GlobalTensorError
 
 Shape, Box, Device = Sequence[int], Sequence[tuple[int, int]], torch.device | str
 _MASK = 0xFFFFFFFF
@@ -271,3 +271,11 @@ def permutation(key: int, n: int, device: Device) -> Tensor:
     """A random permutation of range(n), int64: the order of n keys of 64 bits. Not cut: a rank takes its part of it."""
     high, low = (random_words(key, (n,), ((0, n),), device, stream) for stream in (0, 1))
     return high.bitwise_left_shift_(32).bitwise_or_(low).argsort(stable=True)
+
+
+# ------------------------------------------------------------------ the key of an op
+def draw_key(generator: torch.Generator | None = None) -> int:
+    """The next key, from `generator` or torch's default one for the CPU: what seeds, saves or restores that (seeds,
+    `get_rng_state`, `fork_rng`, recomputation in a checkpoint) does so for all that is made of keys."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))

@@ -116,12 +116,15 @@ def sbp_text(sbp: NdSbp) -> str:
 
 
 class Spec:
-    """Layout, global shape, global strides and dtype of a global tensor. Made by `spec()`, equal by identity."""
+    """Layout, global shape, global strides and dtype of a global tensor. Made by `spec()`, equal by identity.
 
-    __slots__ = ("layout", "shape", "stride", "dtype", "ndim", "numel", "nbytes")
+    `copied` marks a view that had to be boxed, so that it is a copy of what it was made from.
+    """
 
-    def __init__(self, where: Layout, shape: Shape, stride: Shape, dtype: torch.dtype) -> None:
-        self.layout, self.shape, self.stride, self.dtype = where, shape, stride, dtype
+    __slots__ = ("layout", "shape", "stride", "dtype", "ndim", "numel", "nbytes", "copied")
+
+    def __init__(self, where: Layout, shape: Shape, stride: Shape, dtype: torch.dtype, copied: bool = False) -> None:
+        self.layout, self.shape, self.stride, self.dtype, self.copied = where, shape, stride, dtype, copied
         self.ndim, self.numel = len(shape), prod(shape)
         self.nbytes = self.numel * dtype.itemsize
 
@@ -147,15 +150,15 @@ class Spec:
         return self.layout.local_shape(self.shape, rank)
 
 
-def spec(where: Layout, shape: Shape, stride: Shape | None, dtype: torch.dtype) -> Spec:
+def spec(where: Layout, shape: Shape, stride: Shape | None, dtype: torch.dtype, copied: bool = False) -> Spec:
     """The one Spec object for these; `stride` None means contiguous."""
-    key = (where, shape, stride, dtype)
+    key = (where, shape, stride, dtype, copied)
     found = _specs.get(key)
     if found is None:
         if len(_specs) > 100_000:
             _specs.clear()                           # specs in use live on; equal new ones miss a cache once
-        found = Spec(where, shape, contiguous(shape) if stride is None else stride, dtype)
-        found = _specs.setdefault((where, shape, found.stride, dtype), found)
+        found = Spec(where, shape, contiguous(shape) if stride is None else stride, dtype, copied)
+        found = _specs.setdefault((where, shape, found.stride, dtype, copied), found)
         _specs[key] = found
     return found
 

@@ -68,9 +68,9 @@ def draw(function: Callable[..., torch.Tensor], n: int, dtype: torch.dtype, *arg
 def expect_equal(found: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
     """Bit for bit, NaN and the sign of 0 included."""
     assert found.dtype == expected.dtype and found.shape == expected.shape, what
-    pairs = zip(*(t.contiguous().view(-1).view(torch.uint8).view(-1, t.element_size()) for t in (found, expected)))
-    if not torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (found, expected))):
-        at = [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+    a, b = (t.contiguous().view(-1).view(torch.uint8) for t in (found, expected))
+    if not torch.equal(a, b):
+        at = (a != b).nonzero()[:, 0].div(found.element_size(), rounding_mode="floor").unique().tolist()
         pytest.fail(f"{what}: {len(at)} of {found.numel()} differ, first at {at[0]}: "
                     f"{found.reshape(-1)[at[0]].item()!r} for {expected.reshape(-1)[at[0]].item()!r}")
 
@@ -126,7 +126,7 @@ def test_words_are_the_documented_function_of_the_index(shape: Shape, box: Box, 
 
 # ------------------------------------------------------------------ cuts
 @every_sampler
-@pytest.mark.parametrize("n", [1, 3, 8, 15, 16, 17, 31, 32, 33, 63, 65, 127, 129, 257])
+@pytest.mark.parametrize("n", [1, 3, 8, 17, 31, 33, 64, 129])
 def test_every_cut_of_a_vector(sample: Sample, n: int) -> None:
     expected = whole(sample, KEY, (n,))
     for cut in range(n + 1):
@@ -138,10 +138,10 @@ def test_many_cuts_of_a_long_vector(sample: Sample) -> None:
     """Longer than a piece: 2**18 elements and some; cut next to multiples of every vector width and of the piece."""
     n, edge = 2**18 + 37, 2**18
     expected = whole(sample, KEY, (n,))
-    for cut in (1, 8, 13, 16, 32, 33, 1000, 4097, edge - 33, edge - 4, edge - 1, edge, edge + 1, edge + 8, n - 1):
+    for cut in (1, 8, 13, 33, 4097, edge - 4, edge - 1, edge, edge + 1):
         expect_equal(torch.cat([sample(KEY, (n,), ((0, cut),)), sample(KEY, (n,), ((cut, n),))]), expected, cut)
     for width in (1, 7, 8, 9, 16, 31, 64, 100):
-        for start in range(0, 700, 53):
+        for start in range(0, 700, 97):
             expect_equal(sample(KEY, (n,), ((start, start + width),)), expected[start : start + width], (start, width))
 
 
@@ -213,10 +213,10 @@ def test_the_device_does_not_matter(shape: Shape, box: Box) -> None:
     expect_equal(kernels.permutation(KEY, 10**5, "cuda").cpu(), kernels.permutation(KEY, 10**5, "cpu"))
 
 
-def test_a_small_box_of_a_huge_tensor_needs_little_memory_and_meta_none() -> None:
+def test_a_small_box_of_a_huge_tensor_is_quick_and_a_meta_tensor_free() -> None:
     box = ((2**30 - 1, 2**30), (5, 7), (0, 2**20))
     assert kernels.normal(KEY, (2**30, 8, 2**20), box, F32, "cpu").shape == (1, 2, 2**20)
-    assert kernels.normal(KEY, (2**31, 2**31), ((0, 2**31), (0, 2**30)), F32, "meta").shape == (2**31, 2**30)
+    assert kernels.normal(KEY, (2**20, 2**31), ((0, 2**20), (0, 2**30)), F32, "meta").shape == (2**20, 2**30)
 
 
 # ------------------------------------------------------------------ arithmetic
@@ -245,28 +245,30 @@ def test_log_sqrt_and_circle_are_accurate(dtype: torch.dtype, step: float) -> No
     assert (torch.where(swap, cos, sin).double() - expected[1]).abs().max() < step
 
 
-EXTREME = [0, 1, 2**7, 2**8 - 1, 2**31, 2**32 - 1]
+EXTREME = torch.tensor([0, 1, 2**7, 2**8 - 1, 2**29, 2**31, 2**32 - 1])  # 2**29: the angle 0
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
 def test_extreme_words_give_numbers_in_range(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hash replaced by its extremes, which no test would live to see otherwise."""
+    chance = torch.Generator().manual_seed(0)
     monkeypatch.setattr(kernels, "philox", lambda counter, key: counter.copy_(
-        torch.tensor(EXTREME).repeat(counter.numel())[: counter.numel()].view_as(counter)))
+        EXTREME[torch.randint(len(EXTREME), counter.shape, generator=chance)]))
     for low, high in ((0, 1), (-2.5, 1.7), (1, 1.01), (0.1, 0.3), (-1e-3, 0), (1000, 1001), (3, 3), (-30000, 30000)):
-        x = draw(kernels.uniform, 600, dtype, low, high)
+        x = draw(kernels.uniform, 9000, dtype, low, high)
         low_, high_ = torch.tensor([low, high], dtype=dtype)
         assert (x >= low_).all() and ((x < high_).all() if low_ < high_ else (x == low_).all()), (low, high)
-    assert draw(kernels.uniform, 600, dtype).min() == 0
-    z = draw(kernels.normal, 600, dtype)
-    assert z.isfinite().all() and z.abs().max() < (8.6 if dtype is F64 else 6.7) and z.abs().max() > 6.6
-    e = draw(kernels.exponential, 600, dtype, 2.0)
-    assert e.isfinite().all() and (e > 0).all() and e.max() > 11
-    assert (draw(kernels.exponential, 600, dtype, 1e30) > 0).all()
+    assert draw(kernels.uniform, 9000, dtype).min() == 0
+    z = draw(kernels.normal, 9000, dtype)
+    assert z.isfinite().all() and (8.5 < z.abs().max() < 8.6 if dtype is F64 else 6.6 < z.abs().max() < 6.7)
+    e = draw(kernels.exponential, 9000, dtype, 2.0)
+    assert e.isfinite().all() and e.min() == (2.0**-55 if dtype is F64 else max(2.0**-26, 2.0**-24 * (dtype is F16)))
+    assert e.max() > (18 if dtype is F64 else 11)
+    assert (draw(kernels.exponential, 9000, dtype, 1e30) > 0).all()
     for p in (0.0, 1.0):
-        assert (draw(kernels.bernoulli, 600, dtype, p) == p).all()
+        assert (draw(kernels.bernoulli, 9000, dtype, p) == p).all()
     for low, high in ((0, 1), (-5, 2), (-128, 128)):
-        i = draw(kernels.integers, 600, dtype, low, high)
+        i = draw(kernels.integers, 9000, dtype, low, high)
         assert i.min() == low and i.max() == high - 1
 
 
@@ -326,7 +328,7 @@ def test_float64_fills_its_mantissa() -> None:
 @pytest.mark.parametrize("low, high, dtype", [
     (0, 2, torch.bool), (-3, 7, torch.int64), (0, 1000, torch.int32), (-128, 128, torch.int8), (0, 256, torch.uint8),
     (-5, 6, F32), (0, 2**16, torch.int32), (-(2**63), 2**63, torch.int64), (0, 2**64, torch.uint64),
-    (-(2**61), 2**62, torch.int64), (-7, 2**33, torch.int64), (2**62, 2**63, torch.int64), (0, 3 * 2**31, torch.int64),
+    (-(2**61), 2**62, torch.int64), (-7, 2**33, torch.int64), (2**62, 2**63, torch.int64), (0, 3 * 2**62, torch.uint64),
 ])
 def test_integers_are_uniform(low: int, high: int, dtype: torch.dtype) -> None:
     values = draw(kernels.integers, N, dtype, low, high).numpy().astype(object)
@@ -336,8 +338,10 @@ def test_integers_are_uniform(low: int, high: int, dtype: torch.dtype) -> None:
     edges = [-(-(high - low) * i // bins) for i in range(bins + 1)]
     counts = numpy.bincount([v * bins // (high - low) for v in offsets], minlength=bins)
     assert stats.chisquare(counts, N * numpy.diff(edges).astype(float) / (high - low)).pvalue > LIKELY
-    if high - low >= 1000:  # the low digits too
-        assert stats.chisquare(numpy.bincount([v % 8 for v in offsets], minlength=8)).pvalue > LIKELY
+    if high - low >= 1000:  # the low digits too: of 3 * 2**62 values, 64 bits would give every third twice as often
+        counts = numpy.bincount([v % 24 for v in offsets], minlength=24)
+        expected = [N * len(range(digit, high - low, 24)) / (high - low) for digit in range(24)] if high < 2**20 else None
+        assert stats.chisquare(counts, expected).pvalue > LIKELY
 
 
 @pytest.mark.parametrize("p", [1e-4, 0.1, 0.5, 0.9])

@@ -8,6 +8,7 @@ in the order of their ranks, in float32 for the 16-bit floats, so every rank get
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -50,6 +51,7 @@ class Program(NamedTuple):
     fills: dict[int, tuple[Fill, ...]]
     outgoing: dict[int, tuple[Part, ...]]            # per peer process, in the order both sides agree on
     op: str
+    tag: int                                         # the same on all ranks, and seldom that of another step
 
 
 class Boxed(NamedTuple):
@@ -79,7 +81,7 @@ def box(items: Sequence[Boxed], op: str = watch.EXPLICIT) -> list[Shards]:
     for step in range(max(map(len, plans)) - 1):
         now = [k for k in moves if len(plans[k]) > step + 1]
         programs = [_compile(plans[k][step], plans[k][step + 1], items[k].spec.shape) for k in now]
-        received = _exchange(programs, [shards[k] for k in now], [items[k].spec.dtype for k in now])
+        received = _exchange(programs, [shards[k] for k in now], [items[k].spec.dtype for k in now], op)
         for k, program in zip(now, programs):
             shards[k] = _build(program, shards[k], items[k], plans[k][step + 1], received)
     if watched and watch.recording():
@@ -127,7 +129,8 @@ def _compile(src: Layout, dst: Layout, shape: Shape) -> Program:
             filled.append(Fill(None if box == held else slices(box, held), tuple(b - a for a, b in box), parts))
         shapes[rank] = (dst.local_shape(shape, rank), covered < volume(held))
         fills[rank] = tuple(filled)
-    return Program(shapes, fills, {r: tuple(parts) for r, parts in outgoing.items()}, way.op)
+    tag = zlib.crc32(f"{src} {dst} {shape}".encode())
+    return Program(shapes, fills, {r: tuple(parts) for r, parts in outgoing.items()}, way.op, tag)
 
 
 class _Stream:
@@ -142,7 +145,7 @@ class _Stream:
         return part.view(dtype).view(shape)
 
 
-def _exchange(programs: list[Program], shards: list[Shards], dtypes: list[torch.dtype]) -> dict[int, _Stream]:
+def _exchange(programs: list[Program], shards: list[Shards], dtypes: list[torch.dtype], op: str) -> dict[int, _Stream]:
     """Send what other processes want of these tensors, and get what they send; parts start on 16-byte boundaries."""
     outgoing: dict[int, list[torch.Tensor]] = {}
     for program, held in zip(programs, shards):
@@ -162,7 +165,9 @@ def _exchange(programs: list[Program], shards: list[Shards], dtypes: list[torch.
         return {}
     device = next(iter(next(s for s in shards if s).values())).device if any(shards) else "cpu"
     buffers = {peer: torch.empty(n, dtype=torch.uint8, device=device) for peer, n in incoming.items()}
-    comm.exchange({peer: torch.cat(parts) if len(parts) > 1 else parts[0] for peer, parts in outgoing.items()}, buffers)
+    tag = sum(k * program.tag + dtype.itemsize for k, (program, dtype) in enumerate(zip(programs, dtypes), 1))
+    comm.exchange({peer: torch.cat(parts) if len(parts) > 1 else parts[0] for peer, parts in outgoing.items()}, buffers,
+                  f"the boxing for {op}", tag & 0x3FFFFFFF | 8)
     return {peer: _Stream(data) for peer, data in buffers.items()}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from globaltensor import comm
 from globaltensor.boxing.run import Boxed, Shards, box
@@ -21,9 +21,11 @@ from globaltensor.dispatch import foreach
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import Recipe, static
 from globaltensor.errors import InPlaceError, MixedPlacementError, ShapeError
+from globaltensor.kernels import draw_key
 from globaltensor.layout import Layout, Spec, layout, spec
 from globaltensor.placement import placement
 from globaltensor.rules.call import Call, Slot, arguments
+from globaltensor.rules.random import seeded
 from globaltensor.rules.table import Line, line_of
 from globaltensor.sbp import broadcast
 
@@ -57,8 +59,13 @@ def dispatch(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -
             local = list(args)
             for at in recipe.simple:
                 local[at] = args[at].shards[rank]
-            shards[rank] = func(*local, **kwargs)
-        return cls.wrap(recipe.outputs[0], shards)
+            for at, value in recipe.patches.get(rank, ()):
+                local[at] = value
+            shards[rank] = (func(*local, **kwargs) if recipe.runner is None
+                            else recipe.runner(recipe, rank, local, kwargs))
+        if recipe.single is not None:
+            return cls.wrap(recipe.single, shards)
+        return _wrapped(cls, recipe, (), shards)
     if recipe.rewrite is not None:
         return recipe.rewrite(Call(func, args, kwargs), _Run(cls))
     return _run(cls, recipe, args, kwargs)
@@ -110,8 +117,8 @@ def _decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], re
     results = _meta(call, operands)
     recipe = Recipe(func, ranks, tuple(call.slots), (home,) * len(operands), None, written, home=home,
                     is_view=any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns),
-                    guarded=tuple(q for q, t in enumerate(call.tensors) if getattr(t, "guard", None) is not None),
-                    seeded=torch.Tag.nondeterministic_seeded in func.tags)
+                    guarded=tuple(q for q, own in enumerate(operands) if own.copied),
+                    seeded=line is None and torch.Tag.nondeterministic_seeded in func.tags)
     if written and results is not None:
         _check_written(call, written, results)
     if line is None or results is None:
@@ -120,8 +127,10 @@ def _decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], re
         _choose(cls, recipe, line, call, operands, results)
     recipe.wants = tuple(None if type(t) is cls and want is own.layout else want
                          for t, want, own in zip(call.tensors, recipe.wants, operands))
-    if _is_simple(recipe, call, cls):
+    if _is_simple(recipe, call, cls, args):
         recipe.simple = tuple(slot.at for slot in call.slots)
+        returns = recipe.func._schema.returns
+        recipe.single = recipe.outputs[0] if len(returns) == 1 and str(returns[0].type) == "Tensor" else None
     return recipe
 
 
@@ -159,12 +168,10 @@ def _output(result: Any, where: Layout) -> Spec | None:
     return spec(where, tuple(result.shape), result.stride(), result.dtype)
 
 
-def _is_simple(recipe: Recipe, call: Call, cls: type) -> bool:
+def _is_simple(recipe: Recipe, call: Call, cls: type, args: tuple) -> bool:
     """May the fast path take it?"""
-    returns = recipe.func._schema.returns
-    return (recipe.outputs is not None and len(recipe.outputs) == 1 and recipe.outputs[0] is not None
-            and len(returns) == 1 and str(returns[0].type) == "Tensor"
-            and not any(recipe.wants) and not recipe.written and not recipe.patches and recipe.runner is None
+    return (bool(recipe.outputs) and recipe.outputs[0] is not None and not any(recipe.wants) and not recipe.written
+            and all(isinstance(at, int) and at < len(args) for patch in recipe.patches.values() for at, _ in patch)
             and not recipe.guarded and not recipe.seeded and "device" not in [a.name for a in arguments(call.func)]
             and all(isinstance(s.at, int) and s.index is None for s in call.slots))
 
@@ -198,7 +205,7 @@ def _written(cls: type, call: Call) -> tuple[int, ...]:
         if type(call.tensors[q]) is not cls:
             raise InPlaceError(f"{call.func} would write a global value into a plain tensor ({call.names[q]})",
                                "a plain tensor has no placement to hold it", "x.full_tensor() for a plain operand")
-        if getattr(call.tensors[q], "guard", None) is not None:
+        if call.tensors[q].spec.copied:
             raise InPlaceError(f"{call.func} writes into a view whose layout had to change",
                                "it is a copy by now: the write would not reach the tensor it was made from",
                                "write into the tensor itself, or clone() the view first")
@@ -280,10 +287,8 @@ def _run(cls: type, recipe: Recipe, args: tuple, kwargs: dict[str, Any]) -> Any:
         check_guard(operands[q])
     moved = _boxed(cls, recipe, operands)
     results: dict[int, Any] = {}
-    state = torch.get_rng_state() if recipe.seeded else None
+    key = _key(recipe, args, kwargs) if recipe.seeded else None
     for rank in recipe.ranks:
-        if state is not None:
-            torch.set_rng_state(state)               # every rank draws the same
         local_args, local_kwargs = _put(list(args), dict(kwargs), recipe.slots, [held[rank] for held in moved])
         for at, value in recipe.patches.get(rank, ()):
             if isinstance(at, int) and at < len(local_args):
@@ -292,7 +297,10 @@ def _run(cls: type, recipe: Recipe, args: tuple, kwargs: dict[str, Any]) -> Any:
                 local_kwargs[arguments(recipe.func)[at].name if isinstance(at, int) else at] = value
         if local_kwargs.get("device") is not None:
             local_kwargs["device"] = comm.world().device(recipe.home.placement.type, rank)
-        if recipe.runner is not None:
+        if key is not None:
+            results[rank] = seeded(recipe.func, key, comm.world().device(recipe.home.placement.type, rank),
+                                   local_args, local_kwargs)
+        elif recipe.runner is not None:
             results[rank] = recipe.runner(recipe, rank, local_args, local_kwargs)
         else:
             results[rank] = recipe.func(*local_args, **local_kwargs)
@@ -300,6 +308,11 @@ def _run(cls: type, recipe: Recipe, args: tuple, kwargs: dict[str, Any]) -> Any:
         _write_back(recipe, operands, moved)
         return _aliases(recipe, operands, results, cls)
     return _wrapped(cls, recipe, operands, results)
+
+
+def _key(recipe: Recipe, args: tuple, kwargs: dict[str, Any]) -> int:
+    """From which every rank draws the same; processes without one draw the key too, and so stay in step."""
+    return draw_key(Call(recipe.func, args, kwargs).get("generator"))
 
 
 def _boxed(cls: type, recipe: Recipe, operands: list[Any]) -> list[Shards]:
@@ -352,26 +365,26 @@ def _wrapped(cls: type, recipe: Recipe, operands: list[Any], results: dict[int, 
         return _result_elsewhere(cls, recipe)
     first = next(iter(results.values()))
     if isinstance(first, torch.Tensor):
-        made = [{rank: r for rank, r in results.items()}]
-        structure = None
+        made, kind = [results], None
+    elif isinstance(first, (tuple, list)):
+        made, kind = [{rank: r[k] for rank, r in results.items()} for k in range(len(first))], type(first)
     else:
-        flat = {rank: tree_flatten(r) for rank, r in results.items()}
-        leaves, structure = flat[next(iter(flat))]
-        made = [{rank: f[0][k] for rank, f in flat.items()} for k in range(len(leaves))]
+        made, kind = [results], None                 # a number, a bool, nothing
     if specs is None:
-        specs = [_output(next(iter(shards.values())), recipe.home) for shards in made]
+        specs = [_output(next(iter(values.values())), recipe.home) for values in made]
         _announce(recipe, specs, made)
     wrapped = [next(iter(shards.values())) if own is None else cls.wrap(own, shards)
                for own, shards in zip(specs, made)]
     if recipe.is_view and (any(recipe.wants) or recipe.guarded):
         for w in wrapped:
+            w.spec = spec(w.spec.layout, w.spec.shape, w.spec.stride, w.spec.dtype, copied=True)
             w.guard = operands[0].guard if recipe.guarded else operands[0]._version
-    return wrapped[0] if structure is None else tree_unflatten(wrapped, structure)
+    return wrapped[0] if kind is None else kind(wrapped)
 
 
 def check_guard(t: Any) -> None:
     """A view that was boxed is a copy: it must not be used after the tensor it was made from changed."""
-    if getattr(t, "guard", None) is not None and t._version != t.guard:
+    if t.spec.copied and t._version != t.guard:
         raise InPlaceError("a view is used after the tensor it was made from was written to",
                            "making the view needed a boxing, so it holds the old value",
                            "make the view again after the write")

@@ -26,7 +26,7 @@ class Recipe:
     patches    per rank, arguments that are sizes of the local output instead of the global one
     runner     a local op that replaces the op itself: runner(call args, kwargs, rank) -> result
     rewrite    the op in terms of other global ops: rewrite(args, kwargs) -> result; nothing else counts then
-    simple     the fast path: operands are positional global tensors in place, one fresh tensor comes out
+    simple     the fast path: operands are positional global tensors as they lie; `single`: one tensor comes out
     """
 
     func: OpOverload
@@ -39,6 +39,7 @@ class Recipe:
     runner: Any = None
     rewrite: Any = None
     simple: tuple[int, ...] | None = None
+    single: Spec | None = None
     home: Layout | None = None                       # all broadcast on the placement
     signature: tuple[Signature, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()         # of the operands, and the box each rank has of them: for runners
@@ -49,11 +50,11 @@ class Recipe:
 
 
 def static(value: Any, cls: type) -> Any:
-    """The part of a cache key that stands for one argument: specs for tensors, types for floats, values else."""
+    """The part of a cache key for one argument: specs for tensors, types for floats and generators, values else."""
     kind = type(value)
     if kind is cls:
         return value.spec
-    if kind is float or kind is complex:
+    if kind is float or kind is complex or kind is torch.Generator:
         return kind
     if kind is int or kind is bool:
         return kind, value

@@ -57,19 +57,20 @@ class Signature(NamedTuple):
 
 @lru_cache(10_000)
 def rule(dims: str, algebra: str = "", *, ndims: tuple[int | None, ...] = (), leaves: str = "sum",
-         even: tuple[tuple[str, int], ...] = (), nonempty: bool = False) -> Rule:
+         even: tuple[tuple[str, int], ...] = (), nonempty: bool = False, stars: tuple[tuple[str, int], ...] = ()) -> Rule:
     """Parse a rule.
 
     ndims   the number of dims of each operand, None for an absent one (dropped from dims and algebra); needed where
             a `b*` stands or operands are optional
     leaves  what a reduced label leaves pending: "sum", "max" or "min"
     even    (label, size) of labels that only an even cut keeps in place (the first of a composite dim)
+    stars   (name, count) of stars that the numbers of dims do not tell
     """
     lhs, rhs = ([_dims(t) for t in side.split(",")] for side in dims.split("->"))
     terms = [[_term(t) for t in part.split("+") if t.strip()] for part in algebra.split(";")] if algebra else [
         [tuple((q, False) for q in range(len(lhs)))] for _ in rhs]
     if ndims:
-        lhs, rhs = _expand_stars(lhs, rhs, ndims)
+        lhs, rhs = _expand_stars(lhs, rhs, ndims, dict(stars))
     absent = [q for q, n in enumerate(ndims) if n is None]
     if absent:
         place = {q: i for i, q in enumerate(q for q in range(len(lhs)) if q not in absent)}
@@ -88,22 +89,22 @@ def _term(text: str) -> Term:
     return tuple((ord(c.lower()) - ord("a"), c.islower()) for c in text.strip().split("*"))
 
 
-def _expand_stars(lhs: list[Dims], rhs: list[Dims], ndims: tuple[int | None, ...]) -> tuple[list[Dims], list[Dims]]:
-    """Replace every `b*` (and `b*!`) by as many labels as the first operand that has it leaves over."""
-    counts: dict[str, int] = {}
-    for dims, n in zip(lhs, ndims):
-        stars = [d[0].rstrip("!") for d in dims if d[0].rstrip("!").endswith("*")]
-        unknown = [s for s in stars if s not in counts]
+def _expand_stars(lhs: list[Dims], rhs: list[Dims], ndims: tuple[int | None, ...], counts: dict[str, int]
+                  ) -> tuple[list[Dims], list[Dims]]:
+    """Replace every `b*` (and `b*!`) by as many labels as an operand that has it leaves over."""
+    for dims, n in [*zip(lhs, ndims)] * 2:           # twice: a later operand may tell what an earlier one needs
+        names = [d[0].rstrip("!") for d in dims if d[0].rstrip("!").endswith("*")]
+        unknown = [s for s in names if s[:-1] not in counts]
         if n is not None and len(unknown) == 1:
-            known = sum(counts[s] for s in stars if s in counts)
-            counts[unknown[0]] = n - (len(dims) - len(stars)) - known
+            known = sum(counts[s[:-1]] for s in names if s[:-1] in counts)
+            counts[unknown[0][:-1]] = n - (len(dims) - len(names)) - known
 
     def expand(dims: Dims) -> Dims:
         full: list[tuple[str, ...]] = []
         for d in dims:
             name, whole = d[0].rstrip("!"), "!" if d[0].endswith("!") else ""
             if name.endswith("*"):
-                full += [(f"{name[:-1]}{i}{whole}",) for i in range(counts.get(name, 0))]
+                full += [(f"{name[:-1]}{i}{whole}",) for i in range(counts.get(name[:-1], 0))]
             else:
                 full.append(d)
         return tuple(full)
@@ -124,7 +125,8 @@ def cut_dim(tensor: Dims, label: str) -> int | None:
 @lru_cache(10_000)
 def signatures(of: Rule) -> tuple[Signature, ...]:
     """Every legal signature on one axis, all-B first."""
-    labels = dict.fromkeys(x for t in of.inputs for d in t for x in d[:1] if not x.endswith("!") and x != "1")
+    labels = dict.fromkeys(x for t in (*of.inputs, *of.outputs) for d in t for x in d[:1]
+                           if not x.endswith("!") and x != "1")
     found: dict[tuple, Signature] = {}
     for label in (None, *labels):
         try:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from globaltensor.rules import rewrites, runners
-from globaltensor.rules.families import (along, broadcasting_addmm, concatenated, convolution, convolution_backward,
+from globaltensor import library
+from globaltensor.rules import random, rewrites, runners
+from globaltensor.rules.families import (along, broadcasting_addmm, concatenated, contraction, convolution, convolution_backward,
                                          copied, embedding, embedding_backward, expanded, factory_like, fixed, gathered, indexed,
                                          linear_by_scalar, padded, permuted, pointwise, reduction, reduction_of, repeated,
                                          selected, sized_backward, sliced, split_list, squeezed, stacked, swapped,
@@ -78,6 +79,8 @@ lines("dot vdot", fixed("k, k -> ", "a*b"))
 lines("addmm", broadcasting_addmm("m k", "k n", "m n"))
 lines("baddbmm", broadcasting_addmm("b m k", "b k n", "b m n"))
 lines("addmv", broadcasting_addmm("m k", "k", "m"))
+TABLE[library.contract] = Line(contraction)
+TABLE[library.linear] = Line(fixed("b* k, n k, n -> b* n", "a*b+c"))
 lines("convolution", convolution)
 lines("convolution_backward", convolution_backward)
 
@@ -126,7 +129,7 @@ lines("repeat", repeated)
 lines("select_backward slice_backward", sized_backward, patch=sized("input_sizes"))
 lines("constant_pad_nd", padded)
 lines("tril triu", fixed("b* i! j! -> b* i! j!", "a"))
-lines("new_zeros new_ones new_full new_empty new_empty_strided", factory_like)
+lines("new_zeros new_ones new_full new_empty new_empty_strided", factory_like, patch=sized("size"))
 
 # ------------------------------------------------------------------------------------------------ indexing
 lines("embedding", embedding, runner=runners.embedding)
@@ -171,3 +174,28 @@ def foreach_algebra(func: OpOverload) -> str | None:
     if name.startswith("fused_adam") or name.startswith("fused_sgd") or name.startswith("fused_adagrad"):
         return "A"
     return FOREACH.get(name.removeprefix("foreach_"), "A") if name.startswith("foreach_") else None
+
+
+# ------------------------------------------------------------------------------------------------ random numbers
+# Always rewritten; their in-place variants have lines of their own.
+for _names, _draw, *_parameters in (
+        ("uniform", random.uniform), ("normal_functional", random.normal), ("exponential", random.exponential),
+        ("log_normal", random.log_normal), ("cauchy", random.cauchy), ("geometric", random.geometric),
+        ("random random.from random.to", random.integers), ("bernoulli.p", random.bernoulli),
+        ("bernoulli.Tensor", random.bernoulli_each, "p"), ("bernoulli", random.bernoulli_each, "self"),
+        ("rand_like rand_like.generator", random.uniform), ("randn_like randn_like.generator", random.standard_normal),
+        ("randint_like randint_like.generator randint_like.low_dtype randint_like.low_generator_dtype",
+         random.integers)):
+    lines(_names, factory_like, rewrite=random.like(_draw, *_parameters))
+for _names, _draw, *_parameters in (
+        ("uniform_", random.uniform), ("normal_", random.normal), ("exponential_", random.exponential),
+        ("log_normal_", random.log_normal), ("cauchy_", random.cauchy), ("geometric_", random.geometric),
+        ("random_ random_.from random_.to", random.integers), ("bernoulli_.float", random.bernoulli),
+        ("bernoulli_.Tensor", random.bernoulli_each, "p")):
+    lines(_names, factory_like, rewrite=random.fill(_draw, *_parameters))
+lines("randint_like.Tensor randint_like.Tensor_generator", factory_like, rewrite=random.randint_like_tensor)
+lines("normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor", pointwise(), rewrite=random.normal_around)
+lines("native_dropout", pointwise(outputs=2), rewrite=random.native_dropout)
+lines("native_dropout_backward", pointwise("a*B"))
+lines("rrelu_with_noise rrelu_with_noise_", pointwise(), rewrite=random.rrelu)
+lines("rrelu_with_noise_backward", pointwise("a*B*C"))

@@ -17,7 +17,7 @@ from globaltensor.errors import GlobalTensorError, SbpError, ShapeError
 from globaltensor.layout import Layout, Spec, layout, sbp_text, spec
 from globaltensor.placement import placement
 from globaltensor.sbp import NdSbp, broadcast, in_range, nd_sbp
-from globaltensor.tensor import gradients
+from globaltensor.tensor import gradients, products
 
 _make = torch.Tensor._make_wrapper_subclass
 _requires_grad = torch._C.TensorBase.requires_grad
@@ -30,8 +30,6 @@ class GlobalTensor(torch.Tensor):
     shards: Shards                                   # the parts this process drives, rank -> plain tensor
     guard: int | None                                # a boxed view: the version of what it was made from
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
     @classmethod
     def wrap(cls, of: Spec, shards: Shards) -> GlobalTensor:
         """A global tensor of these shards; nothing is checked."""
@@ -42,6 +40,12 @@ class GlobalTensor(torch.Tensor):
         return made
 
     guard = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            ours = products.OURS.get(func)
+            return (ours or func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:

@@ -1,0 +1,309 @@
+"""Train a small GPT (gpt.py) on bytes of real text, spread over ranks as data x tensor x pipeline parallel.
+
+    python examples/train_gpt.py                                one process drives all ranks
+    globaltensor run -n 4 examples/train_gpt.py                 one process per rank
+    torchrun --nproc-per-node 4 examples/train_gpt.py           likewise
+
+The parallelism is all in this table and the two functions that use it, `spread` and `global_batch`; the model and the
+training loop are what they would be for one device. `--verify` trains the same model on plain torch beside it.
+
+    stage     a placement of dp x tp ranks that holds its share of the blocks; --pp of them, one after the other
+    LAYOUT    how the parameters lie along tp; what no pattern fits is broadcast. Along dp all are broadcast
+    batch     split along dp
+"""
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import os
+import re
+import sys
+import sysconfig
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+try:
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+
+    import globaltensor as gt
+except ModuleNotFoundError as error:
+    sys.exit(f"train_gpt.py needs {error.name}, which is not installed: make train, or pip install -e .")
+
+from gpt import GPT
+
+Parts = list[tuple[Tensor, Tensor]]                  # inputs and targets, [b, t] each
+
+VOCAB = 256                                          # every byte is a token
+TOLERANCE = 1e-4                                     # of --verify, relative
+TEXT_BYTES = 1_000_000                               # of the standard library's sources, when no --data is given
+
+columns = {"tp": gt.sbp.split(0)}                    # a weight is [outputs, inputs]: each rank computes some outputs
+rows = {"tp": gt.sbp.split(1)}                       # each rank adds its share to every output
+LAYOUT = {
+    "token.weight": columns, "head.weight": columns,
+    "*.q.*": columns, "*.k.*": columns, "*.v.*": columns, "*.o.weight": rows,
+    "*.up.*": columns, "*.down.weight": rows,
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parse(argv)
+    ranks = options.dp * options.tp * options.pp
+    try:
+        gt.init(ranks=ranks)
+    except gt.GlobalTensorError as error:
+        fail(f"--dp {options.dp} x --tp {options.tp} x --pp {options.pp} = {ranks} ranks: {error.what}")
+    _, difference = train(options)
+    if difference > TOLERANCE:
+        fail(f"global and plain losses differ by {difference:.1e}, more than {TOLERANCE:.0e}")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options; a bad one ends the program with one line."""
+    parser = argparse.ArgumentParser(description="Train a small GPT on bytes of text, spread over ranks.",
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = fail
+    for name, default, text in [
+            ("dp", 2, "ranks along which the batch is split"), ("tp", 2, "ranks along which the layers are split"),
+            ("pp", 1, "stages of blocks"), ("steps", 150, "optimizer steps"), ("layers", 4, "blocks"),
+            ("hidden", 128, "hidden size"), ("heads", 4, "attention heads"), ("seq", 128, "bytes in a sequence"),
+            ("batch", 16, "sequences in a step"), ("accumulate", 1, "parts in which a step's batch is run")]:
+        parser.add_argument(f"--{name}", type=positive, default=default, help=text, metavar="N")
+    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--dropout", type=float, default=0.0, help="share of activations that is dropped")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout")
+    parser.add_argument("--tied", action="store_true", help="the head's weight is the embedding's")
+    parser.add_argument("--sample", type=int, default=200, help="bytes of text to write at the end", metavar="N")
+    parser.add_argument("--data", type=Path, help="a file to learn (default: Python's standard library)")
+    parser.add_argument("--verify", action="store_true", help="train on plain torch beside it and compare the losses")
+    options = parser.parse_args(argv)
+    for wrong, text in [
+            (options.hidden % options.heads, f"--heads {options.heads} does not divide --hidden {options.hidden}"),
+            (options.batch % options.accumulate,
+             f"--accumulate {options.accumulate} does not divide --batch {options.batch}"),
+            (options.pp > options.layers, f"--pp {options.pp} stages of --layers {options.layers}"),
+            (options.pp > 1 and options.tied, "--tied needs the embedding and the head on one stage: --pp 1"),
+            (not 0 <= options.dropout < 1, f"--dropout {options.dropout} is not in [0, 1)"),
+            (options.verify and options.dropout, "--verify needs --dropout 0: plain torch draws other random numbers"),
+            (options.data and not options.data.is_file(), f"--data {options.data} is not a file")]:
+        if wrong:
+            fail(text)
+    return options
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def fail(message: str) -> NoReturn:
+    """End the program; one rank says why."""
+    sys.exit(f"train_gpt.py: {message}" if os.environ.get("RANK", "0") == "0" else 2)
+
+
+def say(*words: Any) -> None:
+    """Print, once."""
+    if gt.rank() == 0:
+        print(*words, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------ parallelism
+
+
+def stages(options: argparse.Namespace) -> list[gt.placement]:
+    """One placement of dp x tp ranks per pipeline stage."""
+    ranks = torch.arange(options.pp * options.dp * options.tp).view(options.pp, options.dp, options.tp)
+    return [gt.placement("cpu", stage.tolist(), axis_names=("dp", "tp")) for stage in ranks]
+
+
+def spread(model: GPT, places: list[gt.placement]) -> None:
+    """Make the parameters global: laid out by LAYOUT, the blocks dealt out over the stages."""
+    gt.to_global(model, places[0], LAYOUT)
+    parts = len(model.blocks)
+    home = {block: places[i * len(places) // parts] for i, block in enumerate(model.blocks)}
+    for module in (*model.blocks, model.norm, model.head) if len(places) > 1 else ():
+        place = home.get(module, places[-1])
+        gt.to_global(module, place, lambda name, parameter: parameter.sbp)
+        module.register_forward_pre_hook(lambda _, args, place=place: (args[0].to_global(place),))
+    model.token.register_forward_pre_hook(
+        lambda _, args: (args[0].to_global(places[0]) if args[0].is_global else args[0],))
+
+
+def global_batch(parts: Parts, places: list[gt.placement]) -> Parts:
+    """Inputs [b, t] on the first stage and targets [b, t] on the last, split along dp."""
+    lie = {"dp": gt.sbp.split(0)}
+    return [(gt.from_full(inputs, places[0], lie), gt.from_full(targets, places[-1], lie)) for inputs, targets in parts]
+
+
+# --------------------------------------------------------------------------------------------------------- training
+
+
+class Trainer:
+    """A model, its optimizer and its learning rate: plain torch, global or not."""
+
+    def __init__(self, model: GPT, options: argparse.Namespace) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        warm_up = max(1, options.steps // 10)
+
+        def share(step: int) -> float:
+            """Of the highest rate: up in a line, down in half a cosine to a tenth."""
+            done = min(1.0, (step + 1 - warm_up) / max(1, options.steps - warm_up))
+            return (step + 1) / warm_up if step < warm_up else 0.55 + 0.45 * math.cos(math.pi * done)
+
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, share)
+
+    def step(self, parts: Parts) -> float:
+        """One optimizer step on the parts of a batch; the loss before it."""
+        total = 0.0
+        for inputs, targets in parts:
+            logits = self.model(inputs)                                                      # [b, t, vocab]
+            loss = F.cross_entropy(logits.view(-1, VOCAB), targets.view(-1)) / len(parts)
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        return total
+
+
+def train(options: argparse.Namespace) -> tuple[list[float], float]:
+    """Train and report. The losses, and with --verify the largest relative difference to those of plain torch."""
+    text = read_text(options.data)
+    if len(text) < options.seq + 2:
+        fail(f"{len(text)} bytes of text are too few for --seq {options.seq}")
+    torch.manual_seed(options.seed)
+    model = GPT(VOCAB, options.seq, options.layers, options.hidden, options.heads, options.dropout, options.tied)
+    plain = Trainer(copy.deepcopy(model), options) if options.verify else None
+    places = stages(options)
+    spread(model, places)
+    trainer = Trainer(model, options)
+    size = sum(p.numel() for p in model.parameters())
+    say(f"{size:,} parameters, {len(text):,} bytes of text, dp {options.dp} x tp {options.tp} x pp {options.pp}")
+
+    losses, worst = [], 0.0
+    with progress(options) as show:
+        for step, parts in enumerate(batches(text, options), 1):
+            with gt.record() if step == options.steps else nullcontext([]) as moves:
+                losses.append(trainer.step(global_batch(parts, places)))
+            show(step, losses[-1])
+            if plain is not None:
+                expected = plain.step(parts)
+                difference = abs(losses[-1] - expected) / abs(expected)
+                worst = max(worst, difference) if math.isfinite(difference) else math.inf
+                say(f"step {step:4}   global {losses[-1]:.6f}   plain {expected:.6f}   difference {difference:.1e}")
+    report(model, moves, losses)
+    if options.sample:
+        prompt = text[:options.seq].long().unsqueeze(0)
+        written = model.generate(prompt, options.sample).full_tensor()[0, options.seq:]
+        say(f"\nA sample:\n{bytes(written.tolist()).decode(errors='replace')}")
+    if plain is not None:
+        say(f"\nThe largest relative difference to plain torch: {worst:.1e}")
+    return losses, worst
+
+
+def read_text(path: Path | None) -> Tensor:
+    """The bytes to learn, [n] of uint8. Every rank reads the same."""
+    if path is not None:
+        data = path.read_bytes()
+    else:
+        data = b""
+        for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+            data += source.read_bytes()
+            if len(data) >= TEXT_BYTES:
+                break
+    return torch.frombuffer(bytearray(data[:TEXT_BYTES] if path is None else data), dtype=torch.uint8)
+
+
+def batches(text: Tensor, options: argparse.Namespace) -> Iterator[Parts]:
+    """Inputs and targets [b, t] of every step, in --accumulate parts, the same on every rank."""
+    generator = torch.Generator().manual_seed(options.seed)
+    for _ in range(options.steps):
+        starts = torch.randint(len(text) - options.seq, (options.batch, 1), generator=generator)
+        window = text[starts + torch.arange(options.seq + 1)].long()
+        yield [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in window.chunk(options.accumulate)]
+
+
+# -------------------------------------------------------------------------------------------------------- reporting
+
+
+@contextmanager
+def progress(options: argparse.Namespace) -> Iterator[Any]:
+    """A function show(step, loss): a bar on a terminal if rich is there, else a line now and then; rank 0 only."""
+    start = time.perf_counter()
+    tokens = options.batch * options.seq
+
+    def speed(step: int) -> str:
+        return f"{step * tokens / (time.perf_counter() - start):,.0f} tokens/s"
+
+    def line(step: int, loss: float) -> None:
+        every = max(1, options.steps // 15)
+        if step == 1 or step % every == 0 or step == options.steps:
+            say(f"step {step:4}/{options.steps}   loss {loss:.4f}   {speed(step)}")
+
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ModuleNotFoundError:
+        Progress = None
+    if gt.rank() != 0 or options.verify:
+        yield lambda step, loss: None
+    elif Progress is None or not sys.stdout.isatty():
+        yield line
+    else:
+        with Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]:.4f}"),
+                      TextColumn("{task.fields[speed]}"), TimeRemainingColumn()) as bar:
+            task = bar.add_task("", total=options.steps, loss=math.nan, speed="")
+            yield lambda step, loss: bar.update(task, completed=step, loss=loss, speed=speed(step))
+
+
+def report(model: GPT, moves: list[Any], losses: list[float]) -> None:
+    """The layout of every parameter, the bytes that one step moved, and the loss."""
+    blocks: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, p in model.named_parameters():
+        start, block, rest = re.fullmatch(r"(blocks\.)?(\d+)?(.*)", name).groups(default="")
+        blocks[start, rest, str(list(p.shape)), str(p.sbp), " ".join(map(str, p.placement.flat))].append(block)
+    rows = [("parameter", "shape", "sbp (dp, tp)", "ranks")]
+    for (start, rest, *how), found in blocks.items():
+        rows.append((f"{start}{'-'.join(sorted({found[0], found[-1]}, key=found.index))}{rest}", *how))
+    table("Where the parameters are", rows)
+
+    kinds: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for move in moves:
+        if move.bytes:
+            kinds[kind(move), move.op.removeprefix("aten.").removesuffix(".default")].append(move.bytes)
+    rows = [("boxing", "for", "times", "bytes")]
+    rows += [(what, op, str(len(sizes)), f"{sum(sizes):,}") for (what, op), sizes in sorted(kinds.items())]
+    rows.append(("all", "", str(sum(map(len, kinds.values()))), f"{sum(map(sum, kinds.values())):,}"))
+    table("What the last step moved (bytes that the busiest rank received)", rows)
+    say(f"\nLoss: {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last")
+
+
+def kind(move: Any) -> str:
+    """What a boxing does along each axis; of several that moved together, what the first does."""
+    if move.src.placement != move.dst.placement:
+        return "to another stage"
+    axes = zip(("dp", "tp"), move.src.sbp, move.dst.sbp)
+    return ", ".join(f"{a} -> {b} along {axis}" for axis, a, b in axes if a != b) + ", ..." * (move.tensors > 1)
+
+
+def table(title: str, rows: list[tuple[str, ...]]) -> None:
+    """Print rows in aligned columns, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    say(f"\n{title}")
+    for row in rows:
+        say("   ", "   ".join(cell.rjust(w) if cell[:1].isdigit() and " " not in cell else cell.ljust(w)
+                              for cell, w in zip(row, widths)).rstrip())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Ops of our own, registered with torch so that they dispatch, trace and run on plain tensors like any other.
+
+    contract(equation, a, b)     einsum of two tensors
+    linear(x, weight, bias)      x [..., k] @ weight [n, k].T + bias [n], of any number of dims
+"""
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+_library = torch.library.Library("globaltensor", "DEF")
+
+
+def _contract(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.einsum(equation, a, b)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return F.linear(x, weight, bias)
+
+
+for _schema, _kernel in (("contract(str equation, Tensor a, Tensor b) -> Tensor", _contract),
+                         ("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _linear)):
+    _library.define(_schema)
+    _library.impl(_schema.partition("(")[0], _kernel, "CompositeExplicitAutograd")
+
+contract = torch.ops.globaltensor.contract.default
+linear = torch.ops.globaltensor.linear.default

@@ -1,0 +1,223 @@
+"""Families of views and of ops that only move elements: which dims of the result are which of the operand.
+
+Where dims are melted or cut apart, elements keep their order, so that a part along the outermost label of a group is
+a part on both sides, if the cut is even. A dim that is sliced, flipped, padded or joined stays whole.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import gcd, prod
+
+from globaltensor.rules.call import Call
+from globaltensor.rules.families import Family, Shape, dims_of, names
+from globaltensor.rules.language import Rule, rule
+
+
+def permuted(order: Callable[[Call, int], list[int]]) -> Family:
+    """Output dim i is input dim order[i]."""
+
+    def write(call: Call) -> Rule:
+        n = call.tensors[0].dim()
+        return rule(f"{' '.join(names(n))} -> {' '.join(f'd{i}' for i in order(call, n))}", "a")
+
+    return write
+
+
+def swapped(call: Call, n: int) -> list[int]:
+    """The order of `transpose(dim0, dim1)`; of `t()` where there are no dims."""
+    order = list(range(n))
+    if n:
+        i, j = (call.get("dim0", 0) % n, call.get("dim1", 1) % n) if n > 1 else (0, 0)
+        order[i], order[j] = order[j], order[i]
+    return order
+
+
+def grouped(src: Shape, dst: Shape) -> list[tuple[list[int], list[int]]]:
+    """The smallest groups of dims of src and dst that hold the same elements, for a view from src to dst."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(src) or j < len(dst):
+        a, b = [i] if i < len(src) else [], [j] if j < len(dst) else []
+        i, j = i + len(a), j + len(b)
+        while (m := prod(src[k] for k in a)) != (n := prod(dst[k] for k in b)):
+            if m < n and i < len(src):
+                a.append(i)
+                i += 1
+            elif j < len(dst):
+                b.append(j)
+                j += 1
+            else:
+                return [(list(range(len(src))), list(range(len(dst))))]      # sizes of 0: no grouping to be had
+        groups.append((a, b))
+    return groups
+
+
+def reshaped(src: Shape, dst: Shape) -> Rule:
+    """The rule of a view: within a group only the outermost dim that is longer than 1 can be cut, and evenly."""
+    lhs, rhs, even = ["1"] * len(src), ["1"] * len(dst), []
+    if 0 in src:
+        groups = [([i], [j]) for i, j in zip(range(len(src)), range(len(dst)))] if src == dst else []
+    else:
+        groups = grouped(src, dst)
+    for g, (a, b) in enumerate(groups):
+        if len(a) > 1 or len(b) > 1:
+            a, b = [k for k in a if src[k] != 1], [k for k in b if dst[k] != 1]
+        if not a or not b:
+            continue
+        if len(a) == len(b) == 1:
+            lhs[a[0]] = rhs[b[0]] = f"g{g}"
+            continue
+        # the outermost label is shared by both sides: its parts must be parts of both outermost dims
+        for side, group in ((lhs, a), (rhs, b)):
+            for place, k in enumerate(group):
+                side[k] = f"(g{g} r{g}.{place})" if place == 0 else f"r{g}.{k}!"
+        even.append((f"g{g}", gcd(src[a[0]], dst[b[0]])))
+    return rule(f"{' '.join(lhs)} -> {' '.join(rhs)}", "a", even=tuple(even))
+
+
+def viewed(call: Call) -> Rule:
+    """view, reshape, _unsafe_view: sizes may hold one -1."""
+    src = tuple(call.tensors[0].shape)
+    size = list(call.get("size") if call.get("size") is not None else call["shape"])
+    if -1 in size:
+        rest = prod(n for n in size if n != -1)
+        size[size.index(-1)] = prod(src) // rest if rest else 0
+    return reshaped(src, tuple(size))
+
+
+def expanded(call: Call) -> Rule:
+    """expand to `size`: dims that are repeated cannot be cut on the input, but the output keeps them whole too."""
+    src = tuple(call.tensors[0].shape)
+    first = len(call["size"]) - len(src)
+    size = [src[i - first] if n == -1 else n for i, n in enumerate(call["size"])]
+    lhs = ["1" if src[i] == 1 and size[first + i] != 1 else f"d{first + i}" for i in range(len(src))]
+    rhs = [f"e{i}!" if i < first or lhs[i - first] == "1" else f"d{i}" for i in range(len(size))]
+    return rule(f"{' '.join(lhs)} -> {' '.join(rhs)}", "a")
+
+
+def unsqueezed(call: Call) -> Rule:
+    n = call.tensors[0].dim()
+    rhs = names(n)
+    rhs.insert(call["dim"] % (n + 1), "1")
+    return rule(f"{' '.join(names(n))} -> {' '.join(rhs)}", "a")
+
+
+def squeezed(call: Call) -> Rule:
+    shape = call.shapes[0]
+    dims = dims_of(call, len(shape)) if "dim" in call.values else range(len(shape))
+    gone = {d for d in dims if len(shape) and shape[d] == 1}
+    lhs = ["1" if i in gone else f"d{i}" for i in range(len(shape))]
+    return rule(f"{' '.join(lhs)} -> {' '.join(x for i, x in enumerate(lhs) if i not in gone)}", "a")
+
+
+def selected(call: Call) -> Rule:
+    """One index of a dim: that dim stays whole."""
+    n = call.tensors[0].dim()
+    dim = call["dim"] % n if n else 0
+    lhs = [f"d{i}!" if i == dim else f"d{i}" for i in range(n)]
+    return rule(f"{' '.join(lhs)} -> {' '.join(x for i, x in enumerate(lhs) if i != dim)}", "a")
+
+
+def changes(shape: Shape, out: Shape, outputs: int = 1) -> Rule:
+    """Dims whose size changes stay whole; the others flow through."""
+    lhs = " ".join(f"d{i}" if a == b else f"d{i}!" for i, (a, b) in enumerate(zip(shape, out)))
+    rhs = " ".join(f"d{i}" if a == b else f"o{i}!" for i, (a, b) in enumerate(zip(shape, out)))
+    return rule(f"{lhs} -> {', '.join([rhs] * outputs)}", "; ".join(["a"] * outputs))
+
+
+def sliced(call: Call) -> Rule:
+    """slice: a full slice of a dim changes nothing."""
+    shape = list(call.shapes[0])
+    dim = call["dim"] % len(shape)
+    start, end, step = call["start"] or 0, call["end"], call["step"]
+    size = len(range(*slice(start, end, step).indices(shape[dim])))
+    out = list(shape)
+    out[dim] = size
+    return changes(tuple(shape), tuple(out))
+
+
+def padded(call: Call) -> Rule:
+    """constant_pad_nd: pads are given from the last dim backwards; linear only when padding with 0."""
+    shape, pad = call.shapes[0], call["pad"]
+    touched = {len(shape) - 1 - k // 2 for k, n in enumerate(pad) if n}
+    out = tuple(n + (i in touched) for i, n in enumerate(shape))
+    found = changes(shape, out)
+    return found if not call["value"] else rule(_text(found), "A")
+
+
+def _text(of: Rule) -> str:
+    return " -> ".join(", ".join(" ".join(d[0] for d in t) for t in side) for side in (of.inputs, of.outputs))
+
+
+def split_list(call: Call) -> Rule:
+    """split, split_with_sizes: as many outputs as parts, the dim whole."""
+    shape, dim = call.shapes[0], call["dim"] % max(call.tensors[0].dim(), 1)
+    sizes = call.get("split_sizes")
+    parts = len(sizes) if sizes is not None else max(-(-shape[dim] // max(call["split_size"], 1)), 1)
+    out = tuple(-1 if i == dim else n for i, n in enumerate(shape))
+    return changes(shape, out, parts)
+
+
+def unbound(call: Call) -> Rule:
+    one = selected(call)
+    parts = call.shapes[0][call["dim"] % call.tensors[0].dim()]
+    return Rule(one.inputs, one.outputs * parts, one.algebra * parts)
+
+
+def concatenated(call: Call) -> Rule:
+    """cat: the dim stays whole; every operand is a term. Empty 1-d tensors are skipped, as torch does."""
+    shapes = call.shapes
+    n = max(len(s) for s in shapes)
+    dim = call["dim"] % n
+    row = " ".join(f"d{i}" if i != dim else "d!" for i in range(n))
+    lhs = ", ".join(row if len(s) == n else "e!" for s in shapes)
+    return sum_of(f"{lhs} -> {row}", [q for q, s in enumerate(shapes) if len(s) == n])
+
+
+def sum_of(dims: str, operands: list[int]) -> Rule:
+    """A rule in which each of these operands is a linear term of its own, however many there are."""
+    of = rule(dims, ndims=())
+    return Rule(of.inputs, of.outputs, (tuple(((q, True),) for q in operands),))
+
+
+def stacked(call: Call) -> Rule:
+    n = call.tensors[0].dim()
+    row = names(n)
+    out = list(row)
+    out.insert(call["dim"] % (n + 1), "s!")
+    k = len(call.tensors)
+    return sum_of(f"{', '.join([' '.join(row)] * k)} -> {' '.join(out)}", list(range(k)))
+
+
+def repeated(call: Call) -> Rule:
+    """repeat: dims repeated once flow through."""
+    shape, repeats = call.shapes[0], call["repeats"]
+    first = len(repeats) - len(shape)
+    lhs = [f"d{first + i}" if repeats[first + i] == 1 else f"d{first + i}!" for i in range(len(shape))]
+    rhs = [f"o{i}!" if i < first or repeats[i] != 1 else f"d{i}" for i in range(len(repeats))]
+    return rule(f"{' '.join(lhs)} -> {' '.join(rhs)}", "a")
+
+
+def sized_backward(call: Call) -> Rule:
+    """select_backward, slice_backward: the gradient put into zeros of `input_sizes`; the dim stays whole."""
+    sizes = list(call["input_sizes"])
+    dim = call["dim"] % len(sizes)
+    rhs = [f"o{i}!" if i == dim else f"d{i}" for i in range(len(sizes))]
+    lhs = [f"g{i}!" if i == dim else f"d{i}" for i in range(len(sizes))]
+    if call.tensors[0].dim() < len(sizes):
+        del lhs[dim]
+    return rule(f"{' '.join(lhs)} -> {' '.join(rhs)}", "a")
+
+
+def factory_like(call: Call) -> Rule:
+    """zeros_like, new_zeros, fill: the values of the operand do not matter; the sbp is taken over where sizes agree.
+
+    A pending operand gives a broadcast result: every rank makes the whole value.
+    """
+    src = call.shapes[0]
+    out = tuple(call["size"]) if call.get("size") is not None else src
+    same = len(src) == len(out)
+    lhs = " ".join(f"d{i}" for i in range(len(src)))
+    rhs = " ".join(f"d{i}" if same and src[i] == n else f"o{i}!" for i, n in enumerate(out))
+    lhs = " ".join(f"d{i}" if same and src[i] == out[i] else f"d{i}!" for i in range(len(src)))
+    return Rule(rule(f"{lhs} -> {rhs}").inputs, rule(f"{lhs} -> {rhs}").outputs, ((),))

@@ -1,0 +1,194 @@
+"""The examples do what they say, in one process and in many, and give what plain torch gives.
+
+Run as a program (`globaltensor run -n 2 tests/test_examples.py NAME ...`) this file checks examples by name.
+"""
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import globaltensor as gt
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(EXAMPLES))
+import gpt  # noqa: E402
+import train_gpt  # noqa: E402
+
+split, broadcast, partial_sum = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
+
+
+def same(got, expected):
+    assert got.is_global
+    torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-6, atol=1e-6)
+
+
+def whole(run, *names):
+    """The whole values of a program's global tensors."""
+    return [run[name].detach().full_tensor() for name in names]
+
+
+def check_first(run):
+    x, w = whole(run, "x", "w")
+    w.requires_grad_()
+    loss = ((x @ w) ** 2).mean()
+    loss.backward()
+    same(run["y"], (x @ w).detach())
+    same(run["w"].grad, w.grad)
+    same(run["step"], (w - 0.1 * w.grad).detach())
+    assert run["value"] == loss.item() == 25.0 and run["y"].sbp == (split(0),)
+    assert [m.op for m in run["moves"] if m.bytes] == ["gradient"]
+
+
+def check_one_matmul(dim):
+    def check(run):
+        x, w = whole(run, "x", "w")
+        same(run["out"], x @ w)
+        assert run["out"].shape == (4, 8) and run["out"].sbp == (split(dim),)
+    return check
+
+
+def check_pipeline(run):
+    x, w0, w1 = gt.from_local(run["x"], run["P0"], broadcast).full_tensor(), *whole(run, "w0", "w1")  # x of rank 0
+    w0.requires_grad_(), w1.requires_grad_()
+    out = x @ w0 @ w1
+    out.sum().backward()
+    same(run["out1"].detach(), out.detach())
+    for name, plain in (("w0", w0), ("w1", w1)):
+        same(run[name].grad, plain.grad)
+        assert run[name].grad.placement == run[name].placement
+    assert run["out0"].placement == run["P0"] and run["out1"].placement == run["P1"]
+
+
+def check_hybrid(run):
+    x, up, down = whole(run, "x", "up", "down")
+    same(run["hidden"], x @ up)
+    same(run["out"], x @ up @ down)
+    assert run["hidden"].sbp == (split(0), split(1)) and run["partial"].sbp == (split(0), partial_sum)
+    assert [(m.op, m.bytes) for m in run["moves"]] == [("to_global", 2 * 6 * 4)]
+
+
+CHECKS = {"first": check_first, "matmul_data_parallel": check_one_matmul(0),
+          "matmul_model_parallel": check_one_matmul(1),
+          "matmul_pipeline_parallel": check_pipeline, "hybrid_matmul": check_hybrid}
+
+
+def check(name):
+    CHECKS[name](runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__"))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_programs(name):
+    check(name)
+
+
+def test_the_first_program_prints_the_same_every_time(capfd):
+    check("first")
+    assert capfd.readouterr().out == ("torch.Size([4, 8]) (S(0),)\n25.0\ngradient (P,) -> (B,) 160 bytes\n")
+
+
+# ------------------------------------------------------------------------------------------------------ train_gpt.py
+
+TINY = "--steps 3 --layers 2 --hidden 16 --heads 2 --seq 12 --batch 4 --sample 4".split()
+GRIDS = [(2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)]
+
+
+def on(dp, tp, pp, *more):
+    return train_gpt.parse([*TINY, "--dp", str(dp), "--tp", str(tp), "--pp", str(pp), *more])
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_training_equals_plain_torch(grid):
+    losses, difference = train_gpt.train(on(*grid, "--verify"))
+    assert difference < 1e-5
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("more", ["--tied", "--accumulate=2", "--heads=1", "--batch=3"])
+def test_training_with_options_equals_plain_torch(more):
+    assert train_gpt.train(on(2, 2, 1, "--verify", more))[1] < 1e-5
+
+
+def test_dropout_drops_the_same_in_every_layout():
+    one, *others = (train_gpt.train(on(*grid, "--dropout=0.2"))[0] for grid in [(1, 1, 1), (2, 1, 1), (1, 2, 1)])
+    for losses in others:
+        assert losses == pytest.approx(one, rel=1e-5)
+
+
+def test_the_report_names_every_parameter_and_what_moved(capsys):
+    train_gpt.train(on(2, 2, 1))
+    said = capsys.readouterr().out
+    for name, _ in gpt.GPT(256, 12, 2, 16, 2).named_parameters():
+        assert name.replace("blocks.0.", "blocks.0-1.").replace("blocks.1.", "blocks.0-1.") in said
+    for line in ("(B, S(1))", "gradient", "Loss: ", "A sample:"):
+        assert line in said
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--heads=3"], "--heads 3 does not divide --hidden 128"),
+    (["--accumulate=3"], "--accumulate 3 does not divide --batch 16"),
+    (["--pp=5"], "--pp 5 stages of --layers 4"),
+    (["--pp=2", "--tied"], "--tied needs"),
+    (["--dropout=0.1", "--verify"], "--verify needs --dropout 0"),
+    (["--data=/no/such/file"], "--data /no/such/file is not a file"),
+    (["--steps=0"], "'0' is not a whole number from 1 on"),
+    (["--depth=1"], "--depth"),
+], ids=str)
+def test_bad_options_end_with_one_line(options, message):
+    with pytest.raises(SystemExit) as end:
+        train_gpt.parse(options)
+    assert message in end.value.code and "\n" not in end.value.code
+
+
+def test_the_wrong_number_of_ranks_ends_with_one_line():
+    size = gt.world_size()
+    with pytest.raises(SystemExit) as end:
+        train_gpt.main([*TINY, "--dp", str(size + 1), "--tp", "1"])
+    assert f"{size + 1} ranks" in end.value.code and "\n" not in end.value.code
+
+
+def test_the_model_knows_nothing_of_parallelism():
+    text = Path(gpt.__file__).read_text()
+    assert "globaltensor" not in text and "import gt" not in text
+
+
+# --------------------------------------------------------------------------------------------------------- processes
+
+RUN = [str(Path(sys.executable).with_name("globaltensor")), "run", "-n"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def launch(*command):
+    """What the command printed; it must end well."""
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True, text=True,
+                          timeout=200)
+    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("n", [2, 4])
+def test_programs_in_processes(n):
+    names = [name for name in CHECKS if (name == "hybrid_matmul") == (n == 4)]
+    said = launch(*RUN, str(n), __file__, *names)
+    assert all(f"{name} is right on rank 0" in said for name in names)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("launcher, grid", [(RUN, (2, 2, 1)), (TORCHRUN, (2, 1, 2))], ids=["run", "torchrun"])
+def test_training_in_processes(launcher, grid):
+    axes = [word for name, n in zip(("--dp", "--tp", "--pp"), grid) for word in (name, str(n))]
+    said = launch(*launcher, "4", str(EXAMPLES / "train_gpt.py"), *TINY, *axes, "--verify")
+    assert said.count("The largest relative difference to plain torch") == 1     # one rank prints
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        check(name)
+        print(f"{name} is right on rank {gt.rank()}")

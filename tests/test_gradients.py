@@ -1,0 +1,170 @@
+"""Gradients accumulate without communication and are reduced once; how often is counted."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import globaltensor as gt
+
+SEED = 7
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block without biases on q, k, v, o: 12 parameters."""
+
+    def __init__(self, hidden: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.n1, self.n2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x):
+        b, s, h = x.shape
+        y = self.n1(x)
+        q, k, v = (f(y).view(b, s, self.heads, h // self.heads).transpose(1, 2) for f in (self.q, self.k, self.v))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(a.transpose(1, 2).reshape(b, s, h))
+        return x + self.down(F.gelu(self.up(self.n2(x))))
+
+
+MEGATRON = {"[qkv].weight": gt.sbp.split(0), "up.*": gt.sbp.split(0), "o.weight": gt.sbp.split(1),
+            "down.weight": gt.sbp.split(1)}
+
+
+def pair(where, sbp):
+    """A plain block and a global one of the same weights."""
+    torch.manual_seed(SEED)
+    plain = Block().double()
+    torch.manual_seed(SEED)
+    return plain, Block().double().to_global(where, sbp)
+
+
+def reductions(moves):
+    """The boxings that moved bytes to do away with a pending sum."""
+    return [m for m in moves if m.bytes and any(s.is_partial for s in m.src.sbp)]
+
+
+def test_a_data_parallel_step_reduces_every_gradient_once():
+    where = gt.placement("cpu", [0, 1])
+    plain, block = pair(where, gt.sbp.broadcast)
+    assert len(list(block.parameters())) == 12
+    data = torch.randn(4, 6, 16, dtype=torch.float64)
+    losses = []
+    for model, x in ((plain, data), (block, gt.from_full(data, where, gt.sbp.split(0)))):
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            opt.zero_grad()
+            loss = (model(x) ** 2).mean()
+            with gt.record() as moves:
+                loss.backward()
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                opt.step()
+            if model is block:
+                assert sum(m.tensors for m in reductions(moves)) == 12, "\n".join(map(str, moves))
+                assert len(reductions(moves)) == 1 and reductions(moves)[0].op == "gradient"
+                assert sum(m.bytes for m in moves) == sum(p.numel() * 8 for p in block.parameters())
+            losses.append((loss.item(), norm.item()))
+    torch.testing.assert_close(losses[:2], losses[2:])
+    for p, q in zip(plain.parameters(), block.parameters()):
+        torch.testing.assert_close(q.full_tensor(), p)
+
+
+def test_a_tensor_parallel_block_needs_four_reductions():
+    where = gt.placement("cpu", [0, 1])
+    plain, block = pair(where, MEGATRON)
+    data = torch.randn(2, 6, 16, dtype=torch.float64)
+    x = gt.from_full(data, where, gt.sbp.broadcast).requires_grad_()
+    with gt.record() as moves:
+        y = block(x)
+        y = y.to_global(sbp=gt.sbp.broadcast)
+        (y * y).sum().backward()
+        grads = [p.grad for p in [x, *block.parameters()]]
+    assert len(reductions(moves)) == 4, "\n".join(map(str, moves))
+    assert all(m in reductions(moves) or m.bytes == 0 for m in moves), "\n".join(map(str, moves))
+    data.requires_grad_()
+    (plain(data) ** 2).sum().backward()
+    for g, p in zip(grads, [data, *plain.parameters()]):
+        torch.testing.assert_close(g.full_tensor(), p.grad)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_micro_batches_communicate_once(k):
+    where = gt.placement("cpu", [0, 1])
+    plain, block = pair(where, gt.sbp.broadcast)
+    data = torch.randn(k, 4, 6, 16, dtype=torch.float64)
+    with gt.record() as moves:
+        for micro in data:
+            (block(gt.from_full(micro, where, gt.sbp.split(0))) ** 2).sum().backward()
+        assert not any(m.bytes for m in moves), "\n".join(map(str, moves))
+        grads = [p.grad for p in block.parameters()]
+    assert sum(m.tensors for m in moves if m.bytes) == 12
+    for micro in data:
+        (plain(micro) ** 2).sum().backward()
+    for g, p in zip(grads, plain.parameters()):
+        assert g.sbp == (gt.sbp.broadcast,)
+        torch.testing.assert_close(g.full_tensor(), p.grad)
+
+
+def test_reading_one_gradient_settles_all_and_nothing_moves_again():
+    where = gt.placement("cpu", [0, 1])
+    _, block = pair(where, gt.sbp.broadcast)
+    (block(gt.from_full(torch.randn(4, 6, 16, dtype=torch.float64), where, gt.sbp.split(0))) ** 2).sum().backward()
+    with gt.record() as moves:
+        assert block.q.weight.grad is not None
+        assert len([m for m in moves if m.bytes]) == 1
+        for p in block.parameters():
+            assert p.grad.sbp == p.sbp
+    assert len([m for m in moves if m.bytes]) == 1
+
+
+def test_gradients_that_are_dropped_are_never_reduced():
+    where = gt.placement("cpu", [0, 1])
+    _, block = pair(where, gt.sbp.broadcast)
+    x = gt.from_full(torch.randn(4, 6, 16, dtype=torch.float64), where, gt.sbp.split(0))
+    (block(x) ** 2).sum().backward()
+    with gt.record() as moves:
+        for p in block.parameters():
+            p.grad = None
+        assert all(p.grad is None for p in block.parameters())
+    assert not moves
+
+
+def test_a_split_parameter_gets_a_reduce_scattered_gradient():
+    """ZeRO: the parameter is gathered where it is used, its gradient comes back reduced and split."""
+    where = gt.placement("cpu", [0, 1])
+    w = gt.from_full(torch.randn(6, 6, dtype=torch.float64), where, gt.sbp.split(0)).requires_grad_()
+    x = gt.from_full(torch.randn(4, 6, dtype=torch.float64), where, gt.sbp.split(0))
+    (x @ w.to_global(sbp=gt.sbp.broadcast)).square().sum().backward()
+    a = w.full_tensor().detach().requires_grad_()
+    (x.full_tensor() @ a).square().sum().backward()
+    assert w.grad.sbp == (gt.sbp.split(0),)
+    torch.testing.assert_close(w.grad.full_tensor(), a.grad)
+
+
+@pytest.mark.parametrize("foreach, fused", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("axes", ["dp", "tp", "both"])
+def test_optimizers_run_on_shards(optimizer, foreach, fused, axes):
+    """Single-tensor, foreach and fused: equal to plain torch, and no optimizer op moves a byte."""
+    where = gt.placement("cpu", [[0, 1], [2, 3]]) if axes == "both" else gt.placement("cpu", [0, 1])
+    b = gt.sbp.broadcast
+    tp = {name: (b, s) for name, s in MEGATRON.items()} if axes == "both" else MEGATRON
+    plain, block = pair(where, b if axes == "dp" else tp)
+    split = {"dp": gt.sbp.split(0), "tp": b, "both": (gt.sbp.split(0), b)}[axes]
+    options = dict(lr=1e-2, foreach=foreach, fused=fused, weight_decay=0.1)
+    if optimizer is torch.optim.SGD:
+        options |= dict(momentum=0.9)
+    data = torch.randn(5, 6, 16, dtype=torch.float64)
+    for model, x in ((plain, data), (block, gt.from_full(data, where, split))):
+        opt = optimizer(model.parameters(), **options)
+        for _ in range(3):
+            opt.zero_grad()
+            (model(x) ** 2).mean().backward()
+            [p.grad for p in model.parameters()]
+            with gt.boxing("forbid"):
+                opt.step()
+    for p, q in zip(plain.parameters(), block.parameters()):
+        torch.testing.assert_close(q.full_tensor(), p)
