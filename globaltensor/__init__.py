@@ -17,6 +17,8 @@ import torch
 from globaltensor import sbp
 from globaltensor.boxing.watch import boxing, record
 from globaltensor.comm import init, rank, world_size
+from globaltensor.debug.explain import explain
+from globaltensor.debug.show import show
 from globaltensor.errors import GlobalTensorError
 from globaltensor.modules import to_global
 from globaltensor.placement import placement

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -137,8 +138,8 @@ def _start_torch(timeout: timedelta) -> None:
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timeout)
     except (ValueError, RuntimeError) as error:
-        raise TransportError("the ranks could not find each other", str(error).splitlines()[0],
-                             "globaltensor run -n N program.py, or torchrun") from error
+        raise TransportError("the ranks could not find each other", _reason(error),
+                             "globaltensor run -n N program.py, or torchrun") from None
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
@@ -203,27 +204,34 @@ def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.
     ops += [dist.P2POp(dist.isend, t, r, tag=tag) for r, t in outgoing.items()]
     if not ops:
         return
-    with _together(what, tuple(sorted({*outgoing, *incoming})), tag):
-        for work in dist.batch_isend_irecv(ops):
+    with _together(what, tuple(sorted({*outgoing, *incoming})), tag) as lost:
+        for op, work in zip(ops, dist.batch_isend_irecv(ops)):
+            lost[:] = [op.peer]
             work.wait()
     for target, source in staged.values():
         target.copy_(source)
 
 
 @contextmanager
-def _together(what: str, peers: tuple[int, ...], tag: int) -> Iterator[None]:
-    """Around whatever waits for other processes: who waits for whom is known, and what goes wrong is told."""
+def _together(what: str, peers: tuple[int, ...], tag: int) -> Iterator[list[int]]:
+    """Around whatever waits for other processes: who waits for whom is known, and what goes wrong is told.
+
+    The list is the peers that are to blame where it goes wrong; whoever knows better changes it.
+    """
+    lost = list(peers)
     try:
         with deadlock.waiting(what, peers, tag):
-            yield
+            yield lost
     except RuntimeError as error:
-        raise TransportError(f"rank {rank()} lost touch with {_ranks(peers)} in {what}",
-                             str(error).splitlines()[0] + "; a rank ended, or runs another program",
-                             "look at the first error of the other ranks") from error
+        raise deadlock.found() or TransportError(
+            f"rank {rank()} lost touch with {deadlock.names(lost)} in {what}",
+            f"{_reason(error)}: a rank ended, or runs another program",
+            "look at the first error of the other ranks") from None
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _reason(error: Exception) -> str:
+    """The first sentence of what torch says, without the place in its source."""
+    return re.sub(r"^\[\S+\.(cc|cpp|h):\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
 
 
 def _everyone() -> tuple[int, ...]:

@@ -10,7 +10,8 @@ told to the others through the launcher's key-value store, and once all of them 
     rank 3   waits for ranks 0, 1, 2 with tag 5     none is met: nothing can ever move again
 
 A transfer that is merely slow is met, and a rank that computes says nothing, so neither is taken for a deadlock. The
-waiting itself is inside torch and cannot be called off: the process shows the DisagreementError and ends.
+waiting itself is inside torch and cannot be called off. So the last rank shows the DisagreementError and ends, which
+closes its connections: the others' waits fail, and they raise the same error where they stand.
 """
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from globaltensor.errors import DisagreementError, where
 
-PERIOD = 2.0
+PERIOD = 1.0
 
 
 class Wait(NamedTuple):
@@ -71,6 +72,11 @@ def watch(store: Any, rank: int, size: int) -> None:
     threading.Thread(target=_watch.run, daemon=True, name="globaltensor deadlock").start()
 
 
+def found() -> DisagreementError | None:
+    """The deadlock that this rank was freed from, if a wait failed because of one."""
+    return _watch.verdict() if _watch is not None else None
+
+
 class Watch:
     """The thread that looks. `told` is what the others have been told that this rank waits for."""
 
@@ -78,35 +84,40 @@ class Watch:
         self.store, self.rank, self.size = store, rank, size
         self.told: Wait | None = None
         self.lock = threading.Lock()
-        self.blamed = 0                              # the rank that did not wait when last looked
+        self.busy = 0                                # a rank that did not wait when last looked
 
     def run(self) -> None:
-        seen, before = 0, None
         try:
             while True:
-                time.sleep(PERIOD)
-                now = _now
-                if now is None or now[0].serial != seen:
-                    seen, before = now[0].serial if now else 0, None
-                elif self.tell(now):
-                    said = self.others()
-                    if said is not None and (said == before and deadlocked(said) or self.store.check([_FOUND])):
-                        self.give_up(said)
-                    before = said
+                self.look()
         except RuntimeError:                         # the store is gone, and with it whoever could be waited for
             return
+
+    def look(self) -> None:
+        """Follow one wait until it is over, or found to be in vain."""
+        time.sleep(PERIOD)
+        now = _now
+        time.sleep(PERIOD)
+        if now is None or not self.tell(now):
+            return
+        before = None
+        while _now is now:
+            said = self.others()
+            if said is not None and said == before and deadlocked(said):
+                self.give_up(now, said)
+            before = said
+            time.sleep(PERIOD)
 
     def tell(self, now: tuple[Wait, int]) -> bool:
         """Tell the others, once; False where the wait is over meanwhile."""
         wait, thread = now
         with self.lock:
-            if self.told is None and _now is now:
+            if _now is now:
                 self.told = wait._replace(where=where(sys._current_frames().get(thread)))
                 self.store.set(_key(self.rank), json.dumps(self.told))
         if _now is not now:
             self.take_back()
-            return False
-        return True
+        return _now is now
 
     def take_back(self) -> None:
         """This rank goes on. Called by the thread that waited, so that nobody is misled by what it said."""
@@ -119,23 +130,32 @@ class Watch:
     def others(self) -> dict[int, Wait] | None:
         """What all ranks wait for, or None where one does not wait: that one is asked first next time."""
         said = {}
-        for rank in sorted(range(self.size), key=lambda r: r != self.blamed):
-            found = json.loads(self.store.get(_key(rank))) if self.store.check([_key(rank)]) else None
-            if found is None:
-                self.blamed = rank
+        for rank in sorted(range(self.size), key=lambda r: r != self.busy):
+            wait = json.loads(self.store.get(_key(rank))) if self.store.check([_key(rank)]) else None
+            if wait is None:
+                self.busy = rank
                 return None
-            said[rank] = Wait(found[0], found[1], tuple(found[2]), *found[3:])
+            said[rank] = Wait(wait[0], wait[1], tuple(wait[2]), *wait[3:])
         return said
 
-    def give_up(self, said: dict[int, Wait]) -> None:
-        """Show the error as an uncaught one is shown, leave the others the time to see it too, end the process."""
-        self.store.set(_FOUND, "")
-        found = error(said, said[self.rank].where)
-        sys.excepthook(type(found), found, None)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        time.sleep(1.5 * PERIOD)
-        os._exit(1)
+    def give_up(self, now: tuple[Wait, int], said: dict[int, Wait]) -> None:
+        """End the process, if it is the last rank's or is not freed by that one's end."""
+        self.store.set(_FOUND, _rows(said))
+        freed_by = time.monotonic() + (0 if self.rank == self.size - 1 else 5 * PERIOD)
+        while _now is now and time.monotonic() < freed_by:
+            time.sleep(PERIOD / 10)
+        if _now is now:
+            error = _error(_rows(said), said[self.rank].where)
+            sys.excepthook(type(error), error, None)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def verdict(self) -> DisagreementError | None:
+        with suppress(RuntimeError):
+            if self.store.check([_FOUND]):
+                return _error(self.store.get(_FOUND).decode(), "")
+        return None
 
 
 _FOUND = "globaltensor deadlock"
@@ -145,13 +165,16 @@ def _key(rank: int) -> str:
     return f"globaltensor wait {rank}"
 
 
-def error(said: Mapping[int, Wait], at: str) -> DisagreementError:
-    """What all ranks wait for, side by side."""
-    rows = "".join(f"\n    rank {rank} waits for {_names(wait.peers)} in {wait.what}   at {wait.where}"
+def _rows(said: Mapping[int, Wait]) -> str:
+    return "".join(f"\n    rank {rank} waits for {names(wait.peers)} in {wait.what}   at {wait.where}"
                    for rank, wait in sorted(said.items()))
+
+
+def _error(rows: str, at: str) -> DisagreementError:
     return DisagreementError("the ranks wait for each other in vain" + rows, "every rank runs the same program",
                              "no global op under a condition that differs between ranks, such as gt.rank() == 0", at)
 
 
-def _names(ranks: tuple[int, ...]) -> str:
+def names(ranks: Sequence[int]) -> str:
+    """rank 1, or ranks 1, 2."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -8,8 +8,8 @@ the global shape) of a random op with key `k` is a function f(k, i), which each 
     element i             word i % 4 of its block; normals are made in pairs, both of the same block
 
 The hash is Philox4x32-10: ten rounds of two 32 x 32 -> 64 bit products whose high halves are mixed with the key. It
-passes BigCrush and is what cuRAND, JAX and torch's CUDA generator use. Source: Salmon, Moraes, Dror, Shaw, "Parallel
-Random Numbers: As Easy as 1, 2, 3", SC'11. `stream` numbers the words of an element that needs more than 32 bits.
+passes BigCrush; torch's CUDA generator and TensorFlow use it too. Source: Salmon, Moraes, Dror, Shaw, "Parallel Random
+Numbers: As Easy as 1, 2, 3", SC'11. `stream` numbers the words of an element that needs more than 32 bits.
 
 **Bitwise the same for every cut, instruction set and device.** Hashing integers is exact; the log, cos and even sqrt
 of torch are not (MKL's, on CPU, give other last bits with AVX2 than with AVX512). So floats here go only through what
@@ -32,7 +32,9 @@ from globaltensor.errors import GlobalTensorError
 
 Shape, Box, Device = Sequence[int], Sequence[tuple[int, int]], torch.device | str
 _MASK = 0xFFFFFFFF
-_PIECE = {"cpu": 2**16}  # blocks worked on at a time: a row of int64 is 512 kB, and long enough for torch's threads
+# Blocks worked on at a time. CPU: the scratch fits an L2 cache of 1 MB, and no op has more than the 2**15 elements
+# from which torch uses threads, since a hundred barriers a piece cost up to 100 times the work where cores are shared.
+_PIECE = {"cpu": 2**13}
 _PIECE_ELSEWHERE = 2**20  # on a GPU the launches, not the cache, set the size
 # dtype -> the dtype it is computed in, bits of its significand, random bits that go into a logarithm or an angle
 _FLOATS = {torch.float64: (torch.float64, 53, 53), torch.float32: (torch.float32, 24, 32),
@@ -66,9 +68,9 @@ def _generate(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Devi
               streams: Sequence[int], make: Callable[[Tensor], Tensor]) -> Tensor:
     """The box of `make(words [streams, 4, n]) -> values [4, n]`, a column per block.
 
-    The box is `count` runs of `length` elements that are contiguous in the global tensor: trailing whole dims and the
-    dim before them merge into a run. A piece is some rows of runs, or a part of one; it generates the blocks that
-    cover each row (1 + (length + 2) // 4 at most) and takes from them what it wants.
+    The box is made of runs, of `length` elements that are contiguous in the global tensor: trailing whole dims and the
+    dim before them merge into one. A piece is some runs, or a part of one; it generates the blocks that cover each run
+    (1 + (length + 2) // 4 at most) and takes from them what it wants.
     """
     assert len(box) == len(shape) and all(0 <= a <= b <= n for n, (a, b) in zip(shape, box)), (shape, box)
     out = torch.empty([b - a for a, b in box], dtype=dtype, device=device)
@@ -97,11 +99,11 @@ def _generate(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Devi
             start, width = first + column, target.shape[1]  # [r, 1]
             phase = (base + column) % 4 if same_phase else 3
             blocks = (start >> 2) + torch.arange((phase + width + 3) // 4, device=device)  # [r, blocks of a row]
-            words = torch.zeros(len(streams), 4, blocks.numel(), dtype=torch.int64, device=device)
+            words = torch.empty(len(streams), 4, blocks.numel(), dtype=torch.int64, device=device)
             for stream, counter in zip(streams, words):
                 torch.bitwise_and(blocks.view(-1), _MASK, out=counter[0])
                 torch.bitwise_right_shift(blocks.view(-1), 32, out=counter[1])
-                counter[2] = stream
+                counter[2], counter[3] = stream, 0
                 philox(counter, key)
             values = make(words).view(4, *blocks.shape).permute(1, 2, 0).reshape(len(target), -1)  # [r, 4 blocks]
             if same_phase:
@@ -150,7 +152,7 @@ def _log(x: Tensor) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Square root of numbers that are 0 or normal, within 2 ulp: x / sqrt(x) by Newton's iteration for 1 / sqrt(x)."""
+    """Square root of numbers that are 0 or normal, within 3 ulp: x / sqrt(x) by Newton's iteration for 1 / sqrt(x)."""
     integer, _, _, magic = _BITS[x.dtype]
     inverse = (x.view(integer) >> 1).neg_().add_(magic).view(x.dtype)  # right to 4%: halves the exponent, negated
     half = x * -0.5

@@ -122,7 +122,7 @@ def test_every_layout(program):
 
 
 @every_program
-@pytest.mark.parametrize("dtype", [F64, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F64, BF16, F16], ids=str)
 def test_every_dtype(program, dtype):
     check(lambda place, sbp: program(empty((4, 3), place, sbp, dtype)), 2, some(2, 8))
 
@@ -132,6 +132,13 @@ def test_empty_shards(program):
     check(lambda place, sbp: program(empty((3, 2), place, sbp, F32)), 2, [
         (LINE[2], (split(0),)), (LINE[2], (split(1),)), (SQUARE[1], (split(0), split(0))),
         (SQUARE[1], (split(1), split(0))), (SQUARE[1], (partial_sum, split(1)))])
+
+
+@every_program
+def test_each_op_draws_a_key(program):
+    torch.manual_seed(SEED)
+    first, second = (whole(program(empty((9, 8), LINE[1], split(0), F32))) for _ in range(2))
+    assert not torch.equal(first, second) or program is MAKERS["dropout of all"]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool, torch.int64, torch.complex64], ids=str)

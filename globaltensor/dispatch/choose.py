@@ -62,6 +62,18 @@ def choose(of: Rule, operands: list[Spec], outputs: list[Size], machine: Machine
     return best[1] if best else None
 
 
+def rank_choices(of: Rule, operands: list[Spec], outputs: list[Size], machine: Machine, target: int | None = None,
+                 moved: bool = False) -> list[tuple[float, tuple[Signature, ...]]]:
+    """What `choose` chooses from: the seconds of every choice worth pricing, the cheapest first."""
+    where = operands[0].placement
+    sizes = label_sizes(of, [spec.shape for spec in operands])
+    limits = dict(of.even)
+    axes = [_candidates(of, [spec.sbp[axis] for spec in operands], target, moved) for axis in range(where.ndim)]
+    found = [(_price(nd, operands, outputs, sizes, machine, float("inf")), nd)
+             for nd in product(*axes) if _fits(nd, where.shape, sizes, limits, of.nonempty)]
+    return sorted(found, key=lambda choice: choice[0])
+
+
 def _as_it_lies(found: list[Signature], states: list[Sbp]) -> Signature | None:
     """The candidate that moves nothing, where no operand is pending (then it cannot be beaten)."""
     if any(s.is_partial for s in states):
@@ -113,8 +125,8 @@ def _price(nd: tuple[Signature, ...], operands: list[Spec], outputs: list[Size],
             if total > limit:
                 return total
         for axis, (s, w) in enumerate(zip(spec.sbp, want)):
-            moved_on[axis] |= s != w
-            carried[axis] |= w.is_partial
+            moved_on[axis] |= s != w and not w.is_partial
+            carried[axis] |= s.is_partial and w.is_partial
             total += _NUDGE * ((w.is_partial and not s.is_partial) + 0.01 * (s != w))
     return total + _debt(nd, where, outputs, machine, carried, moved_on)
 
@@ -126,7 +138,7 @@ def _debt(nd: tuple[Signature, ...], where: placement, outputs: list[Size], mach
     for k, (shape, nbytes) in enumerate(outputs):
         states = tuple(sig.outputs[k] if carried[axis] or moved_on[axis] or not sig.outputs[k].is_partial else broadcast
                        for axis, sig in enumerate(nd))
-        if any(s.is_partial for s in states):
+        if nbytes and any(s.is_partial for s in states):
             done = tuple(broadcast if s.is_partial else s for s in states)
             total += seconds(layout(where, states), layout(where, done), shape, nbytes, machine)
     return total

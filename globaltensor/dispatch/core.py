@@ -1,7 +1,7 @@
 """From an op on global tensors to its results, in five steps: signatures, cheapest, box, run, wrap.
 
     dispatch    look the recipe up by op, specs and static arguments; decide it where it is new
-    _decide     legal signatures from the table's rule, the cheapest by `choose`, what the outputs will be by torch's
+    decide      legal signatures from the table's rule, the cheapest by `choose`, what the outputs will be by torch's
                 own meta kernels
     _run        box the operands that must move (all in one go), run the local op once per driven rank, wrap
 
@@ -26,7 +26,8 @@ from globaltensor.layout import Layout, Spec, layout, spec
 from globaltensor.placement import placement
 from globaltensor.rules.call import Call, Slot, arguments
 from globaltensor.rules.random import seeded
-from globaltensor.rules.table import Line, line_of
+from globaltensor.rules.line import Line
+from globaltensor.rules.variants import line_of
 from globaltensor.sbp import broadcast
 
 _recipes: dict[tuple, Recipe] = {}
@@ -49,7 +50,7 @@ def dispatch(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -
     key = tuple(key)
     recipe = _recipes.get(key)
     if recipe is None:
-        recipe = _decide(cls, func, args, kwargs)
+        recipe = decide(cls, func, args, kwargs)
         if len(_recipes) > _LIMIT:
             _recipes.clear()
         _recipes[key] = recipe
@@ -80,9 +81,14 @@ class _Run:
     def __call__(self, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
         return dispatch(self.cls, func, args, kwargs)
 
-    def plain(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def plain(self, call: Call) -> Any:
         """The op without its rewrite, by its rule."""
-        return _run(self.cls, _decide(self.cls, func, args, kwargs, rewritten=True), args, kwargs)
+        args, kwargs = call.given()
+        key = ("plain", call.func, static(args, self.cls), static(kwargs, self.cls))
+        recipe = _recipes.get(key)
+        if recipe is None:
+            recipe = _recipes[key] = decide(self.cls, call.func, args, kwargs, rewritten=True)
+        return _run(self.cls, recipe, args, kwargs)
 
     def box(self, tensors: list[Any], dsts: list[Layout], op: str) -> list[Any]:
         """Tensors in other layouts, moved together."""
@@ -102,12 +108,13 @@ def moved_spec(of: Spec, dst: Layout) -> Spec:
 # ---------------------------------------------------------------------------------------------------- deciding
 
 
-def _decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], rewritten: bool = False) -> Recipe:
+def decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], rewritten: bool = False) -> Recipe:
+    """How this call runs, decided anew."""
     call = Call(func, args, kwargs)
-    if foreach.is_foreach(func):
-        return foreach.decide(cls, call)
-    where = _one_placement(cls, call)
     line = line_of(func)
+    if foreach.is_foreach(func):
+        return Recipe(func, rewrite=line.rewrite) if line is not None else foreach.decide(cls, call)
+    where = _one_placement(cls, call)
     if line is not None and line.rewrite is not None and not rewritten and line.when(call):
         return Recipe(func, rewrite=line.rewrite)
     operands = [t.spec if type(t) is cls else _spec_of_plain(t, where) for t in call.tensors]
@@ -138,8 +145,8 @@ def _choose(cls: type, recipe: Recipe, line: Line, call: Call, operands: list[Sp
     """Fill in what the rule says: layouts of operands and outputs, and how local arguments differ from global ones."""
     rule = line.family(call)
     machine = comm.world().machine
-    tensors = [r for r in results if isinstance(r, torch.Tensor)]
-    outputs = [(tuple(t.shape), t.nbytes) for t in tensors]
+    told = _told(results, len(rule.outputs))
+    outputs = [(tuple(r.shape), r.nbytes) if r is not None else ((), 0) for r in told]
     target = recipe.written[0] if recipe.written and rule.outputs else None
     chosen = choose(rule, operands, outputs, machine, target)
     if chosen is None:
@@ -151,15 +158,22 @@ def _choose(cls: type, recipe: Recipe, line: Line, call: Call, operands: list[Sp
     recipe.wants = tuple(wants)
     if any(want is not own.layout for want, own in zip(wants, operands)):
         results = _meta(call, [moved_spec(own, want) for own, want in zip(operands, wants)])
-    given = iter(gives)
-    recipe.outputs = [_output(r, next(given) if isinstance(r, torch.Tensor) else recipe.home) for r in results]
+    given = {id(r): give for r, give in zip(_told(results, len(gives)), gives)}
+    recipe.outputs = [_output(r, given.get(id(r), recipe.home)) for r in results]
     recipe.runner = line.runner
     if line.runner is not None:
         recipe.shapes = tuple(own.shape for own in operands)
         recipe.boxes = tuple({r: want.box(own.shape, r) for r in recipe.ranks} for own, want in zip(operands, wants))
     if line.patch is not None:
+        held = [moved_spec(own, want) for own, want in zip(operands, wants)]
+        given_outputs = [o for o in recipe.outputs if o is not None]
         for rank in recipe.ranks:
-            recipe.patches[rank] = tuple(line.patch(call, [o for o in recipe.outputs if o is not None], rank))
+            recipe.patches[rank] = tuple(line.patch(call, held, given_outputs, rank))
+
+
+def _told(results: list[Any], outputs: int) -> list[Any]:
+    """The results that the rule's outputs speak of: all, or all that are tensors (masked gradients are None)."""
+    return results if len(results) == outputs else [r for r in results if isinstance(r, torch.Tensor)]
 
 
 def _output(result: Any, where: Layout) -> Spec | None:

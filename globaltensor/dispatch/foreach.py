@@ -18,7 +18,7 @@ from globaltensor.dispatch.recipe import Recipe
 from globaltensor.errors import InPlaceError, MixedPlacementError
 from globaltensor.layout import Layout, Spec, layout, spec
 from globaltensor.rules.call import Call, arguments
-from globaltensor.rules.table import foreach_algebra
+from globaltensor.rules.variants import foreach_algebra
 from globaltensor.rules.families import pointwise
 from globaltensor.rules.language import Rule
 from globaltensor.sbp import broadcast
@@ -49,7 +49,7 @@ def _run(cls: type, call: Call) -> Any:
     written = {a.name for a in arguments(func) if a.written and call[a.name]}
     count = len(next(iter(lists.values())))
     singles = [a.name for a in arguments(func) if a.tensor and call[a.name] is not None]
-    wants, gives = _wants(cls, call, lists, singles, written, count)
+    wants, outputs = _wants(cls, call, lists, singles, written, count)
     held = _boxed(cls, lists, wants, func)
     whole = {name: box([Boxed(call[name].spec, call[name].shards, _home(call[name].spec.layout))], str(func))[0]
              for name in singles if type(call[name]) is cls}
@@ -65,15 +65,15 @@ def _run(cls: type, call: Call) -> Any:
     if written:
         _write_back(lists, wants, held, written, func)
         return None
-    outputs = _specs(call, lists, gives, singles, count)
     return [cls.wrap(own, shards) for own, shards in zip(outputs, made)]
 
 
 def _wants(cls: type, call: Call, lists: dict, singles: list[str], written: set[str], count: int
-           ) -> tuple[list[list[Layout]], list[Layout]]:
-    """Per element, the layout of each list's tensor, and of the result."""
+           ) -> tuple[list[list[Layout]], list[Spec]]:
+    """Per element, the layout of each list's tensor, and the spec of the result where there is one."""
     algebra = foreach_algebra(call.func)
-    wants, gives = [], []
+    wants, results = [], []
+    scalars = tuple(type(v) for v in call.values.values() if not isinstance(v, (list, torch.Tensor)))
     for i in range(count):
         tensors = [items[i] for items in lists.values()]
         places = {t.spec.placement for t in tensors if type(t) is cls}
@@ -83,7 +83,7 @@ def _wants(cls: type, call: Call, lists: dict, singles: list[str], written: set[
         where = places.pop()
         home = layout(where, (broadcast,) * where.ndim)
         specs = [t.spec if type(t) is cls else spec(home, tuple(t.shape), t.stride(), t.dtype) for t in tensors]
-        key = (call.func, *specs, *[tuple(call[s].shape) for s in singles])
+        key = (call.func, scalars, *specs, *[(tuple(call[s].shape), call[s].dtype) for s in singles])
         found = _chosen.get(key)
         if found is None:
             rule = _rule(algebra, tensors + [call[s] for s in singles])
@@ -93,10 +93,11 @@ def _wants(cls: type, call: Call, lists: dict, singles: list[str], written: set[
             machine = comm.world().machine
             chosen = (choose(rule, every, outputs, machine, target)
                       or choose(rule, every, outputs, machine, target, moved=True))
-            found = _chosen[key] = layouts(chosen, every, 1)
+            inputs, (give,) = layouts(chosen, every, 1)
+            found = _chosen[key] = inputs, None if written else _result(call, lists, i, give)
         wants.append(found[0])
-        gives.append(found[1][0])
-    return wants, gives
+        results.append(found[1])
+    return wants, results
 
 
 def _home(of: Layout) -> Layout:
@@ -104,11 +105,11 @@ def _home(of: Layout) -> Layout:
     return of.with_sbp((broadcast,) * of.placement.ndim)
 
 
-_chosen: dict[tuple, tuple[list[Layout], list[Layout]]] = {}
+_chosen: dict[tuple, tuple[list[Layout], Spec | None]] = {}
 
 
-def _rule(algebra: str, tensors: list[Any]) -> Rule:
-    return pointwise(algebra)(_Element(tensors))
+def _rule(algebra: dict[int, str], tensors: list[Any]) -> Rule:
+    return pointwise(algebra.get(len(tensors), ""))(_Element(tensors))
 
 
 def _boxed(cls: type, lists: dict, wants: list[list[Layout]], func: OpOverload) -> dict[str, list[Any]]:
@@ -160,18 +161,25 @@ def _write_back(lists: dict, wants: list[list[Layout]], held: dict, written: set
                 shard.copy_(shards[rank])
 
 
-def _specs(call: Call, lists: dict, gives: list[Layout], singles: list[str], count: int) -> list[Spec]:
-    """What comes out, by torch's meta kernels."""
-    def meta(t: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device="meta")
-
-    values = []
+def _result(call: Call, lists: dict, i: int, give: Layout) -> Spec:
+    """The spec of result i, by torch's meta kernel on that element alone."""
+    count = len(next(iter(lists.values())))
+    args, kwargs = [], {}
     for a in arguments(call.func):
         value = call[a.name]
         if a.name in lists:
-            value = [meta(t) for t in value]
-        elif a.name in singles:
-            value = meta(value)
-        values.append(value)
-    results = call.func(*values)
-    return [spec(give, tuple(r.shape), r.stride(), r.dtype) for give, r in zip(gives, results)]
+            value = [_meta(value[i])]
+        elif isinstance(value, torch.Tensor):
+            value = _meta(value)
+        elif isinstance(value, (list, tuple)) and len(value) == count:
+            value = [value[i]]
+        if a.keyword:
+            kwargs[a.name] = value
+        else:
+            args.append(value)
+    (made,) = call.func(*args, **kwargs)
+    return spec(give, tuple(made.shape), made.stride(), made.dtype)
+
+
+def _meta(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device="meta")

@@ -88,6 +88,12 @@ class Call:
                 return name if a.keyword else i
         raise KeyError(name)
 
+    def given(self) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments, all spelled out."""
+        told = arguments(self.func)
+        return ([self.values[a.name] for a in told if not a.keyword],
+                {a.name: self.values[a.name] for a in told if a.keyword})
+
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         return [tuple(t.shape) for t in self.tensors]

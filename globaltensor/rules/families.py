@@ -55,10 +55,10 @@ def letters(terms: str, more: int) -> str:
     return "*".join([terms, *(chr(ord("A") + used + i) for i in range(more))])
 
 
-def broadcast_dims(shape: Shape, out: Shape, label: str = "d") -> str:
-    """The dims of an operand of `shape` that is broadcast to `out`: its labels are out's, 1 where it is repeated."""
+def aligned(shape: Shape, out: Shape, labels: list[str]) -> str:
+    """The dims of an operand of `shape` that is broadcast to `out` of these labels: 1 where it is repeated."""
     first = len(out) - len(shape)
-    return " ".join("1" if n == 1 and out[first + i] != 1 else f"{label}{first + i}" for i, n in enumerate(shape))
+    return " ".join("1" if n == 1 and out[first + i] != 1 else labels[first + i] for i, n in enumerate(shape))
 
 
 def out_shape(shapes: list[Shape]) -> Shape:
@@ -76,7 +76,7 @@ def pointwise(algebra: str = "", *, outputs: int = 1) -> Family:
     def write(call: Call) -> Rule:
         shapes = call.shapes
         out = out_shape(shapes)
-        lhs = iter([broadcast_dims(s, out) for s in shapes])
+        lhs = iter([aligned(s, out, names(len(out))) for s in shapes])
         dims = ", ".join("" if n is None else next(lhs) for n in call.ndims) if call.ndims else ""
         rhs = ", ".join([" ".join(names(len(out)))] * outputs)
         return rule(f"{dims} -> {rhs}", ";".join([algebra] * outputs) if algebra else "", ndims=call.ndims)

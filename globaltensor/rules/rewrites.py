@@ -1,7 +1,8 @@
-"""Ops whose local kernel would not do: written as other global ops, or with a local run of their own.
+"""Ops whose local kernel would not do: written as other global ops.
 
 A rewrite takes (call, run): `run(op, ...)` does an op on global tensors, `run.plain` the op itself by its rule,
-`run.box` moves several tensors together. It stands below autograd, so it may do what it likes.
+`run.box` moves several tensors together. It stands below autograd, so it may do what it likes. Here are reductions
+of which a part does not know enough (how many elements there are, what the maximum is) and losses.
 """
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 
 from globaltensor.layout import layout
 from globaltensor.rules.call import Call
-from globaltensor.rules.families import dims_of
+from globaltensor.rules.families import MEAN, SUM, dims_of, option
 from globaltensor.sbp import broadcast
 
 aten = torch.ops.aten
@@ -39,122 +40,37 @@ def broadcast_all(run: Any, tensors: list[Any], op: str) -> list[Any]:
     return run.box(tensors, [layout(t.spec.placement, (broadcast,) * t.spec.placement.ndim) for t in tensors], op)
 
 
+def cast(run: Any, x: Any, dtype: torch.dtype | None) -> Any:
+    """x in another dtype, where it is another."""
+    return x if dtype is None or x.dtype == dtype else run(aten._to_copy.default, x, dtype=dtype)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What kernels compute in: float32 for the 16-bit floats."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+# ------------------------------------------------------------------------------------------------- means and norms
+
+
 def mean(call: Call, run: Any) -> Any:
     """mean = sum / count, with the global count."""
     x = call.tensors[0]
     dtype = call.get("dtype") or x.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return run.plain(call)
     dims = dims_of(call, x.dim()) if x.dim() else []
-    total = run(aten.sum.dim_IntList, x, dims, bool(call.get("keepdim", False)), dtype=dtype)
-    return run(aten.div.Tensor, total, float(count(call)) if count(call) else math.nan)
-
-
-def log_softmax(call: Call, run: Any) -> Any:
-    """Along a split dim: two small reductions (the maximum and the sum of exponentials), nothing gathered."""
-    x, dim = call.tensors[0], call["dim"]
-    if call["half_to_float"]:
-        x = run(aten._to_copy.default, x, dtype=torch.float32)
-    shifted = run(aten.sub.Tensor, x, run(aten.amax.default, x, [dim], True))
-    total = run(aten.sum.dim_IntList, run(aten.exp.default, shifted), [dim], True)
-    return run(aten.sub.Tensor, shifted, run(aten.log.default, total))
-
-
-def softmax(call: Call, run: Any) -> Any:
-    x, dim = call.tensors[0], call["dim"]
-    if call["half_to_float"]:
-        x = run(aten._to_copy.default, x, dtype=torch.float32)
-    raised = run(aten.exp.default, run(aten.sub.Tensor, x, run(aten.amax.default, x, [dim], True)))
-    return run(aten.div.Tensor, raised, run(aten.sum.dim_IntList, raised, [dim], True))
-
-
-def log_softmax_backward(call: Call, run: Any) -> Any:
-    """grad - exp(output) * sum(grad)"""
-    grad, output = call["grad_output"], call["output"]
-    total = run(aten.sum.dim_IntList, grad, [call["dim"]], True)
-    found = run(aten.sub.Tensor, grad, run(aten.mul.Tensor, run(aten.exp.default, output), total))
-    return _as(run, found, call["input_dtype"])
-
-
-def softmax_backward(call: Call, run: Any) -> Any:
-    """output * (grad - sum(grad * output))"""
-    grad, output = call["grad_output"], call["output"]
-    total = run(aten.sum.dim_IntList, run(aten.mul.Tensor, grad, output), [call["dim"]], True)
-    return _as(run, run(aten.mul.Tensor, output, run(aten.sub.Tensor, grad, total)), call["input_dtype"])
-
-
-def _as(run: Any, x: Any, dtype: torch.dtype) -> Any:
-    return x if x.dtype == dtype else run(aten._to_copy.default, x, dtype=dtype)
-
-
-MEAN, SUM = 1, 2
-
-
-def loss_needs_global_count(call: Call) -> bool:
-    """A mean-reduced loss of split operands: its kernel would divide by the local numel."""
-    return call["reduction"] == MEAN and any(not s.is_broadcast for t in call.tensors if hasattr(t, "spec")
-                                             for s in t.spec.sbp)
-
-
-def mean_loss(call: Call, run: Any) -> Any:
-    """loss(mean) = loss(sum) / global numel"""
-    args = [SUM if name == "reduction" else value for name, value in call.values.items()]
-    return run(aten.div.Tensor, run(call.func, *args), float(_numel(call)))
-
-
-def mean_loss_backward(call: Call, run: Any) -> Any:
-    """backward(mean) = backward(sum) of grad / global numel"""
-    args = [SUM if name == "reduction" else value for name, value in call.values.items()]
-    args[0] = run(aten.div.Tensor, args[0], float(_numel(call)))
-    return run(call.func, *args)
-
-
-def _numel(call: Call) -> int:
-    return max((math.prod(t.shape) for t in call.tensors), default=1)
-
-
-def nll_mean(call: Call, run: Any) -> Any:
-    """The sum and the weight of the targets, both reduced in one go, then their quotient."""
-    args = [SUM if name == "reduction" else value for name, value in call.values.items()]
-    total, weight = broadcast_all(run, list(run(call.func, *args)), "nll_loss")
-    return run(aten.div.Tensor, total, weight), weight
-
-
-def nll_is_mean(call: Call) -> bool:
-    return call["reduction"] == MEAN and is_split_or_partial(call)
-
-
-def vector_norm(call: Call, run: Any) -> Any:
-    """(sum |x|^p)^(1/p), the sum reduced before the root; max and min of |x| for infinite p."""
-    x, p = call.tensors[0], float(call["ord"])
-    dims = dims_of(call, x.dim())
-    keep = bool(call["keepdim"])
-    if call["dtype"] is not None:
-        x = run(aten._to_copy.default, x, dtype=call["dtype"])
-    size = run(aten.abs.default, x)
-    if math.isinf(p):
-        return run(aten.amax.default if p > 0 else aten.amin.default, size, dims, keep)
-    if p == 0:
-        return run(aten.sum.dim_IntList, run(aten._to_copy.default, run(aten.ne.Scalar, x, 0), dtype=size.dtype),
-                   dims, keep)
-    powers = size if p == 1 else run(aten.mul.Tensor, size, size) if p == 2 else run(aten.pow.Tensor_Scalar, size, p)
-    total = run(aten.sum.dim_IntList, powers, dims, keep)
-    return total if p == 1 else run(aten.sqrt.default, total) if p == 2 else run(
-        aten.pow.Tensor_Scalar, total, 1 / p)
-
-
-def whole_max(call: Call, run: Any) -> Any:
-    """max() and min() of everything, empty shards or not."""
-    over = aten.amax.default if call.func in (aten.max.default,) else aten.amin.default
-    x = call.tensors[0]
-    return run(over, x, list(range(x.dim())), False)
+    total = run(aten.sum.dim_IntList, x, dims, bool(call.get("keepdim", False)), dtype=wide(dtype))
+    return cast(run, run(aten.div.Tensor, total, float(count(call)) if count(call) else math.nan), dtype)
 
 
 def variance(call: Call, run: Any) -> Any:
     """Two passes, as exact as one device: the mean, then the mean square of what is left."""
     x = call.tensors[0]
     dims, keep = dims_of(call, x.dim()), bool(call.get("keepdim", False))
-    correction = call.get("correction", 1)
-    correction = 1 if correction is None else correction
-    n = count(call)
+    correction, n = option(call, "correction", 1), count(call)
+    dtype = x.dtype
+    x = cast(run, x, wide(dtype))
     middle = run(aten.mean.dim, x, dims, True)
     apart = run(aten.sub.Tensor, x, middle)
     total = run(aten.sum.dim_IntList, run(aten.mul.Tensor, apart, apart), dims, keep)
@@ -162,4 +78,136 @@ def variance(call: Call, run: Any) -> Any:
     name = call.func._schema.name
     if "std" in name:
         var = run(aten.sqrt.default, var)
-    return (var, run(aten.mean.dim, x, dims, keep)) if "mean" in name else var
+    var = cast(run, var, dtype)
+    if "mean" not in name:
+        return var
+    return var, cast(run, middle if keep else run(aten.squeeze.dims, middle, dims), dtype)
+
+
+def vector_norm(call: Call, run: Any) -> Any:
+    """(sum |x|^p)^(1/p), the sum reduced before the root; max and min of |x| for infinite p."""
+    x, p = call.tensors[0], float(option(call, "ord", option(call, "p", 2)))
+    dims, keep = dims_of(call, x.dim()), bool(call.get("keepdim", False))
+    dtype = call.get("dtype") or x.dtype
+    size = run(aten.abs.default, cast(run, cast(run, x, call.get("dtype")), wide(dtype)))
+    dtype = dtype.to_real() if dtype.is_complex else dtype
+    if math.isinf(p):
+        return cast(run, run(aten.amax.default if p > 0 else aten.amin.default, size, dims, keep), dtype)
+    return cast(run, root(run, run(aten.sum.dim_IntList, powers(run, size, p), dims, keep), p), dtype)
+
+
+def powers(run: Any, size: Any, p: float) -> Any:
+    """size^p, where it is not negative."""
+    if p == 0:
+        return run(aten._to_copy.default, run(aten.ne.Scalar, size, 0), dtype=size.dtype)
+    return size if p == 1 else run(aten.mul.Tensor, size, size) if p == 2 else run(aten.pow.Tensor_Scalar, size, p)
+
+
+def root(run: Any, total: Any, p: float) -> Any:
+    """total^(1/p)"""
+    if p in (0, 1):
+        return total
+    return run(aten.sqrt.default, total) if p == 2 else run(aten.pow.Tensor_Scalar, total, 1 / p)
+
+
+def whole_extremum(call: Call, run: Any) -> Any:
+    """max() and min() of everything, empty parts or not."""
+    x = call.tensors[0]
+    over = aten.amax.default if call.func is aten.max.default else aten.amin.default
+    return run(over, x, list(range(x.dim())), False)
+
+
+def logsumexp(call: Call, run: Any) -> Any:
+    """log(sum(exp(x - m))) + m, with m the maximum, or 0 where that is infinite."""
+    x, dims, keep = call.tensors[0], dims_of(call, call.tensors[0].dim()), bool(call["keepdim"])
+    most = _finite(run, run(aten.amax.default, x, dims, True))
+    total = run(aten.sum.dim_IntList, run(aten.exp.default, run(aten.sub.Tensor, x, most)), dims, keep)
+    return run(aten.add.Tensor, run(aten.log.default, total), most if keep else run(aten.squeeze.dims, most, dims))
+
+
+def _finite(run: Any, x: Any) -> Any:
+    return run(aten.masked_fill.Scalar, x, run(aten.isinf.default, x), 0.0)
+
+
+# ------------------------------------------------------------------------------------------------------- softmax
+
+
+def log_softmax(call: Call, run: Any) -> Any:
+    """Along a split dim: two small reductions (the maximum and the sum of exponentials), nothing gathered."""
+    x, dtype, dim = *_softmax_operand(call, run), call["dim"]
+    shifted = run(aten.sub.Tensor, x, run(aten.amax.default, x, [dim], True))
+    total = run(aten.sum.dim_IntList, run(aten.exp.default, shifted), [dim], True)
+    return cast(run, run(aten.sub.Tensor, shifted, run(aten.log.default, total)), dtype)
+
+
+def softmax(call: Call, run: Any) -> Any:
+    x, dtype, dim = *_softmax_operand(call, run), call["dim"]
+    raised = run(aten.exp.default, run(aten.sub.Tensor, x, run(aten.amax.default, x, [dim], True)))
+    return cast(run, run(aten.div.Tensor, raised, run(aten.sum.dim_IntList, raised, [dim], True)), dtype)
+
+
+def safe_softmax(call: Call, run: Any) -> Any:
+    """softmax, but 0 where all of a row is -inf."""
+    x, dim = cast(run, call.tensors[0], wide(call["dtype"] or call.tensors[0].dtype)), call["dim"]
+    most = _finite(run, run(aten.amax.default, x, [dim], True))
+    raised = run(aten.exp.default, run(aten.sub.Tensor, x, most))
+    total = run(aten.sum.dim_IntList, raised, [dim], True)
+    total = run(aten.masked_fill.Scalar, total, run(aten.eq.Scalar, total, 0), 1.0)
+    return cast(run, run(aten.div.Tensor, raised, total), call["dtype"] or call.tensors[0].dtype)
+
+
+def _softmax_operand(call: Call, run: Any) -> tuple[Any, torch.dtype]:
+    """The operand as wide as kernels compute in, and the dtype of the result."""
+    x = call.tensors[0]
+    wider = cast(run, x, wide(x.dtype))
+    return wider, wider.dtype if call["half_to_float"] else x.dtype
+
+
+def log_softmax_backward(call: Call, run: Any) -> Any:
+    """grad - exp(output) * sum(grad)"""
+    grad, output = (cast(run, call[name], wide(call[name].dtype)) for name in ("grad_output", "output"))
+    total = run(aten.sum.dim_IntList, grad, [call["dim"]], True)
+    found = run(aten.sub.Tensor, grad, run(aten.mul.Tensor, run(aten.exp.default, output), total))
+    return cast(run, found, call["input_dtype"])
+
+
+def softmax_backward(call: Call, run: Any) -> Any:
+    """output * (grad - sum(grad * output))"""
+    grad, output = (cast(run, call[name], wide(call[name].dtype)) for name in ("grad_output", "output"))
+    total = run(aten.sum.dim_IntList, run(aten.mul.Tensor, grad, output), [call["dim"]], True)
+    return cast(run, run(aten.mul.Tensor, output, run(aten.sub.Tensor, grad, total)), call["input_dtype"])
+
+
+# -------------------------------------------------------------------------------------------------------- losses
+
+
+def is_mean(call: Call) -> bool:
+    """A mean-reduced loss of operands that are cut: its kernel would divide by the local numel."""
+    return call["reduction"] == MEAN and is_split_or_partial(call)
+
+
+def _summed(call: Call) -> list[Any]:
+    """The arguments of the same loss, summed."""
+    return [SUM if name == "reduction" else value for name, value in call.values.items()]
+
+
+def mean_loss(call: Call, run: Any) -> Any:
+    """loss(mean) = loss(sum) / global numel"""
+    return run(aten.div.Tensor, run(call.func, *_summed(call)), float(_numel(call)))
+
+
+def mean_loss_backward(call: Call, run: Any) -> Any:
+    """backward(mean) of grad = backward(sum) of grad / global numel"""
+    args = _summed(call)
+    args[0] = run(aten.div.Tensor, args[0], float(_numel(call)))
+    return run(call.func, *args)
+
+
+def _numel(call: Call) -> int:
+    return max((math.prod(t.shape) for t in call.tensors), default=1) or math.nan
+
+
+def nll_mean(call: Call, run: Any) -> Any:
+    """The sum and the weight of the targets, both reduced in one go, then their quotient."""
+    total, weight = broadcast_all(run, list(run(call.func, *_summed(call))), "nll_loss")
+    return run(aten.div.Tensor, total, weight), weight

@@ -6,6 +6,7 @@ a part on both sides, if the cut is even. A dim that is sliced, flipped, padded 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import gcd, prod
 
 from globaltensor.rules.call import Call
@@ -137,16 +138,11 @@ def sliced(call: Call) -> Rule:
 
 
 def padded(call: Call) -> Rule:
-    """constant_pad_nd: pads are given from the last dim backwards; linear only when padding with 0."""
+    """constant_pad_nd: pads are given from the last dim backwards; linear only when padding with the int 0."""
     shape, pad = call.shapes[0], call["pad"]
     touched = {len(shape) - 1 - k // 2 for k, n in enumerate(pad) if n}
-    out = tuple(n + (i in touched) for i, n in enumerate(shape))
-    found = changes(shape, out)
-    return found if not call["value"] else rule(_text(found), "A")
-
-
-def _text(of: Rule) -> str:
-    return " -> ".join(", ".join(" ".join(d[0] for d in t) for t in side) for side in (of.inputs, of.outputs))
+    found = changes(shape, tuple(n + (i in touched) for i, n in enumerate(shape)))
+    return found if type(call["value"]) is int and call["value"] == 0 else replace(found, algebra=((((0, False),),),))
 
 
 def split_list(call: Call) -> Rule:
@@ -161,7 +157,7 @@ def split_list(call: Call) -> Rule:
 def unbound(call: Call) -> Rule:
     one = selected(call)
     parts = call.shapes[0][call["dim"] % call.tensors[0].dim()]
-    return Rule(one.inputs, one.outputs * parts, one.algebra * parts)
+    return replace(one, outputs=one.outputs * parts, algebra=one.algebra * parts)
 
 
 def concatenated(call: Call) -> Rule:
@@ -176,8 +172,7 @@ def concatenated(call: Call) -> Rule:
 
 def sum_of(dims: str, operands: list[int]) -> Rule:
     """A rule in which each of these operands is a linear term of its own, however many there are."""
-    of = rule(dims, ndims=())
-    return Rule(of.inputs, of.outputs, (tuple(((q, True),) for q in operands),))
+    return replace(rule(dims), algebra=(tuple(((q, True),) for q in operands),))
 
 
 def stacked(call: Call) -> Rule:
@@ -216,8 +211,78 @@ def factory_like(call: Call) -> Rule:
     """
     src = call.shapes[0]
     out = tuple(call["size"]) if call.get("size") is not None else src
-    same = len(src) == len(out)
-    lhs = " ".join(f"d{i}" for i in range(len(src)))
-    rhs = " ".join(f"d{i}" if same and src[i] == n else f"o{i}!" for i, n in enumerate(out))
-    lhs = " ".join(f"d{i}" if same and src[i] == out[i] else f"d{i}!" for i in range(len(src)))
-    return Rule(rule(f"{lhs} -> {rhs}").inputs, rule(f"{lhs} -> {rhs}").outputs, ((),))
+    kept = {i for i, (m, n) in enumerate(zip(src, out)) if m == n} if len(src) == len(out) else set()
+    lhs = " ".join(f"d{i}" if i in kept else f"d{i}!" for i in range(len(src)))
+    rhs = " ".join(f"d{i}" if i in kept else f"o{i}!" for i in range(len(out)))
+    return replace(rule(f"{lhs} -> {rhs}"), algebra=((),))
+
+
+def halved(operands: int = 1) -> Family:
+    """glu and its gradient: the last operand has twice the length along `dim`, which stays whole."""
+
+    def write(call: Call) -> Rule:
+        ndim = call.tensors[-1].dim()
+        dim = call["dim"] % max(ndim, 1)
+        short, long = (" ".join(f"{x}!" if i == dim else f"d{i}" for i in range(ndim)) for x in ("h", "l"))
+        return rule(f"{long} -> {short}") if operands == 1 else rule(f"{short}, {long} -> {long}", "a*B")
+
+    return write
+
+
+def _diagonal_dims(call: Call, ndim: int) -> tuple[int, int]:
+    return call["dim1"] % ndim, call["dim2"] % ndim
+
+
+def diagonal(call: Call) -> Rule:
+    """diagonal: two dims become one, the last."""
+    n = call.tensors[0].dim()
+    gone = _diagonal_dims(call, n)
+    lhs = " ".join(f"d{i}!" if i in gone else f"d{i}" for i in range(n))
+    return rule(f"{lhs} -> {' '.join(f'd{i}' for i in range(n) if i not in gone)} o!", "a")
+
+
+def diagonal_backward(call: Call) -> Rule:
+    """diagonal_backward, diag_embed: the last dim becomes two."""
+    n = len(call["input_sizes"]) if "input_sizes" in call.values else call.tensors[0].dim() + 1
+    gone = _diagonal_dims(call, n)
+    rhs = " ".join(f"d{i}!" if i in gone else f"d{i}" for i in range(n))
+    return rule(f"{' '.join(f'd{i}' for i in range(n) if i not in gone)} o! -> {rhs}", "a")
+
+
+def diagonal_scattered(call: Call) -> Rule:
+    """diagonal_scatter: a diagonal put in place."""
+    n = call.tensors[0].dim()
+    gone = _diagonal_dims(call, n)
+    row = " ".join(f"d{i}!" if i in gone else f"d{i}" for i in range(n))
+    return rule(f"{row}, {' '.join(f'd{i}' for i in range(n) if i not in gone)} o! -> {row}", "a+b")
+
+
+def scattered_into(call: Call) -> Rule:
+    """slice_scatter, select_scatter: a part of one dim put in place."""
+    n = call.tensors[0].dim()
+    dim = call["dim"] % max(n, 1)
+    row = [f"d{i}!" if i == dim else f"d{i}" for i in range(n)]
+    part = [f"s{i}!" if i == dim else f"d{i}" for i in range(n)]
+    if call.tensors[1].dim() < n:
+        del part[dim]
+    return rule(f"{' '.join(row)}, {' '.join(part)} -> {' '.join(row)}", "a+b")
+
+
+def windows(call: Call) -> Rule:
+    """Tensor.unfold: a dim becomes places and, as the last dim, what a window sees."""
+    n = call.tensors[0].dim()
+    dim = call["dimension"] % max(n, 1)
+    row = [f"d{i}!" if i == dim else f"d{i}" for i in range(n)]
+    return rule(f"{' '.join(row)} -> {' '.join(row)} w!", "a")
+
+
+def windows_backward(call: Call) -> Rule:
+    n = len(call["input_sizes"])
+    dim = call["dim"] % max(n, 1)
+    row = [f"d{i}!" if i == dim else f"d{i}" for i in range(n)]
+    return rule(f"{' '.join(row)} w! -> {' '.join(row)}", "a")
+
+
+def triangle(call: Call) -> Rule:
+    """tril, triu: a part is cut along a diagonal of its own (see `line.shifted_diagonal`)."""
+    return rule(f"{' '.join(names(call.tensors[0].dim()))} -> {' '.join(names(call.tensors[0].dim()))}", "a")

@@ -1,24 +1,25 @@
 """Every op that runs split, a line each: name, rule, and a third column where the local run differs.
 
-`tests/test_rules.py` proves each line by brute force against plain torch. In-place and `out=` variants follow their
-functional op, foreach and fused ones the pointwise op they are made of; an op that is not here runs on all-B.
+`tests/test_rules.py` proves each line by brute force against plain torch. In-place, `out=` and foreach variants follow
+their functional op (`variants.py`); an op that is not here runs on all-B.
 """
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from globaltensor import library
-from globaltensor.rules import random, rewrites, runners
-from globaltensor.rules.families import (along, broadcasting_addmm, concatenated, contraction, convolution, convolution_backward,
-                                         copied, embedding, embedding_backward, expanded, factory_like, fixed, gathered, indexed,
-                                         linear_by_scalar, padded, permuted, pointwise, reduction, reduction_of, repeated,
-                                         selected, sized_backward, sliced, split_list, squeezed, stacked, swapped,
-                                         unbound, unsqueezed, viewed)
-from globaltensor.rules.line import Line, sized
+from globaltensor.rules import batchnorm, indices, layers, ordered, random, rewrites, runners
+from globaltensor.rules.families import (along, broadcasting_addmm, contraction, copied, copied_over, fixed, given,
+                                         linear_by_scalar, loss, pointwise, reduction, zeroing)
+from globaltensor.rules.line import Line, group_counts, scaled, shifted_diagonal, sized, strided
+from globaltensor.rules.rewrites import reduces_split
+from globaltensor.rules.shapes import (concatenated, diagonal, diagonal_backward, diagonal_scattered, expanded,
+                                       factory_like, halved, padded, permuted, repeated, scattered_into, selected,
+                                       sized_backward, sliced, split_list, squeezed, stacked, swapped, triangle,
+                                       unbound, unsqueezed, viewed, windows, windows_backward)
 
 aten = torch.ops.aten
 TABLE: dict[OpOverload, Line] = {}
@@ -41,35 +42,42 @@ lines("add.Tensor sub.Tensor", linear_by_scalar("a+b", "A"))
 lines("rsub.Tensor", pointwise("a+b"))
 lines("mul.Tensor", linear_by_scalar("a*b", "a"))
 lines("div.Tensor", linear_by_scalar("a*B", "a"))
-lines("mul.Scalar div.Scalar neg positive clone alias detach lift_fresh real imag view_as_real", pointwise("a"))
+lines("mul.Scalar div.Scalar neg clone alias detach lift_fresh real imag _conj conj_physical deg2rad rad2deg",
+      pointwise("a"))
 lines("add.Scalar sub.Scalar rsub.Scalar", pointwise("A"))
 lines("lerp.Scalar", pointwise("a+b"))
 lines("lerp.Tensor", pointwise("a*C+b*C"))
 lines("addcmul", pointwise("a+b*c"))
 lines("addcdiv", pointwise("a+b*C"))
 lines("abs relu relu6 exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan asin acos atan sinh "
-      "cosh tanh asinh acosh atanh erf erfc erfinv sigmoid silu mish gelu hardtanh hardswish "
-      "hardsigmoid leaky_relu elu celu softplus softshrink hardshrink threshold sign sgn floor ceil round round.decimals "
-      "trunc frac isnan isinf isposinf isneginf logical_not bitwise_not nan_to_num clamp clamp_min clamp_max "
-      "pow.Tensor_Scalar pow.Scalar digamma lgamma i0 sinc logit heaviside "
+      "cosh tanh asinh acosh atanh erf erfc erfinv sigmoid silu mish gelu hardtanh hardswish angle signbit "
+      "hardsigmoid leaky_relu elu celu softplus softshrink hardshrink threshold sign sgn floor ceil round "
+      "round.decimals trunc frac isnan isinf isposinf isneginf logical_not bitwise_not nan_to_num clamp clamp_min "
+      "clamp_max pow.Tensor_Scalar pow.Scalar digamma polygamma lgamma i0 special_i1 sinc logit "
       "eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar remainder.Scalar fmod.Scalar "
-      "bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar", pointwise())
+      "bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar where.ScalarSelf where.ScalarOther where.Scalar",
+      pointwise())
 lines("div.Tensor_mode div.Scalar_mode pow.Tensor_Tensor atan2 maximum minimum fmax fmin eq.Tensor ne.Tensor lt.Tensor "
       "le.Tensor gt.Tensor ge.Tensor logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor "
       "bitwise_xor.Tensor remainder.Tensor fmod.Tensor floor_divide clamp.Tensor clamp_min.Tensor clamp_max.Tensor "
-      "hypot copysign.Tensor xlogy.Tensor logaddexp nextafter", pointwise())
+      "hypot copysign.Tensor xlogy.Tensor logaddexp logaddexp2 nextafter heaviside ldexp.Tensor polar complex "
+      "_prelu_kernel", pointwise())
 lines("where.self", pointwise("A*b+A*c"))
-lines("where.ScalarSelf where.ScalarOther where.Scalar", pointwise())
-lines("masked_fill.Scalar", pointwise())
-lines("masked_fill.Tensor", pointwise())
+lines("masked_fill.Scalar", zeroing("value", "a*B", "A*B"))
+lines("masked_fill.Tensor", pointwise("a*B+B*c"))
 lines("_to_copy", copied)
-lines("copy", pointwise("b"), patch=None)
+lines("copy", copied_over)
 lines("fill.Scalar zero zeros_like ones_like full_like empty_like", factory_like)
-lines("fill.Tensor", pointwise("B"))
+lines("fill.Tensor", pointwise("b"))
+lines("bucketize.Tensor", fixed("d*, k! -> d*"))
+lines("view_as_real", fixed("d* -> d* r!", "a"))
+lines("view_as_complex", fixed("d* r! -> d*", "a"))
 lines("threshold_backward gelu_backward sigmoid_backward tanh_backward silu_backward leaky_relu_backward "
-      "hardtanh_backward hardswish_backward hardsigmoid_backward softplus_backward mish_backward "
-      "softshrink_backward hardshrink_backward", pointwise("a*B"))
-lines("elu_backward", pointwise("a*B"))
+      "hardtanh_backward hardswish_backward hardsigmoid_backward softplus_backward mish_backward elu_backward "
+      "softshrink_backward hardshrink_backward logit_backward", pointwise("a*B"))
+lines("log_sigmoid_forward", pointwise(outputs=2))
+lines("log_sigmoid_backward", pointwise("a*B*C"))
+lines("_prelu_kernel_backward", pointwise("a*B*C", outputs=2))
 
 # ------------------------------------------------------------------------------------------- contractions
 lines("mm", fixed("m k, k n -> m n", "a*b"))
@@ -78,103 +86,152 @@ lines("mv", fixed("m k, k -> m", "a*b"))
 lines("dot vdot", fixed("k, k -> ", "a*b"))
 lines("addmm", broadcasting_addmm("m k", "k n", "m n"))
 lines("baddbmm", broadcasting_addmm("b m k", "b k n", "b m n"))
+lines("addbmm", broadcasting_addmm("b m k", "b k n", "m n"))
 lines("addmv", broadcasting_addmm("m k", "k", "m"))
+lines("addr", broadcasting_addmm("m", "n", "m n"))
 TABLE[library.contract] = Line(contraction)
 TABLE[library.linear] = Line(fixed("b* k, n k, n -> b* n", "a*b+c"))
-lines("convolution", convolution)
-lines("convolution_backward", convolution_backward)
+lines("_cdist_forward", fixed("b* m d!, b* n d! -> b* m n"))
+lines("_cdist_backward", fixed("b* m n, b* m d!, b* n d!, b* m n -> b* m d!", "a*B*C*D"))
+lines("linalg_cross", along("a*b", operands=2))
+lines("convolution", layers.convolution, patch=scaled("groups"))
+lines("convolution_backward", given(layers.convolution_backward, "output_mask"), patch=scaled("groups"))
 
 # ---------------------------------------------------------------------------------------------- reductions
 lines("sum sum.dim_IntList", reduction("a"))
-lines("mean mean.dim", reduction("a"), rewrite=rewrites.mean, when=rewrites.reduces_split)
-lines("amax", reduction("A", leaves="max", nonempty=True))
-lines("amin", reduction("A", leaves="min", nonempty=True))
-lines("max min", reduction(whole=True), rewrite=rewrites.whole_max, when=rewrites.reduces_split)
-lines("max.dim min.dim", reduction(outputs=2, whole=True))
-lines("argmax argmin", reduction(whole=True))
-lines("any any.dim any.dims all all.dim all.dims prod prod.dim_int logsumexp median nanmedian", reduction(whole=True))
-lines("median.dim mode kthvalue", reduction(outputs=2, whole=True))
-lines("var.correction std.correction", reduction(whole=True), rewrite=rewrites.variance, when=rewrites.reduces_split)
-lines("var_mean.correction std_mean.correction", reduction(outputs=2, whole=True), rewrite=rewrites.variance,
-      when=rewrites.reduces_split)
-lines("linalg_vector_norm", reduction(whole=True), rewrite=rewrites.vector_norm, when=rewrites.reduces_split)
-lines("cumsum", along("a"))
-lines("cumprod logcumsumexp", along())
-lines("sort sort.stable topk", along(outputs=2))
-lines("argsort argsort.stable flip", along("A"))
-lines("flip", along("a", name="dims"))
-lines("roll", along("a", name="dims"))
-lines("_softmax", along(), rewrite=rewrites.softmax, when=rewrites.reduces_split)
-lines("_log_softmax", along(), rewrite=rewrites.log_softmax, when=rewrites.reduces_split)
-lines("_softmax_backward_data", along("a*B", operands=2), rewrite=rewrites.softmax_backward,
-      when=rewrites.reduces_split)
+lines("mean mean.dim", reduction("a", uncut=True), rewrite=rewrites.mean, when=reduces_split)
+lines("nansum count_nonzero count_nonzero.dim_IntList", reduction())
+lines("amax", reduction(leaves="max"), runner=runners.extremum)
+lines("amin", reduction(leaves="min"), runner=runners.extremum)
+lines("any any.dim any.dims", reduction(leaves="max"))
+lines("all all.dim all.dims", reduction(leaves="min"))
+lines("max min", reduction(uncut=True), rewrite=rewrites.whole_extremum, when=reduces_split)
+lines("max.dim min.dim", reduction(outputs=2, uncut=True), rewrite=ordered.extreme, when=reduces_split)
+lines("argmax argmin", reduction(uncut=True), rewrite=ordered.extreme, when=ordered.along_split)
+lines("logsumexp", reduction(uncut=True), rewrite=rewrites.logsumexp, when=reduces_split)
+lines("prod prod.dim_int median nanmedian", reduction(uncut=True))
+lines("median.dim nanmedian.dim mode kthvalue aminmax", reduction(outputs=2, uncut=True))
+lines("var.correction std.correction", reduction(uncut=True), rewrite=rewrites.variance, when=reduces_split)
+lines("var_mean.correction std_mean.correction", reduction(outputs=2, uncut=True), rewrite=rewrites.variance,
+      when=reduces_split)
+lines("linalg_vector_norm norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype", reduction(uncut=True),
+      rewrite=rewrites.vector_norm, when=reduces_split)
+lines("cumsum", along("a"), rewrite=ordered.cumsum, when=reduces_split)
+lines("cumprod", along(), rewrite=ordered.cumprod, when=reduces_split)
+lines("logcumsumexp", along())
+lines("cummax cummin sort sort.stable", along(outputs=2))
+lines("topk", along(outputs=2), rewrite=ordered.topk, when=reduces_split)
+lines("argsort argsort.stable", along())
+lines("flip roll", along("a", name="dims"))
+lines("_softmax", along(), rewrite=rewrites.softmax, when=reduces_split)
+lines("_safe_softmax", along(), rewrite=rewrites.safe_softmax, when=reduces_split)
+lines("_log_softmax", along(), rewrite=rewrites.log_softmax, when=reduces_split)
+lines("_softmax_backward_data", along("a*B", operands=2), rewrite=rewrites.softmax_backward, when=reduces_split)
 lines("_log_softmax_backward_data", along("a*B", operands=2), rewrite=rewrites.log_softmax_backward,
-      when=rewrites.reduces_split)
+      when=reduces_split)
 
 # --------------------------------------------------------------------------------------- views and shapes
-lines("view _unsafe_view reshape", viewed, patch=sized("size"), runner=runners.view)
-TABLE[aten.reshape.default] = Line(viewed, patch=sized("shape"))
+lines("view _unsafe_view", viewed, patch=sized("size"), runner=runners.view)
+lines("reshape", viewed, patch=sized("shape"), runner=runners.view)
 lines("t transpose.int", permuted(swapped))
 lines("permute", permuted(lambda call, n: [d % n for d in call["dims"]]))
 lines("expand", expanded, patch=sized("size"))
 lines("unsqueeze", unsqueezed)
-lines("squeeze squeeze.dim squeeze.dims", squeezed)
+lines("squeeze squeeze.dim squeeze.dims", squeezed, runner=runners.squeeze)
 lines("select.int", selected)
 lines("slice.Tensor", sliced)
-lines("split.Tensor split_with_sizes", split_list)
+lines("split.Tensor split_with_sizes unsafe_split.Tensor unsafe_split_with_sizes", split_list)
 lines("unbind.int", unbound)
 lines("cat", concatenated)
 lines("stack", stacked)
 lines("repeat", repeated)
 lines("select_backward slice_backward", sized_backward, patch=sized("input_sizes"))
+lines("slice_scatter select_scatter", scattered_into)
+lines("diagonal diagonal_copy", diagonal)
+lines("diag_embed", diagonal_backward)
+lines("diagonal_backward", diagonal_backward, patch=sized("input_sizes"))
+lines("diagonal_scatter", diagonal_scattered)
+lines("unfold", windows)
+lines("unfold_backward", windows_backward, patch=sized("input_sizes"))
 lines("constant_pad_nd", padded)
-lines("tril triu", fixed("b* i! j! -> b* i! j!", "a"))
-lines("new_zeros new_ones new_full new_empty new_empty_strided", factory_like, patch=sized("size"))
+lines("tril triu", triangle, patch=shifted_diagonal)
+lines("rot90", along("a", name="dims"))
+lines("glu", halved())
+lines("glu_backward", halved(operands=2))
+lines("new_zeros new_ones new_full new_empty", factory_like, patch=sized("size"))
+lines("new_empty_strided", factory_like, patch=strided)
 
 # ------------------------------------------------------------------------------------------------ indexing
-lines("embedding", embedding, runner=runners.embedding)
-lines("embedding_dense_backward", embedding_backward)
-lines("index.Tensor", indexed)
-lines("index_select", gathered("select"))
-lines("gather", gathered("gather"))
+lines("embedding", indices.embedding, runner=runners.embedding)
+lines("embedding_dense_backward", indices.embedding_backward, patch=lambda call, operands, outputs, rank:
+      [(2, outputs[0].local_shape(rank)[0])], runner=runners.embedding_backward)
+lines("index.Tensor", indices.indexed, runner=runners.index)
+lines("index_select", indices.index_selected, runner=runners.index_select)
+lines("gather", indices.gathered, runner=runners.gather)
+lines("scatter.src", indices.scattered("a*B+B*c"), runner=runners.scatter)
+lines("scatter.value", indices.scattered_value, runner=runners.scatter)
+lines("scatter_add", indices.scattered("a+B*c", index="k"), runner=runners.scatter)
+lines("scatter.reduce scatter.value_reduce scatter_reduce.two", indices.scattered("", touched="v!"))
+lines("index_add", indices.index_written("a+B*c"), runner=runners.index_add)
+lines("index_copy index_fill.int_Tensor", indices.index_written("a*B+B*c", touched="v!", index="k!"))
+lines("index_fill.int_Scalar", indices.index_filled)
+lines("index_put", indices.index_put, runner=runners.index_put)
 
-# ------------------------------------------------------------------------------------------- networks' own
-lines("native_layer_norm", fixed("b* d*!, d*!, d*! -> b* d*!, b*, b*", "A*b+c;A;A"))
-lines("_scaled_dot_product_flash_attention_for_cpu",
-      fixed("b h q d!, b h s! d!, b h s! d! -> b h q d!, b h q", "A*B*c;A*B", nonempty=True))
-lines("nll_loss_forward", fixed("n* c!, n*, c! -> , ", "a*B*C;B*C"), rewrite=rewrites.nll_mean,
-      when=rewrites.nll_is_mean)
-lines("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy", reduction_of(),
-      rewrite=rewrites.mean_loss, when=rewrites.loss_needs_global_count)
+# ------------------------------------------------------------------------------------------------- networks' own
+lines("native_layer_norm", layers.normalized("b* d*!, d*!, d*! -> b* d*!, b* o*!, b* o*!", "A*b+c;A;A"))
+lines("native_layer_norm_backward", given(layers.normalized(
+    "b* d*!, b* d*!, b* o*!, b* o*!, d*!, d*! -> b* d*!, d*!, d*!", "a*B*C*D*E;a*B*C*D;a"), "output_mask"))
+lines("_fused_rms_norm", layers.normalized("b* d*!, d*! -> b* d*!, b* o*!", "A*b;A"))
+lines("_fused_rms_norm_backward", given(layers.normalized(
+    "b* d*!, b* d*!, b* o*!, d*! -> b* d*!, d*!", "a*B*C*D;a*B*C"), "output_mask"))
+lines("native_group_norm", layers.group_norm("n (g c) s*!, (g c), (g c) -> n (g c) s*!, n g, n g", "A*b+c;A;A"),
+      patch=group_counts)
+lines("native_group_norm_backward", given(layers.group_norm(
+    "n (g c) s*!, n (g c) s*!, n g, n g, (g c) -> n (g c) s*!, (g c), (g c)", "a*B*C*D*E;a*B*C*D;a"), "output_mask"),
+    patch=group_counts)
+lines("native_batch_norm", layers.batch_norm, rewrite=batchnorm.forward, when=batchnorm.needs_all)
+lines("native_batch_norm_backward", given(layers.batch_norm_backward, "output_mask"), rewrite=batchnorm.backward,
+      when=batchnorm.needs_all)
+lines("_weight_norm_interface", layers.weight_norm())
+lines("_weight_norm_interface_backward", layers.weight_norm(backward=True))
+lines("_scaled_dot_product_flash_attention_for_cpu", layers.attention())
+lines("_scaled_dot_product_flash_attention_for_cpu_backward", layers.attention(backward=True))
 
+for _n in (1, 2, 3):
+    for _name in (f"upsample_{('linear1d', 'bilinear2d', 'trilinear3d')[_n - 1]}", f"upsample_nearest{_n}d",
+                  f"_upsample_nearest_exact{_n}d", *(["upsample_bicubic2d"] if _n == 2 else [])):
+        lines(_name, layers.spatial(_n, "a"))
+        lines(f"{_name}_backward", layers.spatial(_n, "a"), patch=sized("input_size"))
+    for _name in (f"reflection_pad{_n}d", f"replication_pad{_n}d"):
+        lines(_name, layers.spatial(_n, "a"))
+        lines(f"{_name}_backward", layers.spatial(_n, "a", operands=2))
+for _n in (2, 3):
+    for _name in (f"avg_pool{_n}d", f"_adaptive_avg_pool{_n}d"):
+        lines(_name, layers.spatial(_n, "a"))
+        lines(f"{_name}_backward", layers.spatial(_n, "a", operands=2))
+    for _name in (f"max_pool{_n}d_with_indices", f"adaptive_max_pool{_n}d"):
+        lines(_name, layers.spatial(_n, outputs=2))
+        lines(f"{_name}_backward", layers.spatial(_n, "a*C", operands=3))
+    lines(f"max_unpool{_n}d", layers.spatial(_n, "a*B", operands=2))
+lines("im2col", fixed("b* c! y! x! -> b* k! l!", "a", nonempty=True))
+lines("col2im", fixed("b* k! l! -> b* c! y! x!", "a", nonempty=True))
+lines("pixel_shuffle", layers.shuffled(up=True))
+lines("pixel_unshuffle", layers.shuffled(up=False))
+lines("channel_shuffle", fixed("n c! s* -> n c! s*", "a"))
+lines("grid_sampler_2d", fixed("n c y! x!, n p q i! -> n c p q", "a*B", nonempty=True))
+lines("grid_sampler_2d_backward", given(fixed(
+    "n c p q, n c y! x!, n p q i! -> n c y! x!, n p q i!", "a*C;a*B*C", nonempty=True), "output_mask"))
 
-# ------------------------------------------------------------------------------------------ variants of an op
-
-
-@lru_cache(None)
-def line_of(func: OpOverload) -> Line | None:
-    """The line of an op, or of the functional op that it is the in-place variant of."""
-    found = TABLE.get(func)
-    if found is None and func._schema.is_mutable:
-        packet, overload = func._schema.name.split("::")[1], func._overloadname
-        functional = getattr(aten, packet.rstrip("_"), None) if packet.endswith("_") else None
-        if functional is not None and overload in functional.overloads():
-            found = TABLE.get(getattr(functional, overload))
-    return found
-
-
-FOREACH = {"add": "a+b", "sub": "a+b", "mul": "a*b", "div": "a*B", "lerp": "a+b", "addcmul": "a+b*c",
-           "addcdiv": "a+b*C", "copy": "b", "zero": "", "neg": "a"}
-
-
-@lru_cache(None)
-def foreach_algebra(func: OpOverload) -> str | None:
-    """The algebra of element i of a foreach or fused op; None for an op that is neither."""
-    name = func._schema.name.split("::")[1].strip("_")
-    if name.startswith("fused_adam") or name.startswith("fused_sgd") or name.startswith("fused_adagrad"):
-        return "A"
-    return FOREACH.get(name.removeprefix("foreach_"), "A") if name.startswith("foreach_") else None
-
+# ------------------------------------------------------------------------------------------------------- losses
+lines("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",
+      loss(""), rewrite=rewrites.mean_loss, when=rewrites.is_mean)
+lines("mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward "
+      "binary_cross_entropy_backward", loss("a*B*C*D", backward=True), rewrite=rewrites.mean_loss_backward,
+      when=rewrites.is_mean)
+lines("nll_loss_forward", layers.nll(), runner=runners.nll, rewrite=rewrites.nll_mean, when=rewrites.is_mean)
+lines("nll_loss_backward", layers.nll(backward=True), runner=runners.nll)
+lines("nll_loss2d_forward", layers.nll("y x"), runner=runners.nll, rewrite=rewrites.nll_mean, when=rewrites.is_mean)
+lines("nll_loss2d_backward", layers.nll("y x", backward=True), runner=runners.nll)
 
 # ------------------------------------------------------------------------------------------------ random numbers
 # Always rewritten; their in-place variants have lines of their own.

@@ -1,25 +1,38 @@
 """From plain tensors to global ones: `from_full`, `from_local`, `from_shards`, and `to_global` of a plain tensor."""
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from globaltensor import comm
+from globaltensor.boxing.run import Boxed, box
 from globaltensor.errors import GlobalTensorError, ShapeError
-from globaltensor.layout import Layout, Shape, spec
-from globaltensor.tensor.core import GlobalTensor, place, resolve
+from globaltensor.layout import Layout, Shape, layout, sbp_text, spec
+from globaltensor.sbp import broadcast, nd_sbp
+from globaltensor.tensor.core import GlobalTensor, place, resolve, to
 
 
 def from_full(t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
-    """Every process holds the same whole tensor `t`; each keeps its part. No communication. Differentiable.
+    """Every process holds the same whole tensor `t`; each keeps its part. Moves nothing. Differentiable.
 
-    Raises SbpError for an sbp that does not fit.
+    Raises SbpError for an sbp that does not fit, DisagreementError on every rank where `t` is not the same everywhere.
     """
     dst = resolve(placement, sbp, t.dim())
-    comm.agree(f"from_full({list(t.shape)}, {t.dtype}) on {dst}")
+    if not comm.world().lone:
+        comm.agree(f"from_full({list(t.shape)}, {t.dtype}) on {dst}, of values with checksum {checksum(t):08x}")
     return _FromFull.apply(t, dst)
+
+
+def checksum(t: torch.Tensor) -> int:
+    """A number that tells tensors of different values apart; reads them at about a gigabyte a second."""
+    flat = t.detach().contiguous().reshape(-1).view(torch.uint8)
+    found = 0
+    for part in flat.split(1 << 26):
+        found = zlib.crc32(part.cpu().numpy(), found)
+    return found
 
 
 class _FromFull(torch.autograd.Function):
@@ -38,21 +51,25 @@ def from_local(t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
     A process that drives several ranks gives `t` to each of them. The parts must be cut as this library cuts (as
     equal as can be, larger first). Differentiable. Raises ShapeError on every rank where they do not fit together.
     """
-    dst = resolve(placement, sbp, t.dim())
-    return _FromLocal.apply(t, dst)
+    return _FromLocal.apply(t, placement, sbp)
 
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, dst: Layout) -> GlobalTensor:
-        mine = [r for r in comm.world().driven if r in dst.placement.coords]
-        source = t.detach()
-        return join({r: source.to(comm.world().device(dst.placement.type, r)) for r in mine}, dst, t.dtype)
+    def forward(ctx: Any, t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
+        made = join({r: t.detach() for r in _mine(placement)}, placement, sbp)
+        ctx.dst, ctx.shape = made.spec.layout, t.shape
+        return made
 
     @staticmethod
-    def backward(ctx: Any, grad: GlobalTensor) -> tuple[torch.Tensor, None]:
-        parts = list(grad.shards.values())
-        return sum(parts[1:], parts[0]), None
+    def backward(ctx: Any, grad: GlobalTensor) -> tuple[torch.Tensor, None, None]:
+        """Of S the part, of P the whole; of B the whole, once: its copies are one value."""
+        whole = to(grad, layout(grad.placement, tuple(broadcast if s.is_partial or not w.is_split else w
+                                                      for s, w in zip(grad.sbp, ctx.dst.sbp))))
+        firsts = [shard for r, shard in whole.shards.items()
+                  if all(i == 0 for i, s in zip(ctx.dst.placement.coords[r], ctx.dst.sbp) if s.is_broadcast)]
+        parts = firsts if comm.world().lone else list(whole.shards.values())
+        return (sum(parts[1:], parts[0]) if parts else torch.zeros(ctx.shape, dtype=grad.dtype)), None, None
 
 
 def from_shards(shards: Mapping[int, torch.Tensor], placement: Any, sbp: Any) -> GlobalTensor:
@@ -60,50 +77,89 @@ def from_shards(shards: Mapping[int, torch.Tensor], placement: Any, sbp: Any) ->
 
     Raises ShapeError on every rank where the parts do not fit together, GlobalTensorError for a missing rank.
     """
-    ndim = next(iter(shards.values())).dim() if shards else 0
-    dst = resolve(placement, sbp, ndim) if shards else resolve(placement, sbp, 64)
-    mine = [r for r in comm.world().driven if r in dst.placement.coords]
+    mine = _mine(placement)
     missing = [r for r in mine if r not in shards]
     if missing:
         raise GlobalTensorError(f"from_shards without a part for ranks {missing}",
                                 f"this process drives ranks {mine} of the placement", "{rank: tensor} for each of them")
-    parts = {r: shards[r].detach().to(comm.world().device(dst.placement.type, r)) for r in mine}
-    dtype = next(iter(shards.values())).dtype if shards else torch.float32
-    return join(parts, dst, dtype)
+    return join({r: shards[r].detach() for r in mine}, placement, sbp)
 
 
-def join(parts: dict[int, torch.Tensor], dst: Layout, dtype: torch.dtype) -> GlobalTensor:
-    """A global tensor whose shards are these parts, one for each rank of the placement, here or elsewhere."""
-    shapes = _all_shapes(parts, dst)
-    shape = _global_shape(shapes, dst)
-    if shape is not None and all(dst.local_shape(shape, r) == shapes[r] for r in shapes):
-        made = {r: t.contiguous() for r, t in parts.items()}
-        if all(s.is_broadcast for s in dst.sbp) and len(parts) > 1:
-            made = {r: t.clone() for r, t in made.items()}
-        return GlobalTensor.wrap(spec(dst, shape, None, dtype), made)
-    rows = "".join(f"\n    rank {r}: {list(s)}" for r, s in sorted(shapes.items()))
-    fit = "" if shape is None else "".join(f"\n    rank {r}: {list(dst.local_shape(shape, r))}" for r in sorted(shapes))
-    raise ShapeError(f"parts that do not fit together as {dst}:{rows}",
-                     f"a tensor of {list(shape)} would be cut as:{fit}" if shape is not None else
-                     "parts of one tensor have the same number of dims, and the same sizes but where they are split",
-                     "parts as equal as can be, the larger ones first; or from_full")
+def _mine(where: Any) -> list[int]:
+    """The ranks of a placement that this process drives."""
+    return [r for r in comm.world().driven if r in resolve(where, broadcast, 0).placement.coords]
 
 
-def _all_shapes(parts: dict[int, torch.Tensor], dst: Layout) -> dict[int, Shape]:
-    """The shape of every rank's part, agreed on by all processes."""
-    mine = {r: tuple(t.shape) for r, t in parts.items()}
-    if comm.world().lone:
-        return mine
-    said = comm.gather_objects((repr(dst), mine), f"from_local on {dst}")
-    return {r: shape for _, shapes in said for r, shape in shapes.items()}
+class Part(NamedTuple):
+    """What the others must know of one rank's part. `checksum` is 0 where no rank has to hold the same."""
+
+    shape: Shape
+    dtype: torch.dtype
+    checksum: int
 
 
-def _global_shape(shapes: dict[int, Shape], dst: Layout) -> Shape | None:
-    """Sizes added up along split dims, taken from the first rank along others; None where the dims do not fit."""
-    first = shapes[dst.placement.flat[0]]
-    if any(len(s) != len(first) for s in shapes.values()):
-        return None
-    total = list(first)
+def join(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTensor:
+    """A global tensor whose shards are the parts of all ranks of the placement; `mine` are those of this process.
+
+    All checks are made on what all ranks said, so an error is raised by all of them or by none.
+    """
+    nd = nd_sbp(sbp, where.axis_names, where.ndim)
+    copies = any(s.is_broadcast and n > 1 for s, n in zip(nd, where.shape))
+    parts = _all_parts({r: Part(tuple(t.shape), t.dtype, checksum(t) if copies else 0) for r, t in mine.items()},
+                       f"from_local on {where} {sbp_text(nd)}")
+    first = parts[where.flat[0]]
+    if any((len(p.shape), p.dtype) != (len(first.shape), first.dtype) for p in parts.values()):
+        raise _misfit(f"{where} {sbp_text(nd)}", {r: f"{list(p.shape)} {p.dtype}" for r, p in parts.items()},
+                      "parts of one tensor have the same number of dims and the same dtype", "")
+    dst = resolve(where, sbp, len(first.shape))
+    shape = _global_shape({r: p.shape for r, p in parts.items()}, dst)
+    cut = {r: dst.local_shape(shape, r) for r in parts}
+    if any(cut[r] != p.shape for r, p in parts.items()):
+        raise _misfit(str(dst), {r: list(p.shape) for r, p in parts.items()},
+                      f"a tensor of {list(shape)} would be cut as:" + _rows({r: list(n) for r, n in cut.items()}),
+                      "parts as equal as can be, the larger ones first; or gt.from_full of the whole")
+    shards: dict[int, torch.Tensor] = {}
+    for r, t in mine.items():
+        t = t.to(comm.world().device(where.type, r)).contiguous()
+        shards[r] = t.clone() if t.data_ptr() in [s.data_ptr() for s in shards.values()] else t
+    heads = _heads(dst)
+    if any(parts[r].checksum != parts[head].checksum for r, head in heads.items()):
+        shards = _from_heads(shards, heads, dst, shape, first.dtype)
+    return GlobalTensor.wrap(spec(dst, shape, None, first.dtype), shards)
+
+
+def _all_parts(mine: dict[int, Part], what: str) -> dict[int, Part]:
+    """The parts of all ranks, from all processes."""
+    return {r: part for said in comm.gather_objects(mine, what) for r, part in said.items()}
+
+
+def _misfit(layout: str, parts: Mapping[int, Any], why: str, fix: str) -> ShapeError:
+    return ShapeError(f"parts that do not fit together as {layout}:{_rows(parts)}", why, fix)
+
+
+def _rows(of: Mapping[int, Any]) -> str:
+    return "".join(f"\n    rank {r}: {value}" for r, value in sorted(of.items()))
+
+
+def _heads(dst: Layout) -> dict[int, int]:
+    """rank -> the first of the ranks that are to hold the same part."""
+    at = {index: r for r, index in dst.placement.coords.items()}
+    return {r: at[tuple(0 if s.is_broadcast else i for s, i in zip(dst.sbp, index))]
+            for r, index in dst.placement.coords.items()}
+
+
+def _from_heads(shards: dict[int, torch.Tensor], heads: dict[int, int], dst: Layout, shape: Shape,
+                dtype: torch.dtype) -> dict[int, torch.Tensor]:
+    """Every rank's part from the first rank that has it: a boxing from a placement of those alone."""
+    ranks = torch.tensor(dst.placement.ranks)[tuple(slice(0, 1) if s.is_broadcast else slice(None) for s in dst.sbp)]
+    src = layout(type(dst.placement)(dst.placement.type, ranks, dst.placement.axis_names), dst.sbp)
+    held = {r: t for r, t in shards.items() if heads[r] == r}
+    return box([Boxed(spec(src, shape, None, dtype), held, dst)])[0]
+
+
+def _global_shape(shapes: dict[int, Shape], dst: Layout) -> Shape:
+    """Sizes added up along split dims, taken from the first rank along others."""
+    total = list(shapes[dst.placement.flat[0]])
     for d in {s.dim for s in dst.sbp if s.is_split}:
         keep = [axis for axis, s in enumerate(dst.sbp) if s.is_split and s.dim == d]
         total[d] = sum(shapes[r][d] for r, at in dst.placement.coords.items()

@@ -111,14 +111,18 @@ class GlobalTensor(torch.Tensor):
     # ------------------------------------------------------------------------------------------------ its value
 
     def to_local(self) -> torch.Tensor:
-        """This rank's part, sharing its memory. Raises GlobalTensorError in a process that drives several ranks."""
+        """This rank's part, sharing its memory; differentiable, gradients of the parts lie dual to x.
+
+        Raises GlobalTensorError in a process that drives several ranks, or none of x's.
+        """
         if len(comm.world().driven) > 1:
             raise GlobalTensorError("to_local() in a process that drives several ranks",
                                     f"it drives ranks {list(comm.world().driven)}, so there is no one local part",
                                     "x.shards[rank]")
         if not self.shards:
-            return torch.empty([0] * self.dim(), dtype=self.dtype)
-        return next(iter(self.shards.values()))
+            raise GlobalTensorError(f"rank {comm.rank()} holds no part of a tensor on {self.placement}",
+                                    "its placement leaves this rank out", "x.full_tensor(), or ask x.shards first")
+        return _ToLocal.apply(self)
 
     def full_tensor(self) -> torch.Tensor:
         """The whole value as a plain tensor, on every process; collective, and differentiable."""
@@ -150,6 +154,19 @@ class GlobalTensor(torch.Tensor):
                 copy._is_param = True
             memo[id(self)] = copy
         return memo[id(self)]
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: GlobalTensor) -> torch.Tensor:
+        check_guard(x)
+        ctx.own = x.spec
+        return next(iter(x.shards.values())).view_as(next(iter(x.shards.values())))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> GlobalTensor:
+        dual = ctx.own.layout.dual
+        return GlobalTensor.wrap(spec(dual, ctx.own.shape, None, grad.dtype), {comm.rank(): grad.contiguous()})
 
 
 def _rebuild(where: placement, sbp: NdSbp, shards: Shards, of: Spec, requires_grad: bool) -> GlobalTensor:

@@ -1,12 +1,14 @@
 """What plain torch tensors and modules learn: `x.is_global`, `x.to_global(...)`, and an error for `x.sbp`."""
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from globaltensor.errors import SbpError
 from globaltensor.tensor import convert
+from globaltensor.tensor.core import GlobalTensor
 
 
 def _no_layout(self: torch.Tensor) -> Any:
@@ -20,3 +22,5 @@ def install() -> None:
     torch.Tensor.sbp = property(_no_layout)
     torch.Tensor.placement = property(_no_layout)
     torch.Tensor.to_global = convert.to_global
+    for module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
+        import_module(module)._foreach_supported_types.append(GlobalTensor)     # clipping takes all norms in one go

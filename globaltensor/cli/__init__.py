@@ -1,0 +1,43 @@
+"""The command `globaltensor`: run a program on several ranks, say what is here, run the benchmarks.
+
+    globaltensor run -n 4 train.py --steps 100     the program on 4 ranks of this host
+    globaltensor info                              versions, devices, transports, the world
+    globaltensor bench dispatch                    one of the benchmarks of a checkout
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import globaltensor
+from globaltensor.cli import bench, info, run
+from globaltensor.cli.problem import Problem
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options; each one's `command` does it and returns an exit code."""
+    top = argparse.ArgumentParser(prog="globaltensor", formatter_class=argparse.RawDescriptionHelpFormatter,
+                                  description=__doc__)
+    top.add_argument("--version", action="version", version=f"globaltensor {globaltensor.__version__}")
+    commands = top.add_subparsers(metavar="command", required=True)
+    for module in (run, info, bench):
+        name = module.__name__.rpartition(".")[2]
+        one = commands.add_parser(name, help=module.__doc__.splitlines()[0], description=module.__doc__,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)
+        module.options(one)
+        one.set_defaults(command=module.command)
+    return top
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line `args` (default: the process's own); the exit code."""
+    chosen = parser().parse_args(args)
+    try:
+        return chosen.command(chosen)
+    except Problem as problem:
+        print(f"globaltensor: {problem}", file=sys.stderr)
+        return problem.code
+    except BrokenPipeError:                          # `globaltensor info | head`
+        sys.stderr.close()
+        return 1

@@ -1,0 +1,88 @@
+"""Say what is here: versions, devices, transports, and the world a program would see."""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import globaltensor
+from globaltensor import comm, kernels
+
+
+def options(of: argparse.ArgumentParser) -> None:
+    """The command line of `globaltensor info`."""
+    of.add_argument("--json", action="store_true", help="as one JSON object")
+
+
+def command(chosen: argparse.Namespace) -> int:
+    """Print what is here."""
+    found = facts()
+    print(json.dumps(found, indent=2) if chosen.json else _text(found))
+    return 0
+
+
+def facts() -> dict[str, dict[str, Any]]:
+    """What is here, by section."""
+    return {"versions": _versions(), "host": _host(), "transports": _transports(), "world": _world()}
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _versions() -> dict[str, str]:
+    found = {"globaltensor": globaltensor.__version__, "python": platform.python_version()}
+    for name in ("torch", "numpy", "networkx", "rich", "matplotlib"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    found["native extension"] = "built" if getattr(kernels, "native", None) else "not built: plain torch does its work"
+    return found
+
+
+def _host() -> dict[str, Any]:
+    found: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cores": cores(),
+                             "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
+                             "gpus": torch.cuda.device_count()}
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
+    return found
+
+
+def _transports() -> dict[str, str]:
+    """In the order in which they are tried."""
+    there = dist.is_available()
+    return {
+        "memory of one process": "yes: a lone process drives all ranks",
+        "torch.distributed nccl": "yes" if there and dist.is_nccl_available() and torch.cuda.is_available() else
+                                  "no: it needs GPUs, and a torch built for them",
+        "torch.distributed gloo": "yes" if there and dist.is_gloo_available() else "no: torch was built without it",
+    }
+
+
+def _world() -> dict[str, Any]:
+    """What a program started here finds; a launcher's process group is not started for that."""
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return {"ranks": int(os.environ["WORLD_SIZE"]), "driven by this process": os.environ["RANK"],
+                "because": "a launcher set RANK and WORLD_SIZE"}
+    size = comm.world_size()
+    why = ("GLOBALTENSOR_RANKS is set" if "GLOBALTENSOR_RANKS" in os.environ else
+           "one for each GPU" if torch.cuda.device_count() else "no launcher, no GPU: GLOBALTENSOR_RANKS sets another")
+    return {"ranks": size, "driven by this process": "all", "because": why}
+
+
+def _text(found: dict[str, dict[str, Any]]) -> str:
+    lines = []
+    for section, rows in found.items():
+        width = max(map(len, rows))
+        lines += [section, *(f"  {name.ljust(width)}  {value}" for name, value in rows.items())]
+    return "\n".join(lines)

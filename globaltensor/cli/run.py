@@ -1,0 +1,143 @@
+"""Run a program on several ranks, one process each.
+
+    globaltensor run -n 4 train.py --steps 100     4 ranks on this host
+    globaltensor run -n 4 -m package.train         a module instead of a file
+    globaltensor run -n 8 --nnodes 2 --rdzv-endpoint host0:29400 train.py    on each of 2 hosts: 16 ranks
+
+The same program runs without it, as one process that drives all ranks: python train.py
+
+The first rank that fails shows its error, once; the others are ended, and the exit code is that rank's. Ctrl-C ends
+all. Everything else is torch's own launcher, so what torchrun sets (RANK, WORLD_SIZE, ...) is set here too.
+"""
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from globaltensor.cli import worker
+from globaltensor.cli.info import cores
+from globaltensor.cli.problem import Problem
+
+
+def options(of: argparse.ArgumentParser) -> None:
+    """The command line of `globaltensor run`."""
+    of.usage = "globaltensor run [-n N] [--nnodes N --rdzv-endpoint HOST:PORT] [-m] program [argument ...]"
+    of.add_argument("-n", "--nproc-per-node", dest="ranks", type=_positive, metavar="N",
+                    help="ranks on this host (default: the GPUs there are, else 2)")
+    of.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
+    hosts = of.add_argument_group("several hosts", "the same command on each host")
+    hosts.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="hosts that take part (default 1)")
+    hosts.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts meet, such as the first one's name")
+    hosts.add_argument("--rdzv-id", default="globaltensor", metavar="ID", help="tells runs at one endpoint apart")
+    hosts.add_argument("--node-rank", type=int, metavar="I", help="fix this host's place among the hosts, from 0; "
+                       "host 0 must be the endpoint's (default: in the order of their names)")
+    hosts.add_argument("--local-addr", metavar="ADDRESS", help="this host's address, where its name does not tell")
+    of.add_argument("program", help="a Python file, or a module with -m")
+    of.add_argument("args", nargs=argparse.REMAINDER, metavar="argument", help="the program's own arguments")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
+def command(chosen: argparse.Namespace) -> int:
+    """Launch, wait, report; the exit code."""
+    _check(chosen)
+    ranks = chosen.ranks or torch.cuda.device_count() or 2
+    _environment(ranks, chosen.nnodes)
+    with tempfile.TemporaryDirectory(prefix="globaltensor-") as folder:
+        os.environ[worker.FOLDER] = folder
+        program = ["-m", chosen.program] if chosen.module else [chosen.program]
+        return _launch(chosen, ranks, folder, [str(Path(worker.__file__)), *program, *chosen.args])
+
+
+def _check(chosen: argparse.Namespace) -> None:
+    """Raise Problem for what can be seen to fail before anything starts."""
+    if chosen.module:
+        sys.path.insert(0, os.getcwd())
+        if importlib.util.find_spec(chosen.program.partition(".")[0]) is None:
+            raise Problem(f"there is no module {chosen.program!r}\n  looked in {os.getcwd()} and where Python looks")
+    elif not Path(chosen.program).exists():
+        raise Problem(f"there is no program {chosen.program!r}\n  looked in {os.getcwd()}")
+    if chosen.nnodes > 1 and not chosen.rdzv_endpoint:
+        raise Problem(f"{chosen.nnodes} hosts need a place to meet\n"
+                      f"  try: globaltensor run --nnodes {chosen.nnodes} --rdzv-endpoint HOST:29400 ... on each of them")
+    if chosen.node_rank is not None and not 0 <= chosen.node_rank < chosen.nnodes:
+        raise Problem(f"--node-rank {chosen.node_rank} of {chosen.nnodes} hosts: it is 0 to {chosen.nnodes - 1}")
+
+
+def _environment(ranks: int, hosts: int) -> None:
+    """What the ranks inherit: a share of the cores each, and on one host no other network than its own."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    if hosts == 1 and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")     # seconds from Ctrl-C to SIGKILL
+
+
+def _launch(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str]) -> int:
+    if "LOGLEVEL" not in os.environ:                 # what went wrong is told below, in fewer words
+        logging.disable(logging.CRITICAL)
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    alone = chosen.nnodes == 1 and not chosen.rdzv_endpoint
+    static = chosen.node_rank is not None
+    config = LaunchConfig(min_nodes=chosen.nnodes, max_nodes=chosen.nnodes, nproc_per_node=ranks, max_restarts=0,
+                          run_id=chosen.rdzv_id, rdzv_backend="static" if static else "c10d",
+                          rdzv_endpoint="127.0.0.1:0" if alone else chosen.rdzv_endpoint,
+                          rdzv_configs={"rank": chosen.node_rank} if static else {},
+                          local_addr="127.0.0.1" if alone else chosen.local_addr)
+    try:
+        elastic_launch(config, sys.executable)(*line)
+    except ChildFailedError as failed:
+        return _report(failed.failures, folder)
+    except SignalException as ended:
+        raise Problem(f"ended by {ended.sigval.name}, and the ranks with it", 128 + ended.sigval) from None
+    except KeyboardInterrupt:
+        raise Problem("ended by SIGINT before the ranks began", 128 + signal.SIGINT) from None
+    except (RendezvousError, ValueError, OSError, RuntimeError) as error:
+        place = f"at {chosen.rdzv_endpoint}" if chosen.rdzv_endpoint else "on this host"
+        raise Problem(f"the ranks could not be started {place}\n  why: {str(error).splitlines()[0]}", 1) from None
+    return 0
+
+
+def _report(failures: Mapping[int, Any], folder: str) -> int:
+    """Say which ranks failed of what, first those that began it; `failures` as torch's launcher gives them."""
+    said = {int(path.stem): json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
+    fates: dict[tuple[int, str], list[int]] = {}
+    for rank, failure in sorted(failures.items()):
+        fates.setdefault(_fate(failure.exitcode, said.get(rank)), []).append(rank)
+    for (_, fate), ranks in sorted(fates.items()):
+        print(f"globaltensor: rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {fate}", file=sys.stderr)
+    first = fates[min(fates)][0]
+    code = said[first]["code"] if first in said else failures[first].exitcode
+    return code if code > 0 else 128 - code
+
+
+def _fate(code: int, said: dict[str, Any] | None) -> tuple[int, str]:
+    """What happened to a rank, after a number that puts causes before what follows from them."""
+    if said is not None and said["error"].startswith("TransportError"):
+        return 2, "then lost touch with others (TransportError)"
+    if said is not None:
+        return 0, f"failed: {said['error']}"
+    if code > 0:
+        return 1, f"exited with code {code}"
+    name = signal.Signals(-code).name
+    if code == -signal.SIGTERM:
+        return 3, "ended with it"
+    return 0, f"was killed by {name}" + (" (did the host run out of memory?)" if name == "SIGKILL" else "")

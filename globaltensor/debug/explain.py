@@ -1,0 +1,207 @@
+"""Why an op ran as it did: `gt.explain(fn, *args)` runs a function once and tells of every op
+
+    where  op  the signature chosen  what was boxed for it, bytes  the next best choice, and what it would cost more
+
+Prices are the planner's: seconds it expects on the machine at hand, boxing and work together. Ops of the backward are
+among them where `fn` calls backward.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from globaltensor import comm
+from globaltensor.boxing.watch import Move, record
+from globaltensor.dispatch.choose import layouts, rank_choices
+from globaltensor.dispatch.core import decide
+from globaltensor.dispatch.recipe import Recipe
+from globaltensor.errors import where
+from globaltensor.layout import Spec, layout, sbp_text, spec
+from globaltensor.placement import placement
+from globaltensor.rules.call import Call
+from globaltensor.rules.table import line_of
+from globaltensor.sbp import broadcast
+from globaltensor.tensor.core import GlobalTensor
+
+
+@dataclass(frozen=True)
+class Row:
+    """One op, or one boxing that was asked for.
+
+    chosen   the signature: sbp of the operands -> of the results
+    moves    the boxings done for it
+    boxed    the operands that were boxed, and how
+    second   the next best signature, empty where there is none; `dearer` by so many seconds
+    """
+
+    where: str
+    op: str
+    placement: placement
+    chosen: str
+    boxed: str
+    moves: tuple[Move, ...] = field(compare=False, default=())
+    second: str = ""
+    dearer: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """What the boxings moved to the rank that received most."""
+        return sum(move.bytes for move in self.moves)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `gt.explain` returns: `result` of the function, and the `rows`, in order; prints as a table."""
+
+    result: Any = field(repr=False)
+    rows: tuple[Row, ...]
+
+    @property
+    def bytes(self) -> int:
+        """What all boxings moved."""
+        return sum(row.bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        return _table(self.rows)
+
+    __repr__ = __str__
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Call `fn(*args, **kwargs)` once and tell how each of its ops on global tensors ran, and why.
+
+    As any use of global tensors, it is called on every rank.
+    """
+    with record() as moves, _Seeing(moves) as seeing:
+        result = fn(*args, **kwargs)
+        seeing.between()
+    return Explanation(result, tuple(seeing.rows))
+
+
+class _Seeing(TorchDispatchMode):
+    """Sees every op just before it is dispatched, those of the backward too."""
+
+    def __init__(self, moves: list[Move]) -> None:
+        super().__init__()
+        self.moves, self.told, self.rows = moves, 0, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(type(t) is GlobalTensor for t in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        self.between()
+        recipe = decide(GlobalTensor, func, args, kwargs)
+        before = [t.spec.sbp for t in tree_leaves((args, kwargs)) if type(t) is GlobalTensor]
+        call = Call(func, args, kwargs)
+        row = _row(recipe, call)                     # before an op that writes changes its operands
+        result = func(*args, **kwargs)
+        done, self.told = tuple(self.moves[self.told:]), len(self.moves)
+        self.rows.append(_finished(row, before, result, done))
+        return result
+
+    def between(self) -> None:
+        """Boxings since the last op: those that the user asked for, and gradients."""
+        for move in self.moves[self.told:]:
+            self.rows.append(Row(move.where, move.op, move.src.placement, _way(move), "", (move,)))
+        self.told = len(self.moves)
+
+
+def _way(move: Move) -> str:
+    far = f" on {move.dst.placement}" if move.dst.placement != move.src.placement else ""
+    many = f" of {move.tensors} tensors" if move.tensors > 1 else ""
+    return f"{sbp_text(move.src.sbp)} -> {sbp_text(move.dst.sbp)}{far}{many}"
+
+
+def _row(recipe: Recipe, call: Call) -> Row:
+    """What can be told before the op runs."""
+    home = next(t.spec.placement for t in call.tensors if type(t) is GlobalTensor)
+    name = str(call.func).removeprefix("aten.").removesuffix(".default")
+    if recipe.rewrite is not None:
+        return Row(where(), name, home, "", "")
+    operands = [t.spec if type(t) is GlobalTensor else _plain(t, home) for t in call.tensors]
+    boxed = ", ".join(f"{n}: {sbp_text(own.sbp)} -> {sbp_text(want.sbp)}"
+                      for n, own, want in zip(call.names, operands, recipe.wants)
+                      if want is not None and want is not own.layout)
+    chosen = _signature([(want or own.layout).sbp for own, want in zip(operands, recipe.wants)],
+                        [o.sbp for o in recipe.outputs or () if o is not None])
+    if not recipe.signature:
+        return Row(where(), name, home, chosen + "   (no rule)", boxed)
+    second, dearer = _second(recipe, call, operands)
+    return Row(where(), name, home, chosen, boxed, (), second, dearer)
+
+
+def _finished(row: Row, before: list[Any], result: Any, moves: tuple[Move, ...]) -> Row:
+    """With the boxings that it took; a rewritten op tells its layouts only now, and its boxings itself."""
+    chosen, boxed = row.chosen, row.boxed
+    if not chosen:
+        after = [t.spec.sbp for t in tree_leaves(result) if type(t) is GlobalTensor]
+        chosen = _signature(before, after)
+        boxed = ", ".join(dict.fromkeys(_way(move) for move in moves))
+    return Row(row.where, row.op, row.placement, chosen, boxed, moves, row.second, row.dearer)
+
+
+def _plain(t: Any, home: placement) -> Spec:
+    return spec(layout(home, (broadcast,) * home.ndim), tuple(t.shape), t.stride(), t.dtype)
+
+
+def _second(recipe: Recipe, call: Call, operands: list[Spec]) -> tuple[str, float]:
+    """The cheapest choice that is not the one taken, and by how much it is dearer."""
+    rule = line_of(call.func).family(call)
+    given = [o for o in recipe.outputs if o is not None]
+    outputs = [(o.shape, o.nbytes) for o in given] + [((), 0)] * (len(rule.outputs) - len(given))
+    taken = _inputs(recipe.signature)
+    target = recipe.written[0] if recipe.written and rule.outputs else None
+    for target, moved in ((target, False), (target, True), (None, False)):
+        prices: dict[tuple, tuple[float, tuple]] = {}
+        for price, nd in rank_choices(rule, operands, outputs, comm.world().machine, target, moved):
+            prices.setdefault(_inputs(nd), (price, nd))
+        if taken in prices:
+            break
+    own, _ = prices.pop(taken, (0.0, None))
+    if not prices:
+        return "", 0.0
+    price, nd = min(prices.values(), key=lambda found: found[0])
+    wants, gives = layouts(nd, operands, len(rule.outputs))
+    return _signature([w.sbp for w in wants], [g.sbp for g in gives]), max(price - own, 0.0)
+
+
+def _inputs(nd: tuple) -> tuple:
+    """Choices of the same layouts are one choice, whatever label they cut."""
+    return tuple((sig.inputs, sig.outputs) for sig in nd)
+
+
+def _signature(inputs: list[Any], outputs: list[Any]) -> str:
+    return f"{', '.join(map(sbp_text, inputs))} -> {', '.join(map(sbp_text, outputs)) or '?'}"
+
+
+def _table(rows: tuple[Row, ...]) -> str:
+    """Rows that are the same follow each other as one, with a count."""
+    folded: list[tuple[Row, int, int]] = []
+    for row in rows:
+        if folded and folded[-1][0] == row and folded[-1][2] == row.bytes * folded[-1][1]:
+            folded[-1] = row, folded[-1][1] + 1, folded[-1][2] + row.bytes
+        else:
+            folded.append((row, 1, row.bytes))
+    places = list(dict.fromkeys(row.placement for row in rows))
+    lines = [["where", "op", "chosen", "boxed for it", "bytes", "next best"]]
+    for row, count, nbytes in folded:
+        on = f"   on {row.placement}" if len(places) > 1 else ""
+        second = f"{row.second}   + {_seconds(row.dearer)}" if row.second else "-"
+        lines.append([row.where, row.op + (f" x{count}" if count > 1 else ""), row.chosen + on, row.boxed or "-",
+                      f"{nbytes:,}", second])
+    widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
+    text = ["  ".join(cell.rjust(w) if k == 4 else cell.ljust(w) for k, (cell, w) in enumerate(zip(line, widths)))
+            for line in lines]
+    moved = [move for row in rows for move in row.moves if move.bytes]
+    total = f"{len(rows)} rows; {len(moved)} boxings moved {sum(m.bytes for m in moved):,} bytes"
+    if len(places) == 1:
+        total += f"; all on {places[0]}"
+    return "\n".join(line.rstrip() for line in [*text, total])
+
+
+def _seconds(s: float) -> str:
+    return f"{s * 1e6:.3g} us" if s < 1e-3 else f"{s * 1e3:.3g} ms" if s < 1 else f"{s:.3g} s"

@@ -1,0 +1,173 @@
+"""Families of networks' own ops: convolution, pooling, normalization, attention, classification losses.
+
+    n  batch    c o  channels    g  groups    b h  batch and heads    q s  queries and keys
+    y* k* z*    space of input, kernel and output, which stays whole
+
+A dim of groups, `(g c)`, is cut between groups only; the op is told how many of them are left (`line.scaled`).
+"""
+from __future__ import annotations
+
+from globaltensor.rules.call import Call
+from globaltensor.rules.families import MEAN, NONE, Family, aligned, whole
+from globaltensor.rules.language import Rule, rule
+
+
+def _convolved(call: Call, space: int) -> tuple[str, str, str, str, tuple[tuple[str, int], ...]]:
+    """Dims of input, weight, bias and output, and what must be cut evenly."""
+    y, k, z = (" ".join(f"{x}{i}!" for i in range(space)) for x in "ykz")
+    if call["groups"] == 1:
+        weight = f"c o {k}" if call["transposed"] else f"o c {k}"
+        return f"n c {y}", weight, "o", f"n o {z}", ()
+    weight = f"(g i) o! {k}" if call["transposed"] else f"(g o) i! {k}"
+    return f"n (g i) {y}", weight, "(g o)", f"n (g o) {z}", (("g", call["groups"]),)
+
+
+def convolution(call: Call) -> Rule:
+    x, weight, bias, out, even = _convolved(call, call.tensors[0].dim() - 2)
+    return rule(f"{x}, {weight}, {bias} -> {out}", "a*b+c", ndims=call.ndims, even=even, nonempty=True)
+
+
+def convolution_backward(call: Call) -> Rule:
+    """Gradients of input, weight and bias (those that are wanted), each by its own contraction."""
+    x, weight, bias, out, even = _convolved(call, call.tensors[1].dim() - 2)
+    return rule(f"{out}, {x}, {weight} -> {x}, {weight}, {bias}", "a*C;a*b;a", even=even, nonempty=True)
+
+
+def spatial(dims: int, algebra: str = "", *, operands: int = 1, outputs: int = 1) -> Family:
+    """Works on the last `dims` dims, which stay whole: pooling, upsampling, padding, and their gradients."""
+
+    def write(call: Call) -> Rule:
+        row = " ".join([f"b{i}" for i in range(call.tensors[0].dim() - dims)] + [f"y{i}!" for i in range(dims)])
+        return rule(f"{', '.join([row] * operands)} -> {', '.join([row] * outputs)}",
+                    ";".join([algebra] * outputs) if algebra else "", nonempty=True)
+
+    return write
+
+
+def shuffled(*, up: bool) -> Family:
+    """pixel_shuffle and its inverse: channels hold the pixels of a block."""
+
+    def write(call: Call) -> Rule:
+        batch = " ".join(f"b{i}" for i in range(call.tensors[0].dim() - 3))
+        channels = call.shapes[0][-3] // (call["upscale_factor"] ** 2 if up else 1)
+        packed, plain = f"{batch} (c r) y! x!", f"{batch} c p! q!"
+        return rule(f"{packed} -> {plain}" if up else f"{plain} -> {packed}", "a", even=(("c", channels),),
+                    nonempty=True)
+
+    return write
+
+
+def normalized(dims: str, algebra: str) -> Family:
+    """layer_norm and rms_norm: over as many dims, d*, as `normalized_shape` has."""
+    return lambda call: rule(dims, algebra, ndims=call.ndims, stars=(("d", len(call["normalized_shape"])),))
+
+
+def group_norm(dims: str, algebra: str) -> Family:
+    """Channels can be cut between groups."""
+    return lambda call: rule(dims, algebra, ndims=call.ndims, even=(("g", call["group"]),), nonempty=True)
+
+
+def batch_norm(call: Call) -> Rule:
+    """With statistics of its own, batch and space stay whole (rewritten where they are cut); else they are free."""
+    if call.get("training", True):
+        return rule("n! c y*!, c, c, c, c -> n! c y*!, c, c", "A*B*C;A;A", ndims=_stats(call), nonempty=True)
+    return rule("n c y*, c, c, c, c -> n c y*, e!, f!", "A*B*C*D*E;;", ndims=_stats(call), nonempty=True)
+
+
+def _stats(call: Call) -> tuple[int | None, ...]:
+    """The operands of native_batch_norm, where this op may lack the running statistics."""
+    return (call.ndims + (None,) * 5)[:5]
+
+
+def batch_norm_backward(call: Call) -> Rule:
+    """grad, input, weight, running mean and variance, saved mean and inverse deviation."""
+    if call["train"]:
+        return rule("n! c y*!, n! c y*!, c, c, c, c, c -> n! c y*!, c, c", "a*B*C*F*G;a*B*F*G;a", ndims=call.ndims,
+                    nonempty=True)
+    return rule("n c y*, n c y*, c, c, c, e!, f! -> n c y*, c, c", "a*C*E;a*B*D*E;a", ndims=call.ndims, nonempty=True)
+
+
+def _heads(call: Call, first: int) -> tuple[str, str, tuple[tuple[str, int], ...]]:
+    """Head dims of queries and of keys, where several heads of queries may share one of keys."""
+    queries, keys = (call.shapes[first + i][1] for i in (0, 1))
+    return ("h", "h", ()) if queries == keys else ("(h r)", "h", (("h", keys),))
+
+
+def attention(*, backward: bool = False, bias: str = "attn_mask", rows: bool = True, extra: int = 0) -> Family:
+    """Fused attention, softmax(q k^T + bias) v, and its gradients.
+
+    Batch and heads can be cut; queries too (`rows`) unless it is causal, when a row must know which one it is. Keys
+    and features stay whole. `extra` counts further outputs or, backward, operands, which are the same on all ranks.
+    """
+
+    def write(call: Call) -> Rule:
+        hq, hk, even = _heads(call, int(backward))
+        query = "q" if rows and not call["is_causal"] else "q!"
+        q, k, v = f"b {hq} {query} d!", f"b {hk} s! d!", f"b {hk} s! e!"
+        out, log = f"b {hq} {query} e!", f"b {hq} {query}"
+        present = [i for i, name in enumerate(call.names) if name == bias]
+        mask = ""
+        if present:
+            shape = call.shapes[present[0]]
+            labels = ["b", hq, query, "s!"]
+            size = (call.shapes[int(backward)][0], call.shapes[int(backward)][1],
+                    call.shapes[int(backward)][2], call.shapes[int(backward) + 1][2])
+            mask = aligned(shape, size, labels)
+        operands = {"query": q, "key": k, "value": v, bias: mask, "grad_out": out, "grad_out_": out, "out": out,
+                    "logsumexp": log}
+        lhs = [operands.get(name, _alone(call.tensors[i].dim(), i)) for i, name in enumerate(call.names)]
+        if backward:
+            linear = "*".join(chr(ord("A") + i) for i in range(len(lhs))).replace("A", "a", 1)
+            return rule(f"{', '.join(lhs)} -> {q}, {k}, {v}", f"{linear};{linear};{linear}", even=even, nonempty=True)
+        return rule(f"{', '.join(lhs)} -> {out}, {log}", "A*B*c" + _more(lhs, 3) + ";A*B" + _more(lhs, 3), even=even,
+                    nonempty=True)
+
+    return write
+
+
+def _alone(ndim: int, i: int) -> str:
+    """Dims that nothing else has."""
+    return " ".join(f"x{i}.{k}!" for k in range(ndim))
+
+
+def _more(operands: list[str], first: int) -> str:
+    return "".join(f"*{chr(ord('A') + i)}" for i in range(first, len(operands)))
+
+
+def nll(space: str = "", *, backward: bool = False) -> Family:
+    """nll_loss of log-probabilities [n*, c, *space], targets, class weights; a cut class dim has a runner.
+
+    A mean divides by the weight of all targets (rewritten where they are cut); its gradient knows that weight.
+    """
+    x, target = f"n* c {space}", f"n* {space}"
+
+    def write(call: Call) -> Rule:
+        ndims = call.ndims
+        if backward:
+            grad = target if call["reduction"] == NONE else ""
+            return rule(f"{grad}, {x}, {target}, c, -> {x}", "a*C*D*E", ndims=ndims, stars=_batch(call, 1, space))
+        out = target if call["reduction"] == NONE else ""
+        of = rule(f"{x}, {target}, c -> {out}, ", "a*B*C;" + ("" if call["reduction"] == NONE else "A*B*C"), ndims=ndims,
+                  stars=_batch(call, 0, space))
+        return whole(of) if call["reduction"] == MEAN else of
+
+    return write
+
+
+def _batch(call: Call, at: int, space: str) -> tuple[tuple[str, int], ...]:
+    return (("n", call.tensors[at].dim() - 1 - len(space.split())),)
+
+
+def weight_norm(*, backward: bool = False) -> Family:
+    """v g / |v|, a norm for each slice along `dim`."""
+
+    def write(call: Call) -> Rule:
+        n = call.tensors[0].dim()
+        dim = call["dim"] % n
+        row = " ".join("d" if i == dim else f"r{i}!" for i in range(n))
+        one = " ".join("d" if i == dim else "1" for i in range(n))
+        if backward:
+            return rule(f"{row}, {row}, {one}, {one} -> {row}, {one}", "a*B*C*D;a*B*C*D")
+        return rule(f"{row}, {one} -> {row}, {one}", "A*b;A")
+
+    return write

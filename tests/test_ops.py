@@ -1,0 +1,411 @@
+"""Every op end to end, forward and backward, against plain torch: many layouts of the inputs, sizes even and not.
+
+A case is a line: name, function, inputs. An input is a shape (random float64), or a plain tensor for what is not
+differentiable; strings mark what a function needs ("positive"). Each case runs on 2 ranks, 3 ranks and 2 x 2, in
+layouts drawn from all combinations of S, B and P; what comes out is put together by hand and compared.
+"""
+from __future__ import annotations
+
+import itertools
+import os
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from shards import B, P, gather, layouts, scatter
+from torch import nn
+
+import globaltensor as gt
+from globaltensor.sbp import split
+
+SEED = int(os.environ.get("OPS_SEED") or random.randrange(2**32))
+DRAWS = int(os.environ.get("OPS_DRAWS") or 5)        # per case and placement
+print(f"tests/test_ops.py: OPS_SEED={SEED}")
+
+PLACES = {"2": [0, 1], "3": [3, 1, 2], "2x2": [[4, 5], [6, 7]]}
+aten = torch.ops.aten
+CASES: dict[str, tuple] = {}
+
+
+def case(name, function, *inputs, grad=True, draws=1.0):
+    assert name not in CASES, name
+    CASES[name] = (function, inputs, grad, draws)
+
+
+def ints(high, *shape, seed=0):
+    """Indices."""
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def positive(*shape):
+    """Values in (0.1, 1)."""
+    return ("positive", shape)
+
+
+def each(names, *inputs, source=torch, **options):
+    """A case per name of a function."""
+    for name in names.split():
+        case(f"{name} {'x'.join(str(i) for i in inputs)}"[:60], getattr(source, name), *inputs, **options)
+
+
+# --------------------------------------------------------------------------------------------- element by element
+each("relu relu6 elu selu celu gelu silu mish softplus softsign tanhshrink hardtanh hardswish hardsigmoid leaky_relu "
+     "logsigmoid softshrink hardshrink sigmoid tanh", (4, 5), source=F, draws=0.4)
+each("abs exp log sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh atanh erf erfc erfinv expm1 log2 log10 log1p "
+     "exp2 reciprocal square sign floor ceil round trunc frac lgamma digamma i0 sinc nan_to_num neg logit deg2rad "
+     "isfinite isnan signbit positive", positive(5, 3), draws=0.4)
+each("add sub mul div remainder fmod pow atan2 maximum minimum fmax fmin hypot copysign xlogy logaddexp logaddexp2 "
+     "float_power isclose", positive(4, 3), positive(4, 3), draws=0.6)
+each("eq ne lt le gt ge logical_and floor_divide heaviside", positive(4, 3), positive(3), grad=False, draws=0.4)
+each("add sub mul div", (4, 1, 3), (5, 1))
+case("add scalar", lambda x: (x + 2, 3 - x, x / 2, 2 / x, x * 3, x ** 2, 2 ** x, x - 1), positive(5, 3))
+case("add plain tensor", lambda x: x + torch.arange(3.0, dtype=torch.float64) * 2, (5, 3))
+case("add alpha", lambda x, y: torch.add(x, y, alpha=2.5) - torch.sub(x, y, alpha=0.5), (4, 3), (3,))
+case("lerp", torch.lerp, (4, 3), (4, 3), (3,))
+case("lerp scalar", lambda x, y: torch.lerp(x, y, 0.3), (4, 3), (4, 3))
+case("addcmul", lambda x, y, z: torch.addcmul(x, y, z, value=0.5), (4, 3), (4, 1), (3,))
+case("addcdiv", lambda x, y, z: torch.addcdiv(x, y, z, value=0.5), (4, 3), (4, 1), positive(3))
+case("where", lambda x, y, z: torch.where(x > 0, y, z), (4, 3), (4, 1), (3,))
+case("where scalar", lambda x, y: (torch.where(x > 0, y, 2.0), torch.where(x > 0, 2.0, y)), (4, 3), (3,))
+case("masked_fill", lambda x, m: (x.masked_fill(m, 2.0), x.masked_fill(m, 0)), (4, 3), ints(2, 4, 1).bool())
+case("masked_fill tensor", lambda x, m, v: x.masked_fill(m, v), (4, 3), ints(2, 3).bool(), ())
+case("clamp", lambda x: (x.clamp(-0.5, 0.5), x.clamp(min=0), x.clamp(max=0.1)), (4, 5))
+case("clamp tensor", lambda x, low: torch.clamp(x, low, low + 1), (4, 5), (5,))
+case("to", lambda x: (x.to(torch.float32), x.to(torch.complex128), (x * 3).to(torch.int64), x > 0), (4, 5))
+case("to from int", lambda x: (x.double(), x.to(torch.int32), x.bool()), ints(9, 5, 3))
+case("complex", lambda x: torch.view_as_real(torch.view_as_complex(x) * torch.view_as_complex(x).conj()), (5, 3, 2))
+case("polar", lambda r, t: torch.view_as_real(torch.polar(r, t)), positive(4, 3), (4, 3))
+case("prelu", F.prelu, (4, 5, 2), (5,))
+case("threshold", lambda x: F.threshold(x, 0.1, 0.2), (4, 5))
+case("glu", lambda x: (F.glu(x, 1), F.glu(x, 0)), (4, 6))
+case("bucketize", lambda x: torch.bucketize(x, torch.tensor([-1.0, 0, 1], dtype=torch.float64)), (5, 3), grad=False)
+case("bits", lambda x, y: (x & y, x | y, x ^ y, ~x, x & 3), ints(8, 5, 3), ints(8, 3, seed=1))
+
+# ---------------------------------------------------------------------------------------------------- contractions
+case("mm", torch.mm, (4, 5), (5, 6), draws=3)
+case("mm uneven", torch.mm, (3, 1), (1, 5))
+case("bmm", torch.bmm, (4, 2, 5), (4, 5, 3))
+case("mv", torch.mv, (4, 5), (5,))
+case("dot", torch.dot, (5,), (5,))
+case("addmm", torch.addmm, (6,), (4, 5), (5, 6), draws=2)
+case("addmm column", lambda a, b, c: torch.addmm(a, b, c, beta=0.5, alpha=2), (4, 1), (4, 5), (5, 6))
+case("baddbmm", torch.baddbmm, (4, 2, 3), (4, 2, 5), (4, 5, 3))
+case("addbmm", torch.addbmm, (2, 3), (4, 2, 5), (4, 5, 3))
+case("addmv", torch.addmv, (4,), (4, 5), (5,))
+case("addr", torch.addr, (3, 4), (3,), (4,))
+case("outer", torch.outer, (5,), (4,))
+case("vector @ matrix", lambda x, y: x @ y, (4,), (4, 5))
+case("matmul 4d", torch.matmul, (2, 4, 3, 5), (2, 4, 5, 3), draws=2)
+case("matmul broadcast", torch.matmul, (4, 1, 3, 5), (2, 5, 3))
+case("matmul 3d 2d", lambda x, w: x @ w, (4, 3, 5), (5, 6))
+case("linear", F.linear, (4, 3, 6), (8, 6), (8,), draws=3)
+case("linear 2d", F.linear, (5, 6), (4, 6), (4,), draws=2)
+case("linear no bias", F.linear, (4, 3, 6), (8, 6))
+case("einsum", lambda q, k: torch.einsum("bqhd,bshd->bhqs", q, k), (2, 3, 4, 5), (2, 3, 4, 5), draws=2)
+case("einsum trace", lambda x, y: torch.einsum("ijk,kl->jl", x, y), (2, 3, 4), (4, 5))
+case("tensordot", lambda x, y: torch.tensordot(x, y, 2), (2, 3, 4), (3, 4, 5))
+case("cdist", torch.cdist, (4, 3), (5, 3))
+case("bilinear", F.bilinear, (4, 3), (4, 2), (5, 3, 2), (5,))
+case("cross", torch.linalg.cross, (4, 3), (4, 3))
+case("kron", torch.kron, (2, 3), (3, 2))
+
+# ------------------------------------------------------------------------------------------------------ reductions
+for dim in (None, 0, (0, 2)):
+    given = {} if dim is None else {"dim": dim}
+    for name in "sum mean std var nansum amax amin logsumexp var_mean std_mean count_nonzero".split():
+        if dim is None and name == "logsumexp":
+            continue
+        case(f"{name} {dim}", lambda x, f=getattr(torch, name), k=given: f(x, **k), (5, 3, 4))
+    case(f"norm {dim}", lambda x, k=given: torch.linalg.vector_norm(x, **k), (5, 3, 4))
+for name in "sum mean amax logsumexp var".split():
+    case(f"{name} keepdim", lambda x, f=getattr(torch, name): f(x, dim=(1,), keepdim=True), (4, 5, 3))
+each("prod max min median any all argmax", (5, 3), draws=0.5)
+for p in (0, 1, 2, 3, float("inf"), -float("inf")):
+    case(f"norm p={p}", lambda x, p=p: torch.linalg.vector_norm(x, p, dim=0), (5, 3))
+for name in "max min median cummax cummin argmax argmin any all prod cumsum cumprod logcumsumexp aminmax".split():
+    case(f"{name} along", lambda x, f=getattr(torch, name): f(x, dim=1), (3, 5))
+    case(f"{name} along, short", lambda x, f=getattr(torch, name): f(x, dim=0), (2, 3), draws=0.5)
+case("max keepdim", lambda x: x.max(0, keepdim=True), (5, 3))
+case("ties", lambda x: (x.max(0), x.min(0), x.argmax(0)), ints(2, 7, 3).double())
+case("infinite", lambda x: (x.max(0), x.amax(0), x.argmax(0), x.logsumexp(0)), torch.full((4, 3), -torch.inf).double(),
+     grad=False)
+case("topk", lambda x: x.topk(2, 0), (5, 3))
+case("topk wide", lambda x: x.topk(4, 0, largest=False), (5, 3))
+case("topk infinite", lambda x: x.topk(3, 0).values, torch.full((4, 3), -torch.inf).double(), grad=False)
+case("sort", lambda x: (x.sort(0), x.argsort(1, descending=True)), (5, 3))
+case("kthvalue", lambda x: x.kthvalue(2, 0), (5, 3))
+case("mode", lambda x: x.mode(0), ints(3, 7, 3).double(), grad=False)
+case("quantile", lambda x: x.quantile(0.3), (5, 3))
+case("softmax", lambda x: (x.softmax(0), x.softmax(1)), (5, 3), draws=2)
+case("log_softmax", lambda x: (x.log_softmax(0), x.log_softmax(-1)), (5, 3), draws=2)
+case("normalize", lambda x: F.normalize(x, dim=0), (5, 3))
+case("cosine_similarity", F.cosine_similarity, (5, 3), (5, 3))
+case("cov", torch.cov, (3, 5))
+
+# ----------------------------------------------------------------------------------------------------------- shapes
+case("view", lambda x: (x.view(8, 3), x.view(2, 12), x.view(-1), x.view(2, 2, 2, 3)), (4, 2, 3), draws=2)
+case("view uneven", lambda x: (x.view(3, 10), x.view(15, 2), x.reshape(30)), (5, 3, 2))
+case("view of ones", lambda x: (x.view(5, 3), x.view(1, 5, 1, 3)), (5, 1, 3))
+case("heads", lambda x: x.view(2, 3, 4, 2).transpose(1, 2), (2, 3, 8), draws=2)
+case("merge heads", lambda x: x.transpose(1, 2).reshape(2, 3, 8), (2, 4, 3, 2), draws=2)
+case("transpose", lambda x: (x.transpose(0, 2), x.mT, x.permute(2, 0, 1), x.movedim(0, 1)), (4, 5, 3))
+case("t", lambda x: x.t(), (4, 5))
+case("expand", lambda x: (x.expand(4, 5, 3), x.expand(2, -1, -1, 3)), (4, 1, 3))
+case("unsqueeze", lambda x: (x.unsqueeze(0), x.unsqueeze(-1), x[:, None]), (4, 5))
+case("squeeze", lambda x: (x.squeeze(), x.squeeze(1), x.squeeze(0), x.squeeze((0, 1))), (2, 1, 3))
+case("select", lambda x: (x[1], x[:, -1], x.select(1, 0)), (5, 3))
+case("slice", lambda x: (x[1:3], x[:, ::2], x[-2:], x[:], x[..., 1:], x[3:3]), (5, 4))
+case("split", lambda x: (x.split(2, 0), x.chunk(2, 1), x.split([1, 4], 0), x.unbind(1), x.tensor_split(2)), (5, 4))
+case("cat", lambda x, y: (torch.cat([x, y]), torch.cat([y, x], -1)), (5, 3), (5, 3))
+case("cat uneven", lambda x, y: torch.cat([x, y, x]), (5, 3), (2, 3))
+case("stack", lambda x, y: (torch.stack([x, y]), torch.stack([x, y], 2)), (5, 3), (5, 3))
+case("repeat", lambda x: (x.repeat(2, 1), x.repeat(2, 1, 3), x.tile(2, 2), x.repeat_interleave(2, 0)), (5, 3))
+case("flip", lambda x: (x.flip(0), x.flip([0, 1]), x.roll(1, 0), x.roll(2), x.rot90()), (5, 3))
+case("tril", lambda x: (x.tril(), x.triu(1), x.tril(-1)), (2, 5, 4), draws=2)
+case("diagonal", lambda x: (x.diagonal(), x.diagonal(1, 1, 2), torch.diag_embed(x), x[0].trace()), (3, 4, 5))
+case("unfold", lambda x: (x.unfold(1, 2, 1), x.unfold(0, 3, 2)), (5, 4))
+case("pad", lambda x: (F.pad(x, (1, 2)), F.pad(x, (0, 0, 1, 1), value=1.5), F.pad(x, (0, 1, 2, 0))), (5, 4))
+case("slice_scatter", lambda x, y: torch.slice_scatter(x, y, 1, 0, 2), (5, 4), (5, 2))
+case("select_scatter", lambda x, y: torch.select_scatter(x, y, 0, 1), (5, 4), (4,))
+case("diagonal_scatter", lambda x, y: torch.diagonal_scatter(x, y), (5, 4), (4,))
+case("as_strided", lambda x: x.as_strided((2, 2), (1, 2)), (5, 4))
+case("meshgrid", lambda x, y: torch.meshgrid(x, y, indexing="ij"), (5,), (3,))
+case("diff", torch.diff, (5, 4))
+case("factories", lambda x: (torch.zeros_like(x), torch.ones_like(x), torch.full_like(x, 2.0), x.new_zeros(5, 7),
+                             x.new_full((5, 4), 3.0), x.new_ones(2, 5, 4)), (5, 4), grad=False)
+
+# --------------------------------------------------------------------------------------------------------- indexing
+case("embedding", F.embedding, ints(7, 5, 2), (7, 4), draws=3)
+case("embedding padding", lambda i, w: F.embedding(i, w, padding_idx=2), ints(7, 5, 2), (7, 4))
+case("embedding by frequency", lambda i, w: F.embedding(i, w, scale_grad_by_freq=True), ints(3, 5, 2), (7, 4))
+case("one_hot", lambda x: F.one_hot(x, 6), ints(6, 5), grad=False)
+case("index", lambda x, i: (x[i], x[:, i % 3], x[i, i % 3]), (5, 3), ints(5, 4, 2))
+case("index apart", lambda x, i: x[i, :, i], (5, 3, 5), ints(5, 4))
+case("index negative", lambda x, i: x[i - 3], (5, 3), ints(5, 4))
+case("index mask", lambda x: x[x > 0], (5, 3))
+case("index_select", lambda x, i: (x.index_select(0, i), x.index_select(1, i % 3)), (5, 3), ints(5, 4), draws=2)
+case("gather", lambda x, i: (x.gather(1, i), x.gather(0, i[:2])), (5, 4), ints(4, 5, 3), draws=2)
+case("take_along_dim", lambda x, i: torch.take_along_dim(x, i, 1), (5, 4), ints(4, 5, 3))
+case("take", torch.take, (5, 4), ints(20, 3))
+case("scatter", lambda x, i, s: (x.scatter(0, i, s), x.scatter(0, i, 2.0), x.scatter(0, i, 0)), (5, 3),
+     torch.tensor([[0, 4, 2], [3, 1, 0]]), (2, 3), draws=2)
+case("scatter short", lambda x, i, s: x.scatter(1, i, s), (5, 4), torch.tensor([[0, 2], [3, 1]]), (4, 3))
+case("scatter_add", lambda x, i, s: x.scatter_add(0, i, s), (5, 3), ints(5, 4, 3), (4, 3), draws=2)
+case("scatter_reduce", lambda x, i, s: x.scatter_reduce(0, i, s, "amax"), (5, 3), ints(5, 4, 3), (4, 3))
+case("index_add", lambda x, i, s: x.index_add(0, i, s, alpha=0.5), (5, 3), ints(5, 4), (4, 3), draws=2)
+case("index_copy", lambda x, i, s: x.index_copy(0, i, s), (5, 3), torch.tensor([3, 0]), (2, 3))
+case("index_fill", lambda x, i: (x.index_fill(0, i, 2.0), x.index_fill(1, i % 3, 0)), (5, 3), ints(5, 2))
+case("index_put", lambda x, i, s: x.index_put((i,), s), (5, 3), torch.tensor([3, 0]), (2, 3))
+case("index_put accumulate", lambda x, i, s: x.index_put((i,), s, accumulate=True), (5, 3), ints(5, 4), (4, 3), draws=2)
+case("index_put two", lambda x, i, s: x.index_put((i, i % 3), s, accumulate=True), (5, 3), ints(5, 4), (4,))
+case("index_put mask", lambda x, s: x.index_put((x > 0,), s), (5, 3), ())
+case("masked_select", lambda x: x.masked_select(x > 0), (5, 3))
+case("nonzero", lambda x: (x > 0).nonzero(), (5, 3), grad=False)
+
+
+def in_place(x, y):
+    z = x.clone()
+    z += y
+    z.mul_(2).add_(1).clamp_(min=-3)
+    z[1] = y[0]
+    z[:, 1] = 0.0
+    z[2:4] += x[:2]
+    z[z > 2] = 2.0
+    z[0, 0] = 5.0
+    w = torch.empty_like(z)
+    w.copy_(z)
+    w.div_(y.exp()).sub_(x)
+    w.transpose_(0, 1).cumsum_(0)
+    return z, w
+
+
+case("in place", in_place, (5, 3), (5, 3), draws=3)
+case("in place fill", lambda x: (x.clone().fill_(2), x.clone().zero_(), x.clone().masked_fill_(x > 0, 0)), (5, 3))
+case("in place scatter", lambda x, i, s: (x.clone().scatter_(0, i, s), x.clone().scatter_add_(0, i, s),
+                                          x.clone().index_put_((i[0],), s[:1])),
+     (5, 3), torch.tensor([[0, 4, 2], [3, 1, 0]]), (2, 3))
+case("in place shape", lambda x: (x.clone().unsqueeze_(0), x.clone().t_(), x.clone().squeeze_(0)), (5, 3))
+case("out", lambda x, y: (torch.add(x, y, out=x.new_zeros(5, 3)), torch.maximum(x, y, out=x.new_zeros(5, 3))),
+     (5, 3), (3,), grad=False)
+
+# ------------------------------------------------------------------------------------------------------ networks' own
+case("layer_norm", lambda x, w, b: F.layer_norm(x, (6,), w, b), (4, 5, 6), (6,), (6,), draws=2)
+case("layer_norm two dims", lambda x: F.layer_norm(x, (5, 6)), (4, 5, 6))
+case("layer_norm no bias", lambda x, w: F.layer_norm(x, (6,), w), (5, 6), (6,))
+case("rms_norm", lambda x, w: F.rms_norm(x, (6,), w), (4, 5, 6), (6,))
+case("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), (4, 6, 5), (6,), (6,), draws=2)
+case("group_norm uneven", lambda x: F.group_norm(x, 3), (5, 6, 2, 2))
+case("instance_norm", lambda x, w, b: F.instance_norm(x, None, None, w, b), (4, 3, 5), (3,), (3,))
+case("weight_norm", lambda x, v, g: F.linear(x, torch._weight_norm(v, g, 0)), (5, 3), (4, 3), (4, 1))
+
+
+def batch_norm(training, running=True):
+    def function(x, w, b):
+        mean, var = (x.new_full((3,), v) for v in (0.5, 2.0)) if running else (None, None)
+        y = F.batch_norm(x, mean, var, w, b, training, momentum=0.3)
+        return (y, mean, var) if running else y
+
+    return function
+
+
+for shape in ((4, 3, 5), (5, 3, 2, 3), (7, 3)):
+    case(f"batch_norm {shape}", batch_norm(True), shape, (3,), (3,), draws=2)
+case("batch_norm eval", batch_norm(False), (5, 3, 4), (3,), (3,))
+case("batch_norm without statistics", batch_norm(True, running=False), (5, 3, 4), (3,), (3,))
+case("batch_norm plain", lambda x: F.batch_norm(x, None, None, None, None, True), (5, 3, 4))
+
+for n in (1, 2, 3):
+    space = (5,) * n
+    case(f"conv{n}d", lambda x, w, b, f=getattr(F, f"conv{n}d"): f(x, w, b, padding=1, stride=2), (4, 4, *space),
+         (6, 4, *(3,) * n), (6,))
+    case(f"conv{n}d uneven", lambda x, w, f=getattr(F, f"conv{n}d"): f(x, w), (3, 5, *space), (3, 5, *(2,) * n), draws=0.5)
+    case(f"conv{n}d groups", lambda x, w, b, f=getattr(F, f"conv{n}d"): f(x, w, b, groups=4), (2, 8, *space),
+         (12, 2, *(2,) * n), (12,))
+    case(f"conv_transpose{n}d", lambda x, w, b, f=getattr(F, f"conv_transpose{n}d"): f(x, w, b, stride=2, padding=1),
+         (4, 4, *space), (4, 6, *(3,) * n), (6,))
+    case(f"conv_transpose{n}d groups", lambda x, w, f=getattr(F, f"conv_transpose{n}d"): f(x, w, groups=4),
+         (2, 8, *space), (8, 3, *(2,) * n), draws=0.5)
+    for name in ("max_pool", "avg_pool"):
+        case(f"{name}{n}d", lambda x, f=getattr(F, f"{name}{n}d"): f(x, 2, padding=1), (5, 4, *space), draws=0.5)
+    for name in ("adaptive_avg_pool", "adaptive_max_pool"):
+        case(f"{name}{n}d", lambda x, f=getattr(F, f"{name}{n}d"): (f(x, 3), f(x, 1)), (5, 4, *space), draws=0.5)
+    for mode in ("nearest", "nearest-exact", ("linear", "bilinear", "trilinear")[n - 1]):
+        case(f"interpolate{n} {mode}", lambda x, m=mode: F.interpolate(x, scale_factor=2, mode=m), (5, 3, *space), draws=0.4)
+    for mode in ("reflect", "replicate", "circular"):
+        case(f"pad{n} {mode}", lambda x, m=mode, k=n: F.pad(x, (1, 2) * k, mode=m), (5, 3, *space), draws=0.4)
+case("depthwise", lambda x, w: F.conv2d(x, w, groups=6), (2, 6, 5, 5), (6, 1, 3, 3), draws=2)
+case("interpolate bicubic", lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), (3, 2, 4, 4))
+case("unfold fold", lambda x: F.fold(F.unfold(x, 2), (5, 5), 2), (3, 4, 5, 5))
+case("pixel_shuffle", lambda x: (F.pixel_shuffle(x, 2), F.pixel_unshuffle(x, 2)), (3, 8, 4, 4))
+case("channel_shuffle", lambda x: F.channel_shuffle(x, 2), (3, 4, 2, 2))
+case("grid_sample", lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False), (2, 3, 4, 4), (2, 3, 5, 2))
+case("max_unpool", lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2), (3, 2, 4, 4))
+case("local_response_norm", lambda x: F.local_response_norm(x, 2), (3, 4, 3, 3))
+
+attend = F.scaled_dot_product_attention
+MASK = torch.ones(3, 3).tril().bool()
+case("attention", attend, (2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), draws=2)
+case("attention causal", lambda q, k, v: attend(q, k, v, is_causal=True), *[(2, 4, 5, 8)] * 3, draws=2)
+case("attention masked", lambda q, k, v: attend(q, k, v, attn_mask=MASK), *[(2, 4, 3, 8)] * 3, draws=2)
+case("attention mask of batch", lambda q, k, v, m: attend(q, k, v, attn_mask=m), *[(2, 4, 3, 8)] * 3,
+     ints(2, 2, 1, 3, 3).bool() | torch.eye(3).bool())
+case("attention bias", lambda q, k, v, m: attend(q, k, v, attn_mask=m), *[(2, 2, 3, 8)] * 3, (2, 3, 3))
+case("attention grouped", lambda q, k, v: attend(q, k, v, enable_gqa=True), (2, 4, 3, 8), (2, 2, 3, 8), (2, 2, 3, 8))
+case("attention 3d", lambda q, k, v: attend(q, k, v, is_causal=True), *[(4, 3, 8)] * 3)
+
+
+def attention_by_hand(q, k, v):
+    scores = (q @ k.transpose(-2, -1)) / 8 ** 0.5
+    return scores.masked_fill(~MASK, -torch.inf).softmax(-1) @ v
+
+
+case("attention by hand", attention_by_hand, *[(2, 4, 3, 8)] * 3, draws=2)
+
+# ------------------------------------------------------------------------------------------------------------ losses
+TARGETS = torch.tensor([0, 4, -100, 2, 1])
+CLASS_WEIGHT = torch.tensor([0.5, 1, 2, 0.3, 1.5], dtype=torch.float64)
+for how in ("mean", "sum", "none"):
+    for name in "mse_loss l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss".split():
+        case(f"{name} {how}", lambda x, y, f=getattr(F, name), r=how: f(x, y, reduction=r), (5, 3), positive(5, 3))
+    case(f"soft_margin_loss {how}", lambda x, y, r=how: F.soft_margin_loss(x, y, reduction=r), (5, 3),
+         ints(2, 5, 3) * 2 - 1)
+    case(f"binary_cross_entropy {how}", lambda x, y, r=how: F.binary_cross_entropy(x, y.sigmoid(), reduction=r),
+         positive(5, 3), (5, 3))
+    case(f"binary_cross_entropy_with_logits {how}", lambda x, y, r=how: F.binary_cross_entropy_with_logits(
+        x, y, CLASS_WEIGHT[:3], pos_weight=CLASS_WEIGHT[1:4], reduction=r), (5, 3), positive(5, 3))
+    case(f"cross_entropy {how}", lambda x, y, r=how: F.cross_entropy(x, y, reduction=r), (5, 5), TARGETS, draws=3)
+    case(f"cross_entropy weighted {how}", lambda x, y, r=how: F.cross_entropy(
+        x, y, CLASS_WEIGHT, reduction=r), (5, 5), TARGETS, draws=2)
+    case(f"cross_entropy smoothed {how}", lambda x, y, r=how: F.cross_entropy(
+        x, y, CLASS_WEIGHT, reduction=r, label_smoothing=0.1), (5, 5), TARGETS, draws=2)
+    case(f"cross_entropy probabilities {how}", lambda x, y, r=how: F.cross_entropy(
+        x, y.softmax(1), CLASS_WEIGHT, reduction=r, label_smoothing=0.1), (5, 5), (5, 5))
+    case(f"cross_entropy images {how}", lambda x, y, r=how: F.cross_entropy(x, y, reduction=r, ignore_index=1),
+         (3, 5, 2, 2), ints(5, 3, 2, 2))
+    case(f"cross_entropy 3d {how}", lambda x, y, r=how: F.cross_entropy(x, y, reduction=r), (3, 5, 2), ints(5, 3, 2))
+    case(f"cross_entropy one {how}", lambda x, y, r=how: F.cross_entropy(x, y, reduction=r), (5,), torch.tensor(3))
+    case(f"cosine_embedding_loss {how}", lambda x, y, r=how: F.cosine_embedding_loss(
+        x, y, torch.ones(5, dtype=torch.float64), reduction=r), (5, 3), (5, 3))
+    case(f"triplet_margin_loss {how}", lambda x, y, z, r=how: F.triplet_margin_loss(x, y, z, reduction=r),
+         (5, 3), (5, 3), (5, 3))
+    case(f"multi_margin_loss {how}", lambda x, y, r=how: F.multi_margin_loss(x, y, reduction=r), (5, 5),
+         TARGETS.clamp(min=0), draws=0.5)
+    case(f"multilabel_soft_margin_loss {how}", lambda x, y, r=how: F.multilabel_soft_margin_loss(x, y, reduction=r),
+         (5, 3), positive(5, 3))
+case("ctc_loss", lambda x: F.ctc_loss(x.log_softmax(-1), ints(3, 2, 2) + 1, torch.tensor([4, 4]), torch.tensor([2, 2])),
+     (4, 2, 5), draws=0.5)
+
+
+def build(spec, generator):
+    """An input's plain value, and whether it takes a gradient."""
+    if isinstance(spec, torch.Tensor):
+        return spec.clone(), spec.is_floating_point() or spec.is_complex()
+    if spec and spec[0] == "positive":
+        return torch.rand(spec[1], generator=generator, dtype=torch.float64) * 0.9 + 0.1, True
+    return torch.randn(spec, generator=generator, dtype=torch.float64), True
+
+
+def same(got, want, what):
+    """A result, global or not, is what plain torch gives; and each shard has the shape its layout says."""
+    if isinstance(want, (tuple, list)):
+        assert len(got) == len(want), what
+        for i, (g, w) in enumerate(zip(got, want)):
+            same(g, w, f"{what}[{i}]")
+        return
+    if not isinstance(want, torch.Tensor):
+        assert got == want, f"{what}: {got} is not {want}"
+        return
+    assert got.shape == want.shape and got.dtype == want.dtype, f"{what}: {got.shape} {got.dtype}"
+    if got.is_global:
+        for r, shard in got.shards.items():
+            assert tuple(shard.shape) == got.spec.local_shape(r), f"{what}: shard {r} is {tuple(shard.shape)}"
+            assert shard.dtype == want.dtype, f"{what}: shard {r} is {shard.dtype}"
+        got = gather(got.detach())
+    near = 1e-4 if want.dtype in (torch.float32, torch.complex64) else 1e-8
+    torch.testing.assert_close(got, want.detach(), rtol=near * 10, atol=near, equal_nan=True, msg=lambda m: f"{what}\n{m}")
+
+
+def flat(out):
+    return [t for o in out for t in flat(o)] if isinstance(out, (tuple, list)) else [out]
+
+
+def run(name, where, nds, generator):
+    """One case in one choice of layouts."""
+    function, specs, grad, _ = CASES[name]
+    built = [build(s, generator) for s in specs]
+    plain = [v.clone().requires_grad_(d and grad) for v, d in built]
+    globals_ = [scatter(v, where, nd, generator).requires_grad_(d and grad) for (v, d), nd in zip(built, nds)]
+    what = f"{name} on {where} of {', '.join(map(str, nds))}"
+    want = function(*plain)
+    got = function(*globals_)
+    same(got, want, what)
+    weighted = [(g, w, torch.randn(w.shape, generator=generator, dtype=w.dtype)) for g, w in zip(flat(got), flat(want))
+                if isinstance(w, torch.Tensor) and w.requires_grad]
+    if not grad or not weighted:
+        return
+    sum((w * c).sum().real for _, w, c in weighted).backward()
+    sum((g * c).sum().real for g, _, c in weighted).backward()
+    for i, (g, w) in enumerate(zip(globals_, plain)):
+        if w.grad is not None:
+            assert g.grad is not None, f"{what}: no gradient for input {i}"
+            same(g.grad, w.grad, f"{what}, gradient {i}")
+
+
+def choices(name, axes, chooser):
+    """Some of the combinations of layouts of a case's inputs, the plain ones first."""
+    function, specs, _, draws = CASES[name]
+    built = [build(s, torch.Generator())[0] for s in specs]
+    ways = [layouts(v.dim(), axes, pending=v.dtype != torch.bool) for v in built]
+    first = [nd for nd in itertools.product(*[[w[0], *w[-1:]] for w in ways])][:2]
+    return first + [tuple(chooser.choice(w) for w in ways) for _ in range(max(int(DRAWS * draws), 1))]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", CASES)
+def test_op(name, place):
+    generator = torch.Generator().manual_seed(SEED % 2**31)
+    chooser = random.Random(f"{SEED} {name} {place}")
+    where = gt.placement("cpu", PLACES[place])
+    for nds in choices(name, where.ndim, chooser):
+        run(name, where, nds, generator)
