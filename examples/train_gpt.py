@@ -297,12 +297,13 @@ def kind(move: Any) -> str:
 
 
 def table(title: str, rows: list[tuple[str, ...]]) -> None:
-    """Print rows in aligned columns, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
+    """Print rows in aligned columns, those of numbers to the right."""
+    columns = list(zip(*rows))
+    widths = [max(map(len, column)) for column in columns]
+    align = [str.rjust if column[-1].replace(",", "").isdigit() else str.ljust for column in columns]
     say(f"\n{title}")
     for row in rows:
-        say("   ", "   ".join(cell.rjust(w) if cell[:1].isdigit() and " " not in cell else cell.ljust(w)
-                              for cell, w in zip(row, widths)).rstrip())
+        say("   ", "   ".join(place(cell, width) for place, cell, width in zip(align, row, widths)).rstrip())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "globaltensor"
 
 LAYERS = [                                           # low to high; names on one line do not import each other
     {"errors"},
-    {"sbp", "placement", "machine", "kernels", "library"},
+    {"sbp", "placement", "machine", "kernels", "library", "deadlock"},
     {"layout", "comm"},
     {"rules", "boxing"},
     {"dispatch"},

@@ -190,7 +190,7 @@ case("take_along_dim", lambda x, i: torch.take_along_dim(x, i, 1), (5, 4), ints(
 case("take", torch.take, (5, 4), ints(20, 3))
 case("scatter", lambda x, i, s: (x.scatter(0, i, s), x.scatter(0, i, 2.0), x.scatter(0, i, 0)), (5, 3),
      torch.tensor([[0, 4, 2], [3, 1, 0]]), (2, 3), draws=2)
-case("scatter short", lambda x, i, s: x.scatter(1, i, s), (5, 4), torch.tensor([[0, 2], [3, 1]]), (4, 3))
+case("scatter short", lambda x, i, s: x.scatter(1, i, s), (5, 4), torch.tensor([[0, 2], [3, 1]]), (4, 3), grad=False)
 case("scatter_add", lambda x, i, s: x.scatter_add(0, i, s), (5, 3), ints(5, 4, 3), (4, 3), draws=2)
 case("scatter_reduce", lambda x, i, s: x.scatter_reduce(0, i, s, "amax"), (5, 3), ints(5, 4, 3), (4, 3))
 case("index_add", lambda x, i, s: x.index_add(0, i, s, alpha=0.5), (5, 3), ints(5, 4), (4, 3), draws=2)
@@ -208,11 +208,7 @@ def in_place(x, y):
     z = x.clone()
     z += y
     z.mul_(2).add_(1).clamp_(min=-3)
-    z[1] = y[0]
-    z[:, 1] = 0.0
-    z[2:4] += x[:2]
     z[z > 2] = 2.0
-    z[0, 0] = 5.0
     w = torch.empty_like(z)
     w.copy_(z)
     w.div_(y.exp()).sub_(x)
@@ -220,7 +216,18 @@ def in_place(x, y):
     return z, w
 
 
+def in_place_through_views(x, y):
+    z = x.clone()
+    z[1] = y[0]
+    z[:, 1] = 0.0
+    z[2:4] += x[:2]
+    z[0, 0] = 5.0
+    z.t()[:, 2] = y[1]
+    return z
+
+
 case("in place", in_place, (5, 3), (5, 3), draws=3)
+case("in place through views", in_place_through_views, (5, 3), (5, 3), draws=3)
 case("in place fill", lambda x: (x.clone().fill_(2), x.clone().zero_(), x.clone().masked_fill_(x > 0, 0)), (5, 3))
 case("in place scatter", lambda x, i, s: (x.clone().scatter_(0, i, s), x.clone().scatter_add_(0, i, s),
                                           x.clone().index_put_((i[0],), s[:1])),

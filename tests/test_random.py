@@ -321,7 +321,10 @@ def test_two_ops_differ_and_seeds_reproduce():
 @pytest.mark.parametrize("draw", [
     lambda x, g: x.normal_(generator=g), lambda x, g: torch.bernoulli(x, 0.5, generator=g),
     lambda x, g: torch.normal(x.zero_(), 1.0, generator=g), lambda x, g: torch.multinomial(x.fill_(1), 2, generator=g),
-    lambda x, g: torch.poisson(x.fill_(5), g), lambda x, g: nn.init.xavier_normal_(x, generator=g)])
+    lambda x, g: torch.poisson(x.fill_(5), g), lambda x, g: torch.poisson(x.fill_(5), generator=g),
+    lambda x, g: torch.ops.aten.randint_like.Tensor_generator(x, torch.tensor(99), generator=g),
+    lambda x, g: torch.ops.aten.rand_like.generator(x, generator=g),
+    lambda x, g: nn.init.xavier_normal_(x, generator=g)])
 def test_a_generator_of_ones_own(draw):
     def make(place, sbp):
         mine = torch.Generator().manual_seed(SEED)

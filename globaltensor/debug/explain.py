@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 from globaltensor import comm
 from globaltensor.boxing.watch import Move, record
 from globaltensor.dispatch.choose import layouts, rank_choices
-from globaltensor.dispatch.core import decide
+from globaltensor.dispatch.decide import decide
 from globaltensor.dispatch.recipe import Recipe
 from globaltensor.errors import where
 from globaltensor.layout import Spec, layout, sbp_text, spec
 from globaltensor.placement import placement
 from globaltensor.rules.call import Call
-from globaltensor.rules.table import line_of
+from globaltensor.rules.variants import line_of
 from globaltensor.sbp import broadcast
 from globaltensor.tensor.core import GlobalTensor
 
@@ -175,7 +176,14 @@ def _inputs(nd: tuple) -> tuple:
 
 
 def _signature(inputs: list[Any], outputs: list[Any]) -> str:
-    return f"{', '.join(map(sbp_text, inputs))} -> {', '.join(map(sbp_text, outputs)) or '?'}"
+    return f"{_sbps(inputs)} -> {_sbps(outputs) or '?'}"
+
+
+def _sbps(of: list[Any]) -> str:
+    """Long lists, of foreach ops, with counts instead of repetitions."""
+    if len(of) <= 5:
+        return ", ".join(map(sbp_text, of))
+    return ", ".join(f"{text} x{len(list(same))}" for text, same in groupby(map(sbp_text, of)))
 
 
 def _table(rows: tuple[Row, ...]) -> str:
@@ -190,7 +198,7 @@ def _table(rows: tuple[Row, ...]) -> str:
     lines = [["where", "op", "chosen", "boxed for it", "bytes", "next best"]]
     for row, count, nbytes in folded:
         on = f"   on {row.placement}" if len(places) > 1 else ""
-        second = f"{row.second}   + {_seconds(row.dearer)}" if row.second else "-"
+        second = f"{row.second}   {_dearer(row.dearer)}" if row.second else "-"
         lines.append([row.where, row.op + (f" x{count}" if count > 1 else ""), row.chosen + on, row.boxed or "-",
                       f"{nbytes:,}", second])
     widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
@@ -203,5 +211,8 @@ def _table(rows: tuple[Row, ...]) -> str:
     return "\n".join(line.rstrip() for line in [*text, total])
 
 
-def _seconds(s: float) -> str:
-    return f"{s * 1e6:.3g} us" if s < 1e-3 else f"{s * 1e3:.3g} ms" if s < 1 else f"{s:.3g} s"
+def _dearer(seconds: float) -> str:
+    if seconds < 1e-9:                               # what settles ties is no cost
+        return "costs the same"
+    us = seconds * 1e6
+    return f"+ {us:.3g} us" if us < 1e3 else f"+ {us / 1e3:.3g} ms" if us < 1e6 else f"+ {us / 1e6:.3g} s"

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from globaltensor import comm
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layout import Box, Spec, volume
-from globaltensor.sbp import Sbp
 
 WIDTH, HEIGHT = 96, 40                               # characters and lines that a drawing may take
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#ff9da7", "#9c755f", "#bab0ac")
@@ -69,20 +68,27 @@ def cells(of: Spec) -> list[Cell]:
 
 def formula(of: Spec, ranks: Sequence[int]) -> str:
     """How the value of a box comes from the shards of `ranks`: `0 + 2 = 1 + 3`, `max(0, 1)`, or `3`."""
-    axes = [axis for axis, s in enumerate(of.sbp) if not s.is_split]
-    same: dict[tuple[int, ...], list[int]] = {}
+    wide = [axis for axis, n in enumerate(of.placement.shape) if n > 1]
+    copies = [axis for axis in wide if of.sbp[axis].is_broadcast]
+    pending = [axis for axis in wide if of.sbp[axis].is_partial]
+    return " = ".join(_pending(of, terms, pending) for terms in _by_index(of, ranks, copies))
+
+
+def _pending(of: Spec, ranks: Sequence[int], axes: list[int]) -> str:
+    """The reduction over the outermost of `axes` of those over the inner ones."""
+    if not axes:
+        return str(ranks[0])
+    op = of.sbp[axes[0]].op
+    terms = [_pending(of, part, axes[1:]) for part in _by_index(of, ranks, axes[:1])]
+    return " + ".join(terms) if op == "sum" else f"{op}({', '.join(terms)})"
+
+
+def _by_index(of: Spec, ranks: Sequence[int], axes: list[int]) -> list[list[int]]:
+    """Ranks that have the same index on these axes, together."""
+    found: dict[tuple[int, ...], list[int]] = {}
     for rank in ranks:
-        at = of.placement.coords[rank]
-        same.setdefault(tuple(at[axis] for axis in axes if of.sbp[axis].is_broadcast), []).append(rank)
-    pending = [of.sbp[axis] for axis in axes if of.sbp[axis].is_partial and of.placement.shape[axis] > 1]
-    return " = ".join(_pending(terms, pending) for terms in same.values())
-
-
-def _pending(terms: list[int], axes: list[Sbp]) -> str:
-    ops = list(dict.fromkeys(s.op for s in axes))
-    if ops in ([], ["sum"]):
-        return " + ".join(map(str, terms))
-    return f"{' of '.join(ops)}({', '.join(map(str, terms))})"
+        found.setdefault(tuple(of.placement.coords[rank][axis] for axis in axes), []).append(rank)
+    return list(found.values())
 
 
 def _legend(of: Spec) -> list[str]:
@@ -119,7 +125,7 @@ def _grid(of: Spec) -> list[list[Segment]] | None:
     edges = [sorted({edge for box in boxes for edge in box[d]}) for d in (0, 1)]
     least = max(len(cell.formula) for cell in boxes.values()) + 2
     widths = _extents(edges[1], shape[1], least, 64)
-    heights = _extents(edges[0], shape[0], 1, 8)
+    heights = _extents(edges[0], shape[0], 1, 6)
     margin = len(str(shape[0])) + 4
     if sum(widths) + len(widths) + margin > WIDTH or sum(heights) + len(heights) > HEIGHT:
         return None
@@ -143,7 +149,7 @@ def _mark(of: Spec, edge: int) -> str:
 
 def _extents(edges: list[int], size: int, least: int, whole: int) -> list[int]:
     """Characters for each interval, in proportion but not below `least`."""
-    return [max(least, round((stop - start) / size * min(whole, max(size, 2)))) for start, stop in zip(edges, edges[1:])]
+    return [max(least, round((stop - start) / size * min(whole, size))) for start, stop in zip(edges, edges[1:])]
 
 
 def _ruler(edges: list[int], widths: list[int]) -> str:
@@ -198,11 +204,14 @@ def _picture(of: Spec, file: str) -> None:
                                 fix="pip install 'globaltensor[plot]'") from None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    shape, rectangles = _projected(of)
+    shape, dims, rectangles = _projected(of)
     for (top, bottom), (left, right), text, rank in rectangles:
         axes.add_patch(Rectangle((left, top), right - left, bottom - top, facecolor=_colour(rank), edgecolor="black"))
         axes.text((left + right) / 2, (top + bottom) / 2, text, ha="center", va="center")
     axes.set(xlim=(0, max(shape[1], 1)), ylim=(max(shape[0], 1), 0))
+    axes.set(xticks=sorted({x for _, xs, *_ in rectangles for x in xs}), xlabel=f"dim {dims[-1]}" if dims else "")
+    axes.set(yticks=sorted({y for ys, *_ in rectangles for y in ys}) if len(dims) == 2 else [],
+             ylabel=f"dim {dims[0]}" if len(dims) == 2 else "")
     axes.set_title(f"{list(of.shape)} on {of.layout}\n{', '.join(_legend(of))}", fontsize=9)
     figure.savefig(file)
 
@@ -210,8 +219,8 @@ def _picture(of: Spec, file: str) -> None:
 Rectangle2 = tuple[tuple[int, int], tuple[int, int], str, int]
 
 
-def _projected(of: Spec) -> tuple[tuple[int, int], list[Rectangle2]]:
-    """The shape and the boxes along two dims; boxes that fall on one another share a rectangle."""
+def _projected(of: Spec) -> tuple[tuple[int, int], list[int], list[Rectangle2]]:
+    """Two dims at most, the shape and the boxes along them; boxes that fall on one another share a rectangle."""
     split = list(dict.fromkeys(s.dim for s in of.sbp if s.is_split))
     dims = sorted((split + [d for d in range(of.ndim) if d not in split])[:2])
     found: dict[tuple, list[Cell]] = {}
@@ -219,5 +228,5 @@ def _projected(of: Spec) -> tuple[tuple[int, int], list[Rectangle2]]:
         found.setdefault(tuple(cell.box[d] for d in dims), []).append(cell)
     pad = 2 - len(dims)
     shape = (1,) * pad + tuple(of.shape[d] for d in dims)
-    return shape, [(*((0, 1),) * pad, *box, " | ".join(c.formula for c in held), held[0].rank)
-                   for box, held in found.items()]
+    return shape, dims, [(*((0, 1),) * pad, *box, " | ".join(c.formula for c in held), held[0].rank)
+                         for box, held in found.items()]

@@ -15,12 +15,12 @@ from globaltensor import comm
 from globaltensor.boxing.run import Boxed, box
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import Recipe
-from globaltensor.errors import InPlaceError, MixedPlacementError
+from globaltensor.errors import MixedPlacementError
 from globaltensor.layout import Layout, Spec, layout, spec
 from globaltensor.rules.call import Call, arguments
-from globaltensor.rules.variants import foreach_algebra
 from globaltensor.rules.families import pointwise
 from globaltensor.rules.language import Rule
+from globaltensor.rules.variants import foreach_algebra
 from globaltensor.sbp import broadcast
 
 

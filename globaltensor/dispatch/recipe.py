@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from globaltensor.layout import Layout, Spec
+from globaltensor.layout import Layout, Spec, layout, spec
+from globaltensor.placement import placement
 from globaltensor.rules.call import Slot
 from globaltensor.rules.language import Signature
+from globaltensor.sbp import broadcast
 
 Patches = dict[int, tuple[tuple[int | str, Any], ...]]
 
@@ -65,3 +67,35 @@ def static(value: Any, cls: type) -> Any:
     if kind is dict:
         return (dict, *[(k, static(v, cls)) for k, v in value.items()])
     return value
+
+
+def put(args: list[Any], kwargs: dict[str, Any], slots: Any, tensors: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Set each slot to its tensor; lists are copied before they change."""
+    copied: set[int | str] = set()
+    for (at, index), tensor in zip(slots, tensors):
+        holder: Any = args if isinstance(at, int) else kwargs
+        if index is None:
+            holder[at] = tensor
+        else:
+            if at not in copied:
+                holder[at] = list(holder[at])
+                copied.add(at)
+            holder[at][index] = tensor
+    return args, kwargs
+
+
+def spec_of_plain(t: torch.Tensor, where: placement) -> Spec:
+    """A plain tensor counts as broadcast."""
+    return spec(layout(where, (broadcast,) * where.ndim), tuple(t.shape), t.stride(), t.dtype)
+
+
+def output_spec(result: Any, where: Layout) -> Spec | None:
+    """The spec of a result that lies like this; None for what is no tensor."""
+    if not isinstance(result, torch.Tensor):
+        return None
+    return spec(where, tuple(result.shape), result.stride(), result.dtype)
+
+
+def moved_spec(of: Spec, dst: Layout) -> Spec:
+    """The spec after a boxing: new shards are contiguous."""
+    return of if dst is of.layout else spec(dst, of.shape, None, of.dtype)

@@ -19,19 +19,22 @@ from torch import Tensor
 from globaltensor.layout import layout, spec
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import option
-from globaltensor.rules.rewrites import cast, wide
+from globaltensor.rules.rewrites import cast, is_split_or_partial, wide
 from globaltensor.sbp import broadcast, partial_sum, split
 
 aten = torch.ops.aten
 
 
-def needs_all(call: Call) -> bool:
-    """Statistics of its own, over dims that are split, or over sums that are pending?"""
-    if not call.get("training", call.get("train", True)):
-        return False
-    return any(s.is_partial or s.is_split and s.dim != 1
-               for name in ("input", "grad_out", "grad_output") if hasattr(call.get(name), "spec")
-               for s in call[name].spec.sbp)
+def in_training(call: Call) -> bool:
+    """Statistics of its own, and anything cut? (The kernel writes running statistics, which must not be a copy.)"""
+    return bool(call.get("training", True)) and is_split_or_partial(call)
+
+
+def trained(call: Call) -> bool:
+    """The gradient of statistics over dims that are split, or over sums that are pending?"""
+    return bool(call["train"]) and any(s.is_partial or s.is_split and s.dim != 1
+                                       for name in ("input", "grad_out") if hasattr(call[name], "spec")
+                                       for s in call[name].spec.sbp)
 
 
 def _settled(run: Any, tensors: list[Any]) -> list[Any]:

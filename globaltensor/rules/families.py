@@ -172,11 +172,11 @@ def broadcasting_addmm(left: str, right: str, out: str) -> Family:
     return write
 
 
-def loss(algebra: str, *, backward: bool = False) -> Family:
+def loss(*, backward: bool = False) -> Family:
     """A loss element by element, or its gradient. A mean divides by the number of elements: a part has its own."""
 
     def write(call: Call) -> Rule:
-        each = pointwise(algebra)(call)
+        each = pointwise(letters("a", len(call.ndims) - 1) if backward else "")(call)
         if call["reduction"] == NONE:
             return each
         of = each if backward else replace(each, outputs=((),))

@@ -141,8 +141,8 @@ def topk(call: Call, run: Any) -> Any:
     best: list[dict[int, Tensor]] = [{}, {}]
     for r in x.shards:
         value, place = both[0].shards[r], both[1].shards[r]
-        order = value.sort(dim, descending=call["largest"], stable=True).indices
-        order = order.gather(dim, (place.gather(dim, order) < 0).to(torch.uint8).sort(dim, stable=True).indices)
+        order = value.sort(dim=dim, descending=call["largest"], stable=True).indices
+        order = order.gather(dim, (place.gather(dim, order) < 0).to(torch.uint8).sort(dim=dim, stable=True).indices)
         order = order.narrow(dim, 0, k)              # fillers last, however small the values are
         best[0][r], best[1][r] = value.gather(dim, order), place.gather(dim, order)
     return tuple(run.wrap(spec(both[0].spec.layout, shape, None, dtype), shards)

@@ -243,7 +243,7 @@ def randint_like_tensor(call: Call, run: Any) -> Any:
     high = call["high"]
     high = run(aten._local_scalar_dense.default, high) if hasattr(high, "spec") else high.item()
     options = {name: value for name, value in call.values.items() if name not in ("self", "high")}
-    return like(integers)(Call(aten.randint_like.default, (call["self"], high), options), run)
+    return like(integers)(Call(aten.randint_like.generator, (call["self"], high), options), run)
 
 
 def normal_around(call: Call, run: Any) -> Any:
@@ -296,14 +296,14 @@ def rrelu(call: Call, run: Any) -> Any:
 
 def seeded(func: OpOverload, key: int, device: torch.device, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a local op so that what it draws depends on the key only: each rank that does so gets the same."""
-    names = [a.name for a in arguments(func)]
     if device.type == "meta":
         return func(*args, **kwargs)
+    names = [a.name for a in arguments(func)]
     if "generator" in names:
-        given = dict(zip(names, args)) | kwargs | {"generator": torch.Generator(device).manual_seed(key)}
-        keyword = {a.name for a in arguments(func) if a.keyword}
-        return func(*[given[n] for n in names if n in given and n not in keyword],
-                    **{n: value for n, value in given.items() if n in keyword})
+        at, own = names.index("generator"), torch.Generator(device).manual_seed(key)
+        if at < len(args):
+            return func(*args[:at], own, *args[at + 1:], **kwargs)
+        return func(*args, **{**kwargs, "generator": own})
     # this op draws from the default generator of its device
     cpu = device.type == "cpu"
     generator = torch.default_generator if cpu else torch.get_device_module(device).default_generators[device.index]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from globaltensor.layout import layout
+from globaltensor.layout import Layout, layout
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import MEAN, SUM, dims_of, option
 from globaltensor.sbp import broadcast
@@ -211,3 +211,25 @@ def nll_mean(call: Call, run: Any) -> Any:
     """The sum and the weight of the targets, both reduced in one go, then their quotient."""
     total, weight = broadcast_all(run, list(run(call.func, *_summed(call))), "nll_loss")
     return run(aten.div.Tensor, total, weight), weight
+
+
+def foreach_norm(call: Call, run: Any) -> Any:
+    """The norms of many tensors: sums of powers of the parts, all reduced in one go, then the roots."""
+    p = float(call["ord"])
+    if math.isinf(p) or p == 0:
+        return [run(aten.linalg_vector_norm.default, x, p, None, False, dtype=call["dtype"]) for x in call.tensors]
+    held = run.box(call.tensors, [_reduced(x) for x in call.tensors], "foreach_norm")
+    sums = []
+    for x in held:
+        size = _as(run, x, call["dtype"]) if call["dtype"] is not None else x
+        size = run(aten.abs.default, size)
+        powers = size if p == 1 else run(aten.pow.Tensor_Scalar, size, p)
+        sums.append(run(aten.sum.dim_IntList, powers, list(range(x.dim())), False))
+    sums = broadcast_all(run, sums, "foreach_norm")
+    return sums if p == 1 else [run(aten.pow.Tensor_Scalar, total, 1 / p) for total in sums]
+
+
+def _reduced(x: Any) -> Layout:
+    """The layout of x without pending sums."""
+    own = x.spec.layout
+    return layout(own.placement, tuple(broadcast if s.is_partial else s for s in own.sbp))

@@ -42,8 +42,9 @@ lines("add.Tensor sub.Tensor", linear_by_scalar("a+b", "A"))
 lines("rsub.Tensor", pointwise("a+b"))
 lines("mul.Tensor", linear_by_scalar("a*b", "a"))
 lines("div.Tensor", linear_by_scalar("a*B", "a"))
-lines("mul.Scalar div.Scalar neg clone alias detach lift_fresh real imag _conj conj_physical deg2rad rad2deg",
+lines("mul.Scalar div.Scalar neg clone alias detach lift_fresh real imag conj_physical deg2rad rad2deg",
       pointwise("a"))
+lines("_conj _neg_view", pointwise("a"), runner=runners.resolved)
 lines("add.Scalar sub.Scalar rsub.Scalar", pointwise("A"))
 lines("lerp.Scalar", pointwise("a+b"))
 lines("lerp.Tensor", pointwise("a*C+b*C"))
@@ -116,6 +117,8 @@ lines("var_mean.correction std_mean.correction", reduction(outputs=2, uncut=True
       when=reduces_split)
 lines("linalg_vector_norm norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype", reduction(uncut=True),
       rewrite=rewrites.vector_norm, when=reduces_split)
+lines("_foreach_norm.Scalar", None, rewrite=rewrites.foreach_norm)
+lines("_foreach_max", None, rewrite=lambda call, run: [run(aten.max.default, x) for x in call.tensors])
 lines("cumsum", along("a"), rewrite=ordered.cumsum, when=reduces_split)
 lines("cumprod", along(), rewrite=ordered.cumprod, when=reduces_split)
 lines("logcumsumexp", along())
@@ -189,9 +192,9 @@ lines("native_group_norm", layers.group_norm("n (g c) s*!, (g c), (g c) -> n (g 
 lines("native_group_norm_backward", given(layers.group_norm(
     "n (g c) s*!, n (g c) s*!, n g, n g, (g c) -> n (g c) s*!, (g c), (g c)", "a*B*C*D*E;a*B*C*D;a"), "output_mask"),
     patch=group_counts)
-lines("native_batch_norm", layers.batch_norm, rewrite=batchnorm.forward, when=batchnorm.needs_all)
+lines("native_batch_norm", layers.batch_norm, rewrite=batchnorm.forward, when=batchnorm.in_training)
 lines("native_batch_norm_backward", given(layers.batch_norm_backward, "output_mask"), rewrite=batchnorm.backward,
-      when=batchnorm.needs_all)
+      when=batchnorm.trained)
 lines("_weight_norm_interface", layers.weight_norm())
 lines("_weight_norm_interface_backward", layers.weight_norm(backward=True))
 lines("_scaled_dot_product_flash_attention_for_cpu", layers.attention())
@@ -224,9 +227,9 @@ lines("grid_sampler_2d_backward", given(fixed(
 
 # ------------------------------------------------------------------------------------------------------- losses
 lines("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",
-      loss(""), rewrite=rewrites.mean_loss, when=rewrites.is_mean)
+      loss(), rewrite=rewrites.mean_loss, when=rewrites.is_mean)
 lines("mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward "
-      "binary_cross_entropy_backward", loss("a*B*C*D", backward=True), rewrite=rewrites.mean_loss_backward,
+      "binary_cross_entropy_backward", loss(backward=True), rewrite=rewrites.mean_loss_backward,
       when=rewrites.is_mean)
 lines("nll_loss_forward", layers.nll(), runner=runners.nll, rewrite=rewrites.nll_mean, when=rewrites.is_mean)
 lines("nll_loss_backward", layers.nll(backward=True), runner=runners.nll)

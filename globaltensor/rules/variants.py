@@ -1,6 +1,7 @@
 """Variants of an op: what follows from the line of the functional op.
 
     add_(x, y)            as add, and written into x
+    transpose_(x, 0, 1)   transpose, which x then is
     maximum(x, y, out=z)  maximum, copied into z
     _foreach_add(xs, ys)  each element as add
 """
@@ -31,6 +32,8 @@ def line_of(func: OpOverload) -> Line | None:
     functional = functional_of(func) if found is None and func._schema.is_mutable else None
     if functional is None:
         return found
+    if torch.Tag.inplace_view in func.tags:
+        return Line(factory_like, rewrite=_reshaped(functional))
     if func._schema.arguments[-1].is_out:
         return Line(factory_like, rewrite=_into_out(functional))
     line = TABLE.get(functional)
@@ -60,6 +63,21 @@ def _in_place(functional: OpOverload, rewrite: Rewrite) -> Rewrite:
 
     def write(call: Call, run: Any) -> Any:
         return run(aten.copy_.default, call.tensors[0], rewrite(_as(functional, call), run))
+
+    return write
+
+
+def _reshaped(functional: OpOverload) -> Rewrite:
+    """The view that the functional op makes; the operand becomes it."""
+
+    def write(call: Call, run: Any) -> Any:
+        target = call.tensors[0]
+        args, kwargs = _as(functional, call).given()
+        view = run(functional, *args, **kwargs)
+        with torch._C._DisableTorchDispatch():       # what torch knows of the wrapper: its sizes and strides
+            call.func(*call.given()[0])
+        target.spec, target.shards = view.spec, view.shards
+        return target
 
     return write
 

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from globaltensor import comm
+from globaltensor.boxing import watch
 from globaltensor.boxing.run import Boxed, Shards, box
-from globaltensor.dispatch.core import check_guard, dispatch
-from globaltensor.errors import GlobalTensorError, SbpError, ShapeError
+from globaltensor.dispatch.core import dispatch
+from globaltensor.dispatch.execute import check_guard
+from globaltensor.errors import GlobalTensorError, SbpError
 from globaltensor.layout import Layout, Spec, layout, sbp_text, spec
 from globaltensor.placement import placement
 from globaltensor.sbp import NdSbp, broadcast, in_range, nd_sbp
-from globaltensor.tensor import gradients, products
+from globaltensor.tensor import backward, gradients, products
 
 _make = torch.Tensor._make_wrapper_subclass
 _requires_grad = torch._C.TensorBase.requires_grad
@@ -43,9 +45,11 @@ class GlobalTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        start = backward.TAKEN.get(func)
+        if start is not None:
+            return start(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            ours = products.OURS.get(func)
-            return (ours or func)(*args, **(kwargs or {}))
+            return products.TAKEN.get(func, func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -178,9 +182,10 @@ def _full(x: GlobalTensor) -> Shards:
     """The whole value on the first rank that each process drives."""
     check_guard(x)
     world, own = comm.world(), x.spec
-    if all(s.is_broadcast for s in own.sbp) and (world.lone or len(own.placement.flat) == world.size):
+    alone = world.lone and not watch.watched()       # whoever watches shall see what many processes would move
+    if all(s.is_broadcast for s in own.sbp) and (alone or len(own.placement.flat) == world.size):
         return x.shards
-    ranks = [world.rank] if world.lone else range(world.size)
+    ranks = [world.rank] if alone else range(world.size)
     everywhere = layout(placement(own.placement.type, ranks), (broadcast,))
     return box([Boxed(own, x.shards, everywhere)], "full_tensor")[0]
 

@@ -127,7 +127,7 @@ def _autocast(*tensors: Any) -> tuple:
                  for t in tensors)
 
 
-OURS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
+TAKEN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     F.linear: linear, torch.matmul: matmul, torch.Tensor.matmul: matmul, torch.Tensor.__matmul__: matmul,
     torch.Tensor.__rmatmul__: lambda b, a: matmul(a, b), torch.einsum: einsum,
 }

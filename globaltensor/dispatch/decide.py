@@ -1,0 +1,176 @@
+"""Deciding how an op runs: from the table's rule, the operands' specs and the static arguments to a recipe.
+
+The legal signatures come from the rule, the cheapest from `choose`; what the outputs will be is told by torch's own
+meta kernels, so a user's mistake (a wrong shape, a dim out of range) is torch's own error, about global shapes. An op
+without a line in the table, and one whose output only running it tells, runs on all-B operands.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_flatten
+
+from globaltensor import comm
+from globaltensor.dispatch import foreach
+from globaltensor.dispatch.choose import choose, layouts
+from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, put, spec_of_plain
+from globaltensor.errors import InPlaceError, MixedPlacementError
+from globaltensor.layout import Spec, layout
+from globaltensor.placement import placement
+from globaltensor.rules.call import Call, Slot, arguments
+from globaltensor.rules.line import Line
+from globaltensor.rules.variants import line_of
+from globaltensor.sbp import broadcast
+
+
+def decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], rewritten: bool = False) -> Recipe:
+    """How this call runs, decided anew."""
+    call = Call(func, args, kwargs)
+    line = line_of(func)
+    if foreach.is_foreach(func):
+        return Recipe(func, rewrite=line.rewrite) if line is not None else foreach.decide(cls, call)
+    where = _one_placement(cls, call)
+    if line is not None and line.rewrite is not None and not rewritten and line.when(call):
+        return Recipe(func, rewrite=line.rewrite)
+    operands = [t.spec if type(t) is cls else spec_of_plain(t, where) for t in call.tensors]
+    written = _written(cls, call)
+    ranks = tuple(r for r in comm.world().driven if r in where.coords)
+    home = layout(where, (broadcast,) * where.ndim)
+    results = _meta(call, operands)
+    recipe = Recipe(func, ranks, tuple(call.slots), (home,) * len(operands), None, written, home=home,
+                    is_view=any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns),
+                    guarded=tuple(q for q, own in enumerate(operands) if own.copied),
+                    seeded=line is None and torch.Tag.nondeterministic_seeded in func.tags)
+    if written and results is not None:
+        _check_written(call, written, results)
+    if line is None or results is None:
+        recipe.outputs = None if results is None else [output_spec(r, home) for r in results]
+    else:
+        _choose(cls, recipe, line, call, operands, results)
+    recipe.wants = tuple(None if type(t) is cls and want is own.layout else want
+                         for t, want, own in zip(call.tensors, recipe.wants, operands))
+    if _is_simple(recipe, call, cls, args):
+        recipe.simple = tuple(slot.at for slot in call.slots)
+        returns = recipe.func._schema.returns
+        recipe.single = recipe.outputs[0] if len(returns) == 1 and str(returns[0].type) == "Tensor" else None
+    return recipe
+
+
+def _choose(cls: type, recipe: Recipe, line: Line, call: Call, operands: list[Spec], results: list[Any]) -> None:
+    """Fill in what the rule says: layouts of operands and outputs, and how local arguments differ from global ones."""
+    rule = line.family(call)
+    machine = comm.world().machine
+    told = _told(results, len(rule.outputs))
+    outputs = [(tuple(r.shape), r.nbytes) if r is not None else ((), 0) for r in told]
+    target = recipe.written[0] if recipe.written and rule.outputs else None
+    chosen = choose(rule, operands, outputs, machine, target)
+    if chosen is None:
+        chosen = choose(rule, operands, outputs, machine, target, moved=True)
+    if chosen is None:
+        chosen = choose(rule, operands, outputs, machine)
+    recipe.signature = chosen
+    wants, gives = layouts(chosen, operands, len(rule.outputs))
+    recipe.wants = tuple(wants)
+    if any(want is not own.layout for want, own in zip(wants, operands)):
+        results = _meta(call, [moved_spec(own, want) for own, want in zip(operands, wants)])
+    given = {id(r): give for r, give in zip(_told(results, len(gives)), gives)}
+    recipe.outputs = [output_spec(r, given.get(id(r), recipe.home)) for r in results]
+    recipe.runner = line.runner
+    if line.runner is not None:
+        recipe.shapes = tuple(own.shape for own in operands)
+        recipe.boxes = tuple({r: want.box(own.shape, r) for r in recipe.ranks} for own, want in zip(operands, wants))
+    if line.patch is not None:
+        held = [moved_spec(own, want) for own, want in zip(operands, wants)]
+        given_outputs = [o for o in recipe.outputs if o is not None]
+        for rank in recipe.ranks:
+            recipe.patches[rank] = tuple(line.patch(call, held, given_outputs, rank))
+
+
+def _told(results: list[Any], outputs: int) -> list[Any]:
+    """The results that the rule's outputs speak of: all, or all that are tensors (masked gradients are None)."""
+    return results if len(results) == outputs else [r for r in results if isinstance(r, torch.Tensor)]
+
+
+def _is_simple(recipe: Recipe, call: Call, cls: type, args: tuple) -> bool:
+    """May the fast path take it?"""
+    return (bool(recipe.outputs) and recipe.outputs[0] is not None and not any(recipe.wants) and not recipe.written
+            and all(isinstance(at, int) and at < len(args) for patch in recipe.patches.values() for at, _ in patch)
+            and not recipe.guarded and not recipe.seeded and "device" not in [a.name for a in arguments(call.func)]
+            and all(isinstance(s.at, int) and s.index is None for s in call.slots))
+
+
+def _one_placement(cls: type, call: Call) -> placement:
+    """The placement that all global operands share."""
+    found: dict[placement, str] = {}
+    for t, name in zip(call.tensors, call.names):
+        if type(t) is cls:
+            found.setdefault(t.spec.placement, name)
+    if len(found) > 1:
+        (first, a), (second, b) = list(found.items())[:2]
+        raise MixedPlacementError(f"{call.func}: {a} is on {first}, {b} on {second}",
+                                  "the operands of one op live on one placement",
+                                  f"{b}.to_global({a}.placement, {a}.sbp)")
+    return next(iter(found))
+
+
+def _written(cls: type, call: Call) -> tuple[int, ...]:
+    """The operands that the op writes to; a plain one cannot take a global value."""
+    names = {a.name for a in arguments(call.func) if a.written}
+    if not names:
+        return ()
+    found = tuple(q for q, name in enumerate(call.names) if name in names)
+    for q in found:
+        if type(call.tensors[q]) is not cls:
+            raise InPlaceError(f"{call.func} would write a global value into a plain tensor ({call.names[q]})",
+                               "a plain tensor has no placement to hold it", "x.full_tensor() for a plain operand")
+        if call.tensors[q].spec.copied:
+            raise InPlaceError(f"{call.func} writes into a view whose layout had to change",
+                               "it is a copy by now: the write would not reach the tensor it was made from",
+                               "write into the tensor itself, or clone() the view first")
+    return found
+
+
+def _check_written(call: Call, written: tuple[int, ...], results: list[Any]) -> None:
+    for q in written[:1]:
+        had, gets = tuple(call.tensors[q].shape), [tuple(r.shape) for r in results if isinstance(r, torch.Tensor)]
+        if gets and gets[0] != had:
+            raise InPlaceError(f"{call.func} would change the shape of its target from {had} to {gets[0]}",
+                               "a global tensor keeps its shape, and with it what each rank holds",
+                               f"x = x.{call.func._schema.name.split('::')[1].rstrip('_')}(...)")
+
+
+def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
+    """What the op returns, as meta tensors in a flat list; None where only running it tells.
+
+    A user's mistake (shapes that do not fit, a dim out of range) raises torch's own error here, about global shapes.
+    """
+    made = [torch.empty_strided(own.shape, own.stride, dtype=own.dtype, device="meta") for own in operands]
+    args, kwargs = _filled(call, made)
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    try:
+        with torch.no_grad():
+            result = call.func(*args, **kwargs)
+    except NotImplementedError:
+        return None
+    except RuntimeError as error:
+        if "meta" in str(error).lower() or "data-dependent" in str(error).lower():
+            return None
+        raise
+    except (IndexError, ValueError, TypeError):
+        raise
+    flat = tree_flatten(result)[0] if result is not None else []
+    return flat if all(isinstance(r, torch.Tensor) or r is None for r in flat) else None
+
+
+def _filled(call: Call, tensors: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The call's positional and keyword arguments with other tensors in its slots."""
+    args, kwargs = [], {}
+    for i, a in enumerate(arguments(call.func)):
+        if a.keyword:
+            kwargs[a.name] = call.values[a.name]
+        else:
+            args.append(call.values[a.name])
+    return put(args, kwargs, [Slot(call.position(n), s.index) for n, s in zip(call.names, call.slots)], tensors)

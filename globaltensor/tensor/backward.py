@@ -1,0 +1,67 @@
+"""Starting a backward pass with torch's overrides in force.
+
+torch hands `x.backward()` and `torch.autograd.grad` to a tensor subclass that overrides functions, and the subclass
+runs them with overrides switched off. What runs inside a backward pass (the recomputation of a checkpoint, a hook) would
+then take other ways than the forward pass did. So these two enter the engine by ways that torch does not hand over.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+
+def backward(tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
+             grad_variables: Any = None, inputs: Any = None) -> None:
+    """torch.autograd.backward, with tensors named by their edges in the graph."""
+    outs, ins = _sequence(tensors), _sequence(inputs) if inputs is not None else None
+    if _cannot(*outs, *(ins or ())):
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.autograd.backward(tensors, grad_tensors, retain_graph, create_graph, inputs=inputs)
+    return torch.autograd.backward([_edge(t) for t in outs], _seeds(outs, grad_tensors), retain_graph, create_graph,
+                                   inputs=[_edge(t) for t in ins] if ins is not None else None)
+
+
+def method(x: torch.Tensor, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
+           inputs: Any = None) -> None:
+    """x.backward(...)"""
+    backward(x, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple:
+    """torch.autograd.grad, with tensors named by their edges in the graph."""
+    outs, ins = _sequence(outputs), _sequence(inputs)
+    if _cannot(*outs, *ins):
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.autograd.grad(outputs, inputs, grad_outputs, *args, **kwargs)
+    return torch.autograd.grad([_edge(t) for t in outs], [_edge(t) for t in ins], _seeds(outs, grad_outputs),
+                               *args, **kwargs)
+
+
+def _cannot(*tensors: Any) -> bool:
+    """Will torch refuse these? Then it shall say so itself."""
+    return any(isinstance(t, torch.Tensor) and not t.requires_grad for t in tensors)
+
+
+def _seeds(outs: Sequence[Any], given: Any) -> list[Any]:
+    """The gradients to start from: one where none is given for a scalar."""
+    seeds = _sequence(given) if given is not None else [None] * len(outs)
+    if any(seed is None and isinstance(out, torch.Tensor) and out.numel() != 1 for out, seed in zip(outs, seeds)):
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    return [torch.ones_like(out) if seed is None and isinstance(out, torch.Tensor) else seed
+            for out, seed in zip(outs, seeds)]
+
+
+def _edge(t: Any) -> Any:
+    return get_gradient_edge(t) if isinstance(t, torch.Tensor) else t
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    return [value] if isinstance(value, torch.Tensor) or not isinstance(value, (tuple, list)) else value
+
+
+TAKEN: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.Tensor.backward: method, torch.autograd.backward: backward, torch.autograd.grad: grad,
+}

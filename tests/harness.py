@@ -1,0 +1,75 @@
+"""Starting a program in each of the ways of running it, for the tests: one process, this launcher, torchrun, hosts."""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = Path(__file__).parent / "programs"
+PYTHON = sys.executable
+RUN = [PYTHON, "-m", "globaltensor.cli", "run"]
+TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
+
+_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+                  "GLOBALTENSOR_RANKS", "GLOBALTENSOR_RUN_FOLDER")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's, without what a launcher may have left in it, and with the package to test in front."""
+    env = {k: v for k, v in os.environ.items() if k not in _OF_A_LAUNCHER}
+    paths = [str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
+    return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **more}
+
+
+class Started:
+    """A command in a session of its own, so that it is ended with all that it started."""
+
+    def __init__(self, command: list, env: dict[str, str] | None = None, cwd: Path = PROGRAMS) -> None:
+        self.process = subprocess.Popen([str(c) for c in command], env=env or environment(), cwd=cwd, text=True,
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+
+    def end(self, timeout: float = 60) -> tuple[int, str, str]:
+        """Exit code, output, errors. A command that takes longer is killed, and the test fails."""
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            out, err = self.process.communicate()
+            raise AssertionError(f"hung for {timeout} seconds: {self.process.args}\n{out}\n{err}") from None
+        return self.process.returncode, out, err
+
+
+def run(command: list, env: dict[str, str] | None = None, timeout: float = 60) -> tuple[int, str, str]:
+    """Run a command to its end."""
+    return Started(command, env).end(timeout)
+
+
+def good(command: list, env: dict[str, str] | None = None, timeout: float = 60) -> str:
+    """The output of a command that must succeed."""
+    code, out, err = run(command, env, timeout)
+    assert code == 0, f"{command} exited with {code}\n{out}\n{err}"
+    return out
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def by_hand(program: list, ranks: int) -> list[Started]:
+    """One process per rank with the environment that a launcher sets, and no launcher that would end them."""
+    port = str(free_port())
+    return [Started([PYTHON, *program], environment(RANK=str(r), WORLD_SIZE=str(ranks), LOCAL_RANK=str(r),
+                                                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port)) for r in range(ranks)]
+
+
+def results(folder: Path) -> dict[int, dict]:
+    """What each process of a program wrote, by its first rank: `<rank>.json`."""
+    return {int(path.stem): json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}

@@ -1,0 +1,44 @@
+"""A program that ends badly, in the way its first argument names."""
+import os
+import signal
+import sys
+import time
+
+import globaltensor as gt
+
+how = sys.argv[1]
+where = gt.placement.all("cpu")
+x = gt.ones(8, 5, placement=where, sbp=gt.sbp.split(0))
+odd = gt.rank() == 1
+
+if how == "arguments":
+    print(*sys.argv[1:], os.environ["OMP_NUM_THREADS"], __name__, __file__)
+if how == "raises" and odd:
+    raise ValueError("bad luck")
+if how == "all raise":
+    gt.placement("cpu", [9])
+if how == "exits" and odd:
+    sys.exit(3)
+if how == "exits with a word":
+    sys.exit("not today")
+if how == "is killed" and odd:
+    os.kill(os.getpid(), signal.SIGKILL)
+if how == "waits":
+    print(f"rank {gt.rank()} is process {os.getpid()}", flush=True)
+    time.sleep(600)
+if how == "waits for a dead one":                    # the others wait inside a boxing when rank 1 dies
+    if odd:
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    x.to_global(sbp=gt.sbp.broadcast)                # the line that must be named
+if how == "parts ways":                              # ranks that do different things
+    if gt.rank() == 0:
+        print(x.sum().item())
+    else:
+        gt.zeros(3, placement=where, sbp=gt.sbp.broadcast)
+if how == "swaps":
+    y = gt.zeros(40, placement=where, sbp=gt.sbp.split(0))
+    first, second = (x, y) if odd else (y, x)
+    first.full_tensor(), second.full_tensor()
+
+print("the value is", x.sum().item())

@@ -1,0 +1,71 @@
+"""Mistakes that only several processes can make, one after another; every rank writes what it was told, and when."""
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import globaltensor as gt
+
+S, B = gt.sbp.split, gt.sbp.broadcast
+me = gt.rank()
+where = gt.placement.all("cpu")
+part = gt.placement("cpu", [1, 2])
+odd = me == 1                                        # the rank that goes wrong
+
+
+def mixed():
+    gt.zeros(4, placement=where, sbp=B) + gt.zeros(4, placement=part, sbp=B)
+
+
+def forbidden():
+    with gt.boxing("forbid"):
+        gt.ones(8, 8, placement=where, sbp=S(1)) @ gt.ones(8, 8, placement=where, sbp=S(1))
+
+
+def seeded():
+    torch.manual_seed(me)
+    gt.randn(4, placement=where, sbp=S(0))
+
+
+MISTAKES = {
+    "a longer part": lambda: gt.from_local(torch.ones(4 if odd else 2, 3), where, S(0)),
+    "another width": lambda: gt.from_local(torch.ones(2, 4 if odd else 3), where, S(0)),
+    "another number of dims": lambda: gt.from_local(torch.ones([2] if odd else [2, 2]), where, S(1)),
+    "another dtype": lambda: gt.from_local(torch.ones(2, dtype=torch.int32 if odd else None), where, S(0)),
+    "no such dim": lambda: gt.from_local(torch.ones(2), where, S(1)),
+    "another sbp": lambda: gt.zeros(4, placement=where, sbp=S(0) if odd else B),
+    "another shape": lambda: gt.zeros(5 if odd else 4, placement=where, sbp=B),
+    "another placement": lambda: gt.zeros(4, placement=part if odd else where, sbp=B),
+    "another factory": lambda: (gt.ones if odd else gt.zeros)(4, placement=where, sbp=B),
+    "another value": lambda: gt.from_full(torch.full((4,), float(me)), where, B),
+    "another module": lambda: gt.to_global(_unlike(torch.nn.Linear(3, 3)), where, B),
+    "another seed": seeded,
+    "mixed placements": mixed,
+    "forbidden boxing": forbidden,
+}
+
+
+def _unlike(net):
+    with torch.no_grad():
+        net.weight.fill_(me)
+    return net
+
+
+def main(folder):
+    told = {}
+    for name, mistake in MISTAKES.items():
+        began = time.perf_counter()
+        try:
+            mistake()
+            told[name] = ["nothing", "", "", 0.0]
+        except gt.GlobalTensorError as error:
+            told[name] = [type(error).__name__, str(error), error.where, time.perf_counter() - began]
+    gt.manual_seed(0)
+    told["and goes on"] = gt.ones(6, placement=where, sbp=S(0)).sum().item()
+    Path(folder, f"{me}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

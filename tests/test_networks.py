@@ -1,0 +1,169 @@
+"""Whole networks, trained a few steps: equal to plain torch, and split, not gathered."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import globaltensor as gt
+
+SEED = 11
+B, S = gt.sbp.broadcast, gt.sbp.split
+TWO, THREE = gt.placement("cpu", [0, 1]), gt.placement("cpu", [0, 1, 2])
+GRID = gt.placement("cpu", [[0, 1], [2, 3]], axis_names=("dp", "tp"))
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 4)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+    rows = {"up.*": S(0), "down.weight": S(1)}
+
+
+class Residual(nn.Module):
+    """Convolution, batch norm, pooling and a residual, as a ResNet has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm0 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv1, self.norm1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.norm2 = nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16)
+        self.short = nn.Conv2d(8, 16, 1, stride=2)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.norm0(self.stem(x))), 2)
+        x = x + F.relu(self.norm1(self.conv1(x)))
+        x = F.relu(self.norm2(self.conv2(x)) + self.short(x))
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+class Encoder(nn.Module):
+    """A transformer encoder layer by hand, so that heads can be split."""
+
+    def __init__(self, hidden=16, heads=4, dropout=0.0):
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.n1, self.n2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden) for _ in range(4))
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.head = nn.Linear(hidden, 10, bias=False)
+
+    def block(self, x):
+        b, s, h = x.shape
+        y = self.n1(x)
+        q, k, v = (f(y).view(b, s, self.heads, h // self.heads).transpose(1, 2) for f in (self.q, self.k, self.v))
+        a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, h)
+        x = x + F.dropout(self.o(a), self.dropout, self.training)
+        return x + self.down(F.gelu(self.up(self.n2(x))))
+
+    def forward(self, x):
+        return self.head(self.block(x)).flatten(0, 1)
+
+    rows = {"[qkv].*": S(0), "up.*": S(0), "o.weight": S(1), "down.weight": S(1), "head.weight": S(0)}
+
+
+class Checkpointed(Encoder):
+    def forward(self, x):
+        return self.head(checkpoint(self.block, x, use_reentrant=False)).flatten(0, 1)
+
+
+NETWORKS = {  # model, input, target
+    "mlp": (Mlp, lambda n: torch.randn(n, 6), lambda n: torch.randint(0, 4, (n,))),
+    "residual": (Residual, lambda n: torch.randn(n, 3, 8, 8), lambda n: torch.randint(0, 4, (n,))),
+    "encoder": (Encoder, lambda n: torch.randn(n, 5, 16), lambda n: torch.randint(0, 10, (n * 5,))),
+    "checkpointed": (Checkpointed, lambda n: torch.randn(n, 5, 16), lambda n: torch.randint(0, 10, (n * 5,))),
+}
+
+
+def train(model, x, target, steps=3):
+    """Losses, parameters and buffers after some steps of AdamW with clipping."""
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), target)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        losses.append(loss.item())
+    return losses, [t.full_tensor() if t.is_global else t for t in model.state_dict().values()]
+
+
+def compare(name, where, sbp, split, n):
+    """Train plain and global, and return what the global one moved."""
+    make, data, labels = NETWORKS[name]
+    torch.manual_seed(SEED)
+    plain, x, target = make().double(), data(n).double(), labels(n)
+    model = copy.deepcopy(plain).to_global(where, sbp)
+    expected = train(plain, x, target)
+    gx, gtarget = gt.from_full(x, where, split), gt.from_full(target, where, split)
+    with gt.record() as moves:
+        got = train(model, gx, gtarget)
+    torch.testing.assert_close(got, expected)
+    return moves, model
+
+
+@pytest.mark.parametrize("n", [4, 5, 1])
+@pytest.mark.parametrize("where", [TWO, THREE], ids=["2 ranks", "3 ranks"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_data_parallel(name, where, n):
+    moves, model = compare(name, where, B, S(0), n)
+    if n == 4 and where is TWO:
+        gathered = [m for m in moves if m.bytes > 8 * 16 * 4 and m.op not in ("gradient", "full_tensor")]
+        assert not gathered, "\n".join(map(str, gathered))
+
+
+@pytest.mark.parametrize("name", ["mlp", "encoder", "checkpointed"])
+def test_tensor_parallel(name):
+    moves, model = compare(name, TWO, NETWORKS[name][0].rows, B, 4)
+    gathered = [m for m in moves if m.bytes > 100 and m.op != "full_tensor" and not any(s.is_partial for s in m.src.sbp)]
+    assert not gathered, "\n".join(map(str, gathered))
+
+
+@pytest.mark.parametrize("n", [4, 3])
+@pytest.mark.parametrize("name", ["mlp", "encoder", "checkpointed"])
+def test_both(name, n):
+    rows = {k: (B, s) for k, s in NETWORKS[name][0].rows.items()} | {"*": (B, B)}
+    moves, model = compare(name, GRID, rows, {"dp": S(0)}, n)
+    if n == 4:
+        gathered = [m for m in moves if m.bytes > 100 and m.op not in ("full_tensor", "gradient")
+                    and not any(s.is_partial for s in m.src.sbp)]
+        assert not gathered, "\n".join(map(str, gathered))
+
+
+def test_two_pipeline_stages():
+    torch.manual_seed(SEED)
+    a, b = Encoder().double(), Encoder().double()
+    x, target = torch.randn(4, 5, 16).double(), torch.randint(0, 10, (20,))
+    first, second = gt.placement("cpu", [0, 1]), gt.placement("cpu", [2, 3])
+    ga, gb = copy.deepcopy(a).to_global(first, B), copy.deepcopy(b).to_global(second, Encoder.rows)
+    loss = F.cross_entropy(b(a.block(x)), target)
+    loss.backward()
+    h = ga.block(gt.from_full(x, first, S(0))).to_global(second, B)
+    gloss = F.cross_entropy(gb(h), gt.from_full(target, second, B))
+    gloss.backward()
+    torch.testing.assert_close(gloss.item(), loss.item())
+    for p, q in zip([*a.parameters(), *b.parameters()], [*ga.parameters(), *gb.parameters()]):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+
+
+def test_torchs_own_encoder_layer():
+    torch.manual_seed(SEED)
+    plain = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True).double()
+    x = torch.randn(4, 5, 16).double()
+    model = copy.deepcopy(plain).to_global(TWO, B)
+    for mode in (True, False):
+        plain.train(mode), model.train(mode)
+        with torch.set_grad_enabled(mode):
+            torch.testing.assert_close(model(gt.from_full(x, TWO, S(0))).full_tensor(), plain(x))

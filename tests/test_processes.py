@@ -1,0 +1,241 @@
+"""The same program in one process, under `globaltensor run`, under torchrun, and on two hosts; and how it ends badly."""
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import contextmanager
+
+import pytest
+from harness import PROGRAMS, PYTHON, RUN, TORCHRUN, Started, by_hand, environment, free_port, good, results, run
+
+pytestmark = pytest.mark.processes
+
+VALUES, MISTAKES, FAILS = (str(PROGRAMS / f"{name}.py") for name in ("values", "mistakes", "fails"))
+
+
+# ------------------------------------------------------------------------------------------------ the same numbers
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process sees that drives 2 or 4 ranks."""
+    seen = {}
+    for ranks in (2, 4):
+        folder = tmp_path_factory.mktemp(f"alone{ranks}")
+        good([PYTHON, VALUES, folder], environment(GLOBALTENSOR_RANKS=str(ranks)))
+        seen[ranks] = results(folder)[0]
+    return seen
+
+
+def check(folder, ranks, alone, same_plans=True):
+    """Every process saw what the lone one saw: the values, and the boxings where plans are the same."""
+    seen = results(folder)
+    assert sorted(seen) == list(range(ranks))
+    for rank, found in seen.items():
+        assert found["values"].keys() == alone[ranks]["values"].keys()
+        for name, value in found["values"].items():
+            if same_plans:
+                assert value == alone[ranks]["values"][name], f"rank {rank}: {name}"
+                assert found["moves"].get(name) == alone[ranks]["moves"].get(name), f"rank {rank}: {name}"
+            else:                                    # sums are taken in another order
+                assert near(value, alone[ranks]["values"][name]), f"rank {rank}: {name}"
+
+
+def near(a, b):
+    """Nested lists of the same values, numbers up to rounding."""
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(near, a, b))
+    return math.isclose(a, b, rel_tol=1e-11, abs_tol=1e-13) if isinstance(a, float) else a == b
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_globaltensor_run(ranks, alone, tmp_path):
+    out = good([*RUN, "-n", ranks, VALUES, tmp_path])
+    assert out.count('[6] int64 on placement("cpu", [0, 1') == 1, "gt.show prints once"
+    check(tmp_path, ranks, alone)
+
+
+def test_torchrun(alone, tmp_path):
+    good([*TORCHRUN, "--nproc-per-node", 4, "--master-port", free_port(), VALUES, tmp_path])
+    check(tmp_path, 4, alone)
+
+
+def test_two_hosts_on_loopback(alone, tmp_path):
+    meet = ["--nnodes", 2, "--nproc-per-node", 2, "--rdzv-backend", "c10d", "--rdzv-id", "two",
+            "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
+    hosts = [Started([*TORCHRUN, *meet, VALUES, tmp_path]) for _ in range(2)]
+    assert [host.end()[0] for host in hosts] == [0, 0]
+    check(tmp_path, 4, alone, same_plans=False)
+
+
+@contextmanager
+def network():
+    """Two network namespaces joined by a cable, their addresses, or a skip where this is not allowed."""
+    names = [f"gt{os.getpid()}{side}" for side in "ab"]
+    addresses = ["10.213.77.1", "10.213.77.2"]
+
+    def ip(*words):
+        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and `ip`")
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("link", "add", "gtveth0", "netns", names[0], "type", "veth", "peer", "name", "gtveth1", "netns", names[1])
+            for k, name in enumerate(names):
+                ip("-n", name, "addr", "add", f"{addresses[k]}/24", "dev", f"gtveth{k}")
+                ip("-n", name, "link", "set", f"gtveth{k}", "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr}")
+        yield names, addresses
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+
+
+def test_two_hosts_with_a_network_each(alone, tmp_path):
+    with network() as (names, addresses):
+        port = free_port()
+        hosts = [Started(["ip", "netns", "exec", name, *RUN, "-n", 2, "--nnodes", 2, "--rdzv-endpoint",
+                          f"{addresses[0]}:{port}", "--local-addr", address, VALUES, tmp_path],
+                         environment(GLOO_SOCKET_IFNAME=f"gtveth{k}"))
+                 for k, (name, address) in enumerate(zip(names, addresses))]
+        for code, out, err in [host.end() for host in hosts]:
+            assert code == 0, out + err
+    check(tmp_path, 4, alone, same_plans=False)
+
+
+# --------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_mistakes_are_told_on_every_rank_and_at_once(tmp_path):
+    good([*RUN, "-n", 4, MISTAKES, tmp_path])
+    told = results(tmp_path)
+    assert sorted(told) == [0, 1, 2, 3]
+    shapes = ("a longer part", "another width", "another number of dims", "another dtype")
+    kinds = {"no such dim": "SbpError", "mixed placements": "MixedPlacementError", "forbidden boxing": "BoxingError",
+             **dict.fromkeys(shapes, "ShapeError")}
+    for rank, said in told.items():
+        assert said.pop("and goes on") == 6.0
+        for name, (kind, text, where, seconds) in said.items():
+            assert kind == kinds.get(name, "DisagreementError"), f"rank {rank}, {name}: {kind} {text}"
+            assert re.fullmatch(r"\S*mistakes\.py:\d+", where), f"{name}: {where}"
+            assert seconds < 5, f"{name} took {seconds} seconds"
+            if kind in ("DisagreementError", "ShapeError"):
+                assert "rank 0:" in text and "rank 1:" in text, text
+
+
+# ------------------------------------------------------------------------------------------------ ending badly
+
+
+def failing(how, ranks=3, **env):
+    """Exit code and errors of `globaltensor run`, and the seconds it took."""
+    began = time.monotonic()
+    code, out, err = run([*RUN, "-n", ranks, FAILS, how], environment(**env))
+    assert "torch/distributed/elastic" not in err, err       # none of torch's own report
+    return code, out, err, time.monotonic() - began
+
+
+def test_a_rank_that_raises_shows_its_traceback_once():
+    code, _, err, _ = failing("raises")
+    assert code == 1
+    assert err.count("Traceback") == 1 and err.count("ValueError: bad luck") == 2, err       # and in the last lines
+    assert "rank 1:\nTraceback" in err and "fails.py\", line" in err
+    assert "globaltensor: rank 1 failed: ValueError: bad luck\n" in err
+    assert "runpy" not in err and "worker.py" not in err, err
+
+
+def test_ranks_that_all_raise_show_one_traceback():
+    code, _, err, _ = failing("all raise")
+    assert code == 1
+    assert err.count("Traceback") == 1 and err.count("try:   other ranks") == 1, err
+    assert "globaltensor: ranks 0, 1, 2 failed: PlacementError: rank 9 is outside the world of 3 ranks" in err
+
+
+def test_exit_codes_are_kept():
+    code, _, err, _ = failing("exits")
+    assert code == 3 and "globaltensor: rank 1 failed: exit code 3" in err
+    code, _, err, _ = failing("exits with a word")
+    assert code == 1 and err.count("not today") == 2, err
+
+
+def test_a_rank_that_is_killed_ends_the_others():
+    code, _, err, seconds = failing("is killed")
+    assert code == 128 + signal.SIGKILL
+    assert "globaltensor: rank 1 was killed by SIGKILL" in err
+    assert seconds < 30
+
+
+def test_who_waits_for_a_killed_rank_is_told_where():
+    ranks = by_hand([FAILS, "waits for a dead one"], 3)
+    ended = [rank.end(40) for rank in ranks]
+    line = next(k for k, text in enumerate(open(FAILS), 1) if "the line that must be named" in text)
+    assert ended[1][0] == -signal.SIGKILL
+    for code, _, err in (ended[0], ended[2]):
+        assert code == 1
+        assert "TransportError: rank" in err and "lost touch with rank" in err, err
+        assert f"where: fails.py:{line}" in err, err
+        assert "a rank ended" in err and "try:" in err, err
+
+
+@pytest.mark.parametrize("how", ["parts ways", "swaps"])
+def test_ranks_that_wait_for_each_other_in_vain_are_told_on_every_rank(how):
+    began = time.monotonic()
+    ended = [rank.end(45) for rank in by_hand([FAILS, how], 3)]
+    assert time.monotonic() - began < 40
+    for rank, (code, out, err) in enumerate(ended):
+        assert code == 1, out + err
+        assert "DisagreementError: the ranks wait for each other in vain" in err, f"rank {rank}: {err}"
+        for other in range(3):
+            assert re.search(rf"rank {other} waits for ranks? [\d, ]+ in .*   at fails\.py:\d+", err), err
+        assert "the value is" not in out
+
+
+def test_a_program_is_its_own_main_with_its_own_arguments():
+    code, out, _, _ = failing("arguments", ranks=2)
+    cores = len(os.sched_getaffinity(0))
+    assert code == 0
+    assert out.count(f"arguments 1 __main__ {FAILS}") == 2, out
+    env = environment()
+    del env["OMP_NUM_THREADS"]
+    out = good([*RUN, "-n", 2, FAILS, "arguments", "-n", "7", "--help"], env)
+    assert out.count(f"arguments -n 7 --help {max(1, cores // 2)} __main__ {FAILS}") == 2, out
+    assert out.count("the value is 40.0") == 2
+
+
+def test_a_module(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "program.py").write_text("import sys, package\nprint('module', sys.argv[1:], __name__)\n")
+    code, out, err = Started([*RUN, "-n", 2, "-m", "package.program", "x"], cwd=tmp_path).end()
+    assert code == 0 and out.count("module ['x'] __main__") == 2, out + err
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_their_launcher(how):
+    started = Started([*RUN, "-n", 2, FAILS, "waits"])
+    ranks = [int(started.process.stdout.readline().split()[-1]) for _ in range(2)]
+    os.kill(started.process.pid, how)
+    began = time.monotonic()
+    code, _, err = started.end(30)
+    assert code == (-how if how == signal.SIGKILL else 128 + how)
+    assert "Traceback" not in err, err
+    while any(alive(pid) for pid in ranks):
+        assert time.monotonic() - began < 20, "ranks outlive their launcher"
+        time.sleep(0.1)
+
+
+def alive(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().split()[2] != "Z"
+    except OSError:
+        return False
