@@ -76,7 +76,7 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:                  # what is added to the residual starts smaller in deep models
                 deep = (2 * layers) ** -0.5 if name.endswith(("o.weight", "down.weight")) else 1.0
-                nn.init.normal_(parameter, std=0.02 * deep)
+                nn.init.normal_(parameter, std=0.5 * hidden ** -0.5 * deep)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 

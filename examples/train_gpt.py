@@ -72,11 +72,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.error = fail
     for name, default, text in [
             ("dp", 2, "ranks along which the batch is split"), ("tp", 2, "ranks along which the layers are split"),
-            ("pp", 1, "stages of blocks"), ("steps", 150, "optimizer steps"), ("layers", 4, "blocks"),
-            ("hidden", 128, "hidden size"), ("heads", 4, "attention heads"), ("seq", 128, "bytes in a sequence"),
+            ("pp", 1, "stages of blocks"), ("steps", 300, "optimizer steps"), ("layers", 4, "blocks"),
+            ("hidden", 128, "hidden size"), ("heads", 4, "attention heads"), ("seq", 64, "bytes in a sequence"),
             ("batch", 16, "sequences in a step"), ("accumulate", 1, "parts in which a step's batch is run")]:
         parser.add_argument(f"--{name}", type=positive, default=default, help=text, metavar="N")
-    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate")
     parser.add_argument("--dropout", type=float, default=0.0, help="share of activations that is dropped")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout")
     parser.add_argument("--tied", action="store_true", help="the head's weight is the embedding's")

@@ -85,6 +85,7 @@ class Watch:
         self.told: Wait | None = None
         self.lock = threading.Lock()
         self.busy = 0                                # a rank that did not wait when last looked
+        self.rows = ""                               # the deadlock, once this rank has seen it
 
     def run(self) -> None:
         try:
@@ -140,12 +141,13 @@ class Watch:
 
     def give_up(self, now: tuple[Wait, int], said: dict[int, Wait]) -> None:
         """End the process, if it is the last rank's or is not freed by that one's end."""
-        self.store.set(_FOUND, _rows(said))
+        self.rows = _rows(said)
+        self.store.set(_FOUND, self.rows)
         freed_by = time.monotonic() + (0 if self.rank == self.size - 1 else 5 * PERIOD)
         while _now is now and time.monotonic() < freed_by:
             time.sleep(PERIOD / 10)
         if _now is now:
-            error = _error(_rows(said), said[self.rank].where)
+            error = _error(self.rows, said[self.rank].where)
             sys.excepthook(type(error), error, None)
             sys.stdout.flush()
             sys.stderr.flush()
@@ -153,9 +155,11 @@ class Watch:
 
     def verdict(self) -> DisagreementError | None:
         with suppress(RuntimeError):
-            if self.store.check([_FOUND]):
-                return _error(self.store.get(_FOUND).decode(), "")
-        return None
+            if not self.rows and self.store.check([_FOUND]):
+                self.rows = self.store.get(_FOUND).decode()
+        if self.rows and self.rank == 0:
+            time.sleep(3 * PERIOD)                   # its process may hold the store, which the others still ask
+        return _error(self.rows, "") if self.rows else None
 
 
 _FOUND = "globaltensor deadlock"

@@ -85,23 +85,26 @@ def _environment(ranks: int, hosts: int) -> None:
     if hosts == 1 and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")     # seconds from Ctrl-C to SIGKILL
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")            # no warnings about names of sockets
 
 
 def _launch(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str]) -> int:
+    """torch's launcher, from start to end; it is imported here because the other commands do without."""
     if "LOGLEVEL" not in os.environ:                 # what went wrong is told below, in fewer words
         logging.disable(logging.CRITICAL)
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     alone = chosen.nnodes == 1 and not chosen.rdzv_endpoint
-    static = chosen.node_rank is not None
     config = LaunchConfig(min_nodes=chosen.nnodes, max_nodes=chosen.nnodes, nproc_per_node=ranks, max_restarts=0,
-                          run_id=chosen.rdzv_id, rdzv_backend="static" if static else "c10d",
+                          run_id=chosen.rdzv_id, rdzv_backend="c10d" if chosen.node_rank is None else "static",
                           rdzv_endpoint="127.0.0.1:0" if alone else chosen.rdzv_endpoint,
-                          rdzv_configs={"rank": chosen.node_rank} if static else {},
-                          local_addr="127.0.0.1" if alone else chosen.local_addr)
+                          rdzv_configs=_meeting(chosen), local_addr="127.0.0.1" if alone else chosen.local_addr,
+                          logs_specs=DefaultLogsSpecs(log_dir=folder))
+    if chosen.nnodes > 1:
+        print(f"globaltensor: waiting for {chosen.nnodes} hosts at {chosen.rdzv_endpoint}", file=sys.stderr)
     try:
         elastic_launch(config, sys.executable)(*line)
     except ChildFailedError as failed:
@@ -114,6 +117,15 @@ def _launch(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str]
         place = f"at {chosen.rdzv_endpoint}" if chosen.rdzv_endpoint else "on this host"
         raise Problem(f"the ranks could not be started {place}\n  why: {str(error).splitlines()[0]}", 1) from None
     return 0
+
+
+def _meeting(chosen: argparse.Namespace) -> dict[str, Any]:
+    """What torch's rendezvous must know of this host; by itself it knows the endpoint for its own by the name only."""
+    if chosen.node_rank is not None:
+        return {"rank": chosen.node_rank}
+    if chosen.local_addr and chosen.rdzv_endpoint and chosen.rdzv_endpoint.rpartition(":")[0] == chosen.local_addr:
+        return {"is_host": True}
+    return {}
 
 
 def _report(failures: Mapping[int, Any], folder: str) -> int:

@@ -23,7 +23,7 @@ def main(argv: list[str]) -> None:
     """Run `program arguments...` or `-m module arguments...`."""
     _die_with_launcher()
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)      # whole lines, so that those of several ranks do not mix
+        stream.reconfigure(line_buffering=True, write_through=False)         # whole lines: ranks' lines do not mix
     sys.excepthook = show
     module = argv[0] == "-m"
     sys.argv = argv[1:] if module else argv

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from globaltensor.boxing.run import Boxed, Shards, box
 from globaltensor.dispatch.decide import decide
-from globaltensor.dispatch.execute import execute, wrap_results
+from globaltensor.dispatch.execute import check_guard, execute, wrap_results
 from globaltensor.dispatch.recipe import Recipe, moved_spec, static
 from globaltensor.layout import Layout, Spec
 from globaltensor.rules.call import Call
@@ -80,6 +80,8 @@ class _Run:
 
     def box(self, tensors: list[Any], dsts: list[Layout], op: str) -> list[Any]:
         """Tensors in other layouts, moved together."""
+        for t in tensors:
+            check_guard(t)
         moved = box([Boxed(t.spec, t.shards, dst) for t, dst in zip(tensors, dsts)], op)
         return [t if t.spec.layout is dst else self.wrap(moved_spec(t.spec, dst), shards)
                 for t, dst, shards in zip(tensors, dsts, moved)]

@@ -19,8 +19,9 @@ from globaltensor.errors import GlobalTensorError, SbpError
 from globaltensor.layout import Layout, Spec, layout, sbp_text, spec
 from globaltensor.placement import placement
 from globaltensor.sbp import NdSbp, broadcast, in_range, nd_sbp
-from globaltensor.tensor import backward, gradients, products
+from globaltensor.tensor import assign, backward, gradients, products
 
+_TAKEN = {**products.TAKEN, torch.Tensor.__setitem__: assign.assign}
 _make = torch.Tensor._make_wrapper_subclass
 _requires_grad = torch._C.TensorBase.requires_grad
 
@@ -49,7 +50,7 @@ class GlobalTensor(torch.Tensor):
         if start is not None:
             return start(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            return products.TAKEN.get(func, func)(*args, **(kwargs or {}))
+            return _TAKEN.get(func, func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:

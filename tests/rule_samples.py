@@ -1,0 +1,414 @@
+"""Sample arguments for every line of the table, and what is true of an op but left out of its rule, with the reason.
+
+Sizes: 6 is cut evenly by 2 and 3 ranks, 5 and 4 unevenly, 2 and 1 leave 3 ranks (and 2) with empty parts.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A tensor still to be drawn."""
+
+    make: Callable[[torch.Generator], torch.Tensor]
+
+
+def r(*shape):
+    """Normal numbers."""
+    return Draw(lambda g: torch.randn(shape, generator=g, dtype=torch.float64))
+
+
+def u(*shape):
+    """Numbers in (0.1, 0.9), for functions that are not defined everywhere."""
+    return Draw(lambda g: torch.rand(shape, generator=g, dtype=torch.float64) * 0.8 + 0.1)
+
+
+def i(high, *shape):
+    """Indices."""
+    return Draw(lambda g: torch.randint(high, shape, generator=g))
+
+
+def b(*shape):
+    """Truths, of both kinds."""
+    return Draw(lambda g: torch.rand(shape, generator=g) < 0.5)
+
+
+def order(n, *rest):
+    """Indices that are all different along the first dim."""
+    return Draw(lambda g: torch.rand((n, *rest), generator=g).argsort(0))
+
+
+SAMPLES: dict[str, list[tuple[tuple, dict]]] = {}
+
+
+def sample(names, *args, **kwargs):
+    for name in names.split():
+        SAMPLES.setdefault(name, []).append((args, kwargs))
+
+
+def samples(names, *many, rest=(), **kwargs):
+    """Each of `many` is the tensors of a sample; `rest` the arguments after them."""
+    for one in many:
+        sample(names, *one, *rest, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------ element by element
+ONE = ((u(6, 4),), (u(5, 3),), (u(2, 1, 3),), (u(),))
+TWO = ((u(6, 4), u(6, 4)), (u(5, 3), u(3)), (u(5, 1, 3), u(1, 4, 3)), (u(2), u(2, 2)), (u(4), u()))
+THREE = ((u(6, 4), u(6, 4), u(6, 4)), (u(5, 3), u(5, 1), u(3)), (u(2, 3), u(), u(2, 3)))
+WHOLE_NUMBERS = (i(8, 6, 4), i(8, 5, 3))
+
+samples("neg clone alias detach lift_fresh real imag conj_physical deg2rad rad2deg _conj _neg_view abs relu relu6 exp exp2 "
+        "expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan asin acos atan sinh cosh tanh asinh atanh erf "
+        "erfc erfinv sigmoid silu mish gelu hardtanh hardswish angle signbit hardsigmoid leaky_relu elu celu softplus "
+        "softshrink hardshrink sign sgn isnan isinf isposinf isneginf logical_not nan_to_num digamma lgamma i0 special_i1 "
+        "sinc logit log_sigmoid_forward", *ONE)
+samples("floor ceil round trunc frac acosh", (Draw(lambda g: torch.randn(6, 4, generator=g).double() * 3 + 5),))
+samples("floor round trunc frac", *[(r(5, 3),)])
+sample("round.decimals", r(6, 4), decimals=1)
+sample("bitwise_not", i(8, 5, 3))
+for rest in ((2,), (0.5,)):
+    samples("mul.Scalar div.Scalar add.Scalar sub.Scalar rsub.Scalar clamp_min clamp_max remainder.Scalar "
+            "fmod.Scalar eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar", *ONE[:2], rest=rest)
+samples("pow.Tensor_Scalar", *ONE, rest=(3,))
+samples("add.Tensor sub.Tensor mul.Tensor div.Tensor", *ONE[:2], rest=(2.5,))
+samples("bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar", *[(n, 3) for n in WHOLE_NUMBERS])
+samples("clamp threshold", *ONE, rest=(0.3, 0.6))
+for n in ((6, 4), (5, 3)):
+    sample("pow.Scalar", 2.5, r(*n))
+    sample("polygamma", 2, u(*n))
+    sample("where.ScalarSelf", b(*n), 2.0, r(*n))
+    sample("where.ScalarOther", b(*n), r(*n), 2.0)
+    sample("where.Scalar", b(*n), 2.0, 3.0)
+samples("add.Tensor sub.Tensor mul.Tensor div.Tensor rsub.Tensor pow.Tensor_Tensor atan2 maximum minimum fmax fmin "
+        "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and logical_or logical_xor remainder.Tensor "
+        "fmod.Tensor floor_divide hypot copysign.Tensor xlogy.Tensor logaddexp logaddexp2 nextafter heaviside ldexp.Tensor "
+        "polar complex copy", *TWO[:2], TWO[3])
+samples("add.Tensor mul.Tensor div.Tensor maximum rsub.Tensor", TWO[2], TWO[4])
+samples("copy", (r(6, 4), r(4)), (i(9, 5, 3), r(5, 3)), (r(5, 3), i(9, 3)))
+samples("div.Tensor_mode", *TWO[:2], rounding_mode="floor")
+samples("div.Scalar_mode", *ONE[:2], rest=(0.3,), rounding_mode="trunc")
+samples("bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor", (i(8, 6, 4), i(8, 6, 4)), (i(8, 5, 3), i(8, 3)))
+samples("lerp.Tensor addcmul addcdiv clamp.Tensor", *THREE)
+samples("lerp.Scalar", *TWO[:3], rest=(0.3,))
+samples("clamp_min.Tensor clamp_max.Tensor", *TWO[:3])
+samples("where.self", (b(6, 4), r(6, 4), r(6, 4)), (b(5, 1), r(3), r(5, 3)), (b(5, 3), r(), r(1, 3)))
+for value in (0, 2, 0.0):
+    samples("masked_fill.Scalar", (r(6, 4), b(6, 4)), (r(5, 3), b(3)), rest=(value,))
+samples("masked_fill.Tensor", (r(6, 4), b(6, 4), r()), (r(5, 3), b(3), r()))
+for dtype in (torch.float32, torch.int64, torch.bool, torch.float64, torch.complex128):
+    samples("_to_copy", (r(6, 4),), (i(9, 5, 3),), dtype=dtype)
+samples("zero zeros_like ones_like empty_like", *ONE[:3])
+samples("fill.Scalar full_like", *ONE[:3], rest=(2.5,))
+samples("fill.Tensor", *[(x, r()) for x, in ONE[:3]])
+samples("bucketize.Tensor", (r(5, 3), Draw(lambda g: torch.randn(6, generator=g).double().sort().values)))
+samples("view_as_real", (Draw(lambda g: torch.randn(5, 3, generator=g, dtype=torch.complex128)),))
+samples("view_as_complex", (r(5, 3, 2),), (r(6, 2),))
+samples("gelu_backward sigmoid_backward tanh_backward silu_backward hardswish_backward hardsigmoid_backward mish_backward "
+        "logit_backward native_dropout_backward", *TWO[:2])
+samples("native_dropout_backward", (r(6, 4), b(6, 4), 2.0), (r(5, 3), b(5, 3), 2.0))
+SAMPLES["native_dropout_backward"] = SAMPLES["native_dropout_backward"][2:]
+samples("threshold_backward softshrink_backward hardshrink_backward", *TWO[:1], (r(5, 3), r(5, 3)), rest=(0.4,))
+samples("leaky_relu_backward", *TWO[:1], (r(5, 3), r(5, 3)), rest=(0.1, False))
+samples("hardtanh_backward", *TWO[:1], (r(5, 3), r(5, 3)), rest=(-0.5, 0.5))
+samples("softplus_backward", *TWO[:1], (r(5, 3), r(5, 3)), rest=(1.0, 20.0))
+samples("elu_backward", *TWO[:1], (r(5, 3), r(5, 3)), rest=(1.0, 1.0, 1.0, False))
+samples("log_sigmoid_backward", (r(6, 4), r(6, 4), u(6, 4)), (r(5, 3), r(5, 3), u(5, 3)))
+samples("rrelu_with_noise_backward", (r(6, 4), r(6, 4), u(6, 4), 0.1, 0.3, True, False))
+samples("_prelu_kernel", (r(6, 4), r(1, 4)), (r(5, 3), r(1, 3)))
+samples("_prelu_kernel_backward", (r(6, 4), r(6, 4), r(1, 4)), (r(5, 3), r(5, 3), r(1, 3)))
+
+# ------------------------------------------------------------------------------------------------ contractions
+for m, k, n in ((6, 4, 6), (5, 3, 2), (2, 1, 5)):
+    sample("mm", r(m, k), r(k, n))
+    sample("bmm", r(n, m, k), r(n, k, m))
+    sample("mv", r(m, k), r(k))
+    sample("dot vdot", r(m), r(m))
+    for bias in ((n,), (m, n), (m, 1), (1, n), ()):
+        sample("addmm", r(*bias), r(m, k), r(k, n))
+    sample("addmm", r(n), r(m, k), r(k, n), beta=0.5, alpha=2.0)
+    sample("baddbmm", r(1, m), r(n, m, k), r(n, k, m))
+    sample("baddbmm", r(n, m, m), r(n, m, k), r(n, k, m))
+    sample("addbmm", r(m, m), r(n, m, k), r(n, k, m))
+    sample("addmv", r(m), r(m, k), r(k))
+    sample("addr", r(m, n), r(m), r(n))
+    sample("globaltensor.contract", "bmk,bkn->bmn", r(2, m, k), r(2, k, n))
+    sample("globaltensor.contract", "bmk,nk->bmn", r(2, m, k), r(n, k))
+    sample("globaltensor.contract", "bmn,bmk->nk", r(2, m, n), r(2, m, k))
+    sample("globaltensor.linear", r(2, m, k), r(n, k), r(n))
+    sample("globaltensor.linear", r(m, k), r(n, k), None)
+    sample("_cdist_forward", r(m, k), r(n, k), 2.0, None)
+    sample("_cdist_backward", r(m, n), r(m, k), r(n, k), 2.0, u(m, n))
+sample("linalg_cross", r(5, 3), r(5, 3))
+sample("linalg_cross", r(3, 4), r(3, 4), dim=0)
+
+
+def convolutions(space, groups, transposed):
+    """Batch 5 and channels 6 -> 4 (12 with groups)."""
+    n, c, o, k, size = 5, 6, 12 if groups > 1 else 4, 2, (3,) * space
+    weight = (c, o // groups, *(k,) * space) if transposed else (o, c // groups, *(k,) * space)
+    one = [1] * space
+    out = tuple(s + 1 if transposed else s - 1 for s in size)
+    rest = (one, [0] * space, one, transposed, [0] * space, groups)
+    for bias in (r(o), None):
+        sample("convolution", r(n, c, *size), r(*weight), bias, *rest)
+    for mask in ([True, True, True], [False, True, False]):
+        sample("convolution_backward", r(n, o, *out), r(n, c, *size), r(*weight), [o], *rest, mask)
+
+
+for space, groups, transposed in ((1, 1, False), (2, 1, False), (3, 1, False), (1, 6, False), (2, 2, False), (1, 1, True),
+                                  (1, 3, True), (2, 6, True)):
+    convolutions(space, groups, transposed)
+for shape in ((2, 2, 3), (1, 3, 3)):
+    sample("convolution", r(*shape), r(3, shape[1], 2), None, [1], [0], [1], False, [0], 1)
+
+# -------------------------------------------------------------------------------------------------- reductions
+REDUCED = ((u(6, 4),), (u(5, 2, 3),))
+samples("sum mean prod max min median nanmedian any all nansum count_nonzero argmax argmin", *REDUCED, (u(1, 5),))
+for dims in ([0], [1], [0, -1], []):
+    for keep in (False, True):
+        samples("sum.dim_IntList mean.dim amax amin logsumexp", *REDUCED, rest=(dims, keep))
+        samples("nansum", *REDUCED, rest=(dims, keep))
+        samples("linalg_vector_norm", *REDUCED, rest=(3, dims, keep))
+        samples("var.correction std.correction var_mean.correction std_mean.correction", *REDUCED, rest=(dims,),
+                keepdim=keep)
+        samples("norm.ScalarOpt_dim", *REDUCED, rest=(2, dims, keep))
+        samples("any.dims all.dims", (b(6, 4),), (b(5, 2, 3),), rest=(dims or None, keep))
+    if dims:
+        samples("count_nonzero.dim_IntList", (b(6, 4),), (b(5, 2, 3),), rest=(dims,))
+SAMPLES["logsumexp"] = [s for s in SAMPLES["logsumexp"] if s[0][1]]
+samples("norm.Scalar", *REDUCED, rest=(2,))
+samples("norm.ScalarOpt_dim_dtype", *REDUCED, rest=(2, [0], False), dtype=torch.float64)
+samples("sum.dim_IntList", *REDUCED, rest=([0],), dtype=torch.int64)
+samples("sum", (i(9, 5, 3),), (b(5, 3),))
+samples("mean", (r(5, 1),), (r(2, 3),))
+for dim in (0, 1, -1):
+    for keep in (False, True):
+        samples("max.dim min.dim argmax argmin prod.dim_int median.dim nanmedian.dim mode", *REDUCED, rest=(dim, keep))
+        samples("any.dim all.dim", (b(6, 4),), (b(5, 2, 3),), rest=(dim, keep))
+        samples("kthvalue", *REDUCED, rest=(2, dim, keep))
+    samples("cumsum cumprod logcumsumexp cummax cummin sort argsort", *REDUCED, rest=(dim,))
+    samples("sort.stable argsort.stable", *REDUCED, stable=True, dim=dim)
+    samples("aminmax", *REDUCED, dim=dim)
+    samples("topk", *REDUCED, rest=(2, dim))
+    samples("_softmax _log_softmax", *REDUCED, rest=(dim, False))
+    samples("_safe_softmax", *REDUCED, rest=(dim,))
+    samples("_softmax_backward_data _log_softmax_backward_data", (r(6, 4), r(6, 4)), (r(5, 3), r(5, 3)), rest=(dim, torch.float64))
+samples("aminmax", *REDUCED)
+samples("cumsum", *REDUCED, rest=(0,), dtype=torch.int64)
+samples("flip rot90", (r(5, 3, 4),), rest=([0, 1],) if False else ())
+SAMPLES["flip"], SAMPLES["rot90"] = [], []
+samples("flip", (r(6, 4),), (r(5, 3, 4),), rest=([0, -1],))
+samples("flip", (r(5, 3, 4),), rest=([1],))
+samples("rot90", (r(6, 4),), (r(5, 3, 4),), rest=(1, [0, 1]))
+samples("roll", (r(6, 4),), (r(5, 3, 4),), rest=([1], [0]))
+samples("roll", (r(5, 3),), rest=([2], []))
+
+# ---------------------------------------------------------------------------------------------- views and shapes
+for src, dst in (((6, 4), (24,)), ((6, 4), (2, 3, 4)), ((6, 4), (6, 2, 2)), ((6, 4), (4, 6)), ((5, 3), (15,)), ((4, 3), (-1, 2)),
+                 ((6, 1, 4), (6, 4)), ((5, 3), (5, 1, 3)), ((1, 6), (6,)), ((2, 3, 4), (6, 4)), ((6, 6), (36,)),
+                 ((3, 2, 5), (3, 10)), ((1, 5), (1, 5)), ((6, 0), (0, 6)), ((6, 0), (6, 0)), ((), (1, 1)), ((12, 5), (3, 4, 5))):
+    sample("view _unsafe_view reshape", r(*src), list(dst))
+samples("t", (r(6, 4),), (r(5,),), (r(),))
+for dims in ((0, 1), (-1, 0), (1, 1)):
+    samples("transpose.int", (r(6, 4),), (r(5, 3, 2),), rest=dims)
+sample("permute", r(5, 3, 4), [2, 0, 1])
+sample("permute", r(5, 3, 4), [-1, 0, 1])
+for src, dst in (((1, 4), (3, 4)), ((5, 1), (2, 5, 3)), ((4,), (2, -1)), ((1, 5), (1, 5)), ((5, 3), (-1, -1))):
+    sample("expand", r(*src), list(dst))
+for dim in (0, 1, -1):
+    samples("unsqueeze", (r(6, 4),), (r(5,),), rest=(dim,))
+    samples("squeeze.dim", (r(6, 4),), (r(1, 5),), (r(5, 1),), (r(2, 3, 1),), rest=(dim,))
+    samples("select.int", (r(6, 4),), (r(5, 1, 3),), rest=(dim, 0))
+    samples("select_backward", (r(5, 4),), rest=([5, 4, 4] if dim == 1 else [4, 5, 4] if dim == 0 else [5, 4, 4], dim, 1))
+    samples("slice.Tensor", (r(6, 4),), (r(5, 3),), rest=(dim, 1, 3))
+    samples("slice.Tensor", (r(6, 4),), rest=(dim, 0, 9223372036854775807))
+    samples("slice.Tensor", (r(6, 4),), rest=(dim, 0, None, 2))
+    samples("split.Tensor unsafe_split.Tensor", (r(6, 4),), (r(5, 3),), rest=(2, dim))
+    samples("unbind.int", (r(6, 4),), (r(2, 1, 3),), rest=(dim,))
+    sample("split_with_sizes unsafe_split_with_sizes", r(5, 5), [2, 3], dim)
+    sample("cat", [r(6, 4), r(6, 4)], dim)
+    sample("cat", [r(5, 5), r(5, 5), r(0)], dim)
+    sample("stack", [r(5, 4), r(5, 4)], dim)
+samples("squeeze", (r(6, 1, 4),), (r(1, 2),), (r(2, 3),), (r(1, 1),))
+samples("squeeze.dims", (r(6, 1, 4),), (r(2, 1, 3),), rest=([0, 1],))
+sample("slice_backward", r(2, 4), [6, 4], 0, 1, 3, 1)
+sample("slice_backward", r(5, 2), [5, 6], 1, 2, 4, 1)
+sample("slice_scatter", r(6, 4), r(2, 4), 0, 1, 3)
+sample("slice_scatter", r(5, 4), r(5, 2), 1, 0, 2)
+sample("select_scatter", r(6, 4), r(4), 0, 1)
+sample("select_scatter", r(5, 3), r(5), 1, 1)
+sample("repeat", r(6, 4), [1, 2])
+sample("repeat", r(5, 3), [2, 1, 1])
+samples("diagonal diagonal_copy", (r(6, 4),), (r(5, 3, 3),))
+samples("diagonal diagonal_copy", (r(5, 3, 3),), rest=(1, 1, 2))
+samples("diag_embed", (r(5, 3),), (r(4),))
+sample("diag_embed", r(5, 3), 0, 0, 1)
+sample("diagonal_backward", r(5, 3), [5, 3, 3], 0, 1, 2)
+sample("diagonal_scatter", r(5, 3, 3), r(5, 3), 0, 1, 2)
+sample("unfold", r(6, 4), 0, 2, 1)
+sample("unfold", r(5, 3), 1, 2, 1)
+sample("unfold_backward", r(5, 4, 2), [6, 4], 0, 2, 1)
+for value in (0, 1.5):
+    sample("constant_pad_nd", r(6, 4), [1, 1], value)
+    sample("constant_pad_nd", r(5, 3, 2), [0, 0, 1, 0], value)
+for diagonal in (0, 1, -2):
+    samples("tril triu", (r(6, 4),), (r(2, 5, 3),), rest=(diagonal,))
+samples("glu", (r(6, 4),), rest=(1,))
+samples("glu", (r(6, 5),), rest=(0,))
+sample("glu_backward", r(6, 2), r(6, 4), 1)
+sample("glu_backward", r(3, 5), r(6, 5), 0)
+for size in ([6, 4], [6, 7], [3]):
+    samples("new_zeros new_ones new_empty", (r(6, 4),), rest=(size,))
+    samples("new_full", (r(6, 4),), rest=(size, 2.0))
+sample("new_empty_strided", r(6, 4), [6, 4], [1, 6])
+sample("new_empty_strided", r(5, 3), [5, 3], [3, 1])
+
+# ------------------------------------------------------------------------------------------------------- indexing
+for rows in (6, 5, 2):
+    sample("embedding", r(rows, 4), i(rows, 5, 2))
+    for frequency in (False, True):
+        sample("embedding_dense_backward", r(5, 2, 4), i(rows, 5, 2), rows, 1, frequency)
+    sample("embedding_dense_backward", r(5, 3), i(rows, 5), rows, -1, False)
+    sample("index.Tensor", r(rows, 4), [i(rows, 5)])
+    sample("index.Tensor", r(3, rows), [None, i(rows, 5, 2)])
+    sample("index.Tensor", r(rows, 3, 4), [i(rows, 5), None, i(4, 5)])
+    sample("index.Tensor", r(rows, 3, 4), [None, i(3, 5), i(4, 1)])
+    sample("index_select", r(rows, 3), 0, i(rows, 5))
+    sample("index_select", r(3, rows), -1, i(rows, 4))
+    sample("gather", r(rows, 3), 0, i(rows, 5, 3))
+    sample("gather", r(4, rows), 1, i(rows, 4, 2))
+    sample("gather", r(4, rows), -1, i(rows, 3, 2))
+    sample("scatter_add", r(rows, 3), 0, i(rows, 5, 3), r(5, 3))
+    sample("scatter_add", r(4, rows), 1, i(rows, 4, 3), r(4, 5))
+    sample("index_add", r(rows, 3), 0, i(rows, 5), r(5, 3))
+    sample("index_add", r(4, rows), 1, i(rows, 3), r(4, 3), alpha=2.0)
+    sample("index_put", r(rows, 3), [i(rows, 5)], r(5, 3), True)
+    sample("index_put", r(3, rows), [None, i(rows, 5)], r(3, 1), True)
+    sample("index_put", r(rows, 3), [i(rows, 5), i(3, 5)], r(5), True)
+    short = min(rows, 2)
+    for value in (0, 2.0):
+        sample("scatter.value", r(rows, 3), 0, order(rows, 3), value)
+        sample("index_fill.int_Scalar", r(rows, 3), 0, order(short), value)
+    sample("scatter.src", r(rows, 3), 0, order(rows, 3), r(rows, 3))
+    sample("scatter.src", r(rows, 4), 0, order(rows, 3), r(rows, 4))
+    sample("scatter.reduce", r(rows, 3), 0, i(rows, 4, 3), r(4, 3), reduce="multiply")
+    sample("scatter.value_reduce", r(rows, 3), 0, i(rows, 4, 3), 2.0, reduce="multiply")
+    sample("scatter_reduce.two", r(rows, 3), 0, i(rows, 4, 3), r(4, 3), "amax")
+    sample("index_copy", r(rows, 3), 0, order(short), r(short, 3))
+    sample("index_fill.int_Tensor", r(rows, 3), 0, order(short), r())
+    sample("index_put", r(rows, 3), [order(rows)], r(rows, 3), False)
+    sample("index_put", r(rows, 3), [order(rows)], r(3), False)
+    sample("index_put", r(rows, 3), [b(rows, 3)], r(), False)
+    sample("index_put", r(rows, 3), [b(rows)], r(1), True)
+    sample("index_put", r(rows, 3), [Draw(lambda g, n=rows: torch.arange(n) > 0)], r(rows - 1, 3), False)
+
+# --------------------------------------------------------------------------------------------------- networks' own
+for n, weight, bias in ((6, r(4), r(4)), (5, r(4), None), (2, None, None)):
+    sample("native_layer_norm", r(n, 4), [4], weight, bias, 1e-5)
+    sample("_fused_rms_norm", r(n, 4), [4], weight, 1e-5)
+sample("native_layer_norm", r(5, 2, 3), [2, 3], r(2, 3), r(2, 3), 1e-5)
+sample("native_layer_norm_backward", r(6, 4), r(6, 4), [4], r(6, 1), u(6, 1), r(4), r(4), [True, True, True])
+sample("native_layer_norm_backward", r(5, 2, 3), r(5, 2, 3), [3], r(5, 2, 1), u(5, 2, 1), r(3), None, [True, True, False])
+sample("native_layer_norm_backward", r(5, 3), r(5, 3), [3], r(5, 1), u(5, 1), None, None, [True, False, False])
+sample("_fused_rms_norm_backward", r(6, 4), r(6, 4), [4], u(6, 1), r(4), [True, True])
+sample("native_group_norm", r(5, 6, 2), r(6), r(6), 5, 6, 2, 3, 1e-5)
+sample("native_group_norm", r(4, 6), None, None, 4, 6, 1, 2, 1e-5)
+sample("native_group_norm_backward", r(5, 6, 2), r(5, 6, 2), r(5, 3), u(5, 3), r(6), 5, 6, 2, 3, [True, True, True])
+sample("native_group_norm_backward", r(4, 6, 2), r(4, 6, 2), r(4, 2), u(4, 2), None, 4, 6, 2, 2, [True, False, False])
+for training in (True, False):
+    sample("native_batch_norm", r(5, 6), r(6), r(6), r(6), u(6), training, 0.1, 1e-5)
+    sample("native_batch_norm", r(4, 3, 2), r(3), r(3), r(3), u(3), training, 0.1, 1e-5)
+sample("native_batch_norm", r(5, 3, 2), None, None, None, None, True, 0.1, 1e-5)
+sample("native_batch_norm_backward", r(5, 6), r(5, 6), r(6), None, None, r(6), u(6), True, 1e-5, [True, True, True])
+sample("native_batch_norm_backward", r(5, 3), r(5, 3), r(3), r(3), u(3), r(3), u(3), True, 1e-5, [True, True, True])
+sample("native_batch_norm_backward", r(5, 4), r(5, 4), r(4), r(4), u(4), r(0), r(0), False, 1e-5, [True, True, True])
+sample("native_batch_norm_backward", r(4, 3), r(4, 3), None, r(3), u(3), r(0), r(0), False, 1e-5, [True, False, False])
+sample("_weight_norm_interface", r(5, 3), u(5, 1), 0)
+sample("_weight_norm_interface_backward", r(5, 3), r(5, 3), u(5, 1), u(5, 1), 0)
+
+
+def attentions(batch, heads, groups, queries, keys, causal, mask):
+    q, k, v = (batch, heads, queries, 4), (batch, groups, keys, 4), (batch, groups, keys, 4)
+    sample("_scaled_dot_product_flash_attention_for_cpu", r(*q), r(*k), r(*v), 0.0, causal, attn_mask=mask)
+    sample("_scaled_dot_product_flash_attention_for_cpu_backward", r(*q), r(*q), r(*k), r(*v), r(*q), r(*q[:3]), 0.0, causal,
+           attn_mask=mask)
+
+
+attentions(2, 6, 6, 4, 5, False, None)
+attentions(5, 2, 2, 3, 3, True, None)
+attentions(2, 6, 3, 4, 4, False, None)
+attentions(2, 3, 3, 4, 4, False, r(4, 4))
+attentions(2, 3, 3, 5, 4, False, r(2, 1, 5, 4))
+for n in (1, 2, 3):
+    space, large, ends = (3,) * n, (6,) * n, [1, 1] * n
+    linear = ("linear1d", "bilinear2d", "trilinear3d")[n - 1]
+    for batch in ((5, 6), (2, 4)):
+        x, big, padded = (*batch, *space), (*batch, *large), (*batch, *(5,) * n)
+        sample(f"upsample_{linear}", r(*x), list(large), False)
+        sample(f"upsample_{linear}_backward", r(*big), list(large), list(x), False)
+        sample(f"upsample_nearest{n}d _upsample_nearest_exact{n}d", r(*x), list(large))
+        sample(f"upsample_nearest{n}d_backward _upsample_nearest_exact{n}d_backward", r(*big), list(large), list(x))
+        sample(f"reflection_pad{n}d replication_pad{n}d", r(*x), ends)
+        sample(f"reflection_pad{n}d_backward replication_pad{n}d_backward", r(*padded), r(*x), ends)
+        if n == 1:
+            continue
+        two, four = [2] * n, (4,) * n
+        sample(f"avg_pool{n}d", r(*batch, *four), two)
+        sample(f"avg_pool{n}d_backward", r(*batch, *two), r(*batch, *four), two, two, [0] * n, False, True, None)
+        sample(f"_adaptive_avg_pool{n}d adaptive_max_pool{n}d", r(*batch, *four), two)
+        sample(f"_adaptive_avg_pool{n}d_backward", r(*batch, *two), r(*batch, *four))
+        sample(f"adaptive_max_pool{n}d_backward", r(*batch, *two), r(*batch, *four), i(4**n, *batch, *two))
+        sample(f"max_pool{n}d_with_indices", r(*batch, *four), two)
+        sample(f"max_pool{n}d_with_indices_backward", r(*batch, *two), r(*batch, *four), two, two, [0] * n, [1] * n, False,
+               i(4**n, *batch, *two))
+        places = Draw(lambda g, s=(*batch, *two), m=4**n: torch.stack(
+            [torch.randperm(m, generator=g)[:2**len(s[2:])] for _ in range(s[0] * s[1])]).view(s))
+        sample(f"max_unpool{n}d", r(*batch, *two), places, *([[4, 4]] if n == 2 else [[4, 4, 4], two, [0] * n]))
+sample("avg_pool2d max_pool2d_with_indices", r(5, 4, 4), [2, 2])
+sample("upsample_bicubic2d", r(5, 6, 3, 3), [6, 6], False)
+sample("upsample_bicubic2d_backward", r(5, 6, 6, 6), [6, 6], [5, 6, 3, 3], False)
+for batch in ((5,), ()):
+    sample("im2col", r(*batch, 2, 3, 3), [2, 2], [1, 1], [0, 0], [1, 1])
+    sample("col2im", r(*batch, 8, 4), [3, 3], [2, 2], [1, 1], [0, 0], [1, 1])
+sample("pixel_shuffle", r(5, 24, 2, 2), 2)
+sample("pixel_shuffle", r(5, 12, 2, 2), 2)
+sample("pixel_unshuffle", r(5, 6, 2, 2), 2)
+sample("channel_shuffle", r(5, 6, 2), 2)
+sample("grid_sampler_2d", r(5, 3, 2, 2), r(5, 4, 3, 2), 0, 0, False)
+sample("grid_sampler_2d_backward", r(5, 3, 4, 3), r(5, 3, 2, 2), r(5, 4, 3, 2), 0, 0, False, [True, True])
+
+# ---------------------------------------------------------------------------------------------------------- losses
+PAIRS = ((r(6, 4), r(6, 4)), (r(5, 3), r(5, 3)))
+for how in (0, 1, 2):
+    samples("mse_loss smooth_l1_loss huber_loss soft_margin_loss", *PAIRS, rest=(how,))
+    for weight in (None, r(3)):
+        sample("binary_cross_entropy", u(5, 3), u(5, 3), weight, how)
+        sample("binary_cross_entropy_with_logits", r(5, 3), u(5, 3), weight, None, how)
+        sample("binary_cross_entropy_with_logits", r(5, 3), u(5, 3), None, weight, how)
+    for x, y in PAIRS:
+        grad = r(*x.make(torch.Generator()).shape) if how == 0 else r()
+        sample("mse_loss_backward soft_margin_loss_backward", grad, x, y, how)
+        sample("smooth_l1_loss_backward huber_loss_backward", grad, x, y, how, 0.5)
+        for weight in (None, x):
+            sample("binary_cross_entropy_backward", grad, u(*x.make(torch.Generator()).shape), y, weight, how)
+    for n, classes in ((6, 6), (5, 4), (2, 2)):
+        for weight in (None, u(classes)):
+            targets = i(classes, n)
+            sample("nll_loss_forward", r(n, classes), targets, weight, how, 1)
+            sample("nll_loss_backward", r(n) if how == 0 else r(), r(n, classes), targets, weight, how, 1, u())
+            space = i(classes, n, 2, 3)
+            sample("nll_loss2d_forward", r(n, classes, 2, 3), space, weight, how, -100)
+            sample("nll_loss2d_backward", r(n, 2, 3) if how == 0 else r(), r(n, classes, 2, 3), space, weight, how, -100, u())
+    sample("nll_loss_forward", r(5), i(5), None, how, -100)
+    sample("nll_loss_backward", r(), r(5), i(5), None, how, -100, u())
+
+# What has no value to compare.
+VALUELESS = {"empty_like", "new_empty", "new_empty_strided"}
+
+# (names, which true signatures, why they are left out)
+MISSING: list[tuple[set[str], Callable, str]] = []

@@ -1,0 +1,150 @@
+"""The command line, without starting ranks: what is asked for, what is said, and with which exit code."""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import globaltensor
+from globaltensor.cli import bench, info, main, run
+
+
+def said(capsys, *args):
+    """Exit code, output, errors of `globaltensor args`."""
+    try:
+        code = main(list(args))
+    except SystemExit as ended:
+        code = ended.code
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    """A copy of the environment to change."""
+    copy = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
+    monkeypatch.setattr(os, "environ", copy)
+    return copy
+
+
+def test_help_names_every_command(capsys):
+    code, out, _ = said(capsys, "--help")
+    assert code == 0
+    for name, module in {"run": run, "info": info, "bench": bench}.items():
+        assert name in out and module.__doc__.split()[0] in out
+        code, own, _ = said(capsys, name, "--help")
+        assert code == 0 and module.__doc__.splitlines()[0] in own
+
+
+def test_version(capsys):
+    assert said(capsys, "--version") == (0, f"globaltensor {globaltensor.__version__}\n", "")
+
+
+@pytest.mark.parametrize("args, text", [
+    ((), "required: command"),
+    (("walk",), "invalid choice: 'walk'"),
+    (("run",), "required: program"),
+    (("run", "-n", "0", "x.py"), "'0' is not a number from 1 on"),
+    (("run", "-n", "two", "x.py"), "'two' is not a number from 1 on"),
+    (("run", "nowhere.py"), "there is no program 'nowhere.py'"),
+    (("run", "-m", "no_such_module"), "there is no module 'no_such_module'"),
+    (("run", "--nnodes", "2", __file__), "2 hosts need a place to meet\n  try: globaltensor run --nnodes 2 --rdzv-end"),
+    (("run", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--node-rank", "2", __file__), "--node-rank 2 of 2 hosts"),
+    (("bench", "nothing"), "there is no benchmark 'nothing'\n  there are: "),
+])
+def test_what_cannot_be_done_is_said_in_a_line_or_two(capsys, args, text):
+    code, out, err = said(capsys, *args)
+    assert code == 2 and out == "" and text in err and "Traceback" not in err
+
+
+def test_info_has_the_same_facts_as_text_and_as_json(capsys):
+    code, out, _ = said(capsys, "info", "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts == info.facts()
+    assert list(facts) == ["versions", "host", "transports", "world"]
+    assert facts["versions"]["globaltensor"] == globaltensor.__version__
+    assert facts["versions"]["native extension"] and facts["host"]["cores"] == len(os.sched_getaffinity(0))
+    assert facts["world"]["ranks"] == globaltensor.world_size()
+    _, text, _ = said(capsys, "info")
+    for section, rows in facts.items():
+        assert f"{section}\n" in text
+        for name, value in rows.items():
+            assert any(line.split() == [*name.split(), *str(value).split()] for line in text.splitlines()), name
+
+
+def test_info_tells_why_the_world_is_as_it_is(environ):
+    environ.update(RANK="1", WORLD_SIZE="4")
+    assert info.facts()["world"] == {"ranks": 4, "driven by this process": "1",
+                                     "because": "a launcher set RANK and WORLD_SIZE"}
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout with three files in benchmarks/, one of them no benchmark."""
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    (folder / "fast.py").write_text('"""How fast?\n\nVery."""\ndef main(json=False):\n    print("json" if json else "text")\n')
+    (folder / "broken.py").write_text('"""Why?"""\ndef main(json=False):\n    raise SystemExit(4)\n')
+    (folder / "helper.py").write_text('"""No benchmark."""\n')
+    monkeypatch.setattr(bench, "FOLDER", folder)
+
+
+def test_bench_lists_and_runs(checkout, capfd):
+    assert said(capfd, "bench", "--list") == (0, "broken  Why?\nfast    How fast?\n", "")
+    assert said(capfd, "bench", "fast") == (0, "text\n", "")
+    assert said(capfd, "bench", "fast", "--json") == (0, "json\n", "")
+    assert said(capfd, "bench") == (1, "text\n", "globaltensor: failed: broken\n")
+
+
+def test_bench_without_a_checkout(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "FOLDER", tmp_path / "benchmarks")
+    code, _, err = said(capsys, "bench")
+    assert code == 1 and "part of a checkout" in err
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 1000])
+def test_cores_are_shared_out_unless_the_user_did(environ, ranks):
+    run._environment(ranks, hosts=1)
+    assert environ["OMP_NUM_THREADS"] == str(max(1, info.cores() // ranks))
+    environ["OMP_NUM_THREADS"] = "7"
+    run._environment(ranks, hosts=1)
+    assert environ["OMP_NUM_THREADS"] == "7"
+
+
+def test_hosts_do_not_talk_over_loopback(environ):
+    run._environment(2, hosts=2)
+    assert "GLOO_SOCKET_IFNAME" not in environ
+
+
+def failures(**codes):
+    return {int(rank[1:]): SimpleNamespace(exitcode=code) for rank, code in codes.items()}
+
+
+@pytest.mark.parametrize("codes, notes, code, lines", [
+    (dict(r0=1, r1=1), {0: "ValueError: a", 1: "ValueError: a"}, 1, ["ranks 0, 1 failed: ValueError: a"]),
+    (dict(r0=1, r1=3, r2=-15), {0: "TransportError: b", 1: "exit code 3"}, 3,
+     ["rank 1 failed: exit code 3", "rank 0 then lost touch with others (TransportError)", "rank 2 ended with it"]),
+    (dict(r0=1, r1=-9), {0: "TransportError: b"}, 137,
+     ["rank 1 was killed by SIGKILL (did the host run out of memory?)",
+      "rank 0 then lost touch with others (TransportError)"]),
+    (dict(r0=-15, r1=-15), {1: "KeyError: 'x'"}, 1, ["rank 1 failed: KeyError: 'x'", "rank 0 ended with it"]),
+    (dict(r0=-11), {}, 128 + signal.SIGSEGV, ["rank 0 was killed by SIGSEGV"]),
+    (dict(r0=5), {}, 5, ["rank 0 exited with code 5"]),
+])
+def test_the_report_names_the_cause_first(tmp_path, capsys, codes, notes, code, lines):
+    for rank, line in notes.items():
+        exit_code = int(line.split()[-1]) if line.startswith("exit code") else 1
+        (tmp_path / f"{rank}.json").write_text(json.dumps({"error": line, "code": exit_code}))
+    assert run._report(failures(**codes), str(tmp_path)) == code
+    assert capsys.readouterr().err.splitlines() == [f"globaltensor: {line}" for line in lines]
+
+
+def test_the_commands_leave_torch_s_launcher_alone_until_it_is_needed():
+    code = ("import sys, globaltensor.cli;"
+            "heavy = [m for m in sys.modules if m.startswith(('torch.distributed.launcher', 'torch.distributed.run', 'rich'))];"
+            "assert not heavy, heavy")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

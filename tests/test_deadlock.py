@@ -1,0 +1,85 @@
+"""Which waits are in vain, and that telling them apart does not mislead."""
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from globaltensor import deadlock
+from globaltensor.deadlock import Wait, Watch, deadlocked
+
+
+def waits(**of):
+    """r0=(peers, tag) ... -> {0: Wait, ...}; None for a rank that does not wait."""
+    return {int(rank[1:]): None if w is None else Wait(1, "a boxing", w[0], w[1]) for rank, w in of.items()}
+
+
+@pytest.mark.parametrize("said, vain", [
+    (waits(r0=((1,), 7), r1=((0,), 7)), False),                                  # slow, but met
+    (waits(r0=((1,), 7), r1=((0,), 8)), True),                                   # another op
+    (waits(r0=((1,), 7), r1=None), False),                                       # rank 1 computes
+    (waits(r0=((1,), 7), r1=((2,), 7), r2=((0,), 7)), True),                     # a circle
+    (waits(r0=((1,), 7), r1=((0, 2), 7), r2=((1,), 7)), False),                  # rank 0 and 2 are met
+    (waits(r0=((1, 2), 7), r1=((0, 2), 7), r2=((3,), 9), r3=((0, 1, 2), 5)), True),
+    (waits(r0=((1, 2), 7), r1=((0, 2), 7), r2=((3,), 9), r3=((2,), 9)), False),  # 2 and 3 go on, and then all
+])
+def test_what_is_in_vain(said, vain):
+    assert deadlocked(said) is vain
+
+
+class Store(dict):
+    """The three calls of torch's store that are used."""
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """Two ranks that share a store, watched without threads of their own."""
+    store = Store()
+    monkeypatch.setattr(deadlock, "PERIOD", 0.01)
+    watches = [Watch(store, rank, 2) for rank in range(2)]
+    monkeypatch.setattr(deadlock, "_watch", watches[0])
+    return watches
+
+
+def test_who_goes_on_takes_back_what_it_said(pair):
+    mine, other = pair
+    with deadlock.waiting("a boxing", (1,), 7):
+        assert mine.tell(deadlock._now)
+        assert mine.told.where.startswith("tests/test_deadlock.py") or "test_deadlock.py:" in mine.told.where
+        assert other.others() is None and other.busy == 1        # itself has said nothing
+    assert mine.told is None and other.others() is None and other.busy == 0
+
+
+def test_a_wait_that_is_over_is_not_told(pair):
+    mine, _ = pair
+    with deadlock.waiting("a boxing", (1,), 7):
+        then = deadlock._now
+    assert not mine.tell(then) and mine.told is None
+
+
+def test_a_deadlock_is_found_and_the_last_rank_ends(pair, monkeypatch):
+    mine, other = pair
+    ended, shown = [], []
+    monkeypatch.setattr(deadlock.os, "_exit", lambda code: (ended.append(code), setattr(deadlock, "_now", None)))
+    monkeypatch.setattr(deadlock.sys, "excepthook", lambda kind, error, at: shown.append(str(error)))
+    with deadlock.waiting("a boxing", (1,), 7):
+        assert mine.tell(deadlock._now)
+        other.store.set("globaltensor wait 1", '[1, "zeros", [0], 8, "program.py:3"]')
+        looking = threading.Thread(target=other.look)            # takes this process's wait for its own
+        monkeypatch.setattr(other, "tell", lambda now: True)
+        looking.start()
+        looking.join(10)
+    assert ended == [1] and "rank 1 waits for rank 0 in zeros   at program.py:3" in shown[0]
+    error = deadlock.found()
+    assert "rank 0 waits for rank 1 in a boxing" in str(error) and "test_deadlock.py" in error.where
+
+
+def test_without_a_watch_there_is_no_verdict(monkeypatch):
+    monkeypatch.setattr(deadlock, "_watch", None)
+    assert deadlock.found() is None

@@ -1,0 +1,193 @@
+"""The table of rules, proved by brute force: every line, every S, B and P of every operand, on 2 and 3 ranks.
+
+The operands are cut by hand, the op runs on every rank's parts with torch's own kernel (and the line's patch and
+runner, as dispatch does it), and what comes out is compared with the op on the whole. So the *truth* is found: which
+layouts of the operands give which layouts of the results. A rule is
+
+    unsound     where it derives what is not true; that must not be
+    incomplete  where it does not derive what is true; that must be listed in `rule_samples.MISSING`, with the reason
+
+Values are random, so that nothing is true by accident. Where there are very many combinations, those of the derived
+signatures are all tried, and as many others as `MOST`, drawn from the seed.
+"""
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rule_samples import MISSING, SAMPLES, VALUELESS, Draw
+from shards import cut, join, sizes, states
+from torch.utils._pytree import tree_flatten
+
+import globaltensor as gt
+from globaltensor.dispatch.choose import _fits as fits
+from globaltensor.dispatch.choose import label_sizes
+from globaltensor.layout import layout, spec
+from globaltensor.rules.call import Call
+from globaltensor.rules.language import signatures
+from globaltensor.rules.line import Line
+from globaltensor.rules.table import TABLE
+
+SEED = int(os.environ.get("RULES_SEED") or random.randrange(2**32))
+MOST = 1500
+print(f"tests/test_rules.py: RULES_SEED={SEED}")
+
+
+def whole_line(line):
+    """Is the rule never used, since the op is always rewritten?"""
+    return line.rewrite is not None and line.when is Line.__dataclass_fields__["when"].default
+
+
+PROVED = {func: line for func, line in TABLE.items() if not whole_line(line)}
+
+
+class Case:
+    """One op with sample arguments, on one axis of `parts` ranks."""
+
+    def __init__(self, func, line, args, kwargs, parts, generator):
+        self.func, self.line, self.parts = func, line, parts
+        self.call = Call(func, args, kwargs)
+        self.rule = line.family(self.call)
+        self.where = gt.placement("cpu", list(range(parts)))
+        self.full = self.results(self.clone(self.call.tensors))
+        self.shards = [{s: cut(t, s, parts, generator) for s in states(t.dim(), t.dtype.is_floating_point)}
+                       for t in self.call.tensors]
+
+    def clone(self, tensors):
+        return [t.clone() for t in tensors]
+
+    def results(self, tensors, rank=None, patches=(), runner=None):
+        """The tensors that the op returns for these operands."""
+        args, kwargs = self.call.given()
+        for (at, index), name, tensor in zip(self.call.slots, self.call.names, tensors):
+            at = self.call.position(name)
+            holder = args if isinstance(at, int) else kwargs
+            if index is None:
+                holder[at] = tensor
+            else:
+                holder[at] = [tensor if i == index else t for i, t in enumerate(holder[at])]
+        for at, value in patches:
+            (args if isinstance(at, int) else kwargs)[at] = value
+        out = runner(rank, args, kwargs) if runner else self.func(*args, **kwargs)
+        return [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
+
+    def derived(self):
+        """Signatures that are legal for these sizes."""
+        of = label_sizes(self.rule, self.call.shapes)
+        return {(sig.inputs, sig.outputs) for sig in signatures(self.rule)
+                if fits((sig,), (self.parts,), of, dict(self.rule.even), self.rule.nonempty)}
+
+    def parts_of(self, inputs, first=None):
+        """Per rank what the op returns; None where it raises. `first` is the layout that output 0 shall have."""
+        tensors = self.call.tensors
+        operands = [spec(layout(self.where, (s,)), tuple(t.shape), None, t.dtype) for s, t in zip(inputs, tensors)]
+        outputs = [spec(layout(self.where, (first,)), tuple(self.full[0].shape), None, self.full[0].dtype)] if first else []
+        recipe = SimpleNamespace(func=self.func, shapes=[o.shape for o in operands], outputs=outputs,
+                                 boxes=[{r: o.box(r) for r in range(self.parts)} for o in operands])
+        runner = self.line.runner
+        found = []
+        for rank in range(self.parts):
+            local = [self.shards[q][s][rank].clone() for q, s in enumerate(inputs)]
+            try:
+                patches = self.line.patch(self.call, operands, outputs, rank) if self.line.patch else ()
+                run = (lambda r, a, k: runner(recipe, r, a, k)) if runner else None
+                found.append(self.results(local, rank, patches, run))
+            except (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError):
+                return None
+        return found if all(len(f) == len(self.full) for f in found) else None
+
+    def holds(self, k, state, parts):
+        """Are these parts of result k, laid out so, the whole?"""
+        full = self.full[k]
+        if state.is_split:
+            if [p.shape[state.dim] if p.dim() == full.dim() else -1 for p in parts] != sizes(full.shape[state.dim], self.parts):
+                return False
+        elif any(p.shape != full.shape for p in parts):
+            return False
+        if state.is_partial and full.dtype == torch.bool and state.op == "sum":
+            return False
+        try:
+            got = join(parts, state)
+        except (RuntimeError, AssertionError):
+            return False
+        return got.shape == full.shape and got.dtype == full.dtype and (
+            name_of(self.func) in VALUELESS or torch.allclose(got, full, rtol=1e-7, atol=1e-9, equal_nan=True))
+
+    def truth(self, inputs, told):
+        """All layouts of the results that are true for these of the operands; `told` are looked at in any case."""
+        firsts = states(self.full[0].dim()) if self.line.patch else [None]
+        found = set()
+        for first in firsts:
+            parts = self.parts_of(inputs, first)
+            if parts is None:
+                continue
+            ways = []
+            for k, full in enumerate(self.full):
+                look = dict.fromkeys([*states(full.dim()), *[outs[k] for outs in told]])
+                ways.append([s for s in look if (k or first is None or s == first)
+                             and self.holds(k, s, [p[k] for p in parts])])
+            found |= set(itertools.product(*ways))
+        return found
+
+    def judge(self, chooser):
+        """What the rule derives that is not true, and what is true that it does not derive."""
+        derived = self.derived()
+        wrong, missing = set(), set()
+        every = list(itertools.product(*[list(s) for s in self.shards]))
+        known = {ins for ins, _ in derived}
+        others = [ins for ins in every if ins not in known]
+        if len(others) > MOST:
+            others = chooser.sample(others, MOST)
+        for inputs in [*known, *others]:
+            told = [outs for ins, outs in derived if ins == inputs]
+            if inputs in known and any(s not in self.shards[q] for q, s in enumerate(inputs)):
+                continue                             # a pending sum of integers
+            true = self.truth(inputs, told)
+            wrong |= {(inputs, outs) for outs in told if outs not in true}
+            if inputs not in known:
+                missing |= {(inputs, outs) for outs in true if not any(s.op in ("max", "min") for s in outs)}
+        return wrong, missing
+
+
+def made(value, generator):
+    """Sample arguments with their tensors drawn."""
+    if isinstance(value, Draw):
+        return value.make(generator)
+    if isinstance(value, dict):
+        return {k: made(v, generator) for k, v in value.items()}
+    return type(value)(made(v, generator) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def text(signature):
+    """S(0), B -> S(0)"""
+    return " -> ".join(", ".join(map(str, side)) for side in signature)
+
+
+def name_of(func):
+    return str(func).removeprefix("aten.").removesuffix(".default")
+
+
+def excused(name, signature):
+    """Is this true signature left out on purpose?"""
+    return any(test(*signature) for names, test, reason in MISSING if name in names)
+
+
+@pytest.mark.parametrize("func", PROVED, ids=name_of)
+def test_line(func):
+    name, line = name_of(func), PROVED[func]
+    assert name in SAMPLES, f"the line of {name} has no sample in rule_samples.py"
+    generator = torch.Generator().manual_seed(SEED % 2**31)
+    chooser = random.Random(f"{SEED} {name}")
+    for number, (args, kwargs) in enumerate(SAMPLES[name]):
+        args, kwargs = made(args, generator), made(kwargs, generator)
+        for parts in (2, 3):
+            case = Case(func, line, args, kwargs, parts, generator)
+            wrong, missing = case.judge(chooser)
+            what = f"{name}, sample {number}, {parts} ranks, {case.rule}"
+            assert not wrong, f"unsound: {what}\n" + "\n".join(sorted(map(text, wrong)))
+            left = [m for m in missing if not excused(name, m)]
+            assert not left, f"true, but not derived: {what}\n" + "\n".join(sorted(map(text, left)))

@@ -1,0 +1,206 @@
+"""The global tensor itself: making one, looking at it, its value, its attributes, assignment."""
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import globaltensor as gt
+from globaltensor.layout import cut, layout
+
+B, S, P = gt.sbp.broadcast, gt.sbp.split, gt.sbp.partial_sum
+TWO = gt.placement("cpu", [0, 1])
+PLACES = [TWO, gt.placement("cpu", [2, 0, 1]), gt.placement("cpu", [[0, 1], [2, 3]]), gt.placement("cpu", [5])]
+
+
+@pytest.mark.parametrize("n, parts", [(10, 3), (2, 4), (0, 2), (7, 7), (8, 4)])
+def test_cuts_are_balanced(n, parts):
+    assert [b - a for a, b in (cut(n, parts, i) for i in range(parts))] == [n // parts + (i < n % parts)
+                                                                           for i in range(parts)]
+
+
+@pytest.mark.parametrize("where", PLACES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 3), (1, 2), (0, 4), (8, 8)], ids=str)
+def test_from_full_and_back(where, shape):
+    value = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    for sbp in itertools.product([B, P, S(0), S(1)], repeat=where.ndim):
+        x = gt.from_full(value, where, sbp)
+        assert x.shape == shape and x.is_global and x.placement == where and x.sbp == sbp
+        assert set(x.shards) == set(where.flat)
+        for r, shard in x.shards.items():
+            assert tuple(shard.shape) == layout(where, sbp).local_shape(shape, r)
+        assert torch.equal(x.full_tensor(), value) and numpy.array_equal(x.numpy(), value.numpy())
+
+
+FACTORIES = {
+    "zeros": lambda **k: gt.zeros(4, 5, **k), "ones": lambda **k: gt.ones((4, 5), dtype=torch.int32, **k),
+    "full": lambda **k: gt.full((4, 5), 3.5, **k), "arange": lambda **k: gt.arange(2, 20, 3, **k),
+    "linspace": lambda **k: gt.linspace(0, 1, 7, **k), "eye": lambda **k: gt.eye(4, 5, **k),
+    "tensor": lambda **k: gt.tensor([[1.0, 2], [3, 4], [5, 6]], **k), "logspace": lambda **k: gt.logspace(0, 2, 5, **k),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_factories(name):
+    make = FACTORIES[name]
+    expected = make()
+    assert type(expected) is torch.Tensor
+    for where, sbp in itertools.product(PLACES, [B, P, S(0)]):
+        got = make(placement=where, sbp=sbp)
+        assert got.dtype == expected.dtype and torch.equal(got.full_tensor(), expected)
+    assert gt.zeros(2, placement=TWO, sbp=B, requires_grad=True).requires_grad
+
+
+def test_unlisted_attributes_are_torchs():
+    assert gt.matmul is torch.matmul and gt.nn is torch.nn and gt.float16 is torch.float16 and gt.optim is torch.optim
+    with pytest.raises(AttributeError):
+        gt.no_such_thing
+
+
+@pytest.mark.parametrize("sbp", [S(0), P, B], ids=str)
+def test_from_local_and_from_shards(sbp):
+    parts = {0: torch.tensor([[1.0, 2]]), 1: torch.tensor([[3.0, 4]])}
+    expected = {"S": torch.cat([*parts.values()]), "P": parts[0] + parts[1], "B": parts[0]}[sbp.kind]
+    if sbp is not B:
+        assert torch.equal(gt.from_shards(parts, TWO, sbp).full_tensor(), expected)
+    t = torch.tensor([[1.0, 2]], requires_grad=True)
+    x = t.to_global(TWO, sbp)
+    assert torch.equal(x.full_tensor(), {"S": torch.cat([t, t]), "P": t + t, "B": t}[sbp.kind])
+    x.sum().backward()
+    assert torch.equal(t.grad, torch.full_like(t, {"S": 2.0, "P": 2.0, "B": 1.0}[sbp.kind]))
+
+
+def test_from_full_is_differentiable():
+    t = torch.randn(3, 2, requires_grad=True)
+    (gt.from_full(t, TWO, S(0)) ** 2).sum().backward()
+    torch.testing.assert_close(t.grad, 2 * t.detach())
+
+
+def test_full_tensor_is_differentiable():
+    x = gt.randn(3, 2, placement=TWO, sbp=S(0), requires_grad=True)
+    (x.full_tensor() ** 2).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), 2 * x.full_tensor().detach())
+
+
+def test_values_and_branches():
+    x = gt.full((), 4.0, placement=gt.placement("cpu", [3]), sbp=B)
+    assert x.item() == 4 and x > 3 and not x > 5 and float(x) == 4.0 and int(x) == 4
+    assert gt.arange(3, placement=TWO, sbp=S(0)).tolist() == [0, 1, 2]
+
+
+def test_it_prints_its_global_value():
+    text = repr(gt.arange(4, placement=TWO, sbp=S(0)))
+    assert text == 'tensor([0, 1, 2, 3], placement=placement("cpu", [0, 1]), sbp=S(0))'
+    assert "requires_grad=True" in repr(gt.ones(2, placement=TWO, sbp=B, requires_grad=True))
+
+
+def test_to_global_keeps_what_is_not_said():
+    x = gt.randn(4, 4, placement=TWO, sbp=S(0))
+    assert x.to_global() is x and x.to_global(sbp=B).placement == TWO
+    assert x.to_global(gt.placement("cpu", [2, 3])).sbp == (S(0),)
+    grid = gt.placement("cpu", [[0, 1], [2, 3]], axis_names=("dp", "tp"))
+    assert x.to_global(grid, {"tp": S(1)}).sbp == (B, S(1)) and x.to_global(grid).sbp == (B, B)
+
+
+def test_modules_become_global():
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "n": nn.BatchNorm1d(4)})
+    model["b"].weight = model["a"].weight
+    values = {k: v.clone() for k, v in model.state_dict().items()}
+    names = [n for n, _ in model.named_parameters()]
+    model.to_global(TWO, {"*.weight": S(0)})
+    assert model["b"].weight is model["a"].weight and [n for n, _ in model.named_parameters()] == names
+    assert all(isinstance(p, nn.Parameter) and p.is_global and p.is_leaf for p in model.parameters())
+    assert model["a"].weight.sbp == (S(0),) and model["a"].bias.sbp == (B,) and model["n"].running_mean.is_global
+    for k, v in model.state_dict().items():
+        assert torch.equal(v.full_tensor(), values[k])
+    again = gt.to_global(copy.deepcopy(model), TWO, lambda name, p: B)
+    assert all(p.sbp == (B,) for p in again.parameters())
+    with pytest.raises(gt.GlobalTensorError, match="fits no parameter"):
+        nn.Linear(2, 2).to_global(TWO, {"wieght": S(0)})
+
+
+def test_copies_and_pickles():
+    p = nn.Parameter(gt.randn(4, 3, placement=TWO, sbp=S(0)))
+    twin = copy.deepcopy(p)
+    assert isinstance(twin, nn.Parameter) and twin.requires_grad and torch.equal(twin.full_tensor(), p.full_tensor())
+    with torch.no_grad():
+        twin.zero_()
+    assert p.full_tensor().abs().sum() > 0
+    again = pickle.load(io.BytesIO(pickle.dumps(p.detach())))
+    assert again.sbp == p.sbp and torch.equal(again.full_tensor(), p.full_tensor())
+
+
+INDICES = [1, -1, slice(1, 3), slice(None, None, 2), (slice(None), 0), (2, slice(1, 3)), (..., 1), slice(4, 2),
+           (slice(1, 4, 2), slice(0, 2)), ...]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_assignment(index):
+    base = torch.arange(15.0).reshape(5, 3)
+    for where, sbp in [(TWO, S(0)), (TWO, S(1)), (TWO, B), (PLACES[2], (S(0), S(0))), (PLACES[2], (S(0), S(1)))]:
+        for value in (7.0, torch.tensor(8.0), -torch.ones_like(base[index]),
+                      gt.from_full(-torch.ones_like(base[index]), where, B)):
+            expected, x = base.clone(), gt.from_full(base, where, sbp)
+            shards = dict(x.shards)
+            expected[index] = value.full_tensor() if getattr(value, "is_global", False) else value
+            x[index] = value
+            assert torch.equal(x.full_tensor(), expected)
+            assert all(x.shards[r] is shards[r] for r in shards)
+
+
+def test_reading_by_index():
+    base = torch.arange(30.0).reshape(5, 3, 2)
+    for sbp in (S(0), S(1), B, P):
+        x = gt.from_full(base, TWO, sbp)
+        for index in [*INDICES, (slice(None), None), torch.tensor([0, 3, 3]), base[:, :, 0] > 5, (slice(None), [2, 0])]:
+            torch.testing.assert_close(x[index].full_tensor(), base[index])
+
+
+def test_in_place_keeps_layout_memory_and_views():
+    x = gt.from_full(torch.arange(8.0).reshape(4, 2), TWO, S(0))
+    shard, view = x.shards[1], x.view(8)
+    x.add_(1).mul_(gt.full((2,), 2.0, placement=TWO, sbp=B))
+    assert x.shards[1] is shard and x.sbp == (S(0),)
+    assert torch.equal(view.full_tensor(), (torch.arange(8.0) + 1) * 2)
+    view.zero_()
+    assert x.full_tensor().sum() == 0
+
+
+@pytest.mark.parametrize("sbp", [B, S(0), S(1), P], ids=str)
+def test_in_place_on_every_layout(sbp):
+    value, other = torch.randn(4, 6), torch.randn(4, 6)
+    x = gt.from_full(value, TWO, sbp)
+    for theirs in (B, S(0), S(1), P):
+        y = gt.from_full(other, TWO, theirs)
+        for op in ("add_", "mul_", "copy_", "sub_"):
+            got, expected = x.clone(), value.clone()
+            getattr(got, op)(y), getattr(expected, op)(other)
+            assert got.sbp == x.sbp
+            torch.testing.assert_close(got.full_tensor(), expected)
+    got = x.clone().relu_()
+    torch.testing.assert_close(got.full_tensor(), value.relu())
+
+
+def test_a_moved_view_of_a_changed_tensor_is_refused():
+    x = gt.from_full(torch.arange(6.0).reshape(3, 2), TWO, S(0))
+    flat = x.view(6)                                 # 3 rows over 2 ranks are not 6 elements over 2 ranks: moved
+    assert torch.equal(flat.full_tensor(), torch.arange(6.0))
+    with pytest.raises(gt.GlobalTensorError, match="copy"):
+        flat.add_(1)
+    x.add_(1)
+    with pytest.raises(gt.GlobalTensorError, match="written to"):
+        flat + 1
+    assert torch.equal(x.view(6).full_tensor(), torch.arange(6.0) + 1)
+
+
+def test_plain_operands_count_as_broadcast():
+    x, plain = torch.randn(4, 3), torch.randn(3)
+    for sbp in (S(0), S(1), P, B):
+        torch.testing.assert_close((gt.from_full(x, TWO, sbp) + plain).full_tensor(), x + plain)
+        torch.testing.assert_close((plain * gt.from_full(x, TWO, sbp)).full_tensor(), plain * x)

@@ -1,0 +1,81 @@
+"""What torch DTensor 2.13 gets wrong, right here: mean losses, conv1d, empty shards, placements that only look alike."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import globaltensor as gt
+
+B, S = gt.sbp.broadcast, gt.sbp.split
+RANKS = [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
+
+LOSSES = {
+    "mse": F.mse_loss, "smooth_l1": F.smooth_l1_loss, "huber": F.huber_loss, "l1": F.l1_loss,
+    "soft_margin": lambda x, y, reduction: F.soft_margin_loss(x, y.sign(), reduction=reduction),
+    "bce": lambda x, y, reduction: F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), reduction=reduction),
+    "bce_with_logits": lambda x, y, reduction: F.binary_cross_entropy_with_logits(x, y.sigmoid(), reduction=reduction),
+    "kl_div": lambda x, y, reduction: F.kl_div(x, y, reduction=reduction, log_target=True),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(8, 3), (5, 3), (2, 3), (1, 1)], ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_divide_by_the_global_number_of_elements(loss, shape, reduction):
+    torch.manual_seed(0)
+    x, y = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    a = x.clone().requires_grad_()
+    expected = LOSSES[loss](a, y, reduction=reduction)
+    expected.sum().backward()
+    for ranks in RANKS:
+        where = gt.placement("cpu", ranks)
+        for sbp in (S(0), S(1), B):
+            gx = gt.from_full(x, where, sbp).requires_grad_()
+            got = LOSSES[loss](gx, gt.from_full(y, where, sbp), reduction=reduction)
+            got.sum().backward()
+            torch.testing.assert_close(got.full_tensor(), expected)
+            torch.testing.assert_close(gx.grad.full_tensor(), a.grad)
+
+
+@pytest.mark.parametrize("n", [4, 3, 1])
+def test_conv1d(n):
+    torch.manual_seed(0)
+    x, w, b = torch.randn(n, 4, 9).double(), torch.randn(6, 4, 3).double(), torch.randn(6).double()
+    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+    expected = F.conv1d(*leaves, padding=1)
+    expected.square().sum().backward()
+    where = gt.placement("cpu", [0, 1])
+    for sbps in ((S(0), B, B), (B, S(0), S(0)), (S(1), S(1), B), (S(2), B, B)):
+        ours = [gt.from_full(t, where, s).requires_grad_() for t, s in zip((x, w, b), sbps)]
+        got = F.conv1d(*ours, padding=1)
+        got.square().sum().backward()
+        torch.testing.assert_close(got.full_tensor(), expected)
+        for t, leaf in zip(ours, leaves):
+            torch.testing.assert_close(t.grad.full_tensor(), leaf.grad)
+
+
+@pytest.mark.parametrize("op", ["max", "min", "amax", "amin", "argmax", "argmin", "sum", "mean", "std", "norm"])
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_reductions_with_empty_shards(op, n):
+    torch.manual_seed(0)
+    x = -torch.rand(n, dtype=torch.float64) - 1
+    expected = getattr(x, op)()
+    for ranks in RANKS:
+        got = getattr(gt.from_full(x, gt.placement("cpu", ranks), S(0)), op)()
+        torch.testing.assert_close(got.full_tensor(), expected, equal_nan=True)
+
+
+def test_placements_that_look_alike_are_not_the_same():
+    a = gt.placement("cpu", [0, 1])
+    assert a == gt.placement("cpu", (0, 1)) == gt.placement("cpu", torch.tensor([0, 1]))
+    others = [gt.placement("cpu", [1, 0]), gt.placement("cpu", [[0, 1]]), gt.placement("cpu", [[0], [1]]),
+              gt.placement("cpu", [0]), gt.placement("cpu", [0, 1], axis_names=["dp"]), gt.placement("meta", [0, 1])]
+    assert len({a, *others}) == len(others) + 1
+    x = torch.arange(4.0)
+    permuted = gt.from_full(x, others[0], S(0))
+    assert permuted.shards[1].tolist() == [0, 1] and permuted.shards[0].tolist() == [2, 3]
+    with pytest.raises(gt.GlobalTensorError, match="to_global"):
+        gt.from_full(x, a, S(0)) + permuted
+    moved = gt.from_full(x, a, S(0)).to_global(others[0])
+    assert {r: t.tolist() for r, t in moved.shards.items()} == {1: [0, 1], 0: [2, 3]}
