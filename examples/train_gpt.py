@@ -44,12 +44,12 @@ VOCAB = 256                                          # every byte is a token
 TOLERANCE = 1e-4                                     # of --verify, relative
 TEXT_BYTES = 1_000_000                               # of the standard library's sources, when no --data is given
 
-columns = {"tp": gt.sbp.split(0)}                    # a weight is [outputs, inputs]: each rank computes some outputs
-rows = {"tp": gt.sbp.split(1)}                       # each rank adds its share to every output
+COLUMNS = {"tp": gt.sbp.split(0)}                    # a weight is [outputs, inputs]: each rank computes some outputs
+ROWS = {"tp": gt.sbp.split(1)}                       # each rank adds its share to every output
 LAYOUT = {
-    "token.weight": columns, "head.weight": columns,
-    "*.q.*": columns, "*.k.*": columns, "*.v.*": columns, "*.o.weight": rows,
-    "*.up.*": columns, "*.down.weight": rows,
+    "token.weight": COLUMNS, "head.weight": COLUMNS,
+    "*.q.*": COLUMNS, "*.k.*": COLUMNS, "*.v.*": COLUMNS, "*.o.weight": ROWS,
+    "*.up.*": COLUMNS, "*.down.weight": ROWS,
 }
 
 
@@ -126,16 +126,15 @@ def stages(options: argparse.Namespace) -> list[gt.placement]:
 
 
 def spread(model: GPT, places: list[gt.placement]) -> None:
-    """Make the parameters global: laid out by LAYOUT, the blocks dealt out over the stages."""
+    """Make the parameters global: laid out by LAYOUT, the blocks dealt out over the stages in order."""
     gt.to_global(model, places[0], LAYOUT)
-    parts = len(model.blocks)
-    home = {block: places[i * len(places) // parts] for i, block in enumerate(model.blocks)}
-    for module in (*model.blocks, model.norm, model.head) if len(places) > 1 else ():
-        place = home.get(module, places[-1])
-        gt.to_global(module, place, lambda name, parameter: parameter.sbp)
-        module.register_forward_pre_hook(lambda _, args, place=place: (args[0].to_global(place),))
-    model.token.register_forward_pre_hook(
-        lambda _, args: (args[0].to_global(places[0]) if args[0].is_global else args[0],))
+    homes = {model.token: places[0], model.norm: places[-1], model.head: places[-1]}
+    for i, block in enumerate(model.blocks):
+        homes[block] = places[i * len(places) // len(model.blocks)]
+    for module, home in homes.items() if len(places) > 1 else ():
+        gt.to_global(module, home, lambda name, parameter: parameter.sbp)
+        module.register_forward_pre_hook(                # what comes in goes where the parameters are
+            lambda _, args, home=home: (args[0].to_global(home) if args[0].is_global else args[0],))
 
 
 def global_batch(parts: Parts, places: list[gt.placement]) -> Parts:

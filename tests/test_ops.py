@@ -220,7 +220,7 @@ def in_place_through_views(x, y):
     z = x.clone()
     z[1] = y[0]
     z[:, 1] = 0.0
-    z[2:4] += x[:2]
+    z[2:4] = z[2:4] + x[:2]
     z[0, 0] = 5.0
     z.t()[:, 2] = y[1]
     return z

@@ -199,6 +199,20 @@ def test_ranks_that_wait_for_each_other_in_vain_are_told_on_every_rank(how):
         assert "the value is" not in out
 
 
+def test_who_is_slow_is_waited_for():
+    """Ranks that are stopped for longer than a deadlock takes to be found, in turns, while the other waits."""
+    ranks = by_hand([FAILS, "is patient"], 2)
+    for rank in ranks:
+        rank.process.stdout.readline()
+    for rank in ranks[::-1]:
+        rank.process.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        rank.process.send_signal(signal.SIGCONT)
+        time.sleep(0.2)
+    for code, out, err in [rank.end(40) for rank in ranks]:
+        assert code == 0 and "the value is 40.0" in out, out + err
+
+
 def test_a_program_is_its_own_main_with_its_own_arguments():
     code, out, _, _ = failing("arguments", ranks=2)
     cores = len(os.sched_getaffinity(0))

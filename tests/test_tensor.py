@@ -143,7 +143,8 @@ INDICES = [1, -1, slice(1, 3), slice(None, None, 2), (slice(None), 0), (2, slice
 @pytest.mark.parametrize("index", INDICES, ids=str)
 def test_assignment(index):
     base = torch.arange(15.0).reshape(5, 3)
-    for where, sbp in [(TWO, S(0)), (TWO, S(1)), (TWO, B), (PLACES[2], (S(0), S(0))), (PLACES[2], (S(0), S(1)))]:
+    for where, sbp in [(TWO, S(0)), (TWO, S(1)), (TWO, B), (PLACES[2], (S(0), S(0))), (PLACES[2], (S(0), S(1))),
+                       (PLACES[2], (P, S(0)))]:
         for value in (7.0, torch.tensor(8.0), -torch.ones_like(base[index]),
                       gt.from_full(-torch.ones_like(base[index]), where, B)):
             expected, x = base.clone(), gt.from_full(base, where, sbp)
@@ -152,6 +153,23 @@ def test_assignment(index):
             x[index] = value
             assert torch.equal(x.full_tensor(), expected)
             assert all(x.shards[r] is shards[r] for r in shards)
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_gradients_of_assignment(index):
+    base = torch.randn(5, 3, dtype=torch.float64)
+    new = torch.randn_like(base[index])
+    a, v = base.clone().requires_grad_(), new.clone().requires_grad_()
+    y = a * 2
+    y[index] = v
+    (y ** 2).sum().backward()
+    for sbp in (S(0), S(1), B):
+        x, value = gt.from_full(base, TWO, sbp).requires_grad_(), gt.from_full(new, TWO, B).requires_grad_()
+        y = x * 2
+        y[index] = value
+        (y ** 2).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), a.grad)
+        torch.testing.assert_close(value.grad.full_tensor(), v.grad)
 
 
 def test_reading_by_index():

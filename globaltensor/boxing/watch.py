@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from globaltensor.errors import BoxingError, where
-from globaltensor.layout import Layout
+from globaltensor.layout import Layout, sbp_text
+from globaltensor.sbp import typed
 
 EXPLICIT = "to_global"                               # the name of a boxing that the user asked for
 
@@ -90,7 +91,8 @@ def permit(op: str, src: Layout, dst: Layout, nbytes: int) -> None:
     """Raise, or warn, where a block in force does not want this boxing."""
     if op == EXPLICIT or not nbytes:
         return
-    what = f"{op} needs a boxing {src} -> {dst.sbp if src.placement == dst.placement else dst}, {nbytes:,} bytes"
+    way = sbp_text(dst.sbp) if src.placement == dst.placement else dst
+    what = f"{op} needs a boxing {src} -> {way}, {nbytes:,} bytes"
     for policy in _policies:
         policy.used += nbytes
         if policy.mode == "forbid":
@@ -103,7 +105,7 @@ def permit(op: str, src: Layout, dst: Layout, nbytes: int) -> None:
 
 
 def _fix(dst: Layout) -> str:
-    return f"x.to_global(sbp={dst.sbp}) where it is wanted, or another sbp for the operands"
+    return f"x.to_global(sbp={typed(dst.sbp)}) where it is wanted, or another sbp for the operands"
 
 
 def note(move: Move) -> None:

@@ -4,8 +4,8 @@ The price of a choice is, in seconds on the machine:
 
     the boxing of every operand into the layout the choice wants
   + the work that each rank does (what no axis cuts is done by every rank)
-  + for an output left pending, what it will cost to reduce it later. Free where the operands lie just so already: a
-    layout that asks for a pending sum (a row-parallel linear, a gradient over a split batch) gets it.
+  + for an output left pending, what it will cost to reduce it later. Free where the operands lie just so already, or
+    are whole: a layout that asks for a pending sum (a row-parallel linear, a gradient over a split batch) gets it.
 
 Dispatch never starts a split of its own: a label may be cut on an axis only if an operand is split there. So
 broadcast operands stay broadcast, and where the split dim of an operand must be whole another one takes its place.
@@ -98,7 +98,8 @@ def _candidates(of: Rule, states: list[Sbp], target: int | None, moved: bool) ->
     return found
 
 
-def _fits(nd: tuple[Signature, ...], axes: tuple[int, ...], sizes: Sizes, even: Sizes, nonempty: bool) -> bool:
+def _fits(nd: tuple[Signature, ...], axes: tuple[int, ...], sizes: Sizes, even: Sizes,
+          nonempty: tuple[str, ...]) -> bool:
     """Are labels that need it cut evenly, and none into empty parts where the kernel does not take them?"""
     if not even and not nonempty:
         return True
@@ -106,7 +107,7 @@ def _fits(nd: tuple[Signature, ...], axes: tuple[int, ...], sizes: Sizes, even: 
     for sig, parts in zip(nd, axes):
         if sig.label is not None:
             ways[sig.label] = ways.get(sig.label, 1) * parts
-    return all((label not in even or even[label] % n == 0) and (not nonempty or sizes.get(label, 0) >= n)
+    return all((label not in even or even[label] % n == 0) and (label not in nonempty or sizes.get(label, 0) >= n)
                for label, n in ways.items())
 
 
@@ -125,7 +126,7 @@ def _price(nd: tuple[Signature, ...], operands: list[Spec], outputs: list[Size],
             if total > limit:
                 return total
         for axis, (s, w) in enumerate(zip(spec.sbp, want)):
-            moved_on[axis] |= s != w and not w.is_partial
+            moved_on[axis] |= s != w and not s.is_broadcast
             carried[axis] |= s.is_partial and w.is_partial
             total += _NUDGE * ((w.is_partial and not s.is_partial) + 0.01 * (s != w))
     return total + _debt(nd, where, outputs, machine, carried, moved_on)

@@ -111,7 +111,7 @@ def _one_placement(cls: type, call: Call) -> placement:
         (first, a), (second, b) = list(found.items())[:2]
         raise MixedPlacementError(f"{call.func}: {a} is on {first}, {b} on {second}",
                                   "the operands of one op live on one placement",
-                                  f"{b}.to_global({a}.placement, {a}.sbp)")
+                                  f"{b}.to_global(gt.{first})")
     return next(iter(found))
 
 
@@ -136,9 +136,13 @@ def _check_written(call: Call, written: tuple[int, ...], results: list[Any]) -> 
     for q in written[:1]:
         had, gets = tuple(call.tensors[q].shape), [tuple(r.shape) for r in results if isinstance(r, torch.Tensor)]
         if gets and gets[0] != had:
-            raise InPlaceError(f"{call.func} would change the shape of its target from {had} to {gets[0]}",
-                               "a global tensor keeps its shape, and with it what each rank holds",
-                               f"x = x.{call.func._schema.name.split('::')[1].rstrip('_')}(...)")
+            raise _changed(call, f"from {list(had)} to {list(gets[0])}")
+
+
+def _changed(call: Call, how: str) -> InPlaceError:
+    return InPlaceError(f"{call.func} would change the shape of its target: {how}",
+                        "a tensor that is written to in place keeps its shape, and a global one what each rank holds",
+                        f"x = x.{call.func._schema.name.split('::')[1].rstrip('_')}(...)")
 
 
 def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
@@ -156,6 +160,8 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
     except NotImplementedError:
         return None
     except RuntimeError as error:
+        if str(error).startswith("output with shape"):
+            raise _changed(call, str(error)) from None
         if "meta" in str(error).lower() or "data-dependent" in str(error).lower():
             return None
         raise

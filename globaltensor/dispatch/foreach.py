@@ -51,8 +51,7 @@ def _run(cls: type, call: Call) -> Any:
     singles = [a.name for a in arguments(func) if a.tensor and call[a.name] is not None]
     wants, outputs = _wants(cls, call, lists, singles, written, count)
     held = _boxed(cls, lists, wants, func)
-    whole = {name: box([Boxed(call[name].spec, call[name].shards, _home(call[name].spec.layout))], str(func))[0]
-             for name in singles if type(call[name]) is cls}
+    whole = {name: _whole(call[name], [w[0] for w in wants], func) for name in singles if type(call[name]) is cls}
     made: list[dict[int, Any]] = [{} for _ in range(count)]
     for rank in comm.world().driven:
         mine = [i for i in range(count) if rank in wants[i][0].placement.coords]
@@ -68,6 +67,13 @@ def _run(cls: type, call: Call) -> Any:
     return [cls.wrap(own, shards) for own, shards in zip(outputs, made)]
 
 
+def _whole(single: Any, places: list[Layout], func: OpOverload) -> dict[int, torch.Tensor]:
+    """A tensor that all elements share (a clipping factor), whole on every rank that has an element."""
+    homes = list(dict.fromkeys(_home(place) for place in places))
+    moved = box([Boxed(single.spec, single.shards, home) for home in homes], str(func))
+    return {rank: shard for shards in moved for rank, shard in shards.items()}
+
+
 def _wants(cls: type, call: Call, lists: dict, singles: list[str], written: set[str], count: int
            ) -> tuple[list[list[Layout]], list[Spec]]:
     """Per element, the layout of each list's tensor, and the spec of the result where there is one."""
@@ -78,8 +84,10 @@ def _wants(cls: type, call: Call, lists: dict, singles: list[str], written: set[
         tensors = [items[i] for items in lists.values()]
         places = {t.spec.placement for t in tensors if type(t) is cls}
         if len(places) != 1:
-            raise MixedPlacementError(f"{call.func}: element {i} mixes {', '.join(map(str, places)) or 'plain tensors'}",
-                                      "the operands of one op live on one placement", "to_global one of them")
+            mixed = list(map(str, places))
+            raise MixedPlacementError(f"{call.func}: element {i} mixes {', '.join(mixed) or 'plain tensors'}",
+                                      "the operands of one op live on one placement",
+                                      f"x.to_global(gt.{mixed[0]}) for the others" if mixed else "")
         where = places.pop()
         home = layout(where, (broadcast,) * where.ndim)
         specs = [t.spec if type(t) is cls else spec(home, tuple(t.shape), t.stride(), t.dtype) for t in tensors]

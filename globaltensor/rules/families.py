@@ -20,7 +20,7 @@ Family = Callable[[Call], Rule]
 Shape = tuple[int, ...]
 
 
-def fixed(dims: str, algebra: str = "", *, leaves: str = "sum", nonempty: bool = False) -> Family:
+def fixed(dims: str, algebra: str = "", *, leaves: str = "sum", nonempty: str = "") -> Family:
     """A rule that is the same for all arguments but for `b*` and absent operands."""
     return lambda call: rule(dims, algebra, ndims=call.ndims, leaves=leaves, nonempty=nonempty)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from globaltensor.rules.call import Call
-from globaltensor.rules.families import Family, Shape, aligned, letters, out_shape, whole
+from globaltensor.rules.families import Family, Shape, aligned, letters, out_shape
 from globaltensor.rules.language import Rule, rule
 
 
@@ -24,9 +24,9 @@ def embedding(call: Call) -> Rule:
 
 def embedding_backward(call: Call) -> Rule:
     """Rows added up; each rank can make the rows of its own part of the vocabulary."""
-    idx = " ".join(f"n{i}" for i in range(call.tensors[1].dim()))
-    of = rule(f"{idx} d, {idx} -> v d", "a*B")
-    return whole(of) if call["scale_grad_by_freq"] else of
+    by_frequency = "!" if call["scale_grad_by_freq"] else ""      # how often an index stands in all of them
+    idx = " ".join(f"n{i}{by_frequency}" for i in range(call.tensors[1].dim()))
+    return rule(f"{idx} d, {idx} -> v{by_frequency} d", "a*B")
 
 
 def _rows(call: Call, dim: str, touched: str) -> tuple[list[str], int]:

@@ -44,7 +44,7 @@ class Rule:
     algebra: tuple[tuple[Term, ...], ...]            # per output its terms
     leaves: str = "sum"                              # what a label that is reduced away leaves pending
     even: tuple[tuple[str, int], ...] = ()           # labels that must be cut evenly, with their sizes
-    nonempty: bool = False                           # the kernel does not take empty shards
+    nonempty: tuple[str, ...] = ()                   # labels of which no part may be empty
 
 
 class Signature(NamedTuple):
@@ -57,13 +57,14 @@ class Signature(NamedTuple):
 
 @lru_cache(10_000)
 def rule(dims: str, algebra: str = "", *, ndims: tuple[int | None, ...] = (), leaves: str = "sum",
-         even: tuple[tuple[str, int], ...] = (), nonempty: bool = False, stars: tuple[tuple[str, int], ...] = ()) -> Rule:
+         even: tuple[tuple[str, int], ...] = (), nonempty: str = "", stars: tuple[tuple[str, int], ...] = ()) -> Rule:
     """Parse a rule.
 
     ndims   the number of dims of each operand, None for an absent one (dropped from dims and algebra); needed where
             a `b*` stands or operands are optional
     leaves  what a reduced label leaves pending: "sum", "max" or "min"
     even    (label, size) of labels that only an even cut keeps in place (the first of a composite dim)
+    nonempty  labels of which no part may be empty, since the kernel would not take it
     stars   (name, count) of stars that the numbers of dims do not tell
     """
     lhs, rhs = ([_dims(t) for t in side.split(",")] for side in dims.split("->"))
@@ -78,7 +79,8 @@ def rule(dims: str, algebra: str = "", *, ndims: tuple[int | None, ...] = (), le
         terms = [[tuple((place[q], linear) for q, linear in term if q in place) for term in part
                   if any(q in place for q, _ in term)] for part in terms]
     assert len(terms) == len(rhs), f"{dims}: {len(rhs)} outputs, {len(terms)} algebras"
-    return Rule(tuple(lhs), tuple(rhs), tuple(tuple(part) for part in terms), leaves, even, nonempty)
+    return Rule(tuple(lhs), tuple(rhs), tuple(tuple(part) for part in terms), leaves, even,
+                tuple(nonempty.split()))
 
 
 def _dims(text: str) -> Dims:

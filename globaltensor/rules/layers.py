@@ -7,6 +7,8 @@ A dim of groups, `(g c)`, is cut between groups only; the op is told how many of
 """
 from __future__ import annotations
 
+from math import prod
+
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import MEAN, NONE, Family, aligned, whole
 from globaltensor.rules.language import Rule, rule
@@ -15,31 +17,36 @@ from globaltensor.rules.language import Rule, rule
 def _convolved(call: Call, space: int) -> tuple[str, str, str, str, tuple[tuple[str, int], ...]]:
     """Dims of input, weight, bias and output, and what must be cut evenly."""
     y, k, z = (" ".join(f"{x}{i}!" for i in range(space)) for x in "ykz")
-    if call["groups"] == 1:
+    groups = call["groups"]
+    if groups == 1:
         weight = f"c o {k}" if call["transposed"] else f"o c {k}"
         return f"n c {y}", weight, "o", f"n o {z}", ()
     weight = f"(g i) o! {k}" if call["transposed"] else f"(g o) i! {k}"
-    return f"n (g i) {y}", weight, "(g o)", f"n (g o) {z}", (("g", call["groups"]),)
+    dims = f"n (g i) {y}", weight, "(g o)", f"n (g o) {z}"
+    if groups == call["input"].shape[1] == call["weight"].shape[0] * (call["weight"].shape[1] if call["transposed"] else 1):
+        return *(d.replace("(g i)", "g").replace("(g o)", "g") for d in dims), ()
+    return *dims, (("g", groups),)
 
 
 def convolution(call: Call) -> Rule:
     x, weight, bias, out, even = _convolved(call, call.tensors[0].dim() - 2)
-    return rule(f"{x}, {weight}, {bias} -> {out}", "a*b+c", ndims=call.ndims, even=even, nonempty=True)
+    return rule(f"{x}, {weight}, {bias} -> {out}", "a*b+c", ndims=call.ndims, even=even, nonempty="c o")
 
 
 def convolution_backward(call: Call) -> Rule:
     """Gradients of input, weight and bias (those that are wanted), each by its own contraction."""
     x, weight, bias, out, even = _convolved(call, call.tensors[1].dim() - 2)
-    return rule(f"{out}, {x}, {weight} -> {x}, {weight}, {bias}", "a*C;a*b;a", even=even, nonempty=True)
+    return rule(f"{out}, {x}, {weight} -> {x}, {weight}, {bias}", "a*c;a*b;a", even=even, nonempty="n c o")
 
 
 def spatial(dims: int, algebra: str = "", *, operands: int = 1, outputs: int = 1) -> Family:
     """Works on the last `dims` dims, which stay whole: pooling, upsampling, padding, and their gradients."""
 
     def write(call: Call) -> Rule:
-        row = " ".join([f"b{i}" for i in range(call.tensors[0].dim() - dims)] + [f"y{i}!" for i in range(dims)])
+        batch = [f"b{i}" for i in range(call.tensors[0].dim() - dims)]
+        row = " ".join([*batch, *(f"y{i}!" for i in range(dims))])
         return rule(f"{', '.join([row] * operands)} -> {', '.join([row] * outputs)}",
-                    ";".join([algebra] * outputs) if algebra else "", nonempty=True)
+                    ";".join([algebra] * outputs) if algebra else "", nonempty=batch[-1])
 
     return write
 
@@ -49,10 +56,24 @@ def shuffled(*, up: bool) -> Family:
 
     def write(call: Call) -> Rule:
         batch = " ".join(f"b{i}" for i in range(call.tensors[0].dim() - 3))
-        channels = call.shapes[0][-3] // (call["upscale_factor"] ** 2 if up else 1)
-        packed, plain = f"{batch} (c r) y! x!", f"{batch} c p! q!"
-        return rule(f"{packed} -> {plain}" if up else f"{plain} -> {packed}", "a", even=(("c", channels),),
-                    nonempty=True)
+        packed, plain = f"{batch} (c r) y x", f"{batch} c (y p) (x q)"
+        c, y, x = call.shapes[0][-3:]
+        r = call["upscale_factor" if up else "downscale_factor"]
+        size = (c // r ** 2, y, x) if up else (c, y // r, x // r)
+        return rule(f"{packed} -> {plain}" if up else f"{plain} -> {packed}", "a", even=tuple(zip("cyx", size)),
+                    nonempty=batch)
+
+    return write
+
+
+def columns(*, apart: bool) -> Family:
+    """im2col and back: the patches of a channel lie next to each other."""
+
+    def write(call: Call) -> Rule:
+        batch = "b" if call.tensors[0].dim() == (4 if apart else 3) else ""
+        channels = call.shapes[0][-3] if apart else call.shapes[0][-2] // prod(call["kernel_size"])
+        image, patches = f"{batch} c y! x!", f"{batch} (c k) l!"
+        return rule(f"{image} -> {patches}" if apart else f"{patches} -> {image}", "a", even=(("c", channels),))
 
     return write
 
@@ -64,14 +85,19 @@ def normalized(dims: str, algebra: str) -> Family:
 
 def group_norm(dims: str, algebra: str) -> Family:
     """Channels can be cut between groups."""
-    return lambda call: rule(dims, algebra, ndims=call.ndims, even=(("g", call["group"]),), nonempty=True)
+    def write(call: Call) -> Rule:
+        if call["group"] == call["C"]:
+            return rule(dims.replace("(g c)", "g"), algebra, ndims=call.ndims)
+        return rule(dims, algebra, ndims=call.ndims, even=(("g", call["group"]),))
+
+    return write
 
 
 def batch_norm(call: Call) -> Rule:
     """With statistics of its own, batch and space stay whole (rewritten where they are cut); else they are free."""
     if call.get("training", True):
-        return rule("n! c y*!, c, c, c, c -> n! c y*!, c, c", "A*B*C;A;A", ndims=_stats(call), nonempty=True)
-    return rule("n c y*, c, c, c, c -> n c y*, e!, f!", "A*B*C*D*E;;", ndims=_stats(call), nonempty=True)
+        return rule("n! c y*!, c, c, c, c -> n! c y*!, c, c", "A*b+c;A;A", ndims=_stats(call), nonempty="c")
+    return rule("n c y*, c, c, c, c -> n c y*, e!, f!", "A*b*D*E+c;;", ndims=_stats(call), nonempty="n c")
 
 
 def _stats(call: Call) -> tuple[int | None, ...]:
@@ -82,9 +108,9 @@ def _stats(call: Call) -> tuple[int | None, ...]:
 def batch_norm_backward(call: Call) -> Rule:
     """grad, input, weight, running mean and variance, saved mean and inverse deviation."""
     if call["train"]:
-        return rule("n! c y*!, n! c y*!, c, c, c, c, c -> n! c y*!, c, c", "a*B*C*F*G;a*B*F*G;a", ndims=call.ndims,
-                    nonempty=True)
-    return rule("n c y*, n c y*, c, c, c, e!, f! -> n c y*, c, c", "a*C*E;a*B*D*E;a", ndims=call.ndims, nonempty=True)
+        return rule("n! c y*!, n! c y*!, c, c, c, c, c -> n! c y*!, c, c", "a*B*c*F*G;a*B*F*G;a", ndims=call.ndims,
+                    nonempty="c")
+    return rule("n c y*, n c y*, c, c, c, e!, f! -> n c y*, c, c", "a*c*E;a*B*D*E;a", ndims=call.ndims, nonempty="n c")
 
 
 def _heads(call: Call, first: int) -> tuple[str, str, tuple[tuple[str, int], ...]]:
@@ -96,20 +122,21 @@ def _heads(call: Call, first: int) -> tuple[str, str, tuple[tuple[str, int], ...
 def attention(*, backward: bool = False, bias: str = "attn_mask", rows: bool = True, extra: int = 0) -> Family:
     """Fused attention, softmax(q k^T + bias) v, and its gradients.
 
-    Batch and heads can be cut; queries too (`rows`) unless it is causal, when a row must know which one it is. Keys
-    and features stay whole. `extra` counts further outputs or, backward, operands, which are the same on all ranks.
+    Batch and heads can be cut; queries too (`rows`) unless it is causal, when a row must know which one it is, and in
+    the gradients keys. Features stay whole. `extra` counts further outputs or, backward, operands, which are the same on all ranks.
     """
 
     def write(call: Call) -> Rule:
         hq, hk, even = _heads(call, int(backward))
         query = "q" if rows and not call["is_causal"] else "q!"
-        q, k, v = f"b {hq} {query} d!", f"b {hk} s! d!", f"b {hk} s! e!"
+        key = "s" if backward and query == "q" else "s!"     # what out and logsumexp tell is enough for a part
+        q, k, v = f"b {hq} {query} d!", f"b {hk} {key} d!", f"b {hk} {key} e!"
         out, log = f"b {hq} {query} e!", f"b {hq} {query}"
         present = [i for i, name in enumerate(call.names) if name == bias]
         mask = ""
         if present:
             shape = call.shapes[present[0]]
-            labels = ["b", hq, query, "s!"]
+            labels = ["b", hq, query, key]
             size = (call.shapes[int(backward)][0], call.shapes[int(backward)][1],
                     call.shapes[int(backward)][2], call.shapes[int(backward) + 1][2])
             mask = aligned(shape, size, labels)
@@ -118,11 +145,14 @@ def attention(*, backward: bool = False, bias: str = "attn_mask", rows: bool = T
         lhs = [operands.get(name, _alone(call.tensors[i].dim(), i)) for i, name in enumerate(call.names)]
         if backward:
             linear = "*".join(chr(ord("A") + i) for i in range(len(lhs))).replace("A", "a", 1)
-            return rule(f"{', '.join(lhs)} -> {q}, {k}, {v}", f"{linear};{linear};{linear}", even=even, nonempty=True)
+            return rule(f"{', '.join(lhs)} -> {q}, {k}, {v}", f"{linear};{linear};{linear}", even=even, nonempty=FULL)
         return rule(f"{', '.join(lhs)} -> {out}, {log}", "A*B*c" + _more(lhs, 3) + ";A*B" + _more(lhs, 3), even=even,
-                    nonempty=True)
+                    nonempty=FULL)
 
     return write
+
+
+FULL = "b h q s"                                     # fused kernels of attention want something of each
 
 
 def _alone(ndim: int, i: int) -> str:
@@ -139,23 +169,21 @@ def nll(space: str = "", *, backward: bool = False) -> Family:
 
     A mean divides by the weight of all targets (rewritten where they are cut); its gradient knows that weight.
     """
-    x, target = f"n* c {space}", f"n* {space}"
 
     def write(call: Call) -> Rule:
-        ndims = call.ndims
+        n = call.tensors[int(backward)].dim() - 1 - len(space.split())
+        batch = " ".join(f"n{i}" for i in range(n))
+        x, target = f"{batch} c {space}", f"{batch} {space}"
+        how = call["reduction"]
+        each = target if how == NONE else ""
         if backward:
-            grad = target if call["reduction"] == NONE else ""
-            return rule(f"{grad}, {x}, {target}, c, -> {x}", "a*C*D*E", ndims=ndims, stars=_batch(call, 1, space))
-        out = target if call["reduction"] == NONE else ""
-        of = rule(f"{x}, {target}, c -> {out}, ", "a*B*C;" + ("" if call["reduction"] == NONE else "A*B*C"), ndims=ndims,
-                  stars=_batch(call, 0, space))
-        return whole(of) if call["reduction"] == MEAN else of
+            algebra = "a*C*d*E" if how == MEAN else "a*C*d"
+            return rule(f"{each}, {x}, {target}, c, -> {x}", algebra, ndims=call.ndims)
+        algebra = "a*B*C;B*c" if how == MEAN else "a*B*c;" if each.strip() else "a*B*c;A*B*c"
+        of = rule(f"{x}, {target}, c -> {each}, ", algebra, ndims=call.ndims)
+        return whole(of) if how == MEAN else of
 
     return write
-
-
-def _batch(call: Call, at: int, space: str) -> tuple[tuple[str, int], ...]:
-    return (("n", call.tensors[at].dim() - 1 - len(space.split())),)
 
 
 def weight_norm(*, backward: bool = False) -> Family:
@@ -167,7 +195,7 @@ def weight_norm(*, backward: bool = False) -> Family:
         row = " ".join("d" if i == dim else f"r{i}!" for i in range(n))
         one = " ".join("d" if i == dim else "1" for i in range(n))
         if backward:
-            return rule(f"{row}, {row}, {one}, {one} -> {row}, {one}", "a*B*C*D;a*B*C*D")
+            return rule(f"{row}, {row}, {one}, {one} -> {row}, {one}", "a*B*c*D;a*B*D")
         return rule(f"{row}, {one} -> {row}, {one}", "A*b;A")
 
     return write

@@ -37,7 +37,12 @@ def count(call: Call) -> int:
 
 def broadcast_all(run: Any, tensors: list[Any], op: str) -> list[Any]:
     """Tensors made broadcast, moved together."""
-    return run.box(tensors, [layout(t.spec.placement, (broadcast,) * t.spec.placement.ndim) for t in tensors], op)
+    return run.box(tensors, [broadcast_on(t) for t in tensors], op)
+
+
+def broadcast_on(x: Any) -> Layout:
+    """All broadcast on the placement of x."""
+    return x.spec.layout.with_sbp((broadcast,) * x.spec.placement.ndim)
 
 
 def cast(run: Any, x: Any, dtype: torch.dtype | None) -> Any:
@@ -225,7 +230,8 @@ def foreach_norm(call: Call, run: Any) -> Any:
         size = run(aten.abs.default, size)
         powers = size if p == 1 else run(aten.pow.Tensor_Scalar, size, p)
         sums.append(run(aten.sum.dim_IntList, powers, list(range(x.dim())), False))
-    sums = broadcast_all(run, sums, "foreach_norm")
+    home = broadcast_on(call.tensors[0])             # norms of several pipeline stages meet on the first one's
+    sums = run.box(sums, [home] * len(sums), "foreach_norm")
     return sums if p == 1 else [run(aten.pow.Tensor_Scalar, total, 1 / p) for total in sums]
 
 

@@ -212,9 +212,8 @@ def factory_like(call: Call) -> Rule:
     src = call.shapes[0]
     out = tuple(call["size"]) if call.get("size") is not None else src
     kept = {i for i, (m, n) in enumerate(zip(src, out)) if m == n} if len(src) == len(out) else set()
-    lhs = " ".join(f"d{i}" if i in kept else f"d{i}!" for i in range(len(src)))
     rhs = " ".join(f"d{i}" if i in kept else f"o{i}!" for i in range(len(out)))
-    return replace(rule(f"{lhs} -> {rhs}"), algebra=((),))
+    return replace(rule(f"{' '.join(names(len(src)))} -> {rhs}"), algebra=((),))
 
 
 def halved(operands: int = 1) -> Family:

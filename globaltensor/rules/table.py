@@ -61,8 +61,9 @@ lines("abs relu relu6 exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal 
 lines("div.Tensor_mode div.Scalar_mode pow.Tensor_Tensor atan2 maximum minimum fmax fmin eq.Tensor ne.Tensor lt.Tensor "
       "le.Tensor gt.Tensor ge.Tensor logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor "
       "bitwise_xor.Tensor remainder.Tensor fmod.Tensor floor_divide clamp.Tensor clamp_min.Tensor clamp_max.Tensor "
-      "hypot copysign.Tensor xlogy.Tensor logaddexp logaddexp2 nextafter heaviside ldexp.Tensor polar complex "
-      "_prelu_kernel", pointwise())
+      "hypot copysign.Tensor logaddexp logaddexp2 nextafter heaviside _prelu_kernel", pointwise())
+lines("xlogy.Tensor ldexp.Tensor polar", pointwise("a*B"))
+lines("complex", pointwise("a+b"))
 lines("where.self", pointwise("A*b+A*c"))
 lines("masked_fill.Scalar", zeroing("value", "a*B", "A*B"))
 lines("masked_fill.Tensor", pointwise("a*B+B*c"))
@@ -70,7 +71,7 @@ lines("_to_copy", copied)
 lines("copy", copied_over)
 lines("fill.Scalar zero zeros_like ones_like full_like empty_like", factory_like)
 lines("fill.Tensor", pointwise("b"))
-lines("bucketize.Tensor", fixed("d*, k! -> d*"))
+lines("bucketize.Tensor", fixed("d*, k -> d*"))
 lines("view_as_real", fixed("d* -> d* r!", "a"))
 lines("view_as_complex", fixed("d* r! -> d*", "a"))
 lines("threshold_backward gelu_backward sigmoid_backward tanh_backward silu_backward leaky_relu_backward "
@@ -93,7 +94,7 @@ lines("addr", broadcasting_addmm("m", "n", "m n"))
 TABLE[library.contract] = Line(contraction)
 TABLE[library.linear] = Line(fixed("b* k, n k, n -> b* n", "a*b+c"))
 lines("_cdist_forward", fixed("b* m d!, b* n d! -> b* m n"))
-lines("_cdist_backward", fixed("b* m n, b* m d!, b* n d!, b* m n -> b* m d!", "a*B*C*D"))
+lines("_cdist_backward", fixed("b* m n, b* m d, b* n d, b* m n -> b* m d", "a*B*C*D"))
 lines("linalg_cross", along("a*b", operands=2))
 lines("convolution", layers.convolution, patch=scaled("groups"))
 lines("convolution_backward", given(layers.convolution_backward, "output_mask"), patch=scaled("groups"))
@@ -183,14 +184,14 @@ lines("index_put", indices.index_put, runner=runners.index_put)
 # ------------------------------------------------------------------------------------------------- networks' own
 lines("native_layer_norm", layers.normalized("b* d*!, d*!, d*! -> b* d*!, b* o*!, b* o*!", "A*b+c;A;A"))
 lines("native_layer_norm_backward", given(layers.normalized(
-    "b* d*!, b* d*!, b* o*!, b* o*!, d*!, d*! -> b* d*!, d*!, d*!", "a*B*C*D*E;a*B*C*D;a"), "output_mask"))
+    "b* d*!, b* d*!, b* o*!, b* o*!, d*!, d*! -> b* d*!, d*!, d*!", "a*B*C*D*e;a*B*C*D;a"), "output_mask"))
 lines("_fused_rms_norm", layers.normalized("b* d*!, d*! -> b* d*!, b* o*!", "A*b;A"))
 lines("_fused_rms_norm_backward", given(layers.normalized(
-    "b* d*!, b* d*!, b* o*!, d*! -> b* d*!, d*!", "a*B*C*D;a*B*C"), "output_mask"))
+    "b* d*!, b* d*!, b* o*!, d*! -> b* d*!, d*!", "a*B*C*d;a*B*C"), "output_mask"))
 lines("native_group_norm", layers.group_norm("n (g c) s*!, (g c), (g c) -> n (g c) s*!, n g, n g", "A*b+c;A;A"),
       patch=group_counts)
 lines("native_group_norm_backward", given(layers.group_norm(
-    "n (g c) s*!, n (g c) s*!, n g, n g, (g c) -> n (g c) s*!, (g c), (g c)", "a*B*C*D*E;a*B*C*D;a"), "output_mask"),
+    "n (g c) s*!, n (g c) s*!, n g, n g, (g c) -> n (g c) s*!, (g c), (g c)", "a*B*C*D*e;a*B*C*D;a"), "output_mask"),
     patch=group_counts)
 lines("native_batch_norm", layers.batch_norm, rewrite=batchnorm.forward, when=batchnorm.in_training)
 lines("native_batch_norm_backward", given(layers.batch_norm_backward, "output_mask"), rewrite=batchnorm.backward,
@@ -216,14 +217,14 @@ for _n in (2, 3):
         lines(_name, layers.spatial(_n, outputs=2))
         lines(f"{_name}_backward", layers.spatial(_n, "a*C", operands=3))
     lines(f"max_unpool{_n}d", layers.spatial(_n, "a*B", operands=2))
-lines("im2col", fixed("b* c! y! x! -> b* k! l!", "a", nonempty=True))
-lines("col2im", fixed("b* k! l! -> b* c! y! x!", "a", nonempty=True))
+lines("im2col", layers.columns(apart=True))
+lines("col2im", layers.columns(apart=False))
 lines("pixel_shuffle", layers.shuffled(up=True))
 lines("pixel_unshuffle", layers.shuffled(up=False))
 lines("channel_shuffle", fixed("n c! s* -> n c! s*", "a"))
-lines("grid_sampler_2d", fixed("n c y! x!, n p q i! -> n c p q", "a*B", nonempty=True))
+lines("grid_sampler_2d", fixed("n c y! x!, n p q i! -> n c p q", "a*B"))
 lines("grid_sampler_2d_backward", given(fixed(
-    "n c p q, n c y! x!, n p q i! -> n c y! x!, n p q i!", "a*C;a*B*C", nonempty=True), "output_mask"))
+    "n c p q, n c y! x!, n p q i! -> n c y! x!, n p q i!", "a*C;a*b*C"), "output_mask"))
 
 # ------------------------------------------------------------------------------------------------------- losses
 lines("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",

@@ -15,17 +15,46 @@ from globaltensor.sbp import broadcast
 
 
 def assign(x: Any, index: Any, value: Any) -> None:
-    """x[index] = value; what is no plain index of a split dim, and what autograd must see, goes torch's own way."""
-    ranges = _ranges(index, x.spec) if hasattr(x, "spec") and not _seen_by_autograd(x, value) else None
-    if ranges is None or x.spec.layout.partial or not _cuts_split(ranges, x.spec):
+    """x[index] = value; an index that is not plain, or cuts no split dim, goes torch's own way."""
+    ranges = _ranges(index, x.spec) if hasattr(x, "spec") else None
+    if ranges is None or not _cuts_split(ranges, x.spec):
         torch.Tensor.__setitem__(x, index, value)
-        return
+    elif torch.is_grad_enabled() and (x.requires_grad or getattr(value, "requires_grad", False)):
+        _Assign.apply(x, value, index, ranges)
+    else:
+        _write(x, value, ranges)
+        torch.autograd.graph.increment_version(x)
+
+
+class _Assign(torch.autograd.Function):
+    """The write as autograd sees it: no gradient for what was overwritten, its gradient for the value."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, value: Any, index: Any, ranges: Any) -> Any:
+        _write(x, value, ranges)
+        ctx.index, ctx.value = index, value.shape if isinstance(value, torch.Tensor) else None
+        ctx.is_global = hasattr(value, "spec")
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple:
+        rest = grad.clone()
+        assign(rest, ctx.index, 0)
+        if ctx.value is None or not ctx.needs_input_grad[1]:
+            return rest, None, None, None
+        part = grad[ctx.index].sum_to_size(ctx.value)
+        return rest, part if ctx.is_global else part.full_tensor(), None, None
+
+
+def _write(x: Any, value: Any, ranges: list[tuple[range, bool]]) -> None:
+    """Every rank writes what it holds of the elements; of a pending sum the first rank the value, the others zero."""
     sizes = [len(r) for r, _ in ranges]
     kept = [n for n, (_, whole) in zip(sizes, ranges) if whole]
     held = _held(value, x.spec.layout)
     for rank, shard in x.shards.items():
         part = held[rank] if isinstance(held, dict) else torch.as_tensor(held)
-        part = part.to(shard.device, shard.dtype).expand(kept).reshape(sizes)
+        part = part.detach().to(shard.device, shard.dtype).expand(kept).reshape(sizes)
         theirs, ours = [], []
         for (r, _), (start, stop) in zip(ranges, x.spec.box(rank)):
             first = max(-(-(start - r.start) // r.step), 0)
@@ -33,12 +62,8 @@ def assign(x: Any, index: Any, value: Any) -> None:
             theirs.append(slice(first, last))
             ours.append(slice(r.start + first * r.step - start, max(r.start + last * r.step - start, 0), r.step)
                         if last > first else slice(0, 0))
-        shard[tuple(ours)] = part[tuple(theirs)]
-    torch.autograd.graph.increment_version(x)
-
-
-def _seen_by_autograd(x: Any, value: Any) -> bool:
-    return torch.is_grad_enabled() and (x.requires_grad or getattr(value, "requires_grad", False))
+        first_term = all(i == 0 or s.op != "sum" for i, s in zip(x.placement.coords[rank], x.sbp))
+        shard[tuple(ours)] = part[tuple(theirs)] if first_term else 0
 
 
 def _ranges(index: Any, of: Spec) -> list[tuple[range, bool]] | None:

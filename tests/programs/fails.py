@@ -5,6 +5,7 @@ import sys
 import time
 
 import globaltensor as gt
+from globaltensor import comm
 
 how = sys.argv[1]
 where = gt.placement.all("cpu")
@@ -31,6 +32,11 @@ if how == "waits for a dead one":                    # the others wait inside a 
         time.sleep(2)
         os.kill(os.getpid(), signal.SIGKILL)
     x.to_global(sbp=gt.sbp.broadcast)                # the line that must be named
+if how == "is patient":                              # exchanges for 9 seconds of rank 0's, whoever makes it wait
+    print(f"rank {gt.rank()} is process {os.getpid()}", flush=True)
+    began = time.monotonic()
+    while x.to_global(sbp=gt.sbp.broadcast).sum().item() * comm.broadcast_object(time.monotonic() - began, 0) < 40 * 9:
+        pass
 if how == "parts ways":                              # ranks that do different things
     if gt.rank() == 0:
         print(x.sum().item())

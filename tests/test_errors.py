@@ -1,0 +1,153 @@
+"""Every mistake is told: what, where (the user's own line), why, and what to type."""
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import globaltensor as gt
+from globaltensor.errors import (BoxingError, DisagreementError, GlobalTensorError, InPlaceError, MixedPlacementError,
+                                 PlacementError, SbpError, ShapeError, TransportError)
+
+S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
+
+
+def on(*ranks):
+    return gt.placement("cpu", list(ranks) or [0, 1])
+
+
+def ones(*size, sbp=B, where=None):
+    return gt.ones(*size, placement=where or on(), sbp=sbp)
+
+
+def forbidden():
+    x = ones(4, 4, sbp=S(1))
+    with gt.boxing("forbid"):
+        return x @ x
+
+
+def too_dear():
+    x = ones(4, 4, sbp=S(1))
+    with gt.boxing(budget=10):
+        return x @ x
+
+
+def backward_forbidden():
+    x = ones(4, 4, sbp=S(0)).requires_grad_()
+    y = x.to_global(sbp=B).sum()
+    with gt.boxing("forbid"):
+        y.backward()
+        return x.softmax(0)
+
+
+def into_plain():
+    return torch.ones(4).add_(ones(4))
+
+
+# what to do, class, and what must stand in: the first line, `why`, `try`
+MISTAKES = {
+    "rank outside the world": (lambda: on(0, 99), PlacementError, "rank 99 is outside the world of 8 ranks",
+                               "0 to 7", "GLOBALTENSOR_RANKS=100"),
+    "negative rank": (lambda: on(-1), PlacementError, "rank -1", "0 to 7", "other ranks"),
+    "duplicate ranks": (lambda: on(0, 1, 0), PlacementError, "rank 0 stands more than once in (0, 1, 0)", "one shard",
+                        "each rank once"),
+    "ragged ranks": (lambda: gt.placement("cpu", [[0, 1], [2]]), PlacementError, "ragged ranks: [[0, 1], [2]]", "grid",
+                     "[[0, 1], [2, 3]]"),
+    "no ranks": (lambda: gt.placement("cpu", []), PlacementError, "a placement without ranks", "", "ranks=[0]"),
+    "ranks that are none": (lambda: gt.placement("cpu", "01"), PlacementError, "not '01'", "", "ranks=[0, 1]"),
+    "no such device": (lambda: gt.placement("xpu", [0]), PlacementError, "no device of type 'xpu'", "torch sees none",
+                       'gt.placement("cpu", [0])'),
+    "no device at all": (lambda: gt.placement("gpu", [0]), PlacementError, "no device of type 'gpu'", "torch", "cpu"),
+    "axis names": (lambda: gt.placement("cpu", [0, 1], axis_names=("a", "b")), PlacementError, "for 1 axes",
+                   "one name", ""),
+    "too many sbps": (lambda: ones(4, sbp=(S(0), B)), SbpError, "2 sbps (S(0), B) for a placement of 1 axes",
+                      "every axis", "sbp=(gt.sbp.broadcast,)"),
+    "split dim": (lambda: ones(4, 4, sbp=S(2)), SbpError, "split(2) of a tensor of 2 dims", "0 to 1", "broadcast"),
+    "split of a scalar": (lambda: gt.zeros((), placement=on(), sbp=S(0)), SbpError, "split(0) of a tensor of 0 dims",
+                          "no dim", "broadcast"),
+    "split dim in to_global": (lambda: ones(4).to_global(sbp=S(-2)), SbpError, "split(-2)", "0 to 0", "broadcast"),
+    "split by no int": (lambda: S("rows"), SbpError, "'rows'", "", "split(0)"),
+    "no sbp at all": (lambda: ones(4, sbp="split"), SbpError, "not an sbp: 'split'", "one of these", "gt.sbp.split(dim)"),
+    "a placement without sbp": (lambda: gt.ones(4, placement=on()), GlobalTensorError, "no sbp", "", "sbp="),
+    "an sbp without placement": (lambda: gt.ones(4, sbp=B), GlobalTensorError, "without a placement", "", "placement="),
+    "unknown axis": (lambda: ones(4, sbp={"tp": B}), SbpError, "'tp'", "without names", "axis_names="),
+    "mixed placements": (lambda: ones(4) + ones(4, where=on(2, 3)), MixedPlacementError, "placement(\"cpu\", [2, 3])",
+                         "one placement", 'other.to_global(gt.placement("cpu", [0, 1]))'),
+    "order of ranks mixed": (lambda: ones(4, 4) @ ones(4, 4, where=on(1, 0)), MixedPlacementError,
+                             "placement(\"cpu\", [1, 0])", "one placement", ".to_global("),
+    "to_local of several": (lambda: ones(4).to_local(), GlobalTensorError, "drives several ranks", "[0, 1, 2",
+                            "x.shards[rank]"),
+    "sbp of a plain tensor": (lambda: torch.ones(4).sbp, SbpError, "a plain tensor has no sbp", "not global",
+                              "x.to_global(placement, sbp)"),
+    "placement of a plain tensor": (lambda: torch.ones(4).placement, SbpError, "no placement", "not global", "to_global"),
+    "to_global of a plain tensor": (lambda: torch.ones(4).to_global(sbp=B), GlobalTensorError, "no placement", "",
+                                    "t.to_global(placement, sbp)"),
+    "in-place growth": (lambda: ones(1, 4).add_(ones(3, 4)), InPlaceError, "output with shape", "keeps its shape",
+                        "x = x.add(...)"),
+    "into a plain tensor": (into_plain, InPlaceError, "a global value into a plain tensor", "no placement",
+                            "x.full_tensor()"),
+    "parts that do not fit": (lambda: gt.from_shards({0: torch.ones(2), 1: torch.ones(3)}, on(), S(0)), ShapeError,
+                              "rank 1: [3]", "a tensor of [5] would be cut as", "gt.from_full"),
+    "parts of other dims": (lambda: gt.from_shards({0: torch.ones(2), 1: torch.ones(3, 1)}, on(), S(0)), ShapeError,
+                            "rank 1: [3, 1]", "same number of dims", ""),
+    "a missing part": (lambda: gt.from_shards({0: torch.ones(2)}, on(), S(0)), GlobalTensorError,
+                       "without a part for ranks [1]", "drives ranks [0, 1]", "{rank: tensor}"),
+    "forbidden boxing": (forbidden, BoxingError, "needs a boxing", 'gt.boxing("forbid")', "to_global(sbp="),
+    "budget": (too_dear, BoxingError, "bytes", "budget of 10", "to_global(sbp="),
+    "forbidden in what follows a backward": (backward_forbidden, BoxingError, "P(max) -> B", "forbid",
+                                             "x.to_global(sbp=gt.sbp.broadcast)"),
+    "boxing mode": (lambda: gt.boxing("never").__enter__(), BoxingError, "'never'", "", '"forbid"'),
+    "world twice": (lambda: gt.init(3), TransportError, "8 ranks already, not 3", "first placement", "gt.init"),
+    "pattern": (lambda: gt.to_global(torch.nn.Linear(2, 2), on(), {"wieght": S(0)}), SbpError, "'wieght'",
+                "weight, bias", "'*.weight'"),
+    "show of a plain tensor": (lambda: gt.show(torch.ones(2)), GlobalTensorError, "plain", "no ranks", "to_global"),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world_of_eight():
+    if gt.world_size() != 8:
+        pytest.skip("written for the default world of 8 ranks")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told(name):
+    mistake, kind, what, why, fix = MISTAKES[name]
+    with pytest.raises(kind) as caught:
+        mistake()
+    error = caught.value
+    assert what in str(error).partition("  where:")[0], error
+    assert why in error.why and fix in error.fix, error
+    assert (bool(error.why) or not why) and (bool(error.fix) or not fix)
+    assert re.fullmatch(r"(.*/)?test_errors\.py:\d+", error.where), error.where
+    assert f"  where: {error.where}" in str(error)
+
+
+def test_where_is_the_very_line():
+    with pytest.raises(MixedPlacementError) as caught:
+        ones(2) * ones(2, where=on(2, 3))            # this one
+    line = next(k for k, text in enumerate(open(__file__), 1) if text.endswith("# this one\n"))
+    assert caught.value.where.endswith(f"test_errors.py:{line}")
+
+
+def test_what_to_type_for_mixed_placements_works():
+    x, other = ones(4), ones(4, where=on(2, 3))
+    with pytest.raises(MixedPlacementError) as caught:
+        x + other
+    moved = eval(caught.value.fix, {"gt": gt, "other": other})
+    assert (x + moved).tolist() == [2.0] * 4
+
+
+def test_errors_are_of_torch_s_and_python_s_kinds_too():
+    for kind in (PlacementError, SbpError, ShapeError, MixedPlacementError):
+        assert issubclass(kind, ValueError) and issubclass(kind, RuntimeError)
+    for kind in (InPlaceError, BoxingError, DisagreementError, TransportError):
+        assert issubclass(kind, GlobalTensorError) and issubclass(kind, RuntimeError)
+
+
+def test_a_forbidden_boxing_moves_nothing_and_leaves_the_operands_alone():
+    x = ones(4, 4, sbp=S(1))
+    with gt.record() as moves, pytest.raises(BoxingError), gt.boxing("forbid"):
+        x @ x
+    assert not moves and x.sbp == (S(1),) and x.sum().item() == 16
