@@ -87,14 +87,16 @@ class Case:
                    for s, t, dims in zip(inputs, self.call.tensors, self.rule.inputs))
 
     def consistent(self, inputs):
-        """Is no dim cut that stays whole, and do operands that share a label, and its size, have equal parts of it?"""
+        """Is no dim cut that stays whole or is made of several, no part empty, and are parts of one label and size equal in all operands?"""
         for dims, state in zip(self.rule.inputs, inputs):
-            if state.is_split and (dims[state.dim][0] == "1" or dims[state.dim][0].endswith("!")):
+            if state.is_split and (dims[state.dim][0] == "1" or dims[state.dim][0].endswith("!") or len(dims[state.dim]) > 1):
                 return False
         for rank in range(self.parts):
             found = {}
             for q, (dims, state) in enumerate(zip(self.rule.inputs, inputs)):
                 whole, part = self.call.tensors[q].shape, self.shards[q][state][rank].shape
+                if 0 in part and 0 not in whole:
+                    return False
                 for d, n, own in zip(dims, whole, part):
                     if d[0] != "1" and found.setdefault((d[0].rstrip("!"), n), own) != own:
                         return False
