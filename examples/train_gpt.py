@@ -151,7 +151,8 @@ class Trainer:
 
     def __init__(self, model: GPT, options: argparse.Namespace) -> None:
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1,
+                                           fused=True)
         warm_up = max(1, options.steps // 10)
 
         def share(step: int) -> float:

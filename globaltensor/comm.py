@@ -257,7 +257,7 @@ def agree(what: str) -> None:
     texts = _tell(f"{what}   at {where()}", what)
     rows = "".join(f"\n    rank {r}: {text}" for r, text in enumerate(texts))
     raise DisagreementError("the ranks disagree about what to create" + rows, "every rank runs the same program",
-                            "create the same tensors in the same order everywhere; gt.manual_seed(0) before random ones")
+                            "create the same tensors in the same order everywhere, the same seed before random ones")
 
 
 def _tell(value: object, what: str) -> list[Any]:

@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 from globaltensor.placement import placement
-from globaltensor.sbp import NdSbp, Sbp
+from globaltensor.sbp import NdSbp
 
 Box = tuple[tuple[int, int], ...]
 Shape = tuple[int, ...]

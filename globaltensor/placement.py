@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from globaltensor.errors import PlacementError

@@ -92,8 +92,8 @@ def nd_sbp(sbp: Any, axis_names: Sequence[str] | None, axes: int) -> NdSbp:
 
 def typed(sbp: NdSbp) -> str:
     """What to type for an nd-sbp: `gt.sbp.split(0)`, or `(gt.sbp.split(0), gt.sbp.broadcast)`."""
-    names = [f"gt.sbp.split({s.dim})" if s.is_split else "gt.sbp.broadcast" if s.is_broadcast else f"gt.sbp.partial_{s.op}"
-             for s in sbp]
+    names = [f"gt.sbp.split({s.dim})" if s.is_split else
+             "gt.sbp.broadcast" if s.is_broadcast else f"gt.sbp.partial_{s.op}" for s in sbp]
     return names[0] if len(names) == 1 else f"({', '.join(names)})"
 
 

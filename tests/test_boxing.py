@@ -7,6 +7,7 @@ from math import prod
 
 import pytest
 import torch
+from shards import gather, place, scatter
 
 import globaltensor as gt
 from globaltensor.boxing.plan import bytes_received, plan
@@ -22,62 +23,27 @@ def states(ndim, axes, more=()):
 
 
 def make(shape, where, sbp, generator):
-    """A tensor in a layout, pending parts at random, built shard by shard; and its value."""
+    """A tensor in a layout, pending parts at random, cut by hand; and its value."""
     value = torch.randn(shape, dtype=torch.float64, generator=generator)
-    return scatter(value, layout(where, sbp), generator), value
+    return scatter(value, where, sbp, generator), value
 
 
-def scatter(value, dst, generator):
-    """Shards of `value` in `dst`, written independently of the library: axis by axis, outermost first."""
-    def cut(t, axis):
-        if axis == len(dst.sbp):
-            return [t]
-        s, parts = dst.sbp[axis], dst.placement.shape[axis]
-        if s.is_split:
-            n = t.shape[s.dim]
-            pieces = t.split([n // parts + (i < n % parts) for i in range(parts)], s.dim)
-        elif s.is_broadcast:
-            return cut(t, axis + 1) * parts
-        elif s.op == "sum":
-            pieces = [torch.randn(t.shape, dtype=t.dtype, generator=generator) for _ in range(parts - 1)]
-            pieces.append(t - sum(pieces))
-        else:
-            sign = -1 if s.op == "max" else 1
-            pieces = [t + sign * torch.rand(t.shape, dtype=t.dtype, generator=generator) for _ in range(parts - 1)]
-            pieces.insert(1, t)
-        return [x for piece in pieces for x in cut(piece, axis + 1)]
-
-    shards = {r: x.clone() for r, x in zip(dst.placement.flat, cut(value, 0))}
-    return gt.from_shards(shards, dst.placement, dst.sbp)
-
-
-def gather(x):
-    """The value of a tensor from its shards, written independently: innermost axis first."""
-    def join(parts, axis):
-        if axis == len(x.sbp):
-            return parts[0]
-        s, n = x.sbp[axis], x.placement.shape[axis]
-        step = len(parts) // n
-        pieces = [join(parts[i * step:(i + 1) * step], axis + 1) for i in range(n)]
-        if s.is_split:
-            return torch.cat(pieces, s.dim)
-        if s.is_broadcast:
-            for piece in pieces[1:]:
-                assert torch.equal(piece, pieces[0]), "broadcast shards differ"
-            return pieces[0]
-        return sum(pieces[1:], pieces[0]) if s.op == "sum" else (
-            torch.stack(pieces).amax(0) if s.op == "max" else torch.stack(pieces).amin(0))
-
-    return join([x.shards[r] for r in x.placement.flat], 0)
+def whole(x):
+    """The value, put together by hand where this process has all shards."""
+    return gather(x) if gt.init().lone else x.full_tensor()
 
 
 def check(x, value, dst):
+    """Box x to `dst` and compare; where other processes have the other shards, with the part of the value."""
     y = x.to_global(dst.placement, dst.sbp)
     assert y.sbp == dst.sbp and y.placement == dst.placement and y.shape == value.shape
+    box = {r: dst.box(tuple(value.shape), r) for r in y.shards}
     for r, shard in y.shards.items():
         assert tuple(shard.shape) == dst.local_shape(tuple(value.shape), r)
-    torch.testing.assert_close(gather(y), value, rtol=0, atol=1e-12, msg=lambda m: f"{x.spec} -> {dst}\n{m}")
-    return y
+        if not dst.partial:
+            part = value[tuple(slice(*ends) for ends in box[r])]
+            torch.testing.assert_close(shard, part, rtol=0, atol=1e-12, msg=lambda m: f"{x.spec} -> {dst}\n{m}")
+    torch.testing.assert_close(whole(y), value, rtol=0, atol=1e-12, msg=lambda m: f"{x.spec} -> {dst}\n{m}")
 
 
 SHAPES = [(6, 4), (5, 3), (1, 7), (0, 3)]
@@ -87,7 +53,7 @@ SHAPES = [(6, 4), (5, 3), (1, 7), (0, 3)]
 @pytest.mark.parametrize("ranks", [[0], [0, 1], [2, 0, 1], [0, 1, 2, 3]], ids=str)
 def test_one_axis(ranks, shape):
     g = torch.Generator().manual_seed(SEED)
-    where = gt.placement("cpu", ranks)
+    where = place(ranks)
     for src, dst in itertools.product(states(2, 1, (partial_max, partial_min) if len(ranks) > 1 else ()), repeat=2):
         x, value = make(shape, where, src, g)
         check(x, value, layout(where, dst))
@@ -97,7 +63,7 @@ def test_one_axis(ranks, shape):
 @pytest.mark.parametrize("ranks", [[[0, 1], [2, 3]], [[3, 1], [0, 2]], [[0, 1, 2], [3, 4, 5]]], ids=str)
 def test_two_axes(ranks, shape):
     g = torch.Generator().manual_seed(SEED)
-    where = gt.placement("cpu", ranks)
+    where = place(ranks)
     for src, dst in itertools.product(states(2, 2), repeat=2):
         x, value = make(shape, where, src, g)
         check(x, value, layout(where, dst))
@@ -105,7 +71,7 @@ def test_two_axes(ranks, shape):
 
 def test_sums_and_maxima_at_once():
     g = torch.Generator().manual_seed(SEED)
-    where = gt.placement("cpu", [[0, 1], [2, 3]])
+    where = place([[0, 1], [2, 3]])
     mixed = [s for s in states(1, 2, (partial_max, partial_min))]
     for src, dst in itertools.product(mixed, repeat=2):
         x, value = make((5,), where, src, g)
@@ -115,7 +81,7 @@ def test_sums_and_maxima_at_once():
 def test_three_axes_pairs():
     """A seeded sample of the pairs of all nd-sbps on 2x2x2; `test_three_axes_all` does every one."""
     g, pick = torch.Generator().manual_seed(SEED), random.Random(SEED)
-    where = gt.placement("cpu", [[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
+    where = place([[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
     for src, dst in pick.sample(list(itertools.product(states(2, 3), repeat=2)), 400):
         x, value = make((5, 4), where, src, g)
         check(x, value, layout(where, dst))
@@ -125,7 +91,7 @@ def test_three_axes_pairs():
 @pytest.mark.parametrize("shape", [(8, 4), (5, 3)], ids=str)
 def test_three_axes_all(shape):
     g = torch.Generator().manual_seed(SEED)
-    where = gt.placement("cpu", [[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
+    where = place([[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
     for src, dst in itertools.product(states(2, 3), repeat=2):
         x, value = make(shape, where, src, g)
         check(x, value, layout(where, dst))
@@ -140,7 +106,7 @@ PAIRS = {"equal": ([0, 1], [0, 1]), "contained": ([0, 1, 2], [1]), "containing":
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_between_placements(pair):
     g = torch.Generator().manual_seed(SEED)
-    a, b = (gt.placement("cpu", ranks) for ranks in PAIRS[pair])
+    a, b = map(place, PAIRS[pair])
     for shape in [(4, 6), (5, 3), (1, 1), (0, 2)]:
         for src, dst in itertools.product(states(2, a.ndim), states(2, b.ndim)):
             x, value = make(shape, a, src, g)
@@ -150,7 +116,7 @@ def test_between_placements(pair):
 @pytest.mark.parametrize("shape", [(), (1,), (3,)], ids=str)
 def test_small_tensors(shape):
     g = torch.Generator().manual_seed(SEED)
-    a, b = gt.placement("cpu", [0, 1, 2, 3]), gt.placement("cpu", [[4, 0], [1, 5]])
+    a, b = place([0, 1, 2, 3]), place([[4, 0], [1, 5]])
     for src, dst in itertools.product(states(len(shape), 1), states(len(shape), 2)):
         x, value = make(shape, a, src, g)
         check(x, value, layout(b, dst))
@@ -158,7 +124,7 @@ def test_small_tensors(shape):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int32, torch.bool, torch.complex64], ids=str)
 def test_dtypes(dtype):
-    where = gt.placement("cpu", [0, 1, 2])
+    where = place([0, 1, 2])
     value = torch.arange(12).reshape(4, 3).remainder(5).to(dtype)
     for src, dst in itertools.product([broadcast, split(0), split(1)], repeat=2):
         y = gt.from_full(value, where, src).to_global(sbp=dst)
@@ -166,7 +132,7 @@ def test_dtypes(dtype):
 
 
 def test_sixteen_bit_sums_round_once():
-    where = gt.placement("cpu", [0, 1, 2, 3])
+    where = place([0, 1, 2, 3])
     parts = {r: torch.full((3,), v, dtype=torch.bfloat16) for r, v in enumerate([256.0, 1.0, 1.0, 1.0])}
     got = gt.from_shards(parts, where, gt.sbp.partial_sum).to_global(sbp=gt.sbp.broadcast)
     assert torch.equal(got.full_tensor(), torch.full((3,), 259.0).bfloat16())       # in bfloat16 steps it would be 256
@@ -175,13 +141,13 @@ def test_sixteen_bit_sums_round_once():
 @pytest.mark.parametrize("src", states(2, 1), ids=str)
 @pytest.mark.parametrize("dst", states(2, 1), ids=str)
 def test_results_never_alias_their_source(src, dst):
-    where = gt.placement("cpu", [0, 1])
+    where = place([0, 1])
     x, value = make((4, 4), where, src, torch.Generator().manual_seed(SEED))
     y = x.to_global(sbp=dst)
     if src != dst:
         for shard in y.shards.values():
             shard.fill_(7)
-        torch.testing.assert_close(gather(x), value)
+        torch.testing.assert_close(whole(x), value)
 
 
 GRAD_PLACES = [([0, 1], [0, 1]), ([0, 1, 2], [2, 3]), ([[0, 1], [2, 3]], [[0, 1], [2, 3]]), ([0, 1], [2])]
@@ -190,7 +156,7 @@ GRAD_PLACES = [([0, 1], [0, 1]), ([0, 1, 2], [2, 3]), ([[0, 1], [2, 3]], [[0, 1]
 @pytest.mark.parametrize("ranks", GRAD_PLACES, ids=str)
 def test_gradients_of_every_boxing(ranks):
     g = torch.Generator().manual_seed(SEED)
-    a, b = (gt.placement("cpu", r) for r in ranks)
+    a, b = map(place, ranks)
     for src, dst in itertools.product(states(2, a.ndim), states(2, b.ndim)):
         x, value = make((5, 4), a, src, g)
         x.requires_grad_()
@@ -201,7 +167,7 @@ def test_gradients_of_every_boxing(ranks):
 
 
 def test_grad_sbp_decides_how_the_gradient_leaves():
-    where = gt.placement("cpu", [0, 1])
+    where = place([0, 1])
     x = gt.from_full(torch.randn(4, 4), where, broadcast).requires_grad_()
     for grad_sbp in (broadcast, partial_sum, split(0), split(1)):
         y = x.to_global(sbp=split(0), grad_sbp=grad_sbp)
@@ -211,7 +177,7 @@ def test_grad_sbp_decides_how_the_gradient_leaves():
 
 
 def test_the_gradient_lies_dual():
-    where = gt.placement("cpu", [0, 1])
+    where = place([0, 1])
     for src, dual in ((split(0), split(0)), (partial_sum, broadcast)):
         x = gt.from_full(torch.randn(4, 4), where, src).requires_grad_()
         (grad,) = torch.autograd.grad(x.to_global(sbp=broadcast).sum(), x)
@@ -252,7 +218,7 @@ def least_received(src, dst):
 @pytest.mark.parametrize("ranks", [[[0, 1], [2, 3]], [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]], ids=["2x2", "2x2x2"])
 def test_bytes_stay_near_the_lower_bound(ranks, machine):
     """Bytes received per rank, the mean over all pairs of layouts, against the least that any algorithm needs."""
-    where = gt.placement("cpu", ranks)
+    where = place(ranks)
     moved = bound = 0
     ratios = []
     for src, dst in itertools.product(states(2, where.ndim), repeat=2):
@@ -272,7 +238,7 @@ def test_bytes_stay_near_the_lower_bound(ranks, machine):
     (split(0), split(1), 3 / 16), (partial_sum, split(0), 3 / 4), (partial_sum, broadcast, 6 / 4)], ids=str)
 def test_bytes_recorded_are_the_textbook_ones(src, dst, factor):
     """4 ranks: all-gather (n-1)/n, all-to-all (n-1)/n^2, reduce-scatter (n-1)/n, all-reduce 2(n-1)/n of the tensor."""
-    where = gt.placement("cpu", [0, 1, 2, 3])
+    where = place([0, 1, 2, 3])
     x = gt.from_full(torch.randn(512, 512), where, src)
     with gt.record() as moves:
         x.to_global(sbp=dst)
@@ -283,6 +249,6 @@ def test_bytes_recorded_are_the_textbook_ones(src, dst, factor):
 
 def test_every_link_carries_a_share():
     """One rank to four: it sends the tensor once, not four times."""
-    a, b = gt.placement("cpu", [0]), gt.placement("cpu", [1, 2, 3, 4])
+    a, b = place([0]), place([1, 2, 3, 4])
     way = plan(layout(a, (broadcast,)), layout(b, (broadcast,)), (1024, 1024), 4 << 20, gloo)
     assert [step.sbp for step in way.layouts] == [(broadcast,), (split(0),), (broadcast,)]

@@ -7,8 +7,17 @@ import pytest
 import torch
 
 import globaltensor as gt
-from globaltensor.errors import (BoxingError, DisagreementError, GlobalTensorError, InPlaceError, MixedPlacementError,
-                                 PlacementError, SbpError, ShapeError, TransportError)
+from globaltensor.errors import (
+    BoxingError,
+    DisagreementError,
+    GlobalTensorError,
+    InPlaceError,
+    MixedPlacementError,
+    PlacementError,
+    SbpError,
+    ShapeError,
+    TransportError,
+)
 
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
 
@@ -68,7 +77,8 @@ MISTAKES = {
                           "no dim", "broadcast"),
     "split dim in to_global": (lambda: ones(4).to_global(sbp=S(-2)), SbpError, "split(-2)", "0 to 0", "broadcast"),
     "split by no int": (lambda: S("rows"), SbpError, "'rows'", "", "split(0)"),
-    "no sbp at all": (lambda: ones(4, sbp="split"), SbpError, "not an sbp: 'split'", "one of these", "gt.sbp.split(dim)"),
+    "no sbp at all": (lambda: ones(4, sbp="split"), SbpError, "not an sbp: 'split'", "one of these",
+                      "gt.sbp.split(dim)"),
     "a placement without sbp": (lambda: gt.ones(4, placement=on()), GlobalTensorError, "no sbp", "", "sbp="),
     "an sbp without placement": (lambda: gt.ones(4, sbp=B), GlobalTensorError, "without a placement", "", "placement="),
     "unknown axis": (lambda: ones(4, sbp={"tp": B}), SbpError, "'tp'", "without names", "axis_names="),
@@ -80,7 +90,8 @@ MISTAKES = {
                             "x.shards[rank]"),
     "sbp of a plain tensor": (lambda: torch.ones(4).sbp, SbpError, "a plain tensor has no sbp", "not global",
                               "x.to_global(placement, sbp)"),
-    "placement of a plain tensor": (lambda: torch.ones(4).placement, SbpError, "no placement", "not global", "to_global"),
+    "placement of a plain tensor": (lambda: torch.ones(4).placement, SbpError, "no placement", "not global",
+                                    "to_global"),
     "to_global of a plain tensor": (lambda: torch.ones(4).to_global(sbp=B), GlobalTensorError, "no placement", "",
                                     "t.to_global(placement, sbp)"),
     "in-place growth": (lambda: ones(1, 4).add_(ones(3, 4)), InPlaceError, "output with shape", "keeps its shape",

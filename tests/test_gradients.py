@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from shards import place
 from torch import nn
 from torch.nn import functional as F
 
@@ -149,7 +150,7 @@ def test_a_split_parameter_gets_a_reduce_scattered_gradient():
 @pytest.mark.parametrize("axes", ["dp", "tp", "both"])
 def test_optimizers_run_on_shards(optimizer, foreach, fused, axes):
     """Single-tensor, foreach and fused: equal to plain torch, and no optimizer op moves a byte."""
-    where = gt.placement("cpu", [[0, 1], [2, 3]]) if axes == "both" else gt.placement("cpu", [0, 1])
+    where = place([[0, 1], [2, 3]]) if axes == "both" else gt.placement("cpu", [0, 1])
     b = gt.sbp.broadcast
     tp = {name: (b, s) for name, s in MEGATRON.items()} if axes == "both" else MEGATRON
     plain, block = pair(where, b if axes == "dp" else tp)

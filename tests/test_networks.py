@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from shards import place
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -13,8 +14,7 @@ import globaltensor as gt
 
 SEED = 11
 B, S = gt.sbp.broadcast, gt.sbp.split
-TWO, THREE = gt.placement("cpu", [0, 1]), gt.placement("cpu", [0, 1, 2])
-GRID = gt.placement("cpu", [[0, 1], [2, 3]], axis_names=("dp", "tp"))
+TWO = gt.placement("cpu", [0, 1])
 
 
 class Mlp(nn.Module):
@@ -109,22 +109,22 @@ def compare(name, where, sbp, split, n):
     with gt.record() as moves:
         got = train(model, gx, gtarget)
     torch.testing.assert_close(got, expected)
-    return moves, model
+    return moves
 
 
 @pytest.mark.parametrize("n", [4, 5, 1])
-@pytest.mark.parametrize("where", [TWO, THREE], ids=["2 ranks", "3 ranks"])
+@pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_data_parallel(name, where, n):
-    moves, model = compare(name, where, B, S(0), n)
-    if n == 4 and where is TWO:
+def test_data_parallel(name, ranks, n):
+    moves = compare(name, place(ranks), B, S(0), n)
+    if n == 4 and len(ranks) == 2:
         gathered = [m for m in moves if m.bytes > 8 * 16 * 4 and m.op not in ("gradient", "full_tensor")]
         assert not gathered, "\n".join(map(str, gathered))
 
 
 @pytest.mark.parametrize("name", ["mlp", "encoder", "checkpointed"])
 def test_tensor_parallel(name):
-    moves, model = compare(name, TWO, NETWORKS[name][0].rows, B, 4)
+    moves = compare(name, TWO, NETWORKS[name][0].rows, B, 4)
     gathered = [m for m in moves if m.bytes > 100 and m.op != "full_tensor" and not any(s.is_partial for s in m.src.sbp)]
     assert not gathered, "\n".join(map(str, gathered))
 
@@ -133,7 +133,7 @@ def test_tensor_parallel(name):
 @pytest.mark.parametrize("name", ["mlp", "encoder", "checkpointed"])
 def test_both(name, n):
     rows = {k: (B, s) for k, s in NETWORKS[name][0].rows.items()} | {"*": (B, B)}
-    moves, model = compare(name, GRID, rows, {"dp": S(0)}, n)
+    moves = compare(name, place([[0, 1], [2, 3]], ("dp", "tp")), rows, {"dp": S(0)}, n)
     if n == 4:
         gathered = [m for m in moves if m.bytes > 100 and m.op not in ("full_tensor", "gradient")
                     and not any(s.is_partial for s in m.src.sbp)]
@@ -144,7 +144,7 @@ def test_two_pipeline_stages():
     torch.manual_seed(SEED)
     a, b = Encoder().double(), Encoder().double()
     x, target = torch.randn(4, 5, 16).double(), torch.randint(0, 10, (20,))
-    first, second = gt.placement("cpu", [0, 1]), gt.placement("cpu", [2, 3])
+    first, second = place([0, 1]), place([2, 3])
     ga, gb = copy.deepcopy(a).to_global(first, B), copy.deepcopy(b).to_global(second, Encoder.rows)
     loss = F.cross_entropy(b(a.block(x)), target)
     loss.backward()

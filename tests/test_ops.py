@@ -13,11 +13,9 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from shards import B, P, gather, layouts, scatter
-from torch import nn
+from shards import gather, layouts, scatter
 
 import globaltensor as gt
-from globaltensor.sbp import split
 
 SEED = int(os.environ.get("OPS_SEED") or random.randrange(2**32))
 DRAWS = int(os.environ.get("OPS_DRAWS") or 5)        # per case and placement

@@ -1,4 +1,4 @@
-"""The same program in one process, under `globaltensor run`, under torchrun, and on two hosts; and how it ends badly."""
+"""One program in one process, under `globaltensor run`, under torchrun, and on two hosts; and how it ends badly."""
 from __future__ import annotations
 
 import math
@@ -88,7 +88,7 @@ def network():
         try:
             for name in names:
                 ip("netns", "add", name)
-            ip("link", "add", "gtveth0", "netns", names[0], "type", "veth", "peer", "name", "gtveth1", "netns", names[1])
+            ip("link", "add", "gtveth0", "netns", names[0], "type", "veth", "peer", "gtveth1", "netns", names[1])
             for k, name in enumerate(names):
                 ip("-n", name, "addr", "add", f"{addresses[k]}/24", "dev", f"gtveth{k}")
                 ip("-n", name, "link", "set", f"gtveth{k}", "up")

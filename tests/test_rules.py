@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rule_samples import ELSEWHERE, MISSING, SAMPLES, UNCHECKED, VALUELESS, Draw
-from shards import cut, join, sizes, states
+from shards import cut, gather, join, layouts, scatter, sizes, states
 from torch.utils._pytree import tree_flatten
 
 import globaltensor as gt
@@ -28,6 +28,7 @@ from globaltensor.dispatch.choose import _fits as fits
 from globaltensor.dispatch.choose import label_sizes
 from globaltensor.layout import layout, spec
 from globaltensor.rules.call import Call
+from globaltensor.rules.families import fixed, reduction
 from globaltensor.rules.language import signatures
 from globaltensor.rules.line import Line
 from globaltensor.rules.table import TABLE
@@ -227,3 +228,104 @@ def test_line(func):
             if missing:
                 missing &= judged(func, number, parts, generator, chooser)[2]
         assert not missing, f"true, but not derived: {what}\n" + "\n".join(sorted(map(text, missing)))
+
+
+# ------------------------------------------------------------------------------------------- the proof can fail
+
+WRONG = [
+    ("relu", fixed("i j -> i j", "a"), "relu is not linear"),
+    ("add.Tensor", fixed("i j, i j -> i j", "a*b"), "a sum is not a product: one pending term is counted once"),
+    ("mul.Tensor", fixed("i j, i j -> i j", "a+b"), "a product is not a sum"),
+    ("_softmax", fixed("i j -> i j"), "softmax mixes its dim"),
+    ("cumsum", fixed("i j -> i j", "a"), "cumsum depends on what came before"),
+    ("mean", fixed("i j -> ", "a"), "a mean of parts is not a part of the mean"),
+    ("amax", reduction(), "a maximum is not a sum"),
+    ("mm", fixed("m k, k n -> m n", "a*B"), None),
+    ("addmm", fixed("n, m k, k n -> m n", "b*c"), "the bias would be added once per rank"),
+    ("t", fixed("i j -> i j", "a"), "the dims are swapped"),
+    ("view", fixed("i j -> (i j)", "a"), "an uneven part lies elsewhere"),
+    ("native_layer_norm", fixed("b d!, d!, d! -> b d!, b o!, b o!", "a*b+c;a;a"), "the norm is not linear"),
+]
+
+
+@pytest.mark.parametrize("name, family, why", WRONG, ids=[w[0] for w in WRONG])
+def test_a_wrong_rule_is_caught(name, family, why):
+    func = next(f for f in PROVED if name_of(f) == name)
+    generator = torch.Generator().manual_seed(SEED % 2**31)
+    found = set()
+    for number, parts in itertools.product(range(len(SAMPLES[name])), (2, 3)):
+        args, kwargs = (made(x, generator) for x in SAMPLES[name][number])
+        try:
+            case = Case(func, Line(family), args, kwargs, parts, generator)
+        except (AssertionError, IndexError):
+            continue                                 # a sample of another number of dims
+        if all(len(dims) == t.dim() for dims, t in zip(case.rule.inputs, case.call.tensors)):
+            wrong, missing = case.judge(random.Random(0))
+            found |= wrong if why else missing
+    assert found, why or "a rule that leaves out what is true is caught too"
+
+
+# --------------------------------------------------------------------------------------------- several axes
+
+
+@pytest.mark.parametrize("name", ["mm", "addmm", "add.Tensor", "sum.dim_IntList", "permute", "embedding", "where.self", "view",
+                                  "gather", "nll_loss_backward", "native_layer_norm", "tril"])
+def test_two_axes_are_a_product_of_one(name):
+    """Pairs of signatures, on 2 x 2 ranks, through the library's own run of the op."""
+    chooser = random.Random(f"{SEED} {name}")
+    func = next(f for f in PROVED if name_of(f) == name)
+    generator = torch.Generator().manual_seed(SEED % 2**31)
+    where = gt.placement("cpu", [[0, 1], [2, 3]])
+    for number in range(len(SAMPLES[name])):
+        args, kwargs = (made(x, generator) for x in SAMPLES[name][number])
+        call = Call(func, args, kwargs)
+        want = Case(func, PROVED[func], args, kwargs, 2, generator).full
+        pairs = list(itertools.product(signatures(PROVED[func].family(call)), repeat=2))
+        for pair in chooser.sample(pairs, min(len(pairs), 30)):
+            if any(s.is_partial and not t.dtype.is_floating_point for sig in pair for s, t in zip(sig.inputs, call.tensors)):
+                continue
+            operands = [scatter(t, where, tuple(sig.inputs[q] for sig in pair), generator)
+                        for q, t in enumerate(call.tensors)]
+            same(func, call, operands, want)
+
+
+def same(func, call, operands, want):
+    """The op on global operands gives what it gives on plain ones."""
+    args, kwargs = call.given()
+    for (_, index), name, t in zip(call.slots, call.names, operands):
+        at = call.position(name)
+        holder = args if isinstance(at, int) else kwargs
+        holder[at] = t if index is None else [t if i == index else other for i, other in enumerate(holder[at])]
+    got = [t for t in tree_flatten(func(*args, **kwargs))[0] if isinstance(t, torch.Tensor)]
+    what = f"{name_of(func)} of {[t.spec for t in operands]}"
+    assert len(got) == len(want), what
+    for g, w in zip(got, want):
+        if not w.numel() and name_of(func) == "native_batch_norm":
+            continue                                 # torch's meta kernel makes more of these than its CPU kernel
+        assert g.shape == w.shape and g.dtype == w.dtype, what
+        for r, shard in g.shards.items():
+            assert tuple(shard.shape) == g.spec.local_shape(r), f"{what}: {g.spec}"
+        if name_of(func) not in VALUELESS:
+            near = 1e-5 if w.dtype == torch.float32 else 1e-9
+            torch.testing.assert_close(gather(g), w, rtol=near * 100, atol=near, equal_nan=True,
+                                       msg=lambda m, g=g: f"{what} -> {g.spec}\n{m}")
+
+
+@pytest.mark.parametrize("func", PROVED, ids=name_of)
+def test_dispatch(func):
+    """Every line as dispatch runs it: rewrites, patches, runners and boxing, in layouts drawn at random."""
+    name = name_of(func)
+    if name in ELSEWHERE:
+        pytest.skip("no kernel for CPU")
+    generator = torch.Generator().manual_seed(SEED % 2**31)
+    chooser = random.Random(f"{SEED} {name}")
+    places = [gt.placement("cpu", ranks) for ranks in ([0, 1], [2, 0, 1], [[0, 1], [2, 3]])]
+    for number in range(len(SAMPLES[name])):
+        for where in places:
+            args, kwargs = (made(x, generator) for x in SAMPLES[name][number])
+            call = Call(func, args, kwargs)
+            want = Case(func, PROVED[func], args, kwargs, 2, generator).full
+            for _ in range(2):
+                operands = [scatter(t, where, chooser.choice(layouts(t.dim(), where.ndim, t.dtype.is_floating_point)), generator)
+                            for t in call.tensors]
+                same(func, call, operands, want)

@@ -64,7 +64,7 @@ def _search(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Mac
     if mixed is not None:
         ways = [_search(a, b, shape, magnitude, machine) for a, b in ((src, mixed), (mixed, dst))]
         return Plan(ways[0].layouts + ways[1].layouts[1:], ways[0].fixed + ways[1].fixed, ways[0].rate + ways[1].rate)
-    import networkx as nx                            # here, as it takes 0.1 s to import
+    import networkx as nx  # here, as it takes 0.1 s to import
 
     graph = nx.DiGraph()
     nbytes = 1 << magnitude

@@ -11,7 +11,6 @@ import time
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -151,7 +150,7 @@ def _exchange(programs: list[Program], shards: list[Shards], dtypes: list[torch.
     for program, held in zip(programs, shards):
         for peer, parts in program.outgoing.items():
             for p in parts:
-                data = _read(held, p).reshape(-1).view(torch.uint8)
+                data = _read(held, p).contiguous().view(-1).view(torch.uint8)
                 gap = -data.numel() % 16
                 outgoing.setdefault(peer, []).extend([data, data.new_empty(gap)] if gap else [data])
     incoming: dict[int, int] = {}

@@ -38,7 +38,7 @@ def options(of: argparse.ArgumentParser) -> None:
     of.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
     hosts = of.add_argument_group("several hosts", "the same command on each host")
     hosts.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="hosts that take part (default 1)")
-    hosts.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts meet, such as the first one's name")
+    hosts.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts meet: an address of one of them")
     hosts.add_argument("--rdzv-id", default="globaltensor", metavar="ID", help="tells runs at one endpoint apart")
     hosts.add_argument("--node-rank", type=int, metavar="I", help="fix this host's place among the hosts, from 0; "
                        "host 0 must be the endpoint's (default: in the order of their names)")
@@ -73,8 +73,8 @@ def _check(chosen: argparse.Namespace) -> None:
     elif not Path(chosen.program).exists():
         raise Problem(f"there is no program {chosen.program!r}\n  looked in {os.getcwd()}")
     if chosen.nnodes > 1 and not chosen.rdzv_endpoint:
-        raise Problem(f"{chosen.nnodes} hosts need a place to meet\n"
-                      f"  try: globaltensor run --nnodes {chosen.nnodes} --rdzv-endpoint HOST:29400 ... on each of them")
+        raise Problem(f"{chosen.nnodes} hosts need a place to meet\n  try: globaltensor run "
+                      f"--nnodes {chosen.nnodes} --rdzv-endpoint HOST:29400 ... on each of them")
     if chosen.node_rank is not None and not 0 <= chosen.node_rank < chosen.nnodes:
         raise Problem(f"--node-rank {chosen.node_rank} of {chosen.nnodes} hosts: it is 0 to {chosen.nnodes - 1}")
 
@@ -98,8 +98,9 @@ def _launch(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str]
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     alone = chosen.nnodes == 1 and not chosen.rdzv_endpoint
+    static = chosen.node_rank is not None and not alone
     config = LaunchConfig(min_nodes=chosen.nnodes, max_nodes=chosen.nnodes, nproc_per_node=ranks, max_restarts=0,
-                          run_id=chosen.rdzv_id, rdzv_backend="c10d" if chosen.node_rank is None else "static",
+                          run_id=chosen.rdzv_id, rdzv_backend="static" if static else "c10d",
                           rdzv_endpoint="127.0.0.1:0" if alone else chosen.rdzv_endpoint,
                           rdzv_configs=_meeting(chosen), local_addr="127.0.0.1" if alone else chosen.local_addr,
                           logs_specs=DefaultLogsSpecs(log_dir=folder))
@@ -121,7 +122,7 @@ def _launch(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str]
 
 def _meeting(chosen: argparse.Namespace) -> dict[str, Any]:
     """What torch's rendezvous must know of this host; by itself it knows the endpoint for its own by the name only."""
-    if chosen.node_rank is not None:
+    if chosen.node_rank is not None and chosen.rdzv_endpoint:
         return {"rank": chosen.node_rank}
     if chosen.local_addr and chosen.rdzv_endpoint and chosen.rdzv_endpoint.rpartition(":")[0] == chosen.local_addr:
         return {"is_host": True}

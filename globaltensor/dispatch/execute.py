@@ -118,13 +118,18 @@ def wrap_results(cls: type, recipe: Recipe, operands: list[Any], results: dict[i
     if recipe.is_view and (any(recipe.wants) or recipe.guarded):
         for w in wrapped:
             w.spec = spec(w.spec.layout, w.spec.shape, w.spec.stride, w.spec.dtype, copied=True)
-            w.guard = operands[0].guard if recipe.guarded else operands[0]._version
+            w.guard = operands[0].guard if recipe.guarded else _version(operands[0])
     return wrapped[0] if kind is None else kind(wrapped)
+
+
+def _version(t: Any) -> int | None:
+    """How often a tensor was written to; tensors of inference mode do not count."""
+    return None if t.is_inference() else t._version
 
 
 def check_guard(t: Any) -> None:
     """A view that was boxed is a copy: it must not be used after the tensor it was made from changed."""
-    if t.spec.copied and t._version != t.guard:
+    if t.spec.copied and _version(t) != t.guard:
         raise InPlaceError("a view is used after the tensor it was made from was written to",
                            "making the view needed a boxing, so it holds the old value",
                            "make the view again after the write")

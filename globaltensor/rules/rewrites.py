@@ -69,6 +69,12 @@ def mean(call: Call, run: Any) -> Any:
     return cast(run, run(aten.div.Tensor, total, float(count(call)) if count(call) else math.nan), dtype)
 
 
+def of_all_dims(call: Call, run: Any) -> Any:
+    """No dims given are all dims; torch's meta kernel of nansum takes them for none."""
+    return run(call.func, *[None if name == "dim" else value for name, value in call.values.items() if name != "dtype"],
+               dtype=call["dtype"])
+
+
 def variance(call: Call, run: Any) -> Any:
     """Two passes, as exact as one device: the mean, then the mean square of what is left."""
     x = call.tensors[0]

@@ -12,14 +12,48 @@ from torch._ops import OpOverload
 
 from globaltensor import library
 from globaltensor.rules import batchnorm, indices, layers, ordered, random, rewrites, runners
-from globaltensor.rules.families import (along, broadcasting_addmm, contraction, copied, copied_over, fixed, given,
-                                         linear_by_scalar, loss, pointwise, reduction, zeroing)
+from globaltensor.rules.families import (
+    along,
+    broadcasting_addmm,
+    contraction,
+    copied,
+    copied_over,
+    fixed,
+    given,
+    linear_by_scalar,
+    loss,
+    pointwise,
+    reduction,
+    zeroing,
+)
 from globaltensor.rules.line import Line, group_counts, scaled, shifted_diagonal, sized, strided
 from globaltensor.rules.rewrites import reduces_split
-from globaltensor.rules.shapes import (concatenated, diagonal, diagonal_backward, diagonal_scattered, expanded,
-                                       factory_like, halved, padded, permuted, repeated, scattered_into, selected,
-                                       sized_backward, sliced, split_list, squeezed, stacked, swapped, triangle,
-                                       unbound, unsqueezed, viewed, windows, windows_backward)
+from globaltensor.rules.shapes import (
+    concatenated,
+    diagonal,
+    diagonal_backward,
+    diagonal_scattered,
+    expanded,
+    factory_like,
+    halved,
+    padded,
+    permuted,
+    repeated,
+    scattered_into,
+    selected,
+    sized_backward,
+    sliced,
+    split_list,
+    squeezed,
+    stacked,
+    swapped,
+    triangle,
+    unbound,
+    unsqueezed,
+    viewed,
+    windows,
+    windows_backward,
+)
 
 aten = torch.ops.aten
 TABLE: dict[OpOverload, Line] = {}
@@ -102,7 +136,8 @@ lines("convolution_backward", given(layers.convolution_backward, "output_mask"),
 # ---------------------------------------------------------------------------------------------- reductions
 lines("sum sum.dim_IntList", reduction("a"))
 lines("mean mean.dim", reduction("a", uncut=True), rewrite=rewrites.mean, when=reduces_split)
-lines("nansum count_nonzero count_nonzero.dim_IntList", reduction())
+lines("count_nonzero count_nonzero.dim_IntList", reduction())
+lines("nansum", reduction(), rewrite=rewrites.of_all_dims, when=lambda call: call["dim"] == [])
 lines("amax", reduction(leaves="max"), runner=runners.extremum)
 lines("amin", reduction(leaves="min"), runner=runners.extremum)
 lines("any any.dim any.dims", reduction(leaves="max"))

@@ -29,6 +29,8 @@ Rewrite = Callable[[Call, Any], Any]
 def line_of(func: OpOverload) -> Line | None:
     """The line of an op, or what follows from that of the functional op it is a variant of."""
     found = TABLE.get(func)
+    if found is None and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return Line(factory_like, rewrite=_decomposed)
     functional = functional_of(func) if found is None and func._schema.is_mutable else None
     if functional is None:
         return found
@@ -38,6 +40,12 @@ def line_of(func: OpOverload) -> Line | None:
         return Line(factory_like, rewrite=_into_out(functional))
     line = TABLE.get(functional)
     return line if line is None or line.rewrite is None else replace(line, rewrite=_in_place(functional, line.rewrite))
+
+
+def _decomposed(call: Call, run: Any) -> Any:
+    """An op that torch itself makes of others, which it has not done yet in inference mode."""
+    args, kwargs = call.given()
+    return call.func.decompose(*args, **kwargs)
 
 
 def functional_of(func: OpOverload) -> OpOverload | None:

@@ -1,0 +1,24 @@
+"""The tests of boxing, gradients and networks once more, on 2 and 4 processes over gloo.
+
+Every process runs the same tests in the same order, each with one rank; those that need more ranks are skipped.
+"""
+from __future__ import annotations
+
+import re
+
+import pytest
+from harness import ROOT, TORCHRUN, environment, run
+
+FILES = ["tests/test_boxing.py", "tests/test_gradients.py", "tests/test_networks.py", "tests/test_traps.py"]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_processes(ranks):
+    command = [*TORCHRUN, "--nproc-per-node", ranks, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m",
+               "not long", "--rootdir", ROOT, *[ROOT / file for file in FILES]]
+    code, out, err = run(command, environment(), timeout=560)
+    assert code == 0, out[-3000:] + err[-3000:]
+    passed = re.findall(r"(\d+) passed", out)
+    assert len(passed) == ranks and len(set(passed)) == 1 and int(passed[0]) > 100, out
