@@ -311,6 +311,8 @@ for rows in (6, 5, 2):
     for frequency in (False, True):
         sample("embedding_dense_backward", r(5, 2, 4), i(rows, 5, 2), rows, 1, frequency)
     sample("embedding_dense_backward", r(5, 3), i(rows, 5), rows, -1, False)
+    sample("globaltensor.embedding_backward", r(5, 2, 4), i(rows, 5, 2), r(rows, 0), 1)
+    sample("globaltensor.embedding_backward", r(5, 3), i(rows, 5), r(rows, 0), -1)
     sample("index.Tensor", r(rows, 4), [i(rows, 5)])
     sample("index.Tensor", r(3, rows), [None, i(rows, 5, 2)])
     sample("index.Tensor", r(rows, 3, 4), [i(rows, 5), None, i(4, 5)])

@@ -61,13 +61,14 @@ def test_globaltensor_run(ranks, alone, tmp_path):
 
 
 def test_torchrun(alone, tmp_path):
-    good([*TORCHRUN, "--nproc-per-node", 4, "--master-port", free_port(), VALUES, tmp_path])
+    good([*TORCHRUN, "--nproc-per-node", 4, "--master-port", free_port(), "--log-dir", tmp_path / "logs", VALUES,
+          tmp_path])
     check(tmp_path, 4, alone)
 
 
 def test_two_hosts_on_loopback(alone, tmp_path):
     meet = ["--nnodes", 2, "--nproc-per-node", 2, "--rdzv-backend", "c10d", "--rdzv-id", "two",
-            "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
+            "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1", "--log-dir", tmp_path / "logs"]
     hosts = [Started([*TORCHRUN, *meet, VALUES, tmp_path]) for _ in range(2)]
     assert [host.end()[0] for host in hosts] == [0, 0]
     check(tmp_path, 4, alone, same_plans=False)
@@ -203,7 +204,7 @@ def test_who_is_slow_is_waited_for():
     """Ranks that are stopped for longer than a deadlock takes to be found, in turns, while the other waits."""
     ranks = by_hand([FAILS, "is patient"], 2)
     for rank in ranks:
-        rank.process.stdout.readline()
+        assert "is process" in rank.process.stdout.readline(), rank.end()
     for rank in ranks[::-1]:
         rank.process.send_signal(signal.SIGSTOP)
         time.sleep(4)
@@ -235,9 +236,11 @@ def test_a_module(tmp_path):
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_ranks_end_with_their_launcher(how):
-    started = Started([*RUN, "-n", 2, FAILS, "waits"])
-    ranks = [int(started.process.stdout.readline().split()[-1]) for _ in range(2)]
+def test_ranks_end_with_their_launcher(how, tmp_path):
+    started = Started([*RUN, "-n", 2, FAILS, "waits"], environment(TMPDIR=str(tmp_path)))
+    lines = [started.process.stdout.readline() for _ in range(2)]
+    assert all("is process" in line for line in lines), started.end()
+    ranks = [int(line.split()[-1]) for line in lines]
     os.kill(started.process.pid, how)
     began = time.monotonic()
     code, _, err = started.end(30)

@@ -83,8 +83,8 @@ class Case:
                 if fits((sig,), (self.parts,), of, dict(self.rule.even), self.rule.nonempty if nonempty is None else nonempty)}
 
     def single(self, inputs):
-        """Is a dim cut that has one element and stays whole? Then one rank has it all."""
-        return any(s.is_split and t.shape[s.dim] == 1 and dims[s.dim][0].endswith("!")
+        """Is a dim cut that has one element or none and stays whole? Then one rank has it all."""
+        return any(s.is_split and t.shape[s.dim] < 2 and dims[s.dim][0].endswith("!")
                    for s, t, dims in zip(inputs, self.call.tensors, self.rule.inputs))
 
     def consistent(self, inputs):

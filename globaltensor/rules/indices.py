@@ -23,10 +23,16 @@ def embedding(call: Call) -> Rule:
 
 
 def embedding_backward(call: Call) -> Rule:
-    """Rows added up; each rank can make the rows of its own part of the vocabulary."""
-    by_frequency = "!" if call["scale_grad_by_freq"] else ""      # how often an index stands in all of them
-    idx = " ".join(f"n{i}{by_frequency}" for i in range(call.tensors[1].dim()))
-    return rule(f"{idx} d, {idx} -> v{by_frequency} d", "a*B")
+    """Rows added up, by frequency: as often as an index stands in all of them."""
+    whole = "!" if call["scale_grad_by_freq"] else ""
+    idx = " ".join(f"n{i}{whole}" for i in range(call.tensors[1].dim()))
+    return rule(f"{idx} d, {idx} -> v! d", "a*B")
+
+
+def embedding_rows(call: Call) -> Rule:
+    """Our own embedding_backward: its last operand has no elements, but lies as the rows of the result shall."""
+    idx = " ".join(f"n{i}" for i in range(call.tensors[1].dim()))
+    return rule(f"{idx} d, {idx}, v e! -> v d", "a*B")
 
 
 def _rows(call: Call, dim: str, touched: str) -> tuple[list[str], int]:

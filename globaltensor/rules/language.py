@@ -127,8 +127,7 @@ def cut_dim(tensor: Dims, label: str) -> int | None:
 @lru_cache(10_000)
 def signatures(of: Rule) -> tuple[Signature, ...]:
     """Every legal signature on one axis, all-B first."""
-    labels = dict.fromkeys(x for t in (*of.inputs, *of.outputs) for d in t for x in d[:1]
-                           if not x.endswith("!") and x != "1")
+    labels = dict.fromkeys(x for t in of.inputs for d in t for x in d[:1] if not x.endswith("!") and x != "1")
     found: dict[tuple, Signature] = {}
     for label in (None, *labels):
         try:

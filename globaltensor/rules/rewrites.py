@@ -230,15 +230,10 @@ def foreach_norm(call: Call, run: Any) -> Any:
     if math.isinf(p) or p == 0:
         return [run(aten.linalg_vector_norm.default, x, p, None, False, dtype=call["dtype"]) for x in call.tensors]
     held = run.box(call.tensors, [_reduced(x) for x in call.tensors], "foreach_norm")
-    sums = []
-    for x in held:
-        size = _as(run, x, call["dtype"]) if call["dtype"] is not None else x
-        size = run(aten.abs.default, size)
-        powers = size if p == 1 else run(aten.pow.Tensor_Scalar, size, p)
-        sums.append(run(aten.sum.dim_IntList, powers, list(range(x.dim())), False))
+    held = [cast(run, x, call["dtype"]) for x in held]
+    sums = [run(aten.sum.dim_IntList, powers(run, run(aten.abs.default, x), p), list(range(x.dim())), False) for x in held]
     home = broadcast_on(call.tensors[0])             # norms of several pipeline stages meet on the first one's
-    sums = run.box(sums, [home] * len(sums), "foreach_norm")
-    return sums if p == 1 else [run(aten.pow.Tensor_Scalar, total, 1 / p) for total in sums]
+    return [root(run, total, p) for total in run.box(sums, [home] * len(sums), "foreach_norm")]
 
 
 def _reduced(x: Any) -> Layout:

@@ -83,18 +83,17 @@ def embedding(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -
 
 
 def embedding_backward(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    """The gradient of this rank's rows; the number of rows in `args` is theirs."""
-    grad, indices, rows, padding, by_frequency = args
-    out = recipe.outputs[0]
-    part = out.box(rank)[0]
-    if part == (0, out.shape[0]):
-        return recipe.func(*args, **kwargs)
-    if not rows:
+    """The gradient of this rank's rows."""
+    grad, indices, rows, padding = args
+    part = _own(recipe, rank, 0, 2)
+    if part is None:
+        return recipe.func(*args)
+    if part[0] == part[1]:
         return grad.new_zeros(0, grad.shape[-1])
-    mine, at = _mine(indices, part, out.shape[0])
+    mine, at = _mine(indices, part, recipe.shapes[2][0])
     if padding >= 0:
         mine &= indices != padding
-    return recipe.func(grad.masked_fill(~mine.unsqueeze(-1), 0), at, rows, -1, by_frequency)
+    return recipe.func(grad.masked_fill(~mine.unsqueeze(-1), 0), at, rows, -1)
 
 
 def gather(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:

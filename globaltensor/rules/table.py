@@ -202,8 +202,8 @@ lines("new_empty_strided", factory_like, patch=strided)
 
 # ------------------------------------------------------------------------------------------------ indexing
 lines("embedding", indices.embedding, runner=runners.embedding)
-lines("embedding_dense_backward", indices.embedding_backward, patch=lambda call, operands, outputs, rank:
-      [(2, outputs[0].local_shape(rank)[0])], runner=runners.embedding_backward)
+lines("embedding_dense_backward", indices.embedding_backward)
+TABLE[library.embedding_backward] = Line(indices.embedding_rows, runner=runners.embedding_backward)
 lines("index.Tensor", indices.indexed, runner=runners.index)
 lines("index_select", indices.index_selected, runner=runners.index_select)
 lines("gather", indices.gathered, runner=runners.gather)

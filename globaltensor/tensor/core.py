@@ -19,9 +19,10 @@ from globaltensor.errors import GlobalTensorError, SbpError
 from globaltensor.layout import Layout, Spec, layout, sbp_text, spec
 from globaltensor.placement import placement
 from globaltensor.sbp import NdSbp, broadcast, in_range, nd_sbp
-from globaltensor.tensor import assign, backward, gradients, products
+from globaltensor.tensor import assign, attention, backward, gradients, lookup, products
 
-_TAKEN = {**products.TAKEN, torch.Tensor.__setitem__: assign.assign}
+_TAKEN = {**products.TAKEN, **lookup.TAKEN, torch.Tensor.__setitem__: assign.assign}
+_WITHIN = {**backward.TAKEN, **attention.TAKEN}      # overrides stay in force inside these
 _make = torch.Tensor._make_wrapper_subclass
 _requires_grad = torch._C.TensorBase.requires_grad
 
@@ -46,9 +47,9 @@ class GlobalTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        start = backward.TAKEN.get(func)
-        if start is not None:
-            return start(*args, **(kwargs or {}))
+        within = _WITHIN.get(func)
+        if within is not None:
+            return within(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return _TAKEN.get(func, func)(*args, **(kwargs or {}))
 
