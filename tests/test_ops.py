@@ -13,9 +13,10 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from shards import gather, layouts, scatter
+from shards import B, P, gather, layouts, scatter
 
 import globaltensor as gt
+from globaltensor.sbp import split
 
 SEED = int(os.environ.get("OPS_SEED") or random.randrange(2**32))
 DRAWS = int(os.environ.get("OPS_DRAWS") or 5)        # per case and placement
@@ -414,3 +415,90 @@ def test_op(name, place):
     where = gt.placement("cpu", PLACES[place])
     for nds in choices(name, where.ndim, chooser):
         run(name, where, nds, generator)
+
+
+# ------------------------------------------------------------------------------------------------ what is not sent
+
+
+def moved(function, *inputs):
+    """Bytes received by the rank that receives most, forward and backward, but for reading the gradients."""
+    generator = torch.Generator().manual_seed(SEED % 2**31)
+    where = gt.placement("cpu", [0, 1])
+    made = []
+    for spec, sbp in inputs:
+        value, differentiable = build(spec, generator)
+        made.append(scatter(value, where, (sbp,), generator).requires_grad_(differentiable))
+    with gt.record() as moves:
+        out = flat(function(*made))[0]
+        out.backward(torch.ones_like(out))
+    return sum(m.bytes for m in moves)
+
+
+S0, S1, S2 = split(0), split(1), split(2)
+QUIET = {
+    "element by element": (lambda x, y: F.gelu(x * 2 + y).exp() - x, ((4, 6), S0), ((4, 6), S0)),
+    "bias over a split batch": (lambda x, y: x + y, ((4, 6), S0), ((6,), B)),
+    "linear, split batch": (F.linear, ((4, 3, 6), S0), ((8, 6), B), ((8,), B)),
+    "linear, split sequence": (F.linear, ((4, 2, 6), S1), ((8, 6), B), ((8,), B)),
+    "linear, columns": (F.linear, ((4, 3, 6), B), ((8, 6), S0), ((8,), S0)),
+    "linear, rows": (F.linear, ((4, 3, 6), S2), ((8, 6), S1), ((8,), B)),
+    "two linears of a feed-forward": (lambda x, a, b: F.linear(F.gelu(F.linear(x, a)), b),
+                                      ((4, 3, 6), B), ((8, 6), S0), ((6, 8), S1)),
+    "heads": (lambda x: x.view(2, 3, 4, 2).transpose(1, 2).exp().transpose(1, 2).reshape(2, 3, 8), ((2, 3, 8), S2)),
+    "attention, split heads": (lambda q, k, v: attend(q, k, v, is_causal=True), *[((2, 4, 3, 8), S1)] * 3),
+    "attention by hand, split heads": (attention_by_hand, *[((2, 4, 3, 8), S1)] * 3),
+    "attention, split batch, a mask for all": (lambda q, k, v: attend(q, k, v, attn_mask=MASK), *[((2, 4, 3, 8), S0)] * 3),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), ((4, 2, 6), S1), ((6,), B), ((6,), B)),
+    "group_norm, split channels": (lambda x, w: F.group_norm(x, 2, w), ((2, 6, 5), S1), ((6,), S0)),
+    "batch_norm, split channels": (lambda x, w: F.batch_norm(x, None, None, w, None, True), ((4, 6, 5), S1), ((6,), S0)),
+    "convolution, split batch": (F.conv2d, ((4, 3, 5, 5), S0), ((2, 3, 3, 3), B)),
+    "convolution, split output": (F.conv2d, ((2, 3, 5, 5), B), ((4, 3, 3, 3), S0)),
+    "convolution, split groups": (lambda x, w: F.conv2d(x, w, groups=4), ((2, 4, 5, 5), S1), ((4, 1, 3, 3), S0)),
+    "pooling": (lambda x: F.avg_pool2d(F.max_pool2d(x, 2), 2), ((4, 4, 8, 8), S1)),
+    "embedding, cut vocabulary": (F.embedding, (ints(8, 4, 3), B), ((8, 6), S0)),
+    "embedding, cut columns": (F.embedding, (ints(8, 4, 3), B), ((8, 6), S1)),
+    "embedding, split batch": (F.embedding, (ints(8, 4, 3), S0), ((8, 6), B)),
+    "mean of a split batch": (lambda x: x.pow(2).mean(), ((5, 3), S0)),
+    "mse, mean": (lambda x, y: F.mse_loss(x, y), ((5, 3), S0), ((5, 3), S0)),
+    "softmax of rows": (lambda x: x.softmax(-1), ((4, 6), S0)),
+    "dims that move": (lambda x: x.transpose(0, 1).unsqueeze(0).expand(2, -1, -1).permute(2, 0, 1), ((4, 6), S0)),
+    "slices along another dim": (lambda x: torch.cat(x.chunk(2, 1)[::-1], 1)[:, 1:].flip(1), ((5, 6), S0)),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_nothing_is_sent(name):
+    assert moved(*QUIET[name]) == 0
+
+
+STATISTICS = {                                       # name -> most bytes, function, inputs
+    "batch_norm of a split batch: two rows of channels, and two back": (
+        4 * 3 * 8, batch_norm(True, running=False), ((4, 3, 8, 8), S0), ((3,), B), ((3,), B)),
+    "softmax along a split dim: a maximum and a sum a row, and a sum back": (
+        3 * 4 * 8, lambda x: x.softmax(1), ((4, 64), S1)),
+    "cross entropy of a cut vocabulary: two numbers a row, two for the loss, and one a row back": (
+        3 * 5 * 8 + 2 * 8, lambda x, y: F.cross_entropy(x, y), ((5, 64), S1), (ints(64, 5), B)),
+    "argmax along a split dim: the best of each part and where": (
+        2 * 4 * 8, lambda x: x + 0 * x.argmax(1, keepdim=True), ((4, 64), S1)),
+    "cumsum along a split dim: a sum of each part": (
+        4 * 8, lambda x: x.detach().cumsum(1) + 0 * x, ((4, 64), S1)),
+    "the norm of a split tensor: one number": (8, lambda x: torch.linalg.vector_norm(x), ((4, 64), S1)),
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_only_statistics_are_sent(name):
+    most, function, *inputs = STATISTICS[name]
+    assert moved(function, *inputs) <= most
+
+
+def test_inference_mode_runs_split():
+    """There torch hands over ops that it otherwise takes apart first."""
+    where = gt.placement("cpu", [0, 1])
+    x, w = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)
+    with torch.inference_mode(), gt.record() as moves:
+        g, h = gt.from_full(x, where, S0), gt.from_full(w, where, B)
+        got = F.layer_norm(g @ h, (8,)).reshape(4, 2, 4).flatten(1).softmax(-1)
+        want = F.layer_norm(x @ w, (8,)).reshape(4, 2, 4).flatten(1).softmax(-1)
+        same(got, want, "inference mode")
+    assert got.sbp == (S0,) and not sum(m.bytes for m in moves)

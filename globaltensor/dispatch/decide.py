@@ -17,7 +17,7 @@ from globaltensor.dispatch import foreach
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, put, spec_of_plain
 from globaltensor.errors import InPlaceError, MixedPlacementError
-from globaltensor.layout import Spec, layout
+from globaltensor.layout import Spec, contiguous, layout
 from globaltensor.placement import placement
 from globaltensor.rules.call import Call, Slot, arguments
 from globaltensor.rules.line import Line
@@ -150,6 +150,9 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
 
     A user's mistake (shapes that do not fit, a dim out of range) raises torch's own error here, about global shapes.
     """
+    key = _alike_key(call, operands)
+    if key in _alike:
+        return [torch.empty(operands[0].shape, dtype=dtype, device="meta") for dtype in _alike[key]]
     made = [torch.empty_strided(own.shape, own.stride, dtype=own.dtype, device="meta") for own in operands]
     args, kwargs = _filled(call, made)
     if "device" in kwargs:
@@ -168,7 +171,23 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
     except (IndexError, ValueError, TypeError):
         raise
     flat = tree_flatten(result)[0] if result is not None else []
+    if key is not None and all(isinstance(r, torch.Tensor) for r in flat):
+        _alike[key] = [r.dtype for r in flat]
     return flat if all(isinstance(r, torch.Tensor) or r is None for r in flat) else None
+
+
+_alike: dict[tuple, list[torch.dtype]] = {}
+
+
+def _alike_key(call: Call, operands: list[Spec]) -> tuple | None:
+    """What a pointwise op on contiguous operands of one shape gives depends on dtypes alone: its key, for such a call."""
+    shape = operands[0].shape
+    if torch.Tag.pointwise not in call.func.tags or not shape or any(
+            own.shape != shape or own.stride != contiguous(shape) for own in operands):
+        return None
+    others = [type(v) if isinstance(v, (int, float, complex)) else v for v in call.values.values()
+              if not isinstance(v, (torch.Tensor, list))]
+    return (call.func, *[own.dtype for own in operands], *others)
 
 
 def _filled(call: Call, tensors: list[Any]) -> tuple[list[Any], dict[str, Any]]:
