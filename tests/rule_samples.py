@@ -91,9 +91,9 @@ THREE = ((u(6, 4), u(6, 4), u(6, 4)), (u(5, 3), u(5, 1), u(3)), (u(2, 3), u(), u
 WHOLE_NUMBERS = (i(8, 6, 4), i(8, 5, 3))
 
 samples("neg clone alias detach lift_fresh real conj_physical deg2rad rad2deg _neg_view abs relu relu6 exp exp2 "
-        "expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan asin acos atan sinh cosh tanh asinh atanh erf "
-        "erfc erfinv sigmoid silu mish gelu hardtanh hardswish angle signbit hardsigmoid leaky_relu elu celu softplus "
-        "softshrink hardshrink sign sgn digamma lgamma i0 special_i1 "
+        "expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan asin acos atan sinh cosh tanh asinh atanh "
+        "erf erfc erfinv sigmoid silu mish gelu hardtanh hardswish angle signbit hardsigmoid leaky_relu elu celu "
+        "softplus softshrink hardshrink sign sgn digamma lgamma i0 special_i1 "
         "sinc logit log_sigmoid_forward", *ONE)
 samples("neg exp clone sigmoid", (u(),))
 samples("isnan isinf isposinf isneginf nan_to_num", (odd(6, 4),), (odd(5, 3),))
@@ -194,8 +194,8 @@ def convolutions(space, groups, transposed, n=5, c=6):
         sample("convolution_backward", r(n, o, *out), r(n, c, *size), r(*weight), [o], *rest, mask)
 
 
-for space, groups, transposed in ((1, 1, False), (2, 1, False), (3, 1, False), (1, 6, False), (2, 2, False), (1, 1, True),
-                                  (1, 3, True), (2, 6, True)):
+for space, groups, transposed in ((1, 1, False), (2, 1, False), (3, 1, False), (1, 6, False), (2, 2, False),
+                                  (1, 1, True), (1, 3, True), (2, 6, True)):
     convolutions(space, groups, transposed)
 for n, c in ((2, 2), (1, 6)):
     convolutions(1, 1, False, n, c)
@@ -236,7 +236,8 @@ for dim in (0, 1, -1):
     samples("topk", *REDUCED, rest=(2, dim))
     samples("_softmax _log_softmax", *REDUCED, rest=(dim, False))
     samples("_safe_softmax", *REDUCED, rest=(dim,))
-    samples("_softmax_backward_data _log_softmax_backward_data", (r(6, 4), r(6, 4)), (r(5, 3), r(5, 3)), rest=(dim, torch.float64))
+    samples("_softmax_backward_data _log_softmax_backward_data", (r(6, 4), r(6, 4)), (r(5, 3), r(5, 3)),
+            rest=(dim, torch.float64))
 samples("aminmax", *REDUCED)
 samples("cumsum", (w(6, 4),), rest=(0,), dtype=torch.int64)
 samples("flip", (r(6, 4),), (r(5, 3, 4),), rest=([0, -1],))
@@ -246,9 +247,10 @@ samples("roll", (r(6, 4),), (r(5, 3, 4),), rest=([1], [0]))
 samples("roll", (r(5, 3),), rest=([2], []))
 
 # ---------------------------------------------------------------------------------------------- views and shapes
-for src, dst in (((6, 4), (24,)), ((6, 4), (2, 3, 4)), ((6, 4), (6, 2, 2)), ((6, 4), (4, 6)), ((5, 3), (15,)), ((4, 3), (-1, 2)),
-                 ((6, 1, 4), (6, 4)), ((5, 3), (5, 1, 3)), ((1, 6), (6,)), ((2, 3, 4), (6, 4)), ((6, 6), (36,)),
-                 ((3, 2, 5), (3, 10)), ((1, 5), (1, 5)), ((6, 0), (0, 6)), ((6, 0), (6, 0)), ((), (1, 1)), ((12, 5), (3, 4, 5))):
+for src, dst in (((6, 4), (24,)), ((6, 4), (2, 3, 4)), ((6, 4), (6, 2, 2)), ((6, 4), (4, 6)), ((5, 3), (15,)),
+                 ((4, 3), (-1, 2)), ((6, 1, 4), (6, 4)), ((5, 3), (5, 1, 3)), ((1, 6), (6,)), ((2, 3, 4), (6, 4)),
+                 ((6, 6), (36,)), ((3, 2, 5), (3, 10)), ((1, 5), (1, 5)), ((6, 0), (0, 6)), ((6, 0), (6, 0)),
+                 ((), (1, 1)), ((12, 5), (3, 4, 5))):
     sample("view _unsafe_view reshape", r(*src), list(dst))
 samples("t", (r(6, 4),), (r(5,),), (r(),))
 for dims in ((0, 1), (-1, 0), (1, 1)):
@@ -261,7 +263,7 @@ for dim in (0, 1, -1):
     samples("unsqueeze", (r(6, 4),), (r(5,),), rest=(dim,))
     samples("squeeze.dim", (r(6, 4),), (r(1, 5),), (r(5, 1),), (r(2, 3, 1),), rest=(dim,))
     samples("select.int", (r(6, 4),), (r(5, 1, 3),), rest=(dim, 0))
-    samples("select_backward", (r(5, 4),), rest=([5, 4, 4] if dim == 1 else [4, 5, 4] if dim == 0 else [5, 4, 4], dim, 1))
+    samples("select_backward", (r(5, 4),), rest=([4, 5, 4] if dim == 0 else [5, 4, 4], dim, 1))
     samples("slice.Tensor", (r(6, 4),), (r(5, 3),), rest=(dim, 1, 3))
     samples("slice.Tensor", (r(6, 4),), rest=(dim, 0, 9223372036854775807))
     samples("slice.Tensor", (r(6, 4),), rest=(dim, 0, None, 2))
@@ -352,7 +354,8 @@ for n, weight, bias in ((6, r(4), r(4)), (5, r(4), None), (2, None, None)):
     sample("_fused_rms_norm", r(n, 4), [4], weight, 1e-5)
 sample("native_layer_norm", r(5, 2, 3), [2, 3], r(2, 3), r(2, 3), 1e-5)
 sample("native_layer_norm_backward", r(6, 4), r(6, 4), [4], r(6, 1), u(6, 1), r(4), r(4), [True, True, True])
-sample("native_layer_norm_backward", r(5, 2, 3), r(5, 2, 3), [3], r(5, 2, 1), u(5, 2, 1), r(3), None, [True, True, False])
+sample("native_layer_norm_backward", r(5, 2, 3), r(5, 2, 3), [3], r(5, 2, 1), u(5, 2, 1), r(3), None,
+       [True, True, False])
 sample("native_layer_norm_backward", r(5, 3), r(5, 3), [3], r(5, 1), u(5, 1), None, None, [True, False, False])
 sample("_fused_rms_norm_backward", r(6, 4), r(6, 4), [4], u(6, 1), r(4), [True, True])
 sample("native_group_norm", r(5, 6, 2), r(6), r(6), 5, 6, 2, 3, 1e-5)
@@ -381,8 +384,8 @@ sample("_weight_norm_interface_backward", r(5, 3), r(5, 3), u(5, 1), u(5, 1), 0)
 def attentions(batch, heads, groups, queries, keys, causal, mask):
     q, k, v = (batch, heads, queries, 4), (batch, groups, keys, 4), (batch, groups, keys, 4)
     sample("_scaled_dot_product_flash_attention_for_cpu", r(*q), r(*k), r(*v), 0.0, causal, attn_mask=mask)
-    sample("_scaled_dot_product_flash_attention_for_cpu_backward", r(*q), r(*q), r(*k), r(*v), r(*q), r(*q[:3]), 0.0, causal,
-           attn_mask=mask)
+    sample("_scaled_dot_product_flash_attention_for_cpu_backward", r(*q), r(*q), r(*k), r(*v), r(*q), r(*q[:3]), 0.0,
+           causal, attn_mask=mask)
 
 
 attentions(2, 6, 6, 4, 5, False, None)
@@ -411,8 +414,8 @@ for n in (1, 2, 3):
         sample(f"_adaptive_avg_pool{n}d_backward", r(*batch, *two), r(*batch, *four))
         sample(f"adaptive_max_pool{n}d_backward", r(*batch, *two), r(*batch, *four), i(4**n, *batch, *two))
         sample(f"max_pool{n}d_with_indices", r(*batch, *four), two)
-        sample(f"max_pool{n}d_with_indices_backward", r(*batch, *two), r(*batch, *four), two, two, [0] * n, [1] * n, False,
-               i(4**n, *batch, *two))
+        sample(f"max_pool{n}d_with_indices_backward", r(*batch, *two), r(*batch, *four), two, two, [0] * n, [1] * n,
+               False, i(4**n, *batch, *two))
         places = Draw(lambda g, s=(*batch, *two), m=4**n: torch.stack(
             [torch.randperm(m, generator=g)[:2**len(s[2:])] for _ in range(s[0] * s[1])]).view(s))
         sample(f"max_unpool{n}d", r(*batch, *two), places, *([[4, 4]] if n == 2 else [[4, 4, 4], two, [0] * n]))
@@ -454,7 +457,8 @@ for how in (0, 1, 2):
             sample("nll_loss_backward", r(n) if how == 0 else r(), r(n, classes), targets, weight, how, 1, u())
             space = i(classes, n, 2, 3)
             sample("nll_loss2d_forward", r(n, classes, 2, 3), space, weight, how, -100)
-            sample("nll_loss2d_backward", r(n, 2, 3) if how == 0 else r(), r(n, classes, 2, 3), space, weight, how, -100, u())
+            grad = r(n, 2, 3) if how == 0 else r()
+            sample("nll_loss2d_backward", grad, r(n, classes, 2, 3), space, weight, how, -100, u())
     sample("nll_loss_forward", r(5), i(5), None, how, -100)
     sample("nll_loss_backward", r(), r(5), i(5), None, how, -100, u())
 
@@ -508,7 +512,8 @@ missing("native_batch_norm", any_pending, "linear in the input and the running m
 missing("native_batch_norm_backward", any_pending, "linear in the input and the mean together")
 missing("_scaled_dot_product_flash_attention_for_cpu_backward", any_pending, "linear in value and output together")
 missing("binary_cross_entropy binary_cross_entropy_with_logits binary_cross_entropy_backward mse_loss_backward "
-        "nll_loss_forward nll_loss2d_forward", any_pending, "operands of a loss that are pending sums are reduced first")
+        "nll_loss_forward nll_loss2d_forward", any_pending,
+        "operands of a loss that are pending sums are reduced first")
 missing("rrelu_with_noise_backward", lambda inputs, outputs: True, "in training the input does not matter")
 missing("view _unsafe_view reshape", any_split, "a tensor without elements")
 missing("slice.Tensor", any_split, "a step that divides the parts")

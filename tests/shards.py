@@ -55,7 +55,8 @@ def join(parts, sbp):
         return torch.cat(parts, sbp.dim)
     if sbp.is_broadcast:
         for other in parts[1:]:
-            torch.testing.assert_close(other, parts[0], rtol=1e-9, atol=1e-12, equal_nan=True, msg="broadcast shards differ")
+            torch.testing.assert_close(other, parts[0], rtol=1e-9, atol=1e-12, equal_nan=True,
+                                       msg="broadcast shards differ")
         return parts[0]
     if sbp.op == "sum":
         return sum(parts[1:], parts[0])

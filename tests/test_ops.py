@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from shards import B, P, gather, layouts, scatter
 
 import globaltensor as gt
+from globaltensor.dispatch.core import _Run
+from globaltensor.rules.attention import rank_by_rank
+from globaltensor.rules.call import Call
 from globaltensor.sbp import split
 
 SEED = int(os.environ.get("OPS_SEED") or random.randrange(2**32))
@@ -24,6 +27,7 @@ print(f"tests/test_ops.py: OPS_SEED={SEED}")
 
 PLACES = {"2": [0, 1], "3": [3, 1, 2], "2x2": [[4, 5], [6, 7]]}
 aten = torch.ops.aten
+S0, S1, S2 = split(0), split(1), split(2)
 CASES: dict[str, tuple] = {}
 
 
@@ -51,9 +55,9 @@ def each(names, *inputs, source=torch, **options):
 # --------------------------------------------------------------------------------------------- element by element
 each("relu relu6 elu selu celu gelu silu mish softplus softsign tanhshrink hardtanh hardswish hardsigmoid leaky_relu "
      "logsigmoid softshrink hardshrink sigmoid tanh", (4, 5), source=F, draws=0.4)
-each("abs exp log sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh atanh erf erfc erfinv expm1 log2 log10 log1p "
-     "exp2 reciprocal square sign floor ceil round trunc frac lgamma digamma i0 sinc nan_to_num neg logit deg2rad "
-     "isfinite isnan signbit positive", positive(5, 3), draws=0.4)
+each("abs exp log sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh atanh erf erfc erfinv expm1 log2 "
+     "log10 log1p exp2 reciprocal square sign floor ceil round trunc frac lgamma digamma i0 sinc nan_to_num neg logit "
+     "deg2rad isfinite isnan signbit positive", positive(5, 3), draws=0.4)
 each("add sub mul div remainder fmod pow atan2 maximum minimum fmax fmin hypot copysign xlogy logaddexp logaddexp2 "
      "float_power isclose", positive(4, 3), positive(4, 3), draws=0.6)
 each("eq ne lt le gt ge logical_and floor_divide heaviside", positive(4, 3), positive(3), grad=False, draws=0.4)
@@ -265,7 +269,8 @@ for n in (1, 2, 3):
     space = (5,) * n
     case(f"conv{n}d", lambda x, w, b, f=getattr(F, f"conv{n}d"): f(x, w, b, padding=1, stride=2), (4, 4, *space),
          (6, 4, *(3,) * n), (6,))
-    case(f"conv{n}d uneven", lambda x, w, f=getattr(F, f"conv{n}d"): f(x, w), (3, 5, *space), (3, 5, *(2,) * n), draws=0.5)
+    case(f"conv{n}d uneven", lambda x, w, f=getattr(F, f"conv{n}d"): f(x, w), (3, 5, *space), (3, 5, *(2,) * n),
+         draws=0.5)
     case(f"conv{n}d groups", lambda x, w, b, f=getattr(F, f"conv{n}d"): f(x, w, b, groups=4), (2, 8, *space),
          (12, 2, *(2,) * n), (12,))
     case(f"conv_transpose{n}d", lambda x, w, b, f=getattr(F, f"conv_transpose{n}d"): f(x, w, b, stride=2, padding=1),
@@ -277,7 +282,8 @@ for n in (1, 2, 3):
     for name in ("adaptive_avg_pool", "adaptive_max_pool"):
         case(f"{name}{n}d", lambda x, f=getattr(F, f"{name}{n}d"): (f(x, 3), f(x, 1)), (5, 4, *space), draws=0.5)
     for mode in ("nearest", "nearest-exact", ("linear", "bilinear", "trilinear")[n - 1]):
-        case(f"interpolate{n} {mode}", lambda x, m=mode: F.interpolate(x, scale_factor=2, mode=m), (5, 3, *space), draws=0.4)
+        case(f"interpolate{n} {mode}", lambda x, m=mode: F.interpolate(x, scale_factor=2, mode=m), (5, 3, *space),
+             draws=0.4)
     for mode in ("reflect", "replicate", "circular"):
         case(f"pad{n} {mode}", lambda x, m=mode, k=n: F.pad(x, (1, 2) * k, mode=m), (5, 3, *space), draws=0.4)
 case("depthwise", lambda x, w: F.conv2d(x, w, groups=6), (2, 6, 5, 5), (6, 1, 3, 3), draws=2)
@@ -369,7 +375,8 @@ def same(got, want, what):
             assert shard.dtype == want.dtype, f"{what}: shard {r} is {shard.dtype}"
         got = gather(got.detach())
     near = 1e-4 if want.dtype in (torch.float32, torch.complex64) else 1e-8
-    torch.testing.assert_close(got, want.detach(), rtol=near * 10, atol=near, equal_nan=True, msg=lambda m: f"{what}\n{m}")
+    torch.testing.assert_close(got, want.detach(), rtol=near * 10, atol=near, equal_nan=True,
+                               msg=lambda m: f"{what}\n{m}")
 
 
 def flat(out):
@@ -417,6 +424,49 @@ def test_op(name, place):
         run(name, where, nds, generator)
 
 
+# ------------------------------------------------------------------------- ops of devices that are not here, on CPU
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_attention_rank_by_rank(place):
+    """What kernels on GPUs are run by, on the one that CPU has: heads cut evenly and not, shared heads, 2 x 2."""
+    generator, where = torch.Generator().manual_seed(SEED % 2**31), gt.placement("cpu", PLACES[place])
+    func = aten._scaled_dot_product_flash_attention_for_cpu
+    for shapes, nd in itertools.product((((4, 6, 3, 8), (4, 6, 5, 8)), ((3, 4, 3, 8), (3, 2, 5, 8))),
+                                        layouts(4, where.ndim)):
+        q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64) for s in (*shapes, shapes[1]))
+        plain, lying = (q, k, v), [scatter(t, where, nd, generator) for t in (q, k, v)]
+        want, got = func(*plain), rank_by_rank(Call(func.default, tuple(lying), {}), _Run(gt.GlobalTensor))
+        same(got, want, f"{shapes} {nd}")
+        rest = (0.0, False)
+        grad = torch.randn(q.shape, generator=generator, dtype=torch.float64)
+        back = Call(aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+                    (scatter(grad, where, nd, generator), *lying, *got, *rest), {})
+        wanted = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, *plain, *want, *rest)
+        same(rank_by_rank(back, _Run(gt.GlobalTensor)), wanted, f"backward {shapes} {nd}")
+
+
+@pytest.mark.parametrize("name", ["cudnn_batch_norm", "_batch_norm_with_update", "_native_batch_norm_legit"])
+def test_other_names_of_batch_norm(name):
+    """They become native_batch_norm, forward and backward."""
+    generator, where = torch.Generator().manual_seed(SEED % 2**31), gt.placement("cpu", [0, 1])
+    x, grad = (torch.randn(5, 3, 4, generator=generator, dtype=torch.float64) for _ in "xg")
+    w, b, mean, var = (torch.rand(3, generator=generator, dtype=torch.float64) + 0.5 for _ in "wbmv")
+    training = [] if name == "_batch_norm_with_update" else [True]
+    own = [scatter(t, where, (s,), generator) for t, s in zip((x, w, b, mean, var), (S0, B, B, B, B))]
+    got = getattr(aten, name).default(*own, *training, 0.1, 1e-5)
+    want = aten.native_batch_norm(x, w, b, mean, var, True, 0.1, 1e-5)
+    same(got[:3], want, name)
+    same(own[3:], [mean, var], name)
+    wanted = aten.native_batch_norm_backward(grad, x, w, mean, var, *want[1:], True, 1e-5, [True] * 3)
+    grad = scatter(grad, where, (S0,), generator)
+    if name == "cudnn_batch_norm":
+        same(aten.cudnn_batch_norm_backward(own[0], grad, own[1], *own[3:], *got[1:3], 1e-5, got[3]), wanted, name)
+    elif name == "_batch_norm_with_update":
+        back = aten.batch_norm_backward(grad, own[0], own[1], *own[3:], *got[1:3], True, 1e-5, [True] * 3, got[3])
+        same(back, wanted, name)
+
+
 # ------------------------------------------------------------------------------------------------ what is not sent
 
 
@@ -434,7 +484,6 @@ def moved(function, *inputs):
     return sum(m.bytes for m in moves)
 
 
-S0, S1, S2 = split(0), split(1), split(2)
 QUIET = {
     "element by element": (lambda x, y: F.gelu(x * 2 + y).exp() - x, ((4, 6), S0), ((4, 6), S0)),
     "bias over a split batch": (lambda x, y: x + y, ((4, 6), S0), ((6,), B)),
@@ -447,10 +496,12 @@ QUIET = {
     "heads": (lambda x: x.view(2, 3, 4, 2).transpose(1, 2).exp().transpose(1, 2).reshape(2, 3, 8), ((2, 3, 8), S2)),
     "attention, split heads": (lambda q, k, v: attend(q, k, v, is_causal=True), *[((2, 4, 3, 8), S1)] * 3),
     "attention by hand, split heads": (attention_by_hand, *[((2, 4, 3, 8), S1)] * 3),
-    "attention, split batch, a mask for all": (lambda q, k, v: attend(q, k, v, attn_mask=MASK), *[((2, 4, 3, 8), S0)] * 3),
+    "attention, split batch, a mask for all": (lambda q, k, v: attend(q, k, v, attn_mask=MASK),
+                                               *[((2, 4, 3, 8), S0)] * 3),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), ((4, 2, 6), S1), ((6,), B), ((6,), B)),
     "group_norm, split channels": (lambda x, w: F.group_norm(x, 2, w), ((2, 6, 5), S1), ((6,), S0)),
-    "batch_norm, split channels": (lambda x, w: F.batch_norm(x, None, None, w, None, True), ((4, 6, 5), S1), ((6,), S0)),
+    "batch_norm, split channels": (lambda x, w: F.batch_norm(x, None, None, w, None, True),
+                                   ((4, 6, 5), S1), ((6,), S0)),
     "convolution, split batch": (F.conv2d, ((4, 3, 5, 5), S0), ((2, 3, 3, 3), B)),
     "convolution, split output": (F.conv2d, ((2, 3, 5, 5), B), ((4, 3, 3, 3), S0)),
     "convolution, split groups": (lambda x, w: F.conv2d(x, w, groups=4), ((2, 4, 5, 5), S1), ((4, 1, 3, 3), S0)),

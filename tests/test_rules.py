@@ -79,8 +79,9 @@ class Case:
     def derived(self, nonempty=None):
         """Signatures that are legal for these sizes."""
         of = label_sizes(self.rule, self.call.shapes)
+        full = self.rule.nonempty if nonempty is None else nonempty
         return {(sig.inputs, sig.outputs) for sig in signatures(self.rule)
-                if fits((sig,), (self.parts,), of, dict(self.rule.even), self.rule.nonempty if nonempty is None else nonempty)}
+                if fits((sig,), (self.parts,), of, dict(self.rule.even), full)}
 
     def single(self, inputs):
         """Is a dim cut that has one element or none and stays whole? Then one rank has it all."""
@@ -88,9 +89,11 @@ class Case:
                    for s, t, dims in zip(inputs, self.call.tensors, self.rule.inputs))
 
     def consistent(self, inputs):
-        """Is no dim cut that stays whole or is made of several, no part empty, and are parts of one label and size equal in all operands?"""
+        """Do the parts fit together? No dim cut that stays whole or is made of several, no part empty, and parts of
+        one label and size equal in all operands."""
         for dims, state in zip(self.rule.inputs, inputs):
-            if state.is_split and (dims[state.dim][0] == "1" or dims[state.dim][0].endswith("!") or len(dims[state.dim]) > 1):
+            dim = dims[state.dim] if state.is_split else ("",)
+            if dim[0] == "1" or dim[0].endswith("!") or len(dim) > 1:
                 return False
         for rank in range(self.parts):
             found = {}
@@ -107,7 +110,8 @@ class Case:
         """Per rank what the op returns; None where it raises. `first` is the layout that output 0 shall have."""
         tensors = self.call.tensors
         operands = [spec(layout(self.where, (s,)), tuple(t.shape), None, t.dtype) for s, t in zip(inputs, tensors)]
-        outputs = [spec(layout(self.where, (first,)), tuple(self.full[0].shape), None, self.full[0].dtype)] if first else []
+        full = self.full[0]
+        outputs = [spec(layout(self.where, (first,)), tuple(full.shape), None, full.dtype)] if first else []
         recipe = SimpleNamespace(func=self.func, shapes=[o.shape for o in operands], outputs=outputs,
                                  boxes=[{r: o.box(r) for r in range(self.parts)} for o in operands])
         runner = self.line.runner
@@ -126,7 +130,8 @@ class Case:
         """Are these parts of result k, laid out so, the whole?"""
         full = self.full[k]
         if state.is_split:
-            if [p.shape[state.dim] if p.dim() == full.dim() else -1 for p in parts] != sizes(full.shape[state.dim], self.parts):
+            own = [p.shape[state.dim] if p.dim() == full.dim() else -1 for p in parts]
+            if own != sizes(full.shape[state.dim], self.parts):
                 return False
         elif any(p.shape != full.shape for p in parts):
             return False
@@ -268,8 +273,8 @@ def test_a_wrong_rule_is_caught(name, family, why):
 # --------------------------------------------------------------------------------------------- several axes
 
 
-@pytest.mark.parametrize("name", ["mm", "addmm", "add.Tensor", "sum.dim_IntList", "permute", "embedding", "where.self", "view",
-                                  "gather", "nll_loss_backward", "native_layer_norm", "tril"])
+@pytest.mark.parametrize("name", ["mm", "addmm", "add.Tensor", "sum.dim_IntList", "permute", "embedding", "where.self",
+                                  "view", "gather", "nll_loss_backward", "native_layer_norm", "tril"])
 def test_two_axes_are_a_product_of_one(name):
     """Pairs of signatures, on 2 x 2 ranks, through the library's own run of the op."""
     chooser = random.Random(f"{SEED} {name}")
@@ -282,7 +287,8 @@ def test_two_axes_are_a_product_of_one(name):
         want = Case(func, PROVED[func], args, kwargs, 2, generator).full
         pairs = list(itertools.product(signatures(PROVED[func].family(call)), repeat=2))
         for pair in chooser.sample(pairs, min(len(pairs), 30)):
-            if any(s.is_partial and not t.dtype.is_floating_point for sig in pair for s, t in zip(sig.inputs, call.tensors)):
+            if any(s.is_partial and not t.dtype.is_floating_point
+                   for sig in pair for s, t in zip(sig.inputs, call.tensors)):
                 continue
             operands = [scatter(t, where, tuple(sig.inputs[q] for sig in pair), generator)
                         for q, t in enumerate(call.tensors)]
@@ -326,6 +332,5 @@ def test_dispatch(func):
             call = Call(func, args, kwargs)
             want = Case(func, PROVED[func], args, kwargs, 2, generator).full
             for _ in range(2):
-                operands = [scatter(t, where, chooser.choice(layouts(t.dim(), where.ndim, t.dtype.is_floating_point)), generator)
-                            for t in call.tensors]
-                same(func, call, operands, want)
+                nds = [chooser.choice(layouts(t.dim(), where.ndim, t.dtype.is_floating_point)) for t in call.tensors]
+                same(func, call, [scatter(t, where, nd, generator) for t, nd in zip(call.tensors, nds)], want)

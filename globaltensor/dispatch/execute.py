@@ -65,6 +65,8 @@ def _boxed(cls: type, recipe: Recipe, operands: list[Any]) -> list[Shards]:
             held.append(t.shards)
             own = t.spec
         else:
+            if comm.checking():
+                comm.agree_on(t, f"a plain operand of {recipe.func}")
             held.append({rank: t for rank in recipe.ranks})
             own = spec_of_plain(t, recipe.home.placement)
         if want is not None and want is not own.layout:

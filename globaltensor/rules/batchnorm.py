@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 def in_training(call: Call) -> bool:
     """Statistics of its own, and anything cut? (The kernel writes running statistics, which must not be a copy.)"""
-    return bool(call.get("training", True)) and is_split_or_partial(call)
+    return bool(call["training"]) and is_split_or_partial(call)
 
 
 def trained(call: Call) -> bool:
@@ -86,7 +86,7 @@ def forward(call: Call, run: Any) -> tuple[Any, Any, Any]:
     dtype = wide(x.dtype)
     n = x.numel() // max(x.shape[1], 1)
     mean, var = _moments(run, x, n, dtype)
-    eps = option(call, "eps", call.get("epsilon"))
+    eps = call["eps"]
     _update(call, run, mean, run(aten.mul.Tensor, var, n / (n - 1) if n > 1 else math.nan))
     invstd = run(aten.rsqrt.default, run(aten.add.Scalar, var, eps))
     out = run(aten.native_batch_norm.default, x, call["weight"], call["bias"], mean, var, False, 0.0, eps)[0]
@@ -95,18 +95,35 @@ def forward(call: Call, run: Any) -> tuple[Any, Any, Any]:
 
 def _update(call: Call, run: Any, mean: Any, unbiased: Any) -> None:
     """running = (1 - momentum) * running + momentum * new"""
-    momentum = option(call, "momentum", call.get("exponential_average_factor"))
-    for running, new in ((call.get("running_mean"), mean), (call.get("running_var"), unbiased)):
+    for running, new in ((call["running_mean"], mean), (call["running_var"], unbiased)):
         if running is not None:
-            run(aten.lerp_.Scalar, running, cast(run, new, running.dtype), momentum)
+            run(aten.lerp_.Scalar, running, cast(run, new, running.dtype), call["momentum"])
+
+
+def as_native(call: Call, run: Any) -> tuple[Any, ...]:
+    """Other names of native_batch_norm; some return a reserve for their gradient, which ours does not need."""
+    momentum = option(call, "momentum", call.get("exponential_average_factor"))
+    found = run(aten.native_batch_norm.default, call["input"], call["weight"], call["bias"], call.get("running_mean"),
+                call.get("running_var"), call.get("training", True), momentum, option(call, "eps", call.get("epsilon")))
+    reserve = len(call.func._schema.returns) - len(found)
+    return (*found, *[run(aten.new_empty.default, call["input"], [0], dtype=torch.uint8) for _ in range(reserve)])
+
+
+def as_native_backward(call: Call, run: Any) -> tuple[Any, ...]:
+    """Other names of native_batch_norm_backward."""
+    grad = option(call, "grad_output", call.get("grad_out"))
+    return run(aten.native_batch_norm_backward.default, grad, call["input"], call["weight"],
+               call["running_mean"], call["running_var"], call["save_mean"], call["save_var"], call.get("update", True),
+               option(call, "eps", call.get("epsilon")),
+               list(option(call, "output_mask", (True, True, True))))
 
 
 def backward(call: Call, run: Any) -> tuple[Any, Any, Any]:
     """native_batch_norm_backward in training."""
-    x, grad = _settled(run, [call["input"], option(call, "grad_out", call.get("grad_output"))])
+    x, grad = _settled(run, [call["input"], call["grad_out"]])
     dtype, weight, dims = wide(x.dtype), call["weight"], _over(x)
     n = float(x.numel() // max(x.shape[1], 1))
-    mean, invstd = call["save_mean"], option(call, "save_invstd", call.get("save_var"))
+    mean, invstd = call["save_mean"], call["save_invstd"]
     wide_grad = cast(run, grad, dtype)
     centered = run(aten.sub.Tensor, cast(run, x, dtype), _row(run, mean, x))
     sums = [run(aten.sum.dim_IntList, t, dims) for t in (wide_grad, run(aten.mul.Tensor, wide_grad, centered))]
@@ -119,5 +136,4 @@ def backward(call: Call, run: Any) -> tuple[Any, Any, Any]:
     grad_x = cast(run, run(aten.mul.Tensor, inner, _row(run, scale, x)), x.dtype)
     own = dtype if weight is None else weight.dtype
     found = (grad_x, cast(run, run(aten.mul.Tensor, dot, invstd), own), cast(run, grad_bias, own))
-    mask = option(call, "output_mask", (True, True, True))
-    return tuple(t if wanted else None for t, wanted in zip(found, mask))
+    return tuple(t if wanted else None for t, wanted in zip(found, call["output_mask"]))

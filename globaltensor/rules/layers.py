@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import prod
 
 from globaltensor.rules.call import Call
-from globaltensor.rules.families import MEAN, NONE, Family, aligned, whole
+from globaltensor.rules.families import MEAN, NONE, Family, aligned, letters, whole
 from globaltensor.rules.language import Rule, rule
 
 
@@ -23,7 +23,8 @@ def _convolved(call: Call, space: int) -> tuple[str, str, str, str, tuple[tuple[
         return f"n c {y}", weight, "o", f"n o {z}", ()
     weight = f"(g i) o! {k}" if call["transposed"] else f"(g o) i! {k}"
     dims = f"n (g i) {y}", weight, "(g o)", f"n (g o) {z}"
-    if groups == call["input"].shape[1] == call["weight"].shape[0] * (call["weight"].shape[1] if call["transposed"] else 1):
+    channels = call["weight"].shape[0] * (call["weight"].shape[1] if call["transposed"] else 1)
+    if groups == call["input"].shape[1] == channels:         # one channel a group: any cut is one between groups
         return *(d.replace("(g i)", "g").replace("(g o)", "g") for d in dims), ()
     return *dims, (("g", groups),)
 
@@ -96,13 +97,8 @@ def group_norm(dims: str, algebra: str) -> Family:
 def batch_norm(call: Call) -> Rule:
     """With statistics of its own, batch and space stay whole (rewritten where they are cut); else they are free."""
     if call.get("training", True):
-        return rule("n! c y*!, c, c, c, c -> n! c y*!, c, c", "A*b+c;A;A", ndims=_stats(call), nonempty="c")
-    return rule("n c y*, c, c, c, c -> n c y*, e!, f!", "A*b*D*E+c;;", ndims=_stats(call), nonempty="n c")
-
-
-def _stats(call: Call) -> tuple[int | None, ...]:
-    """The operands of native_batch_norm, where this op may lack the running statistics."""
-    return (call.ndims + (None,) * 5)[:5]
+        return rule("n! c y*!, c, c, c, c -> n! c y*!, c, c", "A*b+c;A;A", ndims=call.ndims, nonempty="c")
+    return rule("n c y*, c, c, c, c -> n c y*, e!, f!", "A*b*D*E+c;;", ndims=call.ndims, nonempty="n c")
 
 
 def batch_norm_backward(call: Call) -> Rule:
@@ -113,55 +109,40 @@ def batch_norm_backward(call: Call) -> Rule:
     return rule("n c y*, n c y*, c, c, c, e!, f! -> n c y*, c, c", "a*c*E;a*B*D*E;a", ndims=call.ndims, nonempty="n c")
 
 
-def _heads(call: Call, first: int) -> tuple[str, str, tuple[tuple[str, int], ...]]:
+def _heads(call: Call) -> tuple[str, str, tuple[tuple[str, int], ...]]:
     """Head dims of queries and of keys, where several heads of queries may share one of keys."""
-    queries, keys = (call.shapes[first + i][1] for i in (0, 1))
+    queries, keys = call["query"].shape[1], call["key"].shape[1]
     return ("h", "h", ()) if queries == keys else ("(h r)", "h", (("h", keys),))
 
 
-def attention(*, backward: bool = False, bias: str = "attn_mask", rows: bool = True, extra: int = 0) -> Family:
-    """Fused attention, softmax(q k^T + bias) v, and its gradients.
+def attention(*, backward: bool = False) -> Family:
+    """Fused attention, softmax(q k^T + mask) v, and its gradients.
 
-    Batch and heads can be cut; queries too (`rows`) unless it is causal, when a row must know which one it is, and in
-    the gradients keys. Features stay whole. `extra` counts further outputs or, backward, operands, which are the same on all ranks.
+    Batch and heads can be cut; queries too, unless it is causal, when a row must know which one it is, and in the
+    gradients keys. Features stay whole.
     """
 
     def write(call: Call) -> Rule:
-        hq, hk, even = _heads(call, int(backward))
-        query = "q" if rows and not call["is_causal"] else "q!"
+        hq, hk, even = _heads(call)
+        query = "q!" if call["is_causal"] else "q"
         key = "s" if backward and query == "q" else "s!"     # what out and logsumexp tell is enough for a part
         q, k, v = f"b {hq} {query} d!", f"b {hk} {key} d!", f"b {hk} {key} e!"
         out, log = f"b {hq} {query} e!", f"b {hq} {query}"
-        present = [i for i, name in enumerate(call.names) if name == bias]
-        mask = ""
-        if present:
-            shape = call.shapes[present[0]]
-            labels = ["b", hq, query, key]
-            size = (call.shapes[int(backward)][0], call.shapes[int(backward)][1],
-                    call.shapes[int(backward)][2], call.shapes[int(backward) + 1][2])
-            mask = aligned(shape, size, labels)
-        operands = {"query": q, "key": k, "value": v, bias: mask, "grad_out": out, "grad_out_": out, "out": out,
-                    "logsumexp": log}
-        lhs = [operands.get(name, _alone(call.tensors[i].dim(), i)) for i, name in enumerate(call.names)]
+        operands = {"query": q, "key": k, "value": v, "grad_out": out, "out": out, "logsumexp": log}
+        if call["attn_mask"] is not None:
+            size = (*call["query"].shape[:3], call["key"].shape[2])
+            operands["attn_mask"] = aligned(tuple(call["attn_mask"].shape), size, ["b", hq, query, key])
+        lhs = [operands[name] for name in call.names]
         if backward:
-            linear = "*".join(chr(ord("A") + i) for i in range(len(lhs))).replace("A", "a", 1)
+            linear = letters("a", len(lhs) - 1)
             return rule(f"{', '.join(lhs)} -> {q}, {k}, {v}", f"{linear};{linear};{linear}", even=even, nonempty=FULL)
-        return rule(f"{', '.join(lhs)} -> {out}, {log}", "A*B*c" + _more(lhs, 3) + ";A*B" + _more(lhs, 3), even=even,
-                    nonempty=FULL)
+        mask = "*D" if len(lhs) > 3 else ""
+        return rule(f"{', '.join(lhs)} -> {out}, {log}", f"A*B*c{mask};A*B{mask}", even=even, nonempty=FULL)
 
     return write
 
 
 FULL = "b h q s"                                     # fused kernels of attention want something of each
-
-
-def _alone(ndim: int, i: int) -> str:
-    """Dims that nothing else has."""
-    return " ".join(f"x{i}.{k}!" for k in range(ndim))
-
-
-def _more(operands: list[str], first: int) -> str:
-    return "".join(f"*{chr(ord('A') + i)}" for i in range(first, len(operands)))
 
 
 def nll(space: str = "", *, backward: bool = False) -> Family:

@@ -231,7 +231,8 @@ def foreach_norm(call: Call, run: Any) -> Any:
         return [run(aten.linalg_vector_norm.default, x, p, None, False, dtype=call["dtype"]) for x in call.tensors]
     held = run.box(call.tensors, [_reduced(x) for x in call.tensors], "foreach_norm")
     held = [cast(run, x, call["dtype"]) for x in held]
-    sums = [run(aten.sum.dim_IntList, powers(run, run(aten.abs.default, x), p), list(range(x.dim())), False) for x in held]
+    sums = [run(aten.sum.dim_IntList, powers(run, run(aten.abs.default, x), p), list(range(x.dim())), False)
+            for x in held]
     home = broadcast_on(call.tensors[0])             # norms of several pipeline stages meet on the first one's
     return [root(run, total, p) for total in run.box(sums, [home] * len(sums), "foreach_norm")]
 

@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from globaltensor import library
-from globaltensor.rules import batchnorm, indices, layers, ordered, random, rewrites, runners
+from globaltensor.rules import attention, batchnorm, indices, layers, ordered, random, rewrites, runners
 from globaltensor.rules.families import (
     along,
     broadcasting_addmm,
@@ -231,10 +231,16 @@ lines("native_group_norm_backward", given(layers.group_norm(
 lines("native_batch_norm", layers.batch_norm, rewrite=batchnorm.forward, when=batchnorm.in_training)
 lines("native_batch_norm_backward", given(layers.batch_norm_backward, "output_mask"), rewrite=batchnorm.backward,
       when=batchnorm.trained)
+lines("_native_batch_norm_legit _native_batch_norm_legit.no_stats _batch_norm_with_update cudnn_batch_norm",
+      factory_like, rewrite=batchnorm.as_native)
+lines("batch_norm_backward cudnn_batch_norm_backward", factory_like, rewrite=batchnorm.as_native_backward)
 lines("_weight_norm_interface", layers.weight_norm())
 lines("_weight_norm_interface_backward", layers.weight_norm(backward=True))
 lines("_scaled_dot_product_flash_attention_for_cpu", layers.attention())
 lines("_scaled_dot_product_flash_attention_for_cpu_backward", layers.attention(backward=True))
+for _name in ("flash", "efficient", "cudnn"):
+    lines(f"_scaled_dot_product_{_name}_attention _scaled_dot_product_{_name}_attention_backward", factory_like,
+          rewrite=attention.rank_by_rank)
 
 for _n in (1, 2, 3):
     for _name in (f"upsample_{('linear1d', 'bilinear2d', 'trilinear3d')[_n - 1]}", f"upsample_nearest{_n}d",

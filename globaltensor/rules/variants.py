@@ -100,7 +100,8 @@ def _into_out(functional: OpOverload) -> Rewrite:
         results = run(functional, *args, **kwargs) if is_global else functional(*args, **kwargs)
         for target, result in zip(targets, results if isinstance(results, (tuple, list)) else [results]):
             if target.shape != result.shape:
-                raise InPlaceError(f"{call.func} into an `out` of shape {tuple(target.shape)}, not {tuple(result.shape)}",
+                had, gets = tuple(target.shape), tuple(result.shape)
+                raise InPlaceError(f"{call.func} into an `out` of shape {had}, not {gets}",
                                    "a global tensor keeps its shape, and with it what each rank holds",
                                    "x = ... without out=")
             run(aten.copy_.default, target, result)

@@ -1,5 +1,6 @@
 """Mistakes that only several processes can make, one after another; every rank writes what it was told, and when."""
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -29,6 +30,8 @@ def seeded():
     gt.randn(4, placement=where, sbp=S(0))
 
 
+os.environ["GLOBALTENSOR_CHECK"] = "1"              # plain operands are compared too
+
 MISTAKES = {
     "a longer part": lambda: gt.from_local(torch.ones(4 if odd else 2, 3), where, S(0)),
     "another width": lambda: gt.from_local(torch.ones(2, 4 if odd else 3), where, S(0)),
@@ -42,6 +45,7 @@ MISTAKES = {
     "another value": lambda: gt.from_full(torch.full((4,), float(me)), where, B),
     "another module": lambda: gt.to_global(_unlike(torch.nn.Linear(3, 3)), where, B),
     "another seed": seeded,
+    "another plain operand": lambda: gt.zeros(4, placement=where, sbp=S(0)) + torch.full((4,), float(me)),
     "mixed placements": mixed,
     "forbidden boxing": forbidden,
 }
