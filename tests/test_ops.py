@@ -389,7 +389,7 @@ def run(name, where, nds, generator):
     built = [build(s, generator) for s in specs]
     plain = [v.clone().requires_grad_(d and grad) for v, d in built]
     globals_ = [scatter(v, where, nd, generator).requires_grad_(d and grad) for (v, d), nd in zip(built, nds)]
-    what = f"{name} on {where} of {', '.join(map(str, nds))}"
+    what = f"{name} on {where} of {', '.join(map(str, nds))}, OPS_SEED={SEED}"
     want = function(*plain)
     got = function(*globals_)
     same(got, want, what)

@@ -227,7 +227,7 @@ def test_line(func):
     chooser = random.Random(f"{SEED} {name}")
     for number, parts in itertools.product(range(len(SAMPLES[name])), (2, 3)):
         case, wrong, missing = judged(func, number, parts, generator, chooser)
-        what = f"{name}, sample {number}, {parts} ranks, {case.rule}"
+        what = f"{name}, sample {number}, {parts} ranks, {case.rule}, RULES_SEED={SEED}"
         assert not wrong, f"unsound: {what}\n" + "\n".join(sorted(map(text, wrong)))
         for _ in range(8):                           # what was true by accident is not true of other values
             if missing:
@@ -303,7 +303,7 @@ def same(func, call, operands, want):
         holder = args if isinstance(at, int) else kwargs
         holder[at] = t if index is None else [t if i == index else other for i, other in enumerate(holder[at])]
     got = [t for t in tree_flatten(func(*args, **kwargs))[0] if isinstance(t, torch.Tensor)]
-    what = f"{name_of(func)} of {[t.spec for t in operands]}"
+    what = f"{name_of(func)} of {[t.spec for t in operands]}, RULES_SEED={SEED}"
     assert len(got) == len(want), what
     for g, w in zip(got, want):
         if not w.numel() and name_of(func) == "native_batch_norm":

@@ -190,7 +190,7 @@ def nll(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
     n = recipe.shapes[at][1 if len(recipe.shapes[at]) > 1 else 0]
     if classes == (0, n):
         return recipe.func(*args, **kwargs)
-    target, ignore = args[at + 1], args[at + 4]
+    target, ignore = args[at + 1].long(), args[at + 4]
     mine = (target >= classes[0]) & (target < classes[1]) & (target != ignore)
     args = [*args]
     args[at + 1], args[at + 4] = torch.where(mine, target - classes[0], IGNORED), IGNORED
