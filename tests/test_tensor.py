@@ -217,6 +217,14 @@ def test_a_moved_view_of_a_changed_tensor_is_refused():
     assert torch.equal(x.view(6).full_tensor(), torch.arange(6.0) + 1)
 
 
+def test_the_placement_says_the_device():
+    x = gt.ones(4, placement=TWO, sbp=S(0))
+    assert x.to(torch.float64).to("cpu").cpu().sbp == (S(0),)
+    for move in (lambda: x.to("meta"), lambda: torch.zeros_like(x, device="meta")):
+        with pytest.raises(gt.GlobalTensorError, match="to_global"):
+            move()
+
+
 def test_plain_operands_count_as_broadcast():
     x, plain = torch.randn(4, 3), torch.randn(3)
     for sbp in (S(0), S(1), P, B):

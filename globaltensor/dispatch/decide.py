@@ -16,7 +16,7 @@ from globaltensor import comm
 from globaltensor.dispatch import foreach
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, put, spec_of_plain
-from globaltensor.errors import InPlaceError, MixedPlacementError
+from globaltensor.errors import InPlaceError, MixedPlacementError, PlacementError
 from globaltensor.layout import Spec, contiguous, layout
 from globaltensor.placement import placement
 from globaltensor.rules.call import Call, Slot, arguments
@@ -34,6 +34,7 @@ def decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], rew
     where = _one_placement(cls, call)
     if line is not None and line.rewrite is not None and not rewritten and line.when(call):
         return Recipe(func, rewrite=line.rewrite)
+    _check_device(call, where)
     operands = [t.spec if type(t) is cls else spec_of_plain(t, where) for t in call.tensors]
     written = _written(cls, call)
     ranks = tuple(r for r in comm.world().driven if r in where.coords)
@@ -113,6 +114,15 @@ def _one_placement(cls: type, call: Call) -> placement:
                                   "the operands of one op live on one placement",
                                   f"{b}.to_global(gt.{first})")
     return next(iter(found))
+
+
+def _check_device(call: Call, where: placement) -> None:
+    """`x.to("cuda")` and its like: a global tensor is where its placement says."""
+    device = call.get("device")
+    if device is not None and torch.device(device).type != where.type:
+        raise PlacementError(f"{call.func} to device {device} of a tensor on {where}",
+                             "the placement of a global tensor says on which devices it is",
+                             f'x.to_global(gt.placement("{torch.device(device).type}", {list(where.flat)}))')
 
 
 def _written(cls: type, call: Call) -> tuple[int, ...]:
