@@ -13,7 +13,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from shards import B, P, gather, layouts, scatter
+from shards import B, gather, layouts, scatter
 
 import globaltensor as gt
 from globaltensor.dispatch.core import _Run
@@ -21,7 +21,7 @@ from globaltensor.rules.attention import rank_by_rank
 from globaltensor.rules.call import Call
 from globaltensor.sbp import split
 
-SEED = int(os.environ.get("OPS_SEED") or random.randrange(2**32))
+SEED = int(os.environ.get("OPS_SEED") or 20_261_121)
 DRAWS = int(os.environ.get("OPS_DRAWS") or 5)        # per case and placement
 print(f"tests/test_ops.py: OPS_SEED={SEED}")
 

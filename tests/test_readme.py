@@ -29,14 +29,15 @@ def test_programs_print_what_it_says(code, output, tmp_path):
 @pytest.mark.processes
 def test_the_first_program_runs_in_every_way(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text(PROGRAMS[0][0].replace("print(y)", "").replace("print(grad)", ""))
-    expected = [line for line in PROGRAMS[0][1].splitlines() if line.startswith(("(P,)", "aten", "gradient"))]
+    once = "import globaltensor as gt\nif gt.rank():\n    def print(*words): pass\n"      # outputs may interleave
+    program.write_text(once + PROGRAMS[0][0].replace("print(y)", "").replace("print(grad)", ""))
+    expected = [line for line in PROGRAMS[0][1].splitlines() if line.startswith(("(P,)", "gradient", "aten"))]
     for command in (["globaltensor", "run", "-n", "2"], ["torchrun", "--nproc-per-node", "2"]):
         tool = pathlib.Path(sys.executable).parent / command[0]
         run = subprocess.run([tool, *command[1:], program], capture_output=True, text=True, timeout=120,
                              env={**os.environ, "OMP_NUM_THREADS": "1"})
         assert run.returncode == 0, run.stderr
-        assert sorted(line for line in run.stdout.splitlines() if line) == sorted(2 * expected)
+        assert [line for line in run.stdout.splitlines() if line] == expected
 
 
 def test_commands_exist():

@@ -217,6 +217,13 @@ def test_a_moved_view_of_a_changed_tensor_is_refused():
     assert torch.equal(x.view(6).full_tensor(), torch.arange(6.0) + 1)
 
 
+def test_an_in_place_view_that_moves_is_the_tensor_itself():
+    x = gt.from_full(torch.arange(4.0).reshape(1, 4), TWO, S(0))
+    x.squeeze_(0)
+    x.add_(1)
+    assert torch.equal(x.full_tensor(), torch.arange(4.0) + 1)
+
+
 def test_the_placement_says_the_device():
     x = gt.ones(4, placement=TWO, sbp=S(0))
     assert x.to(torch.float64).to("cpu").cpu().sbp == (S(0),)

@@ -16,6 +16,7 @@ import torch
 from torch._ops import OpOverload
 
 from globaltensor.errors import InPlaceError
+from globaltensor.layout import spec
 from globaltensor.rules.call import Call, arguments
 from globaltensor.rules.line import Line
 from globaltensor.rules.shapes import factory_like
@@ -84,7 +85,8 @@ def _reshaped(functional: OpOverload) -> Rewrite:
         view = run(functional, *args, **kwargs)
         with torch._C._DisableTorchDispatch():       # what torch knows of the wrapper: its sizes and strides
             call.func(*call.given()[0])
-        target.spec, target.shards = view.spec, view.shards
+        own = view.spec                              # where it was moved: the target is the copy, so nothing guards it
+        target.spec, target.shards = spec(own.layout, own.shape, own.stride, own.dtype), view.shards
         return target
 
     return write
