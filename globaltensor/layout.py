@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 from globaltensor.placement import placement
-from globaltensor.sbp import NdSbp
+from globaltensor.sbp import NdSbp, broadcast
 
 Box = tuple[tuple[int, int], ...]
 Shape = tuple[int, ...]
@@ -70,6 +70,16 @@ class Layout:
     def dual(self) -> Layout:
         """The layout of the gradient."""
         return layout(self.placement, tuple(s.dual for s in self.sbp))
+
+    @property
+    def whole(self) -> Layout:
+        """All broadcast on the same placement."""
+        return layout(self.placement, (broadcast,) * self.placement.ndim)
+
+    @property
+    def settled(self) -> Layout:
+        """The same without pending sums: broadcast where they were."""
+        return layout(self.placement, tuple(broadcast if s.is_partial else s for s in self.sbp))
 
     def with_sbp(self, sbp: NdSbp) -> Layout:
         return layout(self.placement, sbp)

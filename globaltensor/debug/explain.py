@@ -19,13 +19,12 @@ from globaltensor import comm
 from globaltensor.boxing.watch import Move, record
 from globaltensor.dispatch.choose import layouts, rank_choices
 from globaltensor.dispatch.decide import decide
-from globaltensor.dispatch.recipe import Recipe
+from globaltensor.dispatch.recipe import Recipe, spec_of_plain
 from globaltensor.errors import where
-from globaltensor.layout import Spec, layout, sbp_text, spec
+from globaltensor.layout import Spec, sbp_text
 from globaltensor.placement import placement
 from globaltensor.rules.call import Call
 from globaltensor.rules.variants import line_of
-from globaltensor.sbp import broadcast
 from globaltensor.tensor.core import GlobalTensor
 
 
@@ -123,7 +122,7 @@ def _row(recipe: Recipe, call: Call) -> Row:
     name = str(call.func).removeprefix("aten.").removesuffix(".default")
     if recipe.rewrite is not None:
         return Row(where(), name, home, "", "")
-    operands = [t.spec if type(t) is GlobalTensor else _plain(t, home) for t in call.tensors]
+    operands = [t.spec if type(t) is GlobalTensor else spec_of_plain(t, home) for t in call.tensors]
     boxed = ", ".join(f"{n}: {sbp_text(own.sbp)} -> {sbp_text(want.sbp)}"
                       for n, own, want in zip(call.names, operands, recipe.wants)
                       if want is not None and want is not own.layout)
@@ -143,10 +142,6 @@ def _finished(row: Row, before: list[Any], result: Any, moves: tuple[Move, ...])
         chosen = _signature(before, after)
         boxed = ", ".join(dict.fromkeys(_way(move) for move in moves))
     return Row(row.where, row.op, row.placement, chosen, boxed, moves, row.second, row.dearer)
-
-
-def _plain(t: Any, home: placement) -> Spec:
-    return spec(layout(home, (broadcast,) * home.ndim), tuple(t.shape), t.stride(), t.dtype)
 
 
 def _second(recipe: Recipe, call: Call, operands: list[Spec]) -> tuple[str, float]:

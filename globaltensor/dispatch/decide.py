@@ -178,8 +178,6 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
         if "meta" in str(error).lower() or "data-dependent" in str(error).lower():
             return None
         raise
-    except (IndexError, ValueError, TypeError):
-        raise
     flat = tree_flatten(result)[0] if result is not None else []
     if key is not None and all(isinstance(r, torch.Tensor) for r in flat):
         _alike[key] = [r.dtype for r in flat]

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from globaltensor import comm
 from globaltensor.boxing.run import Boxed, box
 from globaltensor.dispatch.choose import choose, layouts
-from globaltensor.dispatch.recipe import Recipe
+from globaltensor.dispatch.recipe import Recipe, spec_of_plain
 from globaltensor.errors import MixedPlacementError
 from globaltensor.layout import Layout, Spec, layout, spec
 from globaltensor.rules.call import Call, arguments
@@ -69,7 +69,7 @@ def _run(cls: type, call: Call) -> Any:
 
 def _whole(single: Any, places: list[Layout], func: OpOverload) -> dict[int, torch.Tensor]:
     """A tensor that all elements share (a clipping factor), whole on every rank that has an element."""
-    homes = list(dict.fromkeys(_home(place) for place in places))
+    homes = list(dict.fromkeys(place.whole for place in places))
     moved = box([Boxed(single.spec, single.shards, home) for home in homes], str(func))
     return {rank: shard for shards in moved for rank, shard in shards.items()}
 
@@ -90,7 +90,7 @@ def _wants(cls: type, call: Call, lists: dict, singles: list[str], written: set[
                                       f"x.to_global(gt.{mixed[0]}) for the others" if mixed else "")
         where = places.pop()
         home = layout(where, (broadcast,) * where.ndim)
-        specs = [t.spec if type(t) is cls else spec(home, tuple(t.shape), t.stride(), t.dtype) for t in tensors]
+        specs = [t.spec if type(t) is cls else spec_of_plain(t, where) for t in tensors]
         key = (call.func, scalars, *specs, *[(tuple(call[s].shape), call[s].dtype) for s in singles])
         found = _chosen.get(key)
         if found is None:
@@ -108,11 +108,6 @@ def _wants(cls: type, call: Call, lists: dict, singles: list[str], written: set[
     return wants, results
 
 
-def _home(of: Layout) -> Layout:
-    """All broadcast on the same placement."""
-    return of.with_sbp((broadcast,) * of.placement.ndim)
-
-
 _chosen: dict[tuple, tuple[list[Layout], Spec | None]] = {}
 
 
@@ -128,7 +123,7 @@ def _boxed(cls: type, lists: dict, wants: list[list[Layout]], func: OpOverload) 
         held[name] = []
         for i, t in enumerate(tensors):
             want = wants[i][k]
-            own = t.spec if type(t) is cls else spec(_home(want), tuple(t.shape), t.stride(), t.dtype)
+            own = t.spec if type(t) is cls else spec(want.whole, tuple(t.shape), t.stride(), t.dtype)
             shards = t.shards if type(t) is cls else {r: t for r in comm.world().driven if r in want.placement.coords}
             held[name].append(shards if type(t) is cls else t)
             if own.layout is not want:

@@ -89,5 +89,5 @@ def _joined(told: Any, parts: dict[int, Any], held: list[tuple[int, ...]], where
     for own, whole in zip(held, _sizes(call)):
         if told.dim() > 2 and tuple(told.shape[:2]) == own:
             return run.wrap(spec(where, (*whole, *told.shape[2:]), None, told.dtype), parts)
-    home = where.with_sbp((broadcast,) * len(where.sbp))
+    home = where.whole
     return run.wrap(spec(home, tuple(told.shape), told.stride(), told.dtype), parts)

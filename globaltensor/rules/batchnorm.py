@@ -40,7 +40,7 @@ def trained(call: Call) -> bool:
 def _settled(run: Any, tensors: list[Any]) -> list[Any]:
     """All in the layout of the first, without pending sums."""
     own = tensors[0].spec
-    dst = own.layout.with_sbp(tuple(broadcast if s.is_partial else s for s in own.sbp))
+    dst = own.layout.settled
     return run.box(tensors, [dst] * len(tensors), "batch_norm")
 
 
@@ -49,7 +49,7 @@ def _sums(run: Any, x: Any, terms: list[dict[int, Tensor]], dtype: torch.dtype) 
     own = x.spec
     pending = layout(own.placement, tuple(split(0) if s.is_split and s.dim == 1 else partial_sum if s.is_split
                                           else broadcast for s in own.sbp))
-    done = pending.with_sbp(tuple(broadcast if s.is_partial else s for s in pending.sbp))
+    done = pending.settled
     sums = [run.wrap(spec(pending, (own.shape[1],), None, dtype), shards) for shards in terms]
     return run.box(sums, [done] * len(sums), "batch_norm")
 
@@ -127,7 +127,7 @@ def backward(call: Call, run: Any) -> tuple[Any, Any, Any]:
     wide_grad = cast(run, grad, dtype)
     centered = run(aten.sub.Tensor, cast(run, x, dtype), _row(run, mean, x))
     sums = [run(aten.sum.dim_IntList, t, dims) for t in (wide_grad, run(aten.mul.Tensor, wide_grad, centered))]
-    done = [s.spec.layout.with_sbp(tuple(broadcast if s.is_partial else s for s in s.spec.sbp)) for s in sums]
+    done = [s.spec.layout.settled for s in sums]
     grad_bias, dot = run.box(sums, done, "batch_norm")
     scale = invstd if weight is None else run(aten.mul.Tensor, invstd, cast(run, weight, dtype))
     slope = run(aten.mul.Tensor, run(aten.mul.Tensor, dot, run(aten.mul.Tensor, invstd, invstd)), 1 / n)

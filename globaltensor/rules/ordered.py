@@ -34,7 +34,7 @@ def _ready(run: Any, x: Any) -> Any:
     """Without pending sums."""
     if not x.spec.layout.partial:
         return x
-    dst = x.spec.layout.with_sbp(tuple(broadcast if s.is_partial else s for s in x.spec.sbp))
+    dst = x.spec.layout.settled
     return run.box([x], [dst], "reduce")[0]
 
 

@@ -29,7 +29,6 @@ from globaltensor.errors import InPlaceError
 from globaltensor.kernels import draw_key
 from globaltensor.layout import Box, Layout, Shape, slices
 from globaltensor.rules.call import Call, arguments
-from globaltensor.sbp import broadcast
 
 aten = torch.ops.aten
 
@@ -170,7 +169,7 @@ def _fill(call: Call, run: Any, target: Any, key: int, draw: Draw, *parameters: 
     """Write into the target's shards; ranks that hold the same part share the work where one process drives them."""
     _check_target(call, target)
     own = target.spec
-    ready = _settled(own.layout)
+    ready = own.layout.settled
     held = [_lying(run, p, own.shape, ready) for p in parameters]
     made: dict[tuple[Box, torch.device], Tensor] = {}
     for rank, shard in target.shards.items():
@@ -182,11 +181,6 @@ def _fill(call: Call, run: Any, target: Any, key: int, draw: Draw, *parameters: 
             made[part, device] = draw(call, key, own.shape, part, own.dtype, device, *[of(rank) for of in held])
         shard.copy_(made[part, device])
     return target
-
-
-def _settled(of: Layout) -> Layout:
-    """The same without pending sums."""
-    return of.with_sbp(tuple(broadcast if s.is_partial else s for s in of.sbp)) if of.partial else of
 
 
 def _waits(of: Layout, rank: int) -> bool:
@@ -282,7 +276,7 @@ def rrelu(call: Call, run: Any) -> Any:
         out = run(aten.leaky_relu.default, x, (lower + upper) / 2)
     else:
         key = draw_key(call["generator"])
-        x, = run.box([x], [_settled(x.spec.layout)], str(call.func))
+        x, = run.box([x], [x.spec.layout.settled], str(call.func))
         slope = _fill(call, run, run(aten.empty_like.default, x), key,
                       lambda call, *where: kernels.uniform(*where, lower, upper))
         slope = run(aten.where.ScalarOther, run(aten.le.Scalar, x, 0), slope, 1.0)

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from globaltensor.layout import Layout, layout
+from globaltensor.layout import Layout
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import MEAN, SUM, dims_of, option
-from globaltensor.sbp import broadcast
 
 aten = torch.ops.aten
 
@@ -42,7 +41,7 @@ def broadcast_all(run: Any, tensors: list[Any], op: str) -> list[Any]:
 
 def broadcast_on(x: Any) -> Layout:
     """All broadcast on the placement of x."""
-    return x.spec.layout.with_sbp((broadcast,) * x.spec.placement.ndim)
+    return x.spec.layout.whole
 
 
 def cast(run: Any, x: Any, dtype: torch.dtype | None) -> Any:
@@ -229,15 +228,9 @@ def foreach_norm(call: Call, run: Any) -> Any:
     p = float(call["ord"])
     if math.isinf(p) or p == 0:
         return [run(aten.linalg_vector_norm.default, x, p, None, False, dtype=call["dtype"]) for x in call.tensors]
-    held = run.box(call.tensors, [_reduced(x) for x in call.tensors], "foreach_norm")
+    held = run.box(call.tensors, [x.spec.layout.settled for x in call.tensors], "foreach_norm")
     held = [cast(run, x, call["dtype"]) for x in held]
     sums = [run(aten.sum.dim_IntList, powers(run, run(aten.abs.default, x), p), list(range(x.dim())), False)
             for x in held]
     home = broadcast_on(call.tensors[0])             # norms of several pipeline stages meet on the first one's
     return [root(run, total, p) for total in run.box(sums, [home] * len(sums), "foreach_norm")]
-
-
-def _reduced(x: Any) -> Layout:
-    """The layout of x without pending sums."""
-    own = x.spec.layout
-    return layout(own.placement, tuple(broadcast if s.is_partial else s for s in own.sbp))

@@ -11,7 +11,6 @@ import torch
 
 from globaltensor.boxing.run import Boxed, box
 from globaltensor.layout import Layout, Spec
-from globaltensor.sbp import broadcast
 
 
 def assign(x: Any, index: Any, value: Any) -> None:
@@ -94,5 +93,4 @@ def _held(value: Any, where: Layout) -> Any:
     """The value whole on every rank."""
     if not hasattr(value, "spec"):
         return value
-    home = where.with_sbp((broadcast,) * where.placement.ndim)
-    return box([Boxed(value.spec, value.shards, home)], "setitem")[0]
+    return box([Boxed(value.spec, value.shards, where.whole)], "setitem")[0]

@@ -202,14 +202,13 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> GlobalTensor:
-        where = ctx.own.placement
-        return place(grad, layout(where, tuple(broadcast if s.is_partial else s for s in ctx.own.sbp)))
+        return place(grad, ctx.own.layout.settled)
 
 
 def place(whole: torch.Tensor, dst: Layout) -> GlobalTensor:
     """A global tensor of a value that every process holds whole; no communication."""
     ranks = [r for r in comm.world().driven if r in dst.placement.coords]
-    home = dst.with_sbp((broadcast,) * dst.placement.ndim)
+    home = dst.whole
     of = spec(home, tuple(whole.shape), None, whole.dtype)
     devices = {r: comm.world().device(dst.placement.type, r) for r in ranks}
     source = whole.detach()

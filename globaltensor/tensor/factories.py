@@ -13,8 +13,7 @@ import torch
 from globaltensor import comm, kernels
 from globaltensor.boxing.run import Boxed, box
 from globaltensor.errors import GlobalTensorError
-from globaltensor.layout import Box, Layout, layout, spec
-from globaltensor.sbp import broadcast
+from globaltensor.layout import Box, Layout, spec
 from globaltensor.tensor.convert import from_full
 from globaltensor.tensor.core import GlobalTensor, resolve
 
@@ -24,7 +23,7 @@ Make = Callable[[Box, torch.device], torch.Tensor]
 def build(shape: tuple[int, ...], dtype: torch.dtype, dst: Layout, make: Make) -> GlobalTensor:
     """A global tensor whose part for a box is `make(box, device)`; pending sums: the first rank holds the value."""
     ranks = [r for r in comm.world().driven if r in dst.placement.coords]
-    ready = layout(dst.placement, tuple(broadcast if s.is_partial else s for s in dst.sbp))
+    ready = dst.settled
     made: dict[tuple, torch.Tensor] = {}
     shards = {}
     for r in ranks:
