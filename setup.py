@@ -1,5 +1,55 @@
-"""What pyproject.toml cannot say: the native extension will be declared here."""
+"""What pyproject.toml cannot say: the native code.
 
-from setuptools import setup
+    globaltensor/_core*.so     boxing kernel, shared memory, Philox: plain C symbols, no torch, good for every torch
+    globaltensor/_torch*.so    dispatch and what faces torch: built against the torch that is installed
+    globaltensor/_cuda.so      the same kernels for GPUs: where nvcc and a torch with CUDA are
 
-setup()
+Without a compiler, or without torch at hand (an isolated build), the package installs and works, slower.
+"""
+import os
+import shutil
+import subprocess
+from glob import glob
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+except ImportError:
+    torch = None
+
+FLAGS = ["-O3", "-ffp-contract=off", "-Wall"]
+GPUS = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"]
+
+
+def sources(*folders: str) -> list[str]:
+    return sorted(file for folder in folders for file in glob(f"csrc/{folder}/*.cpp"))
+
+
+def headers() -> list[str]:
+    return sorted(glob("csrc/**/*.h", recursive=True))
+
+
+core = Extension("globaltensor._core", sources("boxing", "transport", "random"), depends=headers(), language="c++",
+                 extra_compile_args=["-std=c++17", *FLAGS], extra_link_args=["-lpthread"], optional=True)
+
+if torch is None:
+    setup(ext_modules=[core])
+else:
+    class Build(BuildExtension):
+        """Also compiles the CUDA sources into one library of plain C symbols."""
+
+        def run(self) -> None:
+            super().run()
+            nvcc = shutil.which("nvcc")
+            if torch.version.cuda and nvcc:
+                target = Path("globaltensor" if self.inplace else f"{self.build_lib}/globaltensor") / "_cuda.so"
+                subprocess.run([nvcc, "-O3", "-std=c++17", "--fmad=false", "-shared", "-Xcompiler", "-fPIC", *GPUS, "-o",
+                                str(target), *sorted(glob("csrc/**/*.cu", recursive=True))], check=True)
+
+    os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
+    face = CppExtension("globaltensor._torch", sources("dispatch", "torch"), depends=headers(), optional=True,
+                        extra_compile_args=["-fvisibility=hidden", *FLAGS], include_dirs=[str(Path("csrc").absolute())])
+    setup(ext_modules=[core, face], cmdclass={"build_ext": Build})

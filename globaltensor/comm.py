@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,11 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from globaltensor import deadlock
+from globaltensor import deadlock, native
 from globaltensor import machine as machines
 from globaltensor import placement as placements
 from globaltensor.errors import DisagreementError, PlacementError, TransportError, where
 from globaltensor.machine import Machine
+from globaltensor.native import face
 from globaltensor.placement import placement
 
 TIMEOUT = timedelta(seconds=300)
@@ -43,6 +45,7 @@ class World:
     transport: str
     control: dist.ProcessGroup | None = None         # takes tensors on the CPU; None is the default group
     staged: bool = False                             # tensors on a GPU travel by way of the CPU
+    neighbours: frozenset[int] = frozenset()         # ranks of this host whose memory this process can reach
     device_of: dict[tuple[str, int], torch.device] = field(default_factory=dict)
 
     @property
@@ -110,6 +113,7 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
             raise TransportError(f"{text!r} is not a number of ranks", fix="GLOBALTENSOR_RANKS=4")
         size = int(text) if text else gpus or 8
         _world = World(size, tuple(range(size)), machine or machines.one_process, "memory of one process")
+        native.say_if_slow()
     return _world
 
 
@@ -130,7 +134,36 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
     if size > 1:
         _share_random_state(control)
         deadlock.watch(dist.distributed_c10d._get_default_store(), me, size)
+        _meet_neighbours(found, local, timeout, machine)
+    native.say_if_slow()
     return found
+
+
+def _meet_neighbours(found: World, local: int, timeout: timedelta, machine: Machine | None) -> None:
+    """Share memory with the ranks of this host, where all of them can."""
+    first = found.rank // local * local
+    here = range(first, min(first + local, found.size))
+    address = face.open(found.rank - first, len(here), timeout.total_seconds()) if face is not None else None
+    said: list[Any] = [None] * found.size
+    dist.all_gather_object(said, address, group=found.control)
+    if None in said or len(here) == 1:
+        if address is not None:
+            face.close()
+        return
+    face.connect(said[first:first + len(here)])
+    face.on_waiting(deadlock.enter, deadlock.leave, deadlock.check)
+    found.neighbours = frozenset(here)
+    found.transport = f"shared memory, then {found.transport}" if len(here) < found.size else "shared memory"
+    if machine is None and "nccl" not in found.transport:
+        found.machine = Machine(**{**machines.shared_memory.__dict__, "hosts": found.machine.hosts})
+    atexit.register(face.close)
+    hook = sys.excepthook
+
+    def leaving(kind: type, error: BaseException, trace: Any) -> None:
+        face.leave(f"raised {kind.__name__}")
+        hook(kind, error, trace)
+
+    sys.excepthook = leaving
 
 
 def _start_torch(timeout: timedelta) -> None:

@@ -47,15 +47,32 @@ _watch: Watch | None = None
 @contextmanager
 def waiting(what: str, peers: tuple[int, ...], tag: int) -> Iterator[None]:
     """Note that this rank waits for `peers`, who must do the same with the same `tag`."""
-    global _waits, _now
-    _waits += 1
-    _now = Wait(_waits, what, peers, tag), threading.get_ident()
+    enter(what, peers, tag)
     try:
         yield
     finally:
-        _now = None
-        if _watch is not None and _watch.told is not None:
-            _watch.take_back()
+        leave()
+
+
+def enter(what: str, peers: Sequence[int], tag: int) -> None:
+    """The wait begins."""
+    global _waits, _now
+    _waits += 1
+    _now = Wait(_waits, what, tuple(peers), tag), threading.get_ident()
+
+
+def leave() -> None:
+    """The wait is over."""
+    global _now
+    _now = None
+    if _watch is not None and _watch.told is not None:
+        _watch.take_back()
+
+
+def check() -> None:
+    """Raise where this wait was found to be in vain: for waits that can be called off."""
+    if _watch is not None and _watch.rows:
+        raise found()
 
 
 def deadlocked(said: Mapping[int, Wait | None]) -> bool:

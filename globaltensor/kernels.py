@@ -18,17 +18,26 @@ contracts two of them; `_log`, `_sqrt` and `_cos_sin` are built of these. Known 
 6.66, float64 ones at 8.57; a compiler that fuses these ops anew (inductor on a GPU) may still contract.
 
 A box is a tuple of (start, stop), one per dim of the global shape. Work is cut into pieces that fit the cache: memory
-beyond the result is a few MB (on a GPU, some 200 MB), whatever the global shape. `philox` is the loop to make native.
+beyond the result is a few MB (on a GPU, some 200 MB), whatever the global shape.
+
+**This file is the reference.** On CPU, csrc/random does the same where it was built, 20 times as fast: every op here
+hands its checked parameters to the native function, and to its own `make` where there is none.
 """
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import CDLL, c_char_p, c_double, c_int, c_uint64, c_void_p
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from globaltensor.errors import GlobalTensorError
+from globaltensor.native import core
 
 Shape, Box, Device = Sequence[int], Sequence[tuple[int, int]], torch.device | str
 _MASK = 0xFFFFFFFF
@@ -42,6 +51,45 @@ _FLOATS = {torch.float64: (torch.float64, 53, 53), torch.float32: (torch.float32
 # dtype -> integer of its size, where the exponent begins, the bits of sqrt(1/2), the constant of `_sqrt`
 _BITS = {torch.float32: (torch.int32, 23, 0x3F3504F3, 0x5F375A86),
          torch.float64: (torch.int64, 52, 0x3FE6A09E667F3BCD, 0x5FE6EB50C7B537A9)}
+# as csrc/boxing/region.h counts them; integers modulo 2**n are the same with a sign and without
+_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int8: 4, torch.int16: 5,
+          torch.int32: 6, torch.int64: 7, torch.uint8: 8, torch.bool: 9, torch.complex64: 10, torch.uint16: 5,
+          torch.uint32: 6, torch.uint64: 7}
+
+
+# ------------------------------------------------------------------ the native twin
+def _bind(library: CDLL | None) -> dict[str, Any]:
+    """law -> its function of csrc/random/fill.h; empty where the native code is not there, or too old to have it."""
+    found = {}
+    for law, parameters in {"words": [c_uint64], "uniform": 3 * [c_double], "normal": 2 * [c_double],
+                            "exponential": 2 * [c_double], "integers": 3 * [c_uint64], "bernoulli": [c_uint64]}.items():
+        if function := getattr(library, f"gt_fill_{law}", None):
+            function.argtypes, function.restype = [c_void_p, c_int, c_uint64, c_int, c_char_p, *parameters], c_int
+            found[law] = function
+    return found
+
+
+_native = _bind(core)
+
+
+@contextmanager
+def twin() -> Iterator[None]:
+    """The torch ops below instead of native code, as where that is not built."""
+    global _native
+    before, _native = _native, {}
+    try:
+        yield
+    finally:
+        _native = before
+
+
+def _filled(out: Tensor, key: int, shape: Shape, box: Box, law: str, *parameters: float) -> bool:
+    """Did native code fill the box? Not what traces: it would see a tensor that nobody fills."""
+    if law not in _native or out.device.type != "cpu" or torch._C._len_torch_dispatch_stack() \
+            or torch.compiler.is_compiling():
+        return False
+    numbers = struct.pack(f"{3 * len(shape)}q", *shape, *[edge for edges in box for edge in edges])
+    return not _native[law](out.data_ptr(), _CODES.get(out.dtype, -1), key, len(shape), numbers, *parameters)
 
 
 # ------------------------------------------------------------------ words
@@ -65,8 +113,8 @@ def philox(counter: Tensor, key: int) -> Tensor:
 
 
 def _generate(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Device,
-              streams: Sequence[int], make: Callable[[Tensor], Tensor]) -> Tensor:
-    """The box of `make(words [streams, 4, n]) -> values [4, n]`, a column per block.
+              streams: Sequence[int], make: Callable[[Tensor], Tensor], law: tuple[Any, ...]) -> Tensor:
+    """The box of `make(words [streams, 4, n]) -> values [4, n]`, a column per block; natively, of (law, *parameters).
 
     The box is made of runs, of `length` elements that are contiguous in the global tensor: trailing whole dims and the
     dim before them merge into one. A piece is some runs, or a part of one; it generates the blocks that cover each run
@@ -74,7 +122,7 @@ def _generate(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Devi
     """
     assert len(box) == len(shape) and all(0 <= a <= b <= n for n, (a, b) in zip(shape, box)), (shape, box)
     out = torch.empty([b - a for a, b in box], dtype=dtype, device=device)
-    if not out.numel() or out.is_meta:
+    if not out.numel() or out.is_meta or _filled(out, key, shape, box, *law):
         return out
     length, base, stride, whole, outer = 1, 0, 1, True, []  # outer: (size, stride), the innermost first
     for n, (a, b) in zip(reversed(shape), reversed(box)):
@@ -115,7 +163,7 @@ def _generate(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Devi
 
 def random_words(key: int, shape: Shape, box: Box, device: Device, stream: int = 0) -> Tensor:
     """32 random bits for each element of the box, as int64 in [0, 2**32). `key` 64 bits, `stream` 32 bits."""
-    return _generate(key, shape, box, torch.int64, device, (stream,), lambda words: words[0])
+    return _generate(key, shape, box, torch.int64, device, (stream,), lambda words: words[0], ("words", stream))
 
 
 def _top(words: Tensor, bits: int) -> Tensor:
@@ -185,8 +233,16 @@ def _demand(holds: bool, what: str) -> None:
 
 
 def _float(what: str, dtype: torch.dtype) -> tuple[torch.dtype, int, int]:
-    _demand(dtype in _FLOATS, f"{what} is made for dtypes {', '.join(map(str, _FLOATS))}, got {dtype}")
+    if dtype not in _FLOATS:
+        raise GlobalTensorError(f"{what} is made for dtypes {', '.join(map(str, _FLOATS))}, got {dtype}")
     return _FLOATS[dtype]
+
+
+@lru_cache
+def _bounds(dtype: torch.dtype, low: float, high: float) -> tuple[float, float, float]:
+    """Both rounded to `dtype`, and its number below `high`."""
+    bounds = torch.tensor([low, high], dtype=dtype, device="cpu")
+    return *bounds.tolist(), torch.nextafter(bounds[1], bounds[0]).item()
 
 
 def uniform(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Device,
@@ -194,13 +250,12 @@ def uniform(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Device
     """Uniform in [low, high), both first rounded to `dtype`: low + (high - low) n / 2**b, with n of as many bits b as
     the significand has. Never `high` (unless low == high). Error: low > high, or `dtype` cannot hold high - low."""
     arithmetic, bits, _ = _float("uniform", dtype)
-    bounds = torch.tensor([low, high], dtype=dtype, device="cpu")
-    below = torch.nextafter(bounds[1], bounds[0]).item()
-    start, end = bounds.tolist()
+    start, end, below = _bounds(dtype, float(low), float(high))
     _demand(start <= end and end - start <= torch.finfo(dtype).max, f"uniform of dtype {dtype} needs low <= high "
             f"and a high - low that it holds, got [{low}, {high})")
     return _generate(key, shape, box, dtype, device, range(bits // 33 + 1), lambda words: _top(words, bits)
-                     .to(arithmetic).mul_(2.0**-bits).mul_(end - start).add_(start).clamp_max_(below))
+                     .to(arithmetic).mul_(2.0**-bits).mul_(end - start).add_(start).clamp_max_(below),
+                     ("uniform", start, end - start, below))
 
 
 def normal(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Device,
@@ -216,7 +271,7 @@ def normal(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Device,
         cos, sin = _cos_sin(random[2:], bits, arithmetic)
         return torch.cat([cos.mul_(radius), sin.mul_(radius)]).mul_(std).add_(mean)
 
-    return _generate(key, shape, box, dtype, device, range(bits // 33 + 1), make)
+    return _generate(key, shape, box, dtype, device, range(bits // 33 + 1), make, ("normal", mean, std))
 
 
 def exponential(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Device, lambd: float = 1.0) -> Tensor:
@@ -225,9 +280,10 @@ def exponential(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: De
     arithmetic, _, bits = _float("exponential", dtype)
     _demand(lambd > 0, f"exponential needs lambd > 0, got {lambd}")
     least = torch.finfo(arithmetic).eps / 4
-    smallest = torch.nextafter(*torch.tensor([0, 1], dtype=dtype, device="cpu")).item()
+    smallest = _bounds(dtype, 1.0, 0.0)[2]
     return _generate(key, shape, box, dtype, device, range(bits // 33 + 1), lambda words: _log(_top(words, bits).add_(1)
-                     .to(arithmetic).mul_(2.0**-bits)).neg_().clamp_min_(least).mul_(1 / lambd).clamp_min_(smallest))
+                     .to(arithmetic).mul_(2.0**-bits)).neg_().clamp_min_(least).mul_(1 / lambd).clamp_min_(smallest),
+                     ("exponential", 1 / lambd, smallest))
 
 
 def integers(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Device, low: int, high: int) -> Tensor:
@@ -254,7 +310,8 @@ def integers(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Devic
             carry = carry.bitwise_right_shift_(32).bitwise_and_(_MASK).add_(part).add_(digit.mul_(span_high))
         return carry.add_(low)
 
-    return _generate(key, shape, box, dtype, device, range(2 if span <= 2**32 else 3), make)
+    return _generate(key, shape, box, dtype, device, range(2 if span <= 2**32 else 3), make,
+                     ("integers", span_high, span_low, low))
 
 
 def bernoulli(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Device, p: float | Tensor = 0.5) -> Tensor:
@@ -266,7 +323,8 @@ def bernoulli(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Devi
         return (words < p.detach().double() * 2.0**32).to(dtype)
     _demand(0 <= p <= 1, f"bernoulli needs p in [0, 1], got {p}")
     threshold = math.ceil(p * 2**32)
-    return _generate(key, shape, box, dtype, device, (0,), lambda words: words[0] < threshold)
+    return _generate(key, shape, box, dtype, device, (0,), lambda words: words[0] < threshold,
+                     ("bernoulli", threshold))
 
 
 def permutation(key: int, n: int, device: Device) -> Tensor:

@@ -11,16 +11,17 @@ import time
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from globaltensor import comm
-from globaltensor.boxing import watch
+from globaltensor.boxing import native, watch
 from globaltensor.boxing.plan import bytes_received, plan
 from globaltensor.boxing.route import route
 from globaltensor.errors import where
 from globaltensor.layout import Layout, Shape, Spec, slices, volume
+from globaltensor.native import face
 
 Shards = dict[int, torch.Tensor]
 Index = tuple[slice, ...]
@@ -67,6 +68,14 @@ def box(items: Sequence[Boxed], op: str = watch.EXPLICIT) -> list[Shards]:
 
     Raises BoxingError where a `gt.boxing` block does not allow it, before anything moves.
     """
+    found = [None if i.spec.layout is i.dst else native.find(i.spec, i.dst) for i in items] if face is not None else []
+    if found and all(f is not None or i.spec.layout is i.dst for f, i in zip(found, items)):
+        if not any(found):
+            return [item.shards for item in items]
+        if not watch.watched():
+            return _natively(items, found, op)
+    else:
+        found = []
     machine = comm.world().machine
     plans = [plan(i.spec.layout, i.dst, i.spec.shape, i.spec.nbytes, machine).layouts for i in items]
     moves = [k for k, steps in enumerate(plans) if len(steps) > 1]
@@ -76,8 +85,8 @@ def box(items: Sequence[Boxed], op: str = watch.EXPLICIT) -> list[Shards]:
     if watched:
         began, nbytes, place = time.perf_counter(), _most_received(items, plans), where()
         watch.permit(op, items[moves[0]].spec.layout, items[moves[0]].dst, nbytes)
-    shards = [item.shards for item in items]
-    for step in range(max(map(len, plans)) - 1):
+    shards = _natively(items, found, op) if found else [item.shards for item in items]
+    for step in () if found else range(max(map(len, plans)) - 1):
         now = [k for k in moves if len(plans[k]) > step + 1]
         programs = [_compile(plans[k][step], plans[k][step + 1], items[k].spec.shape) for k in now]
         received = _exchange(programs, [shards[k] for k in now], [items[k].spec.dtype for k in now], op)
@@ -87,6 +96,11 @@ def box(items: Sequence[Boxed], op: str = watch.EXPLICIT) -> list[Shards]:
         first = items[moves[0]]
         watch.note(watch.Move(op, place, first.spec.layout, first.dst, nbytes, time.perf_counter() - began, len(moves)))
     return shards
+
+
+def _natively(items: Sequence[Boxed], found: list[Any], op: str) -> list[Shards]:
+    made = iter(face.box([(f, i.shards) for f, i in zip(found, items) if f is not None], op))
+    return [i.shards if f is None else next(made) for f, i in zip(found, items)]
 
 
 def _most_received(items: Sequence[Boxed], plans: list[tuple[Layout, ...]]) -> int:

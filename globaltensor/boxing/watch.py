@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from globaltensor.errors import BoxingError, where
 from globaltensor.layout import Layout, sbp_text
+from globaltensor.native import face
 from globaltensor.sbp import typed
 
 EXPLICIT = "to_global"                               # the name of a boxing that the user asked for
@@ -59,10 +60,12 @@ def record() -> Iterator[list[Move]]:
     """A list that gets every boxing done inside the block, on this process."""
     moves: list[Move] = []
     _recorders.append(moves)
+    _tell()
     try:
         yield moves
     finally:
         _recorders[:] = [r for r in _recorders if r is not moves]
+        _tell()
 
 
 @contextmanager
@@ -76,10 +79,18 @@ def boxing(mode: str = "auto", budget: int | None = None) -> Iterator[None]:
         raise BoxingError(f"boxing mode {mode!r} is not one", fix='gt.boxing("auto"), ("warn") or ("forbid")')
     policy = _Policy(mode, budget)
     _policies.append(policy)
+    _tell()
     try:
         yield
     finally:
         _policies.remove(policy)
+        _tell()
+
+
+def _tell() -> None:
+    """The native code sends boxings this way while someone watches."""
+    if face is not None:
+        face.watched(watched())
 
 
 def watched() -> bool:

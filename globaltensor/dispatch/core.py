@@ -12,18 +12,49 @@ from typing import Any
 from torch._ops import OpOverload
 
 from globaltensor.boxing.run import Boxed, Shards, box
+from globaltensor.dispatch import native
 from globaltensor.dispatch.decide import decide
 from globaltensor.dispatch.execute import check_guard, execute, wrap_results
 from globaltensor.dispatch.recipe import Recipe, moved_spec, static
 from globaltensor.layout import Layout, Spec
+from globaltensor.native import face
 from globaltensor.rules.call import Call
 
 _recipes: dict[tuple, Recipe] = {}
 _LIMIT = 50_000
 
 
+def arrive(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An op from torch: run it, and teach the native dispatcher where it asked."""
+    ticket = native.ticket(func) if face is not None else None
+    if ticket is not None:
+        native.teach(ticket, cls, find(cls, func, args, kwargs), func, args, kwargs)
+    return dispatch(cls, func, args, kwargs)
+
+
 def dispatch(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run `func` on operands of which at least one is a `cls`, a global tensor."""
+    recipe = find(cls, func, args, kwargs)
+    if recipe.simple is not None:
+        shards = {}
+        for rank in recipe.ranks:
+            local = list(args)
+            for at in recipe.simple:
+                local[at] = args[at].shards[rank]
+            for at, value in recipe.patches.get(rank, ()):
+                local[at] = value
+            shards[rank] = (func(*local, **kwargs) if recipe.runner is None
+                            else recipe.runner(recipe, rank, local, kwargs))
+        if recipe.single is not None:
+            return cls.wrap(recipe.single, shards)
+        return wrap_results(cls, recipe, (), shards)
+    if recipe.rewrite is not None:
+        return recipe.rewrite(Call(func, args, kwargs), _Run(cls))
+    return execute(cls, recipe, args, kwargs)
+
+
+def find(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Recipe:
+    """The recipe of a call, decided where it is new."""
     key: list[Any] = [func]
     for value in args:
         kind = type(value)
@@ -42,22 +73,7 @@ def dispatch(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -
         if len(_recipes) > _LIMIT:
             _recipes.clear()
         _recipes[key] = recipe
-    if recipe.simple is not None:
-        shards = {}
-        for rank in recipe.ranks:
-            local = list(args)
-            for at in recipe.simple:
-                local[at] = args[at].shards[rank]
-            for at, value in recipe.patches.get(rank, ()):
-                local[at] = value
-            shards[rank] = (func(*local, **kwargs) if recipe.runner is None
-                            else recipe.runner(recipe, rank, local, kwargs))
-        if recipe.single is not None:
-            return cls.wrap(recipe.single, shards)
-        return wrap_results(cls, recipe, (), shards)
-    if recipe.rewrite is not None:
-        return recipe.rewrite(Call(func, args, kwargs), _Run(cls))
-    return execute(cls, recipe, args, kwargs)
+    return recipe
 
 
 class _Run:

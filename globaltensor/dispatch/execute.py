@@ -82,7 +82,7 @@ def _write_back(recipe: Recipe, operands: list[Any], moved: list[Shards]) -> Non
     """An operand that was boxed before it was written gets the new value back, into the memory it had."""
     for q in recipe.written:
         target = operands[q]
-        if moved[q] is not target.shards:
+        if recipe.wants[q] is not None:
             back = box([Boxed(moved_spec(target.spec, recipe.wants[q]), moved[q], target.spec.layout)],
                        str(recipe.func))[0]
             for rank, shard in target.shards.items():

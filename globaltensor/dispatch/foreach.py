@@ -67,6 +67,22 @@ def _run(cls: type, call: Call) -> Any:
     return [cls.wrap(own, shards) for own, shards in zip(outputs, made)]
 
 
+def flat_wants(cls: type, call: Call) -> list[Spec] | None:
+    """The specs of the results, where every element lies as it must on all ranks driven here; else None."""
+    lists = {a.name: call[a.name] for a in arguments(call.func) if a.tensors and call[a.name]}
+    singles = [a.name for a in arguments(call.func) if a.tensor and call[a.name] is not None]
+    if any(type(t) is not cls for tensors in lists.values() for t in tensors) or any(type(call[s]) is cls for s in singles):
+        return None
+    written = {a.name for a in arguments(call.func) if a.written and call[a.name]}
+    wants, results = _wants(cls, call, lists, singles, written, len(next(iter(lists.values()))))
+    driven = set(comm.world().driven)
+    if any(not driven.issubset(want[0].placement.flat) for want in wants):
+        return None
+    if any(t.spec.layout is not want[k] for k, tensors in enumerate(lists.values()) for t, want in zip(tensors, wants)):
+        return None
+    return results
+
+
 def _whole(single: Any, places: list[Layout], func: OpOverload) -> dict[int, torch.Tensor]:
     """A tensor that all elements share (a clipping factor), whole on every rank that has an element."""
     homes = list(dict.fromkeys(place.whole for place in places))
@@ -156,7 +172,7 @@ def _write_back(lists: dict, wants: list[list[Layout]], held: dict, written: set
     for k, (name, tensors) in enumerate(lists.items()):
         if name not in written:
             continue
-        away = [i for i, t in enumerate(tensors) if isinstance(held[name][i], dict) and held[name][i] is not t.shards]
+        away = [i for i, t in enumerate(tensors) if isinstance(held[name][i], dict) and t.spec.layout is not wants[i][k]]
         back = box([Boxed(spec(wants[i][k], tensors[i].spec.shape, None, tensors[i].spec.dtype), held[name][i],
                           tensors[i].spec.layout) for i in away], str(func)) if away else ()
         for i, shards in zip(away, back):

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from globaltensor import comm
-from globaltensor.boxing import watch
+from globaltensor.boxing import native, watch
 from globaltensor.boxing.run import Boxed, Shards, box
-from globaltensor.dispatch.core import dispatch
+from globaltensor.dispatch.core import arrive
 from globaltensor.dispatch.execute import check_guard
 from globaltensor.errors import GlobalTensorError, SbpError
 from globaltensor.layout import Layout, Spec, layout, sbp_text, spec
+from globaltensor.native import face
 from globaltensor.placement import placement
 from globaltensor.sbp import NdSbp, broadcast, in_range, nd_sbp
 from globaltensor.tensor import assign, attention, backward, gradients, lookup, products
@@ -55,7 +56,7 @@ class GlobalTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return dispatch(cls, func, args, kwargs or {})
+        return arrive(cls, func, args, kwargs or {})
 
     # ---------------------------------------------------------------------------------------------- what it is
 
@@ -240,7 +241,18 @@ class _Box(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: GlobalTensor) -> tuple[GlobalTensor, None, None]:
-        return to(grad, ctx.grad_layout or _gradient_layout(grad.spec.layout, ctx.src)), None, None
+        return _back(grad, ctx.src, ctx.grad_layout), None, None
+
+
+def _back(grad: GlobalTensor, src: Layout, grad_layout: Layout | None) -> GlobalTensor:
+    """The gradient of a boxing from src, on its way back."""
+    return to(grad, grad_layout or _gradient_layout(grad.spec.layout, src))
+
+
+def _plan_back(grad: Spec, x: Spec, grad_layout: Layout | None) -> Any:
+    """The native boxing for that; None where the gradient stays as it is."""
+    dst = grad_layout or _gradient_layout(grad.layout, x.layout)
+    return None if dst is grad.layout else native.find(grad, dst)
 
 
 def _gradient_layout(now: Layout, src: Layout) -> Layout:
@@ -255,7 +267,15 @@ def _gradient_layout(now: Layout, src: Layout) -> Layout:
 
 def to(x: GlobalTensor, dst: Layout) -> GlobalTensor:
     """x in another layout; x itself where it is there already."""
-    return x if dst is x.spec.layout else _Box.apply(x, dst, None)
+    return x if dst is x.spec.layout else _boxed(x, dst, None)
+
+
+def _boxed(x: GlobalTensor, dst: Layout, grad_layout: Layout | None) -> GlobalTensor:
+    if face is not None and not watch.watched() and not x.spec.copied and dst is not x.spec.layout:
+        boxing = native.find(x.spec, dst)
+        if boxing is not None:
+            return face.convert(x, boxing, grad_layout)
+    return _Box.apply(x, dst, grad_layout)
 
 
 def to_global(x: GlobalTensor, placement: Any = None, sbp: Any = None, grad_sbp: Any = None) -> GlobalTensor:
@@ -269,7 +289,23 @@ def to_global(x: GlobalTensor, placement: Any = None, sbp: Any = None, grad_sbp:
         sbp = x.sbp if getattr(where, "shape", None) == x.placement.shape else broadcast
     dst = resolve(where, sbp, x.dim())
     grad = resolve(x.placement, grad_sbp, x.dim()) if grad_sbp is not None else None
-    return to(x, dst) if grad is None else _Box.apply(x, dst, grad)
+    return to(x, dst) if grad is None else _boxed(x, dst, grad)
 
 
 GlobalTensor.to_global = to_global
+
+
+def _describe(of: Spec) -> tuple:
+    """What the native code keeps of a spec."""
+    ranks = [r for r in comm.world().driven if r in of.placement.coords]
+    rows_cut = any(s.is_split and s.dim == 0 for s in of.sbp)
+    return list(of.shape), list(of.stride), of.dtype, of.placement.type, ranks, of.copied, rows_cut
+
+
+if face is not None:                                 # the same class, with its memory and its ways in C++
+    face.bind_class(GlobalTensor, _describe)
+    GlobalTensor.wrap = face.wrap
+    GlobalTensor.__torch_function__ = torch._C._disabled_torch_function_impl
+    GlobalTensor.__setitem__ = assign.assign
+    face.on_lookup(lookup.Lookup.apply)
+    face.on_backward(_plan_back, lambda grad, x, grad_layout: _back(grad, x.layout, grad_layout))

@@ -1,0 +1,60 @@
+// The shape that the sources and targets of a region have in common: dims of one element dropped, the rest sorted by
+// how the first target lies and merged where all operands step through two dims as through one. And the boxes that
+// make up a part of a region.
+#pragma once
+#include <stdint.h>
+
+#include "region.h"
+
+namespace gt::boxing {
+
+// Room for n things, on the stack where they are few.
+template <class T, int FEW = 16> struct Table {
+  explicit Table(int n) : data(n <= FEW ? few : new T[n]) {}
+  ~Table() {
+    if (data != few) delete[] data;
+  }
+  Table(const Table&) = delete;
+  Table& operator=(const Table&) = delete;
+  T* data;
+  T few[FEW];
+};
+
+struct Shape {
+  static constexpr int DIMS = GT_DIMS + 1;
+
+  // `strides[k]` are the strides, in elements, of operand k: of `n` sources, then of `m` targets. Never less than two
+  // dims, but for one run in all operands; then one. The last two are the grid that copies and tiles work on: the last
+  // is the one along which the first target runs, the one before it that along which a source runs that does not follow.
+  Shape(int ndim, const int64_t* size, const int64_t* const* strides, int n, int m, int source_item, int target_item);
+
+  int64_t stride(int k, int d) const { return steps.data[k * DIMS + d]; }  // in bytes
+
+  int ndim = 0;
+  int64_t size[DIMS];
+
+ private:
+  void swap(int a, int b);
+  void merge();
+  bool one_run(int n, int source_item, int target_item) const;
+  void choose_rows(int n, int source_item);
+  int64_t& step(int k, int d) { return steps.data[k * DIMS + d]; }
+
+  int operands;
+  Table<int64_t, 16 * DIMS> steps;
+};
+
+// The boxes of part `part` of `parts` of a region. The cut depends on the region's sizes only, so that all processes
+// that share it cut alike wherever its operands lie: at multiples of 64 elements, or of whole rows that are as many.
+struct Boxes {
+  explicit Boxes(const gt_region& region);
+  bool next();
+
+  int64_t from[GT_DIMS], size[GT_DIMS];  // of the box that next() found
+
+ private:
+  const gt_region& region;
+  int64_t at, end;                       // elements, row-major
+};
+
+}  // namespace gt::boxing

@@ -1,0 +1,128 @@
+// The key by which a recipe is found: the op, the specs of global operands, shapes of plain ones, the values of static
+// arguments. Floats count by type alone, as no rule depends on one.
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "recipe.h"
+
+namespace gt {
+namespace {
+
+enum Tag : uint64_t { kNone = 1, kInt, kBool, kDouble, kComplex, kString, kDevice, kGenerator, kList, kUndefined, kPlain, kSpec };
+
+void push_tensor(const at::Tensor& t, Key& key) {
+  auto* impl = t.unsafeGetTensorImpl();
+  if (is_global(impl)) {
+    key.push_back(kSpec);
+    key.push_back(reinterpret_cast<uint64_t>(static_cast<GlobalImpl*>(impl)->spec));
+    return;
+  }
+  key.push_back(kPlain | uint64_t(impl->dim()) << 8 | uint64_t(t.scalar_type()) << 16 | uint64_t(impl->is_wrapped_number()) << 24 |
+                uint64_t(t.device().type()) << 32 | uint64_t(uint8_t(t.device().index())) << 40);
+  for (int64_t n : impl->sizes()) key.push_back(n);
+  for (int64_t n : impl->strides()) key.push_back(n);
+}
+
+bool foreign(const at::Tensor& t) {
+  auto* impl = t.unsafeGetTensorImpl();
+  return !is_global(impl) && (impl->is_python_dispatch() || impl->has_symbolic_sizes_strides() || impl->layout() != c10::kStrided);
+}
+
+void push_string(const std::string& text, Key& key) {
+  key.push_back(kString | text.size() << 8);
+  for (size_t i = 0; i < text.size(); i += 8) {
+    uint64_t word = 0;
+    memcpy(&word, text.data() + i, std::min<size_t>(8, text.size() - i));
+    key.push_back(word);
+  }
+}
+
+bool push(const c10::IValue& v, Key& key) {
+  if (v.isTensor()) {
+    const at::Tensor& t = v.toTensor();
+    if (!t.defined()) return key.push_back(kUndefined), true;
+    if (foreign(t)) return false;
+    push_tensor(t, key);
+  } else if (v.isNone()) {
+    key.push_back(kNone);
+  } else if (v.isInt()) {
+    key.push_back(kInt);
+    key.push_back(v.toInt());
+  } else if (v.isBool()) {
+    key.push_back(kBool | uint64_t(v.toBool()) << 8);
+  } else if (v.isDouble()) {
+    key.push_back(kDouble);
+  } else if (v.isString()) {
+    push_string(v.toStringRef(), key);
+  } else if (v.isDevice()) {
+    key.push_back(kDevice | uint64_t(v.toDevice().type()) << 8 | uint64_t(uint8_t(v.toDevice().index())) << 16);
+  } else if (v.isComplexDouble()) {
+    key.push_back(kComplex);
+  } else if (v.isGenerator()) {
+    key.push_back(kGenerator);
+  } else if (v.isList()) {
+    auto items = v.toListRef();
+    key.push_back(kList | uint64_t(items.size()) << 8);
+    for (const c10::IValue& item : items)
+      if (!push(item, key)) return false;
+  } else {
+    return false;
+  }
+  return true;
+}
+
+struct Hash {
+  size_t operator()(const Key& key) const {
+    uint64_t h = 0x9E3779B97F4A7C15u ^ key.size();
+    for (uint64_t word : key) {
+      h = (h ^ word) * 0xD6E8FEB86659FD93u;
+      h ^= h >> 32;
+    }
+    return h;
+  }
+};
+
+// Recipes are kept until all are forgotten; calls on several threads share them.
+struct Recipes {
+  std::shared_mutex mutex;
+  std::unordered_map<Key, std::shared_ptr<const Recipe>, Hash> known;
+};
+
+Recipes& recipes() {
+  static auto* all = new Recipes();
+  return *all;
+}
+
+constexpr size_t kLimit = 50'000;
+
+}  // namespace
+
+bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, Key& key) {
+  key.clear();
+  key.push_back(reinterpret_cast<uint64_t>(&op.schema()));
+  for (size_t i = 0; i < count; i++)
+    if (!push(args[i], key)) return false;
+  return true;
+}
+
+std::shared_ptr<const Recipe> find_recipe(const Key& key) {
+  auto& all = recipes();
+  std::shared_lock lock(all.mutex);
+  auto found = all.known.find(key);
+  return found == all.known.end() ? nullptr : found->second;
+}
+
+void keep_recipe(const Key& key, std::shared_ptr<const Recipe> recipe) {
+  auto& all = recipes();
+  std::unique_lock lock(all.mutex);
+  if (all.known.size() >= kLimit) all.known.clear();
+  all.known[key] = std::move(recipe);
+}
+
+void forget_recipes() {
+  auto& all = recipes();
+  std::unique_lock lock(all.mutex);
+  all.known.clear();
+}
+
+}  // namespace gt

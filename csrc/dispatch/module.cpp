@@ -1,0 +1,14 @@
+// The extension module `globaltensor._torch`. Its plain C parts are found in `_core`, which is loaded before it.
+#include "boxing.h"
+#include "products.h"
+#include "recipe.h"
+#include "tensor.h"
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  gt::bind_tensor(m);
+  gt::bind_recipes(m);
+  gt::bind_dispatch(m);
+  gt::bind_boxing(m);
+  gt::bind_convert(m);
+  gt::bind_products(m);
+}

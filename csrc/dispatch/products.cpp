@@ -1,0 +1,250 @@
+// Products of tensors of more than two dims, without flattening any of them: the twin of tensor/products.py.
+//
+// They are taken at the key that only global tensors have, before torch decomposes them. Each is one op of ours, whose rule is its
+// equation, so that any label can stay cut. Two dims and fewer go torch's own way.
+#include "products.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <string>
+
+namespace py = pybind11;
+
+namespace gt {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::tensor_list;
+
+PyObject* lookup = nullptr;                          // the embedding of a cut vocabulary: (weight, indices, padding)
+
+Tensor contract_op(const std::string& equation, const Tensor& a, const Tensor& b) {
+  static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("globaltensor::contract", "")
+                       .typed<Tensor(std::string_view, const Tensor&, const Tensor&)>();
+  at::AutoDispatchBelowADInplaceOrView below;
+  return op.call(equation, a, b);
+}
+
+Tensor linear_op(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("globaltensor::linear", "")
+                       .typed<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&)>();
+  at::AutoDispatchBelowADInplaceOrView below;
+  return op.call(x, weight, bias);
+}
+
+Tensor conjugate(const Tensor& t) { return t.is_complex() ? t.conj() : t; }
+
+bool needs_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
+
+struct Contract : torch::autograd::Function<Contract> {
+  static Tensor forward(AutogradContext* ctx, const std::string& equation, const Tensor& a, const Tensor& b) {
+    ctx->saved_data["equation"] = equation;
+    ctx->save_for_backward({a, b});
+    return contract_op(equation, a, b);
+  }
+  static tensor_list backward(AutogradContext* ctx, tensor_list grads) {
+    const std::string equation = ctx->saved_data["equation"].toStringRef();
+    const size_t comma = equation.find(','), arrow = equation.find("->");
+    const std::string left = equation.substr(0, comma), right = equation.substr(comma + 1, arrow - comma - 1),
+                      out = equation.substr(arrow + 2);
+    auto saved = ctx->get_saved_variables();
+    Tensor a, b;
+    if (ctx->needs_input_grad(0)) a = contract(out + "," + right + "->" + left, grads[0], conjugate(saved[1]));
+    if (ctx->needs_input_grad(1)) b = contract(left + "," + out + "->" + right, conjugate(saved[0]), grads[0]);
+    return {Tensor(), a, b};
+  }
+};
+
+std::string leading(int64_t dims) { return std::string("ABCDEFGHIJKLMNOPQRSTUVWXYZ").substr(0, dims); }
+
+struct Linear : torch::autograd::Function<Linear> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+    ctx->save_for_backward({x, weight});
+    ctx->saved_data["biased"] = bias && bias->defined();
+    return linear_op(x, weight, bias);
+  }
+  static tensor_list backward(AutogradContext* ctx, tensor_list grads) {
+    auto saved = ctx->get_saved_variables();
+    const Tensor &grad = grads[0], &x = saved[0], &weight = saved[1];
+    const std::string lead = leading(x.dim() - 1);
+    Tensor dx, dweight, dbias;
+    if (ctx->needs_input_grad(0)) dx = contract(lead + "n,nk->" + lead + "k", grad, conjugate(weight));
+    if (ctx->needs_input_grad(1)) dweight = contract(lead + "n," + lead + "k->nk", grad, conjugate(x));
+    if (ctx->saved_data["biased"].toBool() && ctx->needs_input_grad(2)) {
+      std::vector<int64_t> dims(grad.dim() - 1);
+      for (size_t i = 0; i < dims.size(); i++) dims[i] = i;
+      dbias = grad.sum(dims);
+    }
+    return {dx, dweight, dbias};
+  }
+};
+
+// What autocast would do to an operand of a product.
+Tensor cast(const Tensor& t) {
+  const auto device = t.device().type();
+  if (!at::autocast::is_autocast_enabled(device) || !t.is_floating_point() || t.scalar_type() == c10::kDouble) return t;
+  return t.to(at::autocast::get_autocast_dtype(device));
+}
+
+std::optional<Tensor> cast(const std::optional<Tensor>& t) { return t && t->defined() ? std::optional(cast(*t)) : t; }
+
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const bool biased = bias && bias->defined();
+  if (x.dim() < 3 || weight.dim() != 2 || (biased && bias->dim() != 1)) {
+    c10::impl::ExcludeDispatchKeyGuard torchs_own(kGlobal);
+    return at::linear(x, weight, bias);
+  }
+  TORCH_CHECK(x.size(-1) == weight.size(1), "linear: shapes ", x.sizes(), " and ", weight.sizes(), " cannot be multiplied");
+  Tensor a = cast(x), w = cast(weight);
+  std::optional<Tensor> b = cast(bias);
+  if (at::GradMode::is_enabled() && (needs_grad(a) || needs_grad(w) || (biased && needs_grad(*b)))) return Linear::apply(a, w, b);
+  return linear_op(a, w, b);
+}
+
+// x without the leading dims of size 1 that are broadcast, and the labels of those that stay.
+std::pair<Tensor, std::string> without_ones(const Tensor& x, c10::IntArrayRef batch) {
+  const int64_t many = batch.size(), first = many - (x.dim() - 2);
+  std::vector<int64_t> gone;
+  std::string labels;
+  for (int64_t i = 0; i < x.dim() - 2; i++) {
+    if (x.size(i) == 1 && batch[first + i] != 1)
+      gone.push_back(i);
+    else
+      labels += leading(many)[first + i];
+  }
+  return {gone.empty() ? x : x.squeeze(gone), labels};
+}
+
+Tensor matmul(const Tensor& a, const Tensor& b) {
+  if (a.dim() < 2 || b.dim() < 2 || (a.dim() == 2 && b.dim() == 2)) {
+    c10::impl::ExcludeDispatchKeyGuard torchs_own(kGlobal);
+    return at::matmul(a, b);
+  }
+  TORCH_CHECK(a.size(-1) == b.size(-2), "matmul: shapes ", a.sizes(), " and ", b.sizes(), " cannot be multiplied");
+  auto batch = at::infer_size(a.sizes().slice(0, a.dim() - 2), b.sizes().slice(0, b.dim() - 2));
+  auto [left, of_left] = without_ones(cast(a), batch);
+  auto [right, of_right] = without_ones(cast(b), batch);
+  return contract(of_left + "mk," + of_right + "kn->" + leading(batch.size()) + "mn", left, right);
+}
+
+// Letters only, none twice in a tensor, every label kept or shared, and no size broadcast.
+bool is_plain(const std::string& equation, const Tensor& a, const Tensor& b) {
+  const size_t comma = equation.find(','), arrow = equation.find("->");
+  if (comma == std::string::npos || arrow == std::string::npos || comma > arrow) return false;
+  const std::string left = equation.substr(0, comma), right = equation.substr(comma + 1, arrow - comma - 1),
+                    out = equation.substr(arrow + 2);
+  for (const auto& side : {left, right, out})
+    for (size_t i = 0; i < side.size(); i++)
+      if (!isalpha(static_cast<unsigned char>(side[i])) || side.find(side[i], i + 1) != std::string::npos) return false;
+  if (int64_t(left.size()) != a.dim() || int64_t(right.size()) != b.dim()) return false;
+  for (size_t i = 0; i < left.size(); i++) {
+    const size_t other = right.find(left[i]);
+    if (other == std::string::npos ? out.find(left[i]) == std::string::npos : a.size(i) != b.size(other)) return false;
+  }
+  for (char label : right)
+    if (left.find(label) == std::string::npos && out.find(label) == std::string::npos) return false;
+  for (char label : out)
+    if (left.find(label) == std::string::npos && right.find(label) == std::string::npos) return false;
+  return true;
+}
+
+Tensor einsum(std::string_view given, at::TensorList operands, at::OptionalIntArrayRef path) {
+  std::string equation(given);
+  equation.erase(std::remove(equation.begin(), equation.end(), ' '), equation.end());
+  if (operands.size() == 2 && is_plain(equation, operands[0], operands[1]))
+    return contract(equation, cast(operands[0]), cast(operands[1]));
+  c10::impl::ExcludeDispatchKeyGuard torchs_own(kGlobal);
+  return at::einsum(given, operands, path);
+}
+
+Tensor embedding(const Tensor& weight, const Tensor& indices, c10::SymInt padding, bool by_frequency, bool sparse) {
+  if (is_global(weight.unsafeGetTensorImpl()) && weight.dim() == 2 && global(weight)->spec->rows_cut && !by_frequency && !sparse) {
+    py::gil_scoped_acquire lock;
+    return py::handle(lookup)(weight, indices, padding.expect_int()).cast<Tensor>();
+  }
+  c10::impl::ExcludeDispatchKeyGuard torchs_own(kGlobal);
+  return at::embedding_symint(weight, indices, padding, by_frequency, sparse);
+}
+
+// ---- the ops of ours on plain tensors
+
+struct Labels {
+  std::string batch, rows, columns, inner;           // in all three; in a and out; in b and out; in a and b
+};
+
+Labels sort(const std::string& left, const std::string& right, const std::string& out) {
+  Labels labels;
+  for (char c : left) {
+    const bool shared = right.find(c) != std::string::npos, kept = out.find(c) != std::string::npos;
+    (shared ? kept ? labels.batch : labels.inner : labels.rows) += c;
+  }
+  for (char c : right)
+    if (left.find(c) == std::string::npos) labels.columns += c;
+  return labels;
+}
+
+// t with its dims in the order of the labels, those of each group melted into one; a view where it can be.
+Tensor arranged(const Tensor& t, const std::string& dims, const std::vector<std::string>& groups) {
+  std::vector<int64_t> order, sizes;
+  for (const auto& group : groups) {
+    int64_t size = 1;
+    for (char c : group) {
+      order.push_back(dims.find(c));
+      size *= t.size(order.back());
+    }
+    sizes.push_back(size);
+  }
+  return (std::is_sorted(order.begin(), order.end()) ? t : t.permute(order)).reshape(sizes);
+}
+
+Tensor contract_plain(std::string_view given, const Tensor& a, const Tensor& b) {
+  const std::string equation(given);
+  const size_t comma = equation.find(','), arrow = equation.find("->");
+  const std::string left = equation.substr(0, comma), right = equation.substr(comma + 1, arrow - comma - 1),
+                    out = equation.substr(arrow + 2);
+  const Labels of = sort(left, right, out);
+  Tensor made;
+  if (of.batch.empty())
+    made = at::mm(arranged(a, left, {of.rows, of.inner}), arranged(b, right, {of.inner, of.columns}));
+  else
+    made = at::bmm(arranged(a, left, {of.batch, of.rows, of.inner}), arranged(b, right, {of.batch, of.inner, of.columns}));
+  const std::string has = of.batch + of.rows + of.columns;
+  std::vector<int64_t> sizes, order;
+  for (char c : has) sizes.push_back(left.find(c) != std::string::npos ? a.size(left.find(c)) : b.size(right.find(c)));
+  for (char c : out) order.push_back(has.find(c));
+  made = made.view(sizes);
+  return std::is_sorted(order.begin(), order.end()) ? made : made.permute(order).contiguous();
+}
+
+Tensor linear_plain(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) { return at::linear(x, weight, bias); }
+
+}  // namespace
+
+Tensor contract(const std::string& equation, const Tensor& a, const Tensor& b) {
+  if (at::GradMode::is_enabled() && (needs_grad(a) || needs_grad(b))) return Contract::apply(equation, a, b);
+  return contract_op(equation, a, b);
+}
+
+void bind_products(py::module_& m) {
+  m.def("on_lookup", [](py::object hook) { lookup = hook.release().ptr(); }, "What an embedding of a cut vocabulary calls.");
+}
+
+}  // namespace gt
+
+TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) {
+  m.impl("linear", &gt::linear);
+  m.impl("matmul", &gt::matmul);
+  m.impl("einsum", &gt::einsum);
+  m.impl("embedding", &gt::embedding);
+}
+
+TORCH_LIBRARY_IMPL(globaltensor, CompositeExplicitAutograd, m) {
+  m.impl("contract", &gt::contract_plain);
+  m.impl("linear", &gt::linear_plain);
+}

@@ -1,0 +1,45 @@
+// What was decided for an op on operands of given specs, flat, so that doing it again needs no Python.
+#pragma once
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <memory>
+#include <optional>
+
+#include "boxing.h"
+#include "tensor.h"
+
+namespace gt {
+
+using Key = c10::SmallVector<uint64_t, 48>;
+
+struct Slot {
+  int32_t at;      // the argument, by the schema
+  int32_t index;   // in its list, or -1
+};
+
+struct Recipe {
+  std::string name;                                // of the op, as boxings tell it
+  bool python = true;                              // goes to Python: rewrites, runners, what must look at values
+  std::vector<int64_t> ranks;                      // driven, in the placement
+  std::vector<Slot> slots;                         // where the operands stand
+  std::vector<std::shared_ptr<const Boxing>> moves;  // per slot: how it must be boxed first, or null
+  std::vector<int32_t> lists;                      // arguments that are lists with operands in them
+  std::vector<std::vector<const Spec*>> outputs;   // per return; several for a list; null for an undefined tensor
+  std::vector<int32_t> returned;                   // returns that are operands written to: their slots, instead
+  struct Patch { int32_t at; c10::IValue value; };
+  std::vector<std::vector<Patch>> patches;         // per rank: arguments that differ from the global ones
+  std::optional<c10::OperatorHandle> local;        // the op that ranks run, where it is another one
+  bool boxes = false;                              // any move
+};
+
+// The key of a call, or false where it is none of ours: another subclass, a symbolic size, a type we do not know.
+bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, Key& key);
+
+std::shared_ptr<const Recipe> find_recipe(const Key& key);  // null: not decided yet
+void keep_recipe(const Key& key, std::shared_ptr<const Recipe> recipe);
+void forget_recipes();
+
+void bind_recipes(pybind11::module_& m);
+void bind_dispatch(pybind11::module_& m);
+
+}  // namespace gt

@@ -1,0 +1,192 @@
+// Making global tensors, and what Python sees of them: `spec`, `shards` and `guard`.
+#include "tensor.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/library.h>
+
+#include <unordered_map>
+
+namespace py = pybind11;
+
+namespace gt {
+namespace {
+
+PyTypeObject* python_class = nullptr;  // GlobalTensor
+PyObject* describe = nullptr;          // Spec -> (shape, stride, dtype, device type, ranks, copied, rows cut)
+
+std::unordered_map<PyObject*, const Spec*>& specs() {
+  static auto* known = new std::unordered_map<PyObject*, const Spec*>();
+  return *known;
+}
+
+c10::DispatchKeySet keys_of(c10::DeviceType device) {
+  return c10::DispatchKeySet({c10::computeDispatchKey(c10::kFloat, c10::kStrided, c10::Device(device)), kGlobal});
+}
+
+c10::Device device_of(const Spec* spec, const Shards& shards) {
+  if (!shards.empty()) return shards[0].device();
+  return spec->device == c10::kCPU || spec->device == c10::kMeta ? c10::Device(spec->device) : c10::Device(spec->device, 0);
+}
+
+// Memory of the right size that is not there, as torch's own wrappers have it: what asks for it finds a null pointer.
+c10::Storage no_memory(const Spec* spec, const Shards& shards) {
+  const size_t bytes = c10::multiply_integers(spec->sizes) * c10::elementSize(spec->dtype);
+  return c10::Storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device_of(spec, shards)), nullptr, false);
+}
+
+// The Python object exists from the start, as torch would make one of class torch.Tensor when first asked.
+void attach(const at::Tensor& t) {
+  PyObject* object = THPVariable_Wrap(t);
+  PyTypeObject* was = Py_TYPE(object);
+  Py_INCREF(python_class);
+  Py_SET_TYPE(object, python_class);
+  Py_DECREF(was);
+  Py_DECREF(object);
+}
+
+PyObject* get_spec(PyObject* self, void*) {
+  PyObject* found = global(THPVariable_Unpack(self))->spec->object;
+  Py_INCREF(found);
+  return found;
+}
+
+int set_spec(PyObject* self, PyObject* value, void*) {
+  HANDLE_TH_ERRORS
+  auto* impl = global(THPVariable_Unpack(self));
+  impl->spec = spec_of(value);
+  impl->set_sizes_and_strides(impl->spec->sizes, impl->spec->strides);
+  return 0;
+  END_HANDLE_TH_ERRORS_RET(-1)
+}
+
+PyObject* get_shards(PyObject* self, void*) {
+  HANDLE_TH_ERRORS
+  auto* impl = global(THPVariable_Unpack(self));
+  py::dict shards;
+  for (size_t i = 0; i < impl->shards.size(); i++) shards[py::int_(impl->spec->ranks[i])] = impl->shards[i];
+  return shards.release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+Shards shards_from(const Spec* spec, PyObject* dict) {
+  TORCH_CHECK_TYPE(PyDict_Check(dict), "shards are a dict rank -> tensor, got ", Py_TYPE(dict)->tp_name);
+  Shards shards;
+  if (PyDict_Size(dict) == 0) return shards;
+  for (int64_t rank : spec->ranks) {
+    PyObject* shard = PyDict_GetItem(dict, py::int_(rank).ptr());
+    TORCH_CHECK_VALUE(shard && THPVariable_Check(shard), "no shard for rank ", rank);
+    shards.push_back(THPVariable_Unpack(shard));
+  }
+  return shards;
+}
+
+int set_shards(PyObject* self, PyObject* value, void*) {
+  HANDLE_TH_ERRORS
+  auto* impl = global(THPVariable_Unpack(self));
+  impl->shards = shards_from(impl->spec, value);
+  return 0;
+  END_HANDLE_TH_ERRORS_RET(-1)
+}
+
+PyObject* get_guard(PyObject* self, void*) {
+  int64_t guard = global(THPVariable_Unpack(self))->guard;
+  if (guard < 0) Py_RETURN_NONE;
+  return PyLong_FromLongLong(guard);
+}
+
+int set_guard(PyObject* self, PyObject* value, void*) {
+  global(THPVariable_Unpack(self))->guard = value == Py_None ? -1 : PyLong_AsLongLong(value);
+  return 0;
+}
+
+PyGetSetDef properties[] = {
+    {"spec", get_spec, set_spec, "layout, shape, stride and dtype", nullptr},
+    {"shards", get_shards, set_shards, "the parts this process drives, rank -> plain tensor", nullptr},
+    {"guard", get_guard, set_guard, "a boxed view: the version of what it was made from", nullptr},
+};
+
+PyObject* python_wrap(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 2, "wrap(spec, shards)");
+  const Spec* spec = spec_of(args[0]);
+  return THPVariable_Wrap(wrap(spec, shards_from(spec, args[1])));
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef wrap_method = {"wrap", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(python_wrap)), METH_FASTCALL,
+                           "A global tensor of these shards; nothing is checked."};
+
+}  // namespace
+
+const Spec* spec_of(PyObject* object) {
+  auto& known = specs();
+  auto found = known.find(object);
+  if (found != known.end()) return found->second;
+  auto told = py::reinterpret_steal<py::tuple>(PyObject_CallOneArg(describe, object));
+  if (!told) throw python_error();
+  auto* made = new Spec{object, told[0].cast<std::vector<int64_t>>(), told[1].cast<std::vector<int64_t>>(),
+                        told[2].cast<c10::ScalarType>(), c10::Device(told[3].cast<std::string>()).type(),
+                        told[4].cast<std::vector<int64_t>>(), told[5].cast<bool>(), told[6].cast<bool>()};
+  Py_INCREF(object);
+  return known[object] = made;
+}
+
+GlobalImpl::GlobalImpl(const Spec* spec, Shards held)
+    : c10::TensorImpl(no_memory(spec, held), keys_of(spec->device), c10::scalarTypeToTypeMeta(spec->dtype)),
+      spec(spec), shards(std::move(held)) {
+  set_sizes_and_strides(spec->sizes, spec->strides);
+  set_python_dispatch(true);
+}
+
+c10::intrusive_ptr<c10::TensorImpl> GlobalImpl::shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const {
+  at::Tensor copy = wrap(spec, shards);
+  auto* impl = global(copy);
+  impl->guard = guard;
+  impl->set_version_counter(version);
+  impl->set_allow_tensor_metadata_change(allow);
+  return copy.getIntrusivePtr();
+}
+
+c10::intrusive_ptr<c10::TensorImpl> GlobalImpl::shallow_copy_and_detach(c10::VariableVersion&& version, bool allow) const {
+  return shallow_copy_and_detach(version, allow);
+}
+
+void GlobalImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& from) {
+  TORCH_CHECK_TYPE(is_global(from.get()), "the data of a global tensor must be a global tensor");
+  auto* other = static_cast<GlobalImpl*>(from.get());
+  spec = other->spec;
+  shards = other->shards;
+  guard = other->guard;
+  data_type_ = c10::scalarTypeToTypeMeta(spec->dtype);
+  device_opt_ = other->device();
+  set_sizes_and_strides(spec->sizes, spec->strides);
+}
+
+void GlobalImpl::release_resources() {
+  shards.clear();
+  c10::TensorImpl::release_resources();
+}
+
+at::Tensor wrap(const Spec* spec, Shards shards) {
+  at::Tensor made(c10::make_intrusive<GlobalImpl>(spec, std::move(shards)));
+  py::gil_scoped_acquire lock;
+  attach(made);
+  return made;
+}
+
+void bind_tensor(py::module_& m) {
+  m.def("bind_class", [](py::object cls, py::object describe_spec) {
+    python_class = reinterpret_cast<PyTypeObject*>(cls.release().ptr());
+    describe = describe_spec.release().ptr();
+    for (auto& property : properties) {
+      py::object made = py::reinterpret_steal<py::object>(PyDescr_NewGetSet(python_class, &property));
+      TORCH_CHECK(PyObject_SetAttrString(reinterpret_cast<PyObject*>(python_class), property.name, made.ptr()) == 0);
+    }
+  });
+  m.attr("wrap") = py::reinterpret_steal<py::object>(PyCFunction_New(&wrap_method, nullptr));
+}
+
+}  // namespace gt
+
+// Ops without a kernel of ours at this key pass by it, at no cost.
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, m) { m.fallback(torch::CppFunction::makeFallthrough()); }

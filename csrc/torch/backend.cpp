@@ -1,0 +1,238 @@
+// What the backend is and what it hands to gloo; and all-reduce, by far its most used collective.
+#include "torch/backend.h"
+
+#include <ATen/ATen.h>
+#include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstring>
+
+#include "torch/bind.h"
+#include "torch/job.h"
+
+namespace gt::collective {
+namespace {
+
+// Up to here the transport copies every shard before it is read, wherever it lies: results may be written in place.
+constexpr int64_t kCopied = 64 * 1024;
+// What does not lie in the arena is copied, so much at a time that it stays in the cache.
+const int64_t kPiece = getenv("PIECE") ? atoi(getenv("PIECE")) : 512 * 1024;
+// So many ranks read all of each other's; more of them do a part each.
+const int kFew = getenv("FEW") ? atoi(getenv("FEW")) : 3;
+
+}  // namespace
+
+// ---- the backend
+
+Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Time timeout,
+                 c10::intrusive_ptr<c10d::Backend> gloo)
+    : c10d::Backend(rank, size), gloo_(std::move(gloo)), programs_(rank, size) {
+  options_ = c10::make_intrusive<Options>("globaltensor", timeout);
+  group_ = Group::meet(store, rank, size, timeout, why_);
+}
+
+const std::string Backend::getBackendName() const {
+  return group_ || why_.empty() ? "globaltensor" : "globaltensor (all by gloo)";
+}
+
+std::string Backend::transport() const {
+  return why_.empty() ? "shared memory; gloo for send, recv and unusual reductions" : "gloo, because " + why_;
+}
+
+bool Backend::shared() const {
+  TORCH_CHECK(!closed_, "globaltensor: this process group was shut down");
+  return group_ != nullptr;
+}
+
+void Backend::setTimeout(Time timeout) {
+  if (timeout > options_->timeout)
+    TORCH_WARN("globaltensor: a group's timeout cannot become longer than ", options_->timeout.count(), " ms");
+  timeout_ = timeout;
+  gloo_->setTimeout(timeout);
+}
+
+void Backend::abort() {
+  if (group_) group_->leave("its process group was aborted");
+  gloo_->abort();
+}
+
+void Backend::shutdown() {
+  closed_ = true;
+  group_.reset();
+  gloo_->shutdown();
+}
+
+Work Backend::send(Tensors& tensors, int to, int tag) { return gloo_->send(tensors, to, tag); }
+Work Backend::recv(Tensors& tensors, int from, int tag) { return gloo_->recv(tensors, from, tag); }
+Work Backend::recvAnysource(Tensors& tensors, int tag) { return gloo_->recvAnysource(tensors, tag); }
+void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool all) { gloo_->monitoredBarrier(opts, all); }
+
+Work Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  return gloo_->allreduce_sparse(tensors, opts);
+}
+
+Work Backend::barrier(const c10d::BarrierOptions& opts) {
+  if (!shared()) return gloo_->barrier(opts);
+  Job job(*this, c10d::OpType::BARRIER, {"barrier", -1, at::kByte, opts.timeout}, {});
+  job.barrier();
+  return job.done();
+}
+
+// ---- reductions
+
+Reduction::Reduction(const c10d::ReduceOp& asked, int ranks, const char* name) : op(-1) {
+  switch (asked.op_) {
+    case c10d::ReduceOp::SUM: op = GT_SUM; break;
+    case c10d::ReduceOp::MAX: op = GT_MAX; break;
+    case c10d::ReduceOp::MIN: op = GT_MIN; break;
+    case c10d::ReduceOp::AVG:
+      op = GT_SUM;
+      scaled = true;
+      divisor = ranks;
+      break;
+    case c10d::ReduceOp::PREMUL_SUM: {
+      auto* given = dynamic_cast<const c10d::PreMulSumSupplement*>(asked.supplement_.get());
+      TORCH_CHECK_VALUE(given, "globaltensor, ", name, ": PREMUL_SUM without a factor");
+      op = GT_SUM;
+      scaled = true;
+      factor = given->tensor_factor.defined() ? given->tensor_factor : at::scalar_tensor(given->double_factor, at::kDouble);
+      break;
+    }
+    default: break;
+  }
+}
+
+bool Reduction::ours(c10::ScalarType dtype) const { return op >= 0 && can_reduce(dtype, op); }
+
+at::Tensor Reduction::before(const at::Tensor& tensor) const {
+  return factor.defined() ? tensor.mul(factor.to(tensor.scalar_type())) : tensor;
+}
+
+void Reduction::before_(const at::Tensor& tensor) const {
+  at::AutoDispatchBelowADInplaceOrView below;
+  if (factor.defined()) tensor.mul_(factor.to(tensor.scalar_type()));
+}
+
+void Reduction::after(const at::Tensor& tensor) const {
+  if (divisor == 1) return;
+  at::AutoDispatchBelowADInplaceOrView below;
+  if (tensor.is_floating_point() || tensor.is_complex()) tensor.div_(divisor);
+  else tensor.div_(divisor, "trunc");
+}
+
+// ---- all-reduce
+
+Work Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, "globaltensor, allreduce: takes one tensor per rank, not ", tensors.size());
+  c10d::AllreduceCoalescedOptions same;
+  static_cast<c10d::AllreduceOptions&>(same) = opts;
+  return allreduce_coalesced(tensors, same);
+}
+
+Work Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  TORCH_CHECK_VALUE(!tensors.empty(), "globaltensor, allreduce: takes at least one tensor");
+  Reduction reduction(opts.reduceOp, size_, "allreduce");
+  const c10::ScalarType dtype = tensors[0].scalar_type();
+  const bool sparse = tensors[0].layout() != at::kStrided;
+  if (sparse || !shared() || !reduction.ours(dtype)) return all_reduce_by_gloo(tensors, opts, reduction);
+  int64_t numel = 0;
+  for (const at::Tensor& t : tensors) {
+    TORCH_CHECK_VALUE(t.scalar_type() == dtype && t.device().is_cpu() && t.layout() == at::kStrided,
+                      "globaltensor, allreduce: takes CPU tensors of one dtype");
+    numel += t.numel();
+  }
+  Job job(*this, c10d::OpType::ALLREDUCE, {"allreduce", numel, dtype, opts.timeout}, tensors);
+  job.agree(reduction.op);
+  job.agree(reduction.divisor);
+  for (const at::Tensor& t : tensors) job.agree(t.numel());
+  for (const at::Tensor& t : tensors) reduction.before_(t);
+  all_reduce(job, tensors, reduction.op);
+  Work work = job.done();
+  for (const at::Tensor& t : tensors) reduction.after(t);
+  return work;
+}
+
+Work Backend::all_reduce_by_gloo(Tensors& tensors, const c10d::AllreduceOptions& opts, const Reduction& reduction) {
+  c10d::AllreduceOptions asked = opts;
+  if (reduction.scaled) asked.reduceOp = c10d::ReduceOp::SUM;
+  Work work;
+  for (at::Tensor& t : tensors) {
+    Tensors one{t};
+    reduction.before_(t);
+    work = gloo_->allreduce(one, asked);
+    if (reduction.scaled || tensors.size() > 1) work->wait();
+    reduction.after(t);
+  }
+  return work;
+}
+
+// Small ones in one meeting, each rank reading all of the others'. Larger ones in the arena in place, each rank doing its
+// part of all. Others by pieces. What is done depends only on what all ranks know: not on where one's tensors lie.
+void Backend::all_reduce(Job& job, const Tensors& tensors, int op) {
+  Tensors runs;
+  int64_t bytes = 0;
+  bool in_arena = true;
+  for (const at::Tensor& t : tensors) {
+    if (!t.numel()) continue;
+    runs.push_back(job.write(t, true));
+    bytes += static_cast<int64_t>(t.nbytes());
+    in_arena = in_arena && gt_in_arena(runs.back().const_data_ptr());
+  }
+  if (bytes > kCopied && !everyone(in_arena)) return all_reduce_pieces(job, runs, op);
+  const Way way = bytes > kCopied ? Way::ReduceParts : Way::ReduceAll;
+  for (const at::Tensor& run : runs) job.move({way, 0, 0, op, run.numel()}, rows(run), rows(run));
+  if (!runs.empty()) job.run();
+}
+
+// Pieces that stay in the cache. A few ranks read each other's copies, which the transport makes, and keep the sum; of
+// many, each does its part of a piece.
+void Backend::all_reduce_pieces(Job& job, const Tensors& runs, int op) {
+  const bool few = size_ <= kFew;
+  const int64_t item = static_cast<int64_t>(runs[0].element_size()), most = kPiece / item;
+  at::Tensor room = in_arena(at::empty({most}, runs[0].options()));
+  std::vector<std::pair<Rows, Rows>> back;
+  int64_t used = 0;
+  auto run = [&] {
+    job.run();
+    for (auto& [here, there] : back) std::memcpy(here.data, there.data, here.columns * item);
+    back.clear();
+    used = 0;
+  };
+  for (const at::Tensor& t : runs) {
+    const bool copied = !few || gt_in_arena(t.const_data_ptr());  // where it lies it would be read while it is written
+    for (int64_t begin = 0, count; begin < t.numel(); begin += count) {
+      count = std::min(most - used, t.numel() - begin);
+      const Rows here = row(t, begin, count), there = copied ? row(room, used, count) : here;
+      if (copied) std::memcpy(there.data, here.data, count * item);
+      job.move({few ? Way::ReduceAll : Way::ReduceParts, 0, 0, op, count}, there, few ? here : there);
+      if (!few) back.emplace_back(here, there);
+      if ((used += count) == most) run();
+    }
+  }
+  if (used) run();
+}
+
+bool Backend::everyone(bool mine) {
+  char said = mine, all = mine;
+  Job job(*this, c10d::OpType::UNKNOWN, {"asking where tensors lie", 1, at::kByte}, {});
+  job.move({Way::ReduceAll, 0, 0, GT_MIN, 1}, {&said, 1, 1, 1}, {&all, 1, 1, 1});
+  job.run();
+  return all;
+}
+
+}  // namespace gt::collective
+
+namespace gt {
+
+void bind_backend(pybind11::module_& module) {
+  using collective::Backend;
+  using Base = c10d::Backend;
+  pybind11::class_<Backend, Base, c10::intrusive_ptr<Backend>>(module, "Backend")
+      .def(pybind11::init<const c10::intrusive_ptr<c10d::Store>&, int, int, std::chrono::milliseconds,
+                          c10::intrusive_ptr<Base>>(),
+           pybind11::arg("store"), pybind11::arg("rank"), pybind11::arg("size"), pybind11::arg("timeout"),
+           pybind11::arg("gloo"), pybind11::call_guard<pybind11::gil_scoped_release>())
+      .def_property_readonly("transport", &Backend::transport, "How bytes move, in a line.");
+}
+
+}  // namespace gt

@@ -1,0 +1,54 @@
+// The ranks of a process group that share this host, met through torch's store.
+//
+// `Group` owns a transport and stands between it and torch: addresses go through the store, waiting gives the
+// interpreter's lock away and listens to Ctrl-C, and what goes wrong is thrown as torch's DistBackendError.
+#pragma once
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "transport/transport.h"
+
+namespace gt::collective {
+
+// What is being done, for errors: cheap to make, put into words only where it is shown.
+struct Call {
+  const char* name;
+  int64_t numel = -1;  // -1: not to be mentioned
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  std::chrono::milliseconds timeout = std::chrono::milliseconds(-1);  // where positive: for this call alone
+  std::string words() const;
+};
+
+class Group {
+ public:
+  // Collective over the ranks of the store. Null where they cannot share memory, all of them or none, and then `why`.
+  static std::unique_ptr<Group> meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int ranks,
+                                     std::chrono::milliseconds timeout, std::string& why);
+  ~Group();
+
+  // Results are there when it returns. Throws c10::DistBackendError, or what a signal handler raised.
+  void box(const Call& call, const gt_move* moves, int32_t count, uint64_t agreement);
+  void barrier(const Call& call, uint64_t agreement);
+  void leave(const char* how) { gt_leave(transport_, how); }
+
+ private:
+  class Turn;
+  Group(gt_transport* transport, int ranks) : transport_(transport), ranks_(ranks) {}
+  [[noreturn]] void fail(const Call& call, int status, bool late);
+  template <class Run>
+  void waiting(const Call& call, Run run);
+
+  gt_transport* const transport_;
+  const int ranks_;
+  std::mutex turn_;  // one call at a time
+  std::atomic<std::thread::id> holder_{};
+};
+
+}  // namespace gt::collective

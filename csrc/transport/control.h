@@ -1,0 +1,118 @@
+// What ranks see of each other: one control segment per rank, which the others map and, failures apart, only read.
+//
+// Every ordered pair of ranks has a lane in the first one's segment: a ring of entries, and how many of the other's
+// entries it has finished with. There are no groups: a boxing is one entry to, and one from, each partner, and both
+// sides count them alike. The n-th entry from a to b lies in slot n % kRing of lane a -> b, complete once its `seq` is n.
+//
+//     rank a                                     rank b
+//     fill entry 7 of lane a->b, seq = 7         fill entry 7 of lane b->a, seq = 7
+//     wait for entry 7 of lane b->a, read        wait for entry 7 of lane a->b, read
+//     what it points to; done (a->b) = 7         what it points to; done (b->a) = 7
+//     wait for done (b->a) where it must         ...
+//
+// An entry may be overwritten once the other is done with it. Each line is written by one rank only. `seq` and `done`
+// are released by a plain store; what a rank sleeps on is its own `bell`, which others ring if they see it `sleeping`.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#include <atomic>
+
+#include "../boxing/region.h"
+
+namespace gt {
+
+constexpr uint64_t kMagic = 0x6774'7472'616e'0001;  // the last digits count the changes to what is below
+constexpr uint64_t kRing = 16;
+constexpr uint64_t kRides = 64;                     // bytes of a shard that travel in the entry itself
+
+// Where a shard and its successor lie: distances from the beginning of the owner's arena, strides in elements.
+struct Place {
+  uint64_t source, target;
+  int64_t source_stride[GT_DIMS], target_stride[GT_DIMS];
+};
+
+enum EntryFlag : uint8_t {
+  kIWait = 1,   // for your `done`, before this boxing ends here
+  kRidden = 2,  // the source is in `riding`
+  kOnlyYou = 8, // is who I wait for, before I read
+  kPacked = 4,  // the source's strides are in `packed`: small shards then take one line of 64 bytes, beside their data
+};
+
+struct alignas(64) Entry {
+  std::atomic<uint64_t> seq;
+  uint64_t agreement, site;
+  uint64_t done;             // a copy of the lane's, for those that are reading here anyway
+  uint64_t source;           // of the only move; of several, where their Places lie
+  uint16_t packed[GT_DIMS];
+  int32_t moves;
+  uint8_t flags;
+  union {
+    int64_t source_stride[GT_DIMS];
+    char riding[kRides];
+  };
+  int64_t target_stride[GT_DIMS];
+  uint64_t target;
+};
+static_assert(offsetof(Entry, source_stride) == 64 && sizeof(Entry) == 256, "the first line holds all of a small shard");
+
+struct alignas(128) Lane {
+  std::atomic<uint64_t> done;
+  alignas(128) Entry ring[kRing];
+};
+
+// A sentence that one side writes and the other may read at any time: torn at worst, never a data race.
+template <int N>
+struct Note {
+  std::atomic<uint32_t> written;
+  std::atomic<char> text[N];
+
+  void set(const char* from) {
+    int i = 0;
+    for (; i < N - 1 && from[i]; ++i) text[i].store(from[i], std::memory_order_relaxed);
+    text[i].store(0, std::memory_order_relaxed);
+    written.store(1, std::memory_order_release);
+  }
+  bool get(char* to, size_t size) const {
+    if (size) *to = 0;
+    if (!written.load(std::memory_order_acquire)) return false;
+    size_t i = 0;
+    for (; i + 1 < size && i + 1 < size_t{N}; ++i)
+      if (!(to[i] = text[i].load(std::memory_order_relaxed))) break;
+    if (size) to[i] = 0;
+    return true;
+  }
+};
+
+// The first failure that a rank met or was told of; any rank may write it, once.
+struct Abort {
+  std::atomic<uint32_t> state;  // 0: none, 1: being written, 2: written
+  std::atomic<int32_t> culprit;
+  Note<512> text;
+};
+
+// What a rank that sleeps waits for: lane rank -> it must reach `value`, in its ring or in its `done`.
+struct Waiting {
+  std::atomic<uint64_t> turn;   // odd while it waits
+  std::atomic<int32_t> rank;
+  std::atomic<int32_t> for_done;
+  std::atomic<uint64_t> value;
+};
+
+struct Control {
+  uint64_t magic;
+  int32_t rank, ranks;
+  uint64_t cpus[16];                                // the affinity mask
+  alignas(128) std::atomic<uint32_t> sleeping;
+  alignas(128) std::atomic<uint32_t> bell;          // a futex
+  alignas(128) Waiting waiting;
+  alignas(128) Abort abort;
+  alignas(128) std::atomic<uint32_t> closed;
+  Note<512> how;                                    // this rank ends, or has ended
+  alignas(128) Note<1024> told;
+  alignas(128) Lane lanes[1];                       // one per rank
+
+  static uint64_t bytes(int ranks) { return sizeof(Control) + sizeof(Lane) * static_cast<uint64_t>(ranks); }
+};
+
+}  // namespace gt

@@ -1,0 +1,174 @@
+// How a rank offers its shards to its partners, and how they find them.
+//
+//     in all      <= 64 bytes            in the entry itself, once per partner
+//     in all      <= 64 KB               copied into a slot
+//     this rank is only read from        copied aside, whatever the size: a sender does not wait for receivers, unless
+//                                        they are waiting for it and nobody else: then reading is as quick as copying
+//     in the arena                       left in place; the call then waits for the readers, since the caller may
+//                                        change its tensor as soon as it gets it back
+//     else                               copied aside: only the arena can be read by others
+//
+// A copy is packed: contiguous, whatever the strides of the original.
+#include <string.h>
+
+#include "arena.h"
+#include "call.h"
+
+namespace gt {
+namespace {
+
+constexpr uint64_t kCopied = kSlotBytes;  // up to here a copy costs less than waiting for the readers
+
+uint64_t elements(const gt_move& m) {
+  uint64_t n = 1;
+  for (int d = 0; d < m.ndim; ++d) n *= static_cast<uint64_t>(m.source_size[d]);
+  return n;
+}
+
+uint64_t bytes_of(const gt_move& m) { return elements(m) * static_cast<uint64_t>(gt_itemsize(m.source_dtype)); }
+
+uint64_t round_up(uint64_t n) { return (n + 63) & ~uint64_t{63}; }
+
+bool is_read(const gt_move& m) {
+  uint8_t ties = 0;
+  for (int32_t i = 0; i < m.program->partners; ++i) ties |= m.program->tie[i];
+  return m.source && (ties & GT_IT_READS);
+}
+
+// Do all partners stand there already, waiting for nothing but this rank's entry?
+bool all_wait(const Call& c) {
+  for (int32_t i = 0; i < c.partners; ++i) {
+    const Peer& p = c.t.peers[static_cast<size_t>(c.partner[i])];
+    const Entry& e = p.in->ring[(p.seq + 1) % kRing];
+    if (e.seq.load(std::memory_order_acquire) != p.seq + 1 || !(e.flags & kOnlyYou)) return false;
+  }
+  return true;
+}
+
+bool goes_aside(const Call& c, const gt_move& m) { return c.all_aside || !gt_in_arena(m.source); }
+
+// The strides of a packed copy; true where the original has the same. A dim of one element has no stride to speak of.
+bool pack_strides(const gt_move& m, int64_t* stride) {
+  bool same = true;
+  int64_t n = 1;
+  for (int d = m.ndim - 1; d >= 0; --d) {
+    stride[d] = m.source_size[d] == 1 ? 0 : n;
+    same = same && (m.source_size[d] == 1 || m.source_stride[d] == n);
+    n *= m.source_size[d];
+  }
+  return same;
+}
+
+int pack(Call& c, const gt_move& m, char* to, int64_t* stride) {
+  uint64_t bytes = bytes_of(m);
+  if (pack_strides(m, stride) && bytes <= kSlotBytes) {  // beyond, the kernel knows better how to copy
+    memcpy(to, m.source, bytes);
+    return GT_OK;
+  }
+  gt_region whole = {};
+  whole.ndim = m.ndim;
+  whole.sources = whole.targets = whole.parts = 1;
+  memcpy(whole.size, m.source_size, sizeof(int64_t) * static_cast<size_t>(m.ndim));
+  gt_corner corners[2] = {};
+  gt_shard from = {static_cast<char*>(const_cast<void*>(m.source)), {}}, copy = {to, {}};
+  memcpy(from.stride, m.source_stride, sizeof(from.stride));
+  memcpy(copy.stride, stride, sizeof(int64_t) * static_cast<size_t>(m.ndim));
+  if (!gt_reduce(&whole, 1, corners, GT_SUM, &from, m.source_dtype, &copy, m.source_dtype)) return GT_OK;
+  return fail(c.t, GT_FAILED, c.t.rank, "rank %d cannot copy a tensor of dtype %d", c.t.rank, m.source_dtype);
+}
+
+uint64_t distance(const void* data) { return static_cast<uint64_t>(static_cast<const char*>(data) - arena_base()); }
+
+// Where one move's shards are; `copy` moves on where the source was copied there.
+int place(Call& c, const gt_move& m, Place& place, char** copy) {
+  if (is_read(m) && goes_aside(c, m)) {
+    if (int status = pack(c, m, *copy, place.source_stride)) return status;
+    place.source = *copy == c.riding ? 0 : distance(*copy);
+    *copy += round_up(bytes_of(m));
+  } else if (is_read(m)) {
+    c.in_place = true;
+    place.source = distance(m.source);
+    memcpy(place.source_stride, m.source_stride, sizeof(place.source_stride));
+  }
+  if (!m.target || !(c.ties & GT_IT_WRITES)) return GT_OK;
+  place.target = distance(m.target);
+  memcpy(place.target_stride, m.target_stride, sizeof(place.target_stride));
+  bool written = false;
+  for (int32_t i = 0; i < m.program->partners; ++i) written = written || (m.program->tie[i] & GT_IT_WRITES);
+  if (!written || gt_in_arena(m.target)) return GT_OK;
+  return fail(c.t, GT_FAILED, c.t.rank, "a result that other ranks write to is not in memory from gt_alloc");
+}
+
+int offer_one(Call& c) {
+  const gt_move& m = c.moves[0];
+  char* copy = nullptr;
+  if (is_read(m) && goes_aside(c, m)) {
+    c.flags = c.bytes <= kSlotBytes ? kPacked : 0;
+    if (c.bytes <= kRides) {
+      c.flags |= kRidden;
+      copy = c.riding;
+    } else if (!(c.aside = aside_take(c.t, c.bytes, &copy))) {
+      return fail(c.t, GT_NO_MEMORY, c.t.rank, "rank %d is out of memory", c.t.rank);
+    }
+  }
+  int status = place(c, m, c.only, &copy);
+  c.source = c.only.source;
+  return status;
+}
+
+int offer_many(Call& c) {
+  uint64_t total = round_up(sizeof(Place) * static_cast<uint64_t>(c.count));
+  uint64_t copies = total;
+  for (int32_t i = 0; i < c.count; ++i)
+    if (is_read(c.moves[i]) && goes_aside(c, c.moves[i])) total += round_up(bytes_of(c.moves[i]));
+  char* data = nullptr;
+  if (!(c.aside = aside_take(c.t, total, &data)))
+    return fail(c.t, GT_NO_MEMORY, c.t.rank, "rank %d is out of memory", c.t.rank);
+  Place* places = reinterpret_cast<Place*>(data);
+  char* copy = data + copies;
+  for (int32_t i = 0; i < c.count; ++i)
+    if (int status = place(c, c.moves[i], places[i], &copy)) return status;
+  c.source = distance(data);
+  return GT_OK;
+}
+
+const Place& place_in(const Peer& p, const Entry& e, int32_t move) {
+  return reinterpret_cast<const Place*>(p.arena + e.source)[move];
+}
+
+}  // namespace
+
+int offer(Call& c) {
+  for (int32_t i = 0; i < c.count; ++i)
+    if (is_read(c.moves[i])) c.bytes += bytes_of(c.moves[i]);
+  c.all_aside = c.bytes <= kCopied || (c.ties == GT_IT_READS && !all_wait(c));
+  if (c.bytes > kSlotBytes)
+    if (int status = aside_room(c.t, c.bytes, c.hooks)) return status;
+  return c.count == 0 ? GT_OK : c.count == 1 ? offer_one(c) : offer_many(c);
+}
+
+gt_shard offered_source(const Peer& p, const Entry& e, int32_t move) {
+  gt_shard s;
+  if (e.moves != 1) {
+    const Place& place = place_in(p, e, move);
+    s.data = p.arena + place.source;
+    memcpy(s.stride, place.source_stride, sizeof(s.stride));
+    return s;
+  }
+  s.data = e.flags & kRidden ? const_cast<char*>(e.riding) : p.arena + e.source;
+  if (e.flags & kPacked)
+    for (int d = 0; d < GT_DIMS; ++d) s.stride[d] = e.packed[d];
+  else
+    memcpy(s.stride, e.source_stride, sizeof(s.stride));
+  return s;
+}
+
+gt_shard offered_target(const Peer& p, const Entry& e, int32_t move) {
+  gt_shard s;
+  bool only = e.moves == 1;
+  s.data = p.arena + (only ? e.target : place_in(p, e, move).target);
+  memcpy(s.stride, only ? e.target_stride : place_in(p, e, move).target_stride, sizeof(s.stride));
+  return s;
+}
+
+}  // namespace gt

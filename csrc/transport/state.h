@@ -1,0 +1,125 @@
+// One rank's side of a transport, and what its files do for each other.
+#pragma once
+#include <sys/types.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "control.h"
+#include "segment.h"
+#include "transport.h"
+
+namespace gt {
+
+struct Peer {
+  Control* control = nullptr;
+  char* arena = nullptr;
+  uint64_t arena_size = 0;
+  Lane* out = nullptr;           // my lane to it
+  const Lane* in = nullptr;      // its lane to me
+  uint64_t seq = 0;              // of the last entry posted to it
+  uint64_t acked = 0;            // it is done with my entries up to here, as far as I have looked
+  uint64_t checked = 0;          // its entries up to here were compared with mine
+  const Mapping *control_map = nullptr, *arena_map = nullptr;
+  int pidfd = -1;
+  pid_t pid = 0;
+  bool ended = false;
+  double stopped_since = 0, stopped_seen = 0;
+};
+
+// One thing to wait for: `word` must reach `value`. It belongs to a lane of `rank`.
+struct Wanted {
+  const std::atomic<uint64_t>* word;
+  uint64_t value;
+  int rank;
+  bool for_done;
+
+  bool met() const { return word->load(std::memory_order_acquire) >= value; }
+};
+
+// Memory set aside for partners to read after the call: a slot of the transport's, or a block of the arena.
+struct Aside {
+  void* block = nullptr;         // to be freed
+  int slot = -1;
+  uint64_t bytes = 0;
+  std::vector<uint64_t> until;   // by rank: the entry with which it must be done; 0: it does not read here
+};
+
+constexpr int kSlots = 4;
+constexpr uint64_t kSlotBytes = 64 * 1024;
+constexpr uint64_t kMostAside = uint64_t{1} << 30;  // bytes that may wait for their readers
+
+}  // namespace gt
+
+struct gt_transport {
+  int rank = 0, ranks = 0;
+  double timeout = 0;
+  unsigned generation = 0;       // of the arena: another one means that this process was forked from the one that opened
+  std::mutex mutex;              // one boxing at a time
+  std::string address, name, nonce;
+  int listener = -1, control_fd = -1, arena_fd = -1;
+  const gt::Mapping* own_map = nullptr;
+  gt::Control* own = nullptr;
+  bool connected = false, crowded = false;
+  double pause_ns = 10;
+
+  std::vector<gt::Peer> peers;   // by rank; this rank's own entry is unused
+  std::vector<gt_shard> sources, targets;
+  std::vector<gt::Wanted> wanted;
+  std::vector<int32_t> partners; // of a call of several moves
+  std::vector<uint8_t> ties;
+  std::vector<uint8_t> waits;    // by rank: it waits for my `done`
+
+  char* slot[gt::kSlots] = {};
+  uint32_t slots_busy = 0;       // a bit each
+  int slot_next = 0;
+  uint64_t bytes_aside = 0;
+  std::vector<std::unique_ptr<gt::Aside>> idle_asides, asides;
+
+  int failed = GT_OK;            // what ended this rank's use of the transport
+  int culprit = -1;
+  char blame[512] = "";
+  std::vector<uint64_t> ring, ring_before;  // ranks that wait for each other, each with its turn, as last seen
+};
+
+namespace gt {
+
+double now();  // seconds
+
+// ---- waiting (wait.cpp)
+// Until all are met. `busy_ns`: how long the others may be expected to work.
+int wait_all(gt_transport&, size_t wanted, double busy_ns, const gt_hooks*);
+// After stores to what `rank` may be waiting for, and a fence: wakes it where it sleeps.
+void wake(gt_transport&, int rank);
+
+// ---- watching, while a wait lasts (watch.cpp)
+struct Watch {
+  explicit Watch(gt_transport&, const gt_hooks*);
+  int look(size_t from, size_t to);  // at the ranks of these wanted; GT_OK: go on waiting
+
+ private:
+  int look_at_ranks(size_t from, size_t to, double time);
+  double began, looked, ticked, looked_for_stops, looked_for_ring;  // when
+  gt_transport& t;
+  const gt_hooks* hooks;
+};
+
+// ---- memory for partners to read later (aside.cpp)
+Aside* aside_take(gt_transport&, uint64_t bytes, char** data);  // null: no memory
+void aside_reclaim(gt_transport&, bool look);  // `look` at what the others have posted, at the cost of a line each
+int aside_room(gt_transport&, uint64_t bytes, const gt_hooks*);  // waits while too much is aside already
+bool aside_open(gt_transport&);
+void aside_close(gt_transport&);
+
+// ---- failing (failure.cpp)
+// Ends this rank's use of the transport and tells all others. Returns `status`.
+int fail(gt_transport&, int status, int culprit, const char* format, ...) __attribute__((format(printf, 4, 5)));
+int aborted(gt_transport&);        // GT_OK, or GT_ABORTED because another rank failed
+int usable(gt_transport&);         // the same, and not failed, and connected, and not a fork's child
+void abort_others(gt_transport&, int culprit, const char* text);
+int disagreed(gt_transport&, int rank, const Entry& its, const Entry& mine);
+bool rank_ended(gt_transport&, int rank);  // or closed its side (watch.cpp)
+
+}  // namespace gt

@@ -1,0 +1,136 @@
+// Waiting for others: spin, then yield, then sleep; and waking them.
+//
+// Where every rank has a cpu, what is waited for is a fraction of a microsecond away, and a sleep costs 15: so spin for
+// long. Where ranks outnumber cpus, the one waited for may need this very cpu: so yield soon. Only a wait that outlasts
+// both sleeps, on this rank's own bell, and looks every 10 ms whether the others are alive.
+//
+// No wake is lost: a sleeper says so, then looks again; a poster stores, then looks for sleepers, with a full fence
+// between on either side, so that at least one of them sees the other.
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "state.h"
+
+namespace gt {
+namespace {
+
+constexpr double kSpin = 50e3;                 // ns
+constexpr double kSpinLongest = 5e6;
+constexpr int kPausesCrowded = 50, kYields = 200;
+constexpr double kYieldLongest = 1e-3;         // seconds: a yield may cost a whole time slice of another program
+constexpr long kSleep = 10 * 1000 * 1000;      // ns
+
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+bool spin(const Wanted& w, int pauses) {
+  for (int i = 0; i < pauses; ++i) {
+    if (w.met()) return true;
+    pause();
+  }
+  return w.met();
+}
+
+bool yield(const Wanted& w, gt_transport& t) {
+  double until = now() + kYieldLongest;
+  for (int i = 0; i < kYields; ++i) {
+    sched_yield();
+    if (w.met()) return true;
+    if (aborted(t) || now() > until) break;
+  }
+  return false;
+}
+
+// What this rank waits for, for others to follow when they look for a ring.
+class Published {
+ public:
+  explicit Published(Waiting& w) : waiting_(w) {}
+  ~Published() { end(); }
+  void begin(const Wanted& w) {
+    if (shown_ == &w) return;
+    end();
+    waiting_.rank.store(w.rank, std::memory_order_relaxed);
+    waiting_.for_done.store(w.for_done, std::memory_order_relaxed);
+    waiting_.value.store(w.value, std::memory_order_relaxed);
+    waiting_.turn.fetch_add(1, std::memory_order_release);
+    shown_ = &w;
+  }
+
+ private:
+  void end() {
+    if (shown_) waiting_.turn.fetch_add(1, std::memory_order_release);
+    shown_ = nullptr;
+  }
+  Waiting& waiting_;
+  const Wanted* shown_ = nullptr;
+};
+
+void sleep_until_rung(gt_transport& t, const Wanted& w) {
+  Control& own = *t.own;
+  uint32_t bell = own.bell.load(std::memory_order_acquire);
+  own.sleeping.store(1, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (!w.met() && !aborted(t)) {
+    timespec limit = {0, kSleep};
+    syscall(SYS_futex, &own.bell, FUTEX_WAIT, bell, &limit, nullptr, 0);
+  }
+  own.sleeping.store(0, std::memory_order_relaxed);
+}
+
+// The rest of a wait that the spinning did not see the end of.
+int outlast(gt_transport& t, size_t from, size_t to, int pauses, const gt_hooks* hooks) {
+  if (yield(t.wanted[from], t)) ++from;
+  if (from == to) return GT_OK;
+  Published published(t.own->waiting);
+  Watch watch(t, hooks);
+  bool entered = hooks && hooks->enter;
+  if (entered) hooks->enter(hooks->context);
+  int status = GT_OK;
+  while (from < to && status == GT_OK) {
+    const Wanted& w = t.wanted[from];
+    if (spin(w, pauses)) {
+      ++from;
+      continue;
+    }
+    published.begin(w);
+    while (!w.met() && status == GT_OK) {
+      sleep_until_rung(t, w);
+      if (!w.met()) status = watch.look(from, to);
+    }
+  }
+  if (entered && hooks->leave) hooks->leave(hooks->context);
+  return status;
+}
+
+}  // namespace
+
+double now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_nsec) * 1e-9;
+}
+
+int wait_all(gt_transport& t, size_t count, double busy_ns, const gt_hooks* hooks) {
+  int pauses = kPausesCrowded;
+  if (!t.crowded) pauses = static_cast<int>((busy_ns + kSpin > kSpinLongest ? kSpinLongest : busy_ns + kSpin) / t.pause_ns);
+  for (size_t i = 0; i < count; ++i)
+    if (!spin(t.wanted[i], pauses)) return outlast(t, i, count, pauses, hooks);
+  return GT_OK;
+}
+
+void wake(gt_transport& t, int rank) {
+  Control& its = *t.peers[static_cast<size_t>(rank)].control;
+  if (__builtin_expect(!its.sleeping.load(std::memory_order_relaxed), 1)) return;
+  its.bell.fetch_add(1, std::memory_order_release);
+  syscall(SYS_futex, &its.bell, FUTEX_WAKE, 1, nullptr, nullptr, 0);
+}
+
+}  // namespace gt

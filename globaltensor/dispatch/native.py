@@ -1,0 +1,120 @@
+"""Teaching the native dispatcher what was decided, so that the next such call need not enter Python.
+
+A call that it does not know comes to Python with a *ticket*, the key it made. What `decide` finds is handed back flat.
+What only Python can do (a rewrite, a runner, a view that is a copy, an op that draws random numbers) it is told to
+leave to Python.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from globaltensor import comm
+from globaltensor.boxing import native as boxing
+from globaltensor.dispatch.foreach import flat_wants, is_foreach
+from globaltensor.dispatch.recipe import Recipe, spec_of_plain
+from globaltensor.native import face
+from globaltensor.rules import runners
+from globaltensor.rules.call import Call, arguments
+
+_taken: set[OpOverload] = set()
+
+
+def ticket(func: OpOverload) -> bytes | None:
+    """The key of the call that is to be decided; None where the native dispatcher did not see it."""
+    found = face.ticket()
+    if found is None and func not in _taken:
+        _taken.add(func)
+        name, _, overload = func._schema.name, None, func._schema.overload_name
+        library, op = name.split("::")
+        face.take(library, f"{op}.{overload}" if overload else op)
+    return found
+
+
+def teach(key: bytes, cls: type, recipe: Recipe, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Hand over the recipe of a call, or that it is Python's."""
+    call = Call(func, args, kwargs)
+    flat = _foreach(cls, call) if is_foreach(func) else _flat(cls, recipe, call)
+    if flat is None:
+        face.teach_python(key)
+    else:
+        face.teach(key, func._schema.name, func._schema.overload_name, *flat)
+
+
+def _flat(cls: type, recipe: Recipe, call: Call) -> tuple | None:
+    """ranks, slots, moves, outputs, returned, patches, local op; None for what is Python's."""
+    moved = any(want is not None and (type(t) is cls or not all(s.is_broadcast for s in want.sbp))
+                for t, want in zip(call.tensors, recipe.wants))
+    local = _local(recipe, call)
+    if (recipe.rewrite is not None or local is None or recipe.outputs is None or recipe.seeded
+            or recipe.guarded or recipe.is_view and moved or not _placed(call, recipe)):
+        return None
+    if comm.checking() and any(type(t) is not cls for t in call.tensors):
+        return None
+    if any(recipe.wants[q] is not None for q in recipe.written):
+        return None
+    moves = []
+    for t, want in zip(call.tensors, recipe.wants):
+        own = t.spec if type(t) is cls else spec_of_plain(t, recipe.home.placement)
+        moves.append(None if want is None or want is own.layout else boxing.find(own, want))
+        if want is not None and want is not own.layout and moves[-1] is None:
+            return None
+    results = _returns(call.func, recipe)
+    if results is None:
+        return None
+    patches = [[(_index(call.func, at), value) for at, value in recipe.patches.get(rank, ())] for rank in recipe.ranks]
+    return (list(recipe.ranks), _slots(call), moves, *results, patches if any(patches) else [], local)
+
+
+def _local(recipe: Recipe, call: Call) -> str | None:
+    """The op that every rank runs, "" for the op itself; None where a runner must look at each rank's part."""
+    if recipe.runner is None:
+        return ""
+    if recipe.runner is runners.view:
+        return "aten::reshape"                       # a view where the shard's strides allow one
+    return "" if runners.idle(recipe, call.given()[0]) else None
+
+
+def _placed(call: Call, recipe: Recipe) -> bool:
+    """May the local op be given the device that the call names?"""
+    return call.get("device") is None or recipe.home.placement.type == "cpu"
+
+
+def _returns(func: OpOverload, recipe: Recipe) -> tuple[list, list[int]] | None:
+    """Per return, the specs of what comes out, or the operand that was written to."""
+    returns = func._schema.returns
+    if recipe.written and returns and all(r.alias_info is not None for r in returns):
+        return [[] for _ in returns], list(recipe.written[:len(returns)])
+    outputs = list(recipe.outputs)
+    if len(returns) == 1 and str(returns[0].type) in ("List[Tensor]", "Tensor[]"):
+        return [outputs], [-1]
+    if len(outputs) != len(returns) or any("Tensor" != str(r.type) for r in returns):
+        return None
+    return [[o] for o in outputs], [-1] * len(outputs)
+
+
+def _slots(call: Call) -> list[tuple[int, int]]:
+    return [(_index(call.func, s.at), -1 if s.index is None else s.index) for s in call.slots]
+
+
+def _index(func: OpOverload, at: int | str) -> int:
+    """The place of an argument in the schema."""
+    return at if isinstance(at, int) else next(i for i, a in enumerate(arguments(func)) if a.name == at)
+
+
+def _foreach(cls: type, call: Call) -> tuple | None:
+    """A list of elements that all lie as they must, on the same ranks: one local call per rank."""
+    if comm.checking() or any(a.written and type(call[a.name]) is not cls and isinstance(call[a.name], torch.Tensor)
+                              for a in arguments(call.func)):
+        return None
+    outputs = flat_wants(cls, call)
+    if outputs is None:
+        return None
+    ranks = comm.world().driven
+    written = any(a.written and call[a.name] for a in arguments(call.func))
+    returns = call.func._schema.returns
+    if written and returns:
+        return None
+    return list(ranks), _slots(call), [None] * len(call.slots), [] if written else [outputs], [] if written else [-1], [], ""
