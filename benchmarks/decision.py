@@ -17,25 +17,32 @@ from benchmarks.timing import dtensor_mesh, show
 
 OPS: dict[str, Callable[[Any, Any], Any]] = {"mm": lambda x, w: x @ w, "add": lambda x, w: x + x,
                                              "sum": lambda x, w: x.sum(0), "softmax": lambda x, w: x.softmax(1)}
-SHAPES = [(16 * (5 + k), 16 * (3 + k % 7)) for k in range(24)]
+WARM = 6                                             # shapes that warm up everything that does not depend on the shape
 
 
-def first_less_known(op: Callable[[Any, Any], Any], make: Callable[[torch.Tensor, int], Any]) -> float:
-    """Milliseconds; the first shapes warm up everything that does not depend on the shape."""
+def first_less_known(op: Callable[[Any, Any], Any], make: Callable[[torch.Tensor, int], Any], shapes: int) -> float:
+    """Milliseconds."""
     times = []
-    for k, (m, n) in enumerate(SHAPES):
+    for k in range(WARM + shapes):
+        m, n = 16 * (5 + k), 16 * (3 + k % 7)
         x, w = make(torch.randn(m, n), 0), make(torch.randn(n, m), 1)
         laps = []
         for _ in range(4):
             began = time.perf_counter()
             op(x, w)
             laps.append(time.perf_counter() - began)
-        if k >= 6:
+        if k >= WARM:
             times.append((laps[0] - statistics.median(laps[1:])) * 1e3)
     return statistics.median(times)
 
 
-def main(json: bool = False) -> None:
+def verify(op: Callable[[Any, Any], Any], make: Callable[[torch.Tensor, int], Any]) -> None:
+    """Raise where the op does not give what plain torch gives."""
+    x, w = torch.randn(48, 32), torch.randn(32, 48)
+    torch.testing.assert_close(op(make(x, 0), make(w, 1)).full_tensor(), op(x, w))
+
+
+def main(json: bool = False, quick: bool = False) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     torch.set_num_threads(1)
@@ -55,8 +62,10 @@ def main(json: bool = False) -> None:
                                                for a in range(part.ndim)])
 
         for name, op in OPS.items():
-            rows.append({"op": name, "axes": axes, "globaltensor ms": first_less_known(op, ours),
-                         "dtensor ms": first_less_known(op, theirs)})
+            verify(op, ours)
+            shapes = 1 if quick else 18
+            rows.append({"op": name, "axes": axes, "globaltensor ms": first_less_known(op, ours, shapes),
+                         "dtensor ms": first_less_known(op, theirs, shapes)})
     show("decision: milliseconds for a new shape", rows, json)
 
 

@@ -1,9 +1,12 @@
 """How much does an op cost on top of plain torch, when everything about it is known (a cache hit)?
 
-One rank, 16 x 16 float32, one thread: microseconds per op for plain torch, this library and torch DTensor, measured
-in turns in one process; medians. The target for the Python path is at most 3x DTensor's time per op.
+One rank, 16 x 16 float32, one thread: microseconds per call for plain torch, this library and torch DTensor, measured
+in turns in one process; medians. What each op gives is compared with plain torch first.
 """
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -11,57 +14,67 @@ from torch.nn import functional as F
 import globaltensor as gt
 from benchmarks.timing import alternating, dtensor_mesh, show
 
-OPS = {
+OPS: dict[str, Callable[..., Any]] = {               # of x [16, 16], w [16, 16], b [16]
     "add": lambda x, w, b: x + w,
     "mul": lambda x, w, b: x * w,
     "mm": lambda x, w, b: x @ w,
     "softmax": lambda x, w, b: torch.softmax(x, -1),
     "layer_norm": lambda x, w, b: F.layer_norm(x, (16,), b, b),
-    "scalar": lambda x, w, b: x * 0.5,
     "view": lambda x, w, b: x.view(4, 64),
     "linear": lambda x, w, b: F.linear(x, w, b),
+    "scalar": lambda x, w, b: x * 0.5,
+    "add_": lambda x, w, b: x.add_(w),
 }
 
 
-def main(json: bool = False) -> None:
+def mlp(x: Any, *weights: Any) -> Any:
+    """Forward and backward of as many layers as there are weights; the gradients."""
+    h = x
+    for w in weights:
+        h = torch.relu(torch.mm(h, w))
+    return torch.autograd.grad(h.sum(), weights)
+
+
+def main(json: bool = False, quick: bool = False) -> None:
     torch.set_num_threads(1)
     gt.init(ranks=1)
     mesh = dtensor_mesh((1,))
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
     where = gt.placement("cpu", [0])
-    plain = [torch.randn(16, 16), torch.randn(16, 16), torch.randn(16)]
-    ours = [gt.from_full(t, where, gt.sbp.broadcast) for t in plain]
-    theirs = [distribute_tensor(t, mesh, [Replicate()]) for t in plain]
-    rows = []
-    for name, op in OPS.items():
-        a, b, c = alternating([lambda: op(*plain), lambda: op(*ours), lambda: op(*theirs)])
-        rows.append({"op": name, "plain us": a, "globaltensor us": b, "dtensor us": c, "ratio to dtensor": b / c})
-    rows.append(_mlp(where, mesh))
-    show("dispatch: microseconds per op on a cache hit", rows, json)
+    calls, rounds = (20, 2) if quick else (300, 15)
+
+    def cases(op: Callable[..., Any], *sizes: tuple[int, ...], learn: bool = False) -> list[Callable[[], Any]]:
+        """The op on the same values three times: plain, ours, DTensor's."""
+        from torch.distributed.tensor import Replicate, distribute_tensor
+
+        values = [torch.randn(size) for size in sizes]
+        found = []
+        for make in (torch.clone, lambda t: gt.from_full(t, where, gt.sbp.broadcast),
+                     lambda t: distribute_tensor(t.clone(), mesh, [Replicate()])):
+            operands = [make(t).requires_grad_(learn and k > 0) for k, t in enumerate(values)]
+            found.append(lambda operands=operands: op(*operands))
+        verify(*(case() for case in found))
+        return found
+
+    rows = [row(name, alternating(cases(op, (16, 16), (16, 16), (16,)), calls, rounds)) for name, op in OPS.items()]
+    both = cases(mlp, *[(16, 16)] * 5, learn=True)
+    rows.append(row("MLP, forward and backward", alternating(both, max(calls // 5, 5), rounds)))
+    show("dispatch: microseconds per call on a cache hit", rows, json)
 
 
-def _mlp(where: gt.placement, mesh: object) -> dict:
-    """Forward and backward of a four-layer MLP."""
-    from torch.distributed.tensor import Replicate, distribute_tensor
+def row(name: str, us: list[float]) -> dict[str, Any]:
+    plain, ours, theirs = us
+    return {"op": name, "plain us": plain, "globaltensor us": ours, "dtensor us": theirs, "globaltensor adds": ours - plain,
+            "dtensor adds": theirs - plain, "globaltensor / plain": ours / plain, "dtensor / plain": theirs / plain}
 
-    weights = [torch.randn(16, 16) for _ in range(4)]
-    x = torch.randn(16, 16)
 
-    def step(x, weights):
-        h = x
-        for w in weights:
-            h = torch.relu(torch.mm(h, w))
-        torch.autograd.grad(h.sum(), weights)
-
-    def of(make):
-        return make(x), [make(w).requires_grad_() for w in weights]
-
-    cases = [of(lambda t: t.clone()), of(lambda t: gt.from_full(t, where, gt.sbp.broadcast)),
-             of(lambda t: distribute_tensor(t, mesh, [Replicate()]))]
-    a, b, c = alternating([lambda case=case: step(*case) for case in cases], calls=60)
-    return {"op": "MLP forward+backward", "plain us": a, "globaltensor us": b, "dtensor us": c,
-            "ratio to dtensor": b / c}
+def verify(plain: Any, ours: Any, theirs: Any) -> None:
+    """Raise where the three differ."""
+    if isinstance(plain, tuple):
+        for each in zip(plain, ours, theirs):
+            verify(*each)
+    else:
+        torch.testing.assert_close(ours.full_tensor(), plain)
+        torch.testing.assert_close(theirs.to_local(), plain)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ print(middle - began, time.perf_counter() - middle)
 """
 
 
-def main(json: bool = False) -> None:
+def main(json: bool = False, quick: bool = False) -> None:
     laps = [list(map(float, subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True,
-                                           timeout=120).stdout.split())) for _ in range(7)]
+                                           timeout=120).stdout.split())) for _ in range(1 if quick else 7)]
     show("startup: seconds to import", [{"import": "torch", "seconds": statistics.median(a for a, _ in laps)},
                                         {"import": "globaltensor, after torch",
                                          "seconds": statistics.median(b for _, b in laps)}], json)

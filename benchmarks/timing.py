@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import json as _json
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -38,16 +40,47 @@ def dtensor_mesh(shape: tuple[int, ...]) -> Any:
     return init_device_mesh("cpu", shape)
 
 
-def show(title: str, rows: list[dict[str, Any]], json: bool) -> None:
-    """One JSON object per benchmark, or a table."""
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine() -> dict[str, Any]:
+    """On what it was measured."""
+    import torch
+
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {"cores": cores(), "cpu": models[0] if models else platform.processor() or platform.machine(),
+            "torch": torch.__version__}
+
+
+def show(title: str, rows: list[dict[str, Any]], json: bool, tables: Sequence[Sequence[str]] = (),
+         **more: Any) -> None:
+    """One JSON object with all there is, or tables of the rows: one of all columns, or one of each list of them."""
     if json:
-        print(_json.dumps({"title": title, "rows": rows}))
+        print(_json.dumps({"title": title, "machine": machine(), **more, "rows": rows}))
         return
     print(title)
-    if not rows:
-        return
-    text = [[f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    heads = list(rows[0])
-    widths = [max(len(h), *(len(line[i]) for line in text)) for i, h in enumerate(heads)]
-    for line in [heads, *text]:
-        print("  " + "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths))))
+    print("  {cores} cores of {cpu}, torch {torch}".format(**machine()))
+    for name, value in more.items():
+        print(f"  {name}: {value}")
+    for columns in tables or [list(rows[0])]:
+        _table(columns, [[_cell(row.get(column)) for column in columns] for row in rows])
+
+
+def _table(heads: Sequence[str], lines: list[list[str]]) -> None:
+    """The first column and other words to the left, numbers to the right."""
+    widths = [max(len(h), *(len(line[k]) for line in lines)) for k, h in enumerate(heads)]
+    print()
+    for line in [heads, *lines]:
+        print("  " + "  ".join(cell.rjust(w) if k else cell.ljust(w) for k, (cell, w) in enumerate(zip(line, widths))))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

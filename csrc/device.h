@@ -9,19 +9,14 @@
 #include <stdint.h>
 #include <string.h>
 
-// Mutations: what a test plants to prove that it would find the mistake.
-#if defined(GT_PLANT_RELAXED_STORE)
-#define GT_STORE_ORDER relaxed
+// A mistake that a test plants, to prove that it would be found; nothing without GT_PLANTS.
+enum gt_plant { GT_NO_PLANT, GT_NO_ENTRY, GT_NO_EXIT, GT_NO_SYNC, GT_RELAXED_STORE, GT_RELAXED_LOAD, GT_NO_TURN_SYNC };
+#if defined(GT_PLANTS)
+inline int gt_planted_now = GT_NO_PLANT;
+#define gt_planted(plant) (gt_planted_now == (plant))
 #else
-#define GT_STORE_ORDER release
+#define gt_planted(plant) false
 #endif
-#if defined(GT_PLANT_RELAXED_LOAD)
-#define GT_LOAD_ORDER relaxed
-#else
-#define GT_LOAD_ORDER acquire
-#endif
-#define GT_TEXT_(x) #x
-#define GT_TEXT(x) GT_TEXT_(x)
 
 struct gt_half { uint16_t bits; };
 struct gt_bfloat { uint16_t bits; };
@@ -46,8 +41,6 @@ template <int width> using gt_word = typename gt_word_of<width>::type;
 #define GT_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define GT_ARGUMENT const __grid_constant__  // by value, and read where it lies: never copied into each thread
 #define GT_SHARED(type, name) __shared__ type name
-#define GT_LAUNCH(kernel, grid, block, stream, ...) \
-  (kernel<<<grid, block, 0, (cudaStream_t)(stream)>>>(__VA_ARGS__), (int)cudaGetLastError())
 #ifndef GT_THREADS
 #define GT_THREADS 256
 #endif
@@ -55,11 +48,11 @@ template <int width> using gt_word = typename gt_word_of<width>::type;
 #define GT_PATIENCE 1024  // spins between looks at the abort word, which lies in the memory of the host
 
 GT_DEVICE void gt_post(uint32_t* at, uint32_t value) {  // seen by a peer that reads it, with all that came before
-  asm volatile("st." GT_TEXT(GT_STORE_ORDER) ".sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 GT_DEVICE uint32_t gt_look(const uint32_t* at) {
   uint32_t value;
-  asm volatile("ld." GT_TEXT(GT_LOAD_ORDER) ".sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
   return value;
 }
 GT_DEVICE uint32_t gt_glance(const uint32_t* at) {  // with no order
@@ -74,18 +67,32 @@ GT_DEVICE void gt_pause() {}
 GT_DEVICE void gt_sync() { __syncthreads(); }
 GT_DEVICE bool gt_all(bool here) { return __syncthreads_and(here); }  // a barrier of the block too
 
-template <int width> GT_DEVICE gt_word<width> gt_read(const char* at) { return *(const gt_word<width>*)at; }
+// Addresses come from a table, so the compiler is told what they are: of a GPU's memory, this or another.
+#define GT_GLOBAL(at) __builtin_assume(__isGlobal(at))
+template <int width> GT_DEVICE gt_word<width> gt_read(const char* at) {
+  GT_GLOBAL(at);
+  return *(const gt_word<width>*)at;
+}
 template <> GT_DEVICE gt_word8 gt_read<8>(const char* at) {
+  GT_GLOBAL(at);
   const uint2 word = *(const uint2*)at;
   return {{word.x, word.y}};
 }
 template <> GT_DEVICE gt_word16 gt_read<16>(const char* at) {
+  GT_GLOBAL(at);
   const uint4 word = *(const uint4*)at;
   return {{word.x, word.y, word.z, word.w}};
 }
-template <int width> GT_DEVICE void gt_write(char* at, gt_word<width> word) { *(gt_word<width>*)at = word; }
-template <> GT_DEVICE void gt_write<8>(char* at, gt_word8 word) { *(uint2*)at = make_uint2(word.part[0], word.part[1]); }
+template <int width> GT_DEVICE void gt_write(char* at, gt_word<width> word) {
+  GT_GLOBAL(at);
+  *(gt_word<width>*)at = word;
+}
+template <> GT_DEVICE void gt_write<8>(char* at, gt_word8 word) {
+  GT_GLOBAL(at);
+  *(uint2*)at = make_uint2(word.part[0], word.part[1]);
+}
 template <> GT_DEVICE void gt_write<16>(char* at, gt_word16 word) {
+  GT_GLOBAL(at);
   *(uint4*)at = make_uint4(word.part[0], word.part[1], word.part[2], word.part[3]);
 }
 
@@ -111,6 +118,11 @@ class gt_on_device {
  private:
   int before_ = 0, device_;
 };
+// Not <<< >>>: what that returns may be the error of somebody else's call.
+template <class Argument> int gt_launch(void (*kernel)(Argument), int grid, int block, void* stream, Argument argument) {
+  void* arguments[] = {&argument};
+  return (int)cudaLaunchKernel((const void*)kernel, dim3(grid), dim3(block), arguments, 0, (cudaStream_t)stream);
+}
 inline int gt_processors(int device) {
   int count = 0;
   (void)cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
@@ -134,7 +146,6 @@ inline int gt_processors(int device) {
 #define GT_DEVICE inline
 #define GT_KERNEL(threads, blocks) static void
 #define GT_ARGUMENT const
-#define GT_LAUNCH(kernel, grid, block, stream, ...) gt_launch(grid, block, [=] { kernel(__VA_ARGS__); })
 #ifndef GT_THREADS
 #define GT_THREADS 32
 #endif
@@ -163,14 +174,11 @@ inline thread_local gt_block* gt_here;
   type& name = *reinterpret_cast<type*>(gt_here->shared)
 
 inline void gt_post(uint32_t* at, uint32_t value) {
-  constexpr int release = __ATOMIC_RELEASE, relaxed = __ATOMIC_RELAXED;
-  (void)release, (void)relaxed;
-  __atomic_store_n(at, value, GT_STORE_ORDER);
+  if (gt_planted(GT_RELAXED_STORE)) __atomic_store_n(at, value, __ATOMIC_RELAXED);
+  else __atomic_store_n(at, value, __ATOMIC_RELEASE);
 }
 inline uint32_t gt_look(const uint32_t* at) {
-  constexpr int acquire = __ATOMIC_ACQUIRE, relaxed = __ATOMIC_RELAXED;
-  (void)acquire, (void)relaxed;
-  return __atomic_load_n(at, GT_LOAD_ORDER);
+  return gt_planted(GT_RELAXED_LOAD) ? __atomic_load_n(at, __ATOMIC_RELAXED) : __atomic_load_n(at, __ATOMIC_ACQUIRE);
 }
 inline uint32_t gt_glance(const uint32_t* at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
 inline void gt_note(uint32_t* at, uint32_t value) { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
@@ -222,16 +230,16 @@ inline uint16_t gt_rounded_half(float x) {  // to the nearest multiple of the la
   return (uint16_t)(sign | ((exponent + 14) * 1024 + fraction));
 }
 
-template <class Function> int gt_launch(int grid, int block, Function function) {
+template <class Argument> int gt_launch(void (*kernel)(Argument), int grid, int block, void*, const Argument& argument) {
   std::vector<std::unique_ptr<gt_block>> blocks;
   std::vector<std::thread> threads;
   for (int b = 0; b < grid; b++) blocks.push_back(std::make_unique<gt_block>(block));
   for (int b = 0; b < grid; b++)
     for (int t = 0; t < block; t++)
-      threads.emplace_back([=, &blocks] {
+      threads.emplace_back([=, &blocks, &argument] {
         threadIdx.x = (unsigned)t, blockIdx.x = (unsigned)b, blockDim.x = (unsigned)block, gridDim.x = (unsigned)grid;
         gt_here = blocks[b].get();
-        function();
+        kernel(argument);
       });
   for (auto& thread : threads) thread.join();
   return 0;
@@ -248,3 +256,10 @@ GT_DEVICE gt_half gt_to_half(float x) {
   return {(uint16_t)(x != x ? (gt_bits(x) >> 16 & 0x8000) | 0x7E00 : gt_rounded_half(x))};
 }
 GT_DEVICE gt_bfloat gt_to_bfloat(float x) { return {(uint16_t)(x != x ? 0x7FC0 : gt_rounded_bfloat(x))}; }
+
+// n / size for n < 2**31, with the numbers of Granlund and Montgomery, "Division by Invariant Integers", 1994.
+GT_DEVICE uint32_t gt_divide(uint32_t n, uint32_t magic, int shift) { return (gt_high(n, magic) + n) >> shift; }
+template <class Shift> uint32_t gt_magic(uint32_t size, Shift& shift) {
+  for (shift = 0; 1ull << shift < size;) shift++;
+  return (uint32_t)((1ull << 32) * ((1ull << shift) - size) / size + 1);
+}

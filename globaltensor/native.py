@@ -23,10 +23,14 @@ _trouble = ""
 
 
 def _core() -> ctypes.CDLL | None:
+    global _trouble
     here = Path(__file__).parent
     for suffix in EXTENSION_SUFFIXES if WANTED else ():
         if (file := here / f"_core{suffix}").exists():
-            return ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)    # the face finds its functions
+            try:
+                return ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)    # the face finds its functions
+            except OSError as error:                 # for another machine
+                _trouble = str(error)
     return None
 
 

@@ -9,13 +9,13 @@ import sys
 PACKAGE = pathlib.Path(__file__).parent.parent / "globaltensor"
 
 LAYERS = [                                           # low to high; names on one line do not import each other
-    {"errors"},
+    {"errors", "native"},
     {"sbp", "placement", "machine", "kernels", "library", "deadlock"},
     {"layout", "comm"},
     {"rules", "boxing"},
     {"dispatch"},
     {"tensor"},
-    {"modules", "debug"},
+    {"modules", "debug", "backend"},
     {"__init__"},
     {"cli"},
 ]

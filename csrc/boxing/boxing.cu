@@ -39,13 +39,11 @@ struct Pass {
 static_assert(sizeof(Pass) <= 4096, "the arguments of a launch");
 
 // ---- which of them
-#define GT_REDUCTIONS(dtype, T)                                                      \
-  case GT_REDUCE + 6 * dtype: return reduce<T, 1, GT_SUM>(job, unit);                \
-  case GT_REDUCE + 6 * dtype + 1: return reduce<T, lanes<T>, GT_SUM>(job, unit);     \
-  case GT_REDUCE + 6 * dtype + 2: return reduce<T, 1, GT_MAX>(job, unit);            \
-  case GT_REDUCE + 6 * dtype + 3: return reduce<T, lanes<T>, GT_MAX>(job, unit);     \
-  case GT_REDUCE + 6 * dtype + 4: return reduce<T, 1, GT_MIN>(job, unit);            \
-  case GT_REDUCE + 6 * dtype + 5: return reduce<T, lanes<T>, GT_MIN>(job, unit);
+#define GT_REDUCTIONS(dtype, T)                                              \
+  case GT_REDUCE + 4 * dtype: return reduce<T, 1, false>(job, unit);         \
+  case GT_REDUCE + 4 * dtype + 1: return reduce<T, lanes<T>, false>(job, unit); \
+  case GT_REDUCE + 4 * dtype + 2: return reduce<T, 1, true>(job, unit);      \
+  case GT_REDUCE + 4 * dtype + 3: return reduce<T, lanes<T>, true>(job, unit);
 
 template <int kind> struct Jobs;
 template <> struct Jobs<GT_MOVES> {
@@ -118,9 +116,7 @@ template <int kind> GT_DEVICE void do_tiles(const Pass& pass, typename Jobs<kind
 // for theirs on its own. No block waits for another of its grid, so only that all run at the same time is asked of the
 // device. The counts live in its memory, and go on when a graph is replayed. Returns false where waiting was ended.
 GT_DEVICE bool gt_meet(const Pass& pass, uint32_t epoch) {
-#if !defined(GT_PLANT_NO_SYNC)
-  gt_sync();                            // what the others of this block read and wrote came before
-#endif
+  if (!gt_planted(GT_NO_SYNC)) gt_sync();  // what the others of this block read and wrote came before
   bool met = true;
   if ((int)threadIdx.x < pass.ranks) {
     const uint32_t block = blockIdx.x * GT_CUDA_RANKS;
@@ -139,14 +135,11 @@ GT_DEVICE bool gt_meet(const Pass& pass, uint32_t epoch) {
 template <int kind> GT_KERNEL(GT_THREADS, Jobs<kind>::blocks) gt_boxing_kernel(GT_ARGUMENT Pass pass) {
   GT_SHARED(typename Jobs<kind>::Shared, shared);
   const uint32_t epoch = pass.ranks ? pass.epoch[blockIdx.x] : 0;
-#if !defined(GT_PLANT_NO_ENTRY)
-  if (pass.enter && !gt_meet(pass, epoch + 1)) return;
-#endif
+  if (pass.enter && !gt_planted(GT_NO_ENTRY) && !gt_meet(pass, epoch + 1)) return;
+  if (pass.ranks && !pass.enter && !gt_all(!gt_glance(pass.gave_up))) return;  // the launch that entered did not
   do_tiles<kind>(pass, shared);
   if (pass.leave) {
-#if !defined(GT_PLANT_NO_EXIT)
-    if (!gt_meet(pass, epoch + 2)) return;
-#endif
+    if (!gt_planted(GT_NO_EXIT) && !gt_meet(pass, epoch + 2)) return;
     if (threadIdx.x == 0) pass.epoch[blockIdx.x] = epoch + 2;
   }
 }
@@ -176,7 +169,7 @@ int upload(const std::vector<uint64_t>& words, void* room, void* stream) {
     piece.to = (uint64_t*)room + done;
     piece.count = (uint32_t)std::min<size_t>(PIECE, words.size() - done);
     memcpy(piece.words, words.data() + done, piece.count * 8);
-    if (int error = GT_LAUNCH(gt_upload_kernel, 1, GT_THREADS, stream, piece)) return error;
+    if (int error = gt_launch(gt_upload_kernel, 1, GT_THREADS, stream, piece)) return error;
   }
   return GT_CUDA_OK;
 }
@@ -208,11 +201,11 @@ int join(Pass& pass, const gt_cuda_group& group, int blocks) {
   return GT_CUDA_OK;
 }
 
-int launch(int kind, int grid, void* stream, const Pass& pass) {
+int enqueue(int kind, int grid, void* stream, const Pass& pass) {
   switch (kind) {
-    case GT_MOVES: return GT_LAUNCH(gt_boxing_kernel<GT_MOVES>, grid, GT_THREADS, stream, pass);
-    case GT_FLOATS: return GT_LAUNCH(gt_boxing_kernel<GT_FLOATS>, grid, GT_THREADS, stream, pass);
-    default: return GT_LAUNCH(gt_boxing_kernel<GT_INTEGERS>, grid, GT_THREADS, stream, pass);
+    case GT_MOVES: return gt_launch(gt_boxing_kernel<GT_MOVES>, grid, GT_THREADS, stream, pass);
+    case GT_FLOATS: return gt_launch(gt_boxing_kernel<GT_FLOATS>, grid, GT_THREADS, stream, pass);
+    default: return gt_launch(gt_boxing_kernel<GT_INTEGERS>, grid, GT_THREADS, stream, pass);
   }
 }
 
@@ -246,7 +239,7 @@ int run(int device, const gt_cuda_group* group, int blocks, const gt_cuda_move* 
     }
     // Without meetings the device hands out blocks as others end; enough of them keep it busy to the last.
     const int grid = group ? blocks : (int)std::min<int64_t>(table.tiles, (int64_t)gt_processors(device) * GT_WAVES);
-    if (int error = launch(kind, grid, stream, pass)) return error;
+    if (int error = enqueue(kind, grid, stream, pass)) return error;
   }
   return GT_CUDA_OK;
 }
@@ -273,7 +266,7 @@ int gt_cuda_meet(int device, const gt_cuda_group* group, void* stream) {
   Pass pass = {};
   if (int error = join(pass, *group, 1)) return error;
   gt_on_device here(device);
-  return here.error ? here.error : GT_LAUNCH(gt_meet_kernel, 1, GT_THREADS, stream, pass);
+  return here.error ? here.error : gt_launch(gt_meet_kernel, 1, GT_THREADS, stream, pass);
 }
 
 #if defined(__CUDACC__)

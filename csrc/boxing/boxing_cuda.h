@@ -70,6 +70,7 @@ typedef struct {            // ranks that meet on their devices
 // all ranks, at most gt_cuda_blocks(device), shared by the groups whose kernels may run at the same time.
 GT_EXPORT int gt_cuda_box(int device, const gt_cuda_group* group, int blocks, const gt_cuda_move* moves, int64_t count,
                           void* room, size_t room_bytes, void* stream);
+// A meeting only. What comes after it on the stream runs also where waiting was ended.
 GT_EXPORT int gt_cuda_meet(int device, const gt_cuda_group* group, void* stream);
 
 // Loads every kernel, so that no launch has to while a peer spins; once per device, before the first call.

@@ -100,7 +100,8 @@ static inline typename square<T>::row interleave(typename square<T>::row a, type
 
 // A square turned in registers.
 template <class T>
-static inline __attribute__((always_inline)) void turn(char* to, int64_t to_row, const char* from, int64_t from_column) {
+static inline __attribute__((always_inline)) void turn(char* to, int64_t to_row, const char* from,
+                                                       int64_t from_column) {
   constexpr int N = square<T>::N;
   typedef typename square<T>::row row;
   row a[N], b[N];
@@ -124,7 +125,8 @@ static inline void block(char* to, int64_t to_row, const char* from, int64_t fro
   constexpr int64_t N = square<T>::N, B = LINE / sizeof(T), S = sizeof(T);
   alignas(LINE) char room[B * LINE];
   for (int64_t c = 0; c < B; c += N)
-    for (int64_t r = 0; r < B; r += N) turn<T>(room + r * LINE + c * S, LINE, from + r * S + c * from_column, from_column);
+    for (int64_t r = 0; r < B; r += N)
+      turn<T>(room + r * LINE + c * S, LINE, from + r * S + c * from_column, from_column);
   for (int64_t r = 0; r < B; r++)
     for (int64_t i = 0; i < LINE; i += 16) {
 #if GT_X86
@@ -159,13 +161,15 @@ static void transposed(char* to, int64_t to_row, const char* from, int64_t from_
       else block<T, false>(t, to_row, f, from_column);
     }
   scattered<T>(to + c * S, {to_row, S}, from + c * from_column, {S, from_column}, whole_rows, columns - c);
-  scattered<T>(to + whole_rows * to_row, {to_row, S}, from + whole_rows * S, {S, from_column}, rows - whole_rows, columns);
+  scattered<T>(to + whole_rows * to_row, {to_row, S}, from + whole_rows * S, {S, from_column}, rows - whole_rows,
+               columns);
 }
 
 template <class T>
 static void strided(char* to, Side ts, const char* from, Side fs, int64_t rows, int64_t columns, bool stream) {
   constexpr int64_t S = sizeof(T);
-  if (ts.column == S && fs.row == S && rows > 1) return transposed<T>(to, ts.row, from, fs.column, rows, columns, stream);
+  if (ts.column == S && fs.row == S && rows > 1)
+    return transposed<T>(to, ts.row, from, fs.column, rows, columns, stream);
   if (ts.row == S && fs.column == S && columns > 1)
     return transposed<T>(to, ts.column, from, fs.row, columns, rows, stream);
   scattered<T>(to, ts, from, fs, rows, columns);

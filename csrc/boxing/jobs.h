@@ -20,7 +20,7 @@ enum gt_path : uint8_t {
   GT_COPY = 0,     // + log2 of the word; without a source it stores zeros
   GT_TURN = 5,     // + log2 of the word
   GT_CAST = 10,    // + dtype of the source: a turn that casts. Other casts are reductions of one source
-  GT_REDUCE = 16,  // + 6 dtype + 2 op + (1: a word of 16 bytes at a time; 0: an element)
+  GT_REDUCE = 16,  // + 4 dtype + (0: sum, 2: largest or smallest) + (0: an element at a time, 1: gt_lanes of them)
 };
 
 // Jobs of one kind share a kernel, and a table: all in one kernel would not fit the registers.
@@ -41,7 +41,8 @@ struct gt_job {
   uint16_t sources, targets;
   uint32_t units;          // the product of the sizes (not of a turn)
   uint32_t across, down;   // of a turn: tiles along the last dim and the one before
-  uint8_t shift[GT_DIMS + 4];
+  uint8_t least;           // of a reduction: smallest
+  uint8_t shift[GT_DIMS + 3];
   // Then, in words: {size, magic} of every dim; addresses of sources and targets; their strides in bytes. For the last
   // dim, size counts units.
 
@@ -56,6 +57,3 @@ struct gt_job {
 };
 static_assert(sizeof(gt_job) % 8 == 0, "a job is whole words");
 struct gt_entry { uint32_t tile, word; };  // of the index: where a job's tiles begin, and where the job
-
-// n / size for n < 2**31, with the magic numbers of Granlund and Montgomery, "Division by Invariant Integers", 1994.
-GT_DEVICE uint32_t gt_divide(uint32_t n, uint32_t magic, int shift) { return (gt_high(n, magic) + n) >> shift; }

@@ -164,10 +164,10 @@ class Plan {
     for (int k = 0; k < d.ndim; k++) volume *= d.size[k];
     if (volume <= GT_JOB_ELEMENTS) return choose(d);
     const int longest = (int)(std::max_element(d.size, d.size + d.ndim) - d.size);
-    const int64_t half = (d.size[longest] / 2 + 63) / 64 * 64;
+    const int64_t n = d.size[longest], half = n < 128 ? n / 2 : (n / 2 + 63) / 64 * 64;
     Draft low = d, high = d;
     low.cut(longest, 0, half);
-    high.cut(longest, half, d.size[longest] - half);
+    high.cut(longest, half, n - half);
     const int error = divide(low);
     return error ? error : divide(high);
   }
@@ -200,7 +200,7 @@ class Plan {
   }
 
   uint8_t path(bool copy, int64_t units) const {
-    return (uint8_t)(copy ? GT_COPY + log2_of((int)units * SIZES[from_]) : GT_REDUCE + 6 * from_ + 2 * op_ + (units > 1));
+    return (uint8_t)(copy ? GT_COPY + log2_of((int)units * SIZES[from_]) : GT_REDUCE + 4 * from_ + 2 * (op_ != GT_SUM) + (units > 1));
   }
 
   // How many elements come before the first whole word of `units` elements, the same in every row and shard; -1 where
@@ -248,17 +248,15 @@ class Plan {
   int emit(const Draft& d, uint8_t path, int turned) {
     const size_t sources = (size_t)d.sources, all = d.corners.size();
     gt_job job = {};
-    job.path = path, job.ndim = (uint8_t)d.ndim, job.to = (uint8_t)to_;
+    job.path = path, job.ndim = (uint8_t)d.ndim, job.to = (uint8_t)to_, job.least = op_ == GT_MIN;
     job.each = (uint8_t)((alike(d, 0, sources) ? 0 : 1) | (alike(d, sources, all) ? 0 : 2));
     job.sources = (uint16_t)sources, job.targets = (uint16_t)(all - sources);
     job.units = 1;
     std::vector<uint64_t> more;
     for (int k = 0; k < d.ndim; k++) {
-      const uint64_t size = (uint64_t)d.size[k];
-      while (1ull << job.shift[k] < size) job.shift[k]++;
-      const uint64_t magic = ((1ull << 32) * ((1ull << job.shift[k]) - size) / size + 1) & 0xFFFFFFFF;
-      more.push_back(magic << 32 | size);  // read as {size, magic}: both machines are little-endian
-      job.units *= (uint32_t)size;
+      const uint32_t size = (uint32_t)d.size[k], magic = gt_magic(size, job.shift[k]);
+      more.push_back((uint64_t)magic << 32 | size);  // read as {size, magic}: both machines are little-endian
+      job.units *= size;
     }
     int64_t count = (job.units + (int64_t)GT_TILE - 1) / GT_TILE;
     if (turned) {

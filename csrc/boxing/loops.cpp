@@ -42,7 +42,9 @@ static void in_two(char* const* to, int m, const char* const* from, int n, int64
 }
 
 template <int S, int D> static void cast() {
-  if constexpr (S != D) loops.pass[GT_MAX][S][D] = in_two<GT_MAX, S, D>, loops.pass[GT_MIN][S][D] = in_two<GT_MIN, S, D>;
+  if constexpr (S == D) return;
+  loops.pass[GT_MAX][S][D] = in_two<GT_MAX, S, D>;
+  loops.pass[GT_MIN][S][D] = in_two<GT_MIN, S, D>;
 }
 
 template <int S> static void casts() { cast<S, GT_F32>(), cast<S, GT_F64>(), cast<S, GT_F16>(), cast<S, GT_BF16>(); }

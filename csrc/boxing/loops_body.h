@@ -124,7 +124,7 @@ GT_INLINE words to_bf16(const Floats& x) {
   // The instruction makes zeros of subnormal numbers; nothing else is different.
   const __m512 low = (__m512)x.low, high = (__m512)x.high;
   constexpr int SUBNORMAL = 0x20;
-  if (__builtin_expect(_kortestz_mask16_u8(_mm512_fpclass_ps_mask(low, SUBNORMAL), _mm512_fpclass_ps_mask(high, SUBNORMAL)), 1))
+  if (!(_mm512_fpclass_ps_mask(low, SUBNORMAL) | _mm512_fpclass_ps_mask(high, SUBNORMAL)))
     return (words)_mm512_cvtne2ps_pbh(high, low);
 #endif
   return upper(rounded(x.low), rounded(x.high));
@@ -252,8 +252,16 @@ GT_INLINE void step(char* const* to, int m, const char* const* from, int n, int6
 
 template <class S, class D, int OP, bool STREAM>
 GT_INLINE int64_t steps(char* const* to, int m, const char* const* from, int n, int64_t i, int64_t end) {
-  constexpr int L = S::lanes;
-  constexpr int U = STREAM ? 1 : S::size == 2 ? 4 : 2;  // streams of more than a line at a time disturb each other
+  constexpr int L = S::lanes, U = STREAM ? 1 : S::size == 2 ? 4 : 2;      // streams of several lines disturb each other
+  // Where much is done to each line, the processor does not look far enough ahead in many sources by itself.
+  constexpr int64_t BLOCK = 512 / S::size, AHEAD = 4 * BLOCK;
+  static_assert(BLOCK % (U * L) == 0);
+  if ((S::size == 2 ? 2 * n : n) >= 6)
+    for (; i + AHEAD <= end; i += BLOCK) {
+      for (int j = 0; j < n; j++)
+        for (int byte = 0; byte < 512; byte += 64) __builtin_prefetch(from[j] + (i + AHEAD) * S::size + byte);
+      for (int64_t k = i; k < i + BLOCK; k += U * L) step<S, D, OP, U, STREAM>(to, m, from, n, k);
+    }
   for (; i + U * L <= end; i += U * L) step<S, D, OP, U, STREAM>(to, m, from, n, i);
   for (; i + L <= end; i += L) step<S, D, OP, 1, STREAM>(to, m, from, n, i);
   return i;

@@ -68,7 +68,8 @@ struct Grid {
 
   void copy() const {
     for (int t = 1; t <= m; t++)
-      if (at[t] != at[0]) copy_grid(at[t], side(t), at[0], side(0), rows, columns, call.source_item, call.stream && m == 1);
+      if (at[t] != at[0])
+        copy_grid(at[t], side(t), at[0], side(0), rows, columns, call.source_item, call.stream && m == 1);
   }
 
   void by_rows() const {
@@ -130,20 +131,23 @@ void sparse(const Call& call, const Shape& shape, char** at, int n, int m) {
   std::unique_ptr<char[]> large(tiles && most * each > SCRATCH ? new char[most * each] : nullptr);
   Table<char*> here(tiles ? n + m : 0);
 
-  int64_t index[Shape::DIMS] = {};
-  for (;;) {
-    if (n == 0) grid.zero();
-    else if (copies) grid.copy();
-    else if (rows) grid.by_rows();
-    else grid.by_tiles(large ? large.get() : small, here.data, most);
-    int i = d - 3;
-    for (; i >= 0; i--) {
-      const bool more = ++index[i] < shape.size[i];
-      for (int k = 0; k < n + m; k++) at[k] += shape.stride(k, i) * (more ? 1 : 1 - shape.size[i]);
-      if (more) break;
-      index[i] = 0;
+  const int64_t all = grid.rows, step = std::min(shape.chunk, all);
+  for (int64_t row = 0; row < all; row += step) {
+    grid.rows = std::min(step, all - row);
+    int64_t index[Shape::DIMS] = {};
+    for (int i = 0; i >= 0;) {
+      if (n == 0) grid.zero();
+      else if (copies) grid.copy();
+      else if (rows) grid.by_rows();
+      else grid.by_tiles(large ? large.get() : small, here.data, most);
+      for (i = d - 3; i >= 0; i--) {
+        const bool more = ++index[i] < shape.size[i];
+        for (int k = 0; k < n + m; k++) at[k] += shape.stride(k, i) * (more ? 1 : 1 - shape.size[i]);
+        if (more) break;
+        index[i] = 0;
+      }
     }
-    if (i < 0) return;
+    for (int k = 0; k < n + m; k++) at[k] += shape.stride(k, d - 2) * step;
   }
 }
 

@@ -66,8 +66,12 @@ void Shape::choose_rows(int n, int source_item) {
       break;
     }
   }
-  // a grid of few elements is not worth its loop: then the longest dim
-  if (size[rows] * size[ndim - 1] < 64) rows = static_cast<int>(std::max_element(size, size + ndim - 1) - size);
+  if (size[rows] * size[ndim - 1] < 64) {            // a grid of few elements is not worth its loop: the longest dim
+    rows = static_cast<int>(std::max_element(size, size + ndim - 1) - size);
+    int64_t inner = 1;
+    for (int d = rows + 1; d < ndim; d++) inner *= size[d];
+    chunk = std::max<int64_t>(16, 8192 / inner);     // a piece of it at a time, which the caches keep for the others
+  }
   for (; rows < ndim - 2; rows++) swap(rows, rows + 1);
 }
 

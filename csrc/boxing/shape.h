@@ -24,14 +24,15 @@ struct Shape {
   static constexpr int DIMS = GT_DIMS + 1;
 
   // `strides[k]` are the strides, in elements, of operand k: of `n` sources, then of `m` targets. Never less than two
-  // dims, but for one run in all operands; then one. The last two are the grid that copies and tiles work on: the last
-  // is the one along which the first target runs, the one before it that along which a source runs that does not follow.
+  // dims, but for one run in all operands; then one. The last two are the grid that copies and tiles work on: the first
+  // target runs along the last; along the one before it a source that does not.
   Shape(int ndim, const int64_t* size, const int64_t* const* strides, int n, int m, int source_item, int target_item);
 
   int64_t stride(int k, int d) const { return steps.data[k * DIMS + d]; }  // in bytes
 
   int ndim = 0;
   int64_t size[DIMS];
+  int64_t chunk = INT64_MAX;             // rows to do at a time, before the dims above are stepped through
 
  private:
   void swap(int a, int b);

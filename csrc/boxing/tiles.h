@@ -26,17 +26,19 @@ GT_DEVICE float sum(float a, float b) { return a + b; }
 GT_DEVICE double sum(double a, double b) { return a + b; }
 template <class T> GT_DEVICE T sum(T a, T b) { return (T)((uint64_t)a + (uint64_t)b); }  // wraps around
 
-template <int op, class A> GT_DEVICE A combine(A a, A b) {  // a NaN wins every comparison
-  if constexpr (op == GT_SUM) return sum(a, b);
-  else if constexpr (op == GT_MAX) return a > b || a != a ? a : b;
-  else return a < b || a != a ? a : b;
+// The largest or smallest, of which a NaN wins every comparison; or the sum.
+template <bool extreme, class A> GT_DEVICE A combine(A a, A b, bool least) {
+  if constexpr (extreme) return (least ? a < b : a > b) || a != a ? a : b;
+  else return sum(a, b);
 }
 
-template <int op, class A> GT_DEVICE A nothing() {  // combine(nothing, x) is x, to the bit: hence -0
-  if constexpr (op == GT_SUM) return std::is_integral_v<A> ? A(0) : -A(0);
-  else if constexpr (!std::is_integral_v<A>) return op == GT_MAX ? -(A)INFINITY : (A)INFINITY;
-  else if constexpr (std::is_unsigned_v<A>) return op == GT_MAX ? A(0) : A(-1);
-  else return op == GT_MAX ? A(1ll << (8 * sizeof(A) - 1)) : A(~(1ull << (8 * sizeof(A) - 1)));
+// combine(nothing, x) is x, to the bit: hence -0.
+template <bool extreme, class A> GT_DEVICE A nothing(bool least) {
+  constexpr A top = A(~(1ull << (8 * sizeof(A) - 1)));
+  if constexpr (!extreme) return std::is_integral_v<A> ? A(0) : -A(0);
+  else if constexpr (!std::is_integral_v<A>) return least ? (A)INFINITY : -(A)INFINITY;
+  else if constexpr (std::is_unsigned_v<A>) return least ? A(-1) : A(0);
+  else return least ? top : A(-top - 1);
 }
 
 template <class D, class A, int N> GT_DEVICE void put_as(char* at, const A (&values)[N]) {
@@ -114,19 +116,20 @@ template <int width> GT_DEVICE void copy(const gt_job& job, uint32_t unit) {
 template <class T> constexpr int lanes = gt_lanes(sizeof(T), !std::is_integral_v<T>);
 
 // A unit is V values. The loads of two sources, of U units each, are on their way at the same time.
-template <class T, int V, int op> GT_DEVICE void reduce(const gt_job& job, uint32_t first) {
+template <class T, int V, bool extreme> GT_DEVICE void reduce(const gt_job& job, uint32_t first) {
   using A = decltype(widen(T()));
   constexpr int width = V * (int)sizeof(T), U = V <= 4 ? 2 : 1;
   const uint32_t units = job.units;
   const int sources = job.sources, targets = job.targets, to = job.to;
+  const bool least = job.least;
 #pragma unroll 1
   for (int group = 0; group < GT_UNITS; group += U) {
     const uint32_t unit = first + group * GT_THREADS;
     if (unit >= units) return;
     A total[U][V];
-    int64_t at[U];
+    int64_t at[U] = {};
     for (auto& values : total)
-      for (A& value : values) value = nothing<op, A>();
+      for (A& value : values) value = nothing<extreme, A>(least);
 #pragma unroll 2
     for (int s = 0; s < sources; s++) {
       if (s == 0 || job.each & 1) offsets(job, job.source_strides(s), unit, at);
@@ -140,7 +143,7 @@ template <class T, int V, int op> GT_DEVICE void reduce(const gt_job& job, uint3
         T values[V];
         memcpy(values, &words[u], width);
 #pragma unroll
-        for (int v = 0; v < V; v++) total[u][v] = combine<op>(total[u][v], widen(values[v]));
+        for (int v = 0; v < V; v++) total[u][v] = combine<extreme>(total[u][v], widen(values[v]), least);
       }
     }
 #pragma unroll 1
@@ -194,7 +197,7 @@ template <class Move> GT_DEVICE void turn(const gt_job& job, uint32_t tile, Squa
     }
     return at;
   };
-  gt_sync();                            // the tile before has been read
+  if (!gt_planted(GT_NO_TURN_SYNC)) gt_sync();  // the tile before has been read
   if (quick < ys) {
     const int64_t step = job.source_strides(0)[x];
     const char* from = job.places()[0] + begin(job.source_strides(0)) + quick * size + slow * step;

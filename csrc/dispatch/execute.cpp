@@ -54,6 +54,18 @@ const at::Tensor& operand(const c10::IValue* args, Slot slot) {
   return slot.index < 0 ? args[slot.at].toTensor() : args[slot.at].toListRef()[slot.index].toTensor();
 }
 
+// How often a tensor was written to; tensors of inference mode do not count.
+int64_t version(const at::Tensor& t) { return t.is_inference() ? -1 : int64_t(t._version()); }
+
+// Is an operand a view that is a copy, of a tensor that was written to since? Python tells the user.
+bool outdated(const Recipe& recipe, const c10::IValue* args) {
+  if (!recipe.guarded) return false;
+  return std::any_of(recipe.slots.begin(), recipe.slots.end(), [&](Slot slot) {
+    const at::Tensor& t = operand(args, slot);
+    return is_global(t.unsafeGetTensorImpl()) && global(t)->spec->copied && version(t) != global(t)->guard;
+  });
+}
+
 // What every rank's call gave, gathered output by output.
 struct Outputs {
   std::vector<c10::SmallVector<Shards, 1>> found;    // [return][item of it]
@@ -72,13 +84,17 @@ struct Outputs {
       for (size_t i = 0; i < items.size(); i++) found[k][i].push_back(items[i].toTensor());
     }
   }
-  c10::IValue wrapped(const Recipe& recipe, size_t k, bool is_list) {
+  c10::IValue wrapped(const Recipe& recipe, size_t k, bool is_list, int64_t guard) {
     const auto& specs = recipe.outputs[k];
-    if (!is_list) return specs[0] ? wrap(specs[0], std::move(found[k][0])) : at::Tensor();
+    if (!is_list) return specs[0] ? guarded(wrap(specs[0], std::move(found[k][0])), guard) : at::Tensor();
     c10::List<at::Tensor> list;
     list.reserve(specs.size());
-    for (size_t i = 0; i < specs.size(); i++) list.push_back(wrap(specs[i], std::move(found[k][i])));
+    for (size_t i = 0; i < specs.size(); i++) list.push_back(guarded(wrap(specs[i], std::move(found[k][i])), guard));
     return list;
+  }
+  static at::Tensor guarded(at::Tensor made, int64_t guard) {
+    global(made)->guard = guard;
+    return made;
   }
 };
 
@@ -115,6 +131,8 @@ void run(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) {
     owners.push_back(operand(args, slot));
     held.push_back(is_global(owners.back().unsafeGetTensorImpl()) ? &global(owners.back())->shards : nullptr);
   }
+  int64_t guard = -1;
+  if (recipe.copied) guard = recipe.guarded ? global(owners[0])->guard : version(owners[0]);
   std::vector<Shards> moved;
   if (recipe.boxes) box_operands(recipe, recipe.name, owners, held, moved);
 
@@ -140,7 +158,7 @@ void run(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) {
     if (recipe.returned[k] >= 0)
       stack->emplace_back(std::move(written[k]));
     else
-      stack->emplace_back(outputs.wrapped(recipe, k, schema.returns()[k].type()->kind() == c10::TypeKind::ListType));
+      stack->emplace_back(outputs.wrapped(recipe, k, schema.returns()[k].type()->kind() == c10::TypeKind::ListType, guard));
   }
 }
 
@@ -149,7 +167,8 @@ void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack
   const size_t count = op.schema().arguments().size();
   if (!c10::impl::TorchDispatchModeTLS::any_modes_set() && make_key(op, stack->data() + stack->size() - count, count, key)) {
     auto recipe = find_recipe(key);
-    if (recipe && !recipe->python && !(recipe->boxes && boxing_watched())) return run(op, *recipe, stack);
+    if (recipe && !recipe->python && !(recipe->boxes && boxing_watched()) && !outdated(*recipe, stack->data() + stack->size() - count))
+      return run(op, *recipe, stack);
     if (!recipe) {
       pending = key;
       is_pending = true;

@@ -166,6 +166,7 @@ Tensor einsum(std::string_view given, at::TensorList operands, at::OptionalIntAr
 Tensor embedding(const Tensor& weight, const Tensor& indices, c10::SymInt padding, bool by_frequency, bool sparse) {
   if (is_global(weight.unsafeGetTensorImpl()) && weight.dim() == 2 && global(weight)->spec->rows_cut && !by_frequency && !sparse) {
     py::gil_scoped_acquire lock;
+    c10::impl::ExcludeDispatchKeyGuard once(kGlobal);  // the hook calls embedding itself
     return py::handle(lookup)(weight, indices, padding.expect_int()).cast<Tensor>();
   }
   c10::impl::ExcludeDispatchKeyGuard torchs_own(kGlobal);

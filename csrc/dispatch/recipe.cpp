@@ -33,7 +33,7 @@ std::vector<std::vector<Recipe::Patch>> patches_from(const c10::FunctionSchema& 
 // returned [slot or -1] per return, patches [[(argument, value)]] per rank, local: the op that ranks run, "" for this one
 void teach(const std::string& ticket, const std::string& name, const std::string& overload, std::vector<int64_t> ranks,
            const py::list& slots, const py::list& moves, const py::list& outputs, std::vector<int32_t> returned,
-           const py::list& patches, const std::string& local) {
+           const py::list& patches, const std::string& local, bool copied, bool guarded) {
   auto recipe = std::make_shared<Recipe>();
   const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()).schema();
   recipe->name = name.substr(name.find(':') + 2) + "." + (overload.empty() ? "default" : overload);
@@ -55,6 +55,8 @@ void teach(const std::string& ticket, const std::string& name, const std::string
     for (auto spec : item.cast<py::list>()) specs.push_back(spec.is_none() ? nullptr : spec_of(spec.ptr()));
   }
   recipe->returned = std::move(returned);
+  recipe->copied = copied;
+  recipe->guarded = guarded;
   if (!local.empty()) recipe->local = c10::Dispatcher::singleton().findSchemaOrThrow(local.c_str(), "");
   recipe->patches = patches_from(schema, patches);
   TORCH_CHECK(recipe->outputs.size() == schema.returns().size() && recipe->returned.size() == schema.returns().size());

@@ -30,6 +30,8 @@ struct Recipe {
   std::vector<std::vector<Patch>> patches;         // per rank: arguments that differ from the global ones
   std::optional<c10::OperatorHandle> local;        // the op that ranks run, where it is another one
   bool boxes = false;                              // any move
+  bool copied = false;                             // makes a view that is a copy: it gets a guard
+  bool guarded = false;                            // an operand is such a view: its guard is checked
 };
 
 // The key of a call, or false where it is none of ours: another subclass, a symbolic size, a type we do not know.

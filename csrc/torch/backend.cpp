@@ -16,9 +16,7 @@ namespace {
 // Up to here the transport copies every shard before it is read, wherever it lies: results may be written in place.
 constexpr int64_t kCopied = 64 * 1024;
 // What does not lie in the arena is copied, so much at a time that it stays in the cache.
-const int64_t kPiece = getenv("PIECE") ? atoi(getenv("PIECE")) : 512 * 1024;
-// So many ranks read all of each other's; more of them do a part each.
-const int kFew = getenv("FEW") ? atoi(getenv("FEW")) : 3;
+constexpr int64_t kPiece = 512 * 1024;
 
 }  // namespace
 
@@ -166,8 +164,8 @@ Work Backend::all_reduce_by_gloo(Tensors& tensors, const c10d::AllreduceOptions&
   return work;
 }
 
-// Small ones in one meeting, each rank reading all of the others'. Larger ones in the arena in place, each rank doing its
-// part of all. Others by pieces. What is done depends only on what all ranks know: not on where one's tensors lie.
+// Small ones in one meeting, in which each rank reads all of the others'; larger ones in two, each rank doing its part of
+// all. What is done depends only on what all ranks know, and so not on where one's own tensors lie.
 void Backend::all_reduce(Job& job, const Tensors& tensors, int op) {
   Tensors runs;
   int64_t bytes = 0;
@@ -178,38 +176,71 @@ void Backend::all_reduce(Job& job, const Tensors& tensors, int op) {
     bytes += static_cast<int64_t>(t.nbytes());
     in_arena = in_arena && gt_in_arena(runs.back().const_data_ptr());
   }
-  if (bytes > kCopied && !everyone(in_arena)) return all_reduce_pieces(job, runs, op);
-  const Way way = bytes > kCopied ? Way::ReduceParts : Way::ReduceAll;
-  for (const at::Tensor& run : runs) job.move({way, 0, 0, op, run.numel()}, rows(run), rows(run));
-  if (!runs.empty()) job.run();
+  if (runs.empty()) return;
+  const bool small = bytes <= kCopied;
+  if (!small && (bytes <= kPiece || !everyone(in_arena))) return all_reduce_pieces(job, runs, op);
+  for (const at::Tensor& run : runs)
+    job.move({small ? Way::ReduceAll : Way::ReduceParts, 0, 0, op, run.numel()}, rows(run), rows(run));
+  job.run();
 }
 
-// Pieces that stay in the cache. A few ranks read each other's copies, which the transport makes, and keep the sum; of
-// many, each does its part of a piece.
+// By pieces, which are copied to where the others can write and back. Two of them stay in the cache.
 void Backend::all_reduce_pieces(Job& job, const Tensors& runs, int op) {
-  const bool few = size_ <= kFew;
   const int64_t item = static_cast<int64_t>(runs[0].element_size()), most = kPiece / item;
-  at::Tensor room = in_arena(at::empty({most}, runs[0].options()));
-  std::vector<std::pair<Rows, Rows>> back;
+  const at::Tensor room = in_arena(at::empty({most}, runs[0].options()));
+  c10::SmallVector<std::pair<Rows, Rows>, 4> copies;
   int64_t used = 0;
   auto run = [&] {
     job.run();
-    for (auto& [here, there] : back) std::memcpy(here.data, there.data, here.columns * item);
-    back.clear();
+    for (auto& [here, there] : copies) std::memcpy(here.data, there.data, here.columns * item);
+    copies.clear();
     used = 0;
   };
   for (const at::Tensor& t : runs) {
-    const bool copied = !few || gt_in_arena(t.const_data_ptr());  // where it lies it would be read while it is written
+    const bool stays = gt_in_arena(t.const_data_ptr());
     for (int64_t begin = 0, count; begin < t.numel(); begin += count) {
       count = std::min(most - used, t.numel() - begin);
-      const Rows here = row(t, begin, count), there = copied ? row(room, used, count) : here;
-      if (copied) std::memcpy(there.data, here.data, count * item);
-      job.move({few ? Way::ReduceAll : Way::ReduceParts, 0, 0, op, count}, there, few ? here : there);
-      if (!few) back.emplace_back(here, there);
+      const Rows here = row(t, begin, count), there = stays ? here : row(room, used, count);
+      if (!stays) {
+        std::memcpy(there.data, here.data, count * item);
+        copies.emplace_back(here, there);
+      }
+      job.move({Way::ReduceParts, 0, 0, op, count}, there, there);
       if ((used += count) == most) run();
     }
   }
   if (used) run();
+}
+
+// Moves whose sources are as large on all ranks, by pieces where these do not all lie in the arena.
+void Backend::run_pieces(Job& job, const std::vector<Move>& moves) {
+  const int64_t item = static_cast<int64_t>(c10::elementSize(job.call().dtype));
+  int64_t bytes = 0;
+  bool in_arena = true;
+  for (const Move& m : moves) {
+    bytes += m.source.rows * m.source.columns * item;
+    in_arena = in_arena && (!m.source.data || gt_in_arena(m.source.data));
+  }
+  const int64_t most = bytes > kPiece && !everyone(in_arena) ? kPiece : std::max<int64_t>(bytes, 1);
+  int64_t used = 0;
+  for (Move m : moves) {
+    const int64_t column = m.source.rows * item, all = m.key.columns;
+    for (int64_t left = all; left > 0;) {
+      const int64_t count = std::min((most - used) / column, left);
+      if (count) {
+        m.key.columns = m.source.columns = m.target.columns = count;
+        job.move(m.key, m.source, m.target);
+        m.source.data += count * item;
+        m.target.data += count * item;
+        left -= count;
+        used += count * column;
+      } else {
+        job.run();
+        used = 0;
+      }
+    }
+  }
+  job.run();
 }
 
 bool Backend::everyone(bool mine) {

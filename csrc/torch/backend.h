@@ -22,6 +22,7 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 using Time = std::chrono::milliseconds;
 
 class Job;
+struct Move;
 struct Rows;
 
 // A sum in the end: what to multiply with before, and what to divide by after.
@@ -80,6 +81,7 @@ class Backend final : public c10d::Backend {
   friend class Job;
   bool shared() const;  // whether to move by shared memory; raises after shutdown
   bool everyone(bool mine);
+  void run_pieces(Job& job, const std::vector<Move>& moves);
   void exchange(Job& job, const std::vector<Rows>& sent, const std::vector<Rows>& received);
   Work all_reduce_by_gloo(Tensors& tensors, const c10d::AllreduceOptions& opts, const Reduction& reduction);
   void all_reduce(Job& job, const Tensors& tensors, int op);

@@ -163,16 +163,17 @@ Work Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
   if (!shared()) return gloo_->allgather_into_tensor_coalesced(outputs, inputs, opts);
   check_pairs("allgather", outputs, inputs);
   Job job(*this, OpType::_ALLGATHER_BASE, {"allgather", total(inputs), inputs[0].scalar_type(), opts.timeout}, outputs);
+  std::vector<Move> moves;
   for (size_t i = 0; i < inputs.size(); i++) {
     const int64_t n = inputs[i].numel();
     REQUIRE(outputs[i].numel() == n * size_, "allgather: ", n * size_, " elements do not fit ", outputs[i].numel());
     job.agree(n);
-    const at::Tensor output = job.write(outputs[i], true);
+    const at::Tensor output = job.write(outputs[i]);
     const Rows to = rows(output, size_), from = rows(job.read_apart(inputs[i], output, rank_ * n));
     const bool there = n && from.data == row(output, rank_ * n, n).data;
-    job.move({Way::Gather, 0, there, GT_SUM, n}, from, to);
+    moves.push_back({{Way::Gather, 0, there, GT_SUM, n}, from, to});
   }
-  job.run();
+  run_pieces(job, moves);
   return job.done();
 }
 
@@ -231,18 +232,19 @@ Work Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
   Job job(*this, OpType::_REDUCE_SCATTER_BASE,
           {"reduce_scatter", total(inputs), inputs[0].scalar_type(), opts.timeout}, outputs);
   for (int64_t value : {int64_t{reduction.op}, reduction.divisor}) job.agree(value);
+  std::vector<Move> moves;
   for (size_t i = 0; i < inputs.size(); i++) {
     const int64_t n = outputs[i].numel();
     REQUIRE(inputs[i].numel() == n * size_, "reduce_scatter: ", inputs[i].numel(), " elements do not make ", size_,
-          " times ", n);
+            " times ", n);
     job.agree(n);
     const at::Tensor output = job.write(outputs[i]);
     const at::Tensor input = job.keep(reduction.before(inputs[i]));
     const bool same = n && input.is_contiguous() && output.const_data_ptr() == row(input, rank_ * n, n).data;
-    job.move({Way::ReduceRows, 0, 0, reduction.op, n}, rows(same ? input : job.read_apart(input, output), size_),
-             rows(output));
+    const Rows from = rows(same ? input : job.read_apart(input, output), size_);
+    moves.push_back({{Way::ReduceRows, 0, 0, reduction.op, n}, from, rows(output)});
   }
-  job.run();
+  run_pieces(job, moves);
   Work work = job.done();
   for (const at::Tensor& t : outputs) reduction.after(t);
   return work;

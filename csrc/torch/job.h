@@ -26,6 +26,10 @@ struct Rows {
   char* data = nullptr;
   int64_t rows = 0, columns = 0, pitch = 0;
 };
+struct Move {
+  Key key;
+  Rows source, target;
+};
 Rows rows(const at::Tensor& run, int64_t rows = 1);
 Rows row(const at::Tensor& run, int64_t begin, int64_t columns);  // elements of a tensor in one run of memory
 

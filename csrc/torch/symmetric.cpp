@@ -10,6 +10,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 #include <unistd.h>
 
@@ -224,11 +225,21 @@ class Allocator final : public sm::SymmetricMemoryAllocator {
     if (found == blocks_.end()) return nullptr;
     Block& block = found->second;
     c10::intrusive_ptr<sm::SymmetricMemory>& handle = block.met[*group];
-    if (!handle) handle = meet(block, sm::get_group_info(*group), rendezvous_[*group]++);
+    if (!handle) handle = meet(block, info(*group), rendezvous_[*group]++);
     return handle;
   }
 
  private:
+  // What a program told torch about the group; most do not, for NCCL's groups do so themselves.
+  static sm::GroupInfo info(const std::string& group) {
+    try {
+      return sm::get_group_info(group);
+    } catch (const c10::Error&) {
+      auto found = c10d::resolve_process_group(group);
+      return {found->getRank(), found->getSize(), found->getStore()};
+    }
+  }
+
   static c10::intrusive_ptr<sm::SymmetricMemory> meet(const Block& block, const sm::GroupInfo& group, int number) {
     auto key = [&](int r) { return "globaltensor/symmetric/" + std::to_string(number) + "/" + std::to_string(r); };
     const std::string mine = Offer{getpid(), block.file->fd(), block.size, block.pad}.text();

@@ -174,7 +174,12 @@ int box(gt_transport* t, const gt_move* moves, int32_t count, uint64_t agreement
         bool all) {
   // A child of fork must not even lock: another thread of the parent may have been in here.
   if (t->generation != arena_generation()) return usable(*t);
-  std::lock_guard<std::mutex> guard(t->mutex);
+  std::unique_lock<std::mutex> lock(t->mutex, std::try_to_lock);
+  if (!lock.owns_lock()) {  // another thread is, and may need what this one holds (the interpreter's lock) to end
+    if (hooks && hooks->enter) hooks->enter(hooks->context);
+    lock.lock();
+    if (hooks && hooks->leave) hooks->leave(hooks->context);
+  }
   if (int status = usable(*t)) return status;
   Call c{*t, moves, count, agreement, site, hooks};
   if (!all) gather(c);
@@ -187,6 +192,7 @@ int box(gt_transport* t, const gt_move* moves, int32_t count, uint64_t agreement
   }
   int status = c.partners ? run(c) : reduce(c);
   // Where another rank gave up while this one read its memory, what was read may have changed meanwhile.
+  std::atomic_thread_fence(std::memory_order_acquire);
   if (status == GT_OK) status = usable(*t);
   if (status == GT_OK) return GT_OK;
   for (int32_t m = 0; m < count; ++m)

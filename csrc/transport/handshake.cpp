@@ -11,7 +11,6 @@
 #include <fcntl.h>
 #include <inttypes.h>
 #include <poll.h>
-#include <signal.h>
 #include <stdio.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -245,7 +244,11 @@ class Meeting {
   int ended() {
     for (int r = t_.rank + 1; r < t_.ranks; ++r) {
       Address& a = addresses_[size_t(r)];
-      if (known(r) || a.pid_namespace != pid_namespace() || !kill(a.pid, 0) || errno != ESRCH) continue;
+      if (known(r) || a.pid_namespace != pid_namespace()) continue;
+      Fd process(static_cast<int>(syscall(SYS_pidfd_open, a.pid, 0)));
+      bool gone = process.get() < 0 && errno == ESRCH;
+      pollfd end = {process.get(), POLLIN, 0};
+      if (!gone && (process.get() < 0 || poll(&end, 1, 0) <= 0)) continue;
       return fail(t_, GT_DIED, r, "rank %d (process %d) ended before it had met rank %d", r, a.pid, t_.rank);
     }
     return GT_OK;

@@ -18,6 +18,7 @@ namespace gt {
 namespace {
 
 constexpr uint64_t kCopied = kSlotBytes;  // up to here a copy costs less than waiting for the readers
+constexpr double kBytesPerNs = 100;       // that a copy moves, in the caches
 
 uint64_t elements(const gt_move& m) {
   uint64_t n = 1;
@@ -43,6 +44,17 @@ bool all_wait(const Call& c) {
     if (e.seq.load(std::memory_order_acquire) != p.seq + 1 || !(e.flags & kOnlyYou)) return false;
   }
   return true;
+}
+
+// A moment's patience, a fraction of what copying would cost, meets receivers that are just about to come.
+bool meets_all(const Call& c) {
+  if (all_wait(c)) return true;
+  double patience = c.t.crowded ? 0 : static_cast<double>(c.bytes) / kBytesPerNs / 8;
+  for (; patience > 0; patience -= c.t.pause_ns) {
+    if (all_wait(c)) return true;
+    spin_pause();
+  }
+  return false;
 }
 
 bool goes_aside(const Call& c, const gt_move& m) { return c.all_aside || !gt_in_arena(m.source); }
@@ -141,7 +153,7 @@ const Place& place_in(const Peer& p, const Entry& e, int32_t move) {
 int offer(Call& c) {
   for (int32_t i = 0; i < c.count; ++i)
     if (is_read(c.moves[i])) c.bytes += bytes_of(c.moves[i]);
-  c.all_aside = c.bytes <= kCopied || (c.ties == GT_IT_READS && !all_wait(c));
+  c.all_aside = c.bytes <= kCopied || (c.ties == GT_IT_READS && !meets_all(c));
   if (c.bytes > kSlotBytes)
     if (int status = aside_room(c.t, c.bytes, c.hooks)) return status;
   return c.count == 0 ? GT_OK : c.count == 1 ? offer_one(c) : offer_many(c);

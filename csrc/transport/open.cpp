@@ -29,16 +29,19 @@ double pause_cost() {
   double best = 1;
   for (int i = 0; i < 5; ++i) {
     double began = now();
-    for (int k = 0; k < kTimes; ++k) {
-#if defined(__x86_64__) || defined(__i386__)
-      __builtin_ia32_pause();
-#else
-      asm volatile("" ::: "memory");
-#endif
-    }
+    for (int k = 0; k < kTimes; ++k) spin_pause();
     best = std::min(best, now() - began);
   }
   return std::max(1.0, best / kTimes * 1e9);
+}
+
+void note_cpus(gt_transport& t) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof(set), &set))  // more cpus than fit: take it that this rank may run on any
+    for (long i = 0; i < sysconf(_SC_NPROCESSORS_ONLN) && i < CPU_SETSIZE; ++i) CPU_SET(static_cast<size_t>(i), &set);
+  static_assert(sizeof(set) == sizeof(t.own->cpus), "1024 cpus");
+  memcpy(t.own->cpus, &set, sizeof(set));
 }
 
 std::string open_own(gt_transport& t) {
@@ -53,10 +56,7 @@ std::string open_own(gt_transport& t) {
   t.own->rank = t.rank;
   t.own->ranks = t.ranks;
   t.own->magic = kMagic;
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  sched_getaffinity(0, sizeof(set), &set);
-  memcpy(t.own->cpus, &set, sizeof(t.own->cpus));
+  note_cpus(t);
   return handshake_listen(t);
 }
 

@@ -89,6 +89,13 @@ namespace gt {
 double now();  // seconds
 
 // ---- waiting (wait.cpp)
+inline void spin_pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
 // Until all are met. `busy_ns`: how long the others may be expected to work.
 int wait_all(gt_transport&, size_t wanted, double busy_ns, const gt_hooks*);
 // After stores to what `rank` may be waiting for, and a fence: wakes it where it sleeps.

@@ -23,18 +23,10 @@ constexpr int kPausesCrowded = 50, kYields = 200;
 constexpr double kYieldLongest = 1e-3;         // seconds: a yield may cost a whole time slice of another program
 constexpr long kSleep = 10 * 1000 * 1000;      // ns
 
-inline void pause() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 bool spin(const Wanted& w, int pauses) {
   for (int i = 0; i < pauses; ++i) {
     if (w.met()) return true;
-    pause();
+    spin_pause();
   }
   return w.met();
 }

@@ -45,13 +45,14 @@ def _failed(disagreed: bool, what: str, rank: int, text: str) -> None:
     """Raise what a failed meeting over shared memory means. `rank` is the one to blame, -1 for none."""
     face.tell(f"{what}   at {where()}")
     told = face.told(len(comm.world().neighbours), 0.5)
-    rows = "".join(f"\n    rank {r}: {said or 'elsewhere'}" for r, said in zip(sorted(comm.world().neighbours), told))
+    ranks = sorted(comm.world().neighbours)
+    rows = "".join(f"\n    rank {r}: {said or 'elsewhere'}" for r, said in zip(ranks, told))
     if disagreed:
-        raise DisagreementError(f"the ranks disagree about what to do: {text}{rows}", "every rank runs the same program",
+        raise DisagreementError("the ranks disagree about what to do" + rows, f"{text}: every rank runs the same program",
                                 "no global op under a condition that differs between ranks, such as gt.rank() == 0")
-    raise TransportError(f"rank {comm.rank()} cannot go on with {what}: {text}{rows}",
-                         "" if rank < 0 else f"rank {rank} has what the others need",
-                         "" if rank < 0 else f"look at the first error of rank {rank}")
+    lost = f"rank {ranks[rank]}" if rank >= 0 else "the others"
+    raise TransportError(f"rank {comm.rank()} lost touch with {lost} in the boxing for {what}" + rows, text,
+                         "look at the first error of the other ranks")
 
 
 if face is not None:

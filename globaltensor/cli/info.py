@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import globaltensor
-from globaltensor import comm, kernels
+from globaltensor import comm, native
 
 
 def options(of: argparse.ArgumentParser) -> None:
@@ -44,7 +44,8 @@ def _versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "not installed"
-    found["native extension"] = "built" if getattr(kernels, "native", None) else "not built: plain torch does its work"
+    found["native extension"] = "built" if native.face is not None else (
+        "not built: plain torch does its work" if native.WANTED else "turned off by GLOBALTENSOR_NATIVE=0")
     return found
 
 
@@ -63,6 +64,7 @@ def _transports() -> dict[str, str]:
     there = dist.is_available()
     return {
         "memory of one process": "yes: a lone process drives all ranks",
+        "shared memory": "yes, between the ranks of a host" if native.face is not None else "no: it is native code",
         "torch.distributed nccl": "yes" if there and dist.is_nccl_available() and torch.cuda.is_available() else
                                   "no: it needs GPUs, and a torch built for them",
         "torch.distributed gloo": "yes" if there and dist.is_gloo_available() else "no: torch was built without it",

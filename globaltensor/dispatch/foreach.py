@@ -75,12 +75,16 @@ def flat_wants(cls: type, call: Call) -> list[Spec] | None:
         return None
     written = {a.name for a in arguments(call.func) if a.written and call[a.name]}
     wants, results = _wants(cls, call, lists, singles, written, len(next(iter(lists.values()))))
-    driven = set(comm.world().driven)
-    if any(not driven.issubset(want[0].placement.flat) for want in wants):
+    if len({held_ranks(want[0]) for want in wants}) != 1:
         return None
     if any(t.spec.layout is not want[k] for k, tensors in enumerate(lists.values()) for t, want in zip(tensors, wants)):
         return None
     return results
+
+
+def held_ranks(of: Layout) -> tuple[int, ...]:
+    """The ranks of a placement that this process drives."""
+    return tuple(r for r in comm.world().driven if r in of.placement.coords)
 
 
 def _whole(single: Any, places: list[Layout], func: OpOverload) -> dict[int, torch.Tensor]:

@@ -1,8 +1,7 @@
 """Teaching the native dispatcher what was decided, so that the next such call need not enter Python.
 
 A call that it does not know comes to Python with a *ticket*, the key it made. What `decide` finds is handed back flat.
-What only Python can do (a rewrite, a runner, a view that is a copy, an op that draws random numbers) it is told to
-leave to Python.
+What only Python can do (a rewrite, a runner, an op that draws random numbers) it is told to leave to Python.
 """
 from __future__ import annotations
 
@@ -13,8 +12,9 @@ from torch._ops import OpOverload
 
 from globaltensor import comm
 from globaltensor.boxing import native as boxing
-from globaltensor.dispatch.foreach import flat_wants, is_foreach
+from globaltensor.dispatch.foreach import flat_wants, held_ranks, is_foreach
 from globaltensor.dispatch.recipe import Recipe, spec_of_plain
+from globaltensor.layout import spec
 from globaltensor.native import face
 from globaltensor.rules import runners
 from globaltensor.rules.call import Call, arguments
@@ -44,12 +44,11 @@ def teach(key: bytes, cls: type, recipe: Recipe, func: OpOverload, args: tuple, 
 
 
 def _flat(cls: type, recipe: Recipe, call: Call) -> tuple | None:
-    """ranks, slots, moves, outputs, returned, patches, local op; None for what is Python's."""
-    moved = any(want is not None and (type(t) is cls or not all(s.is_broadcast for s in want.sbp))
-                for t, want in zip(call.tensors, recipe.wants))
+    """ranks, slots, moves, outputs, returned, patches, local op, whether it makes a view that
+    is a copy, and whether an operand is one; None for what is Python's."""
     local = _local(recipe, call)
     if (recipe.rewrite is not None or local is None or recipe.outputs is None or recipe.seeded
-            or recipe.guarded or recipe.is_view and moved or not _placed(call, recipe)):
+            or not _placed(call, recipe)):
         return None
     if comm.checking() and any(type(t) is not cls for t in call.tensors):
         return None
@@ -65,7 +64,11 @@ def _flat(cls: type, recipe: Recipe, call: Call) -> tuple | None:
     if results is None:
         return None
     patches = [[(_index(call.func, at), value) for at, value in recipe.patches.get(rank, ())] for rank in recipe.ranks]
-    return (list(recipe.ranks), _slots(call), moves, *results, patches if any(patches) else [], local)
+    copied = recipe.is_view and (any(recipe.wants) or bool(recipe.guarded))
+    if copied:                                       # of what was moved, or of what was a copy already
+        results = [[o and spec(o.layout, o.shape, o.stride, o.dtype, copied=True) for o in items] for items in results[0]], results[1]
+    return (list(recipe.ranks), _slots(call), moves, *results, patches if any(patches) else [], local,
+            copied, bool(recipe.guarded))
 
 
 def _local(recipe: Recipe, call: Call) -> str | None:
@@ -112,9 +115,10 @@ def _foreach(cls: type, call: Call) -> tuple | None:
     outputs = flat_wants(cls, call)
     if outputs is None:
         return None
-    ranks = comm.world().driven
+    ranks = held_ranks(call.tensors[0].spec.layout)
     written = any(a.written and call[a.name] for a in arguments(call.func))
     returns = call.func._schema.returns
     if written and returns:
         return None
-    return list(ranks), _slots(call), [None] * len(call.slots), [] if written else [outputs], [] if written else [-1], [], ""
+    return list(ranks), _slots(call), [None] * len(call.slots), [] if written else [outputs], [] if written else [-1], [], "", \
+        False, False

@@ -115,6 +115,20 @@ class GlobalTensor(torch.Tensor):
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
+    def new_tensor(self, data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+        """A plain tensor of this data, with this tensor's dtype and device."""
+        return torch.tensor(data, dtype=dtype or self.dtype, **{"device": self.device, **options})
+
+    def new(self, *args: Any, **options: Any) -> torch.Tensor:
+        """A plain tensor, with this tensor's dtype and device."""
+        return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **options)
+
+    def apply_(self, *_: Any) -> None:
+        raise GlobalTensorError("apply_, map_ and share_memory_ of a global tensor", "it has no memory of its own",
+                                "x.full_tensor(), or its shards one by one: x.shards")
+
+    map_ = map2_ = share_memory_ = apply_
+
     # ------------------------------------------------------------------------------------------------ its value
 
     def to_local(self) -> torch.Tensor:

@@ -208,25 +208,34 @@ struct Move {
   }
 };
 
-Step random_step(Rng& rng, int ranks) {
+// Now and then one pair of ranks does many sends in a row, so that the sender runs ahead.
+struct Burst {
+  int64_t left = 0;
+  Ranks pair;
+};
+
+Step random_step(Rng& rng, int ranks, Burst& burst) {
   Ranks group;
   for (int r = 0; r < ranks; ++r) group.push_back(r);
   std::shuffle(group.begin(), group.end(), rng);
   if (below(rng, 2)) group.resize(size_t(2 + below(rng, ranks - 1)));
   static const int64_t kRows[] = {1, 2, 5, 16, 40, 3, 200};
   static const int64_t kColumns[] = {1, 3, 7, 16, 64, 100};
-  Maker maker = {rng, ranks, group, kRows[below(rng, 7)], kColumns[below(rng, 6)]};
-  return maker.make(below(rng, 8));
+  if (burst.left == 0 && !below(rng, 40)) burst = {60, {group[0], group[1]}};
+  bool bursts = burst.left > 0 && burst.left--;
+  Maker maker = {rng, ranks, bursts ? burst.pair : group, kRows[below(rng, 7)], kColumns[below(rng, 6)]};
+  return bursts ? maker.send() : maker.make(below(rng, 8));
 }
 
 int play(gt_transport* t, int rank, int ranks, uint64_t seed, int64_t calls) {
   Rng rng(seed), mine(seed * 31 + static_cast<uint64_t>(rank));
+  Burst burst;
   for (int64_t call = 0; call < calls; ++call) {
     int64_t count = below(rng, 3) ? 1 : 2 + below(rng, 3);
     std::vector<std::unique_ptr<Move>> moves;
     std::vector<gt_move> views;
     for (int64_t k = 0; k < count; ++k) {
-      moves.push_back(std::make_unique<Move>(random_step(rng, ranks), rank, ranks, mine, call * 10 + k));
+      moves.push_back(std::make_unique<Move>(random_step(rng, ranks, burst), rank, ranks, mine, call * 10 + k));
       views.push_back(moves.back()->view());
     }
     int status = gt_box(t, views.data(), static_cast<int32_t>(count), 77 + static_cast<uint64_t>(call), static_cast<uint64_t>(below(mine, 2)) * 5, nullptr);

@@ -1,0 +1,143 @@
+"""The library of CUDA kernels as Python sees it: its structs, its calls, how it is built.
+
+    library = Library(build(folder), "cuda")         # or Library(build_threads(folder), "cpu"): threads stand for the GPU
+    library.reduce([move(regions, corners, sources, targets, op="sum")])
+    library.fill("normal", key, shape, box, out, mean, std)
+
+What lies where goes to the kernel as addresses and strides of torch tensors, which must live until the stream is done.
+"""
+from __future__ import annotations
+
+import ctypes
+import itertools
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "csrc").rglob("*.cu"))
+GXX = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing",
+       "-ffp-contract=off", "-I", ROOT / "csrc"]
+NVCC = ["nvcc", "-std=c++17", "-O3", "--fmad=false", "-Xcompiler", "-fPIC,-Wall,-Wextra,-Wno-unknown-pragmas,-fvisibility=hidden"]
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64,
+          torch.uint8, torch.bool, torch.complex64, torch.complex128]          # as in enum gt_dtype
+OPS = {"sum": 0, "max": 1, "min": 2}                                           # enum gt_op
+DIMS, RANKS, BLOCKS = 8, 16, 256                     # GT_DIMS, GT_CUDA_RANKS, GT_CUDA_BLOCKS
+BAD_DTYPE, NEEDS_ROOM, MISALIGNED = -1, -2, -3       # enum gt_cuda_status
+
+Numbers = ctypes.c_int64 * DIMS
+
+
+class Corner(ctypes.Structure):
+    _fields_ = [("shard", ctypes.c_int64), ("start", Numbers)]
+
+
+class Region(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("ndim", "sources", "targets", "part", "parts", "first")]
+    _fields_ += [("size", Numbers)]
+
+
+class Shard(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("stride", Numbers)]
+
+
+class Move(ctypes.Structure):
+    _fields_ = [("regions", ctypes.c_void_p), ("count", ctypes.c_int64), ("corners", ctypes.c_void_p),
+                ("sources", ctypes.c_void_p), ("targets", ctypes.c_void_p),
+                ("source_dtype", ctypes.c_int32), ("target_dtype", ctypes.c_int32), ("op", ctypes.c_int32)]
+
+
+class Group(ctypes.Structure):
+    _fields_ = [("pad", ctypes.c_void_p * RANKS), ("epoch", ctypes.c_void_p), ("abort", ctypes.c_void_p),
+                ("gave_up", ctypes.c_void_p), ("rank", ctypes.c_int32), ("ranks", ctypes.c_int32)]
+
+
+def shard(t: torch.Tensor) -> Shard:
+    return Shard(t.data_ptr(), Numbers(*t.stride()))
+
+
+def move(regions: Sequence[Region] | bytes, corners: Sequence[Corner] | bytes, sources: Sequence[Shard],
+         targets: Sequence[Shard], source: torch.dtype, target: torch.dtype, op: str | int = "sum") -> Move:
+    """One tensor's boxing. Regions and corners may also be packed, as boxing/program.py has them."""
+    def packed(what: Sequence | bytes, of: type) -> ctypes.Array:
+        return (ctypes.create_string_buffer(what, max(len(what), 1)) if isinstance(what, bytes) else
+                (of * max(len(what), 1))(*what))
+
+    held = packed(regions, Region), packed(corners, Corner), packed(sources, Shard), packed(targets, Shard)
+    count = len(regions) // ctypes.sizeof(Region) if isinstance(regions, bytes) else len(regions)
+    at = [ctypes.addressof(x) for x in held]
+    made = Move(at[0], count, *at[1:], DTYPES.index(source), DTYPES.index(target), OPS[op] if isinstance(op, str) else op)
+    made.held = held                                 # lives as long as the move does
+    return made
+
+
+class Library:
+    """The kernels and the device they work on."""
+
+    def __init__(self, path: Path, device: str = "cuda") -> None:
+        self.lib, self.device = ctypes.CDLL(str(path)), torch.device(device)
+        self.number = self.device.index or 0
+        if self.on_gpu:
+            self.lib.gt_cuda_message.restype = ctypes.c_char_p
+            self.check(self.lib.gt_cuda_load(self.number))
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def stream(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream if self.on_gpu else None)
+
+    def check(self, status: int) -> None:
+        if status:
+            raise RuntimeError(self.lib.gt_cuda_message(status).decode() if self.on_gpu else f"status {status}")
+
+    def reduce(self, moves: Sequence[Move], give_room: bool = True) -> int:
+        """gt_cuda_reduce, with room for the table where it asks for it; its status."""
+        table, count, none = (Move * len(moves))(*moves), ctypes.c_int64(len(moves)), ctypes.c_size_t(0)
+        status = self.lib.gt_cuda_reduce(self.number, table, count, None, none, self.stream)
+        if status == NEEDS_ROOM and give_room:
+            size = ctypes.c_size_t()
+            self.check(self.lib.gt_cuda_room(table, count, ctypes.byref(size)))
+            room = torch.empty(size.value // 8, dtype=torch.int64, device=self.device)   # torch reuses it in stream order
+            status = self.lib.gt_cuda_reduce(self.number, table, count, ctypes.c_void_p(room.data_ptr()), size, self.stream)
+        return status
+
+    def box(self, group: Group, blocks: int, moves: Sequence[Move]) -> int:
+        """gt_cuda_box of a table that needs no room; its status."""
+        return self.lib.gt_cuda_box(self.number, ctypes.byref(group), blocks, (Move * len(moves))(*moves),
+                                    ctypes.c_int64(len(moves)), None, ctypes.c_size_t(0), self.stream)
+
+    def fill(self, law: str, key: int, shape: Sequence[int], box: Sequence[tuple[int, int]], out: torch.Tensor,
+             *parameters: float | int) -> None:
+        """Random numbers of the box into `out`, contiguous, by gt_cuda_fill_<law>. Parameters as in csrc/random/fill.h."""
+        numbers = [*shape, *itertools.chain(*box)]
+        self.check(getattr(self.lib, f"gt_cuda_fill_{law}")(
+            self.number, self.stream, ctypes.c_void_p(out.data_ptr()), DTYPES.index(out.dtype), ctypes.c_uint64(key),
+            len(shape), (ctypes.c_int64 * max(len(numbers), 1))(*numbers),
+            *[ctypes.c_double(p) if isinstance(p, float) else ctypes.c_uint64(p) for p in parameters]))
+
+
+def command(*words: object) -> str:
+    """What a command says, which must succeed."""
+    done = subprocess.run([str(w) for w in words], capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(map(str, words))}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def build(folder: Path) -> Path:
+    """The library for the GPU that is here."""
+    major, minor = torch.cuda.get_device_capability()
+    command(*NVCC, "-shared", f"-arch=sm_{major}{minor}", "-o", folder / "gpu.so", *SOURCES)
+    return folder / "gpu.so"
+
+
+def build_threads(folder: Path) -> Path:
+    """The same as threads of this process. Jobs are small, so that what is larger is divided."""
+    command(*GXX, "-DGT_JOB_ELEMENTS=5000", "-fPIC", "-shared", ROOT / "tests/native/cuda_threads.cpp",
+            "-o", folder / "threads.so", "-lpthread")
+    return folder / "threads.so"

@@ -1,0 +1,160 @@
+"""The native dispatcher and its Python twin: the same specs and the same bits, for every line of the table.
+
+An op that is called for the third time on operands of the same specs does not enter Python any more; what it gives is
+compared with what `dispatch.core.dispatch` gives for equal operands.
+"""
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+import pytest
+import torch
+from rule_samples import ELSEWHERE, SAMPLES, VALUELESS
+from test_rules import made, name_of
+from torch.utils._pytree import tree_flatten
+
+import globaltensor as gt
+from globaltensor.dispatch.core import dispatch
+from globaltensor.native import face
+from globaltensor.rules.call import Call
+from globaltensor.rules.line import Line
+from globaltensor.rules.table import TABLE
+from globaltensor.tensor.core import GlobalTensor
+
+pytestmark = pytest.mark.skipif(face is None, reason="the native code is not built")
+
+SEED = int(os.environ.get("NATIVE_SEED") or 20_261_121)
+print(f"tests/test_native_dispatch.py: NATIVE_SEED={SEED}")
+core = sys.modules["globaltensor.tensor.core"]
+OPS = [f for f in TABLE if name_of(f) in SAMPLES and name_of(f) not in ELSEWHERE | VALUELESS]
+PYTHONS = {name_of(f) for f, line in TABLE.items() if line.runner is not None or line.rewrite is not None}
+
+
+@pytest.fixture
+def arrivals(monkeypatch):
+    """The ops that come to Python."""
+    seen = []
+    arrive = core.arrive
+
+    def spy(cls, func, args, kwargs):
+        seen.append(func)
+        return arrive(cls, func, args, kwargs)
+
+    monkeypatch.setattr(core, "arrive", spy)
+    return seen
+
+
+def operands(args, kwargs, where, chooser):
+    """The same arguments with global tensors, in layouts drawn at random."""
+    def place(value):
+        if isinstance(value, torch.Tensor):
+            choices = [gt.sbp.broadcast, *[gt.sbp.split(d) for d in range(value.dim())]]
+            if value.is_floating_point() and not value.isnan().any() and not value.isinf().any():
+                choices.append(gt.sbp.partial_sum)
+            return gt.from_full(value, where, [chooser.choice(choices) for _ in range(where.ndim)])
+        if isinstance(value, (list, tuple)):
+            return type(value)(place(v) for v in value)
+        return {k: place(v) for k, v in value.items()} if isinstance(value, dict) else value
+    return place(args), place(kwargs)
+
+
+def copied(value):
+    if isinstance(value, GlobalTensor):
+        return GlobalTensor.wrap(value.spec, {r: t.clone() for r, t in value.shards.items()})
+    if isinstance(value, (list, tuple)):
+        return type(value)(copied(v) for v in value)
+    return {k: copied(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def assert_same(mine, twins, what):
+    mine, twins = tree_flatten(mine)[0], tree_flatten(twins)[0]
+    assert len(mine) == len(twins), what
+    for a, b in zip(mine, twins):
+        assert type(a) is type(b), what
+        if type(a) is GlobalTensor:
+            assert a.spec is b.spec, f"{what}: {a.spec}, {b.spec}"
+            assert a.shape == b.spec.shape and a.stride() == b.spec.stride, what
+            for rank, shard in b.shards.items():
+                torch.testing.assert_close(a.shards[rank], shard, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{what}\n{m}")
+                assert a.shards[rank].stride() == shard.stride(), what
+
+
+@pytest.mark.parametrize("func", OPS, ids=name_of)
+def test_native_dispatch_is_its_twin(func, arrivals):
+    generator = torch.Generator().manual_seed(SEED % 2**31)
+    chooser = random.Random(f"{SEED} {name_of(func)}")
+    for number, (args, kwargs) in enumerate(SAMPLES[name_of(func)]):
+        for ranks in ([0, 1], [[2, 0], [1, 3]]):
+            given = operands(made(args, generator), made(kwargs, generator), gt.placement("cpu", ranks), chooser)
+            if not Call(func, *given).tensors:
+                continue
+            what = f"{name_of(func)}, sample {number}, {[t.sbp for t in Call(func, *given).tensors]}, NATIVE_SEED={SEED}"
+            for _ in range(2):
+                again = copied(given)
+                func(*again[0], **again[1])
+            arrivals.clear()
+            mine, twins = copied(given), copied(given)
+            got = func(*mine[0], **mine[1])
+            if name_of(func) not in PYTHONS:
+                assert func not in arrivals, f"{what} came to Python"
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "Python"):
+                continue                             # torch decomposed it before it came here
+            assert_same(got, dispatch(GlobalTensor, func, *twins), what)
+            assert_same(mine, twins, f"{what}: operands")
+
+
+def test_most_lines_need_no_python():
+    assert len(PYTHONS & {name_of(f) for f in OPS}) < 0.25 * len(OPS)
+    assert all(line.rewrite is None or line.when is not Line.__dataclass_fields__["when"].default or name_of(f) in PYTHONS
+               for f, line in TABLE.items())
+
+
+def test_foreach_and_fused_ops_need_no_python(arrivals):
+    where = gt.placement("cpu", [0, 1])
+    weights = [gt.randn(4, 5, placement=where, sbp=sbp) for sbp in (gt.sbp.split(0), gt.sbp.broadcast)]
+    plain = [w.full_tensor() for w in weights]
+    for _ in range(4):
+        arrivals.clear()
+        torch._foreach_mul_(weights, 1.5)
+        sums = torch._foreach_add(weights, weights, alpha=2)
+    assert not arrivals
+    for w, s, p in zip(weights, sums, plain):
+        torch.testing.assert_close(w.full_tensor(), p * 1.5**4)
+        torch.testing.assert_close(s.full_tensor(), 3 * p * 1.5**4)
+        assert s.spec is w.spec
+
+
+def test_a_mode_sees_every_op():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = gt.ones(4, placement=gt.placement("cpu", [0, 1]), sbp=gt.sbp.split(0))
+    for _ in range(4):
+        x + x
+    with Look():
+        assert (x + x).sbp == (gt.sbp.split(0),)
+    assert torch.ops.aten.add.Tensor in seen
+
+
+def test_other_subclasses_keep_their_ways():
+    class Mine(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return torch.full((), 7.0)
+
+    x = gt.ones(4, placement=gt.placement("cpu", [0, 1]), sbp=gt.sbp.split(0))
+    for _ in range(4):
+        x + x
+    mine = torch.Tensor._make_wrapper_subclass(Mine, (4,))
+    assert torch.add(mine, mine).item() == 7
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    with FakeTensorMode():
+        assert (torch.empty(3) + torch.empty(3)).shape == (3,)

@@ -1,0 +1,160 @@
+"""The shared-memory transport, tested natively: threads and processes, sanitizers, kills, stops, deadlocks, forks.
+
+The programs are in `native/`. Each is built as a user's would be, and with what finds errors that values do not show:
+the address and undefined-behaviour sanitizers, and for ranks that are threads the thread sanitizer.
+"""
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NATIVE = ROOT / "tests" / "native"
+FLAGS = {
+    "plain": ["-O2"],
+    "asan": ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "tsan": ["-O1", "-fsanitize=thread", "-Wno-tsan"],  # it knows no fences; here they only order wake-ups
+}
+SEED = int(os.environ.get("GLOBALTENSOR_TEST_SEED", "1"))
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """build("transport_values", "tsan"): the program, compiled once."""
+    folder = tmp_path_factory.mktemp("transport")
+
+    def compile(output: Path, flavour: str, *arguments: object) -> Path:
+        command = ["g++", "-std=c++17", "-g", "-ffp-contract=off", *FLAGS[flavour],
+                   *map(str, arguments), "-o", str(output)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if flavour != "plain" and "cannot find" in done.stderr:
+            pytest.skip(f"g++ has no library for {FLAGS[flavour][1]}")
+        assert done.returncode == 0, done.stderr
+        return output
+
+    @cache
+    def library(flavour: str) -> list[Path]:
+        sources = [*sorted((ROOT / "csrc" / "transport").glob("*.cpp")), NATIVE / "transport_kernel.cpp"]
+        return [compile(folder / f"{flavour}-{s.stem}.o", flavour, "-c", s) for s in sources]
+
+    @cache
+    def program(name: str, flavour: str = "plain") -> Path:
+        return compile(folder / f"{flavour}-{name}", flavour, NATIVE / f"{name}.cpp", *library(flavour), "-pthread")
+
+    return program
+
+
+def run(program: Path, *arguments: object, limit: float = 60) -> str:
+    """Run a test program; whatever it starts must be gone with it, and it must leave no file or socket behind."""
+    before = set(os.listdir("/dev/shm"))
+    with subprocess.Popen([program, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          start_new_session=True, env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}) as process:
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            for pid in session(process.pid):
+                os.kill(pid, 9)
+            raise
+    assert process.returncode == 0, output
+    assert not session(process.pid), f"{session(process.pid)} were left behind\n{output}"
+    assert set(os.listdir("/dev/shm")) <= before
+    return output
+
+
+def session(leader: int) -> list[int]:
+    """The processes of a session, by /proc."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[3]) == leader and fields[0] != "Z":
+                members.append(int(entry.name))
+    return members
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_values(build, kind, ranks):
+    run(build("transport_values"), kind, ranks, SEED, 400)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_threads_have_no_data_race(build, ranks):
+    run(build("transport_values", "tsan"), "threads", ranks, SEED, 200)
+
+
+@pytest.mark.parametrize("kind, ranks", [("threads", 3), ("processes", 4)])
+def test_no_undefined_behaviour(build, kind, ranks):
+    run(build("transport_values", "asan"), kind, ranks, SEED, 200)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flavour, kind", [("plain", "threads"), ("plain", "processes"), ("asan", "processes"), ("tsan", "threads")])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_values_for_long(build, flavour, kind, ranks):
+    for seed in range(SEED, SEED + 10):
+        run(build("transport_values", flavour), kind, ranks, seed, 3000, limit=250)
+
+
+MISHAPS = ["agreement", "site", "order", "crossed", "finished", "raised", "early", "ring", "late", "interrupted", "told",
+           "forked", "ahead"]
+
+
+@pytest.mark.parametrize("case", MISHAPS)
+def test_mishap(build, case):
+    run(build("transport_failures"), case)
+
+
+@pytest.mark.parametrize("case", [*MISHAPS, "kill", "stop"])
+@pytest.mark.long
+def test_mishap_without_undefined_behaviour(build, case):
+    run(build("transport_failures", "asan"), case, SEED, 5, limit=120)
+
+
+@pytest.mark.parametrize("times", [8, pytest.param(50, marks=pytest.mark.long)])
+def test_a_killed_rank_is_noticed_by_all(build, times):
+    run(build("transport_failures"), "kill", SEED, times, limit=120)
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.long)])
+def test_a_stopped_rank_is_noticed_by_all(build, times):
+    run(build("transport_failures"), "stop", SEED, times, limit=250)
+
+
+@pytest.mark.parametrize("case", ["absent", "late", "wrong", "strangers", "again", "outlives", "shared", "many"])
+def test_meeting(build, case):
+    run(build("transport_meeting"), case)
+
+
+@pytest.mark.parametrize("times", [30000, pytest.param(1_000_000, marks=pytest.mark.long)])
+def test_boxings_take_no_memory(build, times):
+    run(build("transport_meeting"), "steady", times, limit=250)
+
+
+def test_nothing_listens_after_the_meeting(build):
+    run(build("transport_values"), "processes", 3, SEED, 1)
+    assert "globaltensor-" not in Path("/proc/net/unix").read_text()
+
+
+@pytest.mark.parametrize("case", ["mixed", "threads", "reuse", "held", "forks",
+                                  pytest.param("give_back", marks=pytest.mark.long)])
+def test_arena(build, case):
+    run(build("transport_arena"), case, SEED)
+
+
+@pytest.mark.parametrize("flavour, case", [("tsan", "threads"), ("asan", "mixed"), ("asan", "held"), ("asan", "forks")])
+def test_arena_under_a_sanitizer(build, flavour, case):
+    run(build("transport_arena", flavour), case, SEED)
