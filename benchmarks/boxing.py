@@ -3,7 +3,10 @@
 One process per rank. Every way of doing a boxing (`ways.py`) lives in the same processes, is verified, and measured in
 turns, batch by batch; the slowest rank's time counts. Microseconds: median and the quiet tenth (p10) of the batches.
 `size` is that of the largest shard that a rank has before or after; GB/s are that size by the median. The ping-pong is
-how long a cache line takes from one core to another just before: where it moves, so does what is small.
+how long a cache line takes from one core to another just before: where it changes, so does all that is small.
+
+Nobody writes to the sources meanwhile, so the caches of the readers may keep them; `fresh` has them written anew before
+each boxing, as a program does, and takes the time of that off. On a busy machine: chrt -r 1 globaltensor bench boxing
 """
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ SHARES = ["dtype", "boxing", "size", "GB/s", "% of ceiling", "% of new result", 
           "python/gloo", "python/DTensor"]
 
 
-def main(json: bool = False, quick: bool = False, ranks: int = 2) -> None:
+def main(json: bool = False, quick: bool = False, ranks: int = 2, fresh: bool = False) -> None:
+    if ranks < 2 or SIZES[0] % (64 * ranks):
+        raise SystemExit(f"boxing: --ranks is 2, 4, 8 or 16, not {ranks}")
     sizes, batches, seconds = (SIZES[:2], 2, 5e-4) if quick else (SIZES, 15, 4e-3)
     mpirun, mpi = find_mpirun()
     with tempfile.TemporaryDirectory() as folder, \
@@ -38,11 +43,12 @@ def main(json: bool = False, quick: bool = False, ranks: int = 2) -> None:
         library = compiled(folder)
         memory.truncate(bound(library).ceiling_bytes(ranks, max(sizes)))
         settings = {"library": library, "memory": memory.name, "sizes": sizes, "batches": batches, "seconds": seconds,
-                    "without": [] if mpirun else ["MPI"]}
+                    "fresh": fresh, "without": [] if mpirun else ["MPI"]}
         with Workers("benchmarks.boxing:measure", ranks, settings, mpirun=mpirun) as workers:
             rows = workers.hear(1)[0]
-    show(f"boxing: {ranks} ranks, microseconds: median (p10)", [{**row, **summary(row)} for row in rows], json,
-         [TIMES, SHARES], MPI=mpi)
+    title = f"boxing: {ranks} ranks{', fresh sources' if fresh else ''}, microseconds: median (p10)"
+    rows = [{**row, **summary(row), **({} if json else for_people(row))} for row in rows]
+    show(title, rows, json, [TIMES, SHARES], MPI=mpi)
 
 
 def measure(settings: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
@@ -56,13 +62,14 @@ def measure(settings: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
         for boxing in BOXINGS:
             for nbytes in settings["sizes"]:
                 case = Case(boxing, nbytes, getattr(torch, dtype), rank, ranks)
-                found = one(case, limit, names, settings["batches"], settings["seconds"])
+                found = one(case, limit, names, settings["batches"], settings["seconds"], settings["fresh"])
                 rows.append({"dtype": dtype, "boxing": boxing, "bytes": nbytes, **found})
     if rank == 0:
         yield rows
 
 
-def one(case: Case, limit: Ceiling, names: list[str], batches: int, seconds: float) -> dict[str, Any]:
+def one(case: Case, limit: Ceiling, names: list[str], batches: int, seconds: float,
+        fresh: bool) -> dict[str, Any]:
     """A case in all ways: name -> [median, p10] of microseconds."""
     ways = {name: way for name in names if (way := WAYS[name](case, limit)) is not None}
     for name, way in ways.items():
@@ -76,9 +83,9 @@ def one(case: Case, limit: Ceiling, names: list[str], batches: int, seconds: flo
     for _ in range(batches):
         for name, way in ways.items():
             limit.meet()
-            found[name].append(limit.slowest(way.seconds(times[name])) / times[name] * 1e6)
+            found[name].append(limit.slowest(way.seconds(times[name], fresh)) / times[name] * 1e6)
     gc.enable()
-    return {"pingpong": pingpong, "us": {name: [statistics.median(us), sorted(us)[len(us) // 10]]
+    return {"ping-pong ns": pingpong, "us": {name: [statistics.median(us), sorted(us)[len(us) // 10]]
                                          for name, us in found.items()}}
 
 
@@ -113,20 +120,20 @@ def count(way: Way, limit: Ceiling, seconds: float) -> int:
     return max(1, min(5000, int(seconds / took * times)))
 
 
-def summary(row: dict[str, Any]) -> dict[str, Any]:
-    """What people read of a row."""
+def summary(row: dict[str, Any]) -> dict[str, float]:
+    """Speed, shares and ratios, of medians."""
     us = {name: median for name, (median, _) in row["us"].items()}
-    ours, by_python = us.get("direct"), us["python"]
-    ours = ours or by_python
+    us.setdefault("direct", us["python"])            # without the native code
+    found = {"GB/s": row["bytes"] / us["direct"] / 1e3}
+    found |= {f"% of {limit}": us[limit] / us["direct"] * 100 for limit in ("ceiling", "new result") if limit in us}
+    return found | {f"{one}/{other}": us[one] / us[other] for one in ("direct", "python")
+                    for other in ("gloo", "MPI", "DTensor") if other in us}
 
-    def ratio(a: float, b: float | None, scale: float = 1) -> float | None:
-        return a / b * scale if b else None
 
-    return {"size": f"{row['bytes'] >> 10} KB" if row["bytes"] < 1 << 20 else f"{row['bytes'] >> 20} MB",
-            "ping-pong ns": row["pingpong"], "GB/s": row["bytes"] / ours / 1e3,
-            "% of ceiling": us["ceiling"] / ours * 100, "% of new result": ratio(us.get("new result", 0), ours, 100) or None,
-            "direct/gloo": ratio(ours, us["gloo"]), "direct/MPI": ratio(ours, us.get("MPI")),
-            "python/gloo": ratio(by_python, us["gloo"]), "python/DTensor": ratio(by_python, us["DTensor"]),
+def for_people(row: dict[str, Any]) -> dict[str, Any]:
+    """The cells of a row that JSON has as numbers."""
+    size = row["bytes"]
+    return {"size": f"{size >> 10} KB" if size < 1 << 20 else f"{size >> 20} MB",
             **{name: f"{number(median)} ({number(p10)})" for name, (median, p10) in row["us"].items()}}
 
 

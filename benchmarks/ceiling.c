@@ -17,7 +17,7 @@
 #endif
 
 enum { P_TO_B, S_TO_B, P_TO_S, S_TO_S, P_TO_NEW_B, MOST_RANKS = 16 };
-enum { FRONT = 64 << 10, SLOT = 64 << 10, STREAM_FROM = 16 << 20 };  // bytes; stores of large results pass the caches by
+enum { FRONT = 64 << 10, SLOT = 16 << 10, STREAM_FROM = 16 << 20 };  // bytes; stores of large results pass the caches by
 
 typedef struct {
   _Alignas(128) _Atomic uint32_t seq;    // how many meetings this rank has come to
@@ -40,6 +40,7 @@ static double now(void) {
 size_t ceiling_bytes(int n, size_t most) { return FRONT + (size_t)n * 2 * (SLOT + most); }
 char* ceiling_source(int r) { return data + (size_t)r * 2 * largest; }
 char* ceiling_result(int r) { return ceiling_source(r) + largest; }
+static int makes_sum_for_all(int op) { return op == P_TO_B || op == P_TO_NEW_B; }
 static char* slot(int r) { return slots + ((size_t)r * 2 + turn) * SLOT; }
 
 // `spins`: how long to wait before giving the core away, which must be short where ranks share cores.
@@ -131,8 +132,8 @@ static void pass(int op, size_t bytes, int item, char** source, char** result, i
   size_t part = bytes / (size_t)ranks;
   int stream = bytes >= STREAM_FROM;
   char* to[MOST_RANKS] = {result[me]};
-  if ((op == P_TO_B || op == P_TO_NEW_B) && !shared) sum(source, 0, to, 1, bytes, item, stream);
-  if ((op == P_TO_B || op == P_TO_NEW_B) && shared) {
+  if (makes_sum_for_all(op) && !shared) sum(source, 0, to, 1, bytes, item, stream);
+  if (makes_sum_for_all(op) && shared) {
     for (int r = 0; r < ranks; r++) to[r] = result[r] + part * (size_t)me;
     sum(source, part * (size_t)me, to, ranks, part, item, stream);
   }
@@ -150,7 +151,7 @@ static size_t held(int op, size_t bytes) { return op == S_TO_B ? bytes / (size_t
 
 static void box(int op, size_t bytes, int item) {
   char *source[MOST_RANKS], *result[MOST_RANKS];
-  int small = held(op, bytes) <= SLOT;
+  int small = held(op, bytes) <= (makes_sum_for_all(op) ? SLOT / 4 : SLOT);
   turn ^= 1;
   for (int r = 0; r < ranks; r++) {
     source[r] = small ? slot(r) : ceiling_source(r);

@@ -84,9 +84,13 @@ def free_port() -> int:
 def find_mpirun() -> tuple[str | None, str]:
     """Its path, or None and why MPI cannot take part."""
     path = shutil.which("mpirun")
-    if importlib.util.find_spec("mpi4py") is None:
-        return None, "not there: no mpi4py"
-    return path, "started by mpirun" if path else "not there: no mpirun"
+    if path is None:
+        return None, "not there: no mpirun"
+    code = "import mpi4py; mpi4py.rc(initialize=False); from mpi4py import MPI; print(MPI.Get_library_version())"
+    tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if tried.returncode:
+        return None, f"not there: {tried.stderr.strip().splitlines()[-1]}"
+    return path, tried.stdout.splitlines()[0].partition(",")[0]
 
 
 def work() -> None:

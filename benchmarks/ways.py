@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from ctypes import memset
 from typing import Any, NamedTuple
 
 import torch
@@ -64,17 +65,25 @@ class Way(NamedTuple):
     source: torch.Tensor
     run: Callable[[], Any]
     part: Callable[[Any], torch.Tensor]
-    loop: Callable[[int], float] | None = None       # seconds of so many, without Python in between
+    loop: Callable[[int, bool], float] | None = None     # `seconds` without Python in between
 
-    def seconds(self, times: int) -> float:
-        """Of so many in a row."""
+    def seconds(self, times: int, fresh: bool = False) -> float:
+        """Of so many in a row; `fresh`: the source is written anew before each, and the time of that taken off."""
         if self.loop is not None:
-            return self.loop(times)
-        run = self.run
+            return self.loop(times, fresh)
+        run, at, nbytes = self.run, self.source.data_ptr(), self.source.nbytes
         began = time.perf_counter()
         for _ in range(times):
+            if fresh:
+                memset(at, 0, nbytes)
             run()
-        return time.perf_counter() - began
+        took = time.perf_counter() - began
+        if fresh:
+            began = time.perf_counter()
+            for _ in range(times):
+                memset(at, 0, nbytes)
+            took -= time.perf_counter() - began
+        return took
 
 
 def ceiling(case: Case, limit: Ceiling, boxing: str = "") -> Way:
@@ -82,10 +91,10 @@ def ceiling(case: Case, limit: Ceiling, boxing: str = "") -> Way:
     source = limit.source(case.source, case.dtype)
     made = source if boxing == "P -> B" else limit.result(case.result, case.dtype)
 
-    def loop(times: int) -> float:
-        return limit.run(boxing, case.nbytes, case.dtype.itemsize, times)
+    def loop(times: int, fresh: bool) -> float:
+        return limit.run(boxing, case.nbytes, case.dtype.itemsize, times, fresh)
 
-    return Way(source, lambda: loop(1), lambda _: made, loop)
+    return Way(source, lambda: loop(1, False), lambda _: made, loop)
 
 
 def new_result(case: Case, limit: Ceiling) -> Way | None:

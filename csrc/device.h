@@ -119,7 +119,8 @@ class gt_on_device {
   int before_ = 0, device_;
 };
 // Not <<< >>>: what that returns may be the error of somebody else's call.
-template <class Argument> int gt_launch(void (*kernel)(Argument), int grid, int block, void* stream, Argument argument) {
+template <class Argument>
+int gt_launch(void (*kernel)(Argument), int grid, int block, void* stream, Argument argument) {
   void* arguments[] = {&argument};
   return (int)cudaLaunchKernel((const void*)kernel, dim3(grid), dim3(block), arguments, 0, (cudaStream_t)stream);
 }
@@ -230,7 +231,8 @@ inline uint16_t gt_rounded_half(float x) {  // to the nearest multiple of the la
   return (uint16_t)(sign | ((exponent + 14) * 1024 + fraction));
 }
 
-template <class Argument> int gt_launch(void (*kernel)(Argument), int grid, int block, void*, const Argument& argument) {
+template <class Argument>
+int gt_launch(void (*kernel)(Argument), int grid, int block, void*, const Argument& argument) {
   std::vector<std::unique_ptr<gt_block>> blocks;
   std::vector<std::thread> threads;
   for (int b = 0; b < grid; b++) blocks.push_back(std::make_unique<gt_block>(block));

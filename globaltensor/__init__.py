@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from globaltensor import sbp
+from globaltensor import backend, sbp  # noqa: F401  (backend registers itself with torch.distributed)
 from globaltensor.boxing.watch import boxing, record
 from globaltensor.comm import init, rank, world_size
 from globaltensor.debug.explain import explain

@@ -1,6 +1,6 @@
 """The library of CUDA kernels as Python sees it: its structs, its calls, how it is built.
 
-    library = Library(build(folder), "cuda")         # or Library(build_threads(folder), "cpu"): threads stand for the GPU
+    library = Library(build(folder), "cuda")         # or Library(build_threads(folder), "cpu"): threads for a GPU
     library.reduce([move(regions, corners, sources, targets, op="sum")])
     library.fill("normal", key, shape, box, out, mean, std)
 
@@ -20,10 +20,11 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "csrc").rglob("*.cu"))
 GXX = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing",
        "-ffp-contract=off", "-I", ROOT / "csrc"]
-NVCC = ["nvcc", "-std=c++17", "-O3", "--fmad=false", "-Xcompiler", "-fPIC,-Wall,-Wextra,-Wno-unknown-pragmas,-fvisibility=hidden"]
+NVCC = ["nvcc", "-std=c++17", "-O3", "--fmad=false", "-Xcompiler",
+        "-fPIC,-Wall,-Wextra,-Wno-unknown-pragmas,-fvisibility=hidden"]
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64,
-          torch.uint8, torch.bool, torch.complex64, torch.complex128]          # as in enum gt_dtype
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32,
+          torch.int64, torch.uint8, torch.bool, torch.complex64, torch.complex128]           # as in enum gt_dtype
 OPS = {"sum": 0, "max": 1, "min": 2}                                           # enum gt_op
 DIMS, RANKS, BLOCKS = 8, 16, 256                     # GT_DIMS, GT_CUDA_RANKS, GT_CUDA_BLOCKS
 BAD_DTYPE, NEEDS_ROOM, MISALIGNED = -1, -2, -3       # enum gt_cuda_status
@@ -69,7 +70,7 @@ def move(regions: Sequence[Region] | bytes, corners: Sequence[Corner] | bytes, s
     held = packed(regions, Region), packed(corners, Corner), packed(sources, Shard), packed(targets, Shard)
     count = len(regions) // ctypes.sizeof(Region) if isinstance(regions, bytes) else len(regions)
     at = [ctypes.addressof(x) for x in held]
-    made = Move(at[0], count, *at[1:], DTYPES.index(source), DTYPES.index(target), OPS[op] if isinstance(op, str) else op)
+    made = Move(at[0], count, *at[1:], DTYPES.index(source), DTYPES.index(target), OPS.get(op, op))
     made.held = held                                 # lives as long as the move does
     return made
 
@@ -103,8 +104,9 @@ class Library:
         if status == NEEDS_ROOM and give_room:
             size = ctypes.c_size_t()
             self.check(self.lib.gt_cuda_room(table, count, ctypes.byref(size)))
-            room = torch.empty(size.value // 8, dtype=torch.int64, device=self.device)   # torch reuses it in stream order
-            status = self.lib.gt_cuda_reduce(self.number, table, count, ctypes.c_void_p(room.data_ptr()), size, self.stream)
+            room = torch.empty(size.value // 8, dtype=torch.int64, device=self.device)    # reused in stream order
+            status = self.lib.gt_cuda_reduce(self.number, table, count, ctypes.c_void_p(room.data_ptr()), size,
+                                             self.stream)
         return status
 
     def box(self, group: Group, blocks: int, moves: Sequence[Move]) -> int:
@@ -114,7 +116,7 @@ class Library:
 
     def fill(self, law: str, key: int, shape: Sequence[int], box: Sequence[tuple[int, int]], out: torch.Tensor,
              *parameters: float | int) -> None:
-        """Random numbers of the box into `out`, contiguous, by gt_cuda_fill_<law>. Parameters as in csrc/random/fill.h."""
+        """Random numbers of the box into `out`, contiguous, by gt_cuda_fill_<law>, with parameters as in fill.h."""
         numbers = [*shape, *itertools.chain(*box)]
         self.check(getattr(self.lib, f"gt_cuda_fill_{law}")(
             self.number, self.stream, ctypes.c_void_p(out.data_ptr()), DTYPES.index(out.dtype), ctypes.c_uint64(key),
@@ -137,7 +139,7 @@ def build(folder: Path) -> Path:
 
 
 def build_threads(folder: Path) -> Path:
-    """The same as threads of this process. Jobs are small, so that what is larger is divided."""
-    command(*GXX, "-DGT_JOB_ELEMENTS=5000", "-fPIC", "-shared", ROOT / "tests/native/cuda_threads.cpp",
-            "-o", folder / "threads.so", "-lpthread")
+    """The same as threads of this process. Launches are small, so that what is larger is divided."""
+    command(*GXX, "-DGT_JOB_ELEMENTS=5000", "-DGT_FILL_ROWS=16", "-fPIC", "-shared",
+            ROOT / "tests/native/cuda_threads.cpp", "-o", folder / "threads.so", "-lpthread")
     return folder / "threads.so"

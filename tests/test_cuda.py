@@ -7,6 +7,7 @@ ranks by ThreadSanitizer, which must also find every mistake that is planted in 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import itertools
 import math
 import os
@@ -14,11 +15,13 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
-from cuda_library import (BAD_DTYPE, BLOCKS, DIMS, DTYPES, GXX, MISALIGNED, NEEDS_ROOM, NVCC, RANKS, ROOT, SOURCES, Corner,
+from cuda_cases import SEED, Job, memory_of, reduced, same, sizes_at_random, strange
+from cuda_library import (BAD_DTYPE, BLOCKS, DTYPES, GXX, MISALIGNED, NEEDS_ROOM, NVCC, RANKS, ROOT, SOURCES, Corner,
                           Group, Library, Move, Numbers, Region, Shard, build, build_threads, command, move, shard)
 from shards import cut, join, place, some
 
@@ -28,12 +31,11 @@ from globaltensor.layout import layout
 from globaltensor.native import core
 from globaltensor.sbp import broadcast, partial_max, partial_sum, split
 
-SEED = int(os.environ.get("CUDA_SEED") or 20_261_121)
 print(f"tests/test_cuda.py: CUDA_SEED={SEED}")
 FLOATS = DTYPES[:4]
 PAIRS = [(a, b) for a in FLOATS for b in FLOATS] + [(d, d) for d in DTYPES[4:]]
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
-
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["threads", "gpu"])
 def machine(request: pytest.FixtureRequest, folder: Path) -> Library:
     if request.param == "threads":
+        if shutil.which("g++") is None:
+            pytest.skip("no g++")
         return Library(build_threads(folder), "cpu")
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
@@ -65,116 +69,6 @@ def test_compiles_for_gpus_and_keeps_to_the_registers(source: Path, folder: Path
 
 
 # ------------------------------------------------------------------ one process drives the ranks
-def strange(shape: tuple[int, ...], dtype: torch.dtype, rng: random.Random, plain: bool = False) -> torch.Tensor:
-    """Values of all kinds, specials of floats too, in memory of any order, offset and gaps."""
-    ndim = len(shape)
-    order = list(range(ndim))
-    gap, offset = 1, 0
-    if not plain:
-        rng.shuffle(order)
-        gap, offset = rng.choice([1, 1, 1, 2]), rng.choice([0, 0, 1, 3])
-    stride, step = [0] * ndim, gap
-    for dim in reversed(order):
-        stride[dim], step = step, step * (shape[dim] + (0 if plain or step > 10_000 else rng.choice([0, 0, 0, 1, 3])))
-    memory = torch.empty(offset + max(step, 1), dtype=dtype)
-    generator = torch.Generator().manual_seed(rng.getrandbits(60))
-    if dtype.is_floating_point or dtype.is_complex:
-        real = memory.view(dtype.to_real()) if dtype.is_complex else memory
-        real.copy_(torch.randn(real.shape, generator=generator, dtype=torch.float64) * 10 ** rng.choice([-6, 0, 0, 3]))
-        kinds = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, 6e-8, 65519.0, 65520.0, 3e38, 1.0, -1.0])
-        at = torch.randint(len(real), (len(real) // 8,), generator=generator)
-        real[at] = kinds[torch.randint(len(kinds), at.shape, generator=generator)].to(real.dtype)
-    else:
-        memory.copy_(torch.randint(-2**62, 2**62, memory.shape, generator=generator).to(dtype)
-                     if dtype != torch.bool else torch.rand(memory.shape, generator=generator) < 0.4)
-    return memory.as_strided(shape, stride, offset)
-
-
-def memory_of(t: torch.Tensor) -> torch.Tensor:
-    """All of the storage of a tensor, the gaps too."""
-    return torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())
-
-
-def reduced(terms: list[torch.Tensor], op: str, dtype: torch.dtype) -> torch.Tensor:
-    """What a region is, by torch: the reduction in order, 16-bit floats in float32, rounded once."""
-    if len(terms) == 1 and terms[0].dtype == dtype:
-        return terms[0].clone()
-    if dtype.is_complex:                             # torch multiplies by alpha = 1, which makes NaN of infinity
-        return torch.view_as_complex(reduced([torch.view_as_real(t) for t in terms], op, dtype.to_real()).contiguous())
-    narrow = dtype in (torch.float16, torch.bfloat16)
-    wide = [t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in terms]
-    total = wide[0]
-    for t in wide[1:]:
-        if op == "sum":
-            total = total | t if t.dtype == torch.bool else total + t
-        else:
-            total = torch.where((total > t if op == "max" else total < t) | (total != total), total, t)
-    return total.float().to(dtype) if narrow else total.to(dtype)
-
-
-def same(found: torch.Tensor, right: torch.Tensor, what: object) -> None:
-    """Bit for bit; a NaN is a NaN."""
-    found = found.cpu()
-    if found.dtype.is_complex:
-        found, right = torch.view_as_real(found), torch.view_as_real(right)
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.dtype.itemsize]
-    wrong = (found.view(bits) != right.view(bits)) & ~((found != found) & (right != right))
-    assert not wrong.any(), f"{what} CUDA_SEED={SEED}: {int(wrong.sum())} of {wrong.numel()} differ, first at " \
-        f"{wrong.nonzero()[0].tolist()}: {found[wrong][0]} for {right[wrong][0]}"
-
-
-class Job:
-    """A boxing of one tensor at random: shards, regions, and what torch makes of them."""
-
-    def __init__(self, rng: random.Random, device: torch.device, src: torch.dtype, dst: torch.dtype, op: str,
-                 sizes: list[int], sources: int, targets: int, plain: bool = False) -> None:
-        self.src, self.dst, self.op, self.device = src, dst, op, device
-        grown = [[*sizes] for _ in range(sources + targets)]
-        for shape in [] if plain else grown:
-            for dim in range(len(sizes)):
-                more = rng.choice([0, 0, 2, 16])
-                if math.prod(n + 1 for n in shape) * (more + 1) < 50_000:
-                    shape[dim] += more
-        self.starts = [[rng.randint(0, big - n) for big, n in zip(shape, sizes)] for shape in grown]
-        tensors = [strange(tuple(shape), dtype, rng, plain)
-                   for shape, dtype in zip(grown, [src] * sources + [dst] * targets)]
-        if targets and sources and src == dst and rng.random() < 0.2:          # in place: the same elements
-            tensors[sources], self.starts[sources] = tensors[0], self.starts[0]
-        self.tensors, self.count, self.sizes = tensors, sources, sizes
-        self.parts = rng.choice([1, 1, 1, 2, 3])
-        views = [t[tuple(slice(a, a + n) for a, n in zip(start, sizes))] for t, start in zip(tensors, self.starts)]
-        storage = {id(t): memory_of(t).clone() for t in tensors}
-        value = reduced(views[:sources], op, dst) if sources else torch.zeros(sizes, dtype=dst)
-        self.right = []
-        for t, start in list(zip(tensors, self.starts))[sources:]:
-            held = storage[id(t)].as_strided(t.shape, t.stride(), t.storage_offset())
-            held[tuple(slice(a, a + n) for a, n in zip(start, sizes))] = value
-            self.right.append(storage[id(t)])
-        moved = {id(t): memory_of(t).to(device, copy=True) for t in tensors}
-        self.made = [moved[id(t)] for t in tensors]
-
-    def move(self) -> Move:
-        held = [Shard(m.data_ptr() + t.storage_offset() * t.itemsize, Numbers(*t.stride()))
-                for t, m in zip(self.tensors, self.made)]
-        corners = [Corner(i if i < self.count else i - self.count, Numbers(*start)) for i, start in enumerate(self.starts)]
-        regions = [Region(len(self.sizes), self.count, len(self.tensors) - self.count, part, self.parts, 0,
-                          Numbers(*self.sizes)) for part in range(self.parts)]
-        return move(regions, corners, held[:self.count], held[self.count:], self.src, self.dst, self.op)
-
-    def check(self, what: object) -> None:
-        for made, right in zip(self.made[self.count:], self.right):
-            same(made, right, (what, self.src, self.dst, self.op, self.sizes, self.count, self.parts,
-                               [t.stride() for t in self.tensors], self.starts))
-
-
-def sizes_at_random(rng: random.Random, most: int = 3000) -> list[int]:
-    while True:
-        sizes = [rng.choice([0, 1, 1, 2, 3, 4, 5, 8, 13, 16, 17, 32, 33, 64, 65, 100, 257])
-                 for _ in range(rng.choice([0, 1, 1, 2, 2, 2, 3, 3, 4, 5, 8]))]
-        if math.prod(max(n, 1) for n in sizes) <= most and (0 not in sizes or rng.random() < 0.1):
-            return sizes
-
-
 @pytest.mark.parametrize("src, dst", PAIRS, ids=lambda d: str(d)[6:])
 def test_any_region_is_what_torch_makes_of_it(machine: Library, src: torch.dtype, dst: torch.dtype) -> None:
     rng = random.Random(f"{SEED} {src} {dst}")
@@ -191,7 +85,8 @@ def test_any_region_is_what_torch_makes_of_it(machine: Library, src: torch.dtype
 def test_contiguous_aligned_and_not(machine: Library, dtype: torch.dtype, sizes: list[int]) -> None:
     """Words of every width, with a head and a tail or without; and all ways to turn."""
     rng = random.Random(f"{SEED} {dtype} {sizes}")
-    for sources, shift, order in itertools.product((1, 3), (0, 1, 2), list(itertools.permutations(range(len(sizes))))[:3]):
+    orders = list(itertools.permutations(range(len(sizes))))[:3]
+    for sources, shift, order in itertools.product((1, 3), (0, 1, 2), orders):
         job = Job(rng, machine.device, dtype, dtype, "sum", sizes, 0, 1, plain=True)
         stride, step = [0] * len(sizes), 1
         for dim in reversed(order):
@@ -228,7 +123,8 @@ def test_what_cannot_be_done_is_said(machine: Library) -> None:
     rng = random.Random(SEED)
 
     def status(dtype: torch.dtype, sources: int, **changed: int) -> int:
-        asked = Job(rng, machine.device, dtype, dtype, "sum", [5], sources, 1, plain=True).move()
+        job = Job(rng, machine.device, dtype, dtype, "sum", [5], sources, 1, plain=True)
+        asked = job.move()
         for name, value in changed.items():
             setattr(asked, name, value)
         return machine.reduce([asked])
@@ -278,9 +174,10 @@ def test_the_kernel_of_the_cpu_makes_the_same(machine: Library, src: torch.dtype
         assert machine.reduce([job.move()]) == 0
         found, job.made = job.made, [memory_of(t) for t in job.tensors]
         asked = job.move()
-        assert core.gt_reduce(ctypes.c_void_p(asked.regions), ctypes.c_int64(asked.count), ctypes.c_void_p(asked.corners),
-                              asked.op, ctypes.c_void_p(asked.sources), asked.source_dtype,
-                              ctypes.c_void_p(asked.targets), asked.target_dtype) == 0
+        regions, corners, *tables = (ctypes.c_void_p(p) for p in (asked.regions, asked.corners, asked.sources,
+                                                                  asked.targets))
+        assert core.gt_reduce(regions, ctypes.c_int64(asked.count), corners, asked.op, tables[0], asked.source_dtype,
+                              tables[1], asked.target_dtype) == 0
         same(found[-1], job.made[-1], (i, src, dst, op, job.sizes))
 
 
@@ -316,8 +213,9 @@ def laws() -> dict:
     }
 
 
-BOXES = [((), ()), ((11,), ((3, 9),)), ((5000,), ((0, 5000),)), ((5003,), ((1, 5002),)), ((64, 48), ((0, 64), (16, 32))),
-         ((33, 17), ((4, 30), (3, 5))), ((5, 7, 9, 3), ((1, 4), (2, 6), (0, 9), (1, 2))), ((4, 3), ((2, 2), (0, 3))),
+BOXES = [((), ()), ((11,), ((3, 9),)), ((5000,), ((0, 5000),)), ((5003,), ((1, 5002),)),
+         ((64, 48), ((0, 64), (16, 32))), ((33, 17), ((4, 30), (3, 5))),
+         ((5, 7, 9, 3), ((1, 4), (2, 6), (0, 9), (1, 2))), ((4, 3), ((2, 2), (0, 3))),
          ((2**34 + 3,), ((2**34 - 5, 2**34 + 2),)), ((2**20, 2**20, 2**20), ((2**20 - 1, 2**20), (17, 19), (5, 600)))]
 
 
@@ -339,6 +237,7 @@ def test_random_words_are_those_of_the_twin(machine: Library) -> None:
 
 
 # ------------------------------------------------------------------ the choice of paths, and the meetings
+@needs_gxx
 def test_jobs_take_the_widest_words(folder: Path) -> None:
     command(*GXX, ROOT / "tests/native/cuda_jobs.cpp", "-o", folder / "jobs", "-lpthread")
     command(folder / "jobs")
@@ -355,6 +254,7 @@ def meeting(folder: Path) -> Path:
     return folder / "meeting"
 
 
+@needs_gxx
 @pytest.mark.parametrize("plant", PLANTS, ids=PLANTS.values())
 def test_ranks_meet_in_the_right_order(meeting: Path, plant: int) -> None:
     """ThreadSanitizer, or a wrong value, finds each of the planted mistakes, and nothing where there is none."""
@@ -366,6 +266,14 @@ def test_ranks_meet_in_the_right_order(meeting: Path, plant: int) -> None:
         assert done.returncode in (1, 66) and ("wrong" in said or "data race" in said), said
     else:
         assert done.returncode == 0, said
+
+
+def test_the_benchmark_measures_passes_that_are_right(machine: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    place([0, 1, 2, 3])
+    device = importlib.import_module("benchmarks.device")
+    library = device.Library(Path(machine.lib._name), str(machine.device))
+    device.check(library, device.passes(100_000, machine.device))
 
 
 # ------------------------------------------------------------------ on a GPU only
@@ -400,7 +308,8 @@ def test_ranks_on_streams_of_one_gpu_meet(gpu: Library) -> None:
     groups = [Group((ctypes.c_void_p * RANKS)(*[p.data_ptr() for p in pads]), epochs[r].data_ptr(), words.data_ptr(),
                     words.data_ptr() + 4, r, ranks) for r in range(ranks)]
     torch.cuda.synchronize()
-
+    watchdog = threading.Timer(30, lambda: words.fill_(1))                     # a hang becomes a failure
+    watchdog.start()
     for _ in range(20):
         for r in range(ranks):
             with torch.cuda.stream(streams[r]):
@@ -419,6 +328,8 @@ def test_ranks_on_streams_of_one_gpu_meet(gpu: Library) -> None:
                 graphs[r].replay()
         torch.cuda.synchronize()
         same(result, reduced([t.cpu() for t in inputs], "sum", torch.float32), "replayed")
+    watchdog.cancel()
+    assert words.tolist() == [0, 0]
     with torch.cuda.stream(streams[0]):              # alone: it waits until it is told to stop
         assert gpu.box(groups[0], blocks, [moves[0]]) == 0
         words[0] = 1
@@ -453,7 +364,7 @@ def test_memory_of_another_process(gpu: Library, folder: Path) -> None:
     theirs = Shard(data.value, Numbers(1))
     for source, target, count in ((theirs, shard(here), 1000), (shard(sevens), theirs, 500)):
         region = Region(1, 1, 1, 0, 1, 0, Numbers(count))
-        gpu.check(gpu.reduce([move([region], [Corner(0), Corner(0)], [source], [target], torch.float32, torch.float32)]))
+        gpu.check(gpu.reduce([move([region], [Corner(0)] * 2, [source], [target], torch.float32, torch.float32)]))
     assert torch.equal(here.cpu(), torch.arange(1000, 2000).float())
     torch.cuda.synchronize()
     gpu.check(gpu.lib.gt_cuda_ipc_close(0, memory, data))

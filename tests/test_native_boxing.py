@@ -52,7 +52,7 @@ class Shard(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    code = sorted((ROOT / "csrc/boxing").glob("*"))
+    code = [file for file in (ROOT / "csrc/boxing").iterdir() if file.suffix in (".cpp", ".h")]
     built = [so for so in (ROOT / "globaltensor").glob("_core*.so")
              if so.stat().st_mtime > max(file.stat().st_mtime for file in code)]
     if not built:                                    # or it is older than its source
@@ -294,6 +294,17 @@ def test_every_pair_on_one_placement(kernel, all_sums_shared, ranks, shape):
     sbps = list(itertools.product([*STATES, partial_max, partial_min], repeat=where.ndim))
     for k, (a, b) in enumerate(itertools.product(sbps, repeat=2)):
         check(kernel, layout(where, a), layout(where, b), shape, DTYPES[k % 10], r)
+
+
+@pytest.mark.parametrize("ranks", [[2, 0, 1], [[0, 1], [2, 3]], [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]], ids=str)
+def test_sums_large_enough_that_every_part_has_some(kernel, all_sums_shared, ranks):
+    if not gt.init().lone:
+        pytest.skip("the twin is run in one process")
+    r, where = random.Random(SEED), place(ranks)
+    sbps = list(itertools.product(STATES, repeat=where.ndim))
+    pairs = list(itertools.product([sbp for sbp in sbps if partial_sum in sbp], sbps))
+    for src, dst in r.choices(pairs, k=12 * where.ndim**2):
+        check(kernel, layout(where, src), layout(where, dst), r.choice([(70, 67), (2051, 3)]), torch.bfloat16, r)
 
 
 @pytest.mark.parametrize("ranks", [([0, 1], [1, 2]), ([0, 1, 2], [[3, 4], [1, 0]]), ([[0, 1], [2, 3]], [3, 1, 0, 2]),

@@ -25,6 +25,7 @@ from globaltensor.tensor.core import GlobalTensor
 
 pytestmark = pytest.mark.skipif(face is None, reason="the native code is not built")
 
+S, B = gt.sbp.split, gt.sbp.broadcast
 SEED = int(os.environ.get("NATIVE_SEED") or 20_261_121)
 print(f"tests/test_native_dispatch.py: NATIVE_SEED={SEED}")
 core = sys.modules["globaltensor.tensor.core"]
@@ -124,6 +125,23 @@ def test_foreach_and_fused_ops_need_no_python(arrivals):
         torch.testing.assert_close(w.full_tensor(), p * 1.5**4)
         torch.testing.assert_close(s.full_tensor(), 3 * p * 1.5**4)
         assert s.spec is w.spec
+
+
+@pytest.mark.parametrize("how", ["fused", "foreach"])
+def test_an_optimizer_needs_no_python(how, arrivals):
+    where = gt.placement("cpu", [0, 1])
+    plain = [torch.randn(4, 5).requires_grad_() for _ in range(2)]
+    weights = [gt.from_full(p.detach(), where, sbp).requires_grad_() for p, sbp in zip(plain, (S(0), B))]
+    steps = [torch.optim.AdamW(some, lr=0.1, **{how: True}) for some in (plain, weights)]
+    for _ in range(5):
+        arrivals.clear()
+        for some, optimizer in zip((plain, weights), steps):
+            for p in some:
+                p.grad = p.detach() * 0.5
+            optimizer.step()
+    assert not [f for f in arrivals if "foreach" in str(f) or "fused" in str(f)]
+    for p, w in zip(plain, weights):
+        torch.testing.assert_close(w.full_tensor(), p)
 
 
 def test_a_mode_sees_every_op():

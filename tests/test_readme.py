@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import pathlib
 import re
@@ -51,7 +52,8 @@ def test_commands_exist():
 
 
 def tree() -> str:
-    """Every Python file of the package with the first line of its docstring, and what else stands at the top."""
+    """Every Python file of the package with the first line of its docstring, what else stands at the top, and the
+    native sources with the first sentence of their first comment (a .cpp without one is told of by its .h)."""
     rows = []
     for folder in ("globaltensor", "examples", "benchmarks"):
         rows.append(f"{folder}/")
@@ -59,6 +61,13 @@ def tree() -> str:
             name = str(path.relative_to(ROOT / folder))
             first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
             rows.append(f"  {name:<26} {first}")
+    rows.append("csrc/")
+    for path in sorted((ROOT / "csrc").rglob("*"), key=lambda p: (p.parent != ROOT / "csrc", p)):
+        comment = itertools.takewhile(lambda line: line.startswith("//"), path.read_text().splitlines()
+                                      if path.suffix in (".cpp", ".h", ".cu") else ())
+        text = " ".join(line.removeprefix("//").strip() for line in comment)
+        if text:
+            rows.append(f"  {str(path.relative_to(ROOT / 'csrc')):<26} {re.split(r'(?<=[.]) ', text)[0]}")
     return "\n".join(rows) + "\n"
 
 

@@ -1,13 +1,14 @@
 // The boxing kernel: one launch does the regions of any number of tensors, copied, turned, reduced, cast.
 //
-// Blocks go through the tiles of a table of jobs (jobs.h). Every unit, a word of 16 bytes where the memory allows it, is
-// read once from each source, reduced in registers in the order of the sources, and stored once into each target:
+// Blocks go through the tiles of a table of jobs (jobs.h makes it, tiles.h does one). Every word is read once from each
+// source, reduced in registers in the order of the sources, and stored once into each target. Between processes the
+// pass stands between two meetings of the ranks:
 //
-//     flat     a tile is 4 x 512 units in the order of the targets; the place of a unit follows from its number
-//     turned   a tile is a square whose rows are contiguous in the target and whose columns are in the source
+//     rank 0   ... | meet | read shards 0, 1, 2; store into results 0, 1, 2 | meet | ...
+//     rank 1       ...    | meet | the same for another part of the region  | meet | ...
 //
-// Between processes the pass stands between two meetings of the ranks (gt_meet), so that a step of a program costs one
-// launch. A reduction over n ranks of S bytes reads n S / n per rank where its parts are shared out, and no byte twice.
+// The first meeting says that the shards are made and the results may be overwritten; the second, that all have read
+// and stored. So a step of a program costs one launch, and nothing on the host waits.
 #include "boxing_cuda.h"
 
 #include <algorithm>
@@ -112,9 +113,10 @@ template <int kind> GT_DEVICE void do_tiles(const Pass& pass, typename Jobs<kind
   }
 }
 
-// Block b of every rank meets block b of the others: each posts how often it has been here on the pads of all, and waits
-// for theirs on its own. No block waits for another of its grid, so only that all run at the same time is asked of the
-// device. The counts live in its memory, and go on when a graph is replayed. Returns false where waiting was ended.
+// Block b of every rank meets block b of the others: each posts how often it has been here on the pads of all, and
+// waits for theirs on its own. No block waits for another of its grid; all that is asked of the devices is that these
+// run at the same time. The counts live in device memory, so they go on when a graph is replayed. Returns false where
+// waiting was ended.
 GT_DEVICE bool gt_meet(const Pass& pass, uint32_t epoch) {
   if (!gt_planted(GT_NO_SYNC)) gt_sync();  // what the others of this block read and wrote came before
   bool met = true;
@@ -257,8 +259,8 @@ int gt_cuda_room(const gt_cuda_move* moves, int64_t count, size_t* bytes) {
   return error;
 }
 
-int gt_cuda_box(int device, const gt_cuda_group* group, int blocks, const gt_cuda_move* moves, int64_t count, void* room,
-                size_t room_bytes, void* stream) {
+int gt_cuda_box(int device, const gt_cuda_group* group, int blocks, const gt_cuda_move* moves, int64_t count,
+                void* room, size_t room_bytes, void* stream) {
   return run(device, group, blocks, moves, count, room, room_bytes, stream);
 }
 

@@ -1,11 +1,11 @@
 // Boxing on GPUs: the regions of region.h, by one kernel. No torch here, and a plain C interface.
 //
-// All pointers of the shards are memory that `device` can reach: its own, a peer's (gt_cuda_reach), or another process's
-// (gt_cuda_ipc_open). A call enqueues on `stream` (a cudaStream_t) and returns; it allocates nothing, waits for nothing,
-// and can be captured in a CUDA graph.
+// All pointers of the shards are memory that `device` can reach: its own, a peer's (gt_cuda_reach), or another
+// process's (gt_cuda_ipc_open). A call enqueues on `stream` (a cudaStream_t) and returns; it allocates nothing, waits
+// for nothing, and can be captured in a CUDA graph.
 //
-//     one process drives the ranks      gt_cuda_reduce                      (a launch, however many tensors)
-//     a process per rank, one launch    gt_cuda_box                         (meet, the same pass, meet)
+//     one process drives the ranks      gt_cuda_reduce
+//     a process per rank                gt_cuda_box                      (meet, the same pass, meet)
 //     a process per rank, split         wait for the stream, a barrier of the processes, gt_cuda_reduce, wait, barrier
 //                                       (GPUs shared by processes: a spinning kernel would wait for its turn)
 //     the same, ordered by streams      gt_cuda_meet, gt_cuda_reduce, gt_cuda_meet
@@ -52,9 +52,11 @@ typedef struct {            // one tensor's boxing
   int32_t op;
 } gt_cuda_move;
 
-// All moves in one launch. A table of up to 3.8 KB (some 40 regions) travels with the launch; for a larger one the
-// caller gives `room` on the device, 8-byte aligned, which the stream uses until the launch has ended.
-GT_EXPORT int gt_cuda_reduce(int device, const gt_cuda_move* moves, int64_t count, void* room, size_t room_bytes, void* stream);
+// All moves, none of which may depend on another, in one launch, however many tensors; in up to three where some are
+// copied, some floats and some integers reduced. A table of up to 3.9 KB (some 40 regions) travels with the launch; for
+// more, the caller gives `room` on the device, 8-byte aligned, in use until the stream has come to the end of the pass.
+GT_EXPORT int gt_cuda_reduce(int device, const gt_cuda_move* moves, int64_t count, void* room, size_t room_bytes,
+                             void* stream);
 GT_EXPORT int gt_cuda_room(const gt_cuda_move* moves, int64_t count, size_t* bytes);  // 0: none needed
 
 typedef struct {            // ranks that meet on their devices

@@ -185,7 +185,8 @@ class Plan {
       if ((uintptr_t)d.corners[i].at % (uintptr_t)SIZES[i < sources ? from_ : to_]) return GT_CUDA_MISALIGNED;
     const bool copy = from_ == to_ && sources <= 1;
     if (contiguous(d, last, 0, all)) {
-      for (int64_t units = copy ? 16 / size : gt_lanes(size, is_float(from_)); units > 1; units = copy ? units / 2 : 1) {
+      const int64_t widest = copy ? 16 / size : gt_lanes(size, is_float(from_));
+      for (int64_t units = widest; units > 1; units = copy ? units / 2 : 1) {
         const int64_t head = head_of(d, units);
         if (head >= 0) return along(d, units, head, copy);
       }
@@ -200,7 +201,8 @@ class Plan {
   }
 
   uint8_t path(bool copy, int64_t units) const {
-    return (uint8_t)(copy ? GT_COPY + log2_of((int)units * SIZES[from_]) : GT_REDUCE + 4 * from_ + 2 * (op_ != GT_SUM) + (units > 1));
+    return (uint8_t)(copy ? GT_COPY + log2_of((int)units * SIZES[from_])
+                          : GT_REDUCE + 4 * from_ + 2 * (op_ != GT_SUM) + (units > 1));
   }
 
   // How many elements come before the first whole word of `units` elements, the same in every row and shard; -1 where

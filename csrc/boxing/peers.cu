@@ -1,7 +1,7 @@
 // Reaching memory of other GPUs: of this process (peer access), and of other processes of this host (CUDA IPC).
 //
-// A handle stands for what cudaMalloc gave out, which an allocator cuts into many tensors; so it travels with the offset
-// of the pointer in it. The same memory opened twice is mapped once, and counted.
+// A handle stands for what cudaMalloc gave out, which an allocator cuts into many tensors; so it travels with the
+// offset of the pointer in it. The same memory opened twice is mapped once, and counted.
 #include <algorithm>
 
 #include "../device.h"

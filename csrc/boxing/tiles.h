@@ -1,9 +1,9 @@
 // What a block does with one tile of a job: reads its sources, reduces and casts, stores into its targets.
 //
-//     flat     4 x 512 units in the order of the targets; the place of a unit follows from its number
+//     flat     4 x 256 units in the order of the targets; the place of a unit follows from its number
 //     turned   a square whose rows are contiguous in the targets and whose columns are in the source
 //
-// A unit is a word that is only moved, or the values that are reduced at a time: what fills 16 bytes of a source, or one.
+// A unit is a word that is only moved, or the values that are reduced at a time: those of 16 bytes of a source, or one.
 #pragma once
 #include <type_traits>
 
@@ -19,8 +19,12 @@ GT_DEVICE float widen(gt_bfloat x) { return gt_widen(x); }
 template <class T> GT_DEVICE T widen(T x) { return x; }
 
 template <class D, class A> struct Narrow { static GT_DEVICE D of(A x) { return (D)x; } };
-template <class A> struct Narrow<gt_half, A> { static GT_DEVICE gt_half of(A x) { return gt_to_half((float)x); } };
-template <class A> struct Narrow<gt_bfloat, A> { static GT_DEVICE gt_bfloat of(A x) { return gt_to_bfloat((float)x); } };
+template <class A> struct Narrow<gt_half, A> {
+  static GT_DEVICE gt_half of(A x) { return gt_to_half((float)x); }  // of a double by way of float, as torch does it
+};
+template <class A> struct Narrow<gt_bfloat, A> {
+  static GT_DEVICE gt_bfloat of(A x) { return gt_to_bfloat((float)x); }
+};
 
 GT_DEVICE float sum(float a, float b) { return a + b; }
 GT_DEVICE double sum(double a, double b) { return a + b; }
@@ -174,9 +178,9 @@ template <class T> struct Cast {
   }
 };
 
-// The last dim of the job, x, is contiguous in the targets; the one before, y, in the source. The square holds a row per
-// x, of a length that puts neighbours in x on different banks. A thread reads one y of every few x, and stores one x of
-// every few y.
+// The last dim of the job, x, is contiguous in the targets; the one before, y, in the source. The square holds a row
+// per x, of a length that puts neighbours in x on different banks. A thread reads one y of every few x, and stores one
+// x of every few y.
 template <class Move> GT_DEVICE void turn(const gt_job& job, uint32_t tile, Square& square) {
   using W = typename Move::type;
   constexpr int size = sizeof(W), side = gt_turn_side(size), row = side + (size < 4 ? 4 / size : 1);

@@ -119,6 +119,32 @@ void box_operands(const Recipe& recipe, const std::string& name, const c10::Smal
   for (size_t i = 0; i < places.size(); i++) held[places[i]] = &moved[i];
 }
 
+// The common case without any bookkeeping: one rank, operands as they lie, tensors out.
+void run_plainly(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) {
+  const size_t first = stack->size() - op.schema().arguments().size();
+  c10::IValue* args = stack->data() + first;
+  c10::SmallVector<c10::IValue, 6> owners;           // the operands, while their shards stand in their places
+  for (Slot slot : recipe.slots) {
+    owners.push_back(std::move(args[slot.at]));
+    const at::Tensor& t = owners.back().toTensor();
+    args[slot.at] = is_global(t.unsafeGetTensorImpl()) ? global(t)->shards[0] : t;
+  }
+  if (!recipe.patches.empty())
+    for (const auto& patch : recipe.patches[0]) args[patch.at] = patch.value;
+  {
+    c10::impl::ExcludeDispatchKeyGuard below(kAbove);
+    (recipe.local ? *recipe.local : op).callBoxed(stack);
+  }
+  for (size_t k = 0; k < recipe.outputs.size(); k++) {
+    c10::IValue& result = (*stack)[first + k];
+    if (recipe.returned[k] >= 0) {
+      result = std::move(owners[recipe.returned[k]]);
+    } else if (const Spec* spec = recipe.outputs[k][0]) {
+      result = wrap(spec, Shards(1, std::move(result).toTensor()));
+    }
+  }
+}
+
 void run(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size(), first = stack->size() - count, returns = schema.returns().size();
@@ -168,7 +194,7 @@ void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack
   if (!c10::impl::TorchDispatchModeTLS::any_modes_set() && make_key(op, stack->data() + stack->size() - count, count, key)) {
     auto recipe = find_recipe(key);
     if (recipe && !recipe->python && !(recipe->boxes && boxing_watched()) && !outdated(*recipe, stack->data() + stack->size() - count))
-      return run(op, *recipe, stack);
+      return recipe->plain ? run_plainly(op, *recipe, stack) : run(op, *recipe, stack);
     if (!recipe) {
       pending = key;
       is_pending = true;

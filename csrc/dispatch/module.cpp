@@ -3,6 +3,7 @@
 #include "products.h"
 #include "recipe.h"
 #include "tensor.h"
+#include "torch/bind.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   gt::bind_tensor(m);
@@ -11,4 +12,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   gt::bind_boxing(m);
   gt::bind_convert(m);
   gt::bind_products(m);
+  gt::bind_backend(m);
+  gt::bind_symmetric_memory(m);
 }

@@ -60,6 +60,9 @@ void teach(const std::string& ticket, const std::string& name, const std::string
   if (!local.empty()) recipe->local = c10::Dispatcher::singleton().findSchemaOrThrow(local.c_str(), "");
   recipe->patches = patches_from(schema, patches);
   TORCH_CHECK(recipe->outputs.size() == schema.returns().size() && recipe->returned.size() == schema.returns().size());
+  bool tensors = true;
+  for (const auto& returned : schema.returns()) tensors &= returned.type()->kind() == c10::TypeKind::TensorType;
+  recipe->plain = recipe->ranks.size() == 1 && recipe->lists.empty() && !recipe->boxes && !copied && tensors;
   keep_recipe(key_from(ticket), std::move(recipe));
 }
 

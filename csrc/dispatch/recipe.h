@@ -29,6 +29,7 @@ struct Recipe {
   struct Patch { int32_t at; c10::IValue value; };
   std::vector<std::vector<Patch>> patches;         // per rank: arguments that differ from the global ones
   std::optional<c10::OperatorHandle> local;        // the op that ranks run, where it is another one
+  bool plain = false;                              // one rank, operands as they lie, tensors out
   bool boxes = false;                              // any move
   bool copied = false;                             // makes a view that is a copy: it gets a guard
   bool guarded = false;                            // an operand is such a view: its guard is checked

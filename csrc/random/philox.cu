@@ -1,4 +1,4 @@
-// Fills a box of a global tensor with random numbers on a GPU: a thread makes a block of four, with the laws of philox.h.
+// Fills a box of a global tensor with random numbers on a GPU: a thread makes blocks of four, by the laws of philox.h.
 //
 //     the box as rows, contiguous in the global tensor      (row 0: elements 9-13)   (row 1: 16-20)   ...
 //     a thread for each block that a row touches            2 3                      4 5
@@ -12,6 +12,10 @@
 #include "../device.h"
 #include "philox_cuda.h"
 
+#ifndef GT_FILL_ROWS
+#define GT_FILL_ROWS ((int64_t)1 << 30)
+#endif
+
 namespace gt::random {
 namespace {
 
@@ -19,7 +23,7 @@ constexpr int DIMS = 16, EACH = 4;      // dims that do not merge; blocks of a t
 
 struct Rows {                           // the box, as rows that lie behind each other in `to`
   char* to;
-  int64_t count, length;                // how many, below 2**31; elements of each
+  int64_t count, length;                // how many, at most GT_FILL_ROWS in a launch; elements of each
   int64_t base;                         // where the first begins
   int64_t blocks;                       // of a row, at most
   uint32_t blocks_magic;
@@ -38,20 +42,18 @@ template <class Law> struct Fill {
 };
 
 // ---- from the type that a law computes in to the one that is stored
-template <class D> struct As { template <class From> static GT_DEVICE D of(From x) { return (D)x; } };
-template <> struct As<gt_half> { template <class From> static GT_DEVICE gt_half of(From x) { return {to_float16((float)x)}; } };
-template <> struct As<gt_bfloat> { template <class From> static GT_DEVICE gt_bfloat of(From x) { return {to_bfloat16((float)x)}; } };
-template <> struct As<bool> { template <class From> static GT_DEVICE bool of(From x) { return x != 0; } };
-template <> struct As<gt_word8> {       // complex: the real part comes first
-  template <class From> static GT_DEVICE gt_word8 of(From x) { return {{bits_of<uint32_t>((float)x), 0}}; }
-};
+template <class From> GT_DEVICE void assign(From x, gt_half& to) { to = {to_float16((float)x)}; }
+template <class From> GT_DEVICE void assign(From x, gt_bfloat& to) { to = {to_bfloat16((float)x)}; }
+template <class From> GT_DEVICE void assign(From x, bool& to) { to = x != 0; }
+template <class From> GT_DEVICE void assign(From x, gt_word8& to) { to = {{bits_of<uint32_t>((float)x), 0}}; }
+template <class From, class To> GT_DEVICE void assign(From x, To& to) { to = (To)x; }
 
 // Values [low, high) of a block, whose first one would lie at `at`.
 template <class D, class Value> GT_DEVICE void put(char* at, const Value (&values)[4], int low, int high) {
   constexpr int bytes = 4 * (int)sizeof(D), width = bytes < 16 ? bytes : 16;
   D four[4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) four[i] = As<D>::of(values[i]);
+  for (int i = 0; i < 4; i++) assign(values[i], four[i]);
   if (high - low == 4 && (uintptr_t)at % width == 0) {
 #pragma unroll
     for (int k = 0; k < bytes; k += width) {
@@ -127,13 +129,15 @@ template <class Law> GT_KERNEL(GT_THREADS, 4) gt_fill_kernel(GT_ARGUMENT Fill<La
   const Rows& rows = fill.rows;
   const int64_t all = rows.count * rows.blocks;
   const bool short_rows = rows.blocks < 1 << 30;
-  for (int64_t first = (int64_t)blockIdx.x * EACH * GT_THREADS; first < all; first += (int64_t)gridDim.x * EACH * GT_THREADS) {
+  constexpr int64_t tile = EACH * GT_THREADS;
+  for (int64_t first = blockIdx.x * tile; first < all; first += gridDim.x * tile) {
     const uint32_t row0 = (uint32_t)(first / rows.blocks);
     const int64_t k0 = first - row0 * rows.blocks;
 #pragma unroll 1
     for (int i = 0; i < EACH; i++) {
       const int64_t k = k0 + i * GT_THREADS + threadIdx.x;
-      const uint32_t more = short_rows ? gt_divide((uint32_t)k, rows.blocks_magic, rows.blocks_shift) : k >= rows.blocks;
+      const uint32_t more =
+          short_rows ? gt_divide((uint32_t)k, rows.blocks_magic, rows.blocks_shift) : k >= rows.blocks;
       if (row0 + more < rows.count) make(fill, row0 + more, k - more * rows.blocks);
     }
   }
@@ -175,20 +179,23 @@ bool rows_of(Rows& rows, char* to, int ndim, const int64_t* box) {
   return true;
 }
 
-template <class Law> int launch(int device, void* stream, Fill<Law>& fill, int itemsize) {
-  Rows& rows = fill.rows;
-  if (rows.count >= (int64_t)1 << 30) {  // the outermost dim, an index at a time
-    const int64_t base = rows.base;
-    char* const to = rows.to;
+template <class Law> int launch(int device, void* stream, const Fill<Law>& fill, int itemsize) {
+  const Rows& rows = fill.rows;
+  if (rows.count >= GT_FILL_ROWS) {     // two halves of the outermost dim
     const int outer = rows.ndim - 1;
-    const int64_t count = rows.size[outer];
-    rows.count /= count, rows.ndim--;
-    int error = 0;
-    for (int64_t i = 0; i < count && !error; i++) {
-      rows.to = to + i * rows.count * rows.length * itemsize, rows.base = base + i * rows.step[outer];
-      error = launch(device, stream, fill, itemsize);
+    const uint32_t size = rows.size[outer], half = size / 2;
+    if (half == 0) return -1;
+    const int64_t each = rows.count / size;
+    Fill<Law> low = fill, high = fill;
+    low.rows.size[outer] = half, low.rows.count = each * half;
+    high.rows.size[outer] = size - half, high.rows.count = each * (size - half);
+    high.rows.to += each * half * rows.length * itemsize, high.rows.base += half * rows.step[outer];
+    for (Fill<Law>* part : {&low, &high}) {
+      if (part->rows.size[outer] == 1) part->rows.ndim--;
+      else part->rows.magic[outer] = gt_magic(part->rows.size[outer], part->rows.shift[outer]);
+      if (int error = launch(device, stream, *part, itemsize)) return error;
     }
-    return error;
+    return GT_CUDA_OK;
   }
   const int64_t tiles = (rows.count * rows.blocks + EACH * GT_THREADS - 1) / (EACH * GT_THREADS);
   const int grid = (int)std::min<int64_t>(tiles, (int64_t)gt_processors(device) * GT_WAVES);
@@ -226,7 +233,8 @@ int gt_cuda_fill_uniform(int device, void* stream, void* to, int dtype, uint64_t
   const int bits = dtype == GT_F64 ? 53 : dtype == GT_F32 ? 24 : dtype == GT_F16 ? 11 : 8;
   if (dtype == GT_F64)
     return fill_box(device, stream, to, dtype, key, ndim, box, uniform_law<double>(bits, range, low, below), 8);
-  return fill_box(device, stream, to, dtype, key, ndim, box, uniform_law<float>(bits, range, low, below), size_of_float(dtype));
+  return fill_box(device, stream, to, dtype, key, ndim, box, uniform_law<float>(bits, range, low, below),
+                  size_of_float(dtype));
 }
 
 int gt_cuda_fill_normal(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* box,
@@ -239,7 +247,8 @@ int gt_cuda_fill_exponential(int device, void* stream, void* to, int dtype, uint
                              double scale, double smallest) {
   if (dtype == GT_F64)
     return fill_box(device, stream, to, dtype, key, ndim, box, exponential_law<double>(scale, smallest), 8);
-  return fill_box(device, stream, to, dtype, key, ndim, box, exponential_law<float>(scale, smallest), size_of_float(dtype));
+  return fill_box(device, stream, to, dtype, key, ndim, box, exponential_law<float>(scale, smallest),
+                  size_of_float(dtype));
 }
 
 int gt_cuda_fill_integers(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* box,
@@ -257,15 +266,17 @@ int gt_cuda_fill_bernoulli(int device, void* stream, void* to, int dtype, uint64
 }
 
 #if defined(__CUDACC__)
-int gt_cuda_load_random() {             // see gt_cuda_load
-  int error = 0;
+template <class Law> int loaded(int error) {
   cudaFuncAttributes attributes;
-  for (const void* kernel : {(const void*)gt_fill_kernel<words_law>, (const void*)gt_fill_kernel<uniform_law<float>>,
-                             (const void*)gt_fill_kernel<uniform_law<double>>, (const void*)gt_fill_kernel<normal_law<float>>,
-                             (const void*)gt_fill_kernel<normal_law<double>>, (const void*)gt_fill_kernel<exponential_law<float>>,
-                             (const void*)gt_fill_kernel<exponential_law<double>>, (const void*)gt_fill_kernel<integers_law<2>>,
-                             (const void*)gt_fill_kernel<integers_law<3>>, (const void*)gt_fill_kernel<bernoulli_law>})
-    if (!error) error = (int)cudaFuncGetAttributes(&attributes, kernel);
-  return error;
+  return error ? error : (int)cudaFuncGetAttributes(&attributes, gt_fill_kernel<Law>);
+}
+
+int gt_cuda_load_random() {             // see gt_cuda_load
+  int error = loaded<words_law>(0);
+  error = loaded<uniform_law<float>>(error), error = loaded<uniform_law<double>>(error);
+  error = loaded<normal_law<float>>(error), error = loaded<normal_law<double>>(error);
+  error = loaded<exponential_law<float>>(error), error = loaded<exponential_law<double>>(error);
+  error = loaded<integers_law<2>>(error), error = loaded<integers_law<3>>(error);
+  return loaded<bernoulli_law>(error);
 }
 #endif

@@ -1,6 +1,7 @@
-// gt_fill_* of fill.h on a GPU: enqueued on `stream` (a cudaStream_t) of `device`, where `to` lies. Same arguments, same
-// numbers to the bit. They allocate nothing, wait for nothing, and can be captured in a CUDA graph; the key is fixed then.
-// Return 0, a cudaError_t, or -1 where the dtype is none of theirs or the box has more than 16 dims that do not merge.
+// gt_fill_* of fill.h on a GPU: enqueued on `stream` (a cudaStream_t) of `device`, where `to` lies. Same arguments,
+// same numbers to the bit. They allocate nothing, wait for nothing, and can be captured in a CUDA graph, with the key
+// that they have then. Return 0, a cudaError_t, or -1 where the dtype is none of theirs or the box has more than 16
+// dims that do not merge.
 #pragma once
 #include <stdint.h>
 

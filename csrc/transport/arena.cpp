@@ -222,7 +222,8 @@ void gt_free(void* data) {
 
 int gt_in_arena(const void* data) {
   const char* begin = base.load(std::memory_order_acquire);
-  return begin && static_cast<uint64_t>(static_cast<const char*>(data) - begin) < extent.load(std::memory_order_relaxed);
+  uint64_t offset = static_cast<uint64_t>(static_cast<const char*>(data) - begin);
+  return begin && offset < extent.load(std::memory_order_relaxed);
 }
 
 }  // extern "C"

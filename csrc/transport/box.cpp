@@ -98,7 +98,8 @@ int arrive(Call& c) {
     Peer& p = c.t.peers[at(rank)];
     const Entry& e = entry_of(p);
     bool same_site = e.site == c.site || !e.site || !c.site;
-    if (e.agreement != c.agreement || e.moves != c.count || !same_site) return disagreed(c.t, rank, e, p.out->ring[p.seq % kRing]);
+    if (e.agreement != c.agreement || e.moves != c.count || !same_site)
+      return disagreed(c.t, rank, e, p.out->ring[p.seq % kRing]);
     if (e.done > p.acked) p.acked = e.done;
     p.checked = p.seq;
     c.t.waits[at(rank)] = e.flags & kIWait;
@@ -207,7 +208,8 @@ using namespace gt;
 
 extern "C" {
 
-int gt_box(gt_transport* t, const gt_move* moves, int32_t count, uint64_t agreement, uint64_t site, const gt_hooks* hooks) {
+int gt_box(gt_transport* t, const gt_move* moves, int32_t count, uint64_t agreement, uint64_t site,
+           const gt_hooks* hooks) {
   return box(t, moves, count, agreement, site, hooks, false);
 }
 

@@ -2,7 +2,8 @@
 //
 // Every ordered pair of ranks has a lane in the first one's segment: a ring of entries, and how many of the other's
 // entries it has finished with. There are no groups: a boxing is one entry to, and one from, each partner, and both
-// sides count them alike. The n-th entry from a to b lies in slot n % kRing of lane a -> b, complete once its `seq` is n.
+// sides count them alike. The n-th entry from a to b lies in slot n % kRing of lane a -> b; it is complete once its
+// `seq` is n.
 //
 //     rank a                                     rank b
 //     fill entry 7 of lane a->b, seq = 7         fill entry 7 of lane b->a, seq = 7
@@ -13,6 +14,7 @@
 // An entry may be overwritten once the other is done with it. Each line is written by one rank only. `seq` and `done`
 // are released by a plain store; what a rank sleeps on is its own `bell`, which others ring if they see it `sleeping`.
 #pragma once
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -35,8 +37,8 @@ struct Place {
 enum EntryFlag : uint8_t {
   kIWait = 1,   // for your `done`, before this boxing ends here
   kRidden = 2,  // the source is in `riding`
-  kOnlyYou = 8, // is who I wait for, before I read
   kPacked = 4,  // the source's strides are in `packed`: small shards then take one line of 64 bytes, beside their data
+  kOnlyYou = 8, // I wait for nobody else before I read
 };
 
 struct alignas(64) Entry {
@@ -54,7 +56,7 @@ struct alignas(64) Entry {
   int64_t target_stride[GT_DIMS];
   uint64_t target;
 };
-static_assert(offsetof(Entry, source_stride) == 64 && sizeof(Entry) == 256, "the first line holds all of a small shard");
+static_assert(offsetof(Entry, source_stride) == 64 && sizeof(Entry) == 256, "a small shard takes the first line only");
 
 struct alignas(128) Lane {
   std::atomic<uint64_t> done;

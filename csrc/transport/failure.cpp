@@ -63,7 +63,7 @@ int usable(gt_transport& t) {
   if (__builtin_expect(t.generation != arena_generation(), 0)) {
     t.own = nullptr;  // its memory is the parent's, and not mapped here
     for (Peer& p : t.peers) p.control = nullptr;
-    return fail(t, GT_FAILED, -1, "this process was forked from the one that opened the transport; open another one here");
+    return fail(t, GT_FAILED, -1, "this process was forked from the one that opened the transport: open another here");
   }
   if (t.failed != GT_OK) return GT_ABORTED;
   if (!t.connected) return fail(t, GT_FAILED, -1, "the transport is not connected");

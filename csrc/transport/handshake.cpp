@@ -1,10 +1,10 @@
 // Meeting the other ranks: one connection per pair, from the higher rank to the lower, in any order of events.
 //
-// The socket's name is in the abstract namespace, so nothing is left in a file system. Anyone on the host can connect to
-// it; a peer is who runs as the same user and knows the random number from the address. Both sides send their two memfds
-// (control segment, arena) with it, and each then watches the other's process through a pidfd. A rank first connects to
-// all lower ranks, which needs nobody's help since all of them listen already, and then takes what comes, whatever the
-// order: no order in which ranks arrive can block.
+// The socket's name is in the abstract namespace, so nothing is left in a file system. Anyone on the host can connect;
+// a peer is who runs as the same user and knows the random number from the address. Both sides send their two memfds
+// (control segment, arena) with it, and each then watches the other's process through a pidfd. A rank first connects
+// to all lower ranks, which needs nobody's help since all of them listen already, and then takes what comes: no order
+// in which ranks arrive can block.
 #include "handshake.h"
 
 #include <errno.h>
@@ -71,7 +71,8 @@ uint64_t pid_namespace() {
 }
 
 bool parse(const char* text, Address& a) {
-  return text && sscanf(text, "gt1:%" SCNu64 ":%d:%39[0-9a-f]:%39[0-9a-f]", &a.pid_namespace, &a.pid, a.name, a.nonce) == 4;
+  constexpr const char* kForm = "gt1:%" SCNu64 ":%d:%39[0-9a-f]:%39[0-9a-f]";
+  return text && sscanf(text, kForm, &a.pid_namespace, &a.pid, a.name, a.nonce) == 4;
 }
 
 socklen_t abstract(const char* name, sockaddr_un& a) {
@@ -152,7 +153,8 @@ std::string adopt(gt_transport& t, int rank, int socket, Fd files[2]) {
 
 class Meeting {
  public:
-  Meeting(gt_transport& t, const char* const* addresses) : t_(t), until_(now() + t.timeout), sockets_(size_t(t.ranks)) {
+  Meeting(gt_transport& t, const char* const* addresses)
+      : t_(t), until_(now() + t.timeout), sockets_(size_t(t.ranks)) {
     addresses_.resize(size_t(t.ranks));
     for (int r = 0; r < t.ranks; ++r) valid_ = valid_ && parse(addresses[r], addresses_[size_t(r)]);
   }
@@ -181,8 +183,10 @@ class Meeting {
     sockaddr_un name;
     socklen_t size = abstract(a.name, name);
     Fd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-    bool sent = fd.get() >= 0 && !connect(fd.get(), reinterpret_cast<sockaddr*>(&name), size) && send_hello(fd.get(), t_, a.nonce);
-    if (!sent) return fail(t_, errno == ECONNREFUSED ? GT_DIED : GT_FAILED, r, "rank %d cannot be reached (%s): has it ended, or is it on another host?", r, strerror(errno));
+    bool reached = fd.get() >= 0 && !connect(fd.get(), reinterpret_cast<sockaddr*>(&name), size);
+    if (!reached || !send_hello(fd.get(), t_, a.nonce))
+      return fail(t_, errno == ECONNREFUSED ? GT_DIED : GT_FAILED, r,
+                  "rank %d cannot be reached (%s): has it ended, or is it on another host?", r, strerror(errno));
     sockets_[size_t(r)] = std::move(fd);
     return GT_OK;
   }
@@ -201,8 +205,12 @@ class Meeting {
     for (size_t i = 0; i < strangers_.size();) {
       int result = polled[rank.size() + i].revents ? greet(strangers_[i].get()) : 0;
       if (result < 0) return t_.failed;
-      if (result > 0) polled.erase(polled.begin() + static_cast<long>(rank.size() + i)), strangers_.erase(strangers_.begin() + static_cast<long>(i));
-      else ++i;
+      if (result == 0) {
+        ++i;
+        continue;
+      }
+      polled.erase(polled.begin() + static_cast<long>(rank.size() + i));
+      strangers_.erase(strangers_.begin() + static_cast<long>(i));
     }
     if (polled[0].revents) {
       Fd fd(accept4(t_.listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
@@ -219,7 +227,8 @@ class Meeting {
     int got = receive_hello(socket, hello, files);
     if (got == 0) return GT_OK;
     if (got < 0) return fail(t_, GT_DIED, r, "rank %d ended before it had met rank %d", r, t_.rank);
-    if (hello.rank != r || t_.nonce != hello.nonce) return fail(t_, GT_FAILED, r, "rank %d answered as someone else", r);
+    if (hello.rank != r || t_.nonce != hello.nonce)
+      return fail(t_, GT_FAILED, r, "rank %d answered as someone else", r);
     std::string wrong = adopt(t_, r, socket, files);
     sockets_[size_t(r)].reset();
     return wrong.empty() ? GT_OK : fail(t_, GT_FAILED, r, "rank %d %s", r, wrong.c_str());
@@ -231,8 +240,8 @@ class Meeting {
     Fd files[2];
     int got = receive_hello(socket, hello, files);
     if (got == 0) return 0;
-    bool peer = got > 0 && t_.nonce == hello.nonce && hello.rank > t_.rank && hello.rank < t_.ranks && !known(hello.rank);
-    if (!peer) return 1;
+    if (got < 0 || t_.nonce != hello.nonce) return 1;
+    if (hello.rank <= t_.rank || hello.rank >= t_.ranks || known(hello.rank)) return 1;
     std::string wrong = adopt(t_, hello.rank, socket, files);
     if (wrong.empty() && !send_hello(socket, t_, addresses_[size_t(hello.rank)].nonce)) wrong = "ended";
     if (wrong.empty()) return 1;

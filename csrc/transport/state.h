@@ -56,7 +56,7 @@ constexpr uint64_t kMostAside = uint64_t{1} << 30;  // bytes that may wait for t
 struct gt_transport {
   int rank = 0, ranks = 0;
   double timeout = 0;
-  unsigned generation = 0;       // of the arena: another one means that this process was forked from the one that opened
+  unsigned generation = 0;       // of the arena: another one now means that this process is a fork's child
   std::mutex mutex;              // one boxing at a time
   std::string address, name, nonce;
   int listener = -1, control_fd = -1, arena_fd = -1;

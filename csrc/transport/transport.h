@@ -1,8 +1,9 @@
 // Boxing between the processes of one host over shared memory. No torch here, and a plain C interface.
 //
 // Every process owns an arena (a memfd that its peers map) and, per transport, a control segment. A boxing is: post
-// where my shard lies, wait for the partners, one pass of gt_reduce over their memory, say that I am done. What is read in place
-// is waited for before the call returns; what was copied aside first (small or foreign tensors) is not.
+// where my shard lies, wait for the partners, one pass of gt_reduce over their memory, say that I am done. What is read
+// in place is waited for before the call returns; what was copied aside first (small or foreign tensors) is not.
+// A child of fork gets a copy of the arena as it was, and can use it; transports opened before the fork fail there.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -38,6 +39,7 @@ int gt_in_arena(const void* data);
 gt_transport* gt_open(int rank, int ranks, double timeout_s, char* error, size_t error_size);
 const char* gt_address(const gt_transport*);
 // Meets the others: addresses[r] is what rank r's gt_address gave. Maps their memory and watches their processes.
+// It takes as long as the last rank does, and has no hooks: release the interpreter's lock around it.
 int gt_connect(gt_transport*, const char* const* addresses);
 void gt_close(gt_transport*);        // says goodbye: `how` of gt_leave, or "finished"
 void gt_leave(gt_transport*, const char* how);  // how this rank is about to end, for the others' errors
@@ -65,7 +67,7 @@ typedef struct {                     // corners' `shard` is a rank of the transp
   int32_t op;
   int32_t partners;
   const int32_t* partner;            // the other ranks with which this one has to do, ascending
-  const uint8_t* tie;                // one per partner
+  const uint8_t* tie;                // one per partner; whenever a reads from b, b is read by a, and so on
 } gt_program;
 
 typedef struct {
@@ -79,8 +81,11 @@ typedef struct {
   int64_t target_stride[GT_DIMS];
 } gt_move;
 
-// Many moves at once: one meeting of the ranks. `agreement` is the same number on all ranks that take part, or all of
-// them return GT_DISAGREED or GT_ABORTED. `site` travels with it and is compared too, unless either side's is 0.
+// Many moves at once: one meeting of the ranks. Ranks that have to do with each other pass equally many moves, in the
+// same order; one that has nothing to do in a move has no partners and no regions there. `agreement` is the same number
+// on all ranks that take part, or all of them return GT_DISAGREED or GT_ABORTED. `site` travels with it and is compared
+// too, unless either side's is 0. A rank that only sends looks at neither; its receivers do, and its next wait.
+// After anything but GT_OK the transport is dead: every later call returns GT_ABORTED at once.
 int gt_box(gt_transport*, const gt_move* moves, int32_t count, uint64_t agreement, uint64_t site, const gt_hooks*);
 
 // A meeting of all ranks of the transport.

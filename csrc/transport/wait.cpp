@@ -12,6 +12,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "state.h"
 
 namespace gt {
@@ -112,7 +114,7 @@ double now() {
 
 int wait_all(gt_transport& t, size_t count, double busy_ns, const gt_hooks* hooks) {
   int pauses = kPausesCrowded;
-  if (!t.crowded) pauses = static_cast<int>((busy_ns + kSpin > kSpinLongest ? kSpinLongest : busy_ns + kSpin) / t.pause_ns);
+  if (!t.crowded) pauses = static_cast<int>(std::min(busy_ns + kSpin, kSpinLongest) / t.pause_ns);
   for (size_t i = 0; i < count; ++i)
     if (!spin(t.wanted[i], pauses)) return outlast(t, i, count, pauses, hooks);
   return GT_OK;

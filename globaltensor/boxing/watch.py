@@ -27,7 +27,8 @@ class Move:
 
     op        what caused it: an op's name, "to_global", or "gradient" for gradients reduced before they are read
     where     the user's file:line
-    bytes     received by the rank that receives most; 0 for a local move
+    bytes     received by the rank that receives most, by the plan; 0 for a local move. (Over shared memory one pass
+              takes the place of the plan's steps; all ranks together never load and store more.)
     seconds   wall time in this process
     """
 

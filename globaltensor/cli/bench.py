@@ -1,8 +1,9 @@
 """Run benchmarks of a checkout, each in a process of its own.
 
-    globaltensor bench                 all of them
-    globaltensor bench dispatch        one, or several by name
-    globaltensor bench --list          their names and questions
+    globaltensor bench                       all of them
+    globaltensor bench dispatch              one, or several by name
+    globaltensor bench boxing --ranks 4      what some of them may be told besides
+    globaltensor bench --list                their names and questions
 """
 from __future__ import annotations
 
@@ -12,17 +13,30 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from globaltensor.cli.problem import Problem
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
+class Benchmark(NamedTuple):
+    """A file in benchmarks/ that has a `main`."""
+
+    question: str
+    takes: tuple[str, ...]                           # the names of main's parameters
+
+
 def options(of: argparse.ArgumentParser) -> None:
     """The command line of `globaltensor bench`."""
     of.add_argument("names", nargs="*", metavar="name", help="which (default: all)")
-    of.add_argument("--json", action="store_true", help="a line of JSON per table")
+    of.add_argument("--json", action="store_true", help="one JSON object each, with all numbers and the machine")
     of.add_argument("--list", action="store_true", help="only say which there are")
+    own = of.add_argument_group("for those that know it")
+    own.add_argument("--quick", action="store_true", default=None, help="few and small: to see that it works")
+    own.add_argument("--ranks", type=int, metavar="N", help="processes (boxing; default 2)")
+    own.add_argument("--fresh", action="store_true", default=None, help="write what is moved anew each time (boxing)")
+    own.add_argument("--hidden", type=int, metavar="N", help="hidden size of the model (train; default 128, then 256)")
 
 
 def command(chosen: argparse.Namespace) -> int:
@@ -33,29 +47,36 @@ def command(chosen: argparse.Namespace) -> int:
         raise Problem(f"there is no benchmark {unknown[0]!r}\n  there are: {', '.join(known)}")
     names = chosen.names or list(known)
     if chosen.list:
-        print("\n".join(f"{name.ljust(max(map(len, names)))}  {known[name]}" for name in names))
+        print("\n".join(f"{name.ljust(max(map(len, names)))}  {known[name].question}" for name in names))
         return 0
-    failed = [name for name in names if not _run(name, chosen.json)]
+    told = {name: value for name in ("quick", "ranks", "fresh", "hidden") if (value := getattr(chosen, name)) is not None}
+    for option in told:
+        if not any(option in known[name].takes for name in names):
+            raise Problem(f"{', '.join(names)} does not know --{option}")
+    failed = [name for name in names if not _run(name, {"json": chosen.json, **{
+        option: value for option, value in told.items() if option in known[name].takes}})]
     if failed:
         raise Problem(f"failed: {', '.join(failed)}", 1)
     return 0
 
 
-def benchmarks() -> dict[str, str]:
-    """Name -> the question it answers, of every file in benchmarks/ that has a `main`."""
+def benchmarks() -> dict[str, Benchmark]:
+    """By name, every file in benchmarks/ that has a `main`."""
     if not FOLDER.is_dir():
         raise Problem(f"there are no benchmarks in {FOLDER.parent}\n"
                       "  they are part of a checkout, not of an installed package", 1)
     found = {}
     for path in sorted(FOLDER.glob("*.py")):
         tree = ast.parse(path.read_text())
-        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
-            found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name == "main":
+                question = (ast.get_docstring(tree) or "").partition("\n")[0]
+                found[path.stem] = Benchmark(question, tuple(a.arg for a in node.args.args))
     return found
 
 
-def _run(name: str, as_json: bool) -> bool:
-    code = f"from benchmarks.{name} import main; main(json={as_json})"
+def _run(name: str, told: dict[str, Any]) -> bool:
+    code = f"from benchmarks.{name} import main; main(**{told})"
     paths = [str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run([sys.executable, "-c", code], env=env).returncode == 0

@@ -71,14 +71,15 @@ def flat_wants(cls: type, call: Call) -> list[Spec] | None:
     """The specs of the results, where every element lies as it must on all ranks driven here; else None."""
     lists = {a.name: call[a.name] for a in arguments(call.func) if a.tensors and call[a.name]}
     singles = [a.name for a in arguments(call.func) if a.tensor and call[a.name] is not None]
-    if any(type(t) is not cls for tensors in lists.values() for t in tensors) or any(type(call[s]) is cls for s in singles):
-        return None
     written = {a.name for a in arguments(call.func) if a.written and call[a.name]}
+    if any(type(t) is not cls for name in written for t in lists[name]) or any(type(call[s]) is cls for s in singles):
+        return None
     wants, results = _wants(cls, call, lists, singles, written, len(next(iter(lists.values()))))
     if len({held_ranks(want[0]) for want in wants}) != 1:
         return None
-    if any(t.spec.layout is not want[k] for k, tensors in enumerate(lists.values()) for t, want in zip(tensors, wants)):
-        return None
+    for k, tensors in enumerate(lists.values()):
+        if any((t.spec.layout if type(t) is cls else want[k].whole) is not want[k] for t, want in zip(tensors, wants)):
+            return None
     return results
 
 

@@ -115,7 +115,7 @@ def _foreach(cls: type, call: Call) -> tuple | None:
     outputs = flat_wants(cls, call)
     if outputs is None:
         return None
-    ranks = held_ranks(call.tensors[0].spec.layout)
+    ranks = held_ranks(next(t.spec.layout for t in call.tensors if type(t) is cls))
     written = any(a.written and call[a.name] for a in arguments(call.func))
     returns = call.func._schema.returns
     if written and returns:

@@ -116,7 +116,7 @@ static void once(bool large) {
   int source = reduced[pick(0, 4)];
   int target = source < GT_I8 && pick(0, 1) ? reduced[pick(0, 2)] : source;
   if (region.sources == 1 && pick(0, 1)) source = target = static_cast<int>(pick(0, GT_DTYPES - 1));
-  const bool numbers = source == GT_F32 || source == GT_F64 || source == GT_BF16 || source == GT_I16 || source == GT_I32;
+  const bool numbers = std::count(reduced, reduced + 5, source) > 0;
 
   std::vector<Operand> all;
   std::vector<gt_shard> shards;

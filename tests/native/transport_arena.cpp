@@ -69,7 +69,7 @@ void mixed(uint64_t seed) {
   size_t most = 64 << 20;
   churn(rng, 1000000, most);
   gt::ArenaUse use = gt::arena_use();
-  printf("seed %llu: %.0f MB touched for %.0f MB live\n", (unsigned long long)seed, double(use.top) / 1e6, double(most) / 1e6);
+  printf("%.0f MB touched for %.0f MB live\n", double(use.top) / 1e6, double(most) / 1e6);
   CHECK(use.top < most * 3 / 2, "fragmented");
   CHECK(use.used < 16 << 20, "%llu bytes are still in use", (unsigned long long)use.used);
 }
@@ -114,7 +114,8 @@ int64_t resident() {
 
 // Free memory is kept up to a mark, and given back beyond it.
 void give_back() {
-  int64_t memory = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE), keep = std::max<int64_t>(int64_t{1} << 30, memory / 8);
+  int64_t memory = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+  int64_t keep = std::max<int64_t>(int64_t{1} << 30, memory / 8);
   if (sysconf(_SC_AVPHYS_PAGES) * sysconf(_SC_PAGESIZE) < 2 * keep) return;
   std::vector<char*> blocks;
   size_t bytes = 64 << 20;
@@ -200,12 +201,11 @@ void forks(uint64_t seed) {
 int main(int count, char** arguments) {
   std::string name = count > 1 ? arguments[1] : "";
   uint64_t seed = count > 2 ? static_cast<uint64_t>(atoll(arguments[2])) : 1;
-  if (name == "mixed") mixed(seed);
-  else if (name == "threads") threads(seed);
-  else if (name == "reuse") reuse();
-  else if (name == "give_back") give_back();
-  else if (name == "held") held();
-  else if (name == "forks") forks(seed);
-  else CHECK(false, "usage: transport_arena CASE [SEED]");
+  const std::map<std::string, std::function<void()>> cases = {
+      {"mixed", [=] { mixed(seed); }}, {"threads", [=] { threads(seed); }}, {"reuse", reuse},
+      {"give_back", give_back},        {"held", held},                      {"forks", [=] { forks(seed); }},
+  };
+  CHECK(cases.count(name), "usage: transport_arena CASE [SEED]");
+  cases.at(name)();
   return 0;
 }

@@ -1,11 +1,10 @@
-// Meeting, and parting: ranks that come late or never, strangers, many transports, and memory that outlives its transport.
+// Meeting and parting: ranks that come late or never, strangers, many transports, and memory that outlives its own.
 //
 //     transport_meeting CASE [TIMES]
 #include <dirent.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
-#include <mutex>
 #include <new>
 
 #include "transport_world.h"
@@ -82,7 +81,8 @@ int connect_to(const char* address) {
   a.sun_family = AF_UNIX;
   int n = snprintf(a.sun_path + 1, sizeof(a.sun_path) - 1, "globaltensor-%s", name);
   int fd = socket(AF_UNIX, SOCK_SEQPACKET, 0);
-  CHECK(!connect(fd, reinterpret_cast<sockaddr*>(&a), static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + size_t(n))), "connect");
+  socklen_t size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + size_t(n));
+  CHECK(!connect(fd, reinterpret_cast<sockaddr*>(&a), size), "connect");
   return fd;
 }
 
@@ -189,7 +189,7 @@ void outlives() {
       gt_move m = ready(p, data, data, n);
       if (rank) while (board->number[0] == 0) doze(1e-3);
       CHECK(gt_box(t, &m, 1, 1, 0, nullptr) == GT_OK, "send of %lld", (long long)n);
-      for (int64_t i = 0; rank && i < n; ++i) CHECK(data[i] == i, "%lld instead of %lld", (long long)data[i], (long long)i);
+      for (int64_t i = 0; rank && i < n; ++i) CHECK(data[i] == i, "%lld: %lld", (long long)i, (long long)data[i]);
       gt_free(data);
     }
     if (rank) return 0;
@@ -240,6 +240,11 @@ void steady(int64_t times) {
   CHECK(failures == 0, "%d ranks failed", failures);
 }
 
+void many() {
+  int failures = run_ranks(kProcesses, 24, [](gt_transport* t, int, Board*) { return gt_barrier(t, 1, nullptr); });
+  CHECK(failures == 0, "%d ranks failed", failures);
+}
+
 // Two threads of a rank, each of which holds a lock of the program's as they box.
 void shared() {
   int failures = run_ranks(kProcesses, 2, [](gt_transport* t, int rank, Board*) {
@@ -267,15 +272,18 @@ int main(int count, char** arguments) {
   std::string name = count > 1 ? arguments[1] : "";
   auto ends = [](Board*, Side&) { doze(0.05); };
   auto dozes = [](Board*, Side&) { doze(1.6); };
-  if (name == "absent") fails(2, ends, GT_DIED, "ended", 0.9), fails(0, ends, GT_DIED, "", 0.9);
-  else if (name == "late") fails(2, dozes, GT_TIMED_OUT, "not met within 1 s: rank 2", 1.5);
-  else if (name == "wrong") wrong();
-  else if (name == "strangers") strangers();
-  else if (name == "again") again();
-  else if (name == "outlives") outlives();
-  else if (name == "steady") steady(count > 2 ? atoll(arguments[2]) : 50000);
-  else if (name == "shared") shared();
-  else if (name == "many") CHECK(!run_ranks(kProcesses, 24, [](gt_transport* t, int, Board*) { return gt_barrier(t, 1, nullptr); }), "many");
-  else CHECK(false, "usage: transport_meeting CASE [TIMES]");
+  const std::map<std::string, std::function<void()>> cases = {
+      {"absent", [&] { fails(2, ends, GT_DIED, "ended", 0.9), fails(0, ends, GT_DIED, "", 0.9); }},
+      {"late", [&] { fails(2, dozes, GT_TIMED_OUT, "not met within 1 s: rank 2", 1.5); }},
+      {"wrong", wrong},
+      {"strangers", strangers},
+      {"again", again},
+      {"outlives", outlives},
+      {"steady", [=] { steady(count > 2 ? atoll(arguments[2]) : 50000); }},
+      {"shared", shared},
+      {"many", many},
+  };
+  CHECK(cases.count(name), "usage: transport_meeting CASE [TIMES]");
+  cases.at(name)();
   return 0;
 }

@@ -2,9 +2,9 @@
 //
 //     transport_values threads|processes RANKS SEED CALLS
 //
-// Each call moves one to four tensors at once, on a random subset of the ranks in a random order, with shards inside and
-// outside the arena, packed and strided, empty, small and large. Every rank overwrites its shards as soon as the call
-// returns, which shows any read that comes too late, and keeps no result longer than its check.
+// Each call moves one to four tensors at once, on a random subset of the ranks in a random order, with shards inside
+// and outside the arena, packed and strided, empty, small and large. Every rank overwrites its shards as soon as the
+// call returns, which shows any read that comes too late, and keeps no result longer than its check.
 #include "transport_world.h"
 
 namespace {
@@ -23,7 +23,10 @@ std::vector<int64_t> offsets(const std::vector<int64_t>& sizes) {
 // The layouts of one dim of n rows over the ranks of a group: everything everywhere, or cut into pieces, some empty.
 std::vector<int64_t> cut(Rng& rng, int64_t n, size_t pieces) {
   std::vector<int64_t> ends = {0, n};
-  for (size_t i = 1; i < pieces; ++i) ends.push_back(below(rng, 4) ? n * static_cast<int64_t>(i) / static_cast<int64_t>(pieces) : below(rng, n + 1));
+  for (size_t i = 1; i < pieces; ++i) {
+    int64_t even = n * static_cast<int64_t>(i) / static_cast<int64_t>(pieces);
+    ends.push_back(below(rng, 4) ? even : below(rng, n + 1));
+  }
   std::sort(ends.begin(), ends.end());
   std::vector<int64_t> sizes;
   for (size_t i = 1; i < ends.size(); ++i) sizes.push_back(ends[i] - ends[i - 1]);
@@ -36,7 +39,12 @@ struct Maker {
   Ranks group;
   int64_t n, m;
 
-  Step blank() const { return {{}, std::vector<std::array<int64_t, 2>>(size_t(ranks)), std::vector<std::array<int64_t, 2>>(size_t(ranks))}; }
+  Step blank() const {
+    Step s;
+    s.source.resize(size_t(ranks));
+    s.target.resize(size_t(ranks));
+    return s;
+  }
   std::array<int64_t, 2>& of(std::vector<std::array<int64_t, 2>>& v, int r) { return v[size_t(r)]; }
 
   Step all_gather() {
@@ -64,7 +72,8 @@ struct Maker {
     for (size_t i = 0; i < group.size(); ++i) {
       of(s.source, group[i]) = of(s.target, group[i]) = {n, m};
       int64_t row = two_shot ? at[i] : 0;
-      s.parts.push_back({group[i], {rows[i], m}, everyone(row), two_shot ? everyone(row) : std::vector<Box>{{group[i], {0, 0}}}});
+      std::vector<Box> mine = {{group[i], {0, 0}}};
+      s.parts.push_back({group[i], {rows[i], m}, everyone(row), two_shot ? everyone(row) : mine});
     }
     return s;
   }
@@ -162,7 +171,9 @@ struct Shard {
   }
 };
 
-int64_t value(int64_t tag, int rank, int64_t i, int64_t j) { return (tag * 1000003 + rank * 10007 + i * 131 + j) % 1000 + 1; }
+int64_t value(int64_t tag, int rank, int64_t i, int64_t j) {
+  return (tag * 1000003 + rank * 10007 + i * 131 + j) % 1000 + 1;
+}
 
 struct Move {
   Step step;
@@ -171,7 +182,9 @@ struct Move {
   int64_t tag;
 
   Move(Step s, int rank, int ranks, Rng& mine, int64_t t)
-      : step(std::move(s)), program(step, rank, ranks), source(step.source[size_t(rank)], below(mine, 2), below(mine, 3)),
+      : step(std::move(s)),
+        program(step, rank, ranks),
+        source(step.source[size_t(rank)], below(mine, 2), below(mine, 3)),
         target(step.target[size_t(rank)], true, below(mine, 3)), tag(t) {
     source.each([&](int64_t i, int64_t j, int64_t& x) { x = value(tag, rank, i, j); });
     target.each([](int64_t, int64_t, int64_t& x) { x = -1; });
@@ -198,8 +211,8 @@ struct Move {
             int64_t sum = 0;
             for (const Box& b : part.from) sum += value(tag, b.rank, b.start[0] + i, b.start[1] + j);
             int64_t& got = target.at(to.start[0] + i, to.start[1] + j);
-            CHECK(got == sum, "rank %d, tag %lld, (%lld, %lld): %lld instead of %lld", rank, (long long)tag, (long long)i,
-                  (long long)j, (long long)got, (long long)sum);
+            CHECK(got == sum, "rank %d, tag %lld, (%lld, %lld): %lld instead of %lld", rank, (long long)tag,
+                  (long long)i, (long long)j, (long long)got, (long long)sum);
             got = -1;
           }
     target.each([&](int64_t i, int64_t j, int64_t& x) {
@@ -238,7 +251,8 @@ int play(gt_transport* t, int rank, int ranks, uint64_t seed, int64_t calls) {
       moves.push_back(std::make_unique<Move>(random_step(rng, ranks, burst), rank, ranks, mine, call * 10 + k));
       views.push_back(moves.back()->view());
     }
-    int status = gt_box(t, views.data(), static_cast<int32_t>(count), 77 + static_cast<uint64_t>(call), static_cast<uint64_t>(below(mine, 2)) * 5, nullptr);
+    uint64_t site = static_cast<uint64_t>(below(mine, 2)) * 5;  // some ranks do not say
+    int status = gt_box(t, views.data(), static_cast<int32_t>(count), static_cast<uint64_t>(call), site, nullptr);
     char text[512];
     int culprit = gt_blame(t, text, sizeof(text));
     CHECK(status == GT_OK, "call %lld: %d, rank %d: %s", (long long)call, status, culprit, text);

@@ -19,7 +19,9 @@
 #include <array>
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
@@ -81,7 +83,7 @@ inline gt_transport* meet(Board* board, int rank, int ranks, double timeout) {
 
 using Body = std::function<int(gt_transport*, int rank, Board*)>;
 
-// Starts the ranks as processes; each ends with what `body` returns. Negative: it has closed its transport, and is well.
+// Starts the ranks as processes; each ends with what `body` returns. Negative: it is well, and closed its transport.
 inline std::vector<pid_t> start_processes(int ranks, double timeout, Board* board, const Body& body) {
   std::vector<pid_t> pids;
   for (int r = 0; r < ranks; ++r) {

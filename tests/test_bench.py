@@ -1,0 +1,122 @@
+"""The benchmarks run, verify what they measure, and say it for people and for machines."""
+from __future__ import annotations
+
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import PYTHON, ROOT, good, run
+
+from globaltensor.cli import bench, main
+
+sys.path.insert(0, str(ROOT))                        # benchmarks/ is part of a checkout, not of the package
+from benchmarks import boxing, processes, timing, train  # noqa: E402
+from benchmarks.ways import WAYS, Case, Way  # noqa: E402
+
+BENCH = [PYTHON, "-m", "globaltensor.cli", "bench"]
+
+
+def found(*args):
+    """The one JSON object of a benchmark that was told to be quick."""
+    said = json.loads(good([*BENCH, *args, "--quick", "--json"], timeout=280))
+    assert said["machine"] == timing.machine() and said["title"] and said["rows"]
+    for row in said["rows"]:
+        assert all(math.isfinite(value) for value in row.values() if isinstance(value, float)), row
+    return said
+
+
+# ---------------------------------------------------------------------------------------------- the benchmarks
+
+
+@pytest.mark.parametrize("name, rows, column", [
+    ("dispatch", 10, "globaltensor us"), ("decision", 8, "dtensor ms"), ("random", 9, "torch ns/element"),
+    ("startup", 2, "seconds")])
+def test_in_one_process(name, rows, column):
+    said = found(name)
+    assert len(said["rows"]) == rows and all(row[column] > 0 for row in said["rows"] if column != "dtensor ms")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("args, title", [((), "boxing: 2 ranks, m"), (("--ranks", 4, "--fresh"), "boxing: 4 ranks, fresh")])
+def test_boxing(args, title):
+    said = found("boxing", *args)
+    assert said["title"].startswith(title) and said["MPI"]
+    cases = [(row["dtype"], row["boxing"], row["bytes"]) for row in said["rows"]]
+    assert cases == [(d, b, n) for d in boxing.DTYPES for b in boxing.BOXINGS for n in boxing.SIZES[:2]]
+    for row in said["rows"]:
+        assert {"ceiling", "python", "gloo", "DTensor"} <= row["us"].keys() <= WAYS.keys()
+        assert all(p10 <= median for median, p10 in row["us"].values())
+
+
+@pytest.mark.processes
+def test_train():
+    said = found("train")
+    assert [row["arm"] for row in said["rows"]] == ["plain, 2 threads", "DDP 2", "globaltensor dp 2", "DTensor 2",
+                                                    "globaltensor tp 2"]
+    assert all(row["tokens/s"] > 0 for row in said["rows"])
+
+
+# --------------------------------------------------------------------------------------- what they are made of
+
+
+def test_a_way_that_gets_it_wrong_is_not_measured():
+    limit = SimpleNamespace(meet=lambda: None, slowest=float)        # of one rank, for which a boxing is nothing
+    case = Case("P -> B", 1024, torch.float32, 0, 1)
+    x = torch.empty(256)
+    boxing.verify(case, "right", Way(x, lambda: x, lambda y: y), limit)
+    assert not x.any()
+    for wrong in (lambda y: y + 1, torch.Tensor.double):
+        with pytest.raises(SystemExit, match="a way gets Case.* wrong"):
+            boxing.verify(case, "a way", Way(x, lambda: x, wrong), limit)
+
+
+def test_an_arm_that_trains_differently_is_not_measured():
+    train.verify("right", [[5.0, 4.00001]], [5.0, 4.0])
+    for wrong in ([5.0, 4.1], [5.0, math.nan]):
+        with pytest.raises(SystemExit, match="does not train as plain torch does"):
+            train.verify("wrong", [[5.0, 4.0], wrong], [5.0, 4.0])
+
+
+@pytest.mark.processes
+def test_workers_end_with_the_first_that_fails():
+    with pytest.raises(SystemExit, match="worker 0 of 2 ended too early"), \
+            processes.Workers("os:nothing", 2, {}) as workers:
+        workers.hear()
+    assert all(process.poll() is not None for process in workers.processes)
+
+
+def test_tables_are_for_people_and_objects_for_machines(capsys):
+    rows = [{"op": "add", "us": 1.2345, "times": 3, "more": None}, {"op": "multiply", "us": 12345.6, "times": 4, "more": 1}]
+    timing.show("a title", rows, False, [["op", "us", "more"]], note="a word")
+    title, machine, note, _, *table = capsys.readouterr().out.splitlines()
+    assert title == "a title" and "cores of" in machine and note == "  note: a word"
+    assert table == ["  op            us  more", "  add         1.23     -", "  multiply  12,346     1"]
+    timing.show("a title", rows, True, note="a word")
+    assert json.loads(capsys.readouterr().out) == {"title": "a title", "machine": timing.machine(), "note": "a word",
+                                                   "rows": rows}
+
+
+# --------------------------------------------------------------------------------------------- the command line
+
+
+def test_options_go_to_those_that_know_them(tmp_path, monkeypatch, capfd):
+    (tmp_path / "one.py").write_text('"""One?"""\ndef main(json=False, ranks=2):\n    print("one", json, ranks)\n')
+    (tmp_path / "two.py").write_text('"""Two?"""\ndef main(json=False, quick=False):\n    print("two", json, quick)\n')
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    for file in tmp_path.glob("*.py"):
+        file.rename(folder / file.name)
+    monkeypatch.setattr(bench, "FOLDER", folder)
+    assert main(["bench", "--ranks", "4", "--quick"]) == 0
+    assert capfd.readouterr().out == "one False 4\ntwo False True\n"
+    assert main(["bench", "two", "--ranks", "4", "--json"]) == 2
+    assert capfd.readouterr() == ("", "globaltensor: two does not know --ranks\n")
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 3])
+def test_boxing_wants_ranks_that_cut_evenly(ranks):
+    code, out, err = run([*BENCH, "boxing", "--ranks", ranks])
+    assert code == 1 and out == "" and f"--ranks is 2, 4, 8 or 16, not {ranks}" in err
