@@ -46,7 +46,7 @@ else:
             nvcc = shutil.which("nvcc")
             if torch.version.cuda and nvcc:
                 target = Path("globaltensor" if self.inplace else f"{self.build_lib}/globaltensor") / "_cuda.so"
-                subprocess.run([nvcc, "-O3", "-std=c++17", "--fmad=false", "-shared", "-Xcompiler", "-fPIC", *GPUS, "-o",
+                subprocess.run([nvcc, "-O3", "-std=c++17", "--fmad=false", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden", *GPUS, "-o",
                                 str(target), *sorted(glob("csrc/**/*.cu", recursive=True))], check=True)
 
     os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))

@@ -11,10 +11,10 @@ each boxing, as a program does, and takes the time of that off. On a busy machin
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from benchmarks.ways import BOXINGS, WAYS, Case, Way
 
 SIZES = [1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20]
 DTYPES = ["float32", "bfloat16"]
-SHARED = "/dev/shm"
 TIMES = ["dtype", "boxing", "size", "ping-pong ns", *WAYS]
 SHARES = ["dtype", "boxing", "size", "GB/s", "% of ceiling", "% of new result", "direct/gloo", "direct/MPI",
           "python/gloo", "python/DTensor"]
@@ -38,12 +37,11 @@ def main(json: bool = False, quick: bool = False, ranks: int = 2, fresh: bool = 
         raise SystemExit(f"boxing: --ranks is 2, 4, 8 or 16, not {ranks}")
     sizes, batches, seconds = (SIZES[:2], 2, 5e-4) if quick else (SIZES, 15, 4e-3)
     mpirun, mpi = find_mpirun()
-    with tempfile.TemporaryDirectory() as folder, \
-            tempfile.NamedTemporaryFile(dir=SHARED if Path(SHARED).is_dir() else None) as memory:
+    with tempfile.TemporaryDirectory() as folder, open(os.memfd_create("ceiling"), "wb") as memory:
         library = compiled(folder)
         memory.truncate(bound(library).ceiling_bytes(ranks, max(sizes)))
-        settings = {"library": library, "memory": memory.name, "sizes": sizes, "batches": batches, "seconds": seconds,
-                    "fresh": fresh, "without": [] if mpirun else ["MPI"]}
+        settings = {"library": library, "memory": f"/proc/{os.getpid()}/fd/{memory.fileno()}", "sizes": sizes,
+                    "batches": batches, "seconds": seconds, "fresh": fresh, "without": [] if mpirun else ["MPI"]}
         with Workers("benchmarks.boxing:measure", ranks, settings, mpirun=mpirun) as workers:
             rows = workers.hear(1)[0]
     title = f"boxing: {ranks} ranks{', fresh sources' if fresh else ''}, microseconds: median (p10)"

@@ -17,7 +17,7 @@
 #endif
 
 enum { P_TO_B, S_TO_B, P_TO_S, S_TO_S, P_TO_NEW_B, MOST_RANKS = 16 };
-enum { FRONT = 64 << 10, SLOT = 16 << 10, STREAM_FROM = 16 << 20 };  // bytes; stores of large results pass the caches by
+enum { FRONT = 64 << 10, SLOT = 16 << 10, STREAM_FROM = 16 << 20 };  // bytes; large results pass the caches by
 
 typedef struct {
   _Alignas(128) _Atomic uint32_t seq;    // how many meetings this rank has come to
@@ -116,9 +116,10 @@ static inline __attribute__((always_inline)) void sum_of(int n, int m, char** fr
 static void sum(char** sources, size_t first, char** to, int m, size_t bytes, int item, int stream) {
   char* from[MOST_RANKS];
   for (int r = 0; r < ranks; r++) from[r] = sources[r] + first;
-  if (ranks == 2 && m == 1) item == 4 ? sum_of(2, 1, from, to, bytes, 4, stream) : sum_of(2, 1, from, to, bytes, 2, stream);
-  else if (ranks == 2) item == 4 ? sum_of(2, 2, from, to, bytes, 4, stream) : sum_of(2, 2, from, to, bytes, 2, stream);
-  else item == 4 ? sum_of(ranks, m, from, to, bytes, 4, stream) : sum_of(ranks, m, from, to, bytes, 2, stream);
+  int n = ranks, wide = item == 4;
+  if (n == 2 && m == 1) wide ? sum_of(2, 1, from, to, bytes, 4, stream) : sum_of(2, 1, from, to, bytes, 2, stream);
+  else if (n == 2) wide ? sum_of(2, 2, from, to, bytes, 4, stream) : sum_of(2, 2, from, to, bytes, 2, stream);
+  else wide ? sum_of(n, m, from, to, bytes, 4, stream) : sum_of(n, m, from, to, bytes, 2, stream);
 }
 
 static void copy(char* to, const char* from, size_t bytes, int stream) {

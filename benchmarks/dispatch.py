@@ -63,8 +63,9 @@ def main(json: bool = False, quick: bool = False) -> None:
 
 def row(name: str, us: list[float]) -> dict[str, Any]:
     plain, ours, theirs = us
-    return {"op": name, "plain us": plain, "globaltensor us": ours, "dtensor us": theirs, "globaltensor adds": ours - plain,
-            "dtensor adds": theirs - plain, "globaltensor / plain": ours / plain, "dtensor / plain": theirs / plain}
+    return {"op": name, "plain us": plain, "globaltensor us": ours, "dtensor us": theirs,
+            "globaltensor adds": ours - plain, "dtensor adds": theirs - plain,
+            "globaltensor / plain": ours / plain, "dtensor / plain": theirs / plain}
 
 
 def verify(plain: Any, ours: Any, theirs: Any) -> None:

@@ -52,9 +52,9 @@ def main(json: bool = False, quick: bool = False) -> None:
             verify(law, both[0])
             ours, theirs = (us * 1e3 / large for us in alternating(both, 2, rounds))
             few, few_theirs = alternating(calls(law, SMALL, dtype, where), 300 if not quick else 5, rounds)
-            rows.append({"law": law, "dtype": str(dtype)[6:], "globaltensor ns/element": ours, "torch ns/element": theirs,
-                         "ratio": ours / theirs, f"globaltensor us for {SMALL}": few, f"torch us for {SMALL}": few_theirs,
-                         "adds us": few - few_theirs})
+            rows.append({"law": law, "dtype": str(dtype).removeprefix("torch."), "globaltensor ns/element": ours,
+                         "torch ns/element": theirs, "ratio": ours / theirs, f"globaltensor us for {SMALL}": few,
+                         f"torch us for {SMALL}": few_theirs, "adds us": few - few_theirs})
     show(f"random: {large:,} elements, and {SMALL}", rows, json)
 
 

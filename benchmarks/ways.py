@@ -7,7 +7,7 @@
     python      ours as users write it: x.to_global(...), the source in shared memory
     gloo        torch.distributed over gloo; P -> B in place
     MPI         mpi4py, where mpirun started the processes; P -> B in place
-    DTensor     x.redistribute(...) over gloo
+    DTensor     x.redistribute(...) over gloo, where its S -> S is an all-gather and a cut
 """
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ def mpi(case: Case, limit: Ceiling) -> Way | None:
     a, b = ([t.view(torch.float32).numpy().reshape(-1), MPI.FLOAT] if case.dtype is torch.float32 else
             [t.view(torch.uint8).numpy().reshape(-1), MPI.BYTE] for t in (x, y))
     run = {"P -> B": lambda: world.Allreduce(MPI.IN_PLACE, a, MPI.SUM), "S -> B": lambda: world.Allgather(a, b),
-           "P -> S": lambda: world.Reduce_scatter_block(a, b, MPI.SUM), "S -> S": lambda: world.Alltoall(a, b)}[case.boxing]
+           "P -> S": lambda: world.Reduce_scatter_block(a, b, MPI.SUM),
+           "S -> S": lambda: world.Alltoall(a, b)}[case.boxing]
     return Way(x, run, lambda _: x if case.boxing == "P -> B" else y)
 
 

@@ -47,6 +47,7 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
 def transport(group: dist.ProcessGroup | None = None) -> str:
     """How bytes move between the ranks of a group of this backend, in a line."""
     found = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+    found = getattr(found, "wrapped_pg", found)      # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     return found.transport if hasattr(found, "transport") else found.name()
 
 

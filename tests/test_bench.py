@@ -40,7 +40,8 @@ def test_in_one_process(name, rows, column):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("args, title", [((), "boxing: 2 ranks, m"), (("--ranks", 4, "--fresh"), "boxing: 4 ranks, fresh")])
+@pytest.mark.parametrize("args, title", [
+    ((), "boxing: 2 ranks, m"), pytest.param(("--ranks", 4, "--fresh"), "boxing: 4 ranks, fresh", marks=pytest.mark.long)])
 def test_boxing(args, title):
     said = found("boxing", *args)
     assert said["title"].startswith(title) and said["MPI"]
@@ -89,7 +90,8 @@ def test_workers_end_with_the_first_that_fails():
 
 
 def test_tables_are_for_people_and_objects_for_machines(capsys):
-    rows = [{"op": "add", "us": 1.2345, "times": 3, "more": None}, {"op": "multiply", "us": 12345.6, "times": 4, "more": 1}]
+    rows = [{"op": "add", "us": 1.2345, "times": 3, "more": None},
+            {"op": "multiply", "us": 12345.6, "times": 4, "more": 1}]
     timing.show("a title", rows, False, [["op", "us", "more"]], note="a word")
     title, machine, note, _, *table = capsys.readouterr().out.splitlines()
     assert title == "a title" and "cores of" in machine and note == "  note: a word"

@@ -89,7 +89,7 @@ Reduction::Reduction(const c10d::ReduceOp& asked, int ranks, const char* name) :
       divisor = ranks;
       break;
     case c10d::ReduceOp::PREMUL_SUM: {
-      auto* given = dynamic_cast<const c10d::PreMulSumSupplement*>(asked.supplement_.get());
+      auto* given = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(asked.supplement_.get());
       TORCH_CHECK_VALUE(given, "globaltensor, ", name, ": PREMUL_SUM without a factor");
       op = GT_SUM;
       scaled = true;
@@ -122,12 +122,14 @@ void Reduction::after(const at::Tensor& tensor) const {
 
 Work Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   TORCH_CHECK_VALUE(tensors.size() == 1, "globaltensor, allreduce: takes one tensor per rank, not ", tensors.size());
-  c10d::AllreduceCoalescedOptions same;
-  static_cast<c10d::AllreduceOptions&>(same) = opts;
-  return allreduce_coalesced(tensors, same);
+  return all_reduce(tensors, opts);
 }
 
 Work Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  return all_reduce(tensors, opts);
+}
+
+Work Backend::all_reduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   TORCH_CHECK_VALUE(!tensors.empty(), "globaltensor, allreduce: takes at least one tensor");
   Reduction reduction(opts.reduceOp, size_, "allreduce");
   const c10::ScalarType dtype = tensors[0].scalar_type();
@@ -167,7 +169,7 @@ Work Backend::all_reduce_by_gloo(Tensors& tensors, const c10d::AllreduceOptions&
 // Small ones in one meeting, in which each rank reads all of the others'; larger ones in two, each rank doing its part of
 // all. What is done depends only on what all ranks know, and so not on where one's own tensors lie.
 void Backend::all_reduce(Job& job, const Tensors& tensors, int op) {
-  Tensors runs;
+  c10::SmallVector<at::Tensor, 1> runs;
   int64_t bytes = 0;
   bool in_arena = true;
   for (const at::Tensor& t : tensors) {
@@ -185,7 +187,7 @@ void Backend::all_reduce(Job& job, const Tensors& tensors, int op) {
 }
 
 // By pieces, which are copied to where the others can write and back. Two of them stay in the cache.
-void Backend::all_reduce_pieces(Job& job, const Tensors& runs, int op) {
+void Backend::all_reduce_pieces(Job& job, at::ArrayRef<at::Tensor> runs, int op) {
   const int64_t item = static_cast<int64_t>(runs[0].element_size()), most = kPiece / item;
   const at::Tensor room = in_arena(at::empty({most}, runs[0].options()));
   c10::SmallVector<std::pair<Rows, Rows>, 4> copies;

@@ -83,9 +83,10 @@ class Backend final : public c10d::Backend {
   bool everyone(bool mine);
   void run_pieces(Job& job, const std::vector<Move>& moves);
   void exchange(Job& job, const std::vector<Rows>& sent, const std::vector<Rows>& received);
+  Work all_reduce(Tensors& tensors, const c10d::AllreduceOptions& opts);
   Work all_reduce_by_gloo(Tensors& tensors, const c10d::AllreduceOptions& opts, const Reduction& reduction);
   void all_reduce(Job& job, const Tensors& tensors, int op);
-  void all_reduce_pieces(Job& job, const Tensors& runs, int op);
+  void all_reduce_pieces(Job& job, at::ArrayRef<at::Tensor> runs, int op);
 
   std::unique_ptr<Group> group_;  // null: everything goes to gloo
   c10::intrusive_ptr<c10d::Backend> gloo_;

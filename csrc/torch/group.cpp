@@ -152,6 +152,7 @@ void Group::fail(const Call& call, int status, bool late) {
   std::string message = "globaltensor, " + call.words() + ": ";
   if (late) message += "not done within " + std::to_string(call.timeout.count()) + " ms. ";
   message += *text ? text : "failed with status " + std::to_string(status);
+  if (status == GT_TIMED_OUT) message += ", until the timeout of the group";
   gt_tell(transport_, call.words().c_str());
   if (status == GT_DISAGREED) {
     constexpr size_t kEach = 256;

@@ -59,7 +59,7 @@ void post(Call& c) {
     Peer& p = c.t.peers[at(c.partner[i])];
     uint64_t seq = ++p.seq;
     Entry& e = p.out->ring[seq % kRing];
-    e.agreement = c.agreement;
+    e.agreement.store(c.agreement, std::memory_order_relaxed);
     e.site = c.site;
     e.done = seq - 1;
     e.source = c.source;
@@ -98,7 +98,8 @@ int arrive(Call& c) {
     Peer& p = c.t.peers[at(rank)];
     const Entry& e = entry_of(p);
     bool same_site = e.site == c.site || !e.site || !c.site;
-    if (e.agreement != c.agreement || e.moves != c.count || !same_site)
+    bool same = e.agreement.load(std::memory_order_relaxed) == c.agreement;
+    if (!same || e.moves != c.count || !same_site)
       return disagreed(c.t, rank, e, p.out->ring[p.seq % kRing]);
     if (e.done > p.acked) p.acked = e.done;
     p.checked = p.seq;

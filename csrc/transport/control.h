@@ -43,7 +43,8 @@ enum EntryFlag : uint8_t {
 
 struct alignas(64) Entry {
   std::atomic<uint64_t> seq;
-  uint64_t agreement, site;
+  std::atomic<uint64_t> agreement;  // watch.cpp may look at an old entry while a new one overwrites it
+  uint64_t site;
   uint64_t done;             // a copy of the lane's, for those that are reading here anyway
   uint64_t source;           // of the only move; of several, where their Places lie
   uint16_t packed[GT_DIMS];

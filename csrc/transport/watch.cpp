@@ -38,7 +38,7 @@ int compare_unread(gt_transport& t, const Wanted& w) {
   for (k = k > p.checked ? k : p.checked + 1; k <= p.seq; ++k) {
     const Entry &its = p.in->ring[k % kRing], &mine = p.out->ring[k % kRing];
     if (its.seq.load(std::memory_order_acquire) != k || mine.seq.load(std::memory_order_relaxed) != k) continue;
-    bool same = its.agreement == mine.agreement;
+    bool same = its.agreement.load(std::memory_order_relaxed) == mine.agreement.load(std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_acquire);
     if (!same && its.seq.load(std::memory_order_relaxed) == k) return disagreed(t, w.rank, its, mine);
   }

@@ -49,7 +49,8 @@ def command(chosen: argparse.Namespace) -> int:
     if chosen.list:
         print("\n".join(f"{name.ljust(max(map(len, names)))}  {known[name].question}" for name in names))
         return 0
-    told = {name: value for name in ("quick", "ranks", "fresh", "hidden") if (value := getattr(chosen, name)) is not None}
+    told = {name: getattr(chosen, name) for name in ("quick", "ranks", "fresh", "hidden")}
+    told = {name: value for name, value in told.items() if value is not None}
     for option in told:
         if not any(option in known[name].takes for name in names):
             raise Problem(f"{', '.join(names)} does not know --{option}")

@@ -25,10 +25,15 @@ _LIMIT = 50_000
 
 
 def arrive(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """An op from torch: run it, and teach the native dispatcher where it asked."""
+    """An op from torch: run it, and teach the native dispatcher where it asked.
+
+    It is taught what comes a second time: a shape that is seen once is not worth it.
+    """
     ticket = native.ticket(func) if face is not None else None
     if ticket is not None:
-        native.teach(ticket, cls, find(cls, func, args, kwargs), func, args, kwargs)
+        recipe = _recipes.get(_key(cls, func, args, kwargs))
+        if recipe is not None:
+            native.teach(ticket, cls, recipe, func, args, kwargs)
     return dispatch(cls, func, args, kwargs)
 
 
@@ -53,8 +58,7 @@ def dispatch(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -
     return execute(cls, recipe, args, kwargs)
 
 
-def find(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Recipe:
-    """The recipe of a call, decided where it is new."""
+def _key(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> tuple:
     key: list[Any] = [func]
     for value in args:
         kind = type(value)
@@ -66,7 +70,12 @@ def find(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Re
             key.append(static(value, cls))
     if kwargs:
         key.append(static(kwargs, cls))
-    key = tuple(key)
+    return tuple(key)
+
+
+def find(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Recipe:
+    """The recipe of a call, decided where it is new."""
+    key = _key(cls, func, args, kwargs)
     recipe = _recipes.get(key)
     if recipe is None:
         recipe = decide(cls, func, args, kwargs)
