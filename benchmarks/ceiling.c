@@ -77,13 +77,14 @@ typedef uint32_t words __attribute__((vector_size(64), aligned(4), may_alias));
 static inline words load(const char* from) { return *(const words*)from; }
 
 static inline void store(char* to, words x, int stream) {
-#ifdef __AVX512F__
-  if (stream) {
-    _mm512_stream_si512((void*)to, (__m512i)x);
-    return;
-  }
+#if defined(__AVX512F__)
+  if (stream) _mm512_stream_si512((void*)to, (__m512i)x);
+#elif defined(__x86_64__)
+  for (int k = 0; k < 4 && stream; k++) _mm_stream_si128((__m128i*)to + k, ((__m128i*)&x)[k]);
+#else
+  stream = 0;
 #endif
-  *(words*)to = x;
+  if (!stream) *(words*)to = x;
 }
 
 static inline words rounded(floats x) {  // to bfloat16, in the upper halves

@@ -29,7 +29,7 @@ MPI_SETTINGS = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM":
 
 
 class Workers:
-    """`function` is "module:name"; `threads` of torch each. `mpirun`, if given, starts them: then only rank 0 speaks."""
+    """`function` is "module:name"; `threads` of torch each. `mpirun`, if given, starts them; only rank 0 may speak."""
 
     def __init__(self, function: str, ranks: int, settings: dict[str, Any], threads: int = 1,
                  mpirun: str | None = None) -> None:

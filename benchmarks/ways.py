@@ -114,7 +114,8 @@ def _native(case: Case, source: torch.Tensor, shared: bool) -> Way:
     x = _global(case, source)
     boxing = native.find(x.spec, layout(x.placement, (BOXINGS[case.boxing][1],)))
     items, what = [(boxing, {case.rank: source})], f"bench {case.boxing}"
-    return Way(source, lambda: face.box(items, what), lambda made: made[0][case.rank])
+    return Way(source, lambda: face.box(items, what), lambda made: made[0][case.rank],
+               loop=lambda times, fresh: face.repeat(items, what, times, fresh))
 
 
 def python(case: Case, limit: Ceiling) -> Way:

@@ -1,4 +1,4 @@
-"""torch.distributed over shared memory: `dist.init_process_group("globaltensor")`, for programs that are not global yet.
+"""torch.distributed over shared memory: `dist.init_process_group("globaltensor")`, for programs that are not global.
 
 Importing this registers the backend for CPU tensors, beside torch's own; nothing native is loaded before the first
 process group is made. Ranks on one host then reach each other's memory, and a collective is one pass over it: DDP,

@@ -1,9 +1,8 @@
-"""The backend "globaltensor" of torch.distributed in use: odd reductions, strides, groups, the libraries above; bad ends."""
+"""The backend "globaltensor" of torch.distributed in use: odd tensors, groups, the libraries above it, and bad ends."""
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT, environment, free_port
+from harness import environment, free_port, good, run
 from ranks import Ranks
 from test_backend import BUILT, same
 
@@ -150,7 +149,8 @@ def test_subgroups(ranks):
 
 def net() -> torch.nn.Module:
     torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.GELU(), torch.nn.Linear(64, 300), torch.nn.Linear(300, 3))
+    linear = torch.nn.Linear
+    return torch.nn.Sequential(linear(20, 64), torch.nn.GELU(), linear(64, 300), linear(300, 3))
 
 
 def trained(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -330,12 +330,11 @@ def test_importing_only_registers():
     code = ("import torch.distributed as dist, globaltensor.backend as b, time; began = time.perf_counter();"
             "dist.Backend.backend_list.remove(b.NAME); b.register(); print(time.perf_counter() - began);"
             "assert dist.Backend(b.NAME) == 'globaltensor' and not dist.is_initialized()")
-    out = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT, check=True, text=True, capture_output=True)
-    assert float(out.stdout) < 1e-3
+    assert float(good([sys.executable, "-c", code])) < 1e-3
 
 
 def test_without_the_native_code_the_error_says_what_to_do():
     code = "import torch.distributed as dist, globaltensor.backend; dist.init_process_group('globaltensor')"
-    env = environment(GLOBALTENSOR_NATIVE="0", RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    out = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, text=True, capture_output=True)
-    assert out.returncode and 'no backend "globaltensor"' in out.stderr and "gloo" in out.stderr
+    status, _, error = run([sys.executable, "-c", code], environment(
+        GLOBALTENSOR_NATIVE="0", RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())))
+    assert status and 'no backend "globaltensor"' in error and "gloo" in error

@@ -41,7 +41,8 @@ def test_in_one_process(name, rows, column):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("args, title", [
-    ((), "boxing: 2 ranks, m"), pytest.param(("--ranks", 4, "--fresh"), "boxing: 4 ranks, fresh", marks=pytest.mark.long)])
+    ((), "boxing: 2 ranks, m"),
+    pytest.param(("--ranks", 4, "--fresh"), "boxing: 4 ranks, fresh", marks=pytest.mark.long)])
 def test_boxing(args, title):
     said = found("boxing", *args)
     assert said["title"].startswith(title) and said["MPI"]

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <atomic>
+#include <chrono>
 
 #include "site.h"
 #include "waiting.h"
@@ -15,8 +16,6 @@ namespace {
 gt_transport* transport = nullptr;                 // null: this process drives all ranks
 std::atomic<bool> watched{false};
 PyObject* on_failure = nullptr;                    // (disagreed, what, rank to blame, text): raises
-
-constexpr size_t kPooled = 1 << 16;                // bytes from which a result comes from the arena even if nobody writes it
 
 int dtype_code(c10::ScalarType dtype) {
   switch (dtype) {
@@ -58,10 +57,8 @@ at::Tensor shared_empty(c10::IntArrayRef sizes, c10::ScalarType dtype) {
 
 at::Tensor empty_shard(const Step& step, size_t nth) {
   const auto& sizes = step.sizes[nth];
-  const c10::ScalarType dtype = step.result->dtype;
-  if (transport && (step.shared || c10::multiply_integers(sizes) * c10::elementSize(dtype) >= kPooled))
-    return shared_empty(sizes, dtype);
-  return at::detail::empty_cpu(sizes, dtype, false, std::nullopt);
+  if (transport) return shared_empty(sizes, step.result->dtype);  // also quicker than malloc
+  return at::detail::empty_cpu(sizes, step.result->dtype, false, std::nullopt);
 }
 
 void fill_shard(gt_shard& shard, const at::Tensor& t) {
@@ -152,7 +149,6 @@ Step step_from(const py::dict& given) {
   step.ties = given["ties"].cast<std::vector<uint8_t>>();
   step.result = spec_of(py::object(given["result"]).ptr());
   step.sizes = given["sizes"].cast<std::vector<std::vector<int64_t>>>();
-  step.shared = std::any_of(step.ties.begin(), step.ties.end(), [](uint8_t tie) { return tie & GT_IT_WRITES; });
   return step;
 }
 
@@ -170,10 +166,16 @@ py::dict dict_of(const Spec* spec, const Shards& shards) {
   return found;
 }
 
-// box([(boxing, {rank: shard}), ...], what) -> [{rank: shard}, ...]
-py::list python_box(const py::list& items, const std::string& what) {
+// [(boxing, {rank: shard}), ...]
+struct Items {
   std::vector<Move> moves;
-  std::vector<Shards> held(items.size());
+  std::vector<Shards> held;
+};
+
+Items items_from(const py::list& items) {
+  Items found;
+  auto& [moves, held] = found;
+  held.resize(items.size());
   for (size_t i = 0; i < items.size(); i++) {
     auto item = items[i].cast<py::tuple>();
     auto* boxing = item[0].cast<const Boxing*>();
@@ -186,10 +188,35 @@ py::list python_box(const py::list& items, const std::string& what) {
     }
     moves.push_back({boxing, &held[i]});
   }
-  auto made = box(moves, what);
-  py::list found;
-  for (size_t i = 0; i < made.size(); i++) found.append(dict_of(moves[i].boxing->result(), made[i]));
   return found;
+}
+
+py::list python_box(const py::list& items, const std::string& what) {
+  Items given = items_from(items);
+  auto made = box(given.moves, what);
+  py::list found;
+  for (size_t i = 0; i < made.size(); i++) found.append(dict_of(given.moves[i].boxing->result(), made[i]));
+  return found;
+}
+
+// Seconds that so many boxings take, for benchmarks. `fresh`: the sources are written before each, and the time that
+// writing alone takes is left out.
+double python_repeat(const py::list& items, const std::string& what, int64_t times, bool fresh) {
+  Items given = items_from(items);
+  auto now = [] { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); };
+  auto write = [&] {
+    for (const Shards& shards : given.held)
+      for (const at::Tensor& t : shards) memset(t.data_ptr(), 0, t.nbytes());
+  };
+  double began = now();
+  for (int64_t i = 0; fresh && i < times; i++) write();
+  const double writing = now() - began;
+  began = now();
+  for (int64_t i = 0; i < times; i++) {
+    if (fresh) write();
+    box(given.moves, what);
+  }
+  return now() - began - writing;
 }
 
 }  // namespace
@@ -231,6 +258,7 @@ void bind_boxing(py::module_& m) {
   py::class_<Boxing, std::shared_ptr<Boxing>>(m, "Boxing", "A boxing of tensors of one spec, ready to run.")
       .def(py::init(&make_boxing));
   m.def("box", &python_box, "The shards of every item in its new layout, moved together.");
+  m.def("repeat", &python_repeat, "Seconds that so many boxings take.");
   m.def("watched", [](bool on) { watched = on; }, "Boxings go through Python while someone watches them.");
   m.def("shared_empty", [](std::vector<int64_t> sizes, c10::ScalarType dtype) { return shared_empty(sizes, dtype); });
   m.def("in_arena", [](const at::Tensor& t) { return bool(gt_in_arena(t.data_ptr())); });

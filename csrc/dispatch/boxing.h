@@ -21,7 +21,6 @@ struct Step {
   std::vector<uint8_t> ties;
   const Spec* result;                              // what is there after it
   std::vector<std::vector<int64_t>> sizes;         // of the new shards, in the order of result->ranks
-  bool shared;                                     // partners read or write the new shards
 };
 
 struct Boxing {

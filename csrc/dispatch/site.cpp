@@ -43,7 +43,7 @@ uint64_t call_site() {
   uint64_t found = 0;
   while (frame && !found) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    if (uint64_t file = file_of(code)) found = file * 31 + PyFrame_GetLineNumber(frame);
+    if (uint64_t file = file_of(code)) found = file * 31 + PyFrame_GetLasti(frame);
     Py_DECREF(code);
     PyFrameObject* back = found ? nullptr : PyFrame_GetBack(frame);
     Py_DECREF(frame);

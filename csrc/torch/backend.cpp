@@ -50,6 +50,7 @@ void Backend::setTimeout(Time timeout) {
 }
 
 void Backend::abort() {
+  closed_ = true;
   if (group_) group_->leave("its process group was aborted");
   gloo_->abort();
 }
@@ -93,7 +94,8 @@ Reduction::Reduction(const c10d::ReduceOp& asked, int ranks, const char* name) :
       TORCH_CHECK_VALUE(given, "globaltensor, ", name, ": PREMUL_SUM without a factor");
       op = GT_SUM;
       scaled = true;
-      factor = given->tensor_factor.defined() ? given->tensor_factor : at::scalar_tensor(given->double_factor, at::kDouble);
+      factor = given->tensor_factor;
+      if (!factor.defined()) factor = at::scalar_tensor(given->double_factor, at::kDouble);
       break;
     }
     default: break;
@@ -166,8 +168,8 @@ Work Backend::all_reduce_by_gloo(Tensors& tensors, const c10d::AllreduceOptions&
   return work;
 }
 
-// Small ones in one meeting, in which each rank reads all of the others'; larger ones in two, each rank doing its part of
-// all. What is done depends only on what all ranks know, and so not on where one's own tensors lie.
+// Small ones in one meeting, in which each rank reads all of the others'; larger ones in two, each rank doing its part
+// of all. What is done depends only on what all ranks know, and so not on where one's own tensors lie.
 void Backend::all_reduce(Job& job, const Tensors& tensors, int op) {
   c10::SmallVector<at::Tensor, 1> runs;
   int64_t bytes = 0;

@@ -1,7 +1,7 @@
 // The torch.distributed backend "globaltensor": collectives of CPU tensors by one pass over the memory of the ranks.
 //
-// A collective is a few moves (see programs.h), boxed in one meeting of the ranks. It is done when the call returns: the
-// Work is born completed. What this has no word for goes to an inner gloo: send and recv (which match by tag, in any
+// A collective is a few moves (see programs.h), boxed in one meeting of the ranks. It is done when the call returns:
+// its Work is born completed. What this has no word for goes to an inner gloo: send and recv (which match by tag, in any
 // order), products and bitwise reductions, sparse tensors. So does everything where the ranks cannot share memory:
 // `getBackendName` and `transport` say so.
 #pragma once

@@ -184,7 +184,7 @@ Work Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c1
   const c10::ScalarType dtype = input.scalar_type();
   check("allgather", input, dtype);
   check_list("allgather", results, size_, dtype);
-  REQUIRE(results[rank_].numel() == input.numel(), "allgather: the output of rank ", rank_, " is not as large as its input");
+  REQUIRE(results[rank_].numel() == input.numel(), "allgather: output ", rank_, " is not as large as the input there");
   Job job(*this, OpType::ALLGATHER, {"allgather", total(results), dtype, opts.timeout}, results);
   at::Tensor run = job.read(input);
   for (int r = 0; r < size_; r++) {
@@ -262,7 +262,7 @@ Work Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, con
   }
   check("reduce_scatter", output, dtype);
   check_list("reduce_scatter", list, size_, dtype);
-  REQUIRE(list[rank_].numel() == output.numel(), "reduce_scatter: the input for rank ", rank_, " is not as large as its output");
+  REQUIRE(list[rank_].numel() == output.numel(), "reduce_scatter: input ", rank_, " is not as large as the output");
   Job job(*this, OpType::REDUCE_SCATTER, {"reduce_scatter", total(list), dtype, opts.timeout}, outputs);
   for (int64_t value : {int64_t{reduction.op}, reduction.divisor}) job.agree(value);
   const at::Tensor to = job.write(output);

@@ -1,3 +1,5 @@
+// How ranks meet: each puts a card into the store, all read all cards, and whoever has met the others says so. Two
+// rounds through the store, after which all share memory or none does.
 #include "torch/group.h"
 
 #include <ATen/core/Tensor.h>
@@ -102,36 +104,38 @@ std::unique_ptr<Group> Group::meet(const c10::intrusive_ptr<c10d::Store>& store,
 
 Group::~Group() { gt_close(transport_); }
 
-// Threads take turns. Whoever waits for its turn must not hold the interpreter's lock, which the other may need.
-class Group::Turn {
- public:
-  explicit Turn(Group& group) : group_(group) {
-    if (!group.turn_.try_lock()) {
-      TORCH_CHECK(group.holder_ != std::this_thread::get_id(),
-                  "a collective was called while another one of this thread waits (by a signal handler?)");
-      std::optional<pybind11::gil_scoped_release> unlocked;
-      if (Py_IsInitialized() && PyGILState_Check()) unlocked.emplace();
-      group.turn_.lock();
-    }
-    group.holder_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+// Whoever waits for its turn must not hold the interpreter's lock, which the other may need.
+Group::Turn::Turn(Group* group) : group_(group) {
+  if (!group) return;
+  const std::thread::id me = std::this_thread::get_id();
+  if (group->holder_.load(std::memory_order_relaxed) == me) {
+    TORCH_CHECK(!group->waits_, "globaltensor: a collective was called by a signal handler, while another one waits");
+    group_ = nullptr;
+    return;
   }
-  ~Turn() {
-    group_.holder_.store(std::thread::id(), std::memory_order_relaxed);
-    group_.turn_.unlock();
+  if (!group->turn_.try_lock()) {
+    std::optional<pybind11::gil_scoped_release> unlocked;
+    if (Py_IsInitialized() && PyGILState_Check()) unlocked.emplace();
+    group->turn_.lock();
   }
+  group->holder_.store(me, std::memory_order_relaxed);
+}
 
- private:
-  Group& group_;
-};
+Group::Turn::~Turn() {
+  if (!group_) return;
+  group_->holder_.store(std::thread::id(), std::memory_order_relaxed);
+  group_->turn_.unlock();
+}
 
 template <class Run>
 void Group::waiting(const Call& call, Run run) {
-  Turn turn(*this);
   Wait wait(call.timeout);
   const gt_hooks hooks{[](void* w) { static_cast<Wait*>(w)->enter(); },
                        [](void* w) { return static_cast<int>(static_cast<Wait*>(w)->over()); },
                        [](void* w) { static_cast<Wait*>(w)->leave(); }, &wait};
+  waits_ = true;
   int status = run(&hooks);
+  waits_ = false;
   if (C10_LIKELY(status == GT_OK)) return;
   wait.raise();
   fail(call, status, wait.late());

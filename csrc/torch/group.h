@@ -33,13 +33,25 @@ class Group {
                                      std::chrono::milliseconds timeout, std::string& why);
   ~Group();
 
+  // Threads take turns: from the first to the last line of a call. Reentrant, but not while this thread waits inside a
+  // call, which is when signal handlers run.
+  class Turn {
+   public:
+    explicit Turn(Group* group);  // null: nothing to wait for
+    Turn(const Turn&) = delete;
+    ~Turn();
+    bool first() const { return group_; }  // not one within another
+
+   private:
+    Group* group_;
+  };
+
   // Results are there when it returns. Throws c10::DistBackendError, or what a signal handler raised.
   void box(const Call& call, const gt_move* moves, int32_t count, uint64_t agreement);
   void barrier(const Call& call, uint64_t agreement);
   void leave(const char* how) { gt_leave(transport_, how); }
 
  private:
-  class Turn;
   Group(gt_transport* transport, int ranks) : transport_(transport), ranks_(ranks) {}
   [[noreturn]] void fail(const Call& call, int status, bool late);
   template <class Run>
@@ -47,8 +59,9 @@ class Group {
 
   gt_transport* const transport_;
   const int ranks_;
-  std::mutex turn_;  // one call at a time
-  std::atomic<std::thread::id> holder_{};
+  std::mutex turn_;
+  std::atomic<std::thread::id> holder_{};  // whose turn it is
+  bool waits_ = false;
 };
 
 }  // namespace gt::collective

@@ -1,3 +1,4 @@
+// A job's life: tensors become runs of memory, runs become moves, moves are boxed, and values go back.
 #include "torch/job.h"
 
 #include <ATen/ATen.h>
@@ -89,13 +90,16 @@ Rows row(const at::Tensor& run, int64_t begin, int64_t columns) {
 }
 
 Job::Job(Backend& backend, c10d::OpType type, const Call& call, Tensors results)
-    : backend_(backend), type_(type), call_(call), results_(std::move(results)), dtype_(code_of(call.dtype)),
-      agreement_(++backend.calls_) {
+    : backend_(backend), turn_(backend.group_.get()), type_(type), call_(call), results_(std::move(results)),
+      dtype_(code_of(call.dtype)), agreement_(++backend.calls_) {
   agree(static_cast<int64_t>(type));
   agree(call.numel);
   agree(static_cast<int64_t>(call.dtype));
   if (call_.timeout.count() <= 0) call_.timeout = backend.timeout_;
-  backend.programs_.trim();
+}
+
+Job::~Job() {
+  if (turn_.first()) backend_.programs_.trim();
 }
 
 at::Tensor Job::read(const at::Tensor& tensor) {
@@ -107,8 +111,8 @@ at::Tensor Job::read(const at::Tensor& tensor) {
   return copy;
 }
 
-// `same_from`: the tensor may be the elements of `written` from this one on, which are written by this rank alone and with
-// the values that they have.
+// `same_from`: the tensor may be the elements of `written` from this one on, which this rank alone writes, and with the
+// values that they have.
 at::Tensor Job::read_apart(const at::Tensor& tensor, const at::Tensor& written, int64_t same_from) {
   at::Tensor run = read(tensor);
   const char *begin = data_of(run), *other = data_of(written);

@@ -36,6 +36,8 @@ Rows row(const at::Tensor& run, int64_t begin, int64_t columns);  // elements of
 class Job {
  public:
   Job(Backend& backend, c10d::OpType type, const Call& call, Tensors results);
+  Job(const Job&) = delete;
+  ~Job();
 
   // Also a part of what the ranks must agree on.
   void agree(int64_t value) { agreement_ = (agreement_ ^ static_cast<uint64_t>(value)) * 0x9E3779B97F4A7C15ull; }
@@ -57,6 +59,7 @@ class Job {
 
  private:
   Backend& backend_;
+  const Group::Turn turn_;
   const c10d::OpType type_;
   Call call_;
   Tensors results_;

@@ -209,7 +209,7 @@ class Allocator final : public sm::SymmetricMemoryAllocator {
     std::lock_guard<std::mutex> guard(mutex_);
     return blocks_.at(data).size;
   }
-  bool has_allocation(void* data) {  // virtual from torch 2.12 or so on
+  bool has_allocation(void* data) {  // torch 2.11 does not ask
     std::lock_guard<std::mutex> guard(mutex_);
     return blocks_.count(data);
   }

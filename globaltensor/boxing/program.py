@@ -26,7 +26,7 @@ from globaltensor.layout import Box, Layout, Shape, layout, meet, volume
 from globaltensor.sbp import Sbp, broadcast
 
 DIMS = 8                                             # GT_DIMS: tensors of more take the way through Python
-SHARED_FROM = 128 * 1024                             # bytes of all terms of a sum from which it is made in parts
+SHARED_FROM = 32 * 1024                              # bytes of all terms of a sum from which it is made in parts
 OPS = {"": 0, "sum": 0, "max": 1, "min": 2}          # enum gt_op
 I_READ, IT_READS, I_WRITE, IT_WRITES = 1, 2, 4, 8    # enum gt_tie
 
