@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -261,6 +262,12 @@ def one_waits(seconds=None):
         dist.group.WORLD.allreduce([torch.ones(3)], options)
 
 
+def interrupted():
+    if dist.get_rank() == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    one_waits()
+
+
 def everyone():
     dist.all_reduce(torch.ones(3))
 
@@ -290,9 +297,7 @@ def test_when_one_dies_the_others_raise(fresh):
 def test_control_c_ends_a_wait_and_tells_the_others(fresh):
     ranks = fresh(2)
     ranks.run(everyone)
-    ranks.start(one_waits)
-    time.sleep(0.5)
-    os.kill(ranks.processes[0].pid, signal.SIGINT)
+    ranks.start(interrupted)
     assert "KeyboardInterrupt" in ranks.answers()[0]
     ranks.start(everyone)
     assert all("DistBackendError" in text for text in ranks.answers())

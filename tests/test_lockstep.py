@@ -1,4 +1,4 @@
-"""The tests of boxing, gradients and networks once more, on 2 and 4 processes over gloo.
+"""The tests of boxing, gradients and networks once more, on 4 processes that share memory and on 2 over gloo.
 
 Every process runs the same tests in the same order, each with one rank; those that need more ranks are skipped.
 """
@@ -14,11 +14,11 @@ FILES = ["tests/test_boxing.py", "tests/test_gradients.py", "tests/test_networks
 
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_on_processes(ranks):
+@pytest.mark.parametrize("ranks, native", [(2, "0"), (4, "1")])
+def test_on_processes(ranks, native):
     command = [*TORCHRUN, "--nproc-per-node", ranks, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m",
                "not long", "--rootdir", ROOT, *[ROOT / file for file in FILES]]
-    code, out, err = run(command, environment(), timeout=560)
+    code, out, err = run(command, environment(GLOBALTENSOR_NATIVE=native), timeout=560)
     assert code == 0, out[-3000:] + err[-3000:]
     passed = re.findall(r"(\d+) passed", out)
     assert len(passed) == ranks and len(set(passed)) == 1 and int(passed[0]) > 100, out

@@ -127,6 +127,14 @@ def test_foreach_and_fused_ops_need_no_python(arrivals):
         assert s.spec is w.spec
 
 
+def test_norms_of_many():
+    weights = [gt.randn(4, 5, placement=gt.placement("cpu", [0, 1]), sbp=sbp) for sbp in (S(0), S(1), B)]
+    for _ in range(5):
+        norms = torch._foreach_norm(weights)
+        for norm, w in zip(norms, weights):
+            torch.testing.assert_close(norm.full_tensor(), w.full_tensor().norm())
+
+
 @pytest.mark.parametrize("how", ["fused", "foreach"])
 def test_an_optimizer_needs_no_python(how, arrivals):
     where = gt.placement("cpu", [0, 1])
