@@ -72,8 +72,8 @@ void check(int status, const std::string& what) {
   if (PyErr_Occurred()) throw python_error();        // Ctrl-C, or what the watch found
   char text[1024] = "";
   const int rank = transport ? gt_blame(transport, text, sizeof text) : -1;
-  const bool disagreed = status == GT_DISAGREED || status == GT_DEADLOCKED;
-  PyObject* result = PyObject_CallFunction(on_failure, "Nsis", PyBool_FromLong(disagreed), what.c_str(), rank, text);
+  const char* how = status == GT_DISAGREED || status == GT_DEADLOCKED ? "disagreed" : status == GT_STOPPED ? "stopped" : "lost";
+  PyObject* result = PyObject_CallFunction(on_failure, "ssis", how, what.c_str(), rank, text);
   Py_XDECREF(result);
   if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, text);
   throw python_error();

@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstring>
+#include <optional>
 
 #include "torch/bind.h"
 #include "torch/job.h"
@@ -42,36 +43,45 @@ bool Backend::shared() const {
   return group_ != nullptr;
 }
 
+c10d::Backend& Backend::gloo() const {
+  shared();
+  return *gloo_;
+}
+
 void Backend::setTimeout(Time timeout) {
   if (timeout > options_->timeout)
     TORCH_WARN("globaltensor: a group's timeout cannot become longer than ", options_->timeout.count(), " ms");
   timeout_ = timeout;
-  gloo_->setTimeout(timeout);
+  gloo().setTimeout(timeout);
 }
 
 void Backend::abort() {
-  closed_ = true;
+  if (closed_) return;
   if (group_) group_->leave("its process group was aborted");
   gloo_->abort();
+  closed_ = true;
 }
 
+// Without the interpreter's lock: gloo's threads, which end here, may need it to let go of tensors.
 void Backend::shutdown() {
+  std::optional<pybind11::gil_scoped_release> unlocked;
+  if (Py_IsInitialized() && PyGILState_Check()) unlocked.emplace();
   closed_ = true;
   group_.reset();
-  gloo_->shutdown();
+  gloo_.reset();
 }
 
-Work Backend::send(Tensors& tensors, int to, int tag) { return gloo_->send(tensors, to, tag); }
-Work Backend::recv(Tensors& tensors, int from, int tag) { return gloo_->recv(tensors, from, tag); }
-Work Backend::recvAnysource(Tensors& tensors, int tag) { return gloo_->recvAnysource(tensors, tag); }
-void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool all) { gloo_->monitoredBarrier(opts, all); }
+Work Backend::send(Tensors& tensors, int to, int tag) { return gloo().send(tensors, to, tag); }
+Work Backend::recv(Tensors& tensors, int from, int tag) { return gloo().recv(tensors, from, tag); }
+Work Backend::recvAnysource(Tensors& tensors, int tag) { return gloo().recvAnysource(tensors, tag); }
+void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool all) { gloo().monitoredBarrier(opts, all); }
 
 Work Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  return gloo_->allreduce_sparse(tensors, opts);
+  return gloo().allreduce_sparse(tensors, opts);
 }
 
 Work Backend::barrier(const c10d::BarrierOptions& opts) {
-  if (!shared()) return gloo_->barrier(opts);
+  if (!shared()) return gloo().barrier(opts);
   Job job(*this, c10d::OpType::BARRIER, {"barrier", -1, at::kByte, opts.timeout}, {});
   job.barrier();
   return job.done();
@@ -161,7 +171,7 @@ Work Backend::all_reduce_by_gloo(Tensors& tensors, const c10d::AllreduceOptions&
   for (at::Tensor& t : tensors) {
     Tensors one{t};
     reduction.before_(t);
-    work = gloo_->allreduce(one, asked);
+    work = gloo().allreduce(one, asked);
     if (reduction.scaled || tensors.size() > 1) work->wait();
     reduction.after(t);
   }

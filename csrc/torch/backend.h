@@ -43,13 +43,14 @@ class Backend final : public c10d::Backend {
  public:
   Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Time timeout,
           c10::intrusive_ptr<c10d::Backend> gloo);
+  ~Backend() override { shutdown(); }
 
   const std::string getBackendName() const override;
   std::string transport() const;  // one line about how bytes move
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(Time timeout) override;
   void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return group_ ? calls_ : gloo_->getSequenceNumberForGroup(); }
+  uint64_t getSequenceNumberForGroup() override { return group_ ? calls_ : gloo().getSequenceNumberForGroup(); }
   void abort() override;
   void shutdown() override;
 
@@ -80,6 +81,7 @@ class Backend final : public c10d::Backend {
  private:
   friend class Job;
   bool shared() const;  // whether to move by shared memory; raises after shutdown
+  c10d::Backend& gloo() const;
   bool everyone(bool mine);
   void run_pieces(Job& job, const std::vector<Move>& moves);
   void exchange(Job& job, const std::vector<Rows>& sent, const std::vector<Rows>& received);

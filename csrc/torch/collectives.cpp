@@ -68,7 +68,7 @@ Work from_gloo(Work work, const Reduction& reduction, const Tensors& outputs) {
 // ---- from one, to one
 
 Work Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  if (!shared()) return gloo_->broadcast(tensors, opts);
+  if (!shared()) return gloo().broadcast(tensors, opts);
   const at::Tensor& tensor = only("broadcast", tensors);
   const int root = static_cast<int>(opts.rootRank);
   check("broadcast", tensor, tensor.scalar_type());
@@ -90,7 +90,7 @@ Work Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   if (!shared() || !reduction.ours(tensor.scalar_type())) {
     if (to) reduction.before_(tensor);
     Tensors run{to ? tensor : reduction.before(tensor)};
-    return from_gloo(gloo_->reduce(run, for_gloo(opts, reduction)), reduction, to ? run : Tensors());
+    return from_gloo(gloo().reduce(run, for_gloo(opts, reduction)), reduction, to ? run : Tensors());
   }
   check("reduce", tensor, tensor.scalar_type());
   check_root("reduce", root, size_);
@@ -106,7 +106,7 @@ Work Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
 }
 
 Work Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
-  if (!shared()) return gloo_->gather(outputs, inputs, opts);
+  if (!shared()) return gloo().gather(outputs, inputs, opts);
   const at::Tensor& input = only("gather", inputs);
   const int root = static_cast<int>(opts.rootRank);
   check_root("gather", root, size_);
@@ -130,7 +130,7 @@ Work Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d:
 }
 
 Work Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) {
-  if (!shared()) return gloo_->scatter(outputs, inputs, opts);
+  if (!shared()) return gloo().scatter(outputs, inputs, opts);
   const at::Tensor& output = only("scatter", outputs);
   const int root = static_cast<int>(opts.rootRank);
   check_root("scatter", root, size_);
@@ -154,13 +154,13 @@ Work Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d
 // ---- all-gather
 
 Work Backend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
-  if (!shared()) return gloo_->_allgather_base(output, input, opts);
+  if (!shared()) return gloo()._allgather_base(output, input, opts);
   Tensors outputs{output}, inputs{input};
   return allgather_into_tensor_coalesced(outputs, inputs, opts);
 }
 
 Work Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
-  if (!shared()) return gloo_->allgather_into_tensor_coalesced(outputs, inputs, opts);
+  if (!shared()) return gloo().allgather_into_tensor_coalesced(outputs, inputs, opts);
   check_pairs("allgather", outputs, inputs);
   Job job(*this, OpType::_ALLGATHER_BASE, {"allgather", total(inputs), inputs[0].scalar_type(), opts.timeout}, outputs);
   std::vector<Move> moves;
@@ -178,7 +178,7 @@ Work Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
 }
 
 Work Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
-  if (!shared()) return gloo_->allgather(outputs, inputs, opts);
+  if (!shared()) return gloo().allgather(outputs, inputs, opts);
   const at::Tensor& input = only("allgather", inputs);
   Tensors& results = only("allgather", outputs);
   const c10::ScalarType dtype = input.scalar_type();
@@ -200,7 +200,7 @@ Work Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c1
 
 // Deprecated by torch, but still asked for: outputs[rank][i] is inputs[i] of that rank.
 Work Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
-  if (!shared()) return gloo_->allgather_coalesced(outputs, inputs, opts);
+  if (!shared()) return gloo().allgather_coalesced(outputs, inputs, opts);
   REQUIRE(static_cast<int>(outputs.size()) == size_, "allgather_coalesced: takes a list of outputs for each rank");
   Work last;
   for (size_t i = 0; i < inputs.size(); i++) {
@@ -226,7 +226,7 @@ Work Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
   if (!shared() || !reduction.ours(inputs[0].scalar_type())) {
     Tensors runs;
     for (const at::Tensor& t : inputs) runs.push_back(reduction.before(t));
-    Work work = gloo_->reduce_scatter_tensor_coalesced(outputs, runs, for_gloo(opts, reduction));
+    Work work = gloo().reduce_scatter_tensor_coalesced(outputs, runs, for_gloo(opts, reduction));
     return from_gloo(work, reduction, outputs);
   }
   Job job(*this, OpType::_REDUCE_SCATTER_BASE,
@@ -258,7 +258,7 @@ Work Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, con
   if (!shared() || !reduction.ours(dtype)) {
     std::vector<Tensors> runs(1);
     for (const at::Tensor& t : list) runs[0].push_back(reduction.before(t));
-    return from_gloo(gloo_->reduce_scatter(outputs, runs, for_gloo(opts, reduction)), reduction, outputs);
+    return from_gloo(gloo().reduce_scatter(outputs, runs, for_gloo(opts, reduction)), reduction, outputs);
   }
   check("reduce_scatter", output, dtype);
   check_list("reduce_scatter", list, size_, dtype);
@@ -300,7 +300,7 @@ void Backend::exchange(Job& job, const std::vector<Rows>& sent, const std::vecto
 
 Work Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                             std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) {
-  if (!shared()) return gloo_->alltoall_base(output, input, output_splits, input_splits, opts);
+  if (!shared()) return gloo().alltoall_base(output, input, output_splits, input_splits, opts);
   const c10::ScalarType dtype = input.scalar_type();
   check("alltoall", input, dtype);
   check("alltoall", output, dtype);
@@ -323,7 +323,7 @@ Work Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<i
 }
 
 Work Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
-  if (!shared()) return gloo_->alltoall(outputs, inputs, opts);
+  if (!shared()) return gloo().alltoall(outputs, inputs, opts);
   REQUIRE(!inputs.empty(), "alltoall: takes ", size_, " tensors, one for each rank");
   const c10::ScalarType dtype = inputs[0].scalar_type();
   check_list("alltoall", inputs, size_, dtype);

@@ -90,6 +90,7 @@ struct Note {
 // The first failure that a rank met or was told of; any rank may write it, once.
 struct Abort {
   std::atomic<uint32_t> state;  // 0: none, 1: being written, 2: written
+  std::atomic<int32_t> status;  // what this rank returns
   std::atomic<int32_t> culprit;
   Note<512> text;
 };

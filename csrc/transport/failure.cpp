@@ -18,14 +18,16 @@ static void ring_bell(gt_transport& t, int rank) {
   wake(t, rank);
 }
 
-void abort_others(gt_transport& t, int culprit, const char* text) {
+static void abort_others(gt_transport& t) {
   for (int r = 0; r < t.ranks; ++r) {
     Control* its = r == t.rank ? t.own : t.peers[static_cast<size_t>(r)].control;
     if (!its) continue;
     uint32_t none = 0;
     if (!its->abort.state.compare_exchange_strong(none, 1)) continue;
-    its->abort.culprit.store(culprit, std::memory_order_relaxed);
-    its->abort.text.set(text);
+    const bool shared = t.failed == GT_DISAGREED || t.failed == GT_DEADLOCKED;  // their mistake as much as this rank's
+    its->abort.status.store(shared ? t.failed : GT_ABORTED, std::memory_order_relaxed);
+    its->abort.culprit.store(t.culprit, std::memory_order_relaxed);
+    its->abort.text.set(t.blame);
     its->abort.state.store(2, std::memory_order_release);
     if (r != t.rank) ring_bell(t, r);
   }
@@ -39,7 +41,7 @@ int fail(gt_transport& t, int status, int culprit, const char* format, ...) {
   va_end(arguments);
   t.failed = status;
   t.culprit = culprit;
-  if (t.own) abort_others(t, culprit, t.blame);
+  if (t.own) abort_others(t);
   return status;
 }
 
@@ -56,7 +58,8 @@ static int learn(gt_transport& t) {
   }
   char text[sizeof(t.blame)];
   record.text.get(text, sizeof(text));
-  return fail(t, GT_ABORTED, record.culprit.load(std::memory_order_relaxed), "%s", text);
+  const int status = record.status.load(std::memory_order_relaxed);
+  return fail(t, status == GT_OK ? GT_ABORTED : status, record.culprit.load(std::memory_order_relaxed), "%s", text);
 }
 
 int usable(gt_transport& t) {

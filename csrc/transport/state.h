@@ -125,7 +125,6 @@ void aside_close(gt_transport&);
 int fail(gt_transport&, int status, int culprit, const char* format, ...) __attribute__((format(printf, 4, 5)));
 int aborted(gt_transport&);        // GT_OK, or GT_ABORTED because another rank failed
 int usable(gt_transport&);         // the same, and not failed, and connected, and not a fork's child
-void abort_others(gt_transport&, int culprit, const char* text);
 int disagreed(gt_transport&, int rank, const Entry& its, const Entry& mine);
 bool rank_ended(gt_transport&, int rank);  // or closed its side (watch.cpp)
 

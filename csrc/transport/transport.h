@@ -23,7 +23,7 @@ enum gt_status {
   GT_STOPPED,      // a partner's process is stopped (SIGSTOP, a debugger)
   GT_TIMED_OUT,
   GT_DEADLOCKED,   // the ranks wait for each other in a ring
-  GT_ABORTED,      // another rank met one of these first; nothing more runs on this transport
+  GT_ABORTED,      // another rank met one of the other troubles first; nothing more runs on this transport
   GT_INTERRUPTED,  // the tick hook said so
   GT_NO_MEMORY,
   GT_FAILED,       // a system call failed, or a dtype cannot do this; gt_blame has the text
@@ -83,7 +83,7 @@ typedef struct {
 
 // Many moves at once: one meeting of the ranks. Ranks that have to do with each other pass equally many moves, in the
 // same order; one that has nothing to do in a move has no partners and no regions there. `agreement` is the same number
-// on all ranks that take part, or all of them return GT_DISAGREED or GT_ABORTED. `site` travels with it and is compared
+// on all ranks that take part, or all ranks return GT_DISAGREED. `site` travels with it and is compared
 // too, unless either side's is 0. A rank that only sends looks at neither; its receivers do, and its next wait.
 // After anything but GT_OK the transport is dead: every later call returns GT_ABORTED at once.
 int gt_box(gt_transport*, const gt_move* moves, int32_t count, uint64_t agreement, uint64_t site, const gt_hooks*);

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from globaltensor import comm
+from globaltensor import comm, deadlock
 from globaltensor.boxing.program import DIMS, compile_program, direct
 from globaltensor.errors import DisagreementError, TransportError, where
 from globaltensor.layout import Layout, Spec, spec
@@ -41,13 +41,15 @@ def _near(src: Layout, dst: Layout) -> bool:
     return world.lone or world.neighbours.issuperset((*src.placement.flat, *dst.placement.flat))
 
 
-def _failed(disagreed: bool, what: str, rank: int, text: str) -> None:
+def _failed(how: str, what: str, rank: int, text: str) -> None:
     """Raise what a failed meeting over shared memory means. `rank` is the one to blame, -1 for none."""
+    if how == "lost" and (vain := deadlock.found()):  # not of a stopped one: it may be who keeps the store that is asked
+        raise vain
     face.tell(f"{what}   at {where()}")
     told = face.told(len(comm.world().neighbours), 0.5)
     ranks = sorted(comm.world().neighbours)
     rows = "".join(f"\n    rank {r}: {said or 'elsewhere'}" for r, said in zip(ranks, told))
-    if disagreed:
+    if how == "disagreed":
         raise DisagreementError("the ranks disagree about what to do" + rows, f"{text}: every rank runs the same program",
                                 "no global op under a condition that differs between ranks, such as gt.rank() == 0")
     lost = f"rank {ranks[rank]}" if rank >= 0 else "the others"

@@ -191,12 +191,7 @@ void disagreement(const char* what) {
     return rank ? all.run(t, 3) : two.run(t, 2);
   });
   run.join(5);
-  int disagreed = 0;
-  for (int r = 0; r < 3; ++r) {
-    run.expect(r, {GT_DISAGREED, GT_ABORTED}, -2, site ? "another place" : "another boxing");
-    disagreed += run.reports->of[r].status == GT_DISAGREED;
-  }
-  CHECK(disagreed >= 1, "nobody found it");
+  for (int r = 0; r < 3; ++r) run.expect(r, {GT_DISAGREED}, -2, site ? "another place" : "another boxing");
 }
 
 // Both only send, and neither looked at what the other was doing: found out at the next wait.
@@ -207,7 +202,7 @@ void crossed() {
     return rank ? there.run(t, 7) : back.run(t, 8);
   });
   run.join(5);
-  for (int r = 0; r < 2; ++r) run.expect(r, {GT_DISAGREED, GT_ABORTED}, -2, "another boxing");
+  for (int r = 0; r < 2; ++r) run.expect(r, {GT_DISAGREED}, -2, "another boxing");
 }
 
 void missing(bool raises) {
@@ -249,12 +244,7 @@ void ring() {
   double began = seconds();
   run.join(8);
   CHECK(seconds() - began < 5, "took long");
-  int found = 0;
-  for (int r = 0; r < 4; ++r) {
-    run.expect(r, {GT_DEADLOCKED, GT_ABORTED}, -1, "which waits for rank");
-    found += run.reports->of[r].status == GT_DEADLOCKED;
-  }
-  CHECK(found, "nobody found it");
+  for (int r = 0; r < 4; ++r) run.expect(r, {GT_DEADLOCKED}, -1, "which waits for rank");
 }
 
 void late() {
