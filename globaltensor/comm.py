@@ -156,6 +156,7 @@ def _meet_neighbours(found: World, local: int, timeout: timedelta, machine: Mach
     found.transport = f"shared memory, then {found.transport}" if len(here) < found.size else "shared memory"
     if machine is None and "nccl" not in found.transport:
         found.machine = Machine(**{**machines.shared_memory.__dict__, "hosts": found.machine.hosts})
+    face.serve_memory()
     atexit.register(face.close)
     hook = sys.excepthook
 

@@ -9,6 +9,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/library.h>
 
+#include "memory.h"
 #include "recipe.h"
 
 namespace py = pybind11;
@@ -133,6 +134,7 @@ void run_plainly(const c10::OperatorHandle& op, const Recipe& recipe, Stack* sta
     for (const auto& patch : recipe.patches[0]) args[patch.at] = patch.value;
   {
     c10::impl::ExcludeDispatchKeyGuard below(kAbove);
+    ForPeers pending(recipe.pending);
     (recipe.local ? *recipe.local : op).callBoxed(stack);
   }
   for (size_t k = 0; k < recipe.outputs.size(); k++) {
@@ -165,6 +167,7 @@ void run(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) {
   Outputs outputs(recipe);
   if (!recipe.ranks.empty()) {
     c10::impl::ExcludeDispatchKeyGuard below(kAbove);
+    ForPeers pending(recipe.pending);
     const auto& local = recipe.local ? *recipe.local : op;
     Stack own;
     for (size_t nth = 0; nth + 1 < recipe.ranks.size(); nth++) {

@@ -52,7 +52,10 @@ void teach(const std::string& ticket, const std::string& name, const std::string
   }
   for (auto item : outputs) {
     auto& specs = recipe->outputs.emplace_back();
-    for (auto spec : item.cast<py::list>()) specs.push_back(spec.is_none() ? nullptr : spec_of(spec.ptr()));
+    for (auto spec : item.cast<py::list>()) {
+      specs.push_back(spec.is_none() ? nullptr : spec_of(spec.ptr()));
+      recipe->pending |= specs.back() && specs.back()->pending;
+    }
   }
   recipe->returned = std::move(returned);
   recipe->copied = copied;

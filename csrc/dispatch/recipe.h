@@ -31,6 +31,7 @@ struct Recipe {
   std::optional<c10::OperatorHandle> local;        // the op that ranks run, where it is another one
   bool plain = false;                              // one rank, operands as they lie, tensors out
   bool boxes = false;                              // any move
+  bool pending = false;                            // any output is a pending sum
   bool copied = false;                             // makes a view that is a copy: it gets a guard
   bool guarded = false;                            // an operand is such a view: its guard is checked
 };

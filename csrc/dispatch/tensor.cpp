@@ -12,7 +12,7 @@ namespace gt {
 namespace {
 
 PyTypeObject* python_class = nullptr;  // GlobalTensor
-PyObject* describe = nullptr;          // Spec -> (shape, stride, dtype, device type, ranks, copied, rows cut)
+PyObject* describe = nullptr;          // Spec -> (shape, stride, dtype, device type, ranks, copied, rows cut, pending)
 
 std::unordered_map<PyObject*, const Spec*>& specs() {
   static auto* known = new std::unordered_map<PyObject*, const Spec*>();
@@ -126,7 +126,7 @@ const Spec* spec_of(PyObject* object) {
   if (!told) throw python_error();
   auto* made = new Spec{object, told[0].cast<std::vector<int64_t>>(), told[1].cast<std::vector<int64_t>>(),
                         told[2].cast<c10::ScalarType>(), c10::Device(told[3].cast<std::string>()).type(),
-                        told[4].cast<std::vector<int64_t>>(), told[5].cast<bool>(), told[6].cast<bool>()};
+                        told[4].cast<std::vector<int64_t>>(), told[5].cast<bool>(), told[6].cast<bool>(), told[7].cast<bool>()};
   Py_INCREF(object);
   return known[object] = made;
 }

@@ -24,6 +24,7 @@ struct Spec {
   std::vector<int64_t> ranks;          // the ranks of its placement that this process drives, ascending
   bool copied;                         // a view that had to be boxed: its guard must be checked
   bool rows_cut;                       // dim 0 is split
+  bool pending;                        // a partial sum, max or min on some axis
 };
 
 const Spec* spec_of(PyObject* object);  // with the interpreter's lock

@@ -90,7 +90,8 @@ class GlobalTensor(torch.Tensor):
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient, in the tensor's own layout: reading one reduces all that are still pending, together."""
-        gradients.settle()
+        if gradients.waiting:
+            gradients.settle()
         return gradients.raw(self)
 
     @grad.setter
@@ -313,7 +314,8 @@ def _describe(of: Spec) -> tuple:
     """What the native code keeps of a spec."""
     ranks = [r for r in comm.world().driven if r in of.placement.coords]
     rows_cut = any(s.is_split and s.dim == 0 for s in of.sbp)
-    return list(of.shape), list(of.stride), of.dtype, of.placement.type, ranks, of.copied, rows_cut
+    pending = any(s.is_partial for s in of.sbp)
+    return list(of.shape), list(of.stride), of.dtype, of.placement.type, ranks, of.copied, rows_cut, pending
 
 
 if face is not None:                                 # the same class, with its memory and its ways in C++

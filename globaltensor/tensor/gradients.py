@@ -17,19 +17,17 @@ import torch
 from globaltensor.boxing.run import Boxed, box
 from globaltensor.layout import spec
 
-_grad = torch._C.TensorBase.grad
+raw = torch._C.TensorBase.grad.__get__               # the gradient of a leaf as it lies
+_set = torch._C.TensorBase.grad.__set__
 _order = count()
-_waiting: dict[int, Any] = {}
-
-
-def raw(leaf: Any) -> Any:
-    """The gradient as it lies."""
-    return _grad.__get__(leaf)
+waiting: dict[int, Any] = {}                         # leaves whose gradients lie elsewhere than they do
 
 
 def put(leaf: Any, value: Any) -> None:
-    _waiting.pop(leaf.__dict__.get("_order", -1), None)
-    _grad.__set__(leaf, value)
+    """Replace the gradient of a leaf."""
+    if waiting:
+        waiting.pop(leaf.__dict__.get("_order", -1), None)
+    _set(leaf, value)
 
 
 def follow(leaf: Any) -> None:
@@ -42,15 +40,13 @@ def follow(leaf: Any) -> None:
 def _accumulated(leaf: Any) -> None:
     grad = raw(leaf)
     if type(grad) is type(leaf) and grad.spec.layout is not leaf.spec.layout:
-        _waiting[leaf._order] = leaf
+        waiting[leaf._order] = leaf
 
 
 def settle() -> None:
     """Bring every waiting gradient into its leaf's layout, all in one go."""
-    if not _waiting:
-        return
-    leaves = [_waiting[k] for k in sorted(_waiting)]
-    _waiting.clear()
+    leaves = [waiting[k] for k in sorted(waiting)]
+    waiting.clear()
     grads = [(leaf.spec.layout, raw(leaf)) for leaf in leaves]
     grads = [(dst, g) for dst, g in grads if g is not None and g.spec.layout is not dst]
     moved = box([Boxed(g.spec, g.shards, dst) for dst, g in grads], "gradient")
