@@ -1,6 +1,6 @@
 """The native dispatcher and its Python twin: the same specs and the same bits, for every line of the table.
 
-An op that is called for the fourth time on operands of the same specs does not enter Python any more; what it gives is
+An op that is called for the fifth time on operands of the same specs does not enter Python any more; what it gives is
 compared with what `dispatch.core.dispatch` gives for equal operands.
 """
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_flatten
 import globaltensor as gt
 from globaltensor.dispatch.core import dispatch
 from globaltensor.native import face
-from globaltensor.rules.call import Call
-from globaltensor.rules.line import Line
+from globaltensor.rules.call import Call, arguments
 from globaltensor.rules.table import TABLE
 from globaltensor.tensor.core import GlobalTensor
 
@@ -30,7 +29,8 @@ SEED = int(os.environ.get("NATIVE_SEED") or 20_261_121)
 print(f"tests/test_native_dispatch.py: NATIVE_SEED={SEED}")
 core = sys.modules["globaltensor.tensor.core"]
 OPS = [f for f in TABLE if name_of(f) in SAMPLES and name_of(f) not in ELSEWHERE | VALUELESS]
-PYTHONS = {name_of(f) for f, line in TABLE.items() if line.runner is not None or line.rewrite is not None}
+PYTHONS = {name_of(f) for f, line in TABLE.items()
+           if line.runner is not None or line.rewrite is not None and not getattr(line.rewrite, "replayable", False)}
 
 
 @pytest.fixture
@@ -82,6 +82,11 @@ def assert_same(mine, twins, what):
                 assert a.shards[rank].stride() == shard.stride(), what
 
 
+def writes(func):
+    """Writing to a pending sum is Python's: it is another layout then."""
+    return any(a.written for a in arguments(func))
+
+
 @pytest.mark.parametrize("func", OPS, ids=name_of)
 def test_native_dispatch_is_its_twin(func, arrivals):
     generator = torch.Generator().manual_seed(SEED % 2**31)
@@ -92,14 +97,15 @@ def test_native_dispatch_is_its_twin(func, arrivals):
             if not Call(func, *given).tensors:
                 continue
             what = f"{name_of(func)}, sample {number}, {[t.sbp for t in Call(func, *given).tensors]}, NATIVE_SEED={SEED}"
-            for _ in range(3):
+            for _ in range(4):
                 again = copied(given)
                 func(*again[0], **again[1])
             arrivals.clear()
             mine, twins = copied(given), copied(given)
             got = func(*mine[0], **mine[1])
             if name_of(func) not in PYTHONS:
-                assert func not in arrivals, f"{what} came to Python"
+                came = [f for f in arrivals if f is func or name_of(f) not in PYTHONS and not writes(f)]
+                assert not came, f"{what} came to Python: {came}"
             if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "Python"):
                 continue                             # torch decomposed it before it came here
             assert_same(got, dispatch(GlobalTensor, func, *twins), what)
@@ -107,9 +113,23 @@ def test_native_dispatch_is_its_twin(func, arrivals):
 
 
 def test_most_lines_need_no_python():
-    assert len(PYTHONS & {name_of(f) for f in OPS}) < 0.25 * len(OPS)
-    assert all(line.rewrite is None or line.when is not Line.__dataclass_fields__["when"].default or name_of(f) in PYTHONS
-               for f, line in TABLE.items())
+    assert len(PYTHONS & {name_of(f) for f in OPS}) < 0.15 * len(OPS)
+
+
+def test_a_tape_holds_for_its_floats(arrivals):
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    where = gt.placement("cpu", [0, 1])
+    gx, gy = gt.from_full(x, where, S(0)), gt.from_full(y, where, S(0))
+
+    def loss(delta):
+        arrivals.clear()
+        found = torch.nn.functional.huber_loss(gx, gy, delta=delta).full_tensor()
+        torch.testing.assert_close(found, torch.nn.functional.huber_loss(x, y, delta=delta))
+        return torch.ops.aten.huber_loss.default in arrivals
+
+    for _ in range(4):
+        loss(0.5)
+    assert [loss(delta) for delta in (0.5, 0.25, 0.5)] == [False, True, False]
 
 
 def test_foreach_and_fused_ops_need_no_python(arrivals):
@@ -129,7 +149,7 @@ def test_foreach_and_fused_ops_need_no_python(arrivals):
 
 def test_norms_of_many():
     weights = [gt.randn(4, 5, placement=gt.placement("cpu", [0, 1]), sbp=sbp) for sbp in (S(0), S(1), B)]
-    for _ in range(5):
+    for _ in range(4):
         norms = torch._foreach_norm(weights)
         for norm, w in zip(norms, weights):
             torch.testing.assert_close(norm.full_tensor(), w.full_tensor().norm())
@@ -141,7 +161,7 @@ def test_an_optimizer_needs_no_python(how, arrivals):
     plain = [torch.randn(4, 5).requires_grad_() for _ in range(2)]
     weights = [gt.from_full(p.detach(), where, sbp).requires_grad_() for p, sbp in zip(plain, (S(0), B))]
     steps = [torch.optim.AdamW(some, lr=0.1, **{how: True}) for some in (plain, weights)]
-    for _ in range(5):
+    for _ in range(4):
         arrivals.clear()
         for some, optimizer in zip((plain, weights), steps):
             for p in some:

@@ -191,22 +191,6 @@ void run(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) {
   }
 }
 
-void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  static thread_local Key key;
-  const size_t count = op.schema().arguments().size();
-  if (!c10::impl::TorchDispatchModeTLS::any_modes_set() && make_key(op, stack->data() + stack->size() - count, count, key)) {
-    auto recipe = find_recipe(key);
-    if (recipe && !recipe->python && !(recipe->boxes && boxing_watched()) && !outdated(*recipe, stack->data() + stack->size() - count))
-      return recipe->plain ? run_plainly(op, *recipe, stack) : run(op, *recipe, stack);
-    if (!recipe) {
-      pending = key;
-      is_pending = true;
-    }
-  }
-  torchs_own().callBoxed(op, keys, stack);
-  is_pending = false;
-}
-
 torch::Library& library_of(const std::string& name) {
   static auto* all = new std::unordered_map<std::string, std::unique_ptr<torch::Library>>();
   auto& found = (*all)[name];
@@ -217,9 +201,29 @@ torch::Library& library_of(const std::string& name) {
 
 }  // namespace
 
+void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  static thread_local Key key;
+  const size_t count = op.schema().arguments().size();
+  const c10::IValue* args = stack->data() + stack->size() - count;
+  if (!c10::impl::TorchDispatchModeTLS::any_modes_set() && make_key(op, args, count, key)) {
+    auto recipe = find_recipe(key);
+    if (recipe && recipe->tape) {
+      if (recipe->tape->fits(args) && !(recipe->tape->boxes && boxing_watched())) return replay(op, *recipe, keys, stack);
+    } else if (recipe && !recipe->python && !(recipe->boxes && boxing_watched()) && !outdated(*recipe, args)) {
+      return recipe->plain ? run_plainly(op, *recipe, stack) : run(op, *recipe, stack);
+    }
+    if (!recipe) {
+      pending = key;
+      is_pending = true;
+    }
+  }
+  torchs_own().callBoxed(op, keys, stack);
+  is_pending = false;
+}
+
 void bind_dispatch(py::module_& m) {
   m.def("take", [](const std::string& library, const std::string& name) {
-    library_of(library).impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&boxed>());
+    library_of(library).impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&dispatch>());
   }, "Stand at the Python key of an op, such as aten and add.Tensor.");
   m.def("ticket", []() -> py::object {
     if (!is_pending) return py::none();

@@ -9,6 +9,7 @@
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   gt::bind_tensor(m);
   gt::bind_recipes(m);
+  gt::bind_replay(m);
   gt::bind_dispatch(m);
   gt::bind_boxing(m);
   gt::bind_memory(m);

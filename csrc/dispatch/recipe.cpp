@@ -9,13 +9,6 @@ namespace py = pybind11;
 namespace gt {
 namespace {
 
-Key key_from(const std::string& ticket) {
-  Key key;
-  key.resize(ticket.size() / sizeof(uint64_t));
-  memcpy(key.data(), ticket.data(), ticket.size());
-  return key;
-}
-
 std::vector<std::vector<Recipe::Patch>> patches_from(const c10::FunctionSchema& schema, const py::list& per_rank) {
   std::vector<std::vector<Recipe::Patch>> patches;
   for (auto rank : per_rank) {
@@ -70,6 +63,13 @@ void teach(const std::string& ticket, const std::string& name, const std::string
 }
 
 }  // namespace
+
+Key key_from(const std::string& ticket) {
+  Key key;
+  key.resize(ticket.size() / sizeof(uint64_t));
+  memcpy(key.data(), ticket.data(), ticket.size());
+  return key;
+}
 
 void bind_recipes(py::module_& m) {
   m.def("teach", &teach);

@@ -17,6 +17,23 @@ struct Slot {
   int32_t index;   // in its list, or -1
 };
 
+// What a rewrite did, as registers that ops and boxings fill one after the other; the operands come first.
+struct Tape {
+  struct Argument { int32_t place = -1; std::vector<int32_t> places; c10::IValue value; };
+  struct Step {
+    std::string name;
+    std::optional<c10::OperatorHandle> op;           // none: a boxing
+    std::vector<Argument> arguments;
+    std::vector<std::pair<int32_t, std::shared_ptr<const Boxing>>> moves;
+  };
+  std::vector<Step> steps;
+  std::vector<std::vector<int32_t>> results;         // per return
+  std::vector<std::pair<int32_t, double>> floats;    // arguments that the tape was made with, as keys ignore them
+  bool boxes = false;
+
+  bool fits(const c10::IValue* args) const;
+};
+
 struct Recipe {
   std::string name;                                // of the op, as boxings tell it
   bool python = true;                              // goes to Python: rewrites, runners, what must look at values
@@ -29,6 +46,7 @@ struct Recipe {
   struct Patch { int32_t at; c10::IValue value; };
   std::vector<std::vector<Patch>> patches;         // per rank: arguments that differ from the global ones
   std::optional<c10::OperatorHandle> local;        // the op that ranks run, where it is another one
+  std::shared_ptr<const Tape> tape;                // of a rewrite; nothing else counts then but `slots`
   bool plain = false;                              // one rank, operands as they lie, tensors out
   bool boxes = false;                              // any move
   bool pending = false;                            // any output is a pending sum
@@ -42,8 +60,14 @@ bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t cou
 std::shared_ptr<const Recipe> find_recipe(const Key& key);  // null: not decided yet
 void keep_recipe(const Key& key, std::shared_ptr<const Recipe> recipe);
 void forget_recipes();
+Key key_from(const std::string& ticket);
+
+// The kernel at torch's Python key, and what it does where the recipe is a tape.
+void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+void replay(const c10::OperatorHandle& op, const Recipe& recipe, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 void bind_recipes(pybind11::module_& m);
+void bind_replay(pybind11::module_& m);
 void bind_dispatch(pybind11::module_& m);
 
 }  // namespace gt

@@ -32,6 +32,8 @@ def arrive(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> 
     ticket = native.ticket(func) if face is not None else None
     if ticket is not None:
         recipe = _recipes.get(_key(cls, func, args, kwargs))
+        if recipe is not None and getattr(recipe.rewrite, "replayable", False):
+            return native.teach_tape(ticket, recipe.rewrite, Call(func, args, kwargs), _Run(cls))
         if recipe is not None:
             native.teach(ticket, cls, recipe, func, args, kwargs)
     return dispatch(cls, func, args, kwargs)

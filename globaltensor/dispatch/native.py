@@ -1,7 +1,8 @@
 """Teaching the native dispatcher what was decided, so that the next such call need not enter Python.
 
 A call that it does not know comes to Python with a *ticket*, the key it made. What `decide` finds is handed back flat.
-What only Python can do (a rewrite, a runner, an op that draws random numbers) it is told to leave to Python.
+A rewrite is handed over as the tape of what it did. What only Python can do (a runner that looks at its part, an op
+that draws random numbers) it is told to leave to Python.
 """
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from globaltensor import comm
 from globaltensor.boxing import native as boxing
 from globaltensor.dispatch.foreach import flat_wants, held_ranks, is_foreach
 from globaltensor.dispatch.recipe import Recipe, spec_of_plain
+from globaltensor.dispatch.tape import Tape
 from globaltensor.layout import spec
 from globaltensor.native import face
 from globaltensor.rules import runners
@@ -42,6 +44,22 @@ def teach(key: bytes, cls: type, recipe: Recipe, func: OpOverload, args: tuple, 
         face.teach_python(key)
     else:
         face.teach(key, func._schema.name, func._schema.overload_name, *flat)
+
+
+def teach_tape(key: bytes, rewrite: Any, call: Call, run: Any) -> Any:
+    """Do a rewrite, and hand over what it did; or that it is Python's."""
+    if comm.checking() or not Tape.fits(call):
+        face.teach_python(key)
+        return rewrite(call, run)
+    tape = Tape(run, call)
+    result = rewrite(call, tape)
+    places = tape.results(result)
+    if tape.steps is None:
+        face.teach_python(key)
+    else:
+        floats = [(i, value) for i, value in enumerate(call.values.values()) if isinstance(value, float)]
+        face.teach_tape(key, _slots(call), tape.steps, places, floats)
+    return result
 
 
 def _flat(cls: type, recipe: Recipe, call: Call) -> tuple | None:

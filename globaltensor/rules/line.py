@@ -28,6 +28,15 @@ class Line:
     when: Callable[[Call], bool] = lambda call: True
 
 
+def replayable(rewrite: Callable[[Call, Any], Any]) -> Callable[[Call, Any], Any]:
+    """Mark a rewrite that works by `run(op, ...)` and `run.box` alone and decides by nothing but specs and arguments.
+
+    What it did once may then be done again for every call alike (dispatch/tape.py).
+    """
+    rewrite.replayable = True
+    return rewrite
+
+
 def sized(name: str) -> Patch:
     """Argument `name` is the output's size: locally, the size of this rank's part."""
     return lambda call, operands, outputs, rank: [(call.position(name), list(outputs[0].local_shape(rank)))]

@@ -14,6 +14,7 @@ import torch
 from globaltensor.layout import Layout
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import MEAN, SUM, dims_of, option
+from globaltensor.rules.line import replayable
 
 aten = torch.ops.aten
 
@@ -57,6 +58,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 # ------------------------------------------------------------------------------------------------- means and norms
 
 
+@replayable
 def mean(call: Call, run: Any) -> Any:
     """mean = sum / count, with the global count."""
     x = call.tensors[0]
@@ -68,12 +70,14 @@ def mean(call: Call, run: Any) -> Any:
     return cast(run, run(aten.div.Tensor, total, float(count(call)) if count(call) else math.nan), dtype)
 
 
+@replayable
 def of_all_dims(call: Call, run: Any) -> Any:
     """No dims given are all dims; torch's meta kernel of nansum takes them for none."""
     return run(call.func, *[None if name == "dim" else value for name, value in call.values.items() if name != "dtype"],
                dtype=call["dtype"])
 
 
+@replayable
 def variance(call: Call, run: Any) -> Any:
     """Two passes, as exact as one device: the mean, then the mean square of what is left."""
     x = call.tensors[0]
@@ -94,6 +98,7 @@ def variance(call: Call, run: Any) -> Any:
     return var, cast(run, middle if keep else run(aten.squeeze.dims, middle, dims), dtype)
 
 
+@replayable
 def vector_norm(call: Call, run: Any) -> Any:
     """(sum |x|^p)^(1/p), the sum reduced before the root; max and min of |x| for infinite p."""
     x, p = call.tensors[0], float(option(call, "ord", option(call, "p", 2)))
@@ -120,6 +125,7 @@ def root(run: Any, total: Any, p: float) -> Any:
     return run(aten.sqrt.default, total) if p == 2 else run(aten.pow.Tensor_Scalar, total, 1 / p)
 
 
+@replayable
 def whole_extremum(call: Call, run: Any) -> Any:
     """max() and min() of everything, empty parts or not."""
     x = call.tensors[0]
@@ -127,6 +133,7 @@ def whole_extremum(call: Call, run: Any) -> Any:
     return run(over, x, list(range(x.dim())), False)
 
 
+@replayable
 def logsumexp(call: Call, run: Any) -> Any:
     """log(sum(exp(x - m))) + m, with m the maximum, or 0 where that is infinite."""
     x, dims, keep = call.tensors[0], dims_of(call, call.tensors[0].dim()), bool(call["keepdim"])
@@ -142,6 +149,7 @@ def _finite(run: Any, x: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------- softmax
 
 
+@replayable
 def log_softmax(call: Call, run: Any) -> Any:
     """Along a split dim: two small reductions (the maximum and the sum of exponentials), nothing gathered."""
     x, dtype, dim = *_softmax_operand(call, run), call["dim"]
@@ -150,12 +158,14 @@ def log_softmax(call: Call, run: Any) -> Any:
     return cast(run, run(aten.sub.Tensor, shifted, run(aten.log.default, total)), dtype)
 
 
+@replayable
 def softmax(call: Call, run: Any) -> Any:
     x, dtype, dim = *_softmax_operand(call, run), call["dim"]
     raised = run(aten.exp.default, run(aten.sub.Tensor, x, run(aten.amax.default, x, [dim], True)))
     return cast(run, run(aten.div.Tensor, raised, run(aten.sum.dim_IntList, raised, [dim], True)), dtype)
 
 
+@replayable
 def safe_softmax(call: Call, run: Any) -> Any:
     """softmax, but 0 where all of a row is -inf."""
     x, dim = cast(run, call.tensors[0], wide(call["dtype"] or call.tensors[0].dtype)), call["dim"]
@@ -173,6 +183,7 @@ def _softmax_operand(call: Call, run: Any) -> tuple[Any, torch.dtype]:
     return wider, wider.dtype if call["half_to_float"] else x.dtype
 
 
+@replayable
 def log_softmax_backward(call: Call, run: Any) -> Any:
     """grad - exp(output) * sum(grad)"""
     grad, output = (cast(run, call[name], wide(call[name].dtype)) for name in ("grad_output", "output"))
@@ -181,6 +192,7 @@ def log_softmax_backward(call: Call, run: Any) -> Any:
     return cast(run, found, call["input_dtype"])
 
 
+@replayable
 def softmax_backward(call: Call, run: Any) -> Any:
     """output * (grad - sum(grad * output))"""
     grad, output = (cast(run, call[name], wide(call[name].dtype)) for name in ("grad_output", "output"))
@@ -201,11 +213,13 @@ def _summed(call: Call) -> list[Any]:
     return [SUM if name == "reduction" else value for name, value in call.values.items()]
 
 
+@replayable
 def mean_loss(call: Call, run: Any) -> Any:
     """loss(mean) = loss(sum) / global numel"""
     return run(aten.div.Tensor, run(call.func, *_summed(call)), float(_numel(call)))
 
 
+@replayable
 def mean_loss_backward(call: Call, run: Any) -> Any:
     """backward(mean) of grad = backward(sum) of grad / global numel"""
     args = _summed(call)
@@ -217,12 +231,14 @@ def _numel(call: Call) -> int:
     return max((math.prod(t.shape) for t in call.tensors), default=1) or math.nan
 
 
+@replayable
 def nll_mean(call: Call, run: Any) -> Any:
     """The sum and the weight of the targets, both reduced in one go, then their quotient."""
     total, weight = broadcast_all(run, list(run(call.func, *_summed(call))), "nll_loss")
     return run(aten.div.Tensor, total, weight), weight
 
 
+@replayable
 def foreach_norm(call: Call, run: Any) -> Any:
     """The norms of many tensors: sums of powers of the parts, all reduced in one go, then the roots."""
     p = float(call["ord"])
