@@ -13,6 +13,7 @@ from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.errors import CompileError
 
 try:
     import torch
@@ -58,6 +59,12 @@ else:
                 target = Path("globaltensor" if self.inplace else f"{self.build_lib}/globaltensor") / "_cuda.so"
                 subprocess.run([nvcc, "-O3", "-std=c++17", "--fmad=false", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden", *GPUS, "-o",
                                 str(target), *sorted(glob("csrc/**/*.cu", recursive=True))], check=True)
+
+        def build_extension(self, ext: Extension) -> None:
+            try:
+                super().build_extension(ext)
+            except RuntimeError as error:            # torch's own, of which setuptools does not know that it is forgiven
+                raise CompileError(str(error)) from error
 
     os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
     face = CppExtension("globaltensor._torch", [together("dispatch"), together("torch")], optional=True,

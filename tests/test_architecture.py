@@ -3,8 +3,13 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import shutil
 import subprocess
 import sys
+
+import pytest
+
+from globaltensor.native import WANTED, face
 
 PACKAGE = pathlib.Path(__file__).parent.parent / "globaltensor"
 
@@ -85,3 +90,8 @@ def test_importing_starts_nothing():
             "heavy = {'torch.utils.cpp_extension', 'matplotlib', 'rich', 'scipy', 'torch.distributed.run'};"
             "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None or not WANTED, reason="no g++, or GLOBALTENSOR_NATIVE=0")
+def test_the_native_code_is_there_where_it_can_be_built():
+    assert face is not None, "tests of native code skip themselves without it"

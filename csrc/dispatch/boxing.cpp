@@ -1,5 +1,6 @@
 #include "boxing.h"
 
+#include <ATen/EmptyTensor.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <atomic>
