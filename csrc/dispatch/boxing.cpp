@@ -200,6 +200,19 @@ py::list python_box(const py::list& items, const std::string& what) {
   return found;
 }
 
+// Each tensor itself comes to lie as its boxing says.
+void box_in_place(const std::vector<std::pair<std::shared_ptr<Boxing>, at::Tensor>>& items, const std::string& what) {
+  std::vector<Move> moves;
+  for (const auto& [boxing, t] : items) moves.push_back({boxing.get(), &global(t)->shards});
+  auto made = box(moves, what);
+  for (size_t i = 0; i < made.size(); i++) {
+    GlobalImpl* impl = global(items[i].second);
+    impl->spec = moves[i].boxing->result();
+    impl->shards = std::move(made[i]);
+    impl->set_sizes_and_strides(impl->spec->sizes, impl->spec->strides);
+  }
+}
+
 // Seconds that so many boxings take, for benchmarks. `fresh`: the sources are written before each, and the time that
 // writing alone takes is left out.
 double python_repeat(const py::list& items, const std::string& what, int64_t times, bool fresh) {
@@ -259,6 +272,7 @@ void bind_boxing(py::module_& m) {
   py::class_<Boxing, std::shared_ptr<Boxing>>(m, "Boxing", "A boxing of tensors of one spec, ready to run.")
       .def(py::init(&make_boxing));
   m.def("box", &python_box, "The shards of every item in its new layout, moved together.");
+  m.def("box_in_place", &box_in_place, "Tensors that come to lie in their new layouts themselves, moved together.");
   m.def("repeat", &python_repeat, "Seconds that so many boxings take.");
   m.def("watched", [](bool on) { watched = on; }, "Boxings go through Python while someone watches them.");
   m.def("shared_empty", [](std::vector<int64_t> sizes, c10::ScalarType dtype) { return shared_empty(sizes, dtype); });

@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 
+from globaltensor.boxing import native
 from globaltensor.boxing.run import Boxed, box
+from globaltensor.boxing.watch import watched
 from globaltensor.layout import spec
+from globaltensor.native import face
 
 raw = torch._C.TensorBase.grad.__get__               # the gradient of a leaf as it lies
 _set = torch._C.TensorBase.grad.__set__
@@ -49,6 +52,10 @@ def settle() -> None:
     waiting.clear()
     grads = [(leaf.spec.layout, raw(leaf)) for leaf in leaves]
     grads = [(dst, g) for dst, g in grads if g is not None and g.spec.layout is not dst]
+    found = [native.find(g.spec, dst) for dst, g in grads] if face is not None and not watched() else [None]
+    if None not in found:
+        face.box_in_place([(boxing, g) for boxing, (_, g) in zip(found, grads)], "gradient")
+        return
     moved = box([Boxed(g.spec, g.shards, dst) for dst, g in grads], "gradient")
     for (dst, g), shards in zip(grads, moved):
         g.spec, g.shards = spec(dst, g.spec.shape, None, g.spec.dtype), shards
