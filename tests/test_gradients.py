@@ -8,6 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import globaltensor as gt
+from globaltensor import comm
+from globaltensor.native import face
+from globaltensor.tensor import gradients
 
 SEED = 7
 
@@ -169,3 +172,18 @@ def test_optimizers_run_on_shards(optimizer, foreach, fused, axes):
                 opt.step()
     for p, q in zip(plain.parameters(), block.parameters()):
         torch.testing.assert_close(q.full_tensor(), p)
+
+
+def test_pending_sums_lie_where_peers_read_them():
+    world = comm.world()
+    if face is None or world.size < 2 or len(world.neighbours) < 2:
+        pytest.skip("for processes that share memory")
+    where = gt.placement("cpu", [0, 1])
+    x = gt.ones(8, 64, placement=where, sbp=gt.sbp.split(0))
+    w = gt.ones(64, 64, placement=where, sbp=gt.sbp.broadcast).requires_grad_()
+    for _ in range(3):                               # the third time without Python
+        w.grad = None
+        (x @ w).sum().backward()
+    assert gradients.raw(w).sbp == (gt.sbp.partial_sum,)
+    assert all(face.in_arena(shard) for shard in gradients.raw(w).shards.values())
+    assert not any(face.in_arena(shard) for shard in (x @ w).detach().shards.values())
