@@ -22,6 +22,7 @@ from globaltensor.debug.show import show
 from globaltensor.errors import GlobalTensorError
 from globaltensor.modules import to_global
 from globaltensor.placement import placement
+from globaltensor.plan import Plan, parallelize
 from globaltensor.tensor import plain
 from globaltensor.tensor.convert import from_full, from_local, from_shards
 from globaltensor.tensor.core import GlobalTensor

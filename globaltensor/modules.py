@@ -26,7 +26,7 @@ def to_global(module: nn.Module, placement: Any, sbp: Any = broadcast) -> nn.Mod
     if isinstance(sbp, Mapping) and not _by_axis(sbp, placement):
         _check_patterns(module, sbp)
     made: dict[int, torch.Tensor] = {}
-    for name, owner, key, tensor, kind in list(_tensors(module)):
+    for name, owner, key, tensor, kind in list(named_tensors(module)):
         if id(tensor) not in made:
             made[id(tensor)] = _moved(tensor, placement, _sbp_of(name, tensor, sbp, placement))
         getattr(owner, kind)[key] = made[id(tensor)]
@@ -41,7 +41,7 @@ def _moved(tensor: torch.Tensor, placement: Any, sbp: Any) -> torch.Tensor:
     return moved
 
 
-def _tensors(module: nn.Module) -> Any:
+def named_tensors(module: nn.Module) -> Any:
     """(name, owner, key, tensor, "_parameters" or "_buffers") of everything a module holds, tied ones each time."""
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for kind in ("_parameters", "_buffers"):
@@ -64,7 +64,7 @@ def _sbp_of(name: str, tensor: torch.Tensor, sbp: Any, placement: Any) -> Any:
 
 
 def _check_patterns(module: nn.Module, sbp: Mapping[str, Any]) -> None:
-    names = [name for name, *_ in _tensors(module)]
+    names = [name for name, *_ in named_tensors(module)]
     for pattern in sbp:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise SbpError(f"the pattern {pattern!r} fits no parameter or buffer of the module",

@@ -20,7 +20,8 @@ LAYERS = [                                           # low to high; names on one
     {"rules", "boxing"},
     {"dispatch"},
     {"tensor"},
-    {"modules", "debug", "backend"},
+    {"modules", "debug", "backend", "data", "checkpoint"},
+    {"plan"},
     {"__init__"},
     {"cli"},
 ]

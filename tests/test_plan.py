@@ -1,0 +1,210 @@
+"""Plans: their text, what they recognise, their errors, and models trained by them beside plain torch."""
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import re
+import sys
+from math import prod
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import ROOT
+from torch import nn
+
+import globaltensor as gt
+from globaltensor.errors import SbpError
+
+sys.path.insert(0, os.fspath(ROOT / "examples"))
+from gpt import GPT  # noqa: E402
+
+S, B = gt.sbp.split, gt.sbp.broadcast
+SEED = 20_261_121
+VOCAB, SEQ, HIDDEN, LAYERS, BATCH = 64, 16, 32, 2, 4
+
+
+def where(*shape, names):
+    return gt.placement("cpu", torch.arange(prod(shape)).view(shape).tolist(), names)
+
+
+def gpt():
+    torch.manual_seed(SEED)
+    return GPT(VOCAB, SEQ, LAYERS, HIDDEN, 4)
+
+
+# --------------------------------------------------------------------------------------------------------- tables
+
+
+def test_a_plan_is_its_text(tmp_path):
+    plan = gt.Plan.of(gpt(), sequence="sp")
+    plan["*.bias"] = {"dp": "S(0)", "tp": B}
+    plan.save(tmp_path / "plan.txt")
+    again = gt.Plan.load(tmp_path / "plan.txt")
+    assert str(again) == str(plan) == (tmp_path / "plan.txt").read_text().rstrip("\n")
+    assert again["*.bias"] == {"tp": B, "sp": B, "dp": S(0)} and again.axes == ("tp", "sp", "dp")
+    del again["*.bias"]
+    assert "*.bias" not in again and len(again) == len(plan) - 1
+
+
+def test_ready_made_for_a_gpt():
+    assert str(gt.Plan.of(gpt(), sequence="tp")) == """\
+# name                        tp
+token.weight                  S(0)
+blocks.*.attention.q.weight   S(0)
+blocks.*.attention.q.bias     S(0)
+blocks.*.attention.k.weight   S(0)
+blocks.*.attention.k.bias     S(0)
+blocks.*.attention.v.weight   S(0)
+blocks.*.attention.v.bias     S(0)
+blocks.*.attention.o.weight   S(1)
+blocks.*.mlp.up.weight        S(0)
+blocks.*.mlp.up.bias          S(0)
+blocks.*.mlp.down.weight      S(1)
+head.weight                   S(0)
+token ->                      S(1)
+blocks.*.attention_norm ->    B
+blocks.*.mlp_norm ->          B
+blocks.*.attention.o ->       S(1)
+blocks.*.mlp.down ->          S(1)
+norm ->                       B"""
+
+
+def test_a_pair_of_layers_is_recognised_by_its_sizes():
+    pair = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    assert gt.Plan.of(pair) == {"0.weight": {"tp": S(0)}, "0.bias": {"tp": S(0)}, "2.weight": {"tp": S(1)}}
+    assert not gt.Plan.of(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)))
+    assert not gt.Plan.of(nn.MultiheadAttention(8, 2))
+
+
+@pytest.mark.parametrize("plan, axes, text", [
+    ({"*.wieght": {"tp": S(0)}}, ("dp", "tp"), "fits no parameter or buffer"),
+    ({"blocks.0.atention ->": {"tp": S(1)}}, ("dp", "tp"), "near it: blocks.0.attention"),
+    ({"token.weight": {"tb": S(0)}}, ("dp", "tp"), "near it: tp"),
+    ({"token.weight": {"tp": S(0)}}, None, "without names"),
+    ({"norm.weight": {"tp": S(1)}}, ("dp", "tp"), "'norm.weight' along 'tp', which has 1 dims"),
+    ({"norm.weight": {"tp": "S0"}}, ("dp", "tp"), "'S0' is no sbp"),
+    ({"norm.weight": S(0)}, ("dp", "tp"), "a row says how along each axis"),
+])
+def test_a_wrong_plan_changes_nothing(plan, axes, text):
+    model = gpt()
+    with pytest.raises(SbpError, match=re.escape(text)):
+        gt.parallelize(model, where(2, 2, names=axes), plan)
+    assert not any(p.is_global for p in model.parameters())
+
+
+@pytest.mark.parametrize("text, told", [
+    ("", "its first line names the axes"), ("token S(0)", "its first line names the axes"),
+    ("# name tp\n\ntoken.weight", "line 3: 'token.weight' is no row of 1 axes"),
+    ("# name dp tp\nx S(0) Q", "line 2: 'Q' is no sbp"),
+])
+def test_a_wrong_text_is_told_by_its_line(text, told):
+    with pytest.raises(SbpError, match=re.escape(told)):
+        gt.Plan.parse(text)
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+def batch(placement):
+    ids = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(SEED))
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    rows = {"dp": S(0)} if "dp" in placement.axis_names else B
+    return inputs, targets, gt.from_full(inputs, placement, rows), gt.from_full(targets, placement, rows)
+
+
+def check(model, plain, of):
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        if of(q) is not None:
+            torch.testing.assert_close(of(p).full_tensor(), of(q), rtol=1e-3, atol=1e-5, msg=lambda m: f"{name}: {m}")
+
+
+def step(model, inputs, targets):
+    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("shape, names, plan", [
+    ((2,), ("dp",), None), ((3,), ("tp",), None), ((2, 2), ("dp", "tp"), None), ((2,), ("sp",), None),
+    ((2, 2), ("dp", "sp"), None), ((2, 2, 2), ("dp", "tp", "sp"), None),
+    ((2,), ("tp",), "tp"), ((3,), ("tp",), "tp"), ((2, 2), ("dp", "tp"), "tp"),
+], ids=str)
+def test_a_gpt_trains_as_on_one_device(shape, names, plan):
+    model, plain, placement = gpt(), gpt(), where(*shape, names=names)
+    assert gt.parallelize(model, placement, plan and gt.Plan.of(model, sequence=plan)) is model
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
+    inputs, targets, global_inputs, global_targets = batch(placement)
+    for _ in range(3):
+        got, expected = step(model, global_inputs, global_targets), step(plain, inputs, targets)
+        torch.testing.assert_close(got.full_tensor(), expected)
+        check(model, plain, lambda p: p.grad)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    check(model, plain, lambda p: p)
+
+
+def moved(sequence):
+    """The boxings of a step that move activations, as (how, how many, bytes)."""
+    model, placement = gpt(), where(2, names=("tp",))
+    gt.parallelize(model, placement, gt.Plan.of(model, sequence=sequence))
+    _, _, inputs, targets = batch(placement)
+    for _ in range(2):
+        with gt.record() as boxings:
+            step(model, inputs, targets)
+    size = BATCH * SEQ * HIDDEN * 4
+    kinds = {}
+    for b in boxings:
+        if b.bytes >= size // 2:
+            kinds.setdefault((str(b.src.sbp), str(b.dst.sbp)), []).append(b.bytes)
+    return kinds, size
+
+
+def test_tensor_parallelism_reduces_four_times_a_layer_and_gathers_nothing():
+    kinds, size = moved("")
+    # per layer two forward and two backward; the embedding's forward and the head's backward
+    assert kinds == {("(P,)", "(B,)"): [size] * (4 * LAYERS + 2)}, kinds
+
+
+def test_a_split_sequence_moves_the_same_bytes():
+    kinds, size = moved("tp")
+    # each reduction has become a scatter of sums and a gather, of half the bytes
+    halves = [size // 2] * (4 * LAYERS + 2)
+    assert kinds == {("(P,)", "(S(1),)"): halves, ("(S(1),)", "(B,)"): halves}, kinds
+
+
+# ----------------------------------------------------------------------------------------------- transformers' models
+
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+MODELS = {
+    "Llama": ("LlamaForCausalLM", "LlamaConfig", {**SMALL, "num_key_value_heads": 2}),
+    "GPT2": ("GPT2LMHeadModel", "GPT2Config",
+             {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 0,
+              "eos_token_id": 0, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}),
+    "Bert": ("BertForMaskedLM", "BertConfig", {**SMALL, **NO_DROPOUT, "max_position_embeddings": 32}),
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("sequence", ["", "tp"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_as_they_are(name, sequence):
+    import transformers
+
+    kind, config, options = MODELS[name]
+    torch.manual_seed(SEED)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**options))
+    plain, placement = copy.deepcopy(model), where(2, 2, names=("dp", "tp"))
+    plan = gt.Plan.of(model, sequence=sequence)
+    assert sum(row == {"tp": S(0)} for row in plan.values()) >= 3 and {"tp": S(1)} in plan.values()
+    gt.parallelize(model, placement, plan)
+    ids = torch.randint(96, (BATCH, SEQ))
+    rows = gt.from_full(ids, placement, {"dp": S(0)})
+    got, expected = model(input_ids=rows, labels=rows).loss, plain(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(got.full_tensor(), expected)
+    got.backward()
+    expected.backward()
+    check(model, plain, lambda p: p.grad)
