@@ -9,7 +9,8 @@ import re
 import pytest
 from harness import ROOT, TORCHRUN, environment, run
 
-FILES = ["tests/test_boxing.py", "tests/test_gradients.py", "tests/test_networks.py", "tests/test_traps.py"]
+FILES = ["tests/test_boxing.py", "tests/test_gradients.py", "tests/test_networks.py", "tests/test_optim.py",
+         "tests/test_traps.py"]
 
 
 @pytest.mark.processes

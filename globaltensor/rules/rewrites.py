@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
-from globaltensor.layout import Layout
+from globaltensor.layout import Layout, layout, spec
+from globaltensor.placement import placement
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import MEAN, SUM, dims_of, option
 from globaltensor.rules.line import replayable
+from globaltensor.sbp import partial_max
 
 aten = torch.ops.aten
 
@@ -250,3 +252,18 @@ def foreach_norm(call: Call, run: Any) -> Any:
             for x in held]
     home = broadcast_on(call.tensors[0])             # norms of several pipeline stages meet on the first one's
     return [root(run, total, p) for total in run.box(sums, [home] * len(sums), "foreach_norm")]
+
+
+def unscale(call: Call, run: Any) -> Any:
+    """What GradScaler does with gradients: times `inv_scale`, in place; `found_inf`, a plain tensor that every process
+    has, becomes 1 where any part of any gradient on any rank is not finite."""
+    flags: dict[placement, dict[int, torch.Tensor]] = {}
+    for grad in call["self"]:
+        for rank, shard in grad.shards.items():
+            flag = flags.setdefault(grad.placement, {}).setdefault(rank, torch.zeros((), device=shard.device))
+            call.func([shard], flag, call["inv_scale"].to(shard.device))
+    for where in dict.fromkeys(grad.placement for grad in call["self"]):      # also where this process has no part
+        of = layout(where, (partial_max,) * where.ndim)
+        seen = run(aten._local_scalar_dense.default, run.wrap(spec(of, (), None, torch.float32), flags.get(where, {})))
+        if seen:
+            call["found_inf"].fill_(1.0)

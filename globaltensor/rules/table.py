@@ -154,6 +154,7 @@ lines("var_mean.correction std_mean.correction", reduction(outputs=2, uncut=True
 lines("linalg_vector_norm norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype", reduction(uncut=True),
       rewrite=rewrites.vector_norm, when=reduces_split)
 lines("_foreach_norm.Scalar", None, rewrite=rewrites.foreach_norm)
+lines("_amp_foreach_non_finite_check_and_unscale_", None, rewrite=rewrites.unscale)
 lines("_foreach_max", None, rewrite=lambda call, run: [run(aten.max.default, x) for x in call.tensors])
 lines("cumsum", along("a"), rewrite=ordered.cumsum, when=reduces_split)
 lines("cumprod", along(), rewrite=ordered.cumprod, when=reduces_split)

@@ -22,7 +22,16 @@ from globaltensor.placement import placement
 from globaltensor.sbp import NdSbp, broadcast, in_range, nd_sbp
 from globaltensor.tensor import assign, attention, backward, gradients, lookup, products
 
-_TAKEN = {**products.TAKEN, **lookup.TAKEN, torch.Tensor.__setitem__: assign.assign}
+_data = torch.Tensor.data
+
+
+def _set_data(x: Any, value: torch.Tensor) -> None:
+    """`x.data = value`, by which `module.to(dtype)` changes parameters: also what lies behind it."""
+    _data.__set__(x, value)
+    x.spec, x.shards = value.spec, value.shards
+
+
+_TAKEN = {**products.TAKEN, **lookup.TAKEN, torch.Tensor.__setitem__: assign.assign, _data.__set__: _set_data}
 _WITHIN = {**backward.TAKEN, **attention.TAKEN}      # overrides stay in force inside these
 _make = torch.Tensor._make_wrapper_subclass
 _requires_grad = torch._C.TensorBase.requires_grad

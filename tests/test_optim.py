@@ -1,0 +1,138 @@
+"""torch's optimizers, loss scaling, averages and 16-bit training on global parameters, beside plain torch."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from shards import place
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import globaltensor as gt
+
+SEED = 23
+B, S = gt.sbp.broadcast, gt.sbp.split
+ROWS = {"0.*": {"tp": S(0)}, "2.weight": {"tp": S(1)}}
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adam one by one": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.01),
+    "two groups": lambda p: torch.optim.AdamW([{"params": p[:2], "lr": 0.1}, {"params": p[2:], "weight_decay": 0.5}], lr=0.01),
+}
+PLACES = {"dp": ([0, 1], ("dp",)), "tp": ([0, 1], ("tp",)), "dp x tp": ([[0, 1], [2, 3]], ("dp", "tp"))}
+
+
+def pair(where):
+    """A plain model and a global one, with their batches: 5 rows, an uneven split."""
+    torch.manual_seed(SEED)
+    plain, x = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 4)).double(), torch.randn(5, 6).double()
+    rows = {name: row for name, row in ROWS.items() if "tp" in where.axis_names}
+    model = gt.parallelize(copy.deepcopy(plain), where, rows)
+    return plain, model, x, gt.from_full(x, where, {"dp": S(0)} if "dp" in where.axis_names else B)
+
+
+def same(model, plain):
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(p.full_tensor(), q, rtol=1e-6, atol=1e-9, msg=lambda m: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("place_", PLACES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name, place_):
+    if name == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    plain, model, x, gx = pair(place(*PLACES[place_]))
+    for net, data in ((plain, x), (model, gx)):
+        if name == "muon":                           # it computes in bfloat16: the same numbers need the same floats
+            net.float()
+            data = data.float()
+        optimizer = OPTIMIZERS[name](list(net.parameters()))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+        for _ in range(4):
+            optimizer.zero_grad()
+            net(data).pow(2).mean().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+    if name == "muon":
+        for p, q in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(p.full_tensor(), q, rtol=1e-2, atol=2e-3)
+    else:
+        same(model, plain)
+
+
+@pytest.mark.parametrize("place_", PLACES)
+def test_a_step_of_an_optimizer_moves_only_the_gradients(place_):
+    _, model, _, gx = pair(place(*PLACES[place_]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(2):
+        model(gx).pow(2).mean().backward()
+        with gt.record() as moves:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [m.op for m in moves] == ["gradient"] * ("dp" in gx.placement.axis_names), moves
+
+
+@pytest.mark.parametrize("place_", PLACES)
+def test_a_loss_scaler_sees_an_overflow_on_any_rank(place_):
+    plain, model, x, gx = pair(place(*PLACES[place_]))
+    scales = []
+    for net, data in ((plain, x), (model, gx)):
+        optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for k in range(4):
+            optimizer.zero_grad()
+            loss = net(data).pow(2).mean() * (torch.inf if k == 1 else 1.0)
+            if k == 2:                               # in one element of one gradient, which one rank alone may hold
+                loss = loss + (list(net.parameters())[0] * 1e306).pow(2)[-1, -1]
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+    assert scales[:4] == scales[4:] == [1024.0, 512.0, 256.0, 256.0], scales
+    same(model, plain)
+
+
+def test_an_average_of_the_weights():
+    plain, model, x, gx = pair(place(*PLACES["tp"]))
+    averages = []
+    for net, data in ((plain, x), (model, gx)):
+        average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            net(data).pow(2).mean().backward()
+            optimizer.step()
+            with gt.record() as moves:
+                average.update_parameters(net)
+            assert not moves, moves
+        averages.append(average)
+    same(averages[1].module, averages[0].module)
+
+
+@pytest.mark.parametrize("place_", PLACES)
+def test_autocast(place_):
+    plain, model, x, gx = pair(place(*PLACES[place_]))
+    losses = []
+    for net, data in ((plain.float(), x.float()), (model.float(), gx.float())):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = net(data)
+            assert out.dtype == torch.bfloat16
+            loss = out.float().pow(2).mean()
+            loss.backward()
+            assert all(p.grad.dtype == p.dtype == torch.float32 for p in net.parameters())
+            optimizer.step()
+            losses.append(loss.item())
+    torch.testing.assert_close(losses[:3], losses[3:], rtol=2e-2, atol=1e-3)
