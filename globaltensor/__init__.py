@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from globaltensor import backend, sbp  # noqa: F401  (backend registers itself with torch.distributed)
+from globaltensor import backend, data, sbp  # noqa: F401  (backend registers itself with torch.distributed)
 from globaltensor.boxing.watch import boxing, record
 from globaltensor.comm import init, rank, world_size
 from globaltensor.debug.explain import explain
 from globaltensor.debug.show import show
 from globaltensor.errors import GlobalTensorError
 from globaltensor.modules import to_global
+from globaltensor.optim import zero
 from globaltensor.placement import placement
 from globaltensor.plan import Plan, parallelize
 from globaltensor.tensor import plain

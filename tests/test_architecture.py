@@ -20,7 +20,7 @@ LAYERS = [                                           # low to high; names on one
     {"rules", "boxing"},
     {"dispatch"},
     {"tensor"},
-    {"modules", "debug", "backend", "data", "checkpoint"},
+    {"modules", "debug", "backend", "data", "checkpoint", "optim"},
     {"plan"},
     {"__init__"},
     {"cli"},

@@ -10,7 +10,7 @@ import pytest
 from harness import ROOT, TORCHRUN, environment, run
 
 FILES = ["tests/test_boxing.py", "tests/test_gradients.py", "tests/test_networks.py", "tests/test_optim.py",
-         "tests/test_traps.py"]
+         "tests/test_traps.py", "tests/test_zero.py"]
 
 
 @pytest.mark.processes

@@ -99,9 +99,7 @@ class GlobalTensor(torch.Tensor):
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient, in the tensor's own layout: reading one reduces all that are still pending, together."""
-        if gradients.waiting:
-            gradients.settle()
-        return gradients.raw(self)
+        return gradients.read(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:

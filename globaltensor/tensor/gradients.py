@@ -6,6 +6,9 @@ gradients that wait into the layouts of their parameters, in one fused boxing.
 
 Every rank runs the same program, so all of them settle the same gradients: waiting leaves are held on to until then,
 and taken in the order in which they were made.
+
+A leaf's gradient may be aimed at another layout than its own (`aim`), and then be handed over to the *part* of the leaf
+that an optimizer works on: that is ZeRO (optim.py).
 """
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ import torch
 from globaltensor.boxing import native
 from globaltensor.boxing.run import Boxed, box
 from globaltensor.boxing.watch import watched
-from globaltensor.layout import spec
+from globaltensor.layout import Layout, spec
 from globaltensor.native import face
 
 raw = torch._C.TensorBase.grad.__get__               # the gradient of a leaf as it lies
@@ -26,11 +29,56 @@ _order = count()
 waiting: dict[int, Any] = {}                         # leaves whose gradients lie elsewhere than they do
 
 
+EARLY = 25 << 20                                     # bytes of gradients that wait, at most, for leaves aimed early
+
+
+def read(leaf: Any) -> Any:
+    """The gradient of a leaf, settled."""
+    if waiting:
+        settle()
+    part = leaf.__dict__.get("_part")
+    return raw(leaf) if part is None else _handed_over(leaf.__dict__.get("_whole", leaf), part)
+
+
 def put(leaf: Any, value: Any) -> None:
     """Replace the gradient of a leaf."""
-    if waiting:
-        waiting.pop(leaf.__dict__.get("_order", -1), None)
-    _set(leaf, value)
+    for one in (leaf, leaf.__dict__.get("_part"), leaf.__dict__.get("_whole")):
+        if one is not None:
+            if waiting:
+                waiting.pop(one.__dict__.get("_order", -1), None)
+            _set(one, value if one is leaf else None)
+
+
+def aim(leaf: Any, dst: Layout, early: bool = False) -> None:
+    """Gradients of this leaf are brought to `dst`. `early`: during backward already, as soon as `EARLY` bytes wait."""
+    leaf._aim, leaf._early = dst, early
+
+
+def share(whole: Any, part: Any) -> None:
+    """The two have one gradient: what comes for `whole`, in the layout and dtype of `part`."""
+    whole._part = part._part = part
+    part._whole = whole
+
+
+def _handed_over(whole: Any, part: Any) -> Any:
+    grad, before = raw(whole), raw(part)
+    if grad is not None:
+        with torch.no_grad():
+            grad = _lying(grad, part.spec.layout).to(part.dtype)
+            _set(part, grad if before is None else before + grad)
+        _set(whole, None)
+    return raw(part)
+
+
+def _lying(grad: Any, dst: Layout) -> Any:
+    if grad.spec.layout is dst:
+        return grad
+    shards, = box([Boxed(grad.spec, grad.shards, dst)], "gradient")
+    return type(grad).wrap(spec(dst, grad.spec.shape, None, grad.spec.dtype), shards)
+
+
+def _aimed(leaf: Any) -> Layout:
+    return leaf.__dict__.get("_aim") or leaf.spec.layout
 
 
 def follow(leaf: Any) -> None:
@@ -42,15 +90,17 @@ def follow(leaf: Any) -> None:
 
 def _accumulated(leaf: Any) -> None:
     grad = raw(leaf)
-    if type(grad) is type(leaf) and grad.spec.layout is not leaf.spec.layout:
+    if type(grad) is type(leaf) and grad.spec.layout is not _aimed(leaf):
         waiting[leaf._order] = leaf
+        if leaf.__dict__.get("_early") and sum(some.spec.nbytes for some in waiting.values()) >= EARLY:
+            settle()
 
 
 def settle() -> None:
     """Bring every waiting gradient into its leaf's layout, all in one go."""
     leaves = [waiting[k] for k in sorted(waiting)]
     waiting.clear()
-    grads = [(leaf.spec.layout, raw(leaf)) for leaf in leaves]
+    grads = [(_aimed(leaf), raw(leaf)) for leaf in leaves]
     grads = [(dst, g) for dst, g in grads if g is not None and g.spec.layout is not dst]
     found = [native.find(g.spec, dst) for dst, g in grads] if face is not None and not watched() else [None]
     if None not in found:

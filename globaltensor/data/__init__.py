@@ -1,0 +1,14 @@
+"""Loading data: torch's DataLoader, each process reading only its own rows of a global batch.
+
+    loader = gt.data.DataLoader(dataset, 64, P, {"dp": gt.sbp.split(0)}, shuffle=True)
+    for x, y in loader:                              # global tensors of the whole batch
+        loss = model(x, y)
+
+Which samples make a batch, and what is drawn at random while they are read, depends on seed, epoch and index alone.
+"""
+from __future__ import annotations
+
+from globaltensor.data.loader import DataLoader
+from globaltensor.data.sampler import Sampler
+
+__all__ = ["DataLoader", "Sampler"]

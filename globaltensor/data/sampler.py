@@ -1,0 +1,146 @@
+"""The order of samples: one permutation per epoch, one integer of state, and no word of ranks.
+
+Epoch e of n samples goes through order(e), n indices: torch.randperm from a generator seeded with mix(seed, e), or
+0 ... n - 1 without shuffling. A batch is the next batch_size of them. Where an epoch stands is a position 0 ... n, so
+that all that was consumed is e * n + position: it can be taken up again with another batch size, on other ranks.
+
+A tail, the n % batch_size samples that fill no batch, is one of
+
+    exact   a smaller batch                          every sample once
+    pad     a full batch, filled up with the first samples of the epoch's order
+    drop    left out
+"""
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.data
+
+from globaltensor.data.seeding import mix
+from globaltensor.errors import GlobalTensorError
+
+TAILS = ("exact", "pad", "drop")
+
+
+class Batch(NamedTuple):
+    """Which samples are in one global batch, and the position in the epoch before and after it (n after the last)."""
+
+    epoch: int
+    start: int
+    stop: int
+    indices: list[int]
+
+
+class Sampler(torch.utils.data.Sampler[list[int]]):
+    """Yields the indices of each global batch, as a batch_sampler of torch does.
+
+    n           how many samples an epoch has
+    batch_size  of a global batch
+    shuffle     a new permutation each epoch, which depends on (seed, epoch) alone; or else in order
+    tail        "exact", "pad" or "drop": what becomes of the samples that fill no batch
+
+    Each `iter` begins an epoch: the first one after `load_state_dict` where that state stood, others at its start. One
+    that was gone through to its end is followed by the next; one that was broken off is begun again. `set_epoch`
+    chooses another. Another order, such as a weighted one, is a subclass with its own `order`.
+
+    Raises GlobalTensorError for a batch_size or an n that cannot be, and for an unknown tail.
+    """
+
+    def __init__(self, n: int, batch_size: int, *, shuffle: bool = False, seed: int = 0, tail: str = "exact") -> None:
+        if not _is_count(batch_size) or batch_size < 1:
+            raise GlobalTensorError(f"batch_size={batch_size!r}", "the global batch size is a positive int",
+                                    "batch_size=32")
+        if not _is_count(n):
+            raise GlobalTensorError(f"a sampler of {n!r} samples", "n is how many there are", "n=len(dataset)")
+        if tail not in TAILS:
+            near = difflib.get_close_matches(str(tail), TAILS, 1) or ["exact"]
+            raise GlobalTensorError(f"tail={tail!r}", 'a tail is one of "exact", "pad", "drop"', f'tail="{near[0]}"')
+        self.n, self.batch_size, self.shuffle, self.seed, self.tail = n, batch_size, shuffle, seed, tail
+        self._epoch, self._position, self._go_on = 0, 0, False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being gone through, or that comes next."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be this epoch, from its start; a state just loaded that is in it stays."""
+        if not _is_count(epoch):
+            raise GlobalTensorError(f"epoch {epoch!r}", "epochs are counted from 0", "sampler.set_epoch(0)")
+        if not (self._go_on and epoch == self._epoch):
+            self._epoch, self._position, self._go_on = epoch, 0, False
+
+    def state_dict(self) -> dict[str, int]:
+        """How many samples were handed out, epochs before this one included."""
+        return {"consumed": self._epoch * self.n + self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on after so many samples, whatever the batch size, tail or ranks were when the state was taken.
+
+        Raises GlobalTensorError for what is no such state.
+        """
+        consumed = state.get("consumed") if isinstance(state, dict) else None
+        if not _is_count(consumed):
+            raise GlobalTensorError(f"not the state of a sampler: {state!r}", 'a state is {"consumed": an int}',
+                                    "sampler.load_state_dict(other.state_dict())")
+        self._epoch, self._position = divmod(consumed, self.n) if self.n else (0, 0)
+        self._go_on = True
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        return self._count(0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.batches():
+            self.handed(batch)
+            yield batch.indices
+
+    def order(self, epoch: int) -> Sequence[int] | torch.Tensor:
+        """The n indices of an epoch, in their order; must come out the same on every rank."""
+        if not self.shuffle:
+            return range(self.n)
+        return torch.randperm(self.n, generator=torch.Generator().manual_seed(mix(self.seed, epoch)))
+
+    def batches(self) -> Iterator[Batch]:
+        """Begin an iteration. Its batches may be drawn ahead; `handed` says which one has reached the user."""
+        if not self._go_on:
+            done = self.n > 0 and self._position == self.n
+            self._epoch, self._position = self._epoch + done, 0
+        self._go_on = False
+        epoch, start, count = self._epoch, self._position, self._count(self._position)
+        order = self.order(epoch)
+        if len(order) != self.n:
+            raise GlobalTensorError(f"an order of {len(order)} indices in a sampler of {self.n} samples",
+                                    "order(epoch) gives n of them", "Sampler(len(order), batch_size)")
+        if count == 0:                               # nothing but a tail that is dropped: the epoch is over
+            self._position = self.n
+        return self._cut(order, epoch, start, count)
+
+    def handed(self, batch: Batch) -> None:
+        """This batch has been handed out: state_dict() is now the state after it."""
+        self._epoch, self._position = batch.epoch, batch.stop
+
+    def _count(self, start: int) -> int:
+        """Batches from a position to the end of the epoch."""
+        full, rest = divmod(self.n - start, self.batch_size)
+        return full + (rest > 0 and self.tail != "drop")
+
+    def _cut(self, order: Any, epoch: int, start: int, count: int) -> Iterator[Batch]:
+        for k in range(count):
+            first = start + k * self.batch_size
+            last = first + self.batch_size
+            indices = _ints(order[first:last])
+            while self.tail == "pad" and len(indices) < self.batch_size:
+                indices += _ints(order[:self.batch_size - len(indices)])
+            yield Batch(epoch, first, self.n if k == count - 1 else last, indices)
+
+
+def _ints(part: Any) -> list[int]:
+    return part.tolist() if isinstance(part, torch.Tensor) else [int(i) for i in part]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

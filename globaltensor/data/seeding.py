@@ -1,0 +1,77 @@
+"""Random numbers while samples are read: from (seed, epoch, index) alone, and never from the program's own stream.
+
+A sample that is flipped or cropped by chance comes out the same whichever rank, process or worker reads it, because
+torch, `random` and NumPy are seeded for each sample by `mix(seed, epoch, index)`. What is read in the main process
+is read `apart`: how much it draws, which differs from rank to rank, must not move the stream that all ranks share.
+"""
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import get_worker_info
+
+_64_BITS = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """A seed of 64 good bits from a few ints: h = 0, then h = splitmix64(h ^ number) for each of them in turn."""
+    h = 0
+    for number in numbers:
+        h = ((h ^ int(number) & _64_BITS) + 0x9E3779B97F4A7C15) & _64_BITS
+        h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
+        h = (h ^ h >> 27) * 0x94D049BB133111EB & _64_BITS
+        h ^= h >> 31
+    return h
+
+
+def _seed(value: int) -> None:
+    """Seed what samples draw from: torch on the CPU, `random`, NumPy."""
+    torch.default_generator.manual_seed(value)       # torch.manual_seed would see to every GPU, in every worker
+    random.seed(value)
+    numpy.random.seed(value & 0xFFFFFFFF)
+
+
+@contextmanager
+def apart(seed: int) -> Iterator[None]:
+    """Draw from streams of `seed` inside, go on with the program's own after."""
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    _seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_state(states[2])
+
+
+class Seeded:
+    """A dataset read by keys (epoch, index); each sample is read with the random numbers of its own key.
+
+    The epoch comes with the key because workers that persist keep the copy of the dataset they started with.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        epoch, index = key
+        _seed(mix(self.seed, epoch, index))
+        return self.dataset[index]
+
+
+class ShowOwnDataset:
+    """A worker_init_fn that lets `get_worker_info().dataset` be the user's dataset, then runs the user's own."""
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self.then = then
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)      # a WorkerInfo guards its attributes
+        if self.then is not None:
+            self.then(worker)

@@ -1,0 +1,138 @@
+"""ZeRO's stages: trained beside plain torch, their bytes sent and kept against the paper's formulas."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from shards import place
+from torch import nn
+
+import globaltensor as gt
+from globaltensor.errors import SbpError
+from globaltensor.tensor import gradients
+
+SEED = 31
+B, S = gt.sbp.broadcast, gt.sbp.split
+ROWS = {"0.*": {"tp": S(0)}, "2.weight": {"tp": S(1)}}
+PLACES = {"2": ([0, 1], ("dp",)), "3": ([0, 1, 2], ("dp",)), "2 x tp 2": ([[0, 1], [2, 3]], ("dp", "tp")),
+          "hybrid": ([[0, 1], [2, 3]], ("replicas", "dp"))}
+OPTIMIZERS = {"adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+              "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+              "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)}
+
+
+def net(inputs=6, hidden=9):
+    torch.manual_seed(SEED)
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.GELU(), nn.Linear(hidden, 4))
+
+
+def spread(model, where, x):
+    rows = {name: row for name, row in ROWS.items() if "tp" in where.axis_names}
+    split = {axis: S(0) for axis in where.axis_names if axis != "tp"}
+    return gt.parallelize(copy.deepcopy(model), where, rows), gt.from_full(x, where, split)
+
+
+def same(model, plain):
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(p.full_tensor(), q, rtol=1e-6, atol=1e-9, msg=lambda m: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("where", PLACES)
+def test_training(where, name, stage, accumulate, monkeypatch):
+    monkeypatch.setattr(gradients, "EARLY", 200)      # so that stage 2 has something to do in backward
+    where = place(*PLACES[where])
+    plain, x = net().double(), torch.randn(5, 6).double()
+    model, gx = spread(plain, where, x)
+    ours, theirs = gt.zero(OPTIMIZERS[name](model.parameters()), stage=stage), OPTIMIZERS[name](plain.parameters())
+    for _ in range(3):
+        norms = []
+        for m, data, optimizer in ((model, gx, ours), (plain, x, theirs)):
+            for _ in range(accumulate):
+                m(data).pow(2).mean().backward()
+            norms.append(nn.utils.clip_grad_norm_(m.parameters(), 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+    same(model, plain)
+    for p in ours.param_groups[0]["params"]:
+        state = [value for value in ours.state[p].values() if value is not None and value.dim()]
+        assert p.sbp[where.axis_names.index("dp")].is_split or p.dim() == 1 and p.sbp[1] == S(0)      # all dims are split
+        assert all(value.sbp == p.sbp for value in state)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_bytes_sent_and_kept_in_stage_1(n):
+    where = place(list(range(n)), ("dp",))
+    model, gx = spread(net(8, 16), where, torch.randn(8, 8))
+    optimizer = gt.zero(torch.optim.AdamW(model.parameters(), lr=0.01))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(gx).pow(2).mean().backward()
+        with gt.record() as moves:
+            optimizer.step()
+    size = sum(p.numel() * 4 for p in model.parameters())
+    assert [(m.op, m.bytes * n) for m in moves] == [("gradient", size * (n - 1)), ("zero", size * (n - 1))], moves
+    kept = [sum(t.shards[r].nbytes for s in optimizer.state.values() for t in s.values() if t.dim()) for r in gx.shards]
+    assert kept == [2 * size // n] * len(kept)
+
+
+@pytest.mark.parametrize("stage, parameters", [(1, 2.0), (2, 2.0), (3, 0.5)])
+def test_16_bits_have_master_weights(stage, parameters):
+    """Table 1 of the paper for N = 4: parameters 2P or 2P/N, and 12P/N of state, with the master weights in it."""
+    where = place([0, 1, 2, 3], ("dp",))
+    model, gx = spread(net(8, 16).bfloat16(), where, torch.randn(8, 8).bfloat16())
+    optimizer = gt.zero(torch.optim.AdamW(model.parameters(), lr=0.01), stage=stage)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    for _ in range(2):
+        model(gx).pow(2).mean().backward()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    n = sum(p.numel() for p in model.parameters())
+    masters = optimizer.param_groups[0]["params"]
+    for rank in gx.shards:
+        held = sum(p.shards[rank].nbytes for p in model.parameters())
+        state = sum(t.shards[rank].nbytes for s in optimizer.state.values() for t in s.values() if t.dim())
+        state += sum(p.shards[rank].nbytes for p in masters)
+        assert (held, state) == (parameters * n, 12 * n // 4)
+    for p, master, old in zip(model.parameters(), masters, before):
+        assert p.dtype == torch.bfloat16 and not p.full_tensor().equal(old)
+        assert p.full_tensor().equal(master.full_tensor().bfloat16())
+
+
+def test_a_scaled_loss_that_is_clipped_and_skipped():
+    where = place([0, 1], ("dp",))
+    plain, x = net().double(), torch.randn(5, 6).double()
+    model, gx = spread(plain, where, x)
+    for m, data, optimizer in ((model, gx, gt.zero(torch.optim.AdamW(model.parameters(), lr=0.1))),
+                               (plain, x, torch.optim.AdamW(plain.parameters(), lr=0.1))):
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for k in range(3):
+            optimizer.zero_grad()
+            scaler.scale(m(data).pow(2).mean() * (torch.inf if k == 1 else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 32.0
+    same(model, plain)
+
+
+def test_mistakes():
+    where = place([0, 1], ("dp",))
+    model, gx = spread(net(), where, torch.randn(5, 6))
+    with pytest.raises(SbpError, match="ZeRO has no stage 4"):
+        gt.zero(torch.optim.SGD(model.parameters()), stage=4)
+    with pytest.raises(SbpError, match="has no axis 'tp'"):
+        gt.zero(torch.optim.SGD(model.parameters()), axis="tp")
+    with pytest.raises(SbpError, match="is plain"):
+        gt.zero(torch.optim.SGD(net().parameters()))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(gx).sum().backward()
+    optimizer.step()
+    with pytest.raises(SbpError, match="has taken steps already"):
+        gt.zero(optimizer)
