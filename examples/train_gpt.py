@@ -4,11 +4,13 @@
     globaltensor run -n 4 examples/train_gpt.py                 one process per rank
     torchrun --nproc-per-node 4 examples/train_gpt.py           likewise
 
-The parallelism is all in this table and the two functions that use it, `spread` and `global_batch`; the model and the
-training loop are what they would be for one device. `--verify` trains the same model on plain torch beside it.
+The parallelism is all in two functions, `spread` and `global_batch`; the model and the training loop are what they
+would be for one device. `--verify` trains the same model on plain torch beside it.
 
     stage     a placement of dp x tp ranks that holds its share of the blocks; --pp of them, one after the other
-    LAYOUT    how the parameters lie along tp; what no pattern fits is broadcast. Along dp all are broadcast
+    plan      how the parameters lie along tp; what no row fits is broadcast. Along dp all are broadcast
+    --sp      what lies between the layers is split along the sequence, over the ranks of tp
+    --zero    the optimizer's state (1), gradients (2) and parameters (3) are split along dp
     batch     split along dp
 """
 from __future__ import annotations
@@ -24,6 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +34,7 @@ try:
     import torch
     import torch.nn.functional as F
     from torch import Tensor, nn
+    from torch.utils.checkpoint import checkpoint
 
     import globaltensor as gt
 except ModuleNotFoundError as error:
@@ -41,16 +45,9 @@ from gpt import GPT
 Parts = list[tuple[Tensor, Tensor]]                  # inputs and targets, [b, t] each
 
 VOCAB = 256                                          # every byte is a token
-TOLERANCE = 1e-4                                     # of --verify, relative
+TOLERANCE = 1e-4                                     # of --verify, relative; with --amp, as numbers of 8 bits allow
+TOLERANCE_AMP = 2e-2
 TEXT_BYTES = 1_000_000                               # of the standard library's sources, when no --data is given
-
-COLUMNS = {"tp": gt.sbp.split(0)}                    # a weight is [outputs, inputs]: each rank computes some outputs
-ROWS = {"tp": gt.sbp.split(1)}                       # each rank adds its share to every output
-LAYOUT = {
-    "token.weight": COLUMNS, "head.weight": COLUMNS,
-    "*.q.*": COLUMNS, "*.k.*": COLUMNS, "*.v.*": COLUMNS, "*.o.weight": ROWS,
-    "*.up.*": COLUMNS, "*.down.weight": ROWS,
-}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -61,8 +58,9 @@ def main(argv: list[str] | None = None) -> None:
     except gt.GlobalTensorError as error:
         fail(f"--dp {options.dp} x --tp {options.tp} x --pp {options.pp} = {ranks} ranks: {error.what}")
     _, difference = train(options)
-    if difference > TOLERANCE:
-        fail(f"global and plain losses differ by {difference:.1e}, more than {TOLERANCE:.0e}")
+    tolerance = TOLERANCE_AMP if options.amp else TOLERANCE
+    if difference > tolerance:
+        fail(f"global and plain losses differ by {difference:.1e}, more than {tolerance:.0e}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -76,6 +74,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             ("hidden", 128, "hidden size"), ("heads", 4, "attention heads"), ("seq", 64, "bytes in a sequence"),
             ("batch", 16, "sequences in a step"), ("accumulate", 1, "parts in which a step's batch is run")]:
         parser.add_argument(f"--{name}", type=positive, default=default, help=text, metavar="N")
+    parser.add_argument("--sp", action="store_true", help="split the sequence between the layers over the ranks of tp")
+    parser.add_argument("--zero", type=int, choices=range(4), default=0, help="stage of ZeRO along dp", metavar="STAGE")
+    parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where that is enough")
+    parser.add_argument("--recompute", action="store_true", help="run blocks again in backward, and keep less")
     parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate")
     parser.add_argument("--dropout", type=float, default=0.0, help="share of activations that is dropped")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout")
@@ -125,9 +127,9 @@ def stages(options: argparse.Namespace) -> list[gt.placement]:
     return [gt.placement("cpu", stage.tolist(), axis_names=("dp", "tp")) for stage in ranks]
 
 
-def spread(model: GPT, places: list[gt.placement]) -> None:
-    """Make the parameters global: laid out by LAYOUT, the blocks dealt out over the stages in order."""
-    gt.to_global(model, places[0], LAYOUT)
+def spread(model: GPT, places: list[gt.placement], sequence: bool = False) -> None:
+    """Make the parameters global: laid out by a plan, the blocks dealt out over the stages in order."""
+    gt.parallelize(model, places[0], gt.Plan.of(model, "tp", sequence="tp" if sequence else ""))
     homes = {model.token: places[0], model.norm: places[-1], model.head: places[-1]}
     for i, block in enumerate(model.blocks):
         homes[block] = places[i * len(places) // len(model.blocks)]
@@ -150,9 +152,13 @@ class Trainer:
     """A model, its optimizer and its learning rate: plain torch, global or not."""
 
     def __init__(self, model: GPT, options: argparse.Namespace) -> None:
-        self.model = model
+        self.model, self.amp = model, options.amp
+        for block in model.blocks if options.recompute else ():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1,
                                            fused=True)
+        if options.zero and model.token.weight.is_global:
+            gt.zero(self.optimizer, "dp", options.zero)
         warm_up = max(1, options.steps // 10)
 
         def share(step: int) -> float:
@@ -166,8 +172,9 @@ class Trainer:
         """One optimizer step on the parts of a batch; the loss before it."""
         total = 0.0
         for inputs, targets in parts:
-            logits = self.model(inputs)                                                      # [b, t, vocab]
-            loss = F.cross_entropy(logits.view(-1, VOCAB), targets.view(-1)) / len(parts)
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.amp):
+                logits = self.model(inputs)                                                  # [b, t, vocab]
+            loss = F.cross_entropy(logits.float().view(-1, VOCAB), targets.view(-1)) / len(parts)
             loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -186,7 +193,7 @@ def train(options: argparse.Namespace) -> tuple[list[float], float]:
     model = GPT(VOCAB, options.seq, options.layers, options.hidden, options.heads, options.dropout, options.tied)
     plain = Trainer(copy.deepcopy(model), options) if options.verify else None
     places = stages(options)
-    spread(model, places)
+    spread(model, places, options.sp)
     trainer = Trainer(model, options)
     size = sum(p.numel() for p in model.parameters())
     say(f"{size:,} parameters, {len(text):,} bytes of text, dp {options.dp} x tp {options.tp} x pp {options.pp}")

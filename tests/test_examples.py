@@ -110,9 +110,20 @@ def test_training_equals_plain_torch(grid):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("more", ["--tied", "--accumulate=2", "--heads=1", "--batch=3"])
+@pytest.mark.parametrize("more", [
+    "--tied", "--accumulate=2", "--heads=1", "--batch=3", "--sp", "--zero=1", "--zero=2 --accumulate=2", "--zero=3",
+    "--recompute", "--tied --zero=1", "--sp --zero=1 --recompute --accumulate=2"])
 def test_training_with_options_equals_plain_torch(more):
-    assert train_gpt.train(on(2, 2, 1, "--verify", more))[1] < 1e-5
+    assert train_gpt.train(on(2, 2, 1, "--verify", *more.split()))[1] < 1e-5
+
+
+@pytest.mark.parametrize("more", ["--sp", "--zero=1", "--zero=3 --recompute"])
+def test_options_with_a_pipeline(more):
+    assert train_gpt.train(on(1, 2, 2, "--verify", *more.split()))[1] < 1e-5
+
+
+def test_16_bits_train_as_plain_torch_does_in_16_bits():
+    assert train_gpt.train(on(2, 2, 1, "--verify", "--amp"))[1] < train_gpt.TOLERANCE_AMP
 
 
 def test_dropout_drops_the_same_in_every_layout():
@@ -181,10 +192,11 @@ def test_programs_in_processes(n):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("launcher, grid", [(RUN, (2, 2, 1)), (TORCHRUN, (2, 1, 2))], ids=["run", "torchrun"])
-def test_training_in_processes(launcher, grid):
+@pytest.mark.parametrize("launcher, grid, more", [
+    (RUN, (2, 2, 1), ()), (TORCHRUN, (2, 1, 2), ()), (RUN, (2, 2, 1), ("--sp", "--zero=2", "--recompute"))])
+def test_training_in_processes(launcher, grid, more):
     axes = [word for name, n in zip(("--dp", "--tp", "--pp"), grid) for word in (name, str(n))]
-    said = launch(*launcher, "4", str(EXAMPLES / "train_gpt.py"), *TINY, *axes, "--verify")
+    said = launch(*launcher, "4", str(EXAMPLES / "train_gpt.py"), *TINY, *axes, *more, "--verify")
     assert said.count("The largest relative difference to plain torch") == 1     # one rank prints
 
 
