@@ -54,6 +54,16 @@ def test_boxing(args, title):
 
 
 @pytest.mark.processes
+def test_strategies():
+    said = found("strategies")
+    rows = {row["strategy"]: row for row in said["rows"]}
+    assert list(rows) == ["dp", "ZeRO 1", "ZeRO 2", "ZeRO 3", "tp", "tp, sequence"]
+    for name, row in rows.items():
+        assert 1 <= row["of formula"] < (1.1 if name == "ZeRO 3" else 1.02), row
+        assert row.get("of formula, kept", 1) == 1, row
+
+
+@pytest.mark.processes
 def test_train():
     said = found("train")
     assert [row["arm"] for row in said["rows"]] == ["plain, 2 threads", "DDP 2", "globaltensor dp 2", "DTensor 2",

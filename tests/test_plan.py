@@ -208,3 +208,19 @@ def test_models_of_transformers_as_they_are(name, sequence):
     got.backward()
     expected.backward()
     check(model, plain, lambda p: p.grad)
+
+
+def test_a_matrix_in_two_dims_moves_what_summa_does():
+    """X, W and Y on (S0, S1) of q x q ranks: 6 (q-1)/q^2 of a matrix's bytes, forward and backward (q = 2)."""
+    q, n, placement = 2, 32, where(2, 2, names=("row", "column"))
+    x, w = (torch.randn(n, n, generator=torch.Generator().manual_seed(SEED + k)) for k in range(2))
+    lie = (S(0), S(1))
+    gx, gw = (gt.from_full(t, placement, sbp).requires_grad_() for t, sbp in ((x, lie), (w, lie[::-1])))
+    upstream = gt.from_full(torch.ones(n, n), placement, lie)
+    with gt.record() as boxings:
+        y = F.linear(gx, gw)                         # a weight is [outputs, inputs]
+        y.backward(upstream)
+        assert y.sbp == gx.grad.sbp == lie and gw.grad.sbp == lie[::-1]
+    assert sum(b.bytes for b in boxings) == 6 * (q - 1) * (n * n * 4) // q**2
+    torch.testing.assert_close(gx.grad.full_tensor(), torch.ones(n, n) @ w)
+    torch.testing.assert_close(gw.grad.full_tensor(), torch.ones(n, n) @ x)
