@@ -16,6 +16,7 @@ import torch
 
 from globaltensor import backend, data, sbp  # noqa: F401  (backend registers itself with torch.distributed)
 from globaltensor.boxing.watch import boxing, record
+from globaltensor.checkpoint import load, load_safetensors, save, save_safetensors
 from globaltensor.comm import init, rank, world_size
 from globaltensor.debug.explain import explain
 from globaltensor.debug.show import show

@@ -42,12 +42,16 @@ def zero(optimizer: torch.optim.Optimizer, axis: str = "dp", stage: int = 1) -> 
     if optimizer.state:
         raise SbpError("the optimizer has taken steps already", "its state would have to be split, too",
                        "gt.zero(torch.optim.AdamW(...)), then optimizer.load_state_dict(...) where there is a state")
-    pairs = []
+    pairs = Pairs()
     for group in optimizer.param_groups:
         where = [(p, _cut(p, axis)) for p in group["params"]]
         group["params"] = [p if dst is None else _made(p, dst, stage, pairs) for p, dst in where]
     if pairs:
-        optimizer.register_step_post_hook(lambda *_: _gather(pairs))
+        pairs.look()
+        optimizer.register_step_pre_hook(lambda *_: pairs.refresh())
+        optimizer.register_step_post_hook(lambda *_: pairs.gather())
+        optimizer.register_state_dict_post_hook(lambda _, state: state.update(masters=pairs.masters()))
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: pairs.load(state["masters"]))
     return optimizer
 
 
@@ -72,7 +76,49 @@ def _cut(p: torch.Tensor, axis: str) -> Layout | None:
     return layout(p.placement, tuple(split(longest) if i == at else s for i, s in enumerate(p.sbp)))
 
 
-def _made(p: Any, dst: Layout, stage: int, pairs: list[tuple[Any, Any]]) -> Any:
+class Pairs(list):
+    """Parameters and the parts that are stepped in their place: (parameter, part)."""
+
+    def look(self) -> None:
+        """Remember the parameters as they are now."""
+        self.seen = [_writes(p) for p, _ in self]
+
+    def refresh(self) -> None:
+        """Parts of parameters that someone else wrote to, such as `load_state_dict`, are made of them anew; where one
+        is the rounded part still, the part is what it was."""
+        with torch.no_grad():
+            for (p, part), seen in zip(self, self.seen):
+                if _writes(p) != seen:
+                    shards, = box([Boxed(p.spec, p.shards, part.spec.layout)], "zero")
+                    now = GlobalTensor.wrap(spec(part.spec.layout, p.spec.shape, None, p.dtype), shards)
+                    part.copy_(torch.where(part.to(p.dtype) == now, part, now.to(part.dtype)))
+
+    def gather(self) -> None:
+        """Write the parts into their parameters, all in one move."""
+        with torch.no_grad():
+            parts = [part.detach().to(p.dtype) for p, part in self]
+            moved = box([Boxed(t.spec, t.shards, p.spec.layout) for (p, _), t in zip(self, parts)], "zero")
+            made = [GlobalTensor.wrap(spec(p.spec.layout, p.spec.shape, None, p.dtype), shards)
+                    for (p, _), shards in zip(self, moved)]
+            torch._foreach_copy_([p for p, _ in self], made)
+        self.look()
+
+    def masters(self) -> list[Any]:
+        """The parts that say more than their parameters do, those of 16 bits: they belong to the optimizer's state."""
+        return [part.detach() for p, part in self if part.dtype != p.dtype]
+
+    def load(self, masters: list[Any]) -> None:
+        with torch.no_grad():
+            for own, given in zip((part for p, part in self if part.dtype != p.dtype), masters, strict=True):
+                own.copy_(given)
+
+
+def _writes(p: Any) -> list[int]:
+    """What changes when someone writes to a parameter or its shards, or gives it other memory."""
+    return [p._version, *[number for shard in p.shards.values() for number in (shard.data_ptr(), shard._version)]]
+
+
+def _made(p: Any, dst: Layout, stage: int, pairs: Pairs) -> Any:
     """What the optimizer works on in the place of p."""
     with torch.no_grad():
         shards, = box([Boxed(p.spec, p.shards, dst)], "zero")
@@ -88,12 +134,3 @@ def _made(p: Any, dst: Layout, stage: int, pairs: list[tuple[Any, Any]]) -> Any:
     pairs.append((p, part))
     return part
 
-
-def _gather(pairs: list[tuple[Any, Any]]) -> None:
-    """Write the parts into their parameters, all in one move."""
-    with torch.no_grad():
-        parts = [part.detach().to(p.dtype) for p, part in pairs]
-        moved = box([Boxed(t.spec, t.shards, p.spec.layout) for (p, _), t in zip(pairs, parts)], "zero")
-        made = [GlobalTensor.wrap(spec(p.spec.layout, p.spec.shape, None, p.dtype), shards)
-                for (p, _), shards in zip(pairs, moved)]
-        torch._foreach_copy_([p for p, _ in pairs], made)

@@ -21,7 +21,7 @@ PROGRAMS = [(code, BLOCKS[i + 1][1]) for i, (kind, code) in enumerate(BLOCKS) if
 def test_programs_print_what_it_says(code, output, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(code)
-    run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120,
+    run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, cwd=tmp_path,
                          env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr
     assert run.stdout == output

@@ -122,6 +122,43 @@ def test_a_scaled_loss_that_is_clipped_and_skipped():
     same(model, plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")], ids=str)
+def test_it_goes_on_from_a_state_bit_for_bit(order, dtype):
+    where = place([0, 1], ("dp",))
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(SEED)).to(dtype)
+
+    def fresh():
+        model, gx = spread(net().to(dtype), where, x)
+        return {"model": model, "optimizer": gt.zero(torch.optim.AdamW(model.parameters(), lr=0.01)), "x": gx}
+
+    def steps(run, n):
+        for _ in range(n):
+            run["optimizer"].zero_grad()
+            run["model"](run["x"]).pow(2).mean().backward()
+            run["optimizer"].step()
+
+    first, second = fresh(), fresh()
+    steps(first, 2)
+    for name in order:
+        second[name].load_state_dict(copy.deepcopy(first[name].state_dict()))
+    steps(first, 2)
+    steps(second, 2)
+    for p, q in zip(first["model"].parameters(), second["model"].parameters()):
+        assert p.full_tensor().equal(q.full_tensor())
+
+
+def test_other_weights_are_taken_over():
+    where = place([0, 1], ("dp",))
+    model, gx = spread(net(), where, torch.randn(5, 6))
+    optimizer = gt.zero(torch.optim.SGD(model.parameters(), lr=0.0))
+    with torch.no_grad():
+        model[0].weight.fill_(0.25)
+    model(gx).sum().backward()
+    optimizer.step()
+    assert model[0].weight.full_tensor().eq(0.25).all() and not model[2].weight.full_tensor().eq(0.25).any()
+
+
 def test_mistakes():
     where = place([0, 1], ("dp",))
     model, gx = spread(net(), where, torch.randn(5, 6))

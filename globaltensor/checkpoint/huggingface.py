@@ -1,0 +1,196 @@
+"""Folders of safetensors as Hugging Face's libraries write and read them: weights of a module, by name.
+
+    model.safetensors                           all of them, or
+    model.safetensors.index.json                {"weight_map": {"a.weight": "model-00001-of-00002.safetensors", ...}}
+    model-00001-of-00002.safetensors, ...
+
+A tensor is never cut between files. Tied parameters, one tensor under several names, are stored under one of them.
+"""
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from globaltensor import comm
+from globaltensor.boxing.run import Boxed, box
+from globaltensor.checkpoint import folders
+from globaltensor.checkpoint.loading import check_fit, check_names, needed
+from globaltensor.checkpoint.manifest import CheckpointError, Entry, Piece
+from globaltensor.checkpoint.pieces import Files, check_dtype, digest, need_safetensors, write_file
+from globaltensor.checkpoint.together import together
+from globaltensor.layout import layout
+from globaltensor.placement import placement
+from globaltensor.sbp import broadcast
+from globaltensor.tensor.core import GlobalTensor
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.tmp-[0-9a-f]{16})?")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*\.safetensors")    # no folder, no way out of this one
+
+
+def load_safetensors(module: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
+    """Load the weights in `folder` into the parameters and buffers of a module, in place; collective.
+
+    Each rank reads only its parts. Values are converted to the dtypes of the module's, as torch's load_state_dict does.
+    Returns the module. Raises CheckpointError, on every process and before anything is changed, where a file is
+    missing or damaged, or names or shapes do not fit.
+    """
+    need_safetensors()
+    files, entries, own = together("loading safetensors", lambda: _check(module, Path(folder)))
+    for name, entry in entries.items():
+        files.fill(entry, own[name])
+    return module
+
+
+def _check(module: nn.Module, folder: Path) -> tuple[Files, dict[str, Entry], dict[str, torch.Tensor]]:
+    where = _weight_map(folder)
+    files = Files(folder)
+    own = {k: t for k, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    stored = {id(own[name]) for name in where if name in own}
+    check_names([name for name, t in own.items() if name in where or id(t) not in stored], where,
+                f"the folder {folder}")
+    entries = {}
+    for name, file in where.items():
+        found = _tensor(files, name, file)
+        whole = tuple((0, n) for n in found.shape)
+        entries[name] = Entry(name, found.dtype, tuple(found.shape), False,
+                              (Piece(file, name, whole, None),) if found.numel() else ())
+        check_fit(entries[name], own[name], dtype=False)
+    for entry, piece, _ in needed({name: own[name] for name in entries}, entries):
+        files.view(entry, piece)
+    _check_tied(files, entries, own)
+    return files, entries, own
+
+
+def _check_tied(files: Files, entries: dict[str, Entry], own: dict[str, torch.Tensor]) -> None:
+    """One tensor under two names of the folder takes one value."""
+    first: dict[int, str] = {}
+    for name, entry in entries.items():
+        other = entries[first.setdefault(id(own[name]), name)]
+        if other is not entry and [digest(files.view(other, p)) for p in other.pieces] != [
+                digest(files.view(entry, p)) for p in entry.pieces]:
+            raise CheckpointError(f"{other.name!r} and {name!r} are one tensor in the module, two in the folder",
+                                  "they have other values there", "untie them, load, and decide which one counts")
+
+
+def _tensor(files: Files, name: str, file: str) -> torch.Tensor:
+    opened = files.open(file)
+    if name not in opened.keys():
+        raise CheckpointError(f"{files.folder / file} has no tensor {name!r}", "the index says that it has")
+    return opened.get_tensor(name)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """name -> file, of a folder of either kind."""
+    if (folder / SINGLE).is_file():
+        return dict.fromkeys(Files(folder).open(SINGLE).keys(), SINGLE)
+    if not (folder / INDEX).is_file():
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}", fix="a folder that save_safetensors wrote")
+    try:
+        found = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        wrong = [file for file in found.values() if not (isinstance(file, str) and _NAME.fullmatch(file))]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{folder / INDEX} is damaged", f"{type(error).__name__}: {error}") from None
+    if wrong:
+        raise CheckpointError(f"{folder / INDEX} names a file {wrong[0]!r:.80}", "that is no file of this folder")
+    return found
+
+
+def save_safetensors(module: nn.Module, folder: str | os.PathLike[str], *, shard_gb: float = 5.0) -> None:
+    """Write the parameters and buffers of a module into `folder`; collective.
+
+    One file, model.safetensors, or where that would be larger than `shard_gb` (1e9 bytes) several and an index. Each
+    file is written by one rank, the ranks in turn, which holds it whole meanwhile. The files of an earlier save are
+    replaced when all are written. Raises CheckpointError on every process where a file cannot be written.
+    """
+    need_safetensors()
+    folder = Path(folder)
+    tensors = together("saving safetensors", lambda: _stored(module), _outline)
+    groups = _groups(tensors, shard_gb * 1e9)
+    names = [SINGLE] if len(groups) == 1 else [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
+                                               for i in range(len(groups))]
+    together("making the folder", lambda: folder.mkdir(parents=True, exist_ok=True))
+    written: list[tuple[Path, Path]] = []
+    for i, (name, group) in enumerate(zip(names, groups)):
+        rank = i % comm.world_size()
+        held = _gathered({n: tensors[n] for n in group}, rank)
+        written += together("writing safetensors", lambda: _write(folder / name, held) if rank in comm.world().driven
+                            else [])
+    together("renaming safetensors", lambda: _rename(written))
+    together("finishing safetensors", lambda: _finish(folder, dict(zip(names, groups)), tensors))
+
+
+def _outline(tensors: dict[str, torch.Tensor]) -> int:
+    """What all processes must have in common, as one number."""
+    return zlib.crc32(repr([(name, t.shape, t.dtype) for name, t in tensors.items()]).encode())
+
+
+def _stored(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What is to be stored: tied tensors under the first of their names."""
+    known: set[int] = set()
+    found = {}
+    for name, t in module.state_dict(keep_vars=True).items():
+        if isinstance(t, torch.Tensor) and id(t) not in known:
+            check_dtype(name, t)
+            known.add(id(t))
+            found[name] = t.detach()
+    return found
+
+
+def _groups(tensors: dict[str, torch.Tensor], limit: float) -> list[list[str]]:
+    """Names by file, in order, each file as full as the limit allows."""
+    groups: list[list[str]] = [[]]
+    size = 0.0
+    for name, t in tensors.items():
+        nbytes = t.numel() * t.dtype.itemsize
+        if groups[-1] and size + nbytes > limit:
+            groups.append([])
+            size = 0.0
+        groups[-1].append(name)
+        size += nbytes
+    return groups
+
+
+def _gathered(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """These tensors whole, in the process that drives `rank`; one boxing for all."""
+    globals_ = {name: t for name, t in tensors.items() if isinstance(t, GlobalTensor)}
+    items = [Boxed(t.spec, t.shards, layout(placement(t.placement.type, [rank]), (broadcast,)))
+             for t in globals_.values()]
+    found = dict(zip(globals_, box(items, "save_safetensors"))) if items else {}
+    if rank not in comm.world().driven:
+        return {}
+    return {name: (found[name][rank] if name in found else t).cpu().contiguous() for name, t in tensors.items()}
+
+
+def _write(path: Path, held: dict[str, torch.Tensor]) -> list[tuple[Path, Path]]:
+    aside = folders.aside(path)
+    write_file(aside, held, {"format": "pt"})
+    return [(aside, path)]
+
+
+def _rename(written: list[tuple[Path, Path]]) -> None:
+    for aside, path in written:
+        os.replace(aside, path)
+
+
+def _finish(folder: Path, groups: dict[str, list[str]], tensors: dict[str, torch.Tensor]) -> None:
+    """The index, and away with the files of an earlier save that is not there any more."""
+    if comm.rank() != 0:
+        return
+    if len(groups) > 1:
+        total = sum(t.numel() * t.dtype.itemsize for t in tensors.values())
+        index: dict[str, Any] = {"metadata": {"total_size": total},
+                                 "weight_map": {name: file for file, names in groups.items() for name in names}}
+        folders.write(folder / INDEX, json.dumps(index, indent=2).encode() + b"\n")
+    for path in list(folder.iterdir()):
+        stale = path.name == INDEX or _SHARD.fullmatch(path.name)
+        if stale and path.name not in groups and not (path.name == INDEX and len(groups) > 1):
+            path.unlink()
+    folders.sync(folder)

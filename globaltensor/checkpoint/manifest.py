@@ -1,0 +1,189 @@
+"""The manifest: what a checkpoint holds and where. It is data, never code, and nothing in it is believed unchecked.
+
+    {"sha256": "<of the bytes of body>", "manifest": {"format": 1, "state": ..., "tensors": {
+        "model/0.weight": {"dtype": "float32", "shape": [7, 5], "global": true, "pieces": [
+            {"file": "rank-00000.safetensors", "key": "...", "box": [[0, 4], [0, 5]], "sha256": "..."}, ...]}}}}
+
+A *piece* is a box of a tensor, (start, stop) per dim, that lies whole in one file. The pieces of a tensor tile it:
+every element lies in exactly one of them. `state` is everything that is not a tensor (tree.py).
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from globaltensor.checkpoint.tree import decode
+from globaltensor.errors import GlobalTensorError
+from globaltensor.layout import Box, Shape
+
+FORMAT = 1
+DTYPES = {str(d).removeprefix("torch."): d for d in (
+    torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
+    torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex64)}                                # what the safetensors format knows
+_HEAD, _MIDDLE, _TAIL = b'{"sha256": "', b'",\n"manifest": ', b"}\n"
+_FILE = re.compile(r"rank-\d{5,9}\.safetensors")     # no folder, no way out of this one
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+class CheckpointError(GlobalTensorError):
+    """A checkpoint that cannot be written, is not whole, or does not fit what it is loaded into."""
+
+
+class Piece(NamedTuple):
+    """A box of a tensor: in which file, under which key, and the hash of its bytes."""
+
+    file: str
+    key: str
+    box: Box
+    sha256: str | None                               # None: of a format without hashes
+
+
+class Entry(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+    is_global: bool
+    pieces: tuple[Piece, ...]
+
+
+class Manifest(NamedTuple):
+    """All of it: the tensors by name, and the encoded rest of the state."""
+
+    entries: dict[str, Entry]
+    state: Any
+
+
+def box_text(box: Box) -> str:
+    """[0:4, 0:5], as an index is written."""
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
+
+
+def dump(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json."""
+    tensors = {e.name: {"dtype": str(e.dtype).removeprefix("torch."), "shape": list(e.shape), "global": e.is_global,
+                        "pieces": [{"file": p.file, "key": p.key, "box": p.box, "sha256": p.sha256} for p in e.pieces]}
+               for e in manifest.entries.values()}
+    body = json.dumps({"format": FORMAT, "state": manifest.state, "tensors": tensors}, allow_nan=False).encode()
+    return _HEAD + hashlib.sha256(body).hexdigest().encode() + _MIDDLE + body + _TAIL
+
+
+def parse(data: bytes, where: str) -> Manifest:
+    """The manifest in these bytes, with everything in it checked. Raises CheckpointError, naming the file `where`."""
+    head = len(_HEAD) + 64
+    body = data[head + len(_MIDDLE):-len(_TAIL)]
+    said = data[len(_HEAD):head].decode("latin-1")
+    framed = data == _HEAD + said.encode("latin-1") + _MIDDLE + body + _TAIL
+    if not framed or hashlib.sha256(body).hexdigest() != said:
+        raise CheckpointError(f"{where} is damaged", "its bytes do not have the hash that it names",
+                              "another version: load(state, '<directory>/step-...')")
+    try:
+        raw = json.loads(body, object_pairs_hook=_once, parse_constant=_no_constant)
+        if _field(raw, "format", int) != FORMAT:
+            raise CheckpointError(f"{where} has format {raw['format']}, this library reads {FORMAT}",
+                                  "it was written by another version of the library")
+        entries = {name: _entry(name, value) for name, value in _field(raw, "tensors", dict).items()}
+        seen: set[str] = set()
+        decode(raw.get("state"), lambda name: seen.add(_known(name, entries)))
+        if seen != entries.keys():
+            raise ValueError(f"the tensor {min(entries.keys() - seen)!r} stands nowhere in its state")
+        return Manifest(entries, raw.get("state"))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, GlobalTensorError):
+            raise
+        raise CheckpointError(f"{where} is not a manifest of a checkpoint", str(error)) from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice in one object")
+    return found
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _field(raw: Any, key: str, kind: type) -> Any:
+    value = raw.get(key) if isinstance(raw, dict) else None
+    if type(value) is not kind:
+        raise ValueError(f"{key!r} is {value!r:.80}, not a {kind.__name__}")
+    return value
+
+
+def _known(name: str, entries: dict[str, Entry]) -> str:
+    if name not in entries:
+        raise ValueError(f"its state names a tensor {name!r} that it does not list")
+    return name
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r:.80} is not a size")
+    return value
+
+
+def _entry(name: str, raw: Any) -> Entry:
+    dtype = DTYPES.get(_field(raw, "dtype", str))
+    if dtype is None:
+        raise ValueError(f"{name!r} has an unknown dtype {raw['dtype']!r:.80}")
+    shape = tuple(_size(n) for n in _field(raw, "shape", list))
+    pieces = tuple(_piece(name, shape, p) for p in _field(raw, "pieces", list))
+    if len(shape) > 64 or prod(shape) >= 1 << 62 or not tiles([p.box for p in pieces], tuple((0, n) for n in shape)):
+        raise ValueError(f"the pieces of {name!r} do not tile its shape {list(shape)}: "
+                         f"{', '.join(box_text(p.box) for p in pieces[:8])}")
+    return Entry(name, dtype, shape, _field(raw, "global", bool), pieces)
+
+
+def _piece(name: str, shape: Shape, raw: Any) -> Piece:
+    file, key, sha = (_field(raw, k, str) for k in ("file", "key", "sha256"))
+    if not _FILE.fullmatch(file):
+        raise ValueError(f"a piece of {name!r} lies in a file {file!r:.80}, which is no name of a rank's file")
+    if not _HASH.fullmatch(sha):
+        raise ValueError(f"a piece of {name!r} has a hash {sha!r:.80}, which is no sha256")
+    raw_box = _field(raw, "box", list)
+    if len(raw_box) != len(shape) or not all(isinstance(b, list) and len(b) == 2 for b in raw_box):
+        raise ValueError(f"a piece of {name!r} has a box {raw_box!r:.80} in a shape {list(shape)}")
+    box = tuple((_size(a), _size(b)) for a, b in raw_box)
+    if not all(a < b <= n for (a, b), n in zip(box, shape)):
+        raise ValueError(f"a piece of {name!r} is {box_text(box)}, which is not inside {list(shape)}")
+    return Piece(file, key, box, sha)
+
+
+def tiles(boxes: Iterable[Box], whole: Box) -> bool:
+    """Do these boxes cover `whole` exactly once?
+
+    Cut where no box is in the way, then ask the same of each part. Every nd-sbp is made by such cuts, so none that
+    was saved is refused. O(n log n) for each level of cuts.
+    """
+    boxes = list(boxes)
+    if any(start == stop for start, stop in whole):
+        return not boxes
+    if len(boxes) == 1:
+        return boxes[0] == whole
+    for dim, (start, stop) in enumerate(whole):
+        groups: list[tuple[int, int, list[Box]]] = []
+        for box in sorted(boxes, key=lambda b: b[dim]):
+            a, b = box[dim]
+            if groups and a < groups[-1][1]:
+                first, last, members = groups[-1]
+                members.append(box)
+                groups[-1] = first, max(last, b), members
+            else:
+                groups.append((a, b, [box]))
+        if len(groups) > 1:
+            ends = [start, *(last for _, last, _ in groups)]
+            return ends[-1] == stop and all(
+                first == before and tiles(members, (*whole[:dim], (first, last), *whole[dim + 1:]))
+                for before, (first, last, members) in zip(ends, groups))
+    return False
+

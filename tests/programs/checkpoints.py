@@ -1,0 +1,94 @@
+"""Saves or loads checkpoints; every process writes what it sees to FOLDER/seen-<what>/<rank>.json."""
+import itertools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import globaltensor as gt
+from globaltensor import checkpoint
+
+S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
+
+
+def build(sbp, seed=0):
+    """A model on all ranks, and its optimizer."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
+    gt.to_global(model, gt.placement.all("cpu"), sbp)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def step(model, optimizer, number):
+    torch.manual_seed(100 + number)
+    x = gt.randn(6, 5, placement=gt.placement.all("cpu"), sbp=B)
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def state(model, optimizer, number):
+    return {"model": model, "optimizer": optimizer, "step": number, "pending": gt.full(
+        (3,), float(number), placement=gt.placement.all("cpu"), sbp=P), "rng": torch.get_rng_state()}
+
+
+def bits(model, optimizer):
+    state = optimizer.state_dict()["state"]
+    return [p.detach().full_tensor().tolist() for p in model.parameters()] + [
+        state[k]["exp_avg"].full_tensor().tolist() for k in sorted(state)]
+
+
+def refusal(do):
+    try:
+        do()
+    except gt.GlobalTensorError as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
+def save(folder):
+    model, optimizer = build(S(0))
+    for number in range(2):
+        step(model, optimizer, number)
+    checkpoint.save(state(model, optimizer, 1), folder / "good")
+    saving = checkpoint.save(state(model, optimizer, 2), folder / "good", asynchronous=True)
+    expected = bits(model, optimizer)
+    step(model, optimizer, 2)                        # changes the values, and uses the transport, meanwhile
+    path = saving.wait()
+    differ = refusal(lambda: checkpoint.save({"a": {"mine": gt.rank()}, "b": 1}, folder / "differ"))
+    checkpoint.save_safetensors(model, folder / "weights", shard_gb=1e-7)
+    return {"bits": expected, "path": path.name, "differ": differ, "weights": bits(model, optimizer)[:4]}
+
+
+def load(folder):
+    model, optimizer = build(lambda name, p: S(0) if p.dim() == 1 else S(1), 1)
+    before = bits(model, optimizer)
+    refused = refusal(lambda: checkpoint.load(state(model, optimizer, 0), folder / "damaged"))
+    same = bits(model, optimizer) == before
+    loaded = checkpoint.load(state(model, optimizer, 0), folder / "good")
+    found = {"refused": refused, "same": same, "bits": bits(model, optimizer), "step": loaded["step"],
+             "pending": loaded["pending"].full_tensor().tolist()}
+    checkpoint.load_safetensors(model, folder / "weights")
+    return {**found, "weights": bits(model, optimizer)[:4]}
+
+
+def loop(folder):
+    """Save for ever: version n holds n everywhere."""
+    P2 = gt.placement("cpu", [0, 1])
+    for number in itertools.count(1):
+        x = gt.full((1000, 50), float(number), placement=P2, sbp=S(0))
+        checkpoint.save({"x": x, "number": number}, folder / "loop", keep=3, asynchronous=number % 2 == 0).wait()
+        print(number, flush=True)
+
+
+if __name__ == "__main__":
+    what, where = sys.argv[1], Path(sys.argv[2])
+    began = time.perf_counter()
+    found = {"save": save, "load": load, "loop": loop}[what](where)
+    seen = where / f"seen-{what}{gt.world_size()}"
+    os.makedirs(seen, exist_ok=True)
+    (seen / f"{gt.rank()}.json").write_text(json.dumps({**found, "seconds": time.perf_counter() - began}))
