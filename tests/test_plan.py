@@ -224,3 +224,17 @@ def test_a_matrix_in_two_dims_moves_what_summa_does():
     assert sum(b.bytes for b in boxings) == 6 * (q - 1) * (n * n * 4) // q**2
     torch.testing.assert_close(gx.grad.full_tensor(), torch.ones(n, n) @ w)
     torch.testing.assert_close(gw.grad.full_tensor(), torch.ones(n, n) @ x)
+
+
+@pytest.mark.parametrize("batch_size, dealt", [(1, 1), (2, 0)], ids=["by heads", "by samples"])
+def test_attention_over_a_split_sequence_takes_one_all_to_all(batch_size, dealt):
+    """DeepSpeed-Ulysses (arXiv:2309.14509) is what dispatch finds cheapest: q, k and v come whole in the sequence, and
+    split by heads, or by samples, in one move."""
+    placement, generator = where(2, names=("sp",)), torch.Generator().manual_seed(SEED)
+    plain = [torch.randn(batch_size, 4, 16, 8, generator=generator) for _ in range(3)]
+    with gt.record() as boxings:
+        mixed = F.scaled_dot_product_attention(*[gt.from_full(t, placement, S(2)) for t in plain], is_causal=True)
+    boxings = [b for b in boxings if b.bytes]
+    assert [(b.src.sbp, b.dst.sbp, b.tensors) for b in boxings] == [((S(2),), (S(dealt),), 3)]
+    assert boxings[0].bytes == 3 * plain[0].nbytes // 4 and mixed.sbp == (S(dealt),)
+    torch.testing.assert_close(mixed.full_tensor(), F.scaled_dot_product_attention(*plain, is_causal=True))

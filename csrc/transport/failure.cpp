@@ -24,8 +24,8 @@ static void abort_others(gt_transport& t) {
     if (!its) continue;
     uint32_t none = 0;
     if (!its->abort.state.compare_exchange_strong(none, 1)) continue;
-    const bool shared = t.failed == GT_DISAGREED || t.failed == GT_DEADLOCKED;  // their mistake as much as this rank's
-    its->abort.status.store(shared ? t.failed : GT_ABORTED, std::memory_order_relaxed);
+    const bool theirs = t.failed == GT_DISAGREED || t.failed == GT_DEADLOCKED || t.failed == GT_STOPPED;
+    its->abort.status.store(theirs ? t.failed : GT_ABORTED, std::memory_order_relaxed);
     its->abort.culprit.store(t.culprit, std::memory_order_relaxed);
     its->abort.text.set(t.blame);
     its->abort.state.store(2, std::memory_order_release);

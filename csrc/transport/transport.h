@@ -23,7 +23,7 @@ enum gt_status {
   GT_STOPPED,      // a partner's process is stopped (SIGSTOP, a debugger)
   GT_TIMED_OUT,
   GT_DEADLOCKED,   // the ranks wait for each other in a ring
-  GT_ABORTED,      // another rank met one of the other troubles first; nothing more runs on this transport
+  GT_ABORTED,      // another rank met other trouble first, or this one did before; nothing more runs here
   GT_INTERRUPTED,  // the tick hook said so
   GT_NO_MEMORY,
   GT_FAILED,       // a system call failed, or a dtype cannot do this; gt_blame has the text
