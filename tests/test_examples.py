@@ -4,6 +4,7 @@ Run as a program (`globaltensor run -n 2 tests/test_examples.py NAME ...`) this 
 """
 from __future__ import annotations
 
+import itertools
 import os
 import runpy
 import subprocess
@@ -198,6 +199,51 @@ def test_training_in_processes(launcher, grid, more):
     axes = [word for name, n in zip(("--dp", "--tp", "--pp"), grid) for word in (name, str(n))]
     said = launch(*launcher, "4", str(EXAMPLES / "train_gpt.py"), *TINY, *axes, *more, "--verify")
     assert said.count("The largest relative difference to plain torch") == 1     # one rank prints
+
+
+# ----------------------------------------------------------------------------------------------- finetune_llama.py
+
+
+@pytest.fixture
+def finetune_llama():
+    pytest.importorskip("transformers")
+    import finetune_llama
+    return finetune_llama
+
+
+def plain_losses(module, steps, folder):
+    """The same training by plain torch, of batches read from the same loader on one rank."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(module.make(folder))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    loader = gt.data.DataLoader(module.Text(), module.BATCH, gt.placement("cpu", [0]), split(0), shuffle=True, tail="drop")
+    for ids in itertools.islice(loader, steps):
+        ids = ids.full_tensor()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (2, 2), (3, 1)], ids=str)
+def test_a_llama_is_fine_tuned_as_by_plain_torch(finetune_llama, grid, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    losses = finetune_llama.main([*"--steps 4 --dp {} --tp {}".format(*grid).split(), "--out", str(tmp_path / "out")])
+    assert losses == pytest.approx(plain_losses(finetune_llama, 4, tmp_path / "made"), rel=1e-4)
+    tuned, made = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "made"))
+    for p, q in zip(tuned.parameters(), made.parameters()):
+        assert p.shape == q.shape and not p.equal(q)
+
+
+@pytest.mark.processes
+def test_a_llama_is_fine_tuned_in_processes(finetune_llama):
+    said = launch(*RUN, "2", str(EXAMPLES / "finetune_llama.py"), "--steps", "3", "--dp", "1")
+    assert said.count("step   3") == 1
 
 
 if __name__ == "__main__":
