@@ -22,7 +22,6 @@ from globaltensor.debug.explain import explain
 from globaltensor.debug.show import show
 from globaltensor.errors import GlobalTensorError
 from globaltensor.modules import to_global
-from globaltensor.optim import zero
 from globaltensor.placement import placement
 from globaltensor.plan import Plan, parallelize
 from globaltensor.tensor import plain
@@ -30,6 +29,7 @@ from globaltensor.tensor.convert import from_full, from_local, from_shards
 from globaltensor.tensor.core import GlobalTensor
 from globaltensor.tensor.factories import (arange, empty, eye, full, linspace, logspace, normal, ones, rand, randint,
                                            randn, randperm, tensor, zeros)
+from globaltensor.zero import zero
 
 __version__ = "0.1.0"
 

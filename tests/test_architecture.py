@@ -20,7 +20,7 @@ LAYERS = [                                           # low to high; names on one
     {"rules", "boxing"},
     {"dispatch"},
     {"tensor"},
-    {"modules", "debug", "backend", "data", "checkpoint", "optim"},
+    {"modules", "debug", "backend", "data", "checkpoint", "zero"},
     {"plan"},
     {"__init__"},
     {"cli"},

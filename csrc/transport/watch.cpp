@@ -2,7 +2,7 @@
 //
 //     every 10 ms     is the failure record written; has a rank that I wait for ended; is it at another boxing
 //     every 50 ms     the tick hook
-//     every 500 ms    is a process that I wait for stopped, and was it for 3 s
+//     every 500 ms    is a process that I wait for stopped, and was it for 6 s
 //     every second    do we wait for each other in a ring, the same one as a second ago
 //
 // A rank that ended after it had given what is waited for has done its part: a condition is looked at once more after
@@ -17,7 +17,7 @@
 namespace gt {
 namespace {
 
-constexpr double kEnded = 0.005, kTick = 0.05, kStops = 0.5, kStopped = 3, kRings = 1;
+constexpr double kEnded = 0.005, kTick = 0.05, kStops = 0.5, kStopped = 6, kRings = 1;
 constexpr uint64_t kUnread = 6;  // entries back that are compared: fewer than a ring holds
 
 Control& control_of(gt_transport& t, int rank) {

@@ -8,7 +8,7 @@ Every rank runs the same program, so all of them settle the same gradients: wait
 and taken in the order in which they were made.
 
 A leaf's gradient may be aimed at another layout than its own (`aim`), and then be handed over to the *part* of the leaf
-that an optimizer works on: that is ZeRO (optim.py).
+that an optimizer works on: that is ZeRO (zero.py).
 """
 from __future__ import annotations
 
