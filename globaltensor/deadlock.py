@@ -15,6 +15,7 @@ closes its connections: the others' waits fail, and they raise the same error wh
 """
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -86,7 +87,9 @@ def watch(store: Any, rank: int, size: int) -> None:
     """Start looking out for deadlocks, in a thread that ends with the process."""
     global _watch
     _watch = Watch(store, rank, size)
-    threading.Thread(target=_watch.run, daemon=True, name="globaltensor deadlock").start()
+    thread = threading.Thread(target=_watch.run, daemon=True, name="globaltensor deadlock")
+    thread.start()
+    atexit.register(_watch.end, thread)
 
 
 def found() -> DisagreementError | None:
@@ -103,20 +106,26 @@ class Watch:
         self.lock = threading.Lock()
         self.busy = 0                                # a rank that did not wait when last looked
         self.rows = ""                               # the deadlock, once this rank has seen it
+        self.ended = threading.Event()
+
+    def end(self, thread: threading.Thread) -> None:
+        """Before the interpreter goes: a thread that comes back from C++ into one that has gone ends the process."""
+        self.ended.set()
+        thread.join(5 * PERIOD)
 
     def run(self) -> None:
         try:
-            while True:
+            while not self.ended.is_set():
                 self.look()
         except RuntimeError:                         # the store is gone, and with it whoever could be waited for
             return
 
     def look(self) -> None:
         """Follow one wait until it is over, or found to be in vain."""
-        time.sleep(PERIOD)
+        self.ended.wait(PERIOD)
         now = _now
-        time.sleep(PERIOD)
-        if now is None or not self.tell(now):
+        self.ended.wait(PERIOD)
+        if now is None or self.ended.is_set() or not self.tell(now):
             return
         before = None
         while _now is now:
@@ -124,7 +133,8 @@ class Watch:
             if said is not None and said == before and deadlocked(said):
                 self.give_up(now, said)
             before = said
-            time.sleep(PERIOD)
+            if self.ended.wait(PERIOD):
+                return
 
     def tell(self, now: tuple[Wait, int]) -> bool:
         """Tell the others, once; False where the wait is over meanwhile."""

@@ -2,8 +2,8 @@
 
     optimizer = gt.zero(torch.optim.AdamW(model.parameters(), lr=1e-3), axis="dp", stage=1)
 
-Any of torch's optimizers that works element by element is handed parts: of every parameter that is broadcast along the
-axis, a leaf of its own that is split along it. Its state lies like the part, so each rank has 1/N of it. Nothing about
+An optimizer of torch's is handed parts: of every parameter that is broadcast along the axis, a leaf of its own that is
+split along it. Its state lies like the part, so each rank has 1/N of it. Nothing about
 the loop changes: gradients come split (a reduce-scatter instead of an all-reduce), and are those of the parameter and
 of its part alike; after each step the parts are gathered into the parameters, in one move.
 
@@ -32,7 +32,8 @@ from globaltensor.tensor.core import GlobalTensor
 def zero(optimizer: torch.optim.Optimizer, axis: str = "dp", stage: int = 1) -> torch.optim.Optimizer:
     """Split an optimizer's state (1), the gradients (2) and the parameters (3) along an axis. Returns the optimizer.
 
-    optimizer   new: it has taken no step yet. It must work element by element, as Adam and SGD do
+    optimizer   new: it has taken no step yet. One that works element by element, as Adam and SGD do, moves nothing in
+                its step; one that looks at whole matrices, as Muon does, gathers what it needs
     axis        a name that the parameters' placements have; parameters that are split along it already stay as they are
     Raises SbpError for another stage, an optimizer that has state, a parameter that is not global or lacks the axis.
     """

@@ -67,7 +67,7 @@ def tree() -> str:
                                       if path.suffix in (".cpp", ".h", ".cu") else ())
         text = " ".join(line.removeprefix("//").strip() for line in comment)
         if text:
-            rows.append(f"  {str(path.relative_to(ROOT / 'csrc')):<26} {re.split(r'(?<=[.]) ', text)[0]}")
+            rows.append(f"  {str(path.relative_to(ROOT / 'csrc')):<26} {re.split(r'(?<=[.?]) ', text)[0]}")
     return "\n".join(rows) + "\n"
 
 
