@@ -111,7 +111,7 @@ class Watch:
     def end(self, thread: threading.Thread) -> None:
         """Before the interpreter goes: a thread that comes back from C++ into one that has gone ends the process."""
         self.ended.set()
-        thread.join(5 * PERIOD)
+        thread.join(5)                               # a store that does not answer is not waited for
 
     def run(self) -> None:
         try:

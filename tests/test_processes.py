@@ -225,6 +225,11 @@ def test_who_is_slow_is_waited_for():
         assert code == 0 and "the value is 40.0" in out, out + err
 
 
+def test_a_rank_ends_well_while_its_deadlock_watch_asks():
+    code, _, err, _ = failing("is asked until its end", 2)
+    assert code == 0, err
+
+
 def test_a_program_is_its_own_main_with_its_own_arguments():
     code, out, _, _ = failing("arguments", ranks=2)
     cores = len(os.sched_getaffinity(0))

@@ -5,7 +5,7 @@ import sys
 import time
 
 import globaltensor as gt
-from globaltensor import comm
+from globaltensor import comm, deadlock
 
 how = sys.argv[1]
 where = gt.placement.all("cpu")
@@ -37,6 +37,11 @@ if how == "is patient":                              # exchanges for 9 seconds o
     began = time.monotonic()
     while x.to_global(sbp=gt.sbp.broadcast).sum().item() * comm.broadcast_object(time.monotonic() - began, 0) < 40 * 9:
         pass
+if how == "is asked until its end":                  # the deadlock watch is in the store whenever the program ends
+    deadlock.PERIOD = 1e-5
+    deadlock.enter("nothing", (1 - gt.rank(),), 7)
+    time.sleep(2.5)
+    sys.exit()
 if how == "parts ways":                              # ranks that do different things
     if gt.rank() == 0:
         print(x.sum().item())
