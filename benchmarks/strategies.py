@@ -14,20 +14,14 @@ With N ranks, P bytes of parameters, A bytes of one activation [batch, sequence,
 """
 from __future__ import annotations
 
-import statistics
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 import globaltensor as gt
 from benchmarks.processes import Workers
 from benchmarks.timing import show
-from benchmarks.train import BATCH, CHECKED, HEAD, LAYERS, SEQ, VOCAB, Trainer, adamw, plain, verify
-from gpt import GPT                                  # benchmarks.train has put examples/ on the path
+from benchmarks.train import BATCH, LAYERS, SEQ, Trainer, adamw, first_losses, in_turns, made, plain, turns, verify
 
 # axis, axis of the sequence, stage of ZeRO
 STRATEGIES = {"dp": ("dp", "", 0), "ZeRO 1": ("dp", "", 1), "ZeRO 2": ("dp", "", 2), "ZeRO 3": ("dp", "", 3),
@@ -42,17 +36,12 @@ def main(json: bool = False, quick: bool = False, hidden: int | None = None) -> 
         workers = {name: stack.enter_context(Workers("benchmarks.strategies:worker", RANKS,
                                                      {"how": how, "hidden": hidden, "steps": steps}))
                    for name, how in STRATEGIES.items()}
-        expected = losses(plain(*_made(hidden), 1, 1))
+        expected = first_losses(plain(*made(hidden), 1, 1))
         facts = {name: some.hear() for name, some in workers.items()}
         for name, told in facts.items():
             verify(name, [one["losses"] for one in told], expected)
-        times: dict[str, list[float]] = {name: [] for name in workers}
-        for _ in range(rounds):
-            for name, some in workers.items():
-                some.tell()
-                times[name] += map(max, zip(*some.hear()))
-    speed = {name: BATCH * SEQ / statistics.median(found) for name, found in times.items()}
-    size = sum(p.numel() * 4 for p in _made(hidden)[0].parameters())
+        speed = in_turns(workers, rounds)
+    size = sum(p.numel() * 4 for p in made(hidden)[0].parameters())
     show(f"strategies: hidden {hidden}, {RANKS} ranks",
          [_row(name, facts[name], speed, size, hidden) for name in STRATEGIES], json)
 
@@ -71,21 +60,10 @@ def _row(name: str, told: list[dict[str, Any]], speed: dict[str, float], size: i
     return row
 
 
-def _made(hidden: int) -> tuple[GPT, list[tuple[torch.Tensor, torch.Tensor]]]:
-    torch.manual_seed(0)
-    model = GPT(VOCAB, SEQ, LAYERS, hidden, hidden // HEAD)
-    ids = torch.randint(VOCAB, (CHECKED, BATCH, SEQ + 1))
-    return model, [(some[:, :-1].contiguous(), some[:, 1:].contiguous()) for some in ids]
-
-
-def losses(trainer: Trainer) -> list[float]:
-    return [trainer.read(trainer.step(k).detach()) for k in range(CHECKED)]
-
-
 def worker(settings: dict[str, Any]) -> Iterator[Any]:
     """What it found out, then at every turn the seconds of some steps."""
     axis, sequence, stage = settings["how"]
-    model, batches = _made(settings["hidden"])
+    model, batches = made(settings["hidden"])
     where = gt.placement("cpu", list(range(RANKS)), axis_names=(axis,))
     gt.parallelize(model, where, gt.Plan.of(model, axis if axis == "tp" else "", sequence))
     rows = gt.sbp.split(0) if axis == "dp" else gt.sbp.broadcast
@@ -93,20 +71,14 @@ def worker(settings: dict[str, Any]) -> Iterator[Any]:
                       [(gt.from_full(a, where, rows), gt.from_full(b, where, rows)) for a, b in batches])
     if stage:
         gt.zero(trainer.optimizer, axis, stage)
-    found = losses(trainer)
+    found = first_losses(trainer)
     with gt.record() as moves:
         trainer.step(0)
     stepped = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     state = [t for each in trainer.optimizer.state.values() for t in each.values() if t.dim()]
     kept = {id(t): sum(s.nbytes for s in t.shards.values()) for t in [*model.parameters(), *stepped, *state]}
     yield {"losses": found, "moved": sum(m.bytes for m in moves), "kept": sum(kept.values())}
-    for _ in sys.stdin:                              # a turn; its first step only warms the caches
-        laps = []
-        for k in range(settings["steps"] + 1):
-            began = time.perf_counter()
-            trainer.step(k)
-            laps.append(time.perf_counter() - began)
-        yield laps[1:]
+    yield from turns(trainer, settings["steps"])
 
 
 if __name__ == "__main__":

@@ -77,13 +77,18 @@ def compare(arms: dict[str, Arm], hidden: int, rounds: int, steps: int) -> list[
         losses = {name: some.hear() for name, some in workers.items()}
         for name, found in losses.items():
             verify(name, found, next(iter(losses.values()))[0])
-        times: dict[str, list[float]] = {name: [] for name in arms}
-        for _ in range(rounds):
-            for name, some in workers.items():
-                some.tell()
-                times[name] += map(max, zip(*some.hear()))
-    speed = {name: BATCH * SEQ / statistics.median(found) for name, found in times.items()}
+        speed = in_turns(workers, rounds)
     return [row(name, arm, hidden, speed) for name, arm in arms.items()]
+
+
+def in_turns(workers: dict[str, Workers], rounds: int) -> dict[str, float]:
+    """Tokens per second of each, by the median step of its slowest rank."""
+    times: dict[str, list[float]] = {name: [] for name in workers}
+    for _ in range(rounds):
+        for name, some in workers.items():
+            some.tell()
+            times[name] += map(max, zip(*some.hear()))
+    return {name: BATCH * SEQ / statistics.median(found) for name, found in times.items()}
 
 
 def row(name: str, arm: Arm, hidden: int, speed: dict[str, float]) -> dict[str, Any]:
@@ -122,15 +127,28 @@ class Trainer(NamedTuple):
 
 def worker(settings: dict[str, Any]) -> Iterator[list[float]]:
     """The losses of the first steps; then, at every turn, the seconds of some more."""
+    trainer = KINDS[settings["kind"]](*made(settings["hidden"]), settings["dp"], settings["tp"])
+    yield first_losses(trainer)
+    yield from turns(trainer, settings["steps"])
+
+
+def made(hidden: int) -> tuple[GPT, list[tuple[Tensor, Tensor]]]:
+    """The model and its batches, the same in every process."""
     torch.manual_seed(0)
-    model = GPT(VOCAB, SEQ, LAYERS, settings["hidden"], settings["hidden"] // HEAD)
+    model = GPT(VOCAB, SEQ, LAYERS, hidden, hidden // HEAD)
     ids = torch.randint(VOCAB, (CHECKED, BATCH, SEQ + 1))
-    batches = [(some[:, :-1].contiguous(), some[:, 1:].contiguous()) for some in ids]
-    trainer = KINDS[settings["kind"]](model, batches, settings["dp"], settings["tp"])
-    yield [trainer.read(trainer.step(k).detach()) for k in range(CHECKED)]
-    for _ in sys.stdin:                              # a turn; its first step only warms the caches
+    return model, [(some[:, :-1].contiguous(), some[:, 1:].contiguous()) for some in ids]
+
+
+def first_losses(trainer: Trainer) -> list[float]:
+    return [trainer.read(trainer.step(k).detach()) for k in range(CHECKED)]
+
+
+def turns(trainer: Trainer, steps: int) -> Iterator[list[float]]:
+    """At every turn the seconds of so many steps; one more before them only warms the caches."""
+    for _ in sys.stdin:
         laps = []
-        for k in range(settings["steps"] + 1):
+        for k in range(steps + 1):
             began = time.perf_counter()
             trainer.step(k)
             laps.append(time.perf_counter() - began)

@@ -55,11 +55,16 @@ def _by_axis(sbp: Mapping[str, Any], placement: Any) -> bool:
     return bool(placement.axis_names) and set(sbp) <= set(placement.axis_names)
 
 
+def first_fit(rows: Mapping[str, Any], name: str, default: Any) -> Any:
+    """What the first of the patterns stands for that fits a name."""
+    return next((found for pattern, found in rows.items() if fnmatch.fnmatchcase(name, pattern)), default)
+
+
 def _sbp_of(name: str, tensor: torch.Tensor, sbp: Any, placement: Any) -> Any:
     if isinstance(sbp, Callable) and not hasattr(sbp, "kind"):
         return sbp(name, tensor)
     if isinstance(sbp, Mapping) and not _by_axis(sbp, placement):
-        return next((found for pattern, found in sbp.items() if fnmatch.fnmatchcase(name, pattern)), broadcast)
+        return first_fit(sbp, name, broadcast)
     return sbp
 
 

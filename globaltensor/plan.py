@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from globaltensor.errors import SbpError
-from globaltensor.modules import named_tensors, to_global
+from globaltensor.modules import first_fit, named_tensors, to_global
 from globaltensor.sbp import Sbp, broadcast, partial_max, partial_min, partial_sum, split
 
 Row = dict[str, Sbp]
@@ -187,8 +187,7 @@ class _Brought:
 
 
 def _row_of(plan: Plan, name: str) -> Row:
-    rows = (row for pattern, row in plan.items() if not pattern.endswith(_OUT) and fnmatch.fnmatchcase(name, pattern))
-    return next(rows, {})
+    return first_fit({pattern: row for pattern, row in plan.items() if not pattern.endswith(_OUT)}, name, {})
 
 
 def _fitting(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:

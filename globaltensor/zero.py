@@ -3,9 +3,9 @@
     optimizer = gt.zero(torch.optim.AdamW(model.parameters(), lr=1e-3), axis="dp", stage=1)
 
 An optimizer of torch's is handed parts: of every parameter that is broadcast along the axis, a leaf of its own that is
-split along it. Its state lies like the part, so each rank has 1/N of it. Nothing about
-the loop changes: gradients come split (a reduce-scatter instead of an all-reduce), and are those of the parameter and
-of its part alike; after each step the parts are gathered into the parameters, in one move.
+split along it. Its state lies like the part, so each rank has 1/N of it. Nothing about the loop changes: gradients come
+split (a reduce-scatter instead of an all-reduce), and are those of the parameter and of its part alike; after each step
+the parts are gathered into the parameters, in one move.
 
     stage 1   optimizer state split. Sent per rank and step: 2 (N-1)/N of the parameters' bytes, as without ZeRO
     stage 2   also gradients: pending sums are split during backward, once 25 MB wait
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.boxing.run import Boxed, box
+from globaltensor.boxing.run import boxed
 from globaltensor.errors import SbpError
-from globaltensor.layout import Layout, layout, spec
+from globaltensor.layout import Layout, layout
 from globaltensor.sbp import split
 from globaltensor.tensor import gradients
 from globaltensor.tensor.core import GlobalTensor
@@ -90,18 +90,15 @@ class Pairs(list):
         with torch.no_grad():
             for (p, part), seen in zip(self, self.seen):
                 if _writes(p) != seen:
-                    shards, = box([Boxed(p.spec, p.shards, part.spec.layout)], "zero")
-                    now = GlobalTensor.wrap(spec(part.spec.layout, p.spec.shape, None, p.dtype), shards)
+                    now, = boxed([p], [part.spec.layout], "zero")
                     part.copy_(torch.where(part.to(p.dtype) == now, part, now.to(part.dtype)))
 
     def gather(self) -> None:
         """Write the parts into their parameters, all in one move."""
         with torch.no_grad():
             parts = [part.detach().to(p.dtype) for p, part in self]
-            moved = box([Boxed(t.spec, t.shards, p.spec.layout) for (p, _), t in zip(self, parts)], "zero")
-            made = [GlobalTensor.wrap(spec(p.spec.layout, p.spec.shape, None, p.dtype), shards)
-                    for (p, _), shards in zip(self, moved)]
-            torch._foreach_copy_([p for p, _ in self], made)
+            whole = [p for p, _ in self]
+            torch._foreach_copy_(whole, boxed(parts, [p.spec.layout for p in whole], "zero"))
         self.look()
 
     def masters(self) -> list[Any]:
@@ -122,8 +119,7 @@ def _writes(p: Any) -> list[int]:
 def _made(p: Any, dst: Layout, stage: int, pairs: Pairs) -> Any:
     """What the optimizer works on in the place of p."""
     with torch.no_grad():
-        shards, = box([Boxed(p.spec, p.shards, dst)], "zero")
-        part = GlobalTensor.wrap(spec(dst, p.spec.shape, None, p.dtype), shards)
+        part, = boxed([p], [dst], "zero")
         wide = torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
         if stage == 3:
             p.data = part

@@ -20,7 +20,7 @@ from globaltensor.boxing import native, watch
 from globaltensor.boxing.plan import bytes_received, plan
 from globaltensor.boxing.route import route
 from globaltensor.errors import where
-from globaltensor.layout import Layout, Shape, Spec, slices, volume
+from globaltensor.layout import Layout, Shape, Spec, slices, spec, volume
 from globaltensor.native import face
 
 Shards = dict[int, torch.Tensor]
@@ -96,6 +96,13 @@ def box(items: Sequence[Boxed], op: str = watch.EXPLICIT) -> list[Shards]:
         first = items[moves[0]]
         watch.note(watch.Move(op, place, first.spec.layout, first.dst, nbytes, time.perf_counter() - began, len(moves)))
     return shards
+
+
+def boxed(tensors: Sequence[Any], dsts: Sequence[Layout], op: str) -> list[Any]:
+    """Global tensors in other layouts, moved together; one that lies there already is itself."""
+    moved = box([Boxed(t.spec, t.shards, dst) for t, dst in zip(tensors, dsts)], op)
+    return [t if t.spec.layout is dst else type(t).wrap(spec(dst, t.spec.shape, None, t.spec.dtype), shards)
+            for t, dst, shards in zip(tensors, dsts, moved)]
 
 
 def _natively(items: Sequence[Boxed], found: list[Any], op: str) -> list[Shards]:

@@ -23,7 +23,7 @@ from globaltensor.boxing.run import Boxed, box
 from globaltensor.checkpoint import folders
 from globaltensor.checkpoint.loading import check_fit, check_names, needed
 from globaltensor.checkpoint.manifest import CheckpointError, Entry, Piece
-from globaltensor.checkpoint.pieces import Files, check_dtype, digest, need_safetensors, write_file
+from globaltensor.checkpoint.pieces import Files, check_dtype, digest, need_safetensors, whole, write_file
 from globaltensor.checkpoint.together import together
 from globaltensor.layout import layout
 from globaltensor.placement import placement
@@ -59,9 +59,8 @@ def _check(module: nn.Module, folder: Path) -> tuple[Files, dict[str, Entry], di
     entries = {}
     for name, file in where.items():
         found = _tensor(files, name, file)
-        whole = tuple((0, n) for n in found.shape)
         entries[name] = Entry(name, found.dtype, tuple(found.shape), False,
-                              (Piece(file, name, whole, None),) if found.numel() else ())
+                              (Piece(file, name, whole(found), None),) if found.numel() else ())
         check_fit(entries[name], own[name], dtype=False)
     for entry, piece, _ in needed({name: own[name] for name in entries}, entries):
         files.view(entry, piece)

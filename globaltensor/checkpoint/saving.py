@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from globaltensor import comm
-from globaltensor.boxing.run import Boxed, box
+from globaltensor.boxing.run import boxed
 from globaltensor.checkpoint import folders
 from globaltensor.checkpoint.manifest import CheckpointError, Entry, Manifest, Piece, dump, parse
 from globaltensor.checkpoint.pieces import Job, check_dtype, need_safetensors, parts, share_out, write
@@ -229,9 +229,7 @@ def _settle(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     pending = {id(t): t for t in tensors.values() if isinstance(t, GlobalTensor) and t.spec.layout.partial}
     if not pending:
         return tensors
-    items = [Boxed(t.spec, t.shards, t.spec.layout.settled) for t in pending.values()]
-    ready = {key: GlobalTensor.wrap(item.spec.on(item.dst), shards)
-             for key, item, shards in zip(pending, items, box(items, "save"))}
+    ready = dict(zip(pending, boxed(list(pending.values()), [t.spec.layout.settled for t in pending.values()], "save")))
     return {name: ready.get(id(t), t) for name, t in tensors.items()}
 
 

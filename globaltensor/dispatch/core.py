@@ -11,11 +11,11 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from globaltensor.boxing.run import Boxed, Shards, box
+from globaltensor.boxing.run import Shards, boxed
 from globaltensor.dispatch import native
 from globaltensor.dispatch.decide import decide
 from globaltensor.dispatch.execute import check_guard, execute, wrap_results
-from globaltensor.dispatch.recipe import Recipe, moved_spec, static
+from globaltensor.dispatch.recipe import Recipe, static
 from globaltensor.layout import Layout, Spec
 from globaltensor.native import face
 from globaltensor.rules.call import Call
@@ -109,9 +109,7 @@ class _Run:
         """Tensors in other layouts, moved together."""
         for t in tensors:
             check_guard(t)
-        moved = box([Boxed(t.spec, t.shards, dst) for t, dst in zip(tensors, dsts)], op)
-        return [t if t.spec.layout is dst else self.wrap(moved_spec(t.spec, dst), shards)
-                for t, dst, shards in zip(tensors, dsts, moved)]
+        return boxed(tensors, dsts, op)
 
     def wrap(self, of: Spec, shards: Shards) -> Any:
         return self.cls.wrap(of, shards)

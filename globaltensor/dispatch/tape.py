@@ -14,6 +14,7 @@ from globaltensor.boxing import native
 from globaltensor.layout import Layout
 from globaltensor.rules.call import Call
 
+
 class Tape:
     """Stands between a rewrite and `run`. `steps` is None once something was done that cannot be noted."""
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from globaltensor.boxing import native
-from globaltensor.boxing.run import Boxed, box
+from globaltensor.boxing.run import Boxed, box, boxed
 from globaltensor.boxing.watch import watched
 from globaltensor.layout import Layout, spec
 from globaltensor.native import face
@@ -27,8 +27,6 @@ raw = torch._C.TensorBase.grad.__get__               # the gradient of a leaf as
 _set = torch._C.TensorBase.grad.__set__
 _order = count()
 waiting: dict[int, Any] = {}                         # leaves whose gradients lie elsewhere than they do
-
-
 EARLY = 25 << 20                                     # bytes of gradients that wait, at most, for leaves aimed early
 
 
@@ -64,17 +62,11 @@ def _handed_over(whole: Any, part: Any) -> Any:
     grad, before = raw(whole), raw(part)
     if grad is not None:
         with torch.no_grad():
-            grad = _lying(grad, part.spec.layout).to(part.dtype)
+            grad, = boxed([grad], [part.spec.layout], "gradient")
+            grad = grad.to(part.dtype)
             _set(part, grad if before is None else before + grad)
         _set(whole, None)
     return raw(part)
-
-
-def _lying(grad: Any, dst: Layout) -> Any:
-    if grad.spec.layout is dst:
-        return grad
-    shards, = box([Boxed(grad.spec, grad.shards, dst)], "gradient")
-    return type(grad).wrap(spec(dst, grad.spec.shape, None, grad.spec.dtype), shards)
 
 
 def _aimed(leaf: Any) -> Layout:
