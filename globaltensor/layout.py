@@ -6,9 +6,13 @@ n // p + (i < n % p)), B and P leave it. Fewer elements than ranks leaves empty 
 
 A *spec* is what a global tensor is without its data: layout, shape, strides, dtype. Both are interned, so that the
 hot paths compare and hash them by identity.
+
+*Windows* are for what no nd-sbp can say: a box of its own for every rank, overlapping or out of turn (the neighbours'
+rows that a convolution needs, the part of a sequence whose turn it is, the tokens of some experts).
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
 
@@ -22,6 +26,7 @@ Shape = tuple[int, ...]
 
 _layouts: dict[tuple[placement, NdSbp], Layout] = {}
 _specs: dict[tuple, Spec] = {}
+_windows: dict[tuple, Windows] = {}
 
 
 class Layout:
@@ -90,6 +95,34 @@ def layout(where: placement, sbp: NdSbp) -> Layout:
     found = _layouts.get((where, sbp))
     if found is None:
         found = _layouts[where, sbp] = Layout(where, sbp)
+    return found
+
+
+class Windows(Layout):
+    """A box of its own for every rank. On pending axes the value is the sum of what the ranks hold, zero where none
+    holds any; on broadcast ones several may hold the same. Made by `windows()`; for boxing, not for tensors."""
+
+    __slots__ = ("boxes",)
+
+    def __init__(self, where: placement, sbp: NdSbp, boxes: tuple[Box, ...]) -> None:
+        super().__init__(where, sbp)
+        self.boxes = dict(zip(where.flat, boxes))
+
+    def __repr__(self) -> str:
+        return f"{self.placement} windows"
+
+    def box(self, shape: Shape, rank: int) -> Box:
+        return self.boxes[rank]
+
+
+def windows(where: placement, boxes: Mapping[int, Box], sbp: NdSbp | None = None) -> Windows:
+    """The one Windows object for these boxes, one per rank of the placement; `sbp` has B and P only (None: all B)."""
+    key = (where, sbp or (broadcast,) * where.ndim, tuple(boxes[rank] for rank in where.flat))
+    found = _windows.get(key)
+    if found is None:
+        if len(_windows) > 10_000:
+            _windows.clear()
+        found = _windows[key] = Windows(*key)
     return found
 
 

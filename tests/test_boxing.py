@@ -11,7 +11,8 @@ from shards import gather, place, scatter
 
 import globaltensor as gt
 from globaltensor.boxing.plan import bytes_received, plan
-from globaltensor.layout import layout, slices
+from globaltensor.boxing.run import Boxed, box
+from globaltensor.layout import layout, slices, spec, windows
 from globaltensor.machine import gloo, one_process
 from globaltensor.sbp import broadcast, partial_max, partial_min, partial_sum, split
 
@@ -182,6 +183,60 @@ def test_the_gradient_lies_dual():
         x = gt.from_full(torch.randn(4, 4), where, src).requires_grad_()
         (grad,) = torch.autograd.grad(x.to_global(sbp=broadcast).sum(), x)
         assert grad.sbp == (dual,), src
+
+
+# ------------------------------------------------------------------------------------- windows: a box for every rank
+
+
+def random_windows(where, shape, rng, sbp=None):
+    """Boxes at random, empty ones too; ranks alike on the broadcast axes (where others are pending) have the same."""
+    kept = [i for i, s in enumerate(sbp or ()) if s.is_partial]
+    found = {}
+    for rank, at in where.coords.items():
+        key = tuple(at[i] for i in kept) if sbp else rank
+        ends = [sorted((rng.randint(0, n), rng.randint(0, n))) for n in shape]
+        found.setdefault(key, tuple(map(tuple, ends)))
+    return windows(where, {rank: found[tuple(at[i] for i in kept) if sbp else rank]
+                           for rank, at in where.coords.items()}, sbp)
+
+
+WINDOW_PLACES = [[0, 1], [2, 0, 1], [[0, 1], [2, 3]]]
+
+
+@pytest.mark.parametrize("ranks", WINDOW_PLACES, ids=str)
+def test_any_layout_to_windows(ranks):
+    g, rng, where = torch.Generator().manual_seed(SEED), random.Random(SEED), place(ranks)
+    for src in states(2, where.ndim):
+        x, value = make((5, 4), where, src, g)
+        for _ in range(4):
+            dst = random_windows(where, (5, 4), rng)
+            shards, = box([Boxed(x.spec, x.shards, dst)], "test")
+            for rank, shard in shards.items():
+                part = value[tuple(slice(*ends) for ends in dst.boxes[rank])]
+                torch.testing.assert_close(shard, part, rtol=0, atol=1e-12, msg=lambda m: f"{src} -> {dst.boxes}\n{m}")
+
+
+@pytest.mark.parametrize("ranks", WINDOW_PLACES, ids=str)
+def test_windows_are_summed_into_any_layout(ranks):
+    g, rng, where = torch.Generator().manual_seed(SEED), random.Random(SEED), place(ranks)
+    pending = [sbp for sbp in itertools.product([broadcast, partial_sum], repeat=where.ndim) if partial_sum in sbp]
+    for sbp, dst in itertools.product(pending, states(2, where.ndim)):
+        if any(a.is_partial and b.is_partial for a, b in zip(sbp, dst)):
+            continue
+        src = random_windows(where, (5, 4), rng, sbp)
+        kept = [i for i, s in enumerate(sbp) if s.is_partial]
+        terms = {}                                   # those that are copies of each other hold the same
+        for rank, at in where.coords.items():
+            box_of = src.local_shape((5, 4), rank)
+            terms.setdefault(tuple(at[i] for i in kept), (rank, torch.randn(box_of, dtype=torch.float64, generator=g)))
+        value = torch.zeros(5, 4, dtype=torch.float64)
+        for rank, part in terms.values():
+            value[tuple(slice(*ends) for ends in src.boxes[rank])] += part
+        own = {r: terms[tuple(where.coords[r][i] for i in kept)][1] for r in where.flat if r in gt.init().driven}
+        dst = layout(where, dst)
+        shards, = box([Boxed(spec(src, (5, 4), None, torch.float64), own, dst)], "test")
+        got = gt.from_shards(shards, where, dst.sbp)
+        torch.testing.assert_close(got.full_tensor(), value, rtol=0, atol=1e-12)
 
 
 # -------------------------------------------------------------------------------------- how many bytes it takes

@@ -18,7 +18,7 @@ from math import prod
 from typing import NamedTuple
 
 from globaltensor.boxing.route import received, traffic
-from globaltensor.layout import Layout, Shape, layout
+from globaltensor.layout import Layout, Shape, Windows, layout
 from globaltensor.machine import Machine
 from globaltensor.sbp import Sbp, broadcast, split
 
@@ -38,6 +38,8 @@ def plan(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) 
     """The cheapest way from src to dst for a tensor of this shape and size on this machine."""
     if src is dst:
         return Plan((src,), 0.0, 0.0)
+    if isinstance(src, Windows) or isinstance(dst, Windows):
+        return Plan((src, dst), *_cost(src, dst, shape, machine))
     most = _ways(src) * (1 if src.placement == dst.placement else _ways(dst))
     return _search(src, dst, tuple(n if n < most else most for n in shape), nbytes.bit_length(), machine)
 

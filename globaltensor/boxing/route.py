@@ -14,9 +14,10 @@ covers is zero: a rank's share of a pending sum.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise, product
 from typing import NamedTuple
 
-from globaltensor.layout import Box, Layout, Shape, meet, volume
+from globaltensor.layout import Box, Layout, Shape, Windows, meet, volume
 
 
 class Piece(NamedTuple):
@@ -55,13 +56,14 @@ def route(src: Layout, dst: Layout, shape: Shape) -> Route:
     assert len(ops) <= 1, f"one step cannot reduce {src.sbp}"
     holders = _holders(src, shape)
     sharing = _sharing(src, dst, kept)
+    cover = _overlay if isinstance(src, Windows) else _cover
     pieces: dict[int, tuple[Piece, ...]] = {}
     load: dict[int, int] = {}                        # elements that each rank sends so far
     for rank in dst.placement.flat:
         fixed = [src.placement.coords[rank][axis] if keep else None
                  for axis, (s, keep) in enumerate(zip(src.sbp, kept)) if s.is_partial]
         terms = [boxes for at, boxes in holders.items() if all(f is None or f == i for f, i in zip(fixed, at))]
-        pieces[rank] = tuple(_cover(dst.box(shape, rank), rank, terms, holders, sharing.get(rank, []), load))
+        pieces[rank] = tuple(cover(dst.box(shape, rank), rank, terms, holders, sharing.get(rank, []), load))
     return Route(pieces, ops.pop() if ops else "")
 
 
@@ -107,6 +109,23 @@ def _cover(wanted: Box, rank: int, terms: list[dict[Box, list[int]]], holders: d
         if sharing and rank not in _taker(sharing, {r for boxes in holders.values() for r in boxes[box]}, i):
             continue
         pieces.append(Piece(part, tuple(_pick(boxes[box], rank, volume(part), load) for boxes in terms)))
+    return pieces
+
+
+def _overlay(wanted: Box, rank: int, terms: list[dict[Box, list[int]]], holders: dict, sharing: list[list[int]],
+             load: dict[int, int]) -> list[Piece]:
+    """The same where the terms are not cut alike: `wanted` cut along all of their boxes."""
+    held = [[(part, ranks) for box, ranks in boxes.items() if (part := meet(box, wanted)) is not None]
+            for boxes in terms]
+    edges = [sorted({at for parts in held for part, _ in parts for at in part[d]}) for d in range(len(wanted))]
+    pieces = []
+    for i, cell in enumerate(product(*map(pairwise, edges))):
+        having = [[r for part, ranks in parts if meet(part, cell) is not None for r in ranks] for parts in held]
+        if sharing and rank not in _taker(sharing, {r for ranks in having for r in ranks}, i):
+            continue
+        sources = tuple(_pick(ranks, rank, volume(cell), load) for ranks in having if ranks)
+        if sources:
+            pieces.append(Piece(cell, sources))
     return pieces
 
 
