@@ -437,23 +437,30 @@ def test_a_flipped_bit_is_refused_by_name(tmp_path):
     rng, state = random.Random(seed), small()
     for _ in range(3):
         save(state, tmp_path / "good")
-    names = [p.relative_to(tmp_path / "good") for p in (tmp_path / "good" / "step-00000003").iterdir()]
+    names = sorted(p.relative_to(tmp_path / "good") for p in (tmp_path / "good" / "step-00000003").iterdir())
     assert len(names) == 6, "a file per rank that has something to write, and the manifest"
-    names += ["latest"] * 3
-    for i in range(40):
+    names += ["latest"]
+    hit = collections.Counter()
+    for i in range(140):                             # 20 in each file; in those of pieces 10 of them in the values
         shutil.rmtree(tmp_path / "bad", ignore_errors=True)
         shutil.copytree(tmp_path / "good", tmp_path / "bad")
         name = names[i % len(names)]
         data = bytearray((tmp_path / "bad" / name).read_bytes())
-        at, bit = rng.randrange(len(data)), rng.randrange(8)
+        file = str(name).endswith(".safetensors")
+        values = 8 + int.from_bytes(data[:8], "little") if file else len(data)
+        at, bit = rng.randrange(values if file and i < 70 else 0, len(data)), rng.randrange(8)
         data[at] ^= 1 << bit
         (tmp_path / "bad" / name).write_bytes(data)
         said = refused(small(1), tmp_path / "bad")
         print(name, at, bit, said.splitlines()[0])
-        if name == "latest":
+        hit["values" if at >= values else "head" if file else str(name)] += 1
+        if at >= values:
+            assert said.startswith("the piece [") and f"{name} is damaged: rank " in said, "it names the piece"
+        elif name == "latest":
             assert "latest" in said or "cannot be read" in said
         else:
             assert str(name) in said
+    assert hit["values"] >= 50 and hit["head"] >= 25 and len(hit) == 4, hit
     assert load(small(1), tmp_path / "good")["step"] == 0
 
 

@@ -128,12 +128,17 @@ def check_fit(entry: Entry, t: torch.Tensor, dtype: bool = True) -> None:
     if dtype and t.dtype != entry.dtype:
         raise CheckpointError(f"{entry.name!r} is {t.dtype} in the state, {entry.dtype} in the checkpoint",
                               "values are loaded bit by bit, never rounded", f"x.to({entry.dtype}) before loading")
+    check_writable(t, f"{entry.name!r} of the state")
+
+
+def check_writable(t: torch.Tensor, name: str) -> None:
+    """What is written into a tensor must be there afterwards, each element once."""
     if isinstance(t, GlobalTensor) and t.spec.copied:
-        raise CheckpointError(f"{entry.name!r} of the state is a view that had to be boxed",
+        raise CheckpointError(f"{name} is a view that had to be boxed",
                               "it is a copy: what is loaded into it would not reach what it was made from",
                               "the tensor that it is a view of")
     if t.is_inference() or any(torch._debug_has_internal_overlap(part.data) == 1 for part in parts(t)):
-        raise CheckpointError(f"{entry.name!r} of the state cannot be written to",
+        raise CheckpointError(f"{name} cannot be written to",
                               "it was made in inference mode, or is expanded: elements share their memory", "x.clone()")
 
 

@@ -35,6 +35,9 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 class CheckpointError(GlobalTensorError):
     """A checkpoint that cannot be written, is not whole, or does not fit what it is loaded into."""
 
+    def __reduce__(self) -> tuple:                   # torch's checkpoints send errors from rank to rank
+        return type(self), (self.what, self.why, self.fix, self.where)
+
 
 class Piece(NamedTuple):
     """A box of a tensor: in which file, under which key, and the hash of its bytes."""

@@ -114,8 +114,14 @@ def _holders(t: torch.Tensor, ranks: list[int]) -> dict[Box, list[int]]:
 
 def write(path: Path, data: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """A file of these tensors (on the CPU, contiguous), on the disk when this returns. key -> hash."""
-    write_file(path, data)
-    return {key: digest(t) for key, t in data.items()}
+    with ThreadPoolExecutor(_threads()) as pool:     # hashes while it writes: neither needs Python for that
+        hashes = pool.map(digest, data.values())
+        write_file(path, data)
+        return dict(zip(data, hashes))
+
+
+def _threads() -> int:
+    return min(8, torch.get_num_threads())           # launchers share out the cores
 
 
 def write_file(path: Path, data: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -173,7 +179,7 @@ class Files:
         new = {piece: (entry, rank) for entry, piece, rank in wanted}
         new = {piece: who for piece, who in new.items() if piece not in self._good}
         views = {piece: self.view(entry, piece) for piece, (entry, _) in new.items()}
-        with ThreadPoolExecutor(min(8, torch.get_num_threads())) as pool:     # launchers share out the cores
+        with ThreadPoolExecutor(_threads()) as pool:
             for (piece, (entry, rank)), seen in zip(new.items(), pool.map(digest, views.values())):
                 if piece.sha256 not in (None, seen):
                     raise CheckpointError(f"{self._name(entry, piece)} is damaged: rank {rank} needs it",

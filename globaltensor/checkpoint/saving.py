@@ -164,14 +164,14 @@ class Saving:
             folders.forget(self.path.parent, self._keep)
 
     def _await(self, ready: Any, what: str) -> None:
-        until, pause = time.monotonic() + PATIENCE, 0.001
+        began = time.monotonic()
         while not ready():
-            if time.monotonic() > until:
+            waited = time.monotonic() - began
+            if waited > PATIENCE:
                 raise CheckpointError(f"{self.path} was not written: waited {PATIENCE:.0f} seconds for {what}",
                                       "a rank died, or its disk is slow or full", "look at the other ranks' errors",
                                       at=self._at)
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            time.sleep(min(max(0.001, waited / 50), 0.05))       # late by 2% at most
 
 
 def _finish_earlier(path: Path) -> None:

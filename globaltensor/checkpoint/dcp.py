@@ -1,0 +1,136 @@
+"""torch's own checkpoints, `torch.distributed.checkpoint`, save and load global tensors as they do DTensors.
+
+    import torch.distributed.checkpoint as dcp
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id="folder")
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id="folder")       # under any layout
+
+torch asks a tensor three things: which boxes of it this process could write, which it wants to read, and for the
+memory of such a box. One list of *chunks* answers all three: a chunk is a box and a view of a shard.
+
+Every process that holds a box offers it, and torch's planner lets the one write it that has the least to write so far.
+A large box that k ranks hold is cut into up to k chunks, so that one large broadcast tensor is shared out too. Reading
+takes each replica as a chunk of its own. In the files nothing tells of an sbp or a placement: plain torch reads what
+global tensors wrote, and they read what plain torch wrote.
+"""
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from globaltensor.checkpoint.loading import check_writable
+from globaltensor.checkpoint.manifest import CheckpointError
+from globaltensor.checkpoint.pieces import LARGEST, parts, whole
+from globaltensor.layout import Box, cut, slices, volume
+from globaltensor.tensor.core import GlobalTensor
+
+if TYPE_CHECKING:                                    # takes torch most of a second: for those who use it only
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+
+class Chunk(NamedTuple):
+    """A box of the tensor, and the memory of this process that holds it."""
+
+    box: Box
+    data: torch.Tensor
+
+    @property
+    def start(self) -> torch.Size:
+        """What torch calls the offsets."""
+        return torch.Size(first for first, _ in self.box)
+
+    @property
+    def size(self) -> torch.Size:
+        return torch.Size(stop - first for first, stop in self.box)
+
+
+def chunks(t: GlobalTensor) -> list[Chunk]:
+    """What this process holds of a tensor, each replica a chunk; nothing of empty shards.
+
+    Raises CheckpointError for a pending sum: its shards are no parts of its value.
+    """
+    if t.spec.layout.partial:
+        raise CheckpointError(f"torch.distributed.checkpoint and a pending sum, {t.spec}",
+                              "its shards are terms of the value; while torch plans, nothing can be reduced",
+                              "x.to_global(sbp=gt.sbp.broadcast), or gt.save and gt.load")
+    holders = prod(ranks for s, ranks in zip(t.sbp, t.placement.shape) if s.is_broadcast)
+    return [Chunk(box, part.data[slices(box, part.box)]) for part in parts(t) if volume(part.box)
+            for box in shared(part.box, holders, t.dtype.itemsize)]
+
+
+def shared(box: Box, holders: int, itemsize: int) -> list[Box]:
+    """A box, cut along its longest dim where it is large, so that each of its `holders` can write some of it."""
+    count = min(holders, -(-volume(box) * itemsize // LARGEST))
+    if count < 2:
+        return [box]
+    dim = max(range(len(box)), key=lambda d: box[d][1] - box[d][0])
+    start, stop = box[dim]
+    ends = [cut(stop - start, count, k) for k in range(min(count, stop - start))]
+    return [(*box[:dim], (start + a, start + b), *box[dim + 1:]) for a, b in ends]
+
+
+def create_write_items(t: GlobalTensor, name: str, _: GlobalTensor) -> list[WriteItem]:
+    """What this process could write of a tensor, replicas once. An empty tensor is one chunk of no elements."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    found = {chunk.box: chunk for chunk in chunks(t)}
+    if not t.numel() and t.shards:
+        found = {whole(t): _nothing(t)}
+    properties = TensorProperties(dtype=t.dtype, requires_grad=t.requires_grad)
+    return [WriteItem(index=MetadataIndex(name, chunk.start), type=WriteItemType.SHARD,
+                      tensor_data=TensorWriteData(chunk=_storage(chunk), properties=properties, size=t.size()))
+            for chunk in found.values()]
+
+
+def create_chunk_list(t: GlobalTensor) -> list[ChunkStorageMetadata]:
+    """What this process wants to read of a tensor. What is to be written to counts as changed from here on.
+
+    Raises CheckpointError for what cannot be written to.
+    """
+    check_writable(t, f"a tensor {t.spec}")
+    found = [_storage(chunk) for chunk in chunks(t)]
+    torch.autograd.graph.increment_version(t)
+    return found
+
+
+def get_tensor_shard(t: GlobalTensor, index: MetadataIndex) -> torch.Tensor:
+    """The memory of a chunk, to be read or written to.
+
+    Its offsets say which; of several replicas, which may differ only in what they are about to be overwritten with,
+    the one at that place in the list of chunks. When saving the place is another list's, and any replica will do.
+    """
+    there = chunks(t) or [_nothing(t)]
+    place = index.index
+    if place is not None and place < len(there) and there[place].start == index.offset:
+        return there[place].data
+    return next(chunk.data for chunk in there if chunk.start == index.offset)
+
+
+def _nothing(t: GlobalTensor) -> Chunk:
+    return Chunk(whole(t), torch.empty(t.shape, dtype=t.dtype, device=t.device))
+
+
+def _storage(chunk: Chunk) -> ChunkStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(offsets=chunk.start, sizes=chunk.size)
+
+
+def _shards(t: GlobalTensor) -> dict[int, torch.Tensor]:
+    chunks(t)                                        # refuses what cannot be saved
+    return t.shards
+
+
+def _set_shards(t: GlobalTensor, copies: dict[int, torch.Tensor]) -> None:
+    assert all(copy.shape == t.spec.local_shape(rank) for rank, copy in copies.items()), t.spec
+    t.shards = copies
+
+
+GlobalTensor.__create_write_items__ = create_write_items
+GlobalTensor.__create_chunk_list__ = create_chunk_list
+GlobalTensor.__get_tensor_shard__ = get_tensor_shard
+GlobalTensor._staged = property(_shards, _set_shards)
+GlobalTensor.__slots__ = ("_staged",)                # async_save copies a tensor as an empty one like it, and these
