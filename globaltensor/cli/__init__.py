@@ -1,8 +1,10 @@
-"""The command `globaltensor`: run a program on several ranks, say what is here, run the benchmarks.
+"""The command `globaltensor`: run a program on several ranks, say what is here, run the benchmarks, plan ahead.
 
     globaltensor run -n 4 train.py --steps 100     the program on 4 ranks of this host
     globaltensor info                              versions, devices, transports, the world
     globaltensor bench dispatch                    one of the benchmarks of a checkout
+    globaltensor simulate --schedule zb-h1 ...     a pipeline schedule, on any cluster, without running it
+    globaltensor memory --params 7.5e9 --zero 2    what a rank has to keep
 """
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 import globaltensor
-from globaltensor.cli import bench, info, run
+from globaltensor.cli import bench, info, memory, run, simulate
 from globaltensor.cli.problem import Problem
 
 
@@ -21,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
                                   description=__doc__)
     top.add_argument("--version", action="version", version=f"globaltensor {globaltensor.__version__}")
     commands = top.add_subparsers(metavar="command", required=True)
-    for module in (run, info, bench):
+    for module in (run, info, bench, simulate, memory):
         name = module.__name__.rpartition(".")[2]
         one = commands.add_parser(name, help=module.__doc__.splitlines()[0], description=module.__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,0 +1,194 @@
+"""Say what a pipeline schedule would take, without running it.
+
+    globaltensor simulate --schedule zb-h1 --stages 8 --micro-batches 24 --times 18.522,18.086,9.337,0.601
+    globaltensor simulate --schedule mine.txt --times 1,1,1,0 --text
+    globaltensor simulate --model gpt --layers 128 --hidden 25600 --heads 160 --seq 2048 --vocab 51200 \\
+        --tp 8 --pp 64 --dp 6 --micro-batch 1 --global-batch 3072 --cluster dgx-a100
+
+Either times are given, TF,TB,TW,Tcomm in any one unit: what a rank takes for the forward, the gradient of the input and
+that of the weights of one micro-batch, and one way between ranks. Or a model and a cluster, and times are seconds.
+
+span         the longest time of a rank from its own first action to its own last
+makespan     from the first action of all to the last
+bubble rate  (span - work of that rank) / span
+step time    the makespan; with a model, with the reductions of gradients and the optimizer that follow
+
+--plot, --trace and --text show the step: a picture, a file for Perfetto (ui.perfetto.dev), a timetable.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+
+from globaltensor.cli.memory import model, model_options, number, parallel_options, positive, problem
+from globaltensor.cli.problem import Problem
+from globaltensor.errors import GlobalTensorError
+from globaltensor.pipeline import text, timetable
+from globaltensor.pipeline.check import check, kept, peak_activations
+from globaltensor.pipeline.communication import routes
+from globaltensor.pipeline.generators import TABLE, generate
+from globaltensor.pipeline.schedule import F, Schedule
+from globaltensor.simulator.cluster import cluster
+from globaltensor.simulator.costs import Costs
+from globaltensor.simulator.engine import Run, simulate
+from globaltensor.simulator.training import Plan, Step, train
+
+_TO_SHOW = 300_000                                    # more actions than this make no picture
+
+
+def options(of: argparse.ArgumentParser) -> None:
+    """The command line of `globaltensor simulate`."""
+    of.add_argument("--schedule", metavar="NAME", help=f"{', '.join(TABLE)}, or a file with your own")
+    of.add_argument("--chunks", type=positive, metavar="V", help="stages on each rank, for schedules where it is free")
+    of.add_argument("--json", action="store_true", help="as one JSON object")
+    of.add_argument("--text", action="store_true", help="also the timetable as text")
+    of.add_argument("--plot", metavar="FILE", help="draw the timetable (needs matplotlib)")
+    of.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+    times = of.add_argument_group("with times")
+    times.add_argument("--stages", type=positive, metavar="P", help="ranks of the pipeline")
+    times.add_argument("--micro-batches", type=positive, metavar="M", help="micro-batches in a step")
+    times.add_argument("--times", metavar="TF,TB,TW,TCOMM", help="numbers or fractions: 18.522 or 1/3; TB without TW")
+    times.add_argument("--weight-share", default="1", metavar="SHARE",
+                       help="of the activations, what an input gradient leaves for the weights' (default 1)")
+    own = of.add_argument_group("with a model")
+    model_options(own)
+    parallel_options(own, recompute="full")
+    own.add_argument("--micro-batch", type=positive, default=1, metavar="N", help="samples at a time (default 1)")
+    own.add_argument("--global-batch", type=positive, metavar="N", help="samples in a step, of all pipelines")
+    own.add_argument("--cluster", default="dgx-a100", metavar="NAME",
+                     help="dgx-a100, dgx-h100, or a JSON file (default dgx-a100)")
+
+
+def command(chosen: argparse.Namespace) -> int:
+    """Simulate one step and say what it was like."""
+    if (chosen.times is None) == (chosen.model is None):
+        raise Problem("what do the actions take?\n  try: --times 1,1,1,0, or --model gpt --layers ...")
+    show = bool(chosen.text or chosen.plot or chosen.trace)
+    try:
+        own = text.read(chosen.schedule) if chosen.schedule and _is_file(chosen.schedule) else None
+        if own:
+            check(own)
+        run, step, found = (_with_times if chosen.times else _with_model)(chosen, own, show)
+    except GlobalTensorError as error:
+        raise problem(error, chosen.schedule or "") from None
+    if show and len(run.schedule) > _TO_SHOW:
+        raise Problem(f"{len(run.schedule):,} actions are too many to show\n  try: fewer micro-batches")
+    _show(chosen, run, step, found)
+    print(json.dumps(found, indent=2) if chosen.json else _text(found))
+    return 0
+
+
+def _with_times(chosen: argparse.Namespace, own: Schedule | None, record: bool) -> tuple[Run, None, dict[str, Any]]:
+    for name in ("schedule",) if own else ("schedule", "stages", "micro_batches"):
+        if getattr(chosen, name) is None:
+            raise Problem(f"which --{name.replace('_', '-')}?\n  try: --schedule 1f1b --stages 4 --micro-batches 8")
+    schedule = own or generate(chosen.schedule, chosen.stages, chosen.micro_batches, chosen.chunks)
+    run = simulate(schedule, Costs.exact(chosen.times.split(","), schedule.stages, schedule.chunks), record)
+    try:
+        peaks = peak_activations(schedule, chosen.weight_share)
+    except (ValueError, ZeroDivisionError):
+        raise Problem(f"--weight-share {chosen.weight_share} is not a number") from None
+    return run, None, _facts(run) | {"step_time": number(run.makespan),
+                                     "peak_activations": [number(peak) for peak in peaks], "links": _links(schedule)}
+
+
+def _with_model(chosen: argparse.Namespace, own: Schedule | None, record: bool) -> tuple[Run, Step, dict[str, Any]]:
+    gpt = model(chosen)
+    if chosen.global_batch is None:
+        raise Problem(f"which --global-batch?\n  try: --global-batch {chosen.dp * chosen.pp * 4 * chosen.micro_batch}")
+    plan = Plan(chosen.micro_batch, chosen.global_batch, chosen.dp, chosen.tp, chosen.pp, chosen.schedule or "1f1b",
+                chosen.chunks, chosen.zero, chosen.recompute, chosen.sp)
+    machines = cluster(chosen.cluster)
+    step = train(gpt, plan, machines, record, own)
+    memory = [states + activations for states, activations in zip(step.states, step.activations)]
+    tokens = chosen.global_batch * chosen.seq
+    return step.run, step, _facts(step.run) | {
+        "step_time": step.seconds, "cluster": machines.name, "devices": plan.devices,
+        "parameters": gpt.parameters, "flops": number(step.operations), "tokens_per_second": tokens / step.seconds,
+        "tflops_per_device": float(step.operations) / step.seconds / plan.devices / 1e12,
+        "share_of_peak": float(step.operations) / step.seconds / plan.devices / machines.flops,
+        "peak_activations": [number(peak) for peak in peak_activations(step.run.schedule)],
+        "memory": {"per_rank": memory, "model_states": step.states, "activations": step.activations,
+                   "device": machines.memory, "fits": max(memory) <= machines.memory},
+        "traffic": {name: {"bytes": one.bytes, "seconds": one.seconds} for name, one in
+                    (("tensor_parallel", step.tensor), ("between_stages", step.stage), ("data_parallel", step.data))},
+        "links": _links(step.run.schedule, step.stage.crossing)}
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    schedule = run.schedule
+    return {"schedule": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages,
+            "micro_batches": schedule.micro_batches, "bubble_rate": float(run.bubble_rate),
+            "span": number(run.span), "makespan": number(run.makespan), "work": number(max(run.work)),
+            "spans": [number(span) for span in run.spans]}
+
+
+def _links(schedule: Schedule, nbytes: int | None = None) -> list[dict[str, int]]:
+    """What goes over each link between pipeline ranks in a step; bytes that one device gets from the other stage."""
+    to, counts = routes(schedule.rank_of), dict[tuple[int, int], int]()
+    for targets in to:
+        for rank, target in zip(schedule.rank_of, targets):
+            if target >= 0:
+                counts[rank, target] = counts.get((rank, target), 0) + schedule.micro_batches
+    return [{"from": a, "to": b, "transfers": n, **({} if nbytes is None else {"bytes": n * nbytes})}
+            for (a, b), n in sorted(counts.items())]
+
+
+def _show(chosen: argparse.Namespace, run: Run, step: Step | None, found: dict[str, Any]) -> None:
+    if not (chosen.text or chosen.plot or chosen.trace):
+        return
+    events = run.events()
+    if chosen.text and chosen.json:
+        found["timetable"] = timetable.as_text(events).splitlines()
+    elif chosen.text:
+        print(timetable.as_text(events), end="\n\n")
+    try:
+        if chosen.plot:
+            title = f"{run.schedule.name}: bubble {found['bubble_rate']:.1%}"
+            timetable.draw(chosen.plot, {title: events}, "seconds" if step else "time")
+        if chosen.trace:
+            counters = {"memory in GB" if step else "activations": _curve(run, step, events)}
+            timetable.write_trace(chosen.trace, events, 1e6 if step else 1.0, counters)
+    except ImportError:
+        raise Problem("--plot needs matplotlib\n  try: pip install 'globaltensor[plot]'", 1) from None
+    except (OSError, ValueError) as error:
+        raise Problem(f"{chosen.plot or chosen.trace} could not be written: {error}", 1) from None
+
+
+def _curve(run: Run, step: Step | None, events: list[timetable.Event]) -> list[tuple[int, float, float]]:
+    """What each rank keeps over time: a forward adds when it begins, the others free when they end."""
+    points, event = [], iter(events)
+    for rank, (row, held) in enumerate(zip(run.schedule.actions, kept(run.schedule))):
+        always, each = (step.states[rank] / 1e9, step.each[rank] / 1e9) if step else (0.0, 1.0)
+        for code, value in zip(row.codes, held):
+            e = next(event)
+            points.append((rank, e.start if code & 7 == F else e.end, always + each * float(value)))
+    return points
+
+
+def _is_file(name: str) -> bool:
+    return name not in TABLE and (os.path.isfile(name) or os.sep in name or name.endswith((".txt", ".csv")))
+
+
+def _text(found: dict[str, Any]) -> str:
+    peaks = found["peak_activations"]
+    rows = [("schedule", f"{found['schedule']}, {found['stages']} stages on {found['ranks']} ranks, "
+             f"{found['micro_batches']} micro-batches"),
+            ("step time", f"{found['step_time']:.6g}" + (" s" if "cluster" in found else "")),
+            ("longest rank span", f"{found['span']:.6g}"), ("makespan", f"{found['makespan']:.6g}"),
+            ("bubble rate", f"{found['bubble_rate']:.4f}"),
+            ("peak activations", " ".join(f"{peak:g}" for peak in peaks[:16]) + (" ..." if len(peaks) > 16 else ""))]
+    if "cluster" in found:
+        memory, traffic = found["memory"], found["traffic"]
+        rows += [("model", f"{found['parameters'] / 1e9:,.4g} billion parameters"),
+                 ("devices", f"{found['devices']:,} of {found['cluster']}"),
+                 ("tokens/s", f"{found['tokens_per_second']:,.0f}"),
+                 ("per device", f"{found['tflops_per_device']:.1f} TFLOP/s, {found['share_of_peak']:.0%} of its peak"),
+                 ("memory", f"{max(memory['per_rank']) / 1e9:.1f} of {memory['device'] / 1e9:.0f} GB"
+                  + ("" if memory["fits"] else ": DOES NOT FIT"))]
+        rows += [(name.replace("_", " "), f"{one['bytes'] / 1e6:,.6g} MB, {one['seconds']:.3g} s"
+                  + (" each" if name == "between_stages" else " a step")) for name, one in traffic.items()]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)

@@ -1,0 +1,65 @@
+"""What each action takes: the times that a simulation adds up.
+
+Times are exact where they can be: `Costs.exact` reads "18.522" or "1/3" as fractions and keeps all of them as integers
+of one unit, so that a simulation neither rounds nor pays for fractions. Times from a cluster are floats, in seconds.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
+from typing import NamedTuple
+
+from globaltensor.pipeline.schedule import ScheduleError
+
+Number = int | float | Fraction
+
+
+class Hop(NamedTuple):
+    """The way of a stage's output to the next stage, or of a gradient back: the wire is taken for `busy`, and the
+    value is there `latency` later. Values of one ordered pair of ranks take the wire one after the other."""
+
+    latency: Number = 0
+    busy: Number = 0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Per stage, in units of `unit`: forward, input gradient, weight gradient, the whole backward; hops[s] is the way
+    between stage s and s + 1, used where these live on different ranks."""
+
+    forward: tuple[Number, ...]
+    inputs: tuple[Number, ...]
+    weights: tuple[Number, ...]
+    hops: tuple[Hop, ...]
+    unit: Fraction | float = 1.0
+
+    @property
+    def backward(self) -> tuple[Number, ...]:
+        """B is I and W."""
+        return tuple(i + w for i, w in zip(self.inputs, self.weights))
+
+    @staticmethod
+    def exact(times: Sequence[str | Number], stages: int, chunks: int = 1) -> Costs:
+        """From TF, TB, TW and Tcomm: what a whole rank takes for one micro-batch, TB without the weight gradient. A
+        stage takes one of `chunks` parts of it. Tcomm is a delay between two ranks, whatever the size of the stage."""
+        if not 3 <= len(times) <= 4:
+            raise ScheduleError(f"{len(times)} times", "they are TF,TB,TW,Tcomm: forward, input gradient, weight "
+                                "gradient, and one way between ranks", "1,1,1,0")
+        parsed = [_fraction(time) for time in times] + [Fraction(0)] * (4 - len(times))
+        per_stage = [time / chunks for time in parsed[:3]] + parsed[3:]
+        scale = lcm(*(time.denominator for time in per_stage))
+        forward, inputs, weights, hop = (int(time * scale) for time in per_stage)
+        return Costs((forward,) * stages, (inputs,) * stages, (weights,) * stages,
+                     (Hop(latency=hop),) * max(stages - 1, 0), Fraction(1, scale))
+
+
+def _fraction(time: str | Number) -> Fraction:
+    try:
+        found = Fraction(time)
+    except (ValueError, ZeroDivisionError, OverflowError):
+        found = None
+    if found is None or found < 0:
+        raise ScheduleError(f"{time!r} is no time", "a time is a number from 0 on", "18.522, or 1/3")
+    return found
