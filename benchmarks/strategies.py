@@ -1,83 +1,144 @@
 """What do the parallel strategies move, keep and cost, beside what the literature says of them?
 
-The GPT of the train benchmark (hidden 128, 4 layers) on 2 ranks, under one plan after another. Bytes are those that a
-rank receives in a step, recorded; kept are a rank's bytes of parameters and of AdamW's state. Tokens by the median step
-of the slowest rank, all strategies taking turns. Each must get plain torch's losses first.
+The GPT of the train benchmark (hidden 128, 4 layers) under one plan after another, those that so many ranks can be
+arranged for (2; more by --ranks 4 and 8). Bytes are those that a rank receives in a step, recorded; kept are a rank's
+bytes of parameters and of AdamW's state. Tokens by the median step of the slowest rank, all strategies taking turns.
+Each must get plain torch's losses first.
 
-With N ranks, P bytes of parameters, A bytes of one activation [batch, sequence, hidden] and L layers:
+With N ranks, P bytes of parameters, and X, W, Y those of the input, weight and output of a linear layer:
 
-    dp             2 (N-1)/N P                    keeps 3 P        parameters and two of AdamW
-    ZeRO 1, 2      2 (N-1)/N P                    keeps P + 3 P/N  the parts that are stepped and two of AdamW
-    ZeRO 3         3 (N-1)/N P                    keeps 3 P/N
-    tp             (4 L + 2) 2 (N-1)/N A          embedding and head cut along the vocabulary; plus the loss's few sums
+    dp             2 (N-1)/N P                       keeps 3 P        parameters and two of AdamW
+    ZeRO 1, 2      2 (N-1)/N P                       keeps P + 3 P/N  the parts that are stepped and two of AdamW
+    ZeRO 3         3 (N-1)/N P                       keeps 3 P/N
+    tp             2 (N-1)/N, 4 times a layer + 2    of [batch, sequence, hidden]; keeps 3 P/N but for norms and positions
     tp, sequence   the same
+    2D             3 (q-1)/q^2 (X + W) a linear, or less where another matrix rests       keeps 3 P/N
+    2.5D           3 (q-1)/q^2 (X/d + W) a linear, and 2 (d-1)/d P/q^2                    keeps 3 P/q^2
+    3D             2 (q-1)/q^3 (X + W + Y) a linear; q, k and v share their X             keeps 3 P/N
+
+The formulas of the grids are of the linear layers alone: norms, embedding and loss come on top.
 """
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
 
 import globaltensor as gt
 from benchmarks.processes import Workers
 from benchmarks.timing import show
-from benchmarks.train import BATCH, LAYERS, SEQ, Trainer, adamw, first_losses, in_turns, made, plain, turns, verify
-
-# axis, axis of the sequence, stage of ZeRO
-STRATEGIES = {"dp": ("dp", "", 0), "ZeRO 1": ("dp", "", 1), "ZeRO 2": ("dp", "", 2), "ZeRO 3": ("dp", "", 3),
-              "tp": ("tp", "", 0), "tp, sequence": ("tp", "tp", 0)}
-RANKS = 2
+from benchmarks.train import BATCH, LAYERS, SEQ, VOCAB, Trainer, adamw, first_losses, in_turns, made, plain, turns, verify
 
 
-def main(json: bool = False, quick: bool = False, hidden: int | None = None) -> None:
-    hidden = hidden or (64 if quick else 128)
+class Strategy(NamedTuple):
+    """Axes and their sizes, which of them cut layers, which the sequence between them, and ZeRO's stage."""
+
+    axes: dict[str, int]
+    cut: str | tuple[str, ...] = ""
+    sequence: str = ""
+    stage: int = 0
+    batch: tuple[str, ...] = ()                      # the axes that split the batch
+
+    @property
+    def ranks(self) -> int:
+        return prod(self.axes.values())
+
+
+def strategies(ranks: int) -> dict[str, Strategy]:
+    """Those that fit so many ranks."""
+    dp, tp = {"dp": ranks}, {"tp": ranks}
+    found = {"dp": Strategy(dp, batch=("dp",))}
+    found |= {f"ZeRO {stage}": Strategy(dp, stage=stage, batch=("dp",)) for stage in (1, 2, 3)}
+    found |= {"tp": Strategy(tp, "tp"), "tp, sequence": Strategy(tp, "tp", "tp")}
+    if ranks == 4:
+        found["dp x tp"] = Strategy({"dp": 2, "tp": 2}, "tp", batch=("dp",))
+        found["2D"] = Strategy({"row": 2, "column": 2}, ("row", "column"), batch=("row",))
+    if ranks == 8:
+        found["2.5D"] = Strategy({"depth": 2, "row": 2, "column": 2}, ("row", "column"), batch=("depth", "row"))
+        found["3D"] = Strategy({"j": 2, "i": 2, "l": 2}, ("j", "i", "l"), batch=("i",))
+    return found
+
+
+def main(json: bool = False, quick: bool = False, hidden: int | None = None, ranks: int | None = None) -> None:
+    hidden, known = hidden or (64 if quick else 128), strategies(ranks or 2)
     rounds, steps = (1, 2) if quick else (6, 8)
     with ExitStack() as stack:
-        workers = {name: stack.enter_context(Workers("benchmarks.strategies:worker", RANKS,
+        workers = {name: stack.enter_context(Workers("benchmarks.strategies:worker", how.ranks,
                                                      {"how": how, "hidden": hidden, "steps": steps}))
-                   for name, how in STRATEGIES.items()}
+                   for name, how in known.items()}
         expected = first_losses(plain(*made(hidden), 1, 1))
         facts = {name: some.hear() for name, some in workers.items()}
         for name, told in facts.items():
             verify(name, [one["losses"] for one in told], expected)
         speed = in_turns(workers, rounds)
     size = sum(p.numel() * 4 for p in made(hidden)[0].parameters())
-    show(f"strategies: hidden {hidden}, {RANKS} ranks",
-         [_row(name, facts[name], speed, size, hidden) for name in STRATEGIES], json)
+    show(f"strategies: hidden {hidden}, {ranks or 2} ranks",
+         [_row(name, how, facts[name], speed, size, hidden) for name, how in known.items()], json)
 
 
-def _row(name: str, told: list[dict[str, Any]], speed: dict[str, float], size: int, hidden: int) -> dict[str, Any]:
-    axis, _, stage = STRATEGIES[name]
-    share = (RANKS - 1) / RANKS
+def _row(name: str, how: Strategy, told: list[dict[str, Any]], speed: dict[str, float], size: int, hidden: int
+         ) -> dict[str, Any]:
+    moved, kept = (max(one[what] for one in told) for what in ("moved", "kept"))
+    formulas = moves(how, size, hidden), keeps(how, size)
+    return {"strategy": name, "tokens/s": speed[name], "of dp": speed[name] / speed["dp"], "bytes moved": moved,
+            "of formula": moved / formulas[0], "bytes kept": kept, "of formula, kept": kept / formulas[1]}
+
+
+def moves(how: Strategy, size: int, hidden: int) -> float:
+    """Bytes that a rank receives in a step, as published."""
+    n, dp = how.ranks, how.axes.get("dp", 1)
     activation = BATCH * SEQ * hidden * 4
-    moved = max(one["moved"] for one in told)
-    formula = share * ((3 if stage == 3 else 2) * size if axis == "dp" else (4 * LAYERS + 2) * 2 * activation)
-    row = {"strategy": name, "tokens/s": speed[name], "of dp": speed[name] / speed["dp"], "bytes moved": moved,
-           "of formula": moved / formula, "bytes kept": max(one["kept"] for one in told)}
-    if axis == "dp":
-        kept = {0: 3 * size, 3: 3 * size / RANKS}.get(stage, size + 3 * size / RANKS)
-        row["of formula, kept"] = row["bytes kept"] / kept
-    return row
+    if isinstance(how.cut, tuple):
+        return _on_grid(how, hidden)
+    tp = how.axes.get("tp", 1)
+    reduced = (4 * LAYERS + 2) * 2 * (tp - 1) / tp * activation / dp
+    return reduced + (3 if how.stage == 3 else 2) * (dp - 1) / dp * size * dp / n
+
+
+def _on_grid(how: Strategy, hidden: int) -> float:
+    """The linear layers of a GPT on a square, a slab or a cube of ranks, 2 to a side."""
+    rows, q, total = BATCH * SEQ, 2, 0.0
+    depth = how.axes.get("depth", 1)
+    shapes = [(hidden, hidden, "x")] * 4 + [(hidden, 4 * hidden, ""), (4 * hidden, hidden, "")]
+    for inputs, outputs, _ in shapes * LAYERS + [(hidden, VOCAB, "")]:
+        x, w, y = 4 * rows * inputs, 4 * inputs * outputs, 4 * rows * outputs
+        if len(how.cut) == 3:
+            total += 2 * (q - 1) / q**3 * (x + w + y)
+        else:
+            total += 3 * (q - 1) / q**2 * (x / depth + w) + 2 * (depth - 1) / depth * w / q**2
+    shared = 2 * LAYERS * 2 * (q - 1) / q**3 * 4 * rows * hidden     # q, k and v read one input
+    return total - (shared if len(how.cut) == 3 else 0)
+
+
+def keeps(how: Strategy, size: int) -> float:
+    """Bytes of parameters and of AdamW's two moments on a rank, as published."""
+    n = prod(parts for axis, parts in how.axes.items() if axis in how.cut)
+    dp = how.axes.get("dp", 1)
+    return {0: 3 * size, 3: 3 * size / dp}.get(how.stage, size + 3 * size / dp) / n
 
 
 def worker(settings: dict[str, Any]) -> Iterator[Any]:
     """What it found out, then at every turn the seconds of some steps."""
-    axis, sequence, stage = settings["how"]
-    model, batches = made(settings["hidden"])
-    where = gt.placement("cpu", list(range(RANKS)), axis_names=(axis,))
-    gt.parallelize(model, where, gt.Plan.of(model, axis if axis == "tp" else "", sequence))
-    rows = gt.sbp.split(0) if axis == "dp" else gt.sbp.broadcast
-    trainer = Trainer(model, adamw(list(model.parameters())),
+    how, (model, batches) = Strategy(*settings["how"]), made(settings["hidden"])
+    ranks = torch.arange(how.ranks).view(*how.axes.values()).tolist()
+    where = gt.placement("cpu", ranks, axis_names=tuple(how.axes))
+    cut = tuple(how.cut) if isinstance(how.cut, list) else how.cut           # settings come as JSON
+    gt.parallelize(model, where, gt.Plan.of(model, cut, how.sequence))
+    rows = {axis: gt.sbp.split(0) for axis in how.batch}
+    trainer = Trainer(model, adamw(model.parameters()),
                       [(gt.from_full(a, where, rows), gt.from_full(b, where, rows)) for a, b in batches])
-    if stage:
-        gt.zero(trainer.optimizer, axis, stage)
+    if how.stage:
+        gt.zero(trainer.optimizer, "dp", how.stage)
     found = first_losses(trainer)
-    with gt.record() as moves:
+    with gt.record() as moved:
         trainer.step(0)
     stepped = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     state = [t for each in trainer.optimizer.state.values() for t in each.values() if t.dim()]
     kept = {id(t): sum(s.nbytes for s in t.shards.values()) for t in [*model.parameters(), *stepped, *state]}
-    yield {"losses": found, "moved": sum(m.bytes for m in moves), "kept": sum(kept.values())}
+    yield {"losses": found, "moved": sum(m.bytes for m in moved), "kept": sum(kept.values())}
     yield from turns(trainer, settings["steps"])
 
 

@@ -13,13 +13,16 @@
     token ->                   S(1)
 
 A row is a pattern as in fnmatch; the first that fits a parameter or buffer says how it lies, and what none fits is
-broadcast. `module ->` is about activations instead: what those modules give is brought to lie so. The model stays
-what it is; no wrapper is put around it.
+broadcast. `module ->` is about activations instead: what those modules give is brought to lie so, `module <-` what they
+take, and `parameter ->` is how a parameter lies while its module works. Tokens given to `module =>` travel to the ranks
+that hold the experts they chose, and back (experts.py). The model stays what it is; no wrapper is put around it.
 
 The ready-made rows are Megatron-LM's (Shoeybi et al., arXiv:1909.08053): a pair of linear layers is cut along the
 outputs of the first and the inputs of the second, so that only the second leaves a sum behind; attention by heads;
 embedding and head along the vocabulary. `sequence="tp"` splits what lies between the pairs along the sequence, over the
-same ranks (Korthikanti et al., arXiv:2205.05198); over ranks of their own, `sequence="sp"`.
+same ranks (Korthikanti et al., arXiv:2205.05198); over ranks of their own, `sequence="sp"`. With two or three axes the
+layers lie on a grid (grids.py). `experts="ep"` puts whole experts on different ranks, as a rule those that also split
+the batch.
 """
 from __future__ import annotations
 
@@ -28,18 +31,22 @@ import fnmatch
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from globaltensor import experts as expert_layers
+from globaltensor import grids
 from globaltensor.errors import SbpError
 from globaltensor.modules import first_fit, named_tensors, to_global
 from globaltensor.sbp import Sbp, broadcast, partial_max, partial_min, partial_sum, split
 
 Row = dict[str, Sbp]
 
-_OUT = " ->"
+_OUT, _IN, _EXPERTS, _AS_IT_LIES = " ->", " <-", " =>", "-"
+_OF_MODULES = (_OUT, _IN, _EXPERTS)
 _WORDS = {"B": broadcast, "P": partial_sum, "P(max)": partial_max, "P(min)": partial_min}
 
 # The last parts of names, as torch, transformers (Llama, Mixtral, GPT-2, BERT) and this library's examples call them.
@@ -64,23 +71,44 @@ class Plan(MutableMapping):
             self[pattern] = row
 
     @classmethod
-    def of(cls, module: nn.Module, axis: str = "tp", sequence: str = "") -> Plan:
+    def of(cls, module: nn.Module, axis: str | tuple[str, ...] = "tp", sequence: str = "",
+           experts: str = "") -> Plan:
         """The tensor-parallel plan of a module, for the layers that are recognised; the rest is broadcast.
 
-        axis       along which layers are cut; "" for none
+        axis       along which layers are cut; "" for none; two (row, column) for 2D, the batch then split along
+                   the first of them; three for 3D, the batch then split along the second (grids.py)
         sequence   along which, also, the activations between the pairs are split: dim 1 of [batch, sequence, hidden]
+        experts    along which experts lie on different ranks; it may be the axis that splits the batch
         """
+        if isinstance(axis, tuple) and len(axis) > 1:
+            return cls._on_grid(module, axis)
         weights: dict[str, Row] = {}
         outputs: dict[str, Row] = {}
+        travels: dict[str, Row] = {}
         for name, layer in module.named_modules():
             kind = _kind(name, layer, module)
             if kind and axis:
                 weights |= {f"{name}.{key}".lstrip("."): {axis: split(dim)} for key, dim in _dims(kind, layer).items()}
             if sequence and (brought := _between(kind, layer, sequence == axis)):
                 outputs[name] = {sequence: brought}
+            if experts and (stacked := expert_layers.stacked(name, layer)):
+                weights |= {f"{name}.{key}".lstrip("."): {experts: split(0)} for key in stacked}
+                travels |= {name: {experts: split(0)}} if expert_layers.takes_choices(layer) else {}
         weights = _merged(weights, [name for name, *_ in named_tensors(module)])
-        outputs = _merged(outputs, [name for name, _ in module.named_modules()])
-        return cls(weights | {f"{pattern}{_OUT}": row for pattern, row in outputs.items()})
+        names = [name for name, _ in module.named_modules()]
+        return cls(weights | {f"{pattern}{way}": row for way, rows in ((_EXPERTS, travels), (_OUT, outputs))
+                              for pattern, row in _merged(rows, names).items()})
+
+    @classmethod
+    def _on_grid(cls, module: nn.Module, axes: tuple[str, ...]) -> Plan:
+        if len(axes) > 3:
+            raise SbpError(f"a plan along {len(axes)} axes: {', '.join(axes)}", "layers are cut along one, two or three",
+                           f"gt.Plan.of(model, {axes[:3]})")
+        tensors, moved = grids.rows([(name, layer, _kind(name, layer, module))
+                                     for name, layer in module.named_modules()], axes)
+        named = [name for name, *_ in named_tensors(module)]
+        parts = [*named, *[name for name, _ in module.named_modules()]]
+        return cls(_merged(tensors, named) | _merged(moved, [f"{name}{way}" for name in parts for way in (_IN, _OUT)]))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Plan:
@@ -104,7 +132,8 @@ class Plan(MutableMapping):
             if not pattern or len(values) != len(axes):
                 raise SbpError(f"{name}, line {k}: {line.strip()!r} is no row of {len(axes)} axes",
                                f"the heading names {', '.join(axes)}", "pattern   S(0)   B")
-            plan[pattern] = {axis: _parsed(value, f"{name}, line {k}: ") for axis, value in zip(axes, values)}
+            plan[pattern] = {axis: _parsed(value, f"{name}, line {k}: ") for axis, value in zip(axes, values)
+                             if value != _AS_IT_LIES}
         return plan
 
     def save(self, path: str | os.PathLike) -> None:
@@ -137,7 +166,7 @@ class Plan(MutableMapping):
 
     def __str__(self) -> str:
         table = [("# name", *self.axes)]
-        table += [(pattern, *[str(row.get(axis, broadcast)) for axis in self.axes]) for pattern, row in self.items()]
+        table += [(pattern, *[str(row.get(axis, _rest(pattern))) for axis in self.axes]) for pattern, row in self.items()]
         widths = [max(map(len, column)) for column in zip(*table)]
         return "\n".join("   ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in table)
 
@@ -149,13 +178,13 @@ def parallelize(module: nn.Module, placement: Any, plan: Plan | Mapping[str, Any
     """Make a module's parameters and buffers global, as a plan says. Returns the module, changed in place.
 
     placement   with axis names; along those that the plan does not name all is broadcast (dp: data parallel)
-    plan        default: `Plan.of(module)`, for the axes "tp" and "sp" where there are such
+    plan        default: `Plan.of(module)`, for the axes "tp", "sp" and "ep" where there are such
     Raises SbpError, before anything is changed, for a row that fits no name, an axis that the placement lacks, or a
     dim that a parameter lacks.
     """
     names = tuple(placement.axis_names or ())
     if plan is None:
-        plan = Plan.of(module, *[axis if axis in names else "" for axis in ("tp", "sp")])
+        plan = Plan.of(module, *[axis if axis in names else "" for axis in ("tp", "sp", "ep")])
     plan = plan if isinstance(plan, Plan) else Plan(plan)
     for axis in plan.axes:
         if axis not in names:
@@ -165,45 +194,83 @@ def parallelize(module: nn.Module, placement: Any, plan: Plan | Mapping[str, Any
     _check(module, plan)
     to_global(module, placement, lambda name, _: _row_of(plan, name))
     for pattern, row in plan.items():
-        if pattern.endswith(_OUT):
-            for _, layer in _fitting(module, pattern):
-                layer.register_forward_hook(_Brought(row))
+        _lay_out(module, pattern, row)
     return module
 
 
-class _Brought:
-    """A forward hook that brings what a module gives to lie as its row says; other axes stay as they are."""
+def _lay_out(module: nn.Module, pattern: str, row: Row) -> None:
+    """Hooks for a row about what modules take or give, or how a parameter lies in use."""
+    fitting = [layer for _, layer in _modules(module, pattern)]
+    if pattern.endswith(_IN):
+        for layer in fitting:
+            layer.register_forward_pre_hook(
+                lambda layer, args, named: (_brought(row, args), _brought(row, named)), with_kwargs=True)
+    elif pattern.endswith(_EXPERTS):
+        for layer in fitting:
+            travel = expert_layers.Travel()
+            layer.register_forward_pre_hook(travel.there)
+            layer.register_forward_hook(travel.back, always_call=True)
+    elif pattern.endswith(_OUT):
+        for layer in fitting:
+            layer.register_forward_hook(lambda layer, args, output: _brought(row, output))
+        for owner, key in [] if fitting else _tensors(module, pattern):
+            owner.register_forward_pre_hook(partial(_take_up, key, row))
+            owner.register_forward_hook(partial(_lay_down, key), always_call=True)
 
-    def __init__(self, row: Row) -> None:
-        self.row = row
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, (tuple, list)):
-            return type(output)(self(module, args, one) for one in output)
-        if not (isinstance(output, torch.Tensor) and output.is_global):
-            return output
-        names = output.placement.axis_names or ()
-        return output.to_global(sbp=tuple(self.row.get(name, s) for name, s in zip(names, output.sbp)))
+def _brought(row: Row, value: Any) -> Any:
+    """Global tensors brought to lie as the row says; other axes stay as they are, and so does everything else."""
+    if isinstance(value, dict):
+        return type(value)((key, _brought(row, one)) for key, one in value.items())
+    if isinstance(value, (tuple, list)):
+        return type(value)(_brought(row, one) for one in value)
+    if not (isinstance(value, torch.Tensor) and value.is_global):
+        return value
+    names = value.placement.axis_names or ()
+    return value.to_global(sbp=tuple(row.get(name, s) for name, s in zip(names, value.sbp)))
+
+
+def _take_up(key: str, row: Row, owner: nn.Module, args: Any) -> None:
+    """While the module works, what is brought stands before its parameter, which a module looks up last."""
+    owner.__dict__[key] = _brought(row, owner._parameters[key])
+
+
+def _lay_down(key: str, owner: nn.Module, args: Any, output: Any) -> None:
+    owner.__dict__.pop(key, None)
 
 
 def _row_of(plan: Plan, name: str) -> Row:
-    return first_fit({pattern: row for pattern, row in plan.items() if not pattern.endswith(_OUT)}, name, {})
+    return first_fit({pattern: row for pattern, row in plan.items() if not pattern.endswith(_OF_MODULES)}, name, {})
 
 
-def _fitting(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    pattern = pattern.removesuffix(_OUT)
-    return [(name, layer) for name, layer in module.named_modules() if fnmatch.fnmatchcase(name, pattern)]
+def _modules(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    return [(name, layer) for name, layer in module.named_modules() if fnmatch.fnmatchcase(name, _bare(pattern))]
+
+
+def _tensors(module: nn.Module, pattern: str) -> list[tuple[nn.Module, str]]:
+    """Owner and key of every parameter that fits."""
+    return [(owner, key) for name, owner, key, _, kind in named_tensors(module)
+            if kind == "_parameters" and fnmatch.fnmatchcase(name, _bare(pattern))]
+
+
+def _rest(pattern: str) -> Any:
+    """What an axis that a row does not name stands for."""
+    return _AS_IT_LIES if pattern.endswith(_OF_MODULES) else broadcast
+
+
+def _bare(pattern: str) -> str:
+    return pattern[:-len(_OUT)] if pattern.endswith(_OF_MODULES) else pattern
 
 
 def _check(module: nn.Module, plan: Plan) -> None:
     """Every row fits something, and every dim that it splits is there."""
     tensors = {name: tensor for name, _, _, tensor, _ in named_tensors(module)}
     for pattern, row in plan.items():
-        if pattern.endswith(_OUT):
-            if not _fitting(module, pattern):
+        if pattern.endswith(_OF_MODULES):
+            if not _modules(module, pattern) and not (pattern.endswith(_OUT) and _tensors(module, pattern)):
                 modules = [name for name, _ in module.named_modules() if name]
                 raise SbpError(f"the plan's row {pattern!r} fits no module",
-                               f"its modules are {_some(modules)}" + _nearest(pattern.removesuffix(_OUT), modules),
+                               f"its modules are {_some(modules)}" + _nearest(_bare(pattern), modules),
                                "a pattern as in fnmatch, such as 'blocks.* ->'")
             continue
         fitting = [name for name in tensors if fnmatch.fnmatchcase(name, pattern)]

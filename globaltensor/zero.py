@@ -69,7 +69,7 @@ def _cut(p: torch.Tensor, axis: str) -> Layout | None:
         raise SbpError(f"a parameter of shape {list(p.shape)} has no axis {axis!r}",
                        f"its placement has {', '.join(names) or 'axes without names'}", "axis=..., one of these")
     taken = {s.dim for s in p.sbp if s.is_split}
-    free = [d for d in range(p.dim()) if d not in taken]
+    free = [d for d in range(p.dim()) if d not in taken] or list(range(p.dim()))     # a bias that tp splits: once more
     at = names.index(axis)
     if not p.sbp[at].is_broadcast or not free:
         return None

@@ -58,6 +58,14 @@ def i(high, *shape):
     return Draw(lambda g: torch.randint(high, shape, generator=g))
 
 
+def maxima(n, *lead):
+    """Where kernels of 2 in each of n dims may find the maxima of a plane of 4 in each."""
+    at = [2 * torch.arange(2).view(2, *[1] * (n - 1 - d)) * 4 ** (n - 1 - d) for d in range(n)]
+    steps = [4 ** (n - 1 - d) for d in range(n)]
+    return Draw(lambda g: sum(first + step * torch.randint(2, (*lead, *[2] * n), generator=g)
+                              for first, step in zip(at, steps)))
+
+
 def b(*shape):
     """Truths, of both kinds."""
     return Draw(lambda g: torch.rand(shape, generator=g) < 0.5)
@@ -415,7 +423,7 @@ for n in (1, 2, 3):
         sample(f"adaptive_max_pool{n}d_backward", r(*batch, *two), r(*batch, *four), i(4**n, *batch, *two))
         sample(f"max_pool{n}d_with_indices", r(*batch, *four), two)
         sample(f"max_pool{n}d_with_indices_backward", r(*batch, *two), r(*batch, *four), two, two, [0] * n, [1] * n,
-               False, i(4**n, *batch, *two))
+               False, maxima(n, *batch))
         places = Draw(lambda g, s=(*batch, *two), m=4**n: torch.stack(
             [torch.randperm(m, generator=g)[:2**len(s[2:])] for _ in range(s[0] * s[1])]).view(s))
         sample(f"max_unpool{n}d", r(*batch, *two), places, *([[4, 4]] if n == 2 else [[4, 4, 4], two, [0] * n]))

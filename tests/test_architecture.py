@@ -20,8 +20,9 @@ LAYERS = [                                           # low to high; names on one
     {"rules", "boxing"},
     {"dispatch"},
     {"tensor"},
-    {"modules", "debug", "backend", "data", "checkpoint", "zero"},
-    {"plan"},
+    {"modules", "debug", "backend", "data", "checkpoint", "zero", "pipeline"},
+    {"experts", "grids"},
+    {"plan", "simulator"},
     {"__init__"},
     {"cli"},
 ]

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from shards import place
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -136,3 +137,21 @@ def test_autocast(place_):
             optimizer.step()
             losses.append(loss.item())
     torch.testing.assert_close(losses[:3], losses[3:], rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_in_float32_of_classes_that_are_split(dtype):
+    """Logits of 16 bits, cut along the classes: widened rank by rank, and only float32 statistics are sent."""
+    generator, where = torch.Generator().manual_seed(SEED), place([0, 1, 2])
+    logits = torch.randn(16, 50, generator=generator).to(dtype)
+    target = torch.randint(50, (16,), generator=generator)
+    plain, ours = logits.clone().requires_grad_(), gt.from_full(logits, where, gt.sbp.split(1)).requires_grad_()
+    expected = F.cross_entropy(plain.float(), target)
+    expected.backward()
+    with gt.record() as moves:
+        got = F.cross_entropy(ours.float(), gt.from_full(target, where, gt.sbp.broadcast))
+        got.backward()
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.full_tensor(), expected)
+    torch.testing.assert_close(ours.grad.full_tensor(), plain.grad, rtol=0, atol=torch.finfo(dtype).eps * 0.1)
+    assert max(m.bytes for m in moves) <= 2 * 16 * 4, "a number or two for each sample, no logits"

@@ -237,3 +237,11 @@ def test_plain_operands_count_as_broadcast():
     for sbp in (S(0), S(1), P, B):
         torch.testing.assert_close((gt.from_full(x, TWO, sbp) + plain).full_tensor(), x + plain)
         torch.testing.assert_close((plain * gt.from_full(x, TWO, sbp)).full_tensor(), plain * x)
+
+
+@pytest.mark.parametrize("sbp", [B, S(0)], ids=str)
+def test_a_value_behind_a_bit(sbp):
+    """conj() and the imaginary part of a conjugate set a bit of the tensor and leave its memory alone."""
+    value = torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(3))
+    for whole in (value.conj(), value.conj().imag):
+        assert torch.equal(gt.from_full(whole, gt.placement("cpu", [0, 1]), sbp).full_tensor(), whole)

@@ -1,7 +1,7 @@
 // Products of tensors of more than two dims, without flattening any of them: the twin of tensor/products.py.
 //
 // They are taken at the key that only global tensors have, before torch decomposes them. Each is one op of ours, whose rule is its
-// equation, so that any label can stay cut. Two dims and fewer go torch's own way.
+// equation, so that any label can stay cut. A product of two matrices goes torch's own way, but for linear.
 #include "products.h"
 
 #include <ATen/autocast_mode.h>
@@ -56,7 +56,7 @@ struct Contract : torch::autograd::Function<Contract> {
     auto saved = ctx->get_saved_variables();
     Tensor a, b;
     if (ctx->needs_input_grad(0)) a = contract(out + "," + right + "->" + left, grads[0], conjugate(saved[1]));
-    if (ctx->needs_input_grad(1)) b = contract(left + "," + out + "->" + right, conjugate(saved[0]), grads[0]);
+    if (ctx->needs_input_grad(1)) b = contract(out + "," + left + "->" + right, grads[0], conjugate(saved[0]));
     return {Tensor(), a, b};
   }
 };
@@ -96,7 +96,7 @@ std::optional<Tensor> cast(const std::optional<Tensor>& t) { return t && t->defi
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const bool biased = bias && bias->defined();
-  if (x.dim() < 3 || weight.dim() != 2 || (biased && bias->dim() != 1)) {
+  if (x.dim() < 2 || weight.dim() != 2 || (biased && bias->dim() != 1)) {
     c10::impl::ExcludeDispatchKeyGuard torchs_own(kGlobal);
     return at::linear(x, weight, bias);
   }
@@ -210,6 +210,7 @@ Tensor contract_plain(std::string_view given, const Tensor& a, const Tensor& b) 
   const std::string left = equation.substr(0, comma), right = equation.substr(comma + 1, arrow - comma - 1),
                     out = equation.substr(arrow + 2);
   const Labels of = sort(left, right, out);
+  if (!of.rows.empty() && out == of.batch + of.columns + of.rows) return contract_plain(right + "," + left + "->" + out, b, a);
   Tensor made;
   if (of.batch.empty())
     made = at::mm(arranged(a, left, {of.rows, of.inner}), arranged(b, right, {of.inner, of.columns}));

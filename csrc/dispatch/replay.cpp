@@ -107,7 +107,8 @@ void replay(const c10::OperatorHandle& op, const Recipe& recipe, c10::DispatchKe
   }
   for (size_t k = 0; k < tape.results.size(); k++) {
     if (op.schema().returns()[k].type()->kind() == c10::TypeKind::TensorType) {
-      stack->emplace_back(registers[tape.results[k][0]]);
+      const int32_t place = tape.results[k][0];      // -1: a gradient that is not wanted
+      stack->emplace_back(place < 0 ? at::Tensor() : registers[place]);
       continue;
     }
     c10::List<at::Tensor> list;

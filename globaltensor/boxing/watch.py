@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from globaltensor.errors import BoxingError, where
-from globaltensor.layout import Layout, sbp_text
+from globaltensor.layout import Layout, Windows, sbp_text
 from globaltensor.native import face
 from globaltensor.sbp import typed
 
@@ -103,7 +103,7 @@ def permit(op: str, src: Layout, dst: Layout, nbytes: int) -> None:
     """Raise, or warn, where a block in force does not want this boxing."""
     if op == EXPLICIT or not nbytes:
         return
-    way = sbp_text(dst.sbp) if src.placement == dst.placement else dst
+    way = sbp_text(dst.sbp) if src.placement == dst.placement and not isinstance(dst, Windows) else dst
     what = f"{op} needs a boxing {src} -> {way}, {nbytes:,} bytes"
     for policy in _policies:
         policy.used += nbytes
@@ -117,6 +117,8 @@ def permit(op: str, src: Layout, dst: Layout, nbytes: int) -> None:
 
 
 def _fix(dst: Layout) -> str:
+    if isinstance(dst, Windows):
+        return "another sbp for the operands"
     return f"x.to_global(sbp={typed(dst.sbp)}) where it is wanted, or another sbp for the operands"
 
 

@@ -21,7 +21,7 @@ from globaltensor.dispatch.choose import layouts, rank_choices
 from globaltensor.dispatch.decide import decide
 from globaltensor.dispatch.recipe import Recipe, spec_of_plain
 from globaltensor.errors import where
-from globaltensor.layout import Spec, sbp_text
+from globaltensor.layout import Spec, Windows, sbp_text
 from globaltensor.placement import placement
 from globaltensor.rules.call import Call
 from globaltensor.rules.variants import line_of
@@ -113,7 +113,8 @@ class _Seeing(TorchDispatchMode):
 def _way(move: Move) -> str:
     far = f" on {move.dst.placement}" if move.dst.placement != move.src.placement else ""
     many = f" of {move.tensors} tensors" if move.tensors > 1 else ""
-    return f"{sbp_text(move.src.sbp)} -> {sbp_text(move.dst.sbp)}{far}{many}"
+    src, dst = ("windows" if isinstance(at, Windows) else sbp_text(at.sbp) for at in (move.src, move.dst))
+    return f"{src} -> {dst}{far}{many}"
 
 
 def _row(recipe: Recipe, call: Call) -> Row:

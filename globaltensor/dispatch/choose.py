@@ -49,7 +49,8 @@ def choose(of: Rule, operands: list[Spec], outputs: list[Size], machine: Machine
     axes = [_candidates(of, [spec.sbp[axis] for spec in operands], target, moved) for axis in range(where.ndim)]
     if not all(axes):
         return None
-    now = tuple(_as_it_lies(found, [spec.sbp[axis] for spec in operands]) for axis, found in enumerate(axes))
+    carries = len(operands) == 1 and sum(nbytes for _, nbytes in outputs) <= operands[0].nbytes
+    now = tuple(_as_it_lies(found, [spec.sbp[axis] for spec in operands], carries) for axis, found in enumerate(axes))
     if None not in now and _fits(now, where.shape, sizes, limits, of.nonempty):
         return now
     best: tuple[float, tuple[Signature, ...]] | None = None
@@ -74,9 +75,10 @@ def rank_choices(of: Rule, operands: list[Spec], outputs: list[Size], machine: M
     return sorted(found, key=lambda choice: choice[0])
 
 
-def _as_it_lies(found: list[Signature], states: list[Sbp]) -> Signature | None:
-    """The candidate that moves nothing, where no operand is pending (then it cannot be beaten)."""
-    if any(s.is_partial for s in states):
+def _as_it_lies(found: list[Signature], states: list[Sbp], carries: bool) -> Signature | None:
+    """The candidate that moves nothing, where it cannot be beaten: no operand is pending, or it is the only one and
+    what comes out is no larger, so that the sum may as well be settled later."""
+    if any(s.is_partial for s in states) and not carries:
         return None
     wanted = tuple(states)
     return next((sig for sig in found if sig.inputs == wanted), None)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
-from globaltensor.boxing.run import Shards, boxed
+from globaltensor.boxing.rows import rows
+from globaltensor.boxing.run import Boxed, Shards, box, boxed
 from globaltensor.dispatch import native
 from globaltensor.dispatch.decide import decide
 from globaltensor.dispatch.execute import check_guard, execute, wrap_results
 from globaltensor.dispatch.recipe import Recipe, static
-from globaltensor.layout import Layout, Spec
+from globaltensor.layout import Layout, Shape, Spec, Windows, spec
 from globaltensor.native import face
 from globaltensor.rules.call import Call
 
@@ -110,6 +112,19 @@ class _Run:
         for t in tensors:
             check_guard(t)
         return boxed(tensors, dsts, op)
+
+    def windowed(self, tensors: list[Any], windows: list[Layout], op: str) -> list[Shards]:
+        """What every rank gets of each tensor, in layouts that may be windows; moved together."""
+        for t in tensors:
+            check_guard(t)
+        return box([Boxed(t.spec, t.shards, dst) for t, dst in zip(tensors, windows)], op)
+
+    def summed(self, parts: Shards, held: Windows, shape: Shape, dtype: torch.dtype, dst: Layout, op: str) -> Any:
+        """The tensor that is the sum of the windows that ranks hold, in layout `dst`."""
+        shards, = box([Boxed(spec(held, shape, None, dtype), parts, dst)], op)
+        return self.wrap(spec(dst, shape, None, dtype), shards)
+
+    rows = staticmethod(rows)                        # single rows between ranks, picked by their numbers
 
     def wrap(self, of: Spec, shards: Shards) -> Any:
         return self.cls.wrap(of, shards)

@@ -56,9 +56,9 @@ class Tape:
         return getattr(self._run, name)
 
     def results(self, result: Any) -> list[list[int]]:
-        """Per return, the registers that it is; `result` as the rewrite gave it."""
+        """Per return, the registers that it is, -1 for None; `result` as the rewrite gave it."""
         returns = [result] if isinstance(result, (torch.Tensor, list)) else list(result)
-        return [[self._place(t) for t in (r if isinstance(r, list) else [r])] for r in returns]
+        return [[-1 if t is None else self._place(t) for t in (r if isinstance(r, list) else [r])] for r in returns]
 
     def _note(self, tensors: list[Any]) -> None:
         for t in tensors:                            # a result may be an operand, written to: the register counts on

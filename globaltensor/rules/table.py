@@ -11,7 +11,22 @@ import torch
 from torch._ops import OpOverload
 
 from globaltensor import library
-from globaltensor.rules import attention, batchnorm, indices, layers, ordered, random, rewrites, runners
+from globaltensor.rules import (
+    attention,
+    batchnorm,
+    experts,
+    halo,
+    indices,
+    layers,
+    normalized,
+    ordered,
+    pooling,
+    random,
+    rewrites,
+    ring,
+    runners,
+    summa,
+)
 from globaltensor.rules.families import (
     along,
     broadcasting_addmm,
@@ -125,13 +140,15 @@ lines("baddbmm", broadcasting_addmm("b m k", "b k n", "b m n"))
 lines("addbmm", broadcasting_addmm("b m k", "b k n", "m n"))
 lines("addmv", broadcasting_addmm("m k", "k", "m"))
 lines("addr", broadcasting_addmm("m", "n", "m n"))
-TABLE[library.contract] = Line(contraction)
-TABLE[library.linear] = Line(fixed("b* k, n k, n -> b* n", "a*b+c"))
+TABLE[library.contract] = Line(contraction, rewrite=summa.product, when=summa.on_grid)
+TABLE[library.linear] = Line(fixed("b* k, n k, n -> b* n", "a*b+c"), rewrite=summa.product, when=summa.on_grid)
 lines("_cdist_forward", fixed("b* m d!, b* n d! -> b* m n"))
 lines("_cdist_backward", fixed("b* m n, b* m d, b* n d, b* m n -> b* m d", "a*B*C*D"))
 lines("linalg_cross", along("a*b", operands=2))
-lines("convolution", layers.convolution, patch=scaled("groups"))
-lines("convolution_backward", given(layers.convolution_backward, "output_mask"), patch=scaled("groups"))
+lines("_grouped_mm", None, rewrite=experts.grouped_mm)
+lines("convolution", layers.convolution, patch=scaled("groups"), rewrite=halo.convolution, when=halo.cuts_space)
+lines("convolution_backward", given(layers.convolution_backward, "output_mask"), patch=scaled("groups"),
+      rewrite=halo.convolution_backward, when=halo.cuts_space)
 
 # ---------------------------------------------------------------------------------------------- reductions
 lines("sum sum.dim_IntList", reduction("a"))
@@ -205,25 +222,31 @@ lines("new_empty_strided", factory_like, patch=strided)
 lines("embedding", indices.embedding, runner=runners.embedding)
 lines("embedding_dense_backward", indices.embedding_backward)
 TABLE[library.embedding_backward] = Line(indices.embedding_rows, runner=runners.embedding_backward)
-lines("index.Tensor", indices.indexed, runner=runners.index)
-lines("index_select", indices.index_selected, runner=runners.index_select)
+lines("index.Tensor", indices.indexed, runner=runners.index, rewrite=experts.take_rows, when=experts.travels)
+lines("index_select", indices.index_selected, runner=runners.index_select, rewrite=experts.take_rows,
+      when=experts.travels)
 lines("gather", indices.gathered, runner=runners.gather)
 lines("scatter.src", indices.scattered("a*B+B*c"), runner=runners.scatter)
 lines("scatter.value", indices.scattered_value, runner=runners.scatter)
 lines("scatter_add", indices.scattered("a+B*c", index="k"), runner=runners.scatter)
 lines("scatter.reduce scatter.value_reduce scatter_reduce.two", indices.scattered("", touched="v!"))
-lines("index_add", indices.index_written("a+B*c"), runner=runners.index_add)
+lines("index_add", indices.index_written("a+B*c"), runner=runners.index_add, rewrite=experts.add_rows,
+      when=experts.returns)
 lines("index_copy index_fill.int_Tensor", indices.index_written("a*B+B*c", touched="v!", index="k!"))
 lines("index_fill.int_Scalar", indices.index_filled)
-lines("index_put", indices.index_put, runner=runners.index_put)
+lines("index_put", indices.index_put, runner=runners.index_put, rewrite=experts.add_rows, when=experts.returns)
 
 # ------------------------------------------------------------------------------------------------- networks' own
-lines("native_layer_norm", layers.normalized("b* d*!, d*!, d*! -> b* d*!, b* o*!, b* o*!", "A*b+c;A;A"))
+lines("native_layer_norm", layers.normalized("b* d*!, d*!, d*! -> b* d*!, b* o*!, b* o*!", "A*b+c;A;A"),
+      rewrite=normalized.layer_norm, when=normalized.features_cut)
 lines("native_layer_norm_backward", given(layers.normalized(
-    "b* d*!, b* d*!, b* o*!, b* o*!, d*!, d*! -> b* d*!, d*!, d*!", "a*B*C*D*e;a*B*C*D;a"), "output_mask"))
-lines("_fused_rms_norm", layers.normalized("b* d*!, d*! -> b* d*!, b* o*!", "A*b;A"))
+    "b* d*!, b* d*!, b* o*!, b* o*!, d*!, d*! -> b* d*!, d*!, d*!", "a*B*C*D*e;a*B*C*D;a"), "output_mask"),
+      rewrite=normalized.layer_norm_backward, when=normalized.features_cut)
+lines("_fused_rms_norm", layers.normalized("b* d*!, d*! -> b* d*!, b* o*!", "A*b;A"),
+      rewrite=normalized.rms_norm, when=normalized.features_cut)
 lines("_fused_rms_norm_backward", given(layers.normalized(
-    "b* d*!, b* d*!, b* o*!, d*! -> b* d*!, d*!", "a*B*C*d;a*B*C"), "output_mask"))
+    "b* d*!, b* d*!, b* o*!, d*! -> b* d*!, d*!", "a*B*C*d;a*B*C"), "output_mask"),
+      rewrite=normalized.rms_norm_backward, when=normalized.features_cut)
 lines("native_group_norm", layers.group_norm("n (g c) s*!, (g c), (g c) -> n (g c) s*!, n g, n g", "A*b+c;A;A"),
       patch=group_counts)
 lines("native_group_norm_backward", given(layers.group_norm(
@@ -237,8 +260,9 @@ lines("_native_batch_norm_legit _native_batch_norm_legit.no_stats _batch_norm_wi
 lines("batch_norm_backward cudnn_batch_norm_backward", factory_like, rewrite=batchnorm.as_native_backward)
 lines("_weight_norm_interface", layers.weight_norm())
 lines("_weight_norm_interface_backward", layers.weight_norm(backward=True))
-lines("_scaled_dot_product_flash_attention_for_cpu", layers.attention())
-lines("_scaled_dot_product_flash_attention_for_cpu_backward", layers.attention(backward=True))
+lines("_scaled_dot_product_flash_attention_for_cpu", layers.attention(), rewrite=ring.forward, when=ring.pays)
+lines("_scaled_dot_product_flash_attention_for_cpu_backward", layers.attention(backward=True), rewrite=ring.backward,
+      when=ring.pays)
 for _name in ("flash", "efficient", "cudnn"):
     lines(f"_scaled_dot_product_{_name}_attention _scaled_dot_product_{_name}_attention_backward", factory_like,
           rewrite=attention.rank_by_rank)
@@ -252,12 +276,16 @@ for _n in (1, 2, 3):
         lines(_name, layers.spatial(_n, "a"))
         lines(f"{_name}_backward", layers.spatial(_n, "a", operands=2))
 for _n in (2, 3):
-    for _name in (f"avg_pool{_n}d", f"_adaptive_avg_pool{_n}d"):
-        lines(_name, layers.spatial(_n, "a"))
-        lines(f"{_name}_backward", layers.spatial(_n, "a", operands=2))
-    for _name in (f"max_pool{_n}d_with_indices", f"adaptive_max_pool{_n}d"):
-        lines(_name, layers.spatial(_n, outputs=2))
-        lines(f"{_name}_backward", layers.spatial(_n, "a*C", operands=3))
+    lines(f"avg_pool{_n}d", layers.spatial(_n, "a"), rewrite=pooling.avg_pool, when=halo.cuts_space)
+    lines(f"avg_pool{_n}d_backward", layers.spatial(_n, "a", operands=2), rewrite=pooling.avg_pool_backward,
+          when=halo.cuts_space)
+    lines(f"max_pool{_n}d_with_indices", layers.spatial(_n, outputs=2), rewrite=pooling.max_pool, when=halo.cuts_space)
+    lines(f"max_pool{_n}d_with_indices_backward", layers.spatial(_n, "a*C", operands=3),
+          rewrite=pooling.max_pool_backward, when=halo.cuts_space)
+    lines(f"_adaptive_avg_pool{_n}d", layers.spatial(_n, "a"))
+    lines(f"_adaptive_avg_pool{_n}d_backward", layers.spatial(_n, "a", operands=2))
+    lines(f"adaptive_max_pool{_n}d", layers.spatial(_n, outputs=2))
+    lines(f"adaptive_max_pool{_n}d_backward", layers.spatial(_n, "a*C", operands=3))
     lines(f"max_unpool{_n}d", layers.spatial(_n, "a*B", operands=2))
 lines("im2col", layers.columns(apart=True))
 lines("col2im", layers.columns(apart=False))

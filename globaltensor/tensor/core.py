@@ -234,7 +234,7 @@ def place(whole: torch.Tensor, dst: Layout) -> GlobalTensor:
     home = dst.whole
     of = spec(home, tuple(whole.shape), None, whole.dtype)
     devices = {r: comm.world().device(dst.placement.type, r) for r in ranks}
-    source = whole.detach()
+    source = whole.detach().resolve_conj().resolve_neg()         # what reads the memory knows no such bits
     if dst is home:
         shards = {r: source.to(devices[r], copy=True).contiguous() for r in ranks}
     else:

@@ -21,7 +21,10 @@ _LEADING = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class Contract(torch.autograd.Function):
-    """einsum(equation, a, b); every label of an operand stands in the output or in the other operand."""
+    """einsum(equation, a, b); every label of an operand stands in the output or in the other operand.
+
+    In gradients the upstream one comes first: on a grid of ranks it stays where it is (rules/summa.py).
+    """
 
     @staticmethod
     def forward(ctx: Any, equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -36,7 +39,7 @@ class Contract(torch.autograd.Function):
         left, right = operands.split(",")
         _, need_a, need_b = ctx.needs_input_grad
         return (None, Contract.apply(f"{out},{right}->{left}", grad, b.conj()) if need_a else None,
-                Contract.apply(f"{left},{out}->{right}", a.conj(), grad) if need_b else None)
+                Contract.apply(f"{out},{left}->{right}", grad, a.conj()) if need_b else None)
 
 
 class Linear(torch.autograd.Function):
@@ -58,8 +61,8 @@ class Linear(torch.autograd.Function):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """F.linear; two dims and fewer go torch's own way."""
-    if x.dim() < 3 or weight.dim() != 2 or bias is not None and bias.dim() != 1:
+    """F.linear; vectors go torch's own way."""
+    if x.dim() < 2 or weight.dim() != 2 or bias is not None and bias.dim() != 1:
         return F.linear(x, weight, bias)
     _check(x.shape[-1] == weight.shape[1], "linear", x, weight)
     x, weight, bias = _autocast(x, weight, bias)

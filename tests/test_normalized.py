@@ -1,0 +1,96 @@
+"""Layer norm and RMS norm of features that are split: equal to plain torch, and only statistics are sent."""
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from shards import place
+
+import globaltensor as gt
+from globaltensor.dispatch.core import dispatch
+
+aten = torch.ops.aten
+
+S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
+SEED = 7
+
+
+def layer_norm(x, shape, weight, bias):
+    return F.layer_norm(x, shape, weight, bias)
+
+
+def rms_norm(x, shape, weight, bias):
+    return F.rms_norm(x, shape, weight)
+
+
+LAYOUTS = [([0, 1], (S(2),)), ([0, 1, 2], (S(-1),)), ([[0, 1], [2, 3]], (S(0), S(2))), ([[0, 1], [2, 3]], (S(2), S(2))),
+           ([[0, 1], [2, 3]], (S(1), S(2)))]
+
+
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+@pytest.mark.parametrize("ranks, sbp", LAYOUTS, ids=str)
+@pytest.mark.parametrize("features, affine", list(itertools.product([1, 2], [True, False])))
+def test_forward_and_backward(norm, ranks, sbp, features, affine):
+    generator = torch.Generator().manual_seed(SEED)
+    plain = [torch.randn(4, 3, 7, dtype=torch.float64, generator=generator)]
+    plain += [torch.randn(plain[0].shape[-features:], dtype=torch.float64, generator=generator) for _ in "wb" if affine]
+    upstream = torch.randn(4, 3, 7, dtype=torch.float64, generator=generator)
+    where = place(ranks)
+    ours = [gt.from_full(plain[0], where, sbp), *[gt.from_full(t, where, B) for t in plain[1:]]]
+    results = []
+    for tensors, grad in ((plain, upstream), (ours, gt.from_full(upstream, where, sbp))):
+        for t in tensors:
+            t.requires_grad_()
+        for _ in range(3):                           # the native dispatcher learns with the second call
+            out = norm(tensors[0], plain[0].shape[-features:], *(tensors[1:] if affine else (None, None)))
+            grads = torch.autograd.grad(out, [t for t in tensors if norm is layer_norm or t is not tensors[-1] or not affine],
+                                        grad)
+        results.append([out, *grads])
+    for expected, got in zip(*results):
+        torch.testing.assert_close(got.full_tensor(), expected)
+    if features == 1 and sbp[0] != S(2) and len(sbp) > 1:
+        assert results[1][0].sbp == gt.from_full(plain[0], where, sbp).sbp
+
+
+def test_only_statistics_are_sent():
+    where, rows = place([[0, 1], [2, 3]]), 64
+    x = gt.from_full(torch.randn(2 * rows, 32), where, (S(0), S(1))).requires_grad_()
+    weight = gt.from_full(torch.ones(32), where, (B, S(0))).requires_grad_()
+    for _ in range(2):
+        with gt.record() as moves:
+            layer_norm(x, (32,), weight, None).backward(x.detach())
+    # mean, variance; then two means in one move. An all-reduce on 2 ranks moves as many bytes as it has.
+    assert [m.bytes for m in moves if m.bytes] == [rows * 4, rows * 4, 2 * rows * 4]
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_fused_rms_norm_of_gpus(weighted):
+    """On CPUs torch makes F.rms_norm of other ops; here the fused ones are handed to dispatch as a GPU's would be."""
+    where, generator = place([[0, 1, 2], [3, 4, 5]]), torch.Generator().manual_seed(SEED)
+    x, weight, grad = (torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+                       for shape in ((5, 7), (7,), (5, 7)))
+    expected = F.rms_norm(x, (7,), weight if weighted else None, 1e-6)
+    grads = torch.autograd.grad(expected, [x, weight] if weighted else [x], grad)
+    gx, gw, gg = (gt.from_full(t.detach(), where, (S(0), S(1)) if t.dim() == 2 else (B, S(0))) for t in (x, weight, grad))
+    gw = gw if weighted else None
+    with gt.record() as moves:
+        out, inverse = dispatch(gt.GlobalTensor, aten._fused_rms_norm.default, (gx, [7], gw, 1e-6), {})
+        found = dispatch(gt.GlobalTensor, aten._fused_rms_norm_backward.default,
+                         (gg, gx, [7], inverse, gw, [True, weighted]), {})
+    torch.testing.assert_close(out.full_tensor(), expected)
+    for got, told in zip(found, grads):
+        torch.testing.assert_close(got.full_tensor(), told)
+    assert len([m for m in moves if m.bytes]) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_sixteen_bits_are_computed_in_float32(norm, dtype):
+    where, generator = place([[0, 1], [2, 3]]), torch.Generator().manual_seed(SEED)
+    x = torch.randn(8, 33, generator=generator).to(dtype)
+    weight, bias = (torch.randn(33, generator=generator).to(dtype) for _ in range(2))
+    got = norm(gt.from_full(x, where, (S(0), S(1))), (33,), *[gt.from_full(t, where, B) for t in (weight, bias)])
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.full_tensor(), norm(x.float(), (33,), weight.float(), bias.float()).to(dtype))
