@@ -250,3 +250,13 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         check(name)
         print(f"{name} is right on rank {gt.rank()}")
+
+
+def test_grids_move_what_is_published():
+    said = subprocess.run([sys.executable, EXAMPLES / "grids.py"], env={**os.environ, "GLOBALTENSOR_RANKS": "8"},
+                          capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    rows = [line.split() for line in said.stdout.splitlines()]
+    assert [row[0] for row in rows] == ["1D", "2D", "2.5D", "3D"]
+    for row in rows:
+        assert float(row[row.index("moved") + 1]) == float(row[-1]), said.stdout

@@ -9,8 +9,8 @@ import re
 import pytest
 from harness import ROOT, TORCHRUN, environment, run
 
-FILES = ["tests/test_boxing.py", "tests/test_gradients.py", "tests/test_networks.py", "tests/test_optim.py",
-         "tests/test_traps.py", "tests/test_zero.py"]
+FILES = [f"tests/test_{name}.py" for name in ("boxing", "gradients", "grid", "networks", "normalized", "optim",
+                                              "recompute", "traps", "zero")]
 
 
 @pytest.mark.processes

@@ -66,7 +66,7 @@ def test_recomputed_bit_for_bit(how, sbp):
 
 
 def test_what_the_policy_keeps_is_not_made_again():
-    """Local products of a step on 2 ranks: 2 forward and 4 backward each; recomputed as a whole, 2 more."""
+    """Local products of a rank's step: 2 forward and 4 backward; recomputed as a whole, 2 more."""
     where, products = place([0, 1]), {}
     for how in HOW:
         torch.manual_seed(SEED)
@@ -78,4 +78,5 @@ def test_what_the_policy_keeps_is_not_made_again():
             run(x).sum().backward()
         counts = {e.key: e.count for e in seen.key_averages()}
         products[how] = sum(counts.get(key, 0) for key in ("aten::mm", "aten::addmm"))
-    assert products == {"none": 12, "whole": 16, "selective": 12}
+    driven = len(block.up.weight.shards)
+    assert products == {"none": 6 * driven, "whole": 8 * driven, "selective": 6 * driven}
