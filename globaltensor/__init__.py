@@ -29,6 +29,7 @@ from globaltensor.tensor.convert import from_full, from_local, from_shards
 from globaltensor.tensor.core import GlobalTensor
 from globaltensor.tensor.factories import (arange, empty, eye, full, linspace, logspace, normal, ones, rand, randint,
                                            randn, randperm, tensor, zeros)
+from globaltensor.tensor.gradients import reduce_in
 from globaltensor.zero import zero
 
 __version__ = "0.1.0"

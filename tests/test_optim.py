@@ -155,3 +155,35 @@ def test_a_loss_in_float32_of_classes_that_are_split(dtype):
     torch.testing.assert_close(got.full_tensor(), expected)
     torch.testing.assert_close(ours.grad.full_tensor(), plain.grad, rtol=0, atol=torch.finfo(dtype).eps * 0.1)
     assert max(m.bytes for m in moves) <= 2 * 16 * 4, "a number or two for each sample, no logits"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_may_be_reduced_in_16_bits(stage):
+    """Half the bytes; each rank's term is rounded, once, and the sum, made in float32, once more."""
+    where = place([0, 1, 2, 3], ("dp",))
+    torch.manual_seed(SEED)
+    plain, x = nn.Linear(16, 8, bias=False), torch.randn(8, 16)
+    moved, grads = [], []
+    for dtype in (None, torch.bfloat16):
+        model = gt.parallelize(copy.deepcopy(plain), where)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = gt.zero(optimizer, stage=stage) if stage else optimizer
+        gt.reduce_in(model.parameters(), dtype)
+        model(gt.from_full(x, where, S(0))).pow(2).sum().backward()
+        with gt.record() as moves:
+            grads.append(model.weight.grad)
+        moved.append(sum(m.bytes for m in moves))
+        optimizer.step()
+    terms = []
+    for rows in x.split(2):
+        part = copy.deepcopy(plain)
+        part(rows).pow(2).sum().backward()
+        terms.append(part.weight.grad.bfloat16().float())
+    assert moved[1] * 2 == moved[0] > 0 and grads[1].dtype == torch.float32
+    torch.testing.assert_close(grads[1].full_tensor(), sum(terms).bfloat16().float(), rtol=2 ** -7, atol=0)
+    assert not grads[1].full_tensor().equal(grads[0].full_tensor())
+
+
+def test_gradients_are_not_reduced_in_integers():
+    with pytest.raises(TypeError, match="floating point"):
+        gt.reduce_in([], torch.int32)

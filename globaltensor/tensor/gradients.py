@@ -12,6 +12,7 @@ that an optimizer works on: that is ZeRO (zero.py).
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
@@ -58,6 +59,18 @@ def share(whole: Any, part: Any) -> None:
     part._whole = whole
 
 
+def reduce_in(parameters: Iterable[Any], dtype: torch.dtype | None) -> None:
+    """Send the gradients of these parameters in another dtype when they are reduced, then bring them back to their own:
+    half the bytes for bfloat16. What arrives is added up in float32. None: in their own dtype again.
+
+    Raises TypeError for a dtype that is not floating point.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"gradients cannot be reduced in {dtype}: they are floating point numbers")
+    for leaf in parameters:
+        leaf._sent = dtype
+
+
 def _handed_over(whole: Any, part: Any) -> Any:
     grad, before = raw(whole), raw(part)
     if grad is not None:
@@ -92,12 +105,18 @@ def settle() -> None:
     """Bring every waiting gradient into its leaf's layout, all in one go."""
     leaves = [waiting[k] for k in sorted(waiting)]
     waiting.clear()
-    grads = [(_aimed(leaf), raw(leaf)) for leaf in leaves]
-    grads = [(dst, g) for dst, g in grads if g is not None and g.spec.layout is not dst]
-    found = [native.find(g.spec, dst) for dst, g in grads] if face is not None and not watched() else [None]
+    grads = [(_aimed(leaf), raw(leaf), leaf.__dict__.get("_sent")) for leaf in leaves]
+    grads = [(dst, g, sent or g.dtype) for dst, g, sent in grads if g is not None and g.spec.layout is not dst]
+    at_once = face is not None and not watched() and all(sent == g.dtype for _, g, sent in grads)
+    found = [native.find(g.spec, dst) for dst, g, _ in grads] if at_once else [None]
     if None not in found:
-        face.box_in_place([(boxing, g) for boxing, (_, g) in zip(found, grads)], "gradient")
+        face.box_in_place([(boxing, g) for boxing, (_, g, _) in zip(found, grads)], "gradient")
         return
-    moved = box([Boxed(g.spec, g.shards, dst) for dst, g in grads], "gradient")
-    for (dst, g), shards in zip(grads, moved):
-        g.spec, g.shards = spec(dst, g.spec.shape, None, g.spec.dtype), shards
+    moved = box([Boxed(spec(g.spec.layout, g.spec.shape, g.spec.stride, sent), _cast(g.shards, sent), dst)
+                 for dst, g, sent in grads], "gradient")
+    for (dst, g, _), shards in zip(grads, moved):
+        g.spec, g.shards = spec(dst, g.spec.shape, None, g.spec.dtype), _cast(shards, g.spec.dtype)
+
+
+def _cast(shards: dict[int, torch.Tensor], dtype: torch.dtype) -> dict[int, torch.Tensor]:
+    return {rank: t.to(dtype) for rank, t in shards.items()}
