@@ -12,11 +12,13 @@ With N ranks, P bytes of parameters, and X, W, Y those of the input, weight and 
     ZeRO 3         3 (N-1)/N P                       keeps 3 P/N
     tp             2 (N-1)/N, 4 times a layer + 2    of [batch, sequence, hidden]; keeps 3 P/N but for norms and positions
     tp, sequence   the same
+    sp             8 (N-1)/N^2 a layer of [batch, sequence, hidden], and as dp (DeepSpeed-Ulysses); keeps 3 P
     2D             3 (q-1)/q^2 (X + W) a linear, or less where another matrix rests       keeps 3 P/N
     2.5D           3 (q-1)/q^2 (X/d + W) a linear, and 2 (d-1)/d P/q^2                    keeps 3 P/q^2
     3D             2 (q-1)/q^3 (X + W + Y) a linear; q, k and v share their X             keeps 3 P/N
 
-The formulas of the grids are of the linear layers alone: norms, embedding and loss come on top.
+The formulas of the grids are of the linear layers alone: norms, embedding and loss come on top. With sp dispatch may
+move less than published: it splits the batch instead, once samples can be dealt out.
 """
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ class Strategy(NamedTuple):
     cut: str | tuple[str, ...] = ""
     sequence: str = ""
     stage: int = 0
-    batch: tuple[str, ...] = ()                      # the axes that split the batch
+    data: dict[str, int] = {}                        # the axes that split the batch, and which dim of it
 
     @property
     def ranks(self) -> int:
@@ -50,15 +52,16 @@ class Strategy(NamedTuple):
 def strategies(ranks: int) -> dict[str, Strategy]:
     """Those that fit so many ranks."""
     dp, tp = {"dp": ranks}, {"tp": ranks}
-    found = {"dp": Strategy(dp, batch=("dp",))}
-    found |= {f"ZeRO {stage}": Strategy(dp, stage=stage, batch=("dp",)) for stage in (1, 2, 3)}
+    found = {"dp": Strategy(dp, data={"dp": 0})}
+    found |= {f"ZeRO {stage}": Strategy(dp, stage=stage, data={"dp": 0}) for stage in (1, 2, 3)}
     found |= {"tp": Strategy(tp, "tp"), "tp, sequence": Strategy(tp, "tp", "tp")}
+    found["sp"] = Strategy({"sp": ranks}, data={"sp": 1})
     if ranks == 4:
-        found["dp x tp"] = Strategy({"dp": 2, "tp": 2}, "tp", batch=("dp",))
-        found["2D"] = Strategy({"row": 2, "column": 2}, ("row", "column"), batch=("row",))
+        found["dp x tp"] = Strategy({"dp": 2, "tp": 2}, "tp", data={"dp": 0})
+        found["2D"] = Strategy({"row": 2, "column": 2}, ("row", "column"), data={"row": 0})
     if ranks == 8:
-        found["2.5D"] = Strategy({"depth": 2, "row": 2, "column": 2}, ("row", "column"), batch=("depth", "row"))
-        found["3D"] = Strategy({"j": 2, "i": 2, "l": 2}, ("j", "i", "l"), batch=("i",))
+        found["2.5D"] = Strategy({"depth": 2, "row": 2, "column": 2}, ("row", "column"), data={"depth": 0, "row": 0})
+        found["3D"] = Strategy({"j": 2, "i": 2, "l": 2}, ("j", "i", "l"), data={"i": 0})
     return found
 
 
@@ -93,7 +96,9 @@ def moves(how: Strategy, size: int, hidden: int) -> float:
     activation = BATCH * SEQ * hidden * 4
     if isinstance(how.cut, tuple):
         return _on_grid(how, hidden)
-    tp = how.axes.get("tp", 1)
+    tp, sp = how.axes.get("tp", 1), how.axes.get("sp", 1)
+    if sp > 1:
+        return LAYERS * 8 * (sp - 1) / sp**2 * activation + 2 * (sp - 1) / sp * size
     reduced = (4 * LAYERS + 2) * 2 * (tp - 1) / tp * activation / dp
     return reduced + (3 if how.stage == 3 else 2) * (dp - 1) / dp * size * dp / n
 
@@ -127,7 +132,7 @@ def worker(settings: dict[str, Any]) -> Iterator[Any]:
     where = gt.placement("cpu", ranks, axis_names=tuple(how.axes))
     cut = tuple(how.cut) if isinstance(how.cut, list) else how.cut           # settings come as JSON
     gt.parallelize(model, where, gt.Plan.of(model, cut, how.sequence))
-    rows = {axis: gt.sbp.split(0) for axis in how.batch}
+    rows = {axis: gt.sbp.split(dim) for axis, dim in how.data.items()}
     trainer = Trainer(model, adamw(model.parameters()),
                       [(gt.from_full(a, where, rows), gt.from_full(b, where, rows)) for a, b in batches])
     if how.stage:

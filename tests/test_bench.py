@@ -57,9 +57,9 @@ def test_boxing(args, title):
 def test_strategies():
     said = found("strategies")
     rows = {row["strategy"]: row for row in said["rows"]}
-    assert list(rows) == ["dp", "ZeRO 1", "ZeRO 2", "ZeRO 3", "tp", "tp, sequence"]
+    assert list(rows) == ["dp", "ZeRO 1", "ZeRO 2", "ZeRO 3", "tp", "tp, sequence", "sp"]
     for name, row in rows.items():
-        assert 1 <= row["of formula"] < (1.1 if name == "ZeRO 3" else 1.02), row
+        assert (0.5 if name == "sp" else 1) <= row["of formula"] < (1.1 if name == "ZeRO 3" else 1.02), row
         assert row["of formula, kept"] == 1 or "tp" in name and 1 < row["of formula, kept"] < 1.1, row
 
 
