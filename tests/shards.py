@@ -87,3 +87,25 @@ def states(ndim, pending=True):
 def layouts(ndim, axes, pending=True):
     """Every nd-sbp."""
     return list(itertools.product(states(ndim, pending), repeat=axes))
+
+
+SHAPES = [(7, 5), (1, 3), (0, 4), (2, 9), (), (5,), (3, 4, 2)]
+DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64]
+
+
+def fulls(seed=0):
+    """Tensors of every shape and dtype, the same each time."""
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for shape, dtype in itertools.product(SHAPES, DTYPES):
+        t = torch.randn(shape, generator=generator) * 100
+        made[f"{dtype} {list(shape)}"] = (t > 0) if dtype == torch.bool else t.to(dtype)
+    return made
+
+
+def lay(t, layout):
+    """A tensor in a layout; splits of dims that it lacks become broadcasts."""
+    if layout is None:
+        return t.clone()
+    ranks, nd = layout
+    return gt.from_full(t, place(ranks), tuple(broadcast if s.is_split and s.dim >= t.dim() else s for s in nd))

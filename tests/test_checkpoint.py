@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from harness import PROGRAMS, PYTHON, RUN, Started, environment, good, results
-from shards import B, P, gather, place
+from shards import B, P, fulls, gather, lay, place
 from torch import nn
 
 import globaltensor as gt
@@ -60,28 +60,6 @@ LAYOUTS = {
     "P, S(0)": ([[4, 5], [2, 3]], (P, S(0))),
     "elsewhere": ([7, 6], (S(0),)),
 }
-SHAPES = [(7, 5), (1, 3), (0, 4), (2, 9), (), (5,), (3, 4, 2)]
-DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64]
-
-
-def fulls(seed=0):
-    """Tensors of every shape and dtype, the same each time."""
-    generator = torch.Generator().manual_seed(seed)
-    made = {}
-    for shape, dtype in itertools.product(SHAPES, DTYPES):
-        t = torch.randn(shape, generator=generator) * 100
-        made[f"{dtype} {list(shape)}"] = (t > 0) if dtype == torch.bool else t.to(dtype)
-    return made
-
-
-def lay(t, layout):
-    """A tensor in a layout; splits of dims that it lacks become broadcasts."""
-    if layout is None:
-        return t.clone()
-    ranks, nd = layout
-    return gt.from_full(t, place(ranks), tuple(B if s.is_split and s.dim >= t.dim() else s for s in nd))
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A checkpoint per layout, made when it is asked for."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import PROGRAMS, RUN, good, results
-from shards import B, P, gather, place
+from shards import B, P, fulls, gather, lay, place
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -34,28 +34,6 @@ LAYOUTS = {
     "B, S(1)": ([[0, 1], [2, 3]], (B, S(1))),
     "S(1), B": ([[6, 7], [2, 3]], (S(1), B)),
 }
-SHAPES = [(7, 5), (1, 3), (0, 4), (2, 9), (), (5,), (3, 4, 2)]
-DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64]
-
-
-def fulls(seed=0):
-    """Tensors of every shape and dtype, the same each time."""
-    generator = torch.Generator().manual_seed(seed)
-    made = {}
-    for shape, dtype in itertools.product(SHAPES, DTYPES):
-        t = torch.randn(shape, generator=generator) * 100
-        made[f"{dtype} {list(shape)}"] = (t > 0) if dtype == torch.bool else t.to(dtype)
-    return made
-
-
-def lay(t, layout):
-    """A tensor in a layout; splits of dims that it lacks become broadcasts."""
-    if layout is None:
-        return t.clone()
-    ranks, nd = layout
-    return gt.from_full(t, place(ranks), tuple(B if s.is_split and s.dim >= t.dim() else s for s in nd))
-
-
 def bits(t):
     """The bytes of a tensor, whole; put together by hand where it is global, replicas compared."""
     t = gather(t.detach()) if t.is_global else t.detach()
