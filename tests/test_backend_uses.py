@@ -307,7 +307,7 @@ def test_control_c_ends_a_wait_and_tells_the_others(fresh):
 @built
 @pytest.mark.parametrize("own", [None, 1])
 def test_waiting_has_an_end(fresh, own):
-    ranks = fresh(2, 2)
+    ranks = fresh(2, 6)                           # seconds, in which a busy machine can also start them
     ranks.start(one_waits, own)
     text = ranks.answers()[0]
     assert "DistBackendError" in text and ("rank 1" in text if own is None else "not done within 1000 ms" in text), text

@@ -45,6 +45,7 @@ class Rule:
     leaves: str = "sum"                              # what a label that is reduced away leaves pending
     even: tuple[tuple[str, int], ...] = ()           # labels that must be cut evenly, with their sizes
     nonempty: tuple[str, ...] = ()                   # labels of which no part may be empty
+    leads: int | None = None                         # an operand whose splits stay: the data, where it is small
 
 
 class Signature(NamedTuple):
