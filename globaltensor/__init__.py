@@ -22,6 +22,7 @@ from globaltensor.debug.explain import explain
 from globaltensor.debug.show import show
 from globaltensor.errors import GlobalTensorError
 from globaltensor.modules import to_global
+from globaltensor.pipeline.runner import pipeline
 from globaltensor.placement import placement
 from globaltensor.plan import Plan, parallelize
 from globaltensor.tensor import plain

@@ -246,6 +246,38 @@ def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.
         target.copy_(source)
 
 
+def post(buffer: torch.Tensor, peer: int, receive: bool = False) -> dist.Work:
+    """Begin to send a flat buffer on the CPU to a rank, or to fill it from there, and wait for nothing. Messages of two
+    ranks are matched by order. The buffer must be left alone until `wait` says so."""
+    move = dist.irecv if receive else dist.isend
+    return move(buffer, peer, group=world().control, tag=_POST)
+
+
+def wait(works: Mapping[int, dist.Work], what: str, peers: tuple[int, ...]) -> None:
+    """Until what was posted has arrived. `works` by rank; `peers` are all that take part in the same `what`.
+
+    Raises TransportError where a peer died or did not come in time.
+    """
+    with _together(what, peers, zlib.crc32(what.encode()) | 8) as lost:
+        for peer, work in works.items():
+            lost[:] = [peer]
+            work.wait()
+
+
+_apart = False
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Inside, the processes do different things: what an op has to say it says to nobody."""
+    global _apart
+    before, _apart = _apart, True
+    try:
+        yield
+    finally:
+        _apart = before
+
+
 @contextmanager
 def _together(what: str, peers: tuple[int, ...], tag: int) -> Iterator[list[int]]:
     """Around whatever waits for other processes: who waits for whom is known, and what goes wrong is told.
@@ -272,7 +304,7 @@ def _everyone() -> tuple[int, ...]:
     return tuple(r for r in range(world().size) if r != rank())
 
 
-_AGREE, _TELL, _BROADCAST = 1, 2, 3                  # tags of what is not an exchange
+_AGREE, _TELL, _BROADCAST, _POST = 1, 2, 3, 4       # tags of what is not an exchange
 
 
 def agree(what: str) -> None:
@@ -280,7 +312,7 @@ def agree(what: str) -> None:
 
     Raises DisagreementError on every rank, which shows who says what.
     """
-    if world().lone:
+    if world().lone or _apart:
         return
     mine = torch.tensor([zlib.crc32(what.encode()), len(what)])
     said = [torch.empty_like(mine) for _ in range(world().size)]
@@ -324,7 +356,7 @@ def checking() -> bool:
 
 def broadcast_object(value: object, source: int, what: str = "telling a result") -> object:
     """The object that rank `source` has, on every process; collective over the whole world."""
-    if world().lone:
+    if world().lone or _apart:
         return value
     box = [value]
     with _together(what, _everyone(), _BROADCAST):
@@ -339,5 +371,8 @@ def gather_objects(value: tuple, what: str) -> list[tuple]:
     """
     if world().lone:
         return [value]
+    if _apart:
+        raise DisagreementError(f"{what} where not all processes are", "the others run other stages of a pipeline",
+                                "make it outside of the stages, or in a way that asks nobody: a factory, an op")
     agree(what)
     return _tell(value, what)

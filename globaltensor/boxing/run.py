@@ -165,8 +165,8 @@ class _Stream:
         return part.view(dtype).view(shape)
 
 
-def _exchange(programs: list[Program], shards: list[Shards], dtypes: list[torch.dtype], op: str) -> dict[int, _Stream]:
-    """Send what other processes want of these tensors, and get what they send; parts start on 16-byte boundaries."""
+def _packed(programs: list[Program], shards: list[Shards]) -> dict[int, list[torch.Tensor]]:
+    """Per peer the bytes it gets, to be laid end to end; parts start on 16-byte boundaries."""
     outgoing: dict[int, list[torch.Tensor]] = {}
     for program, held in zip(programs, shards):
         for peer, parts in program.outgoing.items():
@@ -174,6 +174,11 @@ def _exchange(programs: list[Program], shards: list[Shards], dtypes: list[torch.
                 data = _read(held, p).contiguous().view(-1).view(torch.uint8)
                 gap = -data.numel() % 16
                 outgoing.setdefault(peer, []).extend([data, data.new_empty(gap)] if gap else [data])
+    return outgoing
+
+
+def _expected(programs: list[Program], dtypes: list[torch.dtype]) -> dict[int, int]:
+    """Per peer how many bytes come from it."""
     incoming: dict[int, int] = {}
     for program, dtype in zip(programs, dtypes):
         for fills in program.fills.values():
@@ -181,6 +186,12 @@ def _exchange(programs: list[Program], shards: list[Shards], dtypes: list[torch.
                 for p in fill.parts:
                     if p.owner is not None:
                         incoming[p.owner] = incoming.get(p.owner, 0) + (p.size * dtype.itemsize + 15) // 16 * 16
+    return incoming
+
+
+def _exchange(programs: list[Program], shards: list[Shards], dtypes: list[torch.dtype], op: str) -> dict[int, _Stream]:
+    """Send what other processes want of these tensors, and get what they send."""
+    outgoing, incoming = _packed(programs, shards), _expected(programs, dtypes)
     if not outgoing and not incoming:
         return {}
     device = next(iter(next(s for s in shards if s).values())).device if any(shards) else "cpu"
@@ -189,6 +200,28 @@ def _exchange(programs: list[Program], shards: list[Shards], dtypes: list[torch.
     comm.exchange({peer: torch.cat(parts) if len(parts) > 1 else parts[0] for peer, parts in outgoing.items()}, buffers,
                   f"the boxing for {op}", tag & 0x3FFFFFFF | 8)
     return {peer: _Stream(data) for peer, data in buffers.items()}
+
+
+class Letter:
+    """One step of a boxing of many tensors whose two sides do not meet: what is sent is written by one and read, later,
+    by the other. `items` need shards on the sending side only."""
+
+    def __init__(self, items: Sequence[Boxed]) -> None:
+        self.items = items
+        self.programs = [_compile(i.spec.layout, i.dst, i.spec.shape) for i in items]
+
+    def write(self) -> dict[int, list[torch.Tensor]]:
+        """Per peer the bytes it gets, to be laid end to end."""
+        return _packed(self.programs, [i.shards for i in self.items])
+
+    def sizes(self) -> dict[int, int]:
+        """Per peer how many bytes come from it."""
+        return _expected(self.programs, [i.spec.dtype for i in self.items])
+
+    def read(self, received: dict[int, torch.Tensor]) -> list[Shards]:
+        """The new shards, of the bytes that came."""
+        streams = {peer: _Stream(data) for peer, data in received.items()}
+        return [_build(p, i.shards, i, i.dst, streams) for p, i in zip(self.programs, self.items)]
 
 
 def _read(held: Shards, part: Part) -> torch.Tensor:

@@ -3,7 +3,10 @@
 Each case is a function of the number of ranks; the same in one process that drives all ranks, and in one for each.
 """
 import json
+import os
+import signal
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import globaltensor as gt
+from globaltensor import comm
 
 torch.set_default_dtype(torch.float64)
 
@@ -135,6 +139,90 @@ def uneven():
     return train(model, model.layers(), places, "1f1b", batch=9)
 
 
+class _Nap(torch.autograd.Function):
+    """Takes a while on the ranks that do the work, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        if x.shards:
+            time.sleep(0.1)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad.shards:
+            time.sleep(0.1)
+        return grad
+
+
+class Napping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return _Nap.apply(x * self.weight)
+
+
+def timed(run):
+    """Seconds of the slower rank, after a run that finds out what there is to know."""
+    seconds = 0.0
+    for _ in range(2):
+        comm.gather_objects((), "a start together")
+        began = time.perf_counter()
+        run()
+        seconds = max(comm.gather_objects((time.perf_counter() - began,), "an end together"))[0]
+    return seconds
+
+
+def overlap():
+    """4 micro-batches through 2 stages that sleep."""
+    places, x = [place(0), place(1)], torch.ones(4, 2)
+    found = {}
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        runner = gt.pipeline([Napping(), Napping()], places, name, 4, lambda y: y.mean())
+        found[name] = timed(lambda: runner.step(x))
+    found["eval"] = timed(lambda: runner.eval(x))
+    stages = [gt.to_global(Napping(), where) for where in places]
+    parts = [gt.from_full(part, places[0], gt.sbp.broadcast) for part in x.chunk(4)]
+
+    def forward():
+        return sum(stages[1](stages[0](part).to_global(places[1])).mean() for part in parts)
+
+    found["eager forward"] = timed(forward)
+    found["eager"] = timed(lambda: forward().backward())
+    return {"seconds": found}
+
+
+class Dying(nn.Linear):
+    def forward(self, x):
+        Dying.calls = getattr(Dying, "calls", 0) + 1
+        if gt.rank() == 2 and Dying.calls == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+
+def dies():
+    """Rank 2 of 4 ends in its second step."""
+    stages = [Dying(4, 4) for _ in range(4)]
+    runner = gt.pipeline(stages, [place(r) for r in range(4)], "1f1b", 4, F.mse_loss)
+    began = time.perf_counter()
+    try:
+        for _ in range(20):
+            began = time.perf_counter()
+            runner.step(torch.ones(8, 4), torch.ones(8, 4))         # the line that must be named
+    finally:
+        print(f"after {time.perf_counter() - began:.2f} s", flush=True)
+
+
+def misfits():
+    try:
+        gt.pipeline([nn.Linear(4, 5), nn.Linear(6, 4)], [place(0), place(1)], "1f1b", 2, F.mse_loss).step(
+            torch.ones(2, 4), torch.ones(2, 4))
+    except gt.GlobalTensorError as error:
+        return {"error": [type(error).__name__, str(error)]}
+
+
 def cases(ranks):
     for name in ("gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"):
         yield name, lambda name=name: simple(name, ranks)
@@ -159,5 +247,7 @@ def cases(ranks):
 
 if __name__ == "__main__":
     folder, wanted = Path(sys.argv[1]), sys.argv[2:]
-    found = {name: run() for name, run in cases(gt.world_size()) if not wanted or name in wanted}
+    apart = {"overlap": overlap, "dies": dies, "misfits": misfits}
+    known = {**dict(cases(gt.world_size())), **apart}
+    found = {name: known[name]() for name in wanted or [name for name in known if name not in apart]}
     (folder / f"{gt.rank()}.json").write_text(json.dumps(found))
