@@ -136,7 +136,7 @@ def worker(settings: dict[str, Any]) -> Iterator[Any]:
     trainer = Trainer(model, adamw(model.parameters()),
                       [(gt.from_full(a, where, rows), gt.from_full(b, where, rows)) for a, b in batches])
     if how.stage:
-        gt.zero(trainer.optimizer, "dp", how.stage)
+        gt.zero(trainer.optimizer, "dp", how.stage, model if how.stage == 3 else None)
     found = first_losses(trainer)
     with gt.record() as moved:
         trainer.step(0)

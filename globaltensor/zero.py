@@ -9,7 +9,8 @@ the parts are gathered into the parameters, in one move.
 
     stage 1   optimizer state split. Sent per rank and step: 2 (N-1)/N of the parameters' bytes, as without ZeRO
     stage 2   also gradients: pending sums are split during backward, once 25 MB wait
-    stage 3   also the parameters: gathered where an op needs them, forward and backward. 3 (N-1)/N
+    stage 3   also the parameters: gathered where an op needs them, forward and backward, or given the model a layer at
+              a time, one layer ahead (prefetch.py). 3 (N-1)/N
 
 Parameters of 16 bits get parts of float32, master weights: bytes per rank for P parameters and Adam are 4P + 12P/N,
 2P + 14P/N and 16P/N. Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO", SC'20, table 1.
@@ -24,22 +25,29 @@ from torch import nn
 from globaltensor.boxing.run import boxed
 from globaltensor.errors import SbpError
 from globaltensor.layout import Layout, layout
+from globaltensor.prefetch import Layers
 from globaltensor.sbp import split
 from globaltensor.tensor import gradients
 from globaltensor.tensor.core import GlobalTensor
 
 
-def zero(optimizer: torch.optim.Optimizer, axis: str = "dp", stage: int = 1) -> torch.optim.Optimizer:
+def zero(optimizer: torch.optim.Optimizer, axis: str = "dp", stage: int = 1, model: nn.Module | None = None
+         ) -> torch.optim.Optimizer:
     """Split an optimizer's state (1), the gradients (2) and the parameters (3) along an axis. Returns the optimizer.
 
     optimizer   new: it has taken no step yet. One that works element by element, as Adam and SGD do, moves nothing in
                 its step; one that looks at whole matrices, as Muon does, gathers what it needs
     axis        a name that the parameters' placements have; parameters that are split along it already stay as they are
-    Raises SbpError for another stage, an optimizer that has state, a parameter that is not global or lacks the axis.
+    model       of stage 3: gather its parameters layer by layer, one layer ahead (prefetch.py), not op by op
+    Raises SbpError for another stage, a model where it is not stage 3, an optimizer that has state, a parameter that is
+    not global or lacks the axis.
     """
     if stage not in (1, 2, 3):
         raise SbpError(f"ZeRO has no stage {stage!r}", "1 splits optimizer state, 2 gradients too, 3 parameters too",
                        "gt.zero(optimizer, stage=1)")
+    if model is not None and stage != 3:
+        raise SbpError(f"gt.zero was told the model for stage {stage}", "only stage 3 gathers parameters layer by layer",
+                       "stage=3, or no model")
     if optimizer.state:
         raise SbpError("the optimizer has taken steps already", "its state would have to be split, too",
                        "gt.zero(torch.optim.AdamW(...)), then optimizer.load_state_dict(...) where there is a state")
@@ -47,6 +55,8 @@ def zero(optimizer: torch.optim.Optimizer, axis: str = "dp", stage: int = 1) -> 
     for group in optimizer.param_groups:
         where = [(p, _cut(p, axis)) for p in group["params"]]
         group["params"] = [p if dst is None else _made(p, dst, stage, pairs) for p, dst in where]
+    if model is not None:
+        Layers(model, axis)
     if pairs:
         pairs.look()
         optimizer.register_step_pre_hook(lambda *_: pairs.refresh())

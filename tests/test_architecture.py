@@ -20,6 +20,7 @@ LAYERS = [                                           # low to high; names on one
     {"rules", "boxing"},
     {"dispatch"},
     {"tensor"},
+    {"prefetch"},
     {"modules", "debug", "backend", "data", "checkpoint", "zero"},
     {"experts", "grids", "pipeline"},
     {"plan", "simulator"},

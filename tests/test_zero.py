@@ -164,6 +164,8 @@ def test_mistakes():
     model, gx = spread(net(), where, torch.randn(5, 6))
     with pytest.raises(SbpError, match="ZeRO has no stage 4"):
         gt.zero(torch.optim.SGD(model.parameters()), stage=4)
+    with pytest.raises(SbpError, match="only stage 3 gathers"):
+        gt.zero(torch.optim.SGD(model.parameters()), stage=2, model=model)
     with pytest.raises(SbpError, match="has no axis 'tp'"):
         gt.zero(torch.optim.SGD(model.parameters()), axis="tp")
     with pytest.raises(SbpError, match="is plain"):
