@@ -107,8 +107,8 @@ def _on_grid(how: Strategy, hidden: int) -> float:
     """The linear layers of a GPT on a square, a slab or a cube of ranks, 2 to a side."""
     rows, q, total = BATCH * SEQ, 2, 0.0
     depth = how.axes.get("depth", 1)
-    shapes = [(hidden, hidden, "x")] * 4 + [(hidden, 4 * hidden, ""), (4 * hidden, hidden, "")]
-    for inputs, outputs, _ in shapes * LAYERS + [(hidden, VOCAB, "")]:
+    shapes = [(hidden, hidden)] * 4 + [(hidden, 4 * hidden), (4 * hidden, hidden)]
+    for inputs, outputs in shapes * LAYERS + [(hidden, VOCAB)]:
         x, w, y = 4 * rows * inputs, 4 * inputs * outputs, 4 * rows * outputs
         if len(how.cut) == 3:
             total += 2 * (q - 1) / q**3 * (x + w + y)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from globaltensor.layout import Layout, cut, layout, spec
-from globaltensor.modules import named_tensors
+from globaltensor.modules import named_tensors, stand_in, step_back
 from globaltensor.placement import placement
 from globaltensor.sbp import broadcast, split
 from globaltensor.tensor.convert import from_full
@@ -87,7 +87,7 @@ class Travel:
         apart = [axis for axis in axes if matrices.sbp[axis] == split(0)]
         tokens = tokens.to_global(sbp=tuple(s if s == split(0) else broadcast for s in tokens.sbp))
         alike = [axis for axis in axes if axis not in apart and tokens.sbp[axis] == split(0)]
-        blocks = sorted({matrices.spec.box(rank)[0] for rank in home.flat} - {(n, n) for n in range(len(matrices) + 1)})
+        blocks = sorted({(a, b) for a, b in (matrices.spec.box(rank)[0] for rank in home.flat) if a < b})
         ranks = prod(home.shape[axis] for axis in apart)             # more than blocks, where experts are few
         slots = arranged(chosen.full_tensor().cpu() if chosen.is_global else chosen.cpu(), blocks,
                          prod(home.shape[axis] for axis in alike) * (1 if len(blocks) == ranks else ranks))
@@ -98,8 +98,8 @@ class Travel:
             split(0) if axis in apart and tokens.sbp[axis].is_broadcast else broadcast for axis in axes))
         weights = weights[picked].gather(1, choice[:, None]) * counts[:, None]
         self.under_way[-1] = there, tokens, token
-        for _, owner, key, parameter, _ in named_tensors(module):    # a module looks up its own parameters last
-            owner.__dict__[key] = there.seen(parameter)
+        for _, owner, key, parameter, _ in named_tensors(module):
+            stand_in(owner, key, there.seen(parameter))
         return there.seen(tokens[picked]), from_full(slots.expert[:, None], there.place, broadcast), there.seen(weights)
 
     def back(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -108,7 +108,7 @@ class Travel:
         if found is None:
             return output
         for _, owner, key, _, _ in named_tensors(module):
-            owner.__dict__.pop(key, None)
+            step_back(owner, key)
         if not isinstance(output, Tensor):           # the module raised an error
             return output
         there, tokens, token = found

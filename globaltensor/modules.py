@@ -50,6 +50,15 @@ def named_tensors(module: nn.Module) -> Any:
                     yield f"{prefix}.{key}" if prefix else key, owner, key, tensor, kind
 
 
+def stand_in(owner: nn.Module, key: str, tensor: torch.Tensor) -> None:
+    """Let a tensor stand before a module's parameter, which a module looks up last, until `step_back`."""
+    owner.__dict__[key] = tensor
+
+
+def step_back(owner: nn.Module, key: str) -> None:
+    owner.__dict__.pop(key, None)
+
+
 def _by_axis(sbp: Mapping[str, Any], placement: Any) -> bool:
     """Is this dict by axis name, not by name pattern?"""
     return bool(placement.axis_names) and set(sbp) <= set(placement.axis_names)

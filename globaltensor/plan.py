@@ -40,7 +40,7 @@ from torch import nn
 from globaltensor import experts as expert_layers
 from globaltensor import grids
 from globaltensor.errors import SbpError
-from globaltensor.modules import first_fit, named_tensors, to_global
+from globaltensor.modules import first_fit, named_tensors, stand_in, step_back, to_global
 from globaltensor.sbp import Sbp, broadcast, partial_max, partial_min, partial_sum, split
 
 Row = dict[str, Sbp]
@@ -231,12 +231,12 @@ def _brought(row: Row, value: Any) -> Any:
 
 
 def _take_up(key: str, row: Row, owner: nn.Module, args: Any) -> None:
-    """While the module works, what is brought stands before its parameter, which a module looks up last."""
-    owner.__dict__[key] = _brought(row, owner._parameters[key])
+    """While the module works, what is brought stands before its parameter."""
+    stand_in(owner, key, _brought(row, owner._parameters[key]))
 
 
 def _lay_down(key: str, owner: nn.Module, args: Any, output: Any) -> None:
-    owner.__dict__.pop(key, None)
+    step_back(owner, key)
 
 
 def _row_of(plan: Plan, name: str) -> Row:

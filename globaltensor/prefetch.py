@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from globaltensor.boxing.run import Boxed, box
 from globaltensor.layout import Layout, spec
+from globaltensor.modules import stand_in, step_back
 from globaltensor.sbp import broadcast
 from globaltensor.tensor.core import GlobalTensor
 
@@ -44,8 +46,8 @@ class Layers:
 
     def _after(self, i: int, out: Any) -> None:
         turn, shells = self.turn, self.layers[i].lay_down()
-        for t in _tensors(out):
-            if t.requires_grad:                      # who waits for backward holds on to the shells
+        for t in tree_flatten(out)[0]:
+            if isinstance(t, Tensor) and t.requires_grad:            # who waits for backward holds on to the shells
                 t.register_hook(lambda grad, shells=shells: self._backward(i, turn))
         self.layers[i].let_go()
 
@@ -88,14 +90,14 @@ class _Layer:
             shells.fill(shards)
 
     def take_up(self, turn: int) -> None:
-        """While the layer works, what was gathered stands before its parameters, which a module looks up last."""
+        """While the layer works, what was gathered stands before its parameters."""
         self.own = self.shells[turn] = _Shells({rank: t.detach() for rank, t in shard.items()} for shard in self.now)
         for (owner, key, p), whole, shell in zip(self.slots, self.wholes, self.own):
-            owner.__dict__[key] = _Gathered.apply(p, whole, shell)
+            stand_in(owner, key, _Gathered.apply(p, whole, shell))
 
     def lay_down(self) -> _Shells | None:
         for owner, key, _ in self.slots:
-            owner.__dict__.pop(key, None)
+            step_back(owner, key)
         own, self.own = self.own, None
         return own
 
@@ -126,11 +128,6 @@ def _whole(p: Any, axis: str) -> Layout | None:
     if axis not in names or not p.sbp[names.index(axis)].is_split:
         return None
     return p.spec.layout.with_sbp(tuple(broadcast if name == axis else s for name, s in zip(names, p.sbp)))
-
-
-def _tensors(out: Any) -> list[Tensor]:
-    items = out if isinstance(out, (tuple, list)) else out.values() if isinstance(out, dict) else [out]
-    return [t for t in items if isinstance(t, Tensor)]
 
 
 class _Gathered(torch.autograd.Function):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.boxing.run import boxed
+from globaltensor.boxing.run import boxed, wide
 from globaltensor.errors import SbpError
 from globaltensor.layout import Layout, layout
 from globaltensor.prefetch import Layers
@@ -130,12 +130,12 @@ def _made(p: Any, dst: Layout, stage: int, pairs: Pairs) -> Any:
     """What the optimizer works on in the place of p."""
     with torch.no_grad():
         part, = boxed([p], [dst], "zero")
-        wide = torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
+        master = wide(p.dtype)
         if stage == 3:
             p.data = part
-            if wide == p.dtype:
+            if master == p.dtype:
                 return p
-        part = nn.Parameter(part.to(wide), requires_grad=p.requires_grad)
+        part = nn.Parameter(part.to(master), requires_grad=p.requires_grad)
     gradients.aim(p, dst, early=stage > 1)
     gradients.share(p, part)
     pairs.append((p, part))

@@ -60,6 +60,8 @@ LAYOUTS = {
     "P, S(0)": ([[4, 5], [2, 3]], (P, S(0))),
     "elsewhere": ([7, 6], (S(0),)),
 }
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A checkpoint per layout, made when it is asked for."""

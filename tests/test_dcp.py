@@ -34,6 +34,8 @@ LAYOUTS = {
     "B, S(1)": ([[0, 1], [2, 3]], (B, S(1))),
     "S(1), B": ([[6, 7], [2, 3]], (S(1), B)),
 }
+
+
 def bits(t):
     """The bytes of a tensor, whole; put together by hand where it is global, replicas compared."""
     t = gather(t.detach()) if t.is_global else t.detach()

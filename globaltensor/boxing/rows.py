@@ -25,7 +25,7 @@ from torch import Tensor
 
 from globaltensor import comm
 from globaltensor.boxing import watch
-from globaltensor.boxing.run import Shards
+from globaltensor.boxing.run import Shards, wide
 from globaltensor.errors import where
 from globaltensor.layout import Layout
 from globaltensor.placement import placement
@@ -85,13 +85,12 @@ class Rows(NamedTuple):
             _carry(self, outgoing, incoming)
             for owner, t in values.items():
                 start, stop = self.held[owner]
-                wide = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else t.dtype
-                made[owner] = t.new_zeros((stop - start, *t.shape[1:]), dtype=wide)
+                made[owner] = t.new_zeros((stop - start, *t.shape[1:]), dtype=wide(t.dtype))
                 for rank, parts in self.parts.items():
                     if owner in parts:
                         term = values[rank][slice(*parts[owner])] if rank in values else incoming[rank]
                         numbers = _numbers(self, rank, owner).to(t.device)
-                        made[owner].index_add_(0, numbers, term.to(t.device, wide))
+                        made[owner].index_add_(0, numbers, term.to(t.device, made[owner].dtype))
         return {owner: t.to(values[owner].dtype) for owner, t in made.items()}
 
 

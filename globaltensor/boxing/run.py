@@ -240,13 +240,17 @@ def _build(program: Program, held: Shards, item: Boxed, dst: Layout, received: d
     return built
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are made in: float32 for the 16-bit floats."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 def _reduce(into: torch.Tensor, terms: list[torch.Tensor], op: str) -> None:
     """Copy one term, or reduce several in order."""
     if len(terms) == 1:
         into.copy_(terms[0])
     elif op == "sum":
-        wide = torch.float32 if into.dtype in (torch.float16, torch.bfloat16) else into.dtype
-        total = torch.add(terms[0].to(into.device, wide), terms[1].to(into.device, wide))
+        total = torch.add(*(term.to(into.device, wide(into.dtype)) for term in terms[:2]))
         for term in terms[2:]:
             total += term.to(into.device)
         into.copy_(total)

@@ -27,6 +27,7 @@ from torch import Tensor
 from globaltensor import comm
 from globaltensor.layout import Layout, Spec, cut, layout, spec
 from globaltensor.rules.call import Call
+from globaltensor.rules.rewrites import wide
 from globaltensor.sbp import Sbp, broadcast, partial_sum, split
 
 aten = torch.ops.aten
@@ -110,8 +111,8 @@ def add_rows(call: Call, run: Any) -> Any:
 
 def _summed(t: Tensor, back: Tensor, n: int) -> Tensor:
     """Rows that go to the same row added up, in float32 for the 16-bit floats."""
-    wide = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else t.dtype
-    return t.new_zeros((n, *t.shape[1:]), dtype=wide).index_add_(0, back, t.to(wide)).to(t.dtype)
+    dtype = wide(t.dtype)
+    return t.new_zeros((n, *t.shape[1:]), dtype=dtype).index_add_(0, back, t.to(dtype)).to(t.dtype)
 
 
 def _cut_axes(of: Layout) -> tuple[int, ...]:

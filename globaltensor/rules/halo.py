@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from globaltensor import comm
 from globaltensor.layout import Box, Layout, Shape, Windows, layout, spec, windows
 from globaltensor.rules.call import Call
+from globaltensor.rules.rewrites import as_global
 from globaltensor.sbp import Sbp, broadcast, partial_sum, split
 
 Parts = dict[int, Tensor]                            # rank -> its own
@@ -201,16 +201,6 @@ def _convolved(x: Layout, weight: Layout, channels: int, groups: int) -> tuple[A
     sides = _sides(x, weight, channels, groups)
     return tuple(Along(*(layout(x.placement, nd) for nd in zip(*how)))
                  for how in (sides, [side.gradient for side in sides]))
-
-
-def as_global(run: Any, t: Tensor, like: Any, op: str) -> Any:
-    """A plain tensor counts as broadcast."""
-    if hasattr(t, "spec"):
-        return t
-    if comm.checking():
-        comm.agree_on(t, f"a plain operand of {op}")
-    own = spec(like.spec.layout.whole, tuple(t.shape), t.stride(), t.dtype)
-    return run.wrap(own, dict.fromkeys(like.shards, t))
 
 
 def _groups(call: Call, part: Tensor) -> int:

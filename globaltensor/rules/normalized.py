@@ -27,7 +27,8 @@ def features_cut(call: Call) -> bool:
     """
     first = call["input"].dim() - len(call["normalized_shape"])
     for name in ("input", "grad_out"):
-        cuts = [s.dim for s in getattr(call.get(name), "sbp", ()) if s.is_split] if hasattr(call.get(name), "spec") else []
+        own = getattr(call.get(name), "spec", None)
+        cuts = [s.dim for s in own.sbp if s.is_split] if own is not None else []
         if cuts and cuts[-1] >= first and min(cuts) < first:
             return True
     return False

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from globaltensor import comm
 from globaltensor.layout import Layout, layout, spec
 from globaltensor.placement import placement
 from globaltensor.rules.call import Call
@@ -45,6 +46,16 @@ def broadcast_all(run: Any, tensors: list[Any], op: str) -> list[Any]:
 def broadcast_on(x: Any) -> Layout:
     """All broadcast on the placement of x."""
     return x.spec.layout.whole
+
+
+def as_global(run: Any, t: Any, like: Any, op: str) -> Any:
+    """An operand beside a global one; a plain one counts as broadcast."""
+    if hasattr(t, "spec"):
+        return t
+    if comm.checking():
+        comm.agree_on(t, f"a plain operand of {op}")
+    own = spec(like.spec.layout.whole, tuple(t.shape), t.stride(), t.dtype)
+    return run.wrap(own, dict.fromkeys(like.shards, t))
 
 
 def cast(run: Any, x: Any, dtype: torch.dtype | None) -> Any:

@@ -35,7 +35,7 @@ from torch import Tensor
 from globaltensor import comm
 from globaltensor.layout import Layout, Shape, layout, spec, volume, windows
 from globaltensor.rules.call import Call
-from globaltensor.rules.rewrites import wide
+from globaltensor.rules.rewrites import as_global, wide
 from globaltensor.sbp import Sbp, broadcast, partial_sum, split
 
 Ends = tuple[int, int]                               # start and stop along the sequence
@@ -227,21 +227,12 @@ class _Spread:
         wanted = {name: self.keys if name in ("key", "value") else self.lie for name in call.names}
         if "attn_mask" in wanted:
             wanted["attn_mask"] = _of_mask(tuple(call["attn_mask"].shape), self.lie)
-        moved = run.box([self._as_global(name) for name in wanted], list(wanted.values()), self.op)
+        operands = [as_global(run, call[name], call["query"], self.op) for name in wanted]
+        moved = run.box(operands, list(wanted.values()), self.op)
         self.held = dict(zip(wanted, moved))
         self.mask = self.held.pop("attn_mask", None)
         self.ranks = list(self.held["query"].shards)
         self.dtype = wide(self.held["query"].dtype)  # of what is added up
-
-    def _as_global(self, name: str) -> Any:
-        """An operand; a plain one counts as broadcast."""
-        t = self.call[name]
-        if hasattr(t, "spec"):
-            return t
-        if comm.checking():
-            comm.agree_on(t, f"a plain operand of {self.op}")
-        return self.run.wrap(spec(self.lie.whole, tuple(t.shape), t.stride(), t.dtype),
-                             dict.fromkeys(self.call["query"].shards, t))
 
     def results(self) -> list[Tensor]:
         """What the op returns, as meta tensors."""
