@@ -1,20 +1,28 @@
 """How long is a step of a small GPT in a pipeline, by schedule, beside torch.distributed.pipelining and the simulator?
 
-One model in all arms: examples/gpt.py, its layers cut into stages alike, 2 ranks of one thread each, a batch of 8
+One model in all arms: examples/gpt.py, its 8 layers cut into stages alike, ranks of one thread each, a batch of 8
 micro-batches of 2 x 128 tokens; forward and backward, no optimizer. Ours and torch's live in processes of their own and
 take turns, a schedule at a time; losses must agree first. A step is that of the slower rank, the median of all.
 
-    step         ours, milliseconds; torch's beside it where torch has the schedule
+    step         ours, milliseconds; torch's beside it where torch has the schedule; torch's / ours: above 1 is ahead
     bubble       share of a rank's span in which it did not work, of the rank with the longest span, measured
     simulated    the same by the simulator, told the median time of each action of each stage as measured
-    simulated step   its makespan; what is longer in the measured one is between the actions
+    makespan     the measured one / the simulated one, from the first action of all ranks to the last
+    idle, held, between     what the bubble is made of, milliseconds: nothing there that the rank could compute; something
+                 there, but later in its list; its next action could begin, but a value was still moved or taken in
+    peak         the most that a rank keeps between its actions, MB, measured by malloc
+    predicted    the same by the schedule, of what the first forward and backward of each of its stages kept and let go
+
+Where ranks outnumber cores they share them: action times then say how long each took beside the others.
 """
 from __future__ import annotations
 
+import ctypes
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +34,42 @@ from torch import Tensor, nn
 import globaltensor as gt
 from benchmarks.processes import Workers
 from benchmarks.timing import show
-from globaltensor.pipeline.timetable import Event
+from globaltensor.pipeline import actions
+from globaltensor.pipeline.communication import COMPUTE
+from globaltensor.pipeline.schedule import decode
+from globaltensor.pipeline.timetable import Event, draw, length
 from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT  # noqa: E402
 
-RANKS, MICRO_BATCHES, BATCH, SEQ, VOCAB, LAYERS, HEADS = 2, 8, 16, 128, 512, 6, 4
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}    # name -> stages on a rank
+MICRO_BATCHES, BATCH, SEQ, VOCAB, LAYERS, HEADS = 8, 16, 128, 512, 8, 4
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "bfs": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe-v": 2}
 TORCHS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B",
-          "zb-v": "ScheduleZBVZeroBubble"}
+          "bfs": "ScheduleLoopedBFS", "zb-v": "ScheduleZBVZeroBubble", "dualpipe-v": "ScheduleDualPipeV"}
 
 
-def main(json: bool = False, quick: bool = False, hidden: int = 256) -> None:
-    """Measure and print. `quick`: few steps, of a narrow model."""
+def main(json: bool = False, quick: bool = False, ranks: int | None = None, hidden: int = 256,
+         plot: str | None = None) -> None:
+    """Measure and print, on 2 and then on 4 ranks or on so many. `quick`: few steps, of a narrow model. `plot`: a
+    picture, measured above simulated."""
     hidden, rounds, steps = (64, 2, 2) if quick else (hidden, 5, 4)
     rows: list[dict[str, Any]] = []
-    settings = {"hidden": hidden, "rounds": rounds, "steps": steps}
-    with Workers("benchmarks.pipeline:ours", RANKS, settings) as own, \
-            Workers("benchmarks.pipeline:torchs", RANKS, settings) as other:
+    runs: dict[str, list[Event]] = {}
+    for n in (2, 4) if ranks is None else (ranks,):
+        for row, pair in measured(n, {"hidden": hidden, "rounds": rounds, "steps": steps}):
+            rows.append(row)
+            runs |= {f"{row['schedule']}, {n} ranks, {how}": [Event(*e) for e in events] for how, events in pair.items()}
+    show(__doc__.splitlines()[0], rows, json, hidden=hidden, layers=LAYERS, micro_batches=MICRO_BATCHES)
+    if plot:
+        draw(plot, runs, "ms")
+
+
+def measured(ranks: int, settings: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """A row for each schedule, and the events of a step, measured and simulated."""
+    with Workers("benchmarks.pipeline:ours", ranks, settings) as own, \
+            Workers("benchmarks.pipeline:torchs", ranks, settings) as other:
         for name in SCHEDULES:
             both = [own] if name not in TORCHS else [own, other]
             losses = []
@@ -55,17 +79,18 @@ def main(json: bool = False, quick: bool = False, hidden: int = 256) -> None:
                 losses.append(max(loss for loss in workers.hear() if loss is not None))
             if max(losses) - min(losses) > 1e-4 * max(losses):
                 raise SystemExit(f"{name}: losses differ, {losses}")
-            for _ in range(rounds):
+            for _ in range(settings["rounds"]):
                 for workers, found in zip(both, laps):
                     workers.tell()
                     found += [max(of_a_step) for of_a_step in zip(*workers.hear())]
             own.tell()
-            rows.append({"schedule": name, "step ms": 1e3 * statistics.median(laps[0]),
-                         "torch's ms": 1e3 * statistics.median(laps[1]) if len(both) > 1 else None,
-                         **own.hear()[0]})
-    for row in rows:
-        row["tokens/s"] = BATCH * SEQ / row["step ms"] * 1e3
-    show(__doc__.splitlines()[0], rows, json, hidden=hidden, layers=LAYERS, ranks=RANKS, micro_batches=MICRO_BATCHES)
+            said = own.hear()
+            step, *torchs = (1e3 * statistics.median(found) for found in laps)
+            peak = max(range(ranks), key=lambda r: said[r]["peak"])
+            yield {"schedule": name, "ranks": ranks, "step ms": step, "torch's": torchs[0] if torchs else None,
+                   "torch's / ours": torchs[0] / step if torchs else None, **said[0]["figures"],
+                   "peak MB": said[peak]["peak"] / 1e6, "predicted": said[peak]["predicted"] / 1e6,
+                   "tokens/s": BATCH * SEQ / step * 1e3}, said[0]["events"]
 
 
 # ------------------------------------------------------------------------------------------------------------- a worker
@@ -115,9 +140,10 @@ def turns(modules: Sequence[nn.Module], step: Any, settings: dict[str, Any]) -> 
 
 def ours(settings: dict[str, Any]) -> Iterator[Any]:
     gt.init()
+    ranks = gt.world_size()
     for name, chunks in SCHEDULES.items():
-        stages, inputs, targets = made(settings["hidden"], RANKS * chunks)
-        runner = gt.pipeline(stages, [gt.placement("cpu", [r]) for r in range(RANKS)], name, MICRO_BATCHES, loss_of)
+        stages, inputs, targets = made(settings["hidden"], ranks * chunks)
+        runner = gt.pipeline(stages, [gt.placement("cpu", [r]) for r in range(ranks)], name, MICRO_BATCHES, loss_of)
         sys.stdin.readline()
         yield runner.step(inputs, targets).item()
         runs: list[list[Event]] = []
@@ -128,45 +154,130 @@ def ours(settings: dict[str, Any]) -> Iterator[Any]:
 
         yield from turns(stages, step, settings)
         sys.stdin.readline()
-        yield bubbles(runner, runs)
+        runner.step(inputs, targets)                 # from here on the weights have gradients
+        kept = Kept()
+        with kept.watching():
+            runner.step(inputs, targets)
+        yield {**told(runner, runs[1:]), "peak": max(kept.held), "predicted": kept.predicted(runner.schedule)}
+        for module in stages:
+            module.zero_grad()
 
 
-def bubbles(runner: Any, runs: list[list[Event]]) -> dict[str, float]:
-    """The measured bubble, and the simulated one with the measured times of actions."""
+class MallInfo(ctypes.Structure):
+    """struct mallinfo2 of glibc."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks",
+                                                     "uordblks", "fordblks", "keepcost")]
+
+
+def in_use() -> int:
+    """Bytes that malloc has given out."""
+    call = ctypes.CDLL(None).mallinfo2
+    call.restype = MallInfo
+    found = call()
+    return found.uordblks + found.hblkhd
+
+
+class Kept:
+    """What this process keeps after each of its actions, above what it had before the first."""
+
+    def __init__(self) -> None:
+        self.before, self.codes, self.held = in_use(), [], [0]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        do = actions.Step._do
+
+        def watched(step: Any, rank: int, code: int) -> None:
+            do(step, rank, code)
+            if code & 7 in COMPUTE:
+                self.codes.append(code)
+                self.held.append(in_use() - self.before)
+
+        actions.Step._do = watched
+        try:
+            yield
+        finally:
+            actions.Step._do = do
+
+    def predicted(self, schedule: Any) -> int:
+        """The peak, if every action changed what is kept as the first of its kind and stage did."""
+        change: dict[tuple[int, str], int] = {}
+        held = most = 0
+        for code, before, after in zip(self.codes, self.held, self.held[1:]):
+            action = decode(code, schedule.stages)
+            held += change.setdefault((action.stage, action.kind), after - before)
+            most = max(most, held)
+        return most
+
+
+def told(runner: Any, runs: list[list[Event]]) -> dict[str, Any]:
+    """Of the middle one of the steps of all processes: figures, and its events beside the simulated ones."""
     everything = []
-    for own in runs[1:]:
+    for own in runs:
         runner.events = own
         everything.append(runner.gathered_events())
-    shares = []
-    for events in everything:
-        spans = [(max(e.end for e in row) - min(e.start for e in row), sum(e.end - e.start for e in row))
-                 for row in ([e for e in events if e.rank == rank] for rank in range(RANKS))]
-        span, work = max(spans)
-        shares.append((span - work) / span)
+    simulated = simulate(runner.schedule.only(COMPUTE), costs(runner, everything), record=True)
+    steps = sorted(((length(events), k) for k, events in enumerate(everything)))
+    makespan, middle = steps[len(steps) // 2]
+    shares = [gaps(events) for events in everything]
+    figures = {"bubble": statistics.median(sum(parts) / span for span, *parts in shares),
+               "simulated": simulated.bubble_rate, "makespan": makespan / simulated.makespan,
+               **{name: 1e3 * statistics.median(share[k] for share in shares)
+                  for k, name in enumerate(("idle ms", "held", "between"), 1)}}
+    begin = min(e.start for e in everything[middle])
+    return {"figures": figures, "events": {how: [[*e[:4], 1e3 * (e.start - start), 1e3 * (e.end - start)] for e in events]
+                                           for how, start, events in (("measured", begin, everything[middle]),
+                                                                      ("simulated", 0.0, simulated.events()))}}
+
+
+def gaps(events: Sequence[Event]) -> tuple[float, float, float, float]:
+    """Of the rank with the longest span: this span, and of the time between its actions how long it had nothing to
+    compute, had something that stands later in its list, and could have begun with what comes next."""
+    ends = {(e.stage, e.kind, e.micro_batch): e.end for e in events}
+
+    def ready(e: Event) -> float:
+        wanted = {"F": [(-1, "F")], "B": [(0, "F"), (1, "B"), (1, "I")], "I": [(0, "F"), (1, "B"), (1, "I")],
+                  "W": [(0, "I")]}[e.kind]
+        return max((ends.get((e.stage + by, kind, e.micro_batch), 0.0) for by, kind in wanted), default=0.0)
+
+    rows = {rank: sorted((e for e in events if e.rank == rank), key=lambda e: e.start) for rank in {e.rank for e in events}}
+    row = max(rows.values(), key=length)
+    idle = held = between = 0.0
+    for k, (before, e) in enumerate(zip(row, row[1:]), 1):
+        begins = max(before.end, min(ready(e), e.start))
+        other = max(before.end, min(begins, *(ready(later) for later in row[k:])))
+        idle, held, between = idle + other - before.end, held + begins - other, between + e.start - begins
+    return length(row), idle, held, between
+
+
+def costs(runner: Any, runs: list[list[Event]]) -> Costs:
+    """The median times of the actions of each stage."""
     lengths: dict[tuple[str, int], list[float]] = {}
-    for e in (e for events in everything for e in events):
+    for e in (e for events in runs for e in events):
         lengths.setdefault((e.kind, e.stage), []).append(e.end - e.start)
+    stages = runner.schedule.stages
 
     def taken(kind: str) -> tuple[float, ...]:
-        return tuple(statistics.median(lengths.get((kind, s), [0.0])) for s in range(runner.schedule.stages))
+        return tuple(statistics.median(lengths.get((kind, s), [0.0])) for s in range(stages))
 
-    backward = tuple(b or i for b, i in zip(taken("B"), taken("I")))     # B is I and W in one: W is nothing then
-    plan = runner.schedule.only([0, 1, 2, 3])
-    run = simulate(plan, Costs(taken("F"), backward, taken("W"), (Hop(),) * (plan.stages - 1)))
-    return {"bubble": statistics.median(shares), "simulated": run.bubble_rate, "simulated step ms": 1e3 * run.makespan}
+    whole, first, second = taken("B"), taken("I"), taken("W")
+    share = [i / (i + w) if i + w else 0.5 for i, w in zip(first, second)]
+    parts = [(b * x, b * (1 - x)) if b and not i else (i, w) for b, i, w, x in zip(whole, first, second, share)]
+    return Costs(taken("F"), tuple(i for i, _ in parts), tuple(w for _, w in parts), (Hop(),) * (stages - 1))
 
 
 def torchs(settings: dict[str, Any]) -> Iterator[Any]:
     import torch.distributed.pipelining as pipelining
 
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     for name, kind in TORCHS.items():
-        total = RANKS * SCHEDULES[name]
+        total = ranks * SCHEDULES[name]
         modules, inputs, targets = made(settings["hidden"], total)
-        mine = [rank] if total == RANKS else [rank, total - 1 - rank] if name == "zb-v" else [rank, RANKS + rank]
+        mine = [rank] if total == ranks else [rank, total - 1 - rank if name.endswith("-v") else ranks + rank]
         stages = [pipelining.PipelineStage(modules[k], k, total, torch.device("cpu")) for k in mine]
-        schedule = getattr(pipelining.schedules, kind)(stages if total > RANKS else stages[0], MICRO_BATCHES, loss_of)
+        schedule = getattr(pipelining.schedules, kind)(stages if total > ranks else stages[0], MICRO_BATCHES, loss_of)
         losses: list[Tensor] = []
 
         def step() -> None:

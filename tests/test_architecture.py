@@ -17,7 +17,7 @@ LAYERS = [                                           # low to high; names on one
     {"errors", "native"},
     {"sbp", "placement", "machine", "kernels", "library", "deadlock"},
     {"layout", "comm"},
-    {"rules", "boxing"},
+    {"rules", "boxing", "mail"},
     {"dispatch"},
     {"tensor"},
     {"modules"},

@@ -16,7 +16,7 @@ from globaltensor.cli import main
 from globaltensor.pipeline import text
 from globaltensor.pipeline.generators import TABLE, generate
 from globaltensor.pipeline.schedule import ScheduleError
-from globaltensor.simulator.cluster import KNOWN, ClusterError, as_json, cluster
+from globaltensor.simulator.cluster import KNOWN, Cluster, ClusterError, Link, as_json, cluster
 from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import simulate
 from globaltensor.simulator.gpt import GPT
@@ -138,8 +138,9 @@ def test_sends_and_receives_change_no_time():
 
 
 @pytest.mark.long
-def test_3072_ranks_and_1000_micro_batches():
-    command = "simulate --schedule zb-h1 --stages 3072 --micro-batches 1000 --times 18.522,18.086,9.337,0.601 --json"
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])                             # that of zb-v are the most actions
+def test_3072_ranks_and_1000_micro_batches(name):
+    command = f"simulate --schedule {name} --stages 3072 --micro-batches 1000 --times 18.522,18.086,9.337,0.601 --json"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     out = subprocess.run([sys.executable, "-m", "globaltensor.cli", *command.split()], check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -245,7 +246,6 @@ GPT_TINY = "--model gpt --layers 4 --hidden 64 --heads 4 --seq 32"
                                                      "  try: --pp 4"),
     (f"simulate {GPT_TINY} --pp 2 --dp 3 --global-batch 8", "try: --global-batch 6"),
     (f"simulate {GPT_TINY} --pp 2 --global-batch 8 --cluster dgx", "try: dgx-h100 or dgx-a100"),
-    (f"simulate {GPT_TINY} --pp 2 --global-batch 8 --zero 3", "ZeRO 3 in a pipeline"),
     ("simulate --model gpt --layers 4 --hidden 65 --heads 4 --seq 32 --global-batch 8", "hidden 65 over 4 heads"),
     ("memory", "how large is the model?"),
     ("memory --params many", "'many' is not a number of parameters"),
@@ -358,9 +358,53 @@ def test_what_zero_moves_and_keeps():
         step = train(gpt, Plan(2, 64, 4, 1, 2, zero=zero), KNOWN["dgx-a100"])
         parameters = 4 * gpt.parameters_per_layer + gpt.embeddings
         found[zero] = step.data.bytes
-        assert step.states[0] == model_states(parameters, zero, 4).total
+        states = model_states(parameters, zero, 4)
+        assert step.states[0] == states.parameters + 2 * parameters + states.optimizer, "gradients wait for the last backward"
         assert step.data.bytes == 2 * 3 * 2 * parameters // 4
     assert len(set(found.values())) == 1              # a reduction is a reduce-scatter and a gather
+
+
+@pytest.mark.parametrize("name, chunks", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)])
+def test_what_zero_3_moves_and_keeps(capsys, name, chunks):
+    d, p, m, l, h, s, vocabulary = 4, 2, 8, 8, 512, 128, 1024
+    command = (f"simulate --model gpt --layers {l} --hidden {h} --heads 8 --seq {s} --vocab {vocabulary} --dp {d} "
+               f"--pp {p} --micro-batch 2 --global-batch {2 * d * m} --schedule {name} --zero")
+    two, three = (answer(capsys, f"{command} {zero}") for zero in (2, 3))
+    layer, embeddings, output = 12 * h * h + 13 * h, (vocabulary + s) * h, vocabulary * h
+    own = l // p * layer + embeddings + (output if name == "zb-v" else 0)           # rank 0; a V ends there
+    stage = l // p // chunks * layer + embeddings
+    gather = reduce_scatter = 2 * own * (d - 1) // d
+    assert three["traffic"]["data_parallel"]["bytes"] == m * gather + m * gather + reduce_scatter    # F, backward, end
+    assert two["traffic"]["data_parallel"]["bytes"] == reduce_scatter + gather
+    kept = {zero: found["memory"]["model_states"][0] for zero, found in ((2, two), (3, three))}
+    assert kept == {2: 4 * own + 12 * own // d, 3: 14 * own // d + 2 * own + 2 * stage}
+    assert (kept[3] < kept[2]) == (chunks > 1)        # all that a rank has, gathered at once, saves nothing
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_zero_3_waits_for_every_gather(p):
+    d, m, bandwidth, gpt = 4, 6, 1e9, GPT(4, 512, 8, 128, 1024)
+    link = Link(latency=0.0, bandwidth=bandwidth)
+    slow = Cluster("slow", 8, 1e11, 1.0, 80e9, 1e30, link, link)      # it takes time to compute and to send, else none
+    two, three = (train(gpt, Plan(2, 2 * d * m, d, 1, p, "1f1b", zero=zero), slow) for zero in (2, 3))
+    layers = 4 // p * gpt.parameters_per_layer
+    stages = [layers + gpt.embeddings, layers + gpt.vocabulary * gpt.hidden][:p]
+    gathers = [2 * n * (d - 1) / d / bandwidth for n in stages]
+    assert min(two.run.costs.forward) > max(gathers)  # computing dominates
+    for stage, gather in enumerate(gathers):
+        more = [a[stage] - b[stage] for a, b in zip(*((c.forward, c.inputs, c.backward, c.weights) for c in
+                                                      (three.run.costs, two.run.costs)))]
+        assert more == pytest.approx([gather, gather, gather, 0], rel=1e-9)
+    # The last stage, which has the output layer too, works without a pause; the first is waited for at both ends, where
+    # its gather of new parameters falls away.
+    waited = 2 * m * gathers[-1] + (2 * gathers[0] if p > 1 else 0) - gathers[0]
+    assert three.seconds - two.seconds == pytest.approx(waited, rel=1e-9)
+
+
+def test_zero_over_one_rank_is_nothing():
+    plain, three = (train(GPT(8, 512, 8, 128, 1024), Plan(2, 16, 1, 2, 2, zero=zero), KNOWN["dgx-a100"])
+                    for zero in (0, 3))
+    assert (three.seconds, three.states, three.data) == (plain.seconds, plain.states, plain.data)
 
 
 def test_sequence_parallel_moves_the_same_and_keeps_less():

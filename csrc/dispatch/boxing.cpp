@@ -43,19 +43,6 @@ int dtype_code(c10::ScalarType dtype) {
   }
 }
 
-// A tensor in the arena, where peers reach it.
-at::Tensor shared_empty(c10::IntArrayRef sizes, c10::ScalarType dtype) {
-  const size_t bytes = c10::multiply_integers(sizes) * c10::elementSize(dtype);
-  void* data = bytes ? gt_alloc(bytes) : nullptr;
-  TORCH_CHECK_WITH(OutOfMemoryError, data || !bytes, "no shared memory left for ", bytes, " bytes");
-  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(data, data, &gt_free, c10::Device(c10::kCPU)),
-                       nullptr, false);
-  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
-                                                             c10::scalarTypeToTypeMeta(dtype));
-  made.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
-  return made;
-}
-
 at::Tensor empty_shard(const Step& step, size_t nth) {
   const auto& sizes = step.sizes[nth];
   if (transport) return shared_empty(sizes, step.result->dtype);  // also quicker than malloc
@@ -65,19 +52,6 @@ at::Tensor empty_shard(const Step& step, size_t nth) {
 void fill_shard(gt_shard& shard, const at::Tensor& t) {
   shard.data = t.numel() ? static_cast<char*>(t.data_ptr()) : nullptr;
   std::copy(t.strides().begin(), t.strides().end(), shard.stride);
-}
-
-void check(int status, const std::string& what) {
-  if (status == GT_OK) return;
-  py::gil_scoped_acquire lock;
-  if (PyErr_Occurred()) throw python_error();        // Ctrl-C, or what the watch found
-  char text[1024] = "";
-  const int rank = transport ? gt_blame(transport, text, sizeof text) : -1;
-  const char* how = status == GT_DISAGREED || status == GT_DEADLOCKED ? "disagreed" : status == GT_STOPPED ? "stopped" : "lost";
-  PyObject* result = PyObject_CallFunction(on_failure, "ssis", how, what.c_str(), rank, text);
-  Py_XDECREF(result);
-  if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, text);
-  throw python_error();
 }
 
 // One process, all ranks: a pass over its own memory.
@@ -124,12 +98,6 @@ struct Meeting {
     return gt_box(transport, moves.data(), moves.size(), agreement, call_site(), waiting.hooks());
   }
 };
-
-uint64_t hash_text(const std::string& text) {
-  uint64_t h = 0xCBF29CE484222325u;                 // FNV-1a: the same number in every process
-  for (unsigned char c : text) h = (h ^ c) * 0x100000001B3u;
-  return h;
-}
 
 std::string bytes_of(const py::dict& given, const char* name) { return given[name].cast<std::string>(); }
 
@@ -234,6 +202,39 @@ double python_repeat(const py::list& items, const std::string& what, int64_t tim
 }
 
 }  // namespace
+
+gt_transport* host() { return transport; }
+
+void check(int status, const std::string& what) {
+  if (status == GT_OK) return;
+  py::gil_scoped_acquire lock;
+  if (PyErr_Occurred()) throw python_error();        // Ctrl-C, or what the watch found
+  char text[1024] = "";
+  const int rank = transport ? gt_blame(transport, text, sizeof text) : -1;
+  const char* how = status == GT_DISAGREED || status == GT_DEADLOCKED ? "disagreed" : status == GT_STOPPED ? "stopped" : "lost";
+  PyObject* result = PyObject_CallFunction(on_failure, "ssis", how, what.c_str(), rank, text);
+  Py_XDECREF(result);
+  if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, text);
+  throw python_error();
+}
+
+uint64_t hash_text(const std::string& text) {
+  uint64_t h = 0xCBF29CE484222325u;                 // FNV-1a: the same number in every process
+  for (unsigned char c : text) h = (h ^ c) * 0x100000001B3u;
+  return h;
+}
+
+at::Tensor shared_empty(c10::IntArrayRef sizes, c10::ScalarType dtype) {
+  const size_t bytes = c10::multiply_integers(sizes) * c10::elementSize(dtype);
+  void* data = bytes ? gt_alloc(bytes) : nullptr;
+  TORCH_CHECK_WITH(OutOfMemoryError, data || !bytes, "no shared memory left for ", bytes, " bytes");
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(data, data, &gt_free, c10::Device(c10::kCPU)),
+                       nullptr, false);
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                             c10::scalarTypeToTypeMeta(dtype));
+  made.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return made;
+}
 
 bool boxing_watched() { return watched.load(std::memory_order_relaxed); }
 

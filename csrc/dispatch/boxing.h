@@ -38,9 +38,15 @@ struct Move {
 // The new shards of every move, all in one meeting of the ranks per step. `what` for is told in errors and agreed on.
 std::vector<Shards> box(const std::vector<Move>& moves, const std::string& what);
 
+gt_transport* host();                              // the ranks of this host; null where this process drives all ranks
+void check(int status, const std::string& what);   // raises what a failed call of the transport means
+uint64_t hash_text(const std::string& text);
+at::Tensor shared_empty(c10::IntArrayRef sizes, c10::ScalarType dtype);  // in the arena, where peers reach it
+
 bool boxing_watched();                             // someone records or restricts boxings: they go through Python
 std::shared_ptr<const Boxing> boxing_from(pybind11::object given);
 void bind_boxing(pybind11::module_& m);
 void bind_convert(pybind11::module_& m);
+void bind_letters(pybind11::module_& m);
 
 }  // namespace gt

@@ -14,6 +14,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   gt::bind_boxing(m);
   gt::bind_memory(m);
   gt::bind_convert(m);
+  gt::bind_letters(m);
+  gt::bind_gradients(m);
   gt::bind_products(m);
   gt::bind_backend(m);
   gt::bind_symmetric_memory(m);

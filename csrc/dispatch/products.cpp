@@ -10,8 +10,11 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <unordered_map>
 
 namespace py = pybind11;
 
@@ -38,9 +41,38 @@ Tensor linear_op(const Tensor& x, const Tensor& weight, const std::optional<Tens
   return op.call(x, weight, bias);
 }
 
+// Products that only a leaf waits for, put off while somebody asks for that: leaf, equation, a, b.
+struct Later {
+  std::vector<Tensor> inputs;                        // leaves that are not to wait
+  std::vector<std::tuple<Tensor, std::string, Tensor, Tensor>> products;
+};
+std::mutex later_lock;
+std::optional<Later> later;
+
+// Was the gradient of this operand, contract(equation, a, b), put off?
+bool put_off(const Tensor& leaf, const std::string& equation, const Tensor& a, const Tensor& b) {
+  std::lock_guard<std::mutex> guard(later_lock);       // backward passes on devices run on threads of their own
+  if (!later || !leaf.is_leaf()) return false;
+  for (const Tensor& t : later->inputs)
+    if (t.is_same(leaf)) return false;
+  later->products.emplace_back(leaf, equation, a, b);
+  return true;
+}
+
 Tensor conjugate(const Tensor& t) { return t.is_complex() ? t.conj() : t; }
 
 bool needs_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
+
+struct Sides {
+  std::string left, right, out;
+};
+
+// "ij,jk->ik" in its parts; nothing where it is not written so.
+std::optional<Sides> sides_of(const std::string& equation) {
+  const size_t comma = equation.find(','), arrow = equation.find("->");
+  if (comma == std::string::npos || arrow == std::string::npos || comma > arrow) return std::nullopt;
+  return Sides{equation.substr(0, comma), equation.substr(comma + 1, arrow - comma - 1), equation.substr(arrow + 2)};
+}
 
 struct Contract : torch::autograd::Function<Contract> {
   static Tensor forward(AutogradContext* ctx, const std::string& equation, const Tensor& a, const Tensor& b) {
@@ -49,14 +81,16 @@ struct Contract : torch::autograd::Function<Contract> {
     return contract_op(equation, a, b);
   }
   static tensor_list backward(AutogradContext* ctx, tensor_list grads) {
-    const std::string equation = ctx->saved_data["equation"].toStringRef();
-    const size_t comma = equation.find(','), arrow = equation.find("->");
-    const std::string left = equation.substr(0, comma), right = equation.substr(comma + 1, arrow - comma - 1),
-                      out = equation.substr(arrow + 2);
+    const Sides sides = *sides_of(ctx->saved_data["equation"].toStringRef());
+    const auto& [left, right, out] = sides;
     auto saved = ctx->get_saved_variables();
+    auto gradient = [&](int of, const std::string& equation) {
+      const Tensor other = conjugate(saved[1 - of]);
+      return put_off(saved[of], equation, grads[0], other) ? Tensor() : contract(equation, grads[0], other);
+    };
     Tensor a, b;
-    if (ctx->needs_input_grad(0)) a = contract(out + "," + right + "->" + left, grads[0], conjugate(saved[1]));
-    if (ctx->needs_input_grad(1)) b = contract(out + "," + left + "->" + right, grads[0], conjugate(saved[0]));
+    if (ctx->needs_input_grad(0)) a = gradient(0, out + "," + right + "->" + left);
+    if (ctx->needs_input_grad(1)) b = gradient(1, out + "," + left + "->" + right);
     return {Tensor(), a, b};
   }
 };
@@ -75,7 +109,10 @@ struct Linear : torch::autograd::Function<Linear> {
     const std::string lead = leading(x.dim() - 1);
     Tensor dx, dweight, dbias;
     if (ctx->needs_input_grad(0)) dx = contract(lead + "n,nk->" + lead + "k", grad, conjugate(weight));
-    if (ctx->needs_input_grad(1)) dweight = contract(lead + "n," + lead + "k->nk", grad, conjugate(x));
+    if (ctx->needs_input_grad(1)) {
+      const std::string equation = lead + "n," + lead + "k->nk";
+      if (!put_off(weight, equation, grad, conjugate(x))) dweight = contract(equation, grad, conjugate(x));
+    }
     if (ctx->saved_data["biased"].toBool() && ctx->needs_input_grad(2)) {
       std::vector<int64_t> dims(grad.dim() - 1);
       for (size_t i = 0; i < dims.size(); i++) dims[i] = i;
@@ -135,10 +172,9 @@ Tensor matmul(const Tensor& a, const Tensor& b) {
 
 // Letters only, none twice in a tensor, every label kept or shared, and no size broadcast.
 bool is_plain(const std::string& equation, const Tensor& a, const Tensor& b) {
-  const size_t comma = equation.find(','), arrow = equation.find("->");
-  if (comma == std::string::npos || arrow == std::string::npos || comma > arrow) return false;
-  const std::string left = equation.substr(0, comma), right = equation.substr(comma + 1, arrow - comma - 1),
-                    out = equation.substr(arrow + 2);
+  const auto sides = sides_of(equation);
+  if (!sides) return false;
+  const auto& [left, right, out] = *sides;
   for (const auto& side : {left, right, out})
     for (size_t i = 0; i < side.size(); i++)
       if (!isalpha(static_cast<unsigned char>(side[i])) || side.find(side[i], i + 1) != std::string::npos) return false;
@@ -175,53 +211,91 @@ Tensor embedding(const Tensor& weight, const Tensor& indices, c10::SymInt paddin
 
 // ---- the ops of ours on plain tensors
 
-struct Labels {
-  std::string batch, rows, columns, inner;           // in all three; in a and out; in b and out; in a and b
+// How a product of two tensors is one of matrices: which dims of either are melted into one, in the order of groups.
+struct Melted {
+  using Groups = std::vector<std::vector<int64_t>>;
+  Groups left, right;                                // batch (where there is one), rows, inner; batch, inner, columns
+  bool batched, swapped;                             // swapped: b x a, since the result lies that way round
+  std::vector<std::pair<bool, int64_t>> dims;        // of what comes out, in its order: of the right one? which?
+  std::vector<int64_t> order;                        // to what is wanted; empty where that is it
 };
 
-Labels sort(const std::string& left, const std::string& right, const std::string& out) {
-  Labels labels;
+Melted read(const std::string& left, const std::string& right, const std::string& out) {
+  std::string batch, rows, columns, inner;           // in all three; in left and out; in right and out; in left and right
   for (char c : left) {
     const bool shared = right.find(c) != std::string::npos, kept = out.find(c) != std::string::npos;
-    (shared ? kept ? labels.batch : labels.inner : labels.rows) += c;
+    (shared ? kept ? batch : inner : rows) += c;
   }
   for (char c : right)
-    if (left.find(c) == std::string::npos) labels.columns += c;
-  return labels;
+    if (left.find(c) == std::string::npos) columns += c;
+  if (!rows.empty() && out == batch + columns + rows) {
+    Melted other = read(right, left, out);
+    other.swapped = true;
+    return other;
+  }
+  auto dims_of = [](const std::string& dims, const std::vector<std::string>& groups) {
+    Melted::Groups found;
+    for (const auto& group : groups) {
+      found.emplace_back();
+      for (char c : group) found.back().push_back(dims.find(c));
+    }
+    return found;
+  };
+  Melted melted{{}, {}, !batch.empty(), false, {}, {}};
+  using Names = std::vector<std::string>;
+  melted.left = dims_of(left, batch.empty() ? Names{rows, inner} : Names{batch, rows, inner});
+  melted.right = dims_of(right, batch.empty() ? Names{inner, columns} : Names{batch, inner, columns});
+  const std::string has = batch + rows + columns;
+  for (char c : has) {
+    const size_t at = left.find(c);
+    melted.dims.emplace_back(at == std::string::npos, at == std::string::npos ? right.find(c) : at);
+  }
+  if (has != out)
+    for (char c : out) melted.order.push_back(has.find(c));
+  return melted;
 }
 
-// t with its dims in the order of the labels, those of each group melted into one; a view where it can be.
-Tensor arranged(const Tensor& t, const std::string& dims, const std::vector<std::string>& groups) {
-  std::vector<int64_t> order, sizes;
+const Melted& melted(std::string_view given) {
+  static thread_local std::unordered_map<std::string, Melted> known;
+  std::string equation(given);
+  auto found = known.find(equation);
+  if (found != known.end()) return found->second;
+  const auto [left, right, out] = *sides_of(equation);
+  Melted made = read(left, right, out);
+  return known.emplace(std::move(equation), std::move(made)).first->second;
+}
+
+// t with the dims of each group melted into one: a view where its strides allow it.
+Tensor arranged(const Tensor& t, const Melted::Groups& groups) {
+  c10::SmallVector<int64_t, 3> sizes, strides;
+  bool views = true;
   for (const auto& group : groups) {
-    int64_t size = 1;
-    for (char c : group) {
-      order.push_back(dims.find(c));
-      size *= t.size(order.back());
+    int64_t size = 1, stride = 1;
+    bool first = true;
+    for (auto dim = group.rbegin(); dim != group.rend(); ++dim) {    // from the innermost out
+      if (t.size(*dim) == 1) continue;
+      if (first) stride = t.stride(*dim);
+      views = views && t.stride(*dim) == stride * size;
+      first = false;
+      size *= t.size(*dim);
     }
     sizes.push_back(size);
+    strides.push_back(stride);
   }
-  return (std::is_sorted(order.begin(), order.end()) ? t : t.permute(order)).reshape(sizes);
+  if (views) return t.sizes().equals(sizes) && t.strides().equals(strides) ? t : t.as_strided(sizes, strides);
+  std::vector<int64_t> order;
+  for (const auto& group : groups) order.insert(order.end(), group.begin(), group.end());
+  return t.permute(order).reshape(sizes);
 }
 
-Tensor contract_plain(std::string_view given, const Tensor& a, const Tensor& b) {
-  const std::string equation(given);
-  const size_t comma = equation.find(','), arrow = equation.find("->");
-  const std::string left = equation.substr(0, comma), right = equation.substr(comma + 1, arrow - comma - 1),
-                    out = equation.substr(arrow + 2);
-  const Labels of = sort(left, right, out);
-  if (!of.rows.empty() && out == of.batch + of.columns + of.rows) return contract_plain(right + "," + left + "->" + out, b, a);
-  Tensor made;
-  if (of.batch.empty())
-    made = at::mm(arranged(a, left, {of.rows, of.inner}), arranged(b, right, {of.inner, of.columns}));
-  else
-    made = at::bmm(arranged(a, left, {of.batch, of.rows, of.inner}), arranged(b, right, {of.batch, of.inner, of.columns}));
-  const std::string has = of.batch + of.rows + of.columns;
-  std::vector<int64_t> sizes, order;
-  for (char c : has) sizes.push_back(left.find(c) != std::string::npos ? a.size(left.find(c)) : b.size(right.find(c)));
-  for (char c : out) order.push_back(has.find(c));
-  made = made.view(sizes);
-  return std::is_sorted(order.begin(), order.end()) ? made : made.permute(order).contiguous();
+Tensor contract_plain(std::string_view equation, const Tensor& left, const Tensor& right) {
+  const Melted& of = melted(equation);
+  const Tensor &a = of.swapped ? right : left, &b = of.swapped ? left : right;
+  Tensor made = of.batched ? at::bmm(arranged(a, of.left), arranged(b, of.right)) : at::mm(arranged(a, of.left), arranged(b, of.right));
+  c10::SmallVector<int64_t, 6> sizes;
+  for (const auto& [in_right, dim] : of.dims) sizes.push_back((in_right ? b : a).size(dim));
+  if (!made.sizes().equals(sizes)) made = made.view(sizes);
+  return of.order.empty() ? made : made.permute(of.order).contiguous();
 }
 
 Tensor linear_plain(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) { return at::linear(x, weight, bias); }
@@ -234,6 +308,16 @@ Tensor contract(const std::string& equation, const Tensor& a, const Tensor& b) {
 }
 
 void bind_products(py::module_& m) {
+  m.def("put_off", [](std::vector<Tensor> inputs) {
+    std::lock_guard<std::mutex> guard(later_lock);
+    later = Later{std::move(inputs), {}};
+  }, "From here on products in backward passes that only a leaf waits for are put off; not for these inputs.");
+  m.def("put_off_until_now", [] {
+    std::lock_guard<std::mutex> guard(later_lock);
+    Later found = std::move(later).value_or(Later{});
+    later.reset();
+    return found.products;
+  }, "What was put off, as (leaf, equation, a, b); from here on nothing is.");
   m.def("on_lookup", [](py::object hook) { lookup = hook.release().ptr(); }, "What an embedding of a cut vocabulary calls.");
 }
 

@@ -50,5 +50,6 @@ inline GlobalImpl* global(const at::Tensor& t) { return static_cast<GlobalImpl*>
 at::Tensor wrap(const Spec* spec, Shards shards);  // with its Python class; takes the interpreter's lock itself
 
 void bind_tensor(pybind11::module_& m);
+void bind_gradients(pybind11::module_& m);
 
 }  // namespace gt

@@ -87,7 +87,7 @@ int aside_room(gt_transport& t, uint64_t bytes, const gt_hooks* hooks) {
     for (auto& a : t.asides) {
       if (!a->block || wanted) continue;
       for (size_t r = 0; r < a->until.size(); ++r)
-        if (a->until[r]) t.wanted[wanted++] = {&t.peers[r].in->done, a->until[r], static_cast<int>(r), true};
+        if (a->until[r]) t.wanted[wanted++] = {&t.peers[r].in->done, a->until[r], static_cast<int>(r), kDone};
     }
     if (int status = wait_all(t, wanted, 0, hooks)) return status;
   }

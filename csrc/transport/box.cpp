@@ -46,7 +46,7 @@ int make_room(Call& c) {
     Peer& p = c.t.peers[at(c.partner[i])];
     if (p.seq + 1 <= p.acked + kRing) continue;
     p.acked = p.in->done.load(std::memory_order_acquire);
-    if (p.seq + 1 > p.acked + kRing) c.t.wanted[wanted++] = {&p.in->done, p.seq + 1 - kRing, c.partner[i], true};
+    if (p.seq + 1 > p.acked + kRing) c.t.wanted[wanted++] = {&p.in->done, p.seq + 1 - kRing, c.partner[i], kDone};
   }
   return wanted ? wait_all(c.t, wanted, 0, c.hooks) : GT_OK;
 }
@@ -90,7 +90,7 @@ int arrive(Call& c) {
   for (int32_t i = 0; i < c.partners; ++i)
     if (c.tie[i] & (GT_I_READ | GT_I_WRITE)) {
       const Peer& p = c.t.peers[at(c.partner[i])];
-      c.t.wanted[wanted++] = {&entry_of(p).seq, p.seq, c.partner[i], false};
+      c.t.wanted[wanted++] = {&entry_of(p).seq, p.seq, c.partner[i], kEntry};
     }
   if (int status = wait_all(c.t, wanted, static_cast<double>(c.bytes) / 4, c.hooks)) return status;
   for (size_t i = 0; i < wanted; ++i) {
@@ -154,7 +154,7 @@ int depart(Call& c, double busy_ns) {
   for (int32_t i = 0; i < c.partners; ++i)
     if (c.waits_for(c.tie[i])) {
       const Peer& p = c.t.peers[at(c.partner[i])];
-      c.t.wanted[wanted++] = {&p.in->done, p.seq, c.partner[i], true};
+      c.t.wanted[wanted++] = {&p.in->done, p.seq, c.partner[i], kDone};
     }
   return wanted ? wait_all(c.t, wanted, busy_ns, c.hooks) : GT_OK;
 }
@@ -174,15 +174,8 @@ int run(Call& c) {
 
 int box(gt_transport* t, const gt_move* moves, int32_t count, uint64_t agreement, uint64_t site, const gt_hooks* hooks,
         bool all) {
-  // A child of fork must not even lock: another thread of the parent may have been in here.
-  if (t->generation != arena_generation()) return usable(*t);
-  std::unique_lock<std::mutex> lock(t->mutex, std::try_to_lock);
-  if (!lock.owns_lock()) {  // another thread is, and may need what this one holds (the interpreter's lock) to end
-    if (hooks && hooks->enter) hooks->enter(hooks->context);
-    lock.lock();
-    if (hooks && hooks->leave) hooks->leave(hooks->context);
-  }
-  if (int status = usable(*t)) return status;
+  std::unique_lock<std::mutex> lock;
+  if (int status = begin(*t, lock, hooks)) return status;
   Call c{*t, moves, count, agreement, site, hooks};
   if (!all) gather(c);
   if (all) {  // a barrier: everyone, as if each read from each, of nothing

@@ -11,7 +11,15 @@
 //     what it points to; done (a->b) = 7         what it points to; done (b->a) = 7
 //     wait for done (b->a) where it must         ...
 //
-// An entry may be overwritten once the other is done with it. Each line is written by one rank only. `seq` and `done`
+// Beside that a lane has letters, one way: a leaves them for b, which takes them when it comes to it, in their order.
+//
+//     rank a                                     rank b
+//     fill letter 3 of lane a->b, seq = 3        wait for letter 3 of lane a->b, copy what it
+//     go on, while b is less than kLetters       points to; taken (b->a) = 3
+//     behind
+//
+// An entry may be overwritten once the other is done with it, a letter once it is taken. Each line is written by one
+// rank only. `seq` and `done`
 // are released by a plain store; what a rank sleeps on is its own `bell`, which others ring if they see it `sleeping`.
 #pragma once
 #include <stddef.h>
@@ -24,9 +32,11 @@
 
 namespace gt {
 
-constexpr uint64_t kMagic = 0x6774'7472'616e'0001;  // the last digits count the changes to what is below
+constexpr uint64_t kMagic = 0x6774'7472'616e'0002;  // the last digits count the changes to what is below
 constexpr uint64_t kRing = 16;
 constexpr uint64_t kRides = 64;                     // bytes of a shard that travel in the entry itself
+constexpr uint64_t kLetters = 512;                  // memory that is touched only by as many as ever lie there
+constexpr int kRuns = 14;                           // pieces of memory of a letter
 
 // Where a shard and its successor lie: distances from the beginning of the owner's arena, strides in elements.
 struct Place {
@@ -40,6 +50,9 @@ enum EntryFlag : uint8_t {
   kPacked = 4,  // the source's strides are in `packed`: small shards then take one line of 64 bytes, beside their data
   kOnlyYou = 8, // I wait for nobody else before I read
 };
+
+// What can be waited for in a lane.
+enum Word : int32_t { kEntry, kDone, kLetter, kTaken };
 
 struct alignas(64) Entry {
   std::atomic<uint64_t> seq;
@@ -59,9 +72,29 @@ struct alignas(64) Entry {
 };
 static_assert(offsetof(Entry, source_stride) == 64 && sizeof(Entry) == 256, "a small shard takes the first line only");
 
+struct alignas(64) Letter {
+  std::atomic<uint64_t> seq;
+  uint64_t subject;
+  int32_t runs;
+  struct {
+    uint64_t source, bytes;  // a distance from the beginning of the owner's arena
+  } run[kRuns];
+};
+
 struct alignas(128) Lane {
   std::atomic<uint64_t> done;
+  alignas(128) std::atomic<uint64_t> taken;
   alignas(128) Entry ring[kRing];
+  alignas(128) Letter letters[kLetters];
+
+  const std::atomic<uint64_t>& word(Word kind, uint64_t value) const {
+    switch (kind) {
+      case kDone: return done;
+      case kTaken: return taken;
+      case kLetter: return letters[value % kLetters].seq;
+      default: return ring[value % kRing].seq;
+    }
+  }
 };
 
 // A sentence that one side writes and the other may read at any time: torn at worst, never a data race.
@@ -95,11 +128,11 @@ struct Abort {
   Note<512> text;
 };
 
-// What a rank that sleeps waits for: lane rank -> it must reach `value`, in its ring or in its `done`.
+// What a rank that sleeps waits for: this word of lane rank -> it must reach `value`.
 struct Waiting {
   std::atomic<uint64_t> turn;   // odd while it waits
   std::atomic<int32_t> rank;
-  std::atomic<int32_t> for_done;
+  std::atomic<int32_t> kind;    // Word
   std::atomic<uint64_t> value;
 };
 

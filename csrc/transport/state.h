@@ -22,6 +22,9 @@ struct Peer {
   uint64_t seq = 0;              // of the last entry posted to it
   uint64_t acked = 0;            // it is done with my entries up to here, as far as I have looked
   uint64_t checked = 0;          // its entries up to here were compared with mine
+  uint64_t posted = 0;           // letters left for it
+  uint64_t gone = 0;             // of these it has taken as many, as far as I have looked
+  uint64_t read = 0;             // of its letters
   const Mapping *control_map = nullptr, *arena_map = nullptr;
   int pidfd = -1;
   pid_t pid = 0;
@@ -34,7 +37,7 @@ struct Wanted {
   const std::atomic<uint64_t>* word;
   uint64_t value;
   int rank;
-  bool for_done;
+  Word kind;
 
   bool met() const { return word->load(std::memory_order_acquire) >= value; }
 };
@@ -100,6 +103,9 @@ inline void spin_pause() {
 int wait_all(gt_transport&, size_t wanted, double busy_ns, const gt_hooks*);
 // After stores to what `rank` may be waiting for, and a fence: wakes it where it sleeps.
 void wake(gt_transport&, int rank);
+// The beginning of every call: one at a time, and only while the transport can be used. Where another thread is in one,
+// that may need what this one holds (the interpreter's lock) to end.
+int begin(gt_transport&, std::unique_lock<std::mutex>&, const gt_hooks*);
 
 // ---- watching, while a wait lasts (watch.cpp)
 struct Watch {

@@ -91,6 +91,26 @@ int gt_box(gt_transport*, const gt_move* moves, int32_t count, uint64_t agreemen
 // A meeting of all ranks of the transport.
 int gt_barrier(gt_transport*, uint64_t agreement, const gt_hooks*);
 
+// ---- letters: bytes left for another rank, which takes them when it comes to it. Between two ranks they are taken in
+// the order in which they were left; they do not count as boxings, and the two directions have nothing to do with
+// each other. The same failures end them, and all else.
+typedef struct {
+  void* data;
+  uint64_t bytes;
+} gt_run;
+enum { GT_RUNS = 14, GT_LETTERS = 512 };
+// Leaves at most GT_RUNS runs of memory, all in the arena, which must be left alone until gt_taken counts this letter.
+// Waits only while GT_LETTERS letters lie there. `subject` is compared with the receiver's.
+int gt_post(gt_transport*, int rank, const gt_run* runs, int32_t count, uint64_t subject, const gt_hooks*);
+uint64_t gt_posted(gt_transport*, int rank);      // letters left for a rank
+uint64_t gt_taken(gt_transport*, int rank);       // how many of these it has taken
+int gt_all_taken(gt_transport*, int rank, const gt_hooks*);  // waits until it has taken them all
+// Waits for the next letter of a rank, and tells its size.
+int gt_peek(gt_transport*, int rank, uint64_t* bytes, const gt_hooks*);
+// Waits for it and copies it to these runs, which may be cut otherwise but hold as many bytes, or all fails with
+// GT_DISAGREED, as it does where the subject is another.
+int gt_take(gt_transport*, int rank, const gt_run* runs, int32_t count, uint64_t subject, const gt_hooks*);
+
 // ---- what went wrong
 int gt_blame(const gt_transport*, char* text, size_t size);  // the rank to blame (-1: none) and a sentence about it
 void gt_tell(gt_transport*, const char* text);    // what this rank was doing, for the others to show

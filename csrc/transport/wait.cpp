@@ -13,7 +13,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <climits>
 
+#include "arena.h"
 #include "state.h"
 
 namespace gt {
@@ -23,6 +25,7 @@ constexpr double kSpin = 50e3;                 // ns
 constexpr double kSpinLongest = 5e6;
 constexpr int kPausesCrowded = 50, kYields = 200;
 constexpr double kYieldLongest = 1e-3;         // seconds: a yield may cost a whole time slice of another program
+constexpr double kLinger = 20e-3;              // seconds: a cpu that sleeps starts cold
 constexpr long kSleep = 10 * 1000 * 1000;      // ns
 
 bool spin(const Wanted& w, int pauses) {
@@ -33,9 +36,9 @@ bool spin(const Wanted& w, int pauses) {
   return w.met();
 }
 
-bool yield(const Wanted& w, gt_transport& t) {
-  double until = now() + kYieldLongest;
-  for (int i = 0; i < kYields; ++i) {
+bool yield(const Wanted& w, gt_transport& t, int times, double seconds) {
+  double until = now() + seconds;
+  for (int i = 0; i < times; ++i) {
     sched_yield();
     if (w.met()) return true;
     if (aborted(t) || now() > until) break;
@@ -52,7 +55,7 @@ class Published {
     if (shown_ == &w) return;
     end();
     waiting_.rank.store(w.rank, std::memory_order_relaxed);
-    waiting_.for_done.store(w.for_done, std::memory_order_relaxed);
+    waiting_.kind.store(w.kind, std::memory_order_relaxed);
     waiting_.value.store(w.value, std::memory_order_relaxed);
     waiting_.turn.fetch_add(1, std::memory_order_release);
     shown_ = &w;
@@ -81,7 +84,7 @@ void sleep_until_rung(gt_transport& t, const Wanted& w) {
 
 // The rest of a wait that the spinning did not see the end of.
 int outlast(gt_transport& t, size_t from, size_t to, int pauses, const gt_hooks* hooks) {
-  if (yield(t.wanted[from], t)) ++from;
+  if (yield(t.wanted[from], t, kYields, kYieldLongest)) ++from;
   if (from == to) return GT_OK;
   Published published(t.own->waiting);
   Watch watch(t, hooks);
@@ -95,6 +98,7 @@ int outlast(gt_transport& t, size_t from, size_t to, int pauses, const gt_hooks*
       continue;
     }
     published.begin(w);
+    if (!t.crowded) yield(w, t, INT_MAX, kLinger);
     while (!w.met() && status == GT_OK) {
       sleep_until_rung(t, w);
       if (!w.met()) status = watch.look(from, to);
@@ -118,6 +122,18 @@ int wait_all(gt_transport& t, size_t count, double busy_ns, const gt_hooks* hook
   for (size_t i = 0; i < count; ++i)
     if (!spin(t.wanted[i], pauses)) return outlast(t, i, count, pauses, hooks);
   return GT_OK;
+}
+
+int begin(gt_transport& t, std::unique_lock<std::mutex>& lock, const gt_hooks* hooks) {
+  // A child of fork must not even lock: another thread of the parent may have been in here.
+  if (t.generation != arena_generation()) return usable(t);
+  lock = std::unique_lock<std::mutex>(t.mutex, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    if (hooks && hooks->enter) hooks->enter(hooks->context);
+    lock.lock();
+    if (hooks && hooks->leave) hooks->leave(hooks->context);
+  }
+  return usable(t);
 }
 
 void wake(gt_transport& t, int rank) {

@@ -75,12 +75,11 @@ int waits_for(gt_transport& t, int rank, uint64_t* turn) {
   Waiting& w = control_of(t, rank).waiting;
   *turn = w.turn.load(std::memory_order_acquire);
   int next = w.rank.load(std::memory_order_relaxed);
-  bool for_done = w.for_done.load(std::memory_order_relaxed);
+  Word kind = static_cast<Word>(w.kind.load(std::memory_order_relaxed));
   uint64_t value = w.value.load(std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_acquire);
   if (!(*turn & 1) || w.turn.load(std::memory_order_relaxed) != *turn) return -1;
-  const Lane& lane = control_of(t, next).lanes[rank];
-  const std::atomic<uint64_t>& word = for_done ? lane.done : lane.ring[value % kRing].seq;
+  const std::atomic<uint64_t>& word = control_of(t, next).lanes[rank].word(kind, value);
   return word.load(std::memory_order_acquire) < value ? next : -1;
 }
 

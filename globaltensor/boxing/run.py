@@ -204,24 +204,32 @@ def _exchange(programs: list[Program], shards: list[Shards], dtypes: list[torch.
 
 class Letter:
     """One step of a boxing of many tensors whose two sides do not meet: what is sent is written by one and read, later,
-    by the other. `items` need shards on the sending side only."""
+    by the other. The tensors have these specs, and go to these layouts."""
 
-    def __init__(self, items: Sequence[Boxed]) -> None:
-        self.items = items
-        self.programs = [_compile(i.spec.layout, i.dst, i.spec.shape) for i in items]
+    def __init__(self, specs: Sequence[Spec], dsts: Sequence[Layout]) -> None:
+        self.specs, self.dsts = specs, dsts
+        self.programs = [_compile(s.layout, dst, s.shape) for s, dst in zip(specs, dsts)]
 
-    def write(self) -> dict[int, list[torch.Tensor]]:
+    def write(self, shards: list[Shards]) -> dict[int, list[torch.Tensor]]:
         """Per peer the bytes it gets, to be laid end to end."""
-        return _packed(self.programs, [i.shards for i in self.items])
+        return _packed(self.programs, shards)
 
     def sizes(self) -> dict[int, int]:
         """Per peer how many bytes come from it."""
-        return _expected(self.programs, [i.spec.dtype for i in self.items])
+        return _expected(self.programs, [s.dtype for s in self.specs])
 
     def read(self, received: dict[int, torch.Tensor]) -> list[Shards]:
-        """The new shards, of the bytes that came."""
+        """The new shards, of the bytes that came: parts of the same memory where they came in one piece."""
         streams = {peer: _Stream(data) for peer, data in received.items()}
-        return [_build(p, i.shards, i, i.dst, streams) for p, i in zip(self.programs, self.items)]
+        return [_built(p, s, dst, streams) for p, s, dst in zip(self.programs, self.specs, self.dsts)]
+
+
+def _built(program: Program, of: Spec, dst: Layout, received: dict[int, _Stream]) -> Shards:
+    (rank, fills), *others = program.fills.items() or [(-1, ())]
+    if not others and len(fills) == 1 and fills[0].at is None and len(fills[0].parts) == 1:
+        (_, shape, (part,)), = fills
+        return {rank: received[part.owner].take(shape, part.size, of.dtype)}
+    return _build(program, {}, Boxed(of, {}, dst), dst, received)
 
 
 def _read(held: Shards, part: Part) -> torch.Tensor:

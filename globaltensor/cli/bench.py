@@ -34,9 +34,11 @@ def options(of: argparse.ArgumentParser) -> None:
     of.add_argument("--list", action="store_true", help="only say which there are")
     own = of.add_argument_group("for those that know it")
     own.add_argument("--quick", action="store_true", default=None, help="few and small: to see that it works")
-    own.add_argument("--ranks", type=int, metavar="N", help="processes (boxing; default 2)")
+    own.add_argument("--ranks", type=int, metavar="N", help="processes (boxing; default 2. pipeline; default 2, then 4)")
     own.add_argument("--fresh", action="store_true", default=None, help="write what is moved anew each time (boxing)")
-    own.add_argument("--hidden", type=int, metavar="N", help="hidden size of the model (train; default 128, then 256)")
+    own.add_argument("--hidden", type=int, metavar="N",
+                     help="hidden size of the model (train; default 128, then 256. pipeline; default 256)")
+    own.add_argument("--plot", metavar="FILE", help="a picture of the steps, measured above simulated (pipeline)")
 
 
 def command(chosen: argparse.Namespace) -> int:
@@ -49,7 +51,7 @@ def command(chosen: argparse.Namespace) -> int:
     if chosen.list:
         print("\n".join(f"{name.ljust(max(map(len, names)))}  {known[name].question}" for name in names))
         return 0
-    told = {name: getattr(chosen, name) for name in ("quick", "ranks", "fresh", "hidden")}
+    told = {name: getattr(chosen, name) for name in ("quick", "ranks", "fresh", "hidden", "plot")}
     told = {name: value for name, value in told.items() if value is not None}
     for option in told:
         if not any(option in known[name].takes for name in names):

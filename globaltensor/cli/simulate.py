@@ -12,6 +12,7 @@ span         the longest time of a rank from its own first action to its own las
 makespan     from the first action of all to the last
 bubble rate  (span - work of that rank) / span
 step time    the makespan; with a model, with the reductions of gradients and the optimizer that follow
+--zero 3     gathers the parameters of a stage for each forward and again for each backward, which wait for it
 
 --plot, --trace and --text show the step: a picture, a file for Perfetto (ui.perfetto.dev), a timetable.
 """

@@ -80,6 +80,8 @@ class Step:
         self.coming: dict[int, Arrival] = {}         # letters of which the receive is posted
         self.results: dict[int, Any] = {}            # by micro-batch: what the last stage gave, or its loss
         self.events: list[Event] = []
+        self.left = [schedule.micro_batches] * schedule.stages      # backward passes that a stage still has to end
+        self.before: dict[int, list[tuple[Any, Any]]] = {}          # by stage, gradients from before this step
         if inputs:
             for j, (tensors, seed) in enumerate(zip(inputs, seeds)):
                 state = torch.Generator().manual_seed(seed).get_state()
@@ -89,12 +91,15 @@ class Step:
 
     def run(self, ranks: Sequence[int]) -> None:
         """Do the lists of these ranks of the schedule: all of them, or one."""
-        if len(ranks) == self.schedule.ranks and self.post is None:
-            self._in_turns()
-        else:
-            with comm.apart():
-                for rank in ranks:
-                    self._alone(rank, self.schedule.actions[rank])
+        for stage in (s for rank in ranks for s in self.schedule.stages_of[rank]) if self.train else ():
+            self.before[stage] = gradients.set_aside(self.model.homes.reduced(stage))
+        with gradients.held():
+            if len(ranks) == self.schedule.ranks and self.post is None:
+                self._in_turns()
+            else:
+                with comm.apart():
+                    for rank in ranks:
+                        self._alone(rank, self.schedule.actions[rank])
         assert not (self.kept or self.inbox or self.outbox or self.coming), "a checked schedule leaves nothing behind"
 
     def _in_turns(self) -> None:
@@ -128,7 +133,14 @@ class Step:
         began = time.perf_counter()
         with self.model.homes.replicas_in(stage):
             {F: self._forward, B: self._backward, I: self._input_gradients, W: self._weight_gradients}[kind](stage, mb)
-        self.events.append(Event(rank, stage, KINDS[kind], mb, began, time.perf_counter()))
+        ended = time.perf_counter()
+        self.events.append(Event(rank, stage, KINDS[kind], mb, began, ended))
+        self.left[stage] -= kind in (B, W)
+        leaves = [] if self.left[stage] else self.model.homes.reduced(stage)
+        if leaves:                                   # it was the stage's last backward pass: others go on meanwhile
+            gradients.settle(leaves)
+            gradients.put_back(self.before.pop(stage))
+            self.events.append(Event(rank, stage, "R", mb, ended, time.perf_counter()))
 
     # ---------------------------------------------------------------------------------------------- between the stages
 
@@ -149,7 +161,7 @@ class Step:
         if self.post is None:
             self.inbox[to, way, mb] = carried(given, layouts)
         else:
-            self.post.send((self.keys[mb], to, way), given, layouts, self._route(stage, to), (stage, way, mb))
+            self.post.send((self.keys[mb], to, way), given, layouts, self._route(stage, to), (to, way, mb))
 
     def _route(self, stage: int, to: int) -> Route:
         return Route(self.model.places[stage], self.model.places[to])
@@ -162,7 +174,7 @@ class Step:
         mb, stage = divmod(code >> 3, self.schedule.stages)
         given = arrival.open()
         if code & 7 == RECV_B:
-            self.post.taken((stage, "F", mb))        # whose gradient this is
+            self.post.mail.taken((stage + 1, "F", mb))    # whose gradient this is
         self.inbox[stage, "F" if code & 7 == RECV_F else "B", mb] = given
         for later in list(channel)[:AHEAD]:
             if later not in self.coming:
@@ -176,12 +188,13 @@ class Step:
         kind, (mb, stage) = code & 7, divmod(code >> 3, self.schedule.stages)
         way = "F" if kind == RECV_F else "B"
         key, route = (self.keys[mb], stage, way), self._route(stage + (-1 if way == "F" else 1), stage)
-        if ahead and (key not in self.post.known or way == "B" and (stage, mb) not in self.kept):
+        if ahead and key not in self.post.lines:
             return None
-        form = self.post.form(key, route)
         if way == "F":
-            return Arrival(self.post, form, layouts_forward(form, route.readers), route, STATE)
-        return Arrival(self.post, form, layouts_backward(self.kept[stage, mb].form), route, 0)
+            line = self.post.line(key, route, lambda form: layouts_forward(form, route.readers))
+        else:
+            line = self.post.line(key, route, lambda _: layouts_backward(self.kept[stage, mb].form))
+        return Arrival(self.post.mail, line, STATE if way == "F" else 0, (stage, way, mb))
 
     # ------------------------------------------------------------------------------------------------- the four actions
 

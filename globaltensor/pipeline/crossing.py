@@ -3,9 +3,9 @@
 A boxing between two placements is a few steps on the sender's, one that crosses, and a few on the receiver's (a split,
 sends of the parts, a gather: so every link carries a share). The steps on either side are boxings as any other, among
 the ranks of one stage. The one that crosses cannot be: the two sides do not meet, the sender is at another micro-batch
-when the receiver takes what it sent. It is a *letter* for each pair of ranks, all tensors of a parcel in one, posted
-and left to the transport. Between two ranks letters are read in the order in which they were written, as the schedule
-was checked for, and while a rank computes the next ones come in already.
+when the receiver takes what it sent. It is a *letter* for each pair of ranks, all tensors of a parcel in one, which the
+sender leaves for the receiver. Between two ranks letters are read in the order in which they were written, as the
+schedule was checked for.
 
     parcel    the tensors of an output, or their gradients, and the state of the random numbers where the stage left off
     form      what the receiver must know to read it: layouts, shapes, dtypes. Told in a letter of its own before the
@@ -14,7 +14,7 @@ was checked for, and while a rank computes the next ones come in already.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from globaltensor.boxing.plan import plan
 from globaltensor.boxing.run import Boxed, Letter, box, boxed
 from globaltensor.errors import ShapeError
 from globaltensor.layout import Layout, Shape, Spec, layout, spec
+from globaltensor.mail import Mail
 from globaltensor.placement import placement
 from globaltensor.sbp import broadcast
 from globaltensor.tensor.core import GlobalTensor
@@ -89,19 +90,6 @@ def carried(given: Parcel, dsts: Sequence[Layout | None]) -> Parcel:
     return given._replace(tensors=tuple(tensors))
 
 
-class Way(NamedTuple):
-    """A boxing between placements in three parts: up to `leaves` on the one, the crossing to `lands`, then on."""
-
-    leaves: Layout
-    lands: Layout
-
-
-def _way(of: Spec, dst: Layout) -> Way:
-    steps = plan(of.layout, dst, of.shape, of.nbytes, comm.world().machine).layouts
-    at = next(k for k, step in enumerate(steps) if step.placement == dst.placement)
-    return Way(steps[at - 1], steps[at])
-
-
 class Route(NamedTuple):
     """Between which ranks a parcel travels. To each reader one of the writers, its guide, also sends what is no part of
     a tensor."""
@@ -121,100 +109,109 @@ class Route(NamedTuple):
         return [r for i, r in enumerate(self.readers.flat) if self.writers.flat[i % n] == comm.rank()]
 
 
+class Line:
+    """All parcels of one kind, on one route: what their boxings are is found out once.
+
+    A boxing between placements has three parts: up to `leaves` on the one, the crossing to `lands`, then on to `dsts`.
+    """
+
+    def __init__(self, form: Form, dsts: Sequence[Layout | None], route: Route) -> None:
+        self.form, self.dsts, self.route = form, dsts, route
+        self.there = [k for k, part in enumerate(form) if part is not None]
+        ways = [_way(form[k].spec, dsts[k]) for k in self.there]
+        self.leaves, self.lands = [way[0] for way in ways], [way[1] for way in ways]
+        self.letter = Letter([form[k].spec.on(leaves) for k, leaves in zip(self.there, self.leaves)], self.lands)
+        self.sizes = self.letter.sizes()
+        self.guided = route.guided if comm.rank() in route.writers.coords else ()
+        self.guide = route.guide if comm.rank() in route.readers.coords else -1
+
+    def written(self, given: Parcel) -> dict[int, list[torch.Tensor]]:
+        """What each reader gets of a parcel, on the CPU."""
+        tensors = [given.tensors[k] for k in self.there]
+        ready = boxed(tensors, self.leaves, _BOXING) if tensors else []
+        outgoing = self.letter.write([t.shards for t in ready])
+        for reader in self.guided if given.random is not None else ():
+            outgoing[reader] = [given.random, *outgoing.get(reader, ())]
+        return {reader: [p.cpu() for p in pieces] for reader, pieces in outgoing.items()}
+
+    def read(self, received: dict[int, torch.Tensor]) -> tuple[Any, ...]:
+        """The tensors, where they are wanted, of the bytes that came."""
+        device = comm.world().device(self.route.readers.type, comm.rank())
+        arrived = self.letter.read({peer: data.to(device) for peer, data in received.items()})
+        landed = [Boxed(self.form[k].spec.on(lands), held, self.dsts[k])
+                  for k, lands, held in zip(self.there, self.lands, arrived)]
+        tensors: list[Any] = [None] * len(self.form)
+        for k, held in zip(self.there, box(landed, _BOXING) if landed else []):
+            tensors[k] = GlobalTensor.wrap(self.form[k].spec.on(self.dsts[k]), held)
+        return tuple(tensors)
+
+
+def _way(of: Spec, dst: Layout) -> tuple[Layout, Layout]:
+    steps = plan(of.layout, dst, of.shape, of.nbytes, comm.world().machine).layouts
+    at = next(k for k, step in enumerate(steps) if step.placement == dst.placement)
+    return steps[at - 1], steps[at]
+
+
 class Post:
-    """This process's letters. One for all stages and steps: what was told once is remembered here."""
+    """What this process sends and gets. One for all stages and steps: what was told once is remembered here."""
 
     def __init__(self, everyone: Sequence[int]) -> None:
-        self.peers = tuple(r for r in everyone if r != comm.rank())
-        self.known: dict[Hashable, Form] = {}
-        self.turn = 0                                # how many steps were begun: it names them in errors
-        self._sent: dict[Hashable, list[tuple[int, Any, torch.Tensor]]] = {}     # reader, work, what must be left alone
+        self.mail = Mail(everyone, "")
+        self.lines: dict[Hashable, Line] = {}
+        self.turn = 0                                # how many steps were begun
+
+    def begin(self) -> None:
+        """A step: its number stands in errors."""
+        self.turn += 1
+        self.mail.what = f"step {self.turn} of a pipeline"
 
     def send(self, key: Hashable, given: Parcel, dsts: Sequence[Layout | None], route: Route, name: Hashable) -> None:
-        """Post a parcel, and wait for nobody: its memory is kept until `taken(name)`.
+        """Post a parcel, and wait for nobody.
 
         Raises ShapeError where its form is not that of others of its kind.
         """
-        before = self.known.get(key)
-        if before is None:
-            self.known[key] = given.form
+        line = self.lines.get(key)
+        if line is None:
+            line = self.lines[key] = Line(given.form, dsts, route)
             said = torch.frombuffer(bytearray(pickle.dumps(given.form)), dtype=torch.uint8)
-            for reader in route.guided:
-                self._post(torch.tensor([said.numel()]).view(torch.uint8), reader, name)
-                self._post(said, reader, name)
-        elif before != given.form:
+            for reader in line.guided:
+                self.mail.post([said], reader, "form", sized=False)
+        elif line.form != given.form:
             raise ShapeError("a stage gave another form than before for inputs of the same shapes",
-                             f"{text(given.form)} instead of {text(before)}",
+                             f"{text(given.form)} instead of {text(line.form)}",
                              "stages whose outputs follow from the shapes and dtypes of their inputs")
-        there = [k for k, t in enumerate(given.tensors) if t is not None]
-        ways = [_way(given.tensors[k].spec, dsts[k]) for k in there]
-        ready = boxed([given.tensors[k] for k in there], [w.leaves for w in ways], _BOXING) if there else []
-        outgoing = Letter([Boxed(t.spec, t.shards, w.lands) for t, w in zip(ready, ways)]).write()
-        for reader in route.guided if given.random is not None else ():
-            outgoing[reader] = [given.random, *outgoing.get(reader, ())]
-        for reader, parts in outgoing.items():
-            whole = torch.cat([p.cpu() for p in parts]) if len(parts) > 1 else parts[0].cpu().clone()
-            self._post(whole, reader, name)
+        for reader, pieces in line.written(given).items():
+            self.mail.post(pieces, reader, name)
 
-    def _post(self, buffer: torch.Tensor, reader: int, name: Hashable) -> None:
-        self._sent.setdefault(name, []).append((reader, comm.post(buffer, reader), buffer))
-
-    def form(self, key: Hashable, route: Route) -> Form:
-        """The form of a kind of parcel, heard from the guide where this process does not know it yet."""
-        if key not in self.known:
-            size = torch.empty(8, dtype=torch.uint8)
-            self.wait({route.guide: comm.post(size, route.guide, receive=True)})
-            said = torch.empty(int(size.view(torch.int64)), dtype=torch.uint8)
-            self.wait({route.guide: comm.post(said, route.guide, receive=True)})
-            self.known[key] = pickle.loads(said.numpy().tobytes())
-        return self.known[key]
-
-    def wait(self, works: Any) -> None:
-        comm.wait(works, f"step {self.turn} of a pipeline", self.peers)
-
-    def taken(self, name: Hashable) -> None:
-        """The letters of this name were read, or shall be now: their memory is free again."""
-        for reader, work, _ in self._sent.pop(name, ()):
-            self.wait({reader: work})
-
-    def finish(self) -> None:
-        """Wait until all that was sent is taken."""
-        for name in list(self._sent):
-            self.taken(name)
+    def line(self, key: Hashable, route: Route, dsts: Callable[[Form], Sequence[Layout | None]]) -> Line:
+        """Of a kind of parcel that this process gets; its form is heard from the guide where it is not known yet."""
+        if key not in self.lines:
+            form = pickle.loads(self.mail.expect(route.guide, "form")().numpy().tobytes())
+            self.lines[key] = Line(form, dsts(form), route)
+        return self.lines[key]
 
 
 class Arrival:
-    """A parcel on its way to this process: taken in from when this is made, read by `open`.
+    """A parcel on its way to this process: expected from when this is made, taken by `open`.
 
     random   bytes of the state of random numbers that come with it
     """
 
-    def __init__(self, post: Post, form: Form, dsts: Sequence[Layout | None], route: Route, random: int) -> None:
-        self.post, self.form, self.dsts, self.route, self.random = post, form, dsts, route, random
-        self.there = [k for k, part in enumerate(form) if part is not None]
-        ways = [_way(form[k].spec, dsts[k]) for k in self.there]
-        self.letter = Letter([Boxed(form[k].spec.on(w.leaves), {}, w.lands) for k, w in zip(self.there, ways)])
-        sizes = self.letter.sizes()
+    def __init__(self, mail: Mail, line: Line, random: int, name: Hashable) -> None:
+        self.line, self.random = line, random
+        sizes = dict(line.sizes)
         if random:
-            sizes[route.guide] = sizes.get(route.guide, 0) + random
-        self.buffers = {peer: torch.empty(n, dtype=torch.uint8) for peer, n in sizes.items()}
-        self.works = {peer: comm.post(data, peer, receive=True) for peer, data in self.buffers.items()}
+            sizes[line.guide] = sizes.get(line.guide, 0) + random
+        self.takes = {peer: mail.expect(peer, name, size) for peer, size in sizes.items()}
 
     def open(self) -> Parcel:
         """Wait for it, and bring its tensors to where they are wanted."""
-        self.post.wait(self.works)
+        received = {peer: take() for peer, take in self.takes.items()}
         state = None
         if self.random:
-            whole = self.buffers[self.route.guide]
-            state, self.buffers[self.route.guide] = whole[:self.random], whole[self.random:]
-        device = comm.world().device(self.route.readers.type, comm.rank())
-        arrived = self.letter.read({peer: data.to(device) for peer, data in self.buffers.items()})
-        landed = [Boxed(self.form[k].spec.on(item.dst), held, self.dsts[k])
-                  for k, item, held in zip(self.there, self.letter.items, arrived)]
-        tensors: list[Any] = [None] * len(self.form)
-        for k, held in zip(self.there, box(landed, _BOXING) if landed else []):
-            tensors[k] = GlobalTensor.wrap(self.form[k].spec.on(self.dsts[k]), held)
-        return Parcel(tuple(tensors), self.form, state)
+            whole = received[self.line.guide]
+            state, received[self.line.guide] = whole[:self.random], whole[self.random:]
+        return Parcel(self.line.read(received), self.line.form, state)
 
 
 def text(form: Form) -> str:

@@ -256,12 +256,11 @@ def _counted(name: str, ranks: int, micro_batches: int, row: Callable[[int, Kind
     def numbered(r: int) -> array:
         codes = np.array(row(r, *(Kinds(*(stage * 8 + kind for kind in (F, B, I, W)))
                                   for stage in (r, 2 * ranks - 1 - r))), np.int64)
-        kinds, stages, turn = codes & 7, codes >> 3, np.zeros_like(codes)
+        turn = np.zeros_like(codes)
         for stage in (r, 2 * ranks - 1 - r):
-            for counted, meant in (((F,), (F,)), ((I, B), (I, B)), ((W, B), (W,))):
-                mentions = (stages == stage) & np.isin(kinds, counted)
-                order, given = np.cumsum(mentions) - 1, mentions & np.isin(kinds, meant)
-                turn[given] = order[given]
+            for counted in ((F,), (W, B), (I, B)):    # B counts as both, and has the number of an I
+                mentions, = np.logical_or.reduce([codes == stage * 8 + kind for kind in counted]).nonzero()
+                turn[mentions] = np.arange(len(mentions))
         found = array("q")
         found.frombytes((codes + turn * (len(rank_of) * 8))[turn < micro_batches].tobytes())
         return found

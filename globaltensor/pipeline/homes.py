@@ -100,6 +100,7 @@ class Homes:
     """The parameters and buffers of all stages, moved to the placements of their stages, in place."""
 
     def __init__(self, stages: Sequence[nn.Module], places: Sequence[placement]) -> None:
+        self.stages, self.places = stages, places
         self.replicas: list[dict[int, Replica]] = [{} for _ in stages]      # by stage, by id of the tensor itself
         moved: dict[int, tuple[Any, Any]] = {}       # id of the original -> the original, what became of it
         for stage, (module, where) in enumerate(zip(stages, places)):
@@ -122,6 +123,14 @@ class Homes:
         for stage, held in enumerate(self.replicas):
             for k, replica in enumerate(held.values()):
                 replica.settle((stage, k) not in unused)
+
+    def reduced(self, stage: int) -> list[Any]:
+        """The parameters whose gradients are whole when the stage has ended its last backward pass: those of a stage on
+        several ranks that no other stage shares."""
+        if len(self.places[stage].flat) == 1:
+            return []
+        shared = {id(replica.home) for replica in self._all()}
+        return [p for p in self.stages[stage].parameters() if id(p) not in shared]
 
     def unused(self, stages: Sequence[int]) -> set[tuple[int, int]]:
         """The replicas of these stages that got no gradient."""

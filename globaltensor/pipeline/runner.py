@@ -13,13 +13,15 @@ The same program runs in one process that drives all ranks and in one process fo
 only the stages that it has a part of, so what runs inside a stage must concern the stage's ranks alone: no `.item()`,
 no `full_tensor()`. Before and after a step all processes are together again.
 
-What a step costs beyond the schedule: parameters that several stages share travel once each way; gradients of
-parameters stay pending sums until someone reads them, so they are reduced once, whatever the number of micro-batches.
+What a step costs beyond the schedule: parameters that several stages share travel once each way; a stage on several
+ranks reduces its gradients once, right after its last backward pass, while other stages are still at work.
 """
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from globaltensor import comm
 from globaltensor.boxing.run import boxed
 from globaltensor.errors import GlobalTensorError, ShapeError
 from globaltensor.layout import layout, spec
+from globaltensor.mail import ROOM
 from globaltensor.pipeline.actions import Model, Step
 from globaltensor.pipeline.check import check
 from globaltensor.pipeline.communication import communicate
@@ -39,6 +42,7 @@ from globaltensor.pipeline.schedule import F, Schedule
 from globaltensor.pipeline.stages import StageError, by_hand, cut
 from globaltensor.pipeline.text import read
 from globaltensor.pipeline.timetable import Event
+from globaltensor.pipeline.traced import traced
 from globaltensor.pipeline.trial import trial
 from globaltensor.placement import placement
 from globaltensor.sbp import broadcast, split
@@ -53,13 +57,15 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
     """A model in stages, ready to be trained by a schedule. Its parameters become global, on the stages' placements:
     make the optimizer after this. Parameters that are global already keep their sbp.
 
-    model          the stages, as a list of modules; or an nn.Sequential, which is cut into stages of equal cost
+    model          the stages, as a list of modules; or a module, which is cut into stages of equal cost: an
+                   nn.Sequential, or any other whose forward torch.fx can follow (its blocks' forwards may do anything)
     placements     one for each rank of the schedule, or one for each stage; of any sizes and layouts
     schedule       a name (gpipe, 1f1b, interleaved, bfs, zb-h1, zb-h2, zb-v, dualpipe-v), a file, or a Schedule
     micro_batches  into how many a batch is cut (default 4, or what the schedule says)
     loss           of the last stage's output and the targets, a scalar (default: the last stage gives it itself)
     chunks         stages on each rank, where the schedule leaves that free
-    starts, cost   of an nn.Sequential: the names of the layers with which later stages begin; the cost of a layer
+    starts, cost   of a module that is cut: the names of the layers with which later stages begin; the cost of a layer
+                   (default: its parameters; `globaltensor.pipeline.stages.measured(model, inputs)` measures)
     batch          the axis along which plain inputs and targets are split, where a placement has it
     reduction      "mean": the loss of a step is the mean of those of its micro-batches; "sum": their sum
     recompute      keep only the inputs of stages, and run them again before their backward passes
@@ -69,15 +75,30 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
         raise GlobalTensorError(f"reduction={reduction!r}", "losses of micro-batches are added or averaged",
                                 'reduction="mean" or "sum"')
     plan = _schedule(schedule, len(groups(placements)), micro_batches, chunks, model)
-    program = check(plan).program
+    program = check(plan, ROOM).program
     places = homes(plan, placements)
-    by_cut = isinstance(model, nn.Sequential)
-    stages = cut(model, plan.stages if starts is None else starts, cost) if by_cut else by_hand(model)
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        by = cut if isinstance(model, nn.Sequential) else traced
+        stages = by(model, plan.stages if starts is None else starts, cost)
+    else:
+        stages = by_hand(model)
     if len(stages) != plan.stages:
         raise StageError(f"{len(stages)} stages for {plan.name}, which has {plan.stages} on {plan.ranks} ranks",
                          "each stage of the schedule is a module", f"{plan.stages} modules, or an nn.Sequential")
     made = Model(stages, places, Homes(stages, places), loss, reduction, recompute)
     return Runner(made, program, batch)
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Inside, Python looks for no cycles: it would go through all objects of all graphs, while the neighbours wait."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _schedule(schedule: Any, ranks: int, micro_batches: int | None, chunks: int | None, model: Any) -> Schedule:
@@ -157,14 +178,15 @@ class Runner:
         step = Step(self.model, schedule, self._post, parts if 0 in self._ranks or self._has(0) else (), goals, keys,
                     self.seeds, train, autocast)
         if self._post is not None:
-            self._post.turn += 1
+            self._post.begin()
         try:
             with torch.autocast(kind, enabled=False):
                 self.model.homes.make()
                 self._try(step, parts, mode)
-                step.run(self._ranks)
+                with collector_off():
+                    step.run(self._ranks)
                 if self._post is not None:
-                    self._post.finish()
+                    self._post.mail.finish()
                 return self._together(step, tuple(keys), train)
         finally:
             torch.set_rng_state(after)

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-COLOURS = {"F": "#4c78a8", "B": "#54a24b", "I": "#72b7b2", "W": "#f2a541"}      # on the first stage of a rank
-LATER = {"F": "#9ec3e6", "B": "#9bd493", "I": "#b5e0dc", "W": "#f9d59b"}        # on its later stages
-NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+COLOURS = {"F": "#4c78a8", "B": "#54a24b", "I": "#72b7b2", "W": "#f2a541", "R": "#b279a2"}      # on the first stage of a rank
+LATER = {"F": "#9ec3e6", "B": "#9bd493", "I": "#b5e0dc", "W": "#f9d59b", "R": "#d8b9cf"}        # on its later stages
+NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "reduction"}
 
 
 class Event(NamedTuple):
@@ -90,7 +90,7 @@ def draw(path: str | os.PathLike[str], runs: Mapping[str, Sequence[Event]], unit
     figure = Figure(figsize=(14, height * len(runs)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
-    longest = max(_length(events) for events in runs.values())
+    longest = max(length(events) for events in runs.values())
     for panel, (title, events) in zip(panels, runs.items()):
         _panel(panel, events, longest)
         panel.set_title(title, loc="left", fontsize=11)
@@ -136,7 +136,8 @@ def _later(events: Sequence[Event]) -> bool:
     return any(len({e.stage for e in row}) > 1 for row in _by_rank(events).values())
 
 
-def _length(events: Sequence[Event]) -> float:
+def length(events: Sequence[Event]) -> float:
+    """From the first beginning to the last end."""
     return max(e.end for e in events) - min(e.start for e in events)
 
 

@@ -98,7 +98,7 @@ def _found(terms: tuple[str, str, str], of_a: Spec, of_b: Spec) -> Form | None:
     cuts = [tuple(labels[s.dim] if s.is_split else None for labels, s in zip(terms, pair))
             for pair in zip(of_a.sbp, of_b.sbp)]     # per axis the labels that are cut of A and of B
     wanted = _wanted(terms, cuts)
-    if wanted is None:
+    if wanted is None or any(where.shape[axis] == 1 for axis in wanted):     # one rank in a row is no grid
         return None
     sizes = dict(zip(terms[0], of_a.shape)) | dict(zip(terms[1], of_b.shape))
     out = tuple(_state(wanted.get(axis, x or y), terms[2]) for axis, (x, y) in enumerate(cuts))

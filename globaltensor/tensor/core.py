@@ -31,7 +31,8 @@ def _set_data(x: Any, value: torch.Tensor) -> None:
     x.spec, x.shards = value.spec, value.shards
 
 
-_TAKEN = {**products.TAKEN, **lookup.TAKEN, torch.Tensor.__setitem__: assign.assign, _data.__set__: _set_data}
+_TAKEN = {**products.TAKEN, **lookup.TAKEN, **gradients.TAKEN, torch.Tensor.__setitem__: assign.assign,
+          _data.__set__: _set_data}
 _WITHIN = {**backward.TAKEN, **attention.TAKEN}      # overrides stay in force inside these
 _make = torch.Tensor._make_wrapper_subclass
 _requires_grad = torch._C.TensorBase.requires_grad

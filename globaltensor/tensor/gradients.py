@@ -12,7 +12,8 @@ that an optimizer works on: that is ZeRO (zero.py).
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -51,6 +52,8 @@ def put(leaf: Any, value: Any) -> None:
 def aim(leaf: Any, dst: Layout, early: bool = False) -> None:
     """Gradients of this leaf are brought to `dst`. `early`: during backward already, as soon as `EARLY` bytes wait."""
     leaf._aim, leaf._early = dst, early
+    if "_order" in leaf.__dict__ and _natively(leaf):
+        face.follow(leaf)                            # anew: what it knows of settled gradients is over
 
 
 def share(whole: Any, part: Any) -> None:
@@ -90,21 +93,79 @@ def follow(leaf: Any) -> None:
     """Watch what backward accumulates in this leaf."""
     if "_order" not in leaf.__dict__ and leaf.is_leaf:
         leaf._order = next(_order)
-        leaf.register_post_accumulate_grad_hook(_accumulated)
+        if _natively(leaf):
+            face.follow(leaf)
+        else:
+            _hook(leaf, _note)
 
 
-def _accumulated(leaf: Any) -> None:
+def _natively(leaf: Any) -> bool:
+    """Does native code watch this leaf, or will it? A leaf has one native hook, or any number in Python."""
+    return face is not None and not leaf._post_accumulate_grad_hooks
+
+
+_hook = torch.Tensor.register_post_accumulate_grad_hook
+
+
+def hook(leaf: Any, own: Callable[[Any], None]) -> Any:
+    """leaf.register_post_accumulate_grad_hook(own)"""
+    if "_order" in leaf.__dict__ and _natively(leaf):
+        _hook(leaf, _note)
+    return _hook(leaf, own)
+
+
+def _note(leaf: Any) -> None:
+    _accumulated(leaf)
+
+
+def _accumulated(leaf: Any) -> bool:
+    """Note what waits; true where the gradient lies where it shall."""
     grad = raw(leaf)
-    if type(grad) is type(leaf) and grad.spec.layout is not _aimed(leaf):
+    if type(grad) is not type(leaf):
+        return False
+    if grad.spec.layout is not _aimed(leaf):
         waiting[leaf._order] = leaf
-        if leaf.__dict__.get("_early") and sum(some.spec.nbytes for some in waiting.values()) >= EARLY:
+        if leaf.__dict__.get("_early") and not _held and sum(some.spec.nbytes for some in waiting.values()) >= EARLY:
             settle()
+        return False
+    return True
 
 
-def settle() -> None:
-    """Bring every waiting gradient into its leaf's layout, all in one go."""
-    leaves = [waiting[k] for k in sorted(waiting)]
-    waiting.clear()
+_held = False
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Inside, gradients of leaves aimed early wait as others do."""
+    global _held
+    before, _held = _held, True
+    try:
+        yield
+    finally:
+        _held = before
+
+
+def set_aside(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Take the settled gradients out of these leaves: pending sums are added to each other at no cost, to what is
+    settled each by a reduction of its own. `put_back` adds them again."""
+    taken = [(leaf, raw(leaf)) for leaf in leaves if leaf.requires_grad and raw(leaf) is not None
+             and raw(leaf).spec.layout is _aimed(leaf)]
+    for leaf, _ in taken:
+        _set(leaf, None)
+    return taken
+
+
+def put_back(taken: Iterable[tuple[Any, Any]]) -> None:
+    """Add what was set aside to what has come since, which is settled too."""
+    with torch.no_grad():
+        for leaf, before in taken:
+            _set(leaf, before if raw(leaf) is None else before.add_(raw(leaf)))
+
+
+def settle(of: Iterable[Any] | None = None) -> None:
+    """Bring every waiting gradient, or those of some leaves, into its leaf's layout, all in one go."""
+    keys = sorted(waiting) if of is None else sorted(waiting.keys() & {leaf.__dict__.get("_order") for leaf in of})
+    leaves = [waiting.pop(k) for k in keys]
     grads = [(_aimed(leaf), raw(leaf), leaf.__dict__.get("_sent")) for leaf in leaves]
     grads = [(dst, g, sent or g.dtype) for dst, g, sent in grads if g is not None and g.spec.layout is not dst]
     at_once = face is not None and not watched() and all(sent == g.dtype for _, g, sent in grads)
@@ -120,3 +181,9 @@ def settle() -> None:
 
 def _cast(shards: dict[int, torch.Tensor], dtype: torch.dtype) -> dict[int, torch.Tensor]:
     return {rank: t.to(dtype) for rank, t in shards.items()}
+
+
+TAKEN: dict[Callable[..., Any], Callable[..., Any]] = {_hook: hook}
+
+if face is not None:
+    face.on_accumulated(_accumulated)

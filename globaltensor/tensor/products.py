@@ -7,17 +7,46 @@ another dim would be gathered. So for global tensors these two (and a plain `ein
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from globaltensor import library
+from globaltensor.native import face
 
 _contract = library.contract
 _linear = library.linear
 _LEADING = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+PutOff = tuple[torch.Tensor, str, torch.Tensor, torch.Tensor]         # a leaf; contract(equation, a, b) is its gradient
+_put_off: tuple[Sequence[torch.Tensor], list[PutOff]] | None = None    # inputs that do not wait; what was put off
+
+
+@contextmanager
+def put_off(inputs: Sequence[torch.Tensor]) -> Iterator[list[PutOff]]:
+    """In backward passes inside, products that only a leaf waits for are not made but noted in the list, whole once the
+    block ends. They are most of what the gradients of weights cost. `inputs` are leaves that are waited for."""
+    global _put_off
+    found: list[PutOff] = []
+    _put_off = inputs, found
+    if face is not None:
+        face.put_off(list(inputs))
+    try:
+        yield found
+    finally:
+        _put_off = None
+        if face is not None:
+            found += face.put_off_until_now()
+
+
+def _gradient(leaf: torch.Tensor, equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+    if _put_off is not None and leaf.is_leaf and not any(leaf is one for one in _put_off[0]):
+        return _put_off[1].append((leaf, equation, a, b))
+    return Contract.apply(equation, a, b)
 
 
 class Contract(torch.autograd.Function):
@@ -38,8 +67,8 @@ class Contract(torch.autograd.Function):
         operands, out = ctx.equation.split("->")
         left, right = operands.split(",")
         _, need_a, need_b = ctx.needs_input_grad
-        return (None, Contract.apply(f"{out},{right}->{left}", grad, b.conj()) if need_a else None,
-                Contract.apply(f"{out},{left}->{right}", grad, a.conj()) if need_b else None)
+        return (None, _gradient(a, f"{out},{right}->{left}", grad, b.conj()) if need_a else None,
+                _gradient(b, f"{out},{left}->{right}", grad, a.conj()) if need_b else None)
 
 
 class Linear(torch.autograd.Function):
@@ -56,7 +85,7 @@ class Linear(torch.autograd.Function):
         lead = _LEADING[:x.dim() - 1]
         need_x, need_weight, need_bias = ctx.needs_input_grad
         return (Contract.apply(f"{lead}n,nk->{lead}k", grad, weight.conj()) if need_x else None,
-                Contract.apply(f"{lead}n,{lead}k->nk", grad, x.conj()) if need_weight else None,
+                _gradient(weight, f"{lead}n,{lead}k->nk", grad, x.conj()) if need_weight else None,
                 grad.sum(list(range(grad.dim() - 1))) if need_bias else None)
 
 

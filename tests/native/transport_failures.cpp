@@ -34,46 +34,6 @@ void report(Reports* all, gt_transport* t, int rank, int status) {
   r.status = status;
 }
 
-// An all-reduce of n numbers over these ranks, kept ready.
-struct Sum {
-  Step step;
-  std::unique_ptr<Program> program;
-  int64_t* source = nullptr;
-  int64_t* target = nullptr;
-  gt_move move = {};
-  int64_t n;
-
-  Sum(int rank, int ranks, std::vector<int> group, int64_t count) : n(count) {
-    step.source.resize(static_cast<size_t>(ranks));
-    step.target.resize(static_cast<size_t>(ranks));
-    std::vector<Box> all;
-    for (int r : group) all.push_back({r, {0, 0}});
-    for (int r : group) step.parts.push_back({r, {n, 1}, all, {{r, {0, 0}}}});
-    make(rank, ranks);
-  }
-  Sum(int rank, int ranks, int from, int to, int64_t count) : n(count) {  // a send
-    step.parts.push_back({to, {n, 1}, {{from, {0, 0}}}, {{to, {0, 0}}}});
-    make(rank, ranks);
-  }
-  void make(int rank, int ranks) {
-    program = std::make_unique<Program>(step, rank, ranks);
-    source = static_cast<int64_t*>(gt_alloc(static_cast<size_t>(n) * 8));
-    target = static_cast<int64_t*>(gt_alloc(static_cast<size_t>(n) * 8));
-    for (int64_t i = 0; i < n; ++i) source[i] = rank + 1, target[i] = 0;
-    move.program = &program->view;
-    move.ndim = 2;
-    move.source = source;
-    move.target = target;
-    move.source_size[0] = n;
-    move.source_size[1] = 1;
-    move.source_stride[0] = move.source_stride[1] = move.target_stride[0] = move.target_stride[1] = 1;
-    move.source_dtype = move.target_dtype = GT_I64;
-  }
-  int run(gt_transport* t, uint64_t agreement, uint64_t site = 0, const gt_hooks* hooks = nullptr) {
-    return gt_box(t, &move, 1, agreement, site, hooks);
-  }
-};
-
 std::vector<int> everyone(int ranks) {
   std::vector<int> all;
   for (int r = 0; r < ranks; ++r) all.push_back(r);

@@ -141,19 +141,6 @@ int lines(const char* file) {
   return n;
 }
 
-gt_move ready(const Program& p, int64_t* source, int64_t* target, int64_t n) {
-  gt_move m = {};
-  m.program = &p.view;
-  m.ndim = 2;
-  m.source = source;
-  m.target = target;
-  m.source_size[0] = n;
-  m.source_size[1] = 1;
-  m.source_stride[0] = m.source_stride[1] = m.target_stride[0] = m.target_stride[1] = 1;
-  m.source_dtype = m.target_dtype = GT_I64;
-  return m;
-}
-
 Step send(int64_t n) {
   Step s;
   s.parts.push_back({1, {n, 1}, {{0, {0, 0}}}, {{1, {0, 0}}}});

@@ -189,3 +189,50 @@ struct Program {
       for (const Box& b : *boxes) corners.push_back({b.rank, {b.start[0], b.start[1]}});
   }
 };
+
+// A move of n numbers of this rank.
+inline gt_move ready(const Program& p, int64_t* source, int64_t* target, int64_t n) {
+  gt_move m = {};
+  m.program = &p.view;
+  m.ndim = 2;
+  m.source = source;
+  m.target = target;
+  m.source_size[0] = n;
+  m.source_size[1] = 1;
+  m.source_stride[0] = m.source_stride[1] = m.target_stride[0] = m.target_stride[1] = 1;
+  m.source_dtype = m.target_dtype = GT_I64;
+  return m;
+}
+
+// An all-reduce of n numbers over these ranks, kept ready.
+struct Sum {
+  Step step;
+  std::unique_ptr<Program> program;
+  int64_t* source = nullptr;
+  int64_t* target = nullptr;
+  gt_move move = {};
+  int64_t n;
+
+  Sum(int rank, int ranks, const std::vector<int>& group, int64_t count) : n(count) {
+    step.source.resize(static_cast<size_t>(ranks));
+    step.target.resize(static_cast<size_t>(ranks));
+    std::vector<Box> all;
+    for (int r : group) all.push_back({r, {0, 0}});
+    for (int r : group) step.parts.push_back({r, {n, 1}, all, {{r, {0, 0}}}});
+    make(rank, ranks);
+  }
+  Sum(int rank, int ranks, int from, int to, int64_t count) : n(count) {  // a send
+    step.parts.push_back({to, {n, 1}, {{from, {0, 0}}}, {{to, {0, 0}}}});
+    make(rank, ranks);
+  }
+  void make(int rank, int ranks) {
+    program = std::make_unique<Program>(step, rank, ranks);
+    source = static_cast<int64_t*>(gt_alloc(static_cast<size_t>(n) * 8));
+    target = static_cast<int64_t*>(gt_alloc(static_cast<size_t>(n) * 8));
+    for (int64_t i = 0; i < n; ++i) source[i] = rank + 1, target[i] = 0;
+    move = ready(*program, source, target, n);
+  }
+  int run(gt_transport* t, uint64_t agreement, uint64_t site = 0, const gt_hooks* hooks = nullptr) {
+    return gt_box(t, &move, 1, agreement, site, hooks);
+  }
+};
