@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import re
 import sys
+import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -100,9 +102,10 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
             raise TransportError(f"the world has {_world.size} ranks already, not {ranks}",
                                  "the first placement starts it", "gt.init(...) before anything else")
         return _world
-    launched = dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys())
-    if launched:
-        _world = _processes(timedelta(seconds=timeout) if timeout else TIMEOUT, machine)
+    if dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()):
+        _world = _processes(patience := timedelta(seconds=timeout) if timeout else TIMEOUT, machine)
+        if _world.size > 1:
+            _meet(_world, patience, machine)
         if ranks not in (None, _world.size):
             raise TransportError(f"the launcher started {_world.size} ranks, the program asks for {ranks}",
                                  fix=f"globaltensor run -n {ranks} ...")
@@ -113,7 +116,7 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
             raise TransportError(f"{text!r} is not a number of ranks", fix="GLOBALTENSOR_RANKS=4")
         size = int(text) if text else gpus or 8
         _world = World(size, tuple(range(size)), machine or machines.one_process, "memory of one process")
-        native.say_if_slow()
+    native.say_if_slow()
     return _world
 
 
@@ -121,31 +124,29 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
     """One rank per process, over torch.distributed: NCCL for GPUs, gloo for the rest."""
     if not dist.is_initialized():
         _start_torch(timeout)
-    size, me = dist.get_world_size(), dist.get_rank()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    hosts = tuple(r // local for r in range(size)) if local < size else ()
-    backends = dist.get_backend_config()             # such as "cpu:gloo,cuda:nccl"
-    nccl = "nccl" in backends
+    size = dist.get_world_size()
+    hosts = tuple(r // _local(size) for r in range(size)) if _local(size) < size else ()
+    nccl = "nccl" in (backends := dist.get_backend_config())     # such as "cpu:gloo,cuda:nccl"
     base = machine or (machines.nccl if nccl else machines.gloo)
     if hosts and not base.hosts:
         base = Machine(**{**base.__dict__, "hosts": hosts})
     control = None if "cpu:" in backends else dist.new_group(backend="gloo", timeout=timeout)
-    found = World(size, (me,), base, f"torch.distributed ({'nccl' if nccl else 'gloo'})", control, not nccl)
-    if size > 1:
-        _share_random_state(control)
-        deadlock.watch(dist.distributed_c10d._get_default_store(), me, size)
-        _meet_neighbours(found, local, timeout, machine)
-    native.say_if_slow()
-    return found
+    return World(size, (dist.get_rank(),), base, f"torch.distributed ({'nccl' if nccl else 'gloo'})", control, not nccl)
 
 
-def _meet_neighbours(found: World, local: int, timeout: timedelta, machine: Machine | None) -> None:
-    """Share memory with the ranks of this host, where all of them can."""
+def _local(size: int) -> int:                        # ranks per host
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size))
+
+
+def _meet(found: World, timeout: timedelta, machine: Machine | None) -> None:
+    """Agree on a random state, look out for deadlocks, share memory with the ranks of this host where all can."""
+    torch.set_rng_state(broadcast_object(torch.get_rng_state(), 0, "starting"))      # else each has one by chance
+    deadlock.watch(dist.distributed_c10d._get_default_store(), found.rank, found.size)
+    local = _local(found.size)
     first = found.rank // local * local
     here = range(first, min(first + local, found.size))
     address = face.open(found.rank - first, len(here), timeout.total_seconds()) if face is not None else None
-    said: list[Any] = [None] * found.size
-    dist.all_gather_object(said, address, group=found.control)
+    said = _tell(address, "starting")
     if None in said or len(here) == 1:
         if address is not None:
             face.close()
@@ -174,14 +175,13 @@ def _start_torch(timeout: timedelta) -> None:
     except (ValueError, RuntimeError) as error:
         raise TransportError("the ranks could not find each other", _reason(error),
                              "globaltensor run -n N program.py, or torchrun") from None
-    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+    atexit.register(_end_torch)
 
 
-def _share_random_state(group: dist.ProcessGroup | None) -> None:
-    """torch seeds each process by chance where the program does not: all go on from where rank 0 stands."""
-    state = torch.get_rng_state()
-    dist.broadcast(state, 0, group)
-    torch.set_rng_state(state)
+def _end_torch() -> None:
+    if dist.is_initialized():
+        time.sleep(0.05)                             # for the threads of the program's own collectives: see _from_all
+        dist.destroy_process_group()
 
 
 def _shared_gpu() -> bool:
@@ -234,10 +234,12 @@ def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.
     if world().staged:
         outgoing = {r: t.cpu() for r, t in outgoing.items()}
         staged = {r: (t, torch.empty_like(t, device="cpu")) for r, t in incoming.items() if t.device.type != "cpu"}
-    ops = [dist.P2POp(dist.irecv, staged[r][1] if r in staged else t, r, tag=tag) for r, t in incoming.items()]
-    ops += [dist.P2POp(dist.isend, t, r, tag=tag) for r, t in outgoing.items()]
-    if not ops:
+    moves = [(dist.irecv, staged[r][1] if r in staged else t, r) for r, t in incoming.items()]
+    moves += [(dist.isend, t, r) for r, t in outgoing.items()]
+    if not moves:
         return
+    group = world().control if moves[0][1].device.type == "cpu" else None
+    ops = [dist.P2POp(move, t, r, group, tag) for move, t, r in moves]
     with _together(what, tuple(sorted({*outgoing, *incoming})), tag) as lost:
         for op, work in zip(ops, dist.batch_isend_irecv(ops)):
             lost[:] = [op.peer]
@@ -315,9 +317,7 @@ def agree(what: str) -> None:
     if world().lone or _apart:
         return
     mine = torch.tensor([zlib.crc32(what.encode()), len(what)])
-    said = [torch.empty_like(mine) for _ in range(world().size)]
-    with _together(what, _everyone(), _AGREE):
-        dist.all_gather(said, mine, group=world().control)
+    said = _from_all(mine, [2] * world().size, what, _AGREE)
     if all(torch.equal(mine, other) for other in said):
         return
     texts = _tell(f"{what}   at {where()}", what)
@@ -328,10 +328,28 @@ def agree(what: str) -> None:
 
 def _tell(value: object, what: str) -> list[Any]:
     """Every process's `value`, in the order of ranks."""
-    said: list[Any] = [None] * world().size
-    with _together(what, _everyone(), _TELL):
-        dist.all_gather_object(said, value, group=world().control)
+    mine = _bytes(value)
+    sizes = _from_all(torch.tensor([len(mine)]), [1] * world().size, what, _TELL)
+    return [_object(t) for t in _from_all(mine, [int(n) for n in sizes], what, _TELL)]
+
+
+def _from_all(mine: torch.Tensor, sizes: Sequence[int], what: str, tag: int) -> list[torch.Tensor]:
+    """What every process says, in the order of ranks, each straight from the one that says it.
+
+    Not by gloo's collectives: their threads may still hold what they moved when the interpreter ends, and a thread
+    that wants something of an interpreter that has gone ends the process by abort.
+    """
+    said = [mine if r == rank() else mine.new_empty(n) for r, n in enumerate(sizes)]
+    exchange(dict.fromkeys(_everyone(), mine), {r: said[r] for r in _everyone()}, what, tag)
     return said
+
+
+def _bytes(value: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _object(data: torch.Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())
 
 
 def agree_on(t: torch.Tensor, what: str) -> None:
@@ -358,10 +376,14 @@ def broadcast_object(value: object, source: int, what: str = "telling a result")
     """The object that rank `source` has, on every process; collective over the whole world."""
     if world().lone or _apart:
         return value
-    box = [value]
-    with _together(what, _everyone(), _BROADCAST):
-        dist.broadcast_object_list(box, source, group=world().control, device=torch.device("cpu"))
-    return box[0]
+    if rank() == source:
+        data = _bytes(value)
+        for t in (torch.tensor([len(data)]), data):
+            exchange(dict.fromkeys(_everyone(), t), {}, what, _BROADCAST)
+        return value
+    exchange({}, {source: (size := torch.empty(1, dtype=torch.int64))}, what, _BROADCAST)
+    exchange({}, {source: (data := torch.empty(int(size), dtype=torch.uint8))}, what, _BROADCAST)
+    return _object(data)
 
 
 def gather_objects(value: tuple, what: str) -> list[tuple]:

@@ -16,6 +16,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -28,6 +29,7 @@ import torch
 from globaltensor.cli import worker
 from globaltensor.cli.info import cores
 from globaltensor.cli.problem import Problem
+from globaltensor.deadlock import names
 
 
 def options(of: argparse.ArgumentParser) -> None:
@@ -136,7 +138,9 @@ def _report(failures: Mapping[int, Any], folder: str) -> int:
     for rank, failure in sorted(failures.items()):
         fates.setdefault(_fate(failure.exitcode, said.get(rank)), []).append(rank)
     for (_, fate), ranks in sorted(fates.items()):
-        print(f"globaltensor: rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {fate}", file=sys.stderr)
+        if len(ranks) > 1:
+            fate = re.sub("^was", "were", fate)
+        print(f"globaltensor: {names(ranks)} {fate}", file=sys.stderr)
     first = fates[min(fates)][0]
     code = said[first]["code"] if first in said else failures[first].exitcode
     return code if code > 0 else 128 - code

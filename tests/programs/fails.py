@@ -3,6 +3,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import globaltensor as gt
 from globaltensor import comm, deadlock
@@ -42,6 +43,14 @@ if how == "is asked until its end":                  # the deadlock watch is in 
     deadlock.enter("nothing", (1 - gt.rank(),), 7)
     time.sleep(2.5)
     sys.exit()
+if how == "asks no thread":                          # of torch's; one such may hold tensors when the interpreter ends
+    threads = [task for task in Path("/proc/self/task").iterdir() if "gloo_runloop" in (task / "comm").read_text()]
+    time.sleep(0.1)
+    before = [(task / "status").read_text().partition("voluntary_ctxt_switches")[2] for task in threads]
+    comm.agree("x"), comm.gather_objects((1,), "x"), comm.broadcast_object(1, 0), x.to_global(sbp=gt.sbp.broadcast)
+    time.sleep(0.1)
+    after = [(task / "status").read_text().partition("voluntary_ctxt_switches")[2] for task in threads]
+    assert before and before == after
 if how == "parts ways":                              # ranks that do different things
     if gt.rank() == 0:
         print(x.sum().item())
