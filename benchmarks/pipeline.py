@@ -263,7 +263,7 @@ def costs(runner: Any, runs: list[list[Event]]) -> Costs:
 
     whole, first, second = taken("B"), taken("I"), taken("W")
     share = [i / (i + w) if i + w else 0.5 for i, w in zip(first, second)]
-    parts = [(b * x, b * (1 - x)) if b and not i else (i, w) for b, i, w, x in zip(whole, first, second, share)]
+    parts = [(b * x, b * (1 - x)) if b else (i, w) for b, i, w, x in zip(whole, first, second, share)]
     return Costs(taken("F"), tuple(i for i, _ in parts), tuple(w for _, w in parts), (Hop(),) * (stages - 1))
 
 

@@ -13,8 +13,9 @@ import pytest
 from globaltensor.pipeline import text, timetable
 from globaltensor.pipeline.check import check, kept, least_capacity, peak_activations
 from globaltensor.pipeline.communication import communicate, communicates
+from globaltensor.pipeline.early import early
 from globaltensor.pipeline.generators import TABLE, generate
-from globaltensor.pipeline.schedule import Action, F, Schedule, ScheduleError
+from globaltensor.pipeline.schedule import Action, B, F, I, Schedule, ScheduleError, W
 from globaltensor.simulator.costs import Costs
 from globaltensor.simulator.engine import simulate
 
@@ -98,6 +99,24 @@ def test_the_formulas_of_the_papers_as_they_print_them():
     assert peak_activations(generate("interleaved", p, m, v))[0] == p * (1 + Fraction(p - 1, p * v))
     run = simulate(generate("interleaved", p, m, v), Costs.exact([1, 1, 1], 8, v))
     assert run.span - m * 3 == Fraction((p - 1) * 3, v)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_gradients_handed_on_early_take_weights_out_of_the_last_chain(name):
+    def order(row):
+        return [code | 3 if code & 7 in (B, I) else code for code in row.codes if code & 7 != W]
+
+    for p, m, v in CASES[name]:
+        whole = generate(name, p, m, v)
+        halves = early(whole)
+        check(halves)
+        assert list(map(order, halves.actions)) == list(map(order, whole.actions))
+        at_first, then = (simulate(s, Costs.exact((1, 1, 1), s.stages)).makespan for s in (whole, halves))
+        assert then <= at_first, (p, m, v)
+        if name == "1f1b" or (name, v) == ("interleaved", 1):
+            assert m < p or at_first - then == p - 1, (p, m)      # (p-1) TW
+        elif m >= 2 * p:
+            assert halves == whole, (p, m, v)         # nobody waits in the end, or nothing is whole
 
 
 @pytest.mark.parametrize("p, m, v", [(4, 2, 1), (4, 3, 3), (8, 5, 2), (3, 1, 4)])

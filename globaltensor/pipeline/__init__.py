@@ -3,6 +3,7 @@
     schedule        what a schedule is: lists of actions, data
     text            schedules written and read as text
     generators      those of the literature, by name
+    early           backward passes in halves at the end of a step, where the rank before would wait for both
     communication   which values travel between ranks, and when: it follows from the lists
     check           what is wrong with a schedule, before it runs
     timetable       a step to look at: text, picture, trace

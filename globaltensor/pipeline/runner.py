@@ -36,6 +36,7 @@ from globaltensor.pipeline.actions import Model, Step
 from globaltensor.pipeline.check import check
 from globaltensor.pipeline.communication import communicate
 from globaltensor.pipeline.crossing import Part, Post
+from globaltensor.pipeline.early import early
 from globaltensor.pipeline.generators import TABLE, generate
 from globaltensor.pipeline.homes import Homes, groups, homes
 from globaltensor.pipeline.schedule import F, Schedule
@@ -60,7 +61,8 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
     model          the stages, as a list of modules; or a module, which is cut into stages of equal cost: an
                    nn.Sequential, or any other whose forward torch.fx can follow (its blocks' forwards may do anything)
     placements     one for each rank of the schedule, or one for each stage; of any sizes and layouts
-    schedule       a name (gpipe, 1f1b, interleaved, bfs, zb-h1, zb-h2, zb-v, dualpipe-v), a file, or a Schedule
+    schedule       a name (gpipe, 1f1b, interleaved, bfs, zb-h1, zb-h2, zb-v, dualpipe-v), a file, or a Schedule. What
+                   has a name may hand gradients on early (pipeline/early.py), a file or Schedule is run as it is
     micro_batches  into how many a batch is cut (default 4, or what the schedule says)
     loss           of the last stage's output and the targets, a scalar (default: the last stage gives it itself)
     chunks         stages on each rank, where the schedule leaves that free
@@ -105,7 +107,7 @@ def _schedule(schedule: Any, ranks: int, micro_batches: int | None, chunks: int 
     if isinstance(schedule, str) and (schedule in TABLE or not os.path.exists(schedule)):
         if chunks is None and schedule in TABLE and TABLE[schedule][1] is None and isinstance(model, (list, tuple)):
             chunks = max(len(model) // ranks, 1)
-        return generate(schedule, ranks, 4 if micro_batches is None else micro_batches, chunks)
+        return early(generate(schedule, ranks, 4 if micro_batches is None else micro_batches, chunks))
     found = schedule if isinstance(schedule, Schedule) else read(schedule)
     if micro_batches not in (None, found.micro_batches):
         raise StageError(f"{micro_batches} micro-batches for {found.name}", f"it has {found.micro_batches}",
