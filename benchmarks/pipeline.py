@@ -6,7 +6,8 @@ take turns, a schedule at a time; losses must agree first. A step is that of the
 
     step         ours, milliseconds; torch's beside it where torch has the schedule; torch's / ours: above 1 is ahead
     bubble       share of a rank's span in which it did not work, of the rank with the longest span, measured
-    simulated    the same by the simulator, told the median time of each action of each stage as measured
+    simulated    the same by the simulator, told the median time of each action of each stage as measured, with that of
+                 sending and taking in what lies between two actions
     makespan     the measured one / the simulated one, from the first action of all ranks to the last
     idle, held, between     what the bubble is made of, milliseconds: nothing there that the rank could compute; something
                  there, but later in its list; its next action could begin, but a value was still moved or taken in
@@ -46,6 +47,7 @@ from gpt import GPT  # noqa: E402
 
 MICRO_BATCHES, BATCH, SEQ, VOCAB, LAYERS, HEADS = 8, 16, 128, 512, 8, 4
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "bfs": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe-v": 2}
+NEEDS = {"F": [(-1, "F")], "B": [(0, "F"), (1, "B"), (1, "I")], "I": [(0, "F"), (1, "B"), (1, "I")], "W": [(0, "I")]}
 TORCHS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B",
           "bfs": "ScheduleLoopedBFS", "zb-v": "ScheduleZBVZeroBubble", "dualpipe-v": "ScheduleDualPipeV"}
 
@@ -217,54 +219,68 @@ def told(runner: Any, runs: list[list[Event]]) -> dict[str, Any]:
     for own in runs:
         runner.events = own
         everything.append(runner.gathered_events())
-    simulated = simulate(runner.schedule.only(COMPUTE), costs(runner, everything), record=True)
+    costs, own_times = calibrated(runner.schedule.stages, everything)
+    simulated = [e._replace(start=max(e.start, e.end - own_times[e.kind, e.stage])) for e in
+                 simulate(runner.schedule.only(COMPUTE), costs, record=True).events()]
     steps = sorted(((length(events), k) for k, events in enumerate(everything)))
     makespan, middle = steps[len(steps) // 2]
     shares = [gaps(events) for events in everything]
+    span, *parts = gaps(simulated)
     figures = {"bubble": statistics.median(sum(parts) / span for span, *parts in shares),
-               "simulated": simulated.bubble_rate, "makespan": makespan / simulated.makespan,
+               "simulated": sum(parts) / span, "makespan": makespan / length(simulated),
                **{name: 1e3 * statistics.median(share[k] for share in shares)
                   for k, name in enumerate(("idle ms", "held", "between"), 1)}}
     begin = min(e.start for e in everything[middle])
     return {"figures": figures, "events": {how: [[*e[:4], 1e3 * (e.start - start), 1e3 * (e.end - start)] for e in events]
                                            for how, start, events in (("measured", begin, everything[middle]),
-                                                                      ("simulated", 0.0, simulated.events()))}}
+                                                                      ("simulated", 0.0, simulated))}}
+
+
+def rows(events: Sequence[Event]) -> list[list[Event]]:
+    """The computing of each rank, in order."""
+    return [sorted((e for e in events if e.rank == rank and e.kind in NEEDS), key=lambda e: e.start)
+            for rank in sorted({e.rank for e in events})]
+
+
+def ready(events: Sequence[Event]) -> dict[Event, float]:
+    """When what an action needs was made."""
+    ends = {(e.stage, e.kind, e.micro_batch): e.end for e in events}
+    return {e: max((ends.get((e.stage + by, kind, e.micro_batch), 0.0) for by, kind in NEEDS[e.kind]), default=0.0)
+            for row in rows(events) for e in row}
 
 
 def gaps(events: Sequence[Event]) -> tuple[float, float, float, float]:
     """Of the rank with the longest span: this span, and of the time between its actions how long it had nothing to
     compute, had something that stands later in its list, and could have begun with what comes next."""
-    ends = {(e.stage, e.kind, e.micro_batch): e.end for e in events}
-
-    def ready(e: Event) -> float:
-        wanted = {"F": [(-1, "F")], "B": [(0, "F"), (1, "B"), (1, "I")], "I": [(0, "F"), (1, "B"), (1, "I")],
-                  "W": [(0, "I")]}[e.kind]
-        return max((ends.get((e.stage + by, kind, e.micro_batch), 0.0) for by, kind in wanted), default=0.0)
-
-    rows = {rank: sorted((e for e in events if e.rank == rank), key=lambda e: e.start) for rank in {e.rank for e in events}}
-    row = max(rows.values(), key=length)
+    at, row = ready(events), max(rows(events), key=length)
     idle = held = between = 0.0
     for k, (before, e) in enumerate(zip(row, row[1:]), 1):
-        begins = max(before.end, min(ready(e), e.start))
-        other = max(before.end, min(begins, *(ready(later) for later in row[k:])))
+        begins = max(before.end, min(at[e], e.start))
+        other = max(before.end, min(begins, *(at[later] for later in row[k:])))
         idle, held, between = idle + other - before.end, held + begins - other, between + e.start - begins
     return length(row), idle, held, between
 
 
-def costs(runner: Any, runs: list[list[Event]]) -> Costs:
-    """The median times of the actions of each stage."""
-    lengths: dict[tuple[str, int], list[float]] = {}
-    for e in (e for events in runs for e in events):
-        lengths.setdefault((e.kind, e.stage), []).append(e.end - e.start)
-    stages = runner.schedule.stages
+def calibrated(stages: int, runs: list[list[Event]]) -> tuple[Costs, dict[tuple[str, int], float]]:
+    """What the actions of each stage take, in the median: from when they could begin, so with what is sent and taken
+    in before; and, by kind and stage, without."""
+    whole: dict[tuple[str, int], list[float]] = {}
+    own: dict[tuple[str, int], list[float]] = {}
+    for events in runs:
+        at = ready(events)
+        for row in rows(events):
+            for free, e in zip((row[0].start, *(before.end for before in row)), row):
+                whole.setdefault((e.kind, e.stage), []).append(e.end - max(free, min(at[e], e.start)))
+                own.setdefault((e.kind, e.stage), []).append(e.end - e.start)
 
     def taken(kind: str) -> tuple[float, ...]:
-        return tuple(statistics.median(lengths.get((kind, s), [0.0])) for s in range(stages))
+        return tuple(statistics.median(whole.get((kind, s), [0.0])) for s in range(stages))
 
-    whole, first, second = taken("B"), taken("I"), taken("W")
+    both, first, second = taken("B"), taken("I"), taken("W")
     share = [i / (i + w) if i + w else 0.5 for i, w in zip(first, second)]
-    parts = [(b * x, b * (1 - x)) if b else (i, w) for b, i, w, x in zip(whole, first, second, share)]
-    return Costs(taken("F"), tuple(i for i, _ in parts), tuple(w for _, w in parts), (Hop(),) * (stages - 1))
+    parts = [(b * x, b * (1 - x)) if b else (i, w) for b, i, w, x in zip(both, first, second, share)]
+    costs = Costs(taken("F"), tuple(i for i, _ in parts), tuple(w for _, w in parts), (Hop(),) * (stages - 1))
+    return costs, {which: statistics.median(found) for which, found in own.items()}
 
 
 def torchs(settings: dict[str, Any]) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,7 @@ def parcel(tensors: Sequence[Any], random: torch.Tensor | None = None) -> Parcel
     return Parcel(tuple(None if t is None else t.detach() for t in tensors), form, random)
 
 
+@lru_cache(10_000)
 def forward_layout(src: Layout, where: placement) -> Layout:
     """How a tensor of the stage before lies on the next stage: along axes of the same name, or of the same place where
     axes have no names, as before; else broadcast."""

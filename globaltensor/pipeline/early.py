@@ -4,10 +4,10 @@ At the end of 1F1B no forwards are left to fill the wait for a gradient: the las
 one after the other. A rank that hands on the gradient of its input before it makes those of its weights takes its
 weights out of that chain, (p-1) TW of a step. Elsewhere B stays whole, since two halves cost a little more than one.
 
-    rank 0  F0 F1 B0 F2 B1 F3 B2 .. B3            F0 F1 B0 F2 B1 F3 B2 B3
-    rank 1     F0 B0 F1 B1 F2 B2 F3 B3               F0 B0 F1 B1 F2 B2 F3 I3 W3
+    rank 0  F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2           F0 F1 .. .. B0 B0 F2 B1 B1 B2 B2
+    rank 1  .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..           .. F0 B0 B0 F1 B1 B1 F2 I2 W2 ..
 
-(B is drawn as short as F.) Who would wait is found at unit times, from the end of each rank's list.
+Who would wait is found at unit times, from the end of each rank's list.
 """
 from __future__ import annotations
 
