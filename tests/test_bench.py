@@ -11,9 +11,12 @@ import torch
 from harness import PYTHON, ROOT, good, run
 
 from globaltensor.cli import bench, main
+from globaltensor.pipeline.generators import generate
+from globaltensor.simulator.costs import Costs, Hop
+from globaltensor.simulator.engine import simulate
 
 sys.path.insert(0, str(ROOT))                        # benchmarks/ is part of a checkout, not of the package
-from benchmarks import boxing, processes, timing, train  # noqa: E402
+from benchmarks import boxing, pipeline, processes, timing, train  # noqa: E402
 from benchmarks.ways import WAYS, Case, Way  # noqa: E402
 
 BENCH = [PYTHON, "-m", "globaltensor.cli", "bench"]
@@ -69,6 +72,33 @@ def test_train():
     assert [row["arm"] for row in said["rows"]] == ["plain, 2 threads", "DDP 2", "globaltensor dp 2", "DTensor 2",
                                                     "globaltensor tp 2"]
     assert all(row["tokens/s"] > 0 for row in said["rows"])
+
+
+@pytest.mark.processes
+def test_pipeline(tmp_path):
+    said = found("pipeline", "--ranks", "2", "--plot", str(tmp_path / "steps.png"))
+    assert [row["schedule"] for row in said["rows"]] == list(pipeline.SCHEDULES)
+    for row in said["rows"]:
+        assert row["ranks"] == 2 and row["tokens/s"] > 0 and row["makespan"] > 0
+        assert 0 <= row["bubble"] < 1 and 0 <= row["simulated"] < 1
+        assert (row["torch's"] is not None) == (row["schedule"] in pipeline.TORCHS)
+        assert 0.8 < row["peak MB"] / row["predicted"] < 1.1, row
+    assert (tmp_path / "steps.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name, chunks", pipeline.SCHEDULES.items())
+def test_what_the_simulator_is_told_is_what_was_measured(name, chunks):
+    """Where the measured events are simulated ones, the times found in them are those they were made of."""
+    stages = 3 * chunks
+    known = Costs((2.0,) * stages, (3.0,) * stages, (1.0,) * stages, (Hop(),) * (stages - 1))
+    run = simulate(generate(name, 3, 8), known, record=True)
+    told, own = pipeline.calibrated(stages, [run.events()])
+    assert told.forward == known.forward and told.backward == known.backward
+    if name.startswith("zb"):
+        assert told == known
+    assert own == {(e.kind, e.stage): {"F": 2, "B": 4, "I": 3, "W": 1}[e.kind] for e in run.events()}
+    span, idle, held, between = pipeline.gaps(run.events())
+    assert between == 0 and (idle + held) / span == pytest.approx(run.bubble_rate)
 
 
 @pytest.mark.processes
