@@ -316,7 +316,7 @@ def agree(what: str) -> None:
     """
     if world().lone or _apart:
         return
-    mine = torch.tensor([zlib.crc32(what.encode()), len(what)])
+    mine = torch.tensor([zlib.crc32(what.encode()), len(what)], device="cpu")
     said = _from_all(mine, [2] * world().size, what, _AGREE)
     if all(torch.equal(mine, other) for other in said):
         return
@@ -329,7 +329,7 @@ def agree(what: str) -> None:
 def _tell(value: object, what: str) -> list[Any]:
     """Every process's `value`, in the order of ranks."""
     mine = _bytes(value)
-    sizes = _from_all(torch.tensor([len(mine)]), [1] * world().size, what, _TELL)
+    sizes = _from_all(torch.tensor([len(mine)], device="cpu"), [1] * world().size, what, _TELL)
     return [_object(t) for t in _from_all(mine, [int(n) for n in sizes], what, _TELL)]
 
 
@@ -378,11 +378,11 @@ def broadcast_object(value: object, source: int, what: str = "telling a result")
         return value
     if rank() == source:
         data = _bytes(value)
-        for t in (torch.tensor([len(data)]), data):
+        for t in (torch.tensor([len(data)], device="cpu"), data):
             exchange(dict.fromkeys(_everyone(), t), {}, what, _BROADCAST)
         return value
-    exchange({}, {source: (size := torch.empty(1, dtype=torch.int64))}, what, _BROADCAST)
-    exchange({}, {source: (data := torch.empty(int(size), dtype=torch.uint8))}, what, _BROADCAST)
+    exchange({}, {source: (size := torch.empty(1, dtype=torch.int64, device="cpu"))}, what, _BROADCAST)
+    exchange({}, {source: (data := torch.empty(int(size), dtype=torch.uint8, device="cpu"))}, what, _BROADCAST)
     return _object(data)
 
 

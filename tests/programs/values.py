@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import globaltensor as gt
-from globaltensor.comm import world
+from globaltensor.comm import agree, broadcast_object, world
 from globaltensor.machine import gloo
 
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
@@ -113,6 +113,9 @@ def main(folder):
     case("trained", trained, places["all"])
     gt.manual_seed(5)                                # what torch makes on every process alike may become global
     found["unseeded"] = [float(torch.rand(()))]
+    with torch.device("meta"):                       # a model in the making: what processes tell each other is none of it
+        agree("telling")
+        found["told"] = broadcast_object([gt.world_size()], gt.world_size() - 1)
     Path(folder, f"{gt.rank()}.json").write_text(json.dumps({"values": found, "moves": moved}))
 
 
