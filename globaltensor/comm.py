@@ -142,8 +142,7 @@ def _meet(found: World, timeout: timedelta, machine: Machine | None) -> None:
     """Agree on a random state, look out for deadlocks, share memory with the ranks of this host where all can."""
     torch.set_rng_state(broadcast_object(torch.get_rng_state(), 0, "starting"))      # else each has one by chance
     deadlock.watch(dist.distributed_c10d._get_default_store(), found.rank, found.size)
-    local = _local(found.size)
-    first = found.rank // local * local
+    first = found.rank - found.rank % (local := _local(found.size))
     here = range(first, min(first + local, found.size))
     address = face.open(found.rank - first, len(here), timeout.total_seconds()) if face is not None else None
     said = _tell(address, "starting")
@@ -328,9 +327,9 @@ def agree(what: str) -> None:
 
 def _tell(value: object, what: str) -> list[Any]:
     """Every process's `value`, in the order of ranks."""
-    mine = _bytes(value)
+    mine = as_bytes(value)
     sizes = _from_all(torch.tensor([len(mine)], device="cpu"), [1] * world().size, what, _TELL)
-    return [_object(t) for t in _from_all(mine, [int(n) for n in sizes], what, _TELL)]
+    return [from_bytes(t) for t in _from_all(mine, [int(n) for n in sizes], what, _TELL)]
 
 
 def _from_all(mine: torch.Tensor, sizes: Sequence[int], what: str, tag: int) -> list[torch.Tensor]:
@@ -344,11 +343,12 @@ def _from_all(mine: torch.Tensor, sizes: Sequence[int], what: str, tag: int) -> 
     return said
 
 
-def _bytes(value: object) -> torch.Tensor:
+def as_bytes(value: object) -> torch.Tensor:
+    """An object as a flat tensor of bytes; `from_bytes` makes it again."""
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
-def _object(data: torch.Tensor) -> Any:
+def from_bytes(data: torch.Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())
 
 
@@ -377,13 +377,13 @@ def broadcast_object(value: object, source: int, what: str = "telling a result")
     if world().lone or _apart:
         return value
     if rank() == source:
-        data = _bytes(value)
+        data = as_bytes(value)
         for t in (torch.tensor([len(data)], device="cpu"), data):
             exchange(dict.fromkeys(_everyone(), t), {}, what, _BROADCAST)
         return value
     exchange({}, {source: (size := torch.empty(1, dtype=torch.int64, device="cpu"))}, what, _BROADCAST)
     exchange({}, {source: (data := torch.empty(int(size), dtype=torch.uint8, device="cpu"))}, what, _BROADCAST)
-    return _object(data)
+    return from_bytes(data)
 
 
 def gather_objects(value: tuple, what: str) -> list[tuple]:

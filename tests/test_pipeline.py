@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import globaltensor as gt
 from globaltensor.errors import GlobalTensorError, PlacementError, ShapeError
-from globaltensor.pipeline.halves import Halves
+from globaltensor.pipeline.halves import inputs_first, weights
 from globaltensor.pipeline.schedule import ScheduleError
 from globaltensor.pipeline.stages import StageError, balanced, cut, measured
 from globaltensor.pipeline.text import parse
@@ -378,14 +378,13 @@ def test_each_half_of_a_backward_makes_its_own_products_only():
     gt.to_global(model, where)
     x, g = (gt.from_full(t, where, gt.sbp.broadcast) for t in (x, g))
     x.requires_grad_()
-    halves, counts = Halves([model(x)], [g], [x]), []
-    for half in (halves.inputs_first, halves.weights):
-        with Products() as products:
-            half()
-        counts.append(products.count)
-        if half == halves.inputs_first:
-            assert all((p.grad is None) == (p.dim() == 2) for p in model.parameters()), "products wait, the rest does not"
-    assert counts == [5, 5]
+    y = model(x)
+    with Products() as first:
+        _, later = inputs_first([y], [g], [x])
+    assert all((p.grad is None) == (p.dim() == 2) for p in model.parameters()), "products wait, the rest does not"
+    with Products() as second:
+        weights(later)
+    assert [first.count, second.count] == [5, 5]
     for n, p in model.named_parameters():
         assert torch.equal(p.grad.full_tensor(), want[n]), n
 
@@ -413,10 +412,9 @@ def test_weights_that_are_used_more_than_once_count_once():
     gt.to_global(model, where)
     x, *gs = (gt.from_full(t, where, gt.sbp.broadcast) for t in (x, *gs))
     x.requires_grad_()
-    halves = Halves(model(x), gs, [x])
-    found, = halves.inputs_first()
+    (found,), later = inputs_first(model(x), gs, [x])
     torch.testing.assert_close(found.full_tensor(), leaf.grad, rtol=1e-12, atol=1e-15)
-    halves.weights()
+    weights(later)
     for n, p in model.named_parameters():
         torch.testing.assert_close(p.grad.full_tensor(), want[n], rtol=1e-12, atol=1e-15, msg=n)
 

@@ -26,13 +26,14 @@ from globaltensor.errors import ShapeError
 from globaltensor.pipeline.crossing import (
     AHEAD, Arrival, Parcel, Post, Route, backward_layout, carried, forward_layout, parcel,
 )
-from globaltensor.pipeline.halves import Halves
+from globaltensor.pipeline.halves import inputs_first, passed_back, weights
 from globaltensor.pipeline.homes import Homes
 from globaltensor.pipeline.schedule import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, Actions, B, F, I, Schedule, W
 from globaltensor.pipeline.timetable import Event
 from globaltensor.placement import placement
-from globaltensor.tensor import backward, gradients
+from globaltensor.tensor import gradients
 from globaltensor.tensor.core import GlobalTensor
+from globaltensor.tensor.products import PutOff
 
 STATE = torch.get_rng_state().numel()                # bytes of the state of random numbers
 
@@ -57,7 +58,7 @@ class Kept:
     outputs: tuple[Any, ...] = ()
     inputs: list[Any] = field(default_factory=list)
     form: tuple = ()                                 # of the outputs
-    halves: Halves | None = None
+    later: list[PutOff] = field(default_factory=list)    # between I and W
 
 
 class Step:
@@ -217,21 +218,17 @@ class Step:
 
     def _backward(self, stage: int, mb: int) -> None:
         kept, grads = self._resumed(stage, mb)
-        pairs = [(y, g) for y, g in zip(kept.outputs, grads) if y.requires_grad and g is not None]
-        if pairs:
-            backward.backward([y for y, _ in pairs], [g for _, g in pairs])
-        self._pass_back(stage, mb, [gradients.raw(x) if x.requires_grad else None for x in kept.inputs])
+        self._pass_back(stage, mb, passed_back(kept.outputs, grads, kept.inputs))
         del self.kept[stage, mb]
 
     def _input_gradients(self, stage: int, mb: int) -> None:
         kept, grads = self._resumed(stage, mb)
-        kept.halves = Halves(kept.outputs, grads, kept.inputs)
-        found = iter(kept.halves.inputs_first())
-        self._pass_back(stage, mb, [next(found) if x.requires_grad else None for x in kept.inputs])
+        found, kept.later = inputs_first(kept.outputs, grads, kept.inputs)
+        self._pass_back(stage, mb, found)
         kept.outputs, kept.inputs = (), []
 
     def _weight_gradients(self, stage: int, mb: int) -> None:
-        self.kept.pop((stage, mb)).halves.weights()
+        weights(self.kept.pop((stage, mb)).later)
 
     def _resumed(self, stage: int, mb: int) -> tuple[Kept, Sequence[Any]]:
         """What the forward kept, made again where it kept the input only, and the gradients of its outputs."""

@@ -13,7 +13,6 @@ schedule was checked for.
 """
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -175,9 +174,8 @@ class Post:
         line = self.lines.get(key)
         if line is None:
             line = self.lines[key] = Line(given.form, dsts, route)
-            said = torch.frombuffer(bytearray(pickle.dumps(given.form)), dtype=torch.uint8)
             for reader in line.guided:
-                self.mail.post([said], reader, "form", sized=False)
+                self.mail.post([comm.as_bytes(given.form)], reader, "form", sized=False)
         elif line.form != given.form:
             raise ShapeError("a stage gave another form than before for inputs of the same shapes",
                              f"{text(given.form)} instead of {text(line.form)}",
@@ -188,7 +186,7 @@ class Post:
     def line(self, key: Hashable, route: Route, dsts: Callable[[Form], Sequence[Layout | None]]) -> Line:
         """Of a kind of parcel that this process gets; its form is heard from the guide where it is not known yet."""
         if key not in self.lines:
-            form = pickle.loads(self.mail.expect(route.guide, "form")().numpy().tobytes())
+            form = comm.from_bytes(self.mail.expect(route.guide, "form")())
             self.lines[key] = Line(form, dsts(form), route)
         return self.lines[key]
 

@@ -19,27 +19,25 @@ from globaltensor.tensor import backward, gradients
 from globaltensor.tensor.products import PutOff, put_off
 
 
-class Halves:
-    """`inputs_first()`, once, and then `weights()`, once."""
+def passed_back(outputs: Sequence[torch.Tensor], grads: Sequence[Any], inputs: Sequence[torch.Tensor]) -> list[Any]:
+    """A whole backward pass from these outputs. The gradients of the inputs, which are leaves; None where none arrives."""
+    pairs = [(y, g) for y, g in zip(outputs, grads) if y.requires_grad and g is not None]
+    if pairs:
+        backward.backward([y for y, _ in pairs], [g for _, g in pairs])
+    return [gradients.raw(x) for x in inputs]
 
-    def __init__(self, outputs: Sequence[torch.Tensor], grads: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
-        self.pairs = [(y, g) for y, g in zip(outputs, grads) if y.requires_grad and g is not None]
-        self.inputs = [x for x in inputs if x.requires_grad]
-        self.later: list[PutOff] = []
 
-    def inputs_first(self) -> list[Any]:
-        """The gradients of those inputs that need one, in their order; None where none arrives."""
-        with put_off(self.inputs) as self.later:
-            if self.pairs:
-                backward.backward([y for y, _ in self.pairs], [g for _, g in self.pairs])
-        found = [gradients.raw(x) for x in self.inputs]
-        self.pairs, self.inputs = [], []
-        return found
+def inputs_first(outputs: Sequence[torch.Tensor], grads: Sequence[Any],
+                 inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[PutOff]]:
+    """The same without the products that only weights wait for, and what `weights` needs to make these."""
+    with put_off([x for x in inputs if x.requires_grad]) as later:
+        found = passed_back(outputs, grads, inputs)
+    return found, later
 
-    def weights(self) -> None:
-        """Accumulate the gradients that were put off."""
-        with torch.no_grad():
-            made = [(get_gradient_edge(leaf), contract(equation, a, b)) for leaf, equation, a, b in self.later]
-        self.later = []
-        if made:
-            torch.autograd.backward([edge for edge, _ in made], [g for _, g in made])
+
+def weights(later: Sequence[PutOff]) -> None:
+    """Accumulate the gradients that were put off."""
+    with torch.no_grad():
+        made = [(get_gradient_edge(leaf), contract(equation, a, b)) for leaf, equation, a, b in later]
+    if made:
+        torch.autograd.backward([edge for edge, _ in made], [g for _, g in made])
