@@ -35,7 +35,7 @@ clean:  ## remove .venv and all that was built
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	find globaltensor -name '*.so' -delete
 
-$(STAMP): pyproject.toml setup.py $(wildcard csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
+$(STAMP): pyproject.toml setup.py $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "globaltensor needs Python 3.11 or newer. Name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \

@@ -43,7 +43,7 @@ def headers() -> list[str]:
     return sorted(glob("csrc/**/*.h", recursive=True))
 
 
-core = Extension("globaltensor._core", sources("boxing", "transport", "random"), depends=headers(), language="c++",
+core = Extension("globaltensor._core", sources("kernels", "transport", "philox"), depends=headers(), language="c++",
                  extra_compile_args=["-std=c++17", *FLAGS], extra_link_args=["-lpthread"], optional=True)
 
 if torch is None:
@@ -67,8 +67,8 @@ else:
                 raise CompileError(str(error)) from error
 
     os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
-    face = CppExtension("globaltensor._torch", [together("dispatch"), together("torch")], optional=True,
-                        depends=[*headers(), *sources("dispatch", "torch")],
+    face = CppExtension("globaltensor._torch", [together("torch_ext"), together("process_group")], optional=True,
+                        depends=[*headers(), *sources("torch_ext", "process_group")],
                         extra_compile_args=["-fvisibility=hidden", *FLAGS],
                         include_dirs=[str(Path("csrc").absolute())])
     setup(ext_modules=[core, face], cmdclass={"build_ext": Build})

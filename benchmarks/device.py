@@ -20,9 +20,9 @@ import torch
 
 import globaltensor as gt
 from benchmarks.timing import show
-from globaltensor.boxing.program import compile_program
-from globaltensor.layout import layout
-from globaltensor.sbp import Sbp, broadcast, partial_sum, split
+from globaltensor.boxings.kernel_program import compile_program
+from globaltensor.layouts.layout import layout
+from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from tests.cuda_library import Corner, Library, Move, Numbers, Region, build, move, shard
 
 RANKS, MEGABYTES, CALLS, ROUNDS = 4, (64, 512), 10, 7

@@ -35,10 +35,10 @@ from torch import Tensor, nn
 import globaltensor as gt
 from benchmarks.processes import Workers
 from benchmarks.timing import show
-from globaltensor.pipeline import actions
-from globaltensor.pipeline.communication import COMPUTE
-from globaltensor.pipeline.schedule import decode
-from globaltensor.pipeline.timetable import Event, draw, length
+from globaltensor.pipelining import actions
+from globaltensor.schedules.communication import COMPUTE
+from globaltensor.schedules.schedule import decode
+from globaltensor.schedules.timetable import Event, draw, length
 from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import simulate
 

@@ -32,7 +32,20 @@ import torch
 import globaltensor as gt
 from benchmarks.processes import Workers
 from benchmarks.timing import show
-from benchmarks.train import BATCH, LAYERS, SEQ, VOCAB, Trainer, adamw, first_losses, in_turns, made, plain, turns, verify
+from benchmarks.train import (
+    BATCH,
+    LAYERS,
+    SEQ,
+    VOCAB,
+    Trainer,
+    adamw,
+    first_losses,
+    in_turns,
+    made,
+    plain,
+    turns,
+    verify,
+)
 
 
 class Strategy(NamedTuple):

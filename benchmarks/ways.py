@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 import globaltensor as gt
 from benchmarks.ceiling import Ceiling
-from globaltensor.boxing import native
-from globaltensor.layout import layout
-from globaltensor.native import face
+from globaltensor.boxings import native
+from globaltensor.layouts.layout import layout
+from globaltensor.runtime.native import face
 
 P, B, S = gt.sbp.partial_sum, gt.sbp.broadcast, gt.sbp.split
 BOXINGS = {"P -> B": (P, B), "S -> B": (S(0), B), "P -> S": (P, S(0)), "S -> S": (S(0), S(1))}

@@ -14,24 +14,40 @@ from typing import Any
 
 import torch
 
-from globaltensor import backend, data, sbp  # noqa: F401  (backend registers itself with torch.distributed)
-from globaltensor.boxing.watch import boxing, record
+from globaltensor import data
+from globaltensor.boxings.watch import boxing, record
 from globaltensor.checkpoint import load, load_safetensors, save, save_safetensors
-from globaltensor.comm import init, rank, world_size
 from globaltensor.debug.explain import explain
 from globaltensor.debug.show import show
 from globaltensor.errors import GlobalTensorError
-from globaltensor.modules import to_global
-from globaltensor.pipeline.runner import pipeline
-from globaltensor.placement import placement
-from globaltensor.plan import Plan, parallelize
-from globaltensor.tensor import plain
-from globaltensor.tensor.convert import from_full, from_local, from_shards
-from globaltensor.tensor.core import GlobalTensor
-from globaltensor.tensor.factories import (arange, empty, eye, full, linspace, logspace, normal, ones, rand, randint,
-                                           randn, randperm, tensor, zeros)
-from globaltensor.tensor.gradients import reduce_in
-from globaltensor.zero import zero
+from globaltensor.layouts import sbp
+from globaltensor.layouts.placement import placement
+from globaltensor.parallel.modules import to_global
+from globaltensor.parallel.plan import Plan, parallelize
+from globaltensor.parallel.zero import zero
+from globaltensor.pipelining.runner import pipeline
+from globaltensor.runtime import process_group  # noqa: F401  (backend registers itself with torch.distributed)
+from globaltensor.runtime.comm import init, rank, world_size
+from globaltensor.tensors import plain
+from globaltensor.tensors.convert import from_full, from_local, from_shards
+from globaltensor.tensors.factories import (
+    arange,
+    empty,
+    eye,
+    full,
+    linspace,
+    logspace,
+    normal,
+    ones,
+    rand,
+    randint,
+    randn,
+    randperm,
+    tensor,
+    zeros,
+)
+from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.gradients import reduce_in
 
 __version__ = "0.1.0"
 

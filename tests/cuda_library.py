@@ -62,7 +62,7 @@ def shard(t: torch.Tensor) -> Shard:
 
 def move(regions: Sequence[Region] | bytes, corners: Sequence[Corner] | bytes, sources: Sequence[Shard],
          targets: Sequence[Shard], source: torch.dtype, target: torch.dtype, op: str | int = "sum") -> Move:
-    """One tensor's boxing. Regions and corners may also be packed, as boxing/program.py has them."""
+    """One tensor's boxing. Regions and corners may also be packed, as boxings/kernel_program.py has them."""
     def packed(what: Sequence | bytes, of: type) -> ctypes.Array:
         return (ctypes.create_string_buffer(what, max(len(what), 1)) if isinstance(what, bytes) else
                 (of * max(len(what), 1))(*what))

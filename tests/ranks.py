@@ -60,7 +60,7 @@ class Ranks:
 def _serve(rank, size, port, pipe, timeout):
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
-    importlib.import_module("globaltensor.backend")
+    importlib.import_module("globaltensor.runtime.process_group")
     dist.init_process_group("globaltensor", timeout=timedelta(seconds=timeout))
     while True:
         try:

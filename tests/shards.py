@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import globaltensor as gt
-from globaltensor.sbp import broadcast, partial_sum, split
+from globaltensor.layouts.sbp import broadcast, partial_sum, split
 
 B, P = broadcast, partial_sum
 

@@ -9,22 +9,21 @@ import sys
 
 import pytest
 
-from globaltensor.native import WANTED, face
+from globaltensor.runtime.native import WANTED, face
 
 PACKAGE = pathlib.Path(__file__).parent.parent / "globaltensor"
 
-LAYERS = [                                           # low to high; names on one line do not import each other
-    {"errors", "native"},
-    {"sbp", "placement", "machine", "kernels", "library", "deadlock"},
-    {"layout", "comm"},
-    {"rules", "boxing", "mail"},
+LAYERS = [                                           # low to high; rooms on one line do not import each other
+    {"errors"},
+    {"layouts", "schedules"},
+    {"runtime"},
+    {"rules", "boxings"},
+    {"algorithms"},
+    {"op_table"},
     {"dispatch"},
-    {"tensor"},
-    {"modules"},
-    {"prefetch"},
-    {"debug", "backend", "data", "checkpoint", "zero"},
-    {"experts", "grids", "pipeline"},
-    {"plan", "simulator"},
+    {"tensors"},
+    {"parallel", "checkpoint", "data", "debug"},
+    {"pipelining", "simulator"},
     {"__init__"},
     {"cli"},
 ]
@@ -88,7 +87,7 @@ def test_every_file_begins_by_teaching_its_idea():
 
 
 def test_importing_starts_nothing():
-    code = ("import globaltensor, torch, sys; from globaltensor import comm;"
+    code = ("import globaltensor, torch, sys; from globaltensor.runtime import comm;"
             "assert comm._world is None and not torch.distributed.is_initialized();"
             "assert not torch.cuda.is_initialized();"
             "heavy = {'torch.utils.cpp_extension', 'matplotlib', 'rich', 'scipy', 'torch.distributed.run'};"

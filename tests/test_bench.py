@@ -11,7 +11,7 @@ import torch
 from harness import PYTHON, ROOT, good, run
 
 from globaltensor.cli import bench, main
-from globaltensor.pipeline.generators import generate
+from globaltensor.schedules.generators import generate
 from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import simulate
 

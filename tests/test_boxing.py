@@ -10,11 +10,11 @@ import torch
 from shards import gather, place, scatter
 
 import globaltensor as gt
-from globaltensor.boxing.plan import bytes_received, plan
-from globaltensor.boxing.run import Boxed, box
-from globaltensor.layout import layout, slices, spec, windows
-from globaltensor.machine import gloo, one_process
-from globaltensor.sbp import broadcast, partial_max, partial_min, partial_sum, split
+from globaltensor.boxings.plan import bytes_received, plan
+from globaltensor.boxings.run import Boxed, box
+from globaltensor.layouts.layout import layout, slices, spec, windows
+from globaltensor.layouts.sbp import broadcast, partial_max, partial_min, partial_sum, split
+from globaltensor.runtime.machine import gloo, one_process
 
 SEED = 20_240_521
 

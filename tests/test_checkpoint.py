@@ -24,7 +24,7 @@ from torch import nn
 import globaltensor as gt
 from globaltensor import checkpoint
 from globaltensor.checkpoint import CheckpointError, folders, load, manifest, pieces, save, saving
-from globaltensor.sbp import split as S
+from globaltensor.layouts.sbp import split as S
 
 PROGRAM = str(PROGRAMS / "checkpoints.py")
 

@@ -1,6 +1,6 @@
 """The GPU's kernels, on a GPU where there is one and everywhere on threads that stand for it.
 
-The same sources are built twice: by nvcc, and by g++ through `csrc/device.h`, where every CUDA thread is a thread. So
+The same sources are built twice: by nvcc, and by g++ through `csrc/common/device.h`, where every CUDA thread is a thread. So
 values and index arithmetic are tested by the same tests on both, against torch on the CPU, bit for bit; the meetings of
 ranks by ThreadSanitizer, which must also find every mistake that is planted in them.
 """
@@ -21,15 +21,37 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_cases import SEED, Job, memory_of, reduced, same, sizes_at_random, strange
-from cuda_library import (BAD_DTYPE, BLOCKS, DTYPES, GXX, MISALIGNED, NEEDS_ROOM, NVCC, RANKS, ROOT, SOURCES, Corner,
-                          Group, Library, Move, Numbers, Region, Shard, build, build_threads, command, move, shard)
+from cuda_library import (
+    BAD_DTYPE,
+    BLOCKS,
+    DTYPES,
+    GXX,
+    MISALIGNED,
+    NEEDS_ROOM,
+    NVCC,
+    RANKS,
+    ROOT,
+    SOURCES,
+    Corner,
+    Group,
+    Library,
+    Move,
+    Numbers,
+    Region,
+    Shard,
+    build,
+    build_threads,
+    command,
+    move,
+    shard,
+)
 from shards import cut, join, place, some
 
-from globaltensor import kernels
-from globaltensor.boxing.program import compile_program
-from globaltensor.layout import layout
-from globaltensor.native import core
-from globaltensor.sbp import broadcast, partial_max, partial_sum, split
+from globaltensor.boxings.kernel_program import compile_program
+from globaltensor.layouts.layout import layout
+from globaltensor.layouts.sbp import broadcast, partial_max, partial_sum, split
+from globaltensor.runtime import philox
+from globaltensor.runtime.native import core
 
 print(f"tests/test_cuda.py: CUDA_SEED={SEED}")
 FLOATS = DTYPES[:4]
@@ -226,14 +248,14 @@ def test_random_numbers_are_those_of_the_twin(machine: Library, law: str) -> Non
     for dtype, (shape, box), shift in itertools.product(dtypes, BOXES, (0, 1)):
         key = 0xFEDCBA9876543210 + shift
         found = filled(machine, name, key, shape, box, dtype, prepared(dtype), shift)
-        expected = getattr(kernels, name)(key, shape, box, dtype, "cpu", *arguments)
+        expected = getattr(philox, name)(key, shape, box, dtype, "cpu", *arguments)
         same(found, expected, (law, dtype, shape, box))
 
 
 def test_random_words_are_those_of_the_twin(machine: Library) -> None:
     for (shape, box), stream in itertools.product(BOXES, (0, 7, 2**32 - 1)):
         found = filled(machine, "words", 3, shape, box, torch.int64, [stream])
-        same(found, kernels.random_words(3, shape, box, "cpu", stream), (shape, box, stream))
+        same(found, philox.random_words(3, shape, box, "cpu", stream), (shape, box, stream))
 
 
 # ------------------------------------------------------------------ the choice of paths, and the meetings

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import globaltensor as gt
 from globaltensor.checkpoint import dcp as ours
-from globaltensor.layout import volume
-from globaltensor.sbp import split as S
+from globaltensor.layouts.layout import volume
+from globaltensor.layouts.sbp import split as S
 
 PROGRAM = PROGRAMS / "torch_checkpoints.py"
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from globaltensor import deadlock
-from globaltensor.deadlock import Wait, Watch, deadlocked
+from globaltensor.runtime import deadlock
+from globaltensor.runtime.deadlock import Wait, Watch, deadlocked
 
 
 def waits(**of):

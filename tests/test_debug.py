@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import globaltensor as gt
-from globaltensor import comm
-from globaltensor.boxing.plan import plan
+from globaltensor.boxings.plan import plan
 from globaltensor.debug import show as drawing
 from globaltensor.debug.explain import Explanation
 from globaltensor.errors import GlobalTensorError
-from globaltensor.layout import layout
+from globaltensor.layouts.layout import layout
+from globaltensor.runtime import comm
 
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
 LINE, GRID = gt.placement("cpu", [0, 1, 2, 3]), gt.placement("cpu", [[0, 1], [2, 3]])

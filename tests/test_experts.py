@@ -17,7 +17,7 @@ from shards import place, scatter, sizes
 
 import globaltensor as gt
 from globaltensor.errors import BoxingError
-from globaltensor.experts import arranged
+from globaltensor.parallel.experts import arranged
 
 SEED = int(os.environ.get("EXPERTS_SEED") or 20_261_123)
 print(f"tests/test_experts.py: EXPERTS_SEED={SEED}")

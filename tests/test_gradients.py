@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import globaltensor as gt
-from globaltensor import comm
-from globaltensor.native import face
-from globaltensor.tensor import gradients
+from globaltensor.runtime import comm
+from globaltensor.runtime.native import face
+from globaltensor.tensors import gradients
 
 SEED = 7
 

@@ -21,11 +21,11 @@ from hypothesis import given, seed, settings, strategies
 from shards import place
 
 import globaltensor as gt
-from globaltensor.boxing import program, run
-from globaltensor.boxing.plan import bytes_received, plan
-from globaltensor.layout import layout, slices, spec, volume
-from globaltensor.machine import gloo, one_process
-from globaltensor.sbp import broadcast, partial_max, partial_min, partial_sum, split
+from globaltensor.boxings import kernel_program, run
+from globaltensor.boxings.plan import bytes_received, plan
+from globaltensor.layouts.layout import layout, slices, spec, volume
+from globaltensor.layouts.sbp import broadcast, partial_max, partial_min, partial_sum, split
+from globaltensor.runtime.machine import gloo, one_process
 
 SEED = int(os.environ.get("NATIVE_BOXING_SEED") or 20_251_121)
 print(f"tests/test_native_boxing.py: NATIVE_BOXING_SEED={SEED}")
@@ -52,7 +52,7 @@ class Shard(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    code = [file for file in (ROOT / "csrc/boxing").iterdir() if file.suffix in (".cpp", ".h")]
+    code = [file for file in (ROOT / "csrc/kernels").iterdir() if file.suffix in (".cpp", ".h")]
     built = [so for so in (ROOT / "globaltensor").glob("_core*.so")
              if so.stat().st_mtime > max(file.stat().st_mtime for file in code)]
     if not built:                                    # or it is older than its source
@@ -254,7 +254,7 @@ def native(kernel, src, dst, shape, dtype, shards, lone, shared):
     targets = [made.get(rank, empty) for rank in ranks]
     ties = {}
     for mine in [tuple(ranks)] if lone else [(rank,) for rank in ranks]:
-        p = program.compile_program(src, dst, shape, dtype.itemsize, mine, index, shared)
+        p = kernel_program.compile_program(src, dst, shape, dtype.itemsize, mine, index, shared)
         assert len(p.regions) == p.count * ctypes.sizeof(Region)
         reduce(kernel, p.regions, p.count, p.corners, p.op, sources, targets)
         ties |= {(mine[0], ranks[i]): tie for i, tie in zip(p.partners, p.ties)}
@@ -266,7 +266,7 @@ def native(kernel, src, dst, shape, dtype, shards, lone, shared):
 
 def check(kernel, src, dst, shape, dtype, r):
     shards = shards_of(src, shape, dtype, r)
-    for a, b in pairwise(program.direct(src, dst)):
+    for a, b in pairwise(kernel_program.direct(src, dst)):
         op = "max" if any(s.op in ("max", "min") for s in a.sbp) else "sum"
         want = twin(a, b, shape, dtype, shards)
         for lone, shared in ((True, False), (False, False), (False, True)):
@@ -279,10 +279,10 @@ def check(kernel, src, dst, shape, dtype, r):
 
 @pytest.fixture
 def all_sums_shared(monkeypatch):
-    monkeypatch.setattr(program, "SHARED_FROM", 0)
-    program.jobs.cache_clear()
+    monkeypatch.setattr(kernel_program, "SHARED_FROM", 0)
+    kernel_program.jobs.cache_clear()
     yield
-    program.jobs.cache_clear()
+    kernel_program.jobs.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (5, 3), (1, 7), (0, 3)], ids=str)
@@ -336,7 +336,7 @@ def test_no_direct_step_moves_more_than_the_plan(ranks):
     sbps = [layout(where, sbp) for sbp in itertools.product(STATES, repeat=where.ndim)]
     for src, dst in itertools.permutations(sbps, 2):
         moved = sum(volume(job.box) / job.parts * sum(rank != job.rank for rank in job.sources + job.targets)
-                    for job in program.jobs(src, dst, shape, itemsize, True)) * itemsize
+                    for job in kernel_program.jobs(src, dst, shape, itemsize, True)) * itemsize
         for machine in (one_process, gloo):
             steps = plan(src, dst, shape, 64 * 64 * itemsize, machine).layouts
             assert moved <= sum(bytes_received(steps, shape, itemsize).values()), f"{src} -> {dst}"
@@ -348,5 +348,5 @@ def test_no_byte_outside_and_nothing_undefined(tmp_path):
     binary = tmp_path / "kernel_values"
     subprocess.run(["g++", "-O1", "-g", "-std=c++17", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
                     "-ffp-contract=off", "-o", binary, ROOT / "tests/native/kernel_values.cpp",
-                    *(ROOT / "csrc/boxing").glob("*.cpp")], check=True, timeout=290)
+                    *(ROOT / "csrc/kernels").glob("*.cpp")], check=True, timeout=290)
     subprocess.run([binary, str(SEED)], check=True, timeout=290)

@@ -17,17 +17,17 @@ from torch.utils._pytree import tree_flatten
 
 import globaltensor as gt
 from globaltensor.dispatch.core import dispatch
-from globaltensor.native import face
+from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call, arguments
-from globaltensor.rules.table import TABLE
-from globaltensor.tensor.core import GlobalTensor
+from globaltensor.runtime.native import face
+from globaltensor.tensors.global_tensor import GlobalTensor
 
 pytestmark = pytest.mark.skipif(face is None, reason="the native code is not built")
 
 S, B = gt.sbp.split, gt.sbp.broadcast
 SEED = int(os.environ.get("NATIVE_SEED") or 20_261_121)
 print(f"tests/test_native_dispatch.py: NATIVE_SEED={SEED}")
-core = sys.modules["globaltensor.tensor.core"]
+core = sys.modules["globaltensor.tensors.global_tensor"]
 OPS = [f for f in TABLE if name_of(f) in SAMPLES and name_of(f) not in ELSEWHERE | VALUELESS]
 PYTHONS = {name_of(f) for f, line in TABLE.items()
            if line.runner is not None or line.rewrite is not None and not getattr(line.rewrite, "replayable", False)}

@@ -1,8 +1,8 @@
 """Native Philox against its Python twin, bit for bit: laws x dtypes x boxes x instruction sets.
 
-The twin's own truth (published vectors, distributions, that a cut does not matter) is test_kernels.py's. So the twin
+The twin's own truth (published vectors, distributions, that a cut does not matter) is test_philox.py's. So the twin
 makes each tensor here once and whole, and what native code makes of a box has to be that part of it. Where the package
-has no native library, g++ makes one of csrc/random for these tests. The examples hypothesis draws are those of
+has no native library, g++ makes one of csrc/philox for these tests. The examples hypothesis draws are those of
 KERNELS_SEED, as there.
 """
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 from hypothesis import given, seed, settings, strategies
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from globaltensor import kernels
 from globaltensor.errors import GlobalTensorError
+from globaltensor.runtime import philox
 
 SEED = int(os.environ.get("KERNELS_SEED") or 20_261_121)
-SOURCE = pathlib.Path(__file__).parent.parent / "csrc" / "random" / "philox.cpp"
+SOURCE = pathlib.Path(__file__).parent.parent / "csrc" / "philox" / "philox.cpp"
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FLOATS = (F32, F64, F16, BF16)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -41,30 +41,30 @@ def law(function: Callable[..., torch.Tensor], dtype: torch.dtype, *parameters: 
     return lambda key, shape, box: function(key, shape, box, dtype, "cpu", *parameters)
 
 
-SAMPLES: dict[str, Sample] = {f"words {stream}": lambda key, shape, box, stream=stream: kernels.random_words(
+SAMPLES: dict[str, Sample] = {f"words {stream}": lambda key, shape, box, stream=stream: philox.random_words(
     key, shape, box, "cpu", stream) for stream in (0, 2**32 - 1)}
 for dtype in FLOATS:
     SAMPLES |= {f"{function.__name__} {dtype} {parameters}": law(function, dtype, *parameters)
                 for function, parameters in (
-        (kernels.uniform, ()), (kernels.uniform, (-2.5, 1.7)), (kernels.uniform, (3.0, 3.0)),
-        (kernels.uniform, (-30000.0, 30000.0)), (kernels.uniform, (0.0, 1e-6)), (kernels.uniform, (1.0, 1.01)),
-        (kernels.normal, ()), (kernels.normal, (0.3, 1.7)), (kernels.normal, (5.0, 0.0)),
-        (kernels.normal, (-0.0, 1e-6)), (kernels.normal, (1e4, 1e5)),            # subnormals and infinities of float16
-        (kernels.exponential, ()), (kernels.exponential, (0.7,)), (kernels.exponential, (1e30,)),
-        (kernels.exponential, (1e-38,)))}
+        (philox.uniform, ()), (philox.uniform, (-2.5, 1.7)), (philox.uniform, (3.0, 3.0)),
+        (philox.uniform, (-30000.0, 30000.0)), (philox.uniform, (0.0, 1e-6)), (philox.uniform, (1.0, 1.01)),
+        (philox.normal, ()), (philox.normal, (0.3, 1.7)), (philox.normal, (5.0, 0.0)),
+        (philox.normal, (-0.0, 1e-6)), (philox.normal, (1e4, 1e5)),            # subnormals and infinities of float16
+        (philox.exponential, ()), (philox.exponential, (0.7,)), (philox.exponential, (1e30,)),
+        (philox.exponential, (1e-38,)))}
 for dtype in (*FLOATS, *INTEGERS, torch.bool):
-    SAMPLES[f"integers {dtype}"] = law(kernels.integers, dtype, 0, 2 if dtype is torch.bool else 100)
+    SAMPLES[f"integers {dtype}"] = law(philox.integers, dtype, 0, 2 if dtype is torch.bool else 100)
 for dtype in (*FLOATS, torch.int8, torch.int16):
-    SAMPLES[f"integers < 0 {dtype}"] = law(kernels.integers, dtype, -128, 77)
+    SAMPLES[f"integers < 0 {dtype}"] = law(philox.integers, dtype, -128, 77)
 for low, high in ((-7, 2**32 - 7), (-7, 2**32 - 6), (-(2**63), 2**63), (2**40, 2**62), (0, 2**32 - 1), (-1, 0)):
-    SAMPLES[f"integers [{low}, {high})"] = law(kernels.integers, torch.int64, low, high)
-SAMPLES |= {"integers up to the top": law(kernels.integers, torch.uint64, 5, 2**64),
-            "integers of all float64s": law(kernels.integers, F64, -(2**53), 2**53)}
+    SAMPLES[f"integers [{low}, {high})"] = law(philox.integers, torch.int64, low, high)
+SAMPLES |= {"integers up to the top": law(philox.integers, torch.uint64, 5, 2**64),
+            "integers of all float64s": law(philox.integers, F64, -(2**53), 2**53)}
 for dtype in (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128):
-    SAMPLES[f"bernoulli {dtype}"] = law(kernels.bernoulli, dtype, 0.3)
-SAMPLES |= {f"bernoulli {p}": law(kernels.bernoulli, torch.bool, p) for p in (0.0, 2.0**-33, 1 - 2.0**-33, 1.0)}
-SAMPLES["bernoulli each"] = lambda key, shape, box: kernels.bernoulli(
-    key, shape, box, F32, "cpu", law(kernels.uniform, F64)(5, shape, box))
+    SAMPLES[f"bernoulli {dtype}"] = law(philox.bernoulli, dtype, 0.3)
+SAMPLES |= {f"bernoulli {p}": law(philox.bernoulli, torch.bool, p) for p in (0.0, 2.0**-33, 1 - 2.0**-33, 1.0)}
+SAMPLES["bernoulli each"] = lambda key, shape, box: philox.bernoulli(
+    key, shape, box, F32, "cpu", law(philox.uniform, F64)(5, shape, box))
 every_sample = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
 
 
@@ -88,10 +88,10 @@ def expect_equal(found: torch.Tensor, expected: torch.Tensor, what: object = "")
 
 def expect_twin(sample: Sample, key: int, shape: Shape, boxes: list[Box] | None = None, what: object = "") -> None:
     """Native code fills the boxes as the twin fills the whole; or each box, where the whole is too large."""
-    with kernels.twin():
+    with philox.twin():
         expected = None if boxes is None or any(n > 2**20 for n in shape) else whole(sample, key, shape)
     for box in boxes or [tuple((0, n) for n in shape)]:
-        with kernels.twin():
+        with philox.twin():
             part = sample(key, shape, box) if expected is None else expected[slices(box)]
         expect_equal(sample(key, shape, box), part, (what, shape, box))
 
@@ -108,17 +108,17 @@ def build(folder: pathlib.Path, *options: str) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return kernels.core if kernels._bind(kernels.core) else build(tmp_path_factory.mktemp("native"))
+    return philox.core if philox._bind(philox.core) else build(tmp_path_factory.mktemp("native"))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def native(library: ctypes.CDLL) -> Iterator[None]:
-    """Native code on, whatever GLOBALTENSOR_NATIVE says; and one thread, as in test_kernels.py."""
-    threads, before = torch.get_num_threads(), kernels._native
+    """Native code on, whatever GLOBALTENSOR_NATIVE says; and one thread, as in test_philox.py."""
+    threads, before = torch.get_num_threads(), philox._native
     torch.set_num_threads(1)
-    kernels._native = kernels._bind(library)
+    philox._native = philox._bind(library)
     yield
-    kernels._native = before
+    philox._native = before
     torch.set_num_threads(threads)
 
 
@@ -131,7 +131,7 @@ def level(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Iterator[None
 
 
 def test_native_code_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "philox", None)                  # the twin would fall over it
+    monkeypatch.setattr(philox, "philox", None)                  # the twin would fall over it
     for name, sample in SAMPLES.items():
         if "complex128" not in name:
             assert whole(sample, KEY, (3, 5)).shape == (3, 5)
@@ -191,10 +191,10 @@ def test_any_box(shape_and_box: tuple[Shape, Box], key: int, name: str) -> None:
 
 
 def test_64_dims_and_more_than_the_native_code_takes() -> None:
-    normal = law(kernels.normal, F32)
+    normal = law(philox.normal, F32)
     expect_twin(normal, KEY, 30 * (1,) + (3, 4) + 32 * (1,), [30 * ((0, 1),) + ((1, 3), (1, 4)) + 32 * ((0, 1),)])
     numbers = (3 * 65 * ctypes.c_int64)(*65 * [1], *65 * [0, 1])
-    assert kernels._native["normal"](None, 0, 1, 65, bytes(numbers), 0.0, 1.0) == -1
+    assert philox._native["normal"](None, 0, 1, 65, bytes(numbers), 0.0, 1.0) == -1
 
 
 # ------------------------------------------------------------------ rare words, other processors
@@ -216,14 +216,14 @@ def rare(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_extreme_words(rare: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logarithms of 1, radii of 0, angles of 0, values next to their bounds: once in 2**25 elements or less."""
-    philox = kernels.philox
+    philox = philox.philox
 
     def changed(counter: torch.Tensor, key: int) -> torch.Tensor:
         words = philox(counter, key)
         return words.copy_(torch.where(words % 10 < 9, EXTREME[(words % 10).clamp(max=8)], words))
 
-    monkeypatch.setattr(kernels, "philox", changed)
-    monkeypatch.setattr(kernels, "_native", kernels._bind(rare))
+    monkeypatch.setattr(philox, "philox", changed)
+    monkeypatch.setattr(philox, "_native", philox._bind(rare))
     for wanted in {rare.gt_fill_vectors(level) for level in (0, 1, 2)}:
         rare.gt_fill_vectors(wanted)
         for name, sample in SAMPLES.items():
@@ -244,7 +244,7 @@ class Count(TorchDispatchMode):
 
 
 def test_what_traces_sees_the_twin() -> None:
-    normal = law(kernels.normal, F32)
+    normal = law(philox.normal, F32)
     with Count() as seen:
         found = whole(normal, KEY, (3, 5))
     assert seen.ops > 100
@@ -254,24 +254,24 @@ def test_what_traces_sees_the_twin() -> None:
 
 
 def test_a_library_without_these_functions_leaves_the_twin() -> None:
-    assert kernels._bind(None) == {} == kernels._bind(types.SimpleNamespace(gt_other=None))
+    assert philox._bind(None) == {} == philox._bind(types.SimpleNamespace(gt_other=None))
 
 
 def test_the_environment_turns_native_code_off() -> None:
-    command = [sys.executable, "-c", "from globaltensor import kernels; assert kernels._native == {}"]
+    command = [sys.executable, "-c", "from globaltensor import kernels; assert philox._native == {}"]
     subprocess.run(command, check=True, timeout=120, env=os.environ | {"GLOBALTENSOR_NATIVE": "0"})
 
 
 @pytest.mark.parametrize("native", [True, False])
 def test_parameters_are_checked_before(native: bool) -> None:
-    for call in (law(kernels.normal, F32, 0.0, -1.0), law(kernels.normal, torch.int64),
-                 law(kernels.bernoulli, F32, 1.5), law(kernels.uniform, F32, 2.0, 1.0),
-                 law(kernels.integers, torch.uint8, 0, 257)):
+    for call in (law(philox.normal, F32, 0.0, -1.0), law(philox.normal, torch.int64),
+                 law(philox.bernoulli, F32, 1.5), law(philox.uniform, F32, 2.0, 1.0),
+                 law(philox.integers, torch.uint8, 0, 257)):
         with pytest.raises(GlobalTensorError):
             if native:
                 whole(call, KEY, (3,))
             else:
-                with kernels.twin():
+                with philox.twin():
                     whole(call, KEY, (3,))
 
 
@@ -287,8 +287,8 @@ def seconds(call: Callable[[], object], times: int) -> float:
 
 def test_fills_are_quick() -> None:
     """Bounds far above what they take (6 us; 1 to 4 ns an element), for machines that are busy."""
-    normal = law(kernels.normal, F32)
+    normal = law(philox.normal, F32)
     assert seconds(lambda: whole(normal, KEY, (4, 4)), 200) < 100e-6
     native = seconds(lambda: whole(normal, KEY, (10**6,)), 5)
-    with kernels.twin():
+    with philox.twin():
         assert native < seconds(lambda: whole(normal, KEY, (10**6,)), 3) / 2

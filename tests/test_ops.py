@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from shards import B, gather, layouts, scatter
 
 import globaltensor as gt
+from globaltensor.algorithms.fused_attention import rank_by_rank
 from globaltensor.dispatch.core import _Run
-from globaltensor.rules.attention import rank_by_rank
+from globaltensor.layouts.sbp import split
 from globaltensor.rules.call import Call
-from globaltensor.sbp import split
 
 SEED = int(os.environ.get("OPS_SEED") or 20_261_121)
 DRAWS = int(os.environ.get("OPS_DRAWS") or 5)        # per case and placement

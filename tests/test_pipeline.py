@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import globaltensor as gt
 from globaltensor.errors import GlobalTensorError, PlacementError, ShapeError
-from globaltensor.pipeline.halves import inputs_first, weights
-from globaltensor.pipeline.schedule import ScheduleError
-from globaltensor.pipeline.stages import StageError, balanced, cut, measured
-from globaltensor.pipeline.text import parse
-from globaltensor.pipeline.timetable import as_text
-from globaltensor.tensor import gradients
+from globaltensor.pipelining.split_backward import inputs_first, weights
+from globaltensor.pipelining.stages import StageError, balanced, cut, measured
+from globaltensor.schedules.schedule import ScheduleError
+from globaltensor.schedules.text import parse
+from globaltensor.schedules.timetable import as_text
+from globaltensor.tensors import gradients
 
 SEED = 17
 PIPELINE = str(PROGRAMS / "pipeline.py")

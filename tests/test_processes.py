@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 from harness import PROGRAMS, PYTHON, RUN, TORCHRUN, Started, by_hand, environment, free_port, good, results, run
 
-from globaltensor.native import face
+from globaltensor.runtime.native import face
 
 pytestmark = pytest.mark.processes
 

@@ -22,10 +22,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import globaltensor as gt
-from globaltensor import kernels
+from globaltensor.algorithms.random_ops import _exp
 from globaltensor.errors import InPlaceError
-from globaltensor.rules.random import _exp
-from globaltensor.sbp import broadcast, partial_max, partial_sum, split
+from globaltensor.layouts.sbp import broadcast, partial_max, partial_sum, split
+from globaltensor.runtime import philox
 
 SEED = int(os.environ.get("RANDOM_SEED") or 20_261_121)
 print(f"tests/test_random.py: RANDOM_SEED={SEED}")
@@ -205,11 +205,11 @@ def test_values_are_those_of_the_kernels():
     """Nothing stands between an element and its function of key and index."""
     box = ((0, 7), (0, 5))
     torch.manual_seed(SEED)
-    first, second = kernels.draw_key(), kernels.draw_key()
+    first, second = philox.draw_key(), philox.draw_key()
     torch.manual_seed(SEED)
     x = empty((7, 5), LINE[1], split(0), F64).uniform_(-2, 3)
-    assert torch.equal(whole(x), kernels.uniform(first, (7, 5), box, F64, "cpu", -2, 3))
-    assert torch.equal(whole(torch.randn_like(x)), kernels.normal(second, (7, 5), box, F64, "cpu"))
+    assert torch.equal(whole(x), philox.uniform(first, (7, 5), box, F64, "cpu", -2, 3))
+    assert torch.equal(whole(torch.randn_like(x)), philox.normal(second, (7, 5), box, F64, "cpu"))
 
 
 # --------------------------------------------------------------------------------------------- dropout in networks

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import globaltensor as gt
-from globaltensor import library
+from globaltensor.runtime import custom_ops
 
 S, B = gt.sbp.split, gt.sbp.broadcast
 SEED = 5
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, library.linear, library.contract}
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, custom_ops.linear, custom_ops.contract}
 
 
 def keep_products(ctx, op, *args, **kwargs):

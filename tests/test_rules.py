@@ -26,12 +26,12 @@ from torch.utils._pytree import tree_flatten
 import globaltensor as gt
 from globaltensor.dispatch.choose import _fits as fits
 from globaltensor.dispatch.choose import label_sizes
-from globaltensor.layout import layout, spec
+from globaltensor.layouts.layout import layout, spec
+from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import fixed, reduction
 from globaltensor.rules.language import signatures
 from globaltensor.rules.line import Line
-from globaltensor.rules.table import TABLE
 
 SEED = int(os.environ.get("RULES_SEED") or 20_261_121)
 MOST = 1500

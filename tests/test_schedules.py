@@ -10,12 +10,12 @@ from fractions import Fraction
 
 import pytest
 
-from globaltensor.pipeline import text, timetable
-from globaltensor.pipeline.check import check, kept, least_capacity, peak_activations
-from globaltensor.pipeline.communication import communicate, communicates
-from globaltensor.pipeline.early import early
-from globaltensor.pipeline.generators import TABLE, generate
-from globaltensor.pipeline.schedule import Action, B, F, I, Schedule, ScheduleError, W
+from globaltensor.schedules import text, timetable
+from globaltensor.schedules.check import check, kept, least_capacity, peak_activations
+from globaltensor.schedules.communication import communicate, communicates
+from globaltensor.schedules.early_send import early
+from globaltensor.schedules.generators import TABLE, generate
+from globaltensor.schedules.schedule import Action, B, F, I, Schedule, ScheduleError, W
 from globaltensor.simulator.costs import Costs
 from globaltensor.simulator.engine import simulate
 

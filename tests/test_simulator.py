@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from globaltensor.cli import main
-from globaltensor.pipeline import text
-from globaltensor.pipeline.generators import TABLE, generate
-from globaltensor.pipeline.schedule import ScheduleError
+from globaltensor.schedules import text
+from globaltensor.schedules.generators import TABLE, generate
+from globaltensor.schedules.schedule import ScheduleError
 from globaltensor.simulator.cluster import KNOWN, Cluster, ClusterError, Link, as_json, cluster
 from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import simulate
@@ -131,7 +131,7 @@ def test_what_never_begins():
 
 
 def test_sends_and_receives_change_no_time():
-    from globaltensor.pipeline.communication import communicate
+    from globaltensor.schedules.communication import communicate
     schedule = generate("zb-v", 3, 7)
     costs = Costs.exact([2, 3, 1, 1], 6, 2)
     assert simulate(communicate(schedule), costs).spans == simulate(schedule, costs).spans

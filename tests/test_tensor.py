@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import globaltensor as gt
-from globaltensor.layout import cut, layout
+from globaltensor.layouts.layout import cut, layout
 
 B, S, P = gt.sbp.broadcast, gt.sbp.split, gt.sbp.partial_sum
 TWO = gt.placement("cpu", [0, 1])

@@ -10,7 +10,7 @@ from torch import nn
 
 import globaltensor as gt
 from globaltensor.errors import SbpError
-from globaltensor.tensor import gradients
+from globaltensor.tensors import gradients
 
 SEED = 31
 B, S = gt.sbp.broadcast, gt.sbp.split

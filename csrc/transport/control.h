@@ -28,7 +28,7 @@
 
 #include <atomic>
 
-#include "../boxing/region.h"
+#include "../kernels/region.h"
 
 namespace gt {
 

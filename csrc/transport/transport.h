@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "../boxing/region.h"
+#include "../kernels/region.h"
 
 #ifdef __cplusplus
 extern "C" {

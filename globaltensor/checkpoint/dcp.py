@@ -22,8 +22,8 @@ import torch
 from globaltensor.checkpoint.loading import check_writable
 from globaltensor.checkpoint.manifest import CheckpointError
 from globaltensor.checkpoint.pieces import LARGEST, parts, whole
-from globaltensor.layout import Box, cut, slices, volume
-from globaltensor.tensor.core import GlobalTensor
+from globaltensor.layouts.layout import Box, cut, slices, volume
+from globaltensor.tensors.global_tensor import GlobalTensor
 
 if TYPE_CHECKING:                                    # takes torch most of a second: for those who use it only
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

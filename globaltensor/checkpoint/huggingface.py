@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor import comm
-from globaltensor.boxing.run import Boxed, box
+from globaltensor.boxings.run import Boxed, box
 from globaltensor.checkpoint import folders
+from globaltensor.checkpoint.collective import together
 from globaltensor.checkpoint.loading import check_fit, check_names, needed
 from globaltensor.checkpoint.manifest import CheckpointError, Entry, Piece
 from globaltensor.checkpoint.pieces import Files, check_dtype, digest, need_safetensors, whole, write_file
-from globaltensor.checkpoint.together import together
-from globaltensor.layout import layout
-from globaltensor.placement import placement
-from globaltensor.sbp import broadcast
-from globaltensor.tensor.core import GlobalTensor
+from globaltensor.layouts.layout import layout
+from globaltensor.layouts.placement import placement
+from globaltensor.layouts.sbp import broadcast
+from globaltensor.runtime import comm
+from globaltensor.tensors.global_tensor import GlobalTensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.tmp-[0-9a-f]{16})?")

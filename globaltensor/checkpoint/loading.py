@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from globaltensor.checkpoint import folders
+from globaltensor.checkpoint.collective import together
 from globaltensor.checkpoint.manifest import CheckpointError, Entry, Manifest, parse
 from globaltensor.checkpoint.pieces import Files, beside, like, need_safetensors, overlaps, parts
-from globaltensor.checkpoint.together import together
 from globaltensor.checkpoint.tree import Flat, at, decode, flatten, is_object, join, state_of
-from globaltensor.tensor.core import GlobalTensor
+from globaltensor.tensors.global_tensor import GlobalTensor
 
 
 class Ready(NamedTuple):

@@ -20,7 +20,7 @@ import torch
 
 from globaltensor.checkpoint.tree import decode
 from globaltensor.errors import GlobalTensorError
-from globaltensor.layout import Box, Shape
+from globaltensor.layouts.layout import Box, Shape
 
 FORMAT = 1
 DTYPES = {str(d).removeprefix("torch."): d for d in (

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from globaltensor import comm
 from globaltensor.checkpoint import folders
 from globaltensor.checkpoint.manifest import DTYPES, CheckpointError, Entry, Piece, box_text
 from globaltensor.dispatch.execute import check_guard
-from globaltensor.layout import Box, layout, meet, slices, spec, volume
-from globaltensor.sbp import broadcast
-from globaltensor.tensor.core import GlobalTensor
+from globaltensor.layouts.layout import Box, layout, meet, slices, spec, volume
+from globaltensor.layouts.sbp import broadcast
+from globaltensor.runtime import comm
+from globaltensor.tensors.global_tensor import GlobalTensor
 
 try:
     from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file

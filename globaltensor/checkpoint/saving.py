@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from globaltensor import comm
-from globaltensor.boxing.run import boxed
+from globaltensor.boxings.run import boxed
 from globaltensor.checkpoint import folders
+from globaltensor.checkpoint.collective import together
 from globaltensor.checkpoint.manifest import CheckpointError, Entry, Manifest, Piece, dump, parse
 from globaltensor.checkpoint.pieces import Job, check_dtype, need_safetensors, parts, share_out, write
-from globaltensor.checkpoint.together import together
 from globaltensor.checkpoint.tree import Flat, flatten
 from globaltensor.errors import where
-from globaltensor.layout import slices
-from globaltensor.tensor.core import GlobalTensor
+from globaltensor.layouts.layout import slices
+from globaltensor.runtime import comm
+from globaltensor.tensors.global_tensor import GlobalTensor
 
 PATIENCE = 1800.0                                    # seconds for which a rank waits for the others to have written
 _running: dict[Path, Saving] = {}                    # the last save into each directory, where it may be under way

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from globaltensor.errors import GlobalTensorError
-from globaltensor.tensor.core import GlobalTensor
+from globaltensor.tensors.global_tensor import GlobalTensor
 
 _BITS = re.compile("[0-9a-f]{16}")
 

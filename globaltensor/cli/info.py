@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import globaltensor
-from globaltensor import comm, native
+from globaltensor.runtime import comm, native
 
 
 def options(of: argparse.ArgumentParser) -> None:

@@ -29,7 +29,7 @@ import torch
 from globaltensor.cli import worker
 from globaltensor.cli.info import cores
 from globaltensor.cli.problem import Problem
-from globaltensor.deadlock import names
+from globaltensor.runtime.deadlock import names
 
 
 def options(of: argparse.ArgumentParser) -> None:

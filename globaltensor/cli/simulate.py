@@ -26,11 +26,11 @@ from typing import Any
 from globaltensor.cli.memory import model, model_options, number, parallel_options, positive, problem
 from globaltensor.cli.problem import Problem
 from globaltensor.errors import GlobalTensorError
-from globaltensor.pipeline import text, timetable
-from globaltensor.pipeline.check import check, kept, peak_activations
-from globaltensor.pipeline.communication import routes
-from globaltensor.pipeline.generators import TABLE, generate
-from globaltensor.pipeline.schedule import F, Schedule
+from globaltensor.schedules import text, timetable
+from globaltensor.schedules.check import check, kept, peak_activations
+from globaltensor.schedules.communication import routes
+from globaltensor.schedules.generators import TABLE, generate
+from globaltensor.schedules.schedule import F, Schedule
 from globaltensor.simulator.cluster import cluster
 from globaltensor.simulator.costs import Costs
 from globaltensor.simulator.engine import Run, simulate

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from globaltensor import comm
 from globaltensor.errors import GlobalTensorError, SbpError, ShapeError
-from globaltensor.layout import Layout, layout, slices, spec
-from globaltensor.sbp import NdSbp, broadcast, nd_sbp
-from globaltensor.tensor.core import GlobalTensor, resolve
+from globaltensor.layouts.layout import Layout, layout, slices, spec
+from globaltensor.layouts.sbp import NdSbp, broadcast, nd_sbp
+from globaltensor.runtime import comm
+from globaltensor.tensors.global_tensor import GlobalTensor, resolve
 
 
 class Cutter:

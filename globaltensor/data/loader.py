@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from globaltensor import comm
 from globaltensor.data.batch import Cutter
 from globaltensor.data.sampler import Batch, Sampler
 from globaltensor.data.seeding import Seeded, ShowOwnDataset, apart, mix
 from globaltensor.errors import DisagreementError, GlobalTensorError
-from globaltensor.layout import sbp_text
+from globaltensor.layouts.layout import sbp_text
+from globaltensor.runtime import comm
 
 
 class _Requests:

@@ -15,17 +15,17 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from globaltensor import comm
-from globaltensor.boxing.watch import Move, record
+from globaltensor.boxings.watch import Move, record
 from globaltensor.dispatch.choose import layouts, rank_choices
 from globaltensor.dispatch.decide import decide
 from globaltensor.dispatch.recipe import Recipe, spec_of_plain
 from globaltensor.errors import where
-from globaltensor.layout import Spec, Windows, sbp_text
-from globaltensor.placement import placement
+from globaltensor.layouts.layout import Spec, Windows, sbp_text
+from globaltensor.layouts.placement import placement
+from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call
-from globaltensor.rules.variants import line_of
-from globaltensor.tensor.core import GlobalTensor
+from globaltensor.runtime import comm
+from globaltensor.tensors.global_tensor import GlobalTensor
 
 
 @dataclass(frozen=True)

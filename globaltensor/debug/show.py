@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from globaltensor import comm
 from globaltensor.errors import GlobalTensorError
-from globaltensor.layout import Box, Spec, volume
+from globaltensor.layouts.layout import Box, Spec, volume
+from globaltensor.runtime import comm
 
 WIDTH, HEIGHT = 96, 40                               # characters and lines that a drawing may take
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#ff9da7", "#9c755f", "#bab0ac")

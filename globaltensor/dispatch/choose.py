@@ -16,12 +16,12 @@ from __future__ import annotations
 from itertools import product
 from math import prod
 
-from globaltensor.boxing.plan import seconds
-from globaltensor.layout import Layout, Spec, layout
-from globaltensor.machine import Machine
-from globaltensor.placement import placement
+from globaltensor.boxings.plan import seconds
+from globaltensor.layouts.layout import Layout, Spec, layout
+from globaltensor.layouts.placement import placement
+from globaltensor.layouts.sbp import Sbp, broadcast
 from globaltensor.rules.language import Rule, Signature, signatures
-from globaltensor.sbp import Sbp, broadcast
+from globaltensor.runtime.machine import Machine
 
 Sizes = dict[str, int]                               # label -> size
 Size = tuple[tuple[int, ...], int]                   # shape and bytes of an output

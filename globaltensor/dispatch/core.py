@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from globaltensor.boxing.rows import rows
-from globaltensor.boxing.run import Boxed, Shards, box, boxed
+from globaltensor.boxings.rows import rows
+from globaltensor.boxings.run import Boxed, Shards, box, boxed
 from globaltensor.dispatch import native
 from globaltensor.dispatch.decide import decide
 from globaltensor.dispatch.execute import check_guard, execute, wrap_results
 from globaltensor.dispatch.recipe import Recipe, static
-from globaltensor.layout import Layout, Shape, Spec, Windows, spec
-from globaltensor.native import face
+from globaltensor.layouts.layout import Layout, Shape, Spec, Windows, spec
 from globaltensor.rules.call import Call
+from globaltensor.runtime.native import face
 
 _recipes: dict[tuple, Recipe] = {}
 _LIMIT = 50_000

@@ -12,17 +12,17 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten
 
-from globaltensor import comm
 from globaltensor.dispatch import foreach
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, put, spec_of_plain
 from globaltensor.errors import InPlaceError, MixedPlacementError, PlacementError
-from globaltensor.layout import Spec, contiguous, layout
-from globaltensor.placement import placement
+from globaltensor.layouts.layout import Spec, contiguous, layout
+from globaltensor.layouts.placement import placement
+from globaltensor.layouts.sbp import broadcast
+from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, Slot, arguments
 from globaltensor.rules.line import Line
-from globaltensor.rules.variants import line_of
-from globaltensor.sbp import broadcast
+from globaltensor.runtime import comm
 
 
 def decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], rewritten: bool = False) -> Recipe:

@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
-from globaltensor import comm
-from globaltensor.boxing.run import Boxed, Shards, box
+from globaltensor.algorithms.random_ops import seeded
+from globaltensor.boxings.run import Boxed, Shards, box
 from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, put, spec_of_plain
 from globaltensor.errors import InPlaceError
-from globaltensor.kernels import draw_key
-from globaltensor.layout import Spec, spec
+from globaltensor.layouts.layout import Spec, spec
 from globaltensor.rules.call import Call, Slot, arguments
-from globaltensor.rules.random import seeded
+from globaltensor.runtime import comm
+from globaltensor.runtime.philox import draw_key
 
 
 def _operand(args: tuple, kwargs: dict[str, Any], slot: Slot) -> Any:

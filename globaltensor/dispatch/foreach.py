@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from globaltensor import comm
-from globaltensor.boxing.run import Boxed, box
+from globaltensor.boxings.run import Boxed, box
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import Recipe, spec_of_plain
 from globaltensor.errors import MixedPlacementError
-from globaltensor.layout import Layout, Spec, layout, spec
+from globaltensor.layouts.layout import Layout, Spec, layout, spec
+from globaltensor.layouts.sbp import broadcast
+from globaltensor.op_table.variants import foreach_algebra
 from globaltensor.rules.call import Call, arguments
 from globaltensor.rules.families import pointwise
 from globaltensor.rules.language import Rule
-from globaltensor.rules.variants import foreach_algebra
-from globaltensor.sbp import broadcast
+from globaltensor.runtime import comm
 
 
 def is_foreach(func: OpOverload) -> bool:

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from globaltensor import comm
-from globaltensor.boxing import native as boxing
+from globaltensor.algorithms import local_impls
+from globaltensor.boxings import native as boxing
 from globaltensor.dispatch.foreach import flat_wants, held_ranks, is_foreach
 from globaltensor.dispatch.recipe import Recipe, spec_of_plain
-from globaltensor.dispatch.tape import Tape
-from globaltensor.layout import spec
-from globaltensor.native import face
-from globaltensor.rules import runners
+from globaltensor.dispatch.trace import Tape
+from globaltensor.layouts.layout import spec
+from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, arguments
-from globaltensor.rules.variants import line_of
+from globaltensor.runtime import comm
+from globaltensor.runtime.native import face
 
 _taken: set[OpOverload] = set()
 
@@ -94,9 +94,9 @@ def _local(recipe: Recipe, call: Call) -> str | None:
     """The op that every rank runs, "" for the op itself; None where a runner must look at each rank's part."""
     if recipe.runner is None:
         return ""
-    if recipe.runner is runners.view:
+    if recipe.runner is local_impls.view:
         return "aten::reshape"                       # a view where the shard's strides allow one
-    return "" if runners.idle(recipe, call.given()[0]) else None
+    return "" if local_impls.idle(recipe, call.given()[0]) else None
 
 
 def _placed(call: Call, recipe: Recipe) -> bool:

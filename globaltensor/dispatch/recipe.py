@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from globaltensor.layout import Layout, Spec, layout, spec
-from globaltensor.placement import placement
+from globaltensor.layouts.layout import Layout, Spec, layout, spec
+from globaltensor.layouts.placement import placement
+from globaltensor.layouts.sbp import broadcast
 from globaltensor.rules.call import Slot
 from globaltensor.rules.language import Signature
-from globaltensor.sbp import broadcast
 
 Patches = dict[int, tuple[tuple[int | str, Any], ...]]
 

@@ -27,7 +27,7 @@ from functools import lru_cache
 from itertools import chain, combinations, product
 from typing import NamedTuple
 
-from globaltensor.sbp import Sbp, broadcast, partial_max, partial_min, partial_sum, split
+from globaltensor.layouts.sbp import Sbp, broadcast, partial_max, partial_min, partial_sum, split
 
 Dims = tuple[tuple[str, ...], ...]                   # per dim its labels, outermost first
 Term = tuple[tuple[int, bool], ...]                  # factors: (operand, enters linearly)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from globaltensor.layout import Spec
+from globaltensor.layouts.layout import Spec
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import Family
 
@@ -31,7 +31,7 @@ class Line:
 def replayable(rewrite: Callable[[Call, Any], Any]) -> Callable[[Call, Any], Any]:
     """Mark a rewrite that works by `run(op, ...)` and `run.box` alone and decides by nothing but specs and arguments.
 
-    What it did once may then be done again for every call alike (dispatch/tape.py).
+    What it did once may then be done again for every call alike (dispatch/trace.py).
     """
     rewrite.replayable = True
     return rewrite

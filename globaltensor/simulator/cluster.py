@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from globaltensor.errors import PlacementError
-from globaltensor.machine import Machine
-from globaltensor.placement import placement
+from globaltensor.layouts.placement import placement
+from globaltensor.runtime.machine import Machine
 
 
 class ClusterError(PlacementError):

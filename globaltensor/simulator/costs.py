@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import lcm
 from typing import NamedTuple
 
-from globaltensor.pipeline.schedule import ScheduleError
+from globaltensor.schedules.schedule import ScheduleError
 
 Number = int | float | Fraction
 

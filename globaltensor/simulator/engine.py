@@ -15,9 +15,9 @@ from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 
-from globaltensor.pipeline.communication import COMPUTE, communicates, routes
-from globaltensor.pipeline.schedule import F, Schedule, ScheduleError, W
-from globaltensor.pipeline.timetable import Event
+from globaltensor.schedules.communication import COMPUTE, communicates, routes
+from globaltensor.schedules.schedule import F, Schedule, ScheduleError, W
+from globaltensor.schedules.timetable import Event
 from globaltensor.simulator.costs import Costs, Number
 
 
@@ -170,4 +170,4 @@ def _finished(schedule: Schedule, position: list[int]) -> None:
     for rank, (row, reached) in enumerate(zip(schedule.actions, position)):
         if reached < len(row):
             raise ScheduleError(f"{schedule.at(rank, reached)} never begins", "what it needs is made by nobody, or "
-                                "only after it", "globaltensor.pipeline.check says which action is wrong")
+                                "only after it", "globaltensor.schedules.check says which action is wrong")

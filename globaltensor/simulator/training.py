@@ -25,16 +25,16 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from globaltensor.boxing.plan import bytes_received, plan
+from globaltensor.boxings.plan import bytes_received, plan
 from globaltensor.errors import ShapeError
-from globaltensor.layout import Shape, cut, layout
-from globaltensor.machine import Machine
-from globaltensor.pipeline.check import peak_activations
-from globaltensor.pipeline.communication import routes
-from globaltensor.pipeline.generators import generate
-from globaltensor.pipeline.schedule import Schedule
-from globaltensor.placement import placement
-from globaltensor.sbp import Sbp, broadcast, partial_sum, split
+from globaltensor.layouts.layout import Shape, cut, layout
+from globaltensor.layouts.placement import placement
+from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
+from globaltensor.runtime.machine import Machine
+from globaltensor.schedules.check import peak_activations
+from globaltensor.schedules.communication import routes
+from globaltensor.schedules.generators import generate
+from globaltensor.schedules.schedule import Schedule
 from globaltensor.simulator.cluster import Cluster, elsewhere
 from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import Run, simulate

@@ -2,7 +2,7 @@
 // table is not what was expected. Values are tested elsewhere; this is about what makes them fast.
 #include <stdio.h>
 
-#include "boxing/jobs_host.h"
+#include "kernels/jobs_host.h"
 
 using gt_jobs::Plan;
 

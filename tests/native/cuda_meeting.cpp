@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "boxing/boxing.cu"
+#include "kernels/boxing.cu"
 
 static constexpr int BLOCKS = 2, N = 997, ROWS = 40, COLUMNS = 24;
 

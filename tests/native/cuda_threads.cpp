@@ -1,3 +1,3 @@
 // The GPU's kernels as threads of this process: a library with the same interface, for tests where there is no GPU.
-#include "boxing/boxing.cu"
-#include "random/philox.cu"
+#include "kernels/boxing.cu"
+#include "philox/philox.cu"

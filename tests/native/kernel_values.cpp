@@ -1,7 +1,7 @@
 // Random regions against the plainest possible loop over elements, to be built with sanitizers: every operand lies in
 // a block of memory of just its size, so that a byte too far is found.
 //
-//     g++ -g -std=c++17 -fsanitize=address,undefined tests/native/kernel_values.cpp csrc/boxing/*.cpp && ./a.out [seed]
+//     g++ -g -std=c++17 -fsanitize=address,undefined tests/native/kernel_values.cpp csrc/kernels/*.cpp && ./a.out [seed]
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,8 +10,8 @@
 #include <random>
 #include <vector>
 
-#include "../../csrc/boxing/loops.h"
-#include "../../csrc/boxing/region.h"
+#include "../../csrc/kernels/loops.h"
+#include "../../csrc/kernels/region.h"
 
 static std::mt19937 random_bits;
 static int64_t pick(int64_t low, int64_t high) { return low + static_cast<int64_t>(random_bits() % (high - low + 1)); }

@@ -1,7 +1,7 @@
 // The boxing kernel as plainly as it can be said, so that the transport is tested without the fast one.
 #include <string.h>
 
-#include "../../csrc/boxing/region.h"
+#include "../../csrc/kernels/region.h"
 
 namespace {
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import globaltensor as gt
-from globaltensor import comm, deadlock
+from globaltensor.runtime import comm, deadlock
 
 how = sys.argv[1]
 where = gt.placement.all("cpu")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import globaltensor as gt
-from globaltensor.machine import gloo
+from globaltensor.runtime.machine import gloo
 
 S, B = gt.sbp.split, gt.sbp.broadcast
 

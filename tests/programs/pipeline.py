@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import globaltensor as gt
-from globaltensor import comm
+from globaltensor.runtime import comm
 
 torch.set_default_dtype(torch.float64)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import globaltensor as gt
-from globaltensor.machine import gloo
+from globaltensor.runtime.machine import gloo
 
 S, B = gt.sbp.split, gt.sbp.broadcast
 SEED = 20_261_121

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 import globaltensor as gt
-from globaltensor.comm import agree, broadcast_object, world
-from globaltensor.machine import gloo
+from globaltensor.runtime.comm import agree, broadcast_object, world
+from globaltensor.runtime.machine import gloo
 
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
 F64 = torch.float64

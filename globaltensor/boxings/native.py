@@ -1,0 +1,61 @@
+"""Boxings that the native kernel does: programs compiled once per spec and destination.
+
+It takes what lies on CPUs, between ranks that share this process's memory or this host's. The rest, and everything
+where the extension is not built, goes the way of `run.py`.
+"""
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from globaltensor.boxings.kernel_program import DIMS, compile_program, direct
+from globaltensor.errors import DisagreementError, TransportError, where
+from globaltensor.layouts.layout import Layout, Spec, spec
+from globaltensor.runtime import comm, deadlock
+from globaltensor.runtime.native import face
+
+
+@lru_cache(20_000)
+def find(of: Spec, dst: Layout) -> Any:
+    """The native boxing of a tensor of this spec to `dst`; None where there is none."""
+    if face is None or of.ndim > DIMS or not _near(of.layout, dst):
+        return None
+    world = comm.world()
+    index = {r: r if world.lone else r - min(world.neighbours) for r in (*of.placement.flat, *dst.placement.flat)}
+    chain = direct(of.layout, dst)
+    steps = []
+    for a, b in zip(chain, chain[1:]):
+        program = compile_program(a, b, of.shape, of.dtype.itemsize, world.driven, index, True)
+        ranks = [r for r in world.driven if r in b.placement.coords]
+        steps.append({"regions": program.regions, "corners": program.corners, "op": program.op,
+                      "partners": program.partners, "ties": program.ties, "result": spec(b, of.shape, None, of.dtype),
+                      "sizes": [list(b.local_shape(of.shape, r)) for r in ranks]})
+    return face.Boxing(of, steps, f"{' -> '.join(map(str, chain))} {of.shape} {of.dtype}")
+
+
+def _near(src: Layout, dst: Layout) -> bool:
+    """Can all ranks concerned read each other's memory?"""
+    if src.placement.type != "cpu" or dst.placement.type != "cpu":
+        return False
+    world = comm.world()
+    return world.lone or world.neighbours.issuperset((*src.placement.flat, *dst.placement.flat))
+
+
+def _failed(how: str, what: str, rank: int, text: str) -> None:
+    """Raise what a failed meeting over shared memory means. `rank` is the one to blame, -1 for none."""
+    if how == "lost" and (vain := deadlock.found()):  # not of a stopped one: it may be who keeps the store that is asked
+        raise vain
+    face.tell(f"{what}   at {where()}")
+    told = face.told(len(comm.world().neighbours), 0.5)
+    ranks = sorted(comm.world().neighbours)
+    rows = "".join(f"\n    rank {r}: {said or 'elsewhere'}" for r, said in zip(ranks, told))
+    if how == "disagreed":
+        raise DisagreementError("the ranks disagree about what to do" + rows, f"{text}: every rank runs the same program",
+                                "no global op under a condition that differs between ranks, such as gt.rank() == 0")
+    lost = f"rank {ranks[rank]}" if rank >= 0 else "the others"
+    raise TransportError(f"rank {comm.rank()} lost touch with {lost} in the boxing for {what}" + rows, text,
+                         "look at the first error of the other ranks")
+
+
+if face is not None:
+    face.on_failure(_failed)

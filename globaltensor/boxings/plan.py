@@ -1,0 +1,130 @@
+"""How to get from one layout to another: the shortest path of steps, by seconds on a machine.
+
+One step does any boxing (`route.py`), but seldom the cheapest: a pending sum that becomes broadcast moves
+(n - 1) * T in one step and 2 (n - 1) / n * T by way of a split. So the states in between are:
+
+    on the source's placement    each pending axis split along any dim, or left;
+    the same placement           other axes as they are, or as they shall be;
+    on the destination's         each broadcast axis split along any dim, so that no sender sends a byte twice.
+
+The path is found with networkx on a nominal shape (every dim that is long enough counts as evenly divisible) and a
+size rounded to a power of two, so that new shapes seldom need a new search.
+"""
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise, product
+from math import prod
+from typing import NamedTuple
+
+from globaltensor.boxings.route import received, traffic
+from globaltensor.layouts.layout import Layout, Shape, Windows, layout
+from globaltensor.layouts.sbp import Sbp, broadcast, split
+from globaltensor.runtime.machine import Machine
+
+
+class Plan(NamedTuple):
+    """`layouts` from src to dst, a step between each two; `rate` and `fixed` give its seconds for a number of bytes."""
+
+    layouts: tuple[Layout, ...]
+    fixed: float
+    rate: float
+
+    def seconds(self, nbytes: int) -> float:
+        return self.fixed + self.rate * nbytes
+
+
+def plan(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> Plan:
+    """The cheapest way from src to dst for a tensor of this shape and size on this machine."""
+    if src is dst:
+        return Plan((src,), 0.0, 0.0)
+    if isinstance(src, Windows) or isinstance(dst, Windows):
+        return Plan((src, dst), *_cost(src, dst, shape, machine))
+    most = _ways(src) * (1 if src.placement == dst.placement else _ways(dst))
+    return _search(src, dst, tuple(n if n < most else most for n in shape), nbytes.bit_length(), machine)
+
+
+def seconds(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> float:
+    """What the boxing costs."""
+    return plan(src, dst, shape, nbytes, machine).seconds(nbytes)
+
+
+def bytes_received(layouts: tuple[Layout, ...], shape: Shape, itemsize: int) -> dict[int, int]:
+    """Bytes that each rank receives from others over all steps of a plan."""
+    total: dict[int, int] = {}
+    for src, dst in pairwise(layouts):
+        for rank, n in received(src, dst, shape).items():
+            total[rank] = total.get(rank, 0) + n * itemsize
+    return total
+
+
+@lru_cache(100_000)
+def _search(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Machine) -> Plan:
+    mixed = _innermost_first(src, dst)
+    if mixed is dst:
+        return Plan((src, dst), *_cost(src, dst, shape, machine))
+    if mixed is not None:
+        ways = [_search(a, b, shape, magnitude, machine) for a, b in ((src, mixed), (mixed, dst))]
+        return Plan(ways[0].layouts + ways[1].layouts[1:], ways[0].fixed + ways[1].fixed, ways[0].rate + ways[1].rate)
+    import networkx as nx  # here, as it takes 0.1 s to import
+
+    graph = nx.DiGraph()
+    nbytes = 1 << magnitude
+    for a, b in _edges(src, dst, len(shape)):
+        fixed, rate = _cost(a, b, shape, machine)
+        graph.add_edge(a, b, cost=fixed + rate * nbytes + 1e-9, fixed=fixed, rate=rate)
+    path = nx.shortest_path(graph, src, dst, weight="cost")
+    steps = [graph.edges[edge] for edge in pairwise(path)]
+    return Plan(tuple(path), sum(s["fixed"] for s in steps), sum(s["rate"] for s in steps))
+
+
+def _cost(src: Layout, dst: Layout, shape: Shape, machine: Machine) -> tuple[float, float]:
+    """Seconds of one step: a fixed part, and seconds per byte of the whole tensor."""
+    moved = traffic(src, dst, shape)
+    whole = max(prod(shape), 1)
+    local = moved.touched / whole / machine.memory
+    if not moved.received:
+        return 0.0, local
+    latency, bandwidth = machine.link((*src.placement.flat, *dst.placement.flat))
+    return latency, max(moved.received, moved.sent) / whole / bandwidth + local
+
+
+def _edges(src: Layout, dst: Layout, ndim: int) -> list[tuple[Layout, Layout]]:
+    """Steps worth looking at: straight, over one state between, and between placements over one on either side."""
+    dims = [split(d) for d in range(ndim)]
+    if src.placement == dst.placement:
+        between = _states(src, [_unique([*dims, a, b] if a.is_partial and a != b else [a, b])
+                                for a, b in zip(src.sbp, dst.sbp)])
+        return [(src, dst), *((src, m) for m in between if m is not src), *((m, dst) for m in between if m is not dst)]
+    before = _states(src, [_unique([*dims, a]) if a.is_partial else [a] for a in src.sbp])
+    after = _states(dst, [_unique([*dims, b]) if b.is_broadcast else [b] for b in dst.sbp])
+    return [*((src, m) for m in before if m is not src), *((m, dst) for m in after if m is not dst),
+            *((m, n) for m in before for n in after)]
+
+
+def _states(like: Layout, choices: list[list[Sbp]]) -> list[Layout]:
+    return [layout(like.placement, sbp) for sbp in product(*choices)]
+
+
+def _unique(choices: list[Sbp]) -> list[Sbp]:
+    return list(dict.fromkeys(choices))
+
+
+def _innermost_first(src: Layout, dst: Layout) -> Layout | None:
+    """Sums and maxima do not commute: where src has pending axes of several ops, reduce the innermost op first."""
+    ops = [s.op for s in src.sbp if s.is_partial]
+    if len(set(ops)) < 2 or src.sbp == dst.sbp and src.placement == dst.placement:
+        return None
+    state: list[Sbp] = list(src.sbp)
+    for axis in reversed(range(len(state))):
+        if state[axis].is_partial:
+            if state[axis].op != ops[-1]:
+                break
+            state[axis] = broadcast
+    return layout(src.placement, tuple(state))
+
+
+def _ways(of: Layout) -> int:
+    return prod(of.placement.shape)
+
+

@@ -1,0 +1,169 @@
+"""One step of a boxing: what every rank takes from whom.
+
+A step from layout `src` to layout `dst` is specified by what the destination wants. Rank r wants a box of the global
+tensor; each *piece* of that box is the reduction of the parts that some source ranks hold of it:
+
+    S(0) -> B   on 2 ranks    r0: [0:4] from r0, [4:8] from r1          a piece each, one source each (all-gather)
+    P -> S(0)   on 2 ranks    r0: [0:4] from r0 + r1                    one piece, summed             (reduce-scatter)
+    S(0) -> S(1)              r0: [0:4, 0:3] from r0, [4:8, 0:3] from r1                              (all-to-all)
+
+So one kind of step serves every pair of layouts, of one placement or two, and the bytes it moves follow from it. A
+rank takes its own part where it holds one; where several hold the same, the one that has sent least sends. What no piece
+covers is zero: a rank's share of a pending sum.
+"""
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise, product
+from typing import NamedTuple
+
+from globaltensor.layouts.layout import Box, Layout, Shape, Windows, meet, volume
+
+
+class Piece(NamedTuple):
+    """`box` of the global tensor is the reduction of the parts of these ranks, in this order."""
+
+    box: Box
+    sources: tuple[int, ...]
+
+
+class Route(NamedTuple):
+    """What every destination rank takes: `pieces[rank]`, reduced by `op` where a piece has several sources."""
+
+    pieces: dict[int, tuple[Piece, ...]]
+    op: str
+
+
+class Traffic(NamedTuple):
+    """Elements that cross between ranks in one step: by the rank that receives most, and sends most."""
+
+    received: int
+    sent: int
+    touched: int                                     # by the rank that reads most, its own part included
+
+
+def kept_partial(src: Layout, dst: Layout) -> tuple[bool, ...]:
+    """Per axis of src: does a pending sum stay pending?"""
+    same = src.placement == dst.placement
+    return tuple(same and a.is_partial and a == b for a, b in zip(src.sbp, dst.sbp if same else src.sbp))
+
+
+@lru_cache(20_000)
+def route(src: Layout, dst: Layout, shape: Shape) -> Route:
+    """The pieces of one step. All pending axes of src that do not stay pending must share one op."""
+    kept = kept_partial(src, dst)
+    ops = {s.op for s, k in zip(src.sbp, kept) if s.is_partial and not k}
+    assert len(ops) <= 1, f"one step cannot reduce {src.sbp}"
+    holders = _holders(src, shape)
+    sharing = _sharing(src, dst, kept)
+    cover = _overlay if isinstance(src, Windows) else _cover
+    pieces: dict[int, tuple[Piece, ...]] = {}
+    load: dict[int, int] = {}                        # elements that each rank sends so far
+    for rank in dst.placement.flat:
+        fixed = [src.placement.coords[rank][axis] if keep else None
+                 for axis, (s, keep) in enumerate(zip(src.sbp, kept)) if s.is_partial]
+        terms = [boxes for at, boxes in holders.items() if all(f is None or f == i for f, i in zip(fixed, at))]
+        pieces[rank] = tuple(cover(dst.box(shape, rank), rank, terms, holders, sharing.get(rank, []), load))
+    return Route(pieces, ops.pop() if ops else "")
+
+
+def _sharing(src: Layout, dst: Layout, kept: tuple[bool, ...]) -> dict[int, list[list[int]]]:
+    """Per destination rank, the ranks whose sum is the value there, itself among them: each piece goes to one.
+
+    Only where dst has axes that become a pending sum. Copies of the sum (on broadcast axes) must be shared out alike,
+    so what is listed are sets of ranks that take the same pieces. (Maxima of equal values need no such care.)
+    """
+    same = src.placement == dst.placement
+    loose = [axis for axis, s in enumerate(dst.sbp) if s.is_partial and s.op == "sum" and not (same and kept[axis])]
+    if not loose:
+        return {}
+    groups: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
+    for rank, at in dst.placement.coords.items():
+        group = tuple(0 if axis in loose or s.is_broadcast or s.op in ("max", "min") else i
+                      for axis, (i, s) in enumerate(zip(at, dst.sbp)))
+        groups.setdefault(group, {}).setdefault(tuple(at[axis] for axis in loose), []).append(rank)
+    return {rank: list(sets.values()) for sets in groups.values() for ranks in sets.values() for rank in ranks}
+
+
+def _holders(src: Layout, shape: Shape) -> dict[tuple[int, ...], dict[Box, list[int]]]:
+    """Coordinates on the pending axes -> box -> the ranks that hold it."""
+    found: dict[tuple[int, ...], dict[Box, list[int]]] = {}
+    for rank in src.placement.flat:
+        at = tuple(i for i, s in zip(src.placement.coords[rank], src.sbp) if s.is_partial)
+        found.setdefault(at, {}).setdefault(src.box(shape, rank), []).append(rank)
+    return found
+
+
+def _cover(wanted: Box, rank: int, terms: list[dict[Box, list[int]]], holders: dict, sharing: list[list[int]],
+           load: dict[int, int]) -> list[Piece]:
+    """`wanted` cut along the boxes that src holds, each piece with one source per term of the reduction.
+
+    Of ranks that share a pending sum, one that holds a piece takes it: B -> P leaves the value with the first rank
+    of the axis, S -> P leaves each rank what it has.
+    """
+    pieces = []
+    for i, box in enumerate(terms[0]):
+        part = meet(box, wanted) if box else wanted
+        if part is None:
+            continue
+        if sharing and rank not in _taker(sharing, {r for boxes in holders.values() for r in boxes[box]}, i):
+            continue
+        pieces.append(Piece(part, tuple(_pick(boxes[box], rank, volume(part), load) for boxes in terms)))
+    return pieces
+
+
+def _overlay(wanted: Box, rank: int, terms: list[dict[Box, list[int]]], holders: dict, sharing: list[list[int]],
+             load: dict[int, int]) -> list[Piece]:
+    """The same where the terms are not cut alike: `wanted` cut along all of their boxes."""
+    held = [[(part, ranks) for box, ranks in boxes.items() if (part := meet(box, wanted)) is not None]
+            for boxes in terms]
+    edges = [sorted({at for parts in held for part, _ in parts for at in part[d]}) for d in range(len(wanted))]
+    pieces = []
+    for i, cell in enumerate(product(*map(pairwise, edges))):
+        having = [[r for part, ranks in parts if meet(part, cell) is not None for r in ranks] for parts in held]
+        if sharing and rank not in _taker(sharing, {r for ranks in having for r in ranks}, i):
+            continue
+        sources = tuple(_pick(ranks, rank, volume(cell), load) for ranks in having if ranks)
+        if sources:
+            pieces.append(Piece(cell, sources))
+    return pieces
+
+
+def _taker(sharing: list[list[int]], holding: set[int], turn: int) -> list[int]:
+    """The set of ranks of which most hold the piece; by turns where several do."""
+    near = [sum(r in holding for r in ranks) for ranks in sharing]
+    best = [ranks for ranks, n in zip(sharing, near) if n == max(near)]
+    return best[turn % len(best)]
+
+
+def _pick(ranks: list[int], rank: int, size: int, load: dict[int, int]) -> int:
+    """The rank itself if it holds the part, else the one that has sent least."""
+    if rank in ranks:
+        return rank
+    found = min(ranks, key=lambda r: load.get(r, 0))
+    load[found] = load.get(found, 0) + size
+    return found
+
+
+@lru_cache(100_000)
+def traffic(src: Layout, dst: Layout, shape: Shape) -> Traffic:
+    """What this step moves for a tensor of `shape`."""
+    sent: dict[int, int] = {}
+    most = touched = 0
+    for rank, pieces in route(src, dst, shape).pieces.items():
+        got = read = 0
+        for box, sources in pieces:
+            size = volume(box)
+            for source in sources:
+                read += size
+                if source != rank:
+                    got += size
+                    sent[source] = sent.get(source, 0) + size
+        most, touched = max(most, got), max(touched, read)
+    return Traffic(most, max(sent.values(), default=0), touched)
+
+
+def received(src: Layout, dst: Layout, shape: Shape) -> dict[int, int]:
+    """Elements that each destination rank receives from others in this step."""
+    return {rank: sum(volume(box) for box, sources in pieces for source in sources if source != rank)
+            for rank, pieces in route(src, dst, shape).pieces.items()}

@@ -1,0 +1,132 @@
+"""Seeing boxing and holding it back: `gt.record()` and `gt.boxing(...)`.
+
+    with gt.record() as moves: step()          a list of Move, one per boxing, in the order they happened
+    with gt.boxing("forbid"): step()           an implicit boxing that moves bytes raises BoxingError
+
+A fused boxing of many tensors is one Move. Both reach into backward, which torch may run on other threads, so their
+state is global to the process.
+"""
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from globaltensor.errors import BoxingError, where
+from globaltensor.layouts.layout import Layout, Windows, sbp_text
+from globaltensor.layouts.sbp import typed
+from globaltensor.runtime.native import face
+
+EXPLICIT = "to_global"                               # the name of a boxing that the user asked for
+
+
+@dataclass(frozen=True)
+class Move:
+    """One boxing. `src` and `dst` are layouts (of the first tensor, where `tensors` of them moved together).
+
+    op        what caused it: an op's name, "to_global", or "gradient" for gradients reduced before they are read
+    where     the user's file:line
+    bytes     received by the rank that receives most, by the plan; 0 for a local move. (Over shared memory one pass
+              takes the place of the plan's steps; all ranks together never load and store more.)
+    seconds   wall time in this process
+    """
+
+    op: str
+    where: str
+    src: Layout
+    dst: Layout
+    bytes: int
+    seconds: float
+    tensors: int = 1
+
+    def __str__(self) -> str:
+        many = f" x{self.tensors}" if self.tensors > 1 else ""
+        return f"{self.where}  {self.op}: {self.src}{many} -> {self.dst}, {self.bytes:,} bytes"
+
+
+@dataclass
+class _Policy:
+    mode: str
+    budget: int | None
+    used: int = 0
+
+
+_recorders: list[list[Move]] = []
+_policies: list[_Policy] = []
+
+
+@contextmanager
+def record() -> Iterator[list[Move]]:
+    """A list that gets every boxing done inside the block, on this process."""
+    moves: list[Move] = []
+    _recorders.append(moves)
+    _tell()
+    try:
+        yield moves
+    finally:
+        _recorders[:] = [r for r in _recorders if r is not moves]
+        _tell()
+
+
+@contextmanager
+def boxing(mode: str = "auto", budget: int | None = None) -> Iterator[None]:
+    """How implicit boxing that moves bytes is treated inside the block, backward included.
+
+    mode     "auto" does it, "warn" does it and warns, "forbid" raises BoxingError before anything moves
+    budget   bytes (received by the rank that receives most) that the block may move implicitly in all
+    """
+    if mode not in ("auto", "warn", "forbid"):
+        raise BoxingError(f"boxing mode {mode!r} is not one", fix='gt.boxing("auto"), ("warn") or ("forbid")')
+    policy = _Policy(mode, budget)
+    _policies.append(policy)
+    _tell()
+    try:
+        yield
+    finally:
+        _policies.remove(policy)
+        _tell()
+
+
+def _tell() -> None:
+    """The native code sends boxings this way while someone watches."""
+    if face is not None:
+        face.watched(watched())
+
+
+def watched() -> bool:
+    """Is anyone looking, or holding back?"""
+    return bool(_recorders or _policies)
+
+
+def permit(op: str, src: Layout, dst: Layout, nbytes: int) -> None:
+    """Raise, or warn, where a block in force does not want this boxing."""
+    if op == EXPLICIT or not nbytes:
+        return
+    way = sbp_text(dst.sbp) if src.placement == dst.placement and not isinstance(dst, Windows) else dst
+    what = f"{op} needs a boxing {src} -> {way}, {nbytes:,} bytes"
+    for policy in _policies:
+        policy.used += nbytes
+        if policy.mode == "forbid":
+            raise BoxingError(what, 'it stands in gt.boxing("forbid")', _fix(dst))
+        if policy.budget is not None and policy.used > policy.budget:
+            raise BoxingError(what, f"the block moved {policy.used:,} bytes of its budget of {policy.budget:,}",
+                              _fix(dst))
+        if policy.mode == "warn":
+            warnings.warn(f"{where()}: {what}", stacklevel=2)
+
+
+def _fix(dst: Layout) -> str:
+    if isinstance(dst, Windows):
+        return "another sbp for the operands"
+    return f"x.to_global(sbp={typed(dst.sbp)}) where it is wanted, or another sbp for the operands"
+
+
+def note(move: Move) -> None:
+    """Hand a boxing that was done to every recorder."""
+    for recorder in _recorders:
+        recorder.append(move)
+
+
+def recording() -> bool:
+    return bool(_recorders)

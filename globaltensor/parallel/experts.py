@@ -1,0 +1,193 @@
+"""Expert parallelism: whole experts on different ranks, and tokens that travel to those that they chose.
+
+A module of experts is given tokens [n, h], the experts that each chose, [n, k], and what their answers weigh, [n, k];
+it gives [n, h]. How it does that is its own affair: it may sort, loop over experts, or gather their matrices. So
+nothing is put in its place; two hooks show it other tokens. Rank by rank, each as many rows:
+
+    rank 0 holds experts 0 1      row   token   expert            a row for every choice, in the order of the experts,
+    rank 1 holds experts 2 3      0     a       0                 with the ranks that hold them
+                                  1     c       1
+    a chose 0 and 2               2     a       2
+    b chose 2 and 3               3     b       2                 rank 1 has the most: rank 0 repeats its last row
+    c chose 1 and 3               4     b       3                 (weight 0), and its part is as long
+                                  5     c       3
+
+Now equal parts of the rows are the experts' own, and all that the module does with them is local: sorting leaves them
+with their ranks. A token that chose several experts of one rank travels there once; what they give is added up before
+it comes back (as in DeepSeek-V3's dispatch, arXiv:2412.19437). Forward and backward each take two such all-to-alls of
+rows, `boxings/rows.py`; the numbers alone, of 8 bytes a choice, are known to all ranks.
+
+Lepikhin et al., GShard, arXiv:2006.16668, drop the tokens beyond a capacity. Here none is dropped: the parts are as
+long as the fullest, for which all would wait anyway.
+"""
+from __future__ import annotations
+
+import inspect
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from globaltensor.layouts.layout import Layout, cut, layout, spec
+from globaltensor.layouts.placement import placement
+from globaltensor.layouts.sbp import broadcast, split
+from globaltensor.parallel.modules import named_tensors, stand_in, step_back
+from globaltensor.tensors.convert import from_full
+from globaltensor.tensors.global_tensor import GlobalTensor
+
+
+class Slots(NamedTuple):
+    """Rows in the order of their experts, equally many for every block of experts. Of each: its token, which of the
+    token's choices it is, its expert, and whether it counts."""
+
+    token: Tensor
+    choice: Tensor
+    expert: Tensor
+    counts: Tensor
+
+
+def arranged(chosen: Tensor, blocks: list[tuple[int, int]], share: int) -> Slots:
+    """Slots for the experts that each token chose, [n, k]. `blocks` of experts lie on one rank each, or on `share`.
+
+    Lengths are rounded up, by an eighth at most, so that few different ones occur and recipes are found again.
+    """
+    experts, k = chosen.reshape(-1), chosen.shape[1]
+    order = torch.argsort(experts, stable=True)
+    edges = torch.searchsorted(experts[order], torch.tensor([first for first, _ in blocks])).tolist()
+    groups = [order[i:j] for i, j in pairwise([*edges, len(order)])]
+    most = max(map(len, groups))
+    step = 1 << max(most.bit_length() - 4, 0)
+    length = -(-most // step) * step
+    length = -(-length // share) * share
+    entries, chose = [], []
+    for block, ((first, _), own) in enumerate(zip(blocks, groups)):
+        near = order.new_tensor([cut(len(experts), len(blocks), block)[0]])      # one that its rank may have
+        entries.append(torch.cat([own, (own[-1:] if len(own) else near).expand(length - len(own))]))
+        chose.append(experts[entries[-1]] if len(own) else torch.full_like(entries[-1], first))
+    entry, place = torch.cat(entries), torch.arange(length)
+    return Slots(entry // k, entry % k, torch.cat(chose), torch.cat([place < len(own) for own in groups]))
+
+
+class Travel:
+    """The two hooks of one module: `there` brings its tokens to the ranks of their experts, `back` what it gave."""
+
+    def __init__(self) -> None:
+        self.under_way: list[tuple[_Turned, Tensor, Tensor] | None] = []      # one per call that has begun
+
+    def there(self, module: nn.Module, args: tuple) -> tuple | None:
+        """A forward pre-hook. What it does not recognise it leaves alone: that runs as well, and moves more."""
+        matrices = next((p for p in module.parameters(recurse=False) if p.dim() == 3), None)
+        self.under_way.append(None)
+        if len(args) != 3 or matrices is None or not args[0].is_global or args[0].dim() != 2 or not args[1].numel():
+            return None
+        tokens, chosen, weights = args
+        home, axes = tokens.placement, range(tokens.placement.ndim)
+        apart = [axis for axis in axes if matrices.sbp[axis] == split(0)]
+        tokens = tokens.to_global(sbp=tuple(s if s == split(0) else broadcast for s in tokens.sbp))
+        alike = [axis for axis in axes if axis not in apart and tokens.sbp[axis] == split(0)]
+        blocks = sorted({(a, b) for a, b in (matrices.spec.box(rank)[0] for rank in home.flat) if a < b})
+        ranks = prod(home.shape[axis] for axis in apart)             # more than blocks, where experts are few
+        slots = arranged(chosen.full_tensor().cpu() if chosen.is_global else chosen.cpu(), blocks,
+                         prod(home.shape[axis] for axis in alike) * (1 if len(blocks) == ranks else ranks))
+        order = [*apart, *alike, *(axis for axis in axes if axis not in apart + alike)]
+        there = _Turned(home, order, len(apart + alike))
+        token, choice, counts = (there.dealt(t) for t in (slots.token, slots.choice, slots.counts))
+        picked = token.to_global(sbp=tuple(
+            split(0) if axis in apart and tokens.sbp[axis].is_broadcast else broadcast for axis in axes))
+        weights = weights[picked].gather(1, choice[:, None]) * counts[:, None]
+        self.under_way[-1] = there, tokens, token
+        for _, owner, key, parameter, _ in named_tensors(module):
+            stand_in(owner, key, there.seen(parameter))
+        return there.seen(tokens[picked]), from_full(slots.expert[:, None], there.place, broadcast), there.seen(weights)
+
+    def back(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """A forward hook: what the experts of a token gave, added up where the token was."""
+        found = self.under_way.pop()
+        if found is None:
+            return output
+        for _, owner, key, _, _ in named_tensors(module):
+            step_back(owner, key)
+        if not isinstance(output, Tensor):           # the module raised an error
+            return output
+        there, tokens, token = found
+        rows = there.from_there(output)
+        home = rows.new_zeros((tokens.shape[0], rows.shape[1])).index_add(0, token, rows)
+        return home.to_global(sbp=tokens.sbp)
+
+
+class _Turned:
+    """The same ranks with the axes in another order, those of the experts first.
+
+    Rows are cut by the outermost axis first. Sorted by expert, the first of them belong to the first experts, so these
+    must lie along the outermost axis. Every rank keeps what it has; only which part of the whole that is changes.
+    """
+
+    def __init__(self, home: placement, order: list[int], cutting: int) -> None:
+        self.home, self.order = home, order
+        self.rows = tuple(split(0) if axis < cutting else broadcast for axis in range(home.ndim))
+        ranks = torch.tensor(home.ranks).permute(order).tolist()
+        names = home.axis_names and [home.axis_names[axis] for axis in order]
+        self.place = home if order == sorted(order) else placement(home.type, ranks, names)
+
+    def dealt(self, rows: Tensor) -> Tensor:
+        """A broadcast tensor at home, of which every rank's part is that which it has of `rows` there."""
+        if self.place is not self.home:
+            there, here = layout(self.place, self.rows), layout(self.home, self._at_home(self.rows))
+            dealt, shape = torch.empty_like(rows), tuple(rows.shape)
+            for rank in self.home.flat:
+                dealt[slice(*here.box(shape, rank)[0])] = rows[slice(*there.box(shape, rank)[0])]
+            rows = dealt
+        return from_full(rows, self.home, broadcast)
+
+    def seen(self, x: Tensor) -> Tensor:
+        """A tensor at home as it is called there."""
+        if self.place is self.home:
+            return x
+        return _Called.apply(x, layout(self.place, tuple(x.sbp[axis] for axis in self.order)), self.order)
+
+    def from_there(self, x: Tensor) -> Tensor:
+        """Rows there as they are called at home."""
+        if self.place is self.home:
+            return x
+        x = x.to_global(sbp=self.rows)
+        back = [self.order.index(axis) for axis in range(self.home.ndim)]
+        return _Called.apply(x, layout(self.home, self._at_home(x.sbp)), back)
+
+    def _at_home(self, sbp: tuple) -> tuple:
+        return tuple(sbp[self.order.index(axis)] for axis in range(self.home.ndim))
+
+
+class _Called(torch.autograd.Function):
+    """The same parts on the same ranks by another name. What is no part of a broadcast tensor's gradient by both names
+    is put together first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dst: Layout, order: list[int]) -> Tensor:
+        ctx.src, ctx.order = x.spec.layout, order
+        return GlobalTensor.wrap(spec(dst, x.spec.shape, x.spec.stride, x.spec.dtype), x.shards)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        was = [ctx.src.sbp[axis] for axis in ctx.order]
+        grad = grad.to_global(sbp=tuple(s if s.is_split else broadcast if g.is_split else g
+                                        for s, g in zip(was, grad.sbp)))
+        back = tuple(grad.sbp[ctx.order.index(axis)] for axis in range(len(was)))
+        of = spec(ctx.src.with_sbp(back), grad.spec.shape, grad.spec.stride, grad.spec.dtype)
+        return GlobalTensor.wrap(of, grad.shards), None, None
+
+
+def stacked(name: str, layer: nn.Module) -> list[str]:
+    """The parameters of a module of experts that have an expert per entry of dim 0."""
+    own = dict(layer.named_parameters(recurse=False))
+    matrices = [p for p in own.values() if p.dim() == 3]
+    if not matrices or name.rpartition(".")[2] != "experts":
+        return []
+    return [key for key, p in own.items() if p.dim() in (2, 3) and p.shape[0] == matrices[0].shape[0]]
+
+
+def takes_choices(layer: nn.Module) -> bool:
+    """Is it called with tokens, the experts that each chose, and their weights?"""
+    names = list(inspect.signature(layer.forward).parameters)
+    return len(names) == 3 and "index" in names[1] and "weight" in names[2]

@@ -1,0 +1,368 @@
+"""Parallelism as a table: which parameters and activations of a module lie how, along the named axes of a placement.
+
+    plan = gt.Plan.of(model)                         # made by recognising what the names and the layers say
+    print(plan)
+    plan["*.up.*"] = {"tp": gt.sbp.split(0)}         # edit it like a dict
+    plan.save("plan.txt")                            # the text that print shows; gt.Plan.load reads it back
+    gt.parallelize(model, gt.placement("cpu", [[0, 1], [2, 3]], ("dp", "tp")), plan)
+
+    # name                     tp
+    token.weight               S(0)
+    *.q.weight                 S(0)
+    *.o.weight                 S(1)
+    token ->                   S(1)
+
+A row is a pattern as in fnmatch; the first that fits a parameter or buffer says how it lies, and what none fits is
+broadcast. `module ->` is about activations instead: what those modules give is brought to lie so, `module <-` what they
+take, and `parameter ->` is how a parameter lies while its module works. Tokens given to `module =>` travel to the ranks
+that hold the experts they chose, and back (experts.py). The model stays what it is; no wrapper is put around it.
+
+The ready-made rows are Megatron-LM's (Shoeybi et al., arXiv:1909.08053): a pair of linear layers is cut along the
+outputs of the first and the inputs of the second, so that only the second leaves a sum behind; attention by heads;
+embedding and head along the vocabulary. `sequence="tp"` splits what lies between the pairs along the sequence, over the
+same ranks (Korthikanti et al., arXiv:2205.05198); over ranks of their own, `sequence="sp"`. With two or three axes the
+layers lie on a grid (grids.py). `experts="ep"` puts whole experts on different ranks, as a rule those that also split
+the batch.
+"""
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import os
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from globaltensor.errors import SbpError
+from globaltensor.layouts.sbp import Sbp, broadcast, partial_max, partial_min, partial_sum, split
+from globaltensor.parallel import experts as expert_layers
+from globaltensor.parallel import grids
+from globaltensor.parallel.modules import first_fit, named_tensors, stand_in, step_back, to_global
+
+Row = dict[str, Sbp]
+
+_OUT, _IN, _EXPERTS, _AS_IT_LIES = " ->", " <-", " =>", "-"
+_OF_MODULES = (_OUT, _IN, _EXPERTS)
+_WORDS = {"B": broadcast, "P": partial_sum, "P(max)": partial_max, "P(min)": partial_min}
+
+# The last parts of names, as torch, transformers (Llama, Mixtral, GPT-2, BERT) and this library's examples call them.
+_FIRST = ("q", "k", "v", "q_proj", "k_proj", "v_proj", "query", "key", "value", "up", "fc1",
+          "gate_proj", "up_proj", "w1", "w3", "linear1", "intermediate.dense", "c_fc", "wi", "wi_0", "wi_1")
+_SECOND = ("o", "o_proj", "attention.output.dense", "down", "fc2", "down_proj", "w2", "linear2", "output.dense", "wo")
+_MLP_OF_GPT2 = "mlp.c_proj"                          # attn.c_proj follows q, k and v that lie in one matrix
+_VOCABULARY = ("token", "wte", "embed_tokens", "word_embeddings", "tok_embeddings", "shared")
+_HEADS = ("head", "lm_head", "output_projection")
+
+
+class Plan(MutableMapping):
+    """Rows of pattern -> {axis: sbp}, in order; the first that fits counts.
+
+    rows   a mapping of patterns to dicts by axis name, with `gt.sbp` values or their printed form ("S(0)", "B")
+    Raises SbpError for what is no sbp.
+    """
+
+    def __init__(self, rows: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._rows: dict[str, Row] = {}
+        for pattern, row in (rows or {}).items():
+            self[pattern] = row
+
+    @classmethod
+    def of(cls, module: nn.Module, axis: str | tuple[str, ...] = "tp", sequence: str = "",
+           experts: str = "") -> Plan:
+        """The tensor-parallel plan of a module, for the layers that are recognised; the rest is broadcast.
+
+        axis       along which layers are cut; "" for none; two (row, column) for 2D, the batch then split along
+                   the first of them; three for 3D, the batch then split along the second (grids.py)
+        sequence   along which, also, the activations between the pairs are split: dim 1 of [batch, sequence, hidden]
+        experts    along which experts lie on different ranks; it may be the axis that splits the batch
+        """
+        if isinstance(axis, tuple) and len(axis) > 1:
+            return cls._on_grid(module, axis)
+        weights: dict[str, Row] = {}
+        outputs: dict[str, Row] = {}
+        travels: dict[str, Row] = {}
+        for name, layer in module.named_modules():
+            kind = _kind(name, layer, module)
+            if kind and axis:
+                weights |= {f"{name}.{key}".lstrip("."): {axis: split(dim)} for key, dim in _dims(kind, layer).items()}
+            if sequence and (brought := _between(kind, layer, sequence == axis)):
+                outputs[name] = {sequence: brought}
+            if experts and (stacked := expert_layers.stacked(name, layer)):
+                weights |= {f"{name}.{key}".lstrip("."): {experts: split(0)} for key in stacked}
+                travels |= {name: {experts: split(0)}} if expert_layers.takes_choices(layer) else {}
+        weights = _merged(weights, [name for name, *_ in named_tensors(module)])
+        names = [name for name, _ in module.named_modules()]
+        return cls(weights | {f"{pattern}{way}": row for way, rows in ((_EXPERTS, travels), (_OUT, outputs))
+                              for pattern, row in _merged(rows, names).items()})
+
+    @classmethod
+    def _on_grid(cls, module: nn.Module, axes: tuple[str, ...]) -> Plan:
+        if len(axes) > 3:
+            raise SbpError(f"a plan along {len(axes)} axes: {', '.join(axes)}", "layers are cut along one, two or three",
+                           f"gt.Plan.of(model, {axes[:3]})")
+        tensors, moved = grids.rows([(name, layer, _kind(name, layer, module))
+                                     for name, layer in module.named_modules()], axes)
+        named = [name for name, *_ in named_tensors(module)]
+        parts = [*named, *[name for name, _ in module.named_modules()]]
+        return cls(_merged(tensors, named) | _merged(moved, [f"{name}{way}" for name in parts for way in (_IN, _OUT)]))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Plan:
+        """Read what `save` wrote. Raises SbpError with the line that is wrong."""
+        with open(path, encoding="utf-8") as file:
+            return cls.parse(file.read(), os.fspath(path))
+
+    @classmethod
+    def parse(cls, text: str, name: str = "plan") -> Plan:
+        """A plan from its text: a heading of axis names, then a row per pattern."""
+        lines = [(k, line) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
+        if not lines or not re.match(r"#\s*name\b", lines[0][1]):
+            raise SbpError(f"{name} is no plan", "its first line names the axes", "# name   dp   tp")
+        axes, plan = lines[0][1].lstrip("#").split()[1:], cls()
+        for k, line in lines[1:]:
+            if line.lstrip().startswith("#"):
+                continue
+            words = line.split()
+            values = words[len(words) - len(axes):]
+            pattern = " ".join(words[:len(words) - len(axes)])
+            if not pattern or len(values) != len(axes):
+                raise SbpError(f"{name}, line {k}: {line.strip()!r} is no row of {len(axes)} axes",
+                               f"the heading names {', '.join(axes)}", "pattern   S(0)   B")
+            plan[pattern] = {axis: _parsed(value, f"{name}, line {k}: ") for axis, value in zip(axes, values)
+                             if value != _AS_IT_LIES}
+        return plan
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the text that `print` shows."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(f"{self}\n")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that its rows name, in order of appearance."""
+        return tuple(dict.fromkeys(axis for row in self._rows.values() for axis in row))
+
+    def __getitem__(self, pattern: str) -> Row:
+        return self._rows[pattern]
+
+    def __setitem__(self, pattern: str, row: Mapping[str, Any]) -> None:
+        if not isinstance(row, Mapping):
+            raise SbpError(f"the plan's row {pattern!r} is {row!r}", "a row says how along each axis",
+                           f"plan[{pattern!r}] = {{'tp': gt.sbp.split(0)}}")
+        self._rows[pattern] = {axis: s if isinstance(s, Sbp) else _parsed(s) for axis, s in row.items()}
+
+    def __delitem__(self, pattern: str) -> None:
+        del self._rows[pattern]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __str__(self) -> str:
+        table = [("# name", *self.axes)]
+        table += [(pattern, *[str(row.get(axis, _rest(pattern))) for axis in self.axes]) for pattern, row in self.items()]
+        widths = [max(map(len, column)) for column in zip(*table)]
+        return "\n".join("   ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in table)
+
+    def __repr__(self) -> str:
+        return f"Plan({self._rows})"
+
+
+def parallelize(module: nn.Module, placement: Any, plan: Plan | Mapping[str, Any] | None = None) -> nn.Module:
+    """Make a module's parameters and buffers global, as a plan says. Returns the module, changed in place.
+
+    placement   with axis names; along those that the plan does not name all is broadcast (dp: data parallel)
+    plan        default: `Plan.of(module)`, for the axes "tp", "sp" and "ep" where there are such
+    Raises SbpError, before anything is changed, for a row that fits no name, an axis that the placement lacks, or a
+    dim that a parameter lacks.
+    """
+    names = tuple(placement.axis_names or ())
+    if plan is None:
+        plan = Plan.of(module, *[axis if axis in names else "" for axis in ("tp", "sp", "ep")])
+    plan = plan if isinstance(plan, Plan) else Plan(plan)
+    for axis in plan.axes:
+        if axis not in names:
+            raise SbpError(f"the plan names the axis {axis!r}, which the placement does not have",
+                           f"its axes are {', '.join(names) or 'without names'}" + _nearest(axis, names),
+                           f"gt.placement({placement.type!r}, ranks, axis_names=({axis!r}, ...))")
+    _check(module, plan)
+    to_global(module, placement, lambda name, _: _row_of(plan, name))
+    for pattern, row in plan.items():
+        _lay_out(module, pattern, row)
+    return module
+
+
+def _lay_out(module: nn.Module, pattern: str, row: Row) -> None:
+    """Hooks for a row about what modules take or give, or how a parameter lies in use."""
+    fitting = [layer for _, layer in _modules(module, pattern)]
+    if pattern.endswith(_IN):
+        for layer in fitting:
+            layer.register_forward_pre_hook(
+                lambda layer, args, named: (_brought(row, args), _brought(row, named)), with_kwargs=True)
+    elif pattern.endswith(_EXPERTS):
+        for layer in fitting:
+            travel = expert_layers.Travel()
+            layer.register_forward_pre_hook(travel.there)
+            layer.register_forward_hook(travel.back, always_call=True)
+    elif pattern.endswith(_OUT):
+        for layer in fitting:
+            layer.register_forward_hook(lambda layer, args, output: _brought(row, output))
+        for owner, key in [] if fitting else _tensors(module, pattern):
+            owner.register_forward_pre_hook(partial(_take_up, key, row))
+            owner.register_forward_hook(partial(_lay_down, key), always_call=True)
+
+
+def _brought(row: Row, value: Any) -> Any:
+    """Global tensors brought to lie as the row says; other axes stay as they are, and so does everything else."""
+    if isinstance(value, dict):
+        return type(value)((key, _brought(row, one)) for key, one in value.items())
+    if isinstance(value, (tuple, list)):
+        return type(value)(_brought(row, one) for one in value)
+    if not (isinstance(value, torch.Tensor) and value.is_global):
+        return value
+    names = value.placement.axis_names or ()
+    return value.to_global(sbp=tuple(row.get(name, s) for name, s in zip(names, value.sbp)))
+
+
+def _take_up(key: str, row: Row, owner: nn.Module, args: Any) -> None:
+    """While the module works, what is brought stands before its parameter."""
+    stand_in(owner, key, _brought(row, owner._parameters[key]))
+
+
+def _lay_down(key: str, owner: nn.Module, args: Any, output: Any) -> None:
+    step_back(owner, key)
+
+
+def _row_of(plan: Plan, name: str) -> Row:
+    return first_fit({pattern: row for pattern, row in plan.items() if not pattern.endswith(_OF_MODULES)}, name, {})
+
+
+def _modules(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    return [(name, layer) for name, layer in module.named_modules() if fnmatch.fnmatchcase(name, _bare(pattern))]
+
+
+def _tensors(module: nn.Module, pattern: str) -> list[tuple[nn.Module, str]]:
+    """Owner and key of every parameter that fits."""
+    return [(owner, key) for name, owner, key, _, kind in named_tensors(module)
+            if kind == "_parameters" and fnmatch.fnmatchcase(name, _bare(pattern))]
+
+
+def _rest(pattern: str) -> Any:
+    """What an axis that a row does not name stands for."""
+    return _AS_IT_LIES if pattern.endswith(_OF_MODULES) else broadcast
+
+
+def _bare(pattern: str) -> str:
+    return pattern[:-len(_OUT)] if pattern.endswith(_OF_MODULES) else pattern
+
+
+def _check(module: nn.Module, plan: Plan) -> None:
+    """Every row fits something, and every dim that it splits is there."""
+    tensors = {name: tensor for name, _, _, tensor, _ in named_tensors(module)}
+    for pattern, row in plan.items():
+        if pattern.endswith(_OF_MODULES):
+            if not _modules(module, pattern) and not (pattern.endswith(_OUT) and _tensors(module, pattern)):
+                modules = [name for name, _ in module.named_modules() if name]
+                raise SbpError(f"the plan's row {pattern!r} fits no module",
+                               f"its modules are {_some(modules)}" + _nearest(_bare(pattern), modules),
+                               "a pattern as in fnmatch, such as 'blocks.* ->'")
+            continue
+        fitting = [name for name in tensors if fnmatch.fnmatchcase(name, pattern)]
+        if not fitting:
+            raise SbpError(f"the plan's row {pattern!r} fits no parameter or buffer",
+                           f"they are {_some(list(tensors))}" + _nearest(pattern, list(tensors)),
+                           "a pattern as in fnmatch, such as '*.weight'")
+    for name, tensor in tensors.items():
+        for axis, s in _row_of(plan, name).items():
+            if s.is_split and not -tensor.dim() <= s.dim < tensor.dim():
+                raise SbpError(f"the plan splits dim {s.dim} of {name!r} along {axis!r}, which has {tensor.dim()} dims",
+                               f"its shape is {list(tensor.shape)}", "a row of its own, above the one that fits now")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")
+
+
+def _nearest(word: str, words: Any) -> str:
+    found = difflib.get_close_matches(word, list(words), 3, 0.5)
+    return f"; near it: {', '.join(found)}" if found else ""
+
+
+def _parsed(value: Any, at: str = "") -> Sbp:
+    text = str(value)
+    if found := re.fullmatch(r"S\((-?\d+)\)", text):
+        return split(int(found[1]))
+    if text not in _WORDS:
+        raise SbpError(f"{at}{text!r} is no sbp", "a plan knows S(dim), B and P", "S(0)")
+    return _WORDS[text]
+
+
+# ----------------------------------------------------------------------------------------------- recognising layers
+
+
+def _kind(name: str, layer: nn.Module, root: nn.Module) -> str | None:
+    """columns: cut along the outputs; rows: along the inputs; vocabulary: along dim 0; None: broadcast."""
+    if isinstance(layer, nn.Embedding):
+        return "vocabulary" if _ends(name, _VOCABULARY) else None
+    if not _is_linear(layer):
+        return None
+    if _ends(name, _HEADS) or _ends(name, _FIRST):
+        return "columns"
+    if _ends(name, (*_SECOND, _MLP_OF_GPT2)):
+        return "rows"
+    return _in_pair(name, layer, root)
+
+
+def _between(kind: str | None, layer: nn.Module, same_ranks: bool) -> Sbp | None:
+    """How what a layer gives lies along the sequence's axis. Where that also cuts the layers, the first of a pair needs
+    all of the sequence: it is gathered once, behind the norm, and each sum is scattered instead of being reduced."""
+    if kind == "vocabulary" or kind == "rows" and same_ranks:
+        return split(1)
+    return broadcast if same_ranks and type(layer).__name__.endswith("Norm") else None
+
+
+def _in_pair(name: str, layer: nn.Module, root: nn.Module) -> str | None:
+    """Two linear layers of one module, the second undoing the sizes of the first, are a pair whatever their names."""
+    parent = root.get_submodule(name.rpartition(".")[0])
+    linears = [child for child in parent.children() if isinstance(child, nn.Linear)]
+    if isinstance(parent, nn.MultiheadAttention) or len(linears) != 2:
+        return None
+    first, second = linears
+    if first.out_features != second.in_features or first.in_features == first.out_features:
+        return None
+    return "columns" if layer is first else "rows"
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+
+
+def _dims(kind: str, layer: nn.Module) -> dict[str, int]:
+    """Which dim of which of its parameters is split. A weight is [outputs, inputs], that of a Conv1D turned."""
+    if kind == "vocabulary":
+        return {"weight": 0}
+    turned = not isinstance(layer, nn.Linear)
+    dims = {"weight": int((kind == "rows") != turned)}
+    if kind == "columns" and getattr(layer, "bias", None) is not None:
+        dims["bias"] = 0
+    return dims
+
+
+def _ends(name: str, endings: tuple[str, ...]) -> bool:
+    return any(name == end or name.endswith(f".{end}") for end in endings)
+
+
+def _merged(rows: dict[str, Row], names: list[str]) -> dict[str, Row]:
+    """Layers that differ by their number in a list share one row, where that fits nothing else."""
+    found = {}
+    for name, row in rows.items():
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        alike = all(rows.get(other) == row for other in names if fnmatch.fnmatchcase(other, pattern))
+        found[pattern if alike else name] = row
+    return found

@@ -1,0 +1,143 @@
+"""ZeRO: what an optimizer keeps, and then more, is split along data parallelism instead of being held by every rank.
+
+    optimizer = gt.zero(torch.optim.AdamW(model.parameters(), lr=1e-3), axis="dp", stage=1)
+
+An optimizer of torch's is handed parts: of every parameter that is broadcast along the axis, a leaf of its own that is
+split along it. Its state lies like the part, so each rank has 1/N of it. Nothing about the loop changes: gradients come
+split (a reduce-scatter instead of an all-reduce), and are those of the parameter and of its part alike; after each step
+the parts are gathered into the parameters, in one move.
+
+    stage 1   optimizer state split. Sent per rank and step: 2 (N-1)/N of the parameters' bytes, as without ZeRO
+    stage 2   also gradients: pending sums are split during backward, once 25 MB wait
+    stage 3   also the parameters: gathered where an op needs them, forward and backward, or given the model a layer at
+              a time, one layer ahead (zero3.py). 3 (N-1)/N
+
+Parameters of 16 bits get parts of float32, master weights: bytes per rank for P parameters and Adam are 4P + 12P/N,
+2P + 14P/N and 16P/N. Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO", SC'20, table 1.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from globaltensor.boxings.run import boxed, wide
+from globaltensor.errors import SbpError
+from globaltensor.layouts.layout import Layout, layout
+from globaltensor.layouts.sbp import split
+from globaltensor.parallel.zero3 import Layers
+from globaltensor.tensors import gradients
+from globaltensor.tensors.global_tensor import GlobalTensor
+
+
+def zero(optimizer: torch.optim.Optimizer, axis: str = "dp", stage: int = 1, model: nn.Module | None = None
+         ) -> torch.optim.Optimizer:
+    """Split an optimizer's state (1), the gradients (2) and the parameters (3) along an axis. Returns the optimizer.
+
+    optimizer   new: it has taken no step yet. One that works element by element, as Adam and SGD do, moves nothing in
+                its step; one that looks at whole matrices, as Muon does, gathers what it needs
+    axis        a name that the parameters' placements have; parameters that are split along it already stay as they are
+    model       of stage 3: gather its parameters layer by layer, one layer ahead (zero3.py), not op by op
+    Raises SbpError for another stage, a model where it is not stage 3, an optimizer that has state, a parameter that is
+    not global or lacks the axis.
+    """
+    if stage not in (1, 2, 3):
+        raise SbpError(f"ZeRO has no stage {stage!r}", "1 splits optimizer state, 2 gradients too, 3 parameters too",
+                       "gt.zero(optimizer, stage=1)")
+    if model is not None and stage != 3:
+        raise SbpError(f"gt.zero was told the model for stage {stage}", "only stage 3 gathers parameters layer by layer",
+                       "stage=3, or no model")
+    if optimizer.state:
+        raise SbpError("the optimizer has taken steps already", "its state would have to be split, too",
+                       "gt.zero(torch.optim.AdamW(...)), then optimizer.load_state_dict(...) where there is a state")
+    pairs = Pairs()
+    for group in optimizer.param_groups:
+        where = [(p, _cut(p, axis)) for p in group["params"]]
+        group["params"] = [p if dst is None else _made(p, dst, stage, pairs) for p, dst in where]
+    if model is not None:
+        Layers(model, axis)
+    if pairs:
+        pairs.look()
+        optimizer.register_step_pre_hook(lambda *_: pairs.refresh())
+        optimizer.register_step_post_hook(lambda *_: pairs.gather())
+        optimizer.register_state_dict_post_hook(lambda _, state: state.update(masters=pairs.masters()))
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: pairs.load(state["masters"]))
+    return optimizer
+
+
+def _cut(p: torch.Tensor, axis: str) -> Layout | None:
+    """The parameter's layout, split along the axis too; None where there is nothing to split.
+
+    Along the longest of the dims that no other axis splits: a rank's part is then a part of what it has.
+    """
+    if not isinstance(p, GlobalTensor):
+        raise SbpError("gt.zero takes an optimizer of global parameters", f"one of shape {list(p.shape)} is plain",
+                       "gt.parallelize(model, placement) before the optimizer is made")
+    names = p.placement.axis_names or ()
+    if axis not in names:
+        raise SbpError(f"a parameter of shape {list(p.shape)} has no axis {axis!r}",
+                       f"its placement has {', '.join(names) or 'axes without names'}", "axis=..., one of these")
+    taken = {s.dim for s in p.sbp if s.is_split}
+    free = [d for d in range(p.dim()) if d not in taken] or list(range(p.dim()))     # a bias that tp splits: once more
+    at = names.index(axis)
+    if not p.sbp[at].is_broadcast or not free:
+        return None
+    longest = max(free, key=lambda d: p.shape[d])
+    return layout(p.placement, tuple(split(longest) if i == at else s for i, s in enumerate(p.sbp)))
+
+
+class Pairs(list):
+    """Parameters and the parts that are stepped in their place: (parameter, part)."""
+
+    def look(self) -> None:
+        """Remember the parameters as they are now."""
+        self.seen = [_writes(p) for p, _ in self]
+
+    def refresh(self) -> None:
+        """Parts of parameters that someone else wrote to, such as `load_state_dict`, are made of them anew; where one
+        is the rounded part still, the part is what it was."""
+        with torch.no_grad():
+            for (p, part), seen in zip(self, self.seen):
+                if _writes(p) != seen:
+                    now, = boxed([p], [part.spec.layout], "zero")
+                    part.copy_(torch.where(part.to(p.dtype) == now, part, now.to(part.dtype)))
+
+    def gather(self) -> None:
+        """Write the parts into their parameters, all in one move."""
+        with torch.no_grad():
+            parts = [part.detach().to(p.dtype) for p, part in self]
+            whole = [p for p, _ in self]
+            torch._foreach_copy_(whole, boxed(parts, [p.spec.layout for p in whole], "zero"))
+        self.look()
+
+    def masters(self) -> list[Any]:
+        """The parts that say more than their parameters do, those of 16 bits: they belong to the optimizer's state."""
+        return [part.detach() for p, part in self if part.dtype != p.dtype]
+
+    def load(self, masters: list[Any]) -> None:
+        with torch.no_grad():
+            for own, given in zip((part for p, part in self if part.dtype != p.dtype), masters, strict=True):
+                own.copy_(given)
+
+
+def _writes(p: Any) -> list[int]:
+    """What changes when someone writes to a parameter or its shards, or gives it other memory."""
+    return [p._version, *[number for shard in p.shards.values() for number in (shard.data_ptr(), shard._version)]]
+
+
+def _made(p: Any, dst: Layout, stage: int, pairs: Pairs) -> Any:
+    """What the optimizer works on in the place of p."""
+    with torch.no_grad():
+        part, = boxed([p], [dst], "zero")
+        master = wide(p.dtype)
+        if stage == 3:
+            p.data = part
+            if master == p.dtype:
+                return p
+        part = nn.Parameter(part.to(master), requires_grad=p.requires_grad)
+    gradients.aim(p, dst, early=stage > 1)
+    gradients.share(p, part)
+    pairs.append((p, part))
+    return part
+

@@ -1,0 +1,11 @@
+"""Who takes part and how bytes move: processes, devices, native code. Nothing here knows what an sbp is.
+
+    comm            the world, how it starts, exchanges between processes, agreement
+    p2p             messages that one process leaves for another
+    deadlock        ranks that wait for each other, found out within seconds
+    machine         what moving and computing cost
+    native          the native code, loaded here and nowhere else
+    custom_ops      ops of our own, registered with torch
+    philox          random numbers that depend on a key and a global index
+    process_group   torch.distributed over shared memory
+"""

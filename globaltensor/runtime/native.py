@@ -1,0 +1,59 @@
+"""The native code, where it was built: loaded here and nowhere else.
+
+    core     boxing kernel, shared memory, Philox: plain C functions, called by ctypes
+    face     dispatch and what else faces torch: a Python module
+
+Both are None where the package was installed without a compiler, or GLOBALTENSOR_NATIVE=0 turns them off. Everything
+then works, slower, on the Python twins that the native code is tested against.
+"""
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import warnings
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from types import ModuleType
+
+import torch  # noqa: F401  (its libraries must be there before ours)
+
+WANTED = os.environ.get("GLOBALTENSOR_NATIVE", "1") != "0"
+_trouble = ""
+
+
+def _core() -> ctypes.CDLL | None:
+    global _trouble
+    here = Path(__file__).parent.parent
+    for suffix in EXTENSION_SUFFIXES if WANTED else ():
+        if (file := here / f"_core{suffix}").exists():
+            try:
+                return ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)    # the face finds its functions
+            except OSError as error:                 # for another machine
+                _trouble = str(error)
+    return None
+
+
+def _face() -> ModuleType | None:
+    global _trouble
+    if core is None:
+        return None
+    try:
+        return importlib.import_module("globaltensor._torch")
+    except ImportError as error:                     # not built, or for another torch
+        _trouble = str(error)
+        return None
+
+
+core = _core()
+face = _face()
+
+
+def say_if_slow() -> None:
+    """Warn, once, where the native code is wanted but not there."""
+    global WANTED
+    if WANTED and face is None:
+        WANTED = False
+        warnings.warn("globaltensor runs without its native code, slower" + (f": {_trouble}" if _trouble else "")
+                      + "\n  try:   pip install --no-build-isolation --force-reinstall globaltensor, with g++ at hand"
+                      "\n         (GLOBALTENSOR_NATIVE=0 to do without it)", stacklevel=3)

@@ -1,0 +1,164 @@
+"""From plain tensors to global ones: `from_full`, `from_local`, `from_shards`, and `to_global` of a plain tensor."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from globaltensor.boxings.run import Boxed, box
+from globaltensor.errors import GlobalTensorError, ShapeError
+from globaltensor.layouts.layout import Layout, Shape, layout, sbp_text, spec
+from globaltensor.layouts.sbp import broadcast, nd_sbp
+from globaltensor.runtime import comm
+from globaltensor.tensors.global_tensor import GlobalTensor, place, resolve, to
+
+
+def from_full(t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
+    """Every process holds the same whole tensor `t`; each keeps its part. Moves nothing. Differentiable.
+
+    Raises SbpError for an sbp that does not fit, DisagreementError on every rank where `t` is not the same everywhere.
+    """
+    dst = resolve(placement, sbp, t.dim())
+    comm.agree_on(t, f"from_full on {dst}")
+    return _FromFull.apply(t, dst)
+
+
+class _FromFull(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, dst: Layout) -> GlobalTensor:
+        return place(t, dst)
+
+    @staticmethod
+    def backward(ctx: Any, grad: GlobalTensor) -> tuple[torch.Tensor, None]:
+        return grad.full_tensor(), None
+
+
+def from_local(t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
+    """Each rank's own part: S concatenates, P sums, B takes the first rank's.
+
+    A process that drives several ranks gives `t` to each of them. The parts must be cut as this library cuts (as
+    equal as can be, larger first). Differentiable. Raises ShapeError on every rank where they do not fit together.
+    """
+    return _FromLocal.apply(t, placement, sbp)
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
+        made = join({r: t.detach() for r in _mine(placement)}, placement, sbp)
+        ctx.dst, ctx.shape = made.spec.layout, t.shape
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: GlobalTensor) -> tuple[torch.Tensor, None, None]:
+        """Of S the part, of P the whole; of B the whole, once: its copies are one value."""
+        whole = to(grad, layout(grad.placement, tuple(broadcast if s.is_partial or not w.is_split else w
+                                                      for s, w in zip(grad.sbp, ctx.dst.sbp))))
+        firsts = [shard for r, shard in whole.shards.items()
+                  if all(i == 0 for i, s in zip(ctx.dst.placement.coords[r], ctx.dst.sbp) if s.is_broadcast)]
+        parts = firsts if comm.world().lone else list(whole.shards.values())
+        return (sum(parts[1:], parts[0]) if parts else torch.zeros(ctx.shape, dtype=grad.dtype)), None, None
+
+
+def from_shards(shards: Mapping[int, torch.Tensor], placement: Any, sbp: Any) -> GlobalTensor:
+    """`{rank: part}` for the ranks this process drives: S concatenates, P sums, B takes the first rank's.
+
+    Raises ShapeError on every rank where the parts do not fit together, GlobalTensorError for a missing rank.
+    """
+    mine = _mine(placement)
+    missing = [r for r in mine if r not in shards]
+    if missing:
+        raise GlobalTensorError(f"from_shards without a part for ranks {missing}",
+                                f"this process drives ranks {mine} of the placement", "{rank: tensor} for each of them")
+    return join({r: shards[r].detach() for r in mine}, placement, sbp)
+
+
+def _mine(where: Any) -> list[int]:
+    """The ranks of a placement that this process drives."""
+    return [r for r in comm.world().driven if r in resolve(where, broadcast, 0).placement.coords]
+
+
+class Part(NamedTuple):
+    """What the others must know of one rank's part. `checksum` is 0 where no rank has to hold the same."""
+
+    shape: Shape
+    dtype: torch.dtype
+    checksum: int
+
+
+def join(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTensor:
+    """A global tensor whose shards are the parts of all ranks of the placement; `mine` are those of this process.
+
+    All checks are made on what all ranks said, so an error is raised by all of them or by none.
+    """
+    nd = nd_sbp(sbp, where.axis_names, where.ndim)
+    copies = any(s.is_broadcast and n > 1 for s, n in zip(nd, where.shape))
+    parts = _all_parts({r: Part(tuple(t.shape), t.dtype, comm.checksum(t) if copies else 0) for r, t in mine.items()},
+                       f"from_local on {where} {sbp_text(nd)}")
+    first = parts[where.flat[0]]
+    if any((len(p.shape), p.dtype) != (len(first.shape), first.dtype) for p in parts.values()):
+        raise _misfit(f"{where} {sbp_text(nd)}", {r: f"{list(p.shape)} {p.dtype}" for r, p in parts.items()},
+                      "parts of one tensor have the same number of dims and the same dtype", "")
+    dst = resolve(where, sbp, len(first.shape))
+    shape = _global_shape({r: p.shape for r, p in parts.items()}, dst)
+    cut = {r: dst.local_shape(shape, r) for r in parts}
+    if any(cut[r] != p.shape for r, p in parts.items()):
+        raise _misfit(str(dst), {r: list(p.shape) for r, p in parts.items()},
+                      f"a tensor of {list(shape)} would be cut as:" + _rows({r: list(n) for r, n in cut.items()}),
+                      "parts as equal as can be, the larger ones first; or gt.from_full of the whole")
+    shards: dict[int, torch.Tensor] = {}
+    for r, t in mine.items():
+        t = t.to(comm.world().device(where.type, r)).contiguous()
+        shards[r] = t.clone() if t.data_ptr() in [s.data_ptr() for s in shards.values()] else t
+    heads = _heads(dst)
+    if any(parts[r].checksum != parts[head].checksum for r, head in heads.items()):
+        shards = _from_heads(shards, heads, dst, shape, first.dtype)
+    return GlobalTensor.wrap(spec(dst, shape, None, first.dtype), shards)
+
+
+def _all_parts(mine: dict[int, Part], what: str) -> dict[int, Part]:
+    """The parts of all ranks, from all processes."""
+    return {r: part for said in comm.gather_objects(mine, what) for r, part in said.items()}
+
+
+def _misfit(layout: str, parts: Mapping[int, Any], why: str, fix: str) -> ShapeError:
+    return ShapeError(f"parts that do not fit together as {layout}:{_rows(parts)}", why, fix)
+
+
+def _rows(of: Mapping[int, Any]) -> str:
+    return "".join(f"\n    rank {r}: {value}" for r, value in sorted(of.items()))
+
+
+def _heads(dst: Layout) -> dict[int, int]:
+    """rank -> the first of the ranks that are to hold the same part."""
+    at = {index: r for r, index in dst.placement.coords.items()}
+    return {r: at[tuple(0 if s.is_broadcast else i for s, i in zip(dst.sbp, index))]
+            for r, index in dst.placement.coords.items()}
+
+
+def _from_heads(shards: dict[int, torch.Tensor], heads: dict[int, int], dst: Layout, shape: Shape,
+                dtype: torch.dtype) -> dict[int, torch.Tensor]:
+    """Every rank's part from the first rank that has it: a boxing from a placement of those alone."""
+    ranks = torch.tensor(dst.placement.ranks)[tuple(slice(0, 1) if s.is_broadcast else slice(None) for s in dst.sbp)]
+    src = layout(type(dst.placement)(dst.placement.type, ranks, dst.placement.axis_names), dst.sbp)
+    held = {r: t for r, t in shards.items() if heads[r] == r}
+    return box([Boxed(spec(src, shape, None, dtype), held, dst)])[0]
+
+
+def _global_shape(shapes: dict[int, Shape], dst: Layout) -> Shape:
+    """Sizes added up along split dims, taken from the first rank along others."""
+    total = list(shapes[dst.placement.flat[0]])
+    for d in {s.dim for s in dst.sbp if s.is_split}:
+        keep = [axis for axis, s in enumerate(dst.sbp) if s.is_split and s.dim == d]
+        total[d] = sum(shapes[r][d] for r, at in dst.placement.coords.items()
+                       if all(i == 0 for axis, i in enumerate(at) if axis not in keep))
+    return tuple(total)
+
+
+def to_global(t: torch.Tensor, placement: Any = None, sbp: Any = None, grad_sbp: Any = None) -> GlobalTensor:
+    """A plain tensor becomes global: `from_local`."""
+    if placement is None or sbp is None:
+        raise GlobalTensorError("a plain tensor has no placement and sbp of its own to keep",
+                                fix="t.to_global(placement, sbp)")
+    return from_local(t, placement, sbp)

@@ -1,0 +1,335 @@
+"""The global tensor: one logical torch tensor whose shards lie on several ranks.
+
+A `GlobalTensor` is a torch.Tensor without memory of its own. Its `spec` says what it is (layout, shape, strides,
+dtype); `shards` holds, rank by rank, the plain tensors that this process drives. torch's autograd runs above it as
+above any tensor; ops arrive below, at `__torch_dispatch__`.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from globaltensor.boxings import native, watch
+from globaltensor.boxings.run import Boxed, Shards, box
+from globaltensor.dispatch.core import arrive
+from globaltensor.dispatch.execute import check_guard
+from globaltensor.errors import GlobalTensorError, SbpError
+from globaltensor.layouts.layout import Layout, Spec, layout, sbp_text, spec
+from globaltensor.layouts.placement import placement
+from globaltensor.layouts.sbp import NdSbp, broadcast, in_range, nd_sbp
+from globaltensor.runtime import comm
+from globaltensor.runtime.native import face
+from globaltensor.tensors import assign, backward, gradients, lookup, multihead_attention, products
+
+_data = torch.Tensor.data
+
+
+def _set_data(x: Any, value: torch.Tensor) -> None:
+    """`x.data = value`, by which `module.to(dtype)` changes parameters: also what lies behind it."""
+    _data.__set__(x, value)
+    x.spec, x.shards = value.spec, value.shards
+
+
+_TAKEN = {**products.TAKEN, **lookup.TAKEN, **gradients.TAKEN, torch.Tensor.__setitem__: assign.assign,
+          _data.__set__: _set_data}
+_WITHIN = {**backward.TAKEN, **multihead_attention.TAKEN}      # overrides stay in force inside these
+_make = torch.Tensor._make_wrapper_subclass
+_requires_grad = torch._C.TensorBase.requires_grad
+
+
+class GlobalTensor(torch.Tensor):
+    """Made by the factories (`gt.randn`, ...), `gt.from_full`, `gt.from_local`, `gt.from_shards` and `to_global`."""
+
+    spec: Spec
+    shards: Shards                                   # the parts this process drives, rank -> plain tensor
+    guard: int | None                                # a boxed view: the version of what it was made from
+
+    @classmethod
+    def wrap(cls, of: Spec, shards: Shards) -> GlobalTensor:
+        """A global tensor of these shards; nothing is checked."""
+        device = next(iter(shards.values())).device if shards else of.placement.type
+        made = _make(cls, of.shape, strides=of.stride, dtype=of.dtype, device=device)
+        made.spec = of
+        made.shards = shards
+        return made
+
+    guard = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        within = _WITHIN.get(func)
+        if within is not None:
+            return within(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return _TAKEN.get(func, func)(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return arrive(cls, func, args, kwargs or {})
+
+    # ---------------------------------------------------------------------------------------------- what it is
+
+    @property
+    def placement(self) -> placement:
+        """Where it lives."""
+        return self.spec.layout.placement
+
+    @property
+    def sbp(self) -> NdSbp:
+        """How it lies, one sbp per placement axis."""
+        return self.spec.layout.sbp
+
+    @property
+    def is_global(self) -> bool:
+        return True
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        where = f"placement={self.placement}, sbp={sbp_text(self.sbp)}"
+        with torch.no_grad():
+            if comm.world().lone or all(s.is_broadcast for s in self.sbp) and self.shards:
+                body = repr(next(iter(_full(self.detach()).values())))
+            else:                                    # printing on one rank must not wait for the others
+                body = f"tensor(shape={list(self.shape)}, dtype={self.dtype}, shards={self.shards}"
+        grad = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn else (
+            ", requires_grad=True" if self.requires_grad else "")
+        return f"{body.removesuffix(')')}, {where}{grad})"
+
+    # --------------------------------------------------------------------------------------------- its gradient
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient, in the tensor's own layout: reading one reduces all that are still pending, together."""
+        return gradients.read(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        gradients.put(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        gradients.put(self, None)
+
+    def requires_grad_(self, requires_grad: bool = True) -> GlobalTensor:
+        super().requires_grad_(requires_grad)
+        if requires_grad:
+            gradients.follow(self)
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        return _requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def new_tensor(self, data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+        """A plain tensor of this data, with this tensor's dtype and device."""
+        return torch.tensor(data, dtype=dtype or self.dtype, **{"device": self.device, **options})
+
+    def new(self, *args: Any, **options: Any) -> torch.Tensor:
+        """A plain tensor, with this tensor's dtype and device."""
+        return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **options)
+
+    def apply_(self, *_: Any) -> None:
+        raise GlobalTensorError("apply_, map_ and share_memory_ of a global tensor", "it has no memory of its own",
+                                "x.full_tensor(), or its shards one by one: x.shards")
+
+    map_ = map2_ = share_memory_ = apply_
+
+    # ------------------------------------------------------------------------------------------------ its value
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's part, sharing its memory; differentiable, gradients of the parts lie dual to x.
+
+        Raises GlobalTensorError in a process that drives several ranks, or none of x's.
+        """
+        if len(comm.world().driven) > 1:
+            raise GlobalTensorError("to_local() in a process that drives several ranks",
+                                    f"it drives ranks {list(comm.world().driven)}, so there is no one local part",
+                                    "x.shards[rank]")
+        if not self.shards:
+            raise GlobalTensorError(f"rank {comm.rank()} holds no part of a tensor on {self.placement}",
+                                    "its placement leaves this rank out", "x.full_tensor(), or ask x.shards first")
+        return _ToLocal.apply(self)
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole value as a plain tensor, on every process; collective, and differentiable."""
+        return _FullTensor.apply(self)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole value as a NumPy array; collective."""
+        return (self.detach() if force else self).full_tensor().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The whole value as nested lists; collective."""
+        return self.full_tensor().tolist()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        if not comm.world().lone:
+            raise GlobalTensorError("pickling a global tensor in one of several processes",
+                                    "each process holds only its own shards", "gt.save, or x.full_tensor()")
+        return _rebuild, (self.placement, self.sbp, self.shards, self.spec, self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
+        if id(self) not in memo:
+            if not self.is_leaf:
+                raise RuntimeError("Only leaf tensors can be deep-copied")
+            copy = self.detach().clone().requires_grad_(self.requires_grad)
+            if getattr(self, "_is_param", False):
+                copy._is_param = True
+            memo[id(self)] = copy
+        return memo[id(self)]
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: GlobalTensor) -> torch.Tensor:
+        check_guard(x)
+        ctx.own = x.spec
+        return next(iter(x.shards.values())).view_as(next(iter(x.shards.values())))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> GlobalTensor:
+        dual = ctx.own.layout.dual
+        return GlobalTensor.wrap(spec(dual, ctx.own.shape, None, grad.dtype), {comm.rank(): grad.contiguous()})
+
+
+def _rebuild(where: placement, sbp: NdSbp, shards: Shards, of: Spec, requires_grad: bool) -> GlobalTensor:
+    made = GlobalTensor.wrap(spec(layout(where, sbp), of.shape, of.stride, of.dtype), shards)
+    return made.requires_grad_(requires_grad)
+
+
+def _full(x: GlobalTensor) -> Shards:
+    """The whole value on the first rank that each process drives."""
+    check_guard(x)
+    world, own = comm.world(), x.spec
+    alone = world.lone and not watch.watched()       # whoever watches shall see what many processes would move
+    if all(s.is_broadcast for s in own.sbp) and (alone or len(own.placement.flat) == world.size):
+        return x.shards
+    ranks = [world.rank] if alone else range(world.size)
+    everywhere = layout(placement(own.placement.type, ranks), (broadcast,))
+    return box([Boxed(own, x.shards, everywhere)], "full_tensor")[0]
+
+
+class _FullTensor(torch.autograd.Function):
+    """The whole value; its gradient is a plain tensor, the same everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: GlobalTensor) -> torch.Tensor:
+        ctx.own = x.spec
+        return next(iter(_full(x).values())).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> GlobalTensor:
+        return place(grad, ctx.own.layout.settled)
+
+
+def place(whole: torch.Tensor, dst: Layout) -> GlobalTensor:
+    """A global tensor of a value that every process holds whole; no communication."""
+    ranks = [r for r in comm.world().driven if r in dst.placement.coords]
+    home = dst.whole
+    of = spec(home, tuple(whole.shape), None, whole.dtype)
+    devices = {r: comm.world().device(dst.placement.type, r) for r in ranks}
+    source = whole.detach().resolve_conj().resolve_neg()         # what reads the memory knows no such bits
+    if dst is home:
+        shards = {r: source.to(devices[r], copy=True).contiguous() for r in ranks}
+    else:
+        shards = box([Boxed(of, {r: source for r in ranks}, dst)], "from_full")[0]
+    return GlobalTensor.wrap(of.on(dst), shards)
+
+
+def resolve(where: Any, sbp: Any, ndim: int) -> Layout:
+    """The layout that a user's placement and sbp mean for a tensor of `ndim` dims."""
+    if not isinstance(where, placement):
+        raise SbpError(f"not a placement: {where!r}", fix='gt.placement("cpu", [0, 1])')
+    return layout(where, in_range(nd_sbp(sbp, where.axis_names, where.ndim), ndim))
+
+
+class _Box(torch.autograd.Function):
+    """An explicit boxing src -> dst; its backward is the boxing dst.dual -> src.dual, or to `grad_sbp`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: GlobalTensor, dst: Layout, grad_layout: Layout | None) -> GlobalTensor:
+        check_guard(x)
+        ctx.src, ctx.grad_layout = x.spec.layout, grad_layout
+        if dst is x.spec.layout:
+            return GlobalTensor.wrap(x.spec, {r: shard.clone() for r, shard in x.shards.items()})
+        shards = box([Boxed(x.spec, x.shards, dst)])[0]
+        return GlobalTensor.wrap(spec(dst, x.spec.shape, None, x.spec.dtype), shards)
+
+    @staticmethod
+    def backward(ctx: Any, grad: GlobalTensor) -> tuple[GlobalTensor, None, None]:
+        return _back(grad, ctx.src, ctx.grad_layout), None, None
+
+
+def _back(grad: GlobalTensor, src: Layout, grad_layout: Layout | None) -> GlobalTensor:
+    """The gradient of a boxing from src, on its way back."""
+    return to(grad, grad_layout or _gradient_layout(grad.spec.layout, src))
+
+
+def _plan_back(grad: Spec, x: Spec, grad_layout: Layout | None) -> Any:
+    """The native boxing for that; None where the gradient stays as it is."""
+    dst = grad_layout or _gradient_layout(grad.layout, x.layout)
+    return None if dst is grad.layout else native.find(grad, dst)
+
+
+def _gradient_layout(now: Layout, src: Layout) -> Layout:
+    """Where the gradient of a tensor in `src` goes: dual to it, but what is broadcast already is not made pending."""
+    want = src.dual.sbp
+    if now.placement == src.placement:
+        want = tuple(n if w.is_partial and n.is_broadcast else w for n, w in zip(now.sbp, want))
+    else:
+        want = tuple(broadcast if w.is_partial else w for w in want)
+    return layout(src.placement, want)
+
+
+def to(x: GlobalTensor, dst: Layout) -> GlobalTensor:
+    """x in another layout; x itself where it is there already."""
+    return x if dst is x.spec.layout else _boxed(x, dst, None)
+
+
+def _boxed(x: GlobalTensor, dst: Layout, grad_layout: Layout | None) -> GlobalTensor:
+    if face is not None and not watch.watched() and not x.spec.copied and dst is not x.spec.layout:
+        boxing = native.find(x.spec, dst)
+        if boxing is not None:
+            return face.convert(x, boxing, grad_layout)
+    return _Box.apply(x, dst, grad_layout)
+
+
+def to_global(x: GlobalTensor, placement: Any = None, sbp: Any = None, grad_sbp: Any = None) -> GlobalTensor:
+    """Boxing: the same value on another placement, with another sbp, or both; differentiable.
+
+    sbp       default: as it is, where the placement has as many axes, else broadcast
+    grad_sbp  the sbp in which the gradient leaves (default: dual to x's)
+    """
+    where = x.placement if placement is None else placement
+    if sbp is None:
+        sbp = x.sbp if getattr(where, "shape", None) == x.placement.shape else broadcast
+    dst = resolve(where, sbp, x.dim())
+    grad = resolve(x.placement, grad_sbp, x.dim()) if grad_sbp is not None else None
+    return to(x, dst) if grad is None else _boxed(x, dst, grad)
+
+
+GlobalTensor.to_global = to_global
+
+
+def _describe(of: Spec) -> tuple:
+    """What the native code keeps of a spec."""
+    ranks = [r for r in comm.world().driven if r in of.placement.coords]
+    rows_cut = any(s.is_split and s.dim == 0 for s in of.sbp)
+    pending = any(s.is_partial for s in of.sbp)
+    return list(of.shape), list(of.stride), of.dtype, of.placement.type, ranks, of.copied, rows_cut, pending
+
+
+if face is not None:                                 # the same class, with its memory and its ways in C++
+    face.bind_class(GlobalTensor, _describe)
+    GlobalTensor.wrap = face.wrap
+    GlobalTensor.__torch_function__ = torch._C._disabled_torch_function_impl
+    GlobalTensor.__setitem__ = assign.assign
+    face.on_lookup(lookup.Lookup.apply)
+    face.on_backward(_plan_back, lambda grad, x, grad_layout: _back(grad, x.layout, grad_layout))

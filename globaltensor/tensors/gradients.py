@@ -1,0 +1,189 @@
+"""Gradients of leaves: they accumulate in whatever layout backward leaves them, and are reduced once.
+
+A gradient of a broadcast parameter over a split batch comes as a pending sum. Adding to it costs nothing, so
+micro-batches need no `no_sync`. The first read of any `.grad` (by an optimizer, by clipping, by the user) brings all
+gradients that wait into the layouts of their parameters, in one fused boxing.
+
+Every rank runs the same program, so all of them settle the same gradients: waiting leaves are held on to until then,
+and taken in the order in which they were made.
+
+A leaf's gradient may be aimed at another layout than its own (`aim`), and then be handed over to the *part* of the leaf
+that an optimizer works on: that is ZeRO (zero.py).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+
+from globaltensor.boxings import native
+from globaltensor.boxings.run import Boxed, box, boxed
+from globaltensor.boxings.watch import watched
+from globaltensor.layouts.layout import Layout, spec
+from globaltensor.runtime.native import face
+
+raw = torch._C.TensorBase.grad.__get__               # the gradient of a leaf as it lies
+_set = torch._C.TensorBase.grad.__set__
+_order = count()
+waiting: dict[int, Any] = {}                         # leaves whose gradients lie elsewhere than they do
+EARLY = 25 << 20                                     # bytes of gradients that wait, at most, for leaves aimed early
+
+
+def read(leaf: Any) -> Any:
+    """The gradient of a leaf, settled."""
+    if waiting:
+        settle()
+    part = leaf.__dict__.get("_part")
+    return raw(leaf) if part is None else _handed_over(leaf.__dict__.get("_whole", leaf), part)
+
+
+def put(leaf: Any, value: Any) -> None:
+    """Replace the gradient of a leaf."""
+    for one in (leaf, leaf.__dict__.get("_part"), leaf.__dict__.get("_whole")):
+        if one is not None:
+            if waiting:
+                waiting.pop(one.__dict__.get("_order", -1), None)
+            _set(one, value if one is leaf else None)
+
+
+def aim(leaf: Any, dst: Layout, early: bool = False) -> None:
+    """Gradients of this leaf are brought to `dst`. `early`: during backward already, as soon as `EARLY` bytes wait."""
+    leaf._aim, leaf._early = dst, early
+    if "_order" in leaf.__dict__ and _natively(leaf):
+        face.follow(leaf)                            # anew: what it knows of settled gradients is over
+
+
+def share(whole: Any, part: Any) -> None:
+    """The two have one gradient: what comes for `whole`, in the layout and dtype of `part`."""
+    whole._part = part._part = part
+    part._whole = whole
+
+
+def reduce_in(parameters: Iterable[Any], dtype: torch.dtype | None) -> None:
+    """Send the gradients of these parameters in another dtype when they are reduced, then bring them back to their own:
+    half the bytes for bfloat16. What arrives is added up in float32. None: in their own dtype again.
+
+    Raises TypeError for a dtype that is not floating point.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"gradients cannot be reduced in {dtype}: they are floating point numbers")
+    for leaf in parameters:
+        leaf._sent = dtype
+
+
+def _handed_over(whole: Any, part: Any) -> Any:
+    grad, before = raw(whole), raw(part)
+    if grad is not None:
+        with torch.no_grad():
+            grad, = boxed([grad], [part.spec.layout], "gradient")
+            grad = grad.to(part.dtype)
+            _set(part, grad if before is None else before + grad)
+        _set(whole, None)
+    return raw(part)
+
+
+def _aimed(leaf: Any) -> Layout:
+    return leaf.__dict__.get("_aim") or leaf.spec.layout
+
+
+def follow(leaf: Any) -> None:
+    """Watch what backward accumulates in this leaf."""
+    if "_order" not in leaf.__dict__ and leaf.is_leaf:
+        leaf._order = next(_order)
+        if _natively(leaf):
+            face.follow(leaf)
+        else:
+            _hook(leaf, _note)
+
+
+def _natively(leaf: Any) -> bool:
+    """Does native code watch this leaf, or will it? A leaf has one native hook, or any number in Python."""
+    return face is not None and not leaf._post_accumulate_grad_hooks
+
+
+_hook = torch.Tensor.register_post_accumulate_grad_hook
+
+
+def hook(leaf: Any, own: Callable[[Any], None]) -> Any:
+    """leaf.register_post_accumulate_grad_hook(own)"""
+    if "_order" in leaf.__dict__ and _natively(leaf):
+        _hook(leaf, _note)
+    return _hook(leaf, own)
+
+
+def _note(leaf: Any) -> None:
+    _accumulated(leaf)
+
+
+def _accumulated(leaf: Any) -> bool:
+    """Note what waits; true where the gradient lies where it shall."""
+    grad = raw(leaf)
+    if type(grad) is not type(leaf):
+        return False
+    if grad.spec.layout is not _aimed(leaf):
+        waiting[leaf._order] = leaf
+        if leaf.__dict__.get("_early") and not _held and sum(some.spec.nbytes for some in waiting.values()) >= EARLY:
+            settle()
+        return False
+    return True
+
+
+_held = False
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Inside, gradients of leaves aimed early wait as others do."""
+    global _held
+    before, _held = _held, True
+    try:
+        yield
+    finally:
+        _held = before
+
+
+def set_aside(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Take the settled gradients out of these leaves: pending sums are added to each other at no cost, to what is
+    settled each by a reduction of its own. `put_back` adds them again."""
+    taken = [(leaf, raw(leaf)) for leaf in leaves if leaf.requires_grad and raw(leaf) is not None
+             and raw(leaf).spec.layout is _aimed(leaf)]
+    for leaf, _ in taken:
+        _set(leaf, None)
+    return taken
+
+
+def put_back(taken: Iterable[tuple[Any, Any]]) -> None:
+    """Add what was set aside to what has come since, which is settled too."""
+    with torch.no_grad():
+        for leaf, before in taken:
+            _set(leaf, before if raw(leaf) is None else before.add_(raw(leaf)))
+
+
+def settle(of: Iterable[Any] | None = None) -> None:
+    """Bring every waiting gradient, or those of some leaves, into its leaf's layout, all in one go."""
+    keys = sorted(waiting) if of is None else sorted(waiting.keys() & {leaf.__dict__.get("_order") for leaf in of})
+    leaves = [waiting.pop(k) for k in keys]
+    grads = [(_aimed(leaf), raw(leaf), leaf.__dict__.get("_sent")) for leaf in leaves]
+    grads = [(dst, g, sent or g.dtype) for dst, g, sent in grads if g is not None and g.spec.layout is not dst]
+    at_once = face is not None and not watched() and all(sent == g.dtype for _, g, sent in grads)
+    found = [native.find(g.spec, dst) for dst, g, _ in grads] if at_once else [None]
+    if None not in found:
+        face.box_in_place([(boxing, g) for boxing, (_, g, _) in zip(found, grads)], "gradient")
+        return
+    moved = box([Boxed(spec(g.spec.layout, g.spec.shape, g.spec.stride, sent), _cast(g.shards, sent), dst)
+                 for dst, g, sent in grads], "gradient")
+    for (dst, g, _), shards in zip(grads, moved):
+        g.spec, g.shards = spec(dst, g.spec.shape, None, g.spec.dtype), _cast(shards, g.spec.dtype)
+
+
+def _cast(shards: dict[int, torch.Tensor], dtype: torch.dtype) -> dict[int, torch.Tensor]:
+    return {rank: t.to(dtype) for rank, t in shards.items()}
+
+
+TAKEN: dict[Callable[..., Any], Callable[..., Any]] = {_hook: hook}
+
+if face is not None:
+    face.on_accumulated(_accumulated)

@@ -1,0 +1,61 @@
+"""Embeddings whose vocabulary is cut: every rank makes the gradient of its own rows only.
+
+torch's gradient of an embedding knows how many rows there are, but not how the weight lies. So for a weight that is
+split along its rows the lookup is a function of ours, which keeps a tensor of as many rows and no columns, `rows`,
+that lies as the weight does; the gradient is made to lie like it.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from globaltensor.runtime import custom_ops
+
+_embedding = torch.ops.aten.embedding.default
+_backward = custom_ops.embedding_backward
+
+
+class Lookup(torch.autograd.Function):
+    """weight[indices]; the row `padding` takes no gradient (-1: none such)."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, indices: torch.Tensor, padding: int) -> torch.Tensor:
+        ctx.padding = padding
+        ctx.save_for_backward(indices, weight.new_empty(weight.shape[0], 0))
+        return _embedding(weight, indices, padding)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return Rows.apply(grad, *ctx.saved_tensors, ctx.padding), None, None
+
+
+class Rows(torch.autograd.Function):
+    """The gradient of a lookup, which is linear in the one that comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor, padding: int) -> torch.Tensor:
+        ctx.padding = padding
+        ctx.save_for_backward(indices)
+        return _backward(grad, indices, rows, padding)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        indices, = ctx.saved_tensors
+        found = Lookup.apply(grad, indices, ctx.padding)
+        return found.masked_fill((indices == ctx.padding).unsqueeze(-1), 0), None, None, None
+
+
+def embedding(input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+              norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False) -> torch.Tensor:
+    """F.embedding; all but a cut vocabulary goes torch's own way."""
+    cut = weight.is_global and weight.dim() == 2 and any(s.is_split and s.dim == 0 for s in weight.sbp)
+    fits = padding_idx is None or -weight.shape[0] <= padding_idx < weight.shape[0]
+    if not cut or not fits or max_norm is not None or scale_grad_by_freq or sparse:
+        return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    return Lookup.apply(weight, input, -1 if padding_idx is None else padding_idx % weight.shape[0])
+
+
+TAKEN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {F.embedding: embedding}

@@ -1,0 +1,26 @@
+"""What plain torch tensors and modules learn: `x.is_global`, `x.to_global(...)`, and an error for `x.sbp`."""
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from globaltensor.errors import SbpError
+from globaltensor.tensors import convert
+from globaltensor.tensors.global_tensor import GlobalTensor
+
+
+def _no_layout(self: torch.Tensor) -> Any:
+    raise SbpError("a plain tensor has no sbp and no placement", "it is not global",
+                   "x.to_global(placement, sbp) first, or ask x.is_global")
+
+
+def install() -> None:
+    """Give torch.Tensor the attributes that GlobalTensor has."""
+    torch.Tensor.is_global = property(lambda self: False)
+    torch.Tensor.sbp = property(_no_layout)
+    torch.Tensor.placement = property(_no_layout)
+    torch.Tensor.to_global = convert.to_global
+    for module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
+        import_module(module)._foreach_supported_types.append(GlobalTensor)     # clipping takes all norms in one go

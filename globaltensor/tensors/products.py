@@ -1,0 +1,165 @@
+"""Products of tensors of more than two dims, without flattening any of them.
+
+torch turns `linear` and `matmul` of such tensors into 2-d products of views that melt the leading dims into one. A
+view like that keeps a split only along the first of them, and only an even one; a sequence or heads split along
+another dim would be gathered. So for global tensors these two (and a plain `einsum`) are one op of ours,
+`contract(equation, a, b)`, whose rule is its equation: any label can be cut. Its gradients are contractions too.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from globaltensor.runtime import custom_ops
+from globaltensor.runtime.native import face
+
+_contract = custom_ops.contract
+_linear = custom_ops.linear
+_LEADING = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+PutOff = tuple[torch.Tensor, str, torch.Tensor, torch.Tensor]         # a leaf; contract(equation, a, b) is its gradient
+_put_off: tuple[Sequence[torch.Tensor], list[PutOff]] | None = None    # inputs that do not wait; what was put off
+
+
+@contextmanager
+def put_off(inputs: Sequence[torch.Tensor]) -> Iterator[list[PutOff]]:
+    """In backward passes inside, products that only a leaf waits for are not made but noted in the list, whole once the
+    block ends. They are most of what the gradients of weights cost. `inputs` are leaves that are waited for."""
+    global _put_off
+    found: list[PutOff] = []
+    _put_off = inputs, found
+    if face is not None:
+        face.put_off(list(inputs))
+    try:
+        yield found
+    finally:
+        _put_off = None
+        if face is not None:
+            found += face.put_off_until_now()
+
+
+def _gradient(leaf: torch.Tensor, equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+    if _put_off is not None and leaf.is_leaf and not any(leaf is one for one in _put_off[0]):
+        return _put_off[1].append((leaf, equation, a, b))
+    return Contract.apply(equation, a, b)
+
+
+class Contract(torch.autograd.Function):
+    """einsum(equation, a, b); every label of an operand stands in the output or in the other operand.
+
+    In gradients the upstream one comes first: on a grid of ranks it stays where it is (algorithms/summa.py).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.equation = equation
+        ctx.save_for_backward(a, b)
+        return _contract(equation, a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
+        a, b = ctx.saved_tensors
+        operands, out = ctx.equation.split("->")
+        left, right = operands.split(",")
+        _, need_a, need_b = ctx.needs_input_grad
+        return (None, _gradient(a, f"{out},{right}->{left}", grad, b.conj()) if need_a else None,
+                _gradient(b, f"{out},{left}->{right}", grad, a.conj()) if need_b else None)
+
+
+class Linear(torch.autograd.Function):
+    """x [..., k] @ weight [n, k].T + bias [n]"""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        lead = _LEADING[:x.dim() - 1]
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        return (Contract.apply(f"{lead}n,nk->{lead}k", grad, weight.conj()) if need_x else None,
+                _gradient(weight, f"{lead}n,{lead}k->nk", grad, x.conj()) if need_weight else None,
+                grad.sum(list(range(grad.dim() - 1))) if need_bias else None)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """F.linear; vectors go torch's own way."""
+    if x.dim() < 2 or weight.dim() != 2 or bias is not None and bias.dim() != 1:
+        return F.linear(x, weight, bias)
+    _check(x.shape[-1] == weight.shape[1], "linear", x, weight)
+    x, weight, bias = _autocast(x, weight, bias)
+    return Linear.apply(x, weight, bias)
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """torch.matmul, leading dims broadcast; two dims and fewer go torch's own way."""
+    if a.dim() < 2 or b.dim() < 2 or a.dim() == b.dim() == 2:
+        return torch.matmul(a, b)
+    _check(a.shape[-1] == b.shape[-2], "matmul", a, b)
+    many = max(a.dim(), b.dim()) - 2
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a, b = _autocast(a, b)
+    a, left = _without_ones(a, batch, many)
+    b, right = _without_ones(b, batch, many)
+    return Contract.apply(f"{left}mk,{right}kn->{_LEADING[:many]}mn", a, b)
+
+
+def _without_ones(x: torch.Tensor, batch: tuple[int, ...], many: int) -> tuple[torch.Tensor, str]:
+    """x without the leading dims of size 1 that are broadcast, and the labels of those that stay."""
+    first = many - (x.dim() - 2)
+    gone = [i for i in range(x.dim() - 2) if x.shape[i] == 1 and batch[first + i] != 1]
+    labels = "".join(_LEADING[first + i] for i in range(x.dim() - 2) if i not in gone)
+    return (x.squeeze(gone) if gone else x), labels
+
+
+def einsum(equation: str, *operands: Any) -> torch.Tensor:
+    """torch.einsum; two operands with plain labels are one contraction, the rest goes torch's own way."""
+    if len(operands) == 2 and _is_plain(equation, operands):
+        a, b = _autocast(*operands)
+        return Contract.apply(equation.replace(" ", ""), a, b)
+    return torch.einsum(equation, *operands)
+
+
+def _is_plain(equation: Any, operands: tuple) -> bool:
+    """Letters only, none twice in a tensor, every label kept or shared, and no size broadcast."""
+    text = equation.replace(" ", "") if isinstance(equation, str) else ""
+    sides = text.split("->")
+    if len(sides) != 2 or sides[0].count(",") != 1:
+        return False
+    left, right = sides[0].split(",")
+    tensors = (left, right, sides[1])
+    if not all(all(c.isalpha() for c in t) and len(set(t)) == len(t) for t in tensors):
+        return False
+    if len(left) != operands[0].dim() or len(right) != operands[1].dim():
+        return False
+    sizes = dict(zip(left, operands[0].shape))
+    return (set(left) <= set(right + sides[1]) and set(right) <= set(left + sides[1])
+            and all(sizes.get(c, n) == n for c, n in zip(right, operands[1].shape)))
+
+
+def _check(fits: bool, name: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    if not fits:
+        raise RuntimeError(f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
+
+
+def _autocast(*tensors: Any) -> tuple:
+    """What autocast would do to the operands of a product."""
+    kind = next(t.device.type for t in tensors if t is not None)
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+                 for t in tensors)
+
+
+TAKEN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
+    F.linear: linear, torch.matmul: matmul, torch.Tensor.matmul: matmul, torch.Tensor.__matmul__: matmul,
+    torch.Tensor.__rmatmul__: lambda b, a: matmul(a, b), torch.einsum: einsum,
+}

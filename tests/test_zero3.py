@@ -1,0 +1,148 @@
+"""ZeRO 3 layer by layer: plain torch's numbers, few moves, the published bytes, and two layers' parameters at a time."""
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from shards import place
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import globaltensor as gt
+from globaltensor.parallel import zero3
+
+S, B = gt.sbp.split, gt.sbp.broadcast
+SEED, LAYERS, HIDDEN = 17, 4, 12
+PLACES = {"dp": ([0, 1], ("dp",)), "dp of 4": ([3, 1, 0, 2], ("dp",)), "replicas": ([[0, 1], [2, 3]], ("out", "dp")),
+          "dp x tp": ([[0, 1], [2, 3]], ("dp", "tp"))}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def made(name):
+    """A plain net and a global one under ZeRO 3, with optimizers and inputs."""
+    where = place(*PLACES[name])
+    torch.manual_seed(SEED)
+    plain, x = Net().double(), torch.randn(8, 3, HIDDEN).double()
+    rows = {"*.up.*": {"tp": S(0)}, "*.down.weight": {"tp": S(1)}} if "tp" in where.axis_names else {}
+    model = gt.parallelize(copy.deepcopy(plain), where, rows)
+    ours = gt.zero(torch.optim.AdamW(model.parameters(), lr=0.01), stage=3, model=model)
+    lies = {axis: S(0) for axis in where.axis_names if axis != "tp"}
+    return (plain, x, torch.optim.AdamW(plain.parameters(), lr=0.01)), (model, gt.from_full(x, where, lies), ours)
+
+
+def same(model, plain):
+    for (name, p), q in zip(model.named_parameters(), plain.named_parameters()):
+        torch.testing.assert_close(p.full_tensor(), q[1], rtol=1e-9, atol=1e-12, msg=lambda m: f"{name}: {m}")
+
+
+def once(net, x):
+    net(x).pow(2).mean().backward()
+
+
+def two_at_once(net, x):
+    """Both forward passes before any backward."""
+    losses = [net(x * k).pow(2).mean() for k in (1.0, 0.5)]
+    for loss in losses:
+        loss.backward()
+
+
+def in_turns(net, x):
+    for k in (1.0, 0.5):
+        net(x * k).pow(2).mean().backward()
+
+
+def looked_at_between(net, x):
+    with torch.no_grad():
+        net(x)
+    net(x)                                           # nobody asks for its gradients
+    once(net, x)
+
+
+def recomputed(net, x):
+    for block in net.blocks:
+        block.forward = partial(checkpoint, type(block).forward, block, use_reentrant=False)
+    once(net, x)
+
+
+def after_an_error(net, x):
+    with pytest.raises(RuntimeError):
+        net(x[..., 1:])
+    once(net, x)
+
+
+def loss_of_the_middle(net, x):
+    (net.blocks[1](net.blocks[0](x)).pow(2).mean()).backward()
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("how", [once, two_at_once, in_turns, looked_at_between, recomputed, after_an_error,
+                                 loss_of_the_middle])
+def test_training(name, how):
+    nets = made(name)
+    for _ in range(3):
+        for net, x, optimizer in nets:
+            how(net, x)
+            optimizer.step()
+            optimizer.zero_grad()
+        same(nets[1][0], nets[0][0])
+    for block in nets[1][0].blocks:                  # nothing is left standing before a parameter
+        assert block.up.weight is block.up._parameters["weight"]
+
+
+def test_few_moves_of_the_published_bytes():
+    _, (net, x, optimizer) = made("dp of 4")
+    for _ in range(2):
+        with gt.record() as moves:
+            once(net, x)
+            optimizer.step()
+            optimizer.zero_grad()
+    size = sum(p.numel() * 8 for p in net.parameters())
+    gathers = [m for m in moves if m.op == "zero"]
+    # forward: layers 0 and 1, then 2, then 3; backward: 3 and 2, then 1, then 0
+    assert [m.tensors for m in gathers] == [8, 4, 4, 8, 4, 4]
+    assert sum(m.bytes for m in gathers) == 2 * 3 * size // 4
+    assert [(m.bytes, m.tensors) for m in moves if m.op == "gradient"] == [(3 * size // 4, 4 * LAYERS)]
+    assert not [m for m in moves if m.bytes > 64 and m.op not in ("zero", "gradient")]
+
+
+def test_two_layers_are_gathered_at_a_time(monkeypatch):
+    """Whatever autograd keeps: of all parameters that were ever gathered, whose memory is there?"""
+    _, (net, x, _) = made("dp")
+    saved, seen = [], []
+
+    def pack(t):
+        if t.is_global and t.dim() == 2:             # the weights
+            saved.append(t)
+        return t
+
+    def there():
+        return sum(any(s.untyped_storage().nbytes() for s in t.shards.values()) for t in saved)
+
+    real = zero3.gather
+    monkeypatch.setattr(zero3, "gather", lambda layers: (seen.append(there()), real(layers), seen.append(there())))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = net(x).pow(2).mean()
+        assert len(saved) == 2 * LAYERS and there() == 0
+        loss.backward()
+    assert max(seen) == (4 if x.shards else 0) and there() == 0          # two weights a layer
