@@ -27,7 +27,8 @@ from globaltensor.parallel.plan import Plan, parallelize
 from globaltensor.parallel.zero import zero
 from globaltensor.pipelining.runner import pipeline
 from globaltensor.runtime import process_group  # noqa: F401  (backend registers itself with torch.distributed)
-from globaltensor.runtime.comm import init, rank, world_size
+from globaltensor.runtime.start import init
+from globaltensor.runtime.world import rank, world_size
 from globaltensor.tensors import plain
 from globaltensor.tensors.convert import from_full, from_local, from_shards
 from globaltensor.tensors.factories import (

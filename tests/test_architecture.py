@@ -87,8 +87,8 @@ def test_every_file_begins_by_teaching_its_idea():
 
 
 def test_importing_starts_nothing():
-    code = ("import globaltensor, torch, sys; from globaltensor.runtime import comm;"
-            "assert comm._world is None and not torch.distributed.is_initialized();"
+    code = ("import globaltensor, torch, sys; from globaltensor.runtime.world import started;"
+            "assert started() is None and not torch.distributed.is_initialized();"
             "assert not torch.cuda.is_initialized();"
             "heavy = {'torch.utils.cpp_extension', 'matplotlib', 'rich', 'scipy', 'torch.distributed.run'};"
             "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()")

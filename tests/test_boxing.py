@@ -31,7 +31,7 @@ def make(shape, where, sbp, generator):
 
 def whole(x):
     """The value, put together by hand where this process has all shards."""
-    return gather(x) if gt.init().lone else x.full_tensor()
+    return gather(x) if gt.init().single_process else x.full_tensor()
 
 
 def check(x, value, dst):
@@ -232,7 +232,7 @@ def test_windows_are_summed_into_any_layout(ranks):
         value = torch.zeros(5, 4, dtype=torch.float64)
         for rank, part in terms.values():
             value[tuple(slice(*ends) for ends in src.boxes[rank])] += part
-        own = {r: terms[tuple(where.coords[r][i] for i in kept)][1] for r in where.flat if r in gt.init().driven}
+        own = {r: terms[tuple(where.coords[r][i] for i in kept)][1] for r in where.flat if r in gt.init().local_ranks}
         dst = layout(where, dst)
         shards, = box([Boxed(spec(src, (5, 4), None, torch.float64), own, dst)], "test")
         got = gt.from_shards(shards, where, dst.sbp)

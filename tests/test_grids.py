@@ -225,7 +225,7 @@ def test_a_plan_along_four_axes():
 @pytest.mark.processes
 def test_on_27_ranks():
     """What needs more ranks than the other tests have."""
-    if not gt.init().lone:
+    if not gt.init().single_process:
         pytest.skip("for one process")
     code, out, err = run([PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "3", "--rootdir", ROOT, __file__,
                           "--deselect", f"{__file__}::test_on_27_ranks"], environment(GLOBALTENSOR_RANKS="27"))

@@ -288,7 +288,7 @@ def all_sums_shared(monkeypatch):
 @pytest.mark.parametrize("shape", [(6, 4), (5, 3), (1, 7), (0, 3)], ids=str)
 @pytest.mark.parametrize("ranks", [[0, 1], [2, 0, 1], [0, 1, 2, 3], [[0, 1], [2, 3]]], ids=str)
 def test_every_pair_on_one_placement(kernel, all_sums_shared, ranks, shape):
-    if not gt.init().lone:
+    if not gt.init().single_process:
         pytest.skip("the twin is run in one process")
     r, where = random.Random(SEED), place(ranks)
     sbps = list(itertools.product([*STATES, partial_max, partial_min], repeat=where.ndim))
@@ -298,7 +298,7 @@ def test_every_pair_on_one_placement(kernel, all_sums_shared, ranks, shape):
 
 @pytest.mark.parametrize("ranks", [[2, 0, 1], [[0, 1], [2, 3]], [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]], ids=str)
 def test_sums_large_enough_that_every_part_has_some(kernel, all_sums_shared, ranks):
-    if not gt.init().lone:
+    if not gt.init().single_process:
         pytest.skip("the twin is run in one process")
     r, where = random.Random(SEED), place(ranks)
     sbps = list(itertools.product(STATES, repeat=where.ndim))
@@ -310,7 +310,7 @@ def test_sums_large_enough_that_every_part_has_some(kernel, all_sums_shared, ran
 @pytest.mark.parametrize("ranks", [([0, 1], [1, 2]), ([0, 1, 2], [[3, 4], [1, 0]]), ([[0, 1], [2, 3]], [3, 1, 0, 2]),
                                    ([[0, 1, 2], [3, 4, 5]], [0])], ids=str)
 def test_between_placements(kernel, all_sums_shared, ranks):
-    if not gt.init().lone:
+    if not gt.init().single_process:
         pytest.skip("the twin is run in one process")
     r, (one, other) = random.Random(SEED), (place(some) for some in ranks)
     for a, b in itertools.product(itertools.product([*STATES, partial_max], repeat=one.ndim),
@@ -319,7 +319,7 @@ def test_between_placements(kernel, all_sums_shared, ranks):
 
 
 def test_tensors_without_dims_and_with_eight(kernel, all_sums_shared):
-    if not gt.init().lone:
+    if not gt.init().single_process:
         pytest.skip("the twin is run in one process")
     r, where = random.Random(SEED), place([[0, 1], [2, 3]])
     eight = [partial_sum, split(2), split(7)]

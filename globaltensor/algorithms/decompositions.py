@@ -17,7 +17,7 @@ from globaltensor.layouts.sbp import partial_max
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import MEAN, SUM, dims_of, option
 from globaltensor.rules.line import replayable
-from globaltensor.runtime import comm
+from globaltensor.runtime.agreement import agree_on, checking
 
 aten = torch.ops.aten
 
@@ -52,8 +52,8 @@ def as_global(run: Any, t: Any, like: Any, op: str) -> Any:
     """An operand beside a global one; a plain one counts as broadcast."""
     if hasattr(t, "spec"):
         return t
-    if comm.checking():
-        comm.agree_on(t, f"a plain operand of {op}")
+    if checking():
+        agree_on(t, f"a plain operand of {op}")
     own = spec(like.spec.layout.whole, tuple(t.shape), t.stride(), t.dtype)
     return run.wrap(own, dict.fromkeys(like.shards, t))
 

@@ -28,7 +28,8 @@ from globaltensor.algorithms.decompositions import wide
 from globaltensor.layouts.layout import Layout, Spec, cut, layout, spec
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
-from globaltensor.runtime import comm
+from globaltensor.runtime.agreement import agree_on, checking
+from globaltensor.runtime.world import local_ranks_of
 
 aten = torch.ops.aten
 S0, S1, S2 = split(0), split(1), split(2)
@@ -126,8 +127,8 @@ def _row_shapes(of: Spec) -> dict[int, tuple[int, ...]]:
 def _whole(t: Tensor, run: Any, op: str) -> Tensor | None:
     """A small tensor's whole value, on the CPU; None on a process that has no part of it."""
     if not hasattr(t, "spec"):
-        if comm.checking():
-            comm.agree_on(t, f"a plain operand of {op}")
+        if checking():
+            agree_on(t, f"a plain operand of {op}")
         return t.cpu()
     whole, = run.box([t], [t.spec.layout.whole], op)
     return next(iter(whole.shards.values())).cpu() if whole.shards else None
@@ -307,5 +308,5 @@ def _made_global(t: Tensor, call: Call, run: Any) -> Any:
         return t
     other = next(x for x in call.tensors if hasattr(x, "spec"))
     home = layout(other.placement, other.spec.layout.whole.sbp)
-    ranks = [r for r in comm.world().driven if r in other.placement.coords]
+    ranks = local_ranks_of(other.placement)
     return run.wrap(spec(home, tuple(t.shape), None, t.dtype), {r: t.contiguous() for r in ranks})

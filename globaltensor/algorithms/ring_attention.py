@@ -36,7 +36,7 @@ from globaltensor.algorithms.decompositions import as_global, wide
 from globaltensor.layouts.layout import Layout, Shape, layout, spec, volume, windows
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
-from globaltensor.runtime import comm
+from globaltensor.runtime.world import world
 
 Ends = tuple[int, int]                               # start and stop along the sequence
 
@@ -82,7 +82,7 @@ def _fits(q: Any, k: Any, v: Any) -> bool:
 
 def _seconds(call: Call, lie: Layout, ring: list[int]) -> tuple[float, float, float]:
     """Of attention in turns, with heads or samples dealt (infinite where they cannot be), and with k and v gathered."""
-    where, machine = lie.placement, comm.world().machine
+    where, machine = lie.placement, world().machine
     n = prod(where.shape[axis] for axis in ring)
     latency, bandwidth = machine.link(where.flat)
     others = prod(parts for axis, (s, parts) in enumerate(zip(lie.sbp, where.shape)) if s.is_split and axis not in ring)

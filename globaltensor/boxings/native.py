@@ -11,8 +11,9 @@ from typing import Any
 from globaltensor.boxings.kernel_program import DIMS, compile_program, direct
 from globaltensor.errors import DisagreementError, TransportError, where
 from globaltensor.layouts.layout import Layout, Spec, spec
-from globaltensor.runtime import comm, deadlock
+from globaltensor.runtime import deadlock
 from globaltensor.runtime.native import face
+from globaltensor.runtime.world import local_ranks_of, world
 
 
 @lru_cache(20_000)
@@ -20,13 +21,13 @@ def find(of: Spec, dst: Layout) -> Any:
     """The native boxing of a tensor of this spec to `dst`; None where there is none."""
     if face is None or of.ndim > DIMS or not _near(of.layout, dst):
         return None
-    world = comm.world()
-    index = {r: r if world.lone else r - min(world.neighbours) for r in (*of.placement.flat, *dst.placement.flat)}
+    here = world()
+    index = {r: r if here.single_process else r - min(here.host_peers) for r in (*of.placement.flat, *dst.placement.flat)}
     chain = direct(of.layout, dst)
     steps = []
     for a, b in zip(chain, chain[1:]):
-        program = compile_program(a, b, of.shape, of.dtype.itemsize, world.driven, index, True)
-        ranks = [r for r in world.driven if r in b.placement.coords]
+        program = compile_program(a, b, of.shape, of.dtype.itemsize, here.local_ranks, index, True)
+        ranks = local_ranks_of(b.placement)
         steps.append({"regions": program.regions, "corners": program.corners, "op": program.op,
                       "partners": program.partners, "ties": program.ties, "result": spec(b, of.shape, None, of.dtype),
                       "sizes": [list(b.local_shape(of.shape, r)) for r in ranks]})
@@ -37,8 +38,8 @@ def _near(src: Layout, dst: Layout) -> bool:
     """Can all ranks concerned read each other's memory?"""
     if src.placement.type != "cpu" or dst.placement.type != "cpu":
         return False
-    world = comm.world()
-    return world.lone or world.neighbours.issuperset((*src.placement.flat, *dst.placement.flat))
+    here = world()
+    return here.single_process or here.host_peers.issuperset((*src.placement.flat, *dst.placement.flat))
 
 
 def _failed(how: str, what: str, rank: int, text: str) -> None:
@@ -46,14 +47,14 @@ def _failed(how: str, what: str, rank: int, text: str) -> None:
     if how == "lost" and (vain := deadlock.found()):  # not of a stopped one: it may be who keeps the store that is asked
         raise vain
     face.tell(f"{what}   at {where()}")
-    told = face.told(len(comm.world().neighbours), 0.5)
-    ranks = sorted(comm.world().neighbours)
+    told = face.told(len(world().host_peers), 0.5)
+    ranks = sorted(world().host_peers)
     rows = "".join(f"\n    rank {r}: {said or 'elsewhere'}" for r, said in zip(ranks, told))
     if how == "disagreed":
         raise DisagreementError("the ranks disagree about what to do" + rows, f"{text}: every rank runs the same program",
                                 "no global op under a condition that differs between ranks, such as gt.rank() == 0")
     lost = f"rank {ranks[rank]}" if rank >= 0 else "the others"
-    raise TransportError(f"rank {comm.rank()} lost touch with {lost} in the boxing for {what}" + rows, text,
+    raise TransportError(f"rank {world().rank} lost touch with {lost} in the boxing for {what}" + rows, text,
                          "look at the first error of the other ranks")
 
 

@@ -9,7 +9,7 @@ range of its rows, and each names the rows that it wants, ascending and every ro
 
 The one is the transpose of the other, and so the gradient of it. What travels is a row per rank that wants it and does
 not hold it: nothing is gathered, and one message goes from a rank to each other one. Ranks of this process are read in
-place, the others reached by `comm.exchange`. Nothing is kept between calls.
+place, the others reached by `exchange`. Nothing is kept between calls.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from globaltensor.boxings.run import Shards, wide
 from globaltensor.errors import where
 from globaltensor.layouts.layout import Layout
 from globaltensor.layouts.placement import placement
-from globaltensor.runtime import comm
+from globaltensor.runtime.exchange import exchange
 
 Range = tuple[int, int]
 
@@ -139,7 +139,7 @@ def _carry(of: Rows, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -
     """Rows to and from other processes, of which each drives one rank."""
     tag = zlib.crc32(f"rows {of.op} {of.src} {of.dst}".encode()) & 0x3FFFFFFF | 8
     if outgoing or incoming:
-        comm.exchange({r: _bytes(t.contiguous()) for r, t in outgoing.items()},
+        exchange({r: _bytes(t.contiguous()) for r, t in outgoing.items()},
                       {r: _bytes(t) for r, t in incoming.items()}, f"the rows for {of.op}", tag)
 
 

@@ -2,7 +2,7 @@
 
 Each step is compiled, once per pair of layouts and shape, to what this process has to do: the parts it sends to
 other processes, and for each rank that it drives the pieces of the new shard. Ranks of this process are read in
-place; the rest comes by `comm.exchange`, all tensors of one step in one message per peer. Terms of a sum are added
+place; the rest comes by `exchange`, all tensors of one step in one message per peer. Terms of a sum are added
 in the order of their ranks, in float32 for the 16-bit floats, so every rank gets the same bits.
 """
 from __future__ import annotations
@@ -20,8 +20,9 @@ from globaltensor.boxings.plan import bytes_received, plan
 from globaltensor.boxings.route import route
 from globaltensor.errors import where
 from globaltensor.layouts.layout import Layout, Shape, Spec, slices, spec, volume
-from globaltensor.runtime import comm
+from globaltensor.runtime.exchange import exchange
 from globaltensor.runtime.native import face
+from globaltensor.runtime.world import world
 
 Shards = dict[int, torch.Tensor]
 Index = tuple[slice, ...]
@@ -76,7 +77,7 @@ def box(items: Sequence[Boxed], op: str = watch.EXPLICIT) -> list[Shards]:
             return _natively(items, found, op)
     else:
         found = []
-    machine = comm.world().machine
+    machine = world().machine
     plans = [plan(i.spec.layout, i.dst, i.spec.shape, i.spec.nbytes, machine).layouts for i in items]
     moves = [k for k, steps in enumerate(plans) if len(steps) > 1]
     if not moves:
@@ -123,7 +124,7 @@ _received = lru_cache(10_000)(bytes_received)
 
 @lru_cache(20_000)
 def _compile(src: Layout, dst: Layout, shape: Shape) -> Program:
-    mine = set(comm.world().driven)
+    mine = set(world().local_ranks)
     shapes: dict[int, tuple[Shape, bool]] = {}
     fills: dict[int, tuple[Fill, ...]] = {}
     outgoing: dict[int, list[Part]] = {}
@@ -197,7 +198,7 @@ def _exchange(programs: list[Program], shards: list[Shards], dtypes: list[torch.
     device = next(iter(next(s for s in shards if s).values())).device if any(shards) else "cpu"
     buffers = {peer: torch.empty(n, dtype=torch.uint8, device=device) for peer, n in incoming.items()}
     tag = sum(k * program.tag + dtype.itemsize for k, (program, dtype) in enumerate(zip(programs, dtypes), 1))
-    comm.exchange({peer: torch.cat(parts) if len(parts) > 1 else parts[0] for peer, parts in outgoing.items()}, buffers,
+    exchange({peer: torch.cat(parts) if len(parts) > 1 else parts[0] for peer, parts in outgoing.items()}, buffers,
                   f"the boxing for {op}", tag & 0x3FFFFFFF | 8)
     return {peer: _Stream(data) for peer, data in buffers.items()}
 
@@ -239,7 +240,7 @@ def _read(held: Shards, part: Part) -> torch.Tensor:
 def _build(program: Program, held: Shards, item: Boxed, dst: Layout, received: dict[int, _Stream]) -> Shards:
     dtype, built = item.spec.dtype, {}
     for rank, (shape, zero) in program.shapes.items():
-        device = comm.world().device(dst.placement.type, rank)
+        device = world().device(dst.placement.type, rank)
         made = (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=device)
         for at, size, parts in program.fills[rank]:
             terms = [_read(held, p) if p.owner is None else received[p.owner].take(size, p.size, dtype) for p in parts]

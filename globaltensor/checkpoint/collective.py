@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from globaltensor.checkpoint.manifest import CheckpointError
 from globaltensor.errors import GlobalTensorError
-from globaltensor.runtime import comm
+from globaltensor.runtime.agreement import gather_objects
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ def together(what: str, do: Callable[[], T], token: Callable[[T], object] = lamb
         error = CheckpointError(f"{what} failed: {type(caught).__name__}: {caught}")
         error.__cause__ = caught
     told = (error.what, error.why, error.fix) if error else None
-    said = comm.gather_objects((told, None if error else token(result)), what)
+    said = gather_objects((told, None if error else token(result)), what)
     if error is not None:
         raise error
     for rank, (wrong, _) in enumerate(said):

@@ -27,7 +27,7 @@ from globaltensor.checkpoint.pieces import Files, check_dtype, digest, need_safe
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
-from globaltensor.runtime import comm
+from globaltensor.runtime.world import world, world_size
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -118,9 +118,9 @@ def save_safetensors(module: nn.Module, folder: str | os.PathLike[str], *, shard
     together("making the folder", lambda: folder.mkdir(parents=True, exist_ok=True))
     written: list[tuple[Path, Path]] = []
     for i, (name, group) in enumerate(zip(names, groups)):
-        rank = i % comm.world_size()
+        rank = i % world_size()
         held = _gathered({n: tensors[n] for n in group}, rank)
-        written += together("writing safetensors", lambda: _write(folder / name, held) if rank in comm.world().driven
+        written += together("writing safetensors", lambda: _write(folder / name, held) if rank in world().local_ranks
                             else [])
     together("renaming safetensors", lambda: _rename(written))
     together("finishing safetensors", lambda: _finish(folder, dict(zip(names, groups)), tensors))
@@ -163,7 +163,7 @@ def _gathered(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Te
     items = [Boxed(t.spec, t.shards, layout(placement(t.placement.type, [rank]), (broadcast,)))
              for t in globals_.values()]
     found = dict(zip(globals_, box(items, "save_safetensors"))) if items else {}
-    if rank not in comm.world().driven:
+    if rank not in world().local_ranks:
         return {}
     return {name: (found[name][rank] if name in found else t).cpu().contiguous() for name, t in tensors.items()}
 
@@ -181,7 +181,7 @@ def _rename(written: list[tuple[Path, Path]]) -> None:
 
 def _finish(folder: Path, groups: dict[str, list[str]], tensors: dict[str, torch.Tensor]) -> None:
     """The index, and away with the files of an earlier save that is not there any more."""
-    if comm.rank() != 0:
+    if world().rank != 0:
         return
     if len(groups) > 1:
         total = sum(t.numel() * t.dtype.itemsize for t in tensors.values())

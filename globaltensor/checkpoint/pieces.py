@@ -20,7 +20,7 @@ from globaltensor.checkpoint.manifest import DTYPES, CheckpointError, Entry, Pie
 from globaltensor.dispatch.execute import check_guard
 from globaltensor.layouts.layout import Box, layout, meet, slices, spec, volume
 from globaltensor.layouts.sbp import broadcast
-from globaltensor.runtime import comm
+from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 try:
@@ -65,7 +65,7 @@ def whole(t: torch.Tensor) -> Box:
 def parts(t: torch.Tensor) -> list[Part]:
     """The parts of a tensor that this process has: a shard per rank, or the whole of a plain one."""
     if not isinstance(t, GlobalTensor):
-        return [Part(comm.rank(), whole(t), t.detach())]
+        return [Part(world().rank, whole(t), t.detach())]
     check_guard(t)
     first = {r: all(i == 0 or s.op != "sum" for i, s in zip(t.placement.coords[r], t.sbp)) for r in t.shards}
     return [Part(r, t.spec.box(r), shard, first[r]) for r, shard in t.shards.items()]
@@ -216,8 +216,8 @@ def like(t: torch.Tensor) -> torch.Tensor:
 def make(shape: Iterable[int], dtype: torch.dtype, where: Any) -> GlobalTensor:
     """A new global tensor, its values undefined; no communication."""
     of = spec(where, tuple(shape), None, dtype)
-    ranks = [r for r in comm.world().driven if r in of.placement.coords]
-    return GlobalTensor.wrap(of, {r: torch.empty(of.local_shape(r), dtype=dtype, device=comm.world().device(
+    ranks = local_ranks_of(of.placement)
+    return GlobalTensor.wrap(of, {r: torch.empty(of.local_shape(r), dtype=dtype, device=world().device(
         of.placement.type, r)) for r in ranks})
 
 

@@ -26,7 +26,8 @@ from globaltensor.checkpoint.pieces import Job, check_dtype, need_safetensors, p
 from globaltensor.checkpoint.tree import Flat, flatten
 from globaltensor.errors import where
 from globaltensor.layouts.layout import slices
-from globaltensor.runtime import comm
+from globaltensor.runtime.agreement import broadcast_object, checksum, gather_objects
+from globaltensor.runtime.world import world, world_size
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 PATIENCE = 1800.0                                    # seconds for which a rank waits for the others to have written
@@ -56,9 +57,9 @@ def save(state: Any, directory: str | os.PathLike[str], *, asynchronous: bool = 
     flat = together("saving a checkpoint", lambda: _flat(state), _outline)
     _same_values(flat)
     settled = _settle(flat.tensors)
-    jobs = share_out(settled, range(comm.world_size()))
+    jobs = share_out(settled, range(world_size()))
     began = together("making the folder of a checkpoint", lambda: _start(path))
-    name, aside = comm.broadcast_object(began, 0, "naming a checkpoint")
+    name, aside = broadcast_object(began, 0, "naming a checkpoint")
     together("finding the folder of a checkpoint", lambda: _see(aside))
     data = _data(settled, jobs, asynchronous)
     saving = _running[path] = Saving(flat, settled, data, aside, path / name, keep)
@@ -79,7 +80,7 @@ class Saving:
         self._entries = {name: (t.dtype, tuple(t.shape), isinstance(t, GlobalTensor)) for name, t in settled.items()}
         self._error: Exception | None = None
         self._told = False
-        self._rank, self._ranks = comm.rank(), comm.world_size()
+        self._rank, self._ranks = world().rank, world_size()
         self._thread = threading.Thread(target=self._run, name=f"saving {path.name}")
         self._thread.start()                         # not a daemon: a program that ends waits for it
 
@@ -198,19 +199,19 @@ def _outline(flat: Flat) -> str:
 
 def _same_values(flat: Flat) -> None:
     """Plain tensors and values are written once, so a rank that has others must be told, not forgotten."""
-    if comm.world().lone:
+    if world().single_process:
         return
 
     def values() -> dict[str, int]:
-        found = {name: comm.checksum(t) for name, t in flat.tensors.items() if not isinstance(t, GlobalTensor)}
+        found = {name: checksum(t) for name, t in flat.tensors.items() if not isinstance(t, GlobalTensor)}
         return found | {f"the plain value {path}": zlib.crc32(json.dumps(value).encode())
                         for path, value in _plain(flat.state)}
 
     mine = values()
-    said = comm.gather_objects((zlib.crc32(repr(mine).encode()),), "comparing the plain values of a checkpoint")
+    said = gather_objects((zlib.crc32(repr(mine).encode()),), "comparing the plain values of a checkpoint")
     if len(set(said)) == 1:
         return
-    said = comm.gather_objects((mine,), "naming the plain values of a checkpoint that differ")
+    said = gather_objects((mine,), "naming the plain values of a checkpoint that differ")
     names = [name for name in mine if len({found.get(name) for (found,) in said}) > 1] or ["their names"]
     raise CheckpointError(f"{', '.join(names[:8])} of the state are not the same on all ranks",
                           "plain tensors and values are written once, so they must be",
@@ -234,7 +235,7 @@ def _settle(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _start(path: Path) -> tuple[str, Path] | None:
-    return folders.start(path) if comm.rank() == 0 else None
+    return folders.start(path) if world().rank == 0 else None
 
 
 def _see(aside: Path) -> None:
@@ -245,8 +246,8 @@ def _see(aside: Path) -> None:
 
 def _data(tensors: dict[str, torch.Tensor], jobs: list[Job], copy: bool) -> dict[int, dict[Job, torch.Tensor]]:
     """What each rank that this process drives has to write, contiguous and on the CPU; copied where it may change."""
-    world = comm.world()
-    data: dict[int, dict[Job, torch.Tensor]] = {rank: {} for rank in world.driven}
+    here = world()
+    data: dict[int, dict[Job, torch.Tensor]] = {rank: {} for rank in here.local_ranks}
     held = {name: {p.rank: p for p in parts(t)} for name, t in tensors.items()}
     for job in jobs:
         if job.rank in data:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import globaltensor
-from globaltensor.runtime import comm, native
+from globaltensor.runtime import native
+from globaltensor.runtime.world import world_size
 
 
 def options(of: argparse.ArgumentParser) -> None:
@@ -76,7 +77,7 @@ def _world() -> dict[str, Any]:
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return {"ranks": int(os.environ["WORLD_SIZE"]), "driven by this process": os.environ["RANK"],
                 "because": "a launcher set RANK and WORLD_SIZE"}
-    size = comm.world_size()
+    size = world_size()
     why = ("GLOBALTENSOR_RANKS is set" if "GLOBALTENSOR_RANKS" in os.environ else
            "one for each GPU" if torch.cuda.device_count() else "no launcher, no GPU: GLOBALTENSOR_RANKS sets another")
     return {"ranks": size, "driven by this process": "all", "because": why}

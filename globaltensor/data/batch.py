@@ -22,7 +22,7 @@ import torch
 from globaltensor.errors import GlobalTensorError, SbpError, ShapeError
 from globaltensor.layouts.layout import Layout, layout, slices, spec
 from globaltensor.layouts.sbp import NdSbp, broadcast, nd_sbp
-from globaltensor.runtime import comm
+from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.global_tensor import GlobalTensor, resolve
 
 
@@ -39,7 +39,7 @@ class Cutter:
             if s.is_split and s.dim < 0:
                 raise SbpError(f"a batch with split({s.dim})", "the tensors of a batch may differ in their dims, so "
                                "dims are counted from the start", "gt.sbp.split(1)")
-        self.mine = [r for r in comm.world().driven if r in self.placement.coords]
+        self.mine = local_ranks_of(self.placement)
 
     def layout(self, ndim: int) -> Layout:
         """The layout of a tensor of `ndim` dims: broadcast along axes that split a dim it does not have."""
@@ -84,7 +84,7 @@ class Cutter:
         for r in self.mine:
             box = of.box(r)
             part = source[slices(box, have)]
-            part = part.to(comm.world().device(self.placement.type, r), non_blocking=True).contiguous()
+            part = part.to(world().device(self.placement.type, r), non_blocking=True).contiguous()
             shards[r] = part.clone() if box in taken and part.device == source.device else part
             taken.add(box)
         return GlobalTensor.wrap(of, shards)

@@ -26,7 +26,8 @@ from globaltensor.data.sampler import Batch, Sampler
 from globaltensor.data.seeding import Seeded, ShowOwnDataset, apart, mix
 from globaltensor.errors import DisagreementError, GlobalTensorError
 from globaltensor.layouts.layout import sbp_text
-from globaltensor.runtime import comm
+from globaltensor.runtime.agreement import agree
+from globaltensor.runtime.world import world
 
 
 class _Requests:
@@ -115,7 +116,7 @@ class DataLoader:
     def __iter__(self) -> Iterator[Any]:
         batches = self.sampler.batches()
         state, s = self.sampler.state_dict(), self.sampler
-        comm.agree(f"DataLoader of {s.n} samples from {state}, batch_size={s.batch_size}, shuffle={s.shuffle}, "
+        agree(f"DataLoader of {s.n} samples from {state}, batch_size={s.batch_size}, shuffle={s.shuffle}, "
                    f"seed={s.seed}, tail={s.tail}, on {self.placement} {sbp_text(self.sbp)}")
         self._requests.batches, coming = tee(batches)
         if self._own_generator:
@@ -159,11 +160,11 @@ class DataLoader:
 
     def _check_agreement(self, batch: Batch, said: list[str]) -> None:
         """All processes hold parts of this very batch, of the same shapes."""
-        if comm.world().lone or not self._check:
+        if world().single_process or not self._check:
             return
         order = zlib.crc32(array("q", batch.indices).tobytes())
         try:
-            comm.agree(f"samples {batch.start} to {batch.stop} of epoch {batch.epoch} (indices {order:08x}): "
+            agree(f"samples {batch.start} to {batch.stop} of epoch {batch.epoch} (indices {order:08x}): "
                        f"{', '.join(said)}")
         except DisagreementError as error:
             raise DisagreementError(error.what.replace("about what to create", "about a batch"),

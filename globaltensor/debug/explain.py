@@ -24,7 +24,7 @@ from globaltensor.layouts.layout import Spec, Windows, sbp_text
 from globaltensor.layouts.placement import placement
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call
-from globaltensor.runtime import comm
+from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 
@@ -154,7 +154,7 @@ def _second(recipe: Recipe, call: Call, operands: list[Spec]) -> tuple[str, floa
     target = recipe.written[0] if recipe.written and rule.outputs else None
     for target, moved in ((target, False), (target, True), (None, False)):
         prices: dict[tuple, tuple[float, tuple]] = {}
-        for price, nd in rank_choices(rule, operands, outputs, comm.world().machine, target, moved):
+        for price, nd in rank_choices(rule, operands, outputs, world().machine, target, moved):
             prices.setdefault(_inputs(nd), (price, nd))
         if taken in prices:
             break

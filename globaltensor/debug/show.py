@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Box, Spec, volume
-from globaltensor.runtime import comm
+from globaltensor.runtime.world import world
 
 WIDTH, HEIGHT = 96, 40                               # characters and lines that a drawing may take
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#ff9da7", "#9c755f", "#bab0ac")
@@ -48,7 +48,7 @@ def show(x: Any, file: str | None = None) -> str:
     if not isinstance(of, Spec):
         raise GlobalTensorError("show of a plain tensor", "it lies on no ranks", "x.to_global(placement, sbp) first")
     lines = _lines(of)
-    if comm.rank() == 0:
+    if world().rank == 0:
         _print(lines)
         if file is not None:
             _picture(of, file)

@@ -22,7 +22,7 @@ from globaltensor.layouts.sbp import broadcast
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, Slot, arguments
 from globaltensor.rules.line import Line
-from globaltensor.runtime import comm
+from globaltensor.runtime.world import local_ranks_of, world
 
 
 def decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], rewritten: bool = False) -> Recipe:
@@ -37,7 +37,7 @@ def decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], rew
     _check_device(call, where)
     operands = [t.spec if type(t) is cls else spec_of_plain(t, where) for t in call.tensors]
     written = _written(cls, call)
-    ranks = tuple(r for r in comm.world().driven if r in where.coords)
+    ranks = local_ranks_of(where)
     home = layout(where, (broadcast,) * where.ndim)
     results = _meta(call, operands)
     recipe = Recipe(func, ranks, tuple(call.slots), (home,) * len(operands), None, written, home=home,
@@ -62,7 +62,7 @@ def decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], rew
 def _choose(cls: type, recipe: Recipe, line: Line, call: Call, operands: list[Spec], results: list[Any]) -> None:
     """Fill in what the rule says: layouts of operands and outputs, and how local arguments differ from global ones."""
     rule = line.family(call)
-    machine = comm.world().machine
+    machine = world().machine
     told = _told(results, len(rule.outputs))
     outputs = [(tuple(r.shape), r.nbytes) if r is not None else ((), 0) for r in told]
     target = recipe.written[0] if recipe.written and rule.outputs else None

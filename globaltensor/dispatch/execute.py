@@ -11,8 +11,9 @@ from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, put, s
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.layout import Spec, spec
 from globaltensor.rules.call import Call, Slot, arguments
-from globaltensor.runtime import comm
+from globaltensor.runtime.agreement import agree_on, broadcast_object, checking
 from globaltensor.runtime.philox import draw_key
+from globaltensor.runtime.world import world
 
 
 def _operand(args: tuple, kwargs: dict[str, Any], slot: Slot) -> Any:
@@ -36,9 +37,9 @@ def execute(cls: type, recipe: Recipe, args: tuple, kwargs: dict[str, Any]) -> A
             else:
                 local_kwargs[arguments(recipe.func)[at].name if isinstance(at, int) else at] = value
         if local_kwargs.get("device") is not None:
-            local_kwargs["device"] = comm.world().device(recipe.home.placement.type, rank)
+            local_kwargs["device"] = world().device(recipe.home.placement.type, rank)
         if key is not None:
-            results[rank] = seeded(recipe.func, key, comm.world().device(recipe.home.placement.type, rank),
+            results[rank] = seeded(recipe.func, key, world().device(recipe.home.placement.type, rank),
                                    local_args, local_kwargs)
         elif recipe.runner is not None:
             results[rank] = recipe.runner(recipe, rank, local_args, local_kwargs)
@@ -65,8 +66,8 @@ def _boxed(cls: type, recipe: Recipe, operands: list[Any]) -> list[Shards]:
             held.append(t.shards)
             own = t.spec
         else:
-            if comm.checking():
-                comm.agree_on(t, f"a plain operand of {recipe.func}")
+            if checking():
+                agree_on(t, f"a plain operand of {recipe.func}")
             held.append({rank: t for rank in recipe.ranks})
             own = spec_of_plain(t, recipe.home.placement)
         if want is not None and want is not own.layout:
@@ -140,7 +141,7 @@ def check_guard(t: Any) -> None:
 def _result_elsewhere(cls: type, recipe: Recipe) -> Any:
     """A process that drives no rank of the placement: global tensors without shards."""
     if recipe.outputs is None:
-        kind, payload = comm.broadcast_object(None, recipe.home.placement.flat[0])
+        kind, payload = broadcast_object(None, recipe.home.placement.flat[0])
         leaves = [spec(recipe.home, *p) if isinstance(p, tuple) else None for p in payload[0]]
         wrapped = [cls.wrap(own, {}) if own is not None else value for own, value in zip(leaves, payload[1])]
         return wrapped[0] if kind == "one" else tuple(wrapped)
@@ -153,10 +154,10 @@ def _result_elsewhere(cls: type, recipe: Recipe) -> Any:
 
 def _announce(recipe: Recipe, specs: list[Spec | None], made: list[Shards]) -> None:
     """Tell processes that drive no rank of the placement what came out, where only running the op told."""
-    world = comm.world()
-    if world.lone or len(recipe.home.placement.flat) == world.size:
+    here = world()
+    if here.single_process or len(recipe.home.placement.flat) == here.size:
         return
     kind = "one" if len(recipe.func._schema.returns) == 1 and len(specs) == 1 else "many"
     shapes = [None if s is None else (s.shape, s.stride, s.dtype) for s in specs]
     values = [next(iter(m.values())) if s is None else None for s, m in zip(specs, made)]
-    comm.broadcast_object((kind, (shapes, values)), recipe.home.placement.flat[0])
+    broadcast_object((kind, (shapes, values)), recipe.home.placement.flat[0])

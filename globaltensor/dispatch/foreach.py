@@ -21,7 +21,7 @@ from globaltensor.op_table.variants import foreach_algebra
 from globaltensor.rules.call import Call, arguments
 from globaltensor.rules.families import pointwise
 from globaltensor.rules.language import Rule
-from globaltensor.runtime import comm
+from globaltensor.runtime.world import local_ranks_of, world
 
 
 def is_foreach(func: OpOverload) -> bool:
@@ -53,7 +53,7 @@ def _run(cls: type, call: Call) -> Any:
     held = _boxed(cls, lists, wants, func)
     whole = {name: _whole(call[name], [w[0] for w in wants], func) for name in singles if type(call[name]) is cls}
     made: list[dict[int, Any]] = [{} for _ in range(count)]
-    for rank in comm.world().driven:
+    for rank in world().local_ranks:
         mine = [i for i in range(count) if rank in wants[i][0].placement.coords]
         if not mine:
             continue
@@ -75,17 +75,12 @@ def flat_wants(cls: type, call: Call) -> list[Spec] | None:
     if any(type(t) is not cls for name in written for t in lists[name]) or any(type(call[s]) is cls for s in singles):
         return None
     wants, results = _wants(cls, call, lists, singles, written, len(next(iter(lists.values()))))
-    if len({held_ranks(want[0]) for want in wants}) != 1:
+    if len({local_ranks_of(want[0].placement) for want in wants}) != 1:
         return None
     for k, tensors in enumerate(lists.values()):
         if any((t.spec.layout if type(t) is cls else want[k].whole) is not want[k] for t, want in zip(tensors, wants)):
             return None
     return results
-
-
-def held_ranks(of: Layout) -> tuple[int, ...]:
-    """The ranks of a placement that this process drives."""
-    return tuple(r for r in comm.world().driven if r in of.placement.coords)
 
 
 def _whole(single: Any, places: list[Layout], func: OpOverload) -> dict[int, torch.Tensor]:
@@ -119,7 +114,7 @@ def _wants(cls: type, call: Call, lists: dict, singles: list[str], written: set[
             target = 0 if written else None
             outputs = [(specs[0].shape, specs[0].nbytes)]
             every = specs + [spec(home, tuple(call[s].shape), None, call[s].dtype) for s in singles]
-            machine = comm.world().machine
+            machine = world().machine
             chosen = (choose(rule, every, outputs, machine, target)
                       or choose(rule, every, outputs, machine, target, moved=True))
             inputs, (give,) = layouts(chosen, every, 1)
@@ -145,7 +140,7 @@ def _boxed(cls: type, lists: dict, wants: list[list[Layout]], func: OpOverload) 
         for i, t in enumerate(tensors):
             want = wants[i][k]
             own = t.spec if type(t) is cls else spec(want.whole, tuple(t.shape), t.stride(), t.dtype)
-            shards = t.shards if type(t) is cls else {r: t for r in comm.world().driven if r in want.placement.coords}
+            shards = t.shards if type(t) is cls else dict.fromkeys(local_ranks_of(want.placement), t)
             held[name].append(shards if type(t) is cls else t)
             if own.layout is not want:
                 items.append(Boxed(own, shards, want))

@@ -13,14 +13,15 @@ from torch._ops import OpOverload
 
 from globaltensor.algorithms import local_impls
 from globaltensor.boxings import native as boxing
-from globaltensor.dispatch.foreach import flat_wants, held_ranks, is_foreach
+from globaltensor.dispatch.foreach import flat_wants, is_foreach
 from globaltensor.dispatch.recipe import Recipe, spec_of_plain
 from globaltensor.dispatch.trace import Tape
 from globaltensor.layouts.layout import spec
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, arguments
-from globaltensor.runtime import comm
+from globaltensor.runtime.agreement import checking
 from globaltensor.runtime.native import face
+from globaltensor.runtime.world import local_ranks_of
 
 _taken: set[OpOverload] = set()
 
@@ -48,7 +49,7 @@ def teach(key: bytes, cls: type, recipe: Recipe, func: OpOverload, args: tuple, 
 
 def teach_tape(key: bytes, rewrite: Any, call: Call, run: Any) -> Any:
     """Do a rewrite, and hand over what it did; or that it is Python's."""
-    if comm.checking() or not Tape.fits(call):
+    if checking() or not Tape.fits(call):
         face.teach_python(key)
         return rewrite(call, run)
     tape = Tape(run, call)
@@ -69,7 +70,7 @@ def _flat(cls: type, recipe: Recipe, call: Call) -> tuple | None:
     if (recipe.rewrite is not None or local is None or recipe.outputs is None or recipe.seeded
             or not _placed(call, recipe)):
         return None
-    if comm.checking() and any(type(t) is not cls for t in call.tensors):
+    if checking() and any(type(t) is not cls for t in call.tensors):
         return None
     if any(recipe.wants[q] is not None for q in recipe.written):
         return None
@@ -130,13 +131,13 @@ def _foreach(cls: type, call: Call) -> tuple | None:
     """A list of elements that all lie as they must, on the same ranks: one local call per rank."""
     if line_of(call.func) is not None:               # a rewrite of its own: norms
         return None
-    if comm.checking() or any(a.written and type(call[a.name]) is not cls and isinstance(call[a.name], torch.Tensor)
+    if checking() or any(a.written and type(call[a.name]) is not cls and isinstance(call[a.name], torch.Tensor)
                               for a in arguments(call.func)):
         return None
     outputs = flat_wants(cls, call)
     if outputs is None:
         return None
-    ranks = held_ranks(next(t.spec.layout for t in call.tensors if type(t) is cls))
+    ranks = local_ranks_of(next(t.spec.placement for t in call.tensors if type(t) is cls))
     written = any(a.written and call[a.name] for a in arguments(call.func))
     returns = call.func._schema.returns
     if written and returns:

@@ -36,7 +36,7 @@ from globaltensor.pipelining.stage_comm import (
     parcel,
 )
 from globaltensor.pipelining.stage_placement import Homes
-from globaltensor.runtime import comm
+from globaltensor.runtime.agreement import apart
 from globaltensor.schedules.schedule import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, Actions, B, F, I, Schedule, W
 from globaltensor.schedules.timetable import Event
 from globaltensor.tensors import gradients
@@ -106,7 +106,7 @@ class Step:
             if len(ranks) == self.schedule.ranks and self.post is None:
                 self._in_turns()
             else:
-                with comm.apart():
+                with apart():
                     for rank in ranks:
                         self._alone(rank, self.schedule.actions[rank])
         assert not (self.kept or self.inbox or self.outbox or self.coming), "a checked schedule leaves nothing behind"

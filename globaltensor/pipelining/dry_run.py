@@ -14,7 +14,7 @@ import torch
 from globaltensor.pipelining.actions import Step, buffers_left_alone, layouts_forward
 from globaltensor.pipelining.stage_comm import Parcel, carried, parcel, text
 from globaltensor.pipelining.stages import StageError
-from globaltensor.runtime import comm
+from globaltensor.runtime.agreement import apart, gather_objects
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 
@@ -28,12 +28,12 @@ def trial(step: Step, mb: int, part: Sequence[Any], own: Sequence[int]) -> None:
         outputs, found, wrong = (), None, ""
         if stage in own:
             try:
-                with comm.apart(), model.homes.replicas_in(stage), buffers_left_alone(module):
+                with apart(), model.homes.replicas_in(stage), buffers_left_alone(module):
                     outputs = step.call(stage, mb, given, grad=False)[1]
                 found = parcel(outputs).form
             except Exception as error:
                 wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no more is known'}"
-        said = comm.gather_objects((found, wrong), "a trial of the stages of a pipeline")
+        said = gather_objects((found, wrong), "a trial of the stages of a pipeline")
         wrong = next((error for _, error in said if error), "")
         if wrong:
             raise StageError(f"stage {stage} of {len(model.stages)} cannot work on {text(given.form)}", wrong,

@@ -38,8 +38,9 @@ from globaltensor.pipelining.stage_comm import Part, Post
 from globaltensor.pipelining.stage_placement import Homes, groups, homes
 from globaltensor.pipelining.stages import StageError, by_hand, cut
 from globaltensor.pipelining.tracing import traced
-from globaltensor.runtime import comm
+from globaltensor.runtime.agreement import agree_on, checking, gather_objects
 from globaltensor.runtime.p2p import ROOM
+from globaltensor.runtime.world import world
 from globaltensor.schedules.check import check
 from globaltensor.schedules.communication import communicate
 from globaltensor.schedules.early_send import early
@@ -126,15 +127,15 @@ class Runner:
     """
 
     def __init__(self, model: Model, schedule: Schedule, batch: str) -> None:
-        world = comm.world()
+        here = world()
         self.stages, self.schedule, self.model, self.batch = model.stages, schedule, model, batch
         self.evaluation = communicate(schedule.only([F]))
         self.events: list[Event] = []
         self.seeds: list[int] = []
         homes = [model.places[stages[0]] for stages in schedule.stages_of]
         everyone = sorted({rank for where in homes for rank in where.flat})
-        self._post = None if world.lone else Post(everyone)
-        self._ranks = [r for r, where in enumerate(homes) if world.lone or world.rank in where.coords]
+        self._post = None if here.single_process else Post(everyone)
+        self._ranks = [r for r, where in enumerate(homes) if here.single_process or here.rank in where.coords]
         self._tried: set[Hashable] = set()
         self._learned: dict[Hashable, tuple[Any, ...]] = {}      # what all processes know of steps of such shapes
 
@@ -158,9 +159,9 @@ class Runner:
 
     def gathered_events(self) -> list[Event]:
         """The events of all processes, for `timetable`. Where several ranks run the same stages, those of the first."""
-        first = not self._ranks or comm.rank() == self.model.places[self.schedule.stages_of[self._ranks[0]][0]].flat[0]
-        mine = tuple(self.events) if first or comm.world().lone else ()
-        return [Event(*event) for said in comm.gather_objects(mine, "the events of a pipeline") for event in said]
+        first = not self._ranks or world().rank == self.model.places[self.schedule.stages_of[self._ranks[0]][0]].flat[0]
+        mine = tuple(self.events) if first or world().single_process else ()
+        return [Event(*event) for said in gather_objects(mine, "the events of a pipeline") for event in said]
 
     # -------------------------------------------------------------------------------------------------------- one step
 
@@ -218,7 +219,7 @@ class Runner:
             unused = self.model.homes.unused(own) if train else set()
             forms = None if results is None else [[Part(y.spec.layout, y.spec.shape, y.spec.dtype, False) for y in r]
                                                   for r in results]
-            said = comm.gather_objects((without, unused, forms), "what a step of a pipeline gave")
+            said = gather_objects((without, unused, forms), "what a step of a pipeline gave")
             self._learned[keys] = (set().union(*(s[0] for s in said)), set().union(*(s[1] for s in said)),
                                    next(s[2] for s in said if s[2] is not None))
         without, unused, forms = self._learned[keys]
@@ -275,8 +276,8 @@ class Runner:
                                   for name in where.axis_names or ("",) * where.ndim))
         if t.is_global:
             return to(t, own)
-        if comm.checking():
-            comm.agree_on(t, f"the {what} of a pipeline")
+        if checking():
+            agree_on(t, f"the {what} of a pipeline")
         return place(t, own)
 
 

@@ -25,8 +25,9 @@ from globaltensor.errors import ShapeError
 from globaltensor.layouts.layout import Layout, Shape, Spec, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
-from globaltensor.runtime import comm
+from globaltensor.runtime.agreement import as_bytes, from_bytes
 from globaltensor.runtime.p2p import Mail
+from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 AHEAD = 2                                            # letters of a channel that a rank is ready to take before its turn
@@ -101,13 +102,13 @@ class Route(NamedTuple):
     @property
     def guide(self) -> int:
         """This process's."""
-        return self.writers.flat[self.readers.flat.index(comm.rank()) % len(self.writers.flat)]
+        return self.writers.flat[self.readers.flat.index(world().rank) % len(self.writers.flat)]
 
     @property
     def guided(self) -> list[int]:
         """The readers whose guide this process is."""
         n = len(self.writers.flat)
-        return [r for i, r in enumerate(self.readers.flat) if self.writers.flat[i % n] == comm.rank()]
+        return [r for i, r in enumerate(self.readers.flat) if self.writers.flat[i % n] == world().rank]
 
 
 class Line:
@@ -123,8 +124,8 @@ class Line:
         self.leaves, self.lands = [way[0] for way in ways], [way[1] for way in ways]
         self.letter = Letter([form[k].spec.on(leaves) for k, leaves in zip(self.there, self.leaves)], self.lands)
         self.sizes = self.letter.sizes()
-        self.guided = route.guided if comm.rank() in route.writers.coords else ()
-        self.guide = route.guide if comm.rank() in route.readers.coords else -1
+        self.guided = route.guided if world().rank in route.writers.coords else ()
+        self.guide = route.guide if world().rank in route.readers.coords else -1
 
     def written(self, given: Parcel) -> dict[int, list[torch.Tensor]]:
         """What each reader gets of a parcel, on the CPU."""
@@ -137,7 +138,7 @@ class Line:
 
     def read(self, received: dict[int, torch.Tensor]) -> tuple[Any, ...]:
         """The tensors, where they are wanted, of the bytes that came."""
-        device = comm.world().device(self.route.readers.type, comm.rank())
+        device = world().device(self.route.readers.type, world().rank)
         arrived = self.letter.read({peer: data.to(device) for peer, data in received.items()})
         landed = [Boxed(self.form[k].spec.on(lands), held, self.dsts[k])
                   for k, lands, held in zip(self.there, self.lands, arrived)]
@@ -148,7 +149,7 @@ class Line:
 
 
 def _way(of: Spec, dst: Layout) -> tuple[Layout, Layout]:
-    steps = plan(of.layout, dst, of.shape, of.nbytes, comm.world().machine).layouts
+    steps = plan(of.layout, dst, of.shape, of.nbytes, world().machine).layouts
     at = next(k for k, step in enumerate(steps) if step.placement == dst.placement)
     return steps[at - 1], steps[at]
 
@@ -175,7 +176,7 @@ class Post:
         if line is None:
             line = self.lines[key] = Line(given.form, dsts, route)
             for reader in line.guided:
-                self.mail.post([comm.as_bytes(given.form)], reader, "form", sized=False)
+                self.mail.post([as_bytes(given.form)], reader, "form", sized=False)
         elif line.form != given.form:
             raise ShapeError("a stage gave another form than before for inputs of the same shapes",
                              f"{text(given.form)} instead of {text(line.form)}",
@@ -186,7 +187,7 @@ class Post:
     def line(self, key: Hashable, route: Route, dsts: Callable[[Form], Sequence[Layout | None]]) -> Line:
         """Of a kind of parcel that this process gets; its form is heard from the guide where it is not known yet."""
         if key not in self.lines:
-            form = comm.from_bytes(self.mail.expect(route.guide, "form")())
+            form = from_bytes(self.mail.expect(route.guide, "form")())
             self.lines[key] = Line(form, dsts(form), route)
         return self.lines[key]
 

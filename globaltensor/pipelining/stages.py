@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from globaltensor.errors import GlobalTensorError
-from globaltensor.runtime import comm
+from globaltensor.runtime.agreement import broadcast_object
 
 
 class StageError(GlobalTensorError, ValueError):
@@ -108,7 +108,7 @@ def measured(model: nn.Module, *inputs: Any, runs: int = 3) -> Callable[[nn.Modu
         for module, mode in modes.items():
             module.training = mode
     least = [min(seconds[module] for seconds in spent) for module in modes]
-    found = dict(zip(modes, comm.broadcast_object(least, 0, "the cost of layers")))
+    found = dict(zip(modes, broadcast_object(least, 0, "the cost of layers")))
     return lambda layer: found[layer]
 
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 import torch.distributed as dist
 
-from globaltensor.runtime import comm
+from globaltensor.runtime.exchange import post, wait
 from globaltensor.runtime.native import face
+from globaltensor.runtime.world import world
 
 ROOM = 256                                           # letters that may lie there for a process before its sender waits
 
@@ -24,8 +25,8 @@ class Mail:
     """This process's letters to and from the others that take part in one thing. `what` that is stands in errors."""
 
     def __init__(self, everyone: Sequence[int], what: str) -> None:
-        self.peers, self.what = [r for r in everyone if r != comm.rank()], what
-        near = comm.world().neighbours if face is not None else frozenset()
+        self.peers, self.what = [r for r in everyone if r != world().rank], what
+        near = world().host_peers if face is not None else frozenset()
         self._near = {r: r - min(near) for r in self.peers if r in near}             # the native number of a rank
         self._party = list(self._near.values())
         self._far: dict[Hashable, list[tuple[int, dist.Work, torch.Tensor]]] = {}    # what must be left alone
@@ -39,7 +40,7 @@ class Mail:
         flat = [t.contiguous().view(-1).view(torch.uint8) for t in pieces]
         whole = torch.cat(flat) if len(flat) > 1 else flat[0].clone()
         for part in (whole,) if sized else (torch.tensor([whole.numel()]).view(torch.uint8), whole):
-            self._far.setdefault(name, []).append((reader, comm.post(part, reader), part))
+            self._far.setdefault(name, []).append((reader, post(part, reader), part))
 
     def expect(self, writer: int, name: Hashable, size: int | None = None) -> Callable[[], torch.Tensor]:
         """The next letter of a rank, of so many bytes if that is known: what this gives takes it, as flat bytes.
@@ -51,10 +52,10 @@ class Mail:
         if size is None:
             size = int(self.expect(writer, name, 8)().view(torch.int64))
         buffer = torch.empty(size, dtype=torch.uint8)
-        work = comm.post(buffer, writer, receive=True)
+        work = post(buffer, writer, receive=True)
 
         def take() -> torch.Tensor:
-            comm.wait({writer: work}, self.what, tuple(self.peers))
+            wait({writer: work}, self.what, tuple(self.peers))
             return buffer
 
         return take
@@ -62,7 +63,7 @@ class Mail:
     def taken(self, name: Hashable) -> None:
         """Letters of this name were read, or shall be now: their memory is free again."""
         for reader, work, _ in self._far.pop(name, ()):
-            comm.wait({reader: work}, self.what, tuple(self.peers))
+            wait({reader: work}, self.what, tuple(self.peers))
 
     def finish(self) -> None:
         """Wait until all that was left is taken."""

@@ -10,7 +10,8 @@ from globaltensor.boxings.run import Boxed, box
 from globaltensor.errors import GlobalTensorError, ShapeError
 from globaltensor.layouts.layout import Layout, Shape, layout, sbp_text, spec
 from globaltensor.layouts.sbp import broadcast, nd_sbp
-from globaltensor.runtime import comm
+from globaltensor.runtime.agreement import agree_on, checksum, gather_objects
+from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.global_tensor import GlobalTensor, place, resolve, to
 
 
@@ -20,7 +21,7 @@ def from_full(t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
     Raises SbpError for an sbp that does not fit, DisagreementError on every rank where `t` is not the same everywhere.
     """
     dst = resolve(placement, sbp, t.dim())
-    comm.agree_on(t, f"from_full on {dst}")
+    agree_on(t, f"from_full on {dst}")
     return _FromFull.apply(t, dst)
 
 
@@ -57,7 +58,7 @@ class _FromLocal(torch.autograd.Function):
                                                       for s, w in zip(grad.sbp, ctx.dst.sbp))))
         firsts = [shard for r, shard in whole.shards.items()
                   if all(i == 0 for i, s in zip(ctx.dst.placement.coords[r], ctx.dst.sbp) if s.is_broadcast)]
-        parts = firsts if comm.world().lone else list(whole.shards.values())
+        parts = firsts if world().single_process else list(whole.shards.values())
         return (sum(parts[1:], parts[0]) if parts else torch.zeros(ctx.shape, dtype=grad.dtype)), None, None
 
 
@@ -76,7 +77,7 @@ def from_shards(shards: Mapping[int, torch.Tensor], placement: Any, sbp: Any) ->
 
 def _mine(where: Any) -> list[int]:
     """The ranks of a placement that this process drives."""
-    return [r for r in comm.world().driven if r in resolve(where, broadcast, 0).placement.coords]
+    return list(local_ranks_of(resolve(where, broadcast, 0).placement))
 
 
 class Part(NamedTuple):
@@ -94,7 +95,7 @@ def join(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTensor:
     """
     nd = nd_sbp(sbp, where.axis_names, where.ndim)
     copies = any(s.is_broadcast and n > 1 for s, n in zip(nd, where.shape))
-    parts = _all_parts({r: Part(tuple(t.shape), t.dtype, comm.checksum(t) if copies else 0) for r, t in mine.items()},
+    parts = _all_parts({r: Part(tuple(t.shape), t.dtype, checksum(t) if copies else 0) for r, t in mine.items()},
                        f"from_local on {where} {sbp_text(nd)}")
     first = parts[where.flat[0]]
     if any((len(p.shape), p.dtype) != (len(first.shape), first.dtype) for p in parts.values()):
@@ -109,7 +110,7 @@ def join(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTensor:
                       "parts as equal as can be, the larger ones first; or gt.from_full of the whole")
     shards: dict[int, torch.Tensor] = {}
     for r, t in mine.items():
-        t = t.to(comm.world().device(where.type, r)).contiguous()
+        t = t.to(world().device(where.type, r)).contiguous()
         shards[r] = t.clone() if t.data_ptr() in [s.data_ptr() for s in shards.values()] else t
     heads = _heads(dst)
     if any(parts[r].checksum != parts[head].checksum for r, head in heads.items()):
@@ -119,7 +120,7 @@ def join(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTensor:
 
 def _all_parts(mine: dict[int, Part], what: str) -> dict[int, Part]:
     """The parts of all ranks, from all processes."""
-    return {r: part for said in comm.gather_objects(mine, what) for r, part in said.items()}
+    return {r: part for said in gather_objects(mine, what) for r, part in said.items()}
 
 
 def _misfit(layout: str, parts: Mapping[int, Any], why: str, fix: str) -> ShapeError:

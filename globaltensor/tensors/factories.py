@@ -13,7 +13,9 @@ import torch
 from globaltensor.boxings.run import Boxed, box
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Box, Layout, spec
-from globaltensor.runtime import comm, philox
+from globaltensor.runtime import philox
+from globaltensor.runtime.agreement import agree
+from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor, resolve
 
@@ -22,12 +24,12 @@ Make = Callable[[Box, torch.device], torch.Tensor]
 
 def build(shape: tuple[int, ...], dtype: torch.dtype, dst: Layout, make: Make) -> GlobalTensor:
     """A global tensor whose part for a box is `make(box, device)`; pending sums: the first rank holds the value."""
-    ranks = [r for r in comm.world().driven if r in dst.placement.coords]
+    ranks = local_ranks_of(dst.placement)
     ready = dst.settled
     made: dict[tuple, torch.Tensor] = {}
     shards = {}
     for r in ranks:
-        part, device = ready.box(shape, r), comm.world().device(dst.placement.type, r)
+        part, device = ready.box(shape, r), world().device(dst.placement.type, r)
         known = made.get((part, device))
         shards[r] = make(part, device) if known is None else known.clone()
         made[part, device] = shards[r]
@@ -42,7 +44,7 @@ def _finish(name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Any, s
     if sbp is None:
         raise GlobalTensorError(f"gt.{name} with a placement but no sbp", fix="sbp=gt.sbp.broadcast, or split(dim)")
     dst = resolve(where, sbp, len(shape))
-    comm.agree(f"{name}({list(shape)}, {dtype}) on {dst}" + (f", random state {key:x}" if key else ""))
+    agree(f"{name}({list(shape)}, {dtype}) on {dst}" + (f", random state {key:x}" if key else ""))
     made = build(shape, dtype, dst, make)
     return made.requires_grad_() if requires_grad else made
 

@@ -18,8 +18,8 @@ from globaltensor.errors import GlobalTensorError, SbpError
 from globaltensor.layouts.layout import Layout, Spec, layout, sbp_text, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import NdSbp, broadcast, in_range, nd_sbp
-from globaltensor.runtime import comm
 from globaltensor.runtime.native import face
+from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import assign, backward, gradients, lookup, multihead_attention, products
 
 _data = torch.Tensor.data
@@ -87,7 +87,7 @@ class GlobalTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         where = f"placement={self.placement}, sbp={sbp_text(self.sbp)}"
         with torch.no_grad():
-            if comm.world().lone or all(s.is_broadcast for s in self.sbp) and self.shards:
+            if world().single_process or all(s.is_broadcast for s in self.sbp) and self.shards:
                 body = repr(next(iter(_full(self.detach()).values())))
             else:                                    # printing on one rank must not wait for the others
                 body = f"tensor(shape={list(self.shape)}, dtype={self.dtype}, shards={self.shards}"
@@ -145,12 +145,12 @@ class GlobalTensor(torch.Tensor):
 
         Raises GlobalTensorError in a process that drives several ranks, or none of x's.
         """
-        if len(comm.world().driven) > 1:
+        if len(world().local_ranks) > 1:
             raise GlobalTensorError("to_local() in a process that drives several ranks",
-                                    f"it drives ranks {list(comm.world().driven)}, so there is no one local part",
+                                    f"it drives ranks {list(world().local_ranks)}, so there is no one local part",
                                     "x.shards[rank]")
         if not self.shards:
-            raise GlobalTensorError(f"rank {comm.rank()} holds no part of a tensor on {self.placement}",
+            raise GlobalTensorError(f"rank {world().rank} holds no part of a tensor on {self.placement}",
                                     "its placement leaves this rank out", "x.full_tensor(), or ask x.shards first")
         return _ToLocal.apply(self)
 
@@ -170,7 +170,7 @@ class GlobalTensor(torch.Tensor):
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def __reduce_ex__(self, protocol: int) -> Any:
-        if not comm.world().lone:
+        if not world().single_process:
             raise GlobalTensorError("pickling a global tensor in one of several processes",
                                     "each process holds only its own shards", "gt.save, or x.full_tensor()")
         return _rebuild, (self.placement, self.sbp, self.shards, self.spec, self.requires_grad)
@@ -196,7 +196,7 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> GlobalTensor:
         dual = ctx.own.layout.dual
-        return GlobalTensor.wrap(spec(dual, ctx.own.shape, None, grad.dtype), {comm.rank(): grad.contiguous()})
+        return GlobalTensor.wrap(spec(dual, ctx.own.shape, None, grad.dtype), {world().rank: grad.contiguous()})
 
 
 def _rebuild(where: placement, sbp: NdSbp, shards: Shards, of: Spec, requires_grad: bool) -> GlobalTensor:
@@ -207,11 +207,11 @@ def _rebuild(where: placement, sbp: NdSbp, shards: Shards, of: Spec, requires_gr
 def _full(x: GlobalTensor) -> Shards:
     """The whole value on the first rank that each process drives."""
     check_guard(x)
-    world, own = comm.world(), x.spec
-    alone = world.lone and not watch.watched()       # whoever watches shall see what many processes would move
-    if all(s.is_broadcast for s in own.sbp) and (alone or len(own.placement.flat) == world.size):
+    here, own = world(), x.spec
+    alone = here.single_process and not watch.watched()        # whoever watches sees what many processes would move
+    if all(s.is_broadcast for s in own.sbp) and (alone or len(own.placement.flat) == here.size):
         return x.shards
-    ranks = [world.rank] if alone else range(world.size)
+    ranks = [here.rank] if alone else range(here.size)
     everywhere = layout(placement(own.placement.type, ranks), (broadcast,))
     return box([Boxed(own, x.shards, everywhere)], "full_tensor")[0]
 
@@ -231,10 +231,10 @@ class _FullTensor(torch.autograd.Function):
 
 def place(whole: torch.Tensor, dst: Layout) -> GlobalTensor:
     """A global tensor of a value that every process holds whole; no communication."""
-    ranks = [r for r in comm.world().driven if r in dst.placement.coords]
+    ranks = local_ranks_of(dst.placement)
     home = dst.whole
     of = spec(home, tuple(whole.shape), None, whole.dtype)
-    devices = {r: comm.world().device(dst.placement.type, r) for r in ranks}
+    devices = {r: world().device(dst.placement.type, r) for r in ranks}
     source = whole.detach().resolve_conj().resolve_neg()         # what reads the memory knows no such bits
     if dst is home:
         shards = {r: source.to(devices[r], copy=True).contiguous() for r in ranks}
@@ -320,7 +320,7 @@ GlobalTensor.to_global = to_global
 
 def _describe(of: Spec) -> tuple:
     """What the native code keeps of a spec."""
-    ranks = [r for r in comm.world().driven if r in of.placement.coords]
+    ranks = local_ranks_of(of.placement)
     rows_cut = any(s.is_split and s.dim == 0 for s in of.sbp)
     pending = any(s.is_partial for s in of.sbp)
     return list(of.shape), list(of.stride), of.dtype, of.placement.type, ranks, of.copied, rows_cut, pending

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 import globaltensor as gt
-from globaltensor.runtime import comm, deadlock
+from globaltensor.runtime import deadlock
+from globaltensor.runtime.agreement import agree, broadcast_object, gather_objects
 
 how = sys.argv[1]
 where = gt.placement.all("cpu")
@@ -36,7 +37,7 @@ if how == "waits for a dead one":                    # the others wait inside a 
 if how == "is patient":                              # exchanges for 9 seconds of rank 0's, whoever makes it wait
     print(f"rank {gt.rank()} is process {os.getpid()}", flush=True)
     began = time.monotonic()
-    while x.to_global(sbp=gt.sbp.broadcast).sum().item() * comm.broadcast_object(time.monotonic() - began, 0) < 40 * 9:
+    while x.to_global(sbp=gt.sbp.broadcast).sum().item() * broadcast_object(time.monotonic() - began, 0) < 40 * 9:
         pass
 if how == "is asked until its end":                  # the deadlock watch is in the store whenever the program ends
     deadlock.PERIOD = 1e-5
@@ -47,7 +48,7 @@ if how == "asks no thread":                          # of torch's; one such may 
     threads = [task for task in Path("/proc/self/task").iterdir() if "gloo_runloop" in (task / "comm").read_text()]
     time.sleep(0.1)
     before = [(task / "status").read_text().partition("voluntary_ctxt_switches")[2] for task in threads]
-    comm.agree("x"), comm.gather_objects((1,), "x"), comm.broadcast_object(1, 0), x.to_global(sbp=gt.sbp.broadcast)
+    agree("x"), gather_objects((1,), "x"), broadcast_object(1, 0), x.to_global(sbp=gt.sbp.broadcast)
     time.sleep(0.1)
     after = [(task / "status").read_text().partition("voluntary_ctxt_switches")[2] for task in threads]
     assert before and before == after

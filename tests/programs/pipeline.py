@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import globaltensor as gt
-from globaltensor.runtime import comm
+from globaltensor.runtime.agreement import gather_objects
 
 torch.set_default_dtype(torch.float64)
 
@@ -168,10 +168,10 @@ def timed(run):
     """Seconds of the slower rank, after a run that finds out what there is to know."""
     seconds = 0.0
     for _ in range(2):
-        comm.gather_objects((), "a start together")
+        gather_objects((), "a start together")
         began = time.perf_counter()
         run()
-        seconds = max(comm.gather_objects((time.perf_counter() - began,), "an end together"))[0]
+        seconds = max(gather_objects((time.perf_counter() - began,), "an end together"))[0]
     return seconds
 
 

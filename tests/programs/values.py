@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 
 import globaltensor as gt
-from globaltensor.runtime.comm import agree, broadcast_object, world
+from globaltensor.runtime.agreement import agree, broadcast_object
 from globaltensor.runtime.machine import gloo
+from globaltensor.runtime.world import world
 
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
 F64 = torch.float64
@@ -27,7 +28,7 @@ def nds(axes):
 
 def parts(where, make):
     """{rank: part} for the ranks that this process drives."""
-    return {r: make(r) for r in world().driven if r in where.coords}
+    return {r: make(r) for r in world().local_ranks if r in where.coords}
 
 
 def linear(where, nd):

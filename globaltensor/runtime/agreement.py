@@ -1,0 +1,124 @@
+"""What processes tell each other: small values that all of them must have, or must have alike."""
+from __future__ import annotations
+
+import os
+import pickle
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from globaltensor.errors import DisagreementError, where
+from globaltensor.runtime.exchange import AGREE, BROADCAST, TELL, exchange
+from globaltensor.runtime.world import rank, world
+
+_apart = False
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Inside, the processes do different things: what an op has to say it says to nobody."""
+    global _apart
+    before, _apart = _apart, True
+    try:
+        yield
+    finally:
+        _apart = before
+
+
+def _everyone() -> tuple[int, ...]:
+    return tuple(r for r in range(world().size) if r != rank())
+
+
+def agree(what: str) -> None:
+    """Check that all processes say the same `what` here, with one small all-gather; nothing in a lone process.
+
+    Raises DisagreementError on every rank, which shows who says what.
+    """
+    if world().single_process or _apart:
+        return
+    mine = torch.tensor([zlib.crc32(what.encode()), len(what)], device="cpu")
+    said = _from_all(mine, [2] * world().size, what, AGREE)
+    if all(torch.equal(mine, other) for other in said):
+        return
+    texts = gather_unchecked(f"{what}   at {where()}", what)
+    rows = "".join(f"\n    rank {r}: {text}" for r, text in enumerate(texts))
+    raise DisagreementError("the ranks disagree about what to create" + rows, "every rank runs the same program",
+                            "create the same tensors in the same order everywhere, the same seed before random ones")
+
+
+def gather_unchecked(value: object, what: str) -> list[Any]:
+    """Every process's `value`, in the order of ranks."""
+    mine = as_bytes(value)
+    sizes = _from_all(torch.tensor([len(mine)], device="cpu"), [1] * world().size, what, TELL)
+    return [from_bytes(t) for t in _from_all(mine, [int(n) for n in sizes], what, TELL)]
+
+
+def _from_all(mine: torch.Tensor, sizes: Sequence[int], what: str, tag: int) -> list[torch.Tensor]:
+    """What every process says, in the order of ranks, each straight from the one that says it.
+
+    Not by gloo's collectives: their threads may still hold what they moved when the interpreter ends, and a thread
+    that wants something of an interpreter that has gone ends the process by abort.
+    """
+    said = [mine if r == rank() else mine.new_empty(n) for r, n in enumerate(sizes)]
+    exchange(dict.fromkeys(_everyone(), mine), {r: said[r] for r in _everyone()}, what, tag)
+    return said
+
+
+def as_bytes(value: object) -> torch.Tensor:
+    """An object as a flat tensor of bytes; `from_bytes` makes it again."""
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def from_bytes(data: torch.Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())
+
+
+def agree_on(t: torch.Tensor, what: str) -> None:
+    """Check that all processes hold the same tensor `t`."""
+    if not world().single_process:
+        agree(f"{what}: {list(t.shape)}, {t.dtype}, of values with checksum {checksum(t):08x}")
+
+
+def checksum(t: torch.Tensor) -> int:
+    """A number that tells tensors of different values apart; reads them at about a gigabyte a second."""
+    flat = t.detach().contiguous().reshape(-1).view(torch.uint8)
+    found = 0
+    for part in flat.split(1 << 26):
+        found = zlib.crc32(part.cpu().numpy(), found)
+    return found
+
+
+def checking() -> bool:
+    """GLOBALTENSOR_CHECK=1: verify that a plain tensor that meets a global one is the same everywhere, at a price."""
+    return os.environ.get("GLOBALTENSOR_CHECK", "") not in ("", "0")
+
+
+def broadcast_object(value: object, source: int, what: str = "telling a result") -> object:
+    """The object that rank `source` has, on every process; collective over the whole world."""
+    if world().single_process or _apart:
+        return value
+    if rank() == source:
+        data = as_bytes(value)
+        for t in (torch.tensor([len(data)], device="cpu"), data):
+            exchange(dict.fromkeys(_everyone(), t), {}, what, BROADCAST)
+        return value
+    exchange({}, {source: (size := torch.empty(1, dtype=torch.int64, device="cpu"))}, what, BROADCAST)
+    exchange({}, {source: (data := torch.empty(int(size), dtype=torch.uint8, device="cpu"))}, what, BROADCAST)
+    return from_bytes(data)
+
+
+def gather_objects(value: tuple, what: str) -> list[tuple]:
+    """Every process's `value`, in the order of ranks.
+
+    Raises DisagreementError on every rank where not all of them do `what`.
+    """
+    if world().single_process:
+        return [value]
+    if _apart:
+        raise DisagreementError(f"{what} where not all processes are", "the others run other stages of a pipeline",
+                                "make it outside of the stages, or in a way that asks nobody: a factory, an op")
+    agree(what)
+    return gather_unchecked(value, what)

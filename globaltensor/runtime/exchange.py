@@ -1,0 +1,86 @@
+"""Moving flat buffers between processes: one primitive, `exchange`, in which all sides meet.
+
+Each process hands a flat buffer to some others and gets one from some others; who waits for whom is noted for the
+deadlock watch, and a peer that ended is named. Ranks of one process reach each other's memory and need none of this.
+"""
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from globaltensor.errors import TransportError
+from globaltensor.runtime import deadlock
+from globaltensor.runtime.world import rank, world
+
+AGREE, TELL, BROADCAST, _POST = 1, 2, 3, 4          # tags of what is not a boxing
+
+
+def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], what: str = "a boxing",
+             tag: int = 0) -> None:
+    """Send each flat buffer to its rank and fill each incoming one from its rank; every message between two ranks
+    is matched by order. Collective among those who take part, free for the others. One round.
+
+    `what` it is for goes into errors. `tag` must be the same on both sides, or no message is taken for another.
+    Raises TransportError where a peer died or did not come in time.
+    """
+    staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    if world().staged:
+        outgoing = {r: t.cpu() for r, t in outgoing.items()}
+        staged = {r: (t, torch.empty_like(t, device="cpu")) for r, t in incoming.items() if t.device.type != "cpu"}
+    moves = [(dist.irecv, staged[r][1] if r in staged else t, r) for r, t in incoming.items()]
+    moves += [(dist.isend, t, r) for r, t in outgoing.items()]
+    if not moves:
+        return
+    group = world().control if moves[0][1].device.type == "cpu" else None
+    ops = [dist.P2POp(move, t, r, group, tag) for move, t, r in moves]
+    with _together(what, tuple(sorted({*outgoing, *incoming})), tag) as lost:
+        for op, work in zip(ops, dist.batch_isend_irecv(ops)):
+            lost[:] = [op.peer]
+            work.wait()
+    for target, source in staged.values():
+        target.copy_(source)
+
+
+def post(buffer: torch.Tensor, peer: int, receive: bool = False) -> dist.Work:
+    """Begin to send a flat buffer on the CPU to a rank, or to fill it from there, and wait for nothing. Messages of two
+    ranks are matched by order. The buffer must be left alone until `wait` says so."""
+    move = dist.irecv if receive else dist.isend
+    return move(buffer, peer, group=world().control, tag=_POST)
+
+
+def wait(works: Mapping[int, dist.Work], what: str, peers: tuple[int, ...]) -> None:
+    """Until what was posted has arrived. `works` by rank; `peers` are all that take part in the same `what`.
+
+    Raises TransportError where a peer died or did not come in time.
+    """
+    with _together(what, peers, zlib.crc32(what.encode()) | 8) as lost:
+        for peer, work in works.items():
+            lost[:] = [peer]
+            work.wait()
+
+
+@contextmanager
+def _together(what: str, peers: tuple[int, ...], tag: int) -> Iterator[list[int]]:
+    """Around whatever waits for other processes: who waits for whom is known, and what goes wrong is told.
+
+    The list is the peers that are to blame where it goes wrong; whoever knows better changes it.
+    """
+    lost = list(peers)
+    try:
+        with deadlock.waiting(what, peers, tag):
+            yield lost
+    except RuntimeError as error:
+        raise deadlock.found() or TransportError(
+            f"rank {rank()} lost touch with {deadlock.names(lost)} in {what}",
+            f"{first_sentence(error)}: a rank ended, or runs another program",
+            "look at the first error of the other ranks") from None
+
+
+def first_sentence(error: Exception) -> str:
+    """The first sentence of what torch says, without the place in its source."""
+    return re.sub(r"^\[\S+\.(cc|cpp|h):\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]

@@ -1,0 +1,129 @@
+"""How the world starts: alone, or with the other processes of a launcher.
+
+Under a launcher (RANK and WORLD_SIZE are set) the world is torch.distributed's default group, which a user may also
+have started already; ranks of one host then share memory where all of them can. Without one, a single process drives
+all ranks.
+"""
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from globaltensor.errors import TransportError
+from globaltensor.runtime import deadlock, native
+from globaltensor.runtime import machine as machines
+from globaltensor.runtime.agreement import broadcast_object, gather_unchecked
+from globaltensor.runtime.exchange import first_sentence
+from globaltensor.runtime.machine import Machine
+from globaltensor.runtime.native import face
+from globaltensor.runtime.world import World, begin, shared_gpu, start_with, started
+
+TIMEOUT = timedelta(seconds=300)
+
+
+def init(ranks: int | None = None, *, timeout: float | None = None, machine: Machine | None = None) -> World:
+    """Start the world. Optional: the first placement does it.
+
+    ranks     how many ranks a lone process drives (default: GLOBALTENSOR_RANKS, else the GPUs there are, else 8);
+              under a launcher the launcher says, and a different number is an error
+    timeout   seconds after which a rank that waits for another raises (default 300)
+    machine   the rates to plan with (default: by transport)
+
+    Raises TransportError where the world was started differently before, or the launcher's settings are no use.
+    """
+    if (running := started()) is not None:
+        if ranks not in (None, running.size):
+            raise TransportError(f"the world has {running.size} ranks already, not {ranks}",
+                                 "the first placement starts it", "gt.init(...) before anything else")
+        return running
+    if dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()):
+        new = _processes(patience := timedelta(seconds=timeout) if timeout else TIMEOUT, machine)
+        begin(new)
+        if new.size > 1:
+            _meet(new, patience, machine)
+        if ranks not in (None, new.size):
+            raise TransportError(f"the launcher started {new.size} ranks, the program asks for {ranks}",
+                                 fix=f"globaltensor run -n {ranks} ...")
+    else:
+        gpus = torch.cuda.device_count() if ranks is None and "GLOBALTENSOR_RANKS" not in os.environ else 0
+        text = os.environ.get("GLOBALTENSOR_RANKS", "") if ranks is None else str(ranks)
+        if text and not (text.isdecimal() and int(text) > 0):
+            raise TransportError(f"{text!r} is not a number of ranks", fix="GLOBALTENSOR_RANKS=4")
+        size = int(text) if text else gpus or 8
+        new = World(size, tuple(range(size)), machine or machines.one_process, "memory of one process")
+        begin(new)
+    native.say_if_slow()
+    return new
+
+
+def _processes(timeout: timedelta, machine: Machine | None) -> World:
+    """One rank per process, over torch.distributed: NCCL for GPUs, gloo for the rest."""
+    if not dist.is_initialized():
+        _start_torch(timeout)
+    size = dist.get_world_size()
+    hosts = tuple(r // _local(size) for r in range(size)) if _local(size) < size else ()
+    nccl = "nccl" in (backends := dist.get_backend_config())     # such as "cpu:gloo,cuda:nccl"
+    base = machine or (machines.nccl if nccl else machines.gloo)
+    if hosts and not base.hosts:
+        base = Machine(**{**base.__dict__, "hosts": hosts})
+    control = None if "cpu:" in backends else dist.new_group(backend="gloo", timeout=timeout)
+    return World(size, (dist.get_rank(),), base, f"torch.distributed ({'nccl' if nccl else 'gloo'})", control, not nccl)
+
+
+def _local(size: int) -> int:                        # ranks per host
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size))
+
+
+def _meet(found: World, timeout: timedelta, machine: Machine | None) -> None:
+    """Agree on a random state, look out for deadlocks, share memory with the ranks of this host where all can."""
+    torch.set_rng_state(broadcast_object(torch.get_rng_state(), 0, "starting"))      # else each has one by chance
+    deadlock.watch(dist.distributed_c10d._get_default_store(), found.rank, found.size)
+    first = found.rank - found.rank % (local := _local(found.size))
+    here = range(first, min(first + local, found.size))
+    address = face.open(found.rank - first, len(here), timeout.total_seconds()) if face is not None else None
+    said = gather_unchecked(address, "starting")
+    if None in said or len(here) == 1:
+        if address is not None:
+            face.close()
+        return
+    face.connect(said[first:first + len(here)])
+    face.on_waiting(deadlock.enter, deadlock.leave, deadlock.check)
+    found.host_peers = frozenset(here)
+    found.transport = f"shared memory, then {found.transport}" if len(here) < found.size else "shared memory"
+    if machine is None and "nccl" not in found.transport:
+        found.machine = Machine(**{**machines.shared_memory.__dict__, "hosts": found.machine.hosts})
+    face.serve_memory()
+    atexit.register(face.close)
+    hook = sys.excepthook
+
+    def leaving(kind: type, error: BaseException, trace: Any) -> None:
+        face.leave(f"raised {kind.__name__}")
+        hook(kind, error, trace)
+
+    sys.excepthook = leaving
+
+
+def _start_torch(timeout: timedelta) -> None:
+    gpus = torch.cuda.is_available() and not shared_gpu()
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timeout)
+    except (ValueError, RuntimeError) as error:
+        raise TransportError("the ranks could not find each other", first_sentence(error),
+                             "globaltensor run -n N program.py, or torchrun") from None
+    atexit.register(_end_torch)
+
+
+def _end_torch() -> None:
+    if dist.is_initialized():
+        time.sleep(0.05)                             # for the threads of the program's own collectives: agreement.py
+        dist.destroy_process_group()
+
+
+start_with(init)

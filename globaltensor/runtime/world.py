@@ -1,0 +1,129 @@
+"""The world: which ranks there are, which of them this process drives, and the device of each.
+
+A *rank* is one participant with one device; a *process* drives one rank (torchrun and `globaltensor run`) or all of
+them (the single process of a notebook or a test). The world comes to life with the first placement, or by `init()`
+(start.py).
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from globaltensor.errors import PlacementError
+from globaltensor.layouts import placement as placements
+from globaltensor.layouts.placement import placement
+from globaltensor.runtime.machine import Machine
+
+
+@dataclass
+class World:
+    """Who takes part: `size` ranks, of which this process drives `local_ranks`, in the order of their numbers."""
+
+    size: int
+    local_ranks: tuple[int, ...]
+    machine: Machine
+    transport: str
+    control: dist.ProcessGroup | None = None         # takes tensors on the CPU; None is the default group
+    staged: bool = False                             # tensors on a GPU travel by way of the CPU
+    host_peers: frozenset[int] = frozenset()         # ranks of this host whose memory this process can reach
+    device_of: dict[tuple[str, int], torch.device] = field(default_factory=dict)
+
+    @property
+    def single_process(self) -> bool:
+        """One process drives all ranks."""
+        return len(self.local_ranks) == self.size
+
+    @property
+    def rank(self) -> int:
+        """The first rank that this process drives."""
+        return self.local_ranks[0]
+
+    def device(self, type: str, rank: int) -> torch.device:
+        """The device on which this process keeps the shards of `rank`."""
+        found = self.device_of.get((type, rank))
+        if found is None:
+            found = self.device_of[type, rank] = _device(self, type, rank)
+        return found
+
+
+_world: World | None = None
+_start: Callable[[], World]                          # start.py sets it: starting needs exchanges, which need a world
+
+
+def world() -> World:
+    """The world, started if it was not."""
+    return _world if _world is not None else _start()
+
+
+def started() -> World | None:
+    """The world, or None before it was started."""
+    return _world
+
+
+def begin(new: World) -> None:
+    """From here on this is the world."""
+    global _world
+    _world = new
+
+
+def start_with(start: Callable[[], World]) -> None:
+    """How the world starts where nothing has started it."""
+    global _start
+    _start = start
+
+
+def local_ranks_of(where: placement) -> tuple[int, ...]:
+    """The ranks of a placement that this process drives, in the order of their numbers."""
+    return tuple(r for r in world().local_ranks if r in where.coords)
+
+
+def rank() -> int:
+    """The first rank that this process drives, so that `if gt.rank() == 0: print(...)` prints once."""
+    return world().rank
+
+
+def world_size() -> int:
+    """How many ranks there are."""
+    return world().size
+
+
+def shared_gpu() -> bool:
+    """Opt-in: several ranks on one GPU, for trying things out; bytes then go through the host."""
+    return os.environ.get("GLOBALTENSOR_SHARE_GPU", "") not in ("", "0")
+
+
+def _device(of: World, type: str, rank: int) -> torch.device:
+    if type in ("cpu", "meta"):
+        return torch.device(type)
+    count = torch.get_device_module(type).device_count()
+    index = rank if of.single_process else int(os.environ.get("LOCAL_RANK", rank))
+    if index >= count and not shared_gpu():
+        raise PlacementError(f"rank {rank} has no {type} device of its own", f"there are {count} on this host",
+                             "fewer ranks, or GLOBALTENSOR_SHARE_GPU=1 to put several on one")
+    return torch.device(type, index % count)
+
+
+def _check(created: placement) -> None:
+    """Every new placement: are its ranks in the world, is its device type here?"""
+    if created.type not in ("cpu", "meta"):
+        try:
+            there = torch.get_device_module(created.type).is_available()
+        except (RuntimeError, AttributeError):
+            there = False
+        if not there:
+            raise PlacementError(f"no device of type {created.type!r} is there", "torch sees none on this host",
+                                 f'gt.placement("cpu", {list(created.flat)})')
+    size = world_size()
+    for r in created.flat:
+        if not 0 <= r < size:
+            fix = f"GLOBALTENSOR_RANKS={r + 1}" if world().single_process else f"globaltensor run -n {r + 1} ..."
+            raise PlacementError(f"rank {r} is outside the world of {size} ranks", f"its ranks are 0 to {size - 1}",
+                                 f"other ranks, or start more: {fix}")
+
+
+placements._on_create.append(_check)
+placements._world_size = world_size
