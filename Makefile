@@ -1,6 +1,7 @@
 # `make train` and `make test` set themselves up: they need python3 (3.11 or newer), pip and gcc, nothing else.
 
 PYTHON = python3
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 CPU_BUILDS = https://download.pytorch.org/whl/cpu
 
@@ -12,7 +13,7 @@ ifneq ($(TORCH),$(INSTALLED))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help train test test-all bench clean
+.PHONY: help train check test test-all bench clean
 
 help:  ## list these commands (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,17 +22,31 @@ help:  ## list these commands (the default)
 train: $(STAMP)  ## train a small GPT
 	.venv/bin/python examples/train_gpt.py $(ARGS)
 
-test: $(STAMP)  ## run the tests, but for the long proofs
-	.venv/bin/python -m pytest -m "not long" $(ARGS)
+check: $(STAMP)  ## lint, types, architecture and one test of every kind: before each commit
+	.venv/bin/ruff check
+	.venv/bin/mypy
+	$(PYTEST) -n 2 --one-of-each $(ARGS)
 
-test-all: $(STAMP)  ## run all the tests
-	.venv/bin/python -m pytest $(ARGS)
+test: $(STAMP)  ## run the tests, but for the long proofs
+	$(PYTEST) -n 2 --dist worksteal -m "not long and not processes" $(ARGS)
+	$(PYTEST) -m "processes and not long" $(ARGS)
+
+# One file at a time, so that a run that was cut off goes on where it was: what passed is noted until a source changes.
+PARTS = $(patsubst tests/%.py,.tests/%.passed,$(wildcard tests/test_*.py))
+SOURCES = pyproject.toml $(shell git ls-files globaltensor csrc tests benchmarks examples docs README.md 2>/dev/null)
+
+test-all: $(STAMP)  ## run all the tests, a file at a time; go on where the last run stopped
+	@$(MAKE) --no-print-directory --keep-going $(PARTS)
+
+.tests/%.passed: tests/%.py $(SOURCES)
+	$(PYTEST) $< $(ARGS) || test $$? = 5
+	@mkdir -p .tests && touch $@
 
 bench: $(STAMP)  ## run the benchmarks
 	.venv/bin/globaltensor bench $(ARGS)
 
 clean:  ## remove .venv and all that was built
-	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis
+	rm -rf .venv .tests build dist *.egg-info .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	find globaltensor -name '*.so' -delete
 

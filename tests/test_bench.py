@@ -140,6 +140,7 @@ def test_workers_end_with_the_first_that_fails():
     assert all(process.poll() is not None for process in workers.processes)
 
 
+@pytest.mark.check
 def test_tables_are_for_people_and_objects_for_machines(capsys):
     rows = [{"op": "add", "us": 1.2345, "times": 3, "more": None},
             {"op": "multiply", "us": 12345.6, "times": 4, "more": 1}]

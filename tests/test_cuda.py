@@ -260,6 +260,7 @@ def test_random_words_are_those_of_the_twin(machine: Library) -> None:
 
 # ------------------------------------------------------------------ the choice of paths, and the meetings
 @needs_gxx
+@pytest.mark.check
 def test_jobs_take_the_widest_words(folder: Path) -> None:
     command(*GXX, ROOT / "tests/native/cuda_jobs.cpp", "-o", folder / "jobs", "-lpthread")
     command(folder / "jobs")

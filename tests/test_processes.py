@@ -164,6 +164,7 @@ def test_ranks_that_all_raise_show_one_traceback():
     assert "globaltensor: ranks 0, 1, 2 failed: PlacementError: rank 9 is outside the world of 3 ranks" in err
 
 
+@pytest.mark.check
 def test_exit_codes_are_kept():
     code, _, err, _ = failing("exits")
     assert code == 3 and "globaltensor: rank 1 failed: exit code 3" in err

@@ -1,0 +1,27 @@
+"""The tiers of the tests: which of them `make check`, `make test` and `make test-all` run.
+
+    make check      one quick test of every file: of every kind, one
+    make test       all but the long proofs: those of one process in parallel, then those that start processes
+    make test-all   everything, a file at a time; what passed is not run again until a source changes
+"""
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-of-each", action="store_true",
+                     help="of every file, the test marked `check`, or else the first that is neither long nor starts processes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--one-of-each"):
+        return
+    chosen: dict[str, pytest.Item] = {}
+    for item in items:
+        if item.get_closest_marker("check") and not (str(item.path) in chosen and chosen[str(item.path)].get_closest_marker("check")):
+            chosen[str(item.path)] = item
+        elif not any(item.get_closest_marker(kind) for kind in ("long", "processes")):
+            chosen.setdefault(str(item.path), item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen.values()])
+    items[:] = chosen.values()
