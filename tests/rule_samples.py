@@ -90,6 +90,19 @@ def samples(names, *many, rest=(), **kwargs):
         sample(names, *one, *rest, **kwargs)
 
 
+def made(value, generator):
+    """Sample arguments with their tensors drawn."""
+    if isinstance(value, Draw):
+        return value.make(generator)
+    if isinstance(value, dict):
+        return {k: made(v, generator) for k, v in value.items()}
+    return type(value)(made(v, generator) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def name_of(func):
+    return str(func).removeprefix("aten.").removesuffix(".default")
+
+
 # ------------------------------------------------------------------------------------------ element by element
 ONE = ((u(6, 4),), (u(5, 3),), (u(2, 1, 3),))
 ZEROS = ((z(6, 4),), (z(5, 3),))

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rule_samples import ELSEWHERE, MISSING, SAMPLES, UNCHECKED, VALUELESS, Draw
+from rule_samples import ELSEWHERE, MISSING, SAMPLES, UNCHECKED, VALUELESS, made, name_of
 from shards import cut, gather, join, layouts, scatter, sizes, states
 from torch.utils._pytree import tree_flatten
 
@@ -186,22 +186,9 @@ class Case:
         return wrong, missing
 
 
-def made(value, generator):
-    """Sample arguments with their tensors drawn."""
-    if isinstance(value, Draw):
-        return value.make(generator)
-    if isinstance(value, dict):
-        return {k: made(v, generator) for k, v in value.items()}
-    return type(value)(made(v, generator) for v in value) if isinstance(value, (list, tuple)) else value
-
-
 def text(signature):
     """S(0), B -> S(0)"""
     return " -> ".join(", ".join(map(str, side)) for side in signature)
-
-
-def name_of(func):
-    return str(func).removeprefix("aten.").removesuffix(".default")
 
 
 def excused(name, signature):

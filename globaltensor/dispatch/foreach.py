@@ -15,12 +15,11 @@ from globaltensor.boxings.run import Boxed, box
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import Recipe, spec_of_plain
 from globaltensor.errors import MixedPlacementError
-from globaltensor.layouts.layout import Layout, Spec, layout, spec
-from globaltensor.layouts.sbp import broadcast
+from globaltensor.layouts.layout import Layout, Spec, spec
 from globaltensor.op_table.variants import foreach_algebra
 from globaltensor.rules.call import Call, arguments
-from globaltensor.rules.families import pointwise
-from globaltensor.rules.language import Rule
+from globaltensor.rules.families import out_shape, pointwise
+from globaltensor.rules.language import NUMBER
 from globaltensor.runtime.world import local_ranks_of, world
 
 
@@ -30,12 +29,14 @@ def is_foreach(func: OpOverload) -> bool:
 
 
 class _Element(Call):
-    """Element i of a foreach call, as a call of its own for the rule."""
+    """Element i of a foreach call, as a call of its own for the rule. What all elements share is whole on every rank,
+    as a number is."""
 
     __slots__ = ()
 
-    def __init__(self, tensors: list[Any]) -> None:
-        self.tensors, self.ndims, self.values = tensors, tuple(t.dim() for t in tensors), {}
+    def __init__(self, tensors: list[Any], shared: int) -> None:
+        self.tensors, self.values = tensors, {}
+        self.ndims = (*(t.dim() for t in tensors), *[NUMBER] * shared)
 
 
 def decide(cls: type, call: Call) -> Recipe:
@@ -105,30 +106,29 @@ def _wants(cls: type, call: Call, lists: dict, singles: list[str], written: set[
                                       "the operands of one op live on one placement",
                                       f"x.to_global(gt.{mixed[0]}) for the others" if mixed else "")
         where = places.pop()
-        home = layout(where, (broadcast,) * where.ndim)
         specs = [t.spec if type(t) is cls else spec_of_plain(t, where) for t in tensors]
         key = (call.func, scalars, *specs, *[(tuple(call[s].shape), call[s].dtype) for s in singles])
         found = _chosen.get(key)
         if found is None:
-            rule = _rule(algebra, tensors + [call[s] for s in singles])
-            target = 0 if written else None
-            outputs = [(specs[0].shape, specs[0].nbytes)]
-            every = specs + [spec(home, tuple(call[s].shape), None, call[s].dtype) for s in singles]
-            machine = world().machine
-            chosen = (choose(rule, every, outputs, machine, target)
-                      or choose(rule, every, outputs, machine, target, moved=True))
-            inputs, (give,) = layouts(chosen, every, 1)
-            found = _chosen[key] = inputs, None if written else _result(call, lists, i, give)
+            result = None if written else _result(call, lists, i, specs[0].layout.whole)
+            if result is not None and result.shape != out_shape([own.shape for own in specs]):
+                inputs = [own.layout.whole for own in specs]         # no pointwise op: on whole operands
+            else:
+                rule = pointwise(algebra.get(len(tensors) + len(singles), ""))(_Element(tensors, len(singles)))
+                target = 0 if written else None
+                outputs = [(specs[0].shape, specs[0].nbytes)]
+                machine = world().machine
+                chosen = (choose(rule, specs, outputs, machine, target)
+                          or choose(rule, specs, outputs, machine, target, moved=True))
+                inputs, (give,) = layouts(chosen, specs, 1)
+                result = result and result.on(give)
+            found = _chosen[key] = inputs, result
         wants.append(found[0])
         results.append(found[1])
     return wants, results
 
 
 _chosen: dict[tuple, tuple[list[Layout], Spec | None]] = {}
-
-
-def _rule(algebra: dict[int, str], tensors: list[Any]) -> Rule:
-    return pointwise(algebra.get(len(tensors), ""))(_Element(tensors))
 
 
 def _boxed(cls: type, lists: dict, wants: list[list[Layout]], func: OpOverload) -> dict[str, list[Any]]:
@@ -163,6 +163,8 @@ def _local(call: Call, cls: type, held: dict, whole: dict, mine: list[int], rank
             value = [value[i] for i in mine]         # one scalar per element
         elif type(value) is cls:
             value = whole[a.name][rank]
+        if a.tensor and value is not None and value.dim():
+            value = value[mine]                      # the same in a tensor
         values[a.name] = value
     return values if keyword else list(values.values())
 
@@ -189,7 +191,7 @@ def _result(call: Call, lists: dict, i: int, give: Layout) -> Spec:
         if a.name in lists:
             value = [_meta(value[i])]
         elif isinstance(value, torch.Tensor):
-            value = _meta(value)
+            value = _meta(value) if value.dim() == 0 else torch.ones(1, dtype=value.dtype)   # its element i is read
         elif isinstance(value, (list, tuple)) and len(value) == count:
             value = [value[i]]
         if a.keyword:

@@ -34,7 +34,6 @@ from globaltensor.rules.families import (
     copied_over,
     fixed,
     given,
-    linear_by_scalar,
     loss,
     pointwise,
     reduction,
@@ -86,10 +85,9 @@ def lines(names: str, family: Any, **third: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------- element by element
-lines("add.Tensor sub.Tensor", linear_by_scalar("a+b", "A"))
-lines("rsub.Tensor", pointwise("a+b"))
-lines("mul.Tensor", linear_by_scalar("a*b", "a"))
-lines("div.Tensor", linear_by_scalar("a*B", "a"))
+lines("add.Tensor sub.Tensor rsub.Tensor", pointwise("a+b"))
+lines("mul.Tensor", pointwise("a*b"))
+lines("div.Tensor", pointwise("a*B"))
 lines("mul.Scalar div.Scalar neg clone alias detach lift_fresh real imag conj_physical deg2rad rad2deg",
       pointwise("a"))
 lines("_conj _neg_view", pointwise("a"), runner=local_impls.resolved)

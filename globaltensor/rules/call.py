@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
+from globaltensor.rules.language import NUMBER
+
 
 class Argument(NamedTuple):
     """One argument of an op's schema."""
@@ -43,7 +45,8 @@ class Slot(NamedTuple):
 class Call:
     """`call["dim"]` is an argument by its schema name; `call.tensors` the operands, `call.slots` where they stand.
 
-    `call.ndims` has an entry per tensor argument of the schema, None where it is absent; lists count tensor by tensor.
+    `call.ndims` has an entry per tensor argument of the schema: None where it is absent, NUMBER where a Python number
+    takes its place. Lists count tensor by tensor.
     """
 
     __slots__ = ("func", "values", "tensors", "slots", "names", "ndims")
@@ -60,9 +63,11 @@ class Call:
             value = args[i] if i < len(args) else kwargs.get(a.name, a.default)
             self.values[a.name] = value
             if a.tensor or isinstance(value, torch.Tensor):
-                ndims.append(value.dim() if isinstance(value, torch.Tensor) else None)
                 if isinstance(value, torch.Tensor):
+                    ndims.append(value.dim())
                     self._add(value, Slot(at, None), a.name)
+                else:
+                    ndims.append(None if value is None else NUMBER)
             elif a.tensors and value is not None:
                 for k, item in enumerate(value):
                     ndims.append(None if item is None else item.dim())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from globaltensor.rules.call import Call
-from globaltensor.rules.language import Dims, Rule, rule
+from globaltensor.rules.language import NUMBER, Dims, Rule, rule
 
 Family = Callable[[Call], Rule]
 Shape = tuple[int, ...]
@@ -77,17 +77,11 @@ def pointwise(algebra: str = "", *, outputs: int = 1) -> Family:
         shapes = call.shapes
         out = out_shape(shapes)
         lhs = iter([aligned(s, out, names(len(out))) for s in shapes])
-        dims = ", ".join("" if n is None else next(lhs) for n in call.ndims) if call.ndims else ""
+        dims = ", ".join("" if n in (None, NUMBER) else next(lhs) for n in call.ndims) if call.ndims else ""
         rhs = ", ".join([" ".join(names(len(out)))] * outputs)
         return rule(f"{dims} -> {rhs}", ";".join([algebra] * outputs) if algebra else "", ndims=call.ndims)
 
     return write
-
-
-def linear_by_scalar(tensor: str, scalar: str) -> Family:
-    """`tensor` where both operands are tensors, `scalar` where the second is a Python number."""
-    both, one = pointwise(tensor), pointwise(scalar)
-    return lambda call: both(call) if len(call.tensors) > 1 else one(call)
 
 
 def zeroing(value: str, linear: str, other: str) -> Family:
@@ -107,8 +101,9 @@ def copied(call: Call) -> Rule:
 
 
 def copied_over(call: Call) -> Rule:
-    """copy: the second operand takes the shape and the dtype of the first."""
-    return pointwise("b" if keeps_sums(call.tensors[1].dtype, call.tensors[0].dtype) else "B")(call)
+    """copy: the second operand, a tensor or a number, takes the shape and the dtype of the first."""
+    target, *sources = [t.dtype for t in call.tensors]
+    return pointwise("b" if all(keeps_sums(src, target) for src in sources) else "B")(call)
 
 
 def dims_of(call: Call, ndim: int, name: str = "dim") -> list[int]:

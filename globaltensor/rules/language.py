@@ -17,6 +17,9 @@ From this the legal *signatures* on one placement axis follow: either one label 
     P enters only through a linear operand, once in a product, and in every term of a sum
     all-B is always legal
 
+A Python number in the place of an operand is the same on every rank, as all-B is, and stays so: it has no dims and no
+sbp to choose, but a term that consists of it alone makes the output B, so that no other term may be P.
+
 An op on several axes may have another signature on each: an nd signature is a product of one-axis ones.
 """
 from __future__ import annotations
@@ -32,12 +35,14 @@ from globaltensor.layouts.sbp import Sbp, broadcast, partial_max, partial_min, p
 Dims = tuple[tuple[str, ...], ...]                   # per dim its labels, outermost first
 Term = tuple[tuple[int, bool], ...]                  # factors: (operand, enters linearly)
 
+NUMBER = -1                                          # in `ndims`: a Python number stands in the operand's place
+
 _LEAVES = {"sum": partial_sum, "max": partial_max, "min": partial_min}
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A parsed rule. Operands are counted as the op's present tensor arguments."""
+    """A parsed rule. Operands are counted as the op's present tensor arguments; a term without any is a number."""
 
     inputs: tuple[Dims, ...]
     outputs: tuple[Dims, ...]
@@ -61,8 +66,8 @@ def rule(dims: str, algebra: str = "", *, ndims: tuple[int | None, ...] = (), le
          even: tuple[tuple[str, int], ...] = (), nonempty: str = "", stars: tuple[tuple[str, int], ...] = ()) -> Rule:
     """Parse a rule.
 
-    ndims   the number of dims of each operand, None for an absent one (dropped from dims and algebra); needed where
-            a `b*` stands or operands are optional
+    ndims   the number of dims of each operand, None for an absent one (dropped from dims and algebra), NUMBER for a
+            Python number (dropped from dims only); needed where a `b*` stands or operands are optional
     leaves  what a reduced label leaves pending: "sum", "max" or "min"
     even    (label, size) of labels that only an even cut keeps in place (the first of a composite dim)
     nonempty  labels of which no part may be empty, since the kernel would not take it
@@ -73,12 +78,13 @@ def rule(dims: str, algebra: str = "", *, ndims: tuple[int | None, ...] = (), le
         [tuple((q, False) for q in range(len(lhs)))] for _ in rhs]
     if ndims:
         lhs, rhs = _expand_stars(lhs, rhs, ndims, dict(stars))
-    absent = [q for q, n in enumerate(ndims) if n is None]
-    if absent:
-        place = {q: i for i, q in enumerate(q for q in range(len(lhs)) if q not in absent)}
-        lhs = [d for q, d in enumerate(lhs) if q not in absent]
+    absent = {q for q, n in enumerate(ndims) if n is None}
+    away = absent | {q for q, n in enumerate(ndims) if n == NUMBER}
+    if away:
+        place = {q: i for i, q in enumerate(q for q in range(len(lhs)) if q not in away)}
+        lhs = [d for q, d in enumerate(lhs) if q not in away]
         terms = [[tuple((place[q], linear) for q, linear in term if q in place) for term in part
-                  if any(q in place for q, _ in term)] for part in terms]
+                  if any(q not in absent for q, _ in term)] for part in terms]
     assert len(terms) == len(rhs), f"{dims}: {len(rhs)} outputs, {len(terms)} algebras"
     return Rule(tuple(lhs), tuple(rhs), tuple(tuple(part) for part in terms), leaves, even,
                 tuple(nonempty.split()))
@@ -98,7 +104,7 @@ def _expand_stars(lhs: list[Dims], rhs: list[Dims], ndims: tuple[int | None, ...
     for dims, n in [*zip(lhs, ndims)] * 2:           # twice: a later operand may tell what an earlier one needs
         names = [d[0].rstrip("!") for d in dims if d[0].rstrip("!").endswith("*")]
         unknown = [s for s in names if s[:-1] not in counts]
-        if n is not None and len(unknown) == 1:
+        if n not in (None, NUMBER) and len(unknown) == 1:
             known = sum(counts[s[:-1]] for s in names if s[:-1] in counts)
             counts[unknown[0][:-1]] = n - (len(dims) - len(names)) - known
 
