@@ -4,7 +4,8 @@
     globaltensor/_torch*.so    dispatch and what faces torch: built against the torch that is installed
     globaltensor/_cuda.so      the same kernels for GPUs: where nvcc and a torch with CUDA are
 
-Without a compiler, or without torch at hand (an isolated build), the package installs and works, slower.
+Without a compiler, or without torch at hand (an isolated build), the package installs and works, slower. A wheel also
+carries the benchmarks, with the examples that they train.
 """
 import os
 import shutil
@@ -13,6 +14,7 @@ from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 
 try:
@@ -43,11 +45,30 @@ def headers() -> list[str]:
     return sorted(glob("csrc/**/*.h", recursive=True))
 
 
+class BuildPy(build_py):
+    """Copies the benchmarks into the package, where `globaltensor bench` finds them without a checkout."""
+
+    def bundled(self) -> dict[str, str]:
+        """What is copied, by its target. `device.py` compiles csrc/ itself, which only a checkout has."""
+        files = [file for pattern in ("benchmarks/*.py", "benchmarks/*.c", "examples/*.py") for file in glob(pattern)]
+        return {f"{self.build_lib}/globaltensor/bundled/{file}": file for file in sorted(files)
+                if file != "benchmarks/device.py"}
+
+    def run(self) -> None:
+        super().run()
+        for target, source in ({} if self.editable_mode else self.bundled()).items():
+            self.mkpath(str(Path(target).parent))
+            self.copy_file(source, target)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return [*super().get_outputs(include_bytecode), *({} if self.editable_mode else self.bundled())]
+
+
 core = Extension("globaltensor._core", sources("kernels", "transport", "philox"), depends=headers(), language="c++",
                  extra_compile_args=["-std=c++17", *FLAGS], extra_link_args=["-lpthread"], optional=True)
 
 if torch is None:
-    setup(ext_modules=[core])
+    setup(ext_modules=[core], cmdclass={"build_py": BuildPy})
 else:
     class Build(BuildExtension):
         """Also compiles the CUDA sources into one library of plain C symbols."""
@@ -57,13 +78,14 @@ else:
             nvcc = shutil.which("nvcc")
             if torch.version.cuda and nvcc:
                 target = Path("globaltensor" if self.inplace else f"{self.build_lib}/globaltensor") / "_cuda.so"
-                subprocess.run([nvcc, "-O3", "-std=c++17", "--fmad=false", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden", *GPUS, "-o",
-                                str(target), *sorted(glob("csrc/**/*.cu", recursive=True))], check=True)
+                kernels = sorted(glob("csrc/**/*.cu", recursive=True))
+                subprocess.run([nvcc, "-O3", "-std=c++17", "--fmad=false", "-shared", "-Xcompiler",
+                                "-fPIC,-fvisibility=hidden", *GPUS, "-o", str(target), *kernels], check=True)
 
         def build_extension(self, ext: Extension) -> None:
             try:
                 super().build_extension(ext)
-            except RuntimeError as error:            # torch's own, of which setuptools does not know that it is forgiven
+            except RuntimeError as error:            # torch's own; setuptools forgives only CompileError
                 raise CompileError(str(error)) from error
 
     os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
@@ -71,4 +93,4 @@ else:
                         depends=[*headers(), *sources("torch_ext", "process_group")],
                         extra_compile_args=["-fvisibility=hidden", *FLAGS],
                         include_dirs=[str(Path("csrc").absolute())])
-    setup(ext_modules=[core, face], cmdclass={"build_ext": Build})
+    setup(ext_modules=[core, face], cmdclass={"build_ext": Build, "build_py": BuildPy})

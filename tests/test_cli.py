@@ -104,7 +104,7 @@ def test_bench_lists_and_runs(checkout, capfd):
 def test_bench_without_a_checkout(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "FOLDER", tmp_path / "benchmarks")
     code, _, err = said(capsys, "bench")
-    assert code == 1 and "part of a checkout" in err
+    assert code == 1 and "they come with a checkout" in err
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 1000])

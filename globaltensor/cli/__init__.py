@@ -2,7 +2,7 @@
 
     globaltensor run -n 4 train.py --steps 100     the program on 4 ranks of this host
     globaltensor info                              versions, devices, transports, the world
-    globaltensor bench dispatch                    one of the benchmarks of a checkout
+    globaltensor bench dispatch                    one of the benchmarks
     globaltensor simulate --schedule zb-h1 ...     a pipeline schedule, on any cluster, without running it
     globaltensor memory --params 7.5e9 --zero 2    what a rank has to keep
 """

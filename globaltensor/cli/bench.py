@@ -1,4 +1,4 @@
-"""Run benchmarks of a checkout, each in a process of its own.
+"""Run benchmarks, each in a process of its own.
 
     globaltensor bench                       all of them
     globaltensor bench dispatch              one, or several by name
@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 from globaltensor.cli.problem import Problem
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+PACKAGE = Path(__file__).resolve().parents[1]
+BUNDLED = PACKAGE / "bundled" / "benchmarks"         # of an installed package; a checkout has its own
+FOLDER = BUNDLED if BUNDLED.is_dir() else PACKAGE.parent / "benchmarks"
 
 
 class Benchmark(NamedTuple):
@@ -32,9 +34,10 @@ def options(of: argparse.ArgumentParser) -> None:
     of.add_argument("names", nargs="*", metavar="name", help="which (default: all)")
     of.add_argument("--json", action="store_true", help="one JSON object each, with all numbers and the machine")
     of.add_argument("--list", action="store_true", help="only say which there are")
-    own = of.add_argument_group("for those that know it")
+    own = of.add_argument_group("options of some benchmarks")
     own.add_argument("--quick", action="store_true", default=None, help="few and small: to see that it works")
-    own.add_argument("--ranks", type=int, metavar="N", help="processes (boxing; default 2. pipeline; default 2, then 4)")
+    own.add_argument("--ranks", type=int, metavar="N",
+                     help="processes (boxing; default 2. pipeline; default 2, then 4)")
     own.add_argument("--fresh", action="store_true", default=None, help="write what is moved anew each time (boxing)")
     own.add_argument("--hidden", type=int, metavar="N",
                      help="hidden size of the model (train; default 128, then 256. pipeline; default 256)")
@@ -67,7 +70,7 @@ def benchmarks() -> dict[str, Benchmark]:
     """By name, every file in benchmarks/ that has a `main`."""
     if not FOLDER.is_dir():
         raise Problem(f"there are no benchmarks in {FOLDER.parent}\n"
-                      "  they are part of a checkout, not of an installed package", 1)
+                      "  they come with a checkout, and with a package that pip installed", 1)
     found = {}
     for path in sorted(FOLDER.glob("*.py")):
         tree = ast.parse(path.read_text())
