@@ -187,7 +187,7 @@ def test_the_dearer_one_is_dearer_by_its_boxing():
     assert row.dearer == pytest.approx(way.seconds(x.spec.nbytes), rel=0.01)
 
 
-def test_in_place_rewritten_foreach_and_ruleless_ops_have_their_rows():
+def test_in_place_decomposed_foreach_and_ruleless_ops_have_their_rows():
     x = gt.ones(8, 6, placement=LINE, sbp=S(0))
     labels = gt.zeros(8, placement=LINE, sbp=S(0), dtype=torch.int64)
     assert gt.explain(lambda: x.add_(1)).rows[0].op == "add_.Tensor"

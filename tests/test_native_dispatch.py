@@ -30,7 +30,7 @@ print(f"tests/test_native_dispatch.py: NATIVE_SEED={SEED}")
 core = sys.modules["globaltensor.tensors.global_tensor"]
 OPS = [f for f in TABLE if name_of(f) in SAMPLES and name_of(f) not in ELSEWHERE | VALUELESS]
 PYTHONS = {name_of(f) for f, line in TABLE.items()
-           if line.runner is not None or line.rewrite is not None and not getattr(line.rewrite, "replayable", False)}
+           if line.local_impl is not None or line.decomposition is not None and not getattr(line.decomposition, "replayable", False)}
 
 
 @pytest.fixture

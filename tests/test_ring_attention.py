@@ -352,7 +352,7 @@ def test_when_turns_are_taken(taken, parts, nd, q_shape, k_shape, options):
     q, k, v = (gt.zeros(s, placement=where, sbp=nd) for s in (q_shape, k_shape, k_shape))
     assert ring_attention.pays(Call(FORWARD, (q, k, v, 0.0, causal), {})) is taken
     assert ring_attention.pays(Call(BACKWARD, (q, q, k, v, q, q[..., 0], 0.0, causal), {})) is taken
-    assert TABLE[FORWARD].when is TABLE[BACKWARD].when is ring_attention.pays
+    assert TABLE[FORWARD].applies is TABLE[BACKWARD].applies is ring_attention.pays
 
 
 def test_keys_that_are_whole_leave_it_to_the_rule_or_to_one_turn():

@@ -1,7 +1,7 @@
 """The table of rules, proved by brute force: every line, every S, B and P of every operand, on 2 and 3 ranks.
 
-The operands are cut by hand, the op runs on every rank's parts with torch's own kernel (and the line's patch and
-runner, as dispatch does it), and what comes out is compared with the op on the whole. So the *truth* is found: which
+The operands are cut by hand, the op runs on every rank's parts with torch's own kernel (and the line's local_args and
+local_impl, as dispatch does it), and what comes out is compared with the op on the whole. So the *truth* is found: which
 layouts of the operands give which layouts of the results. A rule is
 
     unsound     where it derives what is not true; that must not be
@@ -39,8 +39,8 @@ print(f"tests/test_rules.py: RULES_SEED={SEED}")
 
 
 def whole_line(line):
-    """Is the rule never used, since the op is always rewritten?"""
-    return line.rewrite is not None and line.when is Line.__dataclass_fields__["when"].default
+    """Is the rule never used, since the op is always decomposed?"""
+    return line.decomposition is not None and line.applies is Line.__dataclass_fields__["applies"].default
 
 
 PROVED = {func: line for func, line in TABLE.items() if not whole_line(line)}
@@ -61,7 +61,7 @@ class Case:
     def clone(self, tensors):
         return [t.clone() for t in tensors]
 
-    def results(self, tensors, rank=None, patches=(), runner=None):
+    def results(self, tensors, rank=None, local_args=(), local_impl=None):
         """The tensors that the op returns for these operands."""
         args, kwargs = self.call.given()
         for (at, index), name, tensor in zip(self.call.slots, self.call.names, tensors):
@@ -71,9 +71,9 @@ class Case:
                 holder[at] = tensor
             else:
                 holder[at] = [tensor if i == index else t for i, t in enumerate(holder[at])]
-        for at, value in patches:
+        for at, value in local_args:
             (args if isinstance(at, int) else kwargs)[at] = value
-        out = runner(rank, args, kwargs) if runner else self.func(*args, **kwargs)
+        out = local_impl(rank, args, kwargs) if local_impl else self.func(*args, **kwargs)
         return [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
 
     def derived(self, nonempty=None):
@@ -114,14 +114,14 @@ class Case:
         outputs = [spec(layout(self.where, (first,)), tuple(full.shape), None, full.dtype)] if first else []
         recipe = SimpleNamespace(func=self.func, shapes=[o.shape for o in operands], outputs=outputs,
                                  boxes=[{r: o.box(r) for r in range(self.parts)} for o in operands])
-        runner = self.line.runner
+        local_impl = self.line.local_impl
         found = []
         for rank in range(self.parts):
             local = [self.shards[q][s][rank].clone() for q, s in enumerate(inputs)]
             try:
-                patches = self.line.patch(self.call, operands, outputs, rank) if self.line.patch else ()
-                run = (lambda r, a, k: runner(recipe, r, a, k)) if runner else None
-                found.append(self.results(local, rank, patches, run))
+                own = self.line.local_args(self.call, operands, outputs, rank) if self.line.local_args else ()
+                run = (lambda r, a, k: local_impl(recipe, r, a, k)) if local_impl else None
+                found.append(self.results(local, rank, own, run))
             except (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError):
                 return None
         return found if all(len(f) == len(self.full) for f in found) else None
@@ -149,7 +149,7 @@ class Case:
 
     def truth(self, inputs, told):
         """All layouts of the results that are true for these of the operands; `told` are looked at in any case."""
-        firsts = states(self.full[0].dim()) if self.line.patch else [None]
+        firsts = states(self.full[0].dim()) if self.line.local_args else [None]
         found = set()
         for first in firsts:
             parts = self.parts_of(inputs, first)
@@ -306,7 +306,7 @@ def same(func, call, operands, want):
 
 @pytest.mark.parametrize("func", PROVED, ids=name_of)
 def test_dispatch(func):
-    """Every line as dispatch runs it: rewrites, patches, runners and boxing, in layouts drawn at random."""
+    """Every line as dispatch runs it: decompositions, local arguments and implementations, and boxing, in layouts drawn at random."""
     name = name_of(func)
     if name in ELSEWHERE:
         pytest.skip("no kernel for CPU")

@@ -1,6 +1,6 @@
 """Ops whose local kernel would not do: written as other global ops.
 
-A rewrite takes (call, run): `run(op, ...)` does an op on global tensors, `run.plain` the op itself by its rule,
+A decomposition takes (call, run): `run(op, ...)` does an op on global tensors, `run.plain` the op itself by its rule,
 `run.box` moves several tensors together. It stands below autograd, so it may do what it likes. Here are reductions
 of which a part does not know enough (how many elements there are, what the maximum is) and losses.
 """

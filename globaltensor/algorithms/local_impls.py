@@ -209,17 +209,17 @@ _BY_DIM = {gather: 0, index_select: 0, scatter: 0, index_add: 0}
 
 def idle(recipe: Any, args: tuple) -> bool:
     """Does the op itself do on every rank driven here, since nothing that it looks up is cut?"""
-    runner = recipe.runner
-    if runner in (embedding, embedding_backward):
-        return all(_own(recipe, rank, 0, 0 if runner is embedding else 2) is None for rank in recipe.ranks)
-    if runner in _BY_DIM:
+    local_impl = recipe.local_impl
+    if local_impl in (embedding, embedding_backward):
+        return all(_own(recipe, rank, 0, 0 if local_impl is embedding else 2) is None for rank in recipe.ranks)
+    if local_impl in _BY_DIM:
         return not recipe.shapes[0] or all(_own(recipe, rank, args[1]) is None for rank in recipe.ranks)
-    if runner in (index, index_put):
+    if local_impl in (index, index_put):
         where = [i for i, t in enumerate(args[1]) if t is not None]
         return len(where) != 1 or all(_own(recipe, rank, where[0]) is None for rank in recipe.ranks)
-    if runner is nll:
+    if local_impl is nll:
         at = 1 if recipe.func in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default) else 0
         return all(_own(recipe, rank, 1 if len(recipe.shapes[at]) > 1 else 0, at) is None for rank in recipe.ranks)
-    if runner is extremum:
+    if local_impl is extremum:
         return all(b > a for rank in recipe.ranks for a, b in recipe.boxes[0][rank])
     return False

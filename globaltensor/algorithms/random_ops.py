@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 # (call, key, global shape, box, dtype, device, this part of each parameter that is a tensor) -> the values of the box
 Draw = Callable[..., Tensor]
-Rewrite = Callable[[Call, Any], Any]
+Decomposition = Callable[[Call, Any], Any]
 
 
 # ------------------------------------------------------------------------------------------------ distributions
@@ -140,21 +140,21 @@ def _exp(x: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------- filling and making
 
 
-def fill(draw: Draw, *names: str) -> Rewrite:
+def fill(draw: Draw, *names: str) -> Decomposition:
     """An in-place op: its target filled by `draw`, which also gets the arguments `names` that are tensors."""
 
-    def rewrite(call: Call, run: Any) -> Any:
+    def decomposition(call: Call, run: Any) -> Any:
         key = draw_key(call["generator"])
         _check(call)
         return _fill(call, run, call.tensors[0], key, draw, *[call[name] for name in names])
 
-    return rewrite
+    return decomposition
 
 
-def like(draw: Draw, *names: str) -> Rewrite:
+def like(draw: Draw, *names: str) -> Decomposition:
     """A new tensor that lies like the first operand."""
 
-    def rewrite(call: Call, run: Any) -> Any:
+    def decomposition(call: Call, run: Any) -> Any:
         key = draw_key(call.get("generator"))
         _check(call)
         options = {name: call[name] for name in ("dtype", "layout", "device", "pin_memory", "memory_format")
@@ -162,7 +162,7 @@ def like(draw: Draw, *names: str) -> Rewrite:
         made = run(aten.empty_like.default, call.tensors[0], **options)
         return _fill(call, run, made, key, draw, *[call[name] for name in names])
 
-    return rewrite
+    return decomposition
 
 
 def _fill(call: Call, run: Any, target: Any, key: int, draw: Draw, *parameters: Any) -> Any:

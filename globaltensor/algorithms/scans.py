@@ -65,7 +65,7 @@ def _summaries(run: Any, x: Any, dim: int, made: list[dict[int, Tensor]], dtypes
 def cumulative(join: Callable[..., Tensor], total: Callable[..., Tensor]) -> Callable[[Call, Any], Any]:
     """cumsum and cumprod: join(own, what came before), where `total` reduces a part along the dim."""
 
-    def rewrite(call: Call, run: Any) -> Any:
+    def decomposition(call: Call, run: Any) -> Any:
         x = _ready(run, call.tensors[0])
         dim = call["dim"] % x.dim()
         dtype = call["dtype"] or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
@@ -76,7 +76,7 @@ def cumulative(join: Callable[..., Tensor], total: Callable[..., Tensor]) -> Cal
                 for r, t in x.shards.items()}
         return run.wrap(spec(x.spec.layout, tuple(x.shape), None, dtype), {r: t.contiguous() for r, t in made.items()})
 
-    return rewrite
+    return decomposition
 
 
 cumsum = cumulative(torch.add, torch.sum)

@@ -199,7 +199,8 @@ def _panels(form: Form) -> list[tuple[int, int]]:
 def _work(call: Call, run: Any, form: Form, ends: tuple[int, int]) -> dict[int, torch.Tensor]:
     """What every rank makes of a panel."""
     left, right, out = form.terms
-    lefts, rights = run.windowed(call.tensors[:2], [form.windows(left, ends), form.windows(right, ends)], str(call.func))
+    wanted = [form.windows(left, ends), form.windows(right, ends)]
+    lefts, rights = run.windowed(call.tensors[:2], wanted, str(call.func))
     return {rank: custom_ops.contract(f"{left},{right}->{out}", lefts[rank], rights[rank]) for rank in lefts}
 
 

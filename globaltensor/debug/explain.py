@@ -121,7 +121,7 @@ def _row(recipe: Recipe, call: Call) -> Row:
     """What can be told before the op runs."""
     home = next(t.spec.placement for t in call.tensors if type(t) is GlobalTensor)
     name = str(call.func).removeprefix("aten.").removesuffix(".default")
-    if recipe.rewrite is not None:
+    if recipe.decomposition is not None:
         return Row(where(), name, home, "", "")
     operands = [t.spec if type(t) is GlobalTensor else spec_of_plain(t, home) for t in call.tensors]
     boxed = ", ".join(f"{n}: {sbp_text(own.sbp)} -> {sbp_text(want.sbp)}"
@@ -136,7 +136,7 @@ def _row(recipe: Recipe, call: Call) -> Row:
 
 
 def _finished(row: Row, before: list[Any], result: Any, moves: tuple[Move, ...]) -> Row:
-    """With the boxings that it took; a rewritten op tells its layouts only now, and its boxings itself."""
+    """With the boxings that it took; a decomposed op tells its layouts only now, and its boxings itself."""
     chosen, boxed = row.chosen, row.boxed
     if not chosen:
         after = [t.spec.sbp for t in tree_leaves(result) if type(t) is GlobalTensor]

@@ -8,8 +8,8 @@ The price of a choice is, in seconds on the machine:
     are whole: a layout that asks for a pending sum (a row-parallel linear, a gradient over a split batch) gets it.
 
 Dispatch never starts a split of its own: a label may be cut on an axis only if an operand is split there. So
-broadcast operands stay broadcast, and where the split dim of an operand must be whole another one takes its place. Where
-a rule names an operand that leads, the indices of an embedding, its splits stay.
+broadcast operands stay broadcast, and where the split dim of an operand must be whole another one takes its place.
+Where a rule names an operand that leads, the indices of an embedding, its splits stay.
 """
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def _candidates(of: Rule, states: list[Sbp], target: int | None, moved: bool) ->
     for sig in signatures(of):
         if sig.label is not None and not split or led and sig.inputs[of.leads] != states[of.leads]:
             continue
-        if target is not None and (sig.inputs[target] != sig.outputs[0] or not moved and sig.outputs[0] != states[target]):
+        if target is not None and (sig.inputs[target] != sig.outputs[0]
+                                   or not moved and sig.outputs[0] != states[target]):
             continue
         if not pending and not split and any(s.is_partial for s in sig.inputs):
             continue

@@ -34,8 +34,8 @@ def arrive(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> 
     ticket = native.ticket(func) if face is not None else None
     if ticket is not None:
         recipe = _recipes.get(_key(cls, func, args, kwargs))
-        if recipe is not None and getattr(recipe.rewrite, "replayable", False):
-            return native.teach_tape(ticket, recipe.rewrite, Call(func, args, kwargs), _Run(cls))
+        if recipe is not None and getattr(recipe.decomposition, "replayable", False):
+            return native.teach_tape(ticket, recipe.decomposition, Call(func, args, kwargs), _Run(cls))
         if recipe is not None:
             native.teach(ticket, cls, recipe, func, args, kwargs)
     return dispatch(cls, func, args, kwargs)
@@ -50,15 +50,15 @@ def dispatch(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -
             local = list(args)
             for at in recipe.simple:
                 local[at] = args[at].shards[rank]
-            for at, value in recipe.patches.get(rank, ()):
+            for at, value in recipe.local_args.get(rank, ()):
                 local[at] = value
-            shards[rank] = (func(*local, **kwargs) if recipe.runner is None
-                            else recipe.runner(recipe, rank, local, kwargs))
+            shards[rank] = (func(*local, **kwargs) if recipe.local_impl is None
+                            else recipe.local_impl(recipe, rank, local, kwargs))
         if recipe.single is not None:
             return cls.wrap(recipe.single, shards)
         return wrap_results(cls, recipe, (), shards)
-    if recipe.rewrite is not None:
-        return recipe.rewrite(Call(func, args, kwargs), _Run(cls))
+    if recipe.decomposition is not None:
+        return recipe.decomposition(Call(func, args, kwargs), _Run(cls))
     return execute(cls, recipe, args, kwargs)
 
 
@@ -90,7 +90,7 @@ def find(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Re
 
 
 class _Run:
-    """What a rewrite works with: ops on global tensors without the way through torch, boxing, and making tensors."""
+    """What a decomposition works with: ops on global tensors, not by way of torch, boxing, and making tensors."""
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
@@ -99,12 +99,12 @@ class _Run:
         return dispatch(self.cls, func, args, kwargs)
 
     def plain(self, call: Call) -> Any:
-        """The op without its rewrite, by its rule."""
+        """The op without its decomposition, by its rule."""
         args, kwargs = call.given()
         key = ("plain", call.func, static(args, self.cls), static(kwargs, self.cls))
         recipe = _recipes.get(key)
         if recipe is None:
-            recipe = _recipes[key] = decide(self.cls, call.func, args, kwargs, rewritten=True)
+            recipe = _recipes[key] = decide(self.cls, call.func, args, kwargs, decompose=False)
         return execute(self.cls, recipe, args, kwargs)
 
     def box(self, tensors: list[Any], dsts: list[Layout], op: str) -> list[Any]:

@@ -25,15 +25,15 @@ from globaltensor.rules.line import Line
 from globaltensor.runtime.world import local_ranks_of, world
 
 
-def decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], rewritten: bool = False) -> Recipe:
+def decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], decompose: bool = True) -> Recipe:
     """How this call runs, decided anew."""
     call = Call(func, args, kwargs)
     line = line_of(func)
     if foreach.is_foreach(func):
-        return Recipe(func, rewrite=line.rewrite) if line is not None else foreach.decide(cls, call)
+        return Recipe(func, decomposition=line.decomposition) if line is not None else foreach.decide(cls, call)
     where = _one_placement(cls, call)
-    if line is not None and line.rewrite is not None and not rewritten and line.when(call):
-        return Recipe(func, rewrite=line.rewrite)
+    if line is not None and line.decomposition is not None and decompose and line.applies(call):
+        return Recipe(func, decomposition=line.decomposition)
     _check_device(call, where)
     operands = [t.spec if type(t) is cls else spec_of_plain(t, where) for t in call.tensors]
     written = _written(cls, call)
@@ -78,15 +78,15 @@ def _choose(cls: type, recipe: Recipe, line: Line, call: Call, operands: list[Sp
         results = _meta(call, [moved_spec(own, want) for own, want in zip(operands, wants)])
     given = {id(r): give for r, give in zip(_told(results, len(gives)), gives)}
     recipe.outputs = [output_spec(r, given.get(id(r), recipe.home)) for r in results]
-    recipe.runner = line.runner
-    if line.runner is not None:
+    recipe.local_impl = line.local_impl
+    if line.local_impl is not None:
         recipe.shapes = tuple(own.shape for own in operands)
         recipe.boxes = tuple({r: want.box(own.shape, r) for r in recipe.ranks} for own, want in zip(operands, wants))
-    if line.patch is not None:
+    if line.local_args is not None:
         held = [moved_spec(own, want) for own, want in zip(operands, wants)]
         given_outputs = [o for o in recipe.outputs if o is not None]
         for rank in recipe.ranks:
-            recipe.patches[rank] = tuple(line.patch(call, held, given_outputs, rank))
+            recipe.local_args[rank] = tuple(line.local_args(call, held, given_outputs, rank))
 
 
 def _told(results: list[Any], outputs: int) -> list[Any]:
@@ -97,7 +97,7 @@ def _told(results: list[Any], outputs: int) -> list[Any]:
 def _is_simple(recipe: Recipe, call: Call, cls: type, args: tuple) -> bool:
     """May the fast path take it?"""
     return (bool(recipe.outputs) and recipe.outputs[0] is not None and not any(recipe.wants) and not recipe.written
-            and all(isinstance(at, int) and at < len(args) for patch in recipe.patches.values() for at, _ in patch)
+            and all(isinstance(at, int) and at < len(args) for own in recipe.local_args.values() for at, _ in own)
             and not recipe.guarded and not recipe.seeded and "device" not in [a.name for a in arguments(call.func)]
             and all(isinstance(s.at, int) and s.index is None for s in call.slots))
 
@@ -188,7 +188,7 @@ _alike: dict[tuple, list[torch.dtype]] = {}
 
 
 def _alike_key(call: Call, operands: list[Spec]) -> tuple | None:
-    """What a pointwise op on contiguous operands of one shape gives depends on dtypes alone: its key, for such a call."""
+    """What a pointwise op on contiguous operands of one shape gives depends on dtypes alone: the key of such a call."""
     shape = operands[0].shape
     if torch.Tag.pointwise not in call.func.tags or not shape or any(
             own.shape != shape or own.stride != contiguous(shape) for own in operands):

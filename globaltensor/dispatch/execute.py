@@ -22,7 +22,7 @@ def _operand(args: tuple, kwargs: dict[str, Any], slot: Slot) -> Any:
 
 
 def execute(cls: type, recipe: Recipe, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a recipe that is no rewrite."""
+    """Run a recipe that is no decomposition."""
     operands = [_operand(args, kwargs, slot) for slot in recipe.slots]
     for q in recipe.guarded:
         check_guard(operands[q])
@@ -31,7 +31,7 @@ def execute(cls: type, recipe: Recipe, args: tuple, kwargs: dict[str, Any]) -> A
     key = _key(recipe, args, kwargs) if recipe.seeded else None
     for rank in recipe.ranks:
         local_args, local_kwargs = put(list(args), dict(kwargs), recipe.slots, [held[rank] for held in moved])
-        for at, value in recipe.patches.get(rank, ()):
+        for at, value in recipe.local_args.get(rank, ()):
             if isinstance(at, int) and at < len(local_args):
                 local_args[at] = value
             else:
@@ -41,8 +41,8 @@ def execute(cls: type, recipe: Recipe, args: tuple, kwargs: dict[str, Any]) -> A
         if key is not None:
             results[rank] = seeded(recipe.func, key, world().device(recipe.home.placement.type, rank),
                                    local_args, local_kwargs)
-        elif recipe.runner is not None:
-            results[rank] = recipe.runner(recipe, rank, local_args, local_kwargs)
+        elif recipe.local_impl is not None:
+            results[rank] = recipe.local_impl(recipe, rank, local_args, local_kwargs)
         else:
             results[rank] = recipe.func(*local_args, **local_kwargs)
     if recipe.written:

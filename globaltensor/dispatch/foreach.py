@@ -41,7 +41,7 @@ class _Element(Call):
 
 def decide(cls: type, call: Call) -> Recipe:
     """Foreach calls are not cached element by element: what to do is found from the specs each time, quickly."""
-    return Recipe(call.func, rewrite=lambda now, run: _run(cls, now))
+    return Recipe(call.func, decomposition=lambda now, run: _run(cls, now))
 
 
 def _run(cls: type, call: Call) -> Any:
@@ -174,7 +174,8 @@ def _write_back(lists: dict, wants: list[list[Layout]], held: dict, written: set
     for k, (name, tensors) in enumerate(lists.items()):
         if name not in written:
             continue
-        away = [i for i, t in enumerate(tensors) if isinstance(held[name][i], dict) and t.spec.layout is not wants[i][k]]
+        away = [i for i, t in enumerate(tensors)
+                if isinstance(held[name][i], dict) and t.spec.layout is not wants[i][k]]
         back = box([Boxed(spec(wants[i][k], tensors[i].spec.shape, None, tensors[i].spec.dtype), held[name][i],
                           tensors[i].spec.layout) for i in away], str(func)) if away else ()
         for i, shards in zip(away, back):

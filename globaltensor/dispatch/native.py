@@ -1,8 +1,8 @@
 """Teaching the native dispatcher what was decided, so that the next such call need not enter Python.
 
 A call that it does not know comes to Python with a *ticket*, the key it made. What `decide` finds is handed back flat.
-A rewrite is handed over as the tape of what it did. What only Python can do (a runner that looks at its part, an op
-that draws random numbers) it is told to leave to Python.
+A decomposition is handed over as the tape of what it did. What only Python can do (a local_impl that looks at its part,
+an op that draws random numbers) it is told to leave to Python.
 """
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def teach(key: bytes, cls: type, recipe: Recipe, func: OpOverload, args: tuple, 
         face.teach(key, func._schema.name, func._schema.overload_name, *flat)
 
 
-def teach_tape(key: bytes, rewrite: Any, call: Call, run: Any) -> Any:
-    """Do a rewrite, and hand over what it did; or that it is Python's."""
+def teach_tape(key: bytes, decomposition: Any, call: Call, run: Any) -> Any:
+    """Do a decomposition, and hand over what it did; or that it is Python's."""
     if checking() or not Tape.fits(call):
         face.teach_python(key)
-        return rewrite(call, run)
+        return decomposition(call, run)
     tape = Tape(run, call)
-    result = rewrite(call, tape)
+    result = decomposition(call, tape)
     places = tape.results(result)
     if tape.steps is None:
         face.teach_python(key)
@@ -64,10 +64,10 @@ def teach_tape(key: bytes, rewrite: Any, call: Call, run: Any) -> Any:
 
 
 def _flat(cls: type, recipe: Recipe, call: Call) -> tuple | None:
-    """ranks, slots, moves, outputs, returned, patches, local op, whether it makes a view that
+    """ranks, slots, moves, outputs, returned, local_args, local op, whether it makes a view that
     is a copy, and whether an operand is one; None for what is Python's."""
     local = _local(recipe, call)
-    if (recipe.rewrite is not None or local is None or recipe.outputs is None or recipe.seeded
+    if (recipe.decomposition is not None or local is None or recipe.outputs is None or recipe.seeded
             or not _placed(call, recipe)):
         return None
     if checking() and any(type(t) is not cls for t in call.tensors):
@@ -83,19 +83,20 @@ def _flat(cls: type, recipe: Recipe, call: Call) -> tuple | None:
     results = _returns(call.func, recipe)
     if results is None:
         return None
-    patches = [[(_index(call.func, at), value) for at, value in recipe.patches.get(rank, ())] for rank in recipe.ranks]
+    local_args = [[(_index(call.func, at), value) for at, value in recipe.local_args.get(rank, ())]
+                  for rank in recipe.ranks]
     copied = recipe.is_view and (any(recipe.wants) or bool(recipe.guarded))
     if copied:                                       # of what was moved, or of what was a copy already
         results = [[o and spec(o.layout, o.shape, o.stride, o.dtype, copied=True) for o in items] for items in results[0]], results[1]
-    return (list(recipe.ranks), _slots(call), moves, *results, patches if any(patches) else [], local,
+    return (list(recipe.ranks), _slots(call), moves, *results, local_args if any(local_args) else [], local,
             copied, bool(recipe.guarded))
 
 
 def _local(recipe: Recipe, call: Call) -> str | None:
-    """The op that every rank runs, "" for the op itself; None where a runner must look at each rank's part."""
-    if recipe.runner is None:
+    """The op that every rank runs, "" for the op itself; None where a local_impl must look at each rank's part."""
+    if recipe.local_impl is None:
         return ""
-    if recipe.runner is local_impls.view:
+    if recipe.local_impl is local_impls.view:
         return "aten::reshape"                       # a view where the shard's strides allow one
     return "" if local_impls.idle(recipe, call.given()[0]) else None
 
@@ -129,7 +130,7 @@ def _index(func: OpOverload, at: int | str) -> int:
 
 def _foreach(cls: type, call: Call) -> tuple | None:
     """A list of elements that all lie as they must, on the same ranks: one local call per rank."""
-    if line_of(call.func) is not None:               # a rewrite of its own: norms
+    if line_of(call.func) is not None:               # a decomposition of its own: norms
         return None
     if checking() or any(a.written and type(call[a.name]) is not cls and isinstance(call[a.name], torch.Tensor)
                               for a in arguments(call.func)):

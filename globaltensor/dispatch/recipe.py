@@ -13,7 +13,7 @@ from globaltensor.layouts.sbp import broadcast
 from globaltensor.rules.call import Slot
 from globaltensor.rules.language import Signature
 
-Patches = dict[int, tuple[tuple[int | str, Any], ...]]
+RankArgs = dict[int, tuple[tuple[int | str, Any], ...]]
 
 
 @dataclass(slots=True)
@@ -25,9 +25,9 @@ class Recipe:
     outputs    the spec of each result in order, None for one that is no tensor; None instead of the list where only
                running the op tells (all outputs are then broadcast)
     written    operands the op writes to; returned in place of results that alias them
-    patches    per rank, arguments that are sizes of the local output instead of the global one
-    runner     a local op that replaces the op itself: runner(call args, kwargs, rank) -> result
-    rewrite    the op in terms of other global ops: rewrite(args, kwargs) -> result; nothing else counts then
+    local_args      per rank, arguments that are sizes of the local output instead of the global one
+    local_impl      what replaces the op itself on a rank: local_impl(recipe, rank, args, kwargs) -> result
+    decomposition   the op in terms of other global ops: decomposition(call, run) -> result; nothing else counts then
     simple     the fast path: operands are positional global tensors as they lie; `single`: one tensor comes out
     """
 
@@ -37,14 +37,14 @@ class Recipe:
     wants: tuple[Layout | None, ...] = ()
     outputs: list[Spec | None] | None = None
     written: tuple[int, ...] = ()
-    patches: Patches = field(default_factory=dict)
-    runner: Any = None
-    rewrite: Any = None
+    local_args: RankArgs = field(default_factory=dict)
+    local_impl: Any = None
+    decomposition: Any = None
     simple: tuple[int, ...] | None = None
     single: Spec | None = None
     home: Layout | None = None                       # all broadcast on the placement
     signature: tuple[Signature, ...] = ()
-    shapes: tuple[tuple[int, ...], ...] = ()         # of the operands, and the box each rank has of them: for runners
+    shapes: tuple[tuple[int, ...], ...] = ()         # of the operands, and the box each rank has of them
     boxes: tuple[dict[int, Any], ...] = ()
     guarded: tuple[int, ...] = ()
     is_view: bool = False

@@ -1,4 +1,4 @@
-"""What a rewrite did, noted, so that the native dispatcher can do it again without Python.
+"""What a decomposition did, noted, so that the native dispatcher can do it again without Python.
 
 A tape is a list of steps that fill registers: `ops` on registers and constants, and `boxings` of several at once. The
 operands of the call are the first registers. It holds for every call of the same key whose floats are the same.
@@ -16,7 +16,7 @@ from globaltensor.rules.call import Call
 
 
 class Tape:
-    """Stands between a rewrite and `run`. `steps` is None once something was done that cannot be noted."""
+    """Stands between a decomposition and `run`. `steps` is None once something was done that cannot be noted."""
 
     def __init__(self, run: Any, call: Call) -> None:
         self.steps: list[tuple] | None = []
@@ -27,7 +27,7 @@ class Tape:
 
     @staticmethod
     def fits(call: Call) -> bool:
-        """May what a rewrite does for this call be noted? Not what keys ignore, nor what must be checked each time."""
+        """May what a decomposition does for this call be noted? Not what keys ignore, nor what is checked each time."""
         copied = any(getattr(getattr(t, "spec", None), "copied", False) for t in call.tensors)
         return not copied and not any(isinstance(value, complex) or isinstance(value, (list, tuple))
                                       and any(isinstance(v, float) for v in value) for value in call.values.values())
@@ -56,7 +56,7 @@ class Tape:
         return getattr(self._run, name)
 
     def results(self, result: Any) -> list[list[int]]:
-        """Per return, the registers that it is, -1 for None; `result` as the rewrite gave it."""
+        """Per return, the registers that it is, -1 for None; `result` as the decomposition gave it."""
         returns = [result] if isinstance(result, (torch.Tensor, list)) else list(result)
         return [[-1 if t is None else self._place(t) for t in (r if isinstance(r, list) else [r])] for r in returns]
 

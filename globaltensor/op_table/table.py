@@ -1,4 +1,4 @@
-"""Every op that runs split, a line each: name, rule, and a third column where the local run differs.
+"""Every op that runs split, a line each: name, rule, and further columns where a rank's local run differs.
 
 `tests/test_rules.py` proves each line by brute force against plain torch. In-place, `out=` and foreach variants follow
 their functional op (`variants.py`); an op that is not here runs on all-B.
@@ -78,10 +78,10 @@ def op(name: str) -> OpOverload:
     return getattr(getattr(aten, packet), overload or "default")
 
 
-def lines(names: str, family: Any, **third: Any) -> None:
+def lines(names: str, family: Any, **columns: Any) -> None:
     """The same line for several ops."""
     for name in names.split():
-        TABLE[op(name)] = Line(family, **third)
+        TABLE[op(name)] = Line(family, **columns)
 
 
 # ---------------------------------------------------------------------------------------- element by element
@@ -90,7 +90,7 @@ lines("mul.Tensor", pointwise("a*b"))
 lines("div.Tensor", pointwise("a*B"))
 lines("mul.Scalar div.Scalar neg clone alias detach lift_fresh real imag conj_physical deg2rad rad2deg",
       pointwise("a"))
-lines("_conj _neg_view", pointwise("a"), runner=local_impls.resolved)
+lines("_conj _neg_view", pointwise("a"), local_impl=local_impls.resolved)
 lines("add.Scalar sub.Scalar rsub.Scalar", pointwise("A"))
 lines("lerp.Scalar", pointwise("a+b"))
 lines("lerp.Tensor", pointwise("a*C+b*C"))
@@ -137,61 +137,65 @@ lines("baddbmm", broadcasting_addmm("b m k", "b k n", "b m n"))
 lines("addbmm", broadcasting_addmm("b m k", "b k n", "m n"))
 lines("addmv", broadcasting_addmm("m k", "k", "m"))
 lines("addr", broadcasting_addmm("m", "n", "m n"))
-TABLE[custom_ops.contract] = Line(contraction, rewrite=summa.product, when=summa.on_grid)
-TABLE[custom_ops.linear] = Line(fixed("b* k, n k, n -> b* n", "a*b+c"), rewrite=summa.product, when=summa.on_grid)
+TABLE[custom_ops.contract] = Line(contraction, decomposition=summa.product, applies=summa.on_grid)
+TABLE[custom_ops.linear] = Line(fixed("b* k, n k, n -> b* n", "a*b+c"), decomposition=summa.product,
+      applies=summa.on_grid)
 lines("_cdist_forward", fixed("b* m d!, b* n d! -> b* m n"))
 lines("_cdist_backward", fixed("b* m n, b* m d, b* n d, b* m n -> b* m d", "a*B*C*D"))
 lines("linalg_cross", along("a*b", operands=2))
-lines("_grouped_mm", None, rewrite=grouped_mm.grouped_mm)
-lines("convolution", layers.convolution, patch=scaled("groups"), rewrite=halo.convolution, when=halo.cuts_space)
-lines("convolution_backward", given(layers.convolution_backward, "output_mask"), patch=scaled("groups"),
-      rewrite=halo.convolution_backward, when=halo.cuts_space)
+lines("_grouped_mm", None, decomposition=grouped_mm.grouped_mm)
+lines("convolution", layers.convolution, local_args=scaled("groups"), decomposition=halo.convolution,
+      applies=halo.cuts_space)
+lines("convolution_backward", given(layers.convolution_backward, "output_mask"), local_args=scaled("groups"),
+      decomposition=halo.convolution_backward, applies=halo.cuts_space)
 
 # ---------------------------------------------------------------------------------------------- reductions
 lines("sum sum.dim_IntList", reduction("a"))
-lines("mean mean.dim", reduction("a", uncut=True), rewrite=decompositions.mean, when=reduces_split)
+lines("mean mean.dim", reduction("a", uncut=True), decomposition=decompositions.mean, applies=reduces_split)
 lines("count_nonzero count_nonzero.dim_IntList", reduction())
-lines("nansum", reduction(), rewrite=decompositions.of_all_dims, when=lambda call: call["dim"] == [])
-lines("amax", reduction(leaves="max"), runner=local_impls.extremum)
-lines("amin", reduction(leaves="min"), runner=local_impls.extremum)
+lines("nansum", reduction(), decomposition=decompositions.of_all_dims, applies=lambda call: call["dim"] == [])
+lines("amax", reduction(leaves="max"), local_impl=local_impls.extremum)
+lines("amin", reduction(leaves="min"), local_impl=local_impls.extremum)
 lines("any any.dim any.dims", reduction(leaves="max"))
 lines("all all.dim all.dims", reduction(leaves="min"))
-lines("max min", reduction(uncut=True), rewrite=decompositions.whole_extremum, when=reduces_split)
-lines("max.dim min.dim", reduction(outputs=2, uncut=True), rewrite=scans.extreme, when=reduces_split)
-lines("argmax argmin", reduction(uncut=True), rewrite=scans.extreme, when=scans.along_split)
-lines("logsumexp", reduction(uncut=True), rewrite=decompositions.logsumexp, when=reduces_split)
+lines("max min", reduction(uncut=True), decomposition=decompositions.whole_extremum, applies=reduces_split)
+lines("max.dim min.dim", reduction(outputs=2, uncut=True), decomposition=scans.extreme, applies=reduces_split)
+lines("argmax argmin", reduction(uncut=True), decomposition=scans.extreme, applies=scans.along_split)
+lines("logsumexp", reduction(uncut=True), decomposition=decompositions.logsumexp, applies=reduces_split)
 lines("prod prod.dim_int median nanmedian", reduction(uncut=True))
 lines("median.dim nanmedian.dim mode kthvalue aminmax", reduction(outputs=2, uncut=True))
-lines("var.correction std.correction", reduction(uncut=True), rewrite=decompositions.variance, when=reduces_split)
-lines("var_mean.correction std_mean.correction", reduction(outputs=2, uncut=True), rewrite=decompositions.variance,
-      when=reduces_split)
+lines("var.correction std.correction", reduction(uncut=True), decomposition=decompositions.variance,
+      applies=reduces_split)
+lines("var_mean.correction std_mean.correction", reduction(outputs=2, uncut=True),
+      decomposition=decompositions.variance, applies=reduces_split)
 lines("linalg_vector_norm norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype", reduction(uncut=True),
-      rewrite=decompositions.vector_norm, when=reduces_split)
-lines("_foreach_norm.Scalar", None, rewrite=decompositions.foreach_norm)
-lines("_amp_foreach_non_finite_check_and_unscale_", None, rewrite=decompositions.unscale)
-lines("_foreach_max", None, rewrite=lambda call, run: [run(aten.max.default, x) for x in call.tensors])
-lines("cumsum", along("a"), rewrite=scans.cumsum, when=reduces_split)
-lines("cumprod", along(), rewrite=scans.cumprod, when=reduces_split)
+      decomposition=decompositions.vector_norm, applies=reduces_split)
+lines("_foreach_norm.Scalar", None, decomposition=decompositions.foreach_norm)
+lines("_amp_foreach_non_finite_check_and_unscale_", None, decomposition=decompositions.unscale)
+lines("_foreach_max", None, decomposition=lambda call, run: [run(aten.max.default, x) for x in call.tensors])
+lines("cumsum", along("a"), decomposition=scans.cumsum, applies=reduces_split)
+lines("cumprod", along(), decomposition=scans.cumprod, applies=reduces_split)
 lines("logcumsumexp", along())
 lines("cummax cummin sort sort.stable", along(outputs=2))
-lines("topk", along(outputs=2), rewrite=scans.topk, when=reduces_split)
+lines("topk", along(outputs=2), decomposition=scans.topk, applies=reduces_split)
 lines("argsort argsort.stable", along())
 lines("flip roll", along("a", name="dims"))
-lines("_softmax", along(), rewrite=decompositions.softmax, when=reduces_split)
-lines("_safe_softmax", along(), rewrite=decompositions.safe_softmax, when=reduces_split)
-lines("_log_softmax", along(), rewrite=decompositions.log_softmax, when=reduces_split)
-lines("_softmax_backward_data", along("a*B", operands=2), rewrite=decompositions.softmax_backward, when=reduces_split)
-lines("_log_softmax_backward_data", along("a*B", operands=2), rewrite=decompositions.log_softmax_backward,
-      when=reduces_split)
+lines("_softmax", along(), decomposition=decompositions.softmax, applies=reduces_split)
+lines("_safe_softmax", along(), decomposition=decompositions.safe_softmax, applies=reduces_split)
+lines("_log_softmax", along(), decomposition=decompositions.log_softmax, applies=reduces_split)
+lines("_softmax_backward_data", along("a*B", operands=2), decomposition=decompositions.softmax_backward,
+      applies=reduces_split)
+lines("_log_softmax_backward_data", along("a*B", operands=2), decomposition=decompositions.log_softmax_backward,
+      applies=reduces_split)
 
 # --------------------------------------------------------------------------------------- views and shapes
-lines("view _unsafe_view", viewed, patch=sized("size"), runner=local_impls.view)
-lines("reshape", viewed, patch=sized("shape"), runner=local_impls.view)
+lines("view _unsafe_view", viewed, local_args=sized("size"), local_impl=local_impls.view)
+lines("reshape", viewed, local_args=sized("shape"), local_impl=local_impls.view)
 lines("t transpose.int", permuted(swapped))
 lines("permute", permuted(lambda call, n: [d % n for d in call["dims"]]))
-lines("expand", expanded, patch=sized("size"))
+lines("expand", expanded, local_args=sized("size"))
 lines("unsqueeze", unsqueezed)
-lines("squeeze squeeze.dim squeeze.dims", squeezed, runner=local_impls.squeeze)
+lines("squeeze squeeze.dim squeeze.dims", squeezed, local_impl=local_impls.squeeze)
 lines("select.int", selected)
 lines("slice.Tensor", sliced)
 lines("split.Tensor split_with_sizes unsafe_split.Tensor unsafe_split_with_sizes", split_list)
@@ -199,89 +203,90 @@ lines("unbind.int", unbound)
 lines("cat", concatenated)
 lines("stack", stacked)
 lines("repeat", repeated)
-lines("select_backward slice_backward", sized_backward, patch=sized("input_sizes"))
+lines("select_backward slice_backward", sized_backward, local_args=sized("input_sizes"))
 lines("slice_scatter select_scatter", scattered_into)
 lines("diagonal diagonal_copy", diagonal)
 lines("diag_embed", diagonal_backward)
-lines("diagonal_backward", diagonal_backward, patch=sized("input_sizes"))
+lines("diagonal_backward", diagonal_backward, local_args=sized("input_sizes"))
 lines("diagonal_scatter", diagonal_scattered)
 lines("unfold", windows)
-lines("unfold_backward", windows_backward, patch=sized("input_sizes"))
+lines("unfold_backward", windows_backward, local_args=sized("input_sizes"))
 lines("constant_pad_nd", padded)
-lines("tril triu", triangle, patch=shifted_diagonal)
+lines("tril triu", triangle, local_args=shifted_diagonal)
 lines("rot90", along("a", name="dims"))
 lines("glu", halved())
 lines("glu_backward", halved(operands=2))
-lines("new_zeros new_ones new_full new_empty", factory_like, patch=sized("size"))
-lines("new_empty_strided", factory_like, patch=strided)
+lines("new_zeros new_ones new_full new_empty", factory_like, local_args=sized("size"))
+lines("new_empty_strided", factory_like, local_args=strided)
 
 # ------------------------------------------------------------------------------------------------ indexing
-lines("embedding", indices.embedding, runner=local_impls.embedding)
+lines("embedding", indices.embedding, local_impl=local_impls.embedding)
 lines("embedding_dense_backward", indices.embedding_backward)
-TABLE[custom_ops.embedding_backward] = Line(indices.embedding_rows, runner=local_impls.embedding_backward)
-lines("index.Tensor", indices.indexed, runner=local_impls.index, rewrite=grouped_mm.take_rows, when=grouped_mm.travels)
-lines("index_select", indices.index_selected, runner=local_impls.index_select, rewrite=grouped_mm.take_rows,
-      when=grouped_mm.travels)
-lines("gather", indices.gathered, runner=local_impls.gather)
-lines("scatter.src", indices.scattered("a*B+B*c"), runner=local_impls.scatter)
-lines("scatter.value", indices.scattered_value, runner=local_impls.scatter)
-lines("scatter_add", indices.scattered("a+B*c", index="k"), runner=local_impls.scatter)
+TABLE[custom_ops.embedding_backward] = Line(indices.embedding_rows, local_impl=local_impls.embedding_backward)
+lines("index.Tensor", indices.indexed, local_impl=local_impls.index, decomposition=grouped_mm.take_rows,
+      applies=grouped_mm.travels)
+lines("index_select", indices.index_selected, local_impl=local_impls.index_select, decomposition=grouped_mm.take_rows,
+      applies=grouped_mm.travels)
+lines("gather", indices.gathered, local_impl=local_impls.gather)
+lines("scatter.src", indices.scattered("a*B+B*c"), local_impl=local_impls.scatter)
+lines("scatter.value", indices.scattered_value, local_impl=local_impls.scatter)
+lines("scatter_add", indices.scattered("a+B*c", index="k"), local_impl=local_impls.scatter)
 lines("scatter.reduce scatter.value_reduce scatter_reduce.two", indices.scattered("", touched="v!"))
-lines("index_add", indices.index_written("a+B*c"), runner=local_impls.index_add, rewrite=grouped_mm.add_rows,
-      when=grouped_mm.returns)
+lines("index_add", indices.index_written("a+B*c"), local_impl=local_impls.index_add, decomposition=grouped_mm.add_rows,
+      applies=grouped_mm.returns)
 lines("index_copy index_fill.int_Tensor", indices.index_written("a*B+B*c", touched="v!", index="k!"))
 lines("index_fill.int_Scalar", indices.index_filled)
-lines("index_put", indices.index_put, runner=local_impls.index_put, rewrite=grouped_mm.add_rows,
-      when=grouped_mm.returns)
+lines("index_put", indices.index_put, local_impl=local_impls.index_put, decomposition=grouped_mm.add_rows,
+      applies=grouped_mm.returns)
 
 # ------------------------------------------------------------------------------------------------- networks' own
 lines("native_layer_norm", layers.normalized("b* d*!, d*!, d*! -> b* d*!, b* o*!, b* o*!", "A*b+c;A;A"),
-      rewrite=layer_norm.layer_norm, when=layer_norm.features_cut)
+      decomposition=layer_norm.layer_norm, applies=layer_norm.features_cut)
 lines("native_layer_norm_backward", given(layers.normalized(
     "b* d*!, b* d*!, b* o*!, b* o*!, d*!, d*! -> b* d*!, d*!, d*!", "a*B*C*D*e;a*B*C*D;a"), "output_mask"),
-      rewrite=layer_norm.layer_norm_backward, when=layer_norm.features_cut)
+      decomposition=layer_norm.layer_norm_backward, applies=layer_norm.features_cut)
 lines("_fused_rms_norm", layers.normalized("b* d*!, d*! -> b* d*!, b* o*!", "A*b;A"),
-      rewrite=layer_norm.rms_norm, when=layer_norm.features_cut)
+      decomposition=layer_norm.rms_norm, applies=layer_norm.features_cut)
 lines("_fused_rms_norm_backward", given(layers.normalized(
     "b* d*!, b* d*!, b* o*!, d*! -> b* d*!, d*!", "a*B*C*d;a*B*C"), "output_mask"),
-      rewrite=layer_norm.rms_norm_backward, when=layer_norm.features_cut)
+      decomposition=layer_norm.rms_norm_backward, applies=layer_norm.features_cut)
 lines("native_group_norm", layers.group_norm("n (g c) s*!, (g c), (g c) -> n (g c) s*!, n g, n g", "A*b+c;A;A"),
-      patch=group_counts)
+      local_args=group_counts)
 lines("native_group_norm_backward", given(layers.group_norm(
     "n (g c) s*!, n (g c) s*!, n g, n g, (g c) -> n (g c) s*!, (g c), (g c)", "a*B*C*D*e;a*B*C*D;a"), "output_mask"),
-    patch=group_counts)
-lines("native_batch_norm", layers.batch_norm, rewrite=batch_norm.forward, when=batch_norm.in_training)
-lines("native_batch_norm_backward", given(layers.batch_norm_backward, "output_mask"), rewrite=batch_norm.backward,
-      when=batch_norm.trained)
+    local_args=group_counts)
+lines("native_batch_norm", layers.batch_norm, decomposition=batch_norm.forward, applies=batch_norm.in_training)
+lines("native_batch_norm_backward", given(layers.batch_norm_backward, "output_mask"), decomposition=batch_norm.backward,
+      applies=batch_norm.trained)
 lines("_native_batch_norm_legit _native_batch_norm_legit.no_stats _batch_norm_with_update cudnn_batch_norm",
-      factory_like, rewrite=batch_norm.as_native)
-lines("batch_norm_backward cudnn_batch_norm_backward", factory_like, rewrite=batch_norm.as_native_backward)
+      factory_like, decomposition=batch_norm.as_native)
+lines("batch_norm_backward cudnn_batch_norm_backward", factory_like, decomposition=batch_norm.as_native_backward)
 lines("_weight_norm_interface", layers.weight_norm())
 lines("_weight_norm_interface_backward", layers.weight_norm(backward=True))
-lines("_scaled_dot_product_flash_attention_for_cpu", layers.attention(), rewrite=ring_attention.forward,
-      when=ring_attention.pays)
+lines("_scaled_dot_product_flash_attention_for_cpu", layers.attention(), decomposition=ring_attention.forward,
+      applies=ring_attention.pays)
 lines("_scaled_dot_product_flash_attention_for_cpu_backward", layers.attention(backward=True),
-      rewrite=ring_attention.backward,
-      when=ring_attention.pays)
+      decomposition=ring_attention.backward, applies=ring_attention.pays)
 for _name in ("flash", "efficient", "cudnn"):
     lines(f"_scaled_dot_product_{_name}_attention _scaled_dot_product_{_name}_attention_backward", factory_like,
-          rewrite=fused_attention.rank_by_rank)
+          decomposition=fused_attention.rank_by_rank)
 
 for _n in (1, 2, 3):
     for _name in (f"upsample_{('linear1d', 'bilinear2d', 'trilinear3d')[_n - 1]}", f"upsample_nearest{_n}d",
                   f"_upsample_nearest_exact{_n}d", *(["upsample_bicubic2d"] if _n == 2 else [])):
         lines(_name, layers.spatial(_n, "a"))
-        lines(f"{_name}_backward", layers.spatial(_n, "a"), patch=sized("input_size"))
+        lines(f"{_name}_backward", layers.spatial(_n, "a"), local_args=sized("input_size"))
     for _name in (f"reflection_pad{_n}d", f"replication_pad{_n}d"):
         lines(_name, layers.spatial(_n, "a"))
         lines(f"{_name}_backward", layers.spatial(_n, "a", operands=2))
 for _n in (2, 3):
-    lines(f"avg_pool{_n}d", layers.spatial(_n, "a"), rewrite=pooling.avg_pool, when=halo.cuts_space)
-    lines(f"avg_pool{_n}d_backward", layers.spatial(_n, "a", operands=2), rewrite=pooling.avg_pool_backward,
-          when=halo.cuts_space)
-    lines(f"max_pool{_n}d_with_indices", layers.spatial(_n, outputs=2), rewrite=pooling.max_pool, when=halo.cuts_space)
+    lines(f"avg_pool{_n}d", layers.spatial(_n, "a"), decomposition=pooling.avg_pool, applies=halo.cuts_space)
+    lines(f"avg_pool{_n}d_backward", layers.spatial(_n, "a", operands=2), decomposition=pooling.avg_pool_backward,
+          applies=halo.cuts_space)
+    lines(f"max_pool{_n}d_with_indices", layers.spatial(_n, outputs=2), decomposition=pooling.max_pool,
+          applies=halo.cuts_space)
     lines(f"max_pool{_n}d_with_indices_backward", layers.spatial(_n, "a*C", operands=3),
-          rewrite=pooling.max_pool_backward, when=halo.cuts_space)
+          decomposition=pooling.max_pool_backward, applies=halo.cuts_space)
     lines(f"_adaptive_avg_pool{_n}d", layers.spatial(_n, "a"))
     lines(f"_adaptive_avg_pool{_n}d_backward", layers.spatial(_n, "a", operands=2))
     lines(f"adaptive_max_pool{_n}d", layers.spatial(_n, outputs=2))
@@ -298,37 +303,40 @@ lines("grid_sampler_2d_backward", given(fixed(
 
 # ------------------------------------------------------------------------------------------------------- losses
 lines("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",
-      loss(), rewrite=decompositions.mean_loss, when=decompositions.is_mean)
+      loss(), decomposition=decompositions.mean_loss, applies=decompositions.is_mean)
 lines("mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward "
-      "binary_cross_entropy_backward", loss(backward=True), rewrite=decompositions.mean_loss_backward,
-      when=decompositions.is_mean)
-lines("nll_loss_forward", layers.nll(), runner=local_impls.nll, rewrite=decompositions.nll_mean,
-      when=decompositions.is_mean)
-lines("nll_loss_backward", layers.nll(backward=True), runner=local_impls.nll)
-lines("nll_loss2d_forward", layers.nll("y x"), runner=local_impls.nll, rewrite=decompositions.nll_mean,
-      when=decompositions.is_mean)
-lines("nll_loss2d_backward", layers.nll("y x", backward=True), runner=local_impls.nll)
+      "binary_cross_entropy_backward", loss(backward=True), decomposition=decompositions.mean_loss_backward,
+      applies=decompositions.is_mean)
+lines("nll_loss_forward", layers.nll(), local_impl=local_impls.nll, decomposition=decompositions.nll_mean,
+      applies=decompositions.is_mean)
+lines("nll_loss_backward", layers.nll(backward=True), local_impl=local_impls.nll)
+lines("nll_loss2d_forward", layers.nll("y x"), local_impl=local_impls.nll, decomposition=decompositions.nll_mean,
+      applies=decompositions.is_mean)
+lines("nll_loss2d_backward", layers.nll("y x", backward=True), local_impl=local_impls.nll)
 
 # ------------------------------------------------------------------------------------------------ random numbers
-# Always rewritten; their in-place variants have lines of their own.
+# Always decomposed; their in-place variants have lines of their own.
 for _names, _draw, *_parameters in (
-        ("uniform", random_ops.uniform), ("normal_functional", random_ops.normal), ("exponential", random_ops.exponential),
-        ("log_normal", random_ops.log_normal), ("cauchy", random_ops.cauchy), ("geometric", random_ops.geometric),
+        ("uniform", random_ops.uniform), ("normal_functional", random_ops.normal),
+        ("exponential", random_ops.exponential), ("log_normal", random_ops.log_normal), ("cauchy", random_ops.cauchy),
+        ("geometric", random_ops.geometric),
         ("random random.from random.to", random_ops.integers), ("bernoulli.p", random_ops.bernoulli),
         ("bernoulli.Tensor", random_ops.bernoulli_each, "p"), ("bernoulli", random_ops.bernoulli_each, "self"),
-        ("rand_like rand_like.generator", random_ops.uniform), ("randn_like randn_like.generator", random_ops.standard_normal),
+        ("rand_like rand_like.generator", random_ops.uniform),
+        ("randn_like randn_like.generator", random_ops.standard_normal),
         ("randint_like randint_like.generator randint_like.low_dtype randint_like.low_generator_dtype",
          random_ops.integers)):
-    lines(_names, factory_like, rewrite=random_ops.like(_draw, *_parameters))
+    lines(_names, factory_like, decomposition=random_ops.like(_draw, *_parameters))
 for _names, _draw, *_parameters in (
         ("uniform_", random_ops.uniform), ("normal_", random_ops.normal), ("exponential_", random_ops.exponential),
         ("log_normal_", random_ops.log_normal), ("cauchy_", random_ops.cauchy), ("geometric_", random_ops.geometric),
         ("random_ random_.from random_.to", random_ops.integers), ("bernoulli_.float", random_ops.bernoulli),
         ("bernoulli_.Tensor", random_ops.bernoulli_each, "p")):
-    lines(_names, factory_like, rewrite=random_ops.fill(_draw, *_parameters))
-lines("randint_like.Tensor randint_like.Tensor_generator", factory_like, rewrite=random_ops.randint_like_tensor)
-lines("normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor", pointwise(), rewrite=random_ops.normal_around)
-lines("native_dropout", pointwise(outputs=2), rewrite=random_ops.native_dropout)
+    lines(_names, factory_like, decomposition=random_ops.fill(_draw, *_parameters))
+lines("randint_like.Tensor randint_like.Tensor_generator", factory_like, decomposition=random_ops.randint_like_tensor)
+lines("normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor", pointwise(),
+      decomposition=random_ops.normal_around)
+lines("native_dropout", pointwise(outputs=2), decomposition=random_ops.native_dropout)
 lines("native_dropout_backward", pointwise("a*B"))
-lines("rrelu_with_noise rrelu_with_noise_", pointwise(), rewrite=random_ops.rrelu)
+lines("rrelu_with_noise rrelu_with_noise_", pointwise(), decomposition=random_ops.rrelu)
 lines("rrelu_with_noise_backward", pointwise("a*B*C"))

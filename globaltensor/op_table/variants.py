@@ -23,7 +23,7 @@ from globaltensor.rules.line import Line
 from globaltensor.rules.shapes import factory_like
 
 aten = torch.ops.aten
-Rewrite = Callable[[Call, Any], Any]
+Decomposition = Callable[[Call, Any], Any]
 
 
 @lru_cache(None)
@@ -31,16 +31,18 @@ def line_of(func: OpOverload) -> Line | None:
     """The line of an op, or what follows from that of the functional op it is a variant of."""
     found = TABLE.get(func)
     if found is None and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-        return Line(factory_like, rewrite=_decomposed)
+        return Line(factory_like, decomposition=_decomposed)
     functional = functional_of(func) if found is None and func._schema.is_mutable else None
     if functional is None:
         return found
     if torch.Tag.inplace_view in func.tags:
-        return Line(factory_like, rewrite=_reshaped(functional))
+        return Line(factory_like, decomposition=_reshaped(functional))
     if func._schema.arguments[-1].is_out:
-        return Line(factory_like, rewrite=_into_out(functional))
+        return Line(factory_like, decomposition=_into_out(functional))
     line = TABLE.get(functional)
-    return line if line is None or line.rewrite is None else replace(line, rewrite=_in_place(functional, line.rewrite))
+    if line is None or line.decomposition is None:
+        return line
+    return replace(line, decomposition=_in_place(functional, line.decomposition))
 
 
 def _decomposed(call: Call, run: Any) -> Any:
@@ -67,16 +69,16 @@ def _as(functional: OpOverload, call: Call) -> Call:
     return Call(functional, (), {a.name: call[a.name] for a in arguments(functional)})
 
 
-def _in_place(functional: OpOverload, rewrite: Rewrite) -> Rewrite:
-    """The functional op's rewrite, written into the first operand."""
+def _in_place(functional: OpOverload, decomposition: Decomposition) -> Decomposition:
+    """The functional op's decomposition, written into the first operand."""
 
     def write(call: Call, run: Any) -> Any:
-        return run(aten.copy_.default, call.tensors[0], rewrite(_as(functional, call), run))
+        return run(aten.copy_.default, call.tensors[0], decomposition(_as(functional, call), run))
 
     return write
 
 
-def _reshaped(functional: OpOverload) -> Rewrite:
+def _reshaped(functional: OpOverload) -> Decomposition:
     """The view that the functional op makes; the operand becomes it."""
 
     def write(call: Call, run: Any) -> Any:
@@ -92,7 +94,7 @@ def _reshaped(functional: OpOverload) -> Rewrite:
     return write
 
 
-def _into_out(functional: OpOverload) -> Rewrite:
+def _into_out(functional: OpOverload) -> Decomposition:
     """The functional op, copied into the `out` operands."""
 
     def write(call: Call, run: Any) -> Any:

@@ -1,1 +1,1 @@
-"""What is legal: the rule language, the families that write rules, the table of ops, and their local rewrites."""
+"""What is legal: the rule language, and the families that write rules."""

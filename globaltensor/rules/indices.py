@@ -4,8 +4,8 @@
     written       x[.. v ..], index[k], source[.. k ..]  ->  out[.. v ..]
 
 Dims that the index does not touch, and those of the index itself, can be cut freely. The dim that is indexed can be
-cut where a runner (`runners.py`) lets each rank do the indices that are its own: then what is looked up is a pending
-sum, to which the other ranks give zeros, and what is written stays cut.
+cut where a local implementation (`local_impls.py`) lets each rank do the indices that are its own: then what is looked
+up is a pending sum, to which the other ranks give zeros, and what is written stays cut.
 """
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from globaltensor.rules.language import Rule, rule
 
 
 def embedding(call: Call) -> Rule:
-    """weight[indices]. How the indices lie says where samples are; to move these numbers is cheap, but not what follows."""
+    """weight[indices]. The indices lead: they are cheap to move, but where they are cut the samples are, and all that
+    follows is large."""
     idx = " ".join(f"n{i}" for i in range(call.tensors[1].dim()))
     return replace(rule(f"v d, {idx} -> {idx} d", "a*B"), leads=1)
 

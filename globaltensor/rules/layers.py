@@ -95,7 +95,7 @@ def group_norm(dims: str, algebra: str) -> Family:
 
 
 def batch_norm(call: Call) -> Rule:
-    """With statistics of its own, batch and space stay whole (rewritten where they are cut); else they are free."""
+    """With statistics of its own, batch and space stay whole (decomposed where they are cut); else they are free."""
     if call.get("training", True):
         return rule("n! c y*!, c, c, c, c -> n! c y*!, c, c", "A*b+c;A;A", ndims=call.ndims, nonempty="c")
     return rule("n c y*, c, c, c, c -> n c y*, e!, f!", "A*b*D*E+c;;", ndims=call.ndims, nonempty="n c")
@@ -146,9 +146,9 @@ FULL = "b h q s"                                     # fused kernels of attentio
 
 
 def nll(space: str = "", *, backward: bool = False) -> Family:
-    """nll_loss of log-probabilities [n*, c, *space], targets, class weights; a cut class dim has a runner.
+    """nll_loss of log-probabilities [n*, c, *space], targets, class weights; a cut class dim has a local_impl.
 
-    A mean divides by the weight of all targets (rewritten where they are cut); its gradient knows that weight.
+    A mean divides by the weight of all targets (decomposed where they are cut); its gradient knows that weight.
     """
 
     def write(call: Call) -> Rule:
