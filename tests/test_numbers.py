@@ -232,6 +232,7 @@ GIVEN = (2, -0.5, True, 1.5 - 0.5j, np.float64(0.5), np.float32(0.5), np.int64(3
          torch.tensor(3), torch.tensor(True))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spelled_as_in_programs(name):
     generator = torch.Generator().manual_seed(SEED)

@@ -166,6 +166,12 @@ class GlobalTensor(torch.Tensor):
         """The whole value as nested lists; collective."""
         return self.full_tensor().tolist()
 
+    def __format__(self, format_spec: str) -> str:
+        """A 0-dim tensor as the number that it is, as torch formats its own; collective, as `item()`."""
+        if self.dim() == 0:
+            return format(self.detach().item(), format_spec)
+        return object.__format__(self, format_spec)
+
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
