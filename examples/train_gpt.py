@@ -38,7 +38,7 @@ try:
 
     import globaltensor as gt
 except ModuleNotFoundError as error:
-    sys.exit(f"train_gpt.py needs {error.name}, which is not installed: make train, or pip install -e .")
+    sys.exit(f"train_gpt.py needs {error.name}, which is not installed: make train")
 
 from gpt import GPT
 

@@ -100,6 +100,15 @@ def test_the_benchmarks_run_from_an_installed_package(installed):
     assert [row["import"] for row in found["rows"]] == ["torch", "globaltensor, after torch"]
 
 
+def test_a_package_without_its_native_code_says_so_at_the_users_line(installed, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import globaltensor as gt\nP = gt.placement('cpu', [0, 1])\ngt.placement('cpu', [0])\n")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, cwd=tmp_path,
+                          env=environment(PYTHONPATH=str(installed)))
+    assert done.returncode == 0 and done.stderr.startswith("program.py:2: UserWarning: globaltensor runs without")
+    assert done.stderr.count("pip install --no-build-isolation -e ") == 1
+
+
 def test_every_installed_benchmark_finds_what_it_imports(installed):
     bundled = installed / "globaltensor" / "bundled"
     modules = [f"benchmarks.{path.stem}" for path in sorted((bundled / "benchmarks").glob("*.py"))]

@@ -1,80 +1,131 @@
-"""Nothing in the README that is not so: its programs print what it says, its commands exist, its tree is the tree."""
+"""Nothing in the README and in docs/ that is not so: programs print what they say, commands exist, files are listed.
+
+`python tests/test_readme.py` writes docs/files.md anew.
+"""
 from __future__ import annotations
 
 import ast
 import itertools
 import os
-import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
+from harness import ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
-PROGRAMS = [(code, BLOCKS[i + 1][1]) for i, (kind, code) in enumerate(BLOCKS) if kind == "python"]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+FILES = ROOT / "docs" / "files.md"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("code, output", PROGRAMS, ids=range(len(PROGRAMS)))
-def test_programs_print_what_it_says(code, output, tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(code)
-    run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, cwd=tmp_path,
-                         env={**os.environ, "OMP_NUM_THREADS": "1"})
+def programs() -> dict[str, tuple[str, str]]:
+    """Page and number -> a block of Python, and the block of text after it: what it prints."""
+    found = {}
+    for page in PAGES:
+        blocks = [*re.findall(r"```(\w+)\n(.*?)```", page.read_text(), re.S), ("", "")]
+        python = [(code, after if kind == "text" else "") for (name, code), (kind, after) in itertools.pairwise(blocks)
+                  if name == "python"]
+        found |= {f"{page.stem} {n}": pair for n, pair in enumerate(python)}
+    return found
+
+
+PROGRAMS = programs()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_print_what_the_page_says(name, tmp_path):
+    code, output = PROGRAMS[name]
+    (tmp_path / "program.py").write_text(code)
+    run = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True, timeout=120, cwd=tmp_path,
+                         env=ENVIRONMENT)
     assert run.returncode == 0, run.stderr
     assert run.stdout == output
 
 
 @pytest.mark.processes
-def test_the_first_program_runs_in_every_way(tmp_path):
-    program = tmp_path / "program.py"
+@pytest.mark.parametrize("launcher", [["globaltensor", "run", "-n"], ["torchrun", "--nproc-per-node"]],
+                         ids=lambda words: words[0])
+def test_the_first_program_runs_with_either_launcher(launcher, tmp_path):
+    code, output = PROGRAMS["README 0"]
     once = "import globaltensor as gt\nif gt.rank():\n    def print(*words): pass\n"      # outputs may interleave
-    program.write_text(once + PROGRAMS[0][0].replace("print(y)", "").replace("print(grad)", ""))
-    expected = [line for line in PROGRAMS[0][1].splitlines() if line.startswith(("(P,)", "gradient", "aten"))]
-    for command in (["globaltensor", "run", "-n", "2"], ["torchrun", "--nproc-per-node", "2"]):
-        tool = pathlib.Path(sys.executable).parent / command[0]
-        run = subprocess.run([tool, *command[1:], program], capture_output=True, text=True, timeout=120,
-                             env={**os.environ, "OMP_NUM_THREADS": "1"})
-        assert run.returncode == 0, run.stderr
-        assert [line for line in run.stdout.splitlines() if line] == expected
+    program = tmp_path / "program.py"
+    program.write_text(once + code)
+    run = subprocess.run([f"{os.path.dirname(sys.executable)}/{launcher[0]}", *launcher[1:], "2", program],
+                         capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == output
 
 
 def test_commands_exist():
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"(?m)(?:^|`)make ([a-z-]+)", README):
-        assert re.search(rf"^{target}:", makefile, re.M), f"make {target}"
     help_text = subprocess.run([sys.executable, "-m", "globaltensor.cli", "--help"], capture_output=True, text=True,
                                timeout=60).stdout
-    for command in set(re.findall(r"`globaltensor ([a-z]+)", README)) | {"run"}:
-        assert command in help_text, f"globaltensor {command}"
+    for page in PAGES:
+        for command in set(re.findall(r"(?m)(?:^|`|srun )globaltensor ([a-z]+)", page.read_text())):
+            assert re.search(rf"(?m)^    {command} ", help_text), f"{page.name}: globaltensor {command}"
 
 
-def tree() -> str:
-    """Every Python file of the package with the first line of its docstring, what else stands at the top, and the
-    native sources with the first sentence of their first comment (a .cpp without one is told of by its .h)."""
+def test_environment_variables_are_the_documented_ones():
+    read = {name for folder in ("globaltensor", "csrc") for path in (ROOT / folder).rglob("*.*")
+            if path.suffix in (".py", ".cpp", ".h") for name in re.findall(r"\bGLOBALTENSOR_[A-Z_]+", path.read_text())}
+    internal = {"GLOBALTENSOR_RUN_FOLDER"}           # between the launcher and its ranks
+    for page in (README, ROOT / "docs" / "running.md"):
+        assert set(re.findall(r"(?m)^\| `(GLOBALTENSOR_[A-Z_]+)", page.read_text())) == read - internal, page.name
+
+
+def test_the_readme_is_read_in_one_go():
+    assert len(README.read_text().splitlines()) <= 250
+
+
+# ----------------------------------------------------------------------------------------------------- the files
+
+
+def first_line_of_python(text: str) -> str:
+    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+
+
+def first_sentence_of_cpp(text: str) -> str:
+    """Of the comment that the file begins with, up to a blank or indented line."""
+    lines = itertools.takewhile(lambda line: re.match(r"// ?\S", line), text.splitlines())
+    return re.split(r"(?<=[.?:]) ", " ".join(line.removeprefix("//").strip() for line in lines))[0].rstrip(":")
+
+
+def ideas(folder: str) -> list[str]:
+    """A line per file, with a link and its idea: the first line of a docstring, the first sentence of a comment. A
+    .cpp without one is told of by its .h."""
     rows = []
-    for folder in ("globaltensor", "examples", "benchmarks"):
-        rows.append(f"{folder}/")
-        for path in sorted((ROOT / folder).rglob("*.py"), key=lambda p: (p.parent != ROOT / folder, p)):
-            name = str(path.relative_to(ROOT / folder))
-            first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
-            rows.append(f"  {name:<26} {first}")
-    rows.append("csrc/")
-    for path in sorted((ROOT / "csrc").rglob("*"), key=lambda p: (p.parent != ROOT / "csrc", p)):
-        comment = itertools.takewhile(lambda line: line.startswith("//"), path.read_text().splitlines()
-                                      if path.suffix in (".cpp", ".h", ".cu") else ())
-        text = " ".join(line.removeprefix("//").strip() for line in comment)
-        if text:
-            rows.append(f"  {str(path.relative_to(ROOT / 'csrc')):<26} {re.split(r'(?<=[.?]) ', text)[0]}")
-    return "\n".join(rows) + "\n"
+    for path in sorted((ROOT / folder).iterdir()):
+        if path.suffix == ".py":
+            idea = first_line_of_python(path.read_text())
+        elif path.suffix in (".cpp", ".h", ".cu"):
+            idea = first_sentence_of_cpp(path.read_text())
+        else:
+            continue
+        if idea and path.name != "__init__.py":
+            rows.append(f"- [{path.name}](../{folder}/{path.name}): {idea}")
+    return rows
 
 
-def test_the_tree_is_the_tree():
-    assert tree() in README, f"the README's tree should read:\n{tree()}"
+def room(folder: str) -> str:
+    """A folder with its own idea and its files."""
+    face = ROOT / folder / "__init__.py"
+    idea = [first_line_of_python(face.read_text()), ""] if face.exists() else []
+    return "\n".join([f"## {folder}/", "", *idea, *ideas(folder), ""])
 
 
-if __name__ == "__main__":                           # writes the tree into the README
-    new = re.sub(r"(## The files\n\n```text\n).*?(```)", lambda m: m[1] + tree() + m[2], README, flags=re.S)
-    (ROOT / "README.md").write_text(new)
+def files() -> str:
+    folders = ["globaltensor", *(f"globaltensor/{path.parent.name}" for path in
+                                 sorted((ROOT / "globaltensor").glob("*/__init__.py"))),
+               *(f"csrc/{path.name}" for path in sorted((ROOT / "csrc").iterdir()) if path.is_dir()),
+               "examples", "benchmarks"]
+    return "# Files\n\nEvery file with its idea, as its first line tells it. Written by `python tests/test_readme.py`.\n\n" \
+        + "\n".join(room(folder) for folder in folders)
+
+
+def test_every_file_is_listed():
+    assert FILES.read_text() == files(), "type: python tests/test_readme.py"
+
+
+if __name__ == "__main__":
+    FILES.write_text(files())

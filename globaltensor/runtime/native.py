@@ -18,6 +18,8 @@ from types import ModuleType
 
 import torch  # noqa: F401  (its libraries must be there before ours)
 
+from globaltensor.errors import where
+
 WANTED = os.environ.get("GLOBALTENSOR_NATIVE", "1") != "0"
 _trouble = ""
 
@@ -49,11 +51,21 @@ core = _core()
 face = _face()
 
 
+def how_to_build() -> str:
+    """What to type where the native code is missing."""
+    checkout = Path(__file__).resolve().parents[2]
+    folder = checkout if (checkout / "setup.py").exists() else "FOLDER, a checkout of globaltensor"
+    return f"pip install setuptools; pip install --no-build-isolation -e {folder} (needs torch and g++)"
+
+
 def say_if_slow() -> None:
-    """Warn, once, where the native code is wanted but not there."""
+    """Warn, once, at the user's line, where the native code is wanted but not there."""
     global WANTED
     if WANTED and face is None:
         WANTED = False
-        warnings.warn("globaltensor runs without its native code, slower" + (f": {_trouble}" if _trouble else "")
-                      + "\n  try:   pip install --no-build-isolation --force-reinstall globaltensor, with g++ at hand"
-                      "\n         (GLOBALTENSOR_NATIVE=0 to do without it)", stacklevel=3)
+        file, _, line = where().rpartition(":")
+        warnings.warn_explicit(
+            "globaltensor runs without its native code, so every op takes several times as long"
+            f"\n  why:   {_trouble or 'it was not built: no compiler, or no torch while it was installed'}"
+            f"\n  try:   {how_to_build()}, or GLOBALTENSOR_NATIVE=0 to do without it",
+            UserWarning, file or "<unknown>", int(line) if line.isdigit() else 1)

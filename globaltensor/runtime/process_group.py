@@ -30,7 +30,7 @@ def register() -> None:
 def _native() -> Any:
     if native.face is None:
         raise TransportError(f'there is no backend "{NAME}" here', "the native code was not built, or does not load",
-                             'pip install --no-build-isolation globaltensor with g++ at hand, or the backend "gloo"')
+                             f'{native.how_to_build()}, or the backend "gloo"')
     return native.face
 
 
