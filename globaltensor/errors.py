@@ -51,6 +51,14 @@ class ShapeError(GlobalTensorError, ValueError):
     """Shards or operands whose shapes do not fit together."""
 
 
+class RuleError(GlobalTensorError, ValueError):
+    """A rule of an op that is malformed. Prints the rule, with a caret under the character `at` fault."""
+
+    def __init__(self, what: str, rule: str, at: int | None, why: str, fix: str = "") -> None:
+        caret = "" if at is None else f"\n  {' ' * at}^"
+        super().__init__(f"{what}\n  {rule}{caret}", why, fix)
+
+
 class MixedPlacementError(GlobalTensorError, ValueError):
     """Operands of one op on different placements."""
 

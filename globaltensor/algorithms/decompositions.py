@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from globaltensor.algorithms.run import replayable
 from globaltensor.layouts.layout import Layout, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import partial_max
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import MEAN, SUM, dims_of, option
-from globaltensor.rules.line import replayable
 from globaltensor.runtime.agreement import agree_on, checking
 
 aten = torch.ops.aten

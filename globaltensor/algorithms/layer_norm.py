@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from globaltensor.algorithms.decompositions import cast, wide
+from globaltensor.algorithms.run import replayable
 from globaltensor.rules.call import Call
-from globaltensor.rules.line import replayable
 
 aten = torch.ops.aten
 

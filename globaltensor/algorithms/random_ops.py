@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from globaltensor.algorithms.run import Decomposition
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.layout import Box, Layout, Shape, slices
 from globaltensor.rules.call import Call, arguments
@@ -34,7 +35,6 @@ aten = torch.ops.aten
 
 # (call, key, global shape, box, dtype, device, this part of each parameter that is a tensor) -> the values of the box
 Draw = Callable[..., Tensor]
-Decomposition = Callable[[Call, Any], Any]
 
 
 # ------------------------------------------------------------------------------------------------ distributions

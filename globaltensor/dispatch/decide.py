@@ -21,7 +21,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, Slot, arguments
-from globaltensor.rules.line import Line
+from globaltensor.op_table.line import Line
 from globaltensor.runtime.world import local_ranks_of, world
 
 

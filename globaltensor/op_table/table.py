@@ -25,6 +25,7 @@ from globaltensor.algorithms import (
     summa,
 )
 from globaltensor.algorithms.decompositions import reduces_split
+from globaltensor.op_table.line import Line, group_counts, scaled, shifted_diagonal, sized, strided
 from globaltensor.rules import indices, layers
 from globaltensor.rules.families import (
     along,
@@ -39,7 +40,6 @@ from globaltensor.rules.families import (
     reduction,
     zeroing,
 )
-from globaltensor.rules.line import Line, group_counts, scaled, shifted_diagonal, sized, strided
 from globaltensor.rules.shapes import (
     concatenated,
     diagonal,

@@ -7,7 +7,6 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -15,15 +14,15 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from globaltensor.algorithms.run import Decomposition
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.layout import spec
+from globaltensor.op_table.line import Line
 from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call, arguments
-from globaltensor.rules.line import Line
 from globaltensor.rules.shapes import factory_like
 
 aten = torch.ops.aten
-Decomposition = Callable[[Call, Any], Any]
 
 
 @lru_cache(None)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from globaltensor.rules.call import Call
-from globaltensor.rules.language import NUMBER, Dims, Rule, rule
+from globaltensor.rules.language import NUMBER, Dims, Rule
+from globaltensor.rules.parse import rule
 
 Family = Callable[[Call], Rule]
 Shape = tuple[int, ...]

@@ -15,7 +15,8 @@ import torch
 
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import Family, Shape, aligned, letters, out_shape
-from globaltensor.rules.language import Rule, rule
+from globaltensor.rules.language import Rule
+from globaltensor.rules.parse import rule
 
 
 def embedding(call: Call) -> Rule:

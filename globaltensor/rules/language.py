@@ -24,7 +24,6 @@ An op on several axes may have another signature on each: an nd signature is a p
 """
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, combinations, product
@@ -37,7 +36,7 @@ Term = tuple[tuple[int, bool], ...]                  # factors: (operand, enters
 
 NUMBER = -1                                          # in `ndims`: a Python number stands in the operand's place
 
-_LEAVES = {"sum": partial_sum, "max": partial_max, "min": partial_min}
+LEAVES = {"sum": partial_sum, "max": partial_max, "min": partial_min}
 
 
 @dataclass(frozen=True)
@@ -59,66 +58,6 @@ class Signature(NamedTuple):
     inputs: tuple[Sbp, ...]
     outputs: tuple[Sbp, ...]
     label: str | None
-
-
-@lru_cache(10_000)
-def rule(dims: str, algebra: str = "", *, ndims: tuple[int | None, ...] = (), leaves: str = "sum",
-         even: tuple[tuple[str, int], ...] = (), nonempty: str = "", stars: tuple[tuple[str, int], ...] = ()) -> Rule:
-    """Parse a rule.
-
-    ndims   the number of dims of each operand, None for an absent one (dropped from dims and algebra), NUMBER for a
-            Python number (dropped from dims only); needed where a `b*` stands or operands are optional
-    leaves  what a reduced label leaves pending: "sum", "max" or "min"
-    even    (label, size) of labels that only an even cut keeps in place (the first of a composite dim)
-    nonempty  labels of which no part may be empty, since the kernel would not take it
-    stars   (name, count) of stars that the numbers of dims do not tell
-    """
-    lhs, rhs = ([_dims(t) for t in side.split(",")] for side in dims.split("->"))
-    terms = [[_term(t) for t in part.split("+") if t.strip()] for part in algebra.split(";")] if algebra else [
-        [tuple((q, False) for q in range(len(lhs)))] for _ in rhs]
-    if ndims:
-        lhs, rhs = _expand_stars(lhs, rhs, ndims, dict(stars))
-    absent = {q for q, n in enumerate(ndims) if n is None}
-    away = absent | {q for q, n in enumerate(ndims) if n == NUMBER}
-    if away:
-        place = {q: i for i, q in enumerate(q for q in range(len(lhs)) if q not in away)}
-        lhs = [d for q, d in enumerate(lhs) if q not in away]
-        terms = [[tuple((place[q], linear) for q, linear in term if q in place) for term in part
-                  if any(q not in absent for q, _ in term)] for part in terms]
-    assert len(terms) == len(rhs), f"{dims}: {len(rhs)} outputs, {len(terms)} algebras"
-    return Rule(tuple(lhs), tuple(rhs), tuple(tuple(part) for part in terms), leaves, even,
-                tuple(nonempty.split()))
-
-
-def _dims(text: str) -> Dims:
-    return tuple(tuple(d.strip("()").split()) for d in re.findall(r"\([^)]*\)|\S+", text))
-
-
-def _term(text: str) -> Term:
-    return tuple((ord(c.lower()) - ord("a"), c.islower()) for c in text.strip().split("*"))
-
-
-def _expand_stars(lhs: list[Dims], rhs: list[Dims], ndims: tuple[int | None, ...], counts: dict[str, int]
-                  ) -> tuple[list[Dims], list[Dims]]:
-    """Replace every `b*` (and `b*!`) by as many labels as an operand that has it leaves over."""
-    for dims, n in [*zip(lhs, ndims)] * 2:           # twice: a later operand may tell what an earlier one needs
-        names = [d[0].rstrip("!") for d in dims if d[0].rstrip("!").endswith("*")]
-        unknown = [s for s in names if s[:-1] not in counts]
-        if n not in (None, NUMBER) and len(unknown) == 1:
-            known = sum(counts[s[:-1]] for s in names if s[:-1] in counts)
-            counts[unknown[0][:-1]] = n - (len(dims) - len(names)) - known
-
-    def expand(dims: Dims) -> Dims:
-        full: list[tuple[str, ...]] = []
-        for d in dims:
-            name, whole = d[0].rstrip("!"), "!" if d[0].endswith("!") else ""
-            if name.endswith("*"):
-                full += [(f"{name[:-1]}{i}{whole}",) for i in range(counts.get(name[:-1], 0))]
-            else:
-                full.append(d)
-        return tuple(full)
-
-    return [expand(d) for d in lhs], [expand(d) for d in rhs]
 
 
 def cut_dim(tensor: Dims, label: str) -> int | None:
@@ -180,7 +119,7 @@ def _outcome(of: Rule, k: int, dim: int | None, states: tuple[Sbp, ...]) -> Sbp 
         summed = any(states[q].is_split for q, _ in term)
         if pending + summed > 1:
             return None                              # P * P, or P times a summed label
-        kinds.add(partial_sum if pending else _LEAVES[of.leaves] if summed else broadcast)
+        kinds.add(partial_sum if pending else LEAVES[of.leaves] if summed else broadcast)
     if len(kinds) > 1:
         return None                                  # B + P would add B once per rank
     return kinds.pop() if kinds else broadcast

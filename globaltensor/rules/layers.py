@@ -3,7 +3,7 @@
     n  batch    c o  channels    g  groups    b h  batch and heads    q s  queries and keys
     y* k* z*    space of input, kernel and output, which stays whole
 
-A dim of groups, `(g c)`, is cut between groups only; the op is told how many of them are left (`line.scaled`).
+A dim of groups, `(g c)`, is cut between groups only; the op is told how many of them are left (`op_table/line.py`).
 """
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from math import prod
 
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import MEAN, NONE, Family, aligned, letters, whole
-from globaltensor.rules.language import Rule, rule
+from globaltensor.rules.language import Rule
+from globaltensor.rules.parse import rule
 
 
 def _convolved(call: Call, space: int) -> tuple[str, str, str, str, tuple[tuple[str, int], ...]]:

@@ -11,7 +11,8 @@ from math import gcd, prod
 
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import Family, Shape, dims_of, names
-from globaltensor.rules.language import Rule, rule
+from globaltensor.rules.language import Rule
+from globaltensor.rules.parse import rule
 
 
 def permuted(order: Callable[[Call, int], list[int]]) -> Family:
@@ -283,5 +284,5 @@ def windows_backward(call: Call) -> Rule:
 
 
 def triangle(call: Call) -> Rule:
-    """tril, triu: a part is cut along a diagonal of its own (see `line.shifted_diagonal`)."""
+    """tril, triu: a part is cut along a diagonal of its own (see `op_table/line.py`)."""
     return rule(f"{' '.join(names(call.tensors[0].dim()))} -> {' '.join(names(call.tensors[0].dim()))}", "a")

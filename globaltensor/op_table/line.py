@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from globaltensor.algorithms.run import Decomposition
 from globaltensor.layouts.layout import Spec
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import Family
@@ -24,17 +25,8 @@ class Line:
     family: Family
     local_args: LocalArgs | None = None
     local_impl: Callable[..., Any] | None = None
-    decomposition: Callable[[Call, Any], Any] | None = None
+    decomposition: Decomposition | None = None
     applies: Callable[[Call], bool] = lambda call: True
-
-
-def replayable(decomposition: Callable[[Call, Any], Any]) -> Callable[[Call, Any], Any]:
-    """Mark a decomposition that works by `run(op, ...)` and `run.box` alone and decides by specs and arguments only.
-
-    What it did once may then be done again for every call alike (dispatch/trace.py).
-    """
-    decomposition.replayable = True
-    return decomposition
 
 
 def sized(name: str) -> LocalArgs:
