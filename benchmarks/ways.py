@@ -23,7 +23,7 @@ import globaltensor as gt
 from benchmarks.ceiling import Ceiling
 from globaltensor.boxings import native
 from globaltensor.layouts.layout import layout
-from globaltensor.runtime.native import face
+from globaltensor.runtime.native import torch_ext
 
 P, B, S = gt.sbp.partial_sum, gt.sbp.broadcast, gt.sbp.split
 BOXINGS = {"P -> B": (P, B), "S -> B": (S(0), B), "P -> S": (P, S(0)), "S -> S": (S(0), S(1))}
@@ -102,24 +102,26 @@ def new_result(case: Case, limit: Ceiling) -> Way | None:
 
 
 def direct(case: Case, limit: Ceiling) -> Way | None:
-    return None if face is None else _native(case, face.shared_empty(case.source, case.dtype), True)
+    return None if torch_ext is None else _native(case, torch_ext.arena_empty(case.source, case.dtype), True)
 
 
 def staged(case: Case, limit: Ceiling) -> Way | None:
-    return None if face is None else _native(case, torch.empty(case.source, dtype=case.dtype), False)
+    return None if torch_ext is None else _native(case, torch.empty(case.source, dtype=case.dtype), False)
 
 
 def _native(case: Case, source: torch.Tensor, shared: bool) -> Way:
-    assert face.in_arena(source) == shared
+    assert torch_ext.in_arena(source) == shared
     x = _global(case, source)
-    boxing = native.find(x.spec, layout(x.placement, (BOXINGS[case.boxing][1],)))
+    boxing = native.find_boxing(x.spec, layout(x.placement, (BOXINGS[case.boxing][1],)))
     items, what = [(boxing, {case.rank: source})], f"bench {case.boxing}"
-    return Way(source, lambda: face.box(items, what), lambda made: made[0][case.rank],
-               loop=lambda times, fresh: face.repeat(items, what, times, fresh))
+    return Way(source, lambda: torch_ext.move_shards(items, what), lambda made: made[0][case.rank],
+               loop=lambda times, fresh: torch_ext.time_moves(items, what, times, fresh))
 
 
 def python(case: Case, limit: Ceiling) -> Way:
-    source = torch.empty(case.source, dtype=case.dtype) if face is None else face.shared_empty(case.source, case.dtype)
+    native_memory = torch_ext is not None
+    source = (torch_ext.arena_empty(case.source, case.dtype) if native_memory
+              else torch.empty(case.source, dtype=case.dtype))
     x, dst = _global(case, source), BOXINGS[case.boxing][1]
     return Way(source, lambda: x.to_global(sbp=dst), lambda y: y.to_local())
 

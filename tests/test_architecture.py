@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from globaltensor.runtime.native import WANTED, face
+from globaltensor.runtime.native import WANTED, torch_ext
 
 PACKAGE = pathlib.Path(__file__).parent.parent / "globaltensor"
 
@@ -97,4 +97,4 @@ def test_importing_starts_nothing():
 
 @pytest.mark.skipif(shutil.which("g++") is None or not WANTED, reason="no g++, or GLOBALTENSOR_NATIVE=0")
 def test_the_native_code_is_there_where_it_can_be_built():
-    assert face is not None, "tests of native code skip themselves without it"
+    assert torch_ext is not None, "tests of native code skip themselves without it"

@@ -51,7 +51,7 @@ from globaltensor.boxings.kernel_program import compile_program
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.sbp import broadcast, partial_max, partial_sum, split
 from globaltensor.runtime import philox
-from globaltensor.runtime.native import core
+from globaltensor.runtime.native import core_lib
 
 print(f"tests/test_cuda.py: CUDA_SEED={SEED}")
 FLOATS = DTYPES[:4]
@@ -186,7 +186,7 @@ def test_every_boxing_of_one_axis(machine: Library, ranks: int) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda m: f"{a} -> {b} {shape}: {m}")
 
 
-@pytest.mark.skipif(core is None, reason="the extension is not built")
+@pytest.mark.skipif(core_lib is None, reason="the extension is not built")
 @pytest.mark.parametrize("src, dst", PAIRS, ids=lambda d: str(d)[6:])
 def test_the_kernel_of_the_cpu_makes_the_same(machine: Library, src: torch.dtype, dst: torch.dtype) -> None:
     rng = random.Random(f"{SEED} cpu {src} {dst}")
@@ -198,8 +198,8 @@ def test_the_kernel_of_the_cpu_makes_the_same(machine: Library, src: torch.dtype
         asked = job.move()
         regions, corners, *tables = (ctypes.c_void_p(p) for p in (asked.regions, asked.corners, asked.sources,
                                                                   asked.targets))
-        assert core.gt_reduce(regions, ctypes.c_int64(asked.count), corners, asked.op, tables[0], asked.source_dtype,
-                              tables[1], asked.target_dtype) == 0
+        assert core_lib.gt_reduce(regions, ctypes.c_int64(asked.count), corners, asked.op, tables[0],
+                                  asked.source_dtype, tables[1], asked.target_dtype) == 0
         same(found[-1], job.made[-1], (i, src, dst, op, job.sizes))
 
 

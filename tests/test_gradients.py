@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import globaltensor as gt
-from globaltensor.runtime.native import face
+from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import world
 from globaltensor.tensors import gradients
 
@@ -176,7 +176,7 @@ def test_optimizers_run_on_shards(optimizer, foreach, fused, axes):
 
 def test_pending_sums_lie_where_peers_read_them():
     here = world()
-    if face is None or here.size < 2 or len(here.host_peers) < 2:
+    if torch_ext is None or here.size < 2 or len(here.host_peers) < 2:
         pytest.skip("for processes that share memory")
     where = gt.placement("cpu", [0, 1])
     x = gt.ones(8, 64, placement=where, sbp=gt.sbp.split(0))
@@ -185,5 +185,5 @@ def test_pending_sums_lie_where_peers_read_them():
         w.grad = None
         (x @ w).sum().backward()
     assert gradients.raw(w).sbp == (gt.sbp.partial_sum,)
-    assert all(face.in_arena(shard) for shard in gradients.raw(w).shards.values())
-    assert not any(face.in_arena(shard) for shard in (x @ w).detach().shards.values())
+    assert all(torch_ext.in_arena(shard) for shard in gradients.raw(w).shards.values())
+    assert not any(torch_ext.in_arena(shard) for shard in (x @ w).detach().shards.values())

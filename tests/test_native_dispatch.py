@@ -19,10 +19,10 @@ import globaltensor as gt
 from globaltensor.dispatch.core import dispatch
 from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call, arguments
-from globaltensor.runtime.native import face
+from globaltensor.runtime.native import torch_ext
 from globaltensor.tensors.global_tensor import GlobalTensor
 
-pytestmark = pytest.mark.skipif(face is None, reason="the native code is not built")
+pytestmark = pytest.mark.skipif(torch_ext is None, reason="the native code is not built")
 
 S, B = gt.sbp.split, gt.sbp.broadcast
 SEED = int(os.environ.get("NATIVE_SEED") or 20_261_121)

@@ -108,7 +108,7 @@ def build(folder: pathlib.Path, *options: str) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return philox.core if philox._bind(philox.core) else build(tmp_path_factory.mktemp("native"))
+    return philox.core_lib if philox._bind(philox.core_lib) else build(tmp_path_factory.mktemp("native"))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 from harness import PROGRAMS, PYTHON, RUN, TORCHRUN, Started, by_hand, environment, free_port, good, results, run
 
-from globaltensor.runtime.native import face
+from globaltensor.runtime.native import torch_ext
 
 pytestmark = pytest.mark.processes
 
@@ -204,7 +204,7 @@ def test_ranks_that_wait_for_each_other_in_vain_are_told_on_every_rank(how, nati
         assert "the value is" not in out
 
 
-@pytest.mark.skipif(face is None, reason="the native code is not built")
+@pytest.mark.skipif(torch_ext is None, reason="the native code is not built")
 def test_ranks_that_box_different_things_are_told_on_every_rank_at_once():
     for rank, (code, out, err) in enumerate([rank.end(45) for rank in by_hand([FAILS, "swaps"], 3)]):
         assert code == 1 and "the value is" not in out, out + err

@@ -272,27 +272,27 @@ std::shared_ptr<const Boxing> boxing_from(py::object given) { return given.cast<
 void bind_boxing(py::module_& m) {
   py::class_<Boxing, std::shared_ptr<Boxing>>(m, "Boxing", "A boxing of tensors of one spec, ready to run.")
       .def(py::init(&make_boxing));
-  m.def("box", &python_box, "The shards of every item in its new layout, moved together.");
-  m.def("box_in_place", &box_in_place, "Tensors that come to lie in their new layouts themselves, moved together.");
-  m.def("repeat", &python_repeat, "Seconds that so many boxings take.");
-  m.def("watched", [](bool on) { watched = on; }, "Boxings go through Python while someone watches them.");
-  m.def("shared_empty", [](std::vector<int64_t> sizes, c10::ScalarType dtype) { return shared_empty(sizes, dtype); });
+  m.def("move_shards", &python_box, "The shards of every item in its new layout, moved together.");
+  m.def("redistribute_in_place", &box_in_place, "Move tensors to their new layouts in place, together.");
+  m.def("time_moves", &python_repeat, "Seconds that so many boxings take.");
+  m.def("set_boxings_watched", [](bool on) { watched = on; }, "Boxings go through Python while someone watches them.");
+  m.def("arena_empty", [](std::vector<int64_t> sizes, c10::ScalarType dtype) { return shared_empty(sizes, dtype); });
   m.def("in_arena", [](const at::Tensor& t) { return bool(gt_in_arena(t.data_ptr())); });
-  m.def("open", [](int rank, int ranks, double timeout) {
+  m.def("open_transport", [](int rank, int ranks, double timeout) {
     char error[512] = "";
     transport = gt_open(rank, ranks, timeout, error, sizeof error);
     TORCH_CHECK(transport, error);
     return std::string(gt_address(transport));
   }, "Open this rank's side of the shared memory of a host; gives the address that the other ranks need.");
-  m.def("connect", [](const std::vector<std::string>& addresses) {
+  m.def("connect_transport", [](const std::vector<std::string>& addresses) {
     std::vector<const char*> names;
     for (const auto& address : addresses) names.push_back(address.c_str());
     check(gt_connect(transport, names.data()), "meeting over shared memory");
   });
-  m.def("leave", [](const std::string& how) { if (transport) gt_leave(transport, how.c_str()); });
-  m.def("close", [] { if (transport) gt_close(transport); transport = nullptr; });
-  m.def("tell", [](const std::string& text) { gt_tell(transport, text.c_str()); });
-  m.def("told", [](int ranks, double seconds) {
+  m.def("leave_transport", [](const std::string& how) { if (transport) gt_leave(transport, how.c_str()); });
+  m.def("close_transport", [] { if (transport) gt_close(transport); transport = nullptr; });
+  m.def("report", [](const std::string& text) { gt_tell(transport, text.c_str()); });
+  m.def("collect_reports", [](int ranks, double seconds) {
     constexpr size_t kEach = 1024;
     std::vector<char> texts(ranks * kEach);
     {

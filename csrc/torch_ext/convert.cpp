@@ -66,23 +66,23 @@ Tensor convert(const Tensor& x, std::shared_ptr<const Boxing> boxing, PyObject* 
   return run_box(x, *boxing, "to_global");
 }
 
-// convert(x, boxing, layout of the gradient or None)
+// redistribute(x, boxing, layout of the gradient or None)
 PyObject* python_convert(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 3 && THPVariable_Check(args[0]), "convert(x, boxing, layout of the gradient)");
+  TORCH_CHECK_TYPE(count == 3 && THPVariable_Check(args[0]), "redistribute(x, boxing, layout of the gradient)");
   auto boxing = py::reinterpret_borrow<py::object>(args[1]);
   return THPVariable_Wrap(convert(THPVariable_Unpack(args[0]), boxing_from(boxing), args[2]));
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef convert_method = {"convert", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(python_convert)), METH_FASTCALL,
-                              "x in another layout, by a boxing made for its spec; differentiable."};
+PyMethodDef convert_method = {"redistribute", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(python_convert)),
+                              METH_FASTCALL, "x in another layout, by a boxing made for its spec; differentiable."};
 
 }  // namespace
 
 void bind_convert(py::module_& m) {
-  m.attr("convert") = py::reinterpret_steal<py::object>(PyCFunction_New(&convert_method, nullptr));
-  m.def("on_backward", [](py::object plan, py::object box) {
+  m.attr("redistribute") = py::reinterpret_steal<py::object>(PyCFunction_New(&convert_method, nullptr));
+  m.def("on_redistribute_backward", [](py::object plan, py::object box) {
     plan_back = plan.release().ptr();
     box_back = box.release().ptr();
   });

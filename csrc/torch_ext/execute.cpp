@@ -222,10 +222,10 @@ void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
 }
 
 void bind_dispatch(py::module_& m) {
-  m.def("take", [](const std::string& library, const std::string& name) {
+  m.def("claim_op", [](const std::string& library, const std::string& name) {
     library_of(library).impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&dispatch>());
   }, "Stand at the Python key of an op, such as aten and add.Tensor.");
-  m.def("ticket", []() -> py::object {
+  m.def("pending_key", []() -> py::object {
     if (!is_pending) return py::none();
     is_pending = false;
     return py::bytes(reinterpret_cast<const char*>(pending.data()), pending.size() * sizeof(uint64_t));

@@ -33,7 +33,7 @@ struct Follow final : torch::autograd::PostAccumulateGradHook {
 
 void bind_gradients(py::module_& m) {
   m.def("on_accumulated", [](py::object hook) { on_accumulated = hook.release().ptr(); });
-  m.def("follow", [](const at::Tensor& leaf) {
+  m.def("watch_gradient", [](const at::Tensor& leaf) {
     torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<Follow>());
   }, "Watch what backward accumulates in this leaf; what was known of it is forgotten.");
 }

@@ -54,7 +54,7 @@ ForPeers::ForPeers(bool wanted) : before_(for_peers) { for_peers = wanted; }
 ForPeers::~ForPeers() { for_peers = before_; }
 
 void bind_memory(pybind11::module_& m) {
-  m.def("serve_memory", [] {
+  m.def("install_allocator", [] {
     if (torchs) return;
     torchs = c10::GetCPUAllocator();
     c10::SetCPUAllocator(new Both());

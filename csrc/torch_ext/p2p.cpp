@@ -92,9 +92,9 @@ void all_taken(int rank, const std::string& what, std::vector<int32_t> peers) {
 }  // namespace
 
 void bind_letters(py::module_& m) {
-  m.def("post", &post, "Leave tensors for a rank of this host, which must not change until it has taken them.");
-  m.def("take", &take, "The bytes of the next letter of a rank of this host.");
-  m.def("all_taken", &all_taken, "Wait until a rank of this host has taken what was left for it.");
+  m.def("send", &post, "Leave tensors for a rank of this host, which must not change until it has taken them.");
+  m.def("recv", &take, "The bytes of the next letter of a rank of this host.");
+  m.def("wait_acked", &all_taken, "Wait until a rank of this host has taken what was left for it.");
 }
 
 }  // namespace gt

@@ -308,11 +308,11 @@ Tensor contract(const std::string& equation, const Tensor& a, const Tensor& b) {
 }
 
 void bind_products(py::module_& m) {
-  m.def("put_off", [](std::vector<Tensor> inputs) {
+  m.def("defer_weight_grads", [](std::vector<Tensor> inputs) {
     std::lock_guard<std::mutex> guard(later_lock);
     later = Later{std::move(inputs), {}};
   }, "From here on products in backward passes that only a leaf waits for are put off; not for these inputs.");
-  m.def("put_off_until_now", [] {
+  m.def("pop_deferred_weight_grads", [] {
     std::lock_guard<std::mutex> guard(later_lock);
     Later found = std::move(later).value_or(Later{});
     later.reset();

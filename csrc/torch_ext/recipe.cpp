@@ -72,9 +72,10 @@ Key key_from(const std::string& ticket) {
 }
 
 void bind_recipes(py::module_& m) {
-  m.def("teach", &teach);
-  m.def("teach_python", [](const std::string& ticket) { keep_recipe(key_from(ticket), std::make_shared<Recipe>()); },
-        "Calls of this key go to Python.");
+  m.def("cache_recipe", &teach);
+  m.def("cache_python_fallback", [](const std::string& ticket) {
+    keep_recipe(key_from(ticket), std::make_shared<Recipe>());
+  }, "Calls of this key go to Python.");
   m.def("forget", &forget_recipes);
 }
 

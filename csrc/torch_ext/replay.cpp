@@ -118,7 +118,7 @@ void replay(const c10::OperatorHandle& op, const Recipe& recipe, c10::DispatchKe
 }
 
 void bind_replay(py::module_& m) {
-  m.def("teach_tape", [](const std::string& ticket, const py::list& slots, const py::list& steps,
+  m.def("cache_trace", [](const std::string& ticket, const py::list& slots, const py::list& steps,
                          std::vector<std::vector<int32_t>> results, std::vector<std::pair<int32_t, double>> floats) {
     auto tape = std::make_shared<Tape>();
     for (auto step : steps) {

@@ -12,17 +12,18 @@ from globaltensor.boxings.kernel_program import DIMS, compile_program, direct
 from globaltensor.errors import DisagreementError, TransportError, where
 from globaltensor.layouts.layout import Layout, Spec, spec
 from globaltensor.runtime import deadlock
-from globaltensor.runtime.native import face
+from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import local_ranks_of, world
 
 
 @lru_cache(20_000)
-def find(of: Spec, dst: Layout) -> Any:
+def find_boxing(of: Spec, dst: Layout) -> Any:
     """The native boxing of a tensor of this spec to `dst`; None where there is none."""
-    if face is None or of.ndim > DIMS or not _near(of.layout, dst):
+    if torch_ext is None or of.ndim > DIMS or not _near(of.layout, dst):
         return None
     here = world()
-    index = {r: r if here.single_process else r - min(here.host_peers) for r in (*of.placement.flat, *dst.placement.flat)}
+    first = 0 if here.single_process else min(here.host_peers)
+    index = {r: r - first for r in (*of.placement.flat, *dst.placement.flat)}
     chain = direct(of.layout, dst)
     steps = []
     for a, b in zip(chain, chain[1:]):
@@ -31,7 +32,7 @@ def find(of: Spec, dst: Layout) -> Any:
         steps.append({"regions": program.regions, "corners": program.corners, "op": program.op,
                       "partners": program.partners, "ties": program.ties, "result": spec(b, of.shape, None, of.dtype),
                       "sizes": [list(b.local_shape(of.shape, r)) for r in ranks]})
-    return face.Boxing(of, steps, f"{' -> '.join(map(str, chain))} {of.shape} {of.dtype}")
+    return torch_ext.Boxing(of, steps, f"{' -> '.join(map(str, chain))} {of.shape} {of.dtype}")
 
 
 def _near(src: Layout, dst: Layout) -> bool:
@@ -43,20 +44,21 @@ def _near(src: Layout, dst: Layout) -> bool:
 
 
 def _failed(how: str, what: str, rank: int, text: str) -> None:
-    """Raise what a failed meeting over shared memory means. `rank` is the one to blame, -1 for none."""
-    if how == "lost" and (vain := deadlock.found()):  # not of a stopped one: it may be who keeps the store that is asked
+    """Raise what a failed call of the transport means. `rank` is the one to blame, -1 for none."""
+    if how == "lost" and (vain := deadlock.found()):  # not where one is stopped: it may keep the store that is asked
         raise vain
-    face.tell(f"{what}   at {where()}")
-    told = face.told(len(world().host_peers), 0.5)
+    torch_ext.report(f"{what}   at {where()}")
+    replies = torch_ext.collect_reports(len(world().host_peers), 0.5)
     ranks = sorted(world().host_peers)
-    rows = "".join(f"\n    rank {r}: {said or 'elsewhere'}" for r, said in zip(ranks, told))
+    rows = "".join(f"\n    rank {r}: {reply or 'elsewhere'}" for r, reply in zip(ranks, replies))
     if how == "disagreed":
-        raise DisagreementError("the ranks disagree about what to do" + rows, f"{text}: every rank runs the same program",
+        raise DisagreementError("the ranks disagree about what to do" + rows,
+                                f"{text}: every rank runs the same program",
                                 "no global op under a condition that differs between ranks, such as gt.rank() == 0")
     lost = f"rank {ranks[rank]}" if rank >= 0 else "the others"
     raise TransportError(f"rank {world().rank} lost touch with {lost} in the boxing for {what}" + rows, text,
                          "look at the first error of the other ranks")
 
 
-if face is not None:
-    face.on_failure(_failed)
+if torch_ext is not None:
+    torch_ext.on_failure(_failed)

@@ -21,7 +21,7 @@ from globaltensor.boxings.route import route
 from globaltensor.errors import where
 from globaltensor.layouts.layout import Layout, Shape, Spec, slices, spec, volume
 from globaltensor.runtime.exchange import exchange
-from globaltensor.runtime.native import face
+from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import world
 
 Shards = dict[int, torch.Tensor]
@@ -69,7 +69,9 @@ def box(items: Sequence[Boxed], op: str = watch.EXPLICIT) -> list[Shards]:
 
     Raises BoxingError where a `gt.boxing` block does not allow it, before anything moves.
     """
-    found = [None if i.spec.layout is i.dst else native.find(i.spec, i.dst) for i in items] if face is not None else []
+    found = []
+    if torch_ext is not None:
+        found = [None if i.spec.layout is i.dst else native.find_boxing(i.spec, i.dst) for i in items]
     if found and all(f is not None or i.spec.layout is i.dst for f, i in zip(found, items)):
         if not any(found):
             return [item.shards for item in items]
@@ -107,7 +109,7 @@ def boxed(tensors: Sequence[Any], dsts: Sequence[Layout], op: str) -> list[Any]:
 
 
 def _natively(items: Sequence[Boxed], found: list[Any], op: str) -> list[Shards]:
-    made = iter(face.box([(f, i.shards) for f, i in zip(found, items) if f is not None], op))
+    made = iter(torch_ext.move_shards([(f, i.shards) for f, i in zip(found, items) if f is not None], op))
     return [i.shards if f is None else next(made) for f, i in zip(found, items)]
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from globaltensor.errors import BoxingError, where
 from globaltensor.layouts.layout import Layout, Windows, sbp_text
 from globaltensor.layouts.sbp import typed
-from globaltensor.runtime.native import face
+from globaltensor.runtime.native import torch_ext
 
 EXPLICIT = "to_global"                               # the name of a boxing that the user asked for
 
@@ -90,8 +90,8 @@ def boxing(mode: str = "auto", budget: int | None = None) -> Iterator[None]:
 
 def _tell() -> None:
     """The native code sends boxings this way while someone watches."""
-    if face is not None:
-        face.watched(watched())
+    if torch_ext is not None:
+        torch_ext.set_boxings_watched(watched())
 
 
 def watched() -> bool:

@@ -45,7 +45,7 @@ def _versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "not installed"
-    found["native extension"] = "built" if native.face is not None else (
+    found["native extension"] = "built" if native.torch_ext is not None else (
         "not built: plain torch does its work" if native.WANTED else "turned off by GLOBALTENSOR_NATIVE=0")
     return found
 
@@ -65,7 +65,7 @@ def _transports() -> dict[str, str]:
     there = dist.is_available()
     return {
         "memory of one process": "yes: a lone process drives all ranks",
-        "shared memory": "yes, between the ranks of a host" if native.face is not None else "no: it is native code",
+        "shared memory": "no: it is native code" if native.torch_ext is None else "yes, between the ranks of a host",
         "torch.distributed nccl": "yes" if there and dist.is_nccl_available() and torch.cuda.is_available() else
                                   "no: it needs GPUs, and a torch built for them",
         "torch.distributed gloo": "yes" if there and dist.is_gloo_available() else "no: torch was built without it",

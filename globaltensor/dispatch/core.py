@@ -20,24 +20,24 @@ from globaltensor.dispatch.execute import check_guard, execute, wrap_results
 from globaltensor.dispatch.recipe import Recipe, static
 from globaltensor.layouts.layout import Layout, Shape, Spec, Windows, spec
 from globaltensor.rules.call import Call
-from globaltensor.runtime.native import face
+from globaltensor.runtime.native import torch_ext
 
 _recipes: dict[tuple, Recipe] = {}
 _LIMIT = 50_000
 
 
 def arrive(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """An op from torch: run it, and teach the native dispatcher where it asked.
+    """An op from torch: run it, and cache its recipe in the native dispatcher where that asked for one.
 
-    It is taught what comes a second time: a shape that is seen once is not worth it.
+    Only what comes a second time is cached: a shape that is seen once is not worth it.
     """
-    ticket = native.ticket(func) if face is not None else None
-    if ticket is not None:
+    pending_key = native.pending_key(func) if torch_ext is not None else None
+    if pending_key is not None:
         recipe = _recipes.get(_key(cls, func, args, kwargs))
         if recipe is not None and getattr(recipe.decomposition, "replayable", False):
-            return native.teach_tape(ticket, recipe.decomposition, Call(func, args, kwargs), _Run(cls))
+            return native.cache_trace(pending_key, recipe.decomposition, Call(func, args, kwargs), _Run(cls))
         if recipe is not None:
-            native.teach(ticket, cls, recipe, func, args, kwargs)
+            native.cache_recipe(pending_key, cls, recipe, func, args, kwargs)
     return dispatch(cls, func, args, kwargs)
 
 

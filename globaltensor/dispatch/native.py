@@ -1,8 +1,8 @@
-"""Teaching the native dispatcher what was decided, so that the next such call need not enter Python.
+"""Caching decisions in the native dispatcher, so that the next such call need not enter Python.
 
-A call that it does not know comes to Python with a *ticket*, the key it made. What `decide` finds is handed back flat.
-A decomposition is handed over as the tape of what it did. What only Python can do (a local_impl that looks at its part,
-an op that draws random numbers) it is told to leave to Python.
+A call that it does not know comes to Python with a *pending key*, by which the answer is cached: the recipe, flat, or
+the trace of what a decomposition did. What only Python can do (a local_impl that looks at its part, an op that draws
+random numbers) is cached as a call that goes to Python.
 """
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ import torch
 from torch._ops import OpOverload
 
 from globaltensor.algorithms import local_impls
-from globaltensor.boxings import native as boxing
+from globaltensor.boxings.native import find_boxing
 from globaltensor.dispatch.foreach import flat_wants, is_foreach
 from globaltensor.dispatch.recipe import Recipe, spec_of_plain
-from globaltensor.dispatch.trace import Tape
+from globaltensor.dispatch.trace import Trace
 from globaltensor.layouts.layout import spec
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime.agreement import checking
-from globaltensor.runtime.native import face
+from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import local_ranks_of
 
-_taken: set[OpOverload] = set()
+_claimed: set[OpOverload] = set()
 
 
-def ticket(func: OpOverload) -> bytes | None:
+def pending_key(func: OpOverload) -> bytes | None:
     """The key of the call that is to be decided; None where the native dispatcher did not see it."""
-    found = face.ticket()
-    if found is None and func not in _taken:
-        _taken.add(func)
+    key = torch_ext.pending_key()
+    if key is None and func not in _claimed:
+        _claimed.add(func)
         name, _, overload = func._schema.name, None, func._schema.overload_name
         library, op = name.split("::")
-        face.take(library, f"{op}.{overload}" if overload else op)
-    return found
+        torch_ext.claim_op(library, f"{op}.{overload}" if overload else op)
+    return key
 
 
-def teach(key: bytes, cls: type, recipe: Recipe, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Hand over the recipe of a call, or that it is Python's."""
+def cache_recipe(key: bytes, cls: type, recipe: Recipe, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Cache the recipe of a call, or that the call goes to Python."""
     call = Call(func, args, kwargs)
     flat = _foreach(cls, call) if is_foreach(func) else _flat(cls, recipe, call)
     if flat is None:
-        face.teach_python(key)
+        torch_ext.cache_python_fallback(key)
     else:
-        face.teach(key, func._schema.name, func._schema.overload_name, *flat)
+        torch_ext.cache_recipe(key, func._schema.name, func._schema.overload_name, *flat)
 
 
-def teach_tape(key: bytes, decomposition: Any, call: Call, run: Any) -> Any:
-    """Do a decomposition, and hand over what it did; or that it is Python's."""
-    if checking() or not Tape.fits(call):
-        face.teach_python(key)
+def cache_trace(key: bytes, decomposition: Any, call: Call, run: Any) -> Any:
+    """Do a decomposition, and cache the trace of it, or that the call goes to Python."""
+    if checking() or not Trace.fits(call):
+        torch_ext.cache_python_fallback(key)
         return decomposition(call, run)
-    tape = Tape(run, call)
-    result = decomposition(call, tape)
-    places = tape.results(result)
-    if tape.steps is None:
-        face.teach_python(key)
+    trace = Trace(run, call)
+    result = decomposition(call, trace)
+    places = trace.results(result)
+    if trace.steps is None:
+        torch_ext.cache_python_fallback(key)
     else:
         floats = [(i, value) for i, value in enumerate(call.values.values()) if isinstance(value, float)]
-        face.teach_tape(key, _slots(call), tape.steps, places, floats)
+        torch_ext.cache_trace(key, _slots(call), trace.steps, places, floats)
     return result
 
 
@@ -77,19 +77,20 @@ def _flat(cls: type, recipe: Recipe, call: Call) -> tuple | None:
     moves = []
     for t, want in zip(call.tensors, recipe.wants):
         own = t.spec if type(t) is cls else spec_of_plain(t, recipe.home.placement)
-        moves.append(None if want is None or want is own.layout else boxing.find(own, want))
+        moves.append(None if want is None or want is own.layout else find_boxing(own, want))
         if want is not None and want is not own.layout and moves[-1] is None:
             return None
-    results = _returns(call.func, recipe)
-    if results is None:
+    returns = _returns(call.func, recipe)
+    if returns is None:
         return None
+    outputs, returned = returns
     local_args = [[(_index(call.func, at), value) for at, value in recipe.local_args.get(rank, ())]
                   for rank in recipe.ranks]
     copied = recipe.is_view and (any(recipe.wants) or bool(recipe.guarded))
     if copied:                                       # of what was moved, or of what was a copy already
-        results = [[o and spec(o.layout, o.shape, o.stride, o.dtype, copied=True) for o in items] for items in results[0]], results[1]
-    return (list(recipe.ranks), _slots(call), moves, *results, local_args if any(local_args) else [], local,
-            copied, bool(recipe.guarded))
+        outputs = [[o and spec(o.layout, o.shape, o.stride, o.dtype, copied=True) for o in items] for items in outputs]
+    return (list(recipe.ranks), _slots(call), moves, outputs, returned, local_args if any(local_args) else [],
+            local, copied, bool(recipe.guarded))
 
 
 def _local(recipe: Recipe, call: Call) -> str | None:
@@ -143,5 +144,5 @@ def _foreach(cls: type, call: Call) -> tuple | None:
     returns = call.func._schema.returns
     if written and returns:
         return None
-    return list(ranks), _slots(call), [None] * len(call.slots), [] if written else [outputs], [] if written else [-1], [], "", \
-        False, False
+    outputs, returned = ([], []) if written else ([outputs], [-1])
+    return list(ranks), _slots(call), [None] * len(call.slots), outputs, returned, [], "", False, False

@@ -1,6 +1,6 @@
 """What a decomposition did, noted, so that the native dispatcher can do it again without Python.
 
-A tape is a list of steps that fill registers: `ops` on registers and constants, and `boxings` of several at once. The
+A trace is a list of steps that fill registers: `ops` on registers and constants, and `boxings` of several at once. The
 operands of the call are the first registers. It holds for every call of the same key whose floats are the same.
 """
 from __future__ import annotations
@@ -15,7 +15,7 @@ from globaltensor.layouts.layout import Layout
 from globaltensor.rules.call import Call
 
 
-class Tape:
+class Trace:
     """Stands between a decomposition and `run`. `steps` is None once something was done that cannot be noted."""
 
     def __init__(self, run: Any, call: Call) -> None:
@@ -42,7 +42,7 @@ class Tape:
 
     def box(self, tensors: list[Any], dsts: list[Layout], op: str) -> list[Any]:
         moved = self._run.box(tensors, dsts, op)
-        moves = [(self._place(t), native.find(t.spec, dst), new)
+        moves = [(self._place(t), native.find_boxing(t.spec, dst), new)
                  for t, dst, new in zip(tensors, dsts, moved) if new is not t]
         self._note([new for _, _, new in moves])
         if any(boxing is None for _, boxing, _ in moves):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from globaltensor.runtime.native import face
+from globaltensor.runtime.native import torch_ext
 
 _library = torch.library.Library("globaltensor", "DEF")
 
@@ -32,7 +32,7 @@ for _schema, _kernel in (("contract(str equation, Tensor a, Tensor b) -> Tensor"
                          ("embedding_backward(Tensor grad, Tensor indices, Tensor rows, int padding_idx) -> Tensor",
                           _embedding_backward)):
     _library.define(_schema)
-    if face is None or _kernel is _embedding_backward:        # the native code brings its own
+    if torch_ext is None or _kernel is _embedding_backward:   # the native code brings its own
         _library.impl(_schema.partition("(")[0], _kernel, "CompositeExplicitAutograd")
 
 contract = torch.ops.globaltensor.contract.default

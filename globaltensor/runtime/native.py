@@ -1,7 +1,7 @@
 """The native code, where it was built: loaded here and nowhere else.
 
-    core     boxing kernel, shared memory, Philox: plain C functions, called by ctypes
-    face     dispatch and what else faces torch: a Python module
+    core_lib     boxing kernel, shared memory, Philox: plain C functions, called by ctypes
+    torch_ext    dispatch and what else needs torch: a Python module
 
 Both are None where the package was installed without a compiler, or GLOBALTENSOR_NATIVE=0 turns them off. Everything
 then works, slower, on the Python twins that the native code is tested against.
@@ -24,21 +24,21 @@ WANTED = os.environ.get("GLOBALTENSOR_NATIVE", "1") != "0"
 _trouble = ""
 
 
-def _core() -> ctypes.CDLL | None:
+def _load_core_lib() -> ctypes.CDLL | None:
     global _trouble
     here = Path(__file__).parent.parent
     for suffix in EXTENSION_SUFFIXES if WANTED else ():
         if (file := here / f"_core{suffix}").exists():
             try:
-                return ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)    # the face finds its functions
+                return ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)    # torch_ext finds its functions
             except OSError as error:                 # for another machine
                 _trouble = str(error)
     return None
 
 
-def _face() -> ModuleType | None:
+def _load_torch_ext() -> ModuleType | None:
     global _trouble
-    if core is None:
+    if core_lib is None:
         return None
     try:
         return importlib.import_module("globaltensor._torch")
@@ -47,8 +47,8 @@ def _face() -> ModuleType | None:
         return None
 
 
-core = _core()
-face = _face()
+core_lib = _load_core_lib()
+torch_ext = _load_torch_ext()
 
 
 def how_to_build() -> str:
@@ -61,7 +61,7 @@ def how_to_build() -> str:
 def say_if_slow() -> None:
     """Warn, once, at the user's line, where the native code is wanted but not there."""
     global WANTED
-    if WANTED and face is None:
+    if WANTED and torch_ext is None:
         WANTED = False
         file, _, line = where().rpartition(":")
         warnings.warn_explicit(

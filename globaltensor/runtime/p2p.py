@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from globaltensor.runtime.exchange import post, wait
-from globaltensor.runtime.native import face
+from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import world
 
 ROOM = 256                                           # letters that may lie there for a process before its sender waits
@@ -26,7 +26,7 @@ class Mail:
 
     def __init__(self, everyone: Sequence[int], what: str) -> None:
         self.peers, self.what = [r for r in everyone if r != world().rank], what
-        near = world().host_peers if face is not None else frozenset()
+        near = world().host_peers if torch_ext is not None else frozenset()
         self._near = {r: r - min(near) for r in self.peers if r in near}             # the native number of a rank
         self._party = list(self._near.values())
         self._far: dict[Hashable, list[tuple[int, dist.Work, torch.Tensor]]] = {}    # what must be left alone
@@ -35,7 +35,7 @@ class Mail:
         """Leave tensors on the CPU for a rank. They must not change until it has taken them. `name` is what both sides
         call this letter; `sized`: the reader knows how many bytes it has."""
         if reader in self._near:
-            face.post(self._near[reader], pieces, _subject(name), self.what, self._party)
+            torch_ext.send(self._near[reader], pieces, _subject(name), self.what, self._party)
             return
         flat = [t.contiguous().view(-1).view(torch.uint8) for t in pieces]
         whole = torch.cat(flat) if len(flat) > 1 else flat[0].clone()
@@ -47,7 +47,7 @@ class Mail:
 
         Raises TransportError where the writer ended, DisagreementError where it left another letter."""
         if writer in self._near:
-            return lambda: face.take(self._near[writer], -1 if size is None else size, _subject(name), self.what,
+            return lambda: torch_ext.recv(self._near[writer], -1 if size is None else size, _subject(name), self.what,
                                      self._party)
         if size is None:
             size = int(self.expect(writer, name, 8)().view(torch.int64))
@@ -70,7 +70,7 @@ class Mail:
         for name in list(self._far):
             self.taken(name)
         for index in self._party:
-            face.all_taken(index, self.what, self._party)
+            torch_ext.wait_acked(index, self.what, self._party)
 
 
 def _subject(name: Hashable) -> int:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from globaltensor.errors import GlobalTensorError
-from globaltensor.runtime.native import core
+from globaltensor.runtime.native import core_lib
 
 Shape, Box, Device = Sequence[int], Sequence[tuple[int, int]], torch.device | str
 _MASK = 0xFFFFFFFF
@@ -69,7 +69,7 @@ def _bind(library: CDLL | None) -> dict[str, Any]:
     return found
 
 
-_native = _bind(core)
+_native = _bind(core_lib)
 
 
 @contextmanager

@@ -28,20 +28,20 @@ def register() -> None:
 
 
 def _native() -> Any:
-    if native.face is None:
+    if native.torch_ext is None:
         raise TransportError(f'there is no backend "{NAME}" here', "the native code was not built, or does not load",
                              f'{native.how_to_build()}, or the backend "gloo"')
-    return native.face
+    return native.torch_ext
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """One rank's side of a group: what torch calls."""
-    face = _native()
+    extension = _native()
     if not dist.is_gloo_available():
         raise TransportError(f'the backend "{NAME}" needs gloo', "this torch was built without it",
                              "a torch from pytorch.org")
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
-    return face.Backend(store, rank, size, timeout, gloo)
+    return extension.Backend(store, rank, size, timeout, gloo)
 
 
 def transport(group: dist.ProcessGroup | None = None) -> str:

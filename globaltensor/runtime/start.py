@@ -22,7 +22,7 @@ from globaltensor.runtime import machine as machines
 from globaltensor.runtime.agreement import broadcast_object, gather_unchecked
 from globaltensor.runtime.exchange import first_sentence
 from globaltensor.runtime.machine import Machine
-from globaltensor.runtime.native import face
+from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import World, begin, shared_gpu, start_with, started
 
 TIMEOUT = timedelta(seconds=300)
@@ -87,24 +87,26 @@ def _meet(found: World, timeout: timedelta, machine: Machine | None) -> None:
     deadlock.watch(dist.distributed_c10d._get_default_store(), found.rank, found.size)
     first = found.rank - found.rank % (local := _local(found.size))
     here = range(first, min(first + local, found.size))
-    address = face.open(found.rank - first, len(here), timeout.total_seconds()) if face is not None else None
+    address = None
+    if torch_ext is not None:
+        address = torch_ext.open_transport(found.rank - first, len(here), timeout.total_seconds())
     said = gather_unchecked(address, "starting")
     if None in said or len(here) == 1:
         if address is not None:
-            face.close()
+            torch_ext.close_transport()
         return
-    face.connect(said[first:first + len(here)])
-    face.on_waiting(deadlock.enter, deadlock.leave, deadlock.check)
+    torch_ext.connect_transport(said[first:first + len(here)])
+    torch_ext.on_waiting(deadlock.enter, deadlock.leave, deadlock.check)
     found.host_peers = frozenset(here)
     found.transport = f"shared memory, then {found.transport}" if len(here) < found.size else "shared memory"
     if machine is None and "nccl" not in found.transport:
         found.machine = Machine(**{**machines.shared_memory.__dict__, "hosts": found.machine.hosts})
-    face.serve_memory()
-    atexit.register(face.close)
+    torch_ext.install_allocator()
+    atexit.register(torch_ext.close_transport)
     hook = sys.excepthook
 
     def leaving(kind: type, error: BaseException, trace: Any) -> None:
-        face.leave(f"raised {kind.__name__}")
+        torch_ext.leave_transport(f"raised {kind.__name__}")
         hook(kind, error, trace)
 
     sys.excepthook = leaving

@@ -18,7 +18,7 @@ from globaltensor.errors import GlobalTensorError, SbpError
 from globaltensor.layouts.layout import Layout, Spec, layout, sbp_text, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import NdSbp, broadcast, in_range, nd_sbp
-from globaltensor.runtime.native import face
+from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import assign, backward, gradients, lookup, multihead_attention, products
 
@@ -281,7 +281,7 @@ def _back(grad: GlobalTensor, src: Layout, grad_layout: Layout | None) -> Global
 def _plan_back(grad: Spec, x: Spec, grad_layout: Layout | None) -> Any:
     """The native boxing for that; None where the gradient stays as it is."""
     dst = grad_layout or _gradient_layout(grad.layout, x.layout)
-    return None if dst is grad.layout else native.find(grad, dst)
+    return None if dst is grad.layout else native.find_boxing(grad, dst)
 
 
 def _gradient_layout(now: Layout, src: Layout) -> Layout:
@@ -300,10 +300,10 @@ def to(x: GlobalTensor, dst: Layout) -> GlobalTensor:
 
 
 def _boxed(x: GlobalTensor, dst: Layout, grad_layout: Layout | None) -> GlobalTensor:
-    if face is not None and not watch.watched() and not x.spec.copied and dst is not x.spec.layout:
-        boxing = native.find(x.spec, dst)
+    if torch_ext is not None and not watch.watched() and not x.spec.copied and dst is not x.spec.layout:
+        boxing = native.find_boxing(x.spec, dst)
         if boxing is not None:
-            return face.convert(x, boxing, grad_layout)
+            return torch_ext.redistribute(x, boxing, grad_layout)
     return _Box.apply(x, dst, grad_layout)
 
 
@@ -332,10 +332,10 @@ def _describe(of: Spec) -> tuple:
     return list(of.shape), list(of.stride), of.dtype, of.placement.type, ranks, of.copied, rows_cut, pending
 
 
-if face is not None:                                 # the same class, with its memory and its ways in C++
-    face.bind_class(GlobalTensor, _describe)
-    GlobalTensor.wrap = face.wrap
+if torch_ext is not None:                                 # the same class, with its memory and its ways in C++
+    torch_ext.bind_class(GlobalTensor, _describe)
+    GlobalTensor.wrap = torch_ext.wrap
     GlobalTensor.__torch_function__ = torch._C._disabled_torch_function_impl
     GlobalTensor.__setitem__ = assign.assign
-    face.on_lookup(lookup.Lookup.apply)
-    face.on_backward(_plan_back, lambda grad, x, grad_layout: _back(grad, x.layout, grad_layout))
+    torch_ext.on_lookup(lookup.Lookup.apply)
+    torch_ext.on_redistribute_backward(_plan_back, lambda grad, x, grad_layout: _back(grad, x.layout, grad_layout))

@@ -23,7 +23,7 @@ from globaltensor.boxings import native
 from globaltensor.boxings.run import Boxed, box, boxed
 from globaltensor.boxings.watch import watched
 from globaltensor.layouts.layout import Layout, spec
-from globaltensor.runtime.native import face
+from globaltensor.runtime.native import torch_ext
 
 raw = torch._C.TensorBase.grad.__get__               # the gradient of a leaf as it lies
 _set = torch._C.TensorBase.grad.__set__
@@ -53,7 +53,7 @@ def aim(leaf: Any, dst: Layout, early: bool = False) -> None:
     """Gradients of this leaf are brought to `dst`. `early`: during backward already, as soon as `EARLY` bytes wait."""
     leaf._aim, leaf._early = dst, early
     if "_order" in leaf.__dict__ and _natively(leaf):
-        face.follow(leaf)                            # anew: what it knows of settled gradients is over
+        torch_ext.watch_gradient(leaf)                            # anew: what it knows of settled gradients is over
 
 
 def share(whole: Any, part: Any) -> None:
@@ -94,14 +94,14 @@ def follow(leaf: Any) -> None:
     if "_order" not in leaf.__dict__ and leaf.is_leaf:
         leaf._order = next(_order)
         if _natively(leaf):
-            face.follow(leaf)
+            torch_ext.watch_gradient(leaf)
         else:
             _hook(leaf, _note)
 
 
 def _natively(leaf: Any) -> bool:
     """Does native code watch this leaf, or will it? A leaf has one native hook, or any number in Python."""
-    return face is not None and not leaf._post_accumulate_grad_hooks
+    return torch_ext is not None and not leaf._post_accumulate_grad_hooks
 
 
 _hook = torch.Tensor.register_post_accumulate_grad_hook
@@ -168,10 +168,10 @@ def settle(of: Iterable[Any] | None = None) -> None:
     leaves = [waiting.pop(k) for k in keys]
     grads = [(_aimed(leaf), raw(leaf), leaf.__dict__.get("_sent")) for leaf in leaves]
     grads = [(dst, g, sent or g.dtype) for dst, g, sent in grads if g is not None and g.spec.layout is not dst]
-    at_once = face is not None and not watched() and all(sent == g.dtype for _, g, sent in grads)
-    found = [native.find(g.spec, dst) for dst, g, _ in grads] if at_once else [None]
+    at_once = torch_ext is not None and not watched() and all(sent == g.dtype for _, g, sent in grads)
+    found = [native.find_boxing(g.spec, dst) for dst, g, _ in grads] if at_once else [None]
     if None not in found:
-        face.box_in_place([(boxing, g) for boxing, (_, g, _) in zip(found, grads)], "gradient")
+        torch_ext.redistribute_in_place([(boxing, g) for boxing, (_, g, _) in zip(found, grads)], "gradient")
         return
     moved = box([Boxed(spec(g.spec.layout, g.spec.shape, g.spec.stride, sent), _cast(g.shards, sent), dst)
                  for dst, g, sent in grads], "gradient")
@@ -185,5 +185,5 @@ def _cast(shards: dict[int, torch.Tensor], dtype: torch.dtype) -> dict[int, torc
 
 TAKEN: dict[Callable[..., Any], Callable[..., Any]] = {_hook: hook}
 
-if face is not None:
-    face.on_accumulated(_accumulated)
+if torch_ext is not None:
+    torch_ext.on_accumulated(_accumulated)

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from globaltensor.runtime import custom_ops
-from globaltensor.runtime.native import face
+from globaltensor.runtime.native import torch_ext
 
 _contract = custom_ops.contract
 _linear = custom_ops.linear
@@ -33,14 +33,14 @@ def put_off(inputs: Sequence[torch.Tensor]) -> Iterator[list[PutOff]]:
     global _put_off
     found: list[PutOff] = []
     _put_off = inputs, found
-    if face is not None:
-        face.put_off(list(inputs))
+    if torch_ext is not None:
+        torch_ext.defer_weight_grads(list(inputs))
     try:
         yield found
     finally:
         _put_off = None
-        if face is not None:
-            found += face.put_off_until_now()
+        if torch_ext is not None:
+            found += torch_ext.pop_deferred_weight_grads()
 
 
 def _gradient(leaf: torch.Tensor, equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
