@@ -47,6 +47,10 @@ class SbpError(GlobalTensorError, ValueError):
     """An sbp that cannot be: a wrong number of them, a split dim out of range, the sbp of a plain tensor."""
 
 
+class ArgumentError(GlobalTensorError, TypeError):
+    """A keyword that a function does not take, or does not take beside the others."""
+
+
 class ShapeError(GlobalTensorError, ValueError):
     """Shards or operands whose shapes do not fit together."""
 

@@ -25,8 +25,8 @@ from globaltensor.layouts.sbp import broadcast, partial_max, partial_sum, split
 QUESTIONS = {
     **{f"format {spec!r}": lambda x, spec=spec: format(x, spec)
        for spec in (".4f", "5d", ">10", ".2e", "+", "_", ".1%", "x", "s", "nonsense")},
-    "f-string": lambda x: (f"{x:.4f}", f"{x:>{12}}", "{:.2e}".format(x), "{0:8.3f}|{0}".format(x)),
-    "percent": lambda x: ("%.3f" % x, "%d" % x, "%5.1e" % x),
+    "f-string": lambda x: (f"{x:.4f}", f"{x:>{12}}", str.format("{:.2e}", x), str.format("{0:8.3f}|{0}", x)),
+    **{f"percent {spec}": lambda x, spec=spec: operator.mod(spec, x) for spec in ("%.3f", "%d", "%5.1e")},
     "int": int, "float": float, "complex": complex, "bool": bool, "index": operator.index, "decimal": decimal.Decimal,
     "list[x]": lambda x: [0, 1, 2, 3][x], "range": lambda x: list(range(x)), "slice": lambda x: "abcd"[:x],
     "tensor[:x]": lambda x: torch.arange(5)[:x], "str * x": lambda x: "ab" * x, "hex": hex,

@@ -48,7 +48,7 @@ def some(ndim, count):
 
 
 def empty(shape, place, sbp, dtype):
-    return gt.empty(*shape, placement=place, sbp=sbp, dtype=dtype)
+    return gt.empty(shape, placement=place, sbp=sbp, dtype=dtype)
 
 
 def whole(value):

@@ -2,17 +2,22 @@
 
 Without a placement they are torch's own. Every rank makes only the elements it holds; random ones depend on the seed
 and the element's place in the global tensor alone (`philox.py`), never on sbp, placement or the number of processes.
+The seed is the next number of torch's CPU generator, or of the one given as `generator=`, whose state moves on by that.
+
+No keyword is passed over: `dtype`, `requires_grad` and `generator` mean what they do in torch, what a placement has no
+use for (`device`, `out`, ...) is an error, and so is a name that torch does not know.
 """
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 
 from globaltensor.boxings.run import Boxed, box
-from globaltensor.errors import GlobalTensorError
-from globaltensor.layouts.layout import Box, Layout, spec
+from globaltensor.errors import ArgumentError, GlobalTensorError
+from globaltensor.layouts.layout import Box, Layout, Shape, spec
 from globaltensor.runtime import philox
 from globaltensor.runtime.agreement import agree
 from globaltensor.runtime.world import local_ranks_of, world
@@ -21,8 +26,56 @@ from globaltensor.tensors.global_tensor import GlobalTensor, resolve
 
 Make = Callable[[Box, torch.device], torch.Tensor]
 
+# torch's keywords that a tensor with a placement cannot honour: the value that asks for nothing, and why not
+_UNMET = {
+    "device": (None, "the placement says on which devices a global tensor is"),
+    "out": (None, "what a factory makes with a placement is a tensor of its own"),
+    "layout": (torch.strided, "the shards of a global tensor are dense"),
+    "pin_memory": (False, "the shards of a global tensor are where the ranks can move them"),
+    "memory_format": (torch.contiguous_format, "the shards of a new tensor are contiguous"),
+    "names": (None, "the dims of a global tensor have no names"),
+}
 
-def build(shape: tuple[int, ...], dtype: torch.dtype, dst: Layout, make: Make) -> GlobalTensor:
+
+# ---------------------------------------------------------------------------------------------- what was asked for
+
+
+def _checked(name: str, options: dict[str, Any], placement: Any, sbp: Any, *own: str) -> dict[str, Any]:
+    """The keywords of a call of gt.<name> beyond placement, sbp, dtype and requires_grad; an error where one would be
+    passed over. `own` are those that the factory has beside torch's common ones."""
+    for key, value in options.items():
+        if key not in own and key not in _UNMET:
+            valid = ["placement", "sbp", "dtype", "requires_grad", *own]
+            near = get_close_matches(key, [*valid, *_UNMET], 1)
+            raise ArgumentError(f"gt.{name} takes no keyword {key!r}", f"with a placement it takes {', '.join(valid)}",
+                                f"{near[0]}=..." if near else "")
+        idle, why = _UNMET.get(key, (value, ""))
+        if placement is not None and value is not None and value is not idle:
+            raise ArgumentError(f"gt.{name} with a placement and {key}=", why, f"no {key}=" if key != "device" else
+                                f'placement=gt.placement("{torch.device(value).type}", {list(placement.ranks)})')
+    if sbp is None and placement is not None:
+        raise GlobalTensorError(f"gt.{name} with a placement but no sbp", fix="sbp=gt.sbp.broadcast, or split(dim)")
+    if sbp is not None and placement is None:
+        raise GlobalTensorError("an sbp without a placement", fix="placement=gt.placement(...)")
+    return options if placement is None else {key: value for key, value in options.items() if key in own}
+
+
+def _read(size: tuple[Any, ...], dtype: torch.dtype | None, given: dict[str, Any]) -> tuple[Shape, torch.dtype]:
+    """The shape and the dtype that arguments mean, and the errors of those that mean none: torch's own."""
+    asked = torch.empty(*size, **{k: v for k, v in given.items() if k == "size"}, dtype=dtype, device="meta")
+    return tuple(asked.shape), asked.dtype
+
+
+def _named(factory: Callable[..., torch.Tensor], name: str, what: str) -> Callable[..., torch.Tensor]:
+    factory.__name__ = factory.__qualname__ = name
+    factory.__doc__ = f"{what}as torch.{name}, with `placement=` and `sbp=`; without them, torch's own."
+    return factory
+
+
+# ------------------------------------------------------------------------------------------------------ making it
+
+
+def build(shape: Shape, dtype: torch.dtype, dst: Layout, make: Make) -> GlobalTensor:
     """A global tensor whose part for a box is `make(box, device)`; pending sums: the first rank holds the value."""
     ranks = local_ranks_of(dst.placement)
     ready = dst.settled
@@ -39,10 +92,8 @@ def build(shape: tuple[int, ...], dtype: torch.dtype, dst: Layout, make: Make) -
     return GlobalTensor.wrap(of.on(dst), shards)
 
 
-def _finish(name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Any, sbp: Any, requires_grad: bool,
+def _finish(name: str, shape: Shape, dtype: torch.dtype, where: Any, sbp: Any, requires_grad: bool,
             make: Make, key: int = 0) -> GlobalTensor:
-    if sbp is None:
-        raise GlobalTensorError(f"gt.{name} with a placement but no sbp", fix="sbp=gt.sbp.broadcast, or split(dim)")
     dst = resolve(where, sbp, len(shape))
     agree(f"{name}({list(shape)}, {dtype}) on {dst}" + (f", random state {key:x}" if key else ""))
     made = build(shape, dtype, dst, make)
@@ -53,128 +104,125 @@ def _extent(part: Box) -> list[int]:
     return [stop - start for start, stop in part]
 
 
-def _sizes(size: tuple) -> tuple[int, ...]:
-    """`(4, 5)`, `((4, 5),)` and torch.Size alike."""
-    return tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(int(n) for n in size)
+def _sized(name: str) -> Callable[..., torch.Tensor]:
+    """A factory whose elements are all alike."""
+    make = getattr(torch, name)
 
-
-def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a call without placement, as torch takes them."""
-    if options.pop("sbp", None) is not None:
-        raise GlobalTensorError("an sbp without a placement", fix="placement=gt.placement(...)")
-    options.pop("placement", None)
-    return options
-
-
-def _sized(name: str, make: Callable[..., torch.Tensor], given: int = 0) -> Callable[..., torch.Tensor]:
-    """A factory of `size`s, after `given` other positional arguments; make(box, extent, device, dtype, *given)."""
-
-    def factory(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
-                requires_grad: bool = False, size: Any = None, **options: Any) -> torch.Tensor:
-        args = (*args, size) if size is not None else args
+    def factory(*size: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
+                requires_grad: bool = False, **options: Any) -> torch.Tensor:
+        given = _checked(name, options, placement, sbp, "size")
         if placement is None:
-            options = {k: v for k, v in dict(options, dtype=dtype).items() if v is not None}
-            return getattr(torch, name)(*args, requires_grad=requires_grad, **_plain(dict(options, sbp=sbp)))
-        dtype = dtype or torch.get_default_dtype()
-        shape = _sizes(args[:1] if name == "full" else args[given:])
-        rest = args[1:] if name == "full" else args[:given]
+            return make(*size, dtype=dtype, requires_grad=requires_grad, **given)
+        shape, dtype = _read(size, dtype, given)
         return _finish(name, shape, dtype, placement, sbp, requires_grad,
-                       lambda part, device: make(_extent(part), *rest, dtype=dtype, device=device))
+                       lambda part, device: make(_extent(part), dtype=dtype, device=device))
 
-    factory.__name__ = name
-    factory.__doc__ = f"torch.{name} with `placement=` and `sbp=`; without them, torch's own."
-    return factory
+    return _named(factory, name, "")
 
 
-zeros = _sized("zeros", torch.zeros)
-ones = _sized("ones", torch.ones)
-empty = _sized("empty", torch.empty)
+zeros, ones, empty = _sized("zeros"), _sized("ones"), _sized("empty")
 
 
 def full(size: Any, fill_value: Any, *, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
          requires_grad: bool = False, **options: Any) -> torch.Tensor:
     """torch.full with `placement=` and `sbp=`; without them, torch's own."""
+    given = _checked("full", options, placement, sbp)
     if placement is None:
-        return torch.full(size, fill_value, dtype=dtype, requires_grad=requires_grad, **_plain(dict(options, sbp=sbp)))
-    dtype = dtype or torch.full((), fill_value).dtype
-    return _finish("full", _sizes((size,)), dtype, placement, sbp, requires_grad,
+        return torch.full(size, fill_value, dtype=dtype, requires_grad=requires_grad, **given)
+    shape, dtype = _read((size,), torch.full((), fill_value).dtype if dtype is None else dtype, given)
+    return _finish("full", shape, dtype, placement, sbp, requires_grad,
                    lambda part, device: torch.full(_extent(part), fill_value, dtype=dtype, device=device))
 
 
-def _from_plain(name: str) -> Callable[..., torch.Tensor]:
+def _from_plain(name: str, *own: str) -> Callable[..., torch.Tensor]:
     """A factory whose whole value is cheap to make on every process, and then cut."""
     make = getattr(torch, name)
 
-    def factory(*args: Any, placement: Any = None, sbp: Any = None, requires_grad: bool = False,
-                **options: Any) -> torch.Tensor:
+    def factory(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
+                requires_grad: bool = False, **options: Any) -> torch.Tensor:
+        given = _checked(name, options, placement, sbp, *own)
         if placement is None:
-            return make(*args, requires_grad=requires_grad, **_plain(dict(options, sbp=sbp)))
-        if sbp is None:
-            raise GlobalTensorError(f"gt.{name} with a placement but no sbp", fix="sbp=gt.sbp.broadcast, or split(dim)")
-        options.pop("device", None)
-        made = from_full(make(*args, **options), placement, sbp)
+            return make(*args, dtype=dtype, requires_grad=requires_grad, **given)
+        made = from_full(make(*args, dtype=dtype, **given), placement, sbp)
         return made.requires_grad_() if requires_grad else made
 
-    factory.__name__ = name
-    factory.__doc__ = f"torch.{name} with `placement=` and `sbp=`; without them, torch's own."
-    return factory
+    return _named(factory, name, "")
 
 
-arange, linspace, eye, tensor = (_from_plain(name) for name in ("arange", "linspace", "eye", "tensor"))
-logspace = _from_plain("logspace")
+arange = _from_plain("arange", "start", "end", "step")
+linspace = _from_plain("linspace", "start", "end", "steps")
+logspace = _from_plain("logspace", "start", "end", "steps", "base")
+eye = _from_plain("eye", "n", "m")
+tensor = _from_plain("tensor", "data")
 
 
-def _random(name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Any, sbp: Any, requires_grad: bool,
-            draw: Callable[..., torch.Tensor]) -> GlobalTensor:
-    key = philox.draw_key()
+# ------------------------------------------------------------------------------------------------- random numbers
+
+
+def _random(name: str, shape: Shape, dtype: torch.dtype, where: Any, sbp: Any, requires_grad: bool,
+            generator: torch.Generator | None, draw: Callable[..., torch.Tensor]) -> GlobalTensor:
+    key = philox.draw_key(generator)
     return _finish(name, shape, dtype, where, sbp, requires_grad,
                    lambda part, device: draw(key, shape, part, dtype, device), key)
 
 
-def rand(*size: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
-         requires_grad: bool = False, **options: Any) -> torch.Tensor:
-    """Uniform in [0, 1), as torch.rand, with `placement=` and `sbp=`."""
-    if placement is None:
-        return torch.rand(*size, dtype=dtype, requires_grad=requires_grad, **_plain(dict(options, sbp=sbp)))
-    return _random("rand", _sizes(size), dtype or torch.get_default_dtype(), placement, sbp, requires_grad,
-                   philox.uniform)
+def _drawn(name: str, what: str, draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A random factory that is told nothing but the size."""
+    make = getattr(torch, name)
+
+    def factory(*size: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
+                generator: torch.Generator | None = None, requires_grad: bool = False,
+                **options: Any) -> torch.Tensor:
+        given = _checked(name, options, placement, sbp, "size", "generator")
+        if placement is None:
+            return make(*size, dtype=dtype, generator=generator, requires_grad=requires_grad, **given)
+        shape, dtype = _read(size, dtype, given)
+        return _random(name, shape, dtype, placement, sbp, requires_grad, generator, draw)
+
+    return _named(factory, name, what)
 
 
-def randn(*size: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
-          requires_grad: bool = False, **options: Any) -> torch.Tensor:
-    """Standard normal, as torch.randn, with `placement=` and `sbp=`."""
-    if placement is None:
-        return torch.randn(*size, dtype=dtype, requires_grad=requires_grad, **_plain(dict(options, sbp=sbp)))
-    return _random("randn", _sizes(size), dtype or torch.get_default_dtype(), placement, sbp, requires_grad,
-                   philox.normal)
+rand = _drawn("rand", "Uniform in [0, 1), ", philox.uniform)
+randn = _drawn("randn", "Standard normal, ", philox.normal)
 
 
 def normal(mean: Any, std: Any, size: Any = None, *, placement: Any = None, sbp: Any = None,
-           dtype: torch.dtype | None = None, requires_grad: bool = False, **options: Any) -> torch.Tensor:
+           dtype: torch.dtype | None = None, generator: torch.Generator | None = None, requires_grad: bool = False,
+           **options: Any) -> torch.Tensor:
     """Normal of float `mean` and `std`, as torch.normal, with `placement=` and `sbp=`."""
-    if placement is None:
-        args = (mean, std) if size is None else (mean, std, size)
-        return torch.normal(*args, **({"dtype": dtype} if dtype else {}), **_plain(dict(options, sbp=sbp)))
-    return _random("normal", _sizes((size,)), dtype or torch.get_default_dtype(), placement, sbp, requires_grad,
+    given = _checked("normal", options, placement, sbp, "generator")
+    if placement is None:                            # of tensors it takes neither size, dtype nor requires_grad
+        some = {"size": size, "dtype": dtype, "generator": generator, "requires_grad": requires_grad or None}
+        return torch.normal(mean, std, **{k: v for k, v in some.items() if v is not None}, **given)
+    if size is None or isinstance(mean, torch.Tensor) or isinstance(std, torch.Tensor):
+        raise ArgumentError("gt.normal with a placement takes two numbers and a size",
+                            "that of tensors is laid out as they are", "torch.normal(mean, std) of global tensors")
+    shape, dtype = _read((size,), dtype, given)
+    return _random("normal", shape, dtype, placement, sbp, requires_grad, generator,
                    lambda *where: philox.normal(*where, mean, std))
 
 
-def randint(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype = torch.int64,
-            requires_grad: bool = False, **options: Any) -> torch.Tensor:
+def randint(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = torch.int64,
+            generator: torch.Generator | None = None, requires_grad: bool = False, **options: Any) -> torch.Tensor:
     """Integers in [low, high): randint(high, size) or randint(low, high, size), with `placement=` and `sbp=`."""
+    given = _checked("randint", options, placement, sbp, "low", "high", "size", "generator")
     if placement is None:
-        return torch.randint(*args, dtype=dtype, requires_grad=requires_grad, **_plain(dict(options, sbp=sbp)))
-    *bounds, size = args
-    low, high = bounds if len(bounds) == 2 else (0, bounds[0])
-    return _random("randint", _sizes((size,)), dtype, placement, sbp, requires_grad,
+        return torch.randint(*args, dtype=dtype, generator=generator, requires_grad=requires_grad, **given)
+    torch.randint(*args, **given, dtype=dtype, device="meta")        # the errors of arguments that do not fit
+    values = list(args)                              # the last of them is the size, the first may be missing
+    size, high, low = (given[key] if key in given else values.pop() if values else 0 for key in ("size", "high", "low"))
+    shape, dtype = _read((size,), dtype or torch.int64, {})
+    return _random("randint", shape, dtype, placement, sbp, requires_grad, generator,
                    lambda key, shape, part, dtype, device: philox.integers(key, shape, part, dtype, device, low, high))
 
 
 def randperm(n: int, *, placement: Any = None, sbp: Any = None, dtype: torch.dtype = torch.int64,
-             **options: Any) -> torch.Tensor:
+             generator: torch.Generator | None = None, requires_grad: bool = False, **options: Any) -> torch.Tensor:
     """A random permutation of 0 .. n-1, with `placement=` and `sbp=`."""
+    given = _checked("randperm", options, placement, sbp, "generator")
     if placement is None:
-        return torch.randperm(n, dtype=dtype, **_plain(dict(options, sbp=sbp)))
-    return _random("randperm", (n,), dtype, placement, sbp, False,
+        return torch.randperm(n, dtype=dtype, generator=generator, requires_grad=requires_grad, **given)
+    shape, dtype = _read((n,), dtype, given)
+    return _random("randperm", shape, dtype, placement, sbp, requires_grad, generator,
                    lambda key, shape, part, dtype, device:
                    philox.permutation(key, n, device)[part[0][0]:part[0][1]].to(dtype, copy=True))
