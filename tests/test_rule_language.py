@@ -7,7 +7,7 @@ import pytest
 
 from globaltensor.errors import GlobalTensorError, RuleError
 from globaltensor.rules.language import NUMBER
-from globaltensor.rules.parse import parse, rule
+from globaltensor.rules.parse import parse_rule, rule
 
 MM = "m k, k n -> m n"
 
@@ -74,7 +74,7 @@ def test_a_rule_that_does_not_fit_a_call(dims, options, what):
 
 
 def test_what_a_text_means():
-    inputs, outputs, algebra = parse("b* (h w) k!, 1 w -> b* h, o!", "A*b + b; ")
+    inputs, outputs, algebra = parse_rule("b* (h w) k!, 1 w -> b* h, o!", "A*b + b; ")
     assert inputs == ((("b*",), ("h", "w"), ("k!",)), (("1",), ("w",)))
     assert outputs == ((("b*",), ("h",)), (("o!",),))
     assert algebra == ((((0, False), (1, True)), ((1, True),)), ())

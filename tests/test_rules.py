@@ -64,7 +64,7 @@ class Case:
 
     def results(self, tensors, rank=None, local_args=(), local_impl=None):
         """The tensors that the op returns for these operands."""
-        args, kwargs = self.call.given()
+        args, kwargs = self.call.full_arguments()
         for (at, index), name, tensor in zip(self.call.slots, self.call.names, tensors):
             at = self.call.position(name)
             holder = args if isinstance(at, int) else kwargs
@@ -285,7 +285,7 @@ def test_two_axes_are_a_product_of_one(name):
 
 def same(func, call, operands, want):
     """The op on global operands gives what it gives on plain ones."""
-    args, kwargs = call.given()
+    args, kwargs = call.full_arguments()
     for (_, index), name, t in zip(call.slots, call.names, operands):
         at = call.position(name)
         holder = args if isinstance(at, int) else kwargs

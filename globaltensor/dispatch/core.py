@@ -100,7 +100,7 @@ class _Run:
 
     def plain(self, call: Call) -> Any:
         """The op without its decomposition, by its rule."""
-        args, kwargs = call.given()
+        args, kwargs = call.full_arguments()
         key = ("plain", call.func, static(args, self.cls), static(kwargs, self.cls))
         recipe = _recipes.get(key)
         if recipe is None:

@@ -99,7 +99,7 @@ def _is_simple(recipe: Recipe, call: Call, cls: type, args: tuple) -> bool:
     return (bool(recipe.outputs) and recipe.outputs[0] is not None and not any(recipe.wants) and not recipe.written
             and all(isinstance(at, int) and at < len(args) for own in recipe.local_args.values() for at, _ in own)
             and not recipe.guarded and not recipe.seeded and "device" not in [a.name for a in arguments(call.func)]
-            and all(isinstance(s.at, int) and s.index is None for s in call.slots))
+            and all(isinstance(s.at, int) and s.item is None for s in call.slots))
 
 
 def _one_placement(cls: type, call: Call) -> placement:
@@ -206,4 +206,4 @@ def _filled(call: Call, tensors: list[Any]) -> tuple[list[Any], dict[str, Any]]:
             kwargs[a.name] = call.values[a.name]
         else:
             args.append(call.values[a.name])
-    return put(args, kwargs, [Slot(call.position(n), s.index) for n, s in zip(call.names, call.slots)], tensors)
+    return put(args, kwargs, [Slot(call.position(n), s.item) for n, s in zip(call.names, call.slots)], tensors)

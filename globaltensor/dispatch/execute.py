@@ -18,7 +18,7 @@ from globaltensor.runtime.world import world
 
 def _operand(args: tuple, kwargs: dict[str, Any], slot: Slot) -> Any:
     value = args[slot.at] if isinstance(slot.at, int) else kwargs[slot.at]
-    return value if slot.index is None else value[slot.index]
+    return value if slot.item is None else value[slot.item]
 
 
 def execute(cls: type, recipe: Recipe, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from globaltensor.errors import MixedPlacementError
 from globaltensor.layouts.layout import Layout, Spec, spec
 from globaltensor.op_table.variants import foreach_algebra
 from globaltensor.rules.call import Call, arguments
-from globaltensor.rules.families import out_shape, pointwise
+from globaltensor.rules.families import broadcast_shape, pointwise
 from globaltensor.rules.language import NUMBER
 from globaltensor.runtime.world import local_ranks_of, world
 
@@ -111,7 +111,7 @@ def _wants(cls: type, call: Call, lists: dict, singles: list[str], written: set[
         found = _chosen.get(key)
         if found is None:
             result = None if written else _result(call, lists, i, specs[0].layout.whole)
-            if result is not None and result.shape != out_shape([own.shape for own in specs]):
+            if result is not None and result.shape != broadcast_shape([own.shape for own in specs]):
                 inputs = [own.layout.whole for own in specs]         # no pointwise op: on whole operands
             else:
                 rule = pointwise(algebra.get(len(tensors) + len(singles), ""))(_Element(tensors, len(singles)))

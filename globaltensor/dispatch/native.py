@@ -99,7 +99,7 @@ def _local(recipe: Recipe, call: Call) -> str | None:
         return ""
     if recipe.local_impl is local_impls.view:
         return "aten::reshape"                       # a view where the shard's strides allow one
-    return "" if local_impls.idle(recipe, call.given()[0]) else None
+    return "" if local_impls.idle(recipe, call.full_arguments()[0]) else None
 
 
 def _placed(call: Call, recipe: Recipe) -> bool:
@@ -121,7 +121,7 @@ def _returns(func: OpOverload, recipe: Recipe) -> tuple[list, list[int]] | None:
 
 
 def _slots(call: Call) -> list[tuple[int, int]]:
-    return [(_index(call.func, s.at), -1 if s.index is None else s.index) for s in call.slots]
+    return [(_index(call.func, s.at), -1 if s.item is None else s.item) for s in call.slots]
 
 
 def _index(func: OpOverload, at: int | str) -> int:

@@ -34,8 +34,8 @@ from globaltensor.rules.families import (
     copied,
     copied_over,
     fixed,
-    given,
     loss,
+    masked_outputs,
     pointwise,
     reduction,
     zeroing,
@@ -61,10 +61,10 @@ from globaltensor.rules.shapes import (
     swapped,
     triangle,
     unbound,
+    unfolded,
+    unfolded_backward,
     unsqueezed,
     viewed,
-    windows,
-    windows_backward,
 )
 from globaltensor.runtime import custom_ops
 
@@ -144,9 +144,9 @@ lines("_cdist_forward", fixed("b* m d!, b* n d! -> b* m n"))
 lines("_cdist_backward", fixed("b* m n, b* m d, b* n d, b* m n -> b* m d", "a*B*C*D"))
 lines("linalg_cross", along("a*b", operands=2))
 lines("_grouped_mm", None, decomposition=grouped_mm.grouped_mm)
-lines("convolution", layers.convolution, local_args=scaled("groups"), decomposition=halo.convolution,
+lines("convolution", layers.convolved, local_args=scaled("groups"), decomposition=halo.convolution,
       applies=halo.cuts_space)
-lines("convolution_backward", given(layers.convolution_backward, "output_mask"), local_args=scaled("groups"),
+lines("convolution_backward", masked_outputs(layers.convolved_backward, "output_mask"), local_args=scaled("groups"),
       decomposition=halo.convolution_backward, applies=halo.cuts_space)
 
 # ---------------------------------------------------------------------------------------------- reductions
@@ -209,8 +209,8 @@ lines("diagonal diagonal_copy", diagonal)
 lines("diag_embed", diagonal_backward)
 lines("diagonal_backward", diagonal_backward, local_args=sized("input_sizes"))
 lines("diagonal_scatter", diagonal_scattered)
-lines("unfold", windows)
-lines("unfold_backward", windows_backward, local_args=sized("input_sizes"))
+lines("unfold", unfolded)
+lines("unfold_backward", unfolded_backward, local_args=sized("input_sizes"))
 lines("constant_pad_nd", padded)
 lines("tril triu", triangle, local_args=shifted_diagonal)
 lines("rot90", along("a", name="dims"))
@@ -220,9 +220,9 @@ lines("new_zeros new_ones new_full new_empty", factory_like, local_args=sized("s
 lines("new_empty_strided", factory_like, local_args=strided)
 
 # ------------------------------------------------------------------------------------------------ indexing
-lines("embedding", indices.embedding, local_impl=local_impls.embedding)
-lines("embedding_dense_backward", indices.embedding_backward)
-TABLE[custom_ops.embedding_backward] = Line(indices.embedding_rows, local_impl=local_impls.embedding_backward)
+lines("embedding", indices.embedded, local_impl=local_impls.embedding)
+lines("embedding_dense_backward", indices.embedded_backward)
+TABLE[custom_ops.embedding_backward] = Line(indices.embedded_backward_rows, local_impl=local_impls.embedding_backward)
 lines("index.Tensor", indices.indexed, local_impl=local_impls.index, decomposition=grouped_mm.take_rows,
       applies=grouped_mm.travels)
 lines("index_select", indices.index_selected, local_impl=local_impls.index_select, decomposition=grouped_mm.take_rows,
@@ -236,28 +236,28 @@ lines("index_add", indices.index_written("a+B*c"), local_impl=local_impls.index_
       applies=grouped_mm.returns)
 lines("index_copy index_fill.int_Tensor", indices.index_written("a*B+B*c", touched="v!", index="k!"))
 lines("index_fill.int_Scalar", indices.index_filled)
-lines("index_put", indices.index_put, local_impl=local_impls.index_put, decomposition=grouped_mm.add_rows,
+lines("index_put", indices.index_assigned, local_impl=local_impls.index_put, decomposition=grouped_mm.add_rows,
       applies=grouped_mm.returns)
 
 # ------------------------------------------------------------------------------------------------- networks' own
 lines("native_layer_norm", layers.normalized("b* d*!, d*!, d*! -> b* d*!, b* o*!, b* o*!", "A*b+c;A;A"),
       decomposition=layer_norm.layer_norm, applies=layer_norm.features_cut)
-lines("native_layer_norm_backward", given(layers.normalized(
+lines("native_layer_norm_backward", masked_outputs(layers.normalized(
     "b* d*!, b* d*!, b* o*!, b* o*!, d*!, d*! -> b* d*!, d*!, d*!", "a*B*C*D*e;a*B*C*D;a"), "output_mask"),
       decomposition=layer_norm.layer_norm_backward, applies=layer_norm.features_cut)
 lines("_fused_rms_norm", layers.normalized("b* d*!, d*! -> b* d*!, b* o*!", "A*b;A"),
       decomposition=layer_norm.rms_norm, applies=layer_norm.features_cut)
-lines("_fused_rms_norm_backward", given(layers.normalized(
+lines("_fused_rms_norm_backward", masked_outputs(layers.normalized(
     "b* d*!, b* d*!, b* o*!, d*! -> b* d*!, d*!", "a*B*C*d;a*B*C"), "output_mask"),
       decomposition=layer_norm.rms_norm_backward, applies=layer_norm.features_cut)
 lines("native_group_norm", layers.group_norm("n (g c) s*!, (g c), (g c) -> n (g c) s*!, n g, n g", "A*b+c;A;A"),
       local_args=group_counts)
-lines("native_group_norm_backward", given(layers.group_norm(
+lines("native_group_norm_backward", masked_outputs(layers.group_norm(
     "n (g c) s*!, n (g c) s*!, n g, n g, (g c) -> n (g c) s*!, (g c), (g c)", "a*B*C*D*e;a*B*C*D;a"), "output_mask"),
     local_args=group_counts)
 lines("native_batch_norm", layers.batch_norm, decomposition=batch_norm.forward, applies=batch_norm.in_training)
-lines("native_batch_norm_backward", given(layers.batch_norm_backward, "output_mask"), decomposition=batch_norm.backward,
-      applies=batch_norm.trained)
+lines("native_batch_norm_backward", masked_outputs(layers.batch_norm_backward, "output_mask"),
+      decomposition=batch_norm.backward, applies=batch_norm.trained)
 lines("_native_batch_norm_legit _native_batch_norm_legit.no_stats _batch_norm_with_update cudnn_batch_norm",
       factory_like, decomposition=batch_norm.as_native)
 lines("batch_norm_backward cudnn_batch_norm_backward", factory_like, decomposition=batch_norm.as_native_backward)
@@ -298,7 +298,7 @@ lines("pixel_shuffle", layers.shuffled(up=True))
 lines("pixel_unshuffle", layers.shuffled(up=False))
 lines("channel_shuffle", fixed("n c! s* -> n c! s*", "a"))
 lines("grid_sampler_2d", fixed("n c y! x!, n p q i! -> n c p q", "a*B"))
-lines("grid_sampler_2d_backward", given(fixed(
+lines("grid_sampler_2d_backward", masked_outputs(fixed(
     "n c p q, n c y! x!, n p q i! -> n c y! x!, n p q i!", "a*C;a*b*C"), "output_mask"))
 
 # ------------------------------------------------------------------------------------------------------- losses
@@ -307,12 +307,12 @@ lines("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy 
 lines("mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward "
       "binary_cross_entropy_backward", loss(backward=True), decomposition=decompositions.mean_loss_backward,
       applies=decompositions.is_mean)
-lines("nll_loss_forward", layers.nll(), local_impl=local_impls.nll, decomposition=decompositions.nll_mean,
+lines("nll_loss_forward", layers.nll_loss(), local_impl=local_impls.nll, decomposition=decompositions.nll_mean,
       applies=decompositions.is_mean)
-lines("nll_loss_backward", layers.nll(backward=True), local_impl=local_impls.nll)
-lines("nll_loss2d_forward", layers.nll("y x"), local_impl=local_impls.nll, decomposition=decompositions.nll_mean,
+lines("nll_loss_backward", layers.nll_loss(backward=True), local_impl=local_impls.nll)
+lines("nll_loss2d_forward", layers.nll_loss("y x"), local_impl=local_impls.nll, decomposition=decompositions.nll_mean,
       applies=decompositions.is_mean)
-lines("nll_loss2d_backward", layers.nll("y x", backward=True), local_impl=local_impls.nll)
+lines("nll_loss2d_backward", layers.nll_loss("y x", backward=True), local_impl=local_impls.nll)
 
 # ------------------------------------------------------------------------------------------------ random numbers
 # Always decomposed; their in-place variants have lines of their own.

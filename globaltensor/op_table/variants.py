@@ -46,7 +46,7 @@ def line_of(func: OpOverload) -> Line | None:
 
 def _decomposed(call: Call, run: Any) -> Any:
     """An op that torch itself makes of others, which it has not done yet in inference mode."""
-    args, kwargs = call.given()
+    args, kwargs = call.full_arguments()
     return call.func.decompose(*args, **kwargs)
 
 
@@ -82,10 +82,10 @@ def _reshaped(functional: OpOverload) -> Decomposition:
 
     def write(call: Call, run: Any) -> Any:
         target = call.tensors[0]
-        args, kwargs = _as(functional, call).given()
+        args, kwargs = _as(functional, call).full_arguments()
         view = run(functional, *args, **kwargs)
         with torch._C._DisableTorchDispatch():       # what torch knows of the wrapper: its sizes and strides
-            call.func(*call.given()[0])
+            call.func(*call.full_arguments()[0])
         own = view.spec                              # where it was moved: the target is the copy, so nothing guards it
         target.spec, target.shards = spec(own.layout, own.shape, own.stride, own.dtype), view.shards
         return target
@@ -97,7 +97,7 @@ def _into_out(functional: OpOverload) -> Decomposition:
     """The functional op, copied into the `out` operands."""
 
     def write(call: Call, run: Any) -> Any:
-        args, kwargs = _as(functional, call).given()
+        args, kwargs = _as(functional, call).full_arguments()
         targets = [call[a.name] for a in arguments(call.func) if a.written]
         is_global = any(hasattr(t, "spec") for t in call.tensors if not any(t is out for out in targets))
         results = run(functional, *args, **kwargs) if is_global else functional(*args, **kwargs)

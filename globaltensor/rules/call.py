@@ -1,4 +1,4 @@
-"""An op call seen by the rules: arguments by name, defaults filled in, tensors in the order of the op's schema."""
+"""A call of an op as the rules see it: arguments by name, defaults filled in, tensors in the order of the schema."""
 from __future__ import annotations
 
 from functools import lru_cache
@@ -23,23 +23,22 @@ class Argument(NamedTuple):
 
 @lru_cache(None)
 def arguments(func: OpOverload) -> tuple[Argument, ...]:
-    """The schema of an op."""
-    found = []
+    """The arguments of an op's schema, in order."""
+    schema = []
     for a in func._schema.arguments:
-        kind = str(a.type)
-        plain = kind.replace("Optional[", "").replace("]", "")
-        found.append(Argument(a.name, a.default_value if a.has_default_value() else None, a.kwarg_only,
-                              plain == "Tensor", kind.startswith("List[") and "Tensor" in kind
-                              or kind.startswith("Optional[List[") and "Tensor" in kind,
-                              a.alias_info is not None and a.alias_info.is_write))
-    return tuple(found)
+        kind = str(a.type)                           # as Tensor, Optional[Tensor], List[Optional[Tensor]]
+        is_tensor = kind in ("Tensor", "Optional[Tensor]")
+        is_list = kind.startswith(("List[", "Optional[List[")) and "Tensor" in kind
+        schema.append(Argument(a.name, a.default_value if a.has_default_value() else None, a.kwarg_only, is_tensor,
+                               is_list, a.alias_info is not None and a.alias_info.is_write))
+    return tuple(schema)
 
 
 class Slot(NamedTuple):
-    """Where an operand stands: position or keyword, and index where it is one of a list."""
+    """Where an operand stands: at a position or keyword, and there the how manieth of a list."""
 
     at: int | str
-    index: int | None
+    item: int | None
 
 
 class Call:
@@ -84,6 +83,7 @@ class Call:
         return self.values[name]
 
     def get(self, name: str, default: Any = None) -> Any:
+        """An argument that not every op has; `default` stands for a missing one, not for None."""
         return self.values.get(name, default)
 
     def position(self, name: str) -> int | str:
@@ -93,12 +93,13 @@ class Call:
                 return name if a.keyword else i
         raise KeyError(name)
 
-    def given(self) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments, all spelled out."""
-        told = arguments(self.func)
-        return ([self.values[a.name] for a in told if not a.keyword],
-                {a.name: self.values[a.name] for a in told if a.keyword})
+    def full_arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments, defaults spelled out."""
+        schema = arguments(self.func)
+        return ([self.values[a.name] for a in schema if not a.keyword],
+                {a.name: self.values[a.name] for a in schema if a.keyword})
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the operands."""
         return [tuple(t.shape) for t in self.tensors]

@@ -1,9 +1,10 @@
 """Families: functions that write an op's rule from its arguments, for ops whose dims depend on them.
 
-Each takes options and returns a function Call -> Rule, so that a line of the table reads `reduction("a")`. Here are
-those of arithmetic; `shapes.py` has those of views, `indices.py` of indexing, `layers.py` of networks.
+A family is a function Call -> Rule, or makes one from options, so that a line of the table reads `reduction("a")`.
+Here are those of arithmetic; `shapes.py` has those of views, `indices.py` of indexing, `layers.py` of networks.
 
-The value of an int argument may decide a rule, that of a float may not: a decision is kept for all floats.
+The value of an int argument may decide a rule, that of a float may not: what was decided for one call is used for all
+calls that differ in floats only.
 """
 from __future__ import annotations
 
@@ -13,29 +14,30 @@ from typing import Any
 
 import torch
 
+from globaltensor.layouts.layout import Shape
 from globaltensor.rules.call import Call
 from globaltensor.rules.language import NUMBER, Dims, Rule
 from globaltensor.rules.parse import rule
 
 Family = Callable[[Call], Rule]
-Shape = tuple[int, ...]
 
 
 def fixed(dims: str, algebra: str = "", *, leaves: str = "sum", nonempty: str = "") -> Family:
-    """A rule that is the same for all arguments but for `b*` and absent operands."""
+    """A rule that does not depend on the arguments, apart from `b*` and absent operands."""
     return lambda call: rule(dims, algebra, ndims=call.ndims, leaves=leaves, nonempty=nonempty)
 
 
-def whole(of: Rule) -> Rule:
+def kept_whole(of: Rule) -> Rule:
     """The same rule where nothing can be cut; sums may still be pending."""
+
     def stay(tensors: tuple[Dims, ...]) -> tuple[Dims, ...]:
         return tuple(tuple(tuple(x if x == "1" or x.endswith("!") else f"{x}!" for x in d) for d in t) for t in tensors)
 
     return replace(of, inputs=stay(of.inputs), outputs=stay(of.outputs), even=())
 
 
-def given(family: Family, mask: str) -> Family:
-    """Only the outputs that the flags in argument `mask` ask for; torch returns None for the others."""
+def masked_outputs(family: Family, mask: str) -> Family:
+    """The rule of an op that returns only the outputs that flags in argument `mask` ask for, and None for the rest."""
 
     def write(call: Call) -> Rule:
         of, flags = family(call), call[mask]
@@ -45,13 +47,13 @@ def given(family: Family, mask: str) -> Family:
     return write
 
 
-def names(n: int) -> list[str]:
+def dim_labels(n: int) -> list[str]:
     """n labels: d0 d1 ..."""
     return [f"d{i}" for i in range(n)]
 
 
-def letters(terms: str, more: int) -> str:
-    """A product of `terms` and `more` nonlinear operands after them: letters("a", 2) is a*B*C."""
+def with_nonlinear(terms: str, more: int) -> str:
+    """A product of `terms` and `more` nonlinear operands after them: with_nonlinear("a", 2) is a*B*C."""
     used = terms.count("*") + 1
     return "*".join([terms, *(chr(ord("A") + used + i) for i in range(more))])
 
@@ -62,7 +64,7 @@ def aligned(shape: Shape, out: Shape, labels: list[str]) -> str:
     return " ".join("1" if n == 1 and out[first + i] != 1 else labels[first + i] for i, n in enumerate(shape))
 
 
-def out_shape(shapes: list[Shape]) -> Shape:
+def broadcast_shape(shapes: list[Shape]) -> Shape:
     """The shape that shapes broadcast to; sizes that do not fit are left for torch to complain about."""
     out: list[int] = []
     for i in range(max((len(s) for s in shapes), default=0)):
@@ -76,27 +78,28 @@ def pointwise(algebra: str = "", *, outputs: int = 1) -> Family:
 
     def write(call: Call) -> Rule:
         shapes = call.shapes
-        out = out_shape(shapes)
-        lhs = iter([aligned(s, out, names(len(out))) for s in shapes])
+        out = broadcast_shape(shapes)
+        lhs = iter([aligned(s, out, dim_labels(len(out))) for s in shapes])
         dims = ", ".join("" if n in (None, NUMBER) else next(lhs) for n in call.ndims) if call.ndims else ""
-        rhs = ", ".join([" ".join(names(len(out)))] * outputs)
+        rhs = ", ".join([" ".join(dim_labels(len(out)))] * outputs)
         return rule(f"{dims} -> {rhs}", ";".join([algebra] * outputs) if algebra else "", ndims=call.ndims)
 
     return write
 
 
 def zeroing(value: str, linear: str, other: str) -> Family:
-    """Fills some elements: linear where argument `value` is the int 0 (0.0 is not told from other floats)."""
+    """Fills some elements: linear where argument `value` is the int 0. (0.0 is a float: no float decides a rule.)"""
     return lambda call: pointwise(linear if type(call[value]) in (int, bool) and call[value] == 0 else other)(call)
 
 
 def keeps_sums(src: torch.dtype, dst: torch.dtype) -> bool:
-    """Is, rounding aside, a sum of casts the cast of the sum?"""
+    """Is a sum of casts the cast of the sum, up to rounding? Not where a cast rounds to integers, nor from bool, whose
+    sums are none."""
     return src == dst or (dst.is_floating_point or dst.is_complex) and src != torch.bool
 
 
 def copied(call: Call) -> Rule:
-    """_to_copy: linear where the cast is."""
+    """_to_copy: linear if the cast is."""
     src = call.tensors[0].dtype
     return pointwise("a" if keeps_sums(src, call["dtype"] or src) else "A")(call)
 
@@ -108,7 +111,7 @@ def copied_over(call: Call) -> Rule:
 
 
 def dims_of(call: Call, ndim: int, name: str = "dim") -> list[int]:
-    """The dims an op reduces: its `dim` argument, all where it is None, empty or missing."""
+    """The dims that an op reduces: those of its `dim` argument; all of them if that is None, empty or missing."""
     dim = call.get(name)
     if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return list(range(ndim))
@@ -116,7 +119,7 @@ def dims_of(call: Call, ndim: int, name: str = "dim") -> list[int]:
 
 
 def reduction(algebra: str = "A", *, leaves: str = "sum", outputs: int = 1, uncut: bool = False) -> Family:
-    """Reduces the dims of its `dim` argument (all without it), honours `keepdim`; `uncut`: they stay whole."""
+    """Reduces the dims of its `dim` argument, all if it has none; `uncut`: these dims stay whole."""
 
     def write(call: Call) -> Rule:
         ndim = call.tensors[0].dim()
@@ -124,32 +127,33 @@ def reduction(algebra: str = "A", *, leaves: str = "sum", outputs: int = 1, uncu
         keep = bool(call.get("keepdim", False))
         lhs = " ".join(f"d{i}!" if uncut and i in gone else f"d{i}" for i in range(ndim))
         rhs = " ".join("1" if i in gone else f"d{i}" for i in range(ndim) if keep or i not in gone)
-        return rule(f"{lhs} -> {', '.join([rhs] * outputs)}", ";".join([_cast(call, algebra)] * outputs), leaves=leaves)
+        return rule(f"{lhs} -> {', '.join([rhs] * outputs)}", ";".join([_sum_algebra(call, algebra)] * outputs),
+                    leaves=leaves)
 
     return write
 
 
-def _cast(call: Call, algebra: str) -> str:
-    """The algebra of a sum that casts its operand to `dtype` first."""
+def _sum_algebra(call: Call, algebra: str) -> str:
+    """The algebra of a reduction that casts its operand to `dtype` first: nonlinear if the cast is."""
     src = call.tensors[0].dtype
     return algebra if keeps_sums(src, call.get("dtype") or src) else algebra.upper()
 
 
 def along(algebra: str = "A", *, name: str = "dim", operands: int = 1, outputs: int = 1) -> Family:
-    """Works along one dim, which stays whole, on operands of one shape: softmax, sort, cumsum."""
+    """Works along one dim, which stays whole, on operands of the same shape: softmax, sort, cumsum."""
 
     def write(call: Call) -> Rule:
         ndim = call.tensors[0].dim()
         uncut = dims_of(call, ndim, name) if ndim else []
         dims = " ".join(f"d{i}!" if i in uncut else f"d{i}" for i in range(ndim))
         return rule(f"{', '.join([dims] * operands)} -> {', '.join([dims] * outputs)}",
-                    ";".join([_cast(call, algebra)] * outputs))
+                    ";".join([_sum_algebra(call, algebra)] * outputs))
 
     return write
 
 
 def contraction(call: Call) -> Rule:
-    """Our own einsum of two tensors: the equation is the rule."""
+    """globaltensor::contract, an einsum of two tensors: its equation is its rule."""
     sides = [" ".join(t) for t in call["equation"].replace("->", ",").split(",")]
     return rule(f"{sides[0]}, {sides[1]} -> {sides[2]}", "a*b")
 
@@ -162,6 +166,7 @@ def broadcasting_addmm(left: str, right: str, out: str) -> Family:
         shape = call.shapes[0]
         full = labels[len(labels) - len(shape):]
         sizes = dict(zip(left.split(), call.shapes[1])) | dict(zip(right.split(), call.shapes[2]))
+        # a is repeated along dims where it has size 1, unless the product has size 1 as well
         first = " ".join("1" if n == 1 and sizes[x] != 1 else x for x, n in zip(full, shape))
         return rule(f"{first}, {left}, {right} -> {out}", "a+b*c")
 
@@ -169,14 +174,15 @@ def broadcasting_addmm(left: str, right: str, out: str) -> Family:
 
 
 def loss(*, backward: bool = False) -> Family:
-    """A loss element by element, or its gradient. A mean divides by the number of elements: a part has its own."""
+    """A loss, element by element, or its gradient. A mean stays whole: a kernel would divide by the number of elements
+    of its own part."""
 
     def write(call: Call) -> Rule:
-        each = pointwise(letters("a", len(call.ndims) - 1) if backward else "")(call)
+        each = pointwise(with_nonlinear("a", len(call.ndims) - 1) if backward else "")(call)
         if call["reduction"] == NONE:
             return each
         of = each if backward else replace(each, outputs=((),))
-        return whole(of) if call["reduction"] == MEAN else of
+        return kept_whole(of) if call["reduction"] == MEAN else of
 
     return write
 

@@ -4,8 +4,8 @@
     written       x[.. v ..], index[k], source[.. k ..]  ->  out[.. v ..]
 
 Dims that the index does not touch, and those of the index itself, can be cut freely. The dim that is indexed can be
-cut where a local implementation (`local_impls.py`) lets each rank do the indices that are its own: then what is looked
-up is a pending sum, to which the other ranks give zeros, and what is written stays cut.
+cut if the op has a local implementation (`algorithms/local_impls.py`) with which each rank handles the indices into its
+own part: then a look-up is a pending sum, to which the other ranks add zeros, and what is written stays cut.
 """
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from dataclasses import replace
 
 import torch
 
+from globaltensor.layouts.layout import Shape
 from globaltensor.rules.call import Call
-from globaltensor.rules.families import Family, Shape, aligned, letters, out_shape
+from globaltensor.rules.families import Family, aligned, broadcast_shape, with_nonlinear
 from globaltensor.rules.language import Rule
 from globaltensor.rules.parse import rule
 
 
-def embedding(call: Call) -> Rule:
-    """weight[indices]. The indices lead: they are cheap to move, but where they are cut the samples are, and all that
-    follows is large."""
+def embedded(call: Call) -> Rule:
+    """weight[indices]. The indices lead: to gather them would be cheap, but what follows from them is large, and should
+    stay cut as they are."""
     idx = " ".join(f"n{i}" for i in range(call.tensors[1].dim()))
     return replace(rule(f"v d, {idx} -> {idx} d", "a*B"), leads=1)
 
 
-def embedding_backward(call: Call) -> Rule:
-    """Rows added up, by frequency: as often as an index stands in all of them."""
+def embedded_backward(call: Call) -> Rule:
+    """The gradient's rows added up per index. Scaled by frequency, an index must be counted in all of them."""
     whole = "!" if call["scale_grad_by_freq"] else ""
     idx = " ".join(f"n{i}{whole}" for i in range(call.tensors[1].dim()))
     return rule(f"{idx} d, {idx} -> v! d", "a*B")
 
 
-def embedding_rows(call: Call) -> Rule:
-    """Our own embedding_backward: its last operand has no elements, but lies as the rows of the result shall."""
+def embedded_backward_rows(call: Call) -> Rule:
+    """globaltensor::embedding_backward: its last operand, [v, 0], only says how the result shall be laid out."""
     idx = " ".join(f"n{i}" for i in range(call.tensors[1].dim()))
     return rule(f"{idx} d, {idx}, v e! -> v d", "a*B")
 
 
-def _rows(call: Call, dim: str, touched: str) -> tuple[list[str], int]:
-    """Labels of the first operand, `touched` for the dim that is indexed; and that dim."""
+def _labels_along(call: Call, dim: str, touched: str) -> tuple[list[str], int]:
+    """Labels of the first operand, `touched` for the dim that argument `dim` indexes; and that dim."""
     n = call.tensors[0].dim()
     at = call[dim] % max(n, 1)
     return [touched if i == at else f"d{i}" for i in range(n)], at
@@ -48,7 +49,7 @@ def _rows(call: Call, dim: str, touched: str) -> tuple[list[str], int]:
 
 def index_selected(call: Call) -> Rule:
     """index_select: a 1-d index along `dim`."""
-    row, at = _rows(call, "dim", "v")
+    row, at = _labels_along(call, "dim", "v")
     idx = "k" if call.tensors[1].dim() else ""
     out = [(idx or "1") if i == at else x for i, x in enumerate(row)]
     return rule(f"{' '.join(row)}, {idx} -> {' '.join(out)}", "a*B")
@@ -58,7 +59,7 @@ def index_written(algebra: str, *, touched: str = "v", index: str = "k") -> Fami
     """index_add, index_copy, index_fill: rows of `source` (or one value) into the rows that a 1-d index names."""
 
     def write(call: Call) -> Rule:
-        row, at = _rows(call, "dim", touched)
+        row, at = _labels_along(call, "dim", touched)
         idx = index if call.tensors[1].dim() else ""
         operands = [" ".join(row), idx]
         if len(call.tensors) > 2:
@@ -70,11 +71,11 @@ def index_written(algebra: str, *, touched: str = "v", index: str = "k") -> Fami
 
 
 def _along_index(call: Call, touched: str, index: str) -> tuple[str, str, str]:
-    """Labels of x, index and source for gather and scatter, where the index has as many dims as x and may be shorter.
+    """Labels of x, index and source of gather and scatter, where the index has as many dims as x and may be shorter.
 
-    Only dims of one size on all of them flow through.
+    A dim flows through only if all of them have the same size there: else parts of the one are not parts of the other.
     """
-    row, at = _rows(call, "dim", touched)
+    row, at = _labels_along(call, "dim", touched)
     shapes = call.shapes
     same = [len({s[i] for s in shapes if len(s) == len(shapes[0])}) == 1 for i in range(len(row))]
     sides = []
@@ -128,14 +129,14 @@ def _indexed_dims(call: Call) -> list[int]:
     return [i for i, t in enumerate(call["indices"]) if t is not None]
 
 
-def _places(call: Call, stay: str = "") -> tuple[list[str], list[str], list[str], Shape]:
+def _index_labels(call: Call, stay: str = "") -> tuple[list[str], list[str], list[str], Shape]:
     """Labels of x, of each index and of x[indices], and the shape of that; `stay` "!" keeps what is indexed whole.
 
-    The dims of the indices come where the first of them stands if the indexed dims are neighbours, else first.
+    As in numpy, the dims of the indices replace the indexed ones if these are neighbours, and else come first.
     """
     where, shape = _indexed_dims(call), call.shapes[0]
     shapes = call.shapes[1:1 + len(where)]
-    idx = out_shape(shapes)
+    idx = broadcast_shape(shapes)
     x = [(f"v{stay}" if len(where) == 1 else f"d{i}!") if i in where else f"d{i}" for i in range(len(shape))]
     labels = [f"k{i}{stay}" for i in range(len(idx))]
     first = where[0] if where and where[-1] - where[0] + 1 == len(where) else 0
@@ -147,21 +148,21 @@ def _places(call: Call, stay: str = "") -> tuple[list[str], list[str], list[str]
 
 def indexed(call: Call) -> Rule:
     """x[i, :, j] by integers. (What a mask selects is known only when it runs, on all-B.)"""
-    x, indices, out, _ = _places(call)
-    return rule(f"{', '.join([' '.join(x), *indices])} -> {' '.join(out)}", letters("a", len(indices)))
+    x, indices, out, _ = _index_labels(call)
+    return rule(f"{', '.join([' '.join(x), *indices])} -> {' '.join(out)}", with_nonlinear("a", len(indices)))
 
 
-def index_put(call: Call) -> Rule:
+def index_assigned(call: Call) -> Rule:
     """x[i, :, j] = values, or += where they accumulate; x[mask] = value."""
     if any(t.dtype in (torch.bool, torch.uint8) for t in call.tensors[1:-1]):
         return _masked_put(call)
-    x, indices, out, size = _places(call, "" if call["accumulate"] else "!")
+    x, indices, out, size = _index_labels(call, "" if call["accumulate"] else "!")
     values = aligned(call.shapes[-1], size, out)
     return rule(f"{', '.join([' '.join(x), *indices, values])} -> {' '.join(x)}", _put_algebra(call))
 
 
 def _put_algebra(call: Call) -> str:
-    """a where it is not written to, plus the values; or plus all of a."""
+    """The values, plus a: all of it if they accumulate, else where the indices do not point."""
     last = len(call.tensors) - 1
     inner = "*".join(chr(ord("A") + q) for q in range(1, last))
     values = f"{inner}*{chr(ord('a') + last)}"
@@ -169,7 +170,7 @@ def _put_algebra(call: Call) -> str:
 
 
 def _masked_put(call: Call) -> Rule:
-    """One mask and one value go element by element; of anything else nothing is cut."""
+    """One mask and one value: element by element. In any other form nothing is cut."""
     where, n = _indexed_dims(call), call.tensors[0].dim()
     if len(where) == 1 and call.tensors[-1].numel() == 1:
         x = [f"d{i}" for i in range(n)]

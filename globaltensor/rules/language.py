@@ -3,24 +3,25 @@
     dims      a label per dim, tensor by tensor       "m k, k n -> m n"
     algebra   how each output depends on its operands  "a*b"  "a+b*c"  "A"      outputs separated by ";"
 
-In the algebra a, b, c are the op's tensor arguments in order; a lower-case one enters linearly, an upper-case one not,
-an absent one not at all. Left out, every operand enters every output nonlinearly. In the dims
+In the algebra a, b, c are the op's tensor arguments in order: an output is linear in a lower-case one, not linear in an
+upper-case one, and does not depend on one that is not named. Without an algebra, every output depends nonlinearly on
+every operand. In the dims
 
     k!        stays whole (softmax, sort)
     (h w)     a dim made of several labels, outermost first: it can be cut at the first only, and evenly
     1         a dim of size 1 that is repeated to fit
     b*        as many dims as are left, each with a label of its own
 
-From this the legal *signatures* on one placement axis follow: either one label is cut, or none.
+The legal *signatures* on one placement axis follow: either one label is cut, or none.
 
-    a label found in an output flows through as S        a label found in no output is summed away and leaves P
+    a label that an output has flows through as S        a label that no output has is summed away and leaves P
     P enters only through a linear operand, once in a product, and in every term of a sum
     all-B is always legal
 
-A Python number in the place of an operand is the same on every rank, as all-B is, and stays so: it has no dims and no
-sbp to choose, but a term that consists of it alone makes the output B, so that no other term may be P.
+A Python number in the place of an operand is the same on every rank. It has no dims and no sbp to choose, but a term of
+numbers alone is B, so that no other term of the sum may be P.
 
-An op on several axes may have another signature on each: an nd signature is a product of one-axis ones.
+On several axes an op may have a different signature on each: an nd signature is a product of one-axis ones.
 """
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class Rule:
 
 
 class Signature(NamedTuple):
-    """One legal way to run an op on one axis; `label` is what is cut, None for nothing."""
+    """One legal way to run an op on one axis; `label` is the label that is cut, None if nothing is."""
 
     inputs: tuple[Sbp, ...]
     outputs: tuple[Sbp, ...]
@@ -74,44 +75,60 @@ def cut_dim(tensor: Dims, label: str) -> int | None:
 def signatures(of: Rule) -> tuple[Signature, ...]:
     """Every legal signature on one axis, all-B first."""
     labels = dict.fromkeys(x for t in of.inputs for d in t for x in d[:1] if not x.endswith("!") and x != "1")
-    found: dict[tuple, Signature] = {}
+    legal: dict[tuple, Signature] = {}               # by its sbps: labels that cut the same dims are one signature
     for label in (None, *labels):
         try:
             cuts = [cut_dim(t, label) if label else None for t in of.inputs]
             outs = [cut_dim(t, label) if label else None for t in of.outputs]
-        except LookupError:
+        except LookupError:                          # inner label of a composite dim somewhere
             continue
         for pending in _pending_sets(of, cuts):
             states = tuple(split(d) if d is not None else partial_sum if q in pending else broadcast
                            for q, d in enumerate(cuts))
-            outcomes = tuple(_outcome(of, k, outs[k], states) for k in range(len(of.outputs)))
-            if None not in outcomes:
-                found.setdefault((states, outcomes), Signature(states, outcomes, label))
-    return tuple(found.values())
+            outcomes = _outcomes(of, outs, states)
+            if outcomes is not None:
+                legal.setdefault((states, outcomes), Signature(states, outcomes, label))
+    return tuple(legal.values())
 
 
 def _pending_sets(of: Rule, cuts: list[int | None]) -> list[frozenset[int]]:
-    """Sets of operands that may be pending at once: none, or one linear factor in every term that nothing cuts."""
-    sets = {frozenset[int](): None}
+    """Sets of operands that may be pending at once: none, or one linear factor in every term that nothing cuts.
+
+    They are candidates, in a fixed order; `_outcome` decides which are legal.
+    """
+    sets = {frozenset[int](): None}                  # a dict for its order: every process tries them alike
     for terms in of.algebra:
+        # of each term one factor is pending, or none if a cut label leaves the term pending by itself
         choices = [[(q,) for q, linear in term if linear and cuts[q] is None] +
                    ([()] if any(cuts[q] is not None for q, _ in term) else []) for term in terms]
         for chosen in product(*choices):
             sets[frozenset(chain(*chosen))] = None
-    sets |= {a | b: None for a, b in combinations(list(sets), 2)} if len(of.algebra) > 1 and len(sets) < 8 else {}
+    if len(of.algebra) > 1 and len(sets) < 8:        # for several outputs; bounded, as it squares their number
+        sets |= {a | b: None for a, b in combinations(list(sets), 2)}
     used = {q for terms in of.algebra for term in terms for q, _ in term}
     free = [q for q in range(len(of.inputs)) if q not in used and cuts[q] is None]
-    for q in free[:4]:                               # an operand without influence may be anything
+    for q in free[:4]:                               # no output depends on it; bounded, as it doubles their number
         sets |= {s | {q}: None for s in list(sets)}
     return list(sets)
+
+
+def _outcomes(of: Rule, cuts: list[int | None], states: tuple[Sbp, ...]) -> tuple[Sbp, ...] | None:
+    """The sbp of every output, None where the states are not legal for one of them."""
+    sbps = []
+    for k, dim in enumerate(cuts):
+        sbp = _outcome(of, k, dim, states)
+        if sbp is None:
+            return None
+        sbps.append(sbp)
+    return tuple(sbps)
 
 
 def _outcome(of: Rule, k: int, dim: int | None, states: tuple[Sbp, ...]) -> Sbp | None:
     """The sbp of output k, or None where the states are not legal for it."""
     used = {q for term in of.algebra[k] for q, _ in term}
-    if dim is not None:
+    if dim is not None:                              # parts of a pending sum would be neither parts nor terms
         return split(dim) if not any(states[q].is_partial for q in used) else None
-    kinds = set()
+    kinds = set()                                    # of the terms: all must be pending in the same way, or none
     for term in of.algebra[k]:
         if any(not linear and states[q].is_partial for q, linear in term):
             return None                              # a pending sum may only enter linearly

@@ -1,22 +1,23 @@
-"""Families of networks' own ops: convolution, pooling, normalization, attention, classification losses.
+"""Families of neural networks' own ops: convolution, pooling, normalization, attention, classification losses.
 
     n  batch    c o  channels    g  groups    b h  batch and heads    q s  queries and keys
-    y* k* z*    space of input, kernel and output, which stays whole
+    y* k* z*    spatial dims of input, kernel and output, which stay whole
 
-A dim of groups, `(g c)`, is cut between groups only; the op is told how many of them are left (`op_table/line.py`).
+A dim of groups, `(g c)`, is cut between groups only. A rank's local call is given the number of groups in its part
+(`op_table/line.py`).
 """
 from __future__ import annotations
 
 from math import prod
 
 from globaltensor.rules.call import Call
-from globaltensor.rules.families import MEAN, NONE, Family, aligned, letters, whole
+from globaltensor.rules.families import MEAN, NONE, Family, aligned, kept_whole, with_nonlinear
 from globaltensor.rules.language import Rule
 from globaltensor.rules.parse import rule
 
 
-def _convolved(call: Call, space: int) -> tuple[str, str, str, str, tuple[tuple[str, int], ...]]:
-    """Dims of input, weight, bias and output, and what must be cut evenly."""
+def _conv_dims(call: Call, space: int) -> tuple[str, str, str, str, tuple[tuple[str, int], ...]]:
+    """Dims of input, weight, bias and output, and the labels that must be cut evenly."""
     y, k, z = (" ".join(f"{x}{i}!" for i in range(space)) for x in "ykz")
     groups = call["groups"]
     if groups == 1:
@@ -30,14 +31,15 @@ def _convolved(call: Call, space: int) -> tuple[str, str, str, str, tuple[tuple[
     return *dims, (("g", groups),)
 
 
-def convolution(call: Call) -> Rule:
-    x, weight, bias, out, even = _convolved(call, call.tensors[0].dim() - 2)
+def convolved(call: Call) -> Rule:
+    """convolution, transposed or not. Kernels take no empty channels."""
+    x, weight, bias, out, even = _conv_dims(call, call.tensors[0].dim() - 2)
     return rule(f"{x}, {weight}, {bias} -> {out}", "a*b+c", ndims=call.ndims, even=even, nonempty="c o")
 
 
-def convolution_backward(call: Call) -> Rule:
-    """Gradients of input, weight and bias (those that are wanted), each by its own contraction."""
-    x, weight, bias, out, even = _convolved(call, call.tensors[1].dim() - 2)
+def convolved_backward(call: Call) -> Rule:
+    """Gradients of input, weight and bias, each by a contraction of its own."""
+    x, weight, bias, out, even = _conv_dims(call, call.tensors[1].dim() - 2)
     return rule(f"{out}, {x}, {weight} -> {x}, {weight}, {bias}", "a*c;a*b;a", even=even, nonempty="n c o")
 
 
@@ -69,7 +71,7 @@ def shuffled(*, up: bool) -> Family:
 
 
 def columns(*, apart: bool) -> Family:
-    """im2col and back: the patches of a channel lie next to each other."""
+    """im2col (`apart`) and col2im: the values of a patch are neighbours within a channel."""
 
     def write(call: Call) -> Rule:
         batch = "b" if call.tensors[0].dim() == (4 if apart else 3) else ""
@@ -81,12 +83,13 @@ def columns(*, apart: bool) -> Family:
 
 
 def normalized(dims: str, algebra: str) -> Family:
-    """layer_norm and rms_norm: over as many dims, d*, as `normalized_shape` has."""
+    """layer_norm and rms_norm: over the last dims, d*, as many as `normalized_shape` has."""
     return lambda call: rule(dims, algebra, ndims=call.ndims, stars=(("d", len(call["normalized_shape"])),))
 
 
 def group_norm(dims: str, algebra: str) -> Family:
-    """Channels can be cut between groups."""
+    """Channels can be cut between groups; anywhere if each is a group."""
+
     def write(call: Call) -> Rule:
         if call["group"] == call["C"]:
             return rule(dims.replace("(g c)", "g"), algebra, ndims=call.ndims)
@@ -96,22 +99,23 @@ def group_norm(dims: str, algebra: str) -> Family:
 
 
 def batch_norm(call: Call) -> Rule:
-    """With statistics of its own, batch and space stay whole (decomposed where they are cut); else they are free."""
+    """In training, statistics need the whole batch and space (`algorithms/batch_norm.py` where they are cut); in
+    evaluation nothing does."""
     if call.get("training", True):
         return rule("n! c y*!, c, c, c, c -> n! c y*!, c, c", "A*b+c;A;A", ndims=call.ndims, nonempty="c")
     return rule("n c y*, c, c, c, c -> n c y*, e!, f!", "A*b*D*E+c;;", ndims=call.ndims, nonempty="n c")
 
 
 def batch_norm_backward(call: Call) -> Rule:
-    """grad, input, weight, running mean and variance, saved mean and inverse deviation."""
+    """Operands: grad, input, weight, running mean and variance, saved mean and inverse deviation."""
     if call["train"]:
         return rule("n! c y*!, n! c y*!, c, c, c, c, c -> n! c y*!, c, c", "a*B*c*F*G;a*B*F*G;a", ndims=call.ndims,
                     nonempty="c")
     return rule("n c y*, n c y*, c, c, c, e!, f! -> n c y*, c, c", "a*c*E;a*B*D*E;a", ndims=call.ndims, nonempty="n c")
 
 
-def _heads(call: Call) -> tuple[str, str, tuple[tuple[str, int], ...]]:
-    """Head dims of queries and of keys, where several heads of queries may share one of keys."""
+def _head_dims(call: Call) -> tuple[str, str, tuple[tuple[str, int], ...]]:
+    """The head dim of queries and that of keys: several heads of queries may share one of keys."""
     queries, keys = call["query"].shape[1], call["key"].shape[1]
     return ("h", "h", ()) if queries == keys else ("(h r)", "h", (("h", keys),))
 
@@ -119,14 +123,14 @@ def _heads(call: Call) -> tuple[str, str, tuple[tuple[str, int], ...]]:
 def attention(*, backward: bool = False) -> Family:
     """Fused attention, softmax(q k^T + mask) v, and its gradients.
 
-    Batch and heads can be cut; queries too, unless it is causal, when a row must know which one it is, and in the
-    gradients keys. Features stay whole.
+    Batch and heads can be cut. Queries too, unless it is causal: then the mask of a row depends on its position, and a
+    kernel counts that from the start of its part. In the gradients keys can be cut as well. Features stay whole.
     """
 
     def write(call: Call) -> Rule:
-        hq, hk, even = _heads(call)
+        hq, hk, even = _head_dims(call)
         query = "q!" if call["is_causal"] else "q"
-        key = "s" if backward and query == "q" else "s!"     # what out and logsumexp tell is enough for a part
+        key = "s" if backward and query == "q" else "s!"     # out and logsumexp hold all that a part needs
         q, k, v = f"b {hq} {query} d!", f"b {hk} {key} d!", f"b {hk} {key} e!"
         out, log = f"b {hq} {query} e!", f"b {hq} {query}"
         operands = {"query": q, "key": k, "value": v, "grad_out": out, "out": out, "logsumexp": log}
@@ -135,21 +139,22 @@ def attention(*, backward: bool = False) -> Family:
             operands["attn_mask"] = aligned(tuple(call["attn_mask"].shape), size, ["b", hq, query, key])
         lhs = [operands[name] for name in call.names]
         if backward:
-            linear = letters("a", len(lhs) - 1)
-            return rule(f"{', '.join(lhs)} -> {q}, {k}, {v}", f"{linear};{linear};{linear}", even=even, nonempty=FULL)
+            linear = with_nonlinear("a", len(lhs) - 1)
+            return rule(f"{', '.join(lhs)} -> {q}, {k}, {v}", ";".join([linear] * 3), even=even, nonempty=ATTENDED)
         mask = "*D" if len(lhs) > 3 else ""
-        return rule(f"{', '.join(lhs)} -> {out}, {log}", f"A*B*c{mask};A*B{mask}", even=even, nonempty=FULL)
+        return rule(f"{', '.join(lhs)} -> {out}, {log}", f"A*B*c{mask};A*B{mask}", even=even, nonempty=ATTENDED)
 
     return write
 
 
-FULL = "b h q s"                                     # fused kernels of attention want something of each
+ATTENDED = "b h q s"                                 # fused attention kernels take none of these empty
 
 
-def nll(space: str = "", *, backward: bool = False) -> Family:
-    """nll_loss of log-probabilities [n*, c, *space], targets, class weights; a cut class dim has a local_impl.
+def nll_loss(space: str = "", *, backward: bool = False) -> Family:
+    """nll_loss of log-probabilities [n*, c, *space], targets and class weights.
 
-    A mean divides by the weight of all targets (decomposed where they are cut); its gradient knows that weight.
+    Where classes are cut, a local_impl ignores the targets of other ranks. A mean divides by the weight of all targets,
+    so it stays whole (`decompositions.nll_mean` where they are cut); its gradient is given that weight.
     """
 
     def write(call: Call) -> Rule:
@@ -163,13 +168,13 @@ def nll(space: str = "", *, backward: bool = False) -> Family:
             return rule(f"{each}, {x}, {target}, c, -> {x}", algebra, ndims=call.ndims)
         algebra = "a*B*C;B*c" if how == MEAN else "a*B*c;" if each.strip() else "a*B*c;A*B*c"
         of = rule(f"{x}, {target}, c -> {each}, ", algebra, ndims=call.ndims)
-        return whole(of) if how == MEAN else of
+        return kept_whole(of) if how == MEAN else of
 
     return write
 
 
 def weight_norm(*, backward: bool = False) -> Family:
-    """v g / |v|, a norm for each slice along `dim`."""
+    """v g / |v|, with a norm for each slice along `dim`."""
 
     def write(call: Call) -> Rule:
         n = call.tensors[0].dim()

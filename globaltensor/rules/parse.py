@@ -5,8 +5,8 @@
     dim       label, (label label ...), or 1           term      letter * letter * ...; a is the first operand
     label     a name, * behind it where it stands for any number of dims, ! behind that where it stays whole
 
-`parse` reads the text and is done once for each text; `rule` fills in what a call tells: how many dims each operand
-has, and which are absent. What a label means is told in `language.py`.
+`parse_rule` reads a text, once; `rule` adds what follows from a call: how many dims each operand has, and which are
+absent. `language.py` explains what labels and letters mean.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Parsed(NamedTuple):
 
 
 @lru_cache(10_000)
-def parse(dims: str, algebra: str = "") -> Parsed:
+def parse_rule(dims: str, algebra: str = "") -> Parsed:
     """Read both texts. Raises RuleError for what is malformed."""
     inputs, outputs = _Dims(dims).sides()
     if not algebra:                                  # every operand enters every output nonlinearly
@@ -195,7 +195,7 @@ def rule(dims: str, algebra: str = "", *, ndims: tuple[int | None, ...] = (), le
 
     Raises RuleError for a malformed rule, and for one that does not fit these numbers.
     """
-    inputs, outputs, terms = parse(dims, algebra)
+    inputs, outputs, terms = parse_rule(dims, algebra)
     if leaves not in LEAVES:
         raise RuleError(f"leaves={leaves!r}", dims, None, "a label that is reduced away leaves one of these pending",
                         ", ".join(f"leaves={kind!r}" for kind in LEAVES))

@@ -1,7 +1,7 @@
-"""Families of views and of ops that only move elements: which dims of the result are which of the operand.
+"""Families of views and of ops that only move elements: which dim of the operand becomes which of the result.
 
-Where dims are melted or cut apart, elements keep their order, so that a part along the outermost label of a group is
-a part on both sides, if the cut is even. A dim that is sliced, flipped, padded or joined stays whole.
+Where dims are merged or split, elements keep their order: a part along the outermost label of a group is a part on both
+sides, provided the cut is even. A dim that is sliced, flipped, padded or concatenated stays whole.
 """
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import gcd, prod
 
 from globaltensor.rules.call import Call
-from globaltensor.rules.families import Family, Shape, dims_of, names
+from globaltensor.rules.families import Family, Shape, dim_labels, dims_of
 from globaltensor.rules.language import Rule
 from globaltensor.rules.parse import rule
 
@@ -20,7 +20,7 @@ def permuted(order: Callable[[Call, int], list[int]]) -> Family:
 
     def write(call: Call) -> Rule:
         n = call.tensors[0].dim()
-        return rule(f"{' '.join(names(n))} -> {' '.join(f'd{i}' for i in order(call, n))}", "a")
+        return rule(f"{' '.join(dim_labels(n))} -> {' '.join(f'd{i}' for i in order(call, n))}", "a")
 
     return write
 
@@ -49,7 +49,7 @@ def grouped(src: Shape, dst: Shape) -> list[tuple[list[int], list[int]]]:
                 b.append(j)
                 j += 1
             else:
-                return [(list(range(len(src))), list(range(len(dst))))]      # sizes of 0: no grouping to be had
+                return [(list(range(len(src))), list(range(len(dst))))]      # sizes of 0 match anything: one group
         groups.append((a, b))
     return groups
 
@@ -62,14 +62,14 @@ def reshaped(src: Shape, dst: Shape) -> Rule:
     else:
         groups = grouped(src, dst)
     for g, (a, b) in enumerate(groups):
-        if len(a) > 1 or len(b) > 1:
+        if len(a) > 1 or len(b) > 1:                 # dims of size 1 hold no order: only the others matter
             a, b = [k for k in a if src[k] != 1], [k for k in b if dst[k] != 1]
         if not a or not b:
             continue
         if len(a) == len(b) == 1:
             lhs[a[0]] = rhs[b[0]] = f"g{g}"
             continue
-        # the outermost label is shared by both sides: its parts must be parts of both outermost dims
+        # both sides share the outermost label; it can be cut into as many parts as divide both outermost dims
         for side, group in ((lhs, a), (rhs, b)):
             for place, k in enumerate(group):
                 side[k] = f"(g{g} r{g}.{place})" if place == 0 else f"r{g}.{k}!"
@@ -78,7 +78,7 @@ def reshaped(src: Shape, dst: Shape) -> Rule:
 
 
 def viewed(call: Call) -> Rule:
-    """view, reshape, _unsafe_view: sizes may hold one -1."""
+    """view, reshape, _unsafe_view: one of the sizes may be -1."""
     src = tuple(call.tensors[0].shape)
     size = list(call.get("size") if call.get("size") is not None else call["shape"])
     if -1 in size:
@@ -88,7 +88,7 @@ def viewed(call: Call) -> Rule:
 
 
 def expanded(call: Call) -> Rule:
-    """expand to `size`: dims that are repeated cannot be cut on the input, but the output keeps them whole too."""
+    """expand to `size`: a repeated dim is whole in operand and result."""
     src = tuple(call.tensors[0].shape)
     first = len(call["size"]) - len(src)
     size = [src[i - first] if n == -1 else n for i, n in enumerate(call["size"])]
@@ -98,13 +98,15 @@ def expanded(call: Call) -> Rule:
 
 
 def unsqueezed(call: Call) -> Rule:
+    """unsqueeze: a dim of size 1 more."""
     n = call.tensors[0].dim()
-    rhs = names(n)
+    rhs = dim_labels(n)
     rhs.insert(call["dim"] % (n + 1), "1")
-    return rule(f"{' '.join(names(n))} -> {' '.join(rhs)}", "a")
+    return rule(f"{' '.join(dim_labels(n))} -> {' '.join(rhs)}", "a")
 
 
 def squeezed(call: Call) -> Rule:
+    """squeeze: dims of size 1 go; with `dim`, those of them alone."""
     shape = call.shapes[0]
     dims = dims_of(call, len(shape)) if "dim" in call.values else range(len(shape))
     gone = {d for d in dims if len(shape) and shape[d] == 1}
@@ -128,7 +130,7 @@ def changes(shape: Shape, out: Shape, outputs: int = 1) -> Rule:
 
 
 def sliced(call: Call) -> Rule:
-    """slice: a full slice of a dim changes nothing."""
+    """slice: a slice of all of a dim leaves it free to be cut."""
     shape = list(call.shapes[0])
     dim = call["dim"] % len(shape)
     start, end, step = call["start"] or 0, call["end"], call["step"]
@@ -139,30 +141,33 @@ def sliced(call: Call) -> Rule:
 
 
 def padded(call: Call) -> Rule:
-    """constant_pad_nd: pads are given from the last dim backwards; linear only when padding with the int 0."""
+    """constant_pad_nd: pads come in pairs from the last dim backwards; linear only when padding with the int 0."""
     shape, pad = call.shapes[0], call["pad"]
     touched = {len(shape) - 1 - k // 2 for k, n in enumerate(pad) if n}
-    found = changes(shape, tuple(n + (i in touched) for i, n in enumerate(shape)))
-    return found if type(call["value"]) is int and call["value"] == 0 else replace(found, algebra=((((0, False),),),))
+    linear = changes(shape, tuple(n + (i in touched) for i, n in enumerate(shape)))   # any other size marks a dim
+    if type(call["value"]) is int and call["value"] == 0:
+        return linear
+    return replace(linear, algebra=((((0, False),),),))
 
 
 def split_list(call: Call) -> Rule:
-    """split, split_with_sizes: as many outputs as parts, the dim whole."""
+    """split, split_with_sizes: an output per part; the dim stays whole."""
     shape, dim = call.shapes[0], call["dim"] % max(call.tensors[0].dim(), 1)
     sizes = call.get("split_sizes")
     parts = len(sizes) if sizes is not None else max(-(-shape[dim] // max(call["split_size"], 1)), 1)
-    out = tuple(-1 if i == dim else n for i, n in enumerate(shape))
+    out = tuple(-1 if i == dim else n for i, n in enumerate(shape))      # -1: unlike the operand's size
     return changes(shape, out, parts)
 
 
 def unbound(call: Call) -> Rule:
+    """unbind: an output per index of a dim, which stays whole."""
     one = selected(call)
     parts = call.shapes[0][call["dim"] % call.tensors[0].dim()]
     return replace(one, outputs=one.outputs * parts, algebra=one.algebra * parts)
 
 
 def concatenated(call: Call) -> Rule:
-    """cat: the dim stays whole; every operand is a term. Empty 1-d tensors are skipped, as torch does."""
+    """cat: the dim stays whole; every operand is a term. Empty 1-d operands are skipped, as torch skips them."""
     shapes = call.shapes
     n = max(len(s) for s in shapes)
     dim = call["dim"] % n
@@ -177,8 +182,9 @@ def sum_of(dims: str, operands: list[int]) -> Rule:
 
 
 def stacked(call: Call) -> Rule:
+    """stack: a new dim, which stays whole; every operand is a term."""
     n = call.tensors[0].dim()
-    row = names(n)
+    row = dim_labels(n)
     out = list(row)
     out.insert(call["dim"] % (n + 1), "s!")
     k = len(call.tensors)
@@ -186,7 +192,7 @@ def stacked(call: Call) -> Rule:
 
 
 def repeated(call: Call) -> Rule:
-    """repeat: dims repeated once flow through."""
+    """repeat: a dim that is repeated once, that is, not at all, flows through."""
     shape, repeats = call.shapes[0], call["repeats"]
     first = len(repeats) - len(shape)
     lhs = [f"d{first + i}" if repeats[first + i] == 1 else f"d{first + i}!" for i in range(len(shape))]
@@ -206,15 +212,15 @@ def sized_backward(call: Call) -> Rule:
 
 
 def factory_like(call: Call) -> Rule:
-    """zeros_like, new_zeros, fill: the values of the operand do not matter; the sbp is taken over where sizes agree.
+    """zeros_like, new_zeros, fill: the operand's values do not matter; its sbp is the result's where sizes agree.
 
-    A pending operand gives a broadcast result: every rank makes the whole value.
+    The result of a pending operand is broadcast: every rank makes the whole value.
     """
     src = call.shapes[0]
     out = tuple(call["size"]) if call.get("size") is not None else src
     kept = {i for i, (m, n) in enumerate(zip(src, out)) if m == n} if len(src) == len(out) else set()
     rhs = " ".join(f"d{i}" if i in kept else f"o{i}!" for i in range(len(out)))
-    return replace(rule(f"{' '.join(names(len(src)))} -> {rhs}"), algebra=((),))
+    return replace(rule(f"{' '.join(dim_labels(len(src)))} -> {rhs}"), algebra=((),))
 
 
 def halved(operands: int = 1) -> Family:
@@ -230,6 +236,7 @@ def halved(operands: int = 1) -> Family:
 
 
 def _diagonal_dims(call: Call, ndim: int) -> tuple[int, int]:
+    """The two dims whose diagonal it is; both stay whole."""
     return call["dim1"] % ndim, call["dim2"] % ndim
 
 
@@ -250,7 +257,7 @@ def diagonal_backward(call: Call) -> Rule:
 
 
 def diagonal_scattered(call: Call) -> Rule:
-    """diagonal_scatter: a diagonal put in place."""
+    """diagonal_scatter: a copy whose diagonal is the second operand."""
     n = call.tensors[0].dim()
     gone = _diagonal_dims(call, n)
     row = " ".join(f"d{i}!" if i in gone else f"d{i}" for i in range(n))
@@ -258,7 +265,7 @@ def diagonal_scattered(call: Call) -> Rule:
 
 
 def scattered_into(call: Call) -> Rule:
-    """slice_scatter, select_scatter: a part of one dim put in place."""
+    """slice_scatter, select_scatter: a copy of which a part along one dim is the second operand."""
     n = call.tensors[0].dim()
     dim = call["dim"] % max(n, 1)
     row = [f"d{i}!" if i == dim else f"d{i}" for i in range(n)]
@@ -268,15 +275,16 @@ def scattered_into(call: Call) -> Rule:
     return rule(f"{' '.join(row)}, {' '.join(part)} -> {' '.join(row)}", "a+b")
 
 
-def windows(call: Call) -> Rule:
-    """Tensor.unfold: a dim becomes places and, as the last dim, what a window sees."""
+def unfolded(call: Call) -> Rule:
+    """Tensor.unfold: a dim becomes positions of a window and, as the last dim, the elements within it."""
     n = call.tensors[0].dim()
     dim = call["dimension"] % max(n, 1)
     row = [f"d{i}!" if i == dim else f"d{i}" for i in range(n)]
     return rule(f"{' '.join(row)} -> {' '.join(row)} w!", "a")
 
 
-def windows_backward(call: Call) -> Rule:
+def unfolded_backward(call: Call) -> Rule:
+    """unfold_backward: elements that several windows hold are added up, so the dim stays whole."""
     n = len(call["input_sizes"])
     dim = call["dim"] % max(n, 1)
     row = [f"d{i}!" if i == dim else f"d{i}" for i in range(n)]
@@ -284,5 +292,5 @@ def windows_backward(call: Call) -> Rule:
 
 
 def triangle(call: Call) -> Rule:
-    """tril, triu: a part is cut along a diagonal of its own (see `op_table/line.py`)."""
-    return rule(f"{' '.join(names(call.tensors[0].dim()))} -> {' '.join(names(call.tensors[0].dim()))}", "a")
+    """tril, triu: in a part, the diagonal has another offset (`op_table/line.py`)."""
+    return rule(f"{' '.join(dim_labels(call.tensors[0].dim()))} -> {' '.join(dim_labels(call.tensors[0].dim()))}", "a")
