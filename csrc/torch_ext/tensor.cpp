@@ -153,13 +153,12 @@ c10::intrusive_ptr<c10::TensorImpl> GlobalImpl::shallow_copy_and_detach(c10::Var
 
 void GlobalImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& from) {
   TORCH_CHECK_TYPE(is_global(from.get()), "the data of a global tensor must be a global tensor");
-  auto* other = static_cast<GlobalImpl*>(from.get());
+  if (from.get() == this) return;                    // `p.data = p`, as `module.to` has it where nothing changes
+  c10::TensorImpl::shallow_copy_from(from);
+  const auto* other = static_cast<const GlobalImpl*>(from.get());
   spec = other->spec;
   shards = other->shards;
   guard = other->guard;
-  data_type_ = c10::scalarTypeToTypeMeta(spec->dtype);
-  device_opt_ = other->device();
-  set_sizes_and_strides(spec->sizes, spec->strides);
 }
 
 void GlobalImpl::release_resources() {
@@ -187,7 +186,18 @@ void bind_tensor(py::module_& m) {
   m.attr("wrap") = py::reinterpret_steal<py::object>(PyCFunction_New(&wrap_method, nullptr));
 }
 
+namespace {
+
+// May `to.data = from` be done, and may a module change its parameter that way? Never between a global tensor and a plain one.
+bool may_take_data(const at::Tensor& to, const at::Tensor& from) {
+  auto* impl = to.unsafeGetTensorImpl();
+  return is_global(impl) && is_global(from.unsafeGetTensorImpl()) && impl->has_compatible_shallow_copy_type(from.key_set());
+}
+
+}  // namespace
 }  // namespace gt
+
+TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) { m.impl("_has_compatible_shallow_copy_type", &gt::may_take_data); }
 
 // Ops without a kernel of ours at this key pass by it, at no cost.
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, m) { m.fallback(torch::CppFunction::makeFallthrough()); }

@@ -119,12 +119,21 @@ def _storage(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=chunk.start, sizes=chunk.size)
 
 
-def _shards(t: GlobalTensor) -> dict[int, torch.Tensor]:
-    chunks(t)                                        # refuses what cannot be saved
-    return t.shards
+class _Held(dict):
+    """The shards of a tensor themselves; a copy of them is a plain dict."""
+
+    def __init__(self, t: GlobalTensor) -> None:
+        super().__init__(t.shards)
+        self.t = t
+
+    def __reduce__(self) -> tuple:
+        chunks(self.t)                               # refuses what cannot be saved
+        return dict, (), None, None, iter(self.items())
 
 
 def _set_shards(t: GlobalTensor, copies: dict[int, torch.Tensor]) -> None:
+    if isinstance(copies, _Held):                    # torch.utils.swap_tensors, which swaps what lies behind as well
+        return
     assert all(copy.shape == t.spec.local_shape(rank) for rank, copy in copies.items()), t.spec
     t.shards = copies
 
@@ -132,5 +141,5 @@ def _set_shards(t: GlobalTensor, copies: dict[int, torch.Tensor]) -> None:
 GlobalTensor.__create_write_items__ = create_write_items
 GlobalTensor.__create_chunk_list__ = create_chunk_list
 GlobalTensor.__get_tensor_shard__ = get_tensor_shard
-GlobalTensor._staged = property(_shards, _set_shards)
+GlobalTensor._staged = property(_Held, _set_shards)
 GlobalTensor.__slots__ = ("_staged",)                # async_save copies a tensor as an empty one like it, and these

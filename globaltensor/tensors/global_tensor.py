@@ -25,16 +25,15 @@ from globaltensor.tensors import assign, backward, gradients, lookup, multihead_
 _data = torch.Tensor.data
 
 
-def _set_data(x: Any, value: torch.Tensor) -> None:
-    """`x.data = value`, by which `module.to(dtype)` changes parameters: also what lies behind it."""
-    _data.__set__(x, value)
-    x.spec, x.shards = value.spec, value.shards
+def _may_take_data(x: torch.Tensor, value: torch.Tensor) -> bool:
+    """May `x.data = value` be done, and may a module change its parameter that way?"""
+    return x.is_global and value.is_global
 
 
-_TAKEN = {**products.TAKEN, **lookup.TAKEN, **gradients.TAKEN, torch.Tensor.__setitem__: assign.assign,
-          _data.__set__: _set_data}
+_TAKEN = {**products.TAKEN, **lookup.TAKEN, **gradients.TAKEN, torch.Tensor.__setitem__: assign.assign}
 _WITHIN = {**backward.TAKEN, **multihead_attention.TAKEN}      # overrides stay in force inside these
 _make = torch.Tensor._make_wrapper_subclass
+_KEY = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("TESTING_ONLY_GenericWrapper"))    # no other tensor has it
 _requires_grad = torch._C.TensorBase.requires_grad
 
 
@@ -49,7 +48,7 @@ class GlobalTensor(torch.Tensor):
     def wrap(cls, of: Spec, shards: Shards) -> GlobalTensor:
         """A global tensor of these shards; nothing is checked."""
         device = next(iter(shards.values())).device if shards else of.placement.type
-        made = _make(cls, of.shape, strides=of.stride, dtype=of.dtype, device=device)
+        made = _make(cls, of.shape, strides=of.stride, dtype=of.dtype, device=device, _extra_dispatch_keys=_KEY)
         made.spec = of
         made.shards = shards
         return made
@@ -94,6 +93,18 @@ class GlobalTensor(torch.Tensor):
         grad = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn else (
             ", requires_grad=True" if self.requires_grad else "")
         return f"{body.removesuffix(')')}, {where}{grad})"
+
+    def _set_data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, GlobalTensor):
+            raise GlobalTensorError("x.data = t of a global tensor x and a plain tensor t",
+                                    f"t has no layout, and x is on {self.spec.layout}",
+                                    "x.data = gt.from_full(t, x.placement, x.sbp)")
+        with torch._C.DisableTorchFunctionSubclass():
+            _data.__set__(self, value)
+        if torch_ext is None:
+            self.spec, self.shards, self.guard = value.spec, value.shards, value.guard
+
+    data = property(_data.__get__, _set_data, doc="As torch has it; to be set to another global tensor, of any layout.")
 
     # --------------------------------------------------------------------------------------------- its gradient
 
@@ -332,7 +343,11 @@ def _describe(of: Spec) -> tuple:
     return list(of.shape), list(of.stride), of.dtype, of.placement.type, ranks, of.copied, rows_cut, pending
 
 
-if torch_ext is not None:                                 # the same class, with its memory and its ways in C++
+if torch_ext is None:
+    _everything, _checks = (torch.library.Library(name, "IMPL", "TESTING_ONLY_GenericWrapper") for name in ("_", "aten"))
+    _everything.fallback(torch.library.fallthrough_kernel)
+    _checks.impl("_has_compatible_shallow_copy_type", _may_take_data)
+else:                                                # the same class, with its memory and its ways in C++
     torch_ext.bind_class(GlobalTensor, _describe)
     GlobalTensor.wrap = torch_ext.wrap
     GlobalTensor.__torch_function__ = torch._C._disabled_torch_function_impl
