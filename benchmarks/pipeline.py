@@ -9,8 +9,8 @@ take turns, a schedule at a time; losses must agree first. A step is that of the
     simulated    the same by the simulator, told the median time of each action of each stage as measured, with that of
                  sending and taking in what lies between two actions
     makespan     the measured one / the simulated one, from the first action of all ranks to the last
-    idle, held, between     what the bubble is made of, milliseconds: nothing there that the rank could compute; something
-                 there, but later in its list; its next action could begin, but a value was still moved or taken in
+    idle, held, between     what the bubble is made of, milliseconds: nothing there that the rank could compute;
+                 something there, but later in its list; its next action could begin, but a value was still under way
     peak         the most that a rank keeps between its actions, MB, measured by malloc
     predicted    the same by the schedule, of what the first forward and backward of each of its stages kept and let go
 
@@ -43,7 +43,7 @@ from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from gpt import GPT  # noqa: E402
+from gpt import GPT
 
 MICRO_BATCHES, BATCH, SEQ, VOCAB, LAYERS, HEADS = 8, 16, 128, 512, 8, 4
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "bfs": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe-v": 2}
@@ -62,7 +62,8 @@ def main(json: bool = False, quick: bool = False, ranks: int | None = None, hidd
     for n in (2, 4) if ranks is None else (ranks,):
         for row, pair in measured(n, {"hidden": hidden, "rounds": rounds, "steps": steps}):
             rows.append(row)
-            runs |= {f"{row['schedule']}, {n} ranks, {how}": [Event(*e) for e in events] for how, events in pair.items()}
+            runs |= {f"{row['schedule']}, {n} ranks, {how}": [Event(*e) for e in events]
+                     for how, events in pair.items()}
     show(__doc__.splitlines()[0], rows, json, hidden=hidden, layers=LAYERS, micro_batches=MICRO_BATCHES)
     if plot:
         draw(plot, runs, "ms")
@@ -168,8 +169,8 @@ def ours(settings: dict[str, Any]) -> Iterator[Any]:
 class MallInfo(ctypes.Structure):
     """struct mallinfo2 of glibc."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks",
-                                                     "uordblks", "fordblks", "keepcost")]
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks",
+                                                     "fsmblks", "uordblks", "fordblks", "keepcost")]
 
 
 def in_use() -> int:
@@ -231,9 +232,9 @@ def told(runner: Any, runs: list[list[Event]]) -> dict[str, Any]:
                **{name: 1e3 * statistics.median(share[k] for share in shares)
                   for k, name in enumerate(("idle ms", "held", "between"), 1)}}
     begin = min(e.start for e in everything[middle])
-    return {"figures": figures, "events": {how: [[*e[:4], 1e3 * (e.start - start), 1e3 * (e.end - start)] for e in events]
-                                           for how, start, events in (("measured", begin, everything[middle]),
-                                                                      ("simulated", 0.0, simulated))}}
+    runs = (("measured", begin, everything[middle]), ("simulated", 0.0, simulated))
+    return {"figures": figures, "events": {
+        how: [[*e[:4], 1e3 * (e.start - start), 1e3 * (e.end - start)] for e in events] for how, start, events in runs}}
 
 
 def rows(events: Sequence[Event]) -> list[list[Event]]:

@@ -10,7 +10,7 @@ With N ranks, P bytes of parameters, and X, W, Y those of the input, weight and 
     dp             2 (N-1)/N P                       keeps 3 P        parameters and two of AdamW
     ZeRO 1, 2      2 (N-1)/N P                       keeps P + 3 P/N  the parts that are stepped and two of AdamW
     ZeRO 3         3 (N-1)/N P                       keeps 3 P/N
-    tp             2 (N-1)/N, 4 times a layer + 2    of [batch, sequence, hidden]; keeps 3 P/N but for norms and positions
+    tp             2 (N-1)/N, 4 times a layer + 2    of [batch, sequence, hidden]; keeps 3 P/N, but norms, positions
     tp, sequence   the same
     sp             8 (N-1)/N^2 a layer of [batch, sequence, hidden], and as dp (DeepSpeed-Ulysses); keeps 3 P
     2D             3 (q-1)/q^2 (X + W) a linear, or less where another matrix rests       keeps 3 P/N

@@ -31,7 +31,7 @@ from benchmarks.processes import Workers
 from benchmarks.timing import show
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from gpt import GPT, Attention  # noqa: E402
+from gpt import GPT, Attention
 
 LAYERS, BATCH, SEQ, VOCAB, HEAD = 4, 8, 128, 512, 32
 CHECKED, TOLERANCE = 4, 1e-4                         # losses that are compared, and their relative difference

@@ -26,7 +26,7 @@ from globaltensor.parallel.modules import to_global
 from globaltensor.parallel.plan import Plan, parallelize
 from globaltensor.parallel.zero import zero
 from globaltensor.pipelining.runner import pipeline
-from globaltensor.runtime import process_group  # noqa: F401  (backend registers itself with torch.distributed)
+from globaltensor.runtime import process_group  # registers itself with torch.distributed
 from globaltensor.runtime.start import init
 from globaltensor.runtime.world import rank, world_size
 from globaltensor.tensors import plain

@@ -11,7 +11,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-of-each", action="store_true",
-                     help="of every file, the test marked `check`, or else the first that is neither long nor starts processes")
+                     help="of every file, the test marked `check`, or else the first that is quick")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -19,7 +19,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     chosen: dict[str, pytest.Item] = {}
     for item in items:
-        if item.get_closest_marker("check") and not (str(item.path) in chosen and chosen[str(item.path)].get_closest_marker("check")):
+        before = chosen.get(str(item.path))
+        if item.get_closest_marker("check") and not (before and before.get_closest_marker("check")):
             chosen[str(item.path)] = item
         elif not any(item.get_closest_marker(kind) for kind in ("long", "processes")):
             chosen.setdefault(str(item.path), item)

@@ -1,4 +1,4 @@
-"""Boxings at random, for the kernels of GPUs: shards of any strides and values, and what torch makes of them on the CPU.
+"""Boxings at random, for the kernels of GPUs: shards of any strides and values, and what torch makes of them.
 
 The same for the same seed, which a failure names: CUDA_SEED.
 """

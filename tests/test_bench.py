@@ -16,8 +16,8 @@ from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import simulate
 
 sys.path.insert(0, str(ROOT))                        # benchmarks/ is part of a checkout, not of the package
-from benchmarks import boxing, pipeline, processes, timing, train  # noqa: E402
-from benchmarks.ways import WAYS, Case, Way  # noqa: E402
+from benchmarks import boxing, pipeline, processes, timing, train
+from benchmarks.ways import WAYS, Case, Way
 
 BENCH = [PYTHON, "-m", "globaltensor.cli", "bench"]
 

@@ -73,7 +73,7 @@ def test_two_axes(ranks, shape):
 def test_sums_and_maxima_at_once():
     g = torch.Generator().manual_seed(SEED)
     where = place([[0, 1], [2, 3]])
-    mixed = [s for s in states(1, 2, (partial_max, partial_min))]
+    mixed = list(states(1, 2, (partial_max, partial_min)))
     for src, dst in itertools.product(mixed, repeat=2):
         x, value = make((5,), where, src, g)
         check(x, value, layout(where, dst))

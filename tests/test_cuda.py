@@ -1,8 +1,8 @@
 """The GPU's kernels, on a GPU where there is one and everywhere on threads that stand for it.
 
-The same sources are built twice: by nvcc, and by g++ through `csrc/common/device.h`, where every CUDA thread is a thread. So
-values and index arithmetic are tested by the same tests on both, against torch on the CPU, bit for bit; the meetings of
-ranks by ThreadSanitizer, which must also find every mistake that is planted in them.
+The same sources are built twice: by nvcc, and by g++ through `csrc/common/device.h`, where every CUDA thread is a
+thread. So values and index arithmetic are tested by the same tests on both, against torch on the CPU, bit for bit; the
+meetings of ranks by ThreadSanitizer, which must also find every mistake that is planted in them.
 """
 from __future__ import annotations
 

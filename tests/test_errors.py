@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,7 +139,8 @@ def test_a_mistake_is_told(name):
 def test_where_is_the_very_line():
     with pytest.raises(MixedPlacementError) as caught:
         ones(2) * ones(2, where=on(2, 3))            # this one
-    line = next(k for k, text in enumerate(open(__file__), 1) if text.endswith("# this one\n"))
+    text = Path(__file__).read_text().splitlines()
+    line = next(k for k, words in enumerate(text, 1) if words.endswith("# this one"))
     assert caught.value.where.endswith(f"test_errors.py:{line}")
 
 

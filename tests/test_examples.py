@@ -218,7 +218,8 @@ def plain_losses(module, steps, folder):
     model = AutoModelForCausalLM.from_pretrained(module.make(folder))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
-    loader = gt.data.DataLoader(module.Text(), module.BATCH, gt.placement("cpu", [0]), split(0), shuffle=True, tail="drop")
+    loader = gt.data.DataLoader(module.Text(), module.BATCH, gt.placement("cpu", [0]), split(0), shuffle=True,
+                                tail="drop")
     for ids in itertools.islice(loader, steps):
         ids = ids.full_tensor()
         loss = model(input_ids=ids, labels=ids).loss

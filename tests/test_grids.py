@@ -19,7 +19,7 @@ from globaltensor.errors import SbpError
 from globaltensor.layouts.layout import layout, spec
 
 sys.path.insert(0, os.fspath(ROOT / "examples"))
-from gpt import GPT  # noqa: E402
+from gpt import GPT
 
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
 SEED = 11
@@ -97,7 +97,7 @@ def test_2d_moves_what_summa_does(q):
 
 
 def test_panels_move_the_same_bytes():
-    """Rank by rank, over all panels. (What is recorded of each is of the rank that receives most, not always the same.)"""
+    """Rank by rank, over all panels. (A record is of the rank that receives most, not always the same.)"""
     where, n = grid(2, 2), 32
     a, b = spec(layout(where, (S(0), S(1))), (n, n), None, torch.float32), spec(
         layout(where, (S(1), S(0))), (n, n), None, torch.float32)
@@ -137,8 +137,10 @@ def test_no_rank_holds_the_gathered_form(monkeypatch):
     monkeypatch.setattr(summa, "PANEL", 1)
     held = []
     contract = summa.custom_ops.contract
-    monkeypatch.setattr(summa.custom_ops, "contract", lambda text, a, b: held.append(a.nbytes + b.nbytes) or contract(text, a, b))
-    x, w = (gt.from_full(torch.randn(n, 1, n), where, (S(0), S(2))), gt.from_full(torch.randn(n, n), where, (S(1), S(0))))
+    monkeypatch.setattr(summa.custom_ops, "contract",
+                        lambda text, a, b: held.append(a.nbytes + b.nbytes) or contract(text, a, b))
+    x = gt.from_full(torch.randn(n, 1, n), where, (S(0), S(2)))
+    w = gt.from_full(torch.randn(n, n), where, (S(1), S(0)))
     with gt.record() as moves:
         summa_y = F.linear(x, w)
     line = 2 * n * n * 4 // q                        # a row of blocks of A and a column of blocks of B
@@ -227,6 +229,7 @@ def test_on_27_ranks():
     """What needs more ranks than the other tests have."""
     if not gt.init().single_process:
         pytest.skip("for one process")
-    code, out, err = run([PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "3", "--rootdir", ROOT, __file__,
-                          "--deselect", f"{__file__}::test_on_27_ranks"], environment(GLOBALTENSOR_RANKS="27"))
+    code, out, err = run([PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "3", "--rootdir", ROOT,
+                          __file__, "--deselect", f"{__file__}::test_on_27_ranks"],
+                         environment(GLOBALTENSOR_RANKS="27"))
     assert code == 0 and "skipped" not in out, out + err

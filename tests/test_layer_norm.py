@@ -45,8 +45,8 @@ def test_forward_and_backward(norm, ranks, sbp, features, affine):
             t.requires_grad_()
         for _ in range(3):                           # the native dispatcher learns with the second call
             out = norm(tensors[0], plain[0].shape[-features:], *(tensors[1:] if affine else (None, None)))
-            grads = torch.autograd.grad(out, [t for t in tensors if norm is layer_norm or t is not tensors[-1] or not affine],
-                                        grad)
+            asked = [t for t in tensors if norm is layer_norm or t is not tensors[-1] or not affine]
+            grads = torch.autograd.grad(out, asked, grad)
         results.append([out, *grads])
     for expected, got in zip(*results):
         torch.testing.assert_close(got.full_tensor(), expected)
@@ -73,7 +73,8 @@ def test_the_fused_rms_norm_of_gpus(weighted):
                        for shape in ((5, 7), (7,), (5, 7)))
     expected = F.rms_norm(x, (7,), weight if weighted else None, 1e-6)
     grads = torch.autograd.grad(expected, [x, weight] if weighted else [x], grad)
-    gx, gw, gg = (gt.from_full(t.detach(), where, (S(0), S(1)) if t.dim() == 2 else (B, S(0))) for t in (x, weight, grad))
+    gx, gw, gg = (gt.from_full(t.detach(), where, (S(0), S(1)) if t.dim() == 2 else (B, S(0)))
+                  for t in (x, weight, grad))
     gw = gw if weighted else None
     with gt.record() as moves:
         out, inverse = dispatch(gt.GlobalTensor, aten._fused_rms_norm.default, (gx, [7], gw, 1e-6), {})

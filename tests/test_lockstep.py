@@ -9,8 +9,8 @@ import re
 import pytest
 from harness import ROOT, TORCHRUN, environment, run
 
-FILES = [f"tests/test_{name}.py" for name in ("boxing", "gradients", "grids", "networks", "layer_norm", "optim", "zero3",
-                                              "recompute", "traps", "zero")]
+FILES = [f"tests/test_{name}.py" for name in ("boxing", "gradients", "grids", "networks", "layer_norm", "optim",
+                                              "zero3", "recompute", "traps", "zero")]
 
 
 @pytest.mark.processes

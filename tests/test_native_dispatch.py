@@ -29,8 +29,8 @@ SEED = int(os.environ.get("NATIVE_SEED") or 20_261_121)
 print(f"tests/test_native_dispatch.py: NATIVE_SEED={SEED}")
 core = sys.modules["globaltensor.tensors.global_tensor"]
 OPS = [f for f in TABLE if name_of(f) in SAMPLES and name_of(f) not in ELSEWHERE | VALUELESS]
-PYTHONS = {name_of(f) for f, line in TABLE.items()
-           if line.local_impl is not None or line.decomposition is not None and not getattr(line.decomposition, "replayable", False)}
+PYTHONS = {name_of(f) for f, line in TABLE.items() if line.local_impl is not None
+           or line.decomposition is not None and not getattr(line.decomposition, "replayable", False)}
 
 
 @pytest.fixture
@@ -78,7 +78,8 @@ def assert_same(mine, twins, what):
             assert a.spec is b.spec, f"{what}: {a.spec}, {b.spec}"
             assert a.shape == b.spec.shape and a.stride() == b.spec.stride, what
             for rank, shard in b.shards.items():
-                torch.testing.assert_close(a.shards[rank], shard, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{what}\n{m}")
+                torch.testing.assert_close(a.shards[rank], shard, rtol=0, atol=0, equal_nan=True,
+                                           msg=lambda m: f"{what}\n{m}")
                 assert a.shards[rank].stride() == shard.stride(), what
 
 
@@ -96,7 +97,8 @@ def test_native_dispatch_is_its_twin(func, arrivals):
             given = operands(made(args, generator), made(kwargs, generator), gt.placement("cpu", ranks), chooser)
             if not Call(func, *given).tensors:
                 continue
-            what = f"{name_of(func)}, sample {number}, {[t.sbp for t in Call(func, *given).tensors]}, NATIVE_SEED={SEED}"
+            sbps = [t.sbp for t in Call(func, *given).tensors]
+            what = f"{name_of(func)}, sample {number}, {sbps}, NATIVE_SEED={SEED}"
             for _ in range(4):
                 again = copied(given)
                 func(*again[0], **again[1])

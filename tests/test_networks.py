@@ -125,7 +125,8 @@ def test_data_parallel(name, ranks, n):
 @pytest.mark.parametrize("name", ["mlp", "encoder", "checkpointed"])
 def test_tensor_parallel(name):
     moves = compare(name, TWO, NETWORKS[name][0].rows, B, 4)
-    gathered = [m for m in moves if m.bytes > 100 and m.op != "full_tensor" and not any(s.is_partial for s in m.src.sbp)]
+    gathered = [m for m in moves
+                if m.bytes > 100 and m.op != "full_tensor" and not any(s.is_partial for s in m.src.sbp)]
     assert not gathered, "\n".join(map(str, gathered))
 
 

@@ -12,7 +12,8 @@ from harness import PROGRAMS, PYTHON, environment, good
 
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_no_case_ends_the_interpreter(native):
-    said = json.loads(good([PYTHON, PROGRAMS / "no_memory.py"], environment(GLOBALTENSOR_NATIVE=native)).splitlines()[-1])
+    out = good([PYTHON, PROGRAMS / "no_memory.py"], environment(GLOBALTENSOR_NATIVE=native))
+    said = json.loads(out.splitlines()[-1])
     assert len(said) > 20
     wrong = [f"{case}: {what}" for case, what in said.items() if what]
     assert not wrong, "\n".join(wrong)

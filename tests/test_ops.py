@@ -410,7 +410,7 @@ def choices(name, axes, chooser):
     function, specs, _, draws = CASES[name]
     built = [build(s, torch.Generator())[0] for s in specs]
     ways = [layouts(v.dim(), axes, pending=v.dtype != torch.bool) for v in built]
-    first = [nd for nd in itertools.product(*[[w[0], *w[-1:]] for w in ways])][:2]
+    first = list(itertools.product(*[[w[0], *w[-1:]] for w in ways]))[:2]
     return first + [tuple(chooser.choice(w) for w in ways) for _ in range(max(int(DRAWS * draws), 1))]
 
 

@@ -27,7 +27,8 @@ OPTIMIZERS = {
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
     "muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.01),
-    "two groups": lambda p: torch.optim.AdamW([{"params": p[:2], "lr": 0.1}, {"params": p[2:], "weight_decay": 0.5}], lr=0.01),
+    "two groups": lambda p: torch.optim.AdamW(
+        [{"params": p[:2], "lr": 0.1}, {"params": p[2:], "weight_decay": 0.5}], lr=0.01),
 }
 PLACES = {"dp": ([0, 1], ("dp",)), "tp": ([0, 1], ("tp",)), "dp x tp": ([[0, 1], [2, 3]], ("dp", "tp"))}
 

@@ -550,7 +550,8 @@ def test_micro_batches_overlap(native, tmp_path):
 def test_a_rank_that_dies_in_mid_pipeline(native):
     ranks = by_hand([PIPELINE, "/dev/null", "dies"], 4, GLOBALTENSOR_NATIVE=native)
     ended = [rank.end(60) for rank in ranks]
-    line = next(k for k, text in enumerate(open(PIPELINE), 1) if "the line that must be named" in text)
+    text = (PROGRAMS / "pipeline.py").read_text().splitlines()
+    line = next(k for k, words in enumerate(text, 1) if "the line that must be named" in words)
     assert ended[2][0] == -9
     seconds = []
     for rank in (0, 1, 3):

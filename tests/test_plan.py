@@ -18,7 +18,7 @@ import globaltensor as gt
 from globaltensor.errors import SbpError
 
 sys.path.insert(0, os.fspath(ROOT / "examples"))
-from gpt import GPT  # noqa: E402
+from gpt import GPT
 
 S, B = gt.sbp.split, gt.sbp.broadcast
 SEED = 20_261_121

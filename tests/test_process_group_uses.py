@@ -121,7 +121,7 @@ def point_to_point():
 
 
 def subgroups():
-    n, me = dist.get_world_size(), dist.get_rank()
+    me = dist.get_rank()
     for parts in ([[0, 1], [2, 3]], [[3, 0], [1], [2]], [[0, 1, 2, 3]]):
         groups = [dist.new_group(part, backend="globaltensor") for part in parts]
         for part, group in zip(parts, groups):
@@ -333,8 +333,9 @@ def test_ranks_that_cannot_share_memory_go_by_gloo():
 
 
 def test_importing_only_registers():
-    code = ("import torch.distributed as dist, globaltensor.runtime.process_group as b, time; began = time.perf_counter();"
-            "dist.Backend.backend_list.remove(b.NAME); b.register(); print(time.perf_counter() - began);"
+    code = ("import torch.distributed as dist, globaltensor.runtime.process_group as b, time;"
+            "began = time.perf_counter(); dist.Backend.backend_list.remove(b.NAME); b.register();"
+            "print(time.perf_counter() - began);"
             "assert dist.Backend(b.NAME) == 'globaltensor' and not dist.is_initialized()")
     assert float(good([sys.executable, "-c", code])) < 1e-3
 

@@ -182,7 +182,8 @@ def test_a_rank_that_is_killed_ends_the_others():
 def test_who_waits_for_a_killed_rank_is_told_where():
     ranks = by_hand([FAILS, "waits for a dead one"], 3)
     ended = [rank.end(40) for rank in ranks]
-    line = next(k for k, text in enumerate(open(FAILS), 1) if "the line that must be named" in text)
+    text = (PROGRAMS / "fails.py").read_text().splitlines()
+    line = next(k for k, words in enumerate(text, 1) if "the line that must be named" in words)
     assert ended[1][0] == -signal.SIGKILL
     for code, _, err in (ended[0], ended[2]):
         assert code == 1

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import globaltensor as gt
 
 sys.path.insert(0, os.fspath(ROOT / "examples"))
-from gpt import GPT  # noqa: E402
+from gpt import GPT
 
 SEED = 41
 VOCAB, SEQ, HIDDEN, BATCH = 32, 8, 16, 4

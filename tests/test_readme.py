@@ -119,8 +119,8 @@ def files() -> str:
                                  sorted((ROOT / "globaltensor").glob("*/__init__.py"))),
                *(f"csrc/{path.name}" for path in sorted((ROOT / "csrc").iterdir()) if path.is_dir()),
                "examples", "benchmarks"]
-    return "# Files\n\nEvery file with its idea, as its first line tells it. Written by `python tests/test_readme.py`.\n\n" \
-        + "\n".join(room(folder) for folder in folders)
+    head = "Every file with its idea, as its first line tells it. Written by `python tests/test_readme.py`."
+    return f"# Files\n\n{head}\n\n" + "\n".join(room(folder) for folder in folders)
 
 
 def test_every_file_is_listed():

@@ -32,7 +32,8 @@ class Block(nn.Module):
         return x + F.dropout(self.down(F.dropout(F.gelu(self.up(x)), 0.3)), 0.3)
 
 
-HOW = {"none": None, "whole": {}, "selective": {"context_fn": partial(create_selective_checkpoint_contexts, keep_products)}}
+HOW = {"none": None, "whole": {},
+       "selective": {"context_fn": partial(create_selective_checkpoint_contexts, keep_products)}}
 
 
 def trained(how, where, sbp):

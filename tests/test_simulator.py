@@ -359,7 +359,7 @@ def test_what_zero_moves_and_keeps():
         parameters = 4 * gpt.parameters_per_layer + gpt.embeddings
         found[zero] = step.data.bytes
         states = model_states(parameters, zero, 4)
-        assert step.states[0] == states.parameters + 2 * parameters + states.optimizer, "gradients wait for the last backward"
+        assert step.states[0] == states.parameters + 2 * parameters + states.optimizer, "gradients wait for the end"
         assert step.data.bytes == 2 * 3 * 2 * parameters // 4
     assert len(set(found.values())) == 1              # a reduction is a reduce-scatter and a gather
 

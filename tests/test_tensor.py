@@ -60,7 +60,7 @@ def test_factories(name):
 def test_unlisted_attributes_are_torchs():
     assert gt.matmul is torch.matmul and gt.nn is torch.nn and gt.float16 is torch.float16 and gt.optim is torch.optim
     with pytest.raises(AttributeError):
-        gt.no_such_thing
+        gt.no_such_thing                             # noqa: B018
 
 
 @pytest.mark.parametrize("sbp", [S(0), P, B], ids=str)

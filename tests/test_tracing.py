@@ -17,7 +17,7 @@ from globaltensor.pipelining.stages import StageError, parameters
 from globaltensor.pipelining.tracing import traced
 
 sys.path.insert(0, os.fspath(ROOT / "examples"))
-from gpt import GPT  # noqa: E402
+from gpt import GPT
 
 SEED = 23
 

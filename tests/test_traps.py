@@ -1,4 +1,4 @@
-"""What torch DTensor 2.13 gets wrong, right here: mean losses, conv1d, empty shards, placements that only look alike."""
+"""What torch DTensor 2.13 gets wrong, right here: mean losses, conv1d, empty shards, placements that look alike."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""ZeRO 3 layer by layer: plain torch's numbers, few moves, the published bytes, and two layers' parameters at a time."""
+"""ZeRO 3 layer by layer: plain torch's numbers, few moves, the published bytes, two layers' parameters at a time."""
 from __future__ import annotations
 
 import copy

@@ -8,8 +8,8 @@ tensor; each *piece* of that box is the reduction of the parts that some source 
     S(0) -> S(1)              r0: [0:4, 0:3] from r0, [4:8, 0:3] from r1                              (all-to-all)
 
 So one kind of step serves every pair of layouts, of one placement or two, and the bytes it moves follow from it. A
-rank takes its own part where it holds one; where several hold the same, the one that has sent least sends. What no piece
-covers is zero: a rank's share of a pending sum.
+rank takes its own part where it holds one; where several hold the same, the one that has sent least sends. What no
+piece covers is zero: a rank's share of a pending sum.
 """
 from __future__ import annotations
 

@@ -120,8 +120,8 @@ def save_safetensors(module: nn.Module, folder: str | os.PathLike[str], *, shard
     for i, (name, group) in enumerate(zip(names, groups)):
         rank = i % world_size()
         held = _gathered({n: tensors[n] for n in group}, rank)
-        written += together("writing safetensors", lambda: _write(folder / name, held) if rank in world().local_ranks
-                            else [])
+        written += together("writing safetensors", lambda name=name, held=held, rank=rank:
+                            _write(folder / name, held) if rank in world().local_ranks else [])
     together("renaming safetensors", lambda: _rename(written))
     together("finishing safetensors", lambda: _finish(folder, dict(zip(names, groups)), tensors))
 

@@ -151,7 +151,8 @@ class Saving:
         pieces: dict[str, list[Piece]] = {}
         for rank in range(self._ranks):
             mark = self._aside / f"rank-{rank}.done"
-            self._await(lambda: mark.exists() or self._failed(f"rank-{rank}.failed"), f"rank {rank} to write")
+            self._await(lambda mark=mark, rank=rank: mark.exists() or self._failed(f"rank-{rank}.failed"),
+                        f"rank {rank} to write")
             for name, file, key, cut, sha in json.loads(mark.read_bytes()):
                 pieces.setdefault(name, []).append(Piece(file, key, tuple(map(tuple, cut)), sha))
         entries = {name: Entry(name, *self._entries[name], tuple(pieces.get(first, ())))

@@ -151,8 +151,8 @@ def _second(recipe: Recipe, call: Call, operands: list[Spec]) -> tuple[str, floa
     given = [o for o in recipe.outputs if o is not None]
     outputs = [(o.shape, o.nbytes) for o in given] + [((), 0)] * (len(rule.outputs) - len(given))
     taken = _inputs(recipe.signature)
-    target = recipe.written[0] if recipe.written and rule.outputs else None
-    for target, moved in ((target, False), (target, True), (None, False)):
+    written = recipe.written[0] if recipe.written and rule.outputs else None
+    for target, moved in ((written, False), (written, True), (None, False)):
         prices: dict[tuple, tuple[float, tuple]] = {}
         for price, nd in rank_choices(rule, operands, outputs, world().machine, target, moved):
             prices.setdefault(_inputs(nd), (price, nd))

@@ -19,9 +19,9 @@ from globaltensor.errors import InPlaceError, MixedPlacementError, PlacementErro
 from globaltensor.layouts.layout import Spec, contiguous, layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
+from globaltensor.op_table.line import Line
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, Slot, arguments
-from globaltensor.op_table.line import Line
 from globaltensor.runtime.world import local_ranks_of, world
 
 
@@ -201,7 +201,7 @@ def _alike_key(call: Call, operands: list[Spec]) -> tuple | None:
 def _filled(call: Call, tensors: list[Any]) -> tuple[list[Any], dict[str, Any]]:
     """The call's positional and keyword arguments with other tensors in its slots."""
     args, kwargs = [], {}
-    for i, a in enumerate(arguments(call.func)):
+    for a in arguments(call.func):
         if a.keyword:
             kwargs[a.name] = call.values[a.name]
         else:

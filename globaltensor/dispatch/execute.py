@@ -68,7 +68,7 @@ def _boxed(cls: type, recipe: Recipe, operands: list[Any]) -> list[Shards]:
         else:
             if checking():
                 agree_on(t, f"a plain operand of {recipe.func}")
-            held.append({rank: t for rank in recipe.ranks})
+            held.append(dict.fromkeys(recipe.ranks, t))
             own = spec_of_plain(t, recipe.home.placement)
         if want is not None and want is not own.layout:
             items.append(Boxed(own, held[q], want))

@@ -102,8 +102,8 @@ class Plan(MutableMapping):
     @classmethod
     def _on_grid(cls, module: nn.Module, axes: tuple[str, ...]) -> Plan:
         if len(axes) > 3:
-            raise SbpError(f"a plan along {len(axes)} axes: {', '.join(axes)}", "layers are cut along one, two or three",
-                           f"gt.Plan.of(model, {axes[:3]})")
+            raise SbpError(f"a plan along {len(axes)} axes: {', '.join(axes)}",
+                           "layers are cut along one, two or three", f"gt.Plan.of(model, {axes[:3]})")
         tensors, moved = grids.rows([(name, layer, _kind(name, layer, module))
                                      for name, layer in module.named_modules()], axes)
         named = [name for name, *_ in named_tensors(module)]
@@ -166,7 +166,8 @@ class Plan(MutableMapping):
 
     def __str__(self) -> str:
         table = [("# name", *self.axes)]
-        table += [(pattern, *[str(row.get(axis, _rest(pattern))) for axis in self.axes]) for pattern, row in self.items()]
+        table += [(pattern, *[str(row.get(axis, _rest(pattern))) for axis in self.axes])
+                  for pattern, row in self.items()]
         widths = [max(map(len, column)) for column in zip(*table)]
         return "\n".join("   ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in table)
 
@@ -265,7 +266,7 @@ def _bare(pattern: str) -> str:
 def _check(module: nn.Module, plan: Plan) -> None:
     """Every row fits something, and every dim that it splits is there."""
     tensors = {name: tensor for name, _, _, tensor, _ in named_tensors(module)}
-    for pattern, row in plan.items():
+    for pattern in plan:
         if pattern.endswith(_OF_MODULES):
             if not _modules(module, pattern) and not (pattern.endswith(_OUT) and _tensors(module, pattern)):
                 modules = [name for name, _ in module.named_modules() if name]

@@ -46,8 +46,8 @@ def zero(optimizer: torch.optim.Optimizer, axis: str = "dp", stage: int = 1, mod
         raise SbpError(f"ZeRO has no stage {stage!r}", "1 splits optimizer state, 2 gradients too, 3 parameters too",
                        "gt.zero(optimizer, stage=1)")
     if model is not None and stage != 3:
-        raise SbpError(f"gt.zero was told the model for stage {stage}", "only stage 3 gathers parameters layer by layer",
-                       "stage=3, or no model")
+        raise SbpError(f"gt.zero was told the model for stage {stage}",
+                       "only stage 3 gathers parameters layer by layer", "stage=3, or no model")
     if optimizer.state:
         raise SbpError("the optimizer has taken steps already", "its state would have to be split, too",
                        "gt.zero(torch.optim.AdamW(...)), then optimizer.load_state_dict(...) where there is a state")

@@ -27,7 +27,7 @@ from globaltensor.tensors.global_tensor import GlobalTensor
 
 
 class Layers:
-    """The layers of a model whose parameters are split along an axis. Made once the parameters are; hooks do the rest."""
+    """The layers of a model whose parameters are split along an axis. Made after the parameters; hooks do the rest."""
 
     def __init__(self, model: nn.Module, axis: str) -> None:
         lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]

@@ -20,7 +20,7 @@ from globaltensor.tensors.products import PutOff, put_off
 
 
 def passed_back(outputs: Sequence[torch.Tensor], grads: Sequence[Any], inputs: Sequence[torch.Tensor]) -> list[Any]:
-    """A whole backward pass from these outputs. The gradients of the inputs, which are leaves; None where none arrives."""
+    """A whole backward pass from these outputs. Gives the gradients of the inputs, which are leaves; None for none."""
     pairs = [(y, g) for y, g in zip(outputs, grads) if y.requires_grad and g is not None]
     if pairs:
         backward.backward([y for y, _ in pairs], [g for _, g in pairs])

@@ -23,7 +23,8 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return F.linear(x, weight, bias)
 
 
-def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor, padding_idx: int) -> torch.Tensor:
+def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor, padding_idx: int
+                        ) -> torch.Tensor:
     return torch.ops.aten.embedding_dense_backward(grad, indices, rows.shape[0], padding_idx, False)
 
 

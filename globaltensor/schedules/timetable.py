@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-COLOURS = {"F": "#4c78a8", "B": "#54a24b", "I": "#72b7b2", "W": "#f2a541", "R": "#b279a2"}      # on the first stage of a rank
+COLOURS = {"F": "#4c78a8", "B": "#54a24b", "I": "#72b7b2", "W": "#f2a541", "R": "#b279a2"}     # on a rank's first stage
 LATER = {"F": "#9ec3e6", "B": "#9bd493", "I": "#b5e0dc", "W": "#f9d59b", "R": "#d8b9cf"}        # on its later stages
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "reduction"}
 

@@ -210,7 +210,7 @@ def _states(on: Plan, parameters: list[int]) -> float:
     """Bytes that a rank with stages of so many parameters keeps of them, at the most."""
     states = model_states(sum(parameters), on.zero, on.dp)
     gathered = 2 * max(parameters) if on.zero == 3 and on.dp > 1 else 0
-    pending = 2 * sum(parameters) - states.gradients if on.pp > 1 else 0    # gradients are whole until the last backward
+    pending = 2 * sum(parameters) - states.gradients if on.pp > 1 else 0    # whole until the last backward
     return float(states.total + gathered + pending)
 
 

@@ -1,8 +1,9 @@
 """Starting a backward pass with torch's overrides in force.
 
 torch hands `x.backward()` and `torch.autograd.grad` to a tensor subclass that overrides functions, and the subclass
-runs them with overrides switched off. What runs inside a backward pass (the recomputation of a checkpoint, a hook) would
-then take other ways than the forward pass did. So these two enter the engine by ways that torch does not hand over.
+runs them with overrides switched off. What runs inside a backward pass (the recomputation of a checkpoint, a hook)
+would then take other ways than the forward pass did. So these two enter the engine in ways that torch does not hand
+over.
 """
 from __future__ import annotations
 

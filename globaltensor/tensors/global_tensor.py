@@ -42,7 +42,7 @@ class GlobalTensor(torch.Tensor):
 
     spec: Spec
     shards: Shards                                   # the parts this process drives, rank -> plain tensor
-    guard: int | None                                # a boxed view: the version of what it was made from
+    guard: int | None = None                         # a boxed view: the version of what it was made from
 
     @classmethod
     def wrap(cls, of: Spec, shards: Shards) -> GlobalTensor:
@@ -52,8 +52,6 @@ class GlobalTensor(torch.Tensor):
         made.spec = of
         made.shards = shards
         return made
-
-    guard = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -256,7 +254,7 @@ def place(whole: torch.Tensor, dst: Layout) -> GlobalTensor:
     if dst is home:
         shards = {r: source.to(devices[r], copy=True).contiguous() for r in ranks}
     else:
-        shards = box([Boxed(of, {r: source for r in ranks}, dst)], "from_full")[0]
+        shards = box([Boxed(of, dict.fromkeys(ranks, source), dst)], "from_full")[0]
     return GlobalTensor.wrap(of.on(dst), shards)
 
 
@@ -344,7 +342,8 @@ def _describe(of: Spec) -> tuple:
 
 
 if torch_ext is None:
-    _everything, _checks = (torch.library.Library(name, "IMPL", "TESTING_ONLY_GenericWrapper") for name in ("_", "aten"))
+    _everything, _checks = (torch.library.Library(name, "IMPL", "TESTING_ONLY_GenericWrapper")
+                            for name in ("_", "aten"))
     _everything.fallback(torch.library.fallthrough_kernel)
     _checks.impl("_has_compatible_shallow_copy_type", _may_take_data)
 else:                                                # the same class, with its memory and its ways in C++

@@ -117,7 +117,8 @@ def data_of_plain(sbp):
 
 
 CASES = {f"{'refused: ' if case in (plain_data, meta_data) else ''}{case.__name__}, {name}": (case, (sbp,))
-         for case in (its_own, trained, another, module, module_made_global, swapped, plain_data, meta_data, data_of_plain)
+         for case in (its_own, trained, another, module, module_made_global, swapped, plain_data, meta_data,
+                      data_of_plain)
          for name, sbp in LAYOUTS.items()}
 
 

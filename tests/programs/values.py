@@ -114,7 +114,7 @@ def main(folder):
     case("trained", trained, places["all"])
     gt.manual_seed(5)                                # what torch makes on every process alike may become global
     found["unseeded"] = [float(torch.rand(()))]
-    with torch.device("meta"):                       # a model in the making: what processes tell each other is none of it
+    with torch.device("meta"):                       # a model in the making: not what processes tell each other
         agree("telling")
         found["told"] = broadcast_object([gt.world_size()], gt.world_size() - 1)
     Path(folder, f"{gt.rank()}.json").write_text(json.dumps({"values": found, "moves": moved}))
