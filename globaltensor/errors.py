@@ -27,6 +27,11 @@ def where(frame: FrameType | None = None) -> str:
     return "<unknown>"
 
 
+def counted(n: int, one: str, many: str = "") -> str:
+    """`1 axis`, `2 axes`: a number and its noun."""
+    return f"{n} {one if n == 1 else many or one + 's'}"
+
+
 class GlobalTensorError(RuntimeError):
     """The root of all errors of this library. `what` in one line; `why` and `fix` (what to type) where they help; `at`
     is the user's line, where another thread than the user's raises."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import Partial, Replicate
 
 import globaltensor as gt
 from globaltensor.errors import (
@@ -69,9 +70,9 @@ MISTAKES = {
     "no such device": (lambda: gt.placement("xpu", [0]), PlacementError, "no device of type 'xpu'", "torch sees none",
                        'gt.placement("cpu", [0])'),
     "no device at all": (lambda: gt.placement("gpu", [0]), PlacementError, "no device of type 'gpu'", "torch", "cpu"),
-    "axis names": (lambda: gt.placement("cpu", [0, 1], axis_names=("a", "b")), PlacementError, "for 1 axes",
+    "axis names": (lambda: gt.placement("cpu", [0, 1], axis_names=("a", "b")), PlacementError, "for 1 axis",
                    "one name", ""),
-    "too many sbps": (lambda: ones(4, sbp=(S(0), B)), SbpError, "2 sbps (S(0), B) for a placement of 1 axes",
+    "too many sbps": (lambda: ones(4, sbp=(S(0), B)), SbpError, "2 sbps (S(0), B) for a placement of 1 axis",
                       "every axis", "sbp=(gt.sbp.broadcast,)"),
     "split dim": (lambda: ones(4, 4, sbp=S(2)), SbpError, "split(2) of a tensor of 2 dims", "0 to 1", "broadcast"),
     "split of a scalar": (lambda: gt.zeros((), placement=on(), sbp=S(0)), SbpError, "split(0) of a tensor of 0 dims",
@@ -82,7 +83,14 @@ MISTAKES = {
                       "gt.sbp.split(dim)"),
     "a placement without sbp": (lambda: gt.ones(4, placement=on()), GlobalTensorError, "no sbp", "", "sbp="),
     "an sbp without placement": (lambda: gt.ones(4, sbp=B), GlobalTensorError, "without a placement", "", "placement="),
-    "unknown axis": (lambda: ones(4, sbp={"tp": B}), SbpError, "'tp'", "without names", "axis_names="),
+    "unknown axis": (lambda: ones(4, sbp={"tp": B}), SbpError, "'tp'", "its axes are dp", "axis_names="),
+    "split without a dim": (lambda: ones(4, sbp=S), SbpError, "not an sbp: <function split", "along a dim",
+                            "did you mean gt.sbp.split(0)?"),
+    "split without a dim, in a tuple": (lambda: ones(4, sbp=(S,)), SbpError, "not an sbp: <function split", "",
+                                        "did you mean gt.sbp.split(0)?"),
+    "a class of torch's": (lambda: ones(4, sbp=Replicate), SbpError, "not an sbp: <class", "it is a class",
+                           "did you mean Replicate()?"),
+    "an average": (lambda: ones(4, sbp=Partial("avg")), SbpError, "not an sbp: Partial(avg)", "", "gt.sbp.partial_sum"),
     "mixed placements": (lambda: ones(4) + ones(4, where=on(2, 3)), MixedPlacementError, "placement(\"cpu\", [2, 3])",
                          "one placement", 'other.to_global(gt.placement("cpu", [0, 1]))'),
     "order of ranks mixed": (lambda: ones(4, 4) @ ones(4, 4, where=on(1, 0)), MixedPlacementError,

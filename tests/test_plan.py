@@ -84,7 +84,7 @@ def test_a_pair_of_layers_is_recognised_by_its_sizes():
     ({"token.weight": {"tb": S(0)}}, ("dp", "tp"), "near it: tp"),
     ({"token.weight": {"tp": S(0)}}, None, "without names"),
     ({"norm.weight": {"tp": S(1)}}, ("dp", "tp"), "'norm.weight' along 'tp', which has 1 dims"),
-    ({"norm.weight": {"tp": "S0"}}, ("dp", "tp"), "'S0' is no sbp"),
+    ({"norm.weight": {"tp": "S0"}}, ("dp", "tp"), "not an sbp: 'S0'"),
     ({"norm.weight": S(0)}, ("dp", "tp"), "a row says how along each axis"),
 ])
 def test_a_wrong_plan_changes_nothing(plan, axes, text):
@@ -97,7 +97,7 @@ def test_a_wrong_plan_changes_nothing(plan, axes, text):
 @pytest.mark.parametrize("text, told", [
     ("", "its first line names the axes"), ("token S(0)", "its first line names the axes"),
     ("# name tp\n\ntoken.weight", "line 3: 'token.weight' is no row of 1 axes"),
-    ("# name dp tp\nx S(0) Q", "line 2: 'Q' is no sbp"),
+    ("# name dp tp\nx S(0) Q", "line 2: not an sbp: 'Q'"),
 ])
 def test_a_wrong_text_is_told_by_its_line(text, told):
     with pytest.raises(SbpError, match=re.escape(told)):

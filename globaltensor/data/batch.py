@@ -31,7 +31,7 @@ class Cutter:
 
     def __init__(self, placement: Any, sbp: Any) -> None:
         self.placement = resolve(placement, broadcast, 0).placement
-        self.sbp = nd_sbp(sbp, self.placement.axis_names, self.placement.ndim)
+        self.sbp = nd_sbp(sbp, self.placement.names, self.placement.ndim)
         for s in self.sbp:
             if s.is_partial:
                 raise SbpError(f"a batch with the sbp {s}", "samples are read whole, they are no sums",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
-from globaltensor.errors import PlacementError
+from globaltensor.errors import PlacementError, counted
 
 _on_create: list[Callable[[placement], None]] = []   # the world checks ranks and devices; it is a layer above this
 
@@ -24,14 +24,22 @@ class placement:
     there, and axis names that do not fit.
     """
 
-    __slots__ = ("type", "ranks", "shape", "flat", "axis_names", "_hash", "__dict__")
+    __slots__ = ("__dict__", "_hash", "axis_names", "flat", "ranks", "shape", "type")
+
+    type: str
+    ranks: tuple[Any, ...]                           # ints, in tuples nested as deep as there are axes
+    shape: tuple[int, ...]                           # how many ranks along each axis
+    flat: tuple[int, ...]                            # the ranks in one row, the last axis fastest
+    axis_names: tuple[str, ...] | None
+    _hash: int
 
     def __init__(self, type: str, ranks: Any, axis_names: Sequence[str] | None = None) -> None:
         nested, shape = _nest(ranks)
         flat = tuple(_flatten(nested))
         names = tuple(axis_names) if axis_names is not None else None
         if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
-            raise PlacementError(f"axis_names={names} for {len(shape)} axes", "every axis has one name of its own")
+            raise PlacementError(f"axis_names={names} for {counted(len(shape), 'axis', 'axes')}",
+                                 "every axis has one name of its own")
         if len(set(flat)) != len(flat):
             twice = sorted({r for r in flat if flat.count(r) > 1})
             raise PlacementError(f"rank {twice[0]} stands more than once in {nested}",
@@ -64,6 +72,11 @@ class placement:
     def ndim(self) -> int:
         """The number of axes."""
         return len(self.shape)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its axes, where they have any. An only axis that was not named is called "dp"."""
+        return self.axis_names or (("dp",) if len(self.shape) == 1 else ())
 
     @cached_property
     def coords(self) -> dict[int, tuple[int, ...]]:

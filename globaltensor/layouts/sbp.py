@@ -6,14 +6,21 @@
 
 One sbp per placement axis makes an nd-sbp, a tuple, outermost axis first. A gradient lies dual to its tensor: the
 gradient of S is S, of B is P, of P is B.
+
+Wherever an sbp is asked for, its text ("S(0)", "B", "P(max)") and torch's own words for it will do: `Shard(0)`,
+`Replicate()`, `Partial()` of torch.distributed.tensor. `nd_sbp` is the one place that reads them.
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from globaltensor.errors import SbpError
+from globaltensor.errors import SbpError, counted
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,9 @@ class Sbp:
         return {"S": self, "B": partial_sum, "P": broadcast}[self.kind]
 
 
-NdSbp = tuple[Sbp, ...]
+NdSbp: TypeAlias = tuple[Sbp, ...]
+OneSbp: TypeAlias = "Sbp | str | Placement"          # what a user may write for one axis
+SbpLike: TypeAlias = "OneSbp | Sequence[OneSbp] | Mapping[str, OneSbp]"      # and for all of them
 
 broadcast = Sbp("B")
 partial_sum = Sbp("P", op="sum")
@@ -66,28 +75,83 @@ def split(dim: int) -> Sbp:
     return Sbp("S", dim)
 
 
-def nd_sbp(sbp: Any, axis_names: Sequence[str] | None, axes: int) -> NdSbp:
+_TEXT = re.compile(r"S\((-?\d+)\)|(B)|P(?:\((sum|max|min)\))?")
+
+
+def read_sbp(value: Any) -> Sbp | None:
+    """The sbp of one axis that a user's value means: an Sbp, its text, or torch's Placement; None where it is none."""
+    if isinstance(value, Sbp):
+        return value
+    if isinstance(value, str):
+        match = _TEXT.fullmatch(value.strip())
+        if match is None:
+            return None
+        dim, whole, op = match.groups()
+        return split(int(dim)) if dim else broadcast if whole else Sbp("P", op=op or "sum")
+    return _from_torch(value)
+
+
+def _from_torch(value: Any) -> Sbp | None:
+    """Told by its class's name: importing torch.distributed.tensor only to ask takes longer than `import torch`."""
+    kind = type(value)
+    if not kind.__module__.startswith("torch.distributed.tensor"):
+        return None
+    if kind.__name__ == "Shard":
+        return split(value.dim)
+    if kind.__name__ == "Replicate":
+        return broadcast
+    return read_sbp(f"P({value.reduce_op})") if kind.__name__ == "Partial" else None
+
+
+def _per_axis(sbp: Any) -> list[Any] | None:
+    """What stands for each axis in a sequence, or in the text of one: "(S(0), B)"."""
+    if isinstance(sbp, str):
+        text = sbp.strip()
+        if not (text.startswith("(") and text.endswith(")")):
+            return None
+        return [part for part in text[1:-1].split(",") if part.strip()]
+    return list(sbp) if isinstance(sbp, Sequence) else None
+
+
+def nd_sbp(sbp: Any, names: Sequence[str], axes: int) -> NdSbp:
     """One sbp per axis from what a user may write: one for all axes, one per axis, or a dict by axis name.
 
     An axis that the dict leaves out is broadcast. Raises SbpError for anything else.
     """
-    if isinstance(sbp, Sbp):
-        return (sbp,) * axes
+    if (alone := read_sbp(sbp)) is not None:
+        return (alone,) * axes
     if isinstance(sbp, Mapping):
-        known = list(axis_names or ())
+        known = list(names)
         for name in sbp:
             if name not in known:
                 raise SbpError(f"sbp names the axis {name!r}, which the placement does not have",
-                               f"its axes are {known or 'without names'}",
+                               f"its axes are {', '.join(known) or 'without names'}",
                                "gt.placement(type, ranks, axis_names=(...))")
         sbp = [sbp.get(name, broadcast) for name in known]
-    if not isinstance(sbp, Sequence) or isinstance(sbp, str) or not all(isinstance(s, Sbp) for s in sbp):
-        raise SbpError(f"not an sbp: {sbp!r}", "an sbp is one of these, one per axis, or a dict by axis name",
-                       "gt.sbp.split(dim), gt.sbp.broadcast or gt.sbp.partial_sum")
-    if len(sbp) != axes:
-        raise SbpError(f"{len(sbp)} sbps {tuple(sbp)} for a placement of {axes} axes",
+    parts = _per_axis(sbp)
+    if parts is None:
+        raise not_an_sbp(sbp)
+    nd = []
+    for part in parts:
+        one = read_sbp(part)
+        if one is None:
+            raise not_an_sbp(part)
+        nd.append(one)
+    if len(nd) != axes:
+        raise SbpError(f"{counted(len(nd), 'sbp')} {tuple(nd)} for a placement of {counted(axes, 'axis', 'axes')}",
                        "every axis of a placement has one sbp", f"sbp=({', '.join(['gt.sbp.broadcast'] * axes)},)")
-    return tuple(sbp)
+    return tuple(nd)
+
+
+def not_an_sbp(value: Any, at: str = "") -> SbpError:
+    """The error of a value that is no sbp: what may be written, and what was probably meant."""
+    what = f"{at}not an sbp: {value!r}"
+    if value is split:
+        return SbpError(what, "a split is along a dim", "did you mean gt.sbp.split(0)?")
+    if isinstance(value, type):
+        return SbpError(what, "it is a class", f"did you mean {value.__name__}({'0' * (value.__name__ == 'Shard')})?")
+    return SbpError(what, 'an sbp is one of these or its text, "S(dim)", "B" or "P"; one per axis, or a dict by axis '
+                    "name", "gt.sbp.split(dim), gt.sbp.broadcast or gt.sbp.partial_sum")
 
 
 def typed(sbp: NdSbp) -> str:

@@ -5,14 +5,14 @@ The module stays what it is; its parameters and buffers are replaced in place. T
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from globaltensor.errors import SbpError
-from globaltensor.layouts.sbp import broadcast
+from globaltensor.layouts.sbp import Sbp, broadcast, split
 from globaltensor.tensors.convert import from_full
 
 
@@ -61,7 +61,7 @@ def step_back(owner: nn.Module, key: str) -> None:
 
 def _by_axis(sbp: Mapping[str, Any], placement: Any) -> bool:
     """Is this dict by axis name, not by name pattern?"""
-    return bool(placement.axis_names) and set(sbp) <= set(placement.axis_names)
+    return bool(placement.names) and set(sbp) <= set(placement.names)
 
 
 def first_fit(rows: Mapping[str, Any], name: str, default: Any) -> Any:
@@ -70,7 +70,7 @@ def first_fit(rows: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _sbp_of(name: str, tensor: torch.Tensor, sbp: Any, placement: Any) -> Any:
-    if isinstance(sbp, Callable) and not hasattr(sbp, "kind"):
+    if callable(sbp) and not isinstance(sbp, (Sbp, type)) and sbp is not split:
         return sbp(name, tensor)
     if isinstance(sbp, Mapping) and not _by_axis(sbp, placement):
         return first_fit(sbp, name, broadcast)

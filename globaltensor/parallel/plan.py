@@ -38,7 +38,7 @@ import torch
 from torch import nn
 
 from globaltensor.errors import SbpError
-from globaltensor.layouts.sbp import Sbp, broadcast, partial_max, partial_min, partial_sum, split
+from globaltensor.layouts.sbp import Sbp, broadcast, not_an_sbp, read_sbp, split
 from globaltensor.parallel import experts as expert_layers
 from globaltensor.parallel import grids
 from globaltensor.parallel.modules import first_fit, named_tensors, stand_in, step_back, to_global
@@ -47,7 +47,6 @@ Row = dict[str, Sbp]
 
 _OUT, _IN, _EXPERTS, _AS_IT_LIES = " ->", " <-", " =>", "-"
 _OF_MODULES = (_OUT, _IN, _EXPERTS)
-_WORDS = {"B": broadcast, "P": partial_sum, "P(max)": partial_max, "P(min)": partial_min}
 
 # The last parts of names, as torch, transformers (Llama, Mixtral, GPT-2, BERT) and this library's examples call them.
 _FIRST = ("q", "k", "v", "q_proj", "k_proj", "v_proj", "query", "key", "value", "up", "fc1",
@@ -153,7 +152,7 @@ class Plan(MutableMapping):
         if not isinstance(row, Mapping):
             raise SbpError(f"the plan's row {pattern!r} is {row!r}", "a row says how along each axis",
                            f"plan[{pattern!r}] = {{'tp': gt.sbp.split(0)}}")
-        self._rows[pattern] = {axis: s if isinstance(s, Sbp) else _parsed(s) for axis, s in row.items()}
+        self._rows[pattern] = {axis: _parsed(s) for axis, s in row.items()}
 
     def __delitem__(self, pattern: str) -> None:
         del self._rows[pattern]
@@ -183,7 +182,7 @@ def parallelize(module: nn.Module, placement: Any, plan: Plan | Mapping[str, Any
     Raises SbpError, before anything is changed, for a row that fits no name, an axis that the placement lacks, or a
     dim that a parameter lacks.
     """
-    names = tuple(placement.axis_names or ())
+    names = placement.names
     if plan is None:
         plan = Plan.of(module, *[axis if axis in names else "" for axis in ("tp", "sp", "ep")])
     plan = plan if isinstance(plan, Plan) else Plan(plan)
@@ -227,7 +226,7 @@ def _brought(row: Row, value: Any) -> Any:
         return type(value)(_brought(row, one) for one in value)
     if not (isinstance(value, torch.Tensor) and value.is_global):
         return value
-    names = value.placement.axis_names or ()
+    names = value.placement.names
     return value.to_global(sbp=tuple(row.get(name, s) for name, s in zip(names, value.sbp)))
 
 
@@ -296,12 +295,10 @@ def _nearest(word: str, words: Any) -> str:
 
 
 def _parsed(value: Any, at: str = "") -> Sbp:
-    text = str(value)
-    if found := re.fullmatch(r"S\((-?\d+)\)", text):
-        return split(int(found[1]))
-    if text not in _WORDS:
-        raise SbpError(f"{at}{text!r} is no sbp", "a plan knows S(dim), B and P", "S(0)")
-    return _WORDS[text]
+    sbp = read_sbp(value)
+    if sbp is None:
+        raise not_an_sbp(value, at)
+    return sbp
 
 
 # ----------------------------------------------------------------------------------------------- recognising layers

@@ -124,7 +124,7 @@ def gather(layers: list[_Layer]) -> None:
 
 def _whole(p: Any, axis: str) -> Layout | None:
     """The parameter's layout, gathered along the axis; None where it is not split along it."""
-    names = p.placement.axis_names or ()
+    names = p.placement.names
     if axis not in names or not p.sbp[names.index(axis)].is_split:
         return None
     return p.spec.layout.with_sbp(tuple(broadcast if name == axis else s for name, s in zip(names, p.sbp)))

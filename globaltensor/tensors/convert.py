@@ -93,7 +93,7 @@ def join(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTensor:
 
     All checks are made on what all ranks said, so an error is raised by all of them or by none.
     """
-    nd = nd_sbp(sbp, where.axis_names, where.ndim)
+    nd = nd_sbp(sbp, where.names, where.ndim)
     copies = any(s.is_broadcast and n > 1 for s, n in zip(nd, where.shape))
     parts = _all_parts({r: Part(tuple(t.shape), t.dtype, checksum(t) if copies else 0) for r, t in mine.items()},
                        f"from_local on {where} {sbp_text(nd)}")

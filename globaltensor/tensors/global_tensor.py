@@ -262,7 +262,7 @@ def resolve(where: Any, sbp: Any, ndim: int) -> Layout:
     """The layout that a user's placement and sbp mean for a tensor of `ndim` dims."""
     if not isinstance(where, placement):
         raise SbpError(f"not a placement: {where!r}", fix='gt.placement("cpu", [0, 1])')
-    return layout(where, in_range(nd_sbp(sbp, where.axis_names, where.ndim), ndim))
+    return layout(where, in_range(nd_sbp(sbp, where.names, where.ndim), ndim))
 
 
 class _Box(torch.autograd.Function):
