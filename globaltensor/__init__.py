@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from globaltensor import data
+from globaltensor import data, rules
 from globaltensor.boxings.watch import boxing, record
 from globaltensor.checkpoint import load, load_safetensors, save, save_safetensors
 from globaltensor.debug.explain import explain
 from globaltensor.debug.show import show
-from globaltensor.errors import GlobalTensorError
+from globaltensor.dispatch.core import rule
+from globaltensor.errors import GlobalTensorError, RuleError
 from globaltensor.layouts import sbp
 from globaltensor.layouts.placement import placement
 from globaltensor.parallel.modules import to_global

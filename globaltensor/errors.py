@@ -61,7 +61,11 @@ class ShapeError(GlobalTensorError, ValueError):
 
 
 class RuleError(GlobalTensorError, ValueError):
-    """A rule of an op that is malformed. Prints the rule, with a caret under the character `at` fault."""
+    """A rule that does not fit its op, or is unsound."""
+
+
+class RuleSyntaxError(RuleError):
+    """A malformed rule. Prints the rule, with a caret under the character `at` fault."""
 
     def __init__(self, what: str, rule: str, at: int | None, why: str, fix: str = "") -> None:
         caret = "" if at is None else f"\n  {' ' * at}^"

@@ -45,7 +45,7 @@ from cuda_library import (
     move,
     shard,
 )
-from shards import cut, join, place, some
+from shards import cut, join, place, random_like
 
 from globaltensor.boxings.kernel_program import compile_program
 from globaltensor.layouts.layout import layout
@@ -174,7 +174,7 @@ def test_every_boxing_of_one_axis(machine: Library, ranks: int) -> None:
                                                     SBPS, SBPS):
         if src.is_partial and dst.is_partial and src != dst:
             continue
-        value = some(torch.empty(shape, dtype=dtype), generator)
+        value = random_like(torch.empty(shape, dtype=dtype), generator)
         held = [t.to(machine.device) for t in cut(value, src, ranks, generator)]
         a, b = layout(where, (src,)), layout(where, (dst,))
         program = compile_program(a, b, shape, dtype.itemsize, range(ranks))

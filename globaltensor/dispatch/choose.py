@@ -20,21 +20,12 @@ from globaltensor.boxings.plan import seconds
 from globaltensor.layouts.layout import Layout, Spec, layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import Sbp, broadcast
-from globaltensor.rules.language import Rule, Signature, signatures
+from globaltensor.rules.language import Rule, Signature, Sizes, fits, label_sizes, signatures
 from globaltensor.runtime.machine import Machine
 
-Sizes = dict[str, int]                               # label -> size
 Size = tuple[tuple[int, ...], int]                   # shape and bytes of an output
 
 _NUDGE = 1e-9                                        # seconds; settles ties, below any real cost
-
-
-def label_sizes(of: Rule, shapes: list[tuple[int, ...]]) -> Sizes:
-    """The size of every label that has a dim of its own in an operand."""
-    sizes = {dim[0].rstrip("!"): n for dims, shape in zip(of.inputs, shapes) for dim, n in zip(dims, shape)
-             if len(dim) == 1 and dim[0] != "1"}
-    sizes.update(of.even)
-    return sizes
 
 
 def choose(of: Rule, operands: list[Spec], outputs: list[Size], machine: Machine, target: int | None = None,
@@ -52,11 +43,11 @@ def choose(of: Rule, operands: list[Spec], outputs: list[Size], machine: Machine
         return None
     carries = len(operands) == 1 and sum(nbytes for _, nbytes in outputs) <= operands[0].nbytes
     now = tuple(_as_it_lies(found, [spec.sbp[axis] for spec in operands], carries) for axis, found in enumerate(axes))
-    if None not in now and _fits(now, where.shape, sizes, limits, of.nonempty):
+    if None not in now and fits(now, where.shape, sizes, limits, of.nonempty):
         return now
     best: tuple[float, tuple[Signature, ...]] | None = None
     for nd in product(*axes):
-        if not _fits(nd, where.shape, sizes, limits, of.nonempty):
+        if not fits(nd, where.shape, sizes, limits, of.nonempty):
             continue
         price = _price(nd, operands, outputs, sizes, machine, best[0] if best else float("inf"))
         if best is None or price < best[0] - 1e-15:
@@ -72,7 +63,7 @@ def rank_choices(of: Rule, operands: list[Spec], outputs: list[Size], machine: M
     limits = dict(of.even)
     axes = [_candidates(of, [spec.sbp[axis] for spec in operands], target, moved) for axis in range(where.ndim)]
     found = [(_price(nd, operands, outputs, sizes, machine, float("inf")), nd)
-             for nd in product(*axes) if _fits(nd, where.shape, sizes, limits, of.nonempty)]
+             for nd in product(*axes) if fits(nd, where.shape, sizes, limits, of.nonempty)]
     return sorted(found, key=lambda choice: choice[0])
 
 
@@ -101,19 +92,6 @@ def _candidates(of: Rule, states: list[Sbp], target: int | None, moved: bool) ->
             continue
         found.append(sig)
     return found
-
-
-def _fits(nd: tuple[Signature, ...], axes: tuple[int, ...], sizes: Sizes, even: Sizes,
-          nonempty: tuple[str, ...]) -> bool:
-    """Are labels that need it cut evenly, and none into empty parts where the kernel does not take them?"""
-    if not even and not nonempty:
-        return True
-    ways: dict[str, int] = {}
-    for sig, parts in zip(nd, axes):
-        if sig.label is not None:
-            ways[sig.label] = ways.get(sig.label, 1) * parts
-    return all((label not in even or even[label] % n == 0) and (label not in nonempty or sizes.get(label, 0) >= n)
-               for label, n in ways.items())
 
 
 def _price(nd: tuple[Signature, ...], operands: list[Spec], outputs: list[Size], sizes: Sizes, machine: Machine,

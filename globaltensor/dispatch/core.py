@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 
 from globaltensor.boxings.rows import rows
 from globaltensor.boxings.run import Boxed, Shards, box, boxed
-from globaltensor.dispatch import native
+from globaltensor.dispatch import native, user_rules
 from globaltensor.dispatch.decide import decide
 from globaltensor.dispatch.execute import check_guard, execute, wrap_results
 from globaltensor.dispatch.recipe import Recipe, static
@@ -39,6 +39,29 @@ def arrive(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> 
         if recipe is not None:
             native.cache_recipe(pending_key, cls, recipe, func, args, kwargs)
     return dispatch(cls, func, args, kwargs)
+
+
+def rule(op: Any, dims: str, algebra: str = "", *, leaves: str = "sum", nonempty: str = "") -> None:
+    """Give an op its rule, so that it runs on shards instead of gathered operands; before or after its first call.
+
+        gt.rule(torch.ops.mine.twice, "b* -> b*", "a")
+
+    op        an op of torch.ops, a custom op (torch.library.custom_op, triton_op), or its name "mine::twice"
+    dims      a label per dim, operand by operand, then result by result: "m k, k n -> m n". `k!` stays whole on every
+              rank, `(h w)` is one dim made of two, `1` is repeated to fit, `b*` is as many dims as there are
+    algebra   how each result depends on the operands a, b, c, in order: "a*b", "a+b*c"; lower case linearly, upper case
+              not, left out not at all; results are separated by ";". Left out: nonlinearly on all of them
+    leaves    what a label that is in no result leaves pending: "sum", "max" or "min"
+    nonempty  labels, separated by blanks, of which no part may be empty since the kernel refuses it
+
+    `gt.rules.check(op, samples)` proves it. The language: `globaltensor.rules.language`. Raises RuleError where the
+    rule is malformed or does not fit the op, or the op is torch's own and has a rule.
+    """
+    func = user_rules.give(op, dims, algebra, leaves=leaves, nonempty=nonempty)
+    for key in [key for key in _recipes if func in key[:2]]:
+        del _recipes[key]                            # decided before there was a rule
+    if torch_ext is not None:
+        torch_ext.forget()
 
 
 def dispatch(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:

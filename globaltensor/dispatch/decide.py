@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 from globaltensor.dispatch import foreach
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, put, spec_of_plain
+from globaltensor.dispatch.user_rules import results_by_rule
 from globaltensor.errors import InPlaceError, MixedPlacementError, PlacementError
 from globaltensor.layouts.layout import Spec, contiguous, layout
 from globaltensor.layouts.placement import placement
@@ -40,6 +41,8 @@ def decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], dec
     ranks = local_ranks_of(where)
     home = layout(where, (broadcast,) * where.ndim)
     results = _meta(call, operands)
+    if results is None and line is not None:
+        results = results_by_rule(call, line.family(call), operands, torch.device(where.type))
     recipe = Recipe(func, ranks, tuple(call.slots), (home,) * len(operands), None, written, home=home,
                     is_view=any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns),
                     guarded=tuple(q for q, own in enumerate(operands) if own.copied),
@@ -75,7 +78,8 @@ def _choose(cls: type, recipe: Recipe, line: Line, call: Call, operands: list[Sp
     wants, gives = layouts(chosen, operands, len(rule.outputs))
     recipe.wants = tuple(wants)
     if any(want is not own.layout for want, own in zip(wants, operands)):
-        results = _meta(call, [moved_spec(own, want) for own, want in zip(operands, wants)])
+        moved = _meta(call, [moved_spec(own, want) for own, want in zip(operands, wants)])
+        results = results if moved is None else moved
     given = {id(r): give for r, give in zip(_told(results, len(gives)), gives)}
     recipe.outputs = [output_spec(r, given.get(id(r), recipe.home)) for r in results]
     recipe.local_impl = line.local_impl
@@ -175,7 +179,7 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
     except RuntimeError as error:
         if str(error).startswith("output with shape"):
             raise _changed(call, str(error)) from None
-        if "meta" in str(error).lower() or "data-dependent" in str(error).lower():
+        if any(word in str(error).lower() for word in ("meta", "data-dependent", "no fake impl")):
             return None
         raise
     flat = tree_flatten(result)[0] if result is not None else []

@@ -5,8 +5,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torch._ops import OpOverload
+
 from globaltensor.algorithms.run import Decomposition
 from globaltensor.layouts.layout import Spec
+from globaltensor.rules import proof
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import Family
 
@@ -27,6 +30,10 @@ class Line:
     local_impl: Callable[..., Any] | None = None
     decomposition: Decomposition | None = None
     applies: Callable[[Call], bool] = lambda call: True
+
+
+TABLE: dict[OpOverload, Line] = {}                   # filled by table.py, and by users through `gt.rule`
+proof.look_lines_up_in(TABLE)                        # the judge is in a room below
 
 
 def sized(name: str) -> LocalArgs:

@@ -25,7 +25,7 @@ from globaltensor.algorithms import (
     summa,
 )
 from globaltensor.algorithms.decompositions import reduces_split
-from globaltensor.op_table.line import Line, group_counts, scaled, shifted_diagonal, sized, strided
+from globaltensor.op_table.line import TABLE, Line, group_counts, scaled, shifted_diagonal, sized, strided
 from globaltensor.rules import indices, layers
 from globaltensor.rules.families import (
     along,
@@ -69,7 +69,6 @@ from globaltensor.rules.shapes import (
 from globaltensor.runtime import custom_ops
 
 aten = torch.ops.aten
-TABLE: dict[OpOverload, Line] = {}
 
 
 def op(name: str) -> OpOverload:

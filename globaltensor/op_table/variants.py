@@ -21,6 +21,7 @@ from globaltensor.op_table.line import Line
 from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call, arguments
 from globaltensor.rules.shapes import factory_like
+from globaltensor.runtime.torch_internals import is_composite
 
 aten = torch.ops.aten
 
@@ -29,7 +30,7 @@ aten = torch.ops.aten
 def line_of(func: OpOverload) -> Line | None:
     """The line of an op, or what follows from that of the functional op it is a variant of."""
     found = TABLE.get(func)
-    if found is None and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    if found is None and is_composite(func):
         return Line(factory_like, decomposition=_decomposed)
     functional = functional_of(func) if found is None and func._schema.is_mutable else None
     if functional is None:

@@ -33,6 +33,7 @@ from typing import NamedTuple
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_max, partial_min, partial_sum, split
 
 Dims = tuple[tuple[str, ...], ...]                   # per dim its labels, outermost first
+Sizes = dict[str, int]                               # label -> size
 Term = tuple[tuple[int, bool], ...]                  # factors: (operand, enters linearly)
 
 NUMBER = -1                                          # in `ndims`: a Python number stands in the operand's place
@@ -142,3 +143,22 @@ def _outcome(of: Rule, k: int, dim: int | None, states: tuple[Sbp, ...]) -> Sbp 
     return kinds.pop() if kinds else broadcast
 
 
+def label_sizes(of: Rule, shapes: list[tuple[int, ...]]) -> Sizes:
+    """The size of every label that has a dim of its own in an operand."""
+    sizes = {dim[0].rstrip("!"): n for dims, shape in zip(of.inputs, shapes) for dim, n in zip(dims, shape)
+             if len(dim) == 1 and dim[0] != "1"}
+    sizes.update(of.even)
+    return sizes
+
+
+def fits(nd: tuple[Signature, ...], axes: tuple[int, ...], sizes: Sizes, even: Sizes,
+         nonempty: tuple[str, ...]) -> bool:
+    """Are labels that need it cut evenly, and none into empty parts where the kernel does not take them?"""
+    if not even and not nonempty:
+        return True
+    ways: dict[str, int] = {}
+    for sig, parts in zip(nd, axes):
+        if sig.label is not None:
+            ways[sig.label] = ways.get(sig.label, 1) * parts
+    return all((label not in even or even[label] % n == 0) and (label not in nonempty or sizes.get(label, 0) >= n)
+               for label, n in ways.items())

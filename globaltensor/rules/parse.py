@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import NamedTuple, NoReturn
 
-from globaltensor.errors import RuleError
+from globaltensor.errors import RuleSyntaxError
 from globaltensor.rules.language import LEAVES, NUMBER, Dims, Rule, Term
 
 _TOKEN = re.compile(r"\s+|(?P<label>[A-Za-z_][\w.]*\*?!?)|(?P<one>1(?!\w))|(?P<mark>[()])")
@@ -49,7 +49,7 @@ class _Dims:
         self.known: set[str] | None = None           # the names that an output may have; None while operands are read
 
     def fail(self, at: int, what: str, why: str, fix: str = "") -> NoReturn:
-        raise RuleError(what, self.text, at, why, fix)
+        raise RuleSyntaxError(what, self.text, at, why, fix)
 
     def sides(self) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
         """The dims of the operands, and those of the outputs."""
@@ -148,7 +148,7 @@ def _algebra(text: str, dims: str, operands: int, outputs: int) -> tuple[tuple[T
     parts, at = [], 0
     for k, part in enumerate(text.split(";")):
         if k == outputs:
-            raise RuleError(f"an algebra for output {k}", text, at - 1, f"{dims!r} has {outputs}", "one less ';'")
+            raise RuleSyntaxError(f"an algebra for output {k}", text, at - 1, f"{dims!r} has {outputs}", "one less ';'")
         terms, place = [], at
         for term in part.split("+") if part.strip() else ():
             terms.append(_term(text, term, place, dims, operands))
@@ -156,7 +156,7 @@ def _algebra(text: str, dims: str, operands: int, outputs: int) -> tuple[tuple[T
         parts.append(tuple(terms))
         at += len(part) + 1
     if len(parts) < outputs:
-        raise RuleError(f"no algebra for output {len(parts)}", text, len(text), f"{dims!r} has {outputs} outputs",
+        raise RuleSyntaxError(f"no algebra for output {len(parts)}", text, len(text), f"{dims!r} has {outputs} outputs",
                         ";".join([text] * outputs) if len(parts) == 1 else f"{text};...")
     return tuple(parts)
 
@@ -169,12 +169,12 @@ def _term(text: str, term: str, at: int, dims: str, operands: int) -> Term:
         place = at + len(factor) - len(factor.lstrip())
         if len(letter) != 1 or not (letter.isascii() and letter.isalpha()):
             place += 1 if letter[:1].isalpha() and letter.isascii() else 0
-            raise RuleError(f"a factor {letter!r}" if letter else "a factor is missing", text, min(place, len(text)),
+            raise RuleSyntaxError(f"a factor {letter!r}" if letter else "a factor is missing", text, min(place, len(text)),
                             "a factor is one letter, a for the first operand: lower case where the output is linear in "
                             "it, upper case where it is not", "a*B")
         q = ord(letter.lower()) - ord("a")
         if q >= operands:
-            raise RuleError(f"{letter!r} is operand {q}", text, place, f"{dims!r} has {operands}: "
+            raise RuleSyntaxError(f"{letter!r} is operand {q}", text, place, f"{dims!r} has {operands}: "
                             f"{', '.join(chr(ord('a') + i) for i in range(operands))}", "one of these, or its dims too")
         factors.append((q, letter.islower()))
         at += len(factor) + 1
@@ -197,21 +197,21 @@ def rule(dims: str, algebra: str = "", *, ndims: tuple[int | None, ...] = (), le
     """
     inputs, outputs, terms = parse_rule(dims, algebra)
     if leaves not in LEAVES:
-        raise RuleError(f"leaves={leaves!r}", dims, None, "a label that is reduced away leaves one of these pending",
+        raise RuleSyntaxError(f"leaves={leaves!r}", dims, None, "a label that is reduced away leaves one of these pending",
                         ", ".join(f"leaves={kind!r}" for kind in LEAVES))
     if not ndims and "*" in dims:
-        raise RuleError("how many dims a '*' stands for is not known", dims, dims.index("*"),
+        raise RuleSyntaxError("how many dims a '*' stands for is not known", dims, dims.index("*"),
                         "it follows from the numbers of dims of the operands", "ndims=(3, 2)")
     if ndims:
         if len(ndims) != len(inputs):
-            raise RuleError(f"a rule of {len(inputs)} operands for {len(ndims)}", dims, None,
+            raise RuleSyntaxError(f"a rule of {len(inputs)} operands for {len(ndims)}", dims, None,
                             "the dims of every tensor argument stand in it, optional ones too", "")
         written = inputs
         inputs, outputs = _expand_stars(inputs, outputs, ndims, dict(stars))
         for q, (tensor, n) in enumerate(zip(inputs, ndims)):
             if n not in (None, NUMBER, len(tensor)):
                 least = "at least " if any("*" in dim[0] for dim in written[q]) else ""
-                raise RuleError(f"operand {chr(ord('a') + q)} has {n} dims, its rule {least}{len(tensor)}", dims, None,
+                raise RuleSyntaxError(f"operand {chr(ord('a') + q)} has {n} dims, its rule {least}{len(tensor)}", dims, None,
                                 "a rule names every dim", "b* for any number of dims")
     absent = {q for q, n in enumerate(ndims) if n is None}
     away = absent | {q for q, n in enumerate(ndims) if n == NUMBER}
