@@ -20,7 +20,7 @@ from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, arguments
 from globaltensor.rules.families import fixed
 from globaltensor.rules.language import LEAVES, Rule, label_sizes
-from globaltensor.rules.parse import Parsed, parse
+from globaltensor.rules.parse import Parsed, parse_rule
 from globaltensor.runtime.torch_internals import is_composite, overload_of
 
 _given: set[OpOverload] = set()                      # ops whose rule a user gave
@@ -33,7 +33,7 @@ def give(op: Any, dims: str, algebra: str = "", *, leaves: str = "sum", nonempty
     Raises RuleError where the rule is malformed or does not fit the op's schema, or the op is torch's own.
     """
     func = overload_of(op)
-    parsed = parse(dims, algebra)
+    parsed = parse_rule(dims, algebra)
     if leaves not in LEAVES:
         raise RuleError(f"leaves={leaves!r}", "a label that is in no result leaves one of these pending",
                         " or ".join(f'leaves="{kind}"' for kind in LEAVES))

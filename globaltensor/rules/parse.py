@@ -157,7 +157,7 @@ def _algebra(text: str, dims: str, operands: int, outputs: int) -> tuple[tuple[T
         at += len(part) + 1
     if len(parts) < outputs:
         raise RuleSyntaxError(f"no algebra for output {len(parts)}", text, len(text), f"{dims!r} has {outputs} outputs",
-                        ";".join([text] * outputs) if len(parts) == 1 else f"{text};...")
+                              ";".join([text] * outputs) if len(parts) == 1 else f"{text};...")
     return tuple(parts)
 
 
@@ -169,13 +169,14 @@ def _term(text: str, term: str, at: int, dims: str, operands: int) -> Term:
         place = at + len(factor) - len(factor.lstrip())
         if len(letter) != 1 or not (letter.isascii() and letter.isalpha()):
             place += 1 if letter[:1].isalpha() and letter.isascii() else 0
-            raise RuleSyntaxError(f"a factor {letter!r}" if letter else "a factor is missing", text, min(place, len(text)),
-                            "a factor is one letter, a for the first operand: lower case where the output is linear in "
-                            "it, upper case where it is not", "a*B")
+            raise RuleSyntaxError(f"a factor {letter!r}" if letter else "a factor is missing", text,
+                                  min(place, len(text)), "a factor is one letter, a for the first operand: lower case "
+                                  "where the output is linear in it, upper case where it is not", "a*B")
         q = ord(letter.lower()) - ord("a")
         if q >= operands:
             raise RuleSyntaxError(f"{letter!r} is operand {q}", text, place, f"{dims!r} has {operands}: "
-                            f"{', '.join(chr(ord('a') + i) for i in range(operands))}", "one of these, or its dims too")
+                                  f"{', '.join(chr(ord('a') + i) for i in range(operands))}",
+                                  "one of these, or its dims too")
         factors.append((q, letter.islower()))
         at += len(factor) + 1
     return tuple(factors)
@@ -197,22 +198,23 @@ def rule(dims: str, algebra: str = "", *, ndims: tuple[int | None, ...] = (), le
     """
     inputs, outputs, terms = parse_rule(dims, algebra)
     if leaves not in LEAVES:
-        raise RuleSyntaxError(f"leaves={leaves!r}", dims, None, "a label that is reduced away leaves one of these pending",
-                        ", ".join(f"leaves={kind!r}" for kind in LEAVES))
+        raise RuleSyntaxError(f"leaves={leaves!r}", dims, None,
+                              "a label that is reduced away leaves one of these pending",
+                              ", ".join(f"leaves={kind!r}" for kind in LEAVES))
     if not ndims and "*" in dims:
         raise RuleSyntaxError("how many dims a '*' stands for is not known", dims, dims.index("*"),
-                        "it follows from the numbers of dims of the operands", "ndims=(3, 2)")
+                              "it follows from the numbers of dims of the operands", "ndims=(3, 2)")
     if ndims:
         if len(ndims) != len(inputs):
             raise RuleSyntaxError(f"a rule of {len(inputs)} operands for {len(ndims)}", dims, None,
-                            "the dims of every tensor argument stand in it, optional ones too", "")
+                                  "the dims of every tensor argument stand in it, optional ones too", "")
         written = inputs
         inputs, outputs = _expand_stars(inputs, outputs, ndims, dict(stars))
         for q, (tensor, n) in enumerate(zip(inputs, ndims)):
             if n not in (None, NUMBER, len(tensor)):
                 least = "at least " if any("*" in dim[0] for dim in written[q]) else ""
-                raise RuleSyntaxError(f"operand {chr(ord('a') + q)} has {n} dims, its rule {least}{len(tensor)}", dims, None,
-                                "a rule names every dim", "b* for any number of dims")
+                raise RuleSyntaxError(f"operand {chr(ord('a') + q)} has {n} dims, its rule {least}{len(tensor)}", dims,
+                                      None, "a rule names every dim", "b* for any number of dims")
     absent = {q for q, n in enumerate(ndims) if n is None}
     away = absent | {q for q, n in enumerate(ndims) if n == NUMBER}
     if away:

@@ -259,7 +259,7 @@ def text(signature: Sides) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `check` found: `sound` signatures that hold, and `missing` ones that hold but do not follow from the rule."""
+    """What `check` found: `sound` signatures hold; `missing` ones hold too but do not follow from the rule."""
 
     op: str
     sound: tuple[str, ...]
