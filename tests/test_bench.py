@@ -56,6 +56,7 @@ def test_boxing(args, title):
         assert all(p10 <= median for median, p10 in row["us"].values())
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_strategies():
     said = found("strategies")
@@ -66,6 +67,7 @@ def test_strategies():
         assert row["of formula, kept"] == 1 or "tp" in name and 1 < row["of formula, kept"] < 1.1, row
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_train():
     said = found("train")
@@ -74,6 +76,7 @@ def test_train():
     assert all(row["tokens/s"] > 0 for row in said["rows"])
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_pipeline(tmp_path):
     said = found("pipeline", "--ranks", "2", "--plot", str(tmp_path / "steps.png"))

@@ -194,7 +194,8 @@ def test_programs_in_processes(n):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("launcher, grid, more", [
-    (RUN, (2, 2, 1), ()), (TORCHRUN, (2, 1, 2), ()), (RUN, (2, 2, 1), ("--sp", "--zero=2", "--recompute"))])
+    (RUN, (2, 2, 1), ()), pytest.param(TORCHRUN, (2, 1, 2), (), marks=pytest.mark.long),
+    pytest.param(RUN, (2, 2, 1), ("--sp", "--zero=2", "--recompute"), marks=pytest.mark.long)])
 def test_training_in_processes(launcher, grid, more):
     axes = [word for name, n in zip(("--dp", "--tp", "--pp"), grid) for word in (name, str(n))]
     said = launch(*launcher, "4", str(EXAMPLES / "train_gpt.py"), *TINY, *axes, *more, "--verify")

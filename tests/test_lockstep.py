@@ -1,4 +1,4 @@
-"""The tests of boxing, gradients and networks once more, on 4 processes that share memory and on 2 over gloo.
+"""The tests of boxing, gradients and networks once more, on processes that share memory and on processes over gloo.
 
 Every process runs the same tests in the same order, each with one rank; those that need more ranks are skipped.
 """
@@ -15,7 +15,7 @@ FILES = [f"tests/test_{name}.py" for name in ("boxing", "gradients", "grids", "n
 
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks, native", [(2, "0"), (4, "1")])
+@pytest.mark.parametrize("ranks, native", [(2, "0"), (2, "1"), pytest.param(4, "1", marks=pytest.mark.long)])
 def test_on_processes(ranks, native):
     command = [*TORCHRUN, "--nproc-per-node", ranks, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m",
                "not long", "--rootdir", ROOT, *[ROOT / file for file in FILES]]
