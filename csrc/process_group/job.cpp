@@ -38,7 +38,10 @@ class Done final : public c10d::Work {
 
 bool plain(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
 
-char* data_of(const at::Tensor& t) { return static_cast<char*>(const_cast<void*>(t.const_data_ptr())); }
+char* data_of(const at::Tensor& t) {
+  TORCH_CHECK(!t.numel() || t.storage().data(), "a tensor of ", t.sizes(), " without memory: its storage was freed, or it wraps others");
+  return static_cast<char*>(const_cast<void*>(t.const_data_ptr()));
+}
 
 }  // namespace
 

@@ -50,7 +50,7 @@ at::Tensor empty_shard(const Step& step, size_t nth) {
 }
 
 void fill_shard(gt_shard& shard, const at::Tensor& t) {
-  shard.data = t.numel() ? static_cast<char*>(t.data_ptr()) : nullptr;
+  shard.data = memory_of(t);
   std::copy(t.strides().begin(), t.strides().end(), shard.stride);
 }
 
@@ -80,12 +80,12 @@ struct Meeting {
     move.ndim = before->sizes.size();
     move.source = move.target = nullptr;
     if (!held.empty() && held[0].numel()) {
-      move.source = held[0].data_ptr();
+      move.source = memory_of(held[0]);
       std::copy(held[0].sizes().begin(), held[0].sizes().end(), move.source_size);
       std::copy(held[0].strides().begin(), held[0].strides().end(), move.source_stride);
     }
     if (!made.empty() && made[0].numel()) {
-      move.target = made[0].data_ptr();
+      move.target = memory_of(made[0]);
       std::copy(made[0].strides().begin(), made[0].strides().end(), move.target_stride);
     }
     move.source_dtype = dtype_code(before->dtype);

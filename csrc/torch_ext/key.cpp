@@ -25,7 +25,9 @@ void push_tensor(const at::Tensor& t, Key& key) {
 
 bool foreign(const at::Tensor& t) {
   auto* impl = t.unsafeGetTensorImpl();
-  return !is_global(impl) && (impl->is_python_dispatch() || impl->has_symbolic_sizes_strides() || impl->layout() != c10::kStrided);
+  if (is_global(impl)) return false;
+  return impl->is_python_dispatch() || impl->has_symbolic_sizes_strides() || impl->layout() != c10::kStrided ||
+         impl->key_set().has(c10::DispatchKey::NestedTensor) || without_memory(impl);
 }
 
 void push_string(const std::string& text, Key& key) {

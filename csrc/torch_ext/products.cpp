@@ -125,7 +125,8 @@ struct Linear : torch::autograd::Function<Linear> {
 // What autocast would do to an operand of a product.
 Tensor cast(const Tensor& t) {
   const auto device = t.device().type();
-  if (!at::autocast::is_autocast_enabled(device) || !t.is_floating_point() || t.scalar_type() == c10::kDouble) return t;
+  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return t;
+  if (!t.is_floating_point() || t.scalar_type() == c10::kDouble) return t;
   return t.to(at::autocast::get_autocast_dtype(device));
 }
 

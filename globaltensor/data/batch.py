@@ -22,6 +22,7 @@ import torch
 from globaltensor.errors import GlobalTensorError, SbpError, ShapeError
 from globaltensor.layouts.layout import Layout, layout, slices, spec
 from globaltensor.layouts.sbp import NdSbp, broadcast, nd_sbp
+from globaltensor.runtime.memory import require
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.global_tensor import GlobalTensor, resolve
 
@@ -73,6 +74,7 @@ class Cutter:
         if t.is_global:
             raise GlobalTensorError("a dataset or collate_fn that gives global tensors", "samples are read by each "
                                     "process for itself, in workers that are no ranks", "plain tensors")
+        require(t, "a collated tensor")
         expected = max(stop - start, 1)              # one sample stands in where there are no rows
         if t.dim() == 0 or t.shape[0] != expected:
             raise ShapeError(f"a collated tensor of shape {list(t.shape)} from {expected} samples",

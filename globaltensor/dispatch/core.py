@@ -20,6 +20,7 @@ from globaltensor.dispatch.execute import check_guard, execute, wrap_results
 from globaltensor.dispatch.recipe import Recipe, static
 from globaltensor.layouts.layout import Layout, Shape, Spec, Windows, spec
 from globaltensor.rules.call import Call
+from globaltensor.runtime.memory import require
 from globaltensor.runtime.native import torch_ext
 
 _recipes: dict[tuple, Recipe] = {}
@@ -29,8 +30,13 @@ _LIMIT = 50_000
 def arrive(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """An op from torch: run it, and cache its recipe in the native dispatcher where that asked for one.
 
-    Only what comes a second time is cached: a shape that is seen once is not worth it.
+    Only what comes a second time is cached: a shape that is seen once is not worth it. An operand without memory always
+    comes here, and is refused.
     """
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        for t in value if type(value) in (list, tuple) else (value,):
+            if isinstance(t, torch.Tensor) and type(t) is not cls:
+                require(t, f"an operand of {func}")
     pending_key = native.pending_key(func) if torch_ext is not None else None
     if pending_key is not None:
         recipe = _recipes.get(_key(cls, func, args, kwargs))

@@ -7,6 +7,7 @@
     p2p             messages that one process leaves for another
     deadlock        ranks that wait for each other, found out within seconds
     machine         what moving and computing cost
+    memory          which plain tensors have memory to read
     native          the native code, loaded here and nowhere else
     custom_ops      ops of our own, registered with torch
     philox          random numbers that depend on a key and a global index

@@ -11,10 +11,13 @@ import torch
 
 from globaltensor.boxings.run import Boxed, box
 from globaltensor.layouts.layout import Layout, Spec
+from globaltensor.runtime.memory import require
 
 
 def assign(x: Any, index: Any, value: Any) -> None:
     """x[index] = value; an index that is not plain, or cuts no split dim, goes torch's own way."""
+    if isinstance(value, torch.Tensor) and not value.is_global:
+        require(value, "the value of an assignment x[...] = t")
     ranges = _ranges(index, x.spec) if hasattr(x, "spec") else None
     if ranges is None or not _cuts_split(ranges, x.spec):
         torch.Tensor.__setitem__(x, index, value)

@@ -11,6 +11,7 @@ from globaltensor.errors import GlobalTensorError, ShapeError
 from globaltensor.layouts.layout import Layout, Shape, layout, sbp_text, spec
 from globaltensor.layouts.sbp import broadcast, nd_sbp
 from globaltensor.runtime.agreement import agree_on, checksum, gather_objects
+from globaltensor.runtime.memory import missing, require
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.global_tensor import GlobalTensor, place, resolve, to
 
@@ -21,6 +22,7 @@ def from_full(t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
     Raises SbpError for an sbp that does not fit, DisagreementError on every rank where `t` is not the same everywhere.
     """
     dst = resolve(placement, sbp, t.dim())
+    require(t, f"from_full on {dst}")
     agree_on(t, f"from_full on {dst}")
     return _FromFull.apply(t, dst)
 
@@ -81,11 +83,13 @@ def _mine(where: Any) -> list[int]:
 
 
 class Part(NamedTuple):
-    """What the others must know of one rank's part. `checksum` is 0 where no rank has to hold the same."""
+    """What the others must know of one rank's part. `checksum` is 0 where no rank has to hold the same, `missing` says
+    why it cannot be read."""
 
     shape: Shape
     dtype: torch.dtype
     checksum: int
+    missing: tuple[str, str] | None
 
 
 def join(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTensor:
@@ -95,9 +99,13 @@ def join(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTensor:
     """
     nd = nd_sbp(sbp, where.names, where.ndim)
     copies = any(s.is_broadcast and n > 1 for s, n in zip(nd, where.shape))
-    parts = _all_parts({r: Part(tuple(t.shape), t.dtype, checksum(t) if copies else 0) for r, t in mine.items()},
-                       f"from_local on {where} {sbp_text(nd)}")
+    what = f"from_local on {where} {sbp_text(nd)}"
+    parts = _all_parts({r: _part(t, copies) for r, t in mine.items()}, what)
     first = parts[where.flat[0]]
+    for p in parts.values():
+        if p.missing:
+            raise GlobalTensorError(f"{what}: {p.missing[0]}", "a part is read from its memory, and one has none",
+                                    p.missing[1])
     if any((len(p.shape), p.dtype) != (len(first.shape), first.dtype) for p in parts.values()):
         raise _misfit(f"{where} {sbp_text(nd)}", {r: f"{list(p.shape)} {p.dtype}" for r, p in parts.items()},
                       "parts of one tensor have the same number of dims and the same dtype", "")
@@ -116,6 +124,12 @@ def join(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTensor:
     if any(parts[r].checksum != parts[head].checksum for r, head in heads.items()):
         shards = _from_heads(shards, heads, dst, shape, first.dtype)
     return GlobalTensor.wrap(spec(dst, shape, None, first.dtype), shards)
+
+
+def _part(t: torch.Tensor, copies: bool) -> Part:
+    if (found := missing(t)) is not None:
+        return Part((), t.dtype, 0, found)
+    return Part(tuple(t.shape), t.dtype, checksum(t) if copies else 0, None)
 
 
 def _all_parts(mine: dict[int, Part], what: str) -> dict[int, Part]:

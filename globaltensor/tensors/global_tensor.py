@@ -18,6 +18,7 @@ from globaltensor.errors import GlobalTensorError, SbpError
 from globaltensor.layouts.layout import Layout, Spec, layout, sbp_text, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import NdSbp, broadcast, in_range, nd_sbp
+from globaltensor.runtime.memory import require
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import assign, backward, gradients, lookup, multihead_attention, products
@@ -250,7 +251,10 @@ def place(whole: torch.Tensor, dst: Layout) -> GlobalTensor:
     home = dst.whole
     of = spec(home, tuple(whole.shape), None, whole.dtype)
     devices = {r: world().device(dst.placement.type, r) for r in ranks}
+    require(whole, f"a plain tensor on {dst}")
     source = whole.detach().resolve_conj().resolve_neg()         # what reads the memory knows no such bits
+    if dst.placement.type == "cpu":
+        source = source.cpu()
     if dst is home:
         shards = {r: source.to(devices[r], copy=True).contiguous() for r in ranks}
     else:

@@ -1,4 +1,4 @@
-"""What could end the interpreter, each case in a process of its own: forked, so that they start at once.
+"""What could end the interpreter, in a process that is forked, and forked anew where a case does end it.
 
 Prints a line of JSON: case -> "" where it ran to its end, else what it raised or how it died. A case that must be
 refused raises GlobalTensorError with a reason and something to type; its name begins with "refused: ".
@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import signal
+from functools import cache
 
 import torch
 
@@ -116,10 +117,93 @@ def data_of_plain(sbp):
     assert torch.equal(plain, torch.ones(5))
 
 
+# --------------------------------------------------------------------------- plain tensors without memory, by door
+
+class Wrapper(torch.Tensor):
+    """A tensor that stands for another one, as torch has many."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(func(*[t.inner if isinstance(t, cls) else t for t in args], **(kwargs or {})))
+
+
+def freed():
+    t = torch.ones(5)
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def part_of_freed():
+    t = torch.ones(6)[1:]
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def fake():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(5)
+
+
+@cache
+def dtensor():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    return distribute_tensor(torch.ones(5), DeviceMesh("cpu", [0]), [Replicate()])
+
+
+def quantized():
+    return torch.quantize_per_tensor(torch.ones(5), 0.1, 0, torch.qint8)
+
+
+KINDS = {
+    "meta": lambda: torch.ones(5, device="meta"), "part of meta": lambda: torch.ones(6, device="meta")[1:],
+    "freed": freed, "part of freed": part_of_freed, "fake": fake, "wrapper": lambda: Wrapper(torch.ones(5)),
+    "dtensor": dtensor, "sparse": lambda: torch.ones(5).to_sparse(), "csr": lambda: torch.ones(5, 1).to_sparse_csr(),
+    "mkldnn": lambda: torch.ones(5).to_mkldnn(), "quantized": quantized,
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}
+DOORS = {
+    "x + t": lambda x, t: x + t, "x.copy_": lambda x, t: x.copy_(t), "x.add_": lambda x, t: x.add_(t),
+    "cat": lambda x, t: torch.cat([x, x, t]), "where": lambda x, t: torch.where(x > 1, x, t),
+    "foreach": lambda x, t: torch._foreach_add([x], [t]), "einsum": lambda x, t: torch.einsum("i,j->ij", x, t),
+    "linear": lambda x, t: torch.nn.functional.linear(x.view(1, 5), t),
+    "known op": lambda x, t: [x + torch.ones(5), x + torch.ones(5), x + t],
+    "out=": lambda x, t: torch.add(x, x, out=t), "x.data = t": lambda x, t: setattr(x, "data", t),
+    "x[...] = t": lambda x, t: x.__setitem__(slice(None), t),
+    "x[1:] = t": lambda x, t: torch.cat([x, x[:1]]).__setitem__(slice(1, None), t),
+    "from_full": lambda x, t: gt.from_full(t, P, x.sbp), "from_local": lambda x, t: gt.from_local(t, P, x.sbp),
+    "from_shards": lambda x, t: gt.from_shards({0: t, 1: t}, P, x.sbp), "to_global": lambda x, t: t.to_global(P, x.sbp),
+    "module": lambda x, t: torch.nn.ParameterList([torch.nn.Parameter(t, requires_grad=False)]).to_global(P, B),
+}
+
+
+def comes_in(door, kind, sbp):
+    DOORS[door](numbers(sbp), KINDS[kind]())
+
+
+def fits(door, kind):
+    """Those of other shapes are refused for it, by torch."""
+    return kind not in ("csr", "nested", "jagged") or door not in ("linear", "einsum")
+
+
+DATA = (its_own, trained, another, module, module_made_global, swapped, plain_data, meta_data, data_of_plain)
 CASES = {f"{'refused: ' if case in (plain_data, meta_data) else ''}{case.__name__}, {name}": (case, (sbp,))
-         for case in (its_own, trained, another, module, module_made_global, swapped, plain_data, meta_data,
-                      data_of_plain)
-         for name, sbp in LAYOUTS.items()}
+         for case in DATA for name, sbp in LAYOUTS.items()}
+CASES |= {f"refused: {kind} by {door}, {name}": (comes_in, (door, kind, sbp)) for door in DOORS for kind in KINDS
+          if fits(door, kind) for name, sbp in LAYOUTS.items() if name != "P"}
 
 
 def outcome(case, args, refused):
@@ -134,22 +218,28 @@ def outcome(case, args, refused):
     return "it was not refused" if refused else ""
 
 
-def alone(case, args, refused):
-    """Its outcome in a process of its own."""
-    end, start = os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(start, outcome(case, args, refused)[:60_000].encode())
-        os._exit(0)
-    os.close(start)
-    with open(end, "rb") as pipe:
-        said = pipe.read().decode()
-    status = os.waitpid(child, 0)[1]
-    return said if not status else f"died of {signal.Signals(status & 0x7F).name}"
+def outcomes(names):
+    """Of each case, by a process that is forked anew after each that ends it."""
+    said = {}
+    while waiting := [name for name in names if name not in said]:
+        end, start = os.pipe()
+        child = os.fork()
+        if not child:
+            with open(start, "w") as pipe:
+                for name in waiting:
+                    print(json.dumps([name, outcome(*CASES[name], name.startswith("refused"))]), file=pipe, flush=True)
+            os._exit(0)
+        os.close(start)
+        with open(end) as pipe:
+            said.update(json.loads(line) for line in pipe)
+        if status := os.waitpid(child, 0)[1]:
+            dead = next(name for name in names if name not in said)
+            said[dead] = f"died of {signal.Signals(status & 0x7F).name}"
+    return said
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for some in LAYOUTS.values():                    # what is loaded at first use is loaded once
         same(numbers(some), torch.arange(5.0))
-    print(json.dumps({name: alone(case, args, name.startswith("refused")) for name, (case, args) in CASES.items()}))
+    print(json.dumps(outcomes(list(CASES))))

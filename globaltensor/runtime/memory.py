@@ -1,0 +1,42 @@
+"""Which plain tensors have memory that we can read.
+
+A plain tensor comes in as an operand of an op, as a value to assign, or to be made global; then its elements are read
+from its memory. Some have none: those on the meta device, sparse and quantized ones, wrappers of other tensors
+(FakeTensor, DTensor), those whose storage was freed. Whoever takes a plain tensor in asks here first.
+"""
+from __future__ import annotations
+
+import torch
+
+from globaltensor.errors import GlobalTensorError
+
+_address = torch._C._data_address
+
+
+def require(t: torch.Tensor, what: str) -> None:
+    """Raise GlobalTensorError where `t` has no memory that we can read. `what` is done with it, for the message."""
+    if missing(t) is not None:
+        found, fix = missing(t)
+        raise GlobalTensorError(f"{what}: {found}", "its elements are read from memory, and it has none", fix)
+
+
+def missing(t: torch.Tensor) -> tuple[str, str] | None:
+    """What a tensor without memory is, and what to type instead; None for one that has memory."""
+    if t.is_global:
+        return "a global tensor", "x.to_global(placement, sbp), or x.full_tensor()"
+    if t.is_nested:
+        return "a nested tensor", "t.to_padded_tensor(0)"
+    if t.layout is not torch.strided:
+        return f"a tensor of layout {t.layout}", "t.to_dense()"
+    if t.is_quantized:
+        return "a quantized tensor", "t.dequantize()"
+    if t.device.type != "meta" and (_address(t) or not t.numel()):
+        return None
+    if hasattr(t, "full_tensor"):
+        return f"a {type(t).__name__}", "t.full_tensor(), or gt.from_local(t.to_local(), placement, sbp)"
+    if type(t) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(t).__name__}, a wrapper of other tensors", "the tensor that it stands for"
+    if t.device.type == "meta":
+        return ("a tensor on the meta device",
+                'torch.empty_like(t, device="cpu"), then filled; of a module: module.to_empty(device="cpu")')
+    return "a tensor whose storage was freed", "t.clone(), taken before its storage was resized to 0"
