@@ -28,10 +28,12 @@ c10::Device device_of(const Spec* spec, const Shards& shards) {
   return spec->device == c10::kCPU || spec->device == c10::kMeta ? c10::Device(spec->device) : c10::Device(spec->device, 0);
 }
 
-// Memory of the right size that is not there, as torch's own wrappers have it: what asks for it finds a null pointer.
+// Memory of the right size that is not there, as torch's own wrappers have it. Who would write to it gets an error.
 c10::Storage no_memory(const Spec* spec, const Shards& shards) {
   const size_t bytes = c10::multiply_integers(spec->sizes) * c10::elementSize(spec->dtype);
-  return c10::Storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device_of(spec, shards)), nullptr, false);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device_of(spec, shards)), nullptr, false);
+  storage.unsafeGetStorageImpl()->set_throw_on_mutable_data_ptr();
+  return storage;
 }
 
 // The Python object exists from the start, as torch would make one of class torch.Tensor when first asked.

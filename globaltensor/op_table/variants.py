@@ -32,6 +32,8 @@ def line_of(func: OpOverload) -> Line | None:
     found = TABLE.get(func)
     if found is None and is_composite(func):
         return Line(factory_like, decomposition=_decomposed)
+    if func._schema.name == "aten::set_":
+        return Line(factory_like, decomposition=_other_memory)
     functional = functional_of(func) if found is None and func._schema.is_mutable else None
     if functional is None:
         return found
@@ -43,6 +45,12 @@ def line_of(func: OpOverload) -> Line | None:
     if line is None or line.decomposition is None:
         return line
     return replace(line, decomposition=_in_place(functional, line.decomposition))
+
+
+def _other_memory(call: Call, run: Any) -> Any:
+    raise InPlaceError(f"{call.func}: a tensor and the memory of another one, where one of them is global",
+                       "a global tensor has no memory of its own, and is not made of a plain one's",
+                       "x.copy_(t), or x.data = gt.from_full(t, x.placement, x.sbp)")
 
 
 def _decomposed(call: Call, run: Any) -> Any:

@@ -6,6 +6,8 @@ from its memory. Some have none: those on the meta device, sparse and quantized 
 """
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from globaltensor.errors import GlobalTensorError
@@ -40,3 +42,13 @@ def missing(t: torch.Tensor) -> tuple[str, str] | None:
         return ("a tensor on the meta device",
                 'torch.empty_like(t, device="cpu"), then filled; of a module: module.to_empty(device="cpu")')
     return "a tensor whose storage was freed", "t.clone(), taken before its storage was resized to 0"
+
+
+class NoMemory(torch.UntypedStorage):
+    """The storage of a global tensor, by which others may count bytes, but not tell tensors apart."""
+
+    def data_ptr(self) -> Any:
+        raise GlobalTensorError("the address or the bytes of a global tensor's storage", "it has no memory of its own",
+                                "x.full_tensor(), x.to_local(), or its shards: x.shards[rank]")
+
+    __reduce__ = data_ptr

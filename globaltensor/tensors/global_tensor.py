@@ -18,7 +18,7 @@ from globaltensor.errors import GlobalTensorError, SbpError
 from globaltensor.layouts.layout import Layout, Spec, layout, sbp_text, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import NdSbp, broadcast, in_range, nd_sbp
-from globaltensor.runtime.memory import require
+from globaltensor.runtime.memory import NoMemory, require
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import assign, backward, gradients, lookup, multihead_attention, products
@@ -50,6 +50,7 @@ class GlobalTensor(torch.Tensor):
         """A global tensor of these shards; nothing is checked."""
         device = next(iter(shards.values())).device if shards else of.placement.type
         made = _make(cls, of.shape, strides=of.stride, dtype=of.dtype, device=device, _extra_dispatch_keys=_KEY)
+        torch._C._set_throw_on_mutable_data_ptr(made)
         made.spec = of
         made.shards = shards
         return made
@@ -142,11 +143,24 @@ class GlobalTensor(torch.Tensor):
         """A plain tensor, with this tensor's dtype and device."""
         return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **options)
 
-    def apply_(self, *_: Any) -> None:
-        raise GlobalTensorError("apply_, map_ and share_memory_ of a global tensor", "it has no memory of its own",
-                                "x.full_tensor(), or its shards one by one: x.shards")
+    def data_ptr(self) -> int:
+        """0, by which torch knows a tensor without memory of its own."""
+        return 0
 
-    map_ = map2_ = share_memory_ = apply_
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """As large as the tensor, without memory."""
+        return NoMemory(self.nbytes, device="meta")
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        raise AttributeError("a global tensor has no memory of its own; try x.full_tensor() or x.shards[rank]")
+
+    def apply_(self, *_: Any, **__: Any) -> Any:
+        raise GlobalTensorError("apply_, map_, share_memory_ or DLPack of a global tensor",
+                                "it has no memory of its own",
+                                "x.full_tensor(), x.to_local(), or its shards: x.shards[rank]")
+
+    map_ = map2_ = share_memory_ = __dlpack__ = apply_
 
     # ------------------------------------------------------------------------------------------------ its value
 

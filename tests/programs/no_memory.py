@@ -6,11 +6,13 @@ refused raises GlobalTensorError with a reason and something to type; its name b
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import signal
 from functools import cache
 
+import numpy as np
 import torch
 
 import globaltensor as gt
@@ -199,11 +201,63 @@ def fits(door, kind):
     return kind not in ("csr", "nested", "jagged") or door not in ("linear", "einsum")
 
 
+# ------------------------------------------------------------------------------- memory that a global tensor has not
+
+HANDS = {                                            # what asks for the memory of x; refused
+    "torch.from_dlpack": lambda x, t: torch.from_dlpack(x), "np.from_dlpack": lambda x, t: np.from_dlpack(x),
+    "__dlpack__": lambda x, t: x.__dlpack__(), "share_memory_": lambda x, t: x.share_memory_(),
+    "set_": lambda x, t: x.set_(t), "set_ to nothing": lambda x, t: x.set_(),
+    "set_ of a plain tensor": lambda x, t: t.set_(x), "set_ to a storage": lambda x, t: x.set_(t.untyped_storage()),
+    "storage address": lambda x, t: x.untyped_storage().data_ptr(),
+    "typed storage address": lambda x, t: x.storage().data_ptr(),
+    "storage saved": lambda x, t: torch.save(x.untyped_storage(), io.BytesIO()),
+}
+HARMLESS = {                                         # an error of torch's own will do, and so will a storage on meta
+    "to_dlpack": lambda x, t: torch.utils.dlpack.to_dlpack(x), "memoryview": lambda x, t: memoryview(x),
+    "from_numpy": lambda x, t: torch.from_numpy(x), "frombuffer": lambda x, t: torch.frombuffer(x, dtype=torch.float32),
+    "storage read": lambda x, t: x.untyped_storage().tolist(), "storage item": lambda x, t: x.untyped_storage()[0],
+    "storage bytes": lambda x, t: bytes(x.untyped_storage()), "storage clone": lambda x, t: x.untyped_storage().clone(),
+    "storage fill_": lambda x, t: x.untyped_storage().fill_(1),
+    "storage copy_": lambda x, t: x.untyped_storage().copy_(t.untyped_storage()),
+    "storage copied": lambda x, t: t.untyped_storage().copy_(x.untyped_storage()),
+    "storage share_memory_": lambda x, t: x.untyped_storage().share_memory_(),
+    "set_ to its storage": lambda x, t: t.set_(x.untyped_storage()),
+    "typed storage": lambda x, t: x.storage().tolist(),
+}
+
+
+def hands_out(ask, sbp):
+    ask(numbers(sbp), torch.zeros(5))
+
+
+def harmless(ask, sbp):
+    x, t = numbers(sbp), torch.zeros(5)
+    try:
+        given = ask(x, t)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        given = None
+    same(x, torch.arange(5.0))
+    assert torch.equal(t, torch.zeros(5))
+    assert given is None or given.device.type == "meta", "it gave something"
+
+
+def means(sbp):
+    """What has an obvious meaning."""
+    x = numbers(sbp)
+    assert x.data_ptr() == 0 and x.untyped_storage().nbytes() == 20 == x.nbytes
+    assert not hasattr(x, "__array_interface__") and not hasattr(x, "__cuda_array_interface__")
+    assert np.asarray(x).tolist() == x.numpy().tolist() == [0, 1, 2, 3, 4]
+    assert torch.from_dlpack(x.full_tensor()).tolist() == [0, 1, 2, 3, 4]
+
+
 DATA = (its_own, trained, another, module, module_made_global, swapped, plain_data, meta_data, data_of_plain)
 CASES = {f"{'refused: ' if case in (plain_data, meta_data) else ''}{case.__name__}, {name}": (case, (sbp,))
          for case in DATA for name, sbp in LAYOUTS.items()}
 CASES |= {f"refused: {kind} by {door}, {name}": (comes_in, (door, kind, sbp)) for door in DOORS for kind in KINDS
           if fits(door, kind) for name, sbp in LAYOUTS.items() if name != "P"}
+CASES |= {f"refused: {name}": (hands_out, (ask, S(0))) for name, ask in HANDS.items()}
+CASES |= {name: (harmless, (ask, S(0))) for name, ask in HARMLESS.items()}
+CASES |= {"what has a meaning": (means, (S(0),))}
 
 
 def outcome(case, args, refused):
