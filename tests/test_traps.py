@@ -6,8 +6,9 @@ import torch
 from torch.nn import functional as F
 
 import globaltensor as gt
+from globaltensor.errors import InPlaceError
 
-B, S = gt.sbp.broadcast, gt.sbp.split
+B, P, S = gt.sbp.broadcast, gt.sbp.partial_sum, gt.sbp.split
 RANKS = [ranks for ranks in ([0, 1], [0, 1, 2], [0, 1, 2, 3]) if len(ranks) <= gt.world_size()]
 
 LOSSES = {
@@ -79,3 +80,33 @@ def test_placements_that_look_alike_are_not_the_same():
         gt.from_full(x, a, S(0)) + permuted
     moved = gt.from_full(x, a, S(0)).to_global(others[0])
     assert all(torch.equal(moved.shards[r], permuted.shards[r]) for r in moved.shards)
+
+
+def test_a_foreach_call_over_several_placements_is_one_call_per_rank():
+    """Elements on placements that overlap: lists of scalars, a tensor of them, and what all share, go along."""
+    here, other = gt.placement("cpu", [0, 1]), gt.placement("cpu", [1, 2, 3])
+    plain = [torch.arange(12.).reshape(4, 3), torch.arange(15.).reshape(5, 3) + 1, torch.ones(3, 3)]
+    mine = [gt.from_full(t, p, s) for t, p, s in zip(plain, (here, other, here), (S(0), S(1), B))]
+    half = gt.from_full(torch.tensor(0.5), here, B)
+    for op in (lambda x: torch._foreach_mul(x, 2.5), lambda x: torch._foreach_mul(x, [1., 2., 3.]),
+               lambda x: torch._foreach_add(x, x, alpha=2),
+               lambda x: torch._foreach_addcmul(x, x, x, torch.tensor([1., 2., 3.]))):
+        for got, want in zip(op(mine), op(plain)):
+            assert torch.equal(got.full_tensor(), want)
+    for shared in (half, half.to_global(sbp=P)):     # a pending one is summed, once for each placement
+        torch._foreach_mul_(mine, shared)
+        torch._foreach_mul_(plain, 0.5)
+        for got, want in zip(mine, plain):
+            assert torch.equal(got.full_tensor(), want)
+
+
+def test_a_foreach_call_guards_what_it_writes_and_reads_as_any_op():
+    x = gt.from_full(torch.arange(12.).reshape(2, 6), gt.placement("cpu", [0, 1]), S(1))
+    with pytest.raises(InPlaceError, match="into a plain tensor"):
+        torch._foreach_add_([torch.ones(2, 6)], [x])
+    copy = x.view(12)                                # needs a boxing
+    with pytest.raises(InPlaceError, match="a view whose layout had to change"):
+        torch._foreach_add_([copy], 1.0)
+    x.add_(1)
+    with pytest.raises(InPlaceError, match="after the tensor it was made from was written to"):
+        torch._foreach_add([copy], 1.0)

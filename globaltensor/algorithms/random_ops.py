@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from globaltensor.algorithms.aliasing import check_writable
 from globaltensor.algorithms.run import Decomposition
-from globaltensor.errors import InPlaceError
 from globaltensor.layouts.layout import Box, Layout, Shape, slices
 from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime import philox
@@ -167,7 +167,7 @@ def like(draw: Draw, *names: str) -> Decomposition:
 
 def _fill(call: Call, run: Any, target: Any, key: int, draw: Draw, *parameters: Any) -> Any:
     """Write into the target's shards; ranks that hold the same part share the work where one process drives them."""
-    _check_target(call, target)
+    check_writable(target, call.func, "self")
     own = target.spec
     ready = own.layout.settled
     held = [_lying(run, p, own.shape, ready) for p in parameters]
@@ -197,16 +197,6 @@ def _lying(run: Any, parameter: Any, shape: Shape, where: Layout) -> Callable[[i
         return run.box([parameter], [where], "random")[0].shards.__getitem__
     whole = tuple((0, n) for n in shape)
     return lambda rank: parameter.expand(shape)[slices(where.box(shape, rank), whole)]
-
-
-def _check_target(call: Call, target: Any) -> None:
-    if not hasattr(target, "spec"):
-        raise InPlaceError(f"{call.func} would write a global value into a plain tensor",
-                           "a plain tensor has no placement to hold it", "x.full_tensor() for the plain operand")
-    if target.spec.copied:
-        raise InPlaceError(f"{call.func} writes into a view whose layout had to change",
-                           "it is a copy by now: the write would not reach the tensor it was made from",
-                           "write into the tensor itself, or clone() the view first")
 
 
 def _check(call: Call) -> None:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from globaltensor.algorithms.aliasing import check_guard
 from globaltensor.checkpoint import folders
 from globaltensor.checkpoint.manifest import DTYPES, CheckpointError, Entry, Piece, box_text
-from globaltensor.dispatch.execute import check_guard
 from globaltensor.layouts.layout import Box, layout, meet, slices, spec, volume
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.runtime.world import local_ranks_of, world

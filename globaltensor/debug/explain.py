@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from globaltensor.boxings.watch import Move, record
 from globaltensor.dispatch.choose import layouts, rank_choices
 from globaltensor.dispatch.decide import decide
+from globaltensor.dispatch.foreach import is_foreach
 from globaltensor.dispatch.recipe import Recipe, spec_of_plain
 from globaltensor.errors import where
 from globaltensor.layouts.layout import Spec, Windows, sbp_text
@@ -121,7 +122,7 @@ def _row(recipe: Recipe, call: Call) -> Row:
     """What can be told before the op runs."""
     home = next(t.spec.placement for t in call.tensors if type(t) is GlobalTensor)
     name = str(call.func).removeprefix("aten.").removesuffix(".default")
-    if recipe.decomposition is not None:
+    if recipe.decomposition is not None or is_foreach(call.func):
         return Row(where(), name, home, "", "")
     operands = [t.spec if type(t) is GlobalTensor else spec_of_plain(t, home) for t in call.tensors]
     boxed = ", ".join(f"{n}: {sbp_text(own.sbp)} -> {sbp_text(want.sbp)}"
@@ -151,13 +152,10 @@ def _second(recipe: Recipe, call: Call, operands: list[Spec]) -> tuple[str, floa
     given = [o for o in recipe.outputs if o is not None]
     outputs = [(o.shape, o.nbytes) for o in given] + [((), 0)] * (len(rule.outputs) - len(given))
     taken = _inputs(recipe.signature)
-    written = recipe.written[0] if recipe.written and rule.outputs else None
-    for target, moved in ((written, False), (written, True), (None, False)):
-        prices: dict[tuple, tuple[float, tuple]] = {}
-        for price, nd in rank_choices(rule, operands, outputs, world().machine, target, moved):
-            prices.setdefault(_inputs(nd), (price, nd))
-        if taken in prices:
-            break
+    target = recipe.written[0] if recipe.written and rule.outputs else None
+    prices: dict[tuple, tuple[float, tuple]] = {}
+    for price, nd in rank_choices(rule, operands, outputs, world().machine, target):
+        prices.setdefault(_inputs(nd), (price, nd))
     own, _ = prices.pop(taken, (0.0, None))
     if not prices:
         return "", 0.0

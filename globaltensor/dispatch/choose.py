@@ -4,17 +4,20 @@ The price of a choice is, in seconds on the machine:
 
     the boxing of every operand into the layout the choice wants
   + the work that each rank does (what no axis cuts is done by every rank)
-  + for an output left pending, what it will cost to reduce it later. Free where the operands lie just so already, or
-    are whole: a layout that asks for a pending sum (a row-parallel linear, a gradient over a split batch) gets it.
+  + for an output left pending, what it will cost to reduce it later. Free if the operands are laid out like that
+    already, or are whole: a layout that asks for a pending sum (a row-parallel linear, a gradient over a split batch)
+    gets it.
 
 Dispatch never starts a split of its own: a label may be cut on an axis only if an operand is split there. So
 broadcast operands stay broadcast, and where the split dim of an operand must be whole another one takes its place.
-Where a rule names an operand that leads, the indices of an embedding, its splits stay.
+Where a rule names an operand that leads (the indices of an embedding), its splits stay.
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
-from math import prod
+from math import inf, prod
+from typing import NamedTuple
 
 from globaltensor.boxings.plan import seconds
 from globaltensor.layouts.layout import Layout, Spec, layout
@@ -28,70 +31,99 @@ Size = tuple[tuple[int, ...], int]                   # shape and bytes of an out
 _NUDGE = 1e-9                                        # seconds; settles ties, below any real cost
 
 
-def choose(of: Rule, operands: list[Spec], outputs: list[Size], machine: Machine, target: int | None = None,
-           moved: bool = False) -> tuple[Signature, ...] | None:
-    """One signature per axis. `outputs`: shape and bytes of each.
+class _Question(NamedTuple):
+    """What is to be chosen: a signature per axis, from the candidates on each, for operands and outputs like these."""
 
-    `target` is the operand that output 0 is written into: both lie alike, and as the target does now, unless it may
-    be `moved`. None where that leaves no legal choice.
+    rule: Rule
+    operands: list[Spec]
+    outputs: list[Size]
+    machine: Machine
+    axes: list[list[Signature]]
+    sizes: Sizes
+
+    def fitting(self) -> Iterator[tuple[Signature, ...]]:
+        """The choices that these sizes allow."""
+        return (nd for nd in product(*self.axes) if self.fits(nd))
+
+    def fits(self, nd: tuple[Signature, ...]) -> bool:
+        return fits(nd, self.operands[0].placement.shape, self.sizes, dict(self.rule.even), self.rule.nonempty)
+
+    def price(self, nd: tuple[Signature, ...], limit: float = inf) -> float:
+        return _price(nd, self.operands, self.outputs, self.sizes, self.machine, limit)
+
+    def unmoved(self) -> tuple[Signature, ...] | None:
+        """The choice that moves nothing, where it cannot be beaten: no operand is pending, or it is the only one and
+        what comes out is no larger, so that the sum may as well be reduced later."""
+        carries = len(self.operands) == 1 and sum(nbytes for _, nbytes in self.outputs) <= self.operands[0].nbytes
+        nd = []
+        for axis, candidates in enumerate(self.axes):
+            states = tuple(own.sbp[axis] for own in self.operands)
+            if any(s.is_partial for s in states) and not carries:
+                return None
+            same = next((sig for sig in candidates if sig.inputs == states), None)
+            if same is None:
+                return None
+            nd.append(same)
+        return tuple(nd) if self.fits(tuple(nd)) else None
+
+
+def _questions(rule: Rule, operands: list[Spec], outputs: list[Size], machine: Machine, target: int | None
+               ) -> Iterator[_Question]:
+    """The question, strictly; and for an op that writes, once more with its target free to move.
+
+    The target and output 0 are one memory. So it is written as it is laid out, if that is legal; else it is moved to
+    where that is legal, written, and moved back.
     """
-    where = operands[0].placement
-    sizes = label_sizes(of, [spec.shape for spec in operands])
-    limits = dict(of.even)
-    axes = [_candidates(of, [spec.sbp[axis] for spec in operands], target, moved) for axis in range(where.ndim)]
-    if not all(axes):
-        return None
-    carries = len(operands) == 1 and sum(nbytes for _, nbytes in outputs) <= operands[0].nbytes
-    now = tuple(_as_it_lies(found, [spec.sbp[axis] for spec in operands], carries) for axis, found in enumerate(axes))
-    if None not in now and fits(now, where.shape, sizes, limits, of.nonempty):
-        return now
-    best: tuple[float, tuple[Signature, ...]] | None = None
-    for nd in product(*axes):
-        if not fits(nd, where.shape, sizes, limits, of.nonempty):
-            continue
-        price = _price(nd, operands, outputs, sizes, machine, best[0] if best else float("inf"))
-        if best is None or price < best[0] - 1e-15:
-            best = price, nd
-    return best[1] if best else None
+    sizes = label_sizes(rule, [own.shape for own in operands])
+    for may_move in (False, True) if target is not None else (True,):
+        axes = [_candidates(rule, [own.sbp[axis] for own in operands], target, may_move)
+                for axis in range(operands[0].placement.ndim)]
+        yield _Question(rule, operands, outputs, machine, axes, sizes)
 
 
-def rank_choices(of: Rule, operands: list[Spec], outputs: list[Size], machine: Machine, target: int | None = None,
-                 moved: bool = False) -> list[tuple[float, tuple[Signature, ...]]]:
-    """What `choose` chooses from: the seconds of every choice worth pricing, the cheapest first."""
-    where = operands[0].placement
-    sizes = label_sizes(of, [spec.shape for spec in operands])
-    limits = dict(of.even)
-    axes = [_candidates(of, [spec.sbp[axis] for spec in operands], target, moved) for axis in range(where.ndim)]
-    found = [(_price(nd, operands, outputs, sizes, machine, float("inf")), nd)
-             for nd in product(*axes) if fits(nd, where.shape, sizes, limits, of.nonempty)]
-    return sorted(found, key=lambda choice: choice[0])
+def choose(rule: Rule, operands: list[Spec], outputs: list[Size], machine: Machine, target: int | None = None
+           ) -> tuple[Signature, ...]:
+    """The cheapest legal signature of each axis. `target` is the operand that output 0 is written into."""
+    for question in _questions(rule, operands, outputs, machine, target):
+        unmoved = question.unmoved()
+        if unmoved is not None:
+            return unmoved
+        best, least = None, inf
+        for nd in question.fitting():
+            price = question.price(nd, least)
+            if best is None or price < least - 1e-15:                # the first of equals, on every process
+                best, least = nd, price
+        if best is not None:
+            return best
+    raise AssertionError(f"all-B is always legal: {rule}")
 
 
-def _as_it_lies(found: list[Signature], states: list[Sbp], carries: bool) -> Signature | None:
-    """The candidate that moves nothing, where it cannot be beaten: no operand is pending, or it is the only one and
-    what comes out is no larger, so that the sum may as well be settled later."""
-    if any(s.is_partial for s in states) and not carries:
-        return None
-    wanted = tuple(states)
-    return next((sig for sig in found if sig.inputs == wanted), None)
+def rank_choices(rule: Rule, operands: list[Spec], outputs: list[Size], machine: Machine, target: int | None = None
+                 ) -> list[tuple[float, tuple[Signature, ...]]]:
+    """What `choose` chooses from: the seconds of every choice, the cheapest first."""
+    for question in _questions(rule, operands, outputs, machine, target):
+        choices = [(question.price(nd), nd) for nd in question.fitting()]
+        if choices:
+            return sorted(choices, key=lambda choice: choice[0])
+    raise AssertionError(f"all-B is always legal: {rule}")
 
 
-def _candidates(of: Rule, states: list[Sbp], target: int | None, moved: bool) -> list[Signature]:
-    """Signatures worth pricing on one axis."""
+def _candidates(rule: Rule, states: list[Sbp], target: int | None, may_move: bool) -> list[Signature]:
+    """Signatures worth pricing on one axis, where the operands have these sbps now."""
     split = any(s.is_split for s in states)
     pending = any(s.is_partial for s in states)
-    led = of.leads is not None and states[of.leads].is_split
-    found = []
-    for sig in signatures(of):
-        if sig.label is not None and not split or led and sig.inputs[of.leads] != states[of.leads]:
-            continue
+    led = rule.leads is not None and states[rule.leads].is_split
+    worthwhile = []
+    for sig in signatures(rule):
+        if sig.label is not None and not split or led and sig.inputs[rule.leads] != states[rule.leads]:
+            continue                                 # dispatch starts no split; a leading operand keeps its own
         if target is not None and (sig.inputs[target] != sig.outputs[0]
-                                   or not moved and sig.outputs[0] != states[target]):
+                                   or not may_move and sig.outputs[0] != states[target]):
             continue
         if not pending and not split and any(s.is_partial for s in sig.inputs):
-            continue
-        found.append(sig)
-    return found
+            continue                                 # nothing but whole operands: all-B costs nothing
+        worthwhile.append(sig)
+    return worthwhile
 
 
 def _price(nd: tuple[Signature, ...], operands: list[Spec], outputs: list[Size], sizes: Sizes, machine: Machine,
@@ -100,8 +132,8 @@ def _price(nd: tuple[Signature, ...], operands: list[Spec], outputs: list[Size],
     where = operands[0].placement
     cut = prod(parts for sig, parts in zip(nd, where.shape) if sig.label is not None)
     total = prod(sizes.values()) / cut / machine.work
-    moved_on = [False] * where.ndim
-    carried = [False] * where.ndim
+    moved_on = [False] * where.ndim                  # was an operand boxed there that was not broadcast?
+    carried = [False] * where.ndim                   # does an operand stay pending there?
     for q, spec in enumerate(operands):
         want = tuple(sig.inputs[q] for sig in nd)
         if want != spec.sbp:

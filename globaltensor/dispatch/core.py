@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from globaltensor.algorithms.aliasing import check_guard
 from globaltensor.boxings.rows import rows
 from globaltensor.boxings.run import Boxed, Shards, box, boxed
 from globaltensor.dispatch import native, user_rules
 from globaltensor.dispatch.decide import decide
-from globaltensor.dispatch.execute import check_guard, execute, wrap_results
+from globaltensor.dispatch.execute import execute
 from globaltensor.dispatch.recipe import Recipe, static
 from globaltensor.layouts.layout import Layout, Shape, Spec, Windows, spec
 from globaltensor.rules.call import Call
@@ -73,19 +74,6 @@ def rule(op: Any, dims: str, algebra: str = "", *, leaves: str = "sum", nonempty
 def dispatch(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run `func` on operands of which at least one is a `cls`, a global tensor."""
     recipe = find(cls, func, args, kwargs)
-    if recipe.simple is not None:
-        shards = {}
-        for rank in recipe.ranks:
-            local = list(args)
-            for at in recipe.simple:
-                local[at] = args[at].shards[rank]
-            for at, value in recipe.local_args.get(rank, ()):
-                local[at] = value
-            shards[rank] = (func(*local, **kwargs) if recipe.local_impl is None
-                            else recipe.local_impl(recipe, rank, local, kwargs))
-        if recipe.single is not None:
-            return cls.wrap(recipe.single, shards)
-        return wrap_results(cls, recipe, (), shards)
     if recipe.decomposition is not None:
         return recipe.decomposition(Call(func, args, kwargs), _Run(cls))
     return execute(cls, recipe, args, kwargs)

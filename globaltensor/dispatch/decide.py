@@ -14,7 +14,15 @@ from torch.utils._pytree import tree_flatten
 
 from globaltensor.dispatch import foreach
 from globaltensor.dispatch.choose import choose, layouts
-from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, put, spec_of_plain
+from globaltensor.dispatch.recipe import (
+    Recipe,
+    decide_aliases,
+    moved_spec,
+    output_spec,
+    put,
+    spec_of_plain,
+    written_operands,
+)
 from globaltensor.dispatch.user_rules import results_by_rule
 from globaltensor.errors import InPlaceError, MixedPlacementError, PlacementError
 from globaltensor.layouts.layout import Spec, contiguous, layout
@@ -27,81 +35,80 @@ from globaltensor.runtime.world import local_ranks_of, world
 
 
 def decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], decompose: bool = True) -> Recipe:
-    """How this call runs, decided anew."""
+    """How this call runs, decided anew. `decompose=False`: by its rule, even if a decomposition applies."""
     call = Call(func, args, kwargs)
     line = line_of(func)
-    if foreach.is_foreach(func):
-        return Recipe(func, decomposition=line.decomposition) if line is not None else foreach.decide(cls, call)
+    if foreach.is_foreach(func):                     # whose elements may be on different placements
+        return foreach.decide(cls, call) if line is None else Recipe(func, decomposition=line.decomposition)
     where = _one_placement(cls, call)
     if line is not None and line.decomposition is not None and decompose and line.applies(call):
         return Recipe(func, decomposition=line.decomposition)
     _check_device(call, where)
     operands = [t.spec if type(t) is cls else spec_of_plain(t, where) for t in call.tensors]
-    written = _written(cls, call)
-    ranks = local_ranks_of(where)
+    written = written_operands(call)
     home = layout(where, (broadcast,) * where.ndim)
     results = _meta(call, operands)
     if results is None and line is not None:
         results = results_by_rule(call, line.family(call), operands, torch.device(where.type))
-    recipe = Recipe(func, ranks, tuple(call.slots), (home,) * len(operands), None, written, home=home,
-                    is_view=any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns),
-                    guarded=tuple(q for q, own in enumerate(operands) if own.copied),
+    recipe = Recipe(func, local_ranks_of(where), tuple(call.slots), (home,) * len(operands), home, written=written,
                     seeded=line is None and torch.Tag.nondeterministic_seeded in func.tags)
     if written and results is not None:
         _check_written(call, written, results)
     if line is None or results is None:
         recipe.outputs = None if results is None else [output_spec(r, home) for r in results]
     else:
-        _choose(cls, recipe, line, call, operands, results)
+        _choose(recipe, line, call, operands, results)
     recipe.wants = tuple(None if type(t) is cls and want is own.layout else want
                          for t, want, own in zip(call.tensors, recipe.wants, operands))
-    if _is_simple(recipe, call, cls, args):
+    decide_aliases(recipe, operands)
+    # an argument that the caller left out is not among the local call's positions
+    recipe.local_args = {rank: tuple((_passed(func, at, args), value) for at, value in own)
+                         for rank, own in recipe.local_args.items()}
+    if _is_simple(recipe, call):
         recipe.simple = tuple(slot.at for slot in call.slots)
         returns = recipe.func._schema.returns
         recipe.single = recipe.outputs[0] if len(returns) == 1 and str(returns[0].type) == "Tensor" else None
     return recipe
 
 
-def _choose(cls: type, recipe: Recipe, line: Line, call: Call, operands: list[Spec], results: list[Any]) -> None:
+def _choose(recipe: Recipe, line: Line, call: Call, operands: list[Spec], results: list[Any]) -> None:
     """Fill in what the rule says: layouts of operands and outputs, and how local arguments differ from global ones."""
     rule = line.family(call)
-    machine = world().machine
-    told = _told(results, len(rule.outputs))
-    outputs = [(tuple(r.shape), r.nbytes) if r is not None else ((), 0) for r in told]
+    ruled = _ruled(results, len(rule.outputs))
+    sizes = [(tuple(r.shape), r.nbytes) if r is not None else ((), 0) for r in ruled]
     target = recipe.written[0] if recipe.written and rule.outputs else None
-    chosen = choose(rule, operands, outputs, machine, target)
-    if chosen is None:
-        chosen = choose(rule, operands, outputs, machine, target, moved=True)
-    if chosen is None:
-        chosen = choose(rule, operands, outputs, machine)
-    recipe.signature = chosen
-    wants, gives = layouts(chosen, operands, len(rule.outputs))
+    recipe.signature = choose(rule, operands, sizes, world().machine, target)
+    wants, gives = layouts(recipe.signature, operands, len(rule.outputs))
     recipe.wants = tuple(wants)
+    moved = [moved_spec(own, want) for own, want in zip(operands, wants)]
     if any(want is not own.layout for want, own in zip(wants, operands)):
-        moved = _meta(call, [moved_spec(own, want) for own, want in zip(operands, wants)])
-        results = results if moved is None else moved
-    given = {id(r): give for r, give in zip(_told(results, len(gives)), gives)}
-    recipe.outputs = [output_spec(r, given.get(id(r), recipe.home)) for r in results]
+        # strides follow those of the operands, and new shards are contiguous
+        results = _meta(call, moved) or results
+    layout_of = {id(r): give for r, give in zip(_ruled(results, len(gives)), gives)}
+    recipe.outputs = [output_spec(r, layout_of.get(id(r), recipe.home)) for r in results]
     recipe.local_impl = line.local_impl
     if line.local_impl is not None:
         recipe.shapes = tuple(own.shape for own in operands)
         recipe.boxes = tuple({r: want.box(own.shape, r) for r in recipe.ranks} for own, want in zip(operands, wants))
     if line.local_args is not None:
-        held = [moved_spec(own, want) for own, want in zip(operands, wants)]
-        given_outputs = [o for o in recipe.outputs if o is not None]
-        for rank in recipe.ranks:
-            recipe.local_args[rank] = tuple(line.local_args(call, held, given_outputs, rank))
+        outputs = [own for own in recipe.outputs if own is not None]
+        recipe.local_args = {rank: tuple(line.local_args(call, moved, outputs, rank)) for rank in recipe.ranks}
 
 
-def _told(results: list[Any], outputs: int) -> list[Any]:
-    """The results that the rule's outputs speak of: all, or all that are tensors (masked gradients are None)."""
+def _ruled(results: list[Any], outputs: int) -> list[Any]:
+    """The results that the rule's outputs are: all, or all tensors (gradients that a mask left out are None)."""
     return results if len(results) == outputs else [r for r in results if isinstance(r, torch.Tensor)]
 
 
-def _is_simple(recipe: Recipe, call: Call, cls: type, args: tuple) -> bool:
+def _passed(func: OpOverload, at: int | str, args: tuple) -> int | str:
+    """Where an argument of the schema goes in a local call of so many positional ones."""
+    return arguments(func)[at].name if isinstance(at, int) and at >= len(args) else at
+
+
+def _is_simple(recipe: Recipe, call: Call) -> bool:
     """May the fast path take it?"""
     return (bool(recipe.outputs) and recipe.outputs[0] is not None and not any(recipe.wants) and not recipe.written
-            and all(isinstance(at, int) and at < len(args) for own in recipe.local_args.values() for at, _ in own)
+            and all(isinstance(at, int) for own in recipe.local_args.values() for at, _ in own)
             and not recipe.guarded and not recipe.seeded and "device" not in [a.name for a in arguments(call.func)]
             and all(isinstance(s.at, int) and s.item is None for s in call.slots))
 
@@ -127,23 +134,6 @@ def _check_device(call: Call, where: placement) -> None:
         raise PlacementError(f"{call.func} to device {device} of a tensor on {where}",
                              "the placement of a global tensor says on which devices it is",
                              f'x.to_global(gt.placement("{torch.device(device).type}", {list(where.flat)}))')
-
-
-def _written(cls: type, call: Call) -> tuple[int, ...]:
-    """The operands that the op writes to; a plain one cannot take a global value."""
-    names = {a.name for a in arguments(call.func) if a.written}
-    if not names:
-        return ()
-    found = tuple(q for q, name in enumerate(call.names) if name in names)
-    for q in found:
-        if type(call.tensors[q]) is not cls:
-            raise InPlaceError(f"{call.func} would write a global value into a plain tensor ({call.names[q]})",
-                               "a plain tensor has no placement to hold it", "x.full_tensor() for a plain operand")
-        if call.tensors[q].spec.copied:
-            raise InPlaceError(f"{call.func} writes into a view whose layout had to change",
-                               "it is a copy by now: the write would not reach the tensor it was made from",
-                               "write into the tensor itself, or clone() the view first")
-    return found
 
 
 def _check_written(call: Call, written: tuple[int, ...], results: list[Any]) -> None:

@@ -1,14 +1,19 @@
-"""Running a recipe: box what must move, all in one go; run the local op on every rank; wrap what comes out."""
+"""Running a recipe: move what must move, all in one go; run the local op on every rank; wrap the results.
+
+This is the interpreter of recipes in Python. The native dispatcher has one of its own (csrc/torch_ext/execute.cpp) for
+those that it was handed.
+"""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from globaltensor.algorithms.aliasing import check_guard, copy_of, version
 from globaltensor.algorithms.random_ops import seeded
 from globaltensor.boxings.run import Boxed, Shards, box
 from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, put, spec_of_plain
-from globaltensor.errors import InPlaceError
 from globaltensor.layouts.layout import Spec, spec
 from globaltensor.rules.call import Call, Slot, arguments
 from globaltensor.runtime.agreement import agree_on, broadcast_object, checking
@@ -16,48 +21,53 @@ from globaltensor.runtime.philox import draw_key
 from globaltensor.runtime.world import world
 
 
+def execute(cls: type, recipe: Recipe, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a recipe that is no decomposition."""
+    func, simple, local_impl, seed = recipe.func, recipe.simple, recipe.local_impl, None
+    operands: Sequence[Any] = ()
+    if simple is None:                               # else there is nothing to look for, to check or to move
+        operands = [_operand(args, kwargs, slot) for slot in recipe.slots]
+        for q in recipe.guarded:
+            check_guard(operands[q])
+        held = _move(cls, recipe, operands)
+        if recipe.seeded:                            # drawn by every process, so that their generators stay in step
+            seed = draw_key(Call(func, args, kwargs).get("generator"))
+    results: dict[int, Any] = {}
+    for rank in recipe.ranks:
+        if simple is not None:
+            local_args, local_kwargs = list(args), kwargs
+            for at in simple:
+                local_args[at] = args[at].shards[rank]
+        else:
+            local_args, local_kwargs = _local_call(recipe, rank, held, args, kwargs)
+        if recipe.local_args:
+            for at, value in recipe.local_args[rank]:
+                (local_args if type(at) is int else local_kwargs)[at] = value
+        if local_impl is not None:
+            results[rank] = local_impl(recipe, rank, local_args, local_kwargs)
+        elif seed is not None:
+            results[rank] = seeded(func, seed, _device(recipe, rank), local_args, local_kwargs)
+        else:
+            results[rank] = func(*local_args, **local_kwargs)
+    if recipe.single is not None:
+        return cls.wrap(recipe.single, results)
+    if recipe.written:
+        _write_back(recipe, operands, held)
+        return _written_results(recipe, operands, results, cls)
+    return _wrap(cls, recipe, operands, results)
+
+
 def _operand(args: tuple, kwargs: dict[str, Any], slot: Slot) -> Any:
     value = args[slot.at] if isinstance(slot.at, int) else kwargs[slot.at]
     return value if slot.item is None else value[slot.item]
 
 
-def execute(cls: type, recipe: Recipe, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a recipe that is no decomposition."""
-    operands = [_operand(args, kwargs, slot) for slot in recipe.slots]
-    for q in recipe.guarded:
-        check_guard(operands[q])
-    moved = _boxed(cls, recipe, operands)
-    results: dict[int, Any] = {}
-    key = _key(recipe, args, kwargs) if recipe.seeded else None
-    for rank in recipe.ranks:
-        local_args, local_kwargs = put(list(args), dict(kwargs), recipe.slots, [held[rank] for held in moved])
-        for at, value in recipe.local_args.get(rank, ()):
-            if isinstance(at, int) and at < len(local_args):
-                local_args[at] = value
-            else:
-                local_kwargs[arguments(recipe.func)[at].name if isinstance(at, int) else at] = value
-        if local_kwargs.get("device") is not None:
-            local_kwargs["device"] = world().device(recipe.home.placement.type, rank)
-        if key is not None:
-            results[rank] = seeded(recipe.func, key, world().device(recipe.home.placement.type, rank),
-                                   local_args, local_kwargs)
-        elif recipe.local_impl is not None:
-            results[rank] = recipe.local_impl(recipe, rank, local_args, local_kwargs)
-        else:
-            results[rank] = recipe.func(*local_args, **local_kwargs)
-    if recipe.written:
-        _write_back(recipe, operands, moved)
-        return _aliases(recipe, operands, results, cls)
-    return wrap_results(cls, recipe, operands, results)
+def _device(recipe: Recipe, rank: int) -> torch.device:
+    return world().device(recipe.home.placement.type, rank)
 
 
-def _key(recipe: Recipe, args: tuple, kwargs: dict[str, Any]) -> int:
-    """From which every rank draws the same; processes without one draw the key too, and so stay in step."""
-    return draw_key(Call(recipe.func, args, kwargs).get("generator"))
-
-
-def _boxed(cls: type, recipe: Recipe, operands: list[Any]) -> list[Shards]:
-    """The shards of every operand in the layout the recipe wants, all moved in one go."""
+def _move(cls: type, recipe: Recipe, operands: Sequence[Any]) -> list[Shards]:
+    """The shards of every operand in the layout that the recipe wants, all moved in one go."""
     held: list[Shards] = []
     items: list[Boxed] = []
     places: list[int] = []
@@ -69,7 +79,7 @@ def _boxed(cls: type, recipe: Recipe, operands: list[Any]) -> list[Shards]:
             if checking():
                 agree_on(t, f"a plain operand of {recipe.func}")
             held.append(dict.fromkeys(recipe.ranks, t))
-            own = spec_of_plain(t, recipe.home.placement)
+            own = spec_of_plain(t, (want or recipe.home).placement)
         if want is not None and want is not own.layout:
             items.append(Boxed(own, held[q], want))
             places.append(q)
@@ -79,63 +89,83 @@ def _boxed(cls: type, recipe: Recipe, operands: list[Any]) -> list[Shards]:
     return held
 
 
-def _write_back(recipe: Recipe, operands: list[Any], moved: list[Shards]) -> None:
-    """An operand that was boxed before it was written gets the new value back, into the memory it had."""
-    for q in recipe.written:
-        target = operands[q]
-        if recipe.wants[q] is not None:
-            back = box([Boxed(moved_spec(target.spec, recipe.wants[q]), moved[q], target.spec.layout)],
-                       str(recipe.func))[0]
-            for rank, shard in target.shards.items():
-                shard.copy_(back[rank])
+def _local_call(recipe: Recipe, rank: int, held: list[Shards], args: tuple, kwargs: dict[str, Any]
+                ) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of one rank's local call, with its own parts of the operands."""
+    if recipe.elements is None:
+        tensors = [shards[rank] for shards in held]
+        local_args, local_kwargs = put(list(args), dict(kwargs), recipe.slots, tensors)
+    else:
+        here = [(slot, shards[rank]) for slot, shards in zip(recipe.slots, held) if rank in shards]
+        local_args, local_kwargs = put(list(args), dict(kwargs), *zip(*here))
+        _keep_elements(recipe, rank, local_args, local_kwargs)
+    if local_kwargs.get("device") is not None:
+        local_kwargs["device"] = _device(recipe, rank)
+    return local_args, local_kwargs
 
 
-def _aliases(recipe: Recipe, operands: list[Any], results: dict[int, Any], cls: type) -> Any:
-    """Results of an op that writes: the targets themselves, and fresh tensors for what else it returns."""
+def _keep_elements(recipe: Recipe, rank: int, local_args: list[Any], local_kwargs: dict[str, Any]) -> None:
+    """Leave the elements that this rank does not hold out of a foreach call's lists, of tensors and of scalars."""
+    mine, count = recipe.elements[rank], 1 + max(slot.item or 0 for slot in recipe.slots)
+    for i, a in enumerate(arguments(recipe.func)):
+        holder: Any = local_args if i < len(local_args) else local_kwargs
+        at: Any = i if i < len(local_args) else a.name
+        value = holder[at] if i < len(local_args) or a.name in local_kwargs else None
+        if isinstance(value, (list, tuple)) and len(value) == count:
+            holder[at] = [value[i] for i in mine]
+        elif isinstance(value, torch.Tensor) and value.dim():
+            holder[at] = value[list(mine)]           # a scalar per element, in one tensor
+
+
+def _write_back(recipe: Recipe, operands: Sequence[Any], held: list[Shards]) -> None:
+    """Operands that were boxed before they were written get their new values, in the memory that they had."""
+    if not recipe.write_back:
+        return
+    items = [Boxed(moved_spec(operands[q].spec, recipe.wants[q]), held[q], operands[q].spec.layout)
+             for q in recipe.write_back]
+    for q, shards in zip(recipe.write_back, box(items, str(recipe.func))):
+        for rank, shard in operands[q].shards.items():
+            shard.copy_(shards[rank])
+
+
+def _written_results(recipe: Recipe, operands: Sequence[Any], results: dict[int, Any], cls: type) -> Any:
+    """Results of an op that writes: the targets themselves, or new tensors where it returns others."""
     returns = recipe.func._schema.returns
     if not returns:
         return None
-    targets = iter([operands[q] for q in recipe.written])
     if all(r.alias_info is not None for r in returns):
-        found = [next(targets) for _ in returns]
-        return found[0] if len(found) == 1 else tuple(found)
-    return wrap_results(cls, recipe, operands, results)
+        targets = [operands[q] for q in recipe.written[:len(returns)]]
+        return targets[0] if len(targets) == 1 else tuple(targets)
+    return _wrap(cls, recipe, operands, results)
 
 
-def wrap_results(cls: type, recipe: Recipe, operands: list[Any], results: dict[int, Any]) -> Any:
-    specs = recipe.outputs
+def _wrap(cls: type, recipe: Recipe, operands: Sequence[Any], results: dict[int, Any]) -> Any:
+    """What ranks returned, as global tensors."""
     if not results:
         return _result_elsewhere(cls, recipe)
     first = next(iter(results.values()))
-    if isinstance(first, torch.Tensor):
-        made, kind = [results], None
-    elif isinstance(first, (tuple, list)):
-        made, kind = [{rank: r[k] for rank, r in results.items()} for k in range(len(first))], type(first)
+    kind = type(first) if isinstance(first, (tuple, list)) else None
+    outputs: list[dict[int, Any]]                    # of each output what every rank returned: a tensor, or a number
+    if recipe.elements is not None:
+        outputs = [{} for _ in recipe.outputs]
+        for rank, result in results.items():
+            for i, shard in zip(recipe.elements[rank], result):
+                outputs[i][rank] = shard
+    elif kind is not None:
+        outputs = [{rank: result[k] for rank, result in results.items()} for k in range(len(first))]
     else:
-        made, kind = [results], None                 # a number, a bool, nothing
-    if specs is None:
-        specs = [output_spec(next(iter(values.values())), recipe.home) for values in made]
-        _announce(recipe, specs, made)
-    wrapped = [next(iter(shards.values())) if own is None else cls.wrap(own, shards)
-               for own, shards in zip(specs, made)]
-    if recipe.is_view and (any(recipe.wants) or recipe.guarded):
-        for w in wrapped:
-            w.spec = spec(w.spec.layout, w.spec.shape, w.spec.stride, w.spec.dtype, copied=True)
-            w.guard = operands[0].guard if recipe.guarded else _version(operands[0])
+        outputs = [results]
+    specs = recipe.outputs
+    if specs is None:                                # only running the op told
+        specs = [output_spec(next(iter(values.values())), recipe.home) for values in outputs]
+        _announce(recipe, specs, outputs)
+        specs = [own and copy_of(own) for own in specs] if recipe.copies else specs
+    wrapped = [next(iter(values.values())) if own is None else cls.wrap(own, values)
+               for own, values in zip(specs, outputs)]
+    if recipe.copies:
+        for view in wrapped:
+            view.guard = operands[0].guard if recipe.guarded else version(operands[0])
     return wrapped[0] if kind is None else kind(wrapped)
-
-
-def _version(t: Any) -> int | None:
-    """How often a tensor was written to; tensors of inference mode do not count."""
-    return None if t.is_inference() else t._version
-
-
-def check_guard(t: Any) -> None:
-    """A view that was boxed is a copy: it must not be used after the tensor it was made from changed."""
-    if t.spec.copied and _version(t) != t.guard:
-        raise InPlaceError("a view is used after the tensor it was made from was written to",
-                           "making the view needed a boxing, so it holds the old value",
-                           "make the view again after the write")
 
 
 def _result_elsewhere(cls: type, recipe: Recipe) -> Any:
@@ -152,12 +182,12 @@ def _result_elsewhere(cls: type, recipe: Recipe) -> Any:
     return wrapped if len(kinds) == 1 else tuple(wrapped)
 
 
-def _announce(recipe: Recipe, specs: list[Spec | None], made: list[Shards]) -> None:
+def _announce(recipe: Recipe, specs: list[Spec | None], outputs: list[dict[int, Any]]) -> None:
     """Tell processes that drive no rank of the placement what came out, where only running the op told."""
     here = world()
     if here.single_process or len(recipe.home.placement.flat) == here.size:
         return
     kind = "one" if len(recipe.func._schema.returns) == 1 and len(specs) == 1 else "many"
     shapes = [None if s is None else (s.shape, s.stride, s.dtype) for s in specs]
-    values = [next(iter(m.values())) if s is None else None for s, m in zip(specs, made)]
+    values = [next(iter(o.values())) if s is None else None for s, o in zip(specs, outputs)]
     broadcast_object((kind, (shapes, values)), recipe.home.placement.flat[0])

@@ -1,8 +1,8 @@
 """The foreach and fused ops of torch's optimizers: one local call per rank for a list of global tensors.
 
 Element i of every list is one pointwise op; its rule comes from the line of the op that the name carries
-(`_foreach_add_` from `add`). Each element may lie on a placement of its own; a rank's local call gets the elements
-that it holds.
+(`_foreach_add_` from `add`). Each element may be on a placement of its own: a rank's local call gets the elements that
+it holds. Tensors that all elements share (a clipping factor) are whole on every rank that holds an element.
 """
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from globaltensor.boxings.run import Boxed, box
 from globaltensor.dispatch.choose import choose, layouts
-from globaltensor.dispatch.recipe import Recipe, spec_of_plain
+from globaltensor.dispatch.recipe import Recipe, decide_aliases, spec_of_plain, written_operands
 from globaltensor.errors import MixedPlacementError
 from globaltensor.layouts.layout import Layout, Spec, spec
+from globaltensor.layouts.placement import placement
 from globaltensor.op_table.variants import foreach_algebra
-from globaltensor.rules.call import Call, arguments
+from globaltensor.rules.call import Call, Slot, arguments
 from globaltensor.rules.families import broadcast_shape, pointwise
 from globaltensor.rules.language import NUMBER
-from globaltensor.runtime.world import local_ranks_of, world
+from globaltensor.runtime.world import world
 
 
 def is_foreach(func: OpOverload) -> bool:
@@ -40,147 +40,65 @@ class _Element(Call):
 
 
 def decide(cls: type, call: Call) -> Recipe:
-    """Foreach calls are not cached element by element: what to do is found from the specs each time, quickly."""
-    return Recipe(call.func, decomposition=lambda now, run: _run(cls, now))
-
-
-def _run(cls: type, call: Call) -> Any:
-    func = call.func
-    lists = {a.name: call[a.name] for a in arguments(func) if a.tensors and call[a.name]}
-    written = {a.name for a in arguments(func) if a.written and call[a.name]}
-    count = len(next(iter(lists.values())))
-    singles = [a.name for a in arguments(func) if a.tensor and call[a.name] is not None]
-    wants, outputs = _wants(cls, call, lists, singles, written, count)
-    held = _boxed(cls, lists, wants, func)
-    whole = {name: _whole(call[name], [w[0] for w in wants], func) for name in singles if type(call[name]) is cls}
-    made: list[dict[int, Any]] = [{} for _ in range(count)]
-    for rank in world().local_ranks:
-        mine = [i for i in range(count) if rank in wants[i][0].placement.coords]
-        if not mine:
-            continue
-        local = func(*_local(call, cls, held, whole, mine, rank, False),
-                     **_local(call, cls, held, whole, mine, rank, True))
-        for i, result in zip(mine, local or ()):
-            made[i][rank] = result
-    if written:
-        _write_back(lists, wants, held, written, func)
-        return None
-    return [cls.wrap(own, shards) for own, shards in zip(outputs, made)]
-
-
-def flat_wants(cls: type, call: Call) -> list[Spec] | None:
-    """The specs of the results, where every element lies as it must on all ranks driven here; else None."""
+    """The recipe of a foreach call: what is decided for each element, side by side."""
     lists = {a.name: call[a.name] for a in arguments(call.func) if a.tensors and call[a.name]}
-    singles = [a.name for a in arguments(call.func) if a.tensor and call[a.name] is not None]
-    written = {a.name for a in arguments(call.func) if a.written and call[a.name]}
-    if any(type(t) is not cls for name in written for t in lists[name]) or any(type(call[s]) is cls for s in singles):
-        return None
-    wants, results = _wants(cls, call, lists, singles, written, len(next(iter(lists.values()))))
-    if len({local_ranks_of(want[0].placement) for want in wants}) != 1:
-        return None
-    for k, tensors in enumerate(lists.values()):
-        if any((t.spec.layout if type(t) is cls else want[k].whole) is not want[k] for t, want in zip(tensors, wants)):
-            return None
-    return results
+    written = written_operands(call)
+    wants, results = _decide_elements(cls, call, lists, bool(written))
+    homes = list(dict.fromkeys(layouts_of[0].whole for layouts_of in wants))
+    operands: list[tuple[Slot, Any, Layout | None]] = []
+    for t, slot, name in zip(call.tensors, call.slots, call.names):
+        if slot.item is not None:
+            operands.append((slot, t, wants[slot.item][list(lists).index(name)]))
+        else:                                        # shared: once for each placement that has an element
+            operands += [(slot, t, home) for home in homes] if type(t) is cls else [(slot, t, None)]
+    specs = [t.spec if type(t) is cls else spec_of_plain(t, (want or homes[0]).placement) for _, t, want in operands]
+    holds = {rank: tuple(i for i, layouts_of in enumerate(wants) if rank in layouts_of[0].placement.coords)
+             for rank in world().local_ranks}
+    holds = {rank: elements for rank, elements in holds.items() if elements}
+    everywhere = len(homes) == 1
+    recipe = Recipe(call.func, tuple(holds), tuple(slot for slot, _, _ in operands),
+                    tuple(None if want is own.layout else want for (_, _, want), own in zip(operands, specs)),
+                    homes[0], [] if written else results, written, elements=None if everywhere else holds)
+    decide_aliases(recipe, specs)
+    return recipe
 
 
-def _whole(single: Any, places: list[Layout], func: OpOverload) -> dict[int, torch.Tensor]:
-    """A tensor that all elements share (a clipping factor), whole on every rank that has an element."""
-    homes = list(dict.fromkeys(place.whole for place in places))
-    moved = box([Boxed(single.spec, single.shards, home) for home in homes], str(func))
-    return {rank: shard for shards in moved for rank, shard in shards.items()}
+def _decide_elements(cls: type, call: Call, lists: dict[str, list[Any]], writes: bool
+                     ) -> tuple[list[list[Layout]], list[Spec]]:
+    """Per element, the layout of each list's tensor; and the specs of the results, unless the first list is written."""
+    shared = [call[a.name] for a in arguments(call.func) if a.tensor and call[a.name] is not None]
+    decided: dict[tuple[Spec, ...], tuple[list[Layout], Spec | None]] = {}
+    elements = []
+    for i, tensors in enumerate(zip(*lists.values())):
+        where = _one_placement(cls, call, i, tensors)
+        specs = tuple(t.spec if type(t) is cls else spec_of_plain(t, where) for t in tensors)
+        if specs not in decided:
+            result = None if writes else _result(call, lists, i, specs[0].layout.whole)
+            decided[specs] = _decide_element(call, list(tensors), specs, len(shared), result, writes)
+        elements.append(decided[specs])
+    return [wants for wants, _ in elements], [result for _, result in elements if result is not None]
 
 
-def _wants(cls: type, call: Call, lists: dict, singles: list[str], written: set[str], count: int
-           ) -> tuple[list[list[Layout]], list[Spec]]:
-    """Per element, the layout of each list's tensor, and the spec of the result where there is one."""
-    algebra = foreach_algebra(call.func)
-    wants, results = [], []
-    scalars = tuple(type(v) for v in call.values.values() if not isinstance(v, (list, torch.Tensor)))
-    for i in range(count):
-        tensors = [items[i] for items in lists.values()]
-        places = {t.spec.placement for t in tensors if type(t) is cls}
-        if len(places) != 1:
-            mixed = list(map(str, places))
-            raise MixedPlacementError(f"{call.func}: element {i} mixes {', '.join(mixed) or 'plain tensors'}",
-                                      "the operands of one op live on one placement",
-                                      f"x.to_global(gt.{mixed[0]}) for the others" if mixed else "")
-        where = places.pop()
-        specs = [t.spec if type(t) is cls else spec_of_plain(t, where) for t in tensors]
-        key = (call.func, scalars, *specs, *[(tuple(call[s].shape), call[s].dtype) for s in singles])
-        found = _chosen.get(key)
-        if found is None:
-            result = None if written else _result(call, lists, i, specs[0].layout.whole)
-            if result is not None and result.shape != broadcast_shape([own.shape for own in specs]):
-                inputs = [own.layout.whole for own in specs]         # no pointwise op: on whole operands
-            else:
-                rule = pointwise(algebra.get(len(tensors) + len(singles), ""))(_Element(tensors, len(singles)))
-                target = 0 if written else None
-                outputs = [(specs[0].shape, specs[0].nbytes)]
-                machine = world().machine
-                chosen = (choose(rule, specs, outputs, machine, target)
-                          or choose(rule, specs, outputs, machine, target, moved=True))
-                inputs, (give,) = layouts(chosen, specs, 1)
-                result = result and result.on(give)
-            found = _chosen[key] = inputs, result
-        wants.append(found[0])
-        results.append(found[1])
-    return wants, results
+def _decide_element(call: Call, tensors: list[Any], specs: tuple[Spec, ...], shared: int, result: Spec | None,
+                    writes: bool) -> tuple[list[Layout], Spec | None]:
+    """The layouts of one element's tensors, and the spec of its result."""
+    if result is not None and result.shape != broadcast_shape([own.shape for own in specs]):
+        return [own.layout.whole for own in specs], result      # no pointwise op: on whole operands
+    algebra = foreach_algebra(call.func).get(len(tensors) + shared, "")
+    rule = pointwise(algebra)(_Element(tensors, shared))
+    chosen = choose(rule, list(specs), [(specs[0].shape, specs[0].nbytes)], world().machine, 0 if writes else None)
+    wants, (give,) = layouts(chosen, list(specs), 1)
+    return wants, result and result.on(give)
 
 
-_chosen: dict[tuple, tuple[list[Layout], Spec | None]] = {}
-
-
-def _boxed(cls: type, lists: dict, wants: list[list[Layout]], func: OpOverload) -> dict[str, list[Any]]:
-    """Every element in the layout it must have, all moved in one go: name -> element -> shards (or a plain tensor)."""
-    held: dict[str, list[Any]] = {}
-    items, places = [], []
-    for k, (name, tensors) in enumerate(lists.items()):
-        held[name] = []
-        for i, t in enumerate(tensors):
-            want = wants[i][k]
-            own = t.spec if type(t) is cls else spec(want.whole, tuple(t.shape), t.stride(), t.dtype)
-            shards = t.shards if type(t) is cls else dict.fromkeys(local_ranks_of(want.placement), t)
-            held[name].append(shards if type(t) is cls else t)
-            if own.layout is not want:
-                items.append(Boxed(own, shards, want))
-                places.append((name, i))
-    for (name, i), shards in zip(places, box(items, str(func)) if items else ()):
-        held[name][i] = shards
-    return held
-
-
-def _local(call: Call, cls: type, held: dict, whole: dict, mine: list[int], rank: int, keyword: bool) -> Any:
-    """The positional or keyword arguments of one rank's local call."""
-    values, count = {}, len(next(iter(held.values())))
-    for a in arguments(call.func):
-        if a.keyword != keyword:
-            continue
-        value = call[a.name]
-        if a.name in held:
-            value = [h[rank] if isinstance(h, dict) else h for h in (held[a.name][i] for i in mine)]
-        elif isinstance(value, (list, tuple)) and len(value) == count:
-            value = [value[i] for i in mine]         # one scalar per element
-        elif type(value) is cls:
-            value = whole[a.name][rank]
-        if a.tensor and value is not None and value.dim():
-            value = value[mine]                      # the same in a tensor
-        values[a.name] = value
-    return values if keyword else list(values.values())
-
-
-def _write_back(lists: dict, wants: list[list[Layout]], held: dict, written: set[str], func: OpOverload) -> None:
-    """Elements that were boxed before they were written get the new value back."""
-    for k, (name, tensors) in enumerate(lists.items()):
-        if name not in written:
-            continue
-        away = [i for i, t in enumerate(tensors)
-                if isinstance(held[name][i], dict) and t.spec.layout is not wants[i][k]]
-        back = box([Boxed(spec(wants[i][k], tensors[i].spec.shape, None, tensors[i].spec.dtype), held[name][i],
-                          tensors[i].spec.layout) for i in away], str(func)) if away else ()
-        for i, shards in zip(away, back):
-            for rank, shard in tensors[i].shards.items():
-                shard.copy_(shards[rank])
+def _one_placement(cls: type, call: Call, i: int, tensors: tuple[Any, ...]) -> placement:
+    """The placement that the global tensors of element i share."""
+    places = list(dict.fromkeys(t.spec.placement for t in tensors if type(t) is cls))
+    if len(places) == 1:
+        return places[0]
+    raise MixedPlacementError(f"{call.func}: element {i} mixes {', '.join(map(str, places)) or 'plain tensors'}",
+                              "the operands of one op live on one placement",
+                              f"x.to_global(gt.{places[0]}) for the others" if places else "")
 
 
 def _result(call: Call, lists: dict, i: int, give: Layout) -> Spec:

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch._ops import OpOverload
 
 from globaltensor.algorithms import local_impls
 from globaltensor.boxings.native import find_boxing
-from globaltensor.dispatch.foreach import flat_wants, is_foreach
 from globaltensor.dispatch.recipe import Recipe, spec_of_plain
 from globaltensor.dispatch.trace import Trace
-from globaltensor.layouts.layout import spec
-from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime.agreement import checking
 from globaltensor.runtime.native import torch_ext
-from globaltensor.runtime.world import local_ranks_of
 
 _claimed: set[OpOverload] = set()
 
@@ -40,7 +35,7 @@ def pending_key(func: OpOverload) -> bytes | None:
 def cache_recipe(key: bytes, cls: type, recipe: Recipe, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
     """Cache the recipe of a call, or that the call goes to Python."""
     call = Call(func, args, kwargs)
-    flat = _foreach(cls, call) if is_foreach(func) else _flat(cls, recipe, call)
+    flat = _flat(cls, recipe, call)
     if flat is None:
         torch_ext.cache_python_fallback(key)
     else:
@@ -72,7 +67,7 @@ def _flat(cls: type, recipe: Recipe, call: Call) -> tuple | None:
         return None
     if checking() and any(type(t) is not cls for t in call.tensors):
         return None
-    if any(recipe.wants[q] is not None for q in recipe.written):
+    if recipe.write_back or recipe.elements is not None:
         return None
     moves = []
     for t, want in zip(call.tensors, recipe.wants):
@@ -86,11 +81,8 @@ def _flat(cls: type, recipe: Recipe, call: Call) -> tuple | None:
     outputs, returned = returns
     local_args = [[(_index(call.func, at), value) for at, value in recipe.local_args.get(rank, ())]
                   for rank in recipe.ranks]
-    copied = recipe.is_view and (any(recipe.wants) or bool(recipe.guarded))
-    if copied:                                       # of what was moved, or of what was a copy already
-        outputs = [[o and spec(o.layout, o.shape, o.stride, o.dtype, copied=True) for o in items] for items in outputs]
     return (list(recipe.ranks), _slots(call), moves, outputs, returned, local_args if any(local_args) else [],
-            local, copied, bool(recipe.guarded))
+            local, recipe.copies, bool(recipe.guarded))
 
 
 def _local(recipe: Recipe, call: Call) -> str | None:
@@ -127,22 +119,3 @@ def _slots(call: Call) -> list[tuple[int, int]]:
 def _index(func: OpOverload, at: int | str) -> int:
     """The place of an argument in the schema."""
     return at if isinstance(at, int) else next(i for i, a in enumerate(arguments(func)) if a.name == at)
-
-
-def _foreach(cls: type, call: Call) -> tuple | None:
-    """A list of elements that all lie as they must, on the same ranks: one local call per rank."""
-    if line_of(call.func) is not None:               # a decomposition of its own: norms
-        return None
-    if checking() or any(a.written and type(call[a.name]) is not cls and isinstance(call[a.name], torch.Tensor)
-                              for a in arguments(call.func)):
-        return None
-    outputs = flat_wants(cls, call)
-    if outputs is None:
-        return None
-    ranks = local_ranks_of(next(t.spec.placement for t in call.tensors if type(t) is cls))
-    written = any(a.written and call[a.name] for a in arguments(call.func))
-    returns = call.func._schema.returns
-    if written and returns:
-        return None
-    outputs, returned = ([], []) if written else ([outputs], [-1])
-    return list(ranks), _slots(call), [None] * len(call.slots), outputs, returned, [], "", False, False

@@ -1,16 +1,28 @@
-"""What was decided for an op, ready to be done again: looked up by op, specs and static arguments."""
+"""What was decided for an op, ready to be done again: looked up by op, specs and static arguments.
+
+A recipe is made in one place and run in several. A new field of `Recipe` must be known to
+
+    decide.py, foreach.py     which decide it, for one op and for a list of elements
+    execute.py                which runs recipes in Python
+    native.py                 which hands it to the native dispatcher, or leaves the call to Python;
+    csrc/torch_ext            where recipe.h holds it, recipe.cpp reads it, and execute.cpp runs by it
+    debug/explain.py          which shows it
+"""
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from globaltensor.layouts.layout import Layout, Spec, layout, spec
+from globaltensor.algorithms.aliasing import check_writable, copy_of
+from globaltensor.algorithms.run import Decomposition
+from globaltensor.layouts.layout import Box, Layout, Shape, Spec, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
-from globaltensor.rules.call import Slot
+from globaltensor.rules.call import Call, Slot, arguments
 from globaltensor.rules.language import Signature
 
 RankArgs = dict[int, tuple[tuple[int | str, Any], ...]]
@@ -18,41 +30,74 @@ RankArgs = dict[int, tuple[tuple[int | str, Any], ...]]
 
 @dataclass(slots=True)
 class Recipe:
-    """How to run one op on operands of these specs.
+    """How to run one op on operands of these specs. What a decomposition does is its own: then nothing else counts.
 
-    ranks      the ranks of the placement that this process drives
-    slots      where the operands stand; `wants` the layout each must have, None where it has it already
-    outputs    the spec of each result in order, None for one that is no tensor; None instead of the list where only
-               running the op tells (all outputs are then broadcast)
-    written    operands the op writes to; returned in place of results that alias them
-    local_args      per rank, arguments that are sizes of the local output instead of the global one
-    local_impl      what replaces the op itself on a rank: local_impl(recipe, rank, args, kwargs) -> result
-    decomposition   the op in terms of other global ops: decomposition(call, run) -> result; nothing else counts then
-    simple     the fast path: operands are positional global tensors as they lie; `single`: one tensor comes out
+    ranks          the ranks that this process drives, of those that hold operands
+    slots          where the operands stand in the call
+    wants          the layout each of them must have, None if it has it already
+    home           all broadcast on the placement: plain operands, and outputs of which no rule knows
+    outputs        the spec of each result in order, None for one that is no tensor; None instead of the list if only
+                   running the op tells (all of them are then broadcast)
+    written        operands that the op writes to, which are what it returns
+    write_back     those of them that are boxed first, so that their new value must be moved back
+    copies         the results are views that had to be copies: of operands that were boxed, or were such copies
+    guarded        operands that are such copies, and out of date once what they were made from is written to
+    local_args     per rank, arguments by position or name that differ there: sizes of its part, offsets
+    local_impl     runs instead of the op itself: local_impl(recipe, rank, args, kwargs)
+    shapes         for local_impl, the global shapes of the operands, and `boxes`, per rank, the parts it has of them
+    seeded         the op draws random numbers that no rule takes care of
+    elements       of a foreach op, per rank, the elements that it holds; None if every rank holds all
+    signature      what was chosen on each axis; empty for an op without a rule
+    simple         fast path: operands stand at these positions, are global, and stay as they are; `single`: and one
+                   tensor comes out
     """
 
     func: OpOverload
     ranks: tuple[int, ...] = ()
     slots: tuple[Slot, ...] = ()
     wants: tuple[Layout | None, ...] = ()
+    home: Layout | None = None
     outputs: list[Spec | None] | None = None
     written: tuple[int, ...] = ()
+    write_back: tuple[int, ...] = ()
+    copies: bool = False
+    guarded: tuple[int, ...] = ()
     local_args: RankArgs = field(default_factory=dict)
-    local_impl: Any = None
-    decomposition: Any = None
+    local_impl: Callable[..., Any] | None = None
+    shapes: tuple[Shape, ...] = ()
+    boxes: tuple[dict[int, Box], ...] = ()
+    seeded: bool = False
+    elements: dict[int, tuple[int, ...]] | None = None
+    signature: tuple[Signature, ...] = ()
     simple: tuple[int, ...] | None = None
     single: Spec | None = None
-    home: Layout | None = None                       # all broadcast on the placement
-    signature: tuple[Signature, ...] = ()
-    shapes: tuple[tuple[int, ...], ...] = ()         # of the operands, and the box each rank has of them
-    boxes: tuple[dict[int, Any], ...] = ()
-    guarded: tuple[int, ...] = ()
-    is_view: bool = False
-    seeded: bool = False                             # draws random numbers that no rule takes care of
+    decomposition: Decomposition | None = None
+
+
+def written_operands(call: Call) -> tuple[int, ...]:
+    """The operands that the op writes to. Raises InPlaceError for one that cannot take a global value."""
+    names = {a.name for a in arguments(call.func) if a.written}
+    written = tuple(q for q, name in enumerate(call.names) if name in names)
+    for q in written:
+        check_writable(call.tensors[q], call.func, call.names[q])
+    return written
+
+
+def decide_aliases(recipe: Recipe, operands: Sequence[Spec]) -> None:
+    """Which written operands must be moved back, and whether the results are copies: from `wants` and `written`."""
+    recipe.write_back = tuple(q for q in recipe.written if recipe.wants[q] is not None)
+    recipe.guarded = tuple(q for q, own in enumerate(operands) if own.copied)
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in recipe.func._schema.returns)
+    recipe.copies = is_view and (any(recipe.wants) or bool(recipe.guarded))
+    if recipe.copies and recipe.outputs is not None:
+        recipe.outputs = [own and copy_of(own) for own in recipe.outputs]
 
 
 def static(value: Any, cls: type) -> Any:
-    """The part of a cache key for one argument: specs for tensors, types for floats and generators, values else."""
+    """The part of a cache key for one argument: the spec of a tensor, the type of a float or generator, else the value.
+
+    So no decision may depend on the value of a float. An int is not taken for the bool that equals it.
+    """
     kind = type(value)
     if kind is cls:
         return value.spec
@@ -69,7 +114,8 @@ def static(value: Any, cls: type) -> Any:
     return value
 
 
-def put(args: list[Any], kwargs: dict[str, Any], slots: Any, tensors: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+def put(args: list[Any], kwargs: dict[str, Any], slots: Sequence[Slot], tensors: Sequence[Any]
+        ) -> tuple[list[Any], dict[str, Any]]:
     """Set each slot to its tensor; lists are copied before they change."""
     copied: set[int | str] = set()
     for (at, index), tensor in zip(slots, tensors):
@@ -90,7 +136,7 @@ def spec_of_plain(t: torch.Tensor, where: placement) -> Spec:
 
 
 def output_spec(result: Any, where: Layout) -> Spec | None:
-    """The spec of a result that lies like this; None for what is no tensor."""
+    """The spec of a result in this layout; None for what is no tensor."""
     if not isinstance(result, torch.Tensor):
         return None
     return spec(where, tuple(result.shape), result.stride(), result.dtype)

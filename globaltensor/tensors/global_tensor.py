@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from globaltensor.algorithms.aliasing import check_guard
 from globaltensor.boxings import native, watch
 from globaltensor.boxings.run import Boxed, Shards, box
 from globaltensor.dispatch.core import arrive
-from globaltensor.dispatch.execute import check_guard
 from globaltensor.errors import GlobalTensorError, SbpError
 from globaltensor.layouts.layout import Layout, Spec, layout, sbp_text, spec
 from globaltensor.layouts.placement import placement
