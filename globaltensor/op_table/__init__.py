@@ -1,1 +1,6 @@
-"""The one table: every op that runs split, a line each, and the variants that follow from it."""
+"""The one table of ops: every op that runs split has a line, and its variants follow from that.
+
+    line        what a line says: a rule, and how a rank's local run differs
+    table       the lines
+    variants    in-place, out= and foreach forms, from the line of the functional op
+"""

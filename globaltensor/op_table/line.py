@@ -1,4 +1,8 @@
-"""A line of the table: an op's rule, and the columns that say how a rank's local run differs from it."""
+"""A line of the table: an op's rule, and the columns that say how a rank's local run differs from the global op.
+
+Most ops need the rule alone: every rank runs the op itself on its shards. Below are the local arguments of those that
+name a size, an offset or a number of groups, which are other ones for a shard.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -12,6 +16,7 @@ from globaltensor.layouts.layout import Spec
 from globaltensor.rules import proof
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import Family
+from globaltensor.rules.language import Rule
 
 ArgValues = Iterable[tuple[int | str, Any]]
 LocalArgs = Callable[[Call, list[Spec], list[Spec], int], ArgValues]
@@ -19,10 +24,10 @@ LocalArgs = Callable[[Call, list[Spec], list[Spec], int], ArgValues]
 
 @dataclass(frozen=True)
 class Line:
-    """family          writes the rule
+    """family          writes the rule of a call
     local_args      (call, operand specs, output specs, rank) -> [(position, value)]: arguments that differ on a rank
-    local_impl      replaces the local op: (recipe, rank, args, kwargs) -> result
-    decomposition   the op as other global ops: (call, run) -> result, taken where it `applies` to the call
+    local_impl      runs on every rank instead of the op: (recipe, rank, args, kwargs) -> result
+    decomposition   the op by other global ops: (call, run) -> result; taken for the calls that it `applies` to
     """
 
     family: Family
@@ -36,13 +41,18 @@ TABLE: dict[OpOverload, Line] = {}                   # filled by table.py, and b
 proof.look_lines_up_in(TABLE)                        # the judge is in a room below
 
 
+def always_decomposed(call: Call) -> Rule:
+    """The family of an op that is always decomposed: nothing may ask for its rule."""
+    raise AssertionError(f"{call.func} is always decomposed")
+
+
 def sized(name: str) -> LocalArgs:
-    """Argument `name` is the output's size: locally, the size of this rank's part."""
+    """Argument `name` is the size of the output: locally, that of the rank's part."""
     return lambda call, operands, outputs, rank: [(call.position(name), list(outputs[0].local_shape(rank)))]
 
 
 def strided(call: Call, operands: list[Spec], outputs: list[Spec], rank: int) -> ArgValues:
-    """new_empty_strided: a size and strides; a part is contiguous where the whole is."""
+    """new_empty_strided: the size of the rank's part, and strides in the order of the whole's, without its gaps."""
     size = outputs[0].local_shape(rank)
     order = sorted(range(len(size)), key=lambda i: outputs[0].stride[i])
     stride, step = [1] * len(size), 1
@@ -53,13 +63,14 @@ def strided(call: Call, operands: list[Spec], outputs: list[Spec], rank: int) ->
 
 
 def shifted_diagonal(call: Call, operands: list[Spec], outputs: list[Spec], rank: int) -> ArgValues:
-    """tril, triu of a part: element (i, j) of it is element (i + row, j + column) of the whole."""
+    """tril, triu: element (i, j) of a part is element (i + row, j + column) of the whole: its diagonal is shifted."""
     (row, _), (column, _) = outputs[0].box(rank)[-2:]
     return [(call.position("diagonal"), call["diagonal"] + row - column)]
 
 
 def scaled(name: str, operand: int = 0, dim: int = 1) -> LocalArgs:
-    """Argument `name` counts groups along a dim of an operand: locally, the groups of this rank's part."""
+    """Argument `name` counts groups along a dim of an operand: locally, those in the rank's part."""
+
     def local_args(call: Call, operands: list[Spec], outputs: list[Spec], rank: int) -> ArgValues:
         own = operands[operand]
         n = own.shape[dim]
@@ -69,7 +80,8 @@ def scaled(name: str, operand: int = 0, dim: int = 1) -> LocalArgs:
 
 
 def group_counts(call: Call, operands: list[Spec], outputs: list[Spec], rank: int) -> ArgValues:
-    """group_norm is told the sizes of its operand (the first but for gradients: all of one shape)."""
+    """group_norm takes the sizes of its operand as numbers. (In the gradient, operand 0 is that of the output: of the
+    same shape.)"""
     own = operands[0]
     n, c, *_ = own.local_shape(rank)
     return [(call.position("N"), n), (call.position("C"), c),

@@ -1,7 +1,7 @@
 """Every op that runs split, a line each: name, rule, and further columns where a rank's local run differs.
 
 `tests/test_rules.py` proves each line by brute force against plain torch. In-place, `out=` and foreach variants follow
-their functional op (`variants.py`); an op that is not here runs on all-B.
+from the functional op (`variants.py`). An op that is not here runs on whole operands: all-B.
 """
 from __future__ import annotations
 
@@ -25,9 +25,20 @@ from globaltensor.algorithms import (
     summa,
 )
 from globaltensor.algorithms.decompositions import reduces_split
-from globaltensor.op_table.line import TABLE, Line, group_counts, scaled, shifted_diagonal, sized, strided
+from globaltensor.algorithms.run import Decomposition
+from globaltensor.op_table.line import (
+    TABLE,
+    Line,
+    always_decomposed,
+    group_counts,
+    scaled,
+    shifted_diagonal,
+    sized,
+    strided,
+)
 from globaltensor.rules import indices, layers
 from globaltensor.rules.families import (
+    Family,
     along,
     broadcasting_addmm,
     contraction,
@@ -77,10 +88,15 @@ def op(name: str) -> OpOverload:
     return getattr(getattr(aten, packet), overload or "default")
 
 
-def lines(names: str, family: Any, **columns: Any) -> None:
-    """The same line for several ops."""
+def lines(names: str, family: Family, **columns: Any) -> None:
+    """The same line for several ops, whose names are separated by spaces."""
     for name in names.split():
         TABLE[op(name)] = Line(family, **columns)
+
+
+def decomposed(names: str, decomposition: Decomposition) -> None:
+    """The line of several ops that are decomposed on every call."""
+    lines(names, always_decomposed, decomposition=decomposition)
 
 
 # ---------------------------------------------------------------------------------------- element by element
@@ -142,7 +158,7 @@ TABLE[custom_ops.linear] = Line(fixed("b* k, n k, n -> b* n", "a*b+c"), decompos
 lines("_cdist_forward", fixed("b* m d!, b* n d! -> b* m n"))
 lines("_cdist_backward", fixed("b* m n, b* m d, b* n d, b* m n -> b* m d", "a*B*C*D"))
 lines("linalg_cross", along("a*b", operands=2))
-lines("_grouped_mm", None, decomposition=grouped_mm.grouped_mm)
+decomposed("_grouped_mm", grouped_mm.grouped_mm)
 lines("convolution", layers.convolved, local_args=scaled("groups"), decomposition=halo.convolution,
       applies=halo.cuts_space)
 lines("convolution_backward", masked_outputs(layers.convolved_backward, "output_mask"), local_args=scaled("groups"),
@@ -169,9 +185,9 @@ lines("var_mean.correction std_mean.correction", reduction(outputs=2, uncut=True
       decomposition=decompositions.variance, applies=reduces_split)
 lines("linalg_vector_norm norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype", reduction(uncut=True),
       decomposition=decompositions.vector_norm, applies=reduces_split)
-lines("_foreach_norm.Scalar", None, decomposition=decompositions.foreach_norm)
-lines("_amp_foreach_non_finite_check_and_unscale_", None, decomposition=decompositions.unscale)
-lines("_foreach_max", None, decomposition=lambda call, run: [run(aten.max.default, x) for x in call.tensors])
+decomposed("_foreach_norm.Scalar", decompositions.foreach_norm)
+decomposed("_amp_foreach_non_finite_check_and_unscale_", decompositions.unscale)
+decomposed("_foreach_max", lambda call, run: [run(aten.max.default, x) for x in call.tensors])
 lines("cumsum", along("a"), decomposition=scans.cumsum, applies=reduces_split)
 lines("cumprod", along(), decomposition=scans.cumprod, applies=reduces_split)
 lines("logcumsumexp", along())
@@ -257,9 +273,9 @@ lines("native_group_norm_backward", masked_outputs(layers.group_norm(
 lines("native_batch_norm", layers.batch_norm, decomposition=batch_norm.forward, applies=batch_norm.in_training)
 lines("native_batch_norm_backward", masked_outputs(layers.batch_norm_backward, "output_mask"),
       decomposition=batch_norm.backward, applies=batch_norm.trained)
-lines("_native_batch_norm_legit _native_batch_norm_legit.no_stats _batch_norm_with_update cudnn_batch_norm",
-      factory_like, decomposition=batch_norm.as_native)
-lines("batch_norm_backward cudnn_batch_norm_backward", factory_like, decomposition=batch_norm.as_native_backward)
+decomposed("_native_batch_norm_legit _native_batch_norm_legit.no_stats _batch_norm_with_update cudnn_batch_norm",
+           batch_norm.as_native)
+decomposed("batch_norm_backward cudnn_batch_norm_backward", batch_norm.as_native_backward)
 lines("_weight_norm_interface", layers.weight_norm())
 lines("_weight_norm_interface_backward", layers.weight_norm(backward=True))
 lines("_scaled_dot_product_flash_attention_for_cpu", layers.attention(), decomposition=ring_attention.forward,
@@ -267,8 +283,8 @@ lines("_scaled_dot_product_flash_attention_for_cpu", layers.attention(), decompo
 lines("_scaled_dot_product_flash_attention_for_cpu_backward", layers.attention(backward=True),
       decomposition=ring_attention.backward, applies=ring_attention.pays)
 for _name in ("flash", "efficient", "cudnn"):
-    lines(f"_scaled_dot_product_{_name}_attention _scaled_dot_product_{_name}_attention_backward", factory_like,
-          decomposition=fused_attention.rank_by_rank)
+    decomposed(f"_scaled_dot_product_{_name}_attention _scaled_dot_product_{_name}_attention_backward",
+               fused_attention.rank_by_rank)
 
 for _n in (1, 2, 3):
     for _name in (f"upsample_{('linear1d', 'bilinear2d', 'trilinear3d')[_n - 1]}", f"upsample_nearest{_n}d",
@@ -325,14 +341,14 @@ for _names, _draw, *_parameters in (
         ("randn_like randn_like.generator", random_ops.standard_normal),
         ("randint_like randint_like.generator randint_like.low_dtype randint_like.low_generator_dtype",
          random_ops.integers)):
-    lines(_names, factory_like, decomposition=random_ops.like(_draw, *_parameters))
+    decomposed(_names, random_ops.like(_draw, *_parameters))
 for _names, _draw, *_parameters in (
         ("uniform_", random_ops.uniform), ("normal_", random_ops.normal), ("exponential_", random_ops.exponential),
         ("log_normal_", random_ops.log_normal), ("cauchy_", random_ops.cauchy), ("geometric_", random_ops.geometric),
         ("random_ random_.from random_.to", random_ops.integers), ("bernoulli_.float", random_ops.bernoulli),
         ("bernoulli_.Tensor", random_ops.bernoulli_each, "p")):
-    lines(_names, factory_like, decomposition=random_ops.fill(_draw, *_parameters))
-lines("randint_like.Tensor randint_like.Tensor_generator", factory_like, decomposition=random_ops.randint_like_tensor)
+    decomposed(_names, random_ops.fill(_draw, *_parameters))
+decomposed("randint_like.Tensor randint_like.Tensor_generator", random_ops.randint_like_tensor)
 lines("normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor", pointwise(),
       decomposition=random_ops.normal_around)
 lines("native_dropout", pointwise(outputs=2), decomposition=random_ops.native_dropout)

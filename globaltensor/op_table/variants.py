@@ -1,9 +1,9 @@
-"""Variants of an op: what follows from the line of the functional op.
+"""Variants of an op, which follow from the line of the functional op.
 
-    add_(x, y)            as add, and written into x
-    transpose_(x, 0, 1)   transpose, which x then is
+    add_(x, y)            add, written into x
+    transpose_(x, 0, 1)   transpose, and x becomes the view
     maximum(x, y, out=z)  maximum, copied into z
-    _foreach_add(xs, ys)  each element as add
+    _foreach_add(xs, ys)  add, element by element
 """
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from torch._ops import OpOverload
 from globaltensor.algorithms.run import Decomposition
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.layout import spec
-from globaltensor.op_table.line import Line
+from globaltensor.op_table.line import Line, always_decomposed
 from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call, arguments
-from globaltensor.rules.shapes import factory_like
 from globaltensor.runtime.torch_internals import is_composite
 
 aten = torch.ops.aten
@@ -28,19 +27,20 @@ aten = torch.ops.aten
 
 @lru_cache(None)
 def line_of(func: OpOverload) -> Line | None:
-    """The line of an op, or what follows from that of the functional op it is a variant of."""
-    found = TABLE.get(func)
-    if found is None and is_composite(func):
-        return Line(factory_like, decomposition=_decomposed)
+    """The line of an op: its own, or what follows from that of the functional op. None where there is neither."""
+    if func in TABLE:
+        return TABLE[func]
+    if is_composite(func):
+        return Line(always_decomposed, decomposition=_by_torch)
     if func._schema.name == "aten::set_":
-        return Line(factory_like, decomposition=_other_memory)
-    functional = functional_of(func) if found is None and func._schema.is_mutable else None
+        return Line(always_decomposed, decomposition=_other_memory)
+    functional = functional_of(func) if func._schema.is_mutable else None
     if functional is None:
-        return found
+        return None
     if torch.Tag.inplace_view in func.tags:
-        return Line(factory_like, decomposition=_reshaped(functional))
+        return Line(always_decomposed, decomposition=_reshaped(functional))
     if func._schema.arguments[-1].is_out:
-        return Line(factory_like, decomposition=_into_out(functional))
+        return Line(always_decomposed, decomposition=_into_out(functional))
     line = TABLE.get(functional)
     if line is None or line.decomposition is None:
         return line
@@ -53,22 +53,23 @@ def _other_memory(call: Call, run: Any) -> Any:
                        "x.copy_(t), or x.data = gt.from_full(t, x.placement, x.sbp)")
 
 
-def _decomposed(call: Call, run: Any) -> Any:
-    """An op that torch itself makes of others, which it has not done yet in inference mode."""
+def _by_torch(call: Call, run: Any) -> Any:
+    """An op that torch itself makes of others: it arrives whole in inference mode, where no autograd unfolds it."""
     args, kwargs = call.full_arguments()
     return call.func.decompose(*args, **kwargs)
 
 
 def functional_of(func: OpOverload) -> OpOverload | None:
-    """The op that returns what this one writes."""
+    """The op that returns what this one writes: the one of the same name and arguments that writes nothing."""
     name = func._schema.name.split("::")[1]
-    in_place = name.endswith("_") and not name.endswith("__")
+    in_place = name.endswith("_") and not name.endswith("__")        # __iand__ is no in-place __iand_
     packet = getattr(aten, name[:-1] if in_place else name, None)
-    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    parameters = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
     for overload in packet.overloads() if packet is not None else ():
-        other = getattr(packet, overload)
-        if not other._schema.is_mutable and wanted == [(a.name, str(a.type)) for a in other._schema.arguments]:
-            return other
+        candidate = getattr(packet, overload)
+        if not candidate._schema.is_mutable and parameters == [(a.name, str(a.type)) for a in
+                                                               candidate._schema.arguments]:
+            return candidate
     return None
 
 
@@ -87,15 +88,15 @@ def _in_place(functional: OpOverload, decomposition: Decomposition) -> Decomposi
 
 
 def _reshaped(functional: OpOverload) -> Decomposition:
-    """The view that the functional op makes; the operand becomes it."""
+    """The functional op's view, which the operand then is."""
 
     def write(call: Call, run: Any) -> Any:
         target = call.tensors[0]
         args, kwargs = _as(functional, call).full_arguments()
         view = run(functional, *args, **kwargs)
-        with torch._C._DisableTorchDispatch():       # what torch knows of the wrapper: its sizes and strides
+        with torch._C._DisableTorchDispatch():       # the wrapper's sizes and strides, which torch itself reads
             call.func(*call.full_arguments()[0])
-        own = view.spec                              # where it was moved: the target is the copy, so nothing guards it
+        own = view.spec                              # may be a copy, but then the target's own
         target.spec, target.shards = spec(own.layout, own.shape, own.stride, own.dtype), view.shards
         return target
 
@@ -108,7 +109,8 @@ def _into_out(functional: OpOverload) -> Decomposition:
     def write(call: Call, run: Any) -> Any:
         args, kwargs = _as(functional, call).full_arguments()
         targets = [call[a.name] for a in arguments(call.func) if a.written]
-        is_global = any(hasattr(t, "spec") for t in call.tensors if not any(t is out for out in targets))
+        sources = [t for t in call.tensors if not any(t is out for out in targets)]
+        is_global = any(hasattr(t, "spec") for t in sources)         # else only the targets are
         results = run(functional, *args, **kwargs) if is_global else functional(*args, **kwargs)
         for target, result in zip(targets, results if isinstance(results, (tuple, list)) else [results]):
             if target.shape != result.shape:
@@ -122,7 +124,7 @@ def _into_out(functional: OpOverload) -> Decomposition:
     return write
 
 
-FOREACH = {                                          # algebra by the number of tensors; nonlinear where not told
+FOREACH = {                                          # algebra by the number of tensors; nonlinear where none stands
     "add": {1: "A", 2: "a+b"}, "sub": {1: "A", 2: "a+b"}, "mul": {1: "a", 2: "a*b"}, "div": {1: "a", 2: "a*B"},
     "lerp": {2: "a+b", 3: "a*C+b*C"}, "addcmul": {3: "a+b*c"}, "addcdiv": {3: "a+b*C"}, "copy": {2: "b"},
     "neg": {1: "a"},
