@@ -49,7 +49,7 @@ from globaltensor.tensors.factories import (
     zeros,
 )
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.gradients import reduce_in
+from globaltensor.tensors.gradients import set_grad_reduce_dtype
 
 __version__ = "0.1.0"
 

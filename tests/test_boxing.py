@@ -11,8 +11,10 @@ from shards import gather, place, scatter
 
 import globaltensor as gt
 from globaltensor.boxings.plan import bytes_received, plan
-from globaltensor.boxings.run import Boxed, box
-from globaltensor.layouts.layout import layout, slices, spec, windows
+from globaltensor.boxings.redistribute import Move, move_shards
+from globaltensor.layouts.layout import layout, spec
+from globaltensor.layouts.rank_regions import rank_regions
+from globaltensor.layouts.regions import slices
 from globaltensor.layouts.sbp import broadcast, partial_max, partial_min, partial_sum, split
 from globaltensor.runtime.machine import gloo, one_process
 
@@ -38,11 +40,11 @@ def check(x, value, dst):
     """Box x to `dst` and compare; where other processes have the other shards, with the part of the value."""
     y = x.to_global(dst.placement, dst.sbp)
     assert y.sbp == dst.sbp and y.placement == dst.placement and y.shape == value.shape
-    box = {r: dst.box(tuple(value.shape), r) for r in y.shards}
+    regions = {r: dst.region(tuple(value.shape), r) for r in y.shards}
     for r, shard in y.shards.items():
         assert tuple(shard.shape) == dst.local_shape(tuple(value.shape), r)
         if not dst.partial:
-            part = value[tuple(slice(*ends) for ends in box[r])]
+            part = value[tuple(slice(*ends) for ends in regions[r])]
             torch.testing.assert_close(shard, part, rtol=0, atol=1e-12, msg=lambda m: f"{x.spec} -> {dst}\n{m}")
     torch.testing.assert_close(whole(y), value, rtol=0, atol=1e-12, msg=lambda m: f"{x.spec} -> {dst}\n{m}")
 
@@ -185,10 +187,10 @@ def test_the_gradient_lies_dual():
         assert grad.sbp == (dual,), src
 
 
-# ------------------------------------------------------------------------------------- windows: a box for every rank
+# ------------------------------------------------------------------------------------- a region per rank
 
 
-def random_windows(where, shape, rng, sbp=None):
+def random_regions(where, shape, rng, sbp=None):
     """Boxes at random, empty ones too; ranks alike on the broadcast axes (where others are pending) have the same."""
     kept = [i for i, s in enumerate(sbp or ()) if s.is_partial]
     found = {}
@@ -196,7 +198,7 @@ def random_windows(where, shape, rng, sbp=None):
         key = tuple(at[i] for i in kept) if sbp else rank
         ends = [sorted((rng.randint(0, n), rng.randint(0, n))) for n in shape]
         found.setdefault(key, tuple(map(tuple, ends)))
-    return windows(where, {rank: found[tuple(at[i] for i in kept) if sbp else rank]
+    return rank_regions(where, {rank: found[tuple(at[i] for i in kept) if sbp else rank]
                            for rank, at in where.coords.items()}, sbp)
 
 
@@ -204,16 +206,17 @@ WINDOW_PLACES = [[0, 1], [2, 0, 1], [[0, 1], [2, 3]]]
 
 
 @pytest.mark.parametrize("ranks", WINDOW_PLACES, ids=str)
-def test_any_layout_to_windows(ranks):
+def test_any_layout_to_a_region_per_rank(ranks):
     g, rng, where = torch.Generator().manual_seed(SEED), random.Random(SEED), place(ranks)
     for src in states(2, where.ndim):
         x, value = make((5, 4), where, src, g)
         for _ in range(4):
-            dst = random_windows(where, (5, 4), rng)
-            shards, = box([Boxed(x.spec, x.shards, dst)], "test")
+            dst = random_regions(where, (5, 4), rng)
+            shards, = move_shards([Move(x.spec, x.shards, dst)], "test")
             for rank, shard in shards.items():
-                part = value[tuple(slice(*ends) for ends in dst.boxes[rank])]
-                torch.testing.assert_close(shard, part, rtol=0, atol=1e-12, msg=lambda m: f"{src} -> {dst.boxes}\n{m}")
+                part = value[tuple(slice(*ends) for ends in dst.regions[rank])]
+                torch.testing.assert_close(shard, part, rtol=0, atol=1e-12,
+                                           msg=lambda m: f"{src} -> {dst.regions}\n{m}")
 
 
 @pytest.mark.parametrize("ranks", WINDOW_PLACES, ids=str)
@@ -223,7 +226,7 @@ def test_windows_are_summed_into_any_layout(ranks):
     for sbp, dst in itertools.product(pending, states(2, where.ndim)):
         if any(a.is_partial and b.is_partial for a, b in zip(sbp, dst)):
             continue
-        src = random_windows(where, (5, 4), rng, sbp)
+        src = random_regions(where, (5, 4), rng, sbp)
         kept = [i for i, s in enumerate(sbp) if s.is_partial]
         terms = {}                                   # those that are copies of each other hold the same
         for rank, at in where.coords.items():
@@ -231,10 +234,10 @@ def test_windows_are_summed_into_any_layout(ranks):
             terms.setdefault(tuple(at[i] for i in kept), (rank, torch.randn(box_of, dtype=torch.float64, generator=g)))
         value = torch.zeros(5, 4, dtype=torch.float64)
         for rank, part in terms.values():
-            value[tuple(slice(*ends) for ends in src.boxes[rank])] += part
+            value[tuple(slice(*ends) for ends in src.regions[rank])] += part
         own = {r: terms[tuple(where.coords[r][i] for i in kept)][1] for r in where.flat if r in gt.init().local_ranks}
         dst = layout(where, dst)
-        shards, = box([Boxed(spec(src, (5, 4), None, torch.float64), own, dst)], "test")
+        shards, = move_shards([Move(spec(src, (5, 4), None, torch.float64), own, dst)], "test")
         got = gt.from_shards(shards, where, dst.sbp)
         torch.testing.assert_close(got.full_tensor(), value, rtol=0, atol=1e-12)
 
@@ -262,9 +265,9 @@ def least_received(src, dst):
     missing = 0
     for ranks in groups.values():
         wanted, held = torch.zeros(8, 8, dtype=torch.bool), torch.zeros(8, 8, dtype=torch.bool)
-        wanted[slices(dst.box((8, 8), ranks[0]), ((0, 8), (0, 8)))] = True
+        wanted[slices(dst.region((8, 8), ranks[0]), ((0, 8), (0, 8)))] = True
         for rank in ranks:
-            held[slices(src.box((8, 8), rank), ((0, 8), (0, 8)))] = True
+            held[slices(src.region((8, 8), rank), ((0, 8), (0, 8)))] = True
         missing += int((wanted & ~held).sum())
     return missing
 

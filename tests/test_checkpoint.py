@@ -146,11 +146,11 @@ def test_each_element_is_written_once_and_all_ranks_write_alike(sbp, largest, tm
     for name, entry in found["tensors"].items():
         count = torch.zeros(20, 30, dtype=torch.int64)
         for piece in entry["pieces"]:
-            (a, b), (c, d) = piece["box"]
+            (a, b), (c, d) = piece["region"]
             count[a:b, c:d] += 1
             assert (b - a) * (d - c) * 4 <= max(largest, 4)
             rank = int(piece["file"][5:10])
-            (x, y), (z, w) = tensors[name].spec.box(rank)
+            (x, y), (z, w) = tensors[name].spec.region(rank)
             assert x <= a and b <= y and z <= c and d <= w, "a rank writes what it holds"
             written[rank] += (b - a) * (d - c) * 4
         assert (count == 1).all(), name
@@ -176,10 +176,10 @@ def test_a_reader_opens_and_checks_only_what_it_needs(tmp_path):
     assert common == ((8, 12),) and part.tolist() == [8, 9, 10, 11]
 
 
-def brute(boxes, whole):
+def brute(regions, whole):
     count = np.zeros([b for _, b in whole], dtype=int)
-    for box in boxes:
-        count[tuple(slice(a, b) for a, b in box)] += 1
+    for region in regions:
+        count[tuple(slice(a, b) for a, b in region)] += 1
     return bool((count == 1).all())
 
 
@@ -190,29 +190,30 @@ def test_tiles_against_counting():
     for _ in range(2000):
         shape = [rng.randint(1, 4) for _ in range(rng.randint(0, 3))]
         whole = tuple((0, n) for n in shape)
-        boxes = [whole]
+        regions = [whole]
         for _ in range(rng.randint(0, 4)):           # cut some box in two
-            box = boxes.pop(rng.randrange(len(boxes)))
-            dim = rng.randrange(len(box)) if box else None
-            if dim is None or box[dim][1] - box[dim][0] < 2:
-                boxes.append(box)
+            region = regions.pop(rng.randrange(len(regions)))
+            dim = rng.randrange(len(region)) if region else None
+            if dim is None or region[dim][1] - region[dim][0] < 2:
+                regions.append(region)
                 continue
-            at = rng.randint(box[dim][0] + 1, box[dim][1] - 1)
-            boxes += [(*box[:dim], (box[dim][0], at), *box[dim + 1:]), (*box[:dim], (at, box[dim][1]), *box[dim + 1:])]
-        assert manifest.tiles(boxes, whole)
-        if rng.random() < 0.7 and boxes:             # and spoil it
-            k = rng.randrange(len(boxes))
+            at = rng.randint(region[dim][0] + 1, region[dim][1] - 1)
+            sides = (region[dim][0], at), (at, region[dim][1])
+            regions += [(*region[:dim], side, *region[dim + 1:]) for side in sides]
+        assert manifest.tiles(regions, whole)
+        if rng.random() < 0.7 and regions:             # and spoil it
+            k = rng.randrange(len(regions))
             how = rng.randrange(3)
             if how == 0:
-                boxes.pop(k)
+                regions.pop(k)
             elif how == 1:
-                boxes.append(boxes[k])
-            elif boxes[k]:
+                regions.append(regions[k])
+            elif regions[k]:
                 dim = rng.randrange(len(shape))
                 a = rng.randrange(shape[dim])
-                boxes[k] = (*boxes[k][:dim], (a, rng.randint(a + 1, shape[dim])), *boxes[k][dim + 1:])
-        assert manifest.tiles(boxes, whole) == brute(boxes, whole), (boxes, whole)
-        yes += brute(boxes, whole)
+                regions[k] = (*regions[k][:dim], (a, rng.randint(a + 1, shape[dim])), *regions[k][dim + 1:])
+        assert manifest.tiles(regions, whole) == brute(regions, whole), (regions, whole)
+        yes += brute(regions, whole)
     assert 500 < yes < 1900
 
 
@@ -534,12 +535,12 @@ EVIL = [
     (put(["tensors", "model/weight", "pieces", 0, "sha256"], "0" * 63), "no sha256"),
     (put(["tensors", "model/weight", "pieces", 0, "sha256"], "0" * 64), "is damaged: rank 0 needs it"),
     (put(["tensors", "model/weight", "pieces", 0, "key"], "other"), "missing or damaged"),
-    (put(["tensors", "model/weight", "pieces", 0, "box"], [[0, 9], [0, 6]]), "not inside"),
-    (put(["tensors", "model/weight", "pieces", 0, "box"], [[-1, 2], [0, 6]]), "not a size"),
-    (put(["tensors", "model/weight", "pieces", 0, "box"], [[0, 2]]), "has a box"),
-    (put(["tensors", "model/weight", "pieces", 0, "box"], [[0, 1], [0, 6]]), "do not tile"),
-    (put(["tensors", "model/weight", "pieces", 0, "box"], [[0, 3], [0, 6]]), "do not tile"),
-    (put(["tensors", "model/weight", "pieces", 0, "box"], [[0, True], [0, 6]]), "not a size"),
+    (put(["tensors", "model/weight", "pieces", 0, "region"], [[0, 9], [0, 6]]), "not inside"),
+    (put(["tensors", "model/weight", "pieces", 0, "region"], [[-1, 2], [0, 6]]), "not a size"),
+    (put(["tensors", "model/weight", "pieces", 0, "region"], [[0, 2]]), "has the region"),
+    (put(["tensors", "model/weight", "pieces", 0, "region"], [[0, 1], [0, 6]]), "do not tile"),
+    (put(["tensors", "model/weight", "pieces", 0, "region"], [[0, 3], [0, 6]]), "do not tile"),
+    (put(["tensors", "model/weight", "pieces", 0, "region"], [[0, True], [0, 6]]), "not a size"),
     (put(["tensors", "model/weight", "pieces"], []), "do not tile"),
     (lambda found: weight(found)["pieces"].append(weight(found)["pieces"][0]), "do not tile"),
     (put(["tensors", "model/weight", "shape"], [5, 7]), "do not tile"),

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import globaltensor as gt
 from globaltensor.checkpoint import dcp as ours
-from globaltensor.layouts.layout import volume
+from globaltensor.layouts.regions import volume
 from globaltensor.layouts.sbp import split as S
 
 PROGRAM = PROGRAMS / "torch_checkpoints.py"
@@ -84,12 +84,13 @@ def test_each_element_is_written_once(saved):
     for layout in LAYOUTS:
         found = stored(saved(layout))
         assert len(found) == len(fulls())
-        for name, (size, boxes) in found.items():
+        for name, (size, regions) in found.items():
             count = torch.zeros(size, dtype=torch.int64)
-            for box in boxes:
-                count[tuple(slice(a, b) for a, b in box)] += 1
-            assert (count == 1).all(), (layout, name, boxes)
-            assert all(volume(box) for box in boxes) or boxes == [tuple((0, n) for n in size)], "no empty chunks"
+            for region in regions:
+                count[tuple(slice(a, b) for a, b in region)] += 1
+            assert (count == 1).all(), (layout, name, regions)
+            whole = [tuple((0, n) for n in size)]
+            assert all(volume(region) for region in regions) or regions == whole, "no empty chunks"
 
 
 def test_large_replicas_are_cut_for_their_holders(tmp_path, monkeypatch):
@@ -108,12 +109,12 @@ def test_cuts_tile_a_box():
     print("seed", seed)
     rng = random.Random(seed)
     for _ in range(500):
-        box = tuple((a, a + rng.randint(1, 9)) for a in (rng.randint(0, 9) for _ in range(rng.randint(0, 3))))
+        region = tuple((a, a + rng.randint(1, 9)) for a in (rng.randint(0, 9) for _ in range(rng.randint(0, 3))))
         holders, itemsize = rng.randint(1, 5), rng.choice([1, ours.LARGEST // 4, ours.LARGEST])
-        cuts = ours.shared(box, holders, itemsize)
+        cuts = ours.shared(region, holders, itemsize)
         assert 1 <= len(cuts) <= holders
         points = [p for part in cuts for p in itertools.product(*(range(a, b) for a, b in part))]
-        assert sorted(points) == list(itertools.product(*(range(a, b) for a, b in box))), (box, holders)
+        assert sorted(points) == list(itertools.product(*(range(a, b) for a, b in region))), (region, holders)
 
 
 def test_strided_and_complex_parts(tmp_path):
@@ -237,9 +238,9 @@ def test_processes_save_and_others_load(tmp_path):
         assert "a pending sum, [3] torch.float32" in found["refused"], rank
         assert found["refused"].count("  where: ") == 2, "each rank says once where"
     for name in ("global", "async"):
-        boxes = stored(tmp_path / name)
-        assert boxes["deep.rows"][1] == [((0, 4), (0, 5)), ((4, 7), (0, 5))]
-        assert boxes["deep.same"][1] == [((0, 6),)] and boxes["deep.one"][1] == [((0, 4),)]
+        regions = stored(tmp_path / name)
+        assert regions["deep.rows"][1] == [((0, 4), (0, 5)), ((4, 7), (0, 5))]
+        assert regions["deep.same"][1] == [((0, 6),)] and regions["deep.one"][1] == [((0, 4),)]
     sizes = [path.stat().st_size for path in (tmp_path / "large").glob("*.distcp")]
     assert len(sizes) == 2 and max(sizes) < min(sizes) + 10_000, "both ranks write half of a large replica"
     good([*RUN, "-n", 3, PROGRAM, "load", tmp_path])

@@ -78,10 +78,10 @@ def test_a_deadlock_is_found_and_the_last_rank_ends(pair, monkeypatch):
         looking.start()
         looking.join(10)
     assert ended == [1] and "rank 1 waits for rank 0 in zeros   at program.py:3" in shown[0]
-    error = deadlock.found()
+    error = deadlock.detected()
     assert "rank 0 waits for rank 1 in a boxing" in str(error) and "test_deadlock.py" in error.where
 
 
 def test_without_a_watch_there_is_no_verdict(monkeypatch):
     monkeypatch.setattr(deadlock, "_watch", None)
-    assert deadlock.found() is None
+    assert deadlock.detected() is None

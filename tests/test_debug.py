@@ -75,7 +75,7 @@ def test_every_formula_gives_the_value(nd):
     x = gt.from_full(value, GRID, (B, B)).to_global(sbp=nd)
     covered = torch.zeros(5, 3)
     for cell in drawing.cells(x.spec):
-        at = tuple(slice(start, stop) for start, stop in cell.box)
+        at = tuple(slice(start, stop) for start, stop in cell.region)
         text = re.sub(r"\d+", lambda rank: f"x.shards[{rank[0]}]", cell.formula)
         for side in text.split(" = "):
             torch.testing.assert_close(eval(side, {"x": x, "max": lambda *t: torch.stack(t).amax(0)}), value[at])

@@ -17,7 +17,7 @@ from shards import place, scatter, sizes
 
 import globaltensor as gt
 from globaltensor.errors import BoxingError
-from globaltensor.parallel.experts import arranged
+from globaltensor.parallel.experts import arrange_slots
 
 SEED = int(os.environ.get("EXPERTS_SEED") or 20_261_123)
 print(f"tests/test_experts.py: EXPERTS_SEED={SEED}")
@@ -204,7 +204,7 @@ def test_slots_are_sorted_alike_long_and_complete(blocks, share, how):
     chosen = torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(n)])
     if how == "one expert":
         chosen = torch.full((n, 1), 3)
-    slots = arranged(chosen, blocks, share)
+    slots = arrange_slots(chosen, blocks, share)
     length, rest = divmod(len(slots.token), len(blocks))
     assert rest == 0 and length % share == 0 and bool((slots.expert.diff() >= 0).all())
     for (first, stop), experts in zip(blocks, slots.expert.view(len(blocks), length)):

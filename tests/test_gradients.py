@@ -184,6 +184,6 @@ def test_pending_sums_lie_where_peers_read_them():
     for _ in range(3):                               # the third time without Python
         w.grad = None
         (x @ w).sum().backward()
-    assert gradients.raw(w).sbp == (gt.sbp.partial_sum,)
-    assert all(torch_ext.in_arena(shard) for shard in gradients.raw(w).shards.values())
+    assert gradients.raw_grad(w).sbp == (gt.sbp.partial_sum,)
+    assert all(torch_ext.in_arena(shard) for shard in gradients.raw_grad(w).shards.values())
     assert not any(torch_ext.in_arena(shard) for shard in (x @ w).detach().shards.values())

@@ -14,7 +14,7 @@ from torch import nn
 
 import globaltensor as gt
 from globaltensor.algorithms import summa
-from globaltensor.boxings.route import received as bytes_of
+from globaltensor.boxings.route import elements_received as bytes_of
 from globaltensor.errors import SbpError
 from globaltensor.layouts.layout import layout, spec
 
@@ -103,10 +103,10 @@ def test_panels_move_the_same_bytes():
         layout(where, (S(1), S(0))), (n, n), None, torch.float32)
     form = summa._found(("mk", "nk", "mn"), a, b)
     for labels, of in (("mk", a), ("nk", b)):
-        once = bytes_of(of.layout, form.windows(labels, (0, n)), (n, n))
+        once = bytes_of(of.layout, form.rank_regions(labels, (0, n)), (n, n))
         in_panels = Counter()
         for ends in ((0, 16), (16, 32)):
-            in_panels.update(bytes_of(of.layout, form.windows(labels, ends), (n, n)))
+            in_panels.update(bytes_of(of.layout, form.rank_regions(labels, ends), (n, n)))
         assert once == dict(in_panels) and set(once.values()) == {n * n // 4}
 
 

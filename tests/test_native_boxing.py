@@ -21,9 +21,10 @@ from hypothesis import given, seed, settings, strategies
 from shards import place
 
 import globaltensor as gt
-from globaltensor.boxings import kernel_program, run
+from globaltensor.boxings import kernel_program, torch_program
 from globaltensor.boxings.plan import bytes_received, plan
-from globaltensor.layouts.layout import layout, slices, spec, volume
+from globaltensor.layouts.layout import layout
+from globaltensor.layouts.regions import slices, volume
 from globaltensor.layouts.sbp import broadcast, partial_max, partial_min, partial_sum, split
 from globaltensor.runtime.machine import gloo, one_process
 
@@ -233,15 +234,14 @@ def shards_of(where, shape, dtype, r):
         key = tuple(i for i, s in zip(at, where.sbp) if s.is_partial)
         if key not in whole:
             whole[key] = values(shape, dtype, r)
-        box = where.box(shape, rank)
-        made[rank] = whole[key][slices(box, tuple((0, n) for n in shape))].clone()
+        region = where.region(shape, rank)
+        made[rank] = whole[key][slices(region, tuple((0, n) for n in shape))].clone()
     return made
 
 
 def twin(src, dst, shape, dtype, shards):
     """One direct step as the Python version does it, in this process that drives all ranks."""
-    item = run.Boxed(spec(src, shape, None, dtype), shards, dst)
-    return run._build(run._compile(src, dst, shape), shards, item, dst, {})
+    return torch_program.build(torch_program.compile_step(src, dst, shape), shards, dtype, dst, {})
 
 
 def native(kernel, src, dst, shape, dtype, shards, lone, shared):
@@ -266,7 +266,7 @@ def native(kernel, src, dst, shape, dtype, shards, lone, shared):
 
 def check(kernel, src, dst, shape, dtype, r):
     shards = shards_of(src, shape, dtype, r)
-    for a, b in pairwise(kernel_program.direct(src, dst)):
+    for a, b in pairwise(kernel_program.direct_steps(src, dst)):
         op = "max" if any(s.op in ("max", "min") for s in a.sbp) else "sum"
         want = twin(a, b, shape, dtype, shards)
         for lone, shared in ((True, False), (False, False), (False, True)):
@@ -280,9 +280,9 @@ def check(kernel, src, dst, shape, dtype, r):
 @pytest.fixture
 def all_sums_shared(monkeypatch):
     monkeypatch.setattr(kernel_program, "SHARED_FROM", 0)
-    kernel_program.jobs.cache_clear()
+    kernel_program.region_jobs.cache_clear()
     yield
-    kernel_program.jobs.cache_clear()
+    kernel_program.region_jobs.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (5, 3), (1, 7), (0, 3)], ids=str)
@@ -335,8 +335,8 @@ def test_no_direct_step_moves_more_than_the_plan(ranks):
     where = place(ranks)
     sbps = [layout(where, sbp) for sbp in itertools.product(STATES, repeat=where.ndim)]
     for src, dst in itertools.permutations(sbps, 2):
-        moved = sum(volume(job.box) / job.parts * sum(rank != job.rank for rank in job.sources + job.targets)
-                    for job in kernel_program.jobs(src, dst, shape, itemsize, True)) * itemsize
+        moved = sum(volume(job.region) / job.parts * sum(rank != job.rank for rank in job.sources + job.targets)
+                    for job in kernel_program.region_jobs(src, dst, shape, itemsize, True)) * itemsize
         for machine in (one_process, gloo):
             steps = plan(src, dst, shape, 64 * 64 * itemsize, machine).layouts
             assert moved <= sum(bytes_received(steps, shape, itemsize).values()), f"{src} -> {dst}"

@@ -1,7 +1,7 @@
-"""Native Philox against its Python twin, bit for bit: laws x dtypes x boxes x instruction sets.
+"""Native Philox against its Python twin, bit for bit: laws x dtypes x regions x instruction sets.
 
 The twin's own truth (published vectors, distributions, that a cut does not matter) is test_philox.py's. So the twin
-makes each tensor here once and whole, and what native code makes of a box has to be that part of it. Where the package
+makes each tensor here once and whole, and what native code makes of a region must be that part of it. Where the package
 has no native library, g++ makes one of csrc/philox for these tests. The examples hypothesis draws are those of
 KERNELS_SEED, as there.
 """
@@ -33,16 +33,16 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 FLOATS = (F32, F64, F16, BF16)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 KEY = 0xF123456789ABCDEF
-Shape, Box = tuple[int, ...], tuple[tuple[int, int], ...]
-Sample = Callable[[int, Shape, Box], torch.Tensor]
+Shape, Region = tuple[int, ...], tuple[tuple[int, int], ...]
+Sample = Callable[[int, Shape, Region], torch.Tensor]
 
 
 def law(function: Callable[..., torch.Tensor], dtype: torch.dtype, *parameters: float) -> Sample:
-    return lambda key, shape, box: function(key, shape, box, dtype, "cpu", *parameters)
+    return lambda key, shape, region: function(key, shape, region, dtype, "cpu", *parameters)
 
 
-SAMPLES: dict[str, Sample] = {f"words {stream}": lambda key, shape, box, stream=stream: philox.random_words(
-    key, shape, box, "cpu", stream) for stream in (0, 2**32 - 1)}
+SAMPLES: dict[str, Sample] = {f"words {stream}": lambda key, shape, region, stream=stream: philox.random_words(
+    key, shape, region, "cpu", stream) for stream in (0, 2**32 - 1)}
 for dtype in FLOATS:
     SAMPLES |= {f"{function.__name__} {dtype} {parameters}": law(function, dtype, *parameters)
                 for function, parameters in (
@@ -63,8 +63,8 @@ SAMPLES |= {"integers up to the top": law(philox.integers, torch.uint64, 5, 2**6
 for dtype in (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128):
     SAMPLES[f"bernoulli {dtype}"] = law(philox.bernoulli, dtype, 0.3)
 SAMPLES |= {f"bernoulli {p}": law(philox.bernoulli, torch.bool, p) for p in (0.0, 2.0**-33, 1 - 2.0**-33, 1.0)}
-SAMPLES["bernoulli each"] = lambda key, shape, box: philox.bernoulli(
-    key, shape, box, F32, "cpu", law(philox.uniform, F64)(5, shape, box))
+SAMPLES["bernoulli each"] = lambda key, shape, region: philox.bernoulli(
+    key, shape, region, F32, "cpu", law(philox.uniform, F64)(5, shape, region))
 every_sample = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
 
 
@@ -72,8 +72,8 @@ def whole(sample: Sample, key: int, shape: Shape) -> torch.Tensor:
     return sample(key, shape, tuple((0, n) for n in shape))
 
 
-def slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(*edges) for edges in box)
+def slices(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(*edges) for edges in region)
 
 
 def expect_equal(found: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
@@ -86,14 +86,14 @@ def expect_equal(found: torch.Tensor, expected: torch.Tensor, what: object = "")
                     f"{found.reshape(-1)[at[0]].item()!r} for {expected.reshape(-1)[at[0]].item()!r}")
 
 
-def expect_twin(sample: Sample, key: int, shape: Shape, boxes: list[Box] | None = None, what: object = "") -> None:
-    """Native code fills the boxes as the twin fills the whole; or each box, where the whole is too large."""
+def expect_twin(sample: Sample, key: int, shape: Shape, regions: list[Region] | None = None, what: object = "") -> None:
+    """Native code fills the regions as the twin fills the whole; or each region, where the whole is too large."""
     with philox.twin():
-        expected = None if boxes is None or any(n > 2**20 for n in shape) else whole(sample, key, shape)
-    for box in boxes or [tuple((0, n) for n in shape)]:
+        expected = None if regions is None or any(n > 2**20 for n in shape) else whole(sample, key, shape)
+    for region in regions or [tuple((0, n) for n in shape)]:
         with philox.twin():
-            part = sample(key, shape, box) if expected is None else expected[slices(box)]
-        expect_equal(sample(key, shape, box), part, (what, shape, box))
+            part = sample(key, shape, region) if expected is None else expected[slices(region)]
+        expect_equal(sample(key, shape, region), part, (what, shape, region))
 
 
 # ------------------------------------------------------------------ the library
@@ -140,22 +140,22 @@ def test_native_code_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
                 whole(sample, KEY, (3, 5))
 
 
-# ------------------------------------------------------------------ boxes
-def boxes_of(shape: Shape) -> list[Box]:
+# ------------------------------------------------------------------ regions
+def regions_of(shape: Shape) -> list[Region]:
     return list(itertools.product(*([(a, b) for a in range(n + 1) for b in range(a, n + 1)] for n in shape)))
 
 
 @every_sample
 def test_every_box_of_small_shapes(sample: Sample) -> None:
     for shape in ((), (1,), (9,), (3, 5), (4, 4), (2, 3, 3), (2, 1, 1, 2)):
-        expect_twin(sample, KEY, shape, boxes_of(shape))
+        expect_twin(sample, KEY, shape, regions_of(shape))
 
 
 @every_sample
 def test_every_instruction_set(sample: Sample, level: None) -> None:
     """Of many blocks, since what is vectorised comes in groups of 16."""
-    boxes = [((0, 131), (0, 33)), ((3, 130), (0, 33)), ((0, 131), (2, 31)), ((5, 6), (7, 8))]
-    expect_twin(sample, KEY, (131, 33), boxes)
+    regions = [((0, 131), (0, 33)), ((3, 130), (0, 33)), ((0, 131), (2, 31)), ((5, 6), (7, 8))]
+    expect_twin(sample, KEY, (131, 33), regions)
 
 
 @every_sample
@@ -163,31 +163,32 @@ def test_runs_longer_than_a_chunk(sample: Sample) -> None:
     """A chunk is 256 blocks: starts and ends next to its edges, and many runs, some of which share a block."""
     edges = (0, 1, 3, 1019, 1020, 1021, 1023, 1024, 1025, 1028, 2**16 - 1, 2**16 + 37)
     expect_twin(sample, KEY, (2**16 + 37,), [((a, b),) for a, b in itertools.combinations(edges, 2) if b - a != 1024])
-    for shape, box in (((1500, 2), ((1, 1500), (1, 2))), ((600, 3), ((0, 600), (1, 3))), ((300, 7), ((2, 300), (1, 6))),
+    for shape, region in (((1500, 2), ((1, 1500), (1, 2))), ((600, 3), ((0, 600), (1, 3))),
+                          ((300, 7), ((2, 300), (1, 6))),
                        ((9, 4, 5, 3), ((0, 9), (1, 3), (2, 5), (0, 2))),
                        ((40, 1, 1, 50), ((1, 40), (0, 1), (0, 1), (1, 49)))):
-        expect_twin(sample, KEY, shape, [box])
+        expect_twin(sample, KEY, shape, [region])
 
 
 @every_sample
 def test_counters_beyond_32_bits(sample: Sample) -> None:
-    for shape, box in (((2**34 + 40,), ((2**34 - 21, 2**34 + 31),)),        # the low word wraps within the run
+    for shape, region in (((2**34 + 40,), ((2**34 - 21, 2**34 + 31),)),        # the low word wraps within the run
                        ((2**40, 3), ((2**40 - 9, 2**40), (1, 3))),
                        ((2**21, 2**21, 2**20), ((2**21 - 2, 2**21), (17, 19), (2**20 - 3, 2**20)))):
-        expect_twin(sample, KEY, shape, [box])
+        expect_twin(sample, KEY, shape, [region])
 
 
 @strategies.composite
-def shapes_and_boxes(make: Callable) -> tuple[Shape, Box]:
+def shapes_and_regions(make: Callable) -> tuple[Shape, Region]:
     shape = tuple(make(strategies.lists(strategies.integers(0, 40), max_size=3)))
     return shape, tuple(tuple(sorted(make(strategies.integers(0, n)) for _ in range(2))) for n in shape)
 
 
 @seed(SEED)
 @settings(max_examples=500, deadline=None, database=None)
-@given(shapes_and_boxes(), strategies.integers(-(2**63), 2**64 - 1), strategies.sampled_from(sorted(SAMPLES)))
-def test_any_box(shape_and_box: tuple[Shape, Box], key: int, name: str) -> None:
-    expect_twin(SAMPLES[name], key, shape_and_box[0], [shape_and_box[1]], f"{name}, KERNELS_SEED={SEED}")
+@given(shapes_and_regions(), strategies.integers(-(2**63), 2**64 - 1), strategies.sampled_from(sorted(SAMPLES)))
+def test_any_region(shape_and_region: tuple[Shape, Region], key: int, name: str) -> None:
+    expect_twin(SAMPLES[name], key, shape_and_region[0], [shape_and_region[1]], f"{name}, KERNELS_SEED={SEED}")
 
 
 def test_64_dims_and_more_than_the_native_code_takes() -> None:

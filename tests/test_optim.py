@@ -169,7 +169,7 @@ def test_gradients_may_be_reduced_in_16_bits(stage):
         model = gt.parallelize(copy.deepcopy(plain), where)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = gt.zero(optimizer, stage=stage) if stage else optimizer
-        gt.reduce_in(model.parameters(), dtype)
+        gt.set_grad_reduce_dtype(model.parameters(), dtype)
         model(gt.from_full(x, where, S(0))).pow(2).sum().backward()
         with gt.record() as moves:
             grads.append(model.weight.grad)
@@ -187,4 +187,4 @@ def test_gradients_may_be_reduced_in_16_bits(stage):
 
 def test_gradients_are_not_reduced_in_integers():
     with pytest.raises(TypeError, match="floating point"):
-        gt.reduce_in([], torch.int32)
+        gt.set_grad_reduce_dtype([], torch.int32)

@@ -25,16 +25,16 @@ SEED = int(os.environ.get("KERNELS_SEED") or 20_261_121)
 print(f"tests/test_philox.py: KERNELS_SEED={SEED}")
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 KEY = 0x0123456789ABCDEF
-Shape, Box = tuple[int, ...], tuple[tuple[int, int], ...]
-Sample = Callable[[int, Shape, Box], torch.Tensor]
+Shape, Region = tuple[int, ...], tuple[tuple[int, int], ...]
+Sample = Callable[[int, Shape, Region], torch.Tensor]
 
 
-def words(key: int, shape: Shape, box: Box) -> torch.Tensor:
-    return philox.random_words(key, shape, box, "cpu")
+def words(key: int, shape: Shape, region: Region) -> torch.Tensor:
+    return philox.random_words(key, shape, region, "cpu")
 
 
 def sampler(function: Callable[..., torch.Tensor], dtype: torch.dtype, *args: float) -> Sample:
-    return lambda key, shape, box: function(key, shape, box, dtype, "cpu", *args)
+    return lambda key, shape, region: function(key, shape, region, dtype, "cpu", *args)
 
 
 SAMPLERS: dict[str, Sample] = {"words": words, "permuted words": lambda *a: philox.random_words(*a, "cpu", stream=7)}
@@ -46,8 +46,8 @@ SAMPLERS |= {
     "integers": sampler(philox.integers, torch.int32, -3, 1000),
     "integers 96 bits": sampler(philox.integers, torch.int64, -(2**63), 2**63 - 1),
     "bernoulli": sampler(philox.bernoulli, torch.bool, 0.3),
-    "bernoulli tensor": lambda key, shape, box: philox.bernoulli(
-        key, shape, box, F32, "cpu", whole(sampler(philox.uniform, F64), 5, shape)[slices(box)]),
+    "bernoulli tensor": lambda key, shape, region: philox.bernoulli(
+        key, shape, region, F32, "cpu", whole(sampler(philox.uniform, F64), 5, shape)[slices(region)]),
 }
 every_sampler = pytest.mark.parametrize("sample", SAMPLERS.values(), ids=SAMPLERS)
 
@@ -56,8 +56,8 @@ def whole(sample: Sample, key: int, shape: Shape) -> torch.Tensor:
     return sample(key, shape, tuple((0, n) for n in shape))
 
 
-def slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(*edges) for edges in box)
+def slices(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(*edges) for edges in region)
 
 
 def draw(function: Callable[..., torch.Tensor], n: int, dtype: torch.dtype, *args: float,
@@ -118,19 +118,19 @@ def philox_of_integers(counter: list[int], key: int) -> list[int]:
 
 
 @pytest.mark.parametrize("stream", [0, 1, 2**32 - 1])
-@pytest.mark.parametrize("shape, box", [
+@pytest.mark.parametrize("shape, region", [
     ((), ()), ((1,), ((0, 1),)), ((11,), ((3, 9),)), ((2**40, 3), ((2**40 - 2, 2**40), (1, 3))),
     ((2**20, 2**20, 2**20), ((2**20 - 1, 2**20), (17, 19), (2**20 - 2, 2**20))), ((5, 7), ((1, 4), (2, 3))),
     ((2**34 + 3,), ((2**34 - 5, 2**34 + 2),)),  # the block counter's low word wraps within the run
 ])
-def test_words_are_the_documented_function_of_the_index(shape: Shape, box: Box, stream: int) -> None:
+def test_words_are_the_documented_function_of_the_index(shape: Shape, region: Region, stream: int) -> None:
     expected = []
-    for position in numpy.ndindex(*(b - a for a, b in box)):
+    for position in numpy.ndindex(*(b - a for a, b in region)):
         index = 0
-        for n, at, (start, _) in zip(shape, position, box):
+        for n, at, (start, _) in zip(shape, position, region):
             index = index * n + start + at
         expected.append(philox_of_integers([index // 4 % 2**32, index // 4 >> 32, stream, 0], KEY)[index % 4])
-    found = philox.random_words(KEY, shape, box, "cpu", stream)
+    found = philox.random_words(KEY, shape, region, "cpu", stream)
     expect_equal(found, torch.tensor(expected).view(found.shape))
 
 
@@ -163,37 +163,37 @@ def test_splits_over_every_dim(sample: Sample, shape: Shape) -> None:
     for dim, n in enumerate(shape):
         for parts in (2, 3, n, n + 2):  # the last leaves empty shards
             edges = [min(n, i * -(-n // parts)) for i in range(parts + 1)]
-            boxes = [tuple(edge if d == dim else (0, size) for d, size in enumerate(shape))
+            regions = [tuple(edge if d == dim else (0, size) for d, size in enumerate(shape))
                      for edge in zip(edges, edges[1:])]
-            expect_equal(torch.cat([sample(KEY, shape, box) for box in boxes], dim), expected, (dim, parts))
+            expect_equal(torch.cat([sample(KEY, shape, region) for region in regions], dim), expected, (dim, parts))
 
 
 @strategies.composite
-def shapes_and_boxes(make: Callable) -> tuple[Shape, Box]:
+def shapes_and_regions(make: Callable) -> tuple[Shape, Region]:
     shape = tuple(make(strategies.lists(strategies.integers(0, 9), max_size=4)))
     return shape, tuple(tuple(sorted(make(strategies.integers(0, n)) for _ in range(2))) for n in shape)
 
 
 @seed(SEED)
 @settings(max_examples=400, deadline=None, database=None)
-@given(shapes_and_boxes(), strategies.integers(0, 2**64 - 1), strategies.sampled_from(sorted(SAMPLERS)),
+@given(shapes_and_regions(), strategies.integers(0, 2**64 - 1), strategies.sampled_from(sorted(SAMPLERS)),
        strategies.integers(1, 20))
-def test_any_box(shape_and_box: tuple[Shape, Box], key: int, name: str, piece: int) -> None:
-    shape, box = shape_and_box
-    expected = whole(SAMPLERS[name], key, shape)[slices(box)]
+def test_any_region(shape_and_region: tuple[Shape, Region], key: int, name: str, piece: int) -> None:
+    shape, region = shape_and_region
+    expected = whole(SAMPLERS[name], key, shape)[slices(region)]
     before, philox._PIECE = philox._PIECE, {"cpu": piece}
     try:
-        expect_equal(SAMPLERS[name](key, shape, box), expected, f"KERNELS_SEED={SEED}")
+        expect_equal(SAMPLERS[name](key, shape, region), expected, f"KERNELS_SEED={SEED}")
     finally:
         philox._PIECE = before
 
 
 @every_sampler
 def test_the_piece_does_not_matter(sample: Sample, small_pieces: None) -> None:
-    for shape, box in (((100,), ((1, 99),)), ((9, 40), ((0, 9), (3, 38))), ((50, 3), ((7, 50), (1, 2)))):
-        small = sample(KEY, shape, box)
+    for shape, region in (((100,), ((1, 99),)), ((9, 40), ((0, 9), (3, 38))), ((50, 3), ((7, 50), (1, 2)))):
+        small = sample(KEY, shape, region)
         philox._PIECE["cpu"] = 2**14
-        expect_equal(small, sample(KEY, shape, box))
+        expect_equal(small, sample(KEY, shape, region))
         philox._PIECE["cpu"] = 3
 
 
@@ -213,20 +213,20 @@ def test_instruction_sets_and_threads_do_not_matter() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-@pytest.mark.parametrize("shape, box", [((1000, 37), ((0, 1000), (3, 20))), ((300001,), ((1, 300001),))])
-def test_the_device_does_not_matter(shape: Shape, box: Box) -> None:
+@pytest.mark.parametrize("shape, region", [((1000, 37), ((0, 1000), (3, 20))), ((300001,), ((1, 300001),))])
+def test_the_device_does_not_matter(shape: Shape, region: Region) -> None:
     for dtype in (F16, BF16, F32, F64):
         for function in (philox.uniform, philox.normal, philox.exponential):
-            expect_equal(function(KEY, shape, box, dtype, "cuda").cpu(), function(KEY, shape, box, dtype, "cpu"),
+            expect_equal(function(KEY, shape, region, dtype, "cuda").cpu(), function(KEY, shape, region, dtype, "cpu"),
                          (function, dtype))
-    expect_equal(philox.integers(KEY, shape, box, torch.int64, "cuda", -5, 2**50).cpu(),
-                 philox.integers(KEY, shape, box, torch.int64, "cpu", -5, 2**50))
+    expect_equal(philox.integers(KEY, shape, region, torch.int64, "cuda", -5, 2**50).cpu(),
+                 philox.integers(KEY, shape, region, torch.int64, "cpu", -5, 2**50))
     expect_equal(philox.permutation(KEY, 10**5, "cuda").cpu(), philox.permutation(KEY, 10**5, "cpu"))
 
 
 def test_a_small_box_of_a_huge_tensor_is_quick_and_a_meta_tensor_free() -> None:
-    box = ((2**30 - 1, 2**30), (5, 7), (0, 2**20))
-    assert philox.normal(KEY, (2**30, 8, 2**20), box, F32, "cpu").shape == (1, 2, 2**20)
+    region = ((2**30 - 1, 2**30), (5, 7), (0, 2**20))
+    assert philox.normal(KEY, (2**30, 8, 2**20), region, F32, "cpu").shape == (1, 2, 2**20)
     assert philox.normal(KEY, (2**20, 2**31), ((0, 2**20), (0, 2**30)), F32, "meta").shape == (2**20, 2**30)
 
 

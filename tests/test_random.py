@@ -203,13 +203,13 @@ def test_modules():
 
 def test_values_are_those_of_the_kernels():
     """Nothing stands between an element and its function of key and index."""
-    box = ((0, 7), (0, 5))
+    region = ((0, 7), (0, 5))
     torch.manual_seed(SEED)
     first, second = philox.draw_key(), philox.draw_key()
     torch.manual_seed(SEED)
     x = empty((7, 5), LINE[1], split(0), F64).uniform_(-2, 3)
-    assert torch.equal(whole(x), philox.uniform(first, (7, 5), box, F64, "cpu", -2, 3))
-    assert torch.equal(whole(torch.randn_like(x)), philox.normal(second, (7, 5), box, F64, "cpu"))
+    assert torch.equal(whole(x), philox.uniform(first, (7, 5), region, F64, "cpu", -2, 3))
+    assert torch.equal(whole(torch.randn_like(x)), philox.normal(second, (7, 5), region, F64, "cpu"))
 
 
 # --------------------------------------------------------------------------------------------- dropout in networks

@@ -16,10 +16,10 @@ from shards import gather, layouts, place, scatter, sizes
 
 import globaltensor as gt
 from globaltensor.algorithms import ring_attention
-from globaltensor.boxings.route import received
+from globaltensor.boxings.route import elements_received
 from globaltensor.dispatch.core import _Run
 from globaltensor.errors import BoxingError
-from globaltensor.layouts.layout import Windows
+from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call
 
@@ -174,14 +174,14 @@ def run(where, nd, q_shape, k_shape, mask=None, keys=None, dtype=torch.float64, 
 
 
 def in_turns(moves):
-    return [m for m in moves if isinstance(m.src, Windows) or isinstance(m.dst, Windows)]
+    return [m for m in moves if isinstance(m.src, RankRegions) or isinstance(m.dst, RankRegions)]
 
 
 def per_rank(moves, shape, itemsize=8):
     """Bytes that each rank received in moves of tensors of one shape."""
     total = Counter()
     for m in moves:
-        for rank, n in received(m.src, m.dst, shape).items():
+        for rank, n in elements_received(m.src, m.dst, shape).items():
             total[rank] += n * itemsize * m.tensors
     return total
 
@@ -303,9 +303,9 @@ class Watched(_Run):
         super().__init__(gt.GlobalTensor)
         self.blocks, self.most, self.asked = [], Counter(), 0
 
-    def box(self, tensors, dsts, op):
-        moved = super().box(tensors, dsts, op)
-        new = [t for t, dst in zip(moved, dsts) if isinstance(dst, Windows)]
+    def redistribute(self, tensors, dsts, op):
+        moved = super().redistribute(tensors, dsts, op)
+        new = [t for t, dst in zip(moved, dsts) if isinstance(dst, RankRegions)]
         self.blocks += [(rank, weakref.ref(shard), shard.numel()) for t in new for rank, shard in t.shards.items()]
         held = Counter()
         for rank, shard, n in self.blocks:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import globaltensor as gt
-from globaltensor.layouts.layout import cut, layout
+from globaltensor.layouts.layout import layout
+from globaltensor.layouts.regions import split_range
 
 B, S, P = gt.sbp.broadcast, gt.sbp.split, gt.sbp.partial_sum
 TWO = gt.placement("cpu", [0, 1])
@@ -21,7 +22,7 @@ PLACES = [TWO, gt.placement("cpu", [2, 0, 1]), gt.placement("cpu", [[0, 1], [2, 
 
 @pytest.mark.parametrize("n, parts", [(10, 3), (2, 4), (0, 2), (7, 7), (8, 4)])
 def test_cuts_are_balanced(n, parts):
-    assert [b - a for a, b in (cut(n, parts, i) for i in range(parts))] == [n // parts + (i < n % parts)
+    assert [b - a for a, b in (split_range(n, parts, i) for i in range(parts))] == [n // parts + (i < n % parts)
                                                                            for i in range(parts)]
 
 

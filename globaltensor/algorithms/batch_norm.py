@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from globaltensor.algorithms.decompositions import cast, is_split_or_partial, wide
+from globaltensor.algorithms.decompositions import cast, is_split_or_partial
 from globaltensor.layouts.layout import layout, spec
 from globaltensor.layouts.sbp import broadcast, partial_sum, split
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import option
+from globaltensor.runtime.dtypes import accumulation_dtype
 
 aten = torch.ops.aten
 
@@ -40,8 +41,8 @@ def trained(call: Call) -> bool:
 def _settled(run: Any, tensors: list[Any]) -> list[Any]:
     """All in the layout of the first, without pending sums."""
     own = tensors[0].spec
-    dst = own.layout.settled
-    return run.box(tensors, [dst] * len(tensors), "batch_norm")
+    dst = own.layout.without_partials
+    return run.redistribute(tensors, [dst] * len(tensors), "batch_norm")
 
 
 def _sums(run: Any, x: Any, terms: list[dict[int, Tensor]], dtype: torch.dtype) -> list[Any]:
@@ -49,9 +50,9 @@ def _sums(run: Any, x: Any, terms: list[dict[int, Tensor]], dtype: torch.dtype) 
     own = x.spec
     pending = layout(own.placement, tuple(split(0) if s.is_split and s.dim == 1 else partial_sum if s.is_split
                                           else broadcast for s in own.sbp))
-    done = pending.settled
+    done = pending.without_partials
     sums = [run.wrap(spec(pending, (own.shape[1],), None, dtype), shards) for shards in terms]
-    return run.box(sums, [done] * len(sums), "batch_norm")
+    return run.redistribute(sums, [done] * len(sums), "batch_norm")
 
 
 def _over(x: Any) -> list[int]:
@@ -83,7 +84,7 @@ def _moments(run: Any, x: Any, n: int, dtype: torch.dtype) -> tuple[Any, Any]:
 def forward(call: Call, run: Any) -> tuple[Any, Any, Any]:
     """native_batch_norm in training; the running statistics are updated in place."""
     x, = _settled(run, [call["input"]])
-    dtype = wide(x.dtype)
+    dtype = accumulation_dtype(x.dtype)
     n = x.numel() // max(x.shape[1], 1)
     mean, var = _moments(run, x, n, dtype)
     eps = call["eps"]
@@ -121,14 +122,14 @@ def as_native_backward(call: Call, run: Any) -> tuple[Any, ...]:
 def backward(call: Call, run: Any) -> tuple[Any, Any, Any]:
     """native_batch_norm_backward in training."""
     x, grad = _settled(run, [call["input"], call["grad_out"]])
-    dtype, weight, dims = wide(x.dtype), call["weight"], _over(x)
+    dtype, weight, dims = accumulation_dtype(x.dtype), call["weight"], _over(x)
     n = float(x.numel() // max(x.shape[1], 1))
     mean, invstd = call["save_mean"], call["save_invstd"]
     wide_grad = cast(run, grad, dtype)
     centered = run(aten.sub.Tensor, cast(run, x, dtype), _row(run, mean, x))
     sums = [run(aten.sum.dim_IntList, t, dims) for t in (wide_grad, run(aten.mul.Tensor, wide_grad, centered))]
-    done = [s.spec.layout.settled for s in sums]
-    grad_bias, dot = run.box(sums, done, "batch_norm")
+    done = [s.spec.layout.without_partials for s in sums]
+    grad_bias, dot = run.redistribute(sums, done, "batch_norm")
     scale = invstd if weight is None else run(aten.mul.Tensor, invstd, cast(run, weight, dtype))
     slope = run(aten.mul.Tensor, run(aten.mul.Tensor, dot, run(aten.mul.Tensor, invstd, invstd)), 1 / n)
     inner = run(aten.sub.Tensor, wide_grad, _row(run, run(aten.mul.Tensor, grad_bias, 1 / n), x))

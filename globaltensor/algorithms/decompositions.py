@@ -1,8 +1,8 @@
 """Ops whose local kernel would not do: written as other global ops.
 
 A decomposition takes (call, run): `run(op, ...)` does an op on global tensors, `run.plain` the op itself by its rule,
-`run.box` moves several tensors together. It stands below autograd, so it may do what it likes. Here are reductions
-of which a part does not know enough (how many elements there are, what the maximum is) and losses.
+`run.redistribute` moves several tensors together. It stands below autograd, so it may do what it likes. Here are
+reductions of which a part does not know enough (how many elements there are, what the maximum is) and losses.
 """
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from globaltensor.layouts.sbp import partial_max
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import MEAN, SUM, dims_of, option
 from globaltensor.runtime.agreement import agree_on, checking
+from globaltensor.runtime.dtypes import accumulation_dtype
 
 aten = torch.ops.aten
 
@@ -40,12 +41,12 @@ def count(call: Call) -> int:
 
 def broadcast_all(run: Any, tensors: list[Any], op: str) -> list[Any]:
     """Tensors made broadcast, moved together."""
-    return run.box(tensors, [broadcast_on(t) for t in tensors], op)
+    return run.redistribute(tensors, [broadcast_on(t) for t in tensors], op)
 
 
 def broadcast_on(x: Any) -> Layout:
     """All broadcast on the placement of x."""
-    return x.spec.layout.whole
+    return x.spec.layout.replicated
 
 
 def as_global(run: Any, t: Any, like: Any, op: str) -> Any:
@@ -54,18 +55,13 @@ def as_global(run: Any, t: Any, like: Any, op: str) -> Any:
         return t
     if checking():
         agree_on(t, f"a plain operand of {op}")
-    own = spec(like.spec.layout.whole, tuple(t.shape), t.stride(), t.dtype)
+    own = spec(like.spec.layout.replicated, tuple(t.shape), t.stride(), t.dtype)
     return run.wrap(own, dict.fromkeys(like.shards, t))
 
 
 def cast(run: Any, x: Any, dtype: torch.dtype | None) -> Any:
     """x in another dtype, where it is another."""
     return x if dtype is None or x.dtype == dtype else run(aten._to_copy.default, x, dtype=dtype)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What kernels compute in: float32 for the 16-bit floats."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 # ------------------------------------------------------------------------------------------------- means and norms
@@ -79,7 +75,7 @@ def mean(call: Call, run: Any) -> Any:
     if not (dtype.is_floating_point or dtype.is_complex):
         return run.plain(call)
     dims = dims_of(call, x.dim()) if x.dim() else []
-    total = run(aten.sum.dim_IntList, x, dims, bool(call.get("keepdim", False)), dtype=wide(dtype))
+    total = run(aten.sum.dim_IntList, x, dims, bool(call.get("keepdim", False)), dtype=accumulation_dtype(dtype))
     return cast(run, run(aten.div.Tensor, total, float(count(call)) if count(call) else math.nan), dtype)
 
 
@@ -97,7 +93,7 @@ def variance(call: Call, run: Any) -> Any:
     dims, keep = dims_of(call, x.dim()), bool(call.get("keepdim", False))
     correction, n = option(call, "correction", 1), count(call)
     dtype = x.dtype
-    x = cast(run, x, wide(dtype))
+    x = cast(run, x, accumulation_dtype(dtype))
     middle = run(aten.mean.dim, x, dims, True)
     apart = run(aten.sub.Tensor, x, middle)
     total = run(aten.sum.dim_IntList, run(aten.mul.Tensor, apart, apart), dims, keep)
@@ -117,7 +113,7 @@ def vector_norm(call: Call, run: Any) -> Any:
     x, p = call.tensors[0], float(option(call, "ord", option(call, "p", 2)))
     dims, keep = dims_of(call, x.dim()), bool(call.get("keepdim", False))
     dtype = call.get("dtype") or x.dtype
-    size = run(aten.abs.default, cast(run, cast(run, x, call.get("dtype")), wide(dtype)))
+    size = run(aten.abs.default, cast(run, cast(run, x, call.get("dtype")), accumulation_dtype(dtype)))
     dtype = dtype.to_real() if dtype.is_complex else dtype
     if math.isinf(p):
         return cast(run, run(aten.amax.default if p > 0 else aten.amin.default, size, dims, keep), dtype)
@@ -181,7 +177,7 @@ def softmax(call: Call, run: Any) -> Any:
 @replayable
 def safe_softmax(call: Call, run: Any) -> Any:
     """softmax, but 0 where all of a row is -inf."""
-    x, dim = cast(run, call.tensors[0], wide(call["dtype"] or call.tensors[0].dtype)), call["dim"]
+    x, dim = cast(run, call.tensors[0], accumulation_dtype(call["dtype"] or call.tensors[0].dtype)), call["dim"]
     most = _finite(run, run(aten.amax.default, x, [dim], True))
     raised = run(aten.exp.default, run(aten.sub.Tensor, x, most))
     total = run(aten.sum.dim_IntList, raised, [dim], True)
@@ -192,14 +188,14 @@ def safe_softmax(call: Call, run: Any) -> Any:
 def _softmax_operand(call: Call, run: Any) -> tuple[Any, torch.dtype]:
     """The operand as wide as kernels compute in, and the dtype of the result."""
     x = call.tensors[0]
-    wider = cast(run, x, wide(x.dtype))
+    wider = cast(run, x, accumulation_dtype(x.dtype))
     return wider, wider.dtype if call["half_to_float"] else x.dtype
 
 
 @replayable
 def log_softmax_backward(call: Call, run: Any) -> Any:
     """grad - exp(output) * sum(grad)"""
-    grad, output = (cast(run, call[name], wide(call[name].dtype)) for name in ("grad_output", "output"))
+    grad, output = (cast(run, call[name], accumulation_dtype(call[name].dtype)) for name in ("grad_output", "output"))
     total = run(aten.sum.dim_IntList, grad, [call["dim"]], True)
     found = run(aten.sub.Tensor, grad, run(aten.mul.Tensor, run(aten.exp.default, output), total))
     return cast(run, found, call["input_dtype"])
@@ -208,7 +204,7 @@ def log_softmax_backward(call: Call, run: Any) -> Any:
 @replayable
 def softmax_backward(call: Call, run: Any) -> Any:
     """output * (grad - sum(grad * output))"""
-    grad, output = (cast(run, call[name], wide(call[name].dtype)) for name in ("grad_output", "output"))
+    grad, output = (cast(run, call[name], accumulation_dtype(call[name].dtype)) for name in ("grad_output", "output"))
     total = run(aten.sum.dim_IntList, run(aten.mul.Tensor, grad, output), [call["dim"]], True)
     return cast(run, run(aten.mul.Tensor, output, run(aten.sub.Tensor, grad, total)), call["input_dtype"])
 
@@ -257,12 +253,12 @@ def foreach_norm(call: Call, run: Any) -> Any:
     p = float(call["ord"])
     if math.isinf(p) or p == 0:
         return [run(aten.linalg_vector_norm.default, x, p, None, False, dtype=call["dtype"]) for x in call.tensors]
-    held = run.box(call.tensors, [x.spec.layout.settled for x in call.tensors], "foreach_norm")
+    held = run.redistribute(call.tensors, [x.spec.layout.without_partials for x in call.tensors], "foreach_norm")
     held = [cast(run, x, call["dtype"]) for x in held]
     sums = [run(aten.sum.dim_IntList, powers(run, run(aten.abs.default, x), p), list(range(x.dim())), False)
             for x in held]
     home = broadcast_on(call.tensors[0])             # norms of several pipeline stages meet on the first one's
-    return [root(run, total, p) for total in run.box(sums, [home] * len(sums), "foreach_norm")]
+    return [root(run, total, p) for total in run.redistribute(sums, [home] * len(sums), "foreach_norm")]
 
 
 def unscale(call: Call, run: Any) -> Any:

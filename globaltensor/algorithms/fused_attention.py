@@ -79,7 +79,7 @@ def _moved(name: str, t: Any, where: Layout, call: Call, run: Any) -> Any:
         where = where.with_sbp(tuple(broadcast if s.is_split and t.shape[s.dim] == 1 else s for s in where.sbp))
     elif not per_head:
         return t.shards.__getitem__
-    return run.box([t], [where], str(call.func))[0].shards.__getitem__
+    return run.redistribute([t], [where], str(call.func))[0].shards.__getitem__
 
 
 def _joined(told: Any, parts: dict[int, Any], held: list[tuple[int, ...]], where: Layout, call: Call, run: Any) -> Any:
@@ -89,5 +89,5 @@ def _joined(told: Any, parts: dict[int, Any], held: list[tuple[int, ...]], where
     for own, whole in zip(held, _sizes(call)):
         if told.dim() > 2 and tuple(told.shape[:2]) == own:
             return run.wrap(spec(where, (*whole, *told.shape[2:]), None, told.dtype), parts)
-    home = where.whole
+    home = where.replicated
     return run.wrap(spec(home, tuple(told.shape), told.stride(), told.dtype), parts)

@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from globaltensor.algorithms.decompositions import wide
-from globaltensor.layouts.layout import Layout, Spec, cut, layout, spec
+from globaltensor.layouts.layout import Layout, Spec, layout, spec
+from globaltensor.layouts.regions import split_range
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
 from globaltensor.runtime.agreement import agree_on, checking
+from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.world import local_ranks_of
 
 aten = torch.ops.aten
@@ -82,13 +83,13 @@ def take_rows(call: Call, run: Any) -> Any:
     dst = x.spec.layout.with_sbp(nd)
     made = spec(dst, (index.shape[0], *x.shape[1:]), None, x.dtype)
     numbers = _numbers(call, index, x.shape[0], run)
-    x, = run.box([x], [x.spec.layout], str(call.func))
+    x, = run.redistribute([x], [x.spec.layout], str(call.func))
     if numbers is None:
         return run.wrap(made, {})
     wanted, back = _distinct(numbers, made)
-    held = {rank: x.spec.box(rank)[0] for rank in x.placement.flat}
-    found = run.rows(_cut_axes(x.spec.layout), held, wanted, _row_shapes(made), str(call.func), x.spec.layout,
-                     dst).take(x.shards)
+    held = {rank: x.spec.region(rank)[0] for rank in x.placement.flat}
+    found = run.row_exchange(_cut_axes(x.spec.layout), held, wanted, _row_shapes(made), str(call.func), x.spec.layout,
+                             dst).gather(x.shards)
     return run.wrap(made, {r: t if back[r] is None else t.index_select(0, back[r].to(t.device))
                            for r, t in found.items()})
 
@@ -97,22 +98,23 @@ def add_rows(call: Call, run: Any) -> Any:
     """x[index] += values: each rank adds up what it has for one row, and its owner the rest."""
     x, index, values = call["self"], _index(call), call.get("values", call.get("source"))
     dst = values.spec.layout
-    x, values = run.box([x, values], [dst, dst], str(call.func))
+    x, values = run.redistribute([x, values], [dst, dst], str(call.func))
     numbers = _numbers(call, index, x.shape[0], run)
     if numbers is None:
         return run.wrap(x.spec, {})
     wanted, back = _distinct(numbers, values.spec)
-    held = {rank: x.spec.box(rank)[0] for rank in x.placement.flat}
+    held = {rank: x.spec.region(rank)[0] for rank in x.placement.flat}
     sums = {r: t if back[r] is None else _summed(t, back[r].to(t.device), len(wanted[r]))
             for r, t in values.shards.items()}
-    given = run.rows(_cut_axes(dst), held, wanted, _row_shapes(x.spec), str(call.func), dst, dst).give(sums)
+    given = run.row_exchange(_cut_axes(dst), held, wanted, _row_shapes(x.spec), str(call.func), dst,
+                             dst).scatter_add(sums)
     return run.wrap(spec(dst, tuple(x.shape), None, x.dtype),
                     {r: torch.add(x.shards[r], t, alpha=call.get("alpha", 1)) for r, t in given.items()})
 
 
 def _summed(t: Tensor, back: Tensor, n: int) -> Tensor:
     """Rows that go to the same row added up, in float32 for the 16-bit floats."""
-    dtype = wide(t.dtype)
+    dtype = accumulation_dtype(t.dtype)
     return t.new_zeros((n, *t.shape[1:]), dtype=dtype).index_add_(0, back, t.to(dtype)).to(t.dtype)
 
 
@@ -130,7 +132,7 @@ def _whole(t: Tensor, run: Any, op: str) -> Tensor | None:
         if checking():
             agree_on(t, f"a plain operand of {op}")
         return t.cpu()
-    whole, = run.box([t], [t.spec.layout.whole], op)
+    whole, = run.redistribute([t], [t.spec.layout.replicated], op)
     return next(iter(whole.shards.values())).cpu() if whole.shards else None
 
 
@@ -152,12 +154,12 @@ def _distinct(numbers: Tensor, of: Spec) -> tuple[Shards, dict[int, Tensor | Non
     where the entries are these rows as they stand."""
     found: dict[Range, tuple[Tensor, Tensor | None]] = {}
     for rank in of.placement.flat:
-        part = of.box(rank)[0]
+        part = of.region(rank)[0]
         if part not in found:
             own = numbers[slice(*part)]
             ascending = bool((own[1:] > own[:-1]).all())
             found[part] = (own, None) if ascending else torch.unique(own, return_inverse=True)
-    parts = {rank: found[of.box(rank)[0]] for rank in of.placement.flat}
+    parts = {rank: found[of.region(rank)[0]] for rank in of.placement.flat}
     return {r: p[0] for r, p in parts.items()}, {r: p[1] for r, p in parts.items()}
 
 
@@ -203,7 +205,8 @@ def grouped_mm(call: Call, run: Any) -> Any:
         return _everywhere(call, a, b, ends, dtype, run)
     axes = [lie(x, y) for x, y in zip(a.sbp, b.sbp)]
     home = a.spec.layout
-    a, b = run.box([a, b], [home.with_sbp(tuple(x.a for x in axes)), home.with_sbp(tuple(x.b for x in axes))], op)
+    dsts = [home.with_sbp(tuple(x.a for x in axes)), home.with_sbp(tuple(x.b for x in axes))]
+    a, b = run.redistribute([a, b], dsts, op)
     shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (call["offs"].shape[0], a.shape[0], b.shape[1])
     made = spec(home.with_sbp(tuple(x.out for x in axes)), shape, None, dtype)
     if ends is None or not a.shards:
@@ -215,21 +218,21 @@ def grouped_mm(call: Call, run: Any) -> Any:
 
 def _by_rows(call: Call, run: Any, a: Any, b: Any, made: Spec, ends: list[int], grouped: tuple[int, ...]) -> Shards:
     """Rows to their experts, times the matrices, and back to equal parts."""
-    own = {rank: b.spec.box(rank)[0] for rank in a.placement.flat}
+    own = {rank: b.spec.region(rank)[0] for rank in a.placement.flat}
     shared = [axis for axis in grouped if not b.sbp[axis].is_split]
     groups = {rank: _share(_group(ends, own[rank], a.shape[0]), a.placement, rank, shared) for rank in own}
-    held = {rank: a.spec.box(rank)[0] for rank in own}
+    held = {rank: a.spec.region(rank)[0] for rank in own}
     local = _ranges(a.shards, held, groups, a.spec, call, run, _row_shapes(a.spec))
     products = {r: _product(call, t, b.shards[r], ends, own[r], groups[r][0]) for r, t in local.items()}
-    return _ranges(products, groups, {rank: made.box(rank)[0] for rank in own}, made, call, run,
+    return _ranges(products, groups, {rank: made.region(rank)[0] for rank in own}, made, call, run,
                    _row_shapes(made), grouped)
 
 
 def _by_columns(call: Call, run: Any, a: Any, b: Any, made: Spec, ends: list[int], grouped: tuple[int, ...]) -> Shards:
     """Both operands' rows to their experts, whose products stay."""
-    own = {rank: made.box(rank)[0] for rank in a.placement.flat}
+    own = {rank: made.region(rank)[0] for rank in a.placement.flat}
     groups = {rank: _group(ends, own[rank], ends[-1] if ends else 0) for rank in own}
-    held = {rank: b.spec.box(rank)[0] for rank in own}
+    held = {rank: b.spec.region(rank)[0] for rank in own}
     widths = {rank: (n,) for rank, (n, _) in ((rank, a.spec.local_shape(rank)) for rank in own)}
     left = _ranges({r: t.t() for r, t in a.shards.items()}, held, groups, a.spec, call, run, widths, grouped)
     right = _ranges(b.shards, held, groups, b.spec, call, run, _row_shapes(b.spec), grouped)
@@ -247,7 +250,7 @@ def _share(group: Range, where: Any, rank: int, shared: list[int]) -> Range:
     """The part of a group's rows that falls to a rank, of those that hold the same experts."""
     start, stop = group
     for axis in shared:
-        first, last = cut(stop - start, where.shape[axis], where.coords[rank][axis])
+        first, last = split_range(stop - start, where.shape[axis], where.coords[rank][axis])
         start, stop = start + first, start + last
     return start, stop
 
@@ -258,8 +261,9 @@ def _ranges(shards: Shards, held: dict[int, Range], wanted: dict[int, Range], of
     if held == wanted:
         return shards
     numbers = {part: torch.arange(*part) for part in set(wanted.values())}
-    return run.rows(_cut_axes(of.layout) if axes is None else axes, held, {r: numbers[w] for r, w in wanted.items()},
-                    row, str(call.func), of.layout, of.layout).take(shards)
+    rows = {r: numbers[w] for r, w in wanted.items()}
+    return run.row_exchange(_cut_axes(of.layout) if axes is None else axes, held, rows, row, str(call.func), of.layout,
+                            of.layout).gather(shards)
 
 
 def _product(call: Call, a: Tensor, b: Tensor, ends: list[int], own: Range, start: int) -> Tensor:
@@ -294,8 +298,8 @@ def _fitting(t: Tensor) -> Tensor | None:
 
 def _everywhere(call: Call, a: Any, b: Any, ends: Tensor | None, dtype: torch.dtype, run: Any) -> Any:
     """The op as it is, on every rank."""
-    home = a.spec.layout.whole
-    a, b = run.box([a, b], [home, home], str(call.func))
+    home = a.spec.layout.replicated
+    a, b = run.redistribute([a, b], [home, home], str(call.func))
     shape = (a.shape[1], b.shape[1]) if b.dim() == 2 else (*a.shape[:-1], b.shape[2])
     offs = {r: ends if ends is None else ends.to(t.device) for r, t in a.shards.items()}
     return run.wrap(spec(home, shape, None, dtype), {r: call.func(
@@ -307,6 +311,6 @@ def _made_global(t: Tensor, call: Call, run: Any) -> Any:
     if hasattr(t, "spec"):
         return t
     other = next(x for x in call.tensors if hasattr(x, "spec"))
-    home = layout(other.placement, other.spec.layout.whole.sbp)
+    home = layout(other.placement, other.spec.layout.replicated.sbp)
     ranks = local_ranks_of(other.placement)
     return run.wrap(spec(home, tuple(t.shape), None, t.dtype), {r: t.contiguous() for r in ranks})

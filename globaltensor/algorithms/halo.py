@@ -29,7 +29,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from globaltensor.algorithms.decompositions import as_global
-from globaltensor.layouts.layout import Box, Layout, Shape, Windows, layout, spec, windows
+from globaltensor.layouts.layout import Layout, Shape, layout, spec
+from globaltensor.layouts.rank_regions import RankRegions, rank_regions
+from globaltensor.layouts.regions import Region
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
 
@@ -127,14 +129,14 @@ def window_of(own: Layout, shape: Shape, made: Shape, slides: tuple[Slide, ...])
     """
     lead = len(shape) - len(slides)
     cut = _cut(own, len(shape), len(slides))
-    boxes: dict[int, Box] = {}
+    regions: dict[int, Region] = {}
     for rank in own.placement.flat:
-        rows = own.box((*shape[:lead], *made), rank)
-        boxes[rank] = tuple(slides[d - lead].reads(*rows[d]) if d in cut else ends
-                            for d, ends in enumerate(own.box(shape, rank)))
-    if all(box == own.box(shape, rank) for rank, box in boxes.items()):
+        rows = own.region((*shape[:lead], *made), rank)
+        regions[rank] = tuple(slides[d - lead].reads(*rows[d]) if d in cut else ends
+                              for d, ends in enumerate(own.region(shape, rank)))
+    if all(region == own.region(shape, rank) for rank, region in regions.items()):
         return own
-    return windows(own.placement, boxes)
+    return rank_regions(own.placement, regions)
 
 
 def blank(like: Any, window: Layout) -> Parts:
@@ -145,11 +147,11 @@ def blank(like: Any, window: Layout) -> Parts:
 def summed(run: Any, parts: Parts, window: Layout, of: Any, dst: Layout, space: int, op: str) -> Any:
     """The gradient of an image from those of its windows."""
     shape, dtype = of.spec.shape, of.spec.dtype
-    if not isinstance(window, Windows):
+    if not isinstance(window, RankRegions):
         return run.wrap(spec(dst, shape, None, dtype), {rank: t.contiguous() for rank, t in parts.items()})
     cut = _cut(dst, len(shape), space)
     pending = tuple(s if s.is_partial else partial_sum if s.is_split and s.dim in cut else broadcast for s in dst.sbp)
-    return run.summed(parts, windows(dst.placement, window.boxes, pending), shape, dtype, dst, op)
+    return run.scatter_add_regions(parts, rank_regions(dst.placement, window.regions, pending), shape, dtype, dst, op)
 
 
 def locally(call: Call, **other: Any) -> Any:
@@ -212,9 +214,9 @@ def convolution(call: Call, run: Any) -> Any:
     """Each rank convolves its window. What comes out is contiguous."""
     op, x, slides, (shape,) = str(call.func), call["input"], slides_of(call), shapes_of(call)
     operands = [as_global(run, t, x, op) for t in call.tensors]
-    held, _ = _convolved(x.spec.layout.settled, operands[1].spec.layout, x.shape[1], call["groups"])
+    held, _ = _convolved(x.spec.layout.without_partials, operands[1].spec.layout, x.shape[1], call["groups"])
     window = window_of(held.x, x.spec.shape, shape[2:], slides)
-    moved = run.windowed(operands, [window, held.weight, held.bias][:len(operands)], op)
+    moved = run.gather_regions(operands, [window, held.weight, held.bias][:len(operands)], op)
     padding, out = inner_padding(held.x, x.dim(), slides), {}
     for rank, part in moved[0].items():
         weight, *bias = (t[rank] for t in moved[1:])
@@ -230,9 +232,9 @@ def convolution_backward(call: Call, run: Any) -> tuple[Any, Any, Any]:
     """Gradients of the image, the weight and the bias, those that are wanted."""
     op, x, slides, wanted = str(call.func), call["input"], slides_of(call), call["output_mask"]
     grad, weight = (as_global(run, call[name], x, op) for name in ("grad_output", "weight"))
-    held, give = _convolved(x.spec.layout.settled, weight.spec.layout, x.shape[1], call["groups"])
+    held, give = _convolved(x.spec.layout.without_partials, weight.spec.layout, x.shape[1], call["groups"])
     window = window_of(held.x, x.spec.shape, tuple(grad.shape[2:]), slides)
-    grads, weights, *parts = run.windowed([grad, weight, x][:2 + wanted[1]], [give.out, held.weight, window], op)
+    grads, weights, *parts = run.gather_regions([grad, weight, x][:2 + wanted[1]], [give.out, held.weight, window], op)
     parts = parts[0] if parts else blank(x, window)
     padding = inner_padding(held.x, x.dim(), slides)
     found: list[Parts] = [{}, {}, {}]

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from globaltensor.algorithms.decompositions import cast, wide
+from globaltensor.algorithms.decompositions import cast
 from globaltensor.algorithms.run import replayable
 from globaltensor.rules.call import Call
+from globaltensor.runtime.dtypes import accumulation_dtype
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ def _kept(call: Call) -> torch.dtype:
     """The dtype of statistics, as the kernels keep them."""
     x, weight = call["input"], call["weight"]
     if x.device.type != "cpu":
-        return wide(x.dtype)
+        return accumulation_dtype(x.dtype)
     return x.dtype if weight is None else weight.dtype
 
 
@@ -56,14 +57,14 @@ def _scaled(run: Any, y: Any, weight: Any) -> Any:
 def _means(call: Call, run: Any, tensors: list[Any]) -> list[Any]:
     """Means over the features, all summed up in one move."""
     found = [run(aten.mean.dim, t, _dims(call)[1], True) for t in tensors]
-    return run.box(found, [t.spec.layout.settled for t in found], str(call.func))
+    return run.redistribute(found, [t.spec.layout.without_partials for t in found], str(call.func))
 
 
 @replayable
 def layer_norm(call: Call, run: Any) -> tuple[Any, Any, Any]:
     """native_layer_norm: the output, means and inverse deviations."""
     x = call["input"]
-    full = cast(run, x, wide(x.dtype))
+    full = cast(run, x, accumulation_dtype(x.dtype))
     mean, = _means(call, run, [full])
     apart = run(aten.sub.Tensor, full, mean)
     var, = _means(call, run, [run(aten.mul.Tensor, apart, apart)])
@@ -78,7 +79,7 @@ def layer_norm(call: Call, run: Any) -> tuple[Any, Any, Any]:
 def rms_norm(call: Call, run: Any) -> tuple[Any, Any]:
     """_fused_rms_norm: the output and inverse roots of mean squares."""
     x = call["input"]
-    full = cast(run, x, wide(x.dtype))
+    full = cast(run, x, accumulation_dtype(x.dtype))
     square, = _means(call, run, [run(aten.mul.Tensor, full, full)])
     eps = call["eps"] if call["eps"] is not None else torch.finfo(full.dtype).eps
     inverse = run(aten.rsqrt.default, run(aten.add.Scalar, square, eps))
@@ -89,7 +90,7 @@ def rms_norm(call: Call, run: Any) -> tuple[Any, Any]:
 def _backward(call: Call, run: Any, centered: bool) -> tuple[Any, Any, Any]:
     """grad_x, grad * y and grad, in the dtype that is computed in."""
     x = call["input"]
-    dtype = wide(x.dtype)
+    dtype = accumulation_dtype(x.dtype)
     grad, y = cast(run, call["grad_out"], dtype), cast(run, x, dtype)
     if centered:
         y = run(aten.sub.Tensor, y, cast(run, call["mean"], dtype))

@@ -1,6 +1,6 @@
 """Local ops that stand in for the op itself, where a rank must do something of its own with its part.
 
-Each takes (recipe, rank, args, kwargs) of the local call. `recipe.boxes[q][rank]` is the part that the rank has of
+Each takes (recipe, rank, args, kwargs) of the local call. `recipe.regions[q][rank]` is the part that the rank has of
 operand q, `recipe.shapes[q]` the operand's global shape.
 
 Indices into a cut dim: a rank does those that fall into its part, shifted to where its part begins. For the others
@@ -60,7 +60,7 @@ def most(dtype: torch.dtype) -> float | int:
 
 def _own(recipe: Any, rank: int, dim: int, operand: int = 0) -> tuple[int, int] | None:
     """Start and stop of this rank's part of a dim of an operand; None where it has all of it."""
-    n, part = recipe.shapes[operand][dim], recipe.boxes[operand][rank][dim]
+    n, part = recipe.shapes[operand][dim], recipe.regions[operand][rank][dim]
     return None if part == (0, n) else part
 
 
@@ -186,7 +186,7 @@ IGNORED = -100
 def nll(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """nll_loss forward and backward where classes are cut: targets of other ranks are ignored."""
     at = 1 if recipe.func in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default) else 0
-    classes = recipe.boxes[at][rank][1 if len(recipe.shapes[at]) > 1 else 0]
+    classes = recipe.regions[at][rank][1 if len(recipe.shapes[at]) > 1 else 0]
     n = recipe.shapes[at][1 if len(recipe.shapes[at]) > 1 else 0]
     if classes == (0, n):
         return recipe.func(*args, **kwargs)
@@ -221,5 +221,5 @@ def idle(recipe: Any, args: tuple) -> bool:
         at = 1 if recipe.func in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default) else 0
         return all(_own(recipe, rank, 1 if len(recipe.shapes[at]) > 1 else 0, at) is None for rank in recipe.ranks)
     if local_impl is extremum:
-        return all(b > a for rank in recipe.ranks for a, b in recipe.boxes[0][rank])
+        return all(b > a for rank in recipe.ranks for a, b in recipe.regions[0][rank])
     return False

@@ -26,7 +26,8 @@ from globaltensor.algorithms.halo import (
     summed,
     window_of,
 )
-from globaltensor.layouts.layout import Box, Layout, Shape, spec
+from globaltensor.layouts.layout import Layout, Shape, spec
+from globaltensor.layouts.regions import Region
 from globaltensor.rules.call import Call
 
 
@@ -39,23 +40,23 @@ class Pooling(NamedTuple):
     padding: list[int]                               # that is left to the kernel
     plane: Shape
 
-    def rows(self, box: Box) -> Box:
+    def rows(self, region: Region) -> Region:
         """A box without batch and channels."""
-        return box[-len(self.slides):]
+        return region[-len(self.slides):]
 
 
 def _pooling(call: Call, made: Shape) -> Pooling:
     """Of `call["self"]`, to something of shape `made`."""
-    own, shape, slides = call["self"].spec.layout.settled, call["self"].spec.shape, slides_of(call)
+    own, shape, slides = call["self"].spec.layout.without_partials, call["self"].spec.shape, slides_of(call)
     n = len(slides)
     window = window_of(own, shape, made[-n:], slides)
     return Pooling(own, window, slides, inner_padding(own, len(shape), slides), shape[-n:])
 
 
-def _lowest(part: Tensor, box: Box, shape: Shape) -> Tensor:
+def _lowest(part: Tensor, region: Region, shape: Shape) -> Tensor:
     """A window with the lowest number where it is over the edge, in place: it is nobody else's."""
     low = float("-inf") if part.is_floating_point() else torch.iinfo(part.dtype).min
-    for d, ((start, stop), n) in enumerate(zip(box, shape)):
+    for d, ((start, stop), n) in enumerate(zip(region, shape)):
         size = stop - start
         before, inside = min(max(-start, 0), size), min(max(n - start, 0), size)
         if before:
@@ -65,20 +66,20 @@ def _lowest(part: Tensor, box: Box, shape: Shape) -> Tensor:
     return part
 
 
-def _positions(found: Tensor, box: Box, plane: Shape, slides: tuple[Slide, ...], back: bool = False) -> Tensor:
+def _positions(found: Tensor, region: Region, plane: Shape, slides: tuple[Slide, ...], back: bool = False) -> Tensor:
     """Positions in a window, which is `box` of a plane, as positions in that plane; or `back`.
 
     Where all is as low as it can be, the kernel takes the first row, over the edge or not: that is the first one
     which is not.
     """
-    sizes = tuple(stop - start for start, stop in box)
+    sizes = tuple(stop - start for start, stop in region)
     before, after, sign = (plane, sizes, -1) if back else (sizes, plane, 1)
-    if box[1:] == tuple((0, n) for n in plane[1:]):  # only the outermost dim is cut
+    if region[1:] == tuple((0, n) for n in plane[1:]):  # only the outermost dim is cut
         row = prod(plane[1:])
-        moved = found + sign * box[0][0] * row
-        return moved if back or box[0][0] >= 0 else torch.where(moved < 0, moved % (slides[0].dilation * row), moved)
+        moved = found + sign * region[0][0] * row
+        return moved if back or region[0][0] >= 0 else torch.where(moved < 0, moved % (slides[0].dilation * row), moved)
     moved = torch.zeros_like(found)
-    for n, (start, _), slide, step in reversed([*zip(before, box, slides, _steps(after))]):
+    for n, (start, _), slide, step in reversed([*zip(before, region, slides, _steps(after))]):
         at = found % n + sign * start
         moved += torch.where(at < 0, at % slide.dilation, at) * step
         found = found // n
@@ -94,14 +95,14 @@ def max_pool(call: Call, run: Any) -> tuple[Any, Any]:
     """Maxima, and where in the plane of the whole image they are."""
     x, (shape, _) = call["self"], shapes_of(call)
     how = _pooling(call, shape)
-    parts, = run.windowed([x], [how.window], str(call.func))
+    parts, = run.gather_regions([x], [how.window], str(call.func))
     most, places = {}, {}
     for rank, part in parts.items():
-        box = how.window.box(x.spec.shape, rank)
+        region = how.window.region(x.spec.shape, rank)
         if part.numel():
-            found = locally(call, self=_lowest(part, box, x.spec.shape), padding=how.padding)
+            found = locally(call, self=_lowest(part, region, x.spec.shape), padding=how.padding)
             most[rank] = found[0].contiguous()
-            places[rank] = _positions(found[1].contiguous(), how.rows(box), how.plane, how.slides)
+            places[rank] = _positions(found[1].contiguous(), how.rows(region), how.plane, how.slides)
         else:
             most[rank] = part.new_empty(how.own.local_shape(shape, rank))
             places[rank] = most[rank].long()
@@ -114,12 +115,12 @@ def max_pool_backward(call: Call, run: Any) -> Any:
     x, op = call["self"], str(call.func)
     grad, places = (as_global(run, call[name], x, op) for name in ("grad_output", "indices"))
     how = _pooling(call, grad.spec.shape)
-    grads, places = run.windowed([grad, places], [how.own, how.own], op)
+    grads, places = run.gather_regions([grad, places], [how.own, how.own], op)
     parts = blank(x, how.window)
     for rank, part in parts.items():
         if part.numel():
-            box = how.rows(how.window.box(x.spec.shape, rank))
-            at = _positions(places[rank], box, how.plane, how.slides, back=True)
+            region = how.rows(how.window.region(x.spec.shape, rank))
+            at = _positions(places[rank], region, how.plane, how.slides, back=True)
             parts[rank] = locally(call, self=part, grad_output=grads[rank], indices=at, padding=how.padding)
     return summed(run, parts, how.window, x, how.own, len(how.slides), op)
 
@@ -132,7 +133,7 @@ def _counts(slide: Slide, ends: tuple[int, int], rows: int, padded: bool) -> Ten
     return (start + slide.kernel).clamp(max=rows) - start.clamp(min=0)
 
 
-def _corrections(call: Call, how: Pooling, made: Box, like: Tensor) -> Tensor | None:
+def _corrections(call: Call, how: Pooling, made: Region, like: Tensor) -> Tensor | None:
     """What means over whole kernels must be multiplied with, where kernels reach over the edge: [*rows], or None.
 
     `made` is the part of the output that the rank has.
@@ -158,12 +159,12 @@ def avg_pool(call: Call, run: Any) -> Any:
     """Means over whole kernels, with zeros over the edge; put right where those do not count."""
     x, (shape,) = call["self"], shapes_of(call)
     how = _pooling(call, shape)
-    parts, = run.windowed([x], [how.window], str(call.func))
+    parts, = run.gather_regions([x], [how.window], str(call.func))
     means = {}
     for rank, part in parts.items():
         if part.numel():
             mean = locally(call, self=part, padding=how.padding, divisor_override=_divisor(call, how)).contiguous()
-            times = _corrections(call, how, how.own.box(shape, rank), part)
+            times = _corrections(call, how, how.own.region(shape, rank), part)
             means[rank] = mean if times is None else mean * times
         else:
             means[rank] = part.new_empty(how.own.local_shape(shape, rank))
@@ -175,11 +176,11 @@ def avg_pool_backward(call: Call, run: Any) -> Any:
     x, op = call["self"], str(call.func)
     grad = as_global(run, call["grad_output"], x, op)
     how = _pooling(call, grad.spec.shape)
-    grads, = run.windowed([grad], [how.own], op)
+    grads, = run.gather_regions([grad], [how.own], op)
     parts = blank(x, how.window)
     for rank, part in parts.items():
         if part.numel():
-            times = _corrections(call, how, how.own.box(grad.spec.shape, rank), part)
+            times = _corrections(call, how, how.own.region(grad.spec.shape, rank), part)
             g = grads[rank] if times is None else grads[rank] * times
             parts[rank] = locally(call, self=part, grad_output=g, padding=how.padding,
                                    divisor_override=_divisor(call, how))

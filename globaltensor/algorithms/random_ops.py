@@ -26,7 +26,8 @@ from torch._ops import OpOverload
 
 from globaltensor.algorithms.aliasing import check_writable
 from globaltensor.algorithms.run import Decomposition
-from globaltensor.layouts.layout import Box, Layout, Shape, slices
+from globaltensor.layouts.layout import Layout, Shape
+from globaltensor.layouts.regions import Region, slices
 from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime import philox
 from globaltensor.runtime.philox import draw_key
@@ -40,21 +41,21 @@ Draw = Callable[..., Tensor]
 # ------------------------------------------------------------------------------------------------ distributions
 
 
-def uniform(call: Call, key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Any) -> Tensor:
+def uniform(call: Call, key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Any) -> Tensor:
     """A complex one is two real ones: element i is made of 2 i and 2 i + 1."""
     low, high = call.get("from", 0.0), call.get("to", 1.0)
     if not dtype.is_complex:
-        return philox.uniform(key, shape, box, dtype, device, low, high)
-    parts = philox.uniform(key, (*shape, 2), (*box, (0, 2)), dtype.to_real(), device, low, high)
+        return philox.uniform(key, shape, region, dtype, device, low, high)
+    parts = philox.uniform(key, (*shape, 2), (*region, (0, 2)), dtype.to_real(), device, low, high)
     return torch.view_as_complex(parts)
 
 
-def _normal(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Any, mean: float = 0.0,
+def _normal(key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Any, mean: float = 0.0,
             std: float = 1.0) -> Tensor:
     """A complex one has half its variance in each part, and a mean that is real."""
     if not dtype.is_complex:
-        return philox.normal(key, shape, box, dtype, device, mean, std)
-    parts = philox.normal(key, (*shape, 2), (*box, (0, 2)), dtype.to_real(), device, 0.0, std * math.sqrt(0.5))
+        return philox.normal(key, shape, region, dtype, device, mean, std)
+    parts = philox.normal(key, (*shape, 2), (*region, (0, 2)), dtype.to_real(), device, 0.0, std * math.sqrt(0.5))
     return torch.view_as_complex(parts).add_(mean)
 
 
@@ -66,12 +67,12 @@ def standard_normal(call: Call, *where: Any) -> Tensor:
     return _normal(*where)
 
 
-def integers(call: Call, key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Any) -> Tensor:
+def integers(call: Call, key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Any) -> Tensor:
     """random_ (without bounds: every integer >= 0 that the dtype holds exactly) and randint_like."""
     low, high = call.get("from", call.get("low")) or 0, call.get("to", call.get("high"))
     high = _top(dtype) + 1 if high is None else int(high)
     wide = torch.int64 if dtype.is_floating_point else dtype      # a float rounds the integers that it does not hold
-    return philox.integers(key, shape, box, wide, device, low, high)
+    return philox.integers(key, shape, region, wide, device, low, high)
 
 
 def _top(dtype: torch.dtype) -> int:
@@ -85,9 +86,10 @@ def bernoulli(call: Call, *where: Any) -> Tensor:
     return philox.bernoulli(*where, call.get("p", 0.5))
 
 
-def bernoulli_each(call: Call, key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Any, p: Tensor) -> Tensor:
+def bernoulli_each(call: Call, key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Any,
+                   p: Tensor) -> Tensor:
     """With a probability for each element."""
-    return philox.bernoulli(key, shape, box, dtype, device, 0.5 if p.is_meta else p)
+    return philox.bernoulli(key, shape, region, dtype, device, 0.5 if p.is_meta else p)
 
 
 def kept(call: Call, *where: Any) -> Tensor:
@@ -99,22 +101,22 @@ def exponential(call: Call, *where: Any) -> Tensor:
     return philox.exponential(*where, call["lambd"])
 
 
-def geometric(call: Call, key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Any) -> Tensor:
+def geometric(call: Call, key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Any) -> Tensor:
     """How often to try until it works: an exponential, rounded up. p in (0, 1)."""
     rate = -math.log1p(-call["p"])
-    return philox.exponential(key, shape, box, torch.float64, device, rate).ceil_()
+    return philox.exponential(key, shape, region, torch.float64, device, rate).ceil_()
 
 
-def cauchy(call: Call, key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Any) -> Tensor:
+def cauchy(call: Call, key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Any) -> Tensor:
     """The quotient of two normals; finite, as torch's."""
-    two = philox.normal(key, (*shape, 2), (*box, (0, 2)), _at_least_float32(dtype), device)
+    two = philox.normal(key, (*shape, 2), (*region, (0, 2)), _at_least_float32(dtype), device)
     value = two[..., 0].div(two[..., 1]).mul_(call["sigma"]).add_(call["median"])
     most = torch.finfo(dtype).max
     return value.nan_to_num_().clamp_(-most, most)
 
 
-def log_normal(call: Call, key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Any) -> Tensor:
-    return _exp(philox.normal(key, shape, box, _at_least_float32(dtype), device, call["mean"], call["std"]))
+def log_normal(call: Call, key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Any) -> Tensor:
+    return _exp(philox.normal(key, shape, region, _at_least_float32(dtype), device, call["mean"], call["std"]))
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -169,14 +171,14 @@ def _fill(call: Call, run: Any, target: Any, key: int, draw: Draw, *parameters: 
     """Write into the target's shards; ranks that hold the same part share the work where one process drives them."""
     check_writable(target, call.func, "self")
     own = target.spec
-    ready = own.layout.settled
+    ready = own.layout.without_partials
     held = [_lying(run, p, own.shape, ready) for p in parameters]
-    made: dict[tuple[Box, torch.device], Tensor] = {}
+    made: dict[tuple[Region, torch.device], Tensor] = {}
     for rank, shard in target.shards.items():
         if _waits(own.layout, rank):
             shard.zero_()
             continue
-        part, device = own.box(rank), shard.device
+        part, device = own.region(rank), shard.device
         if (part, device) not in made:
             made[part, device] = draw(call, key, own.shape, part, own.dtype, device, *[of(rank) for of in held])
         shard.copy_(made[part, device])
@@ -194,9 +196,9 @@ def _lying(run: Any, parameter: Any, shape: Shape, where: Layout) -> Callable[[i
     if hasattr(parameter, "spec"):
         if tuple(parameter.shape) != shape:
             parameter = run(aten.expand.default, parameter, list(shape))
-        return run.box([parameter], [where], "random")[0].shards.__getitem__
+        return run.redistribute([parameter], [where], "random")[0].shards.__getitem__
     whole = tuple((0, n) for n in shape)
-    return lambda rank: parameter.expand(shape)[slices(where.box(shape, rank), whole)]
+    return lambda rank: parameter.expand(shape)[slices(where.region(shape, rank), whole)]
 
 
 def _check(call: Call) -> None:
@@ -266,7 +268,7 @@ def rrelu(call: Call, run: Any) -> Any:
         out = run(aten.leaky_relu.default, x, (lower + upper) / 2)
     else:
         key = draw_key(call["generator"])
-        x, = run.box([x], [x.spec.layout.settled], str(call.func))
+        x, = run.redistribute([x], [x.spec.layout.without_partials], str(call.func))
         slope = _fill(call, run, run(aten.empty_like.default, x), key,
                       lambda call, *where: philox.uniform(*where, lower, upper))
         slope = run(aten.where.ScalarOther, run(aten.le.Scalar, x, 0), slope, 1.0)

@@ -32,10 +32,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from globaltensor.algorithms.decompositions import as_global, wide
-from globaltensor.layouts.layout import Layout, Shape, layout, spec, volume, windows
+from globaltensor.algorithms.decompositions import as_global
+from globaltensor.layouts.layout import Layout, Shape, layout, spec
+from globaltensor.layouts.rank_regions import rank_regions
+from globaltensor.layouts.regions import volume
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
+from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.world import world
 
 Ends = tuple[int, int]                               # start and stop along the sequence
@@ -174,18 +177,18 @@ def turns(lie: Layout, keys: Layout, queries: Shape, shape: Shape, causal: bool)
     pending = tuple(partial_sum if s == SEQUENCE else broadcast for s in lie.sbp)
     found = [Turn(keys, _owed(lie, keys))]
     for turn in range(1, prod(where.shape[axis] for axis in ring)):
-        boxes = {}
+        regions = {}
         for group in groups.values():
             for i, rank in enumerate(group):
-                *outer, (start, stop), features = keys.box(shape, group[i - turn])
-                rows = lie.box(queries, rank)
+                *outer, (start, stop), features = keys.region(shape, group[i - turn])
+                rows = lie.region(queries, rank)
                 if not volume(rows):
                     stop = start
                 elif causal:
                     stop = max(start, min(stop, rows[2][1]))
-                boxes[rank] = (*outer, (start, stop), features)
-        if any(map(volume, boxes.values())):
-            found.append(Turn(windows(where, boxes), windows(where, boxes, pending)))
+                regions[rank] = (*outer, (start, stop), features)
+        if any(map(volume, regions.values())):
+            found.append(Turn(rank_regions(where, regions), rank_regions(where, regions, pending)))
     return tuple(found)
 
 
@@ -228,11 +231,11 @@ class _Spread:
         if "attn_mask" in wanted:
             wanted["attn_mask"] = _of_mask(tuple(call["attn_mask"].shape), self.lie)
         operands = [as_global(run, call[name], call["query"], self.op) for name in wanted]
-        moved = run.box(operands, list(wanted.values()), self.op)
+        moved = run.redistribute(operands, list(wanted.values()), self.op)
         self.held = dict(zip(wanted, moved))
         self.mask = self.held.pop("attn_mask", None)
         self.ranks = list(self.held["query"].shards)
-        self.dtype = wide(self.held["query"].dtype)  # of what is added up
+        self.dtype = accumulation_dtype(self.held["query"].dtype)  # of what is added up
 
     def results(self) -> list[Tensor]:
         """What the op returns, as meta tensors."""
@@ -247,10 +250,10 @@ class _Spread:
         """Turn by turn, what every rank of this process has to do. Who takes a block out frees it before the next."""
         q, k, v = (self.held[name] for name in ("query", "key", "value"))
         for turn in turns(self.lie, self.keys, q.spec.shape, k.spec.shape, self.causal):
-            come = self.run.box([k, v], [turn.come] * 2, self.op)
+            come = self.run.redistribute([k, v], [turn.come] * 2, self.op)
             blocks = {}
             for rank in self.ranks:
-                rows, columns = q.spec.box(rank)[2], turn.come.box(k.spec.shape, rank)[2]
+                rows, columns = q.spec.region(rank)[2], turn.come.region(k.spec.shape, rank)[2]
                 found = tiles(rows, columns, self.causal) if q.shards[rank].numel() else []
                 blocks[rank] = _Block(come[0].shards[rank], come[1].shards[rank],
                                       [(tile, self._mask_of(rank, tile, columns[0])) for tile in found])
@@ -325,7 +328,7 @@ def backward(call: Call, run: Any) -> tuple[Any, Any, Any]:
             totals = shares
             continue
         going = [own.wrap(t, turn.go, share) for t, share in zip(told[1:], shares)]
-        for total, came in zip(totals, run.box(going, [home] * 2, own.op)):
+        for total, came in zip(totals, run.redistribute(going, [home] * 2, own.op)):
             for rank, share in came.shards.items():
                 total[rank] += share
     return own.wrap(told[0], own.lie, dq), *(own.wrap(t, home, total) for t, total in zip(told[1:], totals))

@@ -14,7 +14,8 @@ Decomposition = Callable[[Call, Any], Any]
 
 
 def replayable(decomposition: Decomposition) -> Decomposition:
-    """Mark a decomposition that works by `run(op, ...)` and `run.box` alone and decides by specs and arguments only.
+    """Mark a decomposition that works by `run(op, ...)` and `run.redistribute` alone, and decides by specs and
+    arguments only.
 
     What it did once may then be done again for every call alike (dispatch/trace.py).
     """

@@ -34,8 +34,8 @@ def _ready(run: Any, x: Any) -> Any:
     """Without pending sums."""
     if not x.spec.layout.partial:
         return x
-    dst = x.spec.layout.settled
-    return run.box([x], [dst], "reduce")[0]
+    dst = x.spec.layout.without_partials
+    return run.redistribute([x], [dst], "reduce")[0]
 
 
 def _place(x: Any, dim: int, rank: int) -> int:
@@ -54,9 +54,9 @@ def _summaries(run: Any, x: Any, dim: int, made: list[dict[int, Tensor]], dtypes
                op: str) -> list[Any]:
     """The summaries of all parts, `length` long each, side by side along `dim`: a global tensor for each kind."""
     shape = list(x.shape)
-    shape[dim] = x.spec.layout.ways(dim) * length
+    shape[dim] = x.spec.layout.num_parts(dim) * length
     side = [run.wrap(spec(x.spec.layout, tuple(shape), None, dtype), shards) for shards, dtype in zip(made, dtypes)]
-    return run.box(side, [_gathered(x.spec.layout, dim)] * len(side), op)
+    return run.redistribute(side, [_gathered(x.spec.layout, dim)] * len(side), op)
 
 
 # ------------------------------------------------------------------------------------------------ cumulative sums
@@ -101,7 +101,7 @@ def extreme(call: Call, run: Any) -> Any:
     for r, t in x.shards.items():
         if t.shape[dim]:
             values[r], places[r] = over(t, dim, keepdim=True)
-            places[r] = places[r] + x.spec.box(r)[dim][0]
+            places[r] = places[r] + x.spec.region(r)[dim][0]
         else:
             row = [1 if i == dim else n for i, n in enumerate(t.shape)]
             values[r], places[r] = t.new_full(row, worst), t.new_zeros(row, dtype=torch.int64)
@@ -135,7 +135,7 @@ def topk(call: Call, run: Any) -> Any:
         missing = list(t.shape)
         missing[dim] = k - value.shape[dim]
         values[r] = torch.cat([value, value.new_full(missing, worst)], dim)
-        places[r] = torch.cat([place + x.spec.box(r)[dim][0], place.new_full(missing, -1)], dim)
+        places[r] = torch.cat([place + x.spec.region(r)[dim][0], place.new_full(missing, -1)], dim)
     both = _summaries(run, x, dim, [values, places], [x.dtype, torch.int64], k, str(call.func))
     shape = tuple(k if i == dim else n for i, n in enumerate(x.shape))
     best: list[dict[int, Tensor]] = [{}, {}]

@@ -23,24 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from globaltensor.algorithms.decompositions import wide
-from globaltensor.layouts.layout import (
-    Box,
-    Layout,
-    Shape,
-    Spec,
-    Windows,
-    cut,
-    layout,
-    meet,
-    slices,
-    spec,
-    volume,
-    windows,
-)
+from globaltensor.layouts.layout import Layout, Shape, Spec, layout, spec
+from globaltensor.layouts.rank_regions import RankRegions, rank_regions
+from globaltensor.layouts.regions import Region, intersect, slices, split_range, volume
 from globaltensor.layouts.sbp import NdSbp, Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
 from globaltensor.runtime import custom_ops
+from globaltensor.runtime.dtypes import accumulation_dtype
 
 PANEL = 1 << 24                                      # bytes of what passes from which it passes in panels
 
@@ -65,15 +54,15 @@ class Form(NamedTuple):
         made = (_state(names[s.dim] if s.is_split else None, self.terms[2]) for s in self.work.sbp)
         return tuple(made) != self.out.sbp
 
-    def box(self, rank: int, labels: str, ends: tuple[int, int]) -> Box:
+    def region(self, rank: int, labels: str, ends: tuple[int, int]) -> Region:
         """The part of the work of a rank that is within a range of the panel's label, seen from these labels."""
-        found = dict(zip((x for x, _ in self.sizes), self.work.box(tuple(n for _, n in self.sizes), rank)))
+        found = dict(zip((x for x, _ in self.sizes), self.work.region(tuple(n for _, n in self.sizes), rank)))
         found[self.panel] = clip(found[self.panel], ends)
         return tuple(found[x] for x in labels)
 
-    def windows(self, labels: str, ends: tuple[int, int], sbp: NdSbp | None = None) -> Windows:
+    def rank_regions(self, labels: str, ends: tuple[int, int], sbp: NdSbp | None = None) -> RankRegions:
         where = self.work.placement
-        return windows(where, {rank: self.box(rank, labels, ends) for rank in where.flat}, sbp)
+        return rank_regions(where, {rank: self.region(rank, labels, ends) for rank in where.flat}, sbp)
 
     def shape(self, labels: str) -> Shape:
         return tuple(dict(self.sizes)[x] for x in labels)
@@ -132,21 +121,21 @@ def _priced(form: Form, of_a: Spec, of_b: Spec) -> tuple[int, Form]:
     whole = 0, dict(form.sizes)[form.panel]
     moved = passing = 0
     for labels, of in zip(form.terms, (of_a, of_b)):
-        want = form.windows(labels, whole)
-        moved += _received({rank: of.box(rank) for rank in want.boxes}, want.boxes) * of.dtype.itemsize
-        passing += max(map(volume, want.boxes.values())) * of.dtype.itemsize * (form.panel in labels)
+        want = form.rank_regions(labels, whole)
+        moved += _received({rank: of.region(rank) for rank in want.regions}, want.regions) * of.dtype.itemsize
+        passing += max(map(volume, want.regions.values())) * of.dtype.itemsize * (form.panel in labels)
     if form.scattered:
         shape, axes = form.shape(form.terms[2]), form.out.placement.shape
         terms = prod(n for n, held, s in zip(axes, form.held, form.out.sbp) if held.is_partial and not s.is_partial)
-        own = form.windows(form.terms[2], whole).boxes
-        moved += _received(own, {rank: form.out.box(shape, rank) for rank in own}, terms) * of_a.dtype.itemsize
+        own = form.rank_regions(form.terms[2], whole).regions
+        moved += _received(own, {rank: form.out.region(shape, rank) for rank in own}, terms) * of_a.dtype.itemsize
     return moved, form._replace(passing=passing)
 
 
-def _received(own: dict[int, Box], wanted: dict[int, Box], terms: int = 1) -> int:
+def _received(own: dict[int, Region], wanted: dict[int, Region], terms: int = 1) -> int:
     """Elements that the rank receives that receives most, where every element is a sum of so many ranks' terms."""
-    held = {rank: meet(own[rank], box) for rank, box in wanted.items()}
-    return max(terms * volume(box) - (volume(held[rank]) if held[rank] else 0) for rank, box in wanted.items())
+    held = {rank: intersect(own[rank], region) for rank, region in wanted.items()}
+    return max(terms * volume(region) - (volume(held[rank]) if held[rank] else 0) for rank, region in wanted.items())
 
 
 def _wanted(terms: tuple[str, str, str], cuts: list[tuple]) -> dict[int, str] | None:
@@ -183,7 +172,7 @@ def product(call: Call, run: Any) -> Any:
     if bias is None:
         return made
     last = tuple(split(0) if s == split(made.dim() - 1) else broadcast for s in form.out.sbp)
-    bias, = run.box([bias], [layout(form.out.placement, last)], str(call.func))
+    bias, = run.redistribute([bias], [layout(form.out.placement, last)], str(call.func))
     for rank, shard in made.shards.items():
         shard += bias.shards[rank]
     return made
@@ -193,14 +182,14 @@ def _panels(form: Form) -> list[tuple[int, int]]:
     """Ranges of the panel's label: as many as the grid is wide, where what passes is large."""
     n = dict(form.sizes)[form.panel]
     parts = max(1, min(max(form.out.placement.shape), n, form.passing // PANEL))
-    return [cut(n, parts, i) for i in range(parts)]
+    return [split_range(n, parts, i) for i in range(parts)]
 
 
 def _work(call: Call, run: Any, form: Form, ends: tuple[int, int]) -> dict[int, torch.Tensor]:
     """What every rank makes of a panel."""
     left, right, out = form.terms
-    wanted = [form.windows(left, ends), form.windows(right, ends)]
-    lefts, rights = run.windowed(call.tensors[:2], wanted, str(call.func))
+    wanted = [form.rank_regions(left, ends), form.rank_regions(right, ends)]
+    lefts, rights = run.gather_regions(call.tensors[:2], wanted, str(call.func))
     return {rank: custom_ops.contract(f"{left},{right}->{out}", lefts[rank], rights[rank]) for rank in lefts}
 
 
@@ -210,7 +199,7 @@ def _grown(call: Call, run: Any, form: Form) -> Any:
     dtype = call.tensors[0].dtype
     for ends in _panels(form):
         for rank, term in _work(call, run, form, ends).items():
-            made[rank] = made[rank].add_(term) if rank in made else term.to(wide(dtype))
+            made[rank] = made[rank].add_(term) if rank in made else term.to(accumulation_dtype(dtype))
     return run.wrap(spec(form.out, form.shape(form.terms[2]), None, dtype), {r: t.to(dtype) for r, t in made.items()})
 
 
@@ -219,14 +208,15 @@ def _scattered(call: Call, run: Any, form: Form) -> Any:
     out, where = form.terms[2], form.out.placement
     shape, dim, dtype = form.shape(out), out.index(form.panel), call.tensors[0].dtype
     pending = tuple(s if s.is_partial else broadcast for s in form.out.sbp)
-    boxes = {rank: form.out.box(shape, rank) for rank in where.flat}
+    regions = {rank: form.out.region(shape, rank) for rank in where.flat}
     made: dict[int, torch.Tensor] = {}
     for ends in _panels(form):
         terms = _work(call, run, form, ends)
-        wanted = windows(where, {rank: (*box[:dim], clip(box[dim], ends), *box[dim + 1:])
-                                 for rank, box in boxes.items()}, pending)
-        done = run.summed(terms, form.windows(out, ends, form.held), shape, dtype, wanted, str(call.func))
+        wanted = rank_regions(where, {rank: (*region[:dim], clip(region[dim], ends), *region[dim + 1:])
+                                      for rank, region in regions.items()}, pending)
+        done = run.scatter_add_regions(terms, form.rank_regions(out, ends, form.held), shape, dtype, wanted,
+                                       str(call.func))
         for rank, part in done.shards.items():
             made.setdefault(rank, part.new_empty(form.out.local_shape(shape, rank)))[
-                slices(wanted.boxes[rank], boxes[rank])] = part
+                slices(wanted.regions[rank], regions[rank])] = part
     return run.wrap(spec(form.out, shape, None, dtype), made)

@@ -21,9 +21,9 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from globaltensor.boxings.route import route
-from globaltensor.layouts.layout import Box, Layout, Shape, layout, meet, volume
-from globaltensor.layouts.sbp import Sbp, broadcast
+from globaltensor.boxings.route import reduced_innermost, route
+from globaltensor.layouts.layout import Layout, Shape
+from globaltensor.layouts.regions import Region, subtract, volume
 
 DIMS = 8                                             # GT_DIMS: tensors of more take the way through Python
 SHARED_FROM = 32 * 1024                              # bytes of all terms of a sum from which it is made in parts
@@ -34,7 +34,7 @@ _region = struct.Struct(f"=6i{DIMS}q")               # ndim, sources, targets, p
 _corner = struct.Struct(f"={1 + DIMS}q")             # shard, start
 
 
-class Program(NamedTuple):
+class KernelProgram(NamedTuple):
     """What a process runs. `partners` (as in the tables of shards, ascending) and what ties it to each, a set of enum
     gt_tie, are for a process that drives one rank, else empty."""
 
@@ -46,11 +46,11 @@ class Program(NamedTuple):
     ties: tuple[int, ...]
 
 
-class Job(NamedTuple):
+class RegionJob(NamedTuple):
     """A region as `rank` does it: part `part` of `parts` of a box, in ranks instead of indices of shards."""
 
     rank: int
-    box: Box
+    region: Region
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     part: int = 0
@@ -58,7 +58,7 @@ class Job(NamedTuple):
 
 
 def compile_program(src: Layout, dst: Layout, shape: Shape, itemsize: int, mine: Collection[int],
-                    index: Mapping[int, int] | None = None, shared: bool = False) -> Program:
+                    index: Mapping[int, int] | None = None, shared: bool = False) -> KernelProgram:
     """The direct step from src to dst, as the process that drives the ranks `mine` does it; for the caller to keep.
 
     `index[rank]` is the place of a rank in the tables of shards (None: the rank itself). `shared` says that every rank
@@ -66,62 +66,51 @@ def compile_program(src: Layout, dst: Layout, shape: Shape, itemsize: int, mine:
     ranks in `mine`, each must be able to read the shards of all the others.
     """
     assert len(shape) <= DIMS, f"{len(shape)} dims are too many for the kernel"
-    everything = jobs(src, dst, shape, itemsize, shared and len(mine) == 1)
+    everything = region_jobs(src, dst, shape, itemsize, shared and len(mine) == 1)
     here = [job for job in everything if job.rank in mine]
     here = _merged(here, src) if len(mine) > 1 else _rotated(here)
     place = index.__getitem__ if index is not None else int
     regions, corners = bytearray(), bytearray()
     first, pad = 0, (0,) * (DIMS - len(shape))
     for job in here:
-        size = tuple(stop - start for start, stop in job.box)
+        size = tuple(stop - start for start, stop in job.region)
         regions += _region.pack(len(shape), len(job.sources), len(job.targets), job.part, job.parts, first, *size, *pad)
         first += len(job.sources) + len(job.targets)
         for held, ranks in ((src, job.sources), (dst, job.targets)):
             for rank in ranks:
-                start = (a - b for (a, _), (b, _) in zip(job.box, held.box(shape, rank)))
+                start = (a - b for (a, _), (b, _) in zip(job.region, held.region(shape, rank)))
                 corners += _corner.pack(place(rank), *start, *pad)
     bits = ties(everything, *mine) if len(mine) == 1 else {}
     partners = sorted((place(rank), tie) for rank, tie in bits.items())
-    return Program(bytes(regions), bytes(corners), len(here), OPS[route(src, dst, shape).op],
+    return KernelProgram(bytes(regions), bytes(corners), len(here), OPS[route(src, dst, shape).op],
                    tuple(p for p, _ in partners), tuple(tie for _, tie in partners))
 
 
-def direct(src: Layout, dst: Layout) -> list[Layout]:
-    """The layouts of the fewest direct steps from src to dst: [src, dst], but where sums and maxima are mixed.
-
-    These do not commute: the innermost pending axes of one op are reduced first.
-    """
+def direct_steps(src: Layout, dst: Layout) -> list[Layout]:
+    """The layouts of the fewest steps from src to dst: [src, dst], but where sums and maxima are pending at once."""
     if src is dst:
         return [src]
-    ops = [s.op for s in src.sbp if s.is_partial]
-    if len(set(ops)) < 2:
-        return [src, dst]
-    state: list[Sbp] = list(src.sbp)
-    for axis in reversed(range(len(state))):
-        if state[axis].is_partial:
-            if state[axis].op != ops[-1]:
-                break
-            state[axis] = broadcast
-    return [src, *direct(layout(src.placement, tuple(state)), dst)]
+    between = reduced_innermost(src)
+    return [src, dst] if between is None else [src, *direct_steps(between, dst)]
 
 
 @lru_cache(20_000)
-def jobs(src: Layout, dst: Layout, shape: Shape, itemsize: int, shared: bool) -> tuple[Job, ...]:
+def region_jobs(src: Layout, dst: Layout, shape: Shape, itemsize: int, shared: bool) -> tuple[RegionJob, ...]:
     """What all ranks do, those of other processes too: every element of every new shard is made once."""
     same = set(src.placement.flat) == set(dst.placement.flat)
-    made: list[Job] = []
-    sums: dict[tuple, list[Job]] = {}                # those that are equal, made of copies of the same terms
+    made: list[RegionJob] = []
+    sums: dict[tuple, list[RegionJob]] = {}                # those that are equal, made of copies of the same terms
     for rank, pieces in route(src, dst, shape).pieces.items():
-        rest = [dst.box(shape, rank)]
-        for box, sources in pieces:
-            rest = [left for whole in rest for left in _without(whole, box)]
-            job = Job(rank, box, sources, (rank,))
-            large = volume(box) * itemsize * len(sources) >= SHARED_FROM
+        rest = [dst.region(shape, rank)]
+        for region, sources in pieces:
+            rest = [left for whole in rest for left in subtract(whole, region)]
+            job = RegionJob(rank, region, sources, (rank,))
+            large = volume(region) * itemsize * len(sources) >= SHARED_FROM
             if shared and large and len(sources) > 1:
-                sums.setdefault((box, _terms(src, sources)), []).append(job)
+                sums.setdefault((region, _terms(src, sources)), []).append(job)
             else:
                 made.append(job)
-        made += [Job(rank, box, (), (rank,)) for box in rest if volume(box)]
+        made += [RegionJob(rank, region, (), (rank,)) for region in rest if volume(region)]
     for alike in sums.values():
         # Those that hold a term read one less than the others. Between placements these might be too few.
         makers = [job for job in alike if same and job.rank in job.sources] or alike
@@ -136,7 +125,7 @@ def _terms(src: Layout, sources: tuple[int, ...]) -> tuple:
     return tuple(tuple(i for i, s in zip(coords[rank], src.sbp) if s.is_partial) for rank in sources)
 
 
-def ties(made: Sequence[Job], me: int) -> dict[int, int]:
+def ties(made: Sequence[RegionJob], me: int) -> dict[int, int]:
     """Rank -> what ties rank `me` to it, a set of bits."""
     bits: dict[int, int] = {}
     for job in made:
@@ -152,29 +141,18 @@ def ties(made: Sequence[Job], me: int) -> dict[int, int]:
     return bits
 
 
-def _merged(made: list[Job], src: Layout) -> list[Job]:
+def _merged(made: list[RegionJob], src: Layout) -> list[RegionJob]:
     """In a process that drives several ranks, what they want alike of several sources is made once."""
-    found: dict[tuple, Job] = {}
+    found: dict[tuple, RegionJob] = {}
     for job in made:
-        key = (job.box, _terms(src, job.sources), job.rank if len(job.sources) == 1 else None)
+        key = (job.region, _terms(src, job.sources), job.rank if len(job.sources) == 1 else None)
         same = found.get(key)
         found[key] = job if same is None else same._replace(targets=same.targets + job.targets)
     return list(found.values())
 
 
-def _rotated(made: list[Job]) -> list[Job]:
+def _rotated(made: list[RegionJob]) -> list[RegionJob]:
     """What one rank does, from its own part on, so that not all ranks read the same one first."""
     ranks = sorted({rank for job in made for rank in (job.rank, *job.sources)})
     turn = {rank: (i - ranks.index(made[0].rank)) % len(ranks) for i, rank in enumerate(ranks)}
     return sorted(made, key=lambda job: turn[job.sources[0]] if job.sources else 0)
-
-
-def _without(box: Box, cut: Box) -> list[Box]:
-    """`box` without `cut`, as boxes."""
-    inner = meet(box, cut)
-    if inner is None:
-        return [box]
-    rest = []
-    for d, ((start, stop), (low, high)) in enumerate(zip(box, inner)):
-        rest += [(*inner[:d], side, *box[d + 1:]) for side in ((start, low), (high, stop)) if side[0] < side[1]]
-    return rest

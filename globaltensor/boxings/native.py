@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from globaltensor.boxings.kernel_program import DIMS, compile_program, direct
+from globaltensor.boxings.kernel_program import DIMS, compile_program, direct_steps
 from globaltensor.errors import DisagreementError, TransportError, where
 from globaltensor.layouts.layout import Layout, Spec, spec
 from globaltensor.runtime import deadlock
@@ -24,7 +24,7 @@ def find_boxing(of: Spec, dst: Layout) -> Any:
     here = world()
     first = 0 if here.single_process else min(here.host_peers)
     index = {r: r - first for r in (*of.placement.flat, *dst.placement.flat)}
-    chain = direct(of.layout, dst)
+    chain = direct_steps(of.layout, dst)
     steps = []
     for a, b in zip(chain, chain[1:]):
         program = compile_program(a, b, of.shape, of.dtype.itemsize, here.local_ranks, index, True)
@@ -45,8 +45,8 @@ def _near(src: Layout, dst: Layout) -> bool:
 
 def _failed(how: str, what: str, rank: int, text: str) -> None:
     """Raise what a failed call of the transport means. `rank` is the one to blame, -1 for none."""
-    if how == "lost" and (vain := deadlock.found()):  # not where one is stopped: it may keep the store that is asked
-        raise vain
+    if how == "lost" and (error := deadlock.detected()):  # if none stopped: it may keep the store to ask
+        raise error
     torch_ext.report(f"{what}   at {where()}")
     replies = torch_ext.collect_reports(len(world().host_peers), 0.5)
     ranks = sorted(world().host_peers)

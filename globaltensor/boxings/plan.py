@@ -17,13 +17,14 @@ from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
 
-from globaltensor.boxings.route import received, traffic
-from globaltensor.layouts.layout import Layout, Shape, Windows, layout
-from globaltensor.layouts.sbp import Sbp, broadcast, split
+from globaltensor.boxings.route import elements_received, reduced_innermost, traffic
+from globaltensor.layouts.layout import Layout, Shape, layout
+from globaltensor.layouts.rank_regions import RankRegions
+from globaltensor.layouts.sbp import Sbp, split
 from globaltensor.runtime.machine import Machine
 
 
-class Plan(NamedTuple):
+class BoxingPlan(NamedTuple):
     """`layouts` from src to dst, a step between each two; `rate` and `fixed` give its seconds for a number of bytes."""
 
     layouts: tuple[Layout, ...]
@@ -34,17 +35,17 @@ class Plan(NamedTuple):
         return self.fixed + self.rate * nbytes
 
 
-def plan(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> Plan:
+def plan(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> BoxingPlan:
     """The cheapest way from src to dst for a tensor of this shape and size on this machine."""
     if src is dst:
-        return Plan((src,), 0.0, 0.0)
-    if isinstance(src, Windows) or isinstance(dst, Windows):
-        return Plan((src, dst), *_cost(src, dst, shape, machine))
-    most = _ways(src) * (1 if src.placement == dst.placement else _ways(dst))
+        return BoxingPlan((src,), 0.0, 0.0)
+    if isinstance(src, RankRegions) or isinstance(dst, RankRegions):
+        return BoxingPlan((src, dst), *_cost(src, dst, shape, machine))
+    most = _num_ranks(src) * (1 if src.placement == dst.placement else _num_ranks(dst))
     return _search(src, dst, tuple(n if n < most else most for n in shape), nbytes.bit_length(), machine)
 
 
-def seconds(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> float:
+def boxing_seconds(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> float:
     """What the boxing costs."""
     return plan(src, dst, shape, nbytes, machine).seconds(nbytes)
 
@@ -53,19 +54,19 @@ def bytes_received(layouts: tuple[Layout, ...], shape: Shape, itemsize: int) -> 
     """Bytes that each rank receives from others over all steps of a plan."""
     total: dict[int, int] = {}
     for src, dst in pairwise(layouts):
-        for rank, n in received(src, dst, shape).items():
+        for rank, n in elements_received(src, dst, shape).items():
             total[rank] = total.get(rank, 0) + n * itemsize
     return total
 
 
 @lru_cache(100_000)
-def _search(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Machine) -> Plan:
-    mixed = _innermost_first(src, dst)
-    if mixed is dst:
-        return Plan((src, dst), *_cost(src, dst, shape, machine))
-    if mixed is not None:
-        ways = [_search(a, b, shape, magnitude, machine) for a, b in ((src, mixed), (mixed, dst))]
-        return Plan(ways[0].layouts + ways[1].layouts[1:], ways[0].fixed + ways[1].fixed, ways[0].rate + ways[1].rate)
+def _search(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Machine) -> BoxingPlan:
+    between = reduced_innermost(src) if src is not dst else None
+    if between is dst:
+        return BoxingPlan((src, dst), *_cost(src, dst, shape, machine))
+    if between is not None:
+        first, then = (_search(a, b, shape, magnitude, machine) for a, b in ((src, between), (between, dst)))
+        return BoxingPlan(first.layouts + then.layouts[1:], first.fixed + then.fixed, first.rate + then.rate)
     import networkx as nx  # here, as it takes 0.1 s to import
 
     graph = nx.DiGraph()
@@ -75,7 +76,7 @@ def _search(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Mac
         graph.add_edge(a, b, cost=fixed + rate * nbytes + 1e-9, fixed=fixed, rate=rate)
     path = nx.shortest_path(graph, src, dst, weight="cost")
     steps = [graph.edges[edge] for edge in pairwise(path)]
-    return Plan(tuple(path), sum(s["fixed"] for s in steps), sum(s["rate"] for s in steps))
+    return BoxingPlan(tuple(path), sum(s["fixed"] for s in steps), sum(s["rate"] for s in steps))
 
 
 def _cost(src: Layout, dst: Layout, shape: Shape, machine: Machine) -> tuple[float, float]:
@@ -110,21 +111,7 @@ def _unique(choices: list[Sbp]) -> list[Sbp]:
     return list(dict.fromkeys(choices))
 
 
-def _innermost_first(src: Layout, dst: Layout) -> Layout | None:
-    """Sums and maxima do not commute: where src has pending axes of several ops, reduce the innermost op first."""
-    ops = [s.op for s in src.sbp if s.is_partial]
-    if len(set(ops)) < 2 or src.sbp == dst.sbp and src.placement == dst.placement:
-        return None
-    state: list[Sbp] = list(src.sbp)
-    for axis in reversed(range(len(state))):
-        if state[axis].is_partial:
-            if state[axis].op != ops[-1]:
-                break
-            state[axis] = broadcast
-    return layout(src.placement, tuple(state))
-
-
-def _ways(of: Layout) -> int:
+def _num_ranks(of: Layout) -> int:
     return prod(of.placement.shape)
 
 

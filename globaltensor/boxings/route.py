@@ -1,7 +1,7 @@
 """One step of a boxing: what every rank takes from whom.
 
-A step from layout `src` to layout `dst` is specified by what the destination wants. Rank r wants a box of the global
-tensor; each *piece* of that box is the reduction of the parts that some source ranks hold of it:
+A step from layout `src` to layout `dst` is specified by what the destination wants. Rank r wants a region of the global
+tensor; each *piece* of that region is the reduction of the parts that some source ranks hold of it:
 
     S(0) -> B   on 2 ranks    r0: [0:4] from r0, [4:8] from r1          a piece each, one source each (all-gather)
     P -> S(0)   on 2 ranks    r0: [0:4] from r0 + r1                    one piece, summed             (reduce-scatter)
@@ -17,29 +17,47 @@ from functools import lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from globaltensor.layouts.layout import Box, Layout, Shape, Windows, meet, volume
+from globaltensor.layouts.layout import Layout, Shape
+from globaltensor.layouts.rank_regions import RankRegions
+from globaltensor.layouts.regions import Region, intersect, volume
+from globaltensor.layouts.sbp import broadcast
 
 
-class Piece(NamedTuple):
-    """`box` of the global tensor is the reduction of the parts of these ranks, in this order."""
+class SourcedRegion(NamedTuple):
+    """`region` of the global tensor is the reduction of the parts of these ranks, in this order."""
 
-    box: Box
+    region: Region
     sources: tuple[int, ...]
 
 
-class Route(NamedTuple):
+class BoxingRoute(NamedTuple):
     """What every destination rank takes: `pieces[rank]`, reduced by `op` where a piece has several sources."""
 
-    pieces: dict[int, tuple[Piece, ...]]
+    pieces: dict[int, tuple[SourcedRegion, ...]]
     op: str
 
 
-class Traffic(NamedTuple):
+class StepTraffic(NamedTuple):
     """Elements that cross between ranks in one step: by the rank that receives most, and sends most."""
 
     received: int
     sent: int
     touched: int                                     # by the rank that reads most, its own part included
+
+
+def reduced_innermost(src: Layout) -> Layout | None:
+    """Sums and maxima do not commute: where axes of several ops are pending, src once the innermost ones of one op are
+    reduced. None where all pending axes share an op, which one step can reduce."""
+    ops = [s.op for s in src.sbp if s.is_partial]
+    if len(set(ops)) < 2:
+        return None
+    sbp = list(src.sbp)
+    for axis in reversed(range(len(sbp))):
+        if sbp[axis].is_partial:
+            if sbp[axis].op != ops[-1]:
+                break
+            sbp[axis] = broadcast
+    return src.with_sbp(tuple(sbp))
 
 
 def kept_partial(src: Layout, dst: Layout) -> tuple[bool, ...]:
@@ -49,22 +67,22 @@ def kept_partial(src: Layout, dst: Layout) -> tuple[bool, ...]:
 
 
 @lru_cache(20_000)
-def route(src: Layout, dst: Layout, shape: Shape) -> Route:
+def route(src: Layout, dst: Layout, shape: Shape) -> BoxingRoute:
     """The pieces of one step. All pending axes of src that do not stay pending must share one op."""
     kept = kept_partial(src, dst)
     ops = {s.op for s, k in zip(src.sbp, kept) if s.is_partial and not k}
     assert len(ops) <= 1, f"one step cannot reduce {src.sbp}"
     holders = _holders(src, shape)
     sharing = _sharing(src, dst, kept)
-    cover = _overlay if isinstance(src, Windows) else _cover
-    pieces: dict[int, tuple[Piece, ...]] = {}
+    cover = _overlay if isinstance(src, RankRegions) else _cover
+    pieces: dict[int, tuple[SourcedRegion, ...]] = {}
     load: dict[int, int] = {}                        # elements that each rank sends so far
     for rank in dst.placement.flat:
         fixed = [src.placement.coords[rank][axis] if keep else None
                  for axis, (s, keep) in enumerate(zip(src.sbp, kept)) if s.is_partial]
-        terms = [boxes for at, boxes in holders.items() if all(f is None or f == i for f, i in zip(fixed, at))]
-        pieces[rank] = tuple(cover(dst.box(shape, rank), rank, terms, holders, sharing.get(rank, []), load))
-    return Route(pieces, ops.pop() if ops else "")
+        terms = [regions for at, regions in holders.items() if all(f is None or f == i for f, i in zip(fixed, at))]
+        pieces[rank] = tuple(cover(dst.region(shape, rank), rank, terms, holders, sharing.get(rank, []), load))
+    return BoxingRoute(pieces, ops.pop() if ops else "")
 
 
 def _sharing(src: Layout, dst: Layout, kept: tuple[bool, ...]) -> dict[int, list[list[int]]]:
@@ -85,47 +103,47 @@ def _sharing(src: Layout, dst: Layout, kept: tuple[bool, ...]) -> dict[int, list
     return {rank: list(sets.values()) for sets in groups.values() for ranks in sets.values() for rank in ranks}
 
 
-def _holders(src: Layout, shape: Shape) -> dict[tuple[int, ...], dict[Box, list[int]]]:
+def _holders(src: Layout, shape: Shape) -> dict[tuple[int, ...], dict[Region, list[int]]]:
     """Coordinates on the pending axes -> box -> the ranks that hold it."""
-    found: dict[tuple[int, ...], dict[Box, list[int]]] = {}
+    found: dict[tuple[int, ...], dict[Region, list[int]]] = {}
     for rank in src.placement.flat:
         at = tuple(i for i, s in zip(src.placement.coords[rank], src.sbp) if s.is_partial)
-        found.setdefault(at, {}).setdefault(src.box(shape, rank), []).append(rank)
+        found.setdefault(at, {}).setdefault(src.region(shape, rank), []).append(rank)
     return found
 
 
-def _cover(wanted: Box, rank: int, terms: list[dict[Box, list[int]]], holders: dict, sharing: list[list[int]],
-           load: dict[int, int]) -> list[Piece]:
+def _cover(wanted: Region, rank: int, terms: list[dict[Region, list[int]]], holders: dict, sharing: list[list[int]],
+           load: dict[int, int]) -> list[SourcedRegion]:
     """`wanted` cut along the boxes that src holds, each piece with one source per term of the reduction.
 
     Of ranks that share a pending sum, one that holds a piece takes it: B -> P leaves the value with the first rank
     of the axis, S -> P leaves each rank what it has.
     """
     pieces = []
-    for i, box in enumerate(terms[0]):
-        part = meet(box, wanted) if box else wanted
+    for i, region in enumerate(terms[0]):
+        part = intersect(region, wanted) if region else wanted
         if part is None:
             continue
-        if sharing and rank not in _taker(sharing, {r for boxes in holders.values() for r in boxes[box]}, i):
+        if sharing and rank not in _taker(sharing, {r for regions in holders.values() for r in regions[region]}, i):
             continue
-        pieces.append(Piece(part, tuple(_pick(boxes[box], rank, volume(part), load) for boxes in terms)))
+        pieces.append(SourcedRegion(part, tuple(_pick(regions[region], rank, volume(part), load) for regions in terms)))
     return pieces
 
 
-def _overlay(wanted: Box, rank: int, terms: list[dict[Box, list[int]]], holders: dict, sharing: list[list[int]],
-             load: dict[int, int]) -> list[Piece]:
+def _overlay(wanted: Region, rank: int, terms: list[dict[Region, list[int]]], holders: dict, sharing: list[list[int]],
+             load: dict[int, int]) -> list[SourcedRegion]:
     """The same where the terms are not cut alike: `wanted` cut along all of their boxes."""
-    held = [[(part, ranks) for box, ranks in boxes.items() if (part := meet(box, wanted)) is not None]
-            for boxes in terms]
+    held = [[(part, ranks) for region, ranks in regions.items() if (part := intersect(region, wanted)) is not None]
+            for regions in terms]
     edges = [sorted({at for parts in held for part, _ in parts for at in part[d]}) for d in range(len(wanted))]
     pieces = []
     for i, cell in enumerate(product(*map(pairwise, edges))):
-        having = [[r for part, ranks in parts if meet(part, cell) is not None for r in ranks] for parts in held]
+        having = [[r for part, ranks in parts if intersect(part, cell) is not None for r in ranks] for parts in held]
         if sharing and rank not in _taker(sharing, {r for ranks in having for r in ranks}, i):
             continue
         sources = tuple(_pick(ranks, rank, volume(cell), load) for ranks in having if ranks)
         if sources:
-            pieces.append(Piece(cell, sources))
+            pieces.append(SourcedRegion(cell, sources))
     return pieces
 
 
@@ -146,24 +164,24 @@ def _pick(ranks: list[int], rank: int, size: int, load: dict[int, int]) -> int:
 
 
 @lru_cache(100_000)
-def traffic(src: Layout, dst: Layout, shape: Shape) -> Traffic:
+def traffic(src: Layout, dst: Layout, shape: Shape) -> StepTraffic:
     """What this step moves for a tensor of `shape`."""
     sent: dict[int, int] = {}
     most = touched = 0
     for rank, pieces in route(src, dst, shape).pieces.items():
         got = read = 0
-        for box, sources in pieces:
-            size = volume(box)
+        for region, sources in pieces:
+            size = volume(region)
             for source in sources:
                 read += size
                 if source != rank:
                     got += size
                     sent[source] = sent.get(source, 0) + size
         most, touched = max(most, got), max(touched, read)
-    return Traffic(most, max(sent.values(), default=0), touched)
+    return StepTraffic(most, max(sent.values(), default=0), touched)
 
 
-def received(src: Layout, dst: Layout, shape: Shape) -> dict[int, int]:
+def elements_received(src: Layout, dst: Layout, shape: Shape) -> dict[int, int]:
     """Elements that each destination rank receives from others in this step."""
-    return {rank: sum(volume(box) for box, sources in pieces for source in sources if source != rank)
+    return {rank: sum(volume(region) for region, sources in pieces for source in sources if source != rank)
             for rank, pieces in route(src, dst, shape).pieces.items()}

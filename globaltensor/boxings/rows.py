@@ -4,8 +4,8 @@ What an nd-sbp says is known before a program runs, so a boxing is planned once 
 expert is not, so rows have a primitive of their own. Dim 0 of a tensor is cut over the ranks of a *group*: each holds a
 range of its rows, and each names the rows that it wants, ascending and every row once.
 
-    take    rank 0 holds [0:4), wants 1 5     it gets rows 1 and 5, the second of them from rank 1
-    give    rank 0 has values for 1 5         they travel back, and are added up where the rows are held
+    gather         rank 0 holds [0:4), wants 1 5     it gets rows 1 and 5, the second of them from rank 1
+    scatter_add    rank 0 has values for 1 5         they travel back, and are added up where the rows are held
 
 The one is the transpose of the other, and so the gradient of it. What travels is a row per rank that wants it and does
 not hold it: nothing is gathered, and one message goes from a rank to each other one. Ranks of this process are read in
@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 
 from globaltensor.boxings import watch
-from globaltensor.boxings.run import Shards, wide
 from globaltensor.errors import where
-from globaltensor.layouts.layout import Layout
+from globaltensor.layouts.layout import Layout, Shards
 from globaltensor.layouts.placement import placement
+from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.exchange import exchange
 
 Range = tuple[int, int]
 
 
-class Rows(NamedTuple):
+class RowExchange(NamedTuple):
     """Who wants which rows of whom, on all ranks.
 
     held     rank -> the range of rows that it holds; ranges of one group do not overlap
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
     src: Layout
     dst: Layout
 
-    def take(self, shards: Shards) -> Shards:
+    def gather(self, shards: Shards) -> Shards:
         """The rows that each rank wants."""
         made = {rank: t.new_empty((len(self.wanted[rank]), *t.shape[1:])) for rank, t in shards.items()}
         outgoing: dict[int, Tensor] = {}
@@ -69,7 +69,7 @@ class Rows(NamedTuple):
             _carry(self, outgoing, incoming)
         return made
 
-    def give(self, values: Shards) -> Shards:
+    def scatter_add(self, values: Shards) -> Shards:
         """The sum, where each row is held, of what all ranks give for it; zeros where none does. Terms are added in
         the order of the ranks, in float32 for the 16-bit floats."""
         made: Shards = {}
@@ -85,7 +85,7 @@ class Rows(NamedTuple):
             _carry(self, outgoing, incoming)
             for owner, t in values.items():
                 start, stop = self.held[owner]
-                made[owner] = t.new_zeros((stop - start, *t.shape[1:]), dtype=wide(t.dtype))
+                made[owner] = t.new_zeros((stop - start, *t.shape[1:]), dtype=accumulation_dtype(t.dtype))
                 for rank, parts in self.parts.items():
                     if owner in parts:
                         term = values[rank][slice(*parts[owner])] if rank in values else incoming[rank]
@@ -94,10 +94,10 @@ class Rows(NamedTuple):
         return {owner: t.to(values[owner].dtype) for owner, t in made.items()}
 
 
-def rows(axes: tuple[int, ...], held: Mapping[int, Range], wanted: Mapping[int, Tensor],
-         row: Mapping[int, tuple[int, ...]], op: str, src: Layout, dst: Layout) -> Rows:
+def row_exchange(axes: tuple[int, ...], held: Mapping[int, Range], wanted: Mapping[int, Tensor],
+         row: Mapping[int, tuple[int, ...]], op: str, src: Layout, dst: Layout) -> RowExchange:
     """Rows that travel between ranks that differ along these axes of the placement only."""
-    group = groups(src.placement, axes)
+    group = rank_groups(src.placement, axes)
     bounds = torch.tensor([held[rank] for rank in src.placement.flat]).reshape(-1)
     found: dict[int, list[int]] = {}                 # copies of the same numbers are looked up once
     parts = {}
@@ -107,10 +107,10 @@ def rows(axes: tuple[int, ...], held: Mapping[int, Range], wanted: Mapping[int, 
             found[id(numbers)] = torch.searchsorted(numbers, bounds).tolist()
         edges = dict(zip(src.placement.flat, zip(found[id(numbers)][::2], found[id(numbers)][1::2])))
         parts[rank] = {owner: edges[owner] for owner in group[rank] if edges[owner][0] < edges[owner][1]}
-    return Rows(held, wanted, row, parts, op, src, dst)
+    return RowExchange(held, wanted, row, parts, op, src, dst)
 
 
-def groups(of: placement, axes: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+def rank_groups(of: placement, axes: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
     """rank -> the ranks that differ from it along these axes only, itself among them."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank, at in of.coords.items():
@@ -118,7 +118,7 @@ def groups(of: placement, axes: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
     return {rank: tuple(ranks) for ranks in alike.values() for rank in ranks}
 
 
-def _numbers(of: Rows, rank: int, owner: int) -> Tensor:
+def _numbers(of: RowExchange, rank: int, owner: int) -> Tensor:
     """Which rows of the owner's shard a rank wants."""
     return of.wanted[rank][slice(*of.parts[rank][owner])] - of.held[owner][0]
 
@@ -135,7 +135,7 @@ def _picked(shard: Tensor, numbers: Tensor, into: Tensor | None = None) -> Tenso
     return found if into is None else into.copy_(found)
 
 
-def _carry(of: Rows, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
+def _carry(of: RowExchange, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
     """Rows to and from other processes, of which each drives one rank."""
     tag = zlib.crc32(f"rows {of.op} {of.src} {of.dst}".encode()) & 0x3FFFFFFF | 8
     if outgoing or incoming:
@@ -148,7 +148,7 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 @contextmanager
-def _seen(of: Rows, held: Shards, back: bool) -> Iterator[None]:
+def _seen(of: RowExchange, held: Shards, back: bool) -> Iterator[None]:
     """Around moving rows: those who watch are asked first, and told afterwards."""
     if not watch.watched():
         yield
@@ -163,4 +163,4 @@ def _seen(of: Rows, held: Shards, back: bool) -> Iterator[None]:
     watch.permit(of.op, of.src, of.dst, nbytes)
     yield
     if watch.recording():
-        watch.note(watch.Move(of.op, place, of.src, of.dst, nbytes, time.perf_counter() - began))
+        watch.note(watch.BoxingRecord(of.op, place, of.src, of.dst, nbytes, time.perf_counter() - began))

@@ -14,15 +14,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from globaltensor.errors import BoxingError, where
-from globaltensor.layouts.layout import Layout, Windows, sbp_text
-from globaltensor.layouts.sbp import typed
+from globaltensor.layouts.layout import Layout, sbp_text
+from globaltensor.layouts.rank_regions import RankRegions
+from globaltensor.layouts.sbp import code_of
 from globaltensor.runtime.native import torch_ext
 
 EXPLICIT = "to_global"                               # the name of a boxing that the user asked for
 
 
 @dataclass(frozen=True)
-class Move:
+class BoxingRecord:
     """One boxing. `src` and `dst` are layouts (of the first tensor, where `tensors` of them moved together).
 
     op        what caused it: an op's name, "to_global", or "gradient" for gradients reduced before they are read
@@ -52,14 +53,14 @@ class _Policy:
     used: int = 0
 
 
-_recorders: list[list[Move]] = []
+_recorders: list[list[BoxingRecord]] = []
 _policies: list[_Policy] = []
 
 
 @contextmanager
-def record() -> Iterator[list[Move]]:
+def record() -> Iterator[list[BoxingRecord]]:
     """A list that gets every boxing done inside the block, on this process."""
-    moves: list[Move] = []
+    moves: list[BoxingRecord] = []
     _recorders.append(moves)
     _tell()
     try:
@@ -103,7 +104,7 @@ def permit(op: str, src: Layout, dst: Layout, nbytes: int) -> None:
     """Raise, or warn, where a block in force does not want this boxing."""
     if op == EXPLICIT or not nbytes:
         return
-    way = sbp_text(dst.sbp) if src.placement == dst.placement and not isinstance(dst, Windows) else dst
+    way = sbp_text(dst.sbp) if src.placement == dst.placement and not isinstance(dst, RankRegions) else dst
     what = f"{op} needs a boxing {src} -> {way}, {nbytes:,} bytes"
     for policy in _policies:
         policy.used += nbytes
@@ -117,12 +118,12 @@ def permit(op: str, src: Layout, dst: Layout, nbytes: int) -> None:
 
 
 def _fix(dst: Layout) -> str:
-    if isinstance(dst, Windows):
+    if isinstance(dst, RankRegions):
         return "another sbp for the operands"
-    return f"x.to_global(sbp={typed(dst.sbp)}) where it is wanted, or another sbp for the operands"
+    return f"x.to_global(sbp={code_of(dst.sbp)}) where it is wanted, or another sbp for the operands"
 
 
-def note(move: Move) -> None:
+def note(move: BoxingRecord) -> None:
     """Hand a boxing that was done to every recorder."""
     for recorder in _recorders:
         recorder.append(move)

@@ -22,7 +22,7 @@ import torch
 from globaltensor.checkpoint.loading import check_writable
 from globaltensor.checkpoint.manifest import CheckpointError
 from globaltensor.checkpoint.pieces import LARGEST, parts, whole
-from globaltensor.layouts.layout import Box, cut, slices, volume
+from globaltensor.layouts.regions import Region, slices, split_range, volume
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 if TYPE_CHECKING:                                    # takes torch most of a second: for those who use it only
@@ -33,17 +33,17 @@ if TYPE_CHECKING:                                    # takes torch most of a sec
 class Chunk(NamedTuple):
     """A box of the tensor, and the memory of this process that holds it."""
 
-    box: Box
+    region: Region
     data: torch.Tensor
 
     @property
     def start(self) -> torch.Size:
         """What torch calls the offsets."""
-        return torch.Size(first for first, _ in self.box)
+        return torch.Size(first for first, _ in self.region)
 
     @property
     def size(self) -> torch.Size:
-        return torch.Size(stop - first for first, stop in self.box)
+        return torch.Size(stop - first for first, stop in self.region)
 
 
 def chunks(t: GlobalTensor) -> list[Chunk]:
@@ -56,19 +56,19 @@ def chunks(t: GlobalTensor) -> list[Chunk]:
                               "its shards are terms of the value; while torch plans, nothing can be reduced",
                               "x.to_global(sbp=gt.sbp.broadcast), or gt.save and gt.load")
     holders = prod(ranks for s, ranks in zip(t.sbp, t.placement.shape) if s.is_broadcast)
-    return [Chunk(box, part.data[slices(box, part.box)]) for part in parts(t) if volume(part.box)
-            for box in shared(part.box, holders, t.dtype.itemsize)]
+    return [Chunk(region, part.data[slices(region, part.region)]) for part in parts(t) if volume(part.region)
+            for region in shared(part.region, holders, t.dtype.itemsize)]
 
 
-def shared(box: Box, holders: int, itemsize: int) -> list[Box]:
+def shared(region: Region, holders: int, itemsize: int) -> list[Region]:
     """A box, cut along its longest dim where it is large, so that each of its `holders` can write some of it."""
-    count = min(holders, -(-volume(box) * itemsize // LARGEST))
+    count = min(holders, -(-volume(region) * itemsize // LARGEST))
     if count < 2:
-        return [box]
-    dim = max(range(len(box)), key=lambda d: box[d][1] - box[d][0])
-    start, stop = box[dim]
-    ends = [cut(stop - start, count, k) for k in range(min(count, stop - start))]
-    return [(*box[:dim], (start + a, start + b), *box[dim + 1:]) for a, b in ends]
+        return [region]
+    dim = max(range(len(region)), key=lambda d: region[d][1] - region[d][0])
+    start, stop = region[dim]
+    ends = [split_range(stop - start, count, k) for k in range(min(count, stop - start))]
+    return [(*region[:dim], (start + a, start + b), *region[dim + 1:]) for a, b in ends]
 
 
 def create_write_items(t: GlobalTensor, name: str, _: GlobalTensor) -> list[WriteItem]:
@@ -76,7 +76,7 @@ def create_write_items(t: GlobalTensor, name: str, _: GlobalTensor) -> list[Writ
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    found = {chunk.box: chunk for chunk in chunks(t)}
+    found = {chunk.region: chunk for chunk in chunks(t)}
     if not t.numel() and t.shards:
         found = {whole(t): _nothing(t)}
     properties = TensorProperties(dtype=t.dtype, requires_grad=t.requires_grad)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.boxings.run import Boxed, box
+from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.checkpoint import folders
 from globaltensor.checkpoint.collective import together
 from globaltensor.checkpoint.loading import check_fit, check_names, needed
@@ -160,9 +160,9 @@ def _groups(tensors: dict[str, torch.Tensor], limit: float) -> list[list[str]]:
 def _gathered(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
     """These tensors whole, in the process that drives `rank`; one boxing for all."""
     globals_ = {name: t for name, t in tensors.items() if isinstance(t, GlobalTensor)}
-    items = [Boxed(t.spec, t.shards, layout(placement(t.placement.type, [rank]), (broadcast,)))
+    items = [Move(t.spec, t.shards, layout(placement(t.placement.type, [rank]), (broadcast,)))
              for t in globals_.values()]
-    found = dict(zip(globals_, box(items, "save_safetensors"))) if items else {}
+    found = dict(zip(globals_, move_shards(items, "save_safetensors"))) if items else {}
     if rank not in world().local_ranks:
         return {}
     return {name: (found[name][rank] if name in found else t).cpu().contiguous() for name, t in tensors.items()}

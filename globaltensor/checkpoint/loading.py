@@ -102,7 +102,7 @@ def needed(targets: dict[str, torch.Tensor], entries: dict[str, Entry]) -> Itera
     """The pieces that this process needs, and a rank that does."""
     for name, t in targets.items():
         for part in parts(t):
-            for piece, _ in overlaps(entries[name], part.box):
+            for piece, _ in overlaps(entries[name], part.region):
                 yield entries[name], piece, part.rank
 
 
@@ -147,7 +147,7 @@ def _check_tied(targets: dict[str, torch.Tensor], entries: dict[str, Entry]) -> 
     first: dict[int, str] = {}
     for name, t in targets.items():
         other = first.setdefault(id(t), name)
-        a, b = ({(p.box, p.sha256) for p in entries[n].pieces} for n in (name, other))
+        a, b = ({(p.region, p.sha256) for p in entries[n].pieces} for n in (name, other))
         if a != b:
             raise CheckpointError(f"{other!r} and {name!r} are one tensor in the state, two in the checkpoint",
                                   "they were not tied when it was saved, and have other values",

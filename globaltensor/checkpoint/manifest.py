@@ -2,7 +2,7 @@
 
     {"sha256": "<of the bytes of body>", "manifest": {"format": 1, "state": ..., "tensors": {
         "model/0.weight": {"dtype": "float32", "shape": [7, 5], "global": true, "pieces": [
-            {"file": "rank-00000.safetensors", "key": "...", "box": [[0, 4], [0, 5]], "sha256": "..."}, ...]}}}}
+            {"file": "rank-00000.safetensors", "key": "...", "region": [[0, 4], [0, 5]], "sha256": "..."}, ...]}}}}
 
 A *piece* is a box of a tensor, (start, stop) per dim, that lies whole in one file. The pieces of a tensor tile it:
 every element lies in exactly one of them. `state` is everything that is not a tensor (tree.py).
@@ -20,7 +20,8 @@ import torch
 
 from globaltensor.checkpoint.tree import decode
 from globaltensor.errors import GlobalTensorError
-from globaltensor.layouts.layout import Box, Shape
+from globaltensor.layouts.layout import Shape
+from globaltensor.layouts.regions import Region
 
 FORMAT = 1
 DTYPES = {str(d).removeprefix("torch."): d for d in (
@@ -44,7 +45,7 @@ class Piece(NamedTuple):
 
     file: str
     key: str
-    box: Box
+    region: Region
     sha256: str | None                               # None: of a format without hashes
 
 
@@ -65,15 +66,16 @@ class Manifest(NamedTuple):
     state: Any
 
 
-def box_text(box: Box) -> str:
+def region_text(region: Region) -> str:
     """[0:4, 0:5], as an index is written."""
-    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in region)}]"
 
 
 def dump(manifest: Manifest) -> bytes:
     """The bytes of manifest.json."""
     tensors = {e.name: {"dtype": str(e.dtype).removeprefix("torch."), "shape": list(e.shape), "global": e.is_global,
-                        "pieces": [{"file": p.file, "key": p.key, "box": p.box, "sha256": p.sha256} for p in e.pieces]}
+                        "pieces": [{"file": p.file, "key": p.key, "region": p.region, "sha256": p.sha256}
+                                   for p in e.pieces]}
                for e in manifest.entries.values()}
     body = json.dumps({"format": FORMAT, "state": manifest.state, "tensors": tensors}, allow_nan=False).encode()
     return _HEAD + hashlib.sha256(body).hexdigest().encode() + _MIDDLE + body + _TAIL
@@ -141,9 +143,9 @@ def _entry(name: str, raw: Any) -> Entry:
         raise ValueError(f"{name!r} has an unknown dtype {raw['dtype']!r:.80}")
     shape = tuple(_size(n) for n in _field(raw, "shape", list))
     pieces = tuple(_piece(name, shape, p) for p in _field(raw, "pieces", list))
-    if len(shape) > 64 or prod(shape) >= 1 << 62 or not tiles([p.box for p in pieces], tuple((0, n) for n in shape)):
+    if len(shape) > 64 or prod(shape) >= 1 << 62 or not tiles([p.region for p in pieces], tuple((0, n) for n in shape)):
         raise ValueError(f"the pieces of {name!r} do not tile its shape {list(shape)}: "
-                         f"{', '.join(box_text(p.box) for p in pieces[:8])}")
+                         f"{', '.join(region_text(p.region) for p in pieces[:8])}")
     return Entry(name, dtype, shape, _field(raw, "global", bool), pieces)
 
 
@@ -153,36 +155,36 @@ def _piece(name: str, shape: Shape, raw: Any) -> Piece:
         raise ValueError(f"a piece of {name!r} lies in a file {file!r:.80}, which is no name of a rank's file")
     if not _HASH.fullmatch(sha):
         raise ValueError(f"a piece of {name!r} has a hash {sha!r:.80}, which is no sha256")
-    raw_box = _field(raw, "box", list)
-    if len(raw_box) != len(shape) or not all(isinstance(b, list) and len(b) == 2 for b in raw_box):
-        raise ValueError(f"a piece of {name!r} has a box {raw_box!r:.80} in a shape {list(shape)}")
-    box = tuple((_size(a), _size(b)) for a, b in raw_box)
-    if not all(a < b <= n for (a, b), n in zip(box, shape)):
-        raise ValueError(f"a piece of {name!r} is {box_text(box)}, which is not inside {list(shape)}")
-    return Piece(file, key, box, sha)
+    raw_region = _field(raw, "region", list)
+    if len(raw_region) != len(shape) or not all(isinstance(b, list) and len(b) == 2 for b in raw_region):
+        raise ValueError(f"a piece of {name!r} has the region {raw_region!r:.80} in a shape {list(shape)}")
+    region = tuple((_size(a), _size(b)) for a, b in raw_region)
+    if not all(a < b <= n for (a, b), n in zip(region, shape)):
+        raise ValueError(f"a piece of {name!r} is {region_text(region)}, which is not inside {list(shape)}")
+    return Piece(file, key, region, sha)
 
 
-def tiles(boxes: Iterable[Box], whole: Box) -> bool:
+def tiles(regions: Iterable[Region], whole: Region) -> bool:
     """Do these boxes cover `whole` exactly once?
 
     Cut where no box is in the way, then ask the same of each part. Every nd-sbp is made by such cuts, so none that
     was saved is refused. O(n log n) for each level of cuts.
     """
-    boxes = list(boxes)
+    regions = list(regions)
     if any(start == stop for start, stop in whole):
-        return not boxes
-    if len(boxes) == 1:
-        return boxes[0] == whole
+        return not regions
+    if len(regions) == 1:
+        return regions[0] == whole
     for dim, (start, stop) in enumerate(whole):
-        groups: list[tuple[int, int, list[Box]]] = []
-        for box in sorted(boxes, key=lambda b: b[dim]):
-            a, b = box[dim]
+        groups: list[tuple[int, int, list[Region]]] = []
+        for region in sorted(regions, key=lambda b: b[dim]):
+            a, b = region[dim]
             if groups and a < groups[-1][1]:
                 first, last, members = groups[-1]
-                members.append(box)
+                members.append(region)
                 groups[-1] = first, max(last, b), members
             else:
-                groups.append((a, b, [box]))
+                groups.append((a, b, [region]))
         if len(groups) > 1:
             ends = [start, *(last for _, last, _ in groups)]
             return ends[-1] == stop and all(

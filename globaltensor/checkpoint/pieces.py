@@ -17,8 +17,9 @@ import torch
 
 from globaltensor.algorithms.aliasing import check_guard
 from globaltensor.checkpoint import folders
-from globaltensor.checkpoint.manifest import DTYPES, CheckpointError, Entry, Piece, box_text
-from globaltensor.layouts.layout import Box, layout, meet, slices, spec, volume
+from globaltensor.checkpoint.manifest import DTYPES, CheckpointError, Entry, Piece, region_text
+from globaltensor.layouts.layout import layout, spec
+from globaltensor.layouts.regions import Region, intersect, slices, volume
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -41,24 +42,24 @@ class Job(NamedTuple):
     """A piece of a tensor that `rank` writes."""
 
     name: str
-    box: Box
+    region: Region
     rank: int
 
     @property
     def key(self) -> str:
-        return f"{self.name} {box_text(self.box)}"
+        return f"{self.name} {region_text(self.region)}"
 
 
 class Part(NamedTuple):
     """A part of a tensor in this process's memory: what it holds of the tensor, and the plain tensor itself."""
 
     rank: int
-    box: Box
+    region: Region
     data: torch.Tensor
     counts: bool = True                              # False: a term of a pending sum that is to be zero
 
 
-def whole(t: torch.Tensor) -> Box:
+def whole(t: torch.Tensor) -> Region:
     return tuple((0, n) for n in t.shape)
 
 
@@ -68,17 +69,17 @@ def parts(t: torch.Tensor) -> list[Part]:
         return [Part(world().rank, whole(t), t.detach())]
     check_guard(t)
     first = {r: all(i == 0 or s.op != "sum" for i, s in zip(t.placement.coords[r], t.sbp)) for r in t.shards}
-    return [Part(r, t.spec.box(r), shard, first[r]) for r, shard in t.shards.items()]
+    return [Part(r, t.spec.region(r), shard, first[r]) for r, shard in t.shards.items()]
 
 
-def cut_up(box: Box, itemsize: int) -> list[Box]:
+def cut_up(region: Region, itemsize: int) -> list[Region]:
     """Boxes of at most LARGEST bytes that tile this one, cut along its first dim that is longer than 1."""
-    dim = next((d for d, (start, stop) in enumerate(box) if stop - start > 1), None)
-    if volume(box) * itemsize <= LARGEST or dim is None:
-        return [box] if volume(box) else []
-    start, stop = box[dim]
-    step = max(1, LARGEST * (stop - start) // (volume(box) * itemsize))
-    cut = [(*box[:dim], (a, min(a + step, stop)), *box[dim + 1:]) for a in range(start, stop, step)]
+    dim = next((d for d, (start, stop) in enumerate(region) if stop - start > 1), None)
+    if volume(region) * itemsize <= LARGEST or dim is None:
+        return [region] if volume(region) else []
+    start, stop = region[dim]
+    step = max(1, LARGEST * (stop - start) // (volume(region) * itemsize))
+    cut = [(*region[:dim], (a, min(a + step, stop)), *region[dim + 1:]) for a in range(start, stop, step)]
     return [piece for part in cut for piece in cut_up(part, itemsize)]
 
 
@@ -88,27 +89,27 @@ def share_out(tensors: Mapping[str, torch.Tensor], ranks: Iterable[int]) -> list
     A plain tensor is the same on all `ranks`. Tied tensors, the same object under two names, are written once.
     """
     ranks, known = list(ranks), set()
-    pieces: list[tuple[int, str, Box, list[int]]] = []
+    pieces: list[tuple[int, str, Region, list[int]]] = []
     for name, t in tensors.items():
         if id(t) not in known:
             known.add(id(t))
             pieces += [(volume(piece) * t.dtype.itemsize, name, piece, holders)
-                       for box, holders in _holders(t, ranks).items() for piece in cut_up(box, t.dtype.itemsize)]
+                       for region, holders in _holders(t, ranks).items() for piece in cut_up(region, t.dtype.itemsize)]
     load = dict.fromkeys(ranks, 0)
     jobs = []
-    for nbytes, name, box, holders in sorted(pieces, key=lambda p: (-p[0], p[1], p[2])):
+    for nbytes, name, region, holders in sorted(pieces, key=lambda p: (-p[0], p[1], p[2])):
         rank = min(holders, key=load.__getitem__)
         load[rank] += nbytes
-        jobs.append(Job(name, box, rank))
+        jobs.append(Job(name, region, rank))
     return jobs
 
 
-def _holders(t: torch.Tensor, ranks: list[int]) -> dict[Box, list[int]]:
+def _holders(t: torch.Tensor, ranks: list[int]) -> dict[Region, list[int]]:
     if not isinstance(t, GlobalTensor):
         return {whole(t): ranks}
-    found: dict[Box, list[int]] = {}
+    found: dict[Region, list[int]] = {}
     for r in t.placement.flat:
-        found.setdefault(t.spec.box(r), []).append(r)
+        found.setdefault(t.spec.region(r), []).append(r)
     return found
 
 
@@ -165,13 +166,13 @@ class Files:
             found = file.get_tensor(piece.key)
         except (SafetensorError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{self._name(entry, piece)} is missing or damaged", str(error)) from None
-        if found.dtype != entry.dtype or tuple(found.shape) != tuple(b - a for a, b in piece.box):
+        if found.dtype != entry.dtype or tuple(found.shape) != tuple(b - a for a, b in piece.region):
             raise CheckpointError(f"{self._name(entry, piece)} is damaged",
                                   f"the file has {list(found.shape)} {found.dtype} there, not {entry.dtype}")
         return found
 
     def _name(self, entry: Entry, piece: Piece) -> str:
-        return f"the piece {box_text(piece.box)} of {entry.name!r} in {self.folder / piece.file}"
+        return f"the piece {region_text(piece.region)} of {entry.name!r} in {self.folder / piece.file}"
 
     def verify(self, wanted: Iterable[tuple[Entry, Piece, int]]) -> None:
         """Check the hash of every piece, each once, on several threads. Raises CheckpointError, naming the piece and
@@ -194,15 +195,15 @@ class Files:
                 if not part.counts:
                     part.data.zero_()
                     continue
-                for piece, common in overlaps(entry, part.box):
-                    source = self.open(piece.file).get_slice(piece.key)[slices(common, piece.box) or ...]
-                    part.data[slices(common, part.box)].copy_(source)
+                for piece, common in overlaps(entry, part.region):
+                    source = self.open(piece.file).get_slice(piece.key)[slices(common, piece.region) or ...]
+                    part.data[slices(common, part.region)].copy_(source)
         torch.autograd.graph.increment_version(t)
 
 
-def overlaps(entry: Entry, box: Box) -> list[tuple[Piece, Box]]:
+def overlaps(entry: Entry, region: Region) -> list[tuple[Piece, Region]]:
     """The pieces of a tensor that share something with a box, and what."""
-    found = [(piece, meet(piece.box, box)) for piece in entry.pieces]
+    found = [(piece, intersect(piece.region, region)) for piece in entry.pieces]
     return [(piece, common) for piece, common in found if common is not None]
 
 
@@ -225,7 +226,7 @@ def beside(param: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> t
     """A new tensor of an optimizer's state: laid out like its parameter where it has the shape, else broadcast."""
     if not isinstance(param, GlobalTensor):
         return torch.empty(shape, dtype=dtype, device=param.device)
-    settled = param.spec.layout.settled
+    settled = param.spec.layout.without_partials
     return make(shape, dtype, settled if tuple(param.shape) == shape else
                 layout(param.placement, (broadcast,) * param.placement.ndim))
 

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from globaltensor.boxings.run import boxed
+from globaltensor.boxings.redistribute import redistribute
 from globaltensor.checkpoint import folders
 from globaltensor.checkpoint.collective import together
 from globaltensor.checkpoint.manifest import CheckpointError, Entry, Manifest, Piece, dump, parse
 from globaltensor.checkpoint.pieces import Job, check_dtype, need_safetensors, parts, share_out, write
 from globaltensor.checkpoint.tree import Flat, flatten
 from globaltensor.errors import where
-from globaltensor.layouts.layout import slices
+from globaltensor.layouts.regions import slices
 from globaltensor.runtime.agreement import broadcast_object, checksum, gather_objects
 from globaltensor.runtime.world import world, world_size
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -126,7 +126,7 @@ class Saving:
             except Exception as error:
                 self._mark(f"rank-{rank}.failed", f"{type(error).__name__}: {error}")
                 raise
-            said = [[job.name, file, job.key, job.box, hashes[job.key]] for job in data]
+            said = [[job.name, file, job.key, job.region, hashes[job.key]] for job in data]
             folders.write(self._aside / f"rank-{rank}.done", json.dumps(said).encode(), durable=False)
 
     def _mark(self, name: str, text: str) -> None:
@@ -231,7 +231,8 @@ def _settle(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     pending = {id(t): t for t in tensors.values() if isinstance(t, GlobalTensor) and t.spec.layout.partial}
     if not pending:
         return tensors
-    ready = dict(zip(pending, boxed(list(pending.values()), [t.spec.layout.settled for t in pending.values()], "save")))
+    dsts = [t.spec.layout.without_partials for t in pending.values()]
+    ready = dict(zip(pending, redistribute(list(pending.values()), dsts, "save")))
     return {name: ready.get(id(t), t) for name, t in tensors.items()}
 
 
@@ -253,7 +254,7 @@ def _data(tensors: dict[str, torch.Tensor], jobs: list[Job], copy: bool) -> dict
     for job in jobs:
         if job.rank in data:
             part = held[job.name].get(job.rank) or next(iter(held[job.name].values()))
-            piece = part.data[slices(job.box, part.box)].resolve_conj().resolve_neg()
+            piece = part.data[slices(job.region, part.region)].resolve_conj().resolve_neg()
             own = piece.cpu().contiguous()
             same = own.untyped_storage().data_ptr() == part.data.untyped_storage().data_ptr()
             data[job.rank][job] = own.clone() if copy and same else own

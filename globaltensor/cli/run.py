@@ -29,7 +29,7 @@ import torch
 from globaltensor.cli import worker
 from globaltensor.cli.info import cores
 from globaltensor.cli.problem import Problem
-from globaltensor.runtime.deadlock import names
+from globaltensor.runtime.deadlock import rank_names
 
 
 def options(of: argparse.ArgumentParser) -> None:
@@ -140,7 +140,7 @@ def _report(failures: Mapping[int, Any], folder: str) -> int:
     for (_, fate), ranks in sorted(fates.items()):
         if len(ranks) > 1:
             fate = re.sub("^was", "were", fate)
-        print(f"globaltensor: {names(ranks)} {fate}", file=sys.stderr)
+        print(f"globaltensor: {rank_names(ranks)} {fate}", file=sys.stderr)
     first = fates[min(fates)][0]
     code = said[first]["code"] if first in said else failures[first].exitcode
     return code if code > 0 else 128 - code

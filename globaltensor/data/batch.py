@@ -20,18 +20,19 @@ from typing import Any
 import torch
 
 from globaltensor.errors import GlobalTensorError, SbpError, ShapeError
-from globaltensor.layouts.layout import Layout, layout, slices, spec
+from globaltensor.layouts.layout import Layout, layout, spec
+from globaltensor.layouts.regions import slices
 from globaltensor.layouts.sbp import NdSbp, broadcast, nd_sbp
 from globaltensor.runtime.memory import require
 from globaltensor.runtime.world import local_ranks_of, world
-from globaltensor.tensors.global_tensor import GlobalTensor, resolve
+from globaltensor.tensors.global_tensor import GlobalTensor, resolve_layout
 
 
 class Cutter:
     """How batches lie on a placement. Raises SbpError for an sbp that no batch can have."""
 
     def __init__(self, placement: Any, sbp: Any) -> None:
-        self.placement = resolve(placement, broadcast, 0).placement
+        self.placement = resolve_layout(placement, broadcast, 0).placement
         self.sbp = nd_sbp(sbp, self.placement.names, self.placement.ndim)
         for s in self.sbp:
             if s.is_partial:
@@ -49,7 +50,7 @@ class Cutter:
 
     def rows(self, total: int) -> tuple[int, int]:
         """Start and stop of the rows that this process needs of a batch of `total`."""
-        found = [self.layout(1).box((total,), r)[0] for r in self.mine]
+        found = [self.layout(1).region((total,), r)[0] for r in self.mine]
         found = [(start, stop) for start, stop in found if start < stop]
         return (min(start for start, _ in found), max(stop for _, stop in found)) if found else (0, 0)
 
@@ -84,11 +85,11 @@ class Cutter:
         have = ((start, stop), *((0, n) for n in t.shape[1:]))
         source, shards, taken = t.detach()[:stop - start], {}, set()
         for r in self.mine:
-            box = of.box(r)
-            part = source[slices(box, have)]
+            region = of.region(r)
+            part = source[slices(region, have)]
             part = part.to(world().device(self.placement.type, r), non_blocking=True).contiguous()
-            shards[r] = part.clone() if box in taken and part.device == source.device else part
-            taken.add(box)
+            shards[r] = part.clone() if region in taken and part.device == source.device else part
+            taken.add(region)
         return GlobalTensor.wrap(of, shards)
 
 

@@ -15,14 +15,15 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from globaltensor.boxings.watch import Move, record
+from globaltensor.boxings.watch import BoxingRecord, record
 from globaltensor.dispatch.choose import layouts, rank_choices
 from globaltensor.dispatch.decide import decide
 from globaltensor.dispatch.foreach import is_foreach
 from globaltensor.dispatch.recipe import Recipe, spec_of_plain
 from globaltensor.errors import where
-from globaltensor.layouts.layout import Spec, Windows, sbp_text
+from globaltensor.layouts.layout import Spec, sbp_text
 from globaltensor.layouts.placement import placement
+from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call
 from globaltensor.runtime.world import world
@@ -44,7 +45,7 @@ class Row:
     placement: placement
     chosen: str
     boxed: str
-    moves: tuple[Move, ...] = field(compare=False, default=())
+    moves: tuple[BoxingRecord, ...] = field(compare=False, default=())
     second: str = ""
     dearer: float = 0.0
 
@@ -86,7 +87,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 class _Seeing(TorchDispatchMode):
     """Sees every op just before it is dispatched, those of the backward too."""
 
-    def __init__(self, moves: list[Move]) -> None:
+    def __init__(self, moves: list[BoxingRecord]) -> None:
         super().__init__()
         self.moves, self.told, self.rows = moves, 0, []
 
@@ -111,10 +112,10 @@ class _Seeing(TorchDispatchMode):
         self.told = len(self.moves)
 
 
-def _way(move: Move) -> str:
+def _way(move: BoxingRecord) -> str:
     far = f" on {move.dst.placement}" if move.dst.placement != move.src.placement else ""
     many = f" of {move.tensors} tensors" if move.tensors > 1 else ""
-    src, dst = ("windows" if isinstance(at, Windows) else sbp_text(at.sbp) for at in (move.src, move.dst))
+    src, dst = ("windows" if isinstance(at, RankRegions) else sbp_text(at.sbp) for at in (move.src, move.dst))
     return f"{src} -> {dst}{far}{many}"
 
 
@@ -136,7 +137,7 @@ def _row(recipe: Recipe, call: Call) -> Row:
     return Row(where(), name, home, chosen, boxed, (), second, dearer)
 
 
-def _finished(row: Row, before: list[Any], result: Any, moves: tuple[Move, ...]) -> Row:
+def _finished(row: Row, before: list[Any], result: Any, moves: tuple[BoxingRecord, ...]) -> Row:
     """With the boxings that it took; a decomposed op tells its layouts only now, and its boxings itself."""
     chosen, boxed = row.chosen, row.boxed
     if not chosen:

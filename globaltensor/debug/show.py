@@ -20,7 +20,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from globaltensor.errors import GlobalTensorError
-from globaltensor.layouts.layout import Box, Spec, volume
+from globaltensor.layouts.layout import Spec
+from globaltensor.layouts.regions import Region, volume
 from globaltensor.runtime.world import world
 
 WIDTH, HEIGHT = 96, 40                               # characters and lines that a drawing may take
@@ -30,7 +31,7 @@ COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b
 class Cell(NamedTuple):
     """A box of the tensor, and the formula of the ranks that hold it."""
 
-    box: Box
+    region: Region
     formula: str
     rank: int                                        # the first of them: gives the colour
 
@@ -60,10 +61,10 @@ def show(x: Any, file: str | None = None) -> str:
 
 def cells(of: Spec) -> list[Cell]:
     """The boxes that split dims cut the tensor into, in the order of their places; empty ones left out."""
-    found: dict[Box, list[int]] = {}
+    found: dict[Region, list[int]] = {}
     for rank in of.placement.flat:
-        found.setdefault(of.box(rank), []).append(rank)
-    return [Cell(box, formula(of, ranks), ranks[0]) for box, ranks in sorted(found.items()) if volume(box)]
+        found.setdefault(of.region(rank), []).append(rank)
+    return [Cell(region, formula(of, ranks), ranks[0]) for region, ranks in sorted(found.items()) if volume(region)]
 
 
 def formula(of: Spec, ranks: Sequence[int]) -> str:
@@ -99,7 +100,7 @@ def _legend(of: Spec) -> list[str]:
     if any(s.is_partial and s.op == "sum" for s in wide):
         found.append("+ is a pending sum (P)")
     found += sorted({f"{s.op} is pending ({s})" for s in wide if s.is_partial and s.op != "sum"})
-    empty = [r for r in of.placement.flat if not volume(of.box(r))]
+    empty = [r for r in of.placement.flat if not volume(of.region(r))]
     if empty and of.numel:
         found.append(f"{_ranks(empty)} hold{'s' if len(empty) == 1 else ''} nothing")
     return [", ".join(found)] if found else []
@@ -121,9 +122,9 @@ def _lines(of: Spec) -> list[list[Segment]]:
 def _grid(of: Spec) -> list[list[Segment]] | None:
     """The drawing, boxes in proportion to their sizes; None where it would not fit."""
     shape = (1,) * (2 - of.ndim) + of.shape
-    boxes = {((0, 1),) * (2 - of.ndim) + cell.box: cell for cell in cells(of)}
-    edges = [sorted({edge for box in boxes for edge in box[d]}) for d in (0, 1)]
-    least = max(len(cell.formula) for cell in boxes.values()) + 2
+    regions = {((0, 1),) * (2 - of.ndim) + cell.region: cell for cell in cells(of)}
+    edges = [sorted({edge for region in regions for edge in region[d]}) for d in (0, 1)]
+    least = max(len(cell.formula) for cell in regions.values()) + 2
     widths = _extents(edges[1], shape[1], least, 64)
     heights = _extents(edges[0], shape[0], 1, 6)
     margin = len(str(shape[0])) + 4
@@ -133,7 +134,7 @@ def _grid(of: Spec) -> list[list[Segment]] | None:
     lines: list[list[Segment]] = [[(" " * margin + _ruler(edges[1], widths), None)]]
     for i, (top, bottom) in enumerate(zip(edges[0], edges[0][1:])):
         lines.append([(_mark(of, top).rjust(margin - 2) + "  ", None), rule])
-        row = [boxes[(top, bottom), (left, right)] for left, right in zip(edges[1], edges[1][1:])]
+        row = [regions[(top, bottom), (left, right)] for left, right in zip(edges[1], edges[1][1:])]
         for k in range(heights[i]):
             lines.append([(" " * margin + "|", None)])
             for cell, w in zip(row, widths):
@@ -163,9 +164,9 @@ def _table(of: Spec) -> list[list[Segment]]:
     """rank, coordinates, global slices, local shape, bytes."""
     rows = [("rank", "at", "slices", "local shape", "bytes")]
     for rank in of.placement.flat:
-        box, local = of.box(rank), of.local_shape(rank)
+        region, local = of.region(rank), of.local_shape(rank)
         at = ", ".join(map(str, of.placement.coords[rank]))
-        rows.append((str(rank), at, f"[{', '.join(f'{a}:{b}' for a, b in box)}]", str(list(local)),
+        rows.append((str(rank), at, f"[{', '.join(f'{a}:{b}' for a, b in region)}]", str(list(local)),
                      f"{prod(local) * of.dtype.itemsize:,}"))
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     ranks: list[int | None] = [None, *of.placement.flat]
@@ -225,8 +226,8 @@ def _projected(of: Spec) -> tuple[tuple[int, int], list[int], list[Rectangle2]]:
     dims = sorted((split + [d for d in range(of.ndim) if d not in split])[:2])
     found: dict[tuple, list[Cell]] = {}
     for cell in cells(of):
-        found.setdefault(tuple(cell.box[d] for d in dims), []).append(cell)
+        found.setdefault(tuple(cell.region[d] for d in dims), []).append(cell)
     pad = 2 - len(dims)
     shape = (1,) * pad + tuple(of.shape[d] for d in dims)
-    return shape, dims, [(*((0, 1),) * pad, *box, " | ".join(c.formula for c in held), held[0].rank)
-                         for box, held in found.items()]
+    return shape, dims, [(*((0, 1),) * pad, *region, " | ".join(c.formula for c in held), held[0].rank)
+                         for region, held in found.items()]

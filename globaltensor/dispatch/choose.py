@@ -19,7 +19,7 @@ from itertools import product
 from math import inf, prod
 from typing import NamedTuple
 
-from globaltensor.boxings.plan import seconds
+from globaltensor.boxings.plan import boxing_seconds
 from globaltensor.layouts.layout import Layout, Spec, layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import Sbp, broadcast
@@ -137,7 +137,7 @@ def _price(nd: tuple[Signature, ...], operands: list[Spec], outputs: list[Size],
     for q, spec in enumerate(operands):
         want = tuple(sig.inputs[q] for sig in nd)
         if want != spec.sbp:
-            total += seconds(spec.layout, layout(where, want), spec.shape, spec.nbytes, machine)
+            total += boxing_seconds(spec.layout, layout(where, want), spec.shape, spec.nbytes, machine)
             if total > limit:
                 return total
         for axis, (s, w) in enumerate(zip(spec.sbp, want)):
@@ -156,7 +156,7 @@ def _debt(nd: tuple[Signature, ...], where: placement, outputs: list[Size], mach
                        for axis, sig in enumerate(nd))
         if nbytes and any(s.is_partial for s in states):
             done = tuple(broadcast if s.is_partial else s for s in states)
-            total += seconds(layout(where, states), layout(where, done), shape, nbytes, machine)
+            total += boxing_seconds(layout(where, states), layout(where, done), shape, nbytes, machine)
     return total
 
 

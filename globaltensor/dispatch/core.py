@@ -13,13 +13,14 @@ import torch
 from torch._ops import OpOverload
 
 from globaltensor.algorithms.aliasing import check_guard
-from globaltensor.boxings.rows import rows
-from globaltensor.boxings.run import Boxed, Shards, box, boxed
+from globaltensor.boxings.redistribute import Move, move_shards, redistribute
+from globaltensor.boxings.rows import row_exchange
 from globaltensor.dispatch import native, user_rules
 from globaltensor.dispatch.decide import decide
 from globaltensor.dispatch.execute import execute
 from globaltensor.dispatch.recipe import Recipe, static
-from globaltensor.layouts.layout import Layout, Shape, Spec, Windows, spec
+from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, spec
+from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.rules.call import Call
 from globaltensor.runtime.memory import require
 from globaltensor.runtime.native import torch_ext
@@ -124,24 +125,25 @@ class _Run:
             recipe = _recipes[key] = decide(self.cls, call.func, args, kwargs, decompose=False)
         return execute(self.cls, recipe, args, kwargs)
 
-    def box(self, tensors: list[Any], dsts: list[Layout], op: str) -> list[Any]:
+    def redistribute(self, tensors: list[Any], dsts: list[Layout], op: str) -> list[Any]:
         """Tensors in other layouts, moved together."""
         for t in tensors:
             check_guard(t)
-        return boxed(tensors, dsts, op)
+        return redistribute(tensors, dsts, op)
 
-    def windowed(self, tensors: list[Any], windows: list[Layout], op: str) -> list[Shards]:
-        """What every rank gets of each tensor, in layouts that may be windows; moved together."""
+    def gather_regions(self, tensors: list[Any], dsts: list[Layout], op: str) -> list[Shards]:
+        """What every rank gets of each tensor, in layouts that may be a region per rank; moved together."""
         for t in tensors:
             check_guard(t)
-        return box([Boxed(t.spec, t.shards, dst) for t, dst in zip(tensors, windows)], op)
+        return move_shards([Move(t.spec, t.shards, dst) for t, dst in zip(tensors, dsts)], op)
 
-    def summed(self, parts: Shards, held: Windows, shape: Shape, dtype: torch.dtype, dst: Layout, op: str) -> Any:
-        """The tensor that is the sum of the windows that ranks hold, in layout `dst`."""
-        shards, = box([Boxed(spec(held, shape, None, dtype), parts, dst)], op)
+    def scatter_add_regions(self, parts: Shards, held: RankRegions, shape: Shape, dtype: torch.dtype, dst: Layout,
+                            op: str) -> Any:
+        """The tensor that is the sum of the regions that ranks hold, in layout `dst`."""
+        shards, = move_shards([Move(spec(held, shape, None, dtype), parts, dst)], op)
         return self.wrap(spec(dst, shape, None, dtype), shards)
 
-    rows = staticmethod(rows)                        # single rows between ranks, picked by their numbers
+    row_exchange = staticmethod(row_exchange)        # single rows between ranks, picked by their numbers
 
     def wrap(self, of: Spec, shards: Shards) -> Any:
         return self.cls.wrap(of, shards)

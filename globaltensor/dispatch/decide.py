@@ -89,7 +89,8 @@ def _choose(recipe: Recipe, line: Line, call: Call, operands: list[Spec], result
     recipe.local_impl = line.local_impl
     if line.local_impl is not None:
         recipe.shapes = tuple(own.shape for own in operands)
-        recipe.boxes = tuple({r: want.box(own.shape, r) for r in recipe.ranks} for own, want in zip(operands, wants))
+        recipe.regions = tuple({r: want.region(own.shape, r) for r in recipe.ranks}
+                               for own, want in zip(operands, wants))
     if line.local_args is not None:
         outputs = [own for own in recipe.outputs if own is not None]
         recipe.local_args = {rank: tuple(line.local_args(call, moved, outputs, rank)) for rank in recipe.ranks}

@@ -12,9 +12,9 @@ import torch
 
 from globaltensor.algorithms.aliasing import check_guard, copy_of, version
 from globaltensor.algorithms.random_ops import seeded
-from globaltensor.boxings.run import Boxed, Shards, box
+from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, put, spec_of_plain
-from globaltensor.layouts.layout import Spec, spec
+from globaltensor.layouts.layout import Shards, Spec, spec
 from globaltensor.rules.call import Call, Slot, arguments
 from globaltensor.runtime.agreement import agree_on, broadcast_object, checking
 from globaltensor.runtime.philox import draw_key
@@ -69,7 +69,7 @@ def _device(recipe: Recipe, rank: int) -> torch.device:
 def _move(cls: type, recipe: Recipe, operands: Sequence[Any]) -> list[Shards]:
     """The shards of every operand in the layout that the recipe wants, all moved in one go."""
     held: list[Shards] = []
-    items: list[Boxed] = []
+    items: list[Move] = []
     places: list[int] = []
     for q, (t, want) in enumerate(zip(operands, recipe.wants)):
         if type(t) is cls:
@@ -81,10 +81,10 @@ def _move(cls: type, recipe: Recipe, operands: Sequence[Any]) -> list[Shards]:
             held.append(dict.fromkeys(recipe.ranks, t))
             own = spec_of_plain(t, (want or recipe.home).placement)
         if want is not None and want is not own.layout:
-            items.append(Boxed(own, held[q], want))
+            items.append(Move(own, held[q], want))
             places.append(q)
     if items:
-        for q, shards in zip(places, box(items, str(recipe.func))):
+        for q, shards in zip(places, move_shards(items, str(recipe.func))):
             held[q] = shards
     return held
 
@@ -121,9 +121,9 @@ def _write_back(recipe: Recipe, operands: Sequence[Any], held: list[Shards]) -> 
     """Operands that were boxed before they were written get their new values, in the memory that they had."""
     if not recipe.write_back:
         return
-    items = [Boxed(moved_spec(operands[q].spec, recipe.wants[q]), held[q], operands[q].spec.layout)
+    items = [Move(moved_spec(operands[q].spec, recipe.wants[q]), held[q], operands[q].spec.layout)
              for q in recipe.write_back]
-    for q, shards in zip(recipe.write_back, box(items, str(recipe.func))):
+    for q, shards in zip(recipe.write_back, move_shards(items, str(recipe.func))):
         for rank, shard in operands[q].shards.items():
             shard.copy_(shards[rank])
 

@@ -44,7 +44,7 @@ def decide(cls: type, call: Call) -> Recipe:
     lists = {a.name: call[a.name] for a in arguments(call.func) if a.tensors and call[a.name]}
     written = written_operands(call)
     wants, results = _decide_elements(cls, call, lists, bool(written))
-    homes = list(dict.fromkeys(layouts_of[0].whole for layouts_of in wants))
+    homes = list(dict.fromkeys(layouts_of[0].replicated for layouts_of in wants))
     operands: list[tuple[Slot, Any, Layout | None]] = []
     for t, slot, name in zip(call.tensors, call.slots, call.names):
         if slot.item is not None:
@@ -73,7 +73,7 @@ def _decide_elements(cls: type, call: Call, lists: dict[str, list[Any]], writes:
         where = _one_placement(cls, call, i, tensors)
         specs = tuple(t.spec if type(t) is cls else spec_of_plain(t, where) for t in tensors)
         if specs not in decided:
-            result = None if writes else _result(call, lists, i, specs[0].layout.whole)
+            result = None if writes else _result(call, lists, i, specs[0].layout.replicated)
             decided[specs] = _decide_element(call, list(tensors), specs, len(shared), result, writes)
         elements.append(decided[specs])
     return [wants for wants, _ in elements], [result for _, result in elements if result is not None]
@@ -83,7 +83,7 @@ def _decide_element(call: Call, tensors: list[Any], specs: tuple[Spec, ...], sha
                     writes: bool) -> tuple[list[Layout], Spec | None]:
     """The layouts of one element's tensors, and the spec of its result."""
     if result is not None and result.shape != broadcast_shape([own.shape for own in specs]):
-        return [own.layout.whole for own in specs], result      # no pointwise op: on whole operands
+        return [own.layout.replicated for own in specs], result      # no pointwise op: on whole operands
     algebra = foreach_algebra(call.func).get(len(tensors) + shared, "")
     rule = pointwise(algebra)(_Element(tensors, shared))
     chosen = choose(rule, list(specs), [(specs[0].shape, specs[0].nbytes)], world().machine, 0 if writes else None)

@@ -19,8 +19,9 @@ from torch._ops import OpOverload
 
 from globaltensor.algorithms.aliasing import check_writable, copy_of
 from globaltensor.algorithms.run import Decomposition
-from globaltensor.layouts.layout import Box, Layout, Shape, Spec, layout, spec
+from globaltensor.layouts.layout import Layout, Shape, Spec, layout, spec
 from globaltensor.layouts.placement import placement
+from globaltensor.layouts.regions import Region
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.rules.call import Call, Slot, arguments
 from globaltensor.rules.language import Signature
@@ -65,7 +66,7 @@ class Recipe:
     local_args: RankArgs = field(default_factory=dict)
     local_impl: Callable[..., Any] | None = None
     shapes: tuple[Shape, ...] = ()
-    boxes: tuple[dict[int, Box], ...] = ()
+    regions: tuple[dict[int, Region], ...] = ()
     seeded: bool = False
     elements: dict[int, tuple[int, ...]] | None = None
     signature: tuple[Signature, ...] = ()

@@ -40,8 +40,8 @@ class Trace:
             self.steps.append((func._schema.name, func._schema.overload_name, values))
         return result
 
-    def box(self, tensors: list[Any], dsts: list[Layout], op: str) -> list[Any]:
-        moved = self._run.box(tensors, dsts, op)
+    def redistribute(self, tensors: list[Any], dsts: list[Layout], op: str) -> list[Any]:
+        moved = self._run.redistribute(tensors, dsts, op)
         moves = [(self._place(t), native.find_boxing(t.spec, dst), new)
                  for t, dst, new in zip(tensors, dsts, moved) if new is not t]
         self._note([new for _, _, new in moves])

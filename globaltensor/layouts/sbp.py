@@ -154,7 +154,12 @@ def not_an_sbp(value: Any, at: str = "") -> SbpError:
                     "name", "gt.sbp.split(dim), gt.sbp.broadcast or gt.sbp.partial_sum")
 
 
-def typed(sbp: NdSbp) -> str:
+def with_axes(sbp: NdSbp, axis_names: Sequence[str] | None, changes: Mapping[str, Sbp]) -> NdSbp:
+    """The same nd-sbp but along the axes named; names that are no axis are left out."""
+    return tuple(changes.get(name, s) for name, s in zip(axis_names, sbp)) if axis_names else sbp
+
+
+def code_of(sbp: NdSbp) -> str:
     """What to type for an nd-sbp: `gt.sbp.split(0)`, or `(gt.sbp.split(0), gt.sbp.broadcast)`."""
     names = [f"gt.sbp.split({s.dim})" if s.is_split else
              "gt.sbp.broadcast" if s.is_broadcast else f"gt.sbp.partial_{s.op}" for s in sbp]

@@ -64,7 +64,7 @@ def strided(call: Call, operands: list[Spec], outputs: list[Spec], rank: int) ->
 
 def shifted_diagonal(call: Call, operands: list[Spec], outputs: list[Spec], rank: int) -> ArgValues:
     """tril, triu: element (i, j) of a part is element (i + row, j + column) of the whole: its diagonal is shifted."""
-    (row, _), (column, _) = outputs[0].box(rank)[-2:]
+    (row, _), (column, _) = outputs[0].region(rank)[-2:]
     return [(call.position("diagonal"), call["diagonal"] + row - column)]
 
 

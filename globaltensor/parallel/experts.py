@@ -30,8 +30,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from globaltensor.layouts.layout import Layout, cut, layout, spec
+from globaltensor.layouts.layout import Layout, layout, spec
 from globaltensor.layouts.placement import placement
+from globaltensor.layouts.regions import split_range
 from globaltensor.layouts.sbp import broadcast, split
 from globaltensor.parallel.modules import named_tensors, stand_in, step_back
 from globaltensor.tensors.convert import from_full
@@ -48,7 +49,7 @@ class Slots(NamedTuple):
     counts: Tensor
 
 
-def arranged(chosen: Tensor, blocks: list[tuple[int, int]], share: int) -> Slots:
+def arrange_slots(chosen: Tensor, blocks: list[tuple[int, int]], share: int) -> Slots:
     """Slots for the experts that each token chose, [n, k]. `blocks` of experts lie on one rank each, or on `share`.
 
     Lengths are rounded up, by an eighth at most, so that few different ones occur and recipes are found again.
@@ -63,7 +64,7 @@ def arranged(chosen: Tensor, blocks: list[tuple[int, int]], share: int) -> Slots
     length = -(-length // share) * share
     entries, chose = [], []
     for block, ((first, _), own) in enumerate(zip(blocks, groups)):
-        near = order.new_tensor([cut(len(experts), len(blocks), block)[0]])      # one that its rank may have
+        near = order.new_tensor([split_range(len(experts), len(blocks), block)[0]])      # one that its rank may have
         entries.append(torch.cat([own, (own[-1:] if len(own) else near).expand(length - len(own))]))
         chose.append(experts[entries[-1]] if len(own) else torch.full_like(entries[-1], first))
     entry, place = torch.cat(entries), torch.arange(length)
@@ -87,9 +88,9 @@ class Travel:
         apart = [axis for axis in axes if matrices.sbp[axis] == split(0)]
         tokens = tokens.to_global(sbp=tuple(s if s == split(0) else broadcast for s in tokens.sbp))
         alike = [axis for axis in axes if axis not in apart and tokens.sbp[axis] == split(0)]
-        blocks = sorted({(a, b) for a, b in (matrices.spec.box(rank)[0] for rank in home.flat) if a < b})
+        blocks = sorted({(a, b) for a, b in (matrices.spec.region(rank)[0] for rank in home.flat) if a < b})
         ranks = prod(home.shape[axis] for axis in apart)             # more than blocks, where experts are few
-        slots = arranged(chosen.full_tensor().cpu() if chosen.is_global else chosen.cpu(), blocks,
+        slots = arrange_slots(chosen.full_tensor().cpu() if chosen.is_global else chosen.cpu(), blocks,
                          prod(home.shape[axis] for axis in alike) * (1 if len(blocks) == ranks else ranks))
         order = [*apart, *alike, *(axis for axis in axes if axis not in apart + alike)]
         there = _Turned(home, order, len(apart + alike))
@@ -137,7 +138,7 @@ class _Turned:
             there, here = layout(self.place, self.rows), layout(self.home, self._at_home(self.rows))
             dealt, shape = torch.empty_like(rows), tuple(rows.shape)
             for rank in self.home.flat:
-                dealt[slice(*here.box(shape, rank)[0])] = rows[slice(*there.box(shape, rank)[0])]
+                dealt[slice(*here.region(shape, rank)[0])] = rows[slice(*there.region(shape, rank)[0])]
             rows = dealt
         return from_full(rows, self.home, broadcast)
 

@@ -27,22 +27,23 @@ from torch import nn
 
 from globaltensor.layouts.sbp import Sbp, broadcast, split
 
-Row = dict[str, Sbp]
-Layers = Iterable[tuple[str, nn.Module, str | None]]     # name, layer, and its kind: columns, rows, vocabulary or None
+PlanRow = dict[str, Sbp]                             # axis name -> how along that axis
+PlanRows = dict[str, PlanRow]                        # by name or pattern
+NamedLayers = Iterable[tuple[str, nn.Module, str | None]]    # name, layer, kind: columns, rows, vocabulary or None
 
 
-def rows(layers: Layers, axes: tuple[str, ...]) -> tuple[dict[str, Row], dict[str, Row]]:
+def plan_rows(layers: NamedLayers, axes: tuple[str, ...]) -> tuple[PlanRows, PlanRows]:
     """The rows of tensors and those of what modules take and give, for two or three axes."""
-    tensors: dict[str, Row] = {}
-    moved: dict[str, Row] = {}
+    tensors: PlanRows = {}
+    moved: PlanRows = {}
     for name, layer, kind in layers:
-        of_tensors, of_moved = (_two if len(axes) == 2 else _three)(layer, kind, axes)
+        of_tensors, of_moved = (_summa_2d if len(axes) == 2 else _agarwal_3d)(layer, kind, axes)
         tensors |= {f"{name}.{key}".lstrip("."): row for key, row in of_tensors.items()}
         moved |= {f"{name}{way}": row for way, row in of_moved.items()}
     return tensors, moved
 
 
-def _two(layer: nn.Module, kind: str | None, axes: tuple[str, ...]) -> tuple[dict[str, Row], dict[str, Row]]:
+def _summa_2d(layer: nn.Module, kind: str | None, axes: tuple[str, ...]) -> tuple[PlanRows, PlanRows]:
     row, column = axes
     lie = {" ->": {row: split(0), column: split(-1)}}
     if kind == "vocabulary":
@@ -52,7 +53,7 @@ def _two(layer: nn.Module, kind: str | None, axes: tuple[str, ...]) -> tuple[dic
     return (_norm(layer, column) if _is_norm(layer) else {}), {}
 
 
-def _three(layer: nn.Module, kind: str | None, axes: tuple[str, ...]) -> tuple[dict[str, Row], dict[str, Row]]:
+def _agarwal_3d(layer: nn.Module, kind: str | None, axes: tuple[str, ...]) -> tuple[PlanRows, PlanRows]:
     j, i, l = axes
     if kind == "vocabulary":
         return ({"weight": {j: split(0), i: split(0), l: split(1)}},
@@ -65,7 +66,7 @@ def _three(layer: nn.Module, kind: str | None, axes: tuple[str, ...]) -> tuple[d
     return (_norm(layer, l), {" ->": {j: broadcast}}) if _is_norm(layer) else ({}, {})
 
 
-def _weights(layer: Any, dims: dict[str, int], again: dict[str, int] | None = None) -> dict[str, Row]:
+def _weights(layer: Any, dims: dict[str, int], again: dict[str, int] | None = None) -> PlanRows:
     """Weight [outputs, inputs] and bias, cut along outputs (0) and inputs (1); the weight once more along `again`."""
     turned = not isinstance(layer, nn.Linear)        # a Conv1D of GPT-2 is [inputs, outputs]
     found = {"weight": {axis: split(int(bool(dim) != turned)) for axis, dim in (dims | (again or {})).items()}}
@@ -74,7 +75,7 @@ def _weights(layer: Any, dims: dict[str, int], again: dict[str, int] | None = No
     return found
 
 
-def _norm(layer: nn.Module, axis: str) -> dict[str, Row]:
+def _norm(layer: nn.Module, axis: str) -> PlanRows:
     """Scale and shift of what lies split along the hidden dim."""
     return {key: {axis: split(0)} for key in ("weight", "bias") if getattr(layer, key, None) is not None}
 

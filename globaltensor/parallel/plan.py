@@ -41,9 +41,8 @@ from globaltensor.errors import SbpError
 from globaltensor.layouts.sbp import Sbp, broadcast, not_an_sbp, read_sbp, split
 from globaltensor.parallel import experts as expert_layers
 from globaltensor.parallel import grids
+from globaltensor.parallel.grids import PlanRow, PlanRows
 from globaltensor.parallel.modules import first_fit, named_tensors, stand_in, step_back, to_global
-
-Row = dict[str, Sbp]
 
 _OUT, _IN, _EXPERTS, _AS_IT_LIES = " ->", " <-", " =>", "-"
 _OF_MODULES = (_OUT, _IN, _EXPERTS)
@@ -65,7 +64,7 @@ class Plan(MutableMapping):
     """
 
     def __init__(self, rows: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        self._rows: dict[str, Row] = {}
+        self._rows: PlanRows = {}
         for pattern, row in (rows or {}).items():
             self[pattern] = row
 
@@ -81,9 +80,9 @@ class Plan(MutableMapping):
         """
         if isinstance(axis, tuple) and len(axis) > 1:
             return cls._on_grid(module, axis)
-        weights: dict[str, Row] = {}
-        outputs: dict[str, Row] = {}
-        travels: dict[str, Row] = {}
+        weights: PlanRows = {}
+        outputs: PlanRows = {}
+        travels: PlanRows = {}
         for name, layer in module.named_modules():
             kind = _kind(name, layer, module)
             if kind and axis:
@@ -103,7 +102,7 @@ class Plan(MutableMapping):
         if len(axes) > 3:
             raise SbpError(f"a plan along {len(axes)} axes: {', '.join(axes)}",
                            "layers are cut along one, two or three", f"gt.Plan.of(model, {axes[:3]})")
-        tensors, moved = grids.rows([(name, layer, _kind(name, layer, module))
+        tensors, moved = grids.plan_rows([(name, layer, _kind(name, layer, module))
                                      for name, layer in module.named_modules()], axes)
         named = [name for name, *_ in named_tensors(module)]
         parts = [*named, *[name for name, _ in module.named_modules()]]
@@ -145,7 +144,7 @@ class Plan(MutableMapping):
         """The axes that its rows name, in order of appearance."""
         return tuple(dict.fromkeys(axis for row in self._rows.values() for axis in row))
 
-    def __getitem__(self, pattern: str) -> Row:
+    def __getitem__(self, pattern: str) -> PlanRow:
         return self._rows[pattern]
 
     def __setitem__(self, pattern: str, row: Mapping[str, Any]) -> None:
@@ -198,7 +197,7 @@ def parallelize(module: nn.Module, placement: Any, plan: Plan | Mapping[str, Any
     return module
 
 
-def _lay_out(module: nn.Module, pattern: str, row: Row) -> None:
+def _lay_out(module: nn.Module, pattern: str, row: PlanRow) -> None:
     """Hooks for a row about what modules take or give, or how a parameter lies in use."""
     fitting = [layer for _, layer in _modules(module, pattern)]
     if pattern.endswith(_IN):
@@ -218,7 +217,7 @@ def _lay_out(module: nn.Module, pattern: str, row: Row) -> None:
             owner.register_forward_hook(partial(_lay_down, key), always_call=True)
 
 
-def _brought(row: Row, value: Any) -> Any:
+def _brought(row: PlanRow, value: Any) -> Any:
     """Global tensors brought to lie as the row says; other axes stay as they are, and so does everything else."""
     if isinstance(value, dict):
         return type(value)((key, _brought(row, one)) for key, one in value.items())
@@ -230,7 +229,7 @@ def _brought(row: Row, value: Any) -> Any:
     return value.to_global(sbp=tuple(row.get(name, s) for name, s in zip(names, value.sbp)))
 
 
-def _take_up(key: str, row: Row, owner: nn.Module, args: Any) -> None:
+def _take_up(key: str, row: PlanRow, owner: nn.Module, args: Any) -> None:
     """While the module works, what is brought stands before its parameter."""
     stand_in(owner, key, _brought(row, owner._parameters[key]))
 
@@ -239,7 +238,7 @@ def _lay_down(key: str, owner: nn.Module, args: Any, output: Any) -> None:
     step_back(owner, key)
 
 
-def _row_of(plan: Plan, name: str) -> Row:
+def _row_of(plan: Plan, name: str) -> PlanRow:
     return first_fit({pattern: row for pattern, row in plan.items() if not pattern.endswith(_OF_MODULES)}, name, {})
 
 
@@ -356,7 +355,7 @@ def _ends(name: str, endings: tuple[str, ...]) -> bool:
     return any(name == end or name.endswith(f".{end}") for end in endings)
 
 
-def _merged(rows: dict[str, Row], names: list[str]) -> dict[str, Row]:
+def _merged(rows: PlanRows, names: list[str]) -> PlanRows:
     """Layers that differ by their number in a list share one row, where that fits nothing else."""
     found = {}
     for name, row in rows.items():

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.boxings.run import boxed, wide
+from globaltensor.boxings.redistribute import redistribute
 from globaltensor.errors import SbpError
 from globaltensor.layouts.layout import Layout, layout
 from globaltensor.layouts.sbp import split
-from globaltensor.parallel.zero3 import Layers
+from globaltensor.parallel.zero3 import ShardedLayers
+from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.tensors import gradients
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -51,12 +52,12 @@ def zero(optimizer: torch.optim.Optimizer, axis: str = "dp", stage: int = 1, mod
     if optimizer.state:
         raise SbpError("the optimizer has taken steps already", "its state would have to be split, too",
                        "gt.zero(torch.optim.AdamW(...)), then optimizer.load_state_dict(...) where there is a state")
-    pairs = Pairs()
+    pairs = MasterParams()
     for group in optimizer.param_groups:
         where = [(p, _cut(p, axis)) for p in group["params"]]
         group["params"] = [p if dst is None else _made(p, dst, stage, pairs) for p, dst in where]
     if model is not None:
-        Layers(model, axis)
+        ShardedLayers(model, axis)
     if pairs:
         pairs.look()
         optimizer.register_step_pre_hook(lambda *_: pairs.refresh())
@@ -87,7 +88,7 @@ def _cut(p: torch.Tensor, axis: str) -> Layout | None:
     return layout(p.placement, tuple(split(longest) if i == at else s for i, s in enumerate(p.sbp)))
 
 
-class Pairs(list):
+class MasterParams(list):
     """Parameters and the parts that are stepped in their place: (parameter, part)."""
 
     def look(self) -> None:
@@ -100,7 +101,7 @@ class Pairs(list):
         with torch.no_grad():
             for (p, part), seen in zip(self, self.seen):
                 if _writes(p) != seen:
-                    now, = boxed([p], [part.spec.layout], "zero")
+                    now, = redistribute([p], [part.spec.layout], "zero")
                     part.copy_(torch.where(part.to(p.dtype) == now, part, now.to(part.dtype)))
 
     def gather(self) -> None:
@@ -108,7 +109,7 @@ class Pairs(list):
         with torch.no_grad():
             parts = [part.detach().to(p.dtype) for p, part in self]
             whole = [p for p, _ in self]
-            torch._foreach_copy_(whole, boxed(parts, [p.spec.layout for p in whole], "zero"))
+            torch._foreach_copy_(whole, redistribute(parts, [p.spec.layout for p in whole], "zero"))
         self.look()
 
     def masters(self) -> list[Any]:
@@ -126,18 +127,18 @@ def _writes(p: Any) -> list[int]:
     return [p._version, *[number for shard in p.shards.values() for number in (shard.data_ptr(), shard._version)]]
 
 
-def _made(p: Any, dst: Layout, stage: int, pairs: Pairs) -> Any:
+def _made(p: Any, dst: Layout, stage: int, pairs: MasterParams) -> Any:
     """What the optimizer works on in the place of p."""
     with torch.no_grad():
-        part, = boxed([p], [dst], "zero")
-        master = wide(p.dtype)
+        part, = redistribute([p], [dst], "zero")
+        master = accumulation_dtype(p.dtype)
         if stage == 3:
             p.data = part
             if master == p.dtype:
                 return p
         part = nn.Parameter(part.to(master), requires_grad=p.requires_grad)
-    gradients.aim(p, dst, early=stage > 1)
-    gradients.share(p, part)
+    gradients.set_grad_layout(p, dst, early=stage > 1)
+    gradients.share_grad(p, part)
     pairs.append((p, part))
     return part
 

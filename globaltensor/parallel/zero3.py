@@ -19,19 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from globaltensor.boxings.run import Boxed, box
+from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.layouts.layout import Layout, spec
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.parallel.modules import stand_in, step_back
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 
-class Layers:
+class ShardedLayers:
     """The layers of a model whose parameters are split along an axis. Made after the parameters; hooks do the rest."""
 
     def __init__(self, model: nn.Module, axis: str) -> None:
         lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-        found = [_Layer(item, axis) for items in lists for item in items]
+        found = [ShardedLayer(item, axis) for items in lists for item in items]
         inner = {id(m) for layer in found for m in layer.module.modules() if m is not layer.module}
         self.layers = [layer for layer in found if layer.slots and id(layer.module) not in inner]
         self.turn = self.last = 0                    # which forward pass it is, and the layer that ran last
@@ -41,7 +41,7 @@ class Layers:
 
     def _before(self, i: int) -> None:
         self.turn, self.last = self.turn + (i <= self.last), i
-        gather(self.layers[i:i + 2])
+        unshard(self.layers[i:i + 2])
         self.layers[i].take_up(self.turn)
 
     def _after(self, i: int, out: Any) -> None:
@@ -54,12 +54,12 @@ class Layers:
     def _backward(self, i: int, turn: int) -> None:
         if i + 1 < len(self.layers):
             self.layers[i + 1].done(turn)
-        gather(self.layers[max(i - 1, 0):i + 1][::-1])
+        unshard(self.layers[max(i - 1, 0):i + 1][::-1])
         if i == 0:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.layers[0].done(turn))
 
 
-class _Shells(list):
+class SavedStorages(list):
     """rank -> shard, per parameter, of one forward pass: empty but while they are used."""
 
     def fill(self, shards: list[dict[int, Tensor]] | None) -> None:
@@ -68,7 +68,7 @@ class _Shells(list):
                 t.set_(torch.empty(0, dtype=t.dtype, device=t.device) if shards is None else shards[k][rank])
 
 
-class _Layer:
+class ShardedLayer:
     """One layer: where its split parameters stand, and what is gathered of them now."""
 
     def __init__(self, module: nn.Module, axis: str) -> None:
@@ -78,8 +78,8 @@ class _Layer:
         self.wholes = [_whole(p, axis) for _, _, p in self.slots]
         self.now: list[dict[int, Tensor]] | None = None                  # rank -> shard, per parameter
         self.versions: list[int] = []                # of the parameters, when that was
-        self.shells: weakref.WeakValueDictionary[int, _Shells] = weakref.WeakValueDictionary()       # by forward pass
-        self.own: _Shells | None = None              # while it works
+        self.shells: weakref.WeakValueDictionary[int, SavedStorages] = weakref.WeakValueDictionary()
+        self.own: SavedStorages | None = None              # while it works
 
     def missing(self) -> bool:
         return self.now is None or self.versions != [p._version for _, _, p in self.slots]
@@ -91,11 +91,12 @@ class _Layer:
 
     def take_up(self, turn: int) -> None:
         """While the layer works, what was gathered stands before its parameters."""
-        self.own = self.shells[turn] = _Shells({rank: t.detach() for rank, t in shard.items()} for shard in self.now)
+        self.own = SavedStorages({rank: t.detach() for rank, t in shard.items()} for shard in self.now)
+        self.shells[turn] = self.own
         for (owner, key, p), whole, shell in zip(self.slots, self.wholes, self.own):
             stand_in(owner, key, _Gathered.apply(p, whole, shell))
 
-    def lay_down(self) -> _Shells | None:
+    def lay_down(self) -> SavedStorages | None:
         for owner, key, _ in self.slots:
             step_back(owner, key)
         own, self.own = self.own, None
@@ -113,11 +114,11 @@ class _Layer:
         self.shells.pop(turn, None)
 
 
-def gather(layers: list[_Layer]) -> None:
+def unshard(layers: list[ShardedLayer]) -> None:
     """What is missing of these layers' parameters, in one move."""
     missing = [layer for layer in layers if layer.missing()]
-    items = [Boxed(p.spec, p.shards, whole) for layer in missing for (_, _, p), whole in zip(layer.slots, layer.wholes)]
-    found = iter(box(items, "zero"))
+    items = [Move(p.spec, p.shards, whole) for layer in missing for (_, _, p), whole in zip(layer.slots, layer.wholes)]
+    found = iter(move_shards(items, "zero"))
     for layer in missing:
         layer.arrive([next(found) for _ in layer.slots])
 

@@ -36,12 +36,12 @@ from globaltensor.pipelining.stage_comm import (
     parcel,
 )
 from globaltensor.pipelining.stage_placement import Homes
-from globaltensor.runtime.agreement import apart
+from globaltensor.runtime.agreement import uncoordinated
 from globaltensor.schedules.schedule import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, Actions, B, F, I, Schedule, W
 from globaltensor.schedules.timetable import Event
 from globaltensor.tensors import gradients
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.products import PutOff
+from globaltensor.tensors.products import DeferredGrad
 
 STATE = torch.get_rng_state().numel()                # bytes of the state of random numbers
 
@@ -66,7 +66,7 @@ class Kept:
     outputs: tuple[Any, ...] = ()
     inputs: list[Any] = field(default_factory=list)
     form: tuple = ()                                 # of the outputs
-    later: list[PutOff] = field(default_factory=list)    # between I and W
+    later: list[DeferredGrad] = field(default_factory=list)    # between I and W
 
 
 class Step:
@@ -102,11 +102,11 @@ class Step:
         """Do the lists of these ranks of the schedule: all of them, or one."""
         for stage in (s for rank in ranks for s in self.schedule.stages_of[rank]) if self.train else ():
             self.before[stage] = gradients.set_aside(self.model.homes.reduced(stage))
-        with gradients.held():
+        with gradients.no_early_reduction():
             if len(ranks) == self.schedule.ranks and self.post is None:
                 self._in_turns()
             else:
-                with apart():
+                with uncoordinated():
                     for rank in ranks:
                         self._alone(rank, self.schedule.actions[rank])
         assert not (self.kept or self.inbox or self.outbox or self.coming), "a checked schedule leaves nothing behind"
@@ -147,8 +147,8 @@ class Step:
         self.left[stage] -= kind in (B, W)
         leaves = [] if self.left[stage] else self.model.homes.reduced(stage)
         if leaves:                                   # it was the stage's last backward pass: others go on meanwhile
-            gradients.settle(leaves)
-            gradients.put_back(self.before.pop(stage))
+            gradients.reduce_pending(leaves)
+            gradients.restore(self.before.pop(stage))
             self.events.append(Event(rank, stage, "R", mb, ended, time.perf_counter()))
 
     # ---------------------------------------------------------------------------------------------- between the stages

@@ -14,7 +14,7 @@ import torch
 from globaltensor.pipelining.actions import Step, buffers_left_alone, layouts_forward
 from globaltensor.pipelining.stage_comm import Parcel, carried, parcel, text
 from globaltensor.pipelining.stages import StageError
-from globaltensor.runtime.agreement import apart, gather_objects
+from globaltensor.runtime.agreement import gather_objects, uncoordinated
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 
@@ -28,7 +28,7 @@ def trial(step: Step, mb: int, part: Sequence[Any], own: Sequence[int]) -> None:
         outputs, found, wrong = (), None, ""
         if stage in own:
             try:
-                with apart(), model.homes.replicas_in(stage), buffers_left_alone(module):
+                with uncoordinated(), model.homes.replicas_in(stage), buffers_left_alone(module):
                     outputs = step.call(stage, mb, given, grad=False)[1]
                 found = parcel(outputs).form
             except Exception as error:

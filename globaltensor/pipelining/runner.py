@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.boxings.run import boxed
+from globaltensor.boxings.redistribute import redistribute
 from globaltensor.errors import GlobalTensorError, ShapeError
 from globaltensor.layouts.layout import layout, spec
 from globaltensor.layouts.placement import placement
@@ -49,7 +49,7 @@ from globaltensor.schedules.schedule import F, Schedule
 from globaltensor.schedules.text import read
 from globaltensor.schedules.timetable import Event
 from globaltensor.tensors import gradients
-from globaltensor.tensors.global_tensor import GlobalTensor, place, to
+from globaltensor.tensors.global_tensor import GlobalTensor, place_full, to_layout
 
 
 def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.PathLike[str] | Schedule = "1f1b",
@@ -215,7 +215,7 @@ class Runner:
             results = [step.results[j] for j in range(len(step.keys))]
         if keys not in self._learned or self._post is None:
             without = {(s, k) for s in own for k, p in enumerate(self.stages[s].parameters())
-                       if gradients.raw(p) is None} if train else set()
+                       if gradients.raw_grad(p) is None} if train else set()
             unused = self.model.homes.unused(own) if train else set()
             forms = None if results is None else [[Part(y.spec.layout, y.spec.shape, y.spec.dtype, False) for y in r]
                                                   for r in results]
@@ -235,7 +235,7 @@ class Runner:
         clipping and optimizers do the same everywhere."""
         for stage in set(range(len(self.stages))) - set(own):
             for k, p in enumerate(self.stages[stage].parameters()):
-                if p.requires_grad and (stage, k) not in without and gradients.raw(p) is None:
+                if p.requires_grad and (stage, k) not in without and gradients.raw_grad(p) is None:
                     lies = p.__dict__.get("_aim") or p.spec.layout
                     p.grad = GlobalTensor.wrap(spec(lies, p.spec.shape, None, p.spec.dtype), {})
 
@@ -244,7 +244,7 @@ class Runner:
         total = results[0][0]
         for (part,) in results[1:]:
             total = total + part
-        return boxed([total], [total.spec.layout.whole], "the loss of a pipeline")[0]
+        return redistribute([total], [total.spec.layout.replicated], "the loss of a pipeline")[0]
 
     # ---------------------------------------------------------------------------------------------------- micro-batches
 
@@ -275,10 +275,10 @@ class Runner:
         own = layout(where, tuple(rows if name == self.batch else broadcast
                                   for name in where.axis_names or ("",) * where.ndim))
         if t.is_global:
-            return to(t, own)
+            return to_layout(t, own)
         if checking():
             agree_on(t, f"the {what} of a pipeline")
-        return place(t, own)
+        return place_full(t, own)
 
 
 def _shapes(tensors: Sequence[Any]) -> Hashable:

@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from globaltensor.runtime.custom_ops import contract
 from globaltensor.tensors import backward, gradients
-from globaltensor.tensors.products import PutOff, put_off
+from globaltensor.tensors.products import DeferredGrad, defer_weight_grads
 
 
 def passed_back(outputs: Sequence[torch.Tensor], grads: Sequence[Any], inputs: Sequence[torch.Tensor]) -> list[Any]:
@@ -24,18 +24,18 @@ def passed_back(outputs: Sequence[torch.Tensor], grads: Sequence[Any], inputs: S
     pairs = [(y, g) for y, g in zip(outputs, grads) if y.requires_grad and g is not None]
     if pairs:
         backward.backward([y for y, _ in pairs], [g for _, g in pairs])
-    return [gradients.raw(x) for x in inputs]
+    return [gradients.raw_grad(x) for x in inputs]
 
 
 def inputs_first(outputs: Sequence[torch.Tensor], grads: Sequence[Any],
-                 inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[PutOff]]:
+                 inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[DeferredGrad]]:
     """The same without the products that only weights wait for, and what `weights` needs to make these."""
-    with put_off([x for x in inputs if x.requires_grad]) as later:
+    with defer_weight_grads([x for x in inputs if x.requires_grad]) as later:
         found = passed_back(outputs, grads, inputs)
     return found, later
 
 
-def weights(later: Sequence[PutOff]) -> None:
+def weights(later: Sequence[DeferredGrad]) -> None:
     """Accumulate the gradients that were put off."""
     with torch.no_grad():
         made = [(get_gradient_edge(leaf), contract(equation, a, b)) for leaf, equation, a, b in later]

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from globaltensor.boxings.p2p_boxing import P2PBoxing
 from globaltensor.boxings.plan import plan
-from globaltensor.boxings.run import Boxed, Letter, box, boxed
+from globaltensor.boxings.redistribute import Move, move_shards, redistribute
 from globaltensor.errors import ShapeError
 from globaltensor.layouts.layout import Layout, Shape, Spec, layout, spec
 from globaltensor.layouts.placement import placement
@@ -79,13 +80,13 @@ def forward_layout(src: Layout, where: placement) -> Layout:
 
 def backward_layout(src: Layout) -> Layout:
     """How the gradient of a tensor that lay so arrives."""
-    return src.dual.settled
+    return src.dual.without_partials
 
 
 def carried(given: Parcel, dsts: Sequence[Layout | None]) -> Parcel:
     """The same on another placement, where one process drives all ranks of both, or both are on the same ranks."""
     there = [k for k, t in enumerate(given.tensors) if t is not None]
-    moved = boxed([given.tensors[k] for k in there], [dsts[k] for k in there], _BOXING) if there else []
+    moved = redistribute([given.tensors[k] for k in there], [dsts[k] for k in there], _BOXING) if there else []
     tensors: list[Any] = [None] * len(given.tensors)
     for k, t in zip(there, moved):
         tensors[k] = t
@@ -122,16 +123,16 @@ class Line:
         self.there = [k for k, part in enumerate(form) if part is not None]
         ways = [_way(form[k].spec, dsts[k]) for k in self.there]
         self.leaves, self.lands = [way[0] for way in ways], [way[1] for way in ways]
-        self.letter = Letter([form[k].spec.on(leaves) for k, leaves in zip(self.there, self.leaves)], self.lands)
-        self.sizes = self.letter.sizes()
+        self.letter = P2PBoxing([form[k].spec.on(leaves) for k, leaves in zip(self.there, self.leaves)], self.lands)
+        self.sizes = self.letter.incoming_bytes()
         self.guided = route.guided if world().rank in route.writers.coords else ()
         self.guide = route.guide if world().rank in route.readers.coords else -1
 
     def written(self, given: Parcel) -> dict[int, list[torch.Tensor]]:
         """What each reader gets of a parcel, on the CPU."""
         tensors = [given.tensors[k] for k in self.there]
-        ready = boxed(tensors, self.leaves, _BOXING) if tensors else []
-        outgoing = self.letter.write([t.shards for t in ready])
+        ready = redistribute(tensors, self.leaves, _BOXING) if tensors else []
+        outgoing = self.letter.pack([t.shards for t in ready])
         for reader in self.guided if given.random is not None else ():
             outgoing[reader] = [given.random, *outgoing.get(reader, ())]
         return {reader: [p.cpu() for p in pieces] for reader, pieces in outgoing.items()}
@@ -139,11 +140,11 @@ class Line:
     def read(self, received: dict[int, torch.Tensor]) -> tuple[Any, ...]:
         """The tensors, where they are wanted, of the bytes that came."""
         device = world().device(self.route.readers.type, world().rank)
-        arrived = self.letter.read({peer: data.to(device) for peer, data in received.items()})
-        landed = [Boxed(self.form[k].spec.on(lands), held, self.dsts[k])
+        arrived = self.letter.unpack({peer: data.to(device) for peer, data in received.items()})
+        landed = [Move(self.form[k].spec.on(lands), held, self.dsts[k])
                   for k, lands, held in zip(self.there, self.lands, arrived)]
         tensors: list[Any] = [None] * len(self.form)
-        for k, held in zip(self.there, box(landed, _BOXING) if landed else []):
+        for k, held in zip(self.there, move_shards(landed, _BOXING) if landed else []):
             tensors[k] = GlobalTensor.wrap(self.form[k].spec.on(self.dsts[k]), held)
         return tuple(tensors)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.boxings.run import boxed
+from globaltensor.boxings.redistribute import redistribute
 from globaltensor.errors import PlacementError
 from globaltensor.layouts.layout import Layout, layout
 from globaltensor.layouts.placement import placement
@@ -25,7 +25,7 @@ from globaltensor.parallel.modules import named_tensors
 from globaltensor.schedules.schedule import Schedule
 from globaltensor.tensors import backward, gradients
 from globaltensor.tensors.convert import from_full
-from globaltensor.tensors.global_tensor import GlobalTensor, to
+from globaltensor.tensors.global_tensor import GlobalTensor, to_layout
 
 Spot = tuple[nn.Module, str, str]                    # a module, "_parameters" or "_buffers", and a name in it
 
@@ -81,15 +81,15 @@ class Replica:
     def make(self) -> None:
         """Before a step, on every process."""
         with torch.enable_grad():
-            self._made = to(self.home, self.layout)
+            self._made = to_layout(self.home, self.layout)
         self.now = torch._C.TensorBase.requires_grad_(self._made.detach(), self.home.requires_grad)
 
     def settle(self, used: bool) -> None:
         """After a step, on every process: what it gathered goes into the gradient of the tensor itself."""
         if self._made.requires_grad and used:
-            dst, grad = self.layout.dual.settled, gradients.raw(self.now)
+            dst, grad = self.layout.dual.without_partials, gradients.raw_grad(self.now)
             if grad is not None:
-                grad, = boxed([grad], [dst], "gradient")
+                grad, = redistribute([grad], [dst], "gradient")
             else:                                    # other processes hold it
                 grad = GlobalTensor.wrap(self.now.spec.on(dst), {})
             backward.backward([self._made], [grad])
@@ -135,7 +135,7 @@ class Homes:
     def unused(self, stages: Sequence[int]) -> set[tuple[int, int]]:
         """The replicas of these stages that got no gradient."""
         return {(stage, k) for stage in stages for k, replica in enumerate(self.replicas[stage].values())
-                if gradients.raw(replica.now) is None}
+                if gradients.raw_grad(replica.now) is None}
 
     def _all(self) -> Iterator[Replica]:
         for held in self.replicas:
@@ -159,7 +159,8 @@ def _moved(tensor: torch.Tensor, where: placement) -> Any:
     if tensor.is_global and tensor.placement == where:
         return tensor
     with torch.no_grad():
-        now = to(tensor, _like(tensor, where)) if tensor.is_global else from_full(tensor.detach(), where, broadcast)
+        now = (to_layout(tensor, _like(tensor, where)) if tensor.is_global
+               else from_full(tensor.detach(), where, broadcast))
     return nn.Parameter(now, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else now
 
 

@@ -178,7 +178,7 @@ class Case:
             operands = [spec(layout(where, (s,)), tuple(t.shape), None, t.dtype) for s, t in zip(inputs, tensors)]
             outputs = [spec(layout(where, (first,)), tuple(full.shape), None, full.dtype)] if first else []
             recipe = SimpleNamespace(func=self.func, shapes=[o.shape for o in operands], outputs=outputs,
-                                     boxes=[{r: o.box(r) for r in range(self.parts)} for o in operands])
+                                     regions=[{r: o.region(r) for r in range(self.parts)} for o in operands])
         returned = []
         for rank in range(self.parts):
             local = [self.shards[q][s][rank].clone() for q, s in enumerate(inputs)]

@@ -14,18 +14,18 @@ from globaltensor.errors import DisagreementError, where
 from globaltensor.runtime.exchange import AGREE, BROADCAST, TELL, exchange
 from globaltensor.runtime.world import rank, world
 
-_apart = False
+_uncoordinated = False
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def uncoordinated() -> Iterator[None]:
     """Inside, the processes do different things: what an op has to say it says to nobody."""
-    global _apart
-    before, _apart = _apart, True
+    global _uncoordinated
+    before, _apart = _uncoordinated, True
     try:
         yield
     finally:
-        _apart = before
+        _uncoordinated = before
 
 
 def _everyone() -> tuple[int, ...]:
@@ -37,7 +37,7 @@ def agree(what: str) -> None:
 
     Raises DisagreementError on every rank, which shows who says what.
     """
-    if world().single_process or _apart:
+    if world().single_process or _uncoordinated:
         return
     mine = torch.tensor([zlib.crc32(what.encode()), len(what)], device="cpu")
     said = _from_all(mine, [2] * world().size, what, AGREE)
@@ -98,7 +98,7 @@ def checking() -> bool:
 
 def broadcast_object(value: object, source: int, what: str = "telling a result") -> object:
     """The object that rank `source` has, on every process; collective over the whole world."""
-    if world().single_process or _apart:
+    if world().single_process or _uncoordinated:
         return value
     if rank() == source:
         data = as_bytes(value)
@@ -117,7 +117,7 @@ def gather_objects(value: tuple, what: str) -> list[tuple]:
     """
     if world().single_process:
         return [value]
-    if _apart:
+    if _uncoordinated:
         raise DisagreementError(f"{what} where not all processes are", "the others run other stages of a pipeline",
                                 "make it outside of the stages, or in a way that asks nobody: a factory, an op")
     agree(what)

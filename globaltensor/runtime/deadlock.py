@@ -70,10 +70,10 @@ def leave() -> None:
         _watch.take_back()
 
 
-def check() -> None:
+def raise_if_deadlocked() -> None:
     """Raise where this wait was found to be in vain: for waits that can be called off."""
     if _watch is not None and _watch.rows:
-        raise found()
+        raise detected()
 
 
 def deadlocked(said: Mapping[int, Wait | None]) -> bool:
@@ -92,7 +92,7 @@ def watch(store: Any, rank: int, size: int) -> None:
     atexit.register(_watch.end, thread)
 
 
-def found() -> DisagreementError | None:
+def detected() -> DisagreementError | None:
     """The deadlock that this rank was freed from, if a wait failed because of one."""
     return _watch.verdict() if _watch is not None else None
 
@@ -197,7 +197,7 @@ def _key(rank: int) -> str:
 
 
 def _rows(said: Mapping[int, Wait]) -> str:
-    return "".join(f"\n    rank {rank} waits for {names(wait.peers)} in {wait.what}   at {wait.where}"
+    return "".join(f"\n    rank {rank} waits for {rank_names(wait.peers)} in {wait.what}   at {wait.where}"
                    for rank, wait in sorted(said.items()))
 
 
@@ -206,6 +206,6 @@ def _error(rows: str, at: str) -> DisagreementError:
                              "no global op under a condition that differs between ranks, such as gt.rank() == 0", at)
 
 
-def names(ranks: Sequence[int]) -> str:
+def rank_names(ranks: Sequence[int]) -> str:
     """rank 1, or ranks 1, 2."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

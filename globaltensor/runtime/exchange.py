@@ -75,8 +75,8 @@ def _together(what: str, peers: tuple[int, ...], tag: int) -> Iterator[list[int]
         with deadlock.waiting(what, peers, tag):
             yield lost
     except RuntimeError as error:
-        raise deadlock.found() or TransportError(
-            f"rank {rank()} lost touch with {deadlock.names(lost)} in {what}",
+        raise deadlock.detected() or TransportError(
+            f"rank {rank()} lost touch with {deadlock.rank_names(lost)} in {what}",
             f"{first_sentence(error)}: a rank ended, or runs another program",
             "look at the first error of the other ranks") from None
 

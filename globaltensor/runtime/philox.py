@@ -37,9 +37,11 @@ import torch
 from torch import Tensor
 
 from globaltensor.errors import GlobalTensorError
+from globaltensor.layouts.layout import Shape
+from globaltensor.layouts.regions import Region
 from globaltensor.runtime.native import core_lib
 
-Shape, Box, Device = Sequence[int], Sequence[tuple[int, int]], torch.device | str
+Device = torch.device | str
 _MASK = 0xFFFFFFFF
 # Blocks worked on at a time. CPU: the scratch fits an L2 cache of 1 MB, and no op has more than the 2**15 elements
 # from which torch uses threads, since a hundred barriers a piece cost up to 100 times the work where cores are shared.
@@ -83,12 +85,12 @@ def twin() -> Iterator[None]:
         _native = before
 
 
-def _filled(out: Tensor, key: int, shape: Shape, box: Box, law: str, *parameters: float) -> bool:
+def _filled(out: Tensor, key: int, shape: Shape, region: Region, law: str, *parameters: float) -> bool:
     """Did native code fill the box? Not what traces: it would see a tensor that nobody fills."""
     if law not in _native or out.device.type != "cpu" or torch._C._len_torch_dispatch_stack() \
             or torch.compiler.is_compiling():
         return False
-    numbers = struct.pack(f"{3 * len(shape)}q", *shape, *[edge for edges in box for edge in edges])
+    numbers = struct.pack(f"{3 * len(shape)}q", *shape, *[edge for edges in region for edge in edges])
     return not _native[law](out.data_ptr(), _CODES.get(out.dtype, -1), key, len(shape), numbers, *parameters)
 
 
@@ -112,7 +114,7 @@ def philox(counter: Tensor, key: int) -> Tensor:
     return counter.bitwise_and_(_MASK)
 
 
-def _generate(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Device,
+def _generate(key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Device,
               streams: Sequence[int], make: Callable[[Tensor], Tensor], law: tuple[Any, ...]) -> Tensor:
     """The box of `make(words [streams, 4, n]) -> values [4, n]`, a column per block; natively, of (law, *parameters).
 
@@ -120,12 +122,12 @@ def _generate(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Devi
     dim before them merge into one. A piece is some runs, or a part of one; it generates the blocks that cover each run
     (1 + (length + 2) // 4 at most) and takes from them what it wants.
     """
-    assert len(box) == len(shape) and all(0 <= a <= b <= n for n, (a, b) in zip(shape, box)), (shape, box)
-    out = torch.empty([b - a for a, b in box], dtype=dtype, device=device)
-    if not out.numel() or out.is_meta or _filled(out, key, shape, box, *law):
+    assert len(region) == len(shape) and all(0 <= a <= b <= n for n, (a, b) in zip(shape, region)), (shape, region)
+    out = torch.empty([b - a for a, b in region], dtype=dtype, device=device)
+    if not out.numel() or out.is_meta or _filled(out, key, shape, region, *law):
         return out
     length, base, stride, whole, outer = 1, 0, 1, True, []  # outer: (size, stride), the innermost first
-    for n, (a, b) in zip(reversed(shape), reversed(box)):
+    for n, (a, b) in zip(reversed(shape), reversed(region)):
         if whole:
             length *= b - a
         elif b - a > 1:
@@ -161,9 +163,9 @@ def _generate(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Devi
     return out
 
 
-def random_words(key: int, shape: Shape, box: Box, device: Device, stream: int = 0) -> Tensor:
+def random_words(key: int, shape: Shape, region: Region, device: Device, stream: int = 0) -> Tensor:
     """32 random bits for each element of the box, as int64 in [0, 2**32). `key` 64 bits, `stream` 32 bits."""
-    return _generate(key, shape, box, torch.int64, device, (stream,), lambda words: words[0], ("words", stream))
+    return _generate(key, shape, region, torch.int64, device, (stream,), lambda words: words[0], ("words", stream))
 
 
 def _top(words: Tensor, bits: int) -> Tensor:
@@ -245,7 +247,7 @@ def _bounds(dtype: torch.dtype, low: float, high: float) -> tuple[float, float, 
     return *bounds.tolist(), torch.nextafter(bounds[1], bounds[0]).item()
 
 
-def uniform(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Device,
+def uniform(key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Device,
             low: float = 0.0, high: float = 1.0) -> Tensor:
     """Uniform in [low, high), both first rounded to `dtype`: low + (high - low) n / 2**b, with n of as many bits b as
     the significand has. Never `high` (unless low == high). Error: low > high, or `dtype` cannot hold high - low."""
@@ -253,12 +255,12 @@ def uniform(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Device
     start, end, below = _bounds(dtype, float(low), float(high))
     _demand(start <= end and end - start <= torch.finfo(dtype).max, f"uniform of dtype {dtype} needs low <= high "
             f"and a high - low that it holds, got [{low}, {high})")
-    return _generate(key, shape, box, dtype, device, range(bits // 33 + 1), lambda words: _top(words, bits)
+    return _generate(key, shape, region, dtype, device, range(bits // 33 + 1), lambda words: _top(words, bits)
                      .to(arithmetic).mul_(2.0**-bits).mul_(end - start).add_(start).clamp_max_(below),
                      ("uniform", start, end - start, below))
 
 
-def normal(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Device,
+def normal(key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Device,
            mean: float = 0.0, std: float = 1.0) -> Tensor:
     """Normal, by Box and Muller (1958): sqrt(-2 log u) (cos a, sin a), u in (0, 1] and a from words 0, 2 and 1, 3 of
     a block. float64 takes 53 bits for each, the others 32 and float32 arithmetic. Error: std < 0."""
@@ -271,22 +273,23 @@ def normal(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Device,
         cos, sin = _cos_sin(random[2:], bits, arithmetic)
         return torch.cat([cos.mul_(radius), sin.mul_(radius)]).mul_(std).add_(mean)
 
-    return _generate(key, shape, box, dtype, device, range(bits // 33 + 1), make, ("normal", mean, std))
+    return _generate(key, shape, region, dtype, device, range(bits // 33 + 1), make, ("normal", mean, std))
 
 
-def exponential(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Device, lambd: float = 1.0) -> Tensor:
+def exponential(key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Device,
+                lambd: float = 1.0) -> Tensor:
     """Exponential with rate lambd: -log(u) / lambd, and never 0: where u rounds to 1, half the step from 1 to the
     number below stands for -log u. Error: lambd <= 0."""
     arithmetic, _, bits = _float("exponential", dtype)
     _demand(lambd > 0, f"exponential needs lambd > 0, got {lambd}")
     least = torch.finfo(arithmetic).eps / 4
     smallest = _bounds(dtype, 1.0, 0.0)[2]
-    return _generate(key, shape, box, dtype, device, range(bits // 33 + 1), lambda words: _log(_top(words, bits).add_(1)
-                     .to(arithmetic).mul_(2.0**-bits)).neg_().clamp_min_(least).mul_(1 / lambd).clamp_min_(smallest),
-                     ("exponential", 1 / lambd, smallest))
+    return _generate(key, shape, region, dtype, device, range(bits // 33 + 1), lambda words: _log(
+                     _top(words, bits).add_(1).to(arithmetic).mul_(2.0**-bits)).neg_().clamp_min_(least)
+                     .mul_(1 / lambd).clamp_min_(smallest), ("exponential", 1 / lambd, smallest))
 
 
-def integers(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Device, low: int, high: int) -> Tensor:
+def integers(key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Device, low: int, high: int) -> Tensor:
     """Integers in [low, high), in any dtype that holds them all exactly; else an error, as if low >= high.
 
     low + floor(span * r), r in [0, 1) of 64 random bits, or of 96 where span > 2**32: no value is more likely than
@@ -310,20 +313,21 @@ def integers(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Devic
             carry = carry.bitwise_right_shift_(32).bitwise_and_(_MASK).add_(part).add_(digit.mul_(span_high))
         return carry.add_(low)
 
-    return _generate(key, shape, box, dtype, device, range(2 if span <= 2**32 else 3), make,
+    return _generate(key, shape, region, dtype, device, range(2 if span <= 2**32 else 3), make,
                      ("integers", span_high, span_low, low))
 
 
-def bernoulli(key: int, shape: Shape, box: Box, dtype: torch.dtype, device: Device, p: float | Tensor = 0.5) -> Tensor:
+def bernoulli(key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Device,
+              p: float | Tensor = 0.5) -> Tensor:
     """1 with probability p (to 2**-32), else 0; p in [0, 1] is a number, or a tensor of the box's shape."""
     if isinstance(p, Tensor):
-        words = random_words(key, shape, box, device)
+        words = random_words(key, shape, region, device)
         assert p.shape == words.shape, (p.shape, words.shape)
         _demand(bool(((p >= 0) & (p <= 1)).all()), "bernoulli needs all p in [0, 1]")
         return (words < p.detach().double() * 2.0**32).to(dtype)
     _demand(0 <= p <= 1, f"bernoulli needs p in [0, 1], got {p}")
     threshold = math.ceil(p * 2**32)
-    return _generate(key, shape, box, dtype, device, (0,), lambda words: words[0] < threshold,
+    return _generate(key, shape, region, dtype, device, (0,), lambda words: words[0] < threshold,
                      ("bernoulli", threshold))
 
 

@@ -96,7 +96,7 @@ def _meet(found: World, timeout: timedelta, machine: Machine | None) -> None:
             torch_ext.close_transport()
         return
     torch_ext.connect_transport(said[first:first + len(here)])
-    torch_ext.on_waiting(deadlock.enter, deadlock.leave, deadlock.check)
+    torch_ext.on_waiting(deadlock.enter, deadlock.leave, deadlock.raise_if_deadlocked)
     found.host_peers = frozenset(here)
     found.transport = f"shared memory, then {found.transport}" if len(here) < found.size else "shared memory"
     if machine is None and "nccl" not in found.transport:

@@ -27,8 +27,9 @@ from typing import NamedTuple
 
 from globaltensor.boxings.plan import bytes_received, plan
 from globaltensor.errors import ShapeError
-from globaltensor.layouts.layout import Shape, cut, layout
+from globaltensor.layouts.layout import Shape, layout
 from globaltensor.layouts.placement import placement
+from globaltensor.layouts.regions import split_range
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.runtime.machine import Machine
 from globaltensor.schedules.check import peak_activations
@@ -123,7 +124,8 @@ def train(gpt: GPT, on: Plan, cluster: Cluster, record: bool = False, own: Sched
     if gpt.layers < schedule.stages:
         raise ShapeError(f"{gpt.layers} layers in {schedule.stages} stages", "a stage has at least one layer",
                          f"--pp {gpt.layers // schedule.chunks or 1}, or fewer chunks")
-    layers = [stop - start for start, stop in (cut(gpt.layers, schedule.stages, s) for s in range(schedule.stages))]
+    ranges = [split_range(gpt.layers, schedule.stages, s) for s in range(schedule.stages)]
+    layers = [stop - start for start, stop in ranges]
     parameters = [gpt.parameters_per_layer * n // on.tp for n in layers]
     parameters[0] += gpt.embeddings // on.tp
     parameters[-1] += gpt.vocabulary * gpt.hidden // on.tp if schedule.stages > 1 else 0    # the output's copy

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from globaltensor.boxings.run import Boxed, box
+from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.layouts.layout import Layout, Spec
 from globaltensor.runtime.memory import require
 
@@ -58,7 +58,7 @@ def _write(x: Any, value: Any, ranges: list[tuple[range, bool]]) -> None:
         part = held[rank] if isinstance(held, dict) else torch.as_tensor(held)
         part = part.detach().to(shard.device, shard.dtype).expand(kept).reshape(sizes)
         theirs, ours = [], []
-        for (r, _), (start, stop) in zip(ranges, x.spec.box(rank)):
+        for (r, _), (start, stop) in zip(ranges, x.spec.region(rank)):
             first = max(-(-(start - r.start) // r.step), 0)
             last = max(min(-(-(stop - r.start) // r.step), len(r)), first)
             theirs.append(slice(first, last))
@@ -96,4 +96,4 @@ def _held(value: Any, where: Layout) -> Any:
     """The value whole on every rank."""
     if not hasattr(value, "spec"):
         return value
-    return box([Boxed(value.spec, value.shards, where.whole)], "setitem")[0]
+    return move_shards([Move(value.spec, value.shards, where.replicated)], "setitem")[0]

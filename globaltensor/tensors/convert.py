@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from globaltensor.boxings.run import Boxed, box
+from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.errors import GlobalTensorError, ShapeError
 from globaltensor.layouts.layout import Layout, Shape, layout, sbp_text, spec
 from globaltensor.layouts.sbp import broadcast, nd_sbp
 from globaltensor.runtime.agreement import agree_on, checksum, gather_objects
 from globaltensor.runtime.memory import missing, require
 from globaltensor.runtime.world import local_ranks_of, world
-from globaltensor.tensors.global_tensor import GlobalTensor, place, resolve, to
+from globaltensor.tensors.global_tensor import GlobalTensor, place_full, resolve_layout, to_layout
 
 
 def from_full(t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
@@ -21,7 +21,7 @@ def from_full(t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
 
     Raises SbpError for an sbp that does not fit, DisagreementError on every rank where `t` is not the same everywhere.
     """
-    dst = resolve(placement, sbp, t.dim())
+    dst = resolve_layout(placement, sbp, t.dim())
     require(t, f"from_full on {dst}")
     agree_on(t, f"from_full on {dst}")
     return _FromFull.apply(t, dst)
@@ -30,7 +30,7 @@ def from_full(t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
 class _FromFull(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, dst: Layout) -> GlobalTensor:
-        return place(t, dst)
+        return place_full(t, dst)
 
     @staticmethod
     def backward(ctx: Any, grad: GlobalTensor) -> tuple[torch.Tensor, None]:
@@ -49,14 +49,14 @@ def from_local(t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
-        made = join({r: t.detach() for r in _mine(placement)}, placement, sbp)
+        made = join_parts({r: t.detach() for r in _mine(placement)}, placement, sbp)
         ctx.dst, ctx.shape = made.spec.layout, t.shape
         return made
 
     @staticmethod
     def backward(ctx: Any, grad: GlobalTensor) -> tuple[torch.Tensor, None, None]:
         """Of S the part, of P the whole; of B the whole, once: its copies are one value."""
-        whole = to(grad, layout(grad.placement, tuple(broadcast if s.is_partial or not w.is_split else w
+        whole = to_layout(grad, layout(grad.placement, tuple(broadcast if s.is_partial or not w.is_split else w
                                                       for s, w in zip(grad.sbp, ctx.dst.sbp))))
         firsts = [shard for r, shard in whole.shards.items()
                   if all(i == 0 for i, s in zip(ctx.dst.placement.coords[r], ctx.dst.sbp) if s.is_broadcast)]
@@ -74,15 +74,15 @@ def from_shards(shards: Mapping[int, torch.Tensor], placement: Any, sbp: Any) ->
     if missing:
         raise GlobalTensorError(f"from_shards without a part for ranks {missing}",
                                 f"this process drives ranks {mine} of the placement", "{rank: tensor} for each of them")
-    return join({r: shards[r].detach() for r in mine}, placement, sbp)
+    return join_parts({r: shards[r].detach() for r in mine}, placement, sbp)
 
 
 def _mine(where: Any) -> list[int]:
     """The ranks of a placement that this process drives."""
-    return list(local_ranks_of(resolve(where, broadcast, 0).placement))
+    return list(local_ranks_of(resolve_layout(where, broadcast, 0).placement))
 
 
-class Part(NamedTuple):
+class PartInfo(NamedTuple):
     """What the others must know of one rank's part. `checksum` is 0 where no rank has to hold the same, `missing` says
     why it cannot be read."""
 
@@ -92,7 +92,7 @@ class Part(NamedTuple):
     missing: tuple[str, str] | None
 
 
-def join(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTensor:
+def join_parts(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTensor:
     """A global tensor whose shards are the parts of all ranks of the placement; `mine` are those of this process.
 
     All checks are made on what all ranks said, so an error is raised by all of them or by none.
@@ -109,7 +109,7 @@ def join(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTensor:
     if any((len(p.shape), p.dtype) != (len(first.shape), first.dtype) for p in parts.values()):
         raise _misfit(f"{where} {sbp_text(nd)}", {r: f"{list(p.shape)} {p.dtype}" for r, p in parts.items()},
                       "parts of one tensor have the same number of dims and the same dtype", "")
-    dst = resolve(where, sbp, len(first.shape))
+    dst = resolve_layout(where, sbp, len(first.shape))
     shape = _global_shape({r: p.shape for r, p in parts.items()}, dst)
     cut = {r: dst.local_shape(shape, r) for r in parts}
     if any(cut[r] != p.shape for r, p in parts.items()):
@@ -126,13 +126,13 @@ def join(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTensor:
     return GlobalTensor.wrap(spec(dst, shape, None, first.dtype), shards)
 
 
-def _part(t: torch.Tensor, copies: bool) -> Part:
+def _part(t: torch.Tensor, copies: bool) -> PartInfo:
     if (found := missing(t)) is not None:
-        return Part((), t.dtype, 0, found)
-    return Part(tuple(t.shape), t.dtype, checksum(t) if copies else 0, None)
+        return PartInfo((), t.dtype, 0, found)
+    return PartInfo(tuple(t.shape), t.dtype, checksum(t) if copies else 0, None)
 
 
-def _all_parts(mine: dict[int, Part], what: str) -> dict[int, Part]:
+def _all_parts(mine: dict[int, PartInfo], what: str) -> dict[int, PartInfo]:
     """The parts of all ranks, from all processes."""
     return {r: part for said in gather_objects(mine, what) for r, part in said.items()}
 
@@ -158,7 +158,7 @@ def _from_heads(shards: dict[int, torch.Tensor], heads: dict[int, int], dst: Lay
     ranks = torch.tensor(dst.placement.ranks)[tuple(slice(0, 1) if s.is_broadcast else slice(None) for s in dst.sbp)]
     src = layout(type(dst.placement)(dst.placement.type, ranks, dst.placement.axis_names), dst.sbp)
     held = {r: t for r, t in shards.items() if heads[r] == r}
-    return box([Boxed(spec(src, shape, None, dtype), held, dst)])[0]
+    return move_shards([Move(spec(src, shape, None, dtype), held, dst)])[0]
 
 
 def _global_shape(shapes: dict[int, Shape], dst: Layout) -> Shape:
@@ -171,7 +171,7 @@ def _global_shape(shapes: dict[int, Shape], dst: Layout) -> Shape:
     return tuple(total)
 
 
-def to_global(t: torch.Tensor, placement: Any = None, sbp: Any = None, grad_sbp: Any = None) -> GlobalTensor:
+def plain_to_global(t: torch.Tensor, placement: Any = None, sbp: Any = None, grad_sbp: Any = None) -> GlobalTensor:
     """A plain tensor becomes global: `from_local`."""
     if placement is None or sbp is None:
         raise GlobalTensorError("a plain tensor has no placement and sbp of its own to keep",

@@ -15,16 +15,17 @@ from typing import Any
 
 import torch
 
-from globaltensor.boxings.run import Boxed, box
+from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.errors import ArgumentError, GlobalTensorError
-from globaltensor.layouts.layout import Box, Layout, Shape, spec
+from globaltensor.layouts.layout import Layout, Shape, spec
+from globaltensor.layouts.regions import Region
 from globaltensor.runtime import philox
 from globaltensor.runtime.agreement import agree
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.convert import from_full
-from globaltensor.tensors.global_tensor import GlobalTensor, resolve
+from globaltensor.tensors.global_tensor import GlobalTensor, resolve_layout
 
-Make = Callable[[Box, torch.device], torch.Tensor]
+Make = Callable[[Region, torch.device], torch.Tensor]
 
 # torch's keywords that a tensor with a placement cannot honour: the value that asks for nothing, and why not
 _UNMET = {
@@ -78,29 +79,29 @@ def _named(factory: Callable[..., torch.Tensor], name: str, what: str) -> Callab
 def build(shape: Shape, dtype: torch.dtype, dst: Layout, make: Make) -> GlobalTensor:
     """A global tensor whose part for a box is `make(box, device)`; pending sums: the first rank holds the value."""
     ranks = local_ranks_of(dst.placement)
-    ready = dst.settled
+    ready = dst.without_partials
     made: dict[tuple, torch.Tensor] = {}
     shards = {}
     for r in ranks:
-        part, device = ready.box(shape, r), world().device(dst.placement.type, r)
+        part, device = ready.region(shape, r), world().device(dst.placement.type, r)
         known = made.get((part, device))
         shards[r] = make(part, device) if known is None else known.clone()
         made[part, device] = shards[r]
     of = spec(ready, shape, None, dtype)
     if ready is not dst:
-        shards = box([Boxed(of, shards, dst)], "factory")[0]
+        shards = move_shards([Move(of, shards, dst)], "factory")[0]
     return GlobalTensor.wrap(of.on(dst), shards)
 
 
 def _finish(name: str, shape: Shape, dtype: torch.dtype, where: Any, sbp: Any, requires_grad: bool,
             make: Make, key: int = 0) -> GlobalTensor:
-    dst = resolve(where, sbp, len(shape))
+    dst = resolve_layout(where, sbp, len(shape))
     agree(f"{name}({list(shape)}, {dtype}) on {dst}" + (f", random state {key:x}" if key else ""))
     made = build(shape, dtype, dst, make)
     return made.requires_grad_() if requires_grad else made
 
 
-def _extent(part: Box) -> list[int]:
+def _extent(part: Region) -> list[int]:
     return [stop - start for start, stop in part]
 
 

@@ -12,10 +12,10 @@ import torch
 
 from globaltensor.algorithms.aliasing import check_guard
 from globaltensor.boxings import native, watch
-from globaltensor.boxings.run import Boxed, Shards, box
+from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.dispatch.core import arrive
 from globaltensor.errors import GlobalTensorError, SbpError
-from globaltensor.layouts.layout import Layout, Spec, layout, sbp_text, spec
+from globaltensor.layouts.layout import Layout, Shards, Spec, layout, sbp_text, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import NdSbp, broadcast, in_range, nd_sbp
 from globaltensor.runtime.memory import NoMemory, require
@@ -111,20 +111,20 @@ class GlobalTensor(torch.Tensor):
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient, in the tensor's own layout: reading one reduces all that are still pending, together."""
-        return gradients.read(self)
+        return gradients.read_grad(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        gradients.put(self, value)
+        gradients.replace_grad(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        gradients.put(self, None)
+        gradients.replace_grad(self, None)
 
     def requires_grad_(self, requires_grad: bool = True) -> GlobalTensor:
         super().requires_grad_(requires_grad)
         if requires_grad:
-            gradients.follow(self)
+            gradients.watch(self)
         return self
 
     @property
@@ -243,7 +243,7 @@ def _full(x: GlobalTensor) -> Shards:
         return x.shards
     ranks = [here.rank] if alone else range(here.size)
     everywhere = layout(placement(own.placement.type, ranks), (broadcast,))
-    return box([Boxed(own, x.shards, everywhere)], "full_tensor")[0]
+    return move_shards([Move(own, x.shards, everywhere)], "full_tensor")[0]
 
 
 class _FullTensor(torch.autograd.Function):
@@ -256,13 +256,13 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> GlobalTensor:
-        return place(grad, ctx.own.layout.settled)
+        return place_full(grad, ctx.own.layout.without_partials)
 
 
-def place(whole: torch.Tensor, dst: Layout) -> GlobalTensor:
+def place_full(whole: torch.Tensor, dst: Layout) -> GlobalTensor:
     """A global tensor of a value that every process holds whole; no communication."""
     ranks = local_ranks_of(dst.placement)
-    home = dst.whole
+    home = dst.replicated
     of = spec(home, tuple(whole.shape), None, whole.dtype)
     devices = {r: world().device(dst.placement.type, r) for r in ranks}
     require(whole, f"a plain tensor on {dst}")
@@ -272,18 +272,18 @@ def place(whole: torch.Tensor, dst: Layout) -> GlobalTensor:
     if dst is home:
         shards = {r: source.to(devices[r], copy=True).contiguous() for r in ranks}
     else:
-        shards = box([Boxed(of, dict.fromkeys(ranks, source), dst)], "from_full")[0]
+        shards = move_shards([Move(of, dict.fromkeys(ranks, source), dst)], "from_full")[0]
     return GlobalTensor.wrap(of.on(dst), shards)
 
 
-def resolve(where: Any, sbp: Any, ndim: int) -> Layout:
+def resolve_layout(where: Any, sbp: Any, ndim: int) -> Layout:
     """The layout that a user's placement and sbp mean for a tensor of `ndim` dims."""
     if not isinstance(where, placement):
         raise SbpError(f"not a placement: {where!r}", fix='gt.placement("cpu", [0, 1])')
     return layout(where, in_range(nd_sbp(sbp, where.names, where.ndim), ndim))
 
 
-class _Box(torch.autograd.Function):
+class _Redistribute(torch.autograd.Function):
     """An explicit boxing src -> dst; its backward is the boxing dst.dual -> src.dual, or to `grad_sbp`."""
 
     @staticmethod
@@ -292,7 +292,7 @@ class _Box(torch.autograd.Function):
         ctx.src, ctx.grad_layout = x.spec.layout, grad_layout
         if dst is x.spec.layout:
             return GlobalTensor.wrap(x.spec, {r: shard.clone() for r, shard in x.shards.items()})
-        shards = box([Boxed(x.spec, x.shards, dst)])[0]
+        shards = move_shards([Move(x.spec, x.shards, dst)])[0]
         return GlobalTensor.wrap(spec(dst, x.spec.shape, None, x.spec.dtype), shards)
 
     @staticmethod
@@ -302,7 +302,7 @@ class _Box(torch.autograd.Function):
 
 def _back(grad: GlobalTensor, src: Layout, grad_layout: Layout | None) -> GlobalTensor:
     """The gradient of a boxing from src, on its way back."""
-    return to(grad, grad_layout or _gradient_layout(grad.spec.layout, src))
+    return to_layout(grad, grad_layout or _gradient_layout(grad.spec.layout, src))
 
 
 def _plan_back(grad: Spec, x: Spec, grad_layout: Layout | None) -> Any:
@@ -321,17 +321,17 @@ def _gradient_layout(now: Layout, src: Layout) -> Layout:
     return layout(src.placement, want)
 
 
-def to(x: GlobalTensor, dst: Layout) -> GlobalTensor:
+def to_layout(x: GlobalTensor, dst: Layout) -> GlobalTensor:
     """x in another layout; x itself where it is there already."""
-    return x if dst is x.spec.layout else _boxed(x, dst, None)
+    return x if dst is x.spec.layout else _convert(x, dst, None)
 
 
-def _boxed(x: GlobalTensor, dst: Layout, grad_layout: Layout | None) -> GlobalTensor:
+def _convert(x: GlobalTensor, dst: Layout, grad_layout: Layout | None) -> GlobalTensor:
     if torch_ext is not None and not watch.watched() and not x.spec.copied and dst is not x.spec.layout:
         boxing = native.find_boxing(x.spec, dst)
         if boxing is not None:
             return torch_ext.redistribute(x, boxing, grad_layout)
-    return _Box.apply(x, dst, grad_layout)
+    return _Redistribute.apply(x, dst, grad_layout)
 
 
 def to_global(x: GlobalTensor, placement: Any = None, sbp: Any = None, grad_sbp: Any = None) -> GlobalTensor:
@@ -343,9 +343,9 @@ def to_global(x: GlobalTensor, placement: Any = None, sbp: Any = None, grad_sbp:
     where = x.placement if placement is None else placement
     if sbp is None:
         sbp = x.sbp if getattr(where, "shape", None) == x.placement.shape else broadcast
-    dst = resolve(where, sbp, x.dim())
-    grad = resolve(x.placement, grad_sbp, x.dim()) if grad_sbp is not None else None
-    return to(x, dst) if grad is None else _boxed(x, dst, grad)
+    dst = resolve_layout(where, sbp, x.dim())
+    grad = resolve_layout(x.placement, grad_sbp, x.dim()) if grad_sbp is not None else None
+    return to_layout(x, dst) if grad is None else _convert(x, dst, grad)
 
 
 GlobalTensor.to_global = to_global

@@ -20,49 +20,49 @@ from typing import Any
 import torch
 
 from globaltensor.boxings import native
-from globaltensor.boxings.run import Boxed, box, boxed
+from globaltensor.boxings.redistribute import Move, move_shards, redistribute
 from globaltensor.boxings.watch import watched
 from globaltensor.layouts.layout import Layout, spec
 from globaltensor.runtime.native import torch_ext
 
-raw = torch._C.TensorBase.grad.__get__               # the gradient of a leaf as it lies
+raw_grad = torch._C.TensorBase.grad.__get__               # the gradient of a leaf as it lies
 _set = torch._C.TensorBase.grad.__set__
 _order = count()
-waiting: dict[int, Any] = {}                         # leaves whose gradients lie elsewhere than they do
+pending: dict[int, Any] = {}                         # leaves whose gradients lie elsewhere than they do
 EARLY = 25 << 20                                     # bytes of gradients that wait, at most, for leaves aimed early
 
 
-def read(leaf: Any) -> Any:
+def read_grad(leaf: Any) -> Any:
     """The gradient of a leaf, settled."""
-    if waiting:
-        settle()
+    if pending:
+        reduce_pending()
     part = leaf.__dict__.get("_part")
-    return raw(leaf) if part is None else _handed_over(leaf.__dict__.get("_whole", leaf), part)
+    return raw_grad(leaf) if part is None else _handed_over(leaf.__dict__.get("_whole", leaf), part)
 
 
-def put(leaf: Any, value: Any) -> None:
+def replace_grad(leaf: Any, value: Any) -> None:
     """Replace the gradient of a leaf."""
     for one in (leaf, leaf.__dict__.get("_part"), leaf.__dict__.get("_whole")):
         if one is not None:
-            if waiting:
-                waiting.pop(one.__dict__.get("_order", -1), None)
+            if pending:
+                pending.pop(one.__dict__.get("_order", -1), None)
             _set(one, value if one is leaf else None)
 
 
-def aim(leaf: Any, dst: Layout, early: bool = False) -> None:
+def set_grad_layout(leaf: Any, dst: Layout, early: bool = False) -> None:
     """Gradients of this leaf are brought to `dst`. `early`: during backward already, as soon as `EARLY` bytes wait."""
     leaf._aim, leaf._early = dst, early
-    if "_order" in leaf.__dict__ and _natively(leaf):
-        torch_ext.watch_gradient(leaf)                            # anew: what it knows of settled gradients is over
+    if "_order" in leaf.__dict__ and _watched_natively(leaf):
+        torch_ext.watch_gradient(leaf)                  # anew: what it knows of settled gradients is over
 
 
-def share(whole: Any, part: Any) -> None:
+def share_grad(whole: Any, part: Any) -> None:
     """The two have one gradient: what comes for `whole`, in the layout and dtype of `part`."""
     whole._part = part._part = part
     part._whole = whole
 
 
-def reduce_in(parameters: Iterable[Any], dtype: torch.dtype | None) -> None:
+def set_grad_reduce_dtype(parameters: Iterable[Any], dtype: torch.dtype | None) -> None:
     """Send the gradients of these parameters in another dtype when they are reduced, then bring them back to their own:
     half the bytes for bfloat16. What arrives is added up in float32. None: in their own dtype again.
 
@@ -75,31 +75,31 @@ def reduce_in(parameters: Iterable[Any], dtype: torch.dtype | None) -> None:
 
 
 def _handed_over(whole: Any, part: Any) -> Any:
-    grad, before = raw(whole), raw(part)
+    grad, before = raw_grad(whole), raw_grad(part)
     if grad is not None:
         with torch.no_grad():
-            grad, = boxed([grad], [part.spec.layout], "gradient")
+            grad, = redistribute([grad], [part.spec.layout], "gradient")
             grad = grad.to(part.dtype)
             _set(part, grad if before is None else before + grad)
         _set(whole, None)
-    return raw(part)
+    return raw_grad(part)
 
 
-def _aimed(leaf: Any) -> Layout:
+def _grad_layout(leaf: Any) -> Layout:
     return leaf.__dict__.get("_aim") or leaf.spec.layout
 
 
-def follow(leaf: Any) -> None:
+def watch(leaf: Any) -> None:
     """Watch what backward accumulates in this leaf."""
     if "_order" not in leaf.__dict__ and leaf.is_leaf:
         leaf._order = next(_order)
-        if _natively(leaf):
+        if _watched_natively(leaf):
             torch_ext.watch_gradient(leaf)
         else:
-            _hook(leaf, _note)
+            _hook(leaf, _accumulated_hook)
 
 
-def _natively(leaf: Any) -> bool:
+def _watched_natively(leaf: Any) -> bool:
     """Does native code watch this leaf, or will it? A leaf has one native hook, or any number in Python."""
     return torch_ext is not None and not leaf._post_accumulate_grad_hooks
 
@@ -107,73 +107,74 @@ def _natively(leaf: Any) -> bool:
 _hook = torch.Tensor.register_post_accumulate_grad_hook
 
 
-def hook(leaf: Any, own: Callable[[Any], None]) -> Any:
+def register_hook(leaf: Any, own: Callable[[Any], None]) -> Any:
     """leaf.register_post_accumulate_grad_hook(own)"""
-    if "_order" in leaf.__dict__ and _natively(leaf):
-        _hook(leaf, _note)
+    if "_order" in leaf.__dict__ and _watched_natively(leaf):
+        _hook(leaf, _accumulated_hook)
     return _hook(leaf, own)
 
 
-def _note(leaf: Any) -> None:
+def _accumulated_hook(leaf: Any) -> None:
     _accumulated(leaf)
 
 
 def _accumulated(leaf: Any) -> bool:
     """Note what waits; true where the gradient lies where it shall."""
-    grad = raw(leaf)
+    grad = raw_grad(leaf)
     if type(grad) is not type(leaf):
         return False
-    if grad.spec.layout is not _aimed(leaf):
-        waiting[leaf._order] = leaf
-        if leaf.__dict__.get("_early") and not _held and sum(some.spec.nbytes for some in waiting.values()) >= EARLY:
-            settle()
+    if grad.spec.layout is not _grad_layout(leaf):
+        pending[leaf._order] = leaf
+        early = leaf.__dict__.get("_early") and not _early_reduction_off
+        if early and sum(some.spec.nbytes for some in pending.values()) >= EARLY:
+            reduce_pending()
         return False
     return True
 
 
-_held = False
+_early_reduction_off = False
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def no_early_reduction() -> Iterator[None]:
     """Inside, gradients of leaves aimed early wait as others do."""
-    global _held
-    before, _held = _held, True
+    global _early_reduction_off
+    before, _held = _early_reduction_off, True
     try:
         yield
     finally:
-        _held = before
+        _early_reduction_off = before
 
 
 def set_aside(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
     """Take the settled gradients out of these leaves: pending sums are added to each other at no cost, to what is
     settled each by a reduction of its own. `put_back` adds them again."""
-    taken = [(leaf, raw(leaf)) for leaf in leaves if leaf.requires_grad and raw(leaf) is not None
-             and raw(leaf).spec.layout is _aimed(leaf)]
+    taken = [(leaf, raw_grad(leaf)) for leaf in leaves if leaf.requires_grad and raw_grad(leaf) is not None
+             and raw_grad(leaf).spec.layout is _grad_layout(leaf)]
     for leaf, _ in taken:
         _set(leaf, None)
     return taken
 
 
-def put_back(taken: Iterable[tuple[Any, Any]]) -> None:
+def restore(taken: Iterable[tuple[Any, Any]]) -> None:
     """Add what was set aside to what has come since, which is settled too."""
     with torch.no_grad():
         for leaf, before in taken:
-            _set(leaf, before if raw(leaf) is None else before.add_(raw(leaf)))
+            _set(leaf, before if raw_grad(leaf) is None else before.add_(raw_grad(leaf)))
 
 
-def settle(of: Iterable[Any] | None = None) -> None:
+def reduce_pending(of: Iterable[Any] | None = None) -> None:
     """Bring every waiting gradient, or those of some leaves, into its leaf's layout, all in one go."""
-    keys = sorted(waiting) if of is None else sorted(waiting.keys() & {leaf.__dict__.get("_order") for leaf in of})
-    leaves = [waiting.pop(k) for k in keys]
-    grads = [(_aimed(leaf), raw(leaf), leaf.__dict__.get("_sent")) for leaf in leaves]
+    keys = sorted(pending) if of is None else sorted(pending.keys() & {leaf.__dict__.get("_order") for leaf in of})
+    leaves = [pending.pop(k) for k in keys]
+    grads = [(_grad_layout(leaf), raw_grad(leaf), leaf.__dict__.get("_sent")) for leaf in leaves]
     grads = [(dst, g, sent or g.dtype) for dst, g, sent in grads if g is not None and g.spec.layout is not dst]
     at_once = torch_ext is not None and not watched() and all(sent == g.dtype for _, g, sent in grads)
     found = [native.find_boxing(g.spec, dst) for dst, g, _ in grads] if at_once else [None]
     if None not in found:
         torch_ext.redistribute_in_place([(boxing, g) for boxing, (_, g, _) in zip(found, grads)], "gradient")
         return
-    moved = box([Boxed(spec(g.spec.layout, g.spec.shape, g.spec.stride, sent), _cast(g.shards, sent), dst)
+    moved = move_shards([Move(spec(g.spec.layout, g.spec.shape, g.spec.stride, sent), _cast(g.shards, sent), dst)
                  for dst, g, sent in grads], "gradient")
     for (dst, g, _), shards in zip(grads, moved):
         g.spec, g.shards = spec(dst, g.spec.shape, None, g.spec.dtype), _cast(shards, g.spec.dtype)
@@ -183,7 +184,7 @@ def _cast(shards: dict[int, torch.Tensor], dtype: torch.dtype) -> dict[int, torc
     return {rank: t.to(dtype) for rank, t in shards.items()}
 
 
-TAKEN: dict[Callable[..., Any], Callable[..., Any]] = {_hook: hook}
+TAKEN: dict[Callable[..., Any], Callable[..., Any]] = {_hook: register_hook}
 
 if torch_ext is not None:
     torch_ext.on_accumulated(_accumulated)

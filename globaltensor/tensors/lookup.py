@@ -29,10 +29,10 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return Rows.apply(grad, *ctx.saved_tensors, ctx.padding), None, None
+        return EmbeddingGradient.apply(grad, *ctx.saved_tensors, ctx.padding), None, None
 
 
-class Rows(torch.autograd.Function):
+class EmbeddingGradient(torch.autograd.Function):
     """The gradient of a lookup, which is linear in the one that comes in."""
 
     @staticmethod

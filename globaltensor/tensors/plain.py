@@ -21,6 +21,6 @@ def install() -> None:
     torch.Tensor.is_global = property(lambda self: False)
     torch.Tensor.sbp = property(_no_layout)
     torch.Tensor.placement = property(_no_layout)
-    torch.Tensor.to_global = convert.to_global
+    torch.Tensor.to_global = convert.plain_to_global
     for module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
         import_module(module)._foreach_supported_types.append(GlobalTensor)     # clipping takes all norms in one go

@@ -22,30 +22,31 @@ _linear = custom_ops.linear
 _LEADING = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-PutOff = tuple[torch.Tensor, str, torch.Tensor, torch.Tensor]         # a leaf; contract(equation, a, b) is its gradient
-_put_off: tuple[Sequence[torch.Tensor], list[PutOff]] | None = None    # inputs that do not wait; what was put off
+DeferredGrad = tuple[torch.Tensor, str, torch.Tensor, torch.Tensor]   # a leaf; contract(equation, a, b) is its gradient
+# Inside `defer_weight_grads`: the leaves whose gradients are not deferred, and the gradients that were.
+_deferring: tuple[Sequence[torch.Tensor], list[DeferredGrad]] | None = None
 
 
 @contextmanager
-def put_off(inputs: Sequence[torch.Tensor]) -> Iterator[list[PutOff]]:
+def defer_weight_grads(inputs: Sequence[torch.Tensor]) -> Iterator[list[DeferredGrad]]:
     """In backward passes inside, products that only a leaf waits for are not made but noted in the list, whole once the
     block ends. They are most of what the gradients of weights cost. `inputs` are leaves that are waited for."""
-    global _put_off
-    found: list[PutOff] = []
-    _put_off = inputs, found
+    global _deferring
+    found: list[DeferredGrad] = []
+    _deferring = inputs, found
     if torch_ext is not None:
         torch_ext.defer_weight_grads(list(inputs))
     try:
         yield found
     finally:
-        _put_off = None
+        _deferring = None
         if torch_ext is not None:
             found += torch_ext.pop_deferred_weight_grads()
 
 
 def _gradient(leaf: torch.Tensor, equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
-    if _put_off is not None and leaf.is_leaf and not any(leaf is one for one in _put_off[0]):
-        return _put_off[1].append((leaf, equation, a, b))
+    if _deferring is not None and leaf.is_leaf and not any(leaf is one for one in _deferring[0]):
+        return _deferring[1].append((leaf, equation, a, b))
     return Contract.apply(equation, a, b)
 
 
