@@ -6,61 +6,165 @@
     w = gt.randn(5, 8, placement=P, sbp=gt.sbp.broadcast)
     x @ w                                            # (4, 8), split along dim 0
 
-Every attribute that is not listed here is torch's own (`gt.matmul`, `gt.nn`, `gt.optim`, ...).
+Every name that is not listed here is torch's own (`gt.matmul`, `gt.nn`, `gt.optim`, `gt.manual_seed`, ...).
+
+`FACE` lists ours, each with the module that it is loaded from when it is first asked for. A type checker reads the
+imports instead; a test compares the two.
 """
 from __future__ import annotations
 
-from typing import Any
+import difflib as _difflib
+import importlib as _importlib
+from typing import TYPE_CHECKING
 
 import torch
 
-from globaltensor import data, rules
-from globaltensor.boxings.watch import boxing, record
-from globaltensor.checkpoint import load, load_safetensors, save, save_safetensors
-from globaltensor.debug.explain import explain
-from globaltensor.debug.show import show
-from globaltensor.dispatch.core import rule
-from globaltensor.errors import GlobalTensorError, RuleError
-from globaltensor.layouts import sbp
-from globaltensor.layouts.placement import placement
-from globaltensor.parallel.modules import to_global
-from globaltensor.parallel.plan import Plan, parallelize
-from globaltensor.parallel.zero import zero
-from globaltensor.pipelining.runner import pipeline
-from globaltensor.runtime import process_group  # registers itself with torch.distributed
-from globaltensor.runtime.start import init
-from globaltensor.runtime.world import rank, world_size
-from globaltensor.tensors import plain
-from globaltensor.tensors.convert import from_full, from_local, from_shards
-from globaltensor.tensors.factories import (
-    arange,
-    empty,
-    eye,
-    full,
-    linspace,
-    logspace,
-    normal,
-    ones,
-    rand,
-    randint,
-    randn,
-    randperm,
-    tensor,
-    zeros,
-)
-from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.gradients import set_grad_reduce_dtype
+from globaltensor.checkpoint import dcp as _dcp  # global tensors learn the protocol of torch's own checkpoints
+from globaltensor.parallel.modules import to_global as _to_global
+from globaltensor.runtime import process_group as _process_group  # registers the backend with torch.distributed
+from globaltensor.runtime import start as _start  # the world begins with the first placement
+from globaltensor.tensors import plain as _plain
 
 __version__ = "0.1.0"
 
-plain.install()
-torch.nn.Module.to_global = to_global
+_plain.install()
+torch.nn.Module.to_global = _to_global  # type: ignore[attr-defined]  # a module learns a method
 
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn",
+              "randperm", "tensor", "zeros")
+FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | {
+    "GlobalTensor": "globaltensor.tensors.global_tensor",
+    "GlobalTensorError": "globaltensor.errors",
+    "RuleError": "globaltensor.errors",
+    "Plan": "globaltensor.parallel.plan",
+    "boxing": "globaltensor.boxings.watch",
+    "data": "globaltensor",                          # a room that is public as it stands, as is rules
+    "explain": "globaltensor.debug.explain",
+    "from_full": "globaltensor.tensors.convert",
+    "from_local": "globaltensor.tensors.convert",
+    "from_shards": "globaltensor.tensors.convert",
+    "init": "globaltensor.runtime.start",
+    "load": "globaltensor.checkpoint",
+    "load_safetensors": "globaltensor.checkpoint",
+    "parallelize": "globaltensor.parallel.plan",
+    "pipeline": "globaltensor.pipelining.runner",
+    "placement": "globaltensor.layouts.placement",
+    "rank": "globaltensor.runtime.world",
+    "record": "globaltensor.boxings.watch",
+    "set_grad_reduce_dtype": "globaltensor.tensors.gradients",
+    "save": "globaltensor.checkpoint",
+    "save_safetensors": "globaltensor.checkpoint",
+    "rule": "globaltensor.dispatch.core",
+    "rules": "globaltensor",
+    "sbp": "globaltensor.layouts",
+    "show": "globaltensor.debug.show",
+    "to_global": "globaltensor.parallel.modules",
+    "world_size": "globaltensor.runtime.world",
+    "zero": "globaltensor.parallel.zero",
+}
 
-def manual_seed(seed: int) -> Any:
-    """Seed all random numbers, global and plain: `torch.manual_seed`."""
-    return torch.manual_seed(seed)
+if TYPE_CHECKING:                                    # ours, and all of torch's with torch's types
+    from globaltensor import data as data
+    from globaltensor import rules as rules
+    from globaltensor.boxings.watch import boxing as boxing
+    from globaltensor.boxings.watch import record as record
+    from globaltensor.checkpoint import (
+        load as load,
+    )
+    from globaltensor.checkpoint import (
+        load_safetensors as load_safetensors,
+    )
+    from globaltensor.checkpoint import (
+        save as save,
+    )
+    from globaltensor.checkpoint import (
+        save_safetensors as save_safetensors,
+    )
+    from globaltensor.debug.explain import explain as explain
+    from globaltensor.debug.show import show as show
+    from globaltensor.dispatch.core import rule as rule
+    from globaltensor.errors import GlobalTensorError as GlobalTensorError
+    from globaltensor.errors import RuleError as RuleError
+    from globaltensor.layouts import sbp as sbp
+    from globaltensor.layouts.placement import placement as placement
+    from globaltensor.parallel.modules import to_global as to_global
+    from globaltensor.parallel.plan import Plan as Plan
+    from globaltensor.parallel.plan import parallelize as parallelize
+    from globaltensor.parallel.zero import zero as zero
+    from globaltensor.pipelining.runner import pipeline as pipeline
+    from globaltensor.runtime.start import init as init
+    from globaltensor.runtime.world import rank as rank
+    from globaltensor.runtime.world import world_size as world_size
+    from globaltensor.tensors.convert import (
+        from_full as from_full,
+    )
+    from globaltensor.tensors.convert import (
+        from_local as from_local,
+    )
+    from globaltensor.tensors.convert import (
+        from_shards as from_shards,
+    )
+    from globaltensor.tensors.factories import (
+        arange as arange,
+    )
+    from globaltensor.tensors.factories import (
+        empty as empty,
+    )
+    from globaltensor.tensors.factories import (
+        eye as eye,
+    )
+    from globaltensor.tensors.factories import (
+        full as full,
+    )
+    from globaltensor.tensors.factories import (
+        linspace as linspace,
+    )
+    from globaltensor.tensors.factories import (
+        logspace as logspace,
+    )
+    from globaltensor.tensors.factories import (
+        normal as normal,
+    )
+    from globaltensor.tensors.factories import (
+        ones as ones,
+    )
+    from globaltensor.tensors.factories import (
+        rand as rand,
+    )
+    from globaltensor.tensors.factories import (
+        randint as randint,
+    )
+    from globaltensor.tensors.factories import (
+        randn as randn,
+    )
+    from globaltensor.tensors.factories import (
+        randperm as randperm,
+    )
+    from globaltensor.tensors.factories import (
+        tensor as tensor,
+    )
+    from globaltensor.tensors.factories import (
+        zeros as zeros,
+    )
+    from globaltensor.tensors.global_tensor import GlobalTensor as GlobalTensor
+    from globaltensor.tensors.gradients import set_grad_reduce_dtype as set_grad_reduce_dtype
+    from globaltensor.tensors.torch_names import *
+else:
+    __all__ = sorted(FACE)
+    _ROOMS = ("globaltensor", "globaltensor.layouts")        # what they give is a module
 
+    def __getattr__(name):
+        if name in FACE:
+            home = FACE[name]
+            value = (_importlib.import_module(f"{home}.{name}") if home in _ROOMS else
+                     getattr(_importlib.import_module(home), name))
+            globals()[name] = value
+            return value
+        if hasattr(torch, name):
+            return getattr(torch, name)
+        near = _difflib.get_close_matches(name, __dir__(), 1)
+        raise AttributeError(f"module 'globaltensor' has no attribute {name!r}" +
+                             (f"; did you mean {near[0]!r}?" if near else ""), name=name)
 
-def __getattr__(name: str) -> Any:
-    return getattr(torch, name)
+    def __dir__():
+        return sorted({*FACE, "__version__", *(name for name in dir(torch) if not name.startswith("_"))})

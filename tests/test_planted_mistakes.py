@@ -33,7 +33,8 @@ MISTAKES = {                                         # name -> file, text, text 
     "a whole dim is cut": (TABLE, 'fixed("d* -> d* r!", "a")', 'fixed("d* -> d* r", "a")', f"{LINE}[view_as_real]"),
     "groups are counted globally": (TABLE, 'layers.convolved, local_args=scaled("groups"),', 'layers.convolved,',
                                     f"{LINE}[convolution]"),
-    "a pending term beside a whole one": (LANGUAGE, "if len(kinds) > 1:", "if len(kinds) > 2:", "tests/test_numbers.py"),
+    "a pending term beside a whole one": (LANGUAGE, "if len(kinds) > 1:", "if len(kinds) > 2:",
+                                           "tests/test_numbers.py"),
     "a pending sum enters nonlinearly": (LANGUAGE, "if linear and cuts[q] is None", "if cuts[q] is None",
                                          f"{LINE}[relu]"),
     "a maximum of parts is a sum": (LANGUAGE, "else LEAVES[of.leaves] if summed", "else partial_sum if summed",
@@ -72,4 +73,4 @@ def test_a_planted_mistake_is_caught(name, tmp_path):
                "--rootdir", tmp_path, tmp_path / tests]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=580,
                           env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 1, f"{tests} do not fail\n{done.stdout.decode()[-3000:]}"   # 2 were an error of collection
+    assert done.returncode == 1, f"{tests} do not fail\n{done.stdout.decode()[-3000:]}"   # 2: an error of collection

@@ -43,7 +43,8 @@ def draw(*shape):
 OPS = {
     "pointwise": (twice, torch.empty_like, [(5, 3)], "b* -> b*", "a"),
     "pointwise without a fake kernel": (twice, None, [(5, 3)], "i j -> i j", "a"),
-    "a product": (product, lambda x, y: x.new_empty(x.shape[0], y.shape[1]), [(5, 4), (4, 3)], "m k, k n -> m n", "a*b"),
+    "a product": (product, lambda x, y: x.new_empty(x.shape[0], y.shape[1]), [(5, 4), (4, 3)], "m k, k n -> m n",
+                  "a*b"),
     "a product without a fake kernel": (product, None, [(5, 4), (4, 3)], "m k, k n -> m n", "a*b"),
     "two results": (row_norms, lambda x: (x.new_empty(x.shape[0]), x.new_empty(x.shape[0], dtype=torch.int64)),
                     [(5, 3)], "i j! -> i, i", "A;A"),

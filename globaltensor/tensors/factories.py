@@ -9,20 +9,23 @@ use for (`device`, `out`, ...) is an error, and so is a name that torch does not
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.errors import ArgumentError, GlobalTensorError
 from globaltensor.layouts.layout import Layout, Shape, spec
+from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.regions import Region
+from globaltensor.layouts.sbp import SbpLike
 from globaltensor.runtime import philox
 from globaltensor.runtime.agreement import agree
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.convert import from_full
+from globaltensor.tensors.factory_types import Drawn, FromPlain, Sized
 from globaltensor.tensors.global_tensor import GlobalTensor, resolve_layout
 
 Make = Callable[[Region, torch.device], torch.Tensor]
@@ -67,7 +70,7 @@ def _read(size: tuple[Any, ...], dtype: torch.dtype | None, given: dict[str, Any
     return tuple(asked.shape), asked.dtype
 
 
-def _named(factory: Callable[..., torch.Tensor], name: str, what: str) -> Callable[..., torch.Tensor]:
+def _named(factory: Any, name: str, what: str) -> Any:
     factory.__name__ = factory.__qualname__ = name
     factory.__doc__ = f"{what}as torch.{name}, with `placement=` and `sbp=`; without them, torch's own."
     return factory
@@ -105,7 +108,7 @@ def _extent(part: Region) -> list[int]:
     return [stop - start for start, stop in part]
 
 
-def _sized(name: str) -> Callable[..., torch.Tensor]:
+def _sized(name: str) -> Sized:
     """A factory whose elements are all alike."""
     make = getattr(torch, name)
 
@@ -124,6 +127,17 @@ def _sized(name: str) -> Callable[..., torch.Tensor]:
 zeros, ones, empty = _sized("zeros"), _sized("ones"), _sized("empty")
 
 
+@overload
+def full(size: Sequence[int] | int, fill_value: complex, *, placement: Placement, sbp: SbpLike,
+         dtype: torch.dtype | None = None, requires_grad: bool = False) -> GlobalTensor: ...
+
+
+@overload
+def full(size: Sequence[int], fill_value: complex, *, dtype: torch.dtype | None = None, requires_grad: bool = False,
+         out: torch.Tensor | None = None, layout: torch.layout | None = None, device: Any = None,
+         pin_memory: bool = False) -> torch.Tensor: ...
+
+
 def full(size: Any, fill_value: Any, *, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
          requires_grad: bool = False, **options: Any) -> torch.Tensor:
     """torch.full with `placement=` and `sbp=`; without them, torch's own."""
@@ -135,7 +149,7 @@ def full(size: Any, fill_value: Any, *, placement: Any = None, sbp: Any = None, 
                    lambda part, device: torch.full(_extent(part), fill_value, dtype=dtype, device=device))
 
 
-def _from_plain(name: str, *own: str) -> Callable[..., torch.Tensor]:
+def _from_plain(name: str, *own: str) -> FromPlain:
     """A factory whose whole value is cheap to make on every process, and then cut."""
     make = getattr(torch, name)
 
@@ -167,7 +181,7 @@ def _random(name: str, shape: Shape, dtype: torch.dtype, where: Any, sbp: Any, r
                    lambda part, device: draw(key, shape, part, dtype, device), key)
 
 
-def _drawn(name: str, what: str, draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _drawn(name: str, what: str, draw: Callable[..., torch.Tensor]) -> Drawn:
     """A random factory that is told nothing but the size."""
     make = getattr(torch, name)
 
@@ -187,6 +201,18 @@ rand = _drawn("rand", "Uniform in [0, 1), ", philox.uniform)
 randn = _drawn("randn", "Standard normal, ", philox.normal)
 
 
+@overload
+def normal(mean: float, std: float, size: Sequence[int], *, placement: Placement, sbp: SbpLike,
+           dtype: torch.dtype | None = None, generator: torch.Generator | None = None,
+           requires_grad: bool = False) -> GlobalTensor: ...
+
+
+@overload
+def normal(mean: Any, std: Any, size: Sequence[int] | None = None, *, dtype: torch.dtype | None = None,
+           generator: torch.Generator | None = None, requires_grad: bool = False, out: torch.Tensor | None = None,
+           device: Any = None) -> torch.Tensor: ...
+
+
 def normal(mean: Any, std: Any, size: Any = None, *, placement: Any = None, sbp: Any = None,
            dtype: torch.dtype | None = None, generator: torch.Generator | None = None, requires_grad: bool = False,
            **options: Any) -> torch.Tensor:
@@ -203,6 +229,19 @@ def normal(mean: Any, std: Any, size: Any = None, *, placement: Any = None, sbp:
                    lambda *where: philox.normal(*where, mean, std))
 
 
+@overload
+def randint(*args: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = torch.int64,
+            generator: torch.Generator | None = None, requires_grad: bool = False, low: int = 0, high: int = 0,
+            size: Sequence[int] = ()) -> GlobalTensor: ...
+
+
+@overload
+def randint(*args: Any, dtype: torch.dtype | None = torch.int64, generator: torch.Generator | None = None,
+            requires_grad: bool = False, low: int = 0, high: int = 0, size: Sequence[int] = (),
+            out: torch.Tensor | None = None, layout: torch.layout | None = None, device: Any = None,
+            pin_memory: bool = False) -> torch.Tensor: ...
+
+
 def randint(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = torch.int64,
             generator: torch.Generator | None = None, requires_grad: bool = False, **options: Any) -> torch.Tensor:
     """Integers in [low, high): randint(high, size) or randint(low, high, size), with `placement=` and `sbp=`."""
@@ -215,6 +254,17 @@ def randint(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dty
     shape, dtype = _read((size,), dtype or torch.int64, {})
     return _random("randint", shape, dtype, placement, sbp, requires_grad, generator,
                    lambda key, shape, part, dtype, device: philox.integers(key, shape, part, dtype, device, low, high))
+
+
+@overload
+def randperm(n: int, *, placement: Placement, sbp: SbpLike, dtype: torch.dtype = torch.int64,
+             generator: torch.Generator | None = None, requires_grad: bool = False) -> GlobalTensor: ...
+
+
+@overload
+def randperm(n: int, *, dtype: torch.dtype = torch.int64, generator: torch.Generator | None = None,
+             requires_grad: bool = False, out: torch.Tensor | None = None, layout: torch.layout | None = None,
+             device: Any = None, pin_memory: bool = False) -> torch.Tensor: ...
 
 
 def randperm(n: int, *, placement: Any = None, sbp: Any = None, dtype: torch.dtype = torch.int64,

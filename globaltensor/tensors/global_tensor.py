@@ -6,7 +6,7 @@ above any tensor; ops arrive below, at `__torch_dispatch__`.
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,8 @@ from globaltensor.dispatch.core import arrive
 from globaltensor.errors import GlobalTensorError, SbpError
 from globaltensor.layouts.layout import Layout, Shards, Spec, layout, sbp_text, spec
 from globaltensor.layouts.placement import placement
-from globaltensor.layouts.sbp import NdSbp, broadcast, in_range, nd_sbp
+from globaltensor.layouts.placement import placement as Placement
+from globaltensor.layouts.sbp import NdSbp, SbpLike, broadcast, in_range, nd_sbp
 from globaltensor.runtime.memory import NoMemory, require
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import local_ranks_of, world
@@ -38,7 +39,13 @@ _KEY = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("TESTING_ONLY_Generi
 _requires_grad = torch._C.TensorBase.requires_grad
 
 
-class GlobalTensor(torch.Tensor):
+if TYPE_CHECKING:
+    from globaltensor.tensors.tensor_methods import TensorMethods
+else:
+    TensorMethods = torch.Tensor
+
+
+class GlobalTensor(TensorMethods):
     """Made by the factories (`gt.randn`, ...), `gt.from_full`, `gt.from_local`, `gt.from_shards` and `to_global`."""
 
     spec: Spec
@@ -70,7 +77,7 @@ class GlobalTensor(torch.Tensor):
     # ---------------------------------------------------------------------------------------------- what it is
 
     @property
-    def placement(self) -> placement:
+    def placement(self) -> Placement:
         """Where it lives."""
         return self.spec.layout.placement
 
@@ -82,6 +89,20 @@ class GlobalTensor(torch.Tensor):
     @property
     def is_global(self) -> bool:
         return True
+
+    def to_global(self, placement: Placement | None = None, sbp: SbpLike | None = None,
+                  grad_sbp: SbpLike | None = None) -> GlobalTensor:
+        """Boxing: the same value on another placement, with another sbp, or both; differentiable.
+
+        sbp       default: as it is, where the placement has as many axes, else broadcast
+        grad_sbp  the sbp in which the gradient leaves (default: dual to x's)
+        """
+        where = self.placement if placement is None else placement
+        if sbp is None:
+            sbp = self.sbp if getattr(where, "shape", None) == self.placement.shape else broadcast
+        dst = resolve_layout(where, sbp, self.dim())
+        grad = resolve_layout(self.placement, grad_sbp, self.dim()) if grad_sbp is not None else None
+        return to_layout(self, dst) if grad is None else _convert(self, dst, grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         where = f"placement={self.placement}, sbp={sbp_text(self.sbp)}"
@@ -104,12 +125,15 @@ class GlobalTensor(torch.Tensor):
         if torch_ext is None:
             self.spec, self.shards, self.guard = value.spec, value.shards, value.guard
 
-    data = property(_data.__get__, _set_data, doc="As torch has it; to be set to another global tensor, of any layout.")
+    if TYPE_CHECKING:
+        data: GlobalTensor
+    else:
+        data = property(_data.__get__, _set_data, doc="As torch has it; to be set to a global tensor, of any layout.")
 
     # --------------------------------------------------------------------------------------------- its gradient
 
     @property
-    def grad(self) -> torch.Tensor | None:
+    def grad(self) -> GlobalTensor | None:
         """The gradient, in the tensor's own layout: reading one reduces all that are still pending, together."""
         return gradients.read_grad(self)
 
@@ -332,23 +356,6 @@ def _convert(x: GlobalTensor, dst: Layout, grad_layout: Layout | None) -> Global
         if boxing is not None:
             return torch_ext.redistribute(x, boxing, grad_layout)
     return _Redistribute.apply(x, dst, grad_layout)
-
-
-def to_global(x: GlobalTensor, placement: Any = None, sbp: Any = None, grad_sbp: Any = None) -> GlobalTensor:
-    """Boxing: the same value on another placement, with another sbp, or both; differentiable.
-
-    sbp       default: as it is, where the placement has as many axes, else broadcast
-    grad_sbp  the sbp in which the gradient leaves (default: dual to x's)
-    """
-    where = x.placement if placement is None else placement
-    if sbp is None:
-        sbp = x.sbp if getattr(where, "shape", None) == x.placement.shape else broadcast
-    dst = resolve_layout(where, sbp, x.dim())
-    grad = resolve_layout(x.placement, grad_sbp, x.dim()) if grad_sbp is not None else None
-    return to_layout(x, dst) if grad is None else _convert(x, dst, grad)
-
-
-GlobalTensor.to_global = to_global
 
 
 def _describe(of: Spec) -> tuple:

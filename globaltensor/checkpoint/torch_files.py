@@ -1,0 +1,91 @@
+"""`gt.save` and `gt.load`: a folder holds a checkpoint of ours, a file is torch's.
+
+    gt.save({"model": model, "step": 7}, "run")      a new version in the folder `run`
+    gt.save(model.state_dict(), "model.pt")          one file, as torch.save writes it, with whole tensors
+    gt.load({"model": model, "step": 0}, "run")      into a state, from a folder
+    gt.load("model.pt")                              torch.load
+
+A file object, an existing file and a name that ends as torch's files do (`SUFFIXES`) are torch's; all else is a folder.
+"""
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from typing import IO, Any, Literal, TypeAlias, overload
+
+import torch
+
+from globaltensor.checkpoint.collective import together
+from globaltensor.checkpoint.loading import load as load_folder
+from globaltensor.checkpoint.saving import Saving
+from globaltensor.checkpoint.saving import save as save_folder
+from globaltensor.errors import ArgumentError
+from globaltensor.runtime.world import rank
+from globaltensor.tensors.global_tensor import GlobalTensor
+
+PathLike: TypeAlias = "str | os.PathLike[str]"
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
+
+
+@overload
+def save(state: Any, target: PathLike, *, asynchronous: Literal[True], keep: int | None = None) -> Saving: ...
+
+
+@overload
+def save(state: Any, target: PathLike, *, asynchronous: bool = False, keep: int | None = None) -> Saving | None: ...
+
+
+@overload
+def save(state: Any, target: IO[bytes], **torch_options: Any) -> None: ...
+
+
+def save(state: Any, target: PathLike | IO[bytes], **options: Any) -> Saving | None:
+    """Save a state into a folder (see `globaltensor.checkpoint.saving.save`) or into a file, by torch.save; collective.
+
+    Into a file go whole tensors, which plain torch loads: those in nested dicts, lists and tuples are gathered on every
+    process, and the first one writes. A folder takes asynchronous= and keep=, a file the options of torch.save.
+    """
+    if not _is_file(target):
+        return save_folder(state, target, **options)     # type: ignore[arg-type]  # not a file, hence a path
+    for name in ("asynchronous", "keep"):
+        if options.pop(name, None):
+            raise ArgumentError(f"gt.save into a file takes no {name}=", "a file is written by torch.save",
+                                'gt.save(state, "folder")')
+    plain = _whole(state, {})
+    together("saving a file", lambda: torch.save(plain, target, **options) if rank() == 0 else None)
+    return None
+
+
+@overload
+def load(state: Any, target: PathLike) -> Any: ...
+
+
+@overload
+def load(state: PathLike | IO[bytes], map_location: Any = None, **torch_options: Any) -> Any: ...
+
+
+def load(state: Any, target: Any = None, **options: Any) -> Any:
+    """Load a folder into a state (see `globaltensor.checkpoint.loading.load`), or a file as torch.load does."""
+    if target is not None and not _is_file(state):
+        return load_folder(state, target, **options)
+    return torch.load(state, **options) if target is None else torch.load(state, target, **options)
+
+
+def _is_file(target: Any) -> bool:
+    if not isinstance(target, (str, os.PathLike)):
+        return hasattr(target, "write") or hasattr(target, "read")
+    name = os.fspath(target)
+    return not os.path.isdir(name) and (os.path.isfile(name) or name.endswith(SUFFIXES))
+
+
+def _whole(value: Any, known: dict[int, torch.Tensor]) -> Any:
+    """The same state with plain tensors; what was one tensor stays one."""
+    if isinstance(value, GlobalTensor):
+        if id(value) not in known:
+            known[id(value)] = value.detach().full_tensor()
+        return known[id(value)]
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _whole(one, known)) for key, one in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_whole(one, known) for one in value)
+    return value
