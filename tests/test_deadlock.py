@@ -1,4 +1,4 @@
-"""Which waits are in vain, and that telling them apart does not mislead."""
+"""Which waits are a deadlock, and that what a rank publishes does not mislead the others."""
 from __future__ import annotations
 
 import threading
@@ -14,7 +14,7 @@ def waits(**of):
     return {int(rank[1:]): None if w is None else Wait(1, "a boxing", w[0], w[1]) for rank, w in of.items()}
 
 
-@pytest.mark.parametrize("said, vain", [
+@pytest.mark.parametrize("published, expected", [
     (waits(r0=((1,), 7), r1=((0,), 7)), False),                                  # slow, but met
     (waits(r0=((1,), 7), r1=((0,), 8)), True),                                   # another op
     (waits(r0=((1,), 7), r1=None), False),                                       # rank 1 computes
@@ -23,8 +23,8 @@ def waits(**of):
     (waits(r0=((1, 2), 7), r1=((0, 2), 7), r2=((3,), 9), r3=((0, 1, 2), 5)), True),
     (waits(r0=((1, 2), 7), r1=((0, 2), 7), r2=((3,), 9), r3=((2,), 9)), False),  # 2 and 3 go on, and then all
 ])
-def test_what_is_in_vain(said, vain):
-    assert deadlocked(said) is vain
+def test_what_is_a_deadlock(published, expected):
+    assert deadlocked(published) is expected
 
 
 class Store(dict):
@@ -47,34 +47,34 @@ def pair(monkeypatch):
     return watches
 
 
-def test_who_goes_on_takes_back_what_it_said(pair):
+def test_who_goes_on_withdraws_what_it_published(pair):
     mine, other = pair
     with deadlock.waiting("a boxing", (1,), 7):
-        assert mine.tell(deadlock._now)
-        assert "test_deadlock.py:" in mine.told.where
-        assert other.others() is None and other.busy == 1        # itself has said nothing
+        assert mine.publish(deadlock._current)
+        assert "test_deadlock.py:" in mine.published.where
+        assert other.waits() is None and other.busy == 1        # itself has published nothing
         other.store.set("globaltensor wait 1", '[1, "zeros", [0], 8, "program.py:3"]')
-        assert other.others()[0].what == "a boxing"
-    assert mine.told is None and other.others() is None and other.busy == 0
+        assert other.waits()[0].what == "a boxing"
+    assert mine.published is None and other.waits() is None and other.busy == 0
 
 
-def test_a_wait_that_is_over_is_not_told(pair):
+def test_a_wait_that_is_over_is_not_published(pair):
     mine, _ = pair
     with deadlock.waiting("a boxing", (1,), 7):
-        then = deadlock._now
-    assert not mine.tell(then) and mine.told is None
+        then = deadlock._current
+    assert not mine.publish(then) and mine.published is None
 
 
 def test_a_deadlock_is_found_and_the_last_rank_ends(pair, monkeypatch):
     mine, other = pair
     ended, shown = [], []
-    monkeypatch.setattr(deadlock.os, "_exit", lambda code: (ended.append(code), setattr(deadlock, "_now", None)))
+    monkeypatch.setattr(deadlock.os, "_exit", lambda code: (ended.append(code), setattr(deadlock, "_current", None)))
     monkeypatch.setattr(deadlock.sys, "excepthook", lambda kind, error, at: shown.append(str(error)))
     with deadlock.waiting("a boxing", (1,), 7):
-        assert mine.tell(deadlock._now)
+        assert mine.publish(deadlock._current)
         other.store.set("globaltensor wait 1", '[1, "zeros", [0], 8, "program.py:3"]')
         looking = threading.Thread(target=other.look)            # takes this process's wait for its own
-        monkeypatch.setattr(other, "tell", lambda now: True)
+        monkeypatch.setattr(other, "publish", lambda now: True)
         looking.start()
         looking.join(10)
     assert ended == [1] and "rank 1 waits for rank 0 in zeros   at program.py:3" in shown[0]

@@ -85,7 +85,7 @@ class Layout:
 
     def along(self, changes: Mapping[str, Sbp]) -> Layout:
         """The same but along the axes named: `along({"dp": split(0)})`. Names that the placement lacks are left out."""
-        return layout(self.placement, with_axes(self.sbp, self.placement.axis_names, changes))
+        return layout(self.placement, with_axes(self.sbp, self.placement.names, changes))
 
     def with_sbp(self, sbp: NdSbp) -> Layout:
         return layout(self.placement, sbp)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from globaltensor.errors import PlacementError, counted
@@ -20,8 +21,8 @@ _on_create: list[Callable[[placement], None]] = []   # the world checks ranks an
 class placement:
     """Frozen and hashable. `type` is a torch device type, `ranks` a nested sequence of ints of any depth.
 
-    Raises PlacementError for ragged or empty lists, duplicates, ranks outside the world, a device type that is not
-    there, and axis names that do not fit.
+    Raises PlacementError for ragged or empty lists, a rank that appears twice, ranks outside the world, a device type
+    that this host does not have, and axis names that do not fit.
     """
 
     __slots__ = ("__dict__", "_hash", "axis_names", "flat", "ranks", "shape", "type")
@@ -34,18 +35,27 @@ class placement:
     _hash: int
 
     def __init__(self, type: str, ranks: Any, axis_names: Sequence[str] | None = None) -> None:
+        type = str(type)
+        if ":" in type:
+            raise PlacementError(f"a placement on the single device {type!r}",
+                                 "it takes a device type; each rank has a device of that type",
+                                 f'gt.placement("{type.partition(":")[0]}", ...)')
+        if isinstance(ranks, int):
+            raise PlacementError(f"ranks={ranks!r} is not a list of ranks", "a placement names its ranks",
+                                 f'gt.placement("{type}", range({ranks})), or gt.placement("{type}", [{ranks}])')
         nested, shape = _nest(ranks)
         flat = tuple(_flatten(nested))
         names = tuple(axis_names) if axis_names is not None else None
         if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
             raise PlacementError(f"axis_names={names} for {counted(len(shape), 'axis', 'axes')}",
-                                 "every axis has one name of its own")
+                                 "each axis has one name, and no two have the same",
+                                 f"{len(shape)} different names")
         if len(set(flat)) != len(flat):
             twice = sorted({r for r in flat if flat.count(r) > 1})
-            raise PlacementError(f"rank {twice[0]} stands more than once in {nested}",
+            raise PlacementError(f"rank {twice[0]} appears more than once in {_lists(nested)}",
                                  "a rank holds one shard of a tensor", "each rank once")
-        for key, value in (("type", str(type)), ("ranks", nested), ("shape", shape), ("flat", flat),
-                           ("axis_names", names), ("_hash", hash((str(type), nested, names)))):
+        for key, value in (("type", type), ("ranks", nested), ("shape", shape), ("flat", flat),
+                           ("axis_names", names), ("_hash", hash((type, nested, names)))):
             object.__setattr__(self, key, value)
         for check in _on_create:
             check(self)
@@ -81,14 +91,7 @@ class placement:
     @cached_property
     def coords(self) -> dict[int, tuple[int, ...]]:
         """rank -> its index on each axis."""
-        found = {}
-        for i, rank in enumerate(self.flat):
-            index = []
-            for size in reversed(self.shape):
-                index.append(i % size)
-                i //= size
-            found[rank] = tuple(reversed(index))
-        return found
+        return dict(zip(self.flat, product(*map(range, self.shape))))
 
     @staticmethod
     def all(type: str) -> placement:

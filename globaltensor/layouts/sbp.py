@@ -1,11 +1,11 @@
-"""How a tensor lies on one axis of a placement: split along a dim, broadcast, or a pending partial sum.
+"""How a tensor is laid out along one axis of a placement: split along a dim, broadcast, or a pending partial sum.
 
     split(0)      prints S(0)    rank i holds the i-th part of dim 0 (parts as equal as they can be, larger first)
     broadcast     prints B       every rank holds the whole
     partial_sum   prints P       the value is the sum of what the ranks hold; partial_max, partial_min likewise
 
-One sbp per placement axis makes an nd-sbp, a tuple, outermost axis first. A gradient lies dual to its tensor: the
-gradient of S is S, of B is P, of P is B.
+One sbp per placement axis makes an nd-sbp, a tuple, outermost axis first. A gradient is laid out dual to its tensor:
+the gradient of S is S, of B is P, of P is B.
 
 Wherever an sbp is asked for, its text ("S(0)", "B", "P(max)") and torch's own words for it will do: `Shard(0)`,
 `Replicate()`, `Partial()` of torch.distributed.tensor. `nd_sbp` is the one place that reads them.
@@ -54,7 +54,7 @@ class Sbp:
 
     @property
     def dual(self) -> Sbp:
-        """The sbp of the gradient of a tensor that lies like this."""
+        """The sbp of the gradient of a tensor with this sbp."""
         return {"S": self, "B": partial_sum, "P": broadcast}[self.kind]
 
 
@@ -154,9 +154,9 @@ def not_an_sbp(value: Any, at: str = "") -> SbpError:
                     "name", "gt.sbp.split(dim), gt.sbp.broadcast or gt.sbp.partial_sum")
 
 
-def with_axes(sbp: NdSbp, axis_names: Sequence[str] | None, changes: Mapping[str, Sbp]) -> NdSbp:
-    """The same nd-sbp but along the axes named; names that are no axis are left out."""
-    return tuple(changes.get(name, s) for name, s in zip(axis_names, sbp)) if axis_names else sbp
+def with_axes(sbp: NdSbp, names: Sequence[str], changes: Mapping[str, Sbp]) -> NdSbp:
+    """The same nd-sbp but along the axes named in `changes`; names that are no axis are left out."""
+    return tuple(changes.get(name, s) for name, s in zip(names, sbp)) if names else sbp
 
 
 def code_of(sbp: NdSbp) -> str:

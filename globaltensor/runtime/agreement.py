@@ -1,4 +1,4 @@
-"""What processes tell each other: small values that all of them must have, or must have alike."""
+"""Small values that all processes must have, or must have alike: agreed on, gathered, or broadcast."""
 from __future__ import annotations
 
 import os
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from globaltensor.errors import DisagreementError, where
-from globaltensor.runtime.exchange import AGREE, BROADCAST, TELL, exchange
+from globaltensor.runtime.exchange import AGREE, BROADCAST, GATHER, exchange
 from globaltensor.runtime.world import rank, world
 
 _uncoordinated = False
@@ -19,29 +19,28 @@ _uncoordinated = False
 
 @contextmanager
 def uncoordinated() -> Iterator[None]:
-    """Inside, the processes do different things: what an op has to say it says to nobody."""
+    """Inside, the processes do different things, so nothing is agreed on and nothing is broadcast."""
     global _uncoordinated
-    before, _apart = _uncoordinated, True
+    before, _uncoordinated = _uncoordinated, True
     try:
         yield
     finally:
         _uncoordinated = before
 
 
-def _everyone() -> tuple[int, ...]:
+def _peers() -> tuple[int, ...]:
     return tuple(r for r in range(world().size) if r != rank())
 
 
 def agree(what: str) -> None:
-    """Check that all processes say the same `what` here, with one small all-gather; nothing in a lone process.
+    """Check that all processes call this with the same `what`, with one small all-gather; nothing in a lone process.
 
-    Raises DisagreementError on every rank, which shows who says what.
+    Raises DisagreementError on every rank, which shows what each rank does.
     """
     if world().single_process or _uncoordinated:
         return
     mine = torch.tensor([zlib.crc32(what.encode()), len(what)], device="cpu")
-    said = _from_all(mine, [2] * world().size, what, AGREE)
-    if all(torch.equal(mine, other) for other in said):
+    if all(torch.equal(mine, other) for other in _all_gather(mine, [2] * world().size, what, AGREE)):
         return
     texts = gather_unchecked(f"{what}   at {where()}", what)
     rows = "".join(f"\n    rank {r}: {text}" for r, text in enumerate(texts))
@@ -52,19 +51,19 @@ def agree(what: str) -> None:
 def gather_unchecked(value: object, what: str) -> list[Any]:
     """Every process's `value`, in the order of ranks."""
     mine = as_bytes(value)
-    sizes = _from_all(torch.tensor([len(mine)], device="cpu"), [1] * world().size, what, TELL)
-    return [from_bytes(t) for t in _from_all(mine, [int(n) for n in sizes], what, TELL)]
+    sizes = _all_gather(torch.tensor([len(mine)], device="cpu"), [1] * world().size, what, GATHER)
+    return [from_bytes(t) for t in _all_gather(mine, [int(n) for n in sizes], what, GATHER)]
 
 
-def _from_all(mine: torch.Tensor, sizes: Sequence[int], what: str, tag: int) -> list[torch.Tensor]:
-    """What every process says, in the order of ranks, each straight from the one that says it.
+def _all_gather(mine: torch.Tensor, sizes: Sequence[int], what: str, tag: int) -> list[torch.Tensor]:
+    """Every process's buffer, in the order of ranks, each sent straight from one process to another.
 
     Not by gloo's collectives: their threads may still hold what they moved when the interpreter ends, and a thread
-    that wants something of an interpreter that has gone ends the process by abort.
+    that needs an interpreter that has ended aborts the process.
     """
-    said = [mine if r == rank() else mine.new_empty(n) for r, n in enumerate(sizes)]
-    exchange(dict.fromkeys(_everyone(), mine), {r: said[r] for r in _everyone()}, what, tag)
-    return said
+    buffers = [mine if r == rank() else mine.new_empty(n) for r, n in enumerate(sizes)]
+    exchange(dict.fromkeys(_peers(), mine), {r: buffers[r] for r in _peers()}, what, tag)
+    return buffers
 
 
 def as_bytes(value: object) -> torch.Tensor:
@@ -85,10 +84,10 @@ def agree_on(t: torch.Tensor, what: str) -> None:
 def checksum(t: torch.Tensor) -> int:
     """A number that tells tensors of different values apart; reads them at about a gigabyte a second."""
     flat = t.detach().contiguous().reshape(-1).view(torch.uint8)
-    found = 0
-    for part in flat.split(1 << 26):
-        found = zlib.crc32(part.cpu().numpy(), found)
-    return found
+    crc = 0
+    for part in flat.split(1 << 26):                 # not all of a GPU's tensor on the CPU at once
+        crc = zlib.crc32(part.cpu().numpy(), crc)
+    return crc
 
 
 def checking() -> bool:
@@ -96,14 +95,14 @@ def checking() -> bool:
     return os.environ.get("GLOBALTENSOR_CHECK", "") not in ("", "0")
 
 
-def broadcast_object(value: object, source: int, what: str = "telling a result") -> object:
+def broadcast_object(value: object, source: int, what: str = "broadcasting a result") -> object:
     """The object that rank `source` has, on every process; collective over the whole world."""
     if world().single_process or _uncoordinated:
         return value
     if rank() == source:
         data = as_bytes(value)
         for t in (torch.tensor([len(data)], device="cpu"), data):
-            exchange(dict.fromkeys(_everyone(), t), {}, what, BROADCAST)
+            exchange(dict.fromkeys(_peers(), t), {}, what, BROADCAST)
         return value
     exchange({}, {source: (size := torch.empty(1, dtype=torch.int64, device="cpu"))}, what, BROADCAST)
     exchange({}, {source: (data := torch.empty(int(size), dtype=torch.uint8, device="cpu"))}, what, BROADCAST)
@@ -118,7 +117,8 @@ def gather_objects(value: tuple, what: str) -> list[tuple]:
     if world().single_process:
         return [value]
     if _uncoordinated:
-        raise DisagreementError(f"{what} where not all processes are", "the others run other stages of a pipeline",
-                                "make it outside of the stages, or in a way that asks nobody: a factory, an op")
+        raise DisagreementError(f"{what} inside a pipeline stage", "other processes run other stages, so they cannot "
+                                "take part", "do it outside the stages, or with what needs no other process: a "
+                                "factory, an op")
     agree(what)
     return gather_unchecked(value, what)

@@ -17,7 +17,7 @@ from globaltensor.errors import TransportError
 from globaltensor.runtime import deadlock
 from globaltensor.runtime.world import rank, world
 
-AGREE, TELL, BROADCAST, _POST = 1, 2, 3, 4          # tags of what is not a boxing
+AGREE, GATHER, BROADCAST, _POST = 1, 2, 3, 4          # tags of what is not a boxing
 
 
 def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], what: str = "a boxing",

@@ -111,12 +111,14 @@ def _check(created: placement) -> None:
     """Every new placement: are its ranks in the world, is its device type here?"""
     if created.type not in ("cpu", "meta"):
         try:
-            there = torch.get_device_module(created.type).is_available()
-        except (RuntimeError, AttributeError):
-            there = False
-        if not there:
-            raise PlacementError(f"no device of type {created.type!r} is there", "torch sees none on this host",
-                                 f'gt.placement("cpu", {list(created.flat)})')
+            available = torch.get_device_module(created.type).is_available()
+        except (RuntimeError, AttributeError):       # a type that this torch does not know or was not built for
+            available = False
+        if not available:
+            found = torch.accelerator.current_accelerator(check_available=True)
+            raise PlacementError(f"this host has no device of type {created.type!r}",
+                                 f"torch sees {f'devices of type {found.type!r}' if found else 'the CPU only'}",
+                                 f'gt.placement("{found.type if found else "cpu"}", {list(created.flat)})')
     size = world_size()
     for r in created.flat:
         if not 0 <= r < size:

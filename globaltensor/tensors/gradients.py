@@ -139,7 +139,7 @@ _early_reduction_off = False
 def no_early_reduction() -> Iterator[None]:
     """Inside, gradients of leaves aimed early wait as others do."""
     global _early_reduction_off
-    before, _held = _early_reduction_off, True
+    before, _early_reduction_off = _early_reduction_off, True
     try:
         yield
     finally:
