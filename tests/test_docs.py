@@ -47,11 +47,13 @@ def lines_of_the_table(text: str) -> set[str]:
 
 
 def defined_in_cpp(text: str) -> set[str]:
-    """Functions with a body, structs, classes, enums, aliases, macros and constants."""
+    """Functions with a body, structs (those of a typedef, too), classes, enums, aliases, macros and constants."""
     text = re.sub(r'//[^\n]*|/\*.*?\*/|extern "C"', "", text, flags=re.S)
-    named = r"(?:\b(?:struct|class|enum|enum class|using|constexpr \w+|namespace)|#define)\s+(\w+)"
+    named = (r"(?:\b(?:struct|class|enum|enum class|using|constexpr \w+|namespace)|#define)"
+             r"\s+(?:alignas\(\w+\)\s+)?(\w+)")
     functions = r"(?m)^[\w:<>,&*\s]*?[\s&*](?:\w+::)?(\w+)\([^;{}]*\)(?: const)?(?: override)?\s*(?::[^;{]*)?\{"
-    return {*re.findall(named, text), *re.findall(functions, text)}
+    typedefs = r"typedef struct \w*\s*\{[^{}]*\}\s*(\w+);"
+    return {*re.findall(named, text), *re.findall(functions, text), *re.findall(typedefs, text)}
 
 
 def fragments(page: Path) -> list[tuple[str, str]]:
@@ -77,6 +79,8 @@ def test_a_link_to_nothing_is_found():
     table, kernel = ROOT / "globaltensor/op_table/table.py", ROOT / "csrc/kernels/reduce.cpp"
     assert "_softmax" in defined(table) and "lines" in defined(table) and "_softmox" not in defined(table)
     assert "gt_reduce" in defined(kernel) and "memcpy" not in defined(kernel)
+    assert "gt_corner" in defined(kernel.with_name("region.h"))
+    assert "Entry" in defined(ROOT / "csrc/transport/control.h")
     assert "GlobalTensor.sbp" in defined(ROOT / "globaltensor/tensors/global_tensor.py")
 
 
