@@ -36,9 +36,8 @@ import globaltensor as gt
 from benchmarks.processes import Workers
 from benchmarks.timing import show
 from globaltensor.pipelining import actions
-from globaltensor.schedules.communication import COMPUTE
-from globaltensor.schedules.schedule import decode
-from globaltensor.schedules.timetable import Event, draw, length
+from globaltensor.schedules.schedule import COMPUTE, Action
+from globaltensor.schedules.timetable import Event, draw, makespan_of
 from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import simulate
 
@@ -161,7 +160,7 @@ def ours(settings: dict[str, Any]) -> Iterator[Any]:
         kept = Kept()
         with kept.watching():
             runner.step(inputs, targets)
-        yield {**told(runner, runs[1:]), "peak": max(kept.held), "predicted": kept.predicted(runner.schedule)}
+        yield {**told(runner, runs[1:]), "peak": max(kept.held), "predicted": kept.predicted()}
         for module in stages:
             module.zero_grad()
 
@@ -185,30 +184,29 @@ class Kept:
     """What this process keeps after each of its actions, above what it had before the first."""
 
     def __init__(self) -> None:
-        self.before, self.codes, self.held = in_use(), [], [0]
+        self.before, self.actions, self.held = in_use(), [], [0]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        do = actions.Step._do
+        run_action = actions.PipelineStep._run_action
 
-        def watched(step: Any, rank: int, code: int) -> None:
-            do(step, rank, code)
-            if code & 7 in COMPUTE:
-                self.codes.append(code)
+        def watched(step: Any, rank: int, action: Action) -> None:
+            run_action(step, rank, action)
+            if action.kind in "FBIW":
+                self.actions.append(action)
                 self.held.append(in_use() - self.before)
 
-        actions.Step._do = watched
+        actions.PipelineStep._run_action = watched
         try:
             yield
         finally:
-            actions.Step._do = do
+            actions.PipelineStep._run_action = run_action
 
-    def predicted(self, schedule: Any) -> int:
+    def predicted(self) -> int:
         """The peak, if every action changed what is kept as the first of its kind and stage did."""
         change: dict[tuple[int, str], int] = {}
         held = most = 0
-        for code, before, after in zip(self.codes, self.held, self.held[1:]):
-            action = decode(code, schedule.stages)
+        for action, before, after in zip(self.actions, self.held, self.held[1:]):
             held += change.setdefault((action.stage, action.kind), after - before)
             most = max(most, held)
         return most
@@ -223,12 +221,12 @@ def told(runner: Any, runs: list[list[Event]]) -> dict[str, Any]:
     costs, own_times = calibrated(runner.schedule.stages, everything)
     simulated = [e._replace(start=max(e.start, e.end - own_times[e.kind, e.stage])) for e in
                  simulate(runner.schedule.only(COMPUTE), costs, record=True).events()]
-    steps = sorted(((length(events), k) for k, events in enumerate(everything)))
+    steps = sorted(((makespan_of(events), k) for k, events in enumerate(everything)))
     makespan, middle = steps[len(steps) // 2]
     shares = [gaps(events) for events in everything]
     span, *parts = gaps(simulated)
     figures = {"bubble": statistics.median(sum(parts) / span for span, *parts in shares),
-               "simulated": sum(parts) / span, "makespan": makespan / length(simulated),
+               "simulated": sum(parts) / span, "makespan": makespan / makespan_of(simulated),
                **{name: 1e3 * statistics.median(share[k] for share in shares)
                   for k, name in enumerate(("idle ms", "held", "between"), 1)}}
     begin = min(e.start for e in everything[middle])
@@ -253,13 +251,13 @@ def ready(events: Sequence[Event]) -> dict[Event, float]:
 def gaps(events: Sequence[Event]) -> tuple[float, float, float, float]:
     """Of the rank with the longest span: this span, and of the time between its actions how long it had nothing to
     compute, had something that stands later in its list, and could have begun with what comes next."""
-    at, row = ready(events), max(rows(events), key=length)
+    at, row = ready(events), max(rows(events), key=makespan_of)
     idle = held = between = 0.0
     for k, (before, e) in enumerate(zip(row, row[1:]), 1):
         begins = max(before.end, min(at[e], e.start))
         other = max(before.end, min(begins, *(at[later] for later in row[k:])))
         idle, held, between = idle + other - before.end, held + begins - other, between + e.start - begins
-    return length(row), idle, held, between
+    return makespan_of(row), idle, held, between
 
 
 def calibrated(stages: int, runs: list[list[Event]]) -> tuple[Costs, dict[tuple[str, int], float]]:

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import globaltensor as gt
 from globaltensor.errors import GlobalTensorError, PlacementError, ShapeError
-from globaltensor.pipelining.split_backward import inputs_first, weights
-from globaltensor.pipelining.stages import StageError, balanced, cut, measured
+from globaltensor.pipelining.split_backward import backward_input, backward_weight
+from globaltensor.pipelining.stages import StageError, balanced, cut_sequence, measured
 from globaltensor.schedules.schedule import ScheduleError
-from globaltensor.schedules.text import parse
+from globaltensor.schedules.text import parse_schedule
 from globaltensor.schedules.timetable import as_text
 from globaltensor.tensors import gradients
 
@@ -380,10 +380,10 @@ def test_each_half_of_a_backward_makes_its_own_products_only():
     x.requires_grad_()
     y = model(x)
     with Products() as first:
-        _, later = inputs_first([y], [g], [x])
+        _, later = backward_input([y], [g], [x])
     assert all((p.grad is None) == (p.dim() == 2) for p in model.parameters()), "products wait, the rest does not"
     with Products() as second:
-        weights(later)
+        backward_weight(later)
     assert [first.count, second.count] == [5, 5]
     for n, p in model.named_parameters():
         assert torch.equal(p.grad.full_tensor(), want[n]), n
@@ -412,9 +412,9 @@ def test_weights_that_are_used_more_than_once_count_once():
     gt.to_global(model, where)
     x, *gs = (gt.from_full(t, where, gt.sbp.broadcast) for t in (x, *gs))
     x.requires_grad_()
-    (found,), later = inputs_first(model(x), gs, [x])
+    (found,), later = backward_input(model(x), gs, [x])
     torch.testing.assert_close(found.full_tensor(), leaf.grad, rtol=1e-12, atol=1e-15)
-    weights(later)
+    backward_weight(later)
     for n, p in model.named_parameters():
         torch.testing.assert_close(p.grad.full_tensor(), want[n], rtol=1e-12, atol=1e-15, msg=n)
 
@@ -440,13 +440,14 @@ def test_a_cut_by_names_and_by_a_cost_of_ones_own():
     model = nn.Sequential()
     for name in ("token", "a", "b", "c", "head"):
         model.add_module(name, nn.Linear(2, 2))
-    assert [len(stage) for stage in cut(model, ["b", "head"])] == [2, 2, 1]
-    assert [len(stage) for stage in cut(model, 2, lambda layer: 9.0 if layer is model.token else 1.0)] == [1, 4]
-    assert [len(stage) for stage in cut(model, 3)] == [1, 2, 2]
+    assert [len(stage) for stage in cut_sequence(model, ["b", "head"])] == [2, 2, 1]
+    stages = cut_sequence(model, 2, lambda layer: 9.0 if layer is model.token else 1.0)
+    assert [len(stage) for stage in stages] == [1, 4]
+    assert [len(stage) for stage in cut_sequence(model, 3)] == [1, 2, 2]
     with pytest.raises(StageError, match="no layer is called 'd'"):
-        cut(model, ["d"])
+        cut_sequence(model, ["d"])
     with pytest.raises(StageError, match="do not come in this order"):
-        cut(model, ["c", "a"])
+        cut_sequence(model, ["c", "a"])
 
 
 class Slow(nn.Module):
@@ -459,7 +460,7 @@ def test_a_cut_by_measured_cost():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), Slow(), *(nn.Linear(64, 64) for _ in range(4)))
     cost = measured(model, torch.zeros(2, 64))
     assert 0 < cost(model[0]) < 0.02 <= cost(model[4])
-    assert [len(stage) for stage in cut(model, 3, cost)] == [4, 1, 4]
+    assert [len(stage) for stage in cut_sequence(model, 3, cost)] == [4, 1, 4]
     assert model.training and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
@@ -472,15 +473,15 @@ class Plain(nn.Module):
     (StageError, "4 stages of 2 layers", lambda: gt.pipeline(tanhs(2), alone(4), "1f1b")),
     (StageError, "2 stages for zb-v, which has 4 on 2 ranks", lambda: gt.pipeline(list(tanhs(2)), alone(2), "zb-v")),
     (StageError, "stage 1 is a int", lambda: gt.pipeline([nn.Linear(6, 6), 3], alone(2))),
-    (StageError, "a Linear cannot be cut", lambda: cut(nn.Linear(6, 6), 2)),
+    (StageError, "a Linear cannot be cut", lambda: cut_sequence(nn.Linear(6, 6), 2)),
     (ScheduleError, "there is no schedule '1f1c'", lambda: gt.pipeline(list(tanhs(2)), alone(2), "1f1c")),
     (ScheduleError, "0 micro-batches", lambda: gt.pipeline(list(tanhs(2)), alone(2), "1f1b", 0)),
-    (ScheduleError, "never does 1B0", lambda: gt.pipeline(list(tanhs(2)), alone(2), parse("0F0 0B0\n1F0"))),
+    (ScheduleError, "never does 1B0", lambda: gt.pipeline(list(tanhs(2)), alone(2), parse_schedule("0F0 0B0\n1F0"))),
     (StageError, "5 micro-batches for own",
-     lambda: gt.pipeline(list(tanhs(2)), alone(2), parse("0F0 0B0\n1F0 1B0"), 5)),
+     lambda: gt.pipeline(list(tanhs(2)), alone(2), parse_schedule("0F0 0B0\n1F0 1B0"), 5)),
     (PlacementError, "3 placements for the 2 ranks",
-     lambda: gt.pipeline(list(tanhs(2)), alone(3), parse("0F0 0B0\n1F0 1B0"))),
-    (PlacementError, "ranks [1] would have to be at two micro-batches",
+     lambda: gt.pipeline(list(tanhs(2)), alone(3), parse_schedule("0F0 0B0\n1F0 1B0"))),
+    (PlacementError, "ranks [1] would have to run two micro-batches",
      lambda: gt.pipeline(list(tanhs(2)), [gt.placement("cpu", [0, 1]), gt.placement("cpu", [1, 2])])),
     (PlacementError, "stage 2 on", lambda: gt.pipeline(
         list(tanhs(4)), [gt.placement("cpu", [r]) for r in (0, 1, 0, 1)], "zb-v")),
@@ -491,9 +492,9 @@ class Plain(nn.Module):
      lambda: gt.pipeline(list(tanhs(2)), alone(2), loss=F.mse_loss).step([torch.ones(3, 6)] * 2)),
     (GlobalTensorError, "inputs that require a gradient",
      lambda: gt.pipeline(list(tanhs(2)), alone(2)).step(torch.ones(4, 6, requires_grad=True))),
-    (StageError, "stage 1 of 2 cannot work on [1, 6] float32",
+    (StageError, "stage 1 of 2 fails on [1, 6] float32",
      lambda: gt.pipeline([nn.Linear(6, 6), nn.Linear(5, 6)], alone(2)).step(torch.ones(4, 6))),
-    (StageError, "stage 0 gave a float",
+    (StageError, "stage 0 returned a float",
      lambda: gt.pipeline([Plain(), nn.Linear(5, 6)], alone(2)).step(torch.ones(4, 6))),
     (StageError, "the loss of micro-batch 0 is a tensor of [1, 6]",
      lambda: gt.pipeline([nn.Linear(6, 6), nn.Linear(6, 6)], alone(2)).step(torch.ones(4, 6))),
@@ -569,7 +570,7 @@ def test_stages_that_do_not_fit_are_told_on_every_rank(tmp_path):
     good([*RUN, "-n", 2, PIPELINE, tmp_path, "misfits"])
     for rank, found in results(tmp_path).items():
         kind, text = found["misfits"]["error"]
-        assert kind == "StageError" and "stage 1 of 2 cannot work on [1, 5] float64" in text, f"rank {rank}: {text}"
+        assert kind == "StageError" and "stage 1 of 2 fails on [1, 5] float64" in text, f"rank {rank}: {text}"
 
 
 def test_measured_events_are_a_timetable():

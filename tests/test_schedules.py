@@ -11,17 +11,17 @@ from fractions import Fraction
 import pytest
 
 from globaltensor.schedules import text, timetable
-from globaltensor.schedules.check import check, kept, least_capacity, peak_activations
+from globaltensor.schedules.check import activation_history, check_schedule, least_capacity, peak_activations
 from globaltensor.schedules.communication import communicate, communicates
-from globaltensor.schedules.early_send import early
-from globaltensor.schedules.generators import TABLE, generate
-from globaltensor.schedules.schedule import Action, B, F, I, Schedule, ScheduleError, W
+from globaltensor.schedules.early_send import send_gradients_early
+from globaltensor.schedules.generators import GENERATORS, generate
+from globaltensor.schedules.schedule import COMPUTE, Action, F, Schedule, ScheduleError
 from globaltensor.simulator.costs import Costs
 from globaltensor.simulator.engine import simulate
 
 SEED = 20
 CASES = {name: [(p, m, v) for p in range(1, 9) for m in range(1, 4 * p + 1) for v in range(1, 5) if own in (None, v)]
-         for name, (_, own) in TABLE.items()}
+         for name, (_, own) in GENERATORS.items()}
 
 
 def least_extra(p, m, v, whole):
@@ -70,13 +70,13 @@ def peaks(name, p, m, v, r, share):
     return None
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", GENERATORS)
 def test_every_generator_is_legal_and_meets_its_formulas_exactly(name):
     chance = random.Random(SEED)
     met = 0
     for p, m, v in CASES[name]:
         schedule = generate(name, p, m, v)
-        check(schedule)
+        check_schedule(schedule)
         tf, tb = (Fraction(chance.randint(1, 9), chance.randint(1, 4)) for _ in range(2))
         short = min(tf, tb) * Fraction(chance.randint(0, 4), 4)
         for times in [(Fraction(1),) * 3, (tf, tb, short), (tf, tb, Fraction(chance.randint(1, 9)))]:
@@ -101,15 +101,15 @@ def test_the_formulas_of_the_papers_as_they_print_them():
     assert run.span - m * 3 == Fraction((p - 1) * 3, v)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", GENERATORS)
 def test_gradients_handed_on_early_take_weights_out_of_the_last_chain(name):
     def order(row):
-        return [code | 3 if code & 7 in (B, I) else code for code in row.codes if code & 7 != W]
+        return [a._replace(kind="B") if a.kind == "I" else a for a in row if a.kind != "W"]
 
     for p, m, v in CASES[name]:
         whole = generate(name, p, m, v)
-        halves = early(whole)
-        check(halves)
+        halves = send_gradients_early(whole)
+        check_schedule(halves)
         assert list(map(order, halves.actions)) == list(map(order, whole.actions))
         at_first, then = (simulate(s, Costs.exact((1, 1, 1), s.stages)).makespan for s in (whole, halves))
         assert then <= at_first, (p, m, v)
@@ -148,7 +148,7 @@ def channels(program: Schedule):
     return dict(sent), dict(received)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", GENERATORS)
 @pytest.mark.parametrize("p, m", [(1, 3), (2, 5), (4, 3), (4, 8), (5, 12)])
 def test_receives_are_the_sends_in_order(name, p, m):
     schedule = generate(name, p, m)
@@ -157,8 +157,8 @@ def test_receives_are_the_sends_in_order(name, p, m):
     assert sent == received
     between = sum(a != b for a, b in zip(schedule.rank_of, schedule.rank_of[1:]))
     assert sum(map(len, sent.values())) == 2 * m * between
-    assert program.only(range(4)).actions == schedule.actions
-    check(program)                                    # what it is told in full, it checks in full
+    assert program.only(COMPUTE).actions == schedule.actions
+    check_schedule(program)                                    # what it is told in full, it checks in full
     assert communicates(program) == (p > 1) and not communicates(schedule)
 
 
@@ -178,18 +178,18 @@ def test_on_a_v_receiving_in_the_order_of_use_would_swap_values():
     order = iter([Action(stage, f"RECV_{kind}", mb) for kind, stage, mb in used[swapped[0]]])
     mine = {Action(stage, f"RECV_{kind}", mb) for kind, stage, mb in used[swapped[0]]}
     rows[rank] = [next(order) if a in mine else a for a in rows[rank]]
-    with pytest.raises(ScheduleError, match="would get another value|comes before"):
-        check(text.parse("\n".join(" ".join(map(str, row)) for row in rows)))
+    with pytest.raises(ScheduleError, match="would receive the wrong value|comes before"):
+        check_schedule(text.parse_schedule("\n".join(" ".join(map(str, row)) for row in rows)))
 
 
 def test_channel_capacity():
-    assert {name: least_capacity(generate(name, 4, 8)) for name in TABLE} == {
+    assert {name: least_capacity(generate(name, 4, 8)) for name in GENERATORS} == {
         "gpipe": 0, "1f1b": 1, "interleaved": 1, "bfs": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe-v": 2}
     with pytest.raises(ScheduleError) as error:
-        check(generate("1f1b", 2, 3), capacity=0)
-    assert error.value.what == ("rank 0, action 1: 0F1 waits for ever, with room for 0 values in a channel")
-    assert error.value.why == ("rank 0 waits at 0SEND_F1 to be taken by rank 1; "
-                               "rank 1 waits at 1SEND_B0 to be taken by rank 0")
+        check_schedule(generate("1f1b", 2, 3), capacity=0)
+    assert error.value.what == ("rank 0, action 1: 0F1 deadlocks with room for 0 values per channel")
+    assert error.value.why == ("rank 0 waits at 0SEND_F1 for a receive by rank 1; "
+                               "rank 1 waits at 1SEND_B0 for a receive by rank 0")
 
 
 # ---- what is wrong with a schedule
@@ -202,45 +202,46 @@ GOOD = ["rank 0: 0F0 0F1 0I0 0W0 0B1", "rank 1: 1F0 1B0 1F1 1I1 1W1"]
     ("0F0 0I0 0W0 0B1", None, "rank 0, action 3: 0B1 (line 3 of mine.txt) comes before 0F1", 3),
     ("0F0 0F1 0I0 0B1", None, "rank 0 never does 0W0", None),
     (None, "1F0 1B0 1I1 1W1", "rank 1, action 2: 1I1 (line 4 of mine.txt) comes before 1F1", 4),
-    ("0F0 0F1 0F0 0I0 0W0 0B1", None, "rank 0, action 2: 0F0 (line 3 of mine.txt) is done twice", 3),
-    ("0F0 0F1 0I0 0W0 0B1 0W1", None, "rank 0, action 5: 0W1 (line 3 of mine.txt) does again what 0B1 did", 3),
-    ("0F0 0F1 0I0 0B0 0W0 0B1", None, "rank 0, action 3: 0B0 (line 3 of mine.txt) does again what 0I0 did", 3),
+    ("0F0 0F1 0F0 0I0 0W0 0B1", None, "rank 0, action 2: 0F0 (line 3 of mine.txt) is repeated", 3),
+    ("0F0 0F1 0I0 0W0 0B1 0W1", None, "rank 0, action 5: 0W1 (line 3 of mine.txt) repeats what 0B1 did", 3),
+    ("0F0 0F1 0I0 0B0 0W0 0B1", None, "rank 0, action 3: 0B0 (line 3 of mine.txt) repeats what 0I0 did", 3),
     ("0F0 0F1 0W0 0I0 0B1", None, "rank 0, action 2: 0W0 (line 3 of mine.txt) comes before 0I0", 3),
-    ("0F0 0F1 0I0 0W0 0B1 1B0", None, "rank 0, action 5: 1B0 (line 3 of mine.txt) stands on the wrong rank", 3),
+    ("0F0 0F1 0I0 0W0 0B1 1B0", None, "rank 0, action 5: 1B0 (line 3 of mine.txt) is on the wrong rank", 3),
     ("0F0 0I0 0F1 0W0 0B1", "1F1 1I1 1W1 1F0 1B0",
-     "rank 0, action 1: 0I0 (line 3 of mine.txt) waits for ever", 3),
+     "rank 0, action 1: 0I0 (line 3 of mine.txt) deadlocks", 3),
     ("0F0 0F1 0F2 0I0 0W0 0B1 0B2", None, "rank 1 never does 1F2", None),
 ])
 def test_what_is_wrong_is_named(zero, one, what, line):
     rows = [f"rank 0: {zero}" if zero else GOOD[0], f"rank 1: {one}" if one else GOOD[1]]
-    schedule = text.parse("\n".join(["# mine", "stages on ranks: 0 1", *rows]), "mine.txt")
+    schedule = text.parse_schedule("\n".join(["# mine", "stages on ranks: 0 1", *rows]), "mine.txt")
     with pytest.raises(ScheduleError) as error:
-        check(schedule)
+        check_schedule(schedule)
     assert error.value.what == what
     assert error.value.where == ("mine.txt" if line is None else f"mine.txt:{line}")
 
 
 @pytest.mark.parametrize("zero, one, what", [
     ("0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0", "rank 0, action 2: 0B0 comes before 0RECV_B0"),
-    ("0SEND_F0 0F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0", "rank 0, action 0: 0SEND_F0 sends what is not made yet"),
+    ("0SEND_F0 0F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0",
+     "rank 0, action 0: 0SEND_F0 sends a value that is not computed yet"),
     ("0F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0", "rank 0 never does 0SEND_F0"),
-    ("0F0 0SEND_F0 0RECV_B0 0B0 0SEND_B0", "1RECV_F0 1F0 1B0 1SEND_B0", "rank 0, action 4: 0SEND_B0 moves nothing"),
-    ("0F0 0SEND_F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0", "rank 0, action 2: 0SEND_F0 is done twice"),
+    ("0F0 0SEND_F0 0RECV_B0 0B0 0SEND_B0", "1RECV_F0 1F0 1B0 1SEND_B0", "rank 0, action 4: 0SEND_B0 transfers nothing"),
+    ("0F0 0SEND_F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0", "rank 0, action 2: 0SEND_F0 is repeated"),
     ("0F0 0SEND_F0 0RECV_B0 0RECV_B1 0B0", "1RECV_F0 1F0 1B0 1SEND_B0", "rank 0 never does 0F1"),
     ("0F0 0F1 0SEND_F1 0SEND_F0 0RECV_B0 0B0 0RECV_B1 0B1",
-     "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1", "rank 1, action 0: 1RECV_F0 would get another value"),
-    ("0F0 0RECV_B0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0", "rank 0, action 1: 0RECV_B0 waits for ever"),
+     "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1", "rank 1, action 0: 1RECV_F0 would receive the wrong value"),
+    ("0F0 0RECV_B0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0", "rank 0, action 1: 0RECV_B0 deadlocks"),
 ])
 def test_sends_and_receives_of_ones_own(zero, one, what):
     with pytest.raises(ScheduleError) as error:
-        check(text.parse(f"{zero}\n{one}"))
+        check_schedule(text.parse_schedule(f"{zero}\n{one}"))
     assert error.value.what.replace(" (line 1 of <text>)", "").replace(" (line 2 of <text>)", "") == what
 
 
 def test_no_change_of_one_action_goes_unseen():
     chance = random.Random(SEED)
     for _ in range(300):
-        schedule = generate(chance.choice(list(TABLE)), chance.randint(1, 4), chance.randint(1, 6))
+        schedule = generate(chance.choice(list(GENERATORS)), chance.randint(1, 4), chance.randint(1, 6))
         rows = [list(row) for row in schedule.actions]
         row = chance.choice(rows)
         at = chance.randrange(len(row))
@@ -255,17 +256,17 @@ def test_no_change_of_one_action_goes_unseen():
         head = f"stages on ranks: {' '.join(map(str, schedule.rank_of))}\n"
         broken = head + "\n".join(f"rank {r}: " + " ".join(map(str, row)) for r, row in enumerate(rows))
         with pytest.raises(ScheduleError) as error:
-            check(text.parse(broken))
+            check_schedule(text.parse_schedule(broken))
         assert re.search(rf"\b{said.stage}[FBIW]{said.micro_batch}\b", error.value.what), (
             f"seed {SEED}: {schedule.name}, {change} {said}: {error.value}")
 
 
 def test_it_takes_milliseconds():
-    for name in TABLE:
+    for name in GENERATORS:
         schedule, best = generate(name, 8, 32), 1.0
         for _ in range(3):
             begin = time.process_time()
-            check(schedule)
+            check_schedule(schedule)
             best = min(best, time.process_time() - begin)
         assert best < 0.05, f"{name}: {best * 1e3:.0f} ms for {len(schedule)} actions"
 
@@ -288,39 +289,40 @@ def test_what_generate_cannot_make(name, args, what, fix):
     assert error.value.what == what and error.value.fix == fix
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", GENERATORS)
 def test_text_and_back(name, tmp_path):
     schedule = generate(name, 3, 5)
     file = tmp_path / f"{name}.txt"
-    file.write_text(text.write(schedule))
-    assert text.read(file) == schedule
+    file.write_text(text.format_schedule(schedule))
+    assert text.read_schedule(file) == schedule
     program = communicate(schedule)
-    assert text.parse(text.write(program)).actions == program.actions
+    assert text.parse_schedule(text.format_schedule(program)).actions == program.actions
 
 
 def test_text_as_others_write_it():
-    own = text.parse("0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1\n")     # torch.distributed.pipelining's, idle moments empty
+    # As torch.distributed.pipelining writes them: idle moments are empty.
+    own = text.parse_schedule("0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1\n")
     assert own.actions == generate("gpipe", 2, 2).actions[:1] + generate("1f1b", 2, 2).actions[1:]
     assert own.rank_of == (0, 1) and own.micro_batches == 2
-    split = text.parse("rank 1: 1F0\nRank 0: 0F0 # begin\nrank 1: 1B0\nrank 0: 0B0")
-    assert check(split).peak_activations == (1, 1)
+    split = text.parse_schedule("rank 1: 1F0\nRank 0: 0F0 # begin\nrank 1: 1B0\nrank 0: 0B0")
+    assert check_schedule(split).peak_activations == (1, 1)
     assert split.lines == ((2, 4), (1, 3))
 
 
 @pytest.mark.parametrize("written, what, where", [
     ("", "a schedule without actions", "<text>"),
     ("# nothing\nrank 0:", "a schedule without actions", "<text>"),
-    ("0F0 0X0", "'0X0' is no action", "<text>:1"),
-    ("0F0\n\n0B", "'0B' is no action", "<text>:3"),
-    ("0F0 0B0\n0F1 0B1", "rank 1 has 0F1, but stage 0 lives on rank 0", "<text>:2"),
+    ("0F0 0X0", "'0X0' is not an action", "<text>:1"),
+    ("0F0\n\n0B", "'0B' is not an action", "<text>:3"),
+    ("0F0 0B0\n0F1 0B1", "rank 1 has 0F1, but stage 0 is on rank 0", "<text>:2"),
     ("1F0 1B0", "no rank has a forward of stage 0", "<text>"),
-    ("stages on ranks: 0\n0F0 1F0", "1F0 is of a stage that is not there", "<text>:2"),
-    ("stages on ranks: 0 x\n0F0 0B0", "'x' is no rank, stage or micro-batch", "<text>:1"),
-    ("0F99999999", "'99999999' is no rank, stage or micro-batch", "<text>:1"),
+    ("stages on ranks: 0\n0F0 1F0", "1F0 is of a stage that does not exist", "<text>:2"),
+    ("stages on ranks: 0 x\n0F0 0B0", "'x' is not a rank, stage or micro-batch", "<text>:1"),
+    ("0F99999999", "'99999999' is not a rank, stage or micro-batch", "<text>:1"),
 ])
 def test_text_that_is_none(written, what, where):
     with pytest.raises(ScheduleError) as error:
-        text.parse(written)
+        text.parse_schedule(written)
     assert (error.value.what, error.value.where) == (what, where)
 
 
@@ -332,7 +334,7 @@ def test_any_text_is_a_schedule_or_an_error_of_its_own():
     for _ in range(3000):
         written = " ".join(chance.choices(words, k=chance.randint(0, 12)))
         try:
-            check(text.parse(written))
+            check_schedule(text.parse_schedule(written))
             made += 1
         except ScheduleError as error:
             assert error.what and error.why, f"seed {SEED}: {written!r}"
@@ -341,7 +343,7 @@ def test_any_text_is_a_schedule_or_an_error_of_its_own():
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ScheduleError, match="nowhere.txt could not be read"):
-        text.read(tmp_path / "nowhere.txt")
+        text.read_schedule(tmp_path / "nowhere.txt")
 
 
 def test_actions_are_a_sequence():
@@ -352,10 +354,10 @@ def test_actions_are_a_sequence():
 
 
 def test_what_is_kept_over_time():
-    assert list(kept(generate("zb-v", 1, 1), Fraction(1, 2))) == [
+    assert list(activation_history(generate("zb-v", 1, 1), Fraction(1, 2))) == [
         [Fraction(1, 2), 1, Fraction(3, 4), Fraction(1, 2), Fraction(1, 4), 0]]
-    for name in TABLE:
-        assert all(held[-1] == 0 for held in kept(generate(name, 3, 4)))
+    for name in GENERATORS:
+        assert all(held[-1] == 0 for held in activation_history(generate(name, 3, 4)))
 
 
 def events_of(name, p, m, times=(1, 1, 1, 0)):
@@ -395,7 +397,7 @@ def test_a_picture_of_two_runs(tmp_path):
     file = tmp_path / "t.png"
     timetable.draw(file, {"simulated": events_of("zb-v", 3, 6), "measured": events_of("zb-v", 3, 6, (1, 2, 1, "1/7"))})
     pixels = image.imread(file)
-    for colours in (timetable.COLOURS, timetable.LATER):
+    for colours in (timetable.FIRST_STAGE_COLOURS, timetable.LATER_STAGE_COLOURS):
         for kind in "FIW":
             colour = [int(colours[kind][i:i + 2], 16) / 255 for i in (1, 3, 5)]
             assert (abs(pixels[..., :3] - colour).max(-1) < 0.01).mean() > 0.01, f"no {kind} to be seen"

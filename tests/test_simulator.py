@@ -14,14 +14,14 @@ import pytest
 
 from globaltensor.cli import main
 from globaltensor.schedules import text
-from globaltensor.schedules.generators import TABLE, generate
+from globaltensor.schedules.generators import GENERATORS, generate
 from globaltensor.schedules.schedule import ScheduleError
 from globaltensor.simulator.cluster import KNOWN, Cluster, ClusterError, Link, as_json, cluster
 from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import simulate
 from globaltensor.simulator.gpt import GPT
 from globaltensor.simulator.memory import model_states
-from globaltensor.simulator.training import Plan, train
+from globaltensor.simulator.training import TrainingPlan, simulate_training
 
 SEED = 21
 DATA = Path(__file__).parent / "data"
@@ -90,7 +90,7 @@ def oracle(schedule, costs):
             return begin
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", GENERATORS)
 def test_times_are_those_of_the_oracle(name):
     chance = random.Random(SEED)
     for p, m in ((1, 2), (2, 3), (3, 5), (4, 6), (3, 1)):
@@ -125,7 +125,7 @@ def test_spans_and_makespan_differ_where_ranks_begin_and_end_in_turn():
 
 
 def test_what_never_begins():
-    crossed = text.parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")
+    crossed = text.parse_schedule("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")
     with pytest.raises(ScheduleError, match="rank 0, action 1: 0B0 .* never begins"):
         simulate(crossed, Costs.exact([1, 1, 1], 2))
 
@@ -197,7 +197,7 @@ def test_a_schedule_of_ones_own(capsys, tmp_path):
     code, out, err = said(capsys, f"simulate --schedule {file} --times 1,1,1,0")
     assert (code, out) == (2, "")
     assert err == (f"globaltensor: rank 1, action 2: 1B1 (line 2 of {file}) comes before 1F1\n"
-                   f"  where: {file}:2\n  why: it needs what that leaves behind\n  try: 1F1 before it\n")
+                   f"  where: {file}:2\n  why: it needs the result of 1F1\n  try: 1F1 before it\n")
 
 
 def test_pictures_and_traces(capsys, tmp_path):
@@ -232,9 +232,9 @@ GPT_TINY = "--model gpt --layers 4 --hidden 64 --heads 4 --seq 32"
     ("simulate --times 1,1,1", "which --schedule?"),
     ("simulate --times 1,1,1 --schedule 1f1b --stages 2", "which --micro-batches?"),
     ("simulate --times 1,1 --schedule 1f1b --stages 2 --micro-batches 2", "2 times\n  why: they are TF,TB,TW,Tcomm"),
-    ("simulate --times 1,1,x --schedule 1f1b --stages 2 --micro-batches 2", "'x' is no time"),
-    ("simulate --times 1,1,-1 --schedule 1f1b --stages 2 --micro-batches 2", "'-1' is no time"),
-    ("simulate --times 1,1,inf --schedule 1f1b --stages 2 --micro-batches 2", "'inf' is no time"),
+    ("simulate --times 1,1,x --schedule 1f1b --stages 2 --micro-batches 2", "'x' is not a time"),
+    ("simulate --times 1,1,-1 --schedule 1f1b --stages 2 --micro-batches 2", "'-1' is not a time"),
+    ("simulate --times 1,1,inf --schedule 1f1b --stages 2 --micro-batches 2", "'inf' is not a time"),
     ("simulate --times 1,1,1 --schedule zbh1 --stages 2 --micro-batches 2", "try: zb-h1 or zb-h2 or zb-v"),
     ("simulate --times 1,1,1 --schedule gone.txt", "the schedule gone.txt could not be read"),
     ("simulate --times 1,1,1 --schedule 1f1b --stages 0 --micro-batches 2", "'0' is not a number from 1 on"),
@@ -343,9 +343,10 @@ def test_ten_plans_come_out_as_measured():
     """With one number fitted (the share of its peak that an A100 reaches), all ten rows of the SC'21 table."""
     for row in rows("megatron_sc21_table1"):
         chunks = int(row["virtual_chunks_v"])
-        plan = Plan(int(row["micro_batch"]), int(row["global_batch"]), int(row["dp_derived"]), int(row["tp"]),
+        plan = TrainingPlan(int(row["micro_batch"]), int(row["global_batch"]), int(row["dp_derived"]), int(row["tp"]),
                     int(row["pp"]), "interleaved" if chunks > 1 else "1f1b", chunks if chunks > 1 else None)
-        step = train(GPT(int(row["layers"]), int(row["hidden"]), int(row["heads"]), 2048), plan, KNOWN["dgx-a100"])
+        gpt = GPT(int(row["layers"]), int(row["hidden"]), int(row["heads"]), 2048)
+        step = simulate_training(gpt, plan, KNOWN["dgx-a100"])
         measured = float(row["tflops_per_gpu"])
         tflops = float(step.operations) / step.seconds / plan.devices / 1e12
         assert tflops == pytest.approx(measured, rel=0.08), f"{row['params_billion']} billion: {tflops:.0f} {measured}"
@@ -355,11 +356,11 @@ def test_ten_plans_come_out_as_measured():
 def test_what_zero_moves_and_keeps():
     gpt, found = GPT(8, 512, 8, 128, 1024), {}
     for zero in range(3):
-        step = train(gpt, Plan(2, 64, 4, 1, 2, zero=zero), KNOWN["dgx-a100"])
+        step = simulate_training(gpt, TrainingPlan(2, 64, 4, 1, 2, zero=zero), KNOWN["dgx-a100"])
         parameters = 4 * gpt.parameters_per_layer + gpt.embeddings
         found[zero] = step.data.bytes
         states = model_states(parameters, zero, 4)
-        assert step.states[0] == states.parameters + 2 * parameters + states.optimizer, "gradients wait for the end"
+        assert step.states[0] == states.parameters + 2 * parameters + states.optimizer, "unreduced until the end"
         assert step.data.bytes == 2 * 3 * 2 * parameters // 4
     assert len(set(found.values())) == 1              # a reduction is a reduce-scatter and a gather
 
@@ -386,7 +387,8 @@ def test_zero_3_waits_for_every_gather(p):
     d, m, bandwidth, gpt = 4, 6, 1e9, GPT(4, 512, 8, 128, 1024)
     link = Link(latency=0.0, bandwidth=bandwidth)
     slow = Cluster("slow", 8, 1e11, 1.0, 80e9, 1e30, link, link)      # it takes time to compute and to send, else none
-    two, three = (train(gpt, Plan(2, 2 * d * m, d, 1, p, "1f1b", zero=zero), slow) for zero in (2, 3))
+    two, three = (simulate_training(gpt, TrainingPlan(2, 2 * d * m, d, 1, p, "1f1b", zero=zero), slow)
+                  for zero in (2, 3))
     layers = 4 // p * gpt.parameters_per_layer
     stages = [layers + gpt.embeddings, layers + gpt.vocabulary * gpt.hidden][:p]
     gathers = [2 * n * (d - 1) / d / bandwidth for n in stages]
@@ -402,15 +404,16 @@ def test_zero_3_waits_for_every_gather(p):
 
 
 def test_zero_over_one_rank_is_nothing():
-    plain, three = (train(GPT(8, 512, 8, 128, 1024), Plan(2, 16, 1, 2, 2, zero=zero), KNOWN["dgx-a100"])
+    gpt = GPT(8, 512, 8, 128, 1024)
+    plain, three = (simulate_training(gpt, TrainingPlan(2, 16, 1, 2, 2, zero=zero), KNOWN["dgx-a100"])
                     for zero in (0, 3))
     assert (three.seconds, three.states, three.data) == (plain.seconds, plain.states, plain.data)
 
 
 def test_sequence_parallel_moves_the_same_and_keeps_less():
     gpt = GPT(8, 4096, 32, 2048)
-    plain, sequence = (train(gpt, Plan(2, 16, 1, 8, 2, recompute="none", sequence_parallel=sp), KNOWN["dgx-a100"])
-                       for sp in (False, True))
+    plans = (TrainingPlan(2, 16, 1, 8, 2, recompute="none", sequence_parallel=sp) for sp in (False, True))
+    plain, sequence = (simulate_training(gpt, plan, KNOWN["dgx-a100"]) for plan in plans)
     assert sequence.tensor.bytes == plain.tensor.bytes
     assert sequence.activations[0] < plain.activations[0]
     assert sequence.stage.bytes == sequence.stage.crossing == plain.stage.crossing == plain.stage.bytes // 8
@@ -431,7 +434,7 @@ def test_a_cluster_of_ones_own(capsys, tmp_path):
 @pytest.mark.parametrize("written, text", [
     ("{", "could not be read"),
     ("[]", "describes no cluster"),
-    ("{}", "does not say its devices_per_host"),
+    ("{}", "lacks 'devices_per_host'"),
     ('{"flop": 1}', "a cluster has no 'flop'"),
     ('{"flops": "fast"}', "flops is 'fast'"),
     ('{"flops": -1}', "flops is -1"),
@@ -452,6 +455,6 @@ def test_a_described_cluster_leaves_this_world_alone():
     import globaltensor as gt
     from globaltensor.errors import PlacementError
 
-    train(GPT(4, 64, 4, 32), Plan(1, 64, 8, 2, 4), KNOWN["dgx-h100"])
+    simulate_training(GPT(4, 64, 4, 32), TrainingPlan(1, 64, 8, 2, 4), KNOWN["dgx-h100"])
     with pytest.raises(PlacementError, match="outside the world"):
         gt.placement("cpu", [10_000])

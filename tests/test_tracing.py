@@ -14,7 +14,7 @@ from torch import nn
 
 import globaltensor as gt
 from globaltensor.pipelining.stages import StageError, parameters
-from globaltensor.pipelining.tracing import traced
+from globaltensor.pipelining.tracing import cut_traced
 
 sys.path.insert(0, os.fspath(ROOT / "examples"))
 from gpt import GPT
@@ -131,7 +131,7 @@ def test_stages_one_after_the_other_are_the_model(name, stages):
     if name == "reused" and stages == 4:
         stages = 3
     want = model(*given)
-    made = traced(model, stages)
+    made = cut_traced(model, stages)
     assert len(made) == stages
     assert {id(p) for stage in made for p in stage.parameters()} <= {id(p) for p in model.parameters()}
     found = given
@@ -179,17 +179,17 @@ def calls(stage):
 
 def test_a_cut_by_names_and_by_a_cost_of_ones_own():
     model = GPT(11, 8, 4, 8, 2)
-    assert [calls(stage) for stage in traced(model, ["blocks.1", "norm"])] == [
+    assert [calls(stage) for stage in cut_traced(model, ["blocks.1", "norm"])] == [
         ["token", "dropout", "blocks.0"], ["blocks.1", "blocks.2", "blocks.3"], ["norm", "head"]]
-    assert calls(traced(model, ["blocks"])[0]) == ["token", "dropout"]
-    assert calls(traced(model, 2, lambda m: 9.0 if m is model.head else 1.0)[1]) == ["head"]
+    assert calls(cut_traced(model, ["blocks"])[0]) == ["token", "dropout"]
+    assert calls(cut_traced(model, 2, lambda m: 9.0 if m is model.head else 1.0)[1]) == ["head"]
     with pytest.raises(StageError, match="no layer is called 'blocks.9'\n.*\n.*token, dropout, blocks.0, blocks.1"):
-        traced(model, ["blocks.9"])
+        cut_traced(model, ["blocks.9"])
     for names in (["blocks.2", "blocks.1"], ["token"]):
         with pytest.raises(StageError, match="do not come in this order, or the first stage is empty"):
-            traced(model, names)
+            cut_traced(model, names)
     with pytest.raises(StageError, match="8 stages of 7 layers"):
-        traced(model, 8)
+        cut_traced(model, 8)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -203,14 +203,14 @@ def test_the_dearest_stage_is_as_cheap_as_can_be(stages):
 
     cuts = ([0, *rest, len(layers)] for rest in itertools.combinations(range(1, len(layers)), stages - 1))
     best = min(dearest([layers[a:b] for a, b in zip(cut, cut[1:])]) for cut in cuts)
-    assert dearest([list(map(model.get_submodule, calls(stage))) for stage in traced(model, stages)]) == best
+    assert dearest([list(map(model.get_submodule, calls(stage))) for stage in cut_traced(model, stages)]) == best
 
 
 def test_only_what_is_needed_crosses_and_sizes_are_made_again():
-    _, second, third = traced(Masked(None), ["blocks.1", "head"])
+    _, second, third = cut_traced(Masked(None), ["blocks.1", "head"])
     assert [[node.name for node in stage.graph.nodes if node.op == "placeholder"] for stage in (second, third)] == [
         ["mask", "mul"], ["mask", "mul_3"]]
-    second = traced(Net(sizes), ["blocks.3"])[1]
+    second = cut_traced(Net(sizes), ["blocks.3"])[1]
     assert [node.name for node in second.graph.nodes if node.op == "placeholder"] == ["x", "blocks_2"]
 
 
@@ -218,7 +218,7 @@ def test_modes_and_inputs_with_a_default_are_left_alone():
     model = GPT(11, 8, 2, 8, 2, dropout=0.5)
     model.blocks[0].eval()
     modes, held = [m.training for m in model.modules()], set(vars(model))
-    stages = traced(model, 2)
+    stages = cut_traced(model, 2)
     assert [m.training for m in model.modules()] == modes and set(vars(model)) == held
     ids = torch.randint(11, (2, 5))
     for mode in (True, False):                       # leaves of the stages are modules of the model
@@ -263,9 +263,9 @@ def keeps(net, x):
 
 @pytest.mark.parametrize("way, text", [
     (branches, "at test_tracing.py:{line} TraceError: symbolically traced variables cannot be used as inputs to"),
-    (drops, "asks for self.training, in training %dropout"),
-    (normalizes, "asks for self.training, in training %batch_norm"),
-    (skips_in_evaluation, "asks for self.training, in training %blocks_0"),
+    (drops, "depends on self.training, in training %dropout"),
+    (normalizes, "depends on self.training, in training %batch_norm"),
+    (skips_in_evaluation, "depends on self.training, in training %blocks_0"),
     (adds_in_place, "add_ changes first in place"),
     (constant, "its forward leaves _tensor_constant0 in it"),
     (keeps, "its forward leaves last in it"),

@@ -27,21 +27,21 @@ from globaltensor.cli.memory import model, model_options, number, parallel_optio
 from globaltensor.cli.problem import Problem
 from globaltensor.errors import GlobalTensorError
 from globaltensor.schedules import text, timetable
-from globaltensor.schedules.check import check, kept, peak_activations
+from globaltensor.schedules.check import activation_history, check_schedule, peak_activations
 from globaltensor.schedules.communication import routes
-from globaltensor.schedules.generators import TABLE, generate
-from globaltensor.schedules.schedule import F, Schedule
+from globaltensor.schedules.generators import GENERATORS, generate
+from globaltensor.schedules.schedule import Schedule
 from globaltensor.simulator.cluster import cluster
 from globaltensor.simulator.costs import Costs
-from globaltensor.simulator.engine import Run, simulate
-from globaltensor.simulator.training import Plan, Step, train
+from globaltensor.simulator.engine import SimulatedRun, simulate
+from globaltensor.simulator.training import SimulatedStep, TrainingPlan, simulate_training
 
 _TO_SHOW = 300_000                                    # more actions than this make no picture
 
 
 def options(of: argparse.ArgumentParser) -> None:
     """The command line of `globaltensor simulate`."""
-    of.add_argument("--schedule", metavar="NAME", help=f"{', '.join(TABLE)}, or a file with your own")
+    of.add_argument("--schedule", metavar="NAME", help=f"{', '.join(GENERATORS)}, or a file with your own")
     of.add_argument("--chunks", type=positive, metavar="V", help="stages on each rank, for schedules where it is free")
     of.add_argument("--json", action="store_true", help="as one JSON object")
     of.add_argument("--text", action="store_true", help="also the timetable as text")
@@ -68,9 +68,9 @@ def command(chosen: argparse.Namespace) -> int:
         raise Problem("what do the actions take?\n  try: --times 1,1,1,0, or --model gpt --layers ...")
     show = bool(chosen.text or chosen.plot or chosen.trace)
     try:
-        own = text.read(chosen.schedule) if chosen.schedule and _is_file(chosen.schedule) else None
+        own = text.read_schedule(chosen.schedule) if chosen.schedule and _is_file(chosen.schedule) else None
         if own:
-            check(own)
+            check_schedule(own)
         run, step, found = (_with_times if chosen.times else _with_model)(chosen, own, show)
     except GlobalTensorError as error:
         raise problem(error, chosen.schedule or "") from None
@@ -81,7 +81,8 @@ def command(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _with_times(chosen: argparse.Namespace, own: Schedule | None, record: bool) -> tuple[Run, None, dict[str, Any]]:
+def _with_times(chosen: argparse.Namespace, own: Schedule | None,
+                record: bool) -> tuple[SimulatedRun, None, dict[str, Any]]:
     for name in ("schedule",) if own else ("schedule", "stages", "micro_batches"):
         if getattr(chosen, name) is None:
             raise Problem(f"which --{name.replace('_', '-')}?\n  try: --schedule 1f1b --stages 4 --micro-batches 8")
@@ -95,14 +96,15 @@ def _with_times(chosen: argparse.Namespace, own: Schedule | None, record: bool) 
                                      "peak_activations": [number(peak) for peak in peaks], "links": _links(schedule)}
 
 
-def _with_model(chosen: argparse.Namespace, own: Schedule | None, record: bool) -> tuple[Run, Step, dict[str, Any]]:
+def _with_model(chosen: argparse.Namespace, own: Schedule | None,
+                record: bool) -> tuple[SimulatedRun, SimulatedStep, dict[str, Any]]:
     gpt = model(chosen)
     if chosen.global_batch is None:
         raise Problem(f"which --global-batch?\n  try: --global-batch {chosen.dp * chosen.pp * 4 * chosen.micro_batch}")
-    plan = Plan(chosen.micro_batch, chosen.global_batch, chosen.dp, chosen.tp, chosen.pp, chosen.schedule or "1f1b",
-                chosen.chunks, chosen.zero, chosen.recompute, chosen.sp)
+    plan = TrainingPlan(chosen.micro_batch, chosen.global_batch, chosen.dp, chosen.tp, chosen.pp,
+                        chosen.schedule or "1f1b", chosen.chunks, chosen.zero, chosen.recompute, chosen.sp)
     machines = cluster(chosen.cluster)
-    step = train(gpt, plan, machines, record, own)
+    step = simulate_training(gpt, plan, machines, record, own)
     memory = [states + activations for states, activations in zip(step.states, step.activations)]
     tokens = chosen.global_batch * chosen.seq
     return step.run, step, _facts(step.run) | {
@@ -118,7 +120,7 @@ def _with_model(chosen: argparse.Namespace, own: Schedule | None, record: bool) 
         "links": _links(step.run.schedule, step.stage.crossing)}
 
 
-def _facts(run: Run) -> dict[str, Any]:
+def _facts(run: SimulatedRun) -> dict[str, Any]:
     schedule = run.schedule
     return {"schedule": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages,
             "micro_batches": schedule.micro_batches, "bubble_rate": float(run.bubble_rate),
@@ -137,7 +139,7 @@ def _links(schedule: Schedule, nbytes: int | None = None) -> list[dict[str, int]
             for (a, b), n in sorted(counts.items())]
 
 
-def _show(chosen: argparse.Namespace, run: Run, step: Step | None, found: dict[str, Any]) -> None:
+def _show(chosen: argparse.Namespace, run: SimulatedRun, step: SimulatedStep | None, found: dict[str, Any]) -> None:
     if not (chosen.text or chosen.plot or chosen.trace):
         return
     events = run.events()
@@ -158,19 +160,20 @@ def _show(chosen: argparse.Namespace, run: Run, step: Step | None, found: dict[s
         raise Problem(f"{chosen.plot or chosen.trace} could not be written: {error}", 1) from None
 
 
-def _curve(run: Run, step: Step | None, events: list[timetable.Event]) -> list[tuple[int, float, float]]:
+def _curve(run: SimulatedRun, step: SimulatedStep | None,
+           events: list[timetable.Event]) -> list[tuple[int, float, float]]:
     """What each rank keeps over time: a forward adds when it begins, the others free when they end."""
     points, event = [], iter(events)
-    for rank, (row, held) in enumerate(zip(run.schedule.actions, kept(run.schedule))):
-        always, each = (step.states[rank] / 1e9, step.each[rank] / 1e9) if step else (0.0, 1.0)
-        for code, value in zip(row.codes, held):
+    for rank, (row, held) in enumerate(zip(run.schedule.actions, activation_history(run.schedule))):
+        always, each = (step.states[rank] / 1e9, step.per_micro_batch[rank] / 1e9) if step else (0.0, 1.0)
+        for action, value in zip(row, held):
             e = next(event)
-            points.append((rank, e.start if code & 7 == F else e.end, always + each * float(value)))
+            points.append((rank, e.start if action.kind == "F" else e.end, always + each * float(value)))
     return points
 
 
 def _is_file(name: str) -> bool:
-    return name not in TABLE and (os.path.isfile(name) or os.sep in name or name.endswith((".txt", ".csv")))
+    return name not in GENERATORS and (os.path.isfile(name) or os.sep in name or name.endswith((".txt", ".csv")))
 
 
 def _text(found: dict[str, Any]) -> str:

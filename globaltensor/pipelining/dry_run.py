@@ -1,8 +1,8 @@
-"""Do the stages fit together? Asked before inputs of a new kind are run, so that all processes get the same error.
+"""Do the stages fit together? Checked before inputs of a new kind are run, so that all processes get the same error.
 
-Once a schedule runs, a stage that cannot work on what comes raises on its own ranks only, and the others hear no more
-than that these are gone. So one micro-batch is run forward first, stage by stage, all processes hearing how it went.
-Inputs are of a kind with others that differ in sizes only: batches of varying length are tried once.
+Once a schedule runs, a stage that fails on its inputs raises on its own ranks only; the others just see that these are
+gone. So one micro-batch is run forward first, stage by stage, and all processes learn the outcome of each. Inputs that
+differ in sizes only are of one kind: batches of varying length are checked once.
 """
 from __future__ import annotations
 
@@ -11,35 +11,39 @@ from typing import Any
 
 import torch
 
-from globaltensor.pipelining.actions import Step, buffers_left_alone, layouts_forward
-from globaltensor.pipelining.stage_comm import Parcel, carried, parcel, text
+from globaltensor.pipelining.actions import PipelineStep, buffers_left_alone, layouts_forward
+from globaltensor.pipelining.stage_comm import ActivationBundle, bundle, describe, move_bundle
 from globaltensor.pipelining.stages import StageError
 from globaltensor.runtime.agreement import gather_objects, uncoordinated
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 
-def trial(step: Step, mb: int, part: Sequence[Any], own: Sequence[int]) -> None:
-    """Run a micro-batch forward through all stages, one after the other; `own` are those of this process.
+def dry_run(step: PipelineStep, mb: int, inputs: Sequence[Any], own_stages: Sequence[int]) -> None:
+    """Run a micro-batch forward through all stages, one after the other; `own_stages` are those of this process.
 
-    Raises StageError on every process where a stage, or the loss, cannot do it.
+    Raises StageError on every process where a stage, or the loss, fails.
     """
-    model, given = step.model, parcel(part, torch.get_rng_state())
+    model, received = step.model, bundle(inputs, torch.get_rng_state())
     for stage, module in enumerate(model.stages):
-        outputs, found, wrong = (), None, ""
-        if stage in own:
+        outputs, meta, failure = (), None, ""
+        if stage in own_stages:
             try:
-                with uncoordinated(), model.homes.replicas_in(stage), buffers_left_alone(module):
-                    outputs = step.call(stage, mb, given, grad=False)[1]
-                found = parcel(outputs).form
-            except Exception as error:
-                wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no more is known'}"
-        said = gather_objects((found, wrong), "a trial of the stages of a pipeline")
-        wrong = next((error for _, error in said if error), "")
-        if wrong:
-            raise StageError(f"stage {stage} of {len(model.stages)} cannot work on {text(given.form)}", wrong,
-                             "stages of which each takes what the one before gives, and a loss that takes the last's")
+                with uncoordinated(), model.parameters.replicas_in(stage), buffers_left_alone(module):
+                    outputs = step.call(stage, mb, received, grad=False)[1]
+                meta = bundle(outputs).meta
+            except Exception as error:               # whatever a user's module raises: all processes must learn of it
+                first_line = str(error).splitlines()[0] if str(error) else "without a message"
+                failure = f"{type(error).__name__}: {first_line}"
+        outcomes = gather_objects((meta, failure), "the dry run of a pipeline")
+        failure = next((error for _, error in outcomes if error), "")
+        if failure:
+            raise StageError(f"stage {stage} of {len(model.stages)} fails on {describe(received.meta)}", failure,
+                             "stages that each take what the one before returns, and a loss that takes what the last "
+                             "returns")
         if stage == step.last:
             return
-        form = next(form for form, _ in said if form is not None)
-        tensors = tuple(y.detach() for y in outputs) or tuple(GlobalTensor.wrap(part.spec, {}) for part in form)
-        given = carried(Parcel(tensors, form, given.random), layouts_forward(form, model.places[stage + 1]))
+        meta = next(meta for meta, _ in outcomes if meta is not None)
+        # A process without this stage has no outputs: tensors without shards stand for them.
+        tensors = tuple(y.detach() for y in outputs) or tuple(GlobalTensor.wrap(part.spec, {}) for part in meta)
+        received = move_bundle(ActivationBundle(tensors, meta, received.random),
+                               layouts_forward(meta, model.placements[stage + 1]))

@@ -1,4 +1,4 @@
-"""Running a schedule: a model in stages, each on its placement, trained on micro-batches.
+"""Training a model in stages, each on its placement, on micro-batches, by a schedule.
 
     stages = [nn.Sequential(embedding, *blocks[:4]), nn.Sequential(*blocks[4:], head)]
     places = [gt.placement("cpu", [0]), gt.placement("cpu", [1])]
@@ -9,11 +9,11 @@
         optimizer.step()
         optimizer.zero_grad()
 
-The same program runs in one process that drives all ranks and in one process for each. In the latter each process runs
-only the stages that it has a part of, so what runs inside a stage must concern the stage's ranks alone: no `.item()`,
-no `full_tensor()`. Before and after a step all processes are together again.
+The same program runs in one process that drives all ranks and in one process per rank. In the latter case each process
+runs only the stages it holds a part of, so code inside a stage must involve the stage's ranks alone: no `.item()`, no
+`full_tensor()`. Before and after a step all processes are in step again.
 
-What a step costs beyond the schedule: parameters that several stages share travel once each way; a stage on several
+Communication beyond the schedule's: parameters that several stages share travel once each way; a stage on several
 ranks reduces its gradients once, right after its last backward pass, while other stages are still at work.
 """
 from __future__ import annotations
@@ -32,21 +32,21 @@ from globaltensor.errors import GlobalTensorError, ShapeError
 from globaltensor.layouts.layout import layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast, split
-from globaltensor.pipelining.actions import Model, Step
-from globaltensor.pipelining.dry_run import trial
-from globaltensor.pipelining.stage_comm import Part, Post
-from globaltensor.pipelining.stage_placement import Homes, groups, homes
-from globaltensor.pipelining.stages import StageError, by_hand, cut
-from globaltensor.pipelining.tracing import traced
+from globaltensor.pipelining.actions import PipelineModel, PipelineStep
+from globaltensor.pipelining.dry_run import dry_run
+from globaltensor.pipelining.stage_comm import StageComm, TensorMeta
+from globaltensor.pipelining.stage_placement import StageParameters, rank_groups, stage_placements
+from globaltensor.pipelining.stages import StageError, as_modules, cut_sequence
+from globaltensor.pipelining.tracing import cut_traced
 from globaltensor.runtime.agreement import agree_on, checking, gather_objects
-from globaltensor.runtime.p2p import ROOM
+from globaltensor.runtime.p2p import MAX_PENDING
 from globaltensor.runtime.world import world
-from globaltensor.schedules.check import check
+from globaltensor.schedules.check import check_schedule
 from globaltensor.schedules.communication import communicate
-from globaltensor.schedules.early_send import early
-from globaltensor.schedules.generators import TABLE, generate
+from globaltensor.schedules.early_send import send_gradients_early
+from globaltensor.schedules.generators import GENERATORS, generate
 from globaltensor.schedules.schedule import F, Schedule
-from globaltensor.schedules.text import read
+from globaltensor.schedules.text import read_schedule
 from globaltensor.schedules.timetable import Event
 from globaltensor.tensors import gradients
 from globaltensor.tensors.global_tensor import GlobalTensor, place_full, to_layout
@@ -55,68 +55,73 @@ from globaltensor.tensors.global_tensor import GlobalTensor, place_full, to_layo
 def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.PathLike[str] | Schedule = "1f1b",
              micro_batches: int | None = None, loss: Callable[..., Any] | None = None, *, chunks: int | None = None,
              starts: Sequence[str] | None = None, cost: Callable[[nn.Module], float] | None = None, batch: str = "dp",
-             reduction: str = "mean", recompute: bool = False) -> Runner:
+             reduction: str = "mean", recompute: bool = False) -> PipelineRunner:
     """A model in stages, ready to be trained by a schedule. Its parameters become global, on the stages' placements:
     make the optimizer after this. Parameters that are global already keep their sbp.
 
     model          the stages, as a list of modules; or a module, which is cut into stages of equal cost: an
-                   nn.Sequential, or any other whose forward torch.fx can follow (its blocks' forwards may do anything)
+                   nn.Sequential, or any other whose forward torch.fx can trace (inside its blocks anything may happen)
     placements     one for each rank of the schedule, or one for each stage; of any sizes and layouts
-    schedule       a name (gpipe, 1f1b, interleaved, bfs, zb-h1, zb-h2, zb-v, dualpipe-v), a file, or a Schedule. What
-                   has a name may hand gradients on early (schedules/early_send.py), a file or Schedule is run as it is
-    micro_batches  into how many a batch is cut (default 4, or what the schedule says)
-    loss           of the last stage's output and the targets, a scalar (default: the last stage gives it itself)
-    chunks         stages on each rank, where the schedule leaves that free
+    schedule       a name (gpipe, 1f1b, interleaved, bfs, zb-h1, zb-h2, zb-v, dualpipe-v), a file, or a Schedule. One
+                   with a name may send gradients early (schedules/early_send.py), others are run as they are
+    micro_batches  into how many a batch is cut (default: 4, or those of the schedule)
+    loss           of the last stage's output and the targets, a scalar (default: the last stage returns it itself)
+    chunks         stages on each rank, where the schedule leaves a choice
     starts, cost   of a module that is cut: the names of the layers with which later stages begin; the cost of a layer
-                   (default: its parameters; `globaltensor.pipeline.stages.measured(model, inputs)` measures)
+                   (default: its parameters; `globaltensor.pipelining.stages.measured(model, inputs)` measures)
     batch          the axis along which plain inputs and targets are split, where a placement has it
     reduction      "mean": the loss of a step is the mean of those of its micro-batches; "sum": their sum
-    recompute      keep only the inputs of stages, and run them again before their backward passes
-    Raises ScheduleError, StageError and PlacementError for what does not fit together, on every rank.
+    recompute      keep only the inputs of stages, and run the stages again before their backward passes
+    Raises ScheduleError, StageError and PlacementError, on every rank, for arguments that do not fit together.
     """
     if reduction not in ("mean", "sum"):
         raise GlobalTensorError(f"reduction={reduction!r}", "losses of micro-batches are added or averaged",
                                 'reduction="mean" or "sum"')
-    plan = _schedule(schedule, len(groups(placements)), micro_batches, chunks, model)
-    program = check(plan, ROOM).program
-    places = homes(plan, placements)
+    plain_schedule = _resolve_schedule(schedule, len(rank_groups(placements)), micro_batches, chunks, model)
+    program = check_schedule(plain_schedule, MAX_PENDING).program
+    by_stage = stage_placements(plain_schedule, placements)
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
-        by = cut if isinstance(model, nn.Sequential) else traced
-        stages = by(model, plan.stages if starts is None else starts, cost)
+        cut = cut_sequence if isinstance(model, nn.Sequential) else cut_traced
+        stages = cut(model, plain_schedule.stages if starts is None else starts, cost)
     else:
-        stages = by_hand(model)
-    if len(stages) != plan.stages:
-        raise StageError(f"{len(stages)} stages for {plan.name}, which has {plan.stages} on {plan.ranks} ranks",
-                         "each stage of the schedule is a module", f"{plan.stages} modules, or an nn.Sequential")
-    made = Model(stages, places, Homes(stages, places), loss, reduction, recompute)
-    return Runner(made, program, batch)
+        stages = as_modules(model)
+    if len(stages) != plain_schedule.stages:
+        raise StageError(f"{len(stages)} stages for {plain_schedule.name}, which has {plain_schedule.stages} on "
+                         f"{plain_schedule.ranks} ranks", "each stage of the schedule is a module",
+                         f"{plain_schedule.stages} modules, or an nn.Sequential")
+    parameters = StageParameters(stages, by_stage)
+    return PipelineRunner(PipelineModel(stages, by_stage, parameters, loss, reduction, recompute), program, batch)
 
 
 @contextmanager
-def collector_off() -> Iterator[None]:
-    """Inside, Python looks for no cycles: it would go through all objects of all graphs, while the neighbours wait."""
-    was = gc.isenabled()
+def garbage_collection_off() -> Iterator[None]:
+    """Inside, Python does not look for reference cycles: going through all objects of all graphs takes long, while the
+    neighbouring stages wait."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()
 
 
-def _schedule(schedule: Any, ranks: int, micro_batches: int | None, chunks: int | None, model: Any) -> Schedule:
-    if isinstance(schedule, str) and (schedule in TABLE or not os.path.exists(schedule)):
-        if chunks is None and schedule in TABLE and TABLE[schedule][1] is None and isinstance(model, (list, tuple)):
+def _resolve_schedule(schedule: Any, ranks: int, micro_batches: int | None, chunks: int | None,
+                      model: Any) -> Schedule:
+    """The schedule of this name, of this file, or this one itself."""
+    if isinstance(schedule, str) and (schedule in GENERATORS or not os.path.exists(schedule)):
+        any_chunks = schedule in GENERATORS and GENERATORS[schedule][1] is None
+        if chunks is None and any_chunks and isinstance(model, (list, tuple)):
             chunks = max(len(model) // ranks, 1)
-        return early(generate(schedule, ranks, 4 if micro_batches is None else micro_batches, chunks))
-    found = schedule if isinstance(schedule, Schedule) else read(schedule)
-    if micro_batches not in (None, found.micro_batches):
-        raise StageError(f"{micro_batches} micro-batches for {found.name}", f"it has {found.micro_batches}",
-                         f"micro_batches={found.micro_batches}")
-    return found
+        return send_gradients_early(generate(schedule, ranks, 4 if micro_batches is None else micro_batches, chunks))
+    own = schedule if isinstance(schedule, Schedule) else read_schedule(schedule)
+    if micro_batches not in (None, own.micro_batches):
+        raise StageError(f"{micro_batches} micro-batches for {own.name}", f"it has {own.micro_batches}",
+                         f"micro_batches={own.micro_batches}")
+    return own
 
 
-class Runner:
+class PipelineRunner:
     """Made by `gt.pipeline`.
 
     stages     the modules, by stage
@@ -126,18 +131,18 @@ class Runner:
                them before each micro-batch draws the same
     """
 
-    def __init__(self, model: Model, schedule: Schedule, batch: str) -> None:
+    def __init__(self, model: PipelineModel, schedule: Schedule, batch: str) -> None:
         here = world()
         self.stages, self.schedule, self.model, self.batch = model.stages, schedule, model, batch
         self.evaluation = communicate(schedule.only([F]))
         self.events: list[Event] = []
         self.seeds: list[int] = []
-        homes = [model.places[stages[0]] for stages in schedule.stages_of]
-        everyone = sorted({rank for where in homes for rank in where.flat})
-        self._post = None if here.single_process else Post(everyone)
-        self._ranks = [r for r, where in enumerate(homes) if here.single_process or here.rank in where.coords]
-        self._tried: set[Hashable] = set()
-        self._learned: dict[Hashable, tuple[Any, ...]] = {}      # what all processes know of steps of such shapes
+        by_rank = [model.placements[stages[0]] for stages in schedule.stages_of]
+        everyone = sorted({rank for where in by_rank for rank in where.flat})
+        self._comm = None if here.single_process else StageComm(everyone)
+        self._ranks = [r for r, where in enumerate(by_rank) if here.single_process or here.rank in where.coords]
+        self._dry_run_kinds: set[Hashable] = set()
+        self._agreed: dict[Hashable, tuple[Any, ...]] = {}       # by shapes of a step, what all processes know of it
 
     def step(self, inputs: Any, targets: Any = None) -> GlobalTensor:
         """Forward and backward of a batch: gradients are left in the parameters. The loss, on the last placement.
@@ -149,95 +154,98 @@ class Runner:
         return self._total(results)
 
     def eval(self, inputs: Any, targets: Any = None) -> Any:
-        """Forward only, without gradients: what the last stage gives, the micro-batches put together again along dim 0;
-        with targets, the loss. Call `eval()` of the modules first where they behave differently then."""
+        """Forward only, without gradients: the output of the last stage, the micro-batches concatenated again along
+        dim 0; with targets, the loss. Call `eval()` of the modules first where they behave differently then."""
         results = self._run(inputs, targets, False, self.evaluation)
         if targets is not None or self.model.loss is None and all(len(r) == 1 and not r[0].dim() for r in results):
             return self._total(results)
-        whole = tuple(torch.cat(parts) for parts in zip(*results))
-        return whole if len(whole) > 1 else whole[0]
+        outputs = tuple(torch.cat(parts) for parts in zip(*results))
+        return outputs if len(outputs) > 1 else outputs[0]
 
     def gathered_events(self) -> list[Event]:
         """The events of all processes, for `timetable`. Where several ranks run the same stages, those of the first."""
-        first = not self._ranks or world().rank == self.model.places[self.schedule.stages_of[self._ranks[0]][0]].flat[0]
-        mine = tuple(self.events) if first or world().single_process else ()
-        return [Event(*event) for said in gather_objects(mine, "the events of a pipeline") for event in said]
+        lead = not self._ranks or world().rank == self.model.placements[
+            self.schedule.stages_of[self._ranks[0]][0]].flat[0]
+        own = tuple(self.events) if lead or world().single_process else ()
+        return [Event(*event) for events in gather_objects(own, "the events of a pipeline") for event in events]
 
     # -------------------------------------------------------------------------------------------------------- one step
 
     def _run(self, inputs: Any, targets: Any, train: bool, schedule: Schedule) -> list[tuple[Any, ...]]:
-        """What the last stage gave for each micro-batch, on every process."""
-        first, last = self.model.places[0], self.model.places[-1]
-        kind = first.type
-        autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        with torch.autocast(kind, enabled=False), torch.no_grad():
-            parts = self._parts(inputs, first, "inputs")
-            goals = [None] * len(parts) if targets is None else self._parts(targets, last, "targets")
+        """The output of the last stage, or the loss, for each micro-batch, on every process."""
+        first, last = self.model.placements[0], self.model.placements[-1]
+        autocast = torch.get_autocast_dtype(first.type), torch.is_autocast_enabled(first.type)
+        with torch.autocast(first.type, enabled=False), torch.no_grad():
+            micro_inputs = self._micro_batches(inputs, first, "inputs")
+            micro_targets = ([None] * len(micro_inputs) if targets is None
+                             else self._micro_batches(targets, last, "targets"))
         mode = train, autocast, tuple(m.training for m in self.stages)
-        keys = [(mode, _shapes(part), _shapes(goal or ())) for part, goal in zip(parts, goals)]
+        keys = [(mode, _shapes(x), _shapes(y or ())) for x, y in zip(micro_inputs, micro_targets)]
         base = int(torch.randint(1 << 62, ()))
-        self.seeds = [base + j for j in range(len(parts))]
-        after = torch.get_rng_state()
-        step = Step(self.model, schedule, self._post, parts if 0 in self._ranks or self._has(0) else (), goals, keys,
-                    self.seeds, train, autocast)
-        if self._post is not None:
-            self._post.begin()
+        self.seeds = [base + j for j in range(len(micro_inputs))]
+        random_after = torch.get_rng_state()         # the program draws one number a step, whatever the stages draw
+        step = PipelineStep(self.model, schedule, self._comm,
+                            micro_inputs if 0 in self._ranks or self._has(0) else (), micro_targets, keys, self.seeds,
+                            train, autocast)
+        if self._comm is not None:
+            self._comm.begin_step()
         try:
-            with torch.autocast(kind, enabled=False):
-                self.model.homes.make()
-                self._try(step, parts, mode)
-                with collector_off():
+            with torch.autocast(first.type, enabled=False):
+                self.model.parameters.make_replicas()
+                self._dry_run(step, micro_inputs, mode)
+                with garbage_collection_off():
                     step.run(self._ranks)
-                if self._post is not None:
-                    self._post.mail.finish()
-                return self._together(step, tuple(keys), train)
+                if self._comm is not None:
+                    self._comm.messages.flush()
+                return self._agree(step, tuple(keys), train)
         finally:
-            torch.set_rng_state(after)
+            torch.set_rng_state(random_after)
             self.events = step.events
 
-    def _try(self, step: Step, parts: Sequence[tuple[Any, ...]], mode: Hashable) -> None:
-        """Inputs of a kind that was not seen before: do the stages fit?"""
-        for mb, part in enumerate(parts):
-            kind = mode, tuple((t.dim(), t.dtype) for t in (*part, *(step.targets[mb] or ())))
-            if kind not in self._tried:
-                trial(step, mb, part, [stage for stage in range(len(self.stages)) if self._has(stage)])
-                self._tried.add(kind)
+    def _dry_run(self, step: PipelineStep, micro_inputs: Sequence[tuple[Any, ...]], mode: Hashable) -> None:
+        """For inputs of a kind that was not seen before: do the stages fit together?"""
+        for mb, inputs in enumerate(micro_inputs):
+            kind = mode, tuple((t.dim(), t.dtype) for t in (*inputs, *(step.targets[mb] or ())))
+            if kind not in self._dry_run_kinds:
+                dry_run(step, mb, inputs, [stage for stage in range(len(self.stages)) if self._has(stage)])
+                self._dry_run_kinds.add(kind)
 
     def _has(self, stage: int) -> bool:
         """Does this process run the stage?"""
         return self.schedule.rank_of[stage] in self._ranks
 
-    def _together(self, step: Step, keys: Hashable, train: bool) -> list[tuple[Any, ...]]:
-        """All processes agree again on what there is: results, and gradients of parameters that live elsewhere."""
+    def _agree(self, step: PipelineStep, keys: Hashable, train: bool) -> list[tuple[Any, ...]]:
+        """After a step each process knows of its own stages only. Here all learn the results' layouts and which
+        parameters got gradients, so that they go on alike; for known shapes without communication."""
         own = [stage for stage in range(len(self.stages)) if self._has(stage)]
         results = None
         if self._has(len(self.stages) - 1):
             results = [step.results[j] for j in range(len(step.keys))]
-        if keys not in self._learned or self._post is None:
-            without = {(s, k) for s in own for k, p in enumerate(self.stages[s].parameters())
-                       if gradients.raw_grad(p) is None} if train else set()
-            unused = self.model.homes.unused(own) if train else set()
-            forms = None if results is None else [[Part(y.spec.layout, y.spec.shape, y.spec.dtype, False) for y in r]
-                                                  for r in results]
-            said = gather_objects((without, unused, forms), "what a step of a pipeline gave")
-            self._learned[keys] = (set().union(*(s[0] for s in said)), set().union(*(s[1] for s in said)),
-                                   next(s[2] for s in said if s[2] is not None))
-        without, unused, forms = self._learned[keys]
+        if keys not in self._agreed or self._comm is None:
+            without_grad = {(s, k) for s in own for k, p in enumerate(self.stages[s].parameters())
+                            if gradients.raw_grad(p) is None} if train else set()
+            unused = self.model.parameters.unused(own) if train else set()
+            metas = None if results is None else [
+                [TensorMeta(y.spec.layout, y.spec.shape, y.spec.dtype, False) for y in result] for result in results]
+            replies = gather_objects((without_grad, unused, metas), "the results of a step of a pipeline")
+            self._agreed[keys] = (set().union(*(r[0] for r in replies)), set().union(*(r[1] for r in replies)),
+                                  next(r[2] for r in replies if r[2] is not None))
+        without_grad, unused, metas = self._agreed[keys]
         if train:
-            self.model.homes.settle(unused)
-            self._mark_elsewhere(own, without)
+            self.model.parameters.reduce_replicas(unused)
+            self._set_grads_elsewhere(own, without_grad)
         if results is None:
-            results = [tuple(GlobalTensor.wrap(part.spec, {}) for part in form) for form in forms]
+            results = [tuple(GlobalTensor.wrap(part.spec, {}) for part in meta) for meta in metas]
         return results
 
-    def _mark_elsewhere(self, own: Sequence[int], without: set[tuple[int, int]]) -> None:
-        """A parameter of a stage that other processes run has a gradient here too, of which no part is here: so that
-        clipping and optimizers do the same everywhere."""
+    def _set_grads_elsewhere(self, own: Sequence[int], without_grad: set[tuple[int, int]]) -> None:
+        """A parameter of a stage that other processes run gets a gradient here too, without a shard, so that clipping
+        and optimizers do the same everywhere."""
         for stage in set(range(len(self.stages))) - set(own):
             for k, p in enumerate(self.stages[stage].parameters()):
-                if p.requires_grad and (stage, k) not in without and gradients.raw_grad(p) is None:
-                    lies = p.__dict__.get("_aim") or p.spec.layout
-                    p.grad = GlobalTensor.wrap(spec(lies, p.spec.shape, None, p.spec.dtype), {})
+                if p.requires_grad and (stage, k) not in without_grad and gradients.raw_grad(p) is None:
+                    grad_layout = p.__dict__.get("_aim") or p.spec.layout
+                    p.grad = GlobalTensor.wrap(spec(grad_layout, p.spec.shape, None, p.spec.dtype), {})
 
     def _total(self, results: Sequence[tuple[Any, ...]]) -> GlobalTensor:
         """The sum of scalars, one for each micro-batch, on the last placement."""
@@ -248,18 +256,18 @@ class Runner:
 
     # ---------------------------------------------------------------------------------------------------- micro-batches
 
-    def _parts(self, given: Any, where: placement, what: str) -> list[tuple[Any, ...]]:
+    def _micro_batches(self, batch: Any, where: placement, what: str) -> list[tuple[Any, ...]]:
         """For each micro-batch a tuple of global tensors on a placement."""
         m = self.schedule.micro_batches
-        if not isinstance(given, list):
-            given = list(zip(*(self._cut(t, what) for t in (given if isinstance(given, tuple) else (given,)))))
-        elif len(given) != m:
-            raise ShapeError(f"{len(given)} {what} for {m} micro-batches", "a list has one for each of them",
+        if not isinstance(batch, list):
+            batch = list(zip(*(self._split(t, what) for t in (batch if isinstance(batch, tuple) else (batch,)))))
+        elif len(batch) != m:
+            raise ShapeError(f"{len(batch)} {what} for {m} micro-batches", "a list has one for each of them",
                              f"a list of {m}, or a tensor that is cut along dim 0")
-        parts = [part if isinstance(part, tuple) else (part,) for part in given]
-        return [tuple(self._placed(t, where, what) for t in part) for part in parts]
+        parts = [part if isinstance(part, tuple) else (part,) for part in batch]
+        return [tuple(self._to_placement(t, where, what) for t in part) for part in parts]
 
-    def _cut(self, t: torch.Tensor, what: str) -> Sequence[torch.Tensor]:
+    def _split(self, t: torch.Tensor, what: str) -> Sequence[torch.Tensor]:
         m = self.schedule.micro_batches
         if not isinstance(t, torch.Tensor) or not t.dim() or len(t) < m:
             size = f"of {list(t.shape)}" if isinstance(t, torch.Tensor) else f"that are a {type(t).__name__}"
@@ -267,18 +275,18 @@ class Runner:
                              f"{m} rows or more, or fewer micro-batches")
         return t.tensor_split(m)
 
-    def _placed(self, t: torch.Tensor, where: placement, what: str) -> GlobalTensor:
+    def _to_placement(self, t: torch.Tensor, where: placement, what: str) -> GlobalTensor:
         if t.requires_grad:
             raise GlobalTensorError(f"{what} that require a gradient", "a step leaves gradients in parameters only",
                                     f"{what}.detach()")
-        rows = split(0) if t.dim() else broadcast
-        own = layout(where, tuple(rows if name == self.batch else broadcast
+        along_batch = split(0) if t.dim() else broadcast
+        dst = layout(where, tuple(along_batch if name == self.batch else broadcast
                                   for name in where.axis_names or ("",) * where.ndim))
         if t.is_global:
-            return to_layout(t, own)
+            return to_layout(t, dst)
         if checking():
             agree_on(t, f"the {what} of a pipeline")
-        return place_full(t, own)
+        return place_full(t, dst)
 
 
 def _shapes(tensors: Sequence[Any]) -> Hashable:

@@ -1,15 +1,15 @@
-"""What goes from stage to stage: global tensors whose senders do not wait and whose receivers learn the shapes once.
+"""Transfers between stages: asynchronous sends of global tensors, whose receivers learn the shapes only once.
 
-A boxing between two placements is a few steps on the sender's, one that crosses, and a few on the receiver's (a split,
-sends of the parts, a gather: so every link carries a share). The steps on either side are boxings as any other, among
-the ranks of one stage. The one that crosses cannot be: the two sides do not meet, the sender is at another micro-batch
-when the receiver takes what it sent. It is a *letter* for each pair of ranks, all tensors of a parcel in one, which the
-sender leaves for the receiver. Between two ranks letters are read in the order in which they were written, as the
+A boxing between two placements takes a few steps on the sender's placement, one that crosses, and a few on the
+receiver's (split, send the parts, gather: so every link carries a share). The steps on either side are ordinary boxings
+among the ranks of one stage. The step that crosses cannot be one: the two sides do not run it at the same time, as the
+sender is at another micro-batch when the receiver gets to it. It is a message for each pair of ranks, with all tensors
+of a bundle in one. Between two ranks messages are received in the order in which they are sent, which is what the
 schedule was checked for.
 
-    parcel    the tensors of an output, or their gradients, and the state of the random numbers where the stage left off
-    form      what the receiver must know to read it: layouts, shapes, dtypes. Told in a letter of its own before the
-              first parcel of its kind (`key`), and remembered on both sides
+    bundle    the tensors of an output, or their gradients, and the random state that the stage left behind
+    meta      what the receiver must know to read it: layouts, shapes, dtypes. Sent in a message of its own before the
+              first bundle of its kind (`key`), and remembered on both sides
 """
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from globaltensor.layouts.layout import Layout, Shape, Spec, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.runtime.agreement import as_bytes, from_bytes
-from globaltensor.runtime.p2p import Mail
+from globaltensor.runtime.p2p import P2PGroup
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
 
-AHEAD = 2                                            # letters of a channel that a rank is ready to take before its turn
+PREFETCHED = 2                                       # receives of a channel that a rank posts before their turn
 _BOXING = "the pipeline"
 
 
-class Part(NamedTuple):
-    """One tensor of a parcel, without its data."""
+class TensorMeta(NamedTuple):
+    """One tensor of a bundle, without its data."""
 
     layout: Layout
     shape: Shape
@@ -48,175 +48,183 @@ class Part(NamedTuple):
         return spec(self.layout, self.shape, None, self.dtype)
 
 
-Form = tuple["Part | None", ...]                     # None where there is no tensor: a gradient that nobody made
+BundleMeta = tuple["TensorMeta | None", ...]         # None where there is no tensor: an input that got no gradient
 
 
-class Parcel(NamedTuple):
-    """What one stage hands to another for a micro-batch."""
+class ActivationBundle(NamedTuple):
+    """What one stage passes to another for a micro-batch: activations forward, their gradients back."""
 
     tensors: tuple[Any, ...]                         # GlobalTensor or None
-    form: Form
-    random: torch.Tensor | None                      # forward only: the generator's state where the stage left off
+    meta: BundleMeta
+    random: torch.Tensor | None                      # forward only: the random state that the stage left behind
 
 
-def parcel(tensors: Sequence[Any], random: torch.Tensor | None = None) -> Parcel:
-    """These tensors, cut from their graph."""
-    form = tuple(None if t is None else Part(t.spec.layout, t.spec.shape, t.spec.dtype, t.requires_grad)
+def bundle(tensors: Sequence[Any], random: torch.Tensor | None = None) -> ActivationBundle:
+    """These tensors, detached."""
+    meta = tuple(None if t is None else TensorMeta(t.spec.layout, t.spec.shape, t.spec.dtype, t.requires_grad)
                  for t in tensors)
-    return Parcel(tuple(None if t is None else t.detach() for t in tensors), form, random)
+    return ActivationBundle(tuple(None if t is None else t.detach() for t in tensors), meta, random)
 
 
 @lru_cache(10_000)
 def forward_layout(src: Layout, where: placement) -> Layout:
-    """How a tensor of the stage before lies on the next stage: along axes of the same name, or of the same place where
-    axes have no names, as before; else broadcast."""
+    """The layout of an output on the next stage: its sbp is kept along axes of the same name, or of the same position
+    where axes have no names; along others, and where it was partial, it is broadcast."""
     if where.axis_names and src.placement.axis_names:
-        own = dict(zip(src.placement.axis_names, src.sbp))
-        sbp = tuple(own.get(name, broadcast) for name in where.axis_names)
+        sbp_of = dict(zip(src.placement.axis_names, src.sbp))
+        sbp = tuple(sbp_of.get(name, broadcast) for name in where.axis_names)
     else:
         sbp = src.sbp if len(src.sbp) == where.ndim else (broadcast,) * where.ndim
     return layout(where, tuple(broadcast if s.is_partial else s for s in sbp))
 
 
 def backward_layout(src: Layout) -> Layout:
-    """How the gradient of a tensor that lay so arrives."""
+    """The layout of the gradient of a tensor of layout `src`, on the same placement."""
     return src.dual.without_partials
 
 
-def carried(given: Parcel, dsts: Sequence[Layout | None]) -> Parcel:
+def move_bundle(bundle: ActivationBundle, dsts: Sequence[Layout | None]) -> ActivationBundle:
     """The same on another placement, where one process drives all ranks of both, or both are on the same ranks."""
-    there = [k for k, t in enumerate(given.tensors) if t is not None]
-    moved = redistribute([given.tensors[k] for k in there], [dsts[k] for k in there], _BOXING) if there else []
-    tensors: list[Any] = [None] * len(given.tensors)
-    for k, t in zip(there, moved):
-        tensors[k] = t
-    return given._replace(tensors=tuple(tensors))
+    present = [k for k, t in enumerate(bundle.tensors) if t is not None]
+    moved = redistribute([bundle.tensors[k] for k in present], [dsts[k] for k in present], _BOXING) if present else []
+    return bundle._replace(tensors=_with_gaps(len(bundle.tensors), present, moved))
 
 
-class Route(NamedTuple):
-    """Between which ranks a parcel travels. To each reader one of the writers, its guide, also sends what is no part of
-    a tensor."""
+def _with_gaps(length: int, present: Sequence[int], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """These tensors at the indices `present` of a tuple of Nones."""
+    row: list[Any] = [None] * length
+    for k, t in zip(present, tensors):
+        row[k] = t
+    return tuple(row)
 
-    writers: placement
-    readers: placement
+
+class StageLink(NamedTuple):
+    """The placements between which a bundle travels. What is not part of a tensor (the meta, the random state) is sent
+    to each receiver by one of the senders, its lead."""
+
+    senders: placement
+    receivers: placement
 
     @property
-    def guide(self) -> int:
-        """This process's."""
-        return self.writers.flat[self.readers.flat.index(world().rank) % len(self.writers.flat)]
+    def lead(self) -> int:
+        """The lead of this process, a receiver."""
+        return self.senders.flat[self.receivers.flat.index(world().rank) % len(self.senders.flat)]
 
     @property
-    def guided(self) -> list[int]:
-        """The readers whose guide this process is."""
-        n = len(self.writers.flat)
-        return [r for i, r in enumerate(self.readers.flat) if self.writers.flat[i % n] == world().rank]
+    def followers(self) -> list[int]:
+        """The receivers whose lead is this process, a sender."""
+        n = len(self.senders.flat)
+        return [r for i, r in enumerate(self.receivers.flat) if self.senders.flat[i % n] == world().rank]
 
 
-class Line:
-    """All parcels of one kind, on one route: what their boxings are is found out once.
+class TransferPlan:
+    """How all bundles of one kind go over a link; worked out once.
 
-    A boxing between placements has three parts: up to `leaves` on the one, the crossing to `lands`, then on to `dsts`.
+    The boxing of each tensor has three parts: among the senders to the layout in `sent`, the crossing to the layout in
+    `received`, then among the receivers to the layout in `dsts`.
     """
 
-    def __init__(self, form: Form, dsts: Sequence[Layout | None], route: Route) -> None:
-        self.form, self.dsts, self.route = form, dsts, route
-        self.there = [k for k, part in enumerate(form) if part is not None]
-        ways = [_way(form[k].spec, dsts[k]) for k in self.there]
-        self.leaves, self.lands = [way[0] for way in ways], [way[1] for way in ways]
-        self.letter = P2PBoxing([form[k].spec.on(leaves) for k, leaves in zip(self.there, self.leaves)], self.lands)
-        self.sizes = self.letter.incoming_bytes()
-        self.guided = route.guided if world().rank in route.writers.coords else ()
-        self.guide = route.guide if world().rank in route.readers.coords else -1
+    def __init__(self, meta: BundleMeta, dsts: Sequence[Layout | None], link: StageLink) -> None:
+        self.meta, self.dsts, self.link = meta, dsts, link
+        self.present = [k for k, part in enumerate(meta) if part is not None]
+        crossings = [_crossing(meta[k].spec, dsts[k]) for k in self.present]
+        self.sent, self.received = [src for src, _ in crossings], [dst for _, dst in crossings]
+        self.message = P2PBoxing([meta[k].spec.on(src) for k, src in zip(self.present, self.sent)], self.received)
+        self.sizes = self.message.incoming_bytes()   # sender -> bytes that this process receives from it
+        self.followers = link.followers if world().rank in link.senders.coords else ()
+        self.lead = link.lead if world().rank in link.receivers.coords else -1
 
-    def written(self, given: Parcel) -> dict[int, list[torch.Tensor]]:
-        """What each reader gets of a parcel, on the CPU."""
-        tensors = [given.tensors[k] for k in self.there]
-        ready = redistribute(tensors, self.leaves, _BOXING) if tensors else []
-        outgoing = self.letter.pack([t.shards for t in ready])
-        for reader in self.guided if given.random is not None else ():
-            outgoing[reader] = [given.random, *outgoing.get(reader, ())]
-        return {reader: [p.cpu() for p in pieces] for reader, pieces in outgoing.items()}
+    def pack(self, bundle: ActivationBundle) -> dict[int, list[torch.Tensor]]:
+        """What each receiver gets of a bundle, on the CPU."""
+        tensors = [bundle.tensors[k] for k in self.present]
+        ready = redistribute(tensors, self.sent, _BOXING) if tensors else []
+        outgoing = self.message.pack([t.shards for t in ready])
+        for receiver in self.followers if bundle.random is not None else ():
+            outgoing[receiver] = [bundle.random, *outgoing.get(receiver, ())]
+        return {receiver: [t.cpu() for t in pieces] for receiver, pieces in outgoing.items()}
 
-    def read(self, received: dict[int, torch.Tensor]) -> tuple[Any, ...]:
-        """The tensors, where they are wanted, of the bytes that came."""
-        device = world().device(self.route.readers.type, world().rank)
-        arrived = self.letter.unpack({peer: data.to(device) for peer, data in received.items()})
-        landed = [Move(self.form[k].spec.on(lands), held, self.dsts[k])
-                  for k, lands, held in zip(self.there, self.lands, arrived)]
-        tensors: list[Any] = [None] * len(self.form)
-        for k, held in zip(self.there, move_shards(landed, _BOXING) if landed else []):
-            tensors[k] = GlobalTensor.wrap(self.form[k].spec.on(self.dsts[k]), held)
-        return tuple(tensors)
+    def unpack(self, received: dict[int, torch.Tensor]) -> tuple[Any, ...]:
+        """The tensors, in the layouts wanted, from the bytes received."""
+        device = world().device(self.link.receivers.type, world().rank)
+        arrived = self.message.unpack({peer: data.to(device) for peer, data in received.items()})
+        items = [Move(self.meta[k].spec.on(layout), shards, self.dsts[k])
+                 for k, layout, shards in zip(self.present, self.received, arrived)]
+        tensors = [GlobalTensor.wrap(self.meta[k].spec.on(self.dsts[k]), shards)
+                   for k, shards in zip(self.present, move_shards(items, _BOXING) if items else [])]
+        return _with_gaps(len(self.meta), self.present, tensors)
 
 
-def _way(of: Spec, dst: Layout) -> tuple[Layout, Layout]:
+def _crossing(of: Spec, dst: Layout) -> tuple[Layout, Layout]:
+    """The layouts before and after the one step of a boxing that changes the placement."""
     steps = plan(of.layout, dst, of.shape, of.nbytes, world().machine).layouts
     at = next(k for k, step in enumerate(steps) if step.placement == dst.placement)
     return steps[at - 1], steps[at]
 
 
-class Post:
-    """What this process sends and gets. One for all stages and steps: what was told once is remembered here."""
+class StageComm:
+    """Sends and receives of this process, for all stages and steps: transfer plans are kept from step to step."""
 
-    def __init__(self, everyone: Sequence[int]) -> None:
-        self.mail = Mail(everyone, "")
-        self.lines: dict[Hashable, Line] = {}
-        self.turn = 0                                # how many steps were begun
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.messages = P2PGroup(ranks, "")
+        self.plans: dict[Hashable, TransferPlan] = {}
+        self.steps = 0
 
-    def begin(self) -> None:
-        """A step: its number stands in errors."""
-        self.turn += 1
-        self.mail.what = f"step {self.turn} of a pipeline"
+    def begin_step(self) -> None:
+        """Number the step; the number appears in errors."""
+        self.steps += 1
+        self.messages.what = f"step {self.steps} of a pipeline"
 
-    def send(self, key: Hashable, given: Parcel, dsts: Sequence[Layout | None], route: Route, name: Hashable) -> None:
-        """Post a parcel, and wait for nobody.
+    def send(self, key: Hashable, bundle: ActivationBundle, dsts: Sequence[Layout | None], link: StageLink,
+             tag: Hashable) -> None:
+        """Send a bundle without waiting for its receivers.
 
-        Raises ShapeError where its form is not that of others of its kind.
+        Raises ShapeError where its meta differs from that of earlier bundles of its kind.
         """
-        line = self.lines.get(key)
-        if line is None:
-            line = self.lines[key] = Line(given.form, dsts, route)
-            for reader in line.guided:
-                self.mail.post([as_bytes(given.form)], reader, "form", sized=False)
-        elif line.form != given.form:
-            raise ShapeError("a stage gave another form than before for inputs of the same shapes",
-                             f"{text(given.form)} instead of {text(line.form)}",
-                             "stages whose outputs follow from the shapes and dtypes of their inputs")
-        for reader, pieces in line.written(given).items():
-            self.mail.post(pieces, reader, name)
+        transfer = self.plans.get(key)
+        if transfer is None:
+            transfer = self.plans[key] = TransferPlan(bundle.meta, dsts, link)
+            for receiver in transfer.followers:
+                self.messages.send([as_bytes(bundle.meta)], receiver, "meta", sized=False)
+        elif transfer.meta != bundle.meta:
+            raise ShapeError("the outputs of a stage differ from earlier ones for inputs of the same shapes",
+                             f"{describe(bundle.meta)} instead of {describe(transfer.meta)}",
+                             "stages whose output shapes follow from the shapes and dtypes of their inputs")
+        for receiver, tensors in transfer.pack(bundle).items():
+            self.messages.send(tensors, receiver, tag)
 
-    def line(self, key: Hashable, route: Route, dsts: Callable[[Form], Sequence[Layout | None]]) -> Line:
-        """Of a kind of parcel that this process gets; its form is heard from the guide where it is not known yet."""
-        if key not in self.lines:
-            form = from_bytes(self.mail.expect(route.guide, "form")())
-            self.lines[key] = Line(form, dsts(form), route)
-        return self.lines[key]
+    def plan(self, key: Hashable, link: StageLink,
+             dsts: Callable[[BundleMeta], Sequence[Layout | None]]) -> TransferPlan:
+        """For a kind of bundle that this process receives; its meta is received from the lead where it is not known."""
+        if key not in self.plans:
+            meta = from_bytes(self.messages.recv(link.lead, "meta")())
+            self.plans[key] = TransferPlan(meta, dsts(meta), link)
+        return self.plans[key]
 
 
-class Arrival:
-    """A parcel on its way to this process: expected from when this is made, taken by `open`.
+class PendingReceive:
+    """A bundle on its way to this process: its receives are posted when this is made, and completed by `wait`.
 
-    random   bytes of the state of random numbers that come with it
+    random   bytes of the random state that come with it
     """
 
-    def __init__(self, mail: Mail, line: Line, random: int, name: Hashable) -> None:
-        self.line, self.random = line, random
-        sizes = dict(line.sizes)
+    def __init__(self, messages: P2PGroup, transfer: TransferPlan, random: int, tag: Hashable) -> None:
+        self.transfer, self.random = transfer, random
+        sizes = dict(transfer.sizes)
         if random:
-            sizes[line.guide] = sizes.get(line.guide, 0) + random
-        self.takes = {peer: mail.expect(peer, name, size) for peer, size in sizes.items()}
+            sizes[transfer.lead] = sizes.get(transfer.lead, 0) + random
+        self.receives = {peer: messages.recv(peer, tag, nbytes) for peer, nbytes in sizes.items()}
 
-    def open(self) -> Parcel:
-        """Wait for it, and bring its tensors to where they are wanted."""
-        received = {peer: take() for peer, take in self.takes.items()}
-        state = None
-        if self.random:
-            whole = received[self.line.guide]
-            state, received[self.line.guide] = whole[:self.random], whole[self.random:]
-        return Parcel(self.line.read(received), self.line.form, state)
+    def wait(self) -> ActivationBundle:
+        """The bundle, its tensors in the layouts wanted."""
+        received = {peer: finish() for peer, finish in self.receives.items()}
+        random = None
+        if self.random:                              # the lead sends it in front of its parts of the tensors
+            data = received[self.transfer.lead]
+            random, received[self.transfer.lead] = data[:self.random], data[self.random:]
+        return ActivationBundle(self.transfer.unpack(received), self.transfer.meta, random)
 
 
-def text(form: Form) -> str:
+def describe(meta: BundleMeta) -> str:
     """`[4, 8] float32, no tensor`."""
     return ", ".join("no tensor" if part is None else f"{list(part.shape)} {str(part.dtype).removeprefix('torch.')}"
-                     for part in form)
+                     for part in meta)

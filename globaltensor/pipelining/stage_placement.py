@@ -1,11 +1,11 @@
-"""Which stage lives where: placements for the ranks of a schedule, parameters on their placements, tied ones kept tied.
+"""Stages on placements: placements for the ranks of a schedule, parameters moved to them, tied parameters kept tied.
 
-A schedule knows *ranks* of its own, 0 to p-1. Each stands for a group of ranks of the world: those of a placement. The
-stages of one rank of the schedule live on one group, each in a layout of its own; groups share no rank.
+A schedule has *ranks* of its own, 0 to p-1. Each stands for a group of ranks of the world: those of a placement. The
+stages of one rank of the schedule are on one group, each in a layout of its own; groups share no rank.
 
-A parameter that two stages share (an embedding and the head's weight) lives with the first of them, once, so that
-optimizers and clipping see it once. The other stage works on a *replica*, made of it before a step; the replica's
-gradient goes into the parameter's after the step.
+A parameter that two stages share (an embedding and the head's weight) is on the placement of the first of them, once,
+so that optimizers and clipping see it once. The other stage works on a *replica*, made from it before a step; the
+replica's gradient is added to the parameter's after the step.
 """
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from globaltensor.tensors import backward, gradients
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor, to_layout
 
-Spot = tuple[nn.Module, str, str]                    # a module, "_parameters" or "_buffers", and a name in it
+Slot = tuple[nn.Module, str, str]                    # a module, "_parameters" or "_buffers", and a name in it
 
 
-def groups(placements: Sequence[placement]) -> list[frozenset[int]]:
+def rank_groups(placements: Sequence[placement]) -> list[frozenset[int]]:
     """The ranks of the world for each rank of a schedule, in the order of the placements."""
-    found: list[frozenset[int]] = []
+    groups: list[frozenset[int]] = []
     for where in placements:
         if not isinstance(where, placement):
             raise PlacementError(f"not a placement: {where!r}", "a pipeline takes one for each rank or each stage",
                                  'gt.placement("cpu", [0])')
         own = frozenset(where.flat)
-        for other in found:
+        for other in groups:
             if own != other and own & other:
                 raise PlacementError(f"stages on ranks {sorted(other)} and {sorted(own)}",
-                                     f"ranks {sorted(own & other)} would have to be at two micro-batches at a time",
+                                     f"ranks {sorted(own & other)} would have to run two micro-batches at a time",
                                      "placements that share all ranks, or none")
-        if own not in found:
-            found.append(own)
-    return found
+        if own not in groups:
+            groups.append(own)
+    return groups
 
 
-def homes(schedule: Schedule, placements: Sequence[placement]) -> list[placement]:
-    """The placement of each stage, of one for each stage or one for each rank of the schedule."""
-    by_rank = groups(placements)
+def stage_placements(schedule: Schedule, placements: Sequence[placement]) -> list[placement]:
+    """The placement of each stage, from one for each stage or one for each rank of the schedule."""
+    by_rank = rank_groups(placements)
     if len(by_rank) != schedule.ranks:
         raise PlacementError(f"{len(by_rank)} placements for the {schedule.ranks} ranks of {schedule.name}",
                              "each rank of a schedule is a placement",
@@ -65,105 +65,106 @@ def homes(schedule: Schedule, placements: Sequence[placement]) -> list[placement
         if frozenset(where.flat) != by_rank[rank]:
             raise PlacementError(f"stage {stage} on {where}", f"{schedule.name} has it on the ranks of stage "
                                  f"{schedule.rank_of.index(rank)}, {sorted(by_rank[rank])}",
-                                 f"a placement of these ranks; stages lie {' '.join(map(str, schedule.rank_of))}")
+                                 "a placement of these ranks; the stages are on "
+                                 f"{' '.join(map(str, schedule.rank_of))}")
     return list(placements)
 
 
 class Replica:
-    """What a later stage works on in the place of a tensor that lives with an earlier one."""
+    """A copy of a tensor of an earlier stage, on the placement of a later one that shares it."""
 
-    def __init__(self, home: Any, layout: Layout) -> None:
-        self.home, self.layout = home, layout
-        self.spots: list[Spot] = []
-        self.now: Any = None                         # the leaf that the stage works on
-        self._made: Any = None                       # the same, in the graph that leads home
+    def __init__(self, original: Any, layout: Layout) -> None:
+        self.original, self.layout = original, layout
+        self.slots: list[Slot] = []
+        self.leaf: Any = None                        # what the stage works on
+        self._moved: Any = None                      # the same, in the graph that leads back to the original
 
     def make(self) -> None:
         """Before a step, on every process."""
         with torch.enable_grad():
-            self._made = to_layout(self.home, self.layout)
-        self.now = torch._C.TensorBase.requires_grad_(self._made.detach(), self.home.requires_grad)
+            self._moved = to_layout(self.original, self.layout)
+        self.leaf = torch._C.TensorBase.requires_grad_(self._moved.detach(), self.original.requires_grad)
 
-    def settle(self, used: bool) -> None:
-        """After a step, on every process: what it gathered goes into the gradient of the tensor itself."""
-        if self._made.requires_grad and used:
-            dst, grad = self.layout.dual.without_partials, gradients.raw_grad(self.now)
+    def reduce_grad(self, used: bool) -> None:
+        """After a step, on every process: add its gradient to that of the original."""
+        if self._moved.requires_grad and used:
+            dst, grad = self.layout.dual.without_partials, gradients.raw_grad(self.leaf)
             if grad is not None:
                 grad, = redistribute([grad], [dst], "gradient")
             else:                                    # other processes hold it
-                grad = GlobalTensor.wrap(self.now.spec.on(dst), {})
-            backward.backward([self._made], [grad])
-        self.now = self._made = None
+                grad = GlobalTensor.wrap(self.leaf.spec.on(dst), {})
+            backward.backward([self._moved], [grad])
+        self.leaf = self._moved = None
 
 
-class Homes:
-    """The parameters and buffers of all stages, moved to the placements of their stages, in place."""
+class StageParameters:
+    """The parameters and buffers of all stages, moved in place to the placements of their stages."""
 
-    def __init__(self, stages: Sequence[nn.Module], places: Sequence[placement]) -> None:
-        self.stages, self.places = stages, places
-        self.replicas: list[dict[int, Replica]] = [{} for _ in stages]      # by stage, by id of the tensor itself
-        moved: dict[int, tuple[Any, Any]] = {}       # id of the original -> the original, what became of it
-        for stage, (module, where) in enumerate(zip(stages, places)):
+    def __init__(self, stages: Sequence[nn.Module], placements: Sequence[placement]) -> None:
+        self.stages, self.placements = stages, placements
+        self.replicas: list[dict[int, Replica]] = [{} for _ in stages]      # by stage, by id of the original
+        moved: dict[int, tuple[Any, Any]] = {}       # id of a tensor -> the tensor (kept alive), and its global one
+        for stage, (module, where) in enumerate(zip(stages, placements)):
             for _, owner, key, tensor, kind in list(named_tensors(module)):
                 if id(tensor) not in moved:
-                    now = _moved(tensor, where)
-                    moved[id(tensor)] = moved[id(now)] = tensor, now
-                now = moved[id(tensor)][1]
-                getattr(owner, kind)[key] = now
-                if now.placement != where:
-                    replica = self.replicas[stage].setdefault(id(now), Replica(now, _like(now, where)))
-                    replica.spots.append((owner, kind, key))
+                    placed = _to_placement(tensor, where)
+                    moved[id(tensor)] = moved[id(placed)] = tensor, placed
+                placed = moved[id(tensor)][1]
+                getattr(owner, kind)[key] = placed
+                if placed.placement != where:
+                    replica = self.replicas[stage].setdefault(id(placed), Replica(placed, _same_sbp(placed, where)))
+                    replica.slots.append((owner, kind, key))
 
-    def make(self) -> None:
-        for replica in self._all():
+    def make_replicas(self) -> None:
+        for replica in self._all_replicas():
             replica.make()
 
-    def settle(self, unused: set[tuple[int, int]]) -> None:
+    def reduce_replicas(self, unused: set[tuple[int, int]]) -> None:
         """`unused`: (stage, index) of replicas that got no gradient."""
-        for stage, held in enumerate(self.replicas):
-            for k, replica in enumerate(held.values()):
-                replica.settle((stage, k) not in unused)
+        for stage, replicas in enumerate(self.replicas):
+            for k, replica in enumerate(replicas.values()):
+                replica.reduce_grad((stage, k) not in unused)
 
-    def reduced(self, stage: int) -> list[Any]:
-        """The parameters whose gradients are whole when the stage has ended its last backward pass: those of a stage on
+    def reduced_by_stage(self, stage: int) -> list[Any]:
+        """The parameters whose gradients are complete after the stage's last backward pass: those of a stage on
         several ranks that no other stage shares."""
-        if len(self.places[stage].flat) == 1:
+        if len(self.placements[stage].flat) == 1:
             return []
-        shared = {id(replica.home) for replica in self._all()}
+        shared = {id(replica.original) for replica in self._all_replicas()}
         return [p for p in self.stages[stage].parameters() if id(p) not in shared]
 
     def unused(self, stages: Sequence[int]) -> set[tuple[int, int]]:
         """The replicas of these stages that got no gradient."""
         return {(stage, k) for stage in stages for k, replica in enumerate(self.replicas[stage].values())
-                if gradients.raw_grad(replica.now) is None}
+                if gradients.raw_grad(replica.leaf) is None}
 
-    def _all(self) -> Iterator[Replica]:
-        for held in self.replicas:
-            yield from held.values()
+    def _all_replicas(self) -> Iterator[Replica]:
+        for replicas in self.replicas:
+            yield from replicas.values()
 
     @contextmanager
     def replicas_in(self, stage: int) -> Iterator[None]:
-        """Inside, the stage's modules have replicas where what they share lives elsewhere."""
-        spots = [(replica, spot) for replica in self.replicas[stage].values() for spot in replica.spots]
-        for replica, (owner, kind, key) in spots:
-            getattr(owner, kind)[key] = replica.now
+        """Inside, the stage's modules work on the replicas of what they share with earlier stages."""
+        slots = [(replica, slot) for replica in self.replicas[stage].values() for slot in replica.slots]
+        for replica, (owner, kind, key) in slots:
+            getattr(owner, kind)[key] = replica.leaf
         try:
             yield
         finally:
-            for replica, (owner, kind, key) in spots:
-                getattr(owner, kind)[key] = replica.home
+            for replica, (owner, kind, key) in slots:
+                getattr(owner, kind)[key] = replica.original
 
 
-def _moved(tensor: torch.Tensor, where: placement) -> Any:
-    """A parameter or buffer on a placement: what is plain is broadcast, what is global keeps its sbp."""
+def _to_placement(tensor: torch.Tensor, where: placement) -> Any:
+    """A parameter or buffer on a placement: a plain one is broadcast, a global one keeps its sbp."""
     if tensor.is_global and tensor.placement == where:
         return tensor
     with torch.no_grad():
-        now = (to_layout(tensor, _like(tensor, where)) if tensor.is_global
-               else from_full(tensor.detach(), where, broadcast))
-    return nn.Parameter(now, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else now
+        moved = (to_layout(tensor, _same_sbp(tensor, where)) if tensor.is_global
+                 else from_full(tensor.detach(), where, broadcast))
+    return nn.Parameter(moved, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
-def _like(tensor: Any, where: placement) -> Layout:
-    own = tensor.sbp if tensor.placement.ndim == where.ndim else (broadcast,) * where.ndim
-    return layout(where, own)
+def _same_sbp(tensor: Any, where: placement) -> Layout:
+    """The tensor's sbp on another placement, where that has as many axes; else broadcast."""
+    return layout(where, tensor.sbp if tensor.placement.ndim == where.ndim else (broadcast,) * where.ndim)

@@ -1,11 +1,11 @@
 """Cutting a model into stages: by hand, by the names of its modules, or into parts of equal cost.
 
-    stages=[first, second]              modules; a stage may also be a list of modules that follow each other
+    stages=[first, second]              modules; a stage may also be a list of modules that run one after the other
     stages=["blocks.2", "blocks.4"]     of a sequence: where each stage after the first begins, by name
-    stages=4                            of a sequence: so many stages, the dearest of them as cheap as can be
+    stages=4                            of a sequence: so many stages, the most expensive as cheap as possible
 
-A *sequence* is an nn.Sequential, or a list of modules: each takes what the one before it gives. Cost is, by default,
-estimated by parameters: a linear layer costs as many products per row as it has weights. `measured` measures it.
+A *sequence* is an nn.Sequential, or a list of modules: each takes what the one before it returns. By default cost is
+estimated by parameters: a linear layer takes as many products per row as it has weights. `measured` measures it.
 """
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from globaltensor.runtime.agreement import broadcast_object
 
 
 class StageError(GlobalTensorError, ValueError):
-    """Stages that cannot be: fewer layers than stages, a name that no layer has, what is no module."""
+    """Invalid stages: fewer layers than stages, a name that no layer has, a stage that is not a module."""
 
 
-def cut(model: Any, stages: int | Sequence[str], cost: Callable[[nn.Module], float] | None = None) -> list[nn.Module]:
+def cut_sequence(model: Any, stages: int | Sequence[str], cost: Callable[[nn.Module], float] | None = None
+                 ) -> list[nn.Module]:
     """The stages of a sequence of layers.
 
     stages   how many, or the names of the layers with which the second, third, ... stage begins
     cost     of one layer, in any unit
-    Raises StageError where there are fewer layers than stages, or where a name is none.
+    Raises StageError where there are fewer layers than stages, or where no layer has a given name.
     """
     layers = _layers(model)
     if isinstance(stages, int):
         starts = balanced([(cost or parameters)(layer) for _, layer in layers], stages)
     else:
-        starts = [0, *(_place(name, layers) for name in stages)]
+        starts = [0, *(_layer_index(name, layers) for name in stages)]
         if any(a >= b for a, b in zip(starts, starts[1:])):
             raise StageError(f"stages that begin with {', '.join(stages)}",
                              "in the model they do not come in this order, or the first stage is empty",
@@ -47,25 +48,26 @@ def cut(model: Any, stages: int | Sequence[str], cost: Callable[[nn.Module], flo
 
 
 def balanced(costs: Sequence[float], stages: int) -> list[int]:
-    """Where each stage begins, so that the dearest is as cheap as can be, and then the others are alike.
+    """Where each stage begins, so that the most expensive is as cheap as possible, and then all as even as possible.
 
-    By dynamic programming over (stages, layers): the best way to cut the first n layers into k stages ends with a last
-    stage that begins at some layer before n. O(stages * layers^2).
+    Dynamic programming over (stages, layers): the best cut of the first n layers into k stages is the best cut of the
+    first b < n into k - 1, for some b at which the last stage begins. O(stages * layers^2).
     """
     n = len(costs)
     if not 1 <= stages <= n:
         raise StageError(f"{stages} stages of {n} layers", "every stage has at least one layer",
                          f"{n} stages or fewer, or more layers")
     total = [0.0, *accumulate(costs)]
-    best: list[tuple[float, float, int]] = [(0.0, 0.0, 0)] + [(float("inf"), 0.0, 0)] * n   # dearest, squares, begin
+    # For the first n layers: the largest cost of a stage, the sum of squares (smaller is more even), the last begin.
+    best: list[tuple[float, float, int]] = [(0.0, 0.0, 0)] + [(float("inf"), 0.0, 0)] * n
     begins: list[list[int]] = []
     for _ in range(stages):
-        now = [(float("inf"), 0.0, 0)] * (n + 1)
+        longer = [(float("inf"), 0.0, 0)] * (n + 1)  # the same with one stage more
         for end in range(1, n + 1):
-            own = [total[end] - total[begin] for begin in range(end)]
-            now[end] = min((max(best[begin][0], own[begin]), best[begin][1] + own[begin] ** 2, begin)
-                           for begin in range(end))
-        best = now
+            last = [total[end] - total[begin] for begin in range(end)]
+            longer[end] = min((max(best[begin][0], last[begin]), best[begin][1] + last[begin] ** 2, begin)
+                              for begin in range(end))
+        best = longer
         begins.append([begin for _, _, begin in best])
     starts, end = [], n
     for row in reversed(begins):
@@ -75,15 +77,15 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def parameters(layer: nn.Module) -> float:
-    """The estimated cost of a layer: its parameters, those of embeddings excepted, which are looked up."""
-    held = sum(p.numel() for m in layer.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(False))
-    return held + 1.0                                # a layer without parameters is not free
+    """The estimated cost of a layer: its parameters, except those of embeddings, which are looked up."""
+    count = sum(p.numel() for m in layer.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(False))
+    return count + 1.0                               # a layer without parameters is not free
 
 
 def measured(model: nn.Module, *inputs: Any, runs: int = 3) -> Callable[[nn.Module], float]:
-    """A cost to cut by: the seconds that each module of a plain model takes forward, of these inputs. The least of some
-    runs, in evaluation, as rank 0 measured them: all processes must cut alike. Backward passes take longer, but about
-    as many times longer everywhere."""
+    """A cost to cut by: the seconds that the forward of each module of a plain model takes on these inputs. The minimum
+    of some runs, in evaluation, as measured on rank 0: all processes must cut alike. Backward passes take longer, but
+    by about the same factor in all modules."""
     spent: list[dict[nn.Module, float]] = []
     began: dict[nn.Module, float] = {}
 
@@ -108,23 +110,24 @@ def measured(model: nn.Module, *inputs: Any, runs: int = 3) -> Callable[[nn.Modu
         for module, mode in modes.items():
             module.training = mode
     least = [min(seconds[module] for seconds in spent) for module in modes]
-    found = dict(zip(modes, broadcast_object(least, 0, "the cost of layers")))
-    return lambda layer: found[layer]
+    cost = dict(zip(modes, broadcast_object(least, 0, "the cost of layers")))
+    return lambda layer: cost[layer]
 
 
 def _layers(model: Any) -> list[tuple[str, nn.Module]]:
     if isinstance(model, nn.Sequential):
-        found = list(model.named_children())
-        if len(found) == 1 and isinstance(found[0][1], nn.Sequential):
-            return [(f"{found[0][0]}.{name}", layer) for name, layer in _layers(found[0][1])]
-        return found
+        children = list(model.named_children())
+        if len(children) == 1 and isinstance(children[0][1], nn.Sequential):
+            outer, inner = children[0]
+            return [(f"{outer}.{name}", layer) for name, layer in _layers(inner)]
+        return children
     if isinstance(model, (list, tuple, nn.ModuleList)) and all(isinstance(layer, nn.Module) for layer in model):
         return [(str(k), layer) for k, layer in enumerate(model)]
     raise StageError(f"a {type(model).__name__} cannot be cut", "its forward may do anything with its layers",
                      "an nn.Sequential, a list of layers, or the stages by hand: [first, second]")
 
 
-def _place(name: str, layers: Sequence[tuple[str, nn.Module]]) -> int:
+def _layer_index(name: str, layers: Sequence[tuple[str, nn.Module]]) -> int:
     names = [own for own, _ in layers]
     if name not in names:
         raise StageError(f"no layer is called {name!r}", f"the layers are {', '.join(names[:12])}"
@@ -132,14 +135,14 @@ def _place(name: str, layers: Sequence[tuple[str, nn.Module]]) -> int:
     return names.index(name)
 
 
-def by_hand(stages: Sequence[Any]) -> list[nn.Module]:
+def as_modules(stages: Sequence[Any]) -> list[nn.Module]:
     """Stages as modules: a list of modules becomes one that runs them in order."""
-    made = []
+    modules = []
     for k, stage in enumerate(stages):
         if isinstance(stage, (list, tuple)) and stage and all(isinstance(m, nn.Module) for m in stage):
             stage = nn.Sequential(*stage)
         if not isinstance(stage, nn.Module):
             raise StageError(f"stage {k} is a {type(stage).__name__}", "a stage is a module, or a list of them",
                              "nn.Sequential(...)")
-        made.append(stage)
-    return made
+        modules.append(stage)
+    return modules

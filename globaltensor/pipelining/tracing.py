@@ -1,16 +1,15 @@
-"""Cutting a model that is no sequence: its forward is followed once with stand-ins for tensors, by torch.fx, and what
-it does, node by node, is cut into stages.
+"""Cutting a model that is not a sequence: its forward is traced once by torch.fx, and the graph is cut into stages.
 
     ids -> token -+-> add -> blocks.0 -> blocks.1 -> norm -> head       nodes, in order; a cut falls before a module
            weight-+                   |                                 that has parameters, or where a name says
                  stage 0              |       stage 1
 
-The repeated blocks of a network, elements of a ModuleList, ModuleDict or Sequential, are nodes as a whole, as modules
-of torch.nn are: what their forward does is not looked at. All else must be the same whatever the tensors hold.
+The repeated blocks of a network, elements of a ModuleList, ModuleDict or Sequential, are single nodes, as modules of
+torch.nn are: their forward is not traced. Everything else must not depend on the values of tensors.
 
-    tensors       that later stages need are handed along from stage to stage: a skip connection, a mask, the inputs
-    plain values  are made again where they are needed: sizes, and what follows from sizes alone (a torch.arange)
-    parameters    stay those of the model, which a stage shares with it: so does what is put in their place
+    tensors       that later stages need are passed from stage to stage: a skip connection, a mask, the inputs
+    plain values  are computed again where they are needed: sizes, and what follows from sizes alone (a torch.arange)
+    parameters    stay those of the model, which the stages share: replacing one in a stage replaces it in the model
 """
 from __future__ import annotations
 
@@ -32,40 +31,40 @@ from torch import fx, nn
 from globaltensor.errors import where
 from globaltensor.pipelining.stages import StageError, balanced, parameters
 
-_ASKED = ("shape", "ndim", "dtype", "device", "size", "dim", "numel")         # of a tensor, and not a tensor itself
-_MAKERS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor",
-           "zeros")                                  # of tensors out of nothing
-_ONCE = re.compile("rand|normal|bernoulli|multinomial|poisson|dropout|_assert")       # not to be done again elsewhere
+_PROPERTIES = ("shape", "ndim", "dtype", "device", "size", "dim", "numel")    # of a tensor; not tensors themselves
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
+              "tensor", "zeros")
+_ONCE = re.compile("rand|normal|bernoulli|multinomial|poisson|dropout|_assert")       # must not be repeated in a stage
 _FIX = "an nn.Sequential, or the stages by hand: [first, second]"
 
 
-def traced(model: nn.Module, stages: int | Sequence[str],
-           cost: Callable[[nn.Module], float] | None = None) -> list[nn.Module]:
-    """The stages of any module: each takes what the one before it gives, the first one the model's inputs, and the
-    last one gives what the model gives. Inputs that have a default value keep it.
+def cut_traced(model: nn.Module, stages: int | Sequence[str],
+               cost: Callable[[nn.Module], float] | None = None) -> list[nn.Module]:
+    """The stages of any module: each takes what the one before it returns; the first takes the model's inputs, and the
+    last returns what the model returns. Inputs that have a default value keep it.
 
     stages   how many, or the names of the modules with which the second, third, ... stage begins
     cost     of one module, in any unit
-    Raises StageError where the forward cannot be followed, or depends on whether the model is in training, where there
-    are fewer layers than stages, and where a name is none.
+    Raises StageError where the forward cannot be traced or depends on whether the model is in training, where there
+    are fewer layers than stages, and where no module has a given name.
     """
     graph = _graph(model)
-    plain = _plain(graph)
+    plain = _plain_nodes(graph)
     work = [node for node in graph.nodes if node.op.startswith("call_") and node not in plain]
     starts = _by_cost(model, work, stages, cost) if isinstance(stages, int) else _by_names(work, stages)
     stage_of = {node: 0 for node in graph.nodes if node.op == "placeholder"}
     for k, node in enumerate(work):
         source = node.args[0] if node.target is operator.getitem and isinstance(node.args[1], int) else None
-        stage_of[node] = stage_of.get(source, bisect_right(starts, k) - 1)    # tuples come apart where they are made
-    _refuse_changes(work, plain, stage_of)
-    return _built(model, graph, stage_of, len(starts))
+        stage_of[node] = stage_of.get(source, bisect_right(starts, k) - 1)    # tuples are unpacked where they are made
+    _refuse_in_place(work, plain, stage_of)
+    return _stage_modules(model, graph, stage_of, len(starts))
 
 
-# ------------------------------------------------------------------------------------------------- following a forward
+# --------------------------------------------------------------------------------------------------- tracing a forward
 
 
 class _Tracer(fx.Tracer):
-    """Looks into no block, and into no module with hooks, which must run each time."""
+    """Does not trace into blocks, nor into modules with hooks, which must run each time."""
 
     proxy_buffer_attributes = True
 
@@ -81,14 +80,14 @@ class _Tracer(fx.Tracer):
                 or super().is_leaf_module(m, module_qualified_name))
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Stand-ins for the inputs that have no default value."""
-        _, *takes = inspect.signature(root_fn).parameters.values()
-        needed = [p.name for p in takes if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY,
-                                                                               p.POSITIONAL_OR_KEYWORD)]
+        """Proxies for the inputs that have no default value."""
+        _, *inputs = inspect.signature(root_fn).parameters.values()
+        needed = [p.name for p in inputs if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY,
+                                                                                p.POSITIONAL_OR_KEYWORD)]
         return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in needed)]
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """An assert is a node; any other decision cannot be taken without the tensors."""
+        """An assert becomes a node; any other branch on a tensor cannot be traced."""
         frame = sys._getframe(2)
         if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("assert "):
             self.create_proxy("call_function", torch._assert, (obj, f"an assert at {where(frame)}"), {})
@@ -97,84 +96,85 @@ class _Tracer(fx.Tracer):
 
 
 def _graph(model: nn.Module) -> fx.Graph:
-    """What the forward does. It is followed in training and in evaluation: what decides by `self.training`, outside the
-    nodes, would stay as it was decided now."""
+    """The graph of the forward. It is traced in training and in evaluation, as a branch on `self.training` outside the
+    nodes would be fixed to one side."""
     modes = [(m, m.training) for m in model.modules()]
     try:
         graphs = []
         for mode in (True, False):
             for m, _ in modes:
                 m.training = mode
-            graphs.append(_followed(model))
+            graphs.append(_traced_graph(model))
     finally:
         for m, mode in modes:
             m.training = mode
     for training, evaluation in zip(*(str(graph).splitlines() for graph in graphs)):
         if training != evaluation:
-            raise StageError(f"the forward of {type(model).__name__} asks for self.training, in training "
+            raise StageError(f"the forward of {type(model).__name__} depends on self.training, in training "
                              f"{training.strip()}", "a stage would do so in evaluation, too",
                              "a module for what depends on it, such as nn.Dropout, or the stages by hand: "
                              "[first, second]")
     return graphs[0]
 
 
-def _followed(model: nn.Module) -> fx.Graph:
+def _traced_graph(model: nn.Module) -> fx.Graph:
     tracer, before = _Tracer(model), set(vars(model))
     try:
-        with _makers_followed(tracer):
+        with _factories_traced(tracer):
             graph = tracer.trace(model)
-    except Exception as error:
+    except Exception as error:                       # anything may be raised by a forward that gets proxies for tensors
         *_, (last, _) = traceback.walk_tb(error.__traceback__)
-        said = (str(error).splitlines() or [""])[0]
-        raise StageError(f"a {type(model).__name__} cannot be cut: its forward cannot be followed",
-                         f"at {where(last)} {type(error).__name__}: {said}", _FIX) from error
+        message = (str(error).splitlines() or [""])[0]
+        raise StageError(f"a {type(model).__name__} cannot be cut: its forward cannot be traced",
+                         f"at {where(last)} {type(error).__name__}: {message}", _FIX) from error
     finally:
-        left = [name for name in vars(model) if name not in before]
-        for name in left:
+        added = [name for name in vars(model) if name not in before]
+        for name in added:
             delattr(model, name)
-    if left:                                         # fx puts tensors there that it saw no maker of
-        raise StageError(f"a {type(model).__name__} cannot be cut: its forward leaves {', '.join(left)} in it",
-                         "a tensor that the forward makes, or keeps, would stay as it was when the model was cut",
+    if added:                                        # fx stores tensors there whose creation it did not see
+        raise StageError(f"a {type(model).__name__} cannot be cut: its forward leaves {', '.join(added)} in it",
+                         "a tensor that the forward creates, or keeps, would stay as it was when the model was cut",
                          "self.register_buffer(...) in __init__, or the stages by hand: [first, second]")
     return graph
 
 
 @contextmanager
-def _makers_followed(tracer: fx.Tracer) -> Iterator[None]:
-    """Inside, torch.zeros and its like are nodes, so that each run makes its own tensors. Other threads get theirs."""
-    was, here = {name: getattr(torch, name) for name in _MAKERS}, threading.get_ident()
+def _factories_traced(tracer: fx.Tracer) -> Iterator[None]:
+    """Inside, torch.zeros and its like become nodes, so that each run makes new tensors. Other threads are left
+    alone."""
+    originals, this_thread = {name: getattr(torch, name) for name in _FACTORIES}, threading.get_ident()
 
-    def node_for(made_by: Any) -> Callable[..., Any]:
-        return lambda *args, **kwargs: (tracer.create_proxy("call_function", made_by, args, kwargs)
-                                        if threading.get_ident() == here else made_by(*args, **kwargs))
+    def node_for(factory: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (tracer.create_proxy("call_function", factory, args, kwargs)
+                                        if threading.get_ident() == this_thread else factory(*args, **kwargs))
 
     try:
-        for name, made_by in was.items():
-            setattr(torch, name, node_for(made_by))
+        for name, factory in originals.items():
+            setattr(torch, name, node_for(factory))
         yield
     finally:
-        for name, made_by in was.items():
-            setattr(torch, name, made_by)
+        for name, factory in originals.items():
+            setattr(torch, name, factory)
 
 
 def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else node.target.__name__
 
 
-def _in_place(node: fx.Node) -> bool:
+def _is_in_place(node: fx.Node) -> bool:
     name = _name(node)
     return node.op != "call_module" and (name.endswith("_") and not name.endswith("__")
                                          or node.kwargs.get("inplace") is True)
 
 
-def _plain(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that are no global tensors: sizes, dtypes, and what follows from these alone."""
+def _plain_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that are not global tensors: sizes, dtypes, and what follows from these alone."""
     plain: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op in ("call_function", "call_method"):
-            asked = node.args[1] if node.target is getattr else node.target
-            again = not _in_place(node) and not _ONCE.search(_name(node))
-            if asked in _ASKED or again and all(given in plain for given in node.all_input_nodes):
+            name = node.args[1] if node.target is getattr else node.target
+            repeatable = not _is_in_place(node) and not _ONCE.search(_name(node))
+            if name in _PROPERTIES or repeatable and all(source in plain for source in node.all_input_nodes):
                 plain.add(node)
     return plain
 
@@ -184,7 +184,7 @@ def _plain(graph: fx.Graph) -> set[fx.Node]:
 
 def _by_cost(model: nn.Module, work: Sequence[fx.Node], stages: int,
              cost: Callable[[nn.Module], float] | None) -> list[int]:
-    """Where each stage begins. A layer is a module with parameters, and what follows up to the next."""
+    """Where each stage begins. A layer is a module with parameters and everything up to the next one."""
     modules = [model.get_submodule(node.target) if node.op == "call_module" else None for node in work]
     begins = [k for k, module in enumerate(modules) if module is not None and any(True for _ in module.parameters())]
     begins = [0, *begins[1:]]
@@ -199,11 +199,11 @@ def _by_names(work: Sequence[fx.Node], names: Sequence[str]) -> list[int]:
     known = list(dict.fromkeys(path for paths in within for path in paths))
     starts = [0]
     for name in names:
-        found = [k for k, paths in enumerate(within) if any(f"{path}.".startswith(f"{name}.") for path in paths)]
-        if not found:
+        nodes = [k for k, paths in enumerate(within) if any(f"{path}.".startswith(f"{name}.") for path in paths)]
+        if not nodes:
             raise StageError(f"no layer is called {name!r}", f"the layers are {', '.join(known[:12])}"
                              + (", ..." if len(known) > 12 else ""), "one of these")
-        starts.append(found[0])
+        starts.append(nodes[0])
     if any(a >= b for a, b in zip(starts, starts[1:])):
         raise StageError(f"stages that begin with {', '.join(names)}",
                          "in the model they do not come in this order, or the first stage is empty",
@@ -211,9 +211,9 @@ def _by_names(work: Sequence[fx.Node], names: Sequence[str]) -> list[int]:
     return starts
 
 
-def _refuse_changes(work: Sequence[fx.Node], plain: set[fx.Node], stage_of: dict[fx.Node, int]) -> None:
-    """A change in place is seen in its own stage only."""
-    for node in filter(_in_place, work):
+def _refuse_in_place(work: Sequence[fx.Node], plain: set[fx.Node], stage_of: dict[fx.Node, int]) -> None:
+    """A change in place is visible in its own stage only, so other stages must not use the tensor."""
+    for node in filter(_is_in_place, work):
         changed = node.all_input_nodes[0]
         if changed in plain or any(stage_of.get(other, stage_of[node]) != stage_of[node]
                                    for other in (changed, *changed.users)):
@@ -224,53 +224,53 @@ def _refuse_changes(work: Sequence[fx.Node], plain: set[fx.Node], stage_of: dict
 # ------------------------------------------------------------------------------------------------- stages out of nodes
 
 
-class _Shared(dict):
-    """Some of the parameters or buffers of a module: what is put in their place here is put there, too."""
+class _SharedDict(dict):
+    """Some of the parameters or buffers of a module; replacing one here replaces it in the module, too."""
 
-    def __init__(self, some: dict[str, Any], whole: dict[str, Any]) -> None:
+    def __init__(self, some: dict[str, Any], original: dict[str, Any]) -> None:
         super().__init__(some)
-        self.whole = whole
+        self.original = original
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
-        if key in self.whole:
-            self.whole[key] = value
+        if key in self.original:
+            self.original[key] = value
 
 
-def _built(model: nn.Module, graph: fx.Graph, stage_of: dict[fx.Node, int], stages: int) -> list[nn.Module]:
+def _stage_modules(model: nn.Module, graph: fx.Graph, stage_of: dict[fx.Node, int], stages: int) -> list[nn.Module]:
     order = {node: k for k, node in enumerate(graph.nodes)}
     output = graph.output_node()
     bodies: list[list[fx.Node]] = [[] for _ in range(stages)]
-    takes: list[list[fx.Node]] = [[] for _ in range(stages)]
-    later: set[fx.Node] = set()                      # from earlier stages, for this one or those after it
-    for stage in reversed(range(stages)):
+    inputs: list[list[fx.Node]] = [[] for _ in range(stages)]
+    needed: set[fx.Node] = set()                     # nodes of earlier stages that this stage or later ones use
+    for stage in reversed(range(stages)):            # backwards: a stage also passes on what only later ones use
         own = {node for node, k in stage_of.items() if k == stage and node.op != "placeholder"}
-        open_ = [*own, *([output] if stage == stages - 1 else [])]
-        while open_:
-            for given in open_.pop().all_input_nodes:
-                if given not in stage_of and given not in own:       # plain, or a parameter: made again here
-                    own.add(given)
-                    open_.append(given)
-                elif given in stage_of:
-                    later.add(given)
-        later = {node for node in later if stage_of[node] < stage}
+        unvisited = [*own, *([output] if stage == stages - 1 else [])]
+        while unvisited:
+            for source in unvisited.pop().all_input_nodes:
+                if source not in stage_of and source not in own:     # plain, or a parameter: each stage has its own
+                    own.add(source)
+                    unvisited.append(source)
+                elif source in stage_of:
+                    needed.add(source)
+        needed = {node for node in needed if stage_of[node] < stage}
         bodies[stage] = sorted(own, key=order.__getitem__)
-        takes[stage] = sorted(later, key=order.__getitem__)
-    takes[0] = [node for node in graph.nodes if node.op == "placeholder"]
-    gives: list[Any] = [given[0] if len(given) == 1 else tuple(given) for given in takes[1:]]
-    return [_module(model, *parts) for parts in zip(takes, bodies, [*gives, output.args[0]])]
+        inputs[stage] = sorted(needed, key=order.__getitem__)
+    inputs[0] = [node for node in graph.nodes if node.op == "placeholder"]
+    outputs: list[Any] = [nodes[0] if len(nodes) == 1 else tuple(nodes) for nodes in inputs[1:]]
+    return [_stage_module(model, *parts) for parts in zip(inputs, bodies, [*outputs, output.args[0]])]
 
 
-def _module(model: nn.Module, takes: Sequence[fx.Node], body: Sequence[fx.Node], gives: Any) -> nn.Module:
+def _stage_module(model: nn.Module, inputs: Sequence[fx.Node], body: Sequence[fx.Node], outputs: Any) -> nn.Module:
     graph = fx.Graph()
-    copies = {node: graph.placeholder(node.name) for node in takes}
+    copies = {node: graph.placeholder(node.name) for node in inputs}
     for node in body:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(fx.map_arg(gives, copies.__getitem__))
+    graph.output(fx.map_arg(outputs, copies.__getitem__))
     stage = fx.GraphModule(model, graph, type(model).__name__)
     for path in {node.target.rpartition(".")[0] for node in body if node.op == "get_attr"}:
-        owner, holder = model.get_submodule(path), stage.get_submodule(path)
+        owner, copy = model.get_submodule(path), stage.get_submodule(path)
         for kind in ("_parameters", "_buffers"):
-            if holder is not owner:
-                holder.__dict__[kind] = _Shared(getattr(holder, kind), getattr(owner, kind))
+            if copy is not owner:                    # fx copied the holder of a parameter that is used directly
+                copy.__dict__[kind] = _SharedDict(getattr(copy, kind), getattr(owner, kind))
     return stage

@@ -1,10 +1,10 @@
-"""Letters: bytes that one process leaves for another, which takes them when it comes to it.
+"""Point-to-point messages: bytes that one process sends to another, which receives them when it gets there.
 
-In an exchange the two sides meet. Here they do not: the sender goes on at once, and the receiver may be at something
-else for long. Between two processes letters are taken in the order in which they were left.
+In an exchange both sides take part at the same time. Here they do not: a send returns at once, and the receiver may be
+busy with something else for long. Between two processes messages are received in the order in which they were sent.
 
-On one host a letter is a note of where the bytes lie in the sender's memory; the receiver copies them from there.
-Elsewhere it goes by torch.distributed, and then what comes next is better expected before its turn.
+On one host a message is a note of where the bytes are in the sender's memory; the receiver copies them from there.
+Between hosts it goes through torch.distributed, where a receive that is posted early overlaps with other work.
 """
 from __future__ import annotations
 
@@ -18,60 +18,62 @@ from globaltensor.runtime.exchange import post, wait
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import world
 
-ROOM = 256                                           # letters that may lie there for a process before its sender waits
+MAX_PENDING = 256                                    # messages that may be pending for a process before a send blocks
 
 
-class Mail:
-    """This process's letters to and from the others that take part in one thing. `what` that is stands in errors."""
+class P2PGroup:
+    """Messages between this process and the others of one activity. `what` that is appears in errors."""
 
-    def __init__(self, everyone: Sequence[int], what: str) -> None:
-        self.peers, self.what = [r for r in everyone if r != world().rank], what
-        near = world().host_peers if torch_ext is not None else frozenset()
-        self._near = {r: r - min(near) for r in self.peers if r in near}             # the native number of a rank
-        self._party = list(self._near.values())
-        self._far: dict[Hashable, list[tuple[int, dist.Work, torch.Tensor]]] = {}    # what must be left alone
+    def __init__(self, ranks: Sequence[int], what: str) -> None:
+        self.peers, self.what = [r for r in ranks if r != world().rank], what
+        host = world().host_peers if torch_ext is not None else frozenset()
+        self._local = {r: r - min(host) for r in self.peers if r in host}            # rank -> its number on this host
+        self._local_numbers = list(self._local.values())
+        # By tag, what torch.distributed is still sending: the tensors must stay alive and unchanged until it is done.
+        self._remote: dict[Hashable, list[tuple[int, dist.Work, torch.Tensor]]] = {}
 
-    def post(self, pieces: Sequence[torch.Tensor], reader: int, name: Hashable, sized: bool = True) -> None:
-        """Leave tensors on the CPU for a rank. They must not change until it has taken them. `name` is what both sides
-        call this letter; `sized`: the reader knows how many bytes it has."""
-        if reader in self._near:
-            torch_ext.send(self._near[reader], pieces, _subject(name), self.what, self._party)
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: Hashable, sized: bool = True) -> None:
+        """Send tensors on the CPU to a rank, as one message, without waiting for it. They must not change until it has
+        received them. Both sides use the same `tag`; `sized`: the receiver knows how many bytes to expect."""
+        if peer in self._local:
+            torch_ext.send(self._local[peer], tensors, _tag_number(tag), self.what, self._local_numbers)
             return
-        flat = [t.contiguous().view(-1).view(torch.uint8) for t in pieces]
-        whole = torch.cat(flat) if len(flat) > 1 else flat[0].clone()
-        for part in (whole,) if sized else (torch.tensor([whole.numel()]).view(torch.uint8), whole):
-            self._far.setdefault(name, []).append((reader, post(part, reader), part))
+        flat = [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
+        message = torch.cat(flat) if len(flat) > 1 else flat[0].clone()
+        for part in (message,) if sized else (torch.tensor([message.numel()]).view(torch.uint8), message):
+            self._remote.setdefault(tag, []).append((peer, post(part, peer), part))
 
-    def expect(self, writer: int, name: Hashable, size: int | None = None) -> Callable[[], torch.Tensor]:
-        """The next letter of a rank, of so many bytes if that is known: what this gives takes it, as flat bytes.
+    def recv(self, peer: int, tag: Hashable, nbytes: int | None = None) -> Callable[[], torch.Tensor]:
+        """Post a receive of the next message of a rank, of so many bytes if that is known. The function that is
+        returned waits for it and gives its bytes, flat.
 
-        Raises TransportError where the writer ended, DisagreementError where it left another letter."""
-        if writer in self._near:
-            return lambda: torch_ext.recv(self._near[writer], -1 if size is None else size, _subject(name), self.what,
-                                     self._party)
-        if size is None:
-            size = int(self.expect(writer, name, 8)().view(torch.int64))
-        buffer = torch.empty(size, dtype=torch.uint8)
-        work = post(buffer, writer, receive=True)
+        Raises TransportError where the sender has ended, DisagreementError where its message has another tag."""
+        if peer in self._local:
+            return lambda: torch_ext.recv(self._local[peer], -1 if nbytes is None else nbytes, _tag_number(tag),
+                                          self.what, self._local_numbers)
+        if nbytes is None:
+            nbytes = int(self.recv(peer, tag, 8)().view(torch.int64))
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        work = post(buffer, peer, receive=True)
 
-        def take() -> torch.Tensor:
-            wait({writer: work}, self.what, tuple(self.peers))
+        def finish() -> torch.Tensor:
+            wait({peer: work}, self.what, tuple(self.peers))
             return buffer
 
-        return take
+        return finish
 
-    def taken(self, name: Hashable) -> None:
-        """Letters of this name were read, or shall be now: their memory is free again."""
-        for reader, work, _ in self._far.pop(name, ()):
-            wait({reader: work}, self.what, tuple(self.peers))
+    def wait_sent(self, tag: Hashable) -> None:
+        """Wait until messages of this tag to other hosts are sent; their memory is free again."""
+        for peer, work, _ in self._remote.pop(tag, ()):
+            wait({peer: work}, self.what, tuple(self.peers))
 
-    def finish(self) -> None:
-        """Wait until all that was left is taken."""
-        for name in list(self._far):
-            self.taken(name)
-        for index in self._party:
-            torch_ext.wait_acked(index, self.what, self._party)
+    def flush(self) -> None:
+        """Wait until all messages are received."""
+        for tag in list(self._remote):
+            self.wait_sent(tag)
+        for number in self._local_numbers:
+            torch_ext.wait_acked(number, self.what, self._local_numbers)
 
 
-def _subject(name: Hashable) -> int:
-    return zlib.crc32(repr(name).encode())
+def _tag_number(tag: Hashable) -> int:
+    return zlib.crc32(repr(tag).encode())            # not hash(): that of a string differs from process to process

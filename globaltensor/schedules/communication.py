@@ -1,13 +1,12 @@
 """Which values travel between ranks, and when: sends and receives follow from the order of the actions.
 
-A stage's output goes to the next stage, its input's gradient to the stage before; where both stages live on one rank
-nothing travels. A rank sends a value right after the action that made it. It receives **in the order in which the
-peer sends**: what it wants next may stand behind other values in the channel, and then it takes those first and keeps
-them. So for each ordered pair of ranks the receives are the sends, by construction. (Receiving in the order of use
-instead looks the same for simple schedules. On a V, where activations of one direction and gradients of the other
-share a channel, the two orders differ, and the receiver takes one value for another.)
-
-Taking earlier values first never waits longer: the peer has sent them before the wanted one.
+A stage's output goes to the next stage, its input's gradient to the stage before; where both stages are on one rank
+nothing travels. A rank sends a value right after the action that computed it. It receives **in the order in which the
+peer sends**: if other values are ahead of the wanted one in the channel, it takes those first and keeps them. So for
+each ordered pair of ranks the receives are the sends, by construction. (Receiving in the order of use instead looks
+the same for simple schedules. On a V, where activations of one direction and gradients of the other share a channel,
+the two orders differ, and the receiver takes one value for another.) Taking earlier values first never waits longer:
+the peer has sent them before the wanted one.
 """
 from __future__ import annotations
 
@@ -15,13 +14,24 @@ from array import array
 from collections import deque
 from typing import NamedTuple
 
-from globaltensor.schedules.schedule import RECV_B, RECV_F, SEND_B, SEND_F, Actions, B, F, I, Schedule, W
+from globaltensor.schedules.schedule import (
+    COMPUTE,
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    Actions,
+    F,
+    Schedule,
+    W,
+)
 
-COMPUTE = (F, B, I, W)
+Receive = tuple[int, int]                            # the kind of a receive, and its key
 
 
 class Routes(NamedTuple):
-    """Per stage, the rank that gets its output and the one that gets its input's gradient; -1: nobody elsewhere."""
+    """Per stage, the rank that receives its output and the one that receives its input's gradient; -1: none, or the
+    stage's own rank."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -35,49 +45,50 @@ def routes(rank_of: tuple[int, ...]) -> Routes:
 
 
 def communicates(schedule: Schedule) -> bool:
-    """Whether a schedule already says when its values are moved."""
-    return any(code & 7 >= SEND_F for row in schedule.actions for code in row.codes)
+    """Whether a schedule already says when its values are transferred."""
+    return any(kind not in COMPUTE for row in schedule.actions for kind in row.kinds)
 
 
 def communicate(schedule: Schedule) -> Schedule:
-    """The same schedule with sends and receives put in."""
+    """The same schedule with sends and receives inserted."""
     to = routes(schedule.rank_of)
-    waiting = _channels(schedule, to)
-    rows = tuple(_row(schedule, rank, to, waiting) for rank in range(schedule.ranks))
+    unreceived = _channels(schedule, to)
+    rows = tuple(_with_transfers(schedule, rank, to, unreceived) for rank in range(schedule.ranks))
     return Schedule(schedule.name, schedule.rank_of, schedule.micro_batches, rows)
 
 
-def _channels(schedule: Schedule, to: Routes) -> dict[tuple[int, int], deque[int]]:
+def _channels(schedule: Schedule, to: Routes) -> dict[tuple[int, int], deque[Receive]]:
     """For each ordered pair of ranks the receives that fit its sends, in order."""
-    stages, found = schedule.stages, {}
+    channels: dict[tuple[int, int], deque[Receive]] = {}
     for rank, row in enumerate(schedule.actions):
-        for code in row.codes:
-            kind, key = code & 7, code >> 3
-            peer = (to.forward if kind == F else to.backward)[key % stages] if kind != W else -1
+        for kind, key in zip(row.kinds, row.keys):
+            peer = (to.forward if kind == F else to.backward)[key % schedule.stages] if kind != W else -1
             if peer >= 0:
-                receive = (key + 1) << 3 | RECV_F if kind == F else (key - 1) << 3 | RECV_B
-                found.setdefault((rank, peer), deque()).append(receive)
-    return found
+                receive = (RECV_F, key + 1) if kind == F else (RECV_B, key - 1)
+                channels.setdefault((rank, peer), deque()).append(receive)
+    return channels
 
 
-def _row(schedule: Schedule, rank: int, to: Routes, waiting: dict[tuple[int, int], deque[int]]) -> Actions:
+def _with_transfers(schedule: Schedule, rank: int, to: Routes,
+                    unreceived: dict[tuple[int, int], deque[Receive]]) -> Actions:
     stages, rank_of = schedule.stages, schedule.rank_of
-    row, here = array("q"), set()                     # `here`: received before its turn
-    for code in schedule.actions[rank].codes:
-        kind, key = code & 7, code >> 3
+    kinds, keys, early = bytearray(), array("q"), set[Receive]()       # `early`: received before its turn
+
+    def append(kind: int, key: int) -> None:
+        kinds.append(kind)
+        keys.append(key)
+
+    for kind, key in zip(schedule.actions[rank].kinds, schedule.actions[rank].keys):
         stage = key % stages
-        if kind == W:
-            row.append(code)
-            continue
-        source = stage - 1 if kind == F else stage + 1
+        source = stage if kind == W else stage - 1 if kind == F else stage + 1     # whose value the action needs
         if 0 <= source < stages and rank_of[source] != rank:
-            wanted = key << 3 | (RECV_F if kind == F else RECV_B)
-            channel = waiting.get((rank_of[source], rank), deque())
-            while wanted not in here and channel:
-                here.add(channel[0])
-                row.append(channel.popleft())
-            here.discard(wanted)
-        row.append(code)
-        if (to.forward if kind == F else to.backward)[stage] >= 0:
-            row.append(key << 3 | (SEND_F if kind == F else SEND_B))
-    return Actions(row, stages)
+            wanted = (RECV_F if kind == F else RECV_B), key
+            channel = unreceived.get((rank_of[source], rank), deque())
+            while wanted not in early and channel:
+                early.add(channel[0])
+                append(*channel.popleft())
+            early.discard(wanted)
+        append(kind, key)
+        if kind != W and (to.forward if kind == F else to.backward)[stage] >= 0:
+            append(SEND_F if kind == F else SEND_B, key)
+    return Actions(kinds, keys, stages)

@@ -5,14 +5,14 @@ A model is cut into stages, a batch into micro-batches. One action is (stage, ki
     F   forward of this stage on this micro-batch
     B   the whole backward: gradients of the stage's input and of its weights
     I   only the gradient of the input, which the stage before waits for
-    W   only the gradient of the weights, for which nobody waits: it can fill a gap later
+    W   only the gradient of the weights, for which no other stage waits, so it can fill a gap later
 
-Each (stage, micro-batch) has one F and then either one B, or one I and after it one W. `rank_of[s]` says which rank
-holds stage s. With more stages than ranks the stages lie in a loop (0 1 2 0 1 2) or in a V (0 1 2 2 1 0).
+Each (stage, micro-batch) has one F and then either one B, or one I followed later by one W. `rank_of[s]` says which
+rank holds stage s. With more stages than ranks, stages are dealt out in a loop (0 1 2 0 1 2) or in a V (0 1 2 2 1 0).
 
-A schedule may also say when values are moved: `2SEND_F5` sends the output of stage 2, `3RECV_F5` receives it as the
-input of stage 3, `3SEND_B5` and `2RECV_B5` do the same with its gradient on the way back. Where it does not,
-`communication.communicate` puts them in. In memory an action is one integer, so that thousands of ranks fit.
+A schedule may also say when values are transferred: `2SEND_F5` sends the output of stage 2, `3RECV_F5` receives it as
+the input of stage 3, `3SEND_B5` and `2RECV_B5` do the same with its gradient on the way back. Where it does not,
+`communication.communicate` inserts the transfers. In memory an action takes nine bytes, so thousands of ranks fit.
 """
 from __future__ import annotations
 
@@ -20,16 +20,21 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from typing import NamedTuple, overload
+
+import numpy as np
 
 from globaltensor.errors import GlobalTensorError
 
 KINDS = ("F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B")
 F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B = range(8)
+COMPUTE, SENDS, RECEIVES = (F, B, I, W), (SEND_F, SEND_B), (RECV_F, RECV_B)
+_KIND_BITS = 3                                       # of an encoded action, enough for the eight kinds
 
 
 class ScheduleError(GlobalTensorError, ValueError):
-    """A schedule that cannot be, or cannot be run: its text, its name, a missing, doubled or misordered action."""
+    """An invalid schedule: its text, its name, or an action that is missing, repeated or out of order."""
 
 
 class Action(NamedTuple):
@@ -44,16 +49,32 @@ class Action(NamedTuple):
 
 
 class Actions(Sequence[Action]):
-    """A list of actions, each kept as the integer `(micro_batch * stages + stage) * 8 + kind`.
+    """A list of actions in two columns: the kind of each, and its key, `micro_batch * stages + stage`.
 
-    So `code & 7` is the kind, `code >> 3` is the key of (stage, micro-batch), and the same micro-batch at the stage
-    before and after has the key - 1 and the key + 1.
+    So `key % stages` is the stage, and the same micro-batch at the stage before and after has the key - 1 and the
+    key + 1. Loops over millions of actions read the columns; everything else reads `Action`s.
     """
 
-    __slots__ = ("codes", "stages")
+    __slots__ = ("kinds", "keys", "stages")
 
-    def __init__(self, codes: Iterable[int], stages: int) -> None:
-        self.codes, self.stages = codes if isinstance(codes, array) else array("q", codes), stages
+    def __init__(self, kinds: Iterable[int], keys: Iterable[int], stages: int) -> None:
+        self.kinds = bytes(kinds)                    # a byte each: an index gives an int that need not be allocated
+        self.keys = keys if isinstance(keys, array) else array("q", keys)
+        self.stages = stages
+
+    @classmethod
+    def of(cls, actions: Iterable[Action], stages: int) -> Actions:
+        """From actions in a schedule of so many stages."""
+        actions = list(actions)
+        return cls((KINDS.index(a.kind) for a in actions),
+                   (a.micro_batch * stages + a.stage for a in actions), stages)
+
+    @classmethod
+    def decode(cls, codes: Iterable[int], stages: int) -> Actions:
+        """From the integers that `encode` gives."""
+        packed = np.array(codes if isinstance(codes, array) else array("q", codes), np.int64)
+        kinds = (packed & (1 << _KIND_BITS) - 1).astype(np.uint8)
+        return cls(kinds.tobytes(), array("q", (packed >> _KIND_BITS).tobytes()), stages)
 
     @overload
     def __getitem__(self, index: int) -> Action: ...
@@ -62,43 +83,44 @@ class Actions(Sequence[Action]):
 
     def __getitem__(self, index: int | slice) -> Action | Actions:
         if isinstance(index, slice):
-            return Actions(self.codes[index], self.stages)
-        return decode(self.codes[index], self.stages)
+            return Actions(self.kinds[index], self.keys[index], self.stages)
+        return action_of(self.kinds[index], self.keys[index], self.stages)
 
     def __iter__(self) -> Iterator[Action]:
-        return (decode(code, self.stages) for code in self.codes)
+        return (action_of(kind, key, self.stages) for kind, key in zip(self.kinds, self.keys))
 
     def __len__(self) -> int:
-        return len(self.codes)
+        return len(self.kinds)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
     def __hash__(self) -> int:
-        return hash((self.codes.tobytes(), self.stages))
+        return hash((self.kinds, self.keys.tobytes(), self.stages))
 
     def __repr__(self) -> str:
         return " ".join(map(str, self))
 
 
-def encode(stage: int, kind: str, micro_batch: int, stages: int) -> int:
-    """The integer of an action in a schedule of so many stages."""
-    return (micro_batch * stages + stage) << 3 | KINDS.index(kind)
+def action_of(kind: int, key: int, stages: int) -> Action:
+    """The action of this kind and key in a schedule of so many stages."""
+    micro_batch, stage = divmod(key, stages)
+    return Action(stage, KINDS[kind], micro_batch)
 
 
-def decode(code: int, stages: int) -> Action:
-    """The action that `encode` made this integer of."""
-    micro_batch, stage = divmod(code >> 3, stages)
-    return Action(stage, KINDS[code & 7], micro_batch)
+def encode(kind: int, key: int) -> int:
+    """Kind and key as one integer. The codes of one action for successive micro-batches are evenly spaced, so
+    generators deal them out as ranges, and `Actions.decode` turns a whole list into columns at once."""
+    return key << _KIND_BITS | kind
 
 
 def loop(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Stages dealt to the ranks in turn, `chunks` times round: 0 1 2 0 1 2."""
+    """Stages dealt to the ranks round-robin, `chunks` times round: 0 1 2 0 1 2."""
     return tuple(range(ranks)) * chunks
 
 
 def vee(ranks: int) -> tuple[int, ...]:
-    """Stages down the ranks and up again, so that the first rank holds the first and the last one: 0 1 2 2 1 0."""
+    """Stages down the ranks and back up, so that rank 0 holds both the first and the last: 0 1 2 2 1 0."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
@@ -106,8 +128,8 @@ def vee(ranks: int) -> tuple[int, ...]:
 class Schedule:
     """`actions[r]` is what rank r does, in order; `rank_of[s]` the rank of stage s.
 
-    `source` and `lines` say where a schedule that was read from a text has its actions: lines[r][i] is the line of
-    actions[r][i]. They are for error messages only.
+    A schedule parsed from text also has its `source`, and lines[r][i], the line of actions[r][i]. Both are for error
+    messages only.
     """
 
     name: str
@@ -146,9 +168,10 @@ class Schedule:
     def only(self, kinds: Iterable[int], name: str = "") -> Schedule:
         """The same without the other kinds of action: `only([F])` is an evaluation, without the backward passes."""
         wanted = frozenset(kinds)
-        rows = tuple(Actions((c for c in row.codes if c & 7 in wanted), self.stages) for row in self.actions)
-        lines = tuple(tuple(line for c, line in zip(row.codes, own) if c & 7 in wanted)
-                      for row, own in zip(self.actions, self.lines))
+        keeps = [[kind in wanted for kind in row.kinds] for row in self.actions]
+        rows = tuple(Actions(compress(row.kinds, keep), compress(row.keys, keep), self.stages)
+                     for row, keep in zip(self.actions, keeps))
+        lines = tuple(tuple(compress(own, keep)) for own, keep in zip(self.lines, keeps))
         return Schedule(name or self.name, self.rank_of, self.micro_batches, rows, self.source, lines)
 
     def at(self, rank: int, position: int) -> str:

@@ -1,6 +1,6 @@
 """What a schedule would take on any machine: a simulation of its actions, and the memory that a plan needs.
 
-    costs      what each action takes
+    costs      the time of each action
     engine     when each action begins
     cluster    devices and links, described
     gpt        parameters, operations and activations of a GPT, by formula

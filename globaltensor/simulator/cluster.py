@@ -1,12 +1,12 @@
-"""A described cluster: what its devices and links can do. Nothing of it has to be here.
+"""A cluster by description: what its devices and links can do. None of it has to exist here.
 
     dgx-a100, dgx-h100      known by name
-    mine.json               one's own: a JSON object with the names of `Cluster`'s fields, `local` and `remote` being
+    mine.json               your own: a JSON object with the names of `Cluster`'s fields, `local` and `remote` being
                             {"latency": seconds, "bandwidth": bytes per second}
 
-`efficiency` is the only number that is not on a data sheet: the share of `flops` that large matrix products reach when
-nothing is waited for. With 0.66 for dgx-a100 the ten rows of arXiv:2104.04473, table 1, come out within 8% of what was
-measured on up to 3,072 devices. That of dgx-h100 is an assumption: compare plans by it, not machines.
+`efficiency` is the only number that is not on a data sheet: the share of `flops` that large matrix products reach. With
+0.66 for dgx-a100 the ten rows of arXiv:2104.04473, table 1, are reproduced within 8% of the times measured on up to
+3,072 devices. That of dgx-h100 is an assumption: use it to compare plans, not machines.
 """
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import dataclasses
 import difflib
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from globaltensor.errors import PlacementError
-from globaltensor.layouts.placement import placement
+from globaltensor.layouts import placement as placements
 from globaltensor.runtime.machine import Machine
 
 
@@ -31,7 +30,7 @@ class ClusterError(PlacementError):
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What one device receives over it: seconds to begin, and bytes per second."""
+    """What one device receives over it: seconds of latency, and bytes per second."""
 
     latency: float
     bandwidth: float
@@ -39,11 +38,11 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Hosts alike, each of `devices_per_host` devices; `local` links within a host, `remote` between hosts.
+    """Identical hosts, each of `devices_per_host` devices; `local` links within a host, `remote` between hosts.
 
     flops    operations per second of a device in 16 bits, by its data sheet
-    memory   bytes of a device; `memory_bandwidth` bytes per second
-    hosts    how many there are (0: as many as are asked for)
+    memory   bytes of a device; `memory_bandwidth` in bytes per second
+    hosts    how many there are (0: as many as needed)
     """
 
     name: str
@@ -57,7 +56,7 @@ class Cluster:
     hosts: int = 0
 
     def machine(self, devices: int) -> Machine:
-        """The rates that boxing plans are chosen by, for the first `devices` of the cluster."""
+        """The rates by which boxings are planned, for the first `devices` of the cluster."""
         if self.hosts and devices > self.hosts * self.devices_per_host:
             raise ClusterError(f"{devices} devices of {self.name}", f"it has {self.hosts} hosts with "
                                f"{self.devices_per_host} each", "a smaller dp, tp or pp")
@@ -66,7 +65,7 @@ class Cluster:
                        tuple(device // self.devices_per_host for device in range(devices)))
 
 
-# NVLink and one HCA a GPU, in one direction: 300 and 450 GB/s in a host, 25 and 50 GB/s out of it.
+# By data sheet NVLink has 300 and 450 GB/s a direction, one HCA per GPU 25 and 50 GB/s; here about 80% to 90% of that.
 KNOWN = {one.name: one for one in (
     Cluster("dgx-a100", 8, 312e12, 0.66, 80e9, 2.0e12, Link(1e-5, 2.4e11), Link(1.5e-5, 2.2e10)),
     Cluster("dgx-h100", 8, 989e12, 0.55, 80e9, 3.35e12, Link(1e-5, 3.6e11), Link(1.5e-5, 4.4e10)),
@@ -79,64 +78,64 @@ def cluster(name: str) -> Cluster:
         return KNOWN[name]
     if not os.path.exists(name):
         near = difflib.get_close_matches(name.lower(), KNOWN, 2, 0.3)
-        raise ClusterError(f"there is no cluster {name!r}", f"known are {', '.join(KNOWN)}, and there is no such file",
+        raise ClusterError(f"there is no cluster {name!r}",
+                           f"the known ones are {', '.join(KNOWN)}, and there is no such file",
                            " or ".join(near) or "one of these, or a JSON file of your own")
     try:
         described = json.loads(Path(name).read_text())
     except (OSError, ValueError) as error:
         raise ClusterError(f"the cluster {name} could not be read", str(error), "a file with one JSON object") from None
-    return _described(described, name)
+    return _from_json(described, name)
 
 
 def as_json(of: Cluster) -> str:
-    """The text of a file that describes it: where to begin with one's own."""
+    """The text of a file that describes it: a starting point for your own."""
     return json.dumps(dataclasses.asdict(of), indent=2)
 
 
-def _described(found: Any, source: str) -> Cluster:
+def _from_json(described: Any, source: str) -> Cluster:
     fields = {field.name: field for field in dataclasses.fields(Cluster)}
-    needed = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name != "name"]
-    if not isinstance(found, dict):
-        raise ClusterError(f"{source} describes no cluster", "it holds no JSON object", ", ".join(needed))
-    for name in found:
+    required = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name != "name"]
+    if not isinstance(described, dict):
+        raise ClusterError(f"{source} describes no cluster", "it is not a JSON object", ", ".join(required))
+    for name in described:
         if name not in fields:
             near = difflib.get_close_matches(name, fields, 1, 0.4)
             raise ClusterError(f"{source}: a cluster has no {name!r}", f"it has {', '.join(fields)}", *near)
     values: dict[str, Any] = {"name": Path(source).stem}
-    for name, value in found.items():
+    for name, value in described.items():
         if name in ("local", "remote"):
             rates = value if isinstance(value, dict) else {}
-            values[name] = Link(*(_positive(rates.get(rate), f"{name}.{rate}", source)
+            values[name] = Link(*(_checked_number(rates.get(rate), f"{name}.{rate}", source)
                                   for rate in ("latency", "bandwidth")))
         elif name == "name":
             values[name] = str(value)
         elif name in ("devices_per_host", "hosts"):
-            values[name] = int(_positive(value, name, source, least=name == "devices_per_host"))
+            values[name] = int(_checked_number(value, name, source, least=name == "devices_per_host"))
         else:
-            values[name] = _positive(value, name, source)
-    missing = [name for name in needed if name not in values]
+            values[name] = _checked_number(value, name, source)
+    missing = [name for name in required if name not in values]
     if missing:
-        raise ClusterError(f"{source} does not say its {missing[0]}", f"a cluster has {', '.join(needed)}",
+        raise ClusterError(f"{source} lacks {missing[0]!r}", f"a cluster has {', '.join(required)}",
                            f'"{missing[0]}": ...')
     return Cluster(**values)
 
 
-def _positive(value: Any, name: str, source: str, least: float = 0) -> float:
+def _checked_number(value: Any, name: str, source: str, least: float = 0) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
-        raise ClusterError(f"{source}: {name} is {value!r}", "it is a number"
-                           + (f" from {least:g} on" if least else ", not negative"), f'"{name}": 1e12')
+        raise ClusterError(f"{source}: {name} is {value!r}", f"it is a number, {least:g} or more", f'"{name}": 1e12')
     if value == 0 and name.rpartition(".")[2] in ("bandwidth", "flops", "efficiency", "memory_bandwidth"):
-        raise ClusterError(f"{source}: {name} is 0", "then nothing ever ends", f'"{name}": 1e12')
+        raise ClusterError(f"{source}: {name} is 0", "then no transfer and no action ever ends", f'"{name}": 1e12')
     return value
 
 
 @contextmanager
-def elsewhere() -> Iterator[None]:
-    """Inside, placements are made of a cluster that is not here: nobody asks whether this world has their ranks."""
-    asks = sys.modules[placement.__module__]._on_create
-    kept = asks[:]
-    asks.clear()
+def hypothetical_placements() -> Iterator[None]:
+    """Inside, placements may name ranks and devices that this world does not have: those of a described cluster."""
+    checks = placements._on_create
+    kept = checks[:]
+    checks.clear()
     try:
         yield
     finally:
-        asks[:] = kept
+        checks[:] = kept

@@ -1,7 +1,7 @@
-"""What each action takes: the times that a simulation adds up.
+"""The time that each action takes: what a simulation adds up.
 
-Times are exact where they can be: `Costs.exact` reads "18.522" or "1/3" as fractions and keeps all of them as integers
-of one unit, so that a simulation neither rounds nor pays for fractions. Times from a cluster are floats, in seconds.
+Times are exact where possible: `Costs.exact` reads "18.522" or "1/3" as fractions and keeps all of them as integers of
+one unit, so that a simulation neither rounds nor pays for fractions. Times from a cluster are floats, in seconds.
 """
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Number = int | float | Fraction
 
 
 class Hop(NamedTuple):
-    """The way of a stage's output to the next stage, or of a gradient back: the wire is taken for `busy`, and the
-    value is there `latency` later. Values of one ordered pair of ranks take the wire one after the other."""
+    """A transfer of a stage's output to the next stage, or of a gradient back: it occupies the link for `busy`, and
+    arrives `latency` later. Transfers of one ordered pair of ranks take the link one after the other."""
 
     latency: Number = 0
     busy: Number = 0
@@ -26,8 +26,8 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Per stage, in units of `unit`: forward, input gradient, weight gradient, the whole backward; hops[s] is the way
-    between stage s and s + 1, used where these live on different ranks."""
+    """Per stage, in units of `unit`: forward, input gradient, weight gradient; hops[s] is the transfer between stages
+    s and s + 1, where these are on different ranks."""
 
     forward: tuple[Number, ...]
     inputs: tuple[Number, ...]
@@ -37,16 +37,16 @@ class Costs:
 
     @property
     def backward(self) -> tuple[Number, ...]:
-        """B is I and W."""
+        """The whole backward: I and W."""
         return tuple(i + w for i, w in zip(self.inputs, self.weights))
 
     @staticmethod
     def exact(times: Sequence[str | Number], stages: int, chunks: int = 1) -> Costs:
-        """From TF, TB, TW and Tcomm: what a whole rank takes for one micro-batch, TB without the weight gradient. A
-        stage takes one of `chunks` parts of it. Tcomm is a delay between two ranks, whatever the size of the stage."""
+        """From TF, TB, TW and Tcomm: the times of a whole rank for one micro-batch, TB without the weight gradient. A
+        stage takes 1 / `chunks` of them. Tcomm is the delay between two ranks, whatever the size of the stage."""
         if not 3 <= len(times) <= 4:
             raise ScheduleError(f"{len(times)} times", "they are TF,TB,TW,Tcomm: forward, input gradient, weight "
-                                "gradient, and one way between ranks", "1,1,1,0")
+                                "gradient, and one transfer between ranks", "1,1,1,0")
         parsed = [_fraction(time) for time in times] + [Fraction(0)] * (4 - len(times))
         per_stage = [time / chunks for time in parsed[:3]] + parsed[3:]
         scale = lcm(*(time.denominator for time in per_stage))
@@ -57,9 +57,9 @@ class Costs:
 
 def _fraction(time: str | Number) -> Fraction:
     try:
-        found = Fraction(time)
+        exact = Fraction(time)
     except (ValueError, ZeroDivisionError, OverflowError):
-        found = None
-    if found is None or found < 0:
-        raise ScheduleError(f"{time!r} is no time", "a time is a number from 0 on", "18.522, or 1/3")
-    return found
+        exact = Fraction(-1)
+    if exact < 0:
+        raise ScheduleError(f"{time!r} is not a time", "a time is a number, 0 or more", "18.522, or 1/3")
+    return exact

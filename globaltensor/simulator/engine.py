@@ -1,13 +1,13 @@
-"""Running a schedule without its tensors: when does each action begin, and where does a rank wait?
+"""Simulating a schedule without its tensors: when does each action begin, and where does a rank wait?
 
-Event-driven: a rank goes on through its list until it needs a value that is not made yet, and is woken by the action
-that makes it. What an action waits for depends on the order of the lists alone, so each action is looked at once and
-its time is final, in whatever order ranks are taken up. There is no clock and no queue of events by time: about half a
-microsecond an action.
+Event-driven: a rank goes on through its list until it needs a value that is not computed yet, and is woken by the
+action that computes it. What an action waits for depends on the order of the lists alone, so each action is visited
+once and its time is final, in whatever order ranks are advanced. There is no global clock and no event queue: it takes
+about half a microsecond per action.
 
-A value leaves when it is made; its rank goes on at once. Ranks that do the same at the same time, replicas of a
-pipeline in data parallelism and the parts of a tensor-parallel stage, are one rank here: what holds for one of them
-holds for all, exactly.
+A value is sent when it is computed; its rank goes on at once. Ranks that do the same at the same time (data-parallel
+replicas of a pipeline, the ranks of a tensor-parallel stage) are simulated as one: what holds for one of them holds
+for all, exactly.
 """
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 
-from globaltensor.schedules.communication import COMPUTE, communicates, routes
-from globaltensor.schedules.schedule import F, Schedule, ScheduleError, W
+from globaltensor.schedules.communication import communicates, routes
+from globaltensor.schedules.schedule import COMPUTE, F, Schedule, ScheduleError, W
 from globaltensor.schedules.timetable import Event
 from globaltensor.simulator.costs import Costs, Number
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a simulated step was like. Times are raw numbers of `unit`; the properties are in the caller's unit.
+class SimulatedRun:
+    """The times of a simulated step. The fields count in `unit`; the properties are in the caller's unit.
 
-    first, last   per rank, when it began its first and ended its last action
+    first, last   per rank, the begin of its first action and the end of its last
     busy          per rank, the time it worked
-    done          per stage, when its last action ended
-    starts        per rank, when each action began (empty unless recorded)
+    done          per stage, the end of its last action
+    starts        per rank, the begin of each action (empty unless recorded)
     """
 
     schedule: Schedule
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def makespan(self) -> Fraction | float:
-        """From the first action of all ranks to the last."""
+        """From the first action of any rank to the last."""
         return (max(self.last) - min(self.first)) * self.unit
 
     @property
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def span(self) -> Fraction | float:
-        """The longest of the ranks' spans. Shorter than the makespan where ranks begin and end one after the other."""
+        """The longest of the ranks' spans. Shorter than the makespan where ranks do not begin and end together."""
         return max(self.spans)
 
     @property
@@ -70,17 +70,17 @@ class Run:
         return (span - work) / span if span else span
 
     def events(self) -> list[Event]:
-        """Every action with its times, as a timetable wants them."""
-        lengths = _lengths(self.costs)
+        """Every action with its times, for a timetable."""
+        durations = _durations(self.costs)
         return [Event(rank, *action, float(start * self.unit),
-                      float((start + lengths[code & 7][action.stage]) * self.unit))
+                      float((start + durations[kind][action.stage]) * self.unit))
                 for rank, (row, starts) in enumerate(zip(self.schedule.actions, self.starts))
-                for code, action, start in zip(row.codes, row, starts)]
+                for kind, action, start in zip(row.kinds, row, starts)]
 
 
-def simulate(schedule: Schedule, costs: Costs, record: bool = False) -> Run:
+def simulate(schedule: Schedule, costs: Costs, record: bool = False) -> SimulatedRun:
     """One step of this schedule. `record` also keeps when each action began."""
-    if communicates(schedule):                        # values leave when they are made and wait where they are needed
+    if communicates(schedule):                        # values are sent when computed and wait where they are needed
         schedule = schedule.only(COMPUTE)
     state = _State(schedule, costs)
     ready = deque(range(schedule.ranks))
@@ -88,48 +88,52 @@ def simulate(schedule: Schedule, costs: Costs, record: bool = False) -> Run:
     while ready:
         rank = ready.popleft()
         state.advance(rank, ready, starts[rank] if record else None)
-    _finished(schedule, state.position)
+    _check_finished(schedule, state.position)
     last = [state.clock[rank] for rank in range(schedule.ranks)]
     first = [last[rank] if begin is None else begin for rank, begin in enumerate(state.first)]
-    return Run(schedule, costs, first, last, state.busy, state.done, starts if record else [])
+    return SimulatedRun(schedule, costs, first, last, state.busy, state.done, starts if record else [])
 
 
 class _State:
-    """Where every rank is: its position and clock, what is there for it, and what it waits for (-1: nothing)."""
+    """Where every rank is: its position and clock, which values have arrived, and what it waits for (-1: nothing).
+
+    Values are numbered: the output of a stage for a micro-batch by its key, the gradient of its input by `keys` + key.
+    """
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.stages, self.ranks = schedule, schedule.stages, schedule.ranks
         self.keys = schedule.stages * schedule.micro_batches
-        self.there: list[Number] = [-1] * (2 * self.keys)     # when a stage's output, or its input's gradient, is there
+        self.arrival: list[Number] = [-1] * (2 * self.keys)   # of each value, on the rank that needs it; -1: not yet
         self.position, self.waits = [0] * self.ranks, [-1] * self.ranks
         self.clock: list[Number] = [0] * self.ranks
         self.busy: list[Number] = [0] * self.ranks
         self.first: list[Number | None] = [None] * self.ranks
         self.done: list[Number] = [0] * self.stages
-        self.lengths, self.to = _lengths(costs), routes(schedule.rank_of)
+        self.durations, self.to = _durations(costs), routes(schedule.rank_of)
         none = [(0, 0)]
         self.hops = ([*costs.hops] + none, none + [*costs.hops])
         self.wire: dict[tuple[int, int], Number] = {}         # (from, to) -> when it is free again
 
     def advance(self, rank: int, ready: deque[int], starts: list[Number] | None) -> None:
-        """Run this rank until it waits, or its list ends; put ranks that need not wait any more into `ready`."""
-        codes, now, stages, keys = self.schedule.actions[rank].codes, self.clock[rank], self.stages, self.keys
-        there, lengths, done, waits = self.there, self.lengths, self.done, self.waits
-        position, top, worked = self.position[rank], stages - 1, self.busy[rank]
-        while position < len(codes):
-            code = codes[position]
-            kind, key = code & 7, code >> 3
+        """Run this rank until it waits or its list ends; add ranks that need not wait any more to `ready`."""
+        # Locals and a single loop, without calls per action: this is where a simulation of millions spends its time.
+        row, now, stages, keys = self.schedule.actions[rank], self.clock[rank], self.stages, self.keys
+        kinds, row_keys, forward_to, backward_to = row.kinds, row.keys, self.to.forward, self.to.backward
+        arrival, durations, done, waits = self.arrival, self.durations, self.done, self.waits
+        position, last_stage, worked = self.position[rank], stages - 1, self.busy[rank]
+        while position < len(kinds):
+            kind, key = kinds[position], row_keys[position]
             stage = key % stages
             if kind == F:
                 needs = key - 1 if stage else -1
-                token, target = key, self.to.forward[stage]
+                value, target = key, forward_to[stage]
             elif kind == W:
-                needs, token, target = -1, -1, -1
+                needs, value, target = -1, -1, -1
             else:
-                needs = keys + key + 1 if stage < top else -1
-                token, target = keys + key, self.to.backward[stage]
+                needs = keys + key + 1 if stage < last_stage else -1
+                value, target = keys + key, backward_to[stage]
             if needs >= 0:
-                arrived = there[needs]
+                arrived = arrival[needs]
                 if arrived < 0:
                     waits[rank] = needs
                     break
@@ -139,35 +143,35 @@ class _State:
                 self.first[rank] = now
             if starts is not None:
                 starts.append(now)
-            took = lengths[kind][stage]
+            took = durations[kind][stage]
             now += took
             worked += took
             done[stage] = now
             position += 1
-            if token >= 0:
+            if value >= 0:
                 if target < 0:
-                    there[token] = now
+                    arrival[value] = now
                 else:
-                    there[token] = self._moved(now, kind != F, stage, rank, target)
-                    if waits[target] == token:
+                    arrival[value] = self._transferred(now, kind != F, stage, rank, target)
+                    if waits[target] == value:
                         waits[target] = -1
                         ready.append(target)
         self.position[rank], self.clock[rank], self.busy[rank] = position, now, worked
 
-    def _moved(self, now: Number, back: bool, stage: int, rank: int, target: int) -> Number:
-        """When a value that leaves now is there."""
+    def _transferred(self, now: Number, back: bool, stage: int, rank: int, target: int) -> Number:
+        """When a value that is sent now arrives."""
         latency, busy = self.hops[back][stage]
         if busy:
             now = self.wire[rank, target] = max(now, self.wire.get((rank, target), 0)) + busy
         return now + latency
 
 
-def _lengths(costs: Costs) -> tuple[tuple[Number, ...], ...]:
+def _durations(costs: Costs) -> tuple[tuple[Number, ...], ...]:
     return costs.forward, costs.backward, costs.inputs, costs.weights
 
 
-def _finished(schedule: Schedule, position: list[int]) -> None:
+def _check_finished(schedule: Schedule, position: list[int]) -> None:
     for rank, (row, reached) in enumerate(zip(schedule.actions, position)):
         if reached < len(row):
-            raise ScheduleError(f"{schedule.at(rank, reached)} never begins", "what it needs is made by nobody, or "
-                                "only after it", "globaltensor.schedules.check says which action is wrong")
+            raise ScheduleError(f"{schedule.at(rank, reached)} never begins", "the value it needs is never computed, "
+                                "or only after it", "globaltensor.schedules.check says which action is wrong")

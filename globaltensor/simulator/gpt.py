@@ -8,10 +8,10 @@
         plain                   s b h (34 + 5 a s/h)
         tensor parallel         s b h (10 + 24/t + 5 a s/(h t))
         + sequence parallel     the plain one / t
-        selective               without its 5 a s/h term: attention is computed again
-        full                    2 s b h: the layer's input alone is kept
+        selective               without its 5 a s/h term: attention is recomputed
+        full                    2 s b h: only the layer's input is kept
 
-All are integers or fractions, exactly.
+All are integers or fractions, exact.
 """
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GPT:
             if size < 1:
                 raise ShapeError(f"a GPT with {name} = {size}", "every size is at least 1")
         if self.hidden % self.heads:
-            raise ShapeError(f"hidden {self.hidden} over {self.heads} heads", "each head has the same whole width",
+            raise ShapeError(f"hidden {self.hidden} over {self.heads} heads", "the heads divide the hidden size",
                              f"hidden {self.hidden // self.heads * self.heads or self.heads}")
 
     @property
@@ -48,7 +48,7 @@ class GPT:
 
     @property
     def embeddings(self) -> int:
-        """Of the vocabulary, which the output layer shares, and of the positions."""
+        """Parameters of the embeddings: of the vocabulary, which the output layer shares, and of positions."""
         return (self.vocabulary + self.sequence) * self.hidden
 
     @property
@@ -57,7 +57,7 @@ class GPT:
         return self.layers * self.parameters_per_layer + self.embeddings
 
     def layer_forward(self, micro_batch: int, tensor: int = 1) -> tuple[Fraction, Fraction]:
-        """Operations of a layer's forward on one of `tensor` ranks: with weights, and of attention without."""
+        """Operations of a layer's forward on one of `tensor` ranks: products with weights, and those of attention."""
         tokens = micro_batch * self.sequence
         return (Fraction(24 * tokens * self.hidden ** 2, tensor),
                 Fraction(4 * tokens * self.sequence * self.hidden, tensor))
@@ -67,7 +67,7 @@ class GPT:
         return Fraction(2 * micro_batch * self.sequence * self.hidden * self.vocabulary, tensor)
 
     def operations(self, batch: int, recompute: str = "full") -> Fraction:
-        """Of one iteration on a whole batch, what is computed again included."""
+        """Of one iteration on a whole batch, including recomputation."""
         with_weights, attention = self.layer_forward(batch)
         again = {"none": Fraction(0), "selective": attention, "full": with_weights + attention}[recompute]
         return self.layers * (3 * (with_weights + attention) + again) + 3 * self.logits_forward(batch)

@@ -1,20 +1,20 @@
-"""A step of training on a described cluster: a GPT, a plan (dp x tp x pp) and a schedule, made into times and bytes.
+"""A step of training on a described cluster: a GPT, a plan (dp x tp x pp) and a schedule, turned into times and bytes.
 
-Devices are numbered with tp innermost, then dp, then pp: a tensor-parallel group lies in a host where it fits.
-What moves, and how, is what this library would do: every transfer is a boxing, and its plan, seconds and bytes come
-from `boxing.plan` on the cluster's rates.
+Devices are numbered with tp innermost, then dp, then pp: a tensor-parallel group is within a host where it fits. The
+communication is what this library would do: every transfer is a boxing, and its steps, seconds and bytes come from
+`boxings.plan` at the cluster's rates.
 
     within a layer       2 all-reductions of the activations forward and 2 back, on tp
     between stages       the output [b s, h] to the next stage's ranks, its gradient back
-    at the end           gradients P -> B on dp (ZeRO: P -> S(0), and the new parameters S(0) -> B), beside the
-                         backwards of other stages, once a stage has done its last; until then they are whole
+    at the end           gradients P -> B on dp (ZeRO: P -> S(0), and the new parameters S(0) -> B), concurrent with
+                         the backwards of other stages, once a stage has done its last; until then gradients are whole
     ZeRO 3               before every F, and again before every B or I, the stage's parameters S(0) -> B on dp. The
-                         action waits until all of them are there, and lets go of them; W, made of activations and
-                         gradients alone, needs none. So a rank has one stage whole at a time: with one stage on each
-                         rank that saves nothing over ZeRO 2. At the end gradients P -> S(0), and no more
+                         action waits until all of them have arrived, and frees them; W, computed from activations and
+                         gradients alone, needs none. So a rank has one whole stage at a time: with one stage on each
+                         rank that saves nothing over ZeRO 2. At the end gradients P -> S(0), and nothing else
 
-The replicas of dp do the same at the same time, and so do the ranks of tp: one pipeline is simulated for all of them.
-Left out, being small: embeddings' lookups, norms of gradients, the loss's reduction over a cut vocabulary.
+All replicas of dp do the same at the same time, and so do the ranks of tp: one pipeline is simulated for all of them.
+Left out, being small: embedding lookups, norms of gradients, the loss's reduction over a split vocabulary.
 """
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from globaltensor.boxings.plan import bytes_received, plan
+from globaltensor.boxings.plan import bytes_received
+from globaltensor.boxings.plan import plan as plan_boxing
 from globaltensor.errors import ShapeError
 from globaltensor.layouts.layout import Shape, layout
 from globaltensor.layouts.placement import placement
@@ -36,16 +37,16 @@ from globaltensor.schedules.check import peak_activations
 from globaltensor.schedules.communication import routes
 from globaltensor.schedules.generators import generate
 from globaltensor.schedules.schedule import Schedule
-from globaltensor.simulator.cluster import Cluster, elsewhere
+from globaltensor.simulator.cluster import Cluster, hypothetical_placements
 from globaltensor.simulator.costs import Costs, Hop
-from globaltensor.simulator.engine import Run, simulate
+from globaltensor.simulator.engine import SimulatedRun, simulate
 from globaltensor.simulator.gpt import GPT
 from globaltensor.simulator.memory import model_states
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a GPT is trained: ranks per axis, batch, schedule, and what is not kept or not held twice."""
+class TrainingPlan:
+    """How a GPT is trained: ranks per axis, batch, schedule, and what is recomputed or sharded to save memory."""
 
     micro_batch: int
     global_batch: int
@@ -68,164 +69,179 @@ class Plan:
         count, rest = divmod(self.global_batch, self.micro_batch * self.dp)
         if rest or not count:
             raise ShapeError(f"a global batch of {self.global_batch} for {self.dp} pipelines in micro-batches of "
-                             f"{self.micro_batch}", "each pipeline has as many micro-batches",
+                             f"{self.micro_batch}", "all pipelines have equally many micro-batches",
                              f"--global-batch {max(count, 1) * self.micro_batch * self.dp}")
         return count
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Bytes that one device receives, in a step or in one transfer; `crossing`: those of them from another stage.
-    One after the other they add up: `a + b`, `a * 3`."""
+class TransferCost:
+    """What one device receives, in a step or in one transfer: bytes (`crossing`: those of them from another stage) and
+    seconds. Transfers one after the other add up: `a + b`, `a * 3`."""
 
     seconds: float = 0.0
     bytes: int = 0
     latency: float = 0.0
     crossing: int = 0
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.seconds + other.seconds, self.bytes + other.bytes, self.latency + other.latency,
-                       self.crossing + other.crossing)
+    def __add__(self, other: TransferCost) -> TransferCost:
+        return TransferCost(self.seconds + other.seconds, self.bytes + other.bytes, self.latency + other.latency,
+                            self.crossing + other.crossing)
 
-    def __mul__(self, times: int) -> Traffic:
-        return Traffic(self.seconds * times, self.bytes * times, self.latency * times, self.crossing * times)
+    def __mul__(self, times: int) -> TransferCost:
+        return TransferCost(self.seconds * times, self.bytes * times, self.latency * times, self.crossing * times)
 
 
-class Shared(NamedTuple):
-    """What data parallelism moves of a stage: its parameters before one use, and what it does once at the end."""
+class DataParallelCost(NamedTuple):
+    """What data parallelism transfers for a stage: parameters before each use of them, and once at the end."""
 
-    use: Traffic
-    end: Traffic
+    use: TransferCost
+    end: TransferCost
 
 
 @dataclass(frozen=True)
-class Step:
-    """What a simulated step of training takes. `seconds` includes reductions and the optimizer; memory in bytes."""
+class SimulatedStep:
+    """What a step of training takes. `seconds` includes reductions and the optimizer; memory is in bytes."""
 
-    run: Run
-    plan: Plan
+    run: SimulatedRun
+    plan: TrainingPlan
     seconds: float
     operations: Fraction
     states: list[float]                               # per pipeline rank; with ZeRO 3 its largest stage gathered
     activations: list[float]                          # per pipeline rank, at its peak
-    each: list[float]                                 # per pipeline rank, what it keeps of one micro-batch
-    tensor: Traffic                                   # of the stage that moves most, in a step
-    stage: Traffic                                    # one transfer between stages
-    data: Traffic                                     # gradients and parameters of the rank that moves most, in a step
+    per_micro_batch: list[float]                      # per pipeline rank, activations of one micro-batch
+    tensor: TransferCost                              # of the stage that transfers most, in a step
+    stage: TransferCost                               # one transfer between stages
+    data: TransferCost                                # gradients and parameters of the busiest rank, in a step
 
 
-def train(gpt: GPT, on: Plan, cluster: Cluster, record: bool = False, own: Schedule | None = None) -> Step:
+def simulate_training(gpt: GPT, plan: TrainingPlan, cluster: Cluster, record: bool = False,
+                      own: Schedule | None = None) -> SimulatedStep:
     """Simulate one step, of the plan's schedule or of one's own."""
-    schedule = own or generate(on.schedule, on.pp, on.micro_batches, on.chunks)
-    if (schedule.ranks, schedule.micro_batches) != (on.pp, on.micro_batches):
+    schedule = own or generate(plan.schedule, plan.pp, plan.micro_batches, plan.chunks)
+    if (schedule.ranks, schedule.micro_batches) != (plan.pp, plan.micro_batches):
         raise ShapeError(f"{schedule.name} has {schedule.ranks} ranks and {schedule.micro_batches} micro-batches",
-                         f"the plan has {on.pp} and {on.micro_batches}", f"--pp {schedule.ranks} --global-batch "
-                         f"{schedule.micro_batches * on.micro_batch * on.dp}")
+                         f"the plan has {plan.pp} and {plan.micro_batches}", f"--pp {schedule.ranks} --global-batch "
+                         f"{schedule.micro_batches * plan.micro_batch * plan.dp}")
     if gpt.layers < schedule.stages:
         raise ShapeError(f"{gpt.layers} layers in {schedule.stages} stages", "a stage has at least one layer",
                          f"--pp {gpt.layers // schedule.chunks or 1}, or fewer chunks")
     ranges = [split_range(gpt.layers, schedule.stages, s) for s in range(schedule.stages)]
     layers = [stop - start for start, stop in ranges]
-    parameters = [gpt.parameters_per_layer * n // on.tp for n in layers]
-    parameters[0] += gpt.embeddings // on.tp
-    parameters[-1] += gpt.vocabulary * gpt.hidden // on.tp if schedule.stages > 1 else 0    # the output's copy
-    with elsewhere():
-        machine = cluster.machine(on.devices)
-        reduction, hops, transfer = _transfers(gpt, on, machine, schedule)
-        sizes = {n: _shared(on, machine, n) for n in set(parameters)}
-    shared = [sizes[n] for n in parameters]
-    run = simulate(schedule, _costs(gpt, on, cluster, layers, reduction, hops, shared), record)
-    seconds, data = _end(run, on, cluster, parameters, shared)
+    parameters = [gpt.parameters_per_layer * n // plan.tp for n in layers]
+    parameters[0] += gpt.embeddings // plan.tp
+    # The output layer shares the embedding's weight; on another stage it is a copy.
+    parameters[-1] += gpt.vocabulary * gpt.hidden // plan.tp if schedule.stages > 1 else 0
+    with hypothetical_placements():
+        machine = cluster.machine(plan.devices)
+        reduction, hops, transfer = _transfer_costs(gpt, plan, machine, schedule)
+        by_size = {n: _data_parallel_cost(plan, machine, n) for n in set(parameters)}
+    data_costs = [by_size[n] for n in parameters]
+    run = simulate(schedule, _costs(gpt, plan, cluster, layers, reduction, hops, data_costs), record)
+    seconds, data = _end_of_step(run, plan, cluster, parameters, data_costs)
     per_rank = [sum(layers[stage] for stage in stages) for stages in schedule.stages_of]
-    each = gpt.activations_per_layer(on.micro_batch, on.tp, on.sequence_parallel, on.recompute)
-    plain = gpt.activations_per_layer(on.micro_batch, on.tp, on.sequence_parallel)
-    again = plain if on.recompute == "full" else 0    # the layer being computed again is there in full
-    activations = [float(peak * n * each + again) for peak, n in zip(peak_activations(schedule), per_rank)]
-    repeats = 6 if on.recompute == "full" else 4
-    most = max(per_rank) * on.micro_batches * repeats
-    return Step(run, on, seconds, gpt.operations(on.global_batch, on.recompute),
-                [_states(on, [parameters[stage] for stage in stages]) for stages in schedule.stages_of], activations,
-                [float(n * each) for n in per_rank], reduction * most, transfer, data)
+    per_layer = gpt.activations_per_layer(plan.micro_batch, plan.tp, plan.sequence_parallel, plan.recompute)
+    without_recompute = gpt.activations_per_layer(plan.micro_batch, plan.tp, plan.sequence_parallel)
+    # With full recomputation the layer that is being recomputed has all its activations, beside the kept inputs.
+    again = without_recompute if plan.recompute == "full" else 0
+    activations = [float(peak * n * per_layer + again) for peak, n in zip(peak_activations(schedule), per_rank)]
+    reductions_per_layer = 6 if plan.recompute == "full" else 4
+    most = max(per_rank) * plan.micro_batches * reductions_per_layer
+    return SimulatedStep(run, plan, seconds, gpt.operations(plan.global_batch, plan.recompute),
+                         [_model_bytes(plan, [parameters[stage] for stage in stages])
+                          for stages in schedule.stages_of],
+                         activations, [float(n * per_layer) for n in per_rank], reduction * most, transfer, data)
 
 
-def _costs(gpt: GPT, on: Plan, cluster: Cluster, layers: list[int], reduction: Traffic,
-           hops: tuple[Hop, ...], shared: list[Shared]) -> Costs:
-    """Seconds of each action of each stage, those in which it waits for what it gathers or reduces included."""
+def _costs(gpt: GPT, plan: TrainingPlan, cluster: Cluster, layers: list[int], reduction: TransferCost,
+           hops: tuple[Hop, ...], data_costs: list[DataParallelCost]) -> Costs:
+    """Seconds of each action of each stage, including those in which it waits for what it gathers or reduces.
+
+    A layer takes the time of its products at the cluster's rate, plus that of its activations through memory: each is
+    written once and read once. Those of attention alone are the difference that selective recomputation makes.
+    """
     rate = cluster.flops * cluster.efficiency
-    weighted, attention = (float(n) / rate for n in gpt.layer_forward(on.micro_batch, on.tp))
-    logits = float(gpt.logits_forward(on.micro_batch, on.tp)) / rate
-    kept, without = (gpt.activations_per_layer(on.micro_batch, on.tp, on.sequence_parallel, recompute)
-                     for recompute in ("none", "selective"))
-    touched, rest = (2 * float(n) / cluster.memory_bandwidth for n in (kept, without))   # written once, read once
-    attention, outside = attention + touched - rest, rest + 2 * reduction.seconds
-    again = {"none": 0.0, "selective": attention, "full": weighted + attention + outside}[on.recompute]
-    last = [0.0] * (len(layers) - 1) + [logits]
-    waits = [stage.use.seconds for stage in shared]
-    return Costs(tuple(n * (weighted + attention + outside) + end + use for n, end, use in zip(layers, last, waits)),
-                 tuple(n * (weighted + 2 * attention + outside + again) + end + use
-                       for n, end, use in zip(layers, last, waits)),
-                 tuple(n * weighted + end for n, end in zip(layers, last)), hops)
+    weighted, attention = (float(n) / rate for n in gpt.layer_forward(plan.micro_batch, plan.tp))
+    logits = float(gpt.logits_forward(plan.micro_batch, plan.tp)) / rate
+    all_bytes, bytes_outside_attention = (
+        gpt.activations_per_layer(plan.micro_batch, plan.tp, plan.sequence_parallel, recompute)
+        for recompute in ("none", "selective"))
+    memory, memory_outside = (2 * float(n) / cluster.memory_bandwidth for n in (all_bytes, bytes_outside_attention))
+    attention, outside = attention + memory - memory_outside, memory_outside + 2 * reduction.seconds
+    again = {"none": 0.0, "selective": attention, "full": weighted + attention + outside}[plan.recompute]
+    output = [0.0] * (len(layers) - 1) + [logits]
+    gather = [stage.use.seconds for stage in data_costs]
+    return Costs(tuple(n * (weighted + attention + outside) + logit + use
+                       for n, logit, use in zip(layers, output, gather)),
+                 tuple(n * (weighted + 2 * attention + outside + again) + logit + use
+                       for n, logit, use in zip(layers, output, gather)),
+                 tuple(n * weighted + logit for n, logit in zip(layers, output)), hops)
 
 
-def _moved(src: list[int], dst: list[int], before: Sbp, after: Sbp, shape: Shape, machine: Machine) -> Traffic:
-    """What this library's way from one layout to another takes, at 16 bits an element."""
-    a, b = (layout(placement("meta", ranks), (sbp,)) for ranks, sbp in ((src, before), (dst, after)))
+def _boxing_cost(src_ranks: list[int], dst_ranks: list[int], before: Sbp, after: Sbp, shape: Shape,
+                 machine: Machine) -> TransferCost:
+    """What a boxing takes as this library plans it, at 16 bits an element."""
+    src, dst = (layout(placement("meta", ranks), (sbp,)) for ranks, sbp in ((src_ranks, before), (dst_ranks, after)))
     nbytes = 2 * prod(shape)
-    way = plan(a, b, shape, nbytes, machine)
-    most, crossing = (max(bytes_received(layouts, shape, 2).values(), default=0) for layouts in
-                      (way.layouts, next(((x, y) for x, y in pairwise(way.layouts) if x.placement != y.placement),
-                                         way.layouts[:1])))
-    return Traffic(way.seconds(nbytes), most, way.fixed, crossing)
+    route = plan_boxing(src, dst, shape, nbytes, machine)
+    crossing_step = next(((x, y) for x, y in pairwise(route.layouts) if x.placement != y.placement), route.layouts[:1])
+    most, crossing = (max(bytes_received(layouts, shape, 2).values(), default=0)
+                      for layouts in (route.layouts, crossing_step))
+    return TransferCost(route.seconds(nbytes), most, route.fixed, crossing)
 
 
-def _transfers(gpt: GPT, on: Plan, machine: Machine, schedule: Schedule) -> tuple[Traffic, tuple[Hop, ...], Traffic]:
-    """One reduction on tp; the way between each two stages; the slowest of these ways."""
-    moved = partial(_moved, shape=(on.micro_batch * gpt.sequence, gpt.hidden), machine=machine)
-    groups = [[rank * on.tp * on.dp + i for i in range(on.tp)] for rank in range(on.pp)]
-    between = split(0) if on.sequence_parallel else broadcast
-    within = partial(moved, groups[0], groups[0])
-    if on.sequence_parallel:                          # an all-reduction in its two halves
+def _transfer_costs(gpt: GPT, plan: TrainingPlan, machine: Machine,
+                    schedule: Schedule) -> tuple[TransferCost, tuple[Hop, ...], TransferCost]:
+    """One reduction on tp; the hop between each two stages; the slowest transfer between stages."""
+    cost = partial(_boxing_cost, shape=(plan.micro_batch * gpt.sequence, gpt.hidden), machine=machine)
+    groups = [[rank * plan.tp * plan.dp + i for i in range(plan.tp)] for rank in range(plan.pp)]
+    between = split(0) if plan.sequence_parallel else broadcast
+    within = partial(cost, groups[0], groups[0])
+    if plan.sequence_parallel:                        # the two halves of an all-reduction
         reduction = within(partial_sum, split(0)) + within(split(0), broadcast)
     else:
         reduction = within(partial_sum, broadcast)
     to = routes(schedule.rank_of).forward
-    ways = {pair: moved(groups[pair[0]], groups[pair[1]], between, between)
-            for pair in {(rank, peer) for rank, peer in zip(schedule.rank_of, to) if peer >= 0}}
-    hops = tuple(Hop(ways[rank, peer].latency, ways[rank, peer].seconds - ways[rank, peer].latency)
+    by_pair = {pair: cost(groups[pair[0]], groups[pair[1]], between, between)
+               for pair in {(rank, peer) for rank, peer in zip(schedule.rank_of, to) if peer >= 0}}
+    hops = tuple(Hop(by_pair[rank, peer].latency, by_pair[rank, peer].seconds - by_pair[rank, peer].latency)
                  if peer >= 0 else Hop() for rank, peer in zip(schedule.rank_of, to[:-1]))
-    return reduction, hops, max(ways.values(), key=lambda way: way.seconds, default=Traffic())
+    return reduction, hops, max(by_pair.values(), key=lambda one: one.seconds, default=TransferCost())
 
 
-def _shared(on: Plan, machine: Machine, parameters: int) -> Shared:
-    """What data parallelism moves of a stage of so many parameters."""
-    group = [i * on.tp for i in range(on.dp)]
-    moved = partial(_moved, group, group, shape=(parameters,), machine=machine)
-    if on.dp == 1:
-        return Shared(Traffic(), Traffic())
-    if not on.zero:
-        return Shared(Traffic(), moved(partial_sum, broadcast))
-    reduced, gathered = moved(partial_sum, split(0)), moved(split(0), broadcast)
-    return Shared(gathered, reduced) if on.zero == 3 else Shared(Traffic(), reduced + gathered)
+def _data_parallel_cost(plan: TrainingPlan, machine: Machine, parameters: int) -> DataParallelCost:
+    """What data parallelism transfers for a stage of so many parameters."""
+    group = [i * plan.tp for i in range(plan.dp)]
+    cost = partial(_boxing_cost, group, group, shape=(parameters,), machine=machine)
+    if plan.dp == 1:
+        return DataParallelCost(TransferCost(), TransferCost())
+    if not plan.zero:
+        return DataParallelCost(TransferCost(), cost(partial_sum, broadcast))
+    reduced, gathered = cost(partial_sum, split(0)), cost(split(0), broadcast)
+    return (DataParallelCost(gathered, reduced) if plan.zero == 3
+            else DataParallelCost(TransferCost(), reduced + gathered))
 
 
-def _states(on: Plan, parameters: list[int]) -> float:
-    """Bytes that a rank with stages of so many parameters keeps of them, at the most."""
-    states = model_states(sum(parameters), on.zero, on.dp)
-    gathered = 2 * max(parameters) if on.zero == 3 and on.dp > 1 else 0
-    pending = 2 * sum(parameters) - states.gradients if on.pp > 1 else 0    # whole until the last backward
-    return float(states.total + gathered + pending)
+def _model_bytes(plan: TrainingPlan, parameters: list[int]) -> float:
+    """Bytes of parameters, gradients and optimizer state on a rank with stages of so many parameters, at the most."""
+    states = model_states(sum(parameters), plan.zero, plan.dp)
+    gathered = 2 * max(parameters) if plan.zero == 3 and plan.dp > 1 else 0
+    # In a pipeline gradients are reduced, and so sharded, after the last backward only.
+    unreduced = 2 * sum(parameters) - states.gradients if plan.pp > 1 else 0
+    return float(states.total + gathered + unreduced)
 
 
-def _end(run: Run, on: Plan, cluster: Cluster, parameters: list[int], shared: list[Shared]) -> tuple[float, Traffic]:
-    """When the last rank has reduced its gradients and stepped, and what data parallelism moved in the step."""
+def _end_of_step(run: SimulatedRun, plan: TrainingPlan, cluster: Cluster, parameters: list[int],
+                 data_costs: list[DataParallelCost]) -> tuple[float, TransferCost]:
+    """When the last rank has reduced its gradients and stepped, and what data parallelism transferred in the step."""
     ends, totals = [], []
     for rank, stages in enumerate(run.schedule.stages_of):
-        now, moved = 0.0, Traffic()
+        now, total = 0.0, TransferCost()
         for stage in sorted(stages, key=run.done.__getitem__):
-            now = max(now, run.done[stage]) + shared[stage].end.seconds
-            moved += shared[stage].use * (2 * on.micro_batches) + shared[stage].end
-        own = model_states(sum(parameters[stage] for stage in stages), 1 if on.zero else 0, on.dp)
-        stepping = 2 * float(own.optimizer) / cluster.memory_bandwidth        # every state is read and written
-        ends.append(max(now, run.last[rank]) + stepping - min(run.first))
-        totals.append(moved)
+            now = max(now, run.done[stage]) + data_costs[stage].end.seconds
+            total += data_costs[stage].use * (2 * plan.micro_batches) + data_costs[stage].end
+        own = model_states(sum(parameters[stage] for stage in stages), 1 if plan.zero else 0, plan.dp)
+        optimizer = 2 * float(own.optimizer) / cluster.memory_bandwidth       # every state is read and written
+        ends.append(max(now, run.last[rank]) + optimizer - min(run.first))
+        totals.append(total)
     return max(ends), max(totals, key=lambda one: one.bytes)
