@@ -23,9 +23,9 @@ OFTEN = 3                                            # definitions that have a w
 
 # Words that had a second sense or that nobody else uses, and what stands in their place.
 RETIRED = {
-    "aimed": "set_grad_layout", "drive": "local_ranks", "driven": "local_ranks", "lone": "single_process",
-    "neighbour": "host_peers", "neighbours": "host_peers", "rewrite": "decomposition",
-    "windowed": "gather_regions", "windows": "rank_regions",
+    "aimed": "set_grad_layout", "drive": "local_ranks", "driven": "local_ranks", "halves": "split_backward",
+    "lone": "single_process", "mail": "p2p", "neighbour": "host_peers", "neighbours": "host_peers", "parcel": "bundle",
+    "rewrite": "decomposition", "windowed": "gather_regions", "windows": "rank_regions",
 }
 
 
