@@ -19,6 +19,7 @@ from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Layout, layout, spec
 from globaltensor.layouts.sbp import Sbp, broadcast
 from globaltensor.rules.call import Call, arguments
+from globaltensor.runtime.meta import Asking
 
 BIAS = "attn_bias"
 
@@ -36,7 +37,8 @@ def rank_by_rank(call: Call, run: Any) -> tuple[Any, ...]:
         rank, told = next(iter(results.items()))
         held = [where.local_shape((batch, heads), rank) for batch, heads in _sizes(call)]
     else:                                            # a process without a part asks the meta kernel
-        told = _run(call, {name: torch.empty_like(t, device="meta") for name, t in zip(call.names, call.tensors)})
+        with Asking():
+            told = _run(call, {name: torch.empty_like(t, device="meta") for name, t in zip(call.names, call.tensors)})
         held = _sizes(call)
     return tuple(_joined(result, {r: out[k] for r, out in results.items()}, held, where, call, run)
                  for k, result in enumerate(told))

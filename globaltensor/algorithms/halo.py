@@ -34,6 +34,7 @@ from globaltensor.layouts.rank_regions import RankRegions, rank_regions
 from globaltensor.layouts.regions import Region
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
+from globaltensor.runtime.meta import meta
 
 Parts = dict[int, Tensor]                            # rank -> its own
 
@@ -172,7 +173,8 @@ def shapes_of(call: Call) -> list[Shape]:
 
 @lru_cache(10_000)
 def _told(func: OpOverload, given: Iterable[Any]) -> list[Shape]:
-    made = func(*(torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, _Tensor) else v for v in given))
+    made = meta(func, [torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, _Tensor) else v
+                       for v in given], {})
     return [tuple(t.shape) for t in (made if isinstance(made, tuple) else [made])]
 
 

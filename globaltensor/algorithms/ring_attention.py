@@ -39,6 +39,7 @@ from globaltensor.layouts.regions import volume
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
 from globaltensor.runtime.dtypes import accumulation_dtype
+from globaltensor.runtime.meta import Asking
 from globaltensor.runtime.world import world
 
 Ends = tuple[int, int]                               # start and stop along the sequence
@@ -239,8 +240,10 @@ class _Spread:
 
     def results(self) -> list[Tensor]:
         """What the op returns, as meta tensors."""
-        return list(self.local(*(torch.empty_strided(t.spec.shape, t.spec.stride, dtype=t.dtype, device="meta")
-                                 for t in self.held.values()), causal=self.causal, mask=None))
+        operands = [torch.empty_strided(t.spec.shape, t.spec.stride, dtype=t.dtype, device="meta")
+                    for t in self.held.values()]
+        with Asking():
+            return list(self.local(*operands, causal=self.causal, mask=None))
 
     def local(self, *tensors: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, ...]:
         """The op's own kernel."""

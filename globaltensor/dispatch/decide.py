@@ -1,8 +1,8 @@
 """Deciding how an op runs: from the table's rule, the operands' specs and the static arguments to a recipe.
 
 The legal signatures come from the rule, the cheapest from `choose`; what the outputs will be is told by torch's own
-meta kernels, so a user's mistake (a wrong shape, a dim out of range) is torch's own error, about global shapes. An op
-without a line in the table, and one whose output only running it tells, runs on all-B operands.
+shape functions (runtime/meta.py), so a user's mistake (a wrong shape, a dim out of range) is torch's own error, about
+global shapes. An op without a line in the table, and one whose output only running it tells, runs on all-B operands.
 """
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from globaltensor.layouts.sbp import broadcast
 from globaltensor.op_table.line import Line
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, Slot, arguments
+from globaltensor.runtime.meta import meta
 from globaltensor.runtime.world import local_ranks_of, world
 
 
@@ -164,7 +165,7 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
         kwargs["device"] = torch.device("meta")
     try:
         with torch.no_grad():
-            result = call.func(*args, **kwargs)
+            result = meta(call.func, args, kwargs)
     except NotImplementedError:
         return None
     except RuntimeError as error:

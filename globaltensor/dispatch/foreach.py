@@ -20,6 +20,7 @@ from globaltensor.op_table.variants import foreach_algebra
 from globaltensor.rules.call import Call, Slot, arguments
 from globaltensor.rules.families import broadcast_shape, pointwise
 from globaltensor.rules.language import NUMBER
+from globaltensor.runtime.meta import meta
 from globaltensor.runtime.world import world
 
 
@@ -108,18 +109,18 @@ def _result(call: Call, lists: dict, i: int, give: Layout) -> Spec:
     for a in arguments(call.func):
         value = call[a.name]
         if a.name in lists:
-            value = [_meta(value[i])]
+            value = [_on_meta(value[i])]
         elif isinstance(value, torch.Tensor):
-            value = _meta(value) if value.dim() == 0 else torch.ones(1, dtype=value.dtype)   # its element i is read
+            value = _on_meta(value) if value.dim() == 0 else torch.ones(1, dtype=value.dtype)   # its element i is read
         elif isinstance(value, (list, tuple)) and len(value) == count:
             value = [value[i]]
         if a.keyword:
             kwargs[a.name] = value
         else:
             args.append(value)
-    (made,) = call.func(*args, **kwargs)
+    (made,) = meta(call.func, args, kwargs)
     return spec(give, tuple(made.shape), made.stride(), made.dtype)
 
 
-def _meta(t: torch.Tensor) -> torch.Tensor:
+def _on_meta(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device="meta")

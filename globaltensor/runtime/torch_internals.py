@@ -4,10 +4,12 @@
 """
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from globaltensor.errors import RuleError
 
@@ -36,4 +38,29 @@ def overload_of(op: Any) -> OpOverload:
 
 def is_composite(func: OpOverload) -> bool:
     """Does torch itself make this op of others, before it reaches us?"""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return has_kernel(func, "CompositeImplicitAutograd")
+
+
+def has_kernel(func: OpOverload, key: str) -> bool:
+    """Has the op a kernel of its own at this dispatch key?"""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+def call_kernel(func: OpOverload, key: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call that kernel, whatever the operands' own keys are."""
+    return func._op_dk(getattr(torch._C.DispatchKey, key), *args, **kwargs)
+
+
+def python_meta(func: OpOverload) -> Callable[..., Any] | None:
+    """The op's kernel for the meta device, where torch wrote that one in Python."""
+    registered = torch._meta_registrations._meta_lib_dont_use_me_use_register_meta._op_impls
+    in_python = func.name().replace("::", "/") + "/Meta" in registered
+    return func.py_kernels[torch._C.DispatchKey.Meta] if in_python else None
+
+
+class UntracedMode(TorchDispatchMode):
+    """A dispatch mode that torch does not import dynamo for, to tell it to keep out of there."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False

@@ -1,0 +1,200 @@
+"""What an op returns (shapes, strides, dtypes), told without running it and without torch's compiler.
+
+torch has shape functions twice: in C++, beside the kernels, and in Python, for the compiler, also for ops that have
+none in C++. On the meta device the Python ones hide the others, and most of them import sympy, many dynamo and
+inductor: seconds, in every process. So an op is asked in the first of these ways that it has, and whatever it calls
+likewise:
+
+    as another   an op that returns the same (`AS`)
+    structured   its C++ shape function. torch wraps it, for devices that have nothing but a kernel, into a function
+                 that makes the outputs and passes them to the op's out= variant, which is skipped here.
+    composed     the C++ function that makes it of other ops
+    pointwise    dtypes from running it on one element, strides from a structured op of as many operands
+    kernel       its kernel for the meta device; one in Python last of all
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from globaltensor.runtime.torch_internals import UntracedMode, call_kernel, has_kernel, is_composite, python_meta
+
+aten = torch.ops.aten
+Way = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]
+
+STRUCTURED, COMPOSITE = "CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd"     # torch's names
+
+# Their C++ functions call nothing but ops. Of others torch does not tell whether they read values.
+COMPOSED = {f"aten::{name}" for name in (
+    "empty_like", "zeros_like", "ones_like", "full_like", "fill.Scalar", "mean", "sort", "stack", "repeat", "embedding",
+    "masked_fill.Scalar", "masked_fill.Tensor")}
+# Pointwise, though torch does not tag them so.
+POINTWISE = {f"aten::{name}" for name in (
+    "masked_fill_.Scalar", "masked_fill_.Tensor", "complex", "polar", "hardswish", "hardswish_backward",
+    "hardtanh_backward", "log_sigmoid_forward", "log_sigmoid_backward", "rrelu_with_noise_backward",
+    "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "soft_margin_loss_backward",
+    "binary_cross_entropy_backward")}
+# Their strides come out right only if Python is asked for all that their Python calls.
+PYTHON_ONLY = {f"aten::{name}" for name in ("grid_sampler_2d", "grid_sampler_3d", "rrelu_with_noise")}
+
+
+def meta(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The op's result for meta tensors. A user's mistake is torch's own error."""
+    return _way(func)(func, args, kwargs)
+
+
+class Asking(UntracedMode):
+    """Inside it, ops on meta tensors are asked as above. `structured`: the op whose out= variant is skipped."""
+
+    def __init__(self, structured: str | None = None) -> None:
+        super().__init__()
+        self.structured = structured
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+                           ) -> Any:
+        kwargs = kwargs or {}
+        if not any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)             # on a number that became a tensor
+        if func._schema.name == self.structured and func._schema.arguments[-1].is_out:
+            outputs = tuple(kwargs[a.name] for a in func._schema.arguments if a.is_out)
+            return outputs if len(outputs) > 1 else outputs[0]
+        return meta(func, args, kwargs)
+
+
+@lru_cache(None)
+def _way(func: OpOverload) -> Way:
+    if func in AS:
+        return _as_another
+    if has_kernel(func, STRUCTURED):
+        return _structured
+    if is_composite(func):
+        return _decomposed
+    if func.namespace in ("aten", "globaltensor") and has_kernel(func, COMPOSITE) and not func.is_view and (
+            func.name() in COMPOSED or not has_kernel(func, "Meta")):
+        return _composed
+    if python_meta(func) is None or func.name() in PYTHON_ONLY:
+        return _by_kernel
+    return _pointwise if _is_pointwise(func) else _by_python
+
+
+def _is_pointwise(func: OpOverload) -> bool:
+    tagged = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+    operands = sum(str(a.type) in ("Tensor", "Optional[Tensor]") for a in func._schema.arguments)
+    return (tagged or func.name() in POINTWISE) and operands <= 3 and not func._schema.arguments[-1].is_out
+
+
+def _structured(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    with Asking(func._schema.name.removesuffix("_")):
+        return call_kernel(func, STRUCTURED, args, kwargs)
+
+
+def _decomposed(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    with Asking():
+        return call_kernel(func, "CompositeImplicitAutograd", args, kwargs)
+
+
+def _composed(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    with Asking():
+        return call_kernel(func, COMPOSITE, args, kwargs)
+
+
+def _by_kernel(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _by_python(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return _or_torchs(python_meta(func), func, args, kwargs)
+
+
+def _as_another(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return _or_torchs(AS[func], func, args, kwargs)
+
+
+def _or_torchs(told: Callable[..., Any], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What `told` says; where that is an error, torch's meta kernel has the word, as ops that are called check more."""
+    try:
+        with Asking():
+            return told(*args, **kwargs)
+    except (RuntimeError, IndexError, TypeError, ValueError):
+        return func(*args, **kwargs)
+
+
+def _pointwise(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """All pointwise ops broadcast their operands and lay out their results alike."""
+    operands = [torch.empty_strided(t.shape, t.stride(), device="meta") for t in tree_leaves((args, kwargs))
+                if isinstance(t, Tensor)]
+    like = meta((aten.neg.default, aten.add.Tensor, aten.addcmul.default)[len(operands) - 1], operands, {})
+    ones = tree_map_only(Tensor, lambda t: torch.ones((1,) * t.dim(), dtype=t.dtype), (list(args), kwargs))
+    result = func(*ones[0], **ones[1])
+    if not func._schema.is_mutable:
+        return tree_map_only(Tensor, lambda t: like.to(t.dtype), result)
+    if like.shape != args[0].shape:                  # in torch's words
+        own, whole = list(args[0].shape), list(like.shape)
+        raise RuntimeError(f"output with shape {own} doesn't match the broadcast shape {whole}")
+    return args[0]
+
+
+def _addmm(x: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    result = aten.mm(a, b)
+    x.expand(result.shape)                           # which only the kernel checks
+    return result
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a.unsqueeze(0) @ b.unsqueeze(1)).squeeze()
+
+
+def _huber_loss(x: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0) -> Tensor:
+    if delta <= 0:
+        raise RuntimeError(f"delta is {delta}")
+    return aten.mse_loss(x, target, reduction)
+
+
+def _variance(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+    return aten.mean.dim(x.abs(), dim, keepdim)
+
+
+def _variance_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+                   ) -> tuple[Tensor, Tensor]:
+    return _variance(x, dim, keepdim=keepdim), aten.mean.dim(x, dim, keepdim)
+
+
+def _layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+                ) -> tuple[Tensor, Tensor, Tensor]:
+    lead = x.dim() - len(shape)
+    sizes = [x.shape[lead:], *(t.shape for t in (weight, bias) if t is not None)]
+    if not shape or any(list(size) != list(shape) for size in sizes):
+        raise RuntimeError(f"not of shape {list(shape)}")
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    statistic = torch.empty((*x.shape[:lead], *[1] * len(shape)), dtype=wide, device="meta")
+    return torch.empty(x.shape, dtype=x.dtype, device="meta"), statistic, torch.empty_like(statistic)
+
+
+def _layer_norm_backward(grad: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor,
+                         weight: Tensor | None, bias: Tensor | None, wanted: Sequence[bool]
+                         ) -> tuple[Tensor | None, ...]:
+    return tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") if want and t is not None else None
+                 for t, want in zip((x, weight, bias), wanted))
+
+
+AS: dict[OpOverload, Callable[..., Any]] = {
+    aten.addmm.default: _addmm,
+    aten.mv.default: lambda a, b: (a @ b.unsqueeze(1)).squeeze(1),
+    aten.dot.default: _dot,
+    aten.vdot.default: _dot,
+    aten.addr.default: lambda x, a, b, **scales: aten.addcmul(x, a.unsqueeze(1), b.unsqueeze(0)),
+    aten.huber_loss.default: _huber_loss,
+    aten.logsumexp.default: lambda x, dim, keepdim=False: x.exp().sum(dim, keepdim),
+    aten.var.correction: _variance,
+    aten.std.correction: _variance,
+    aten.var_mean.correction: _variance_mean,
+    aten.std_mean.correction: _variance_mean,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+}

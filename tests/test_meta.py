@@ -1,0 +1,166 @@
+"""What ops return, as told without running them, beside what torch gives: shapes, strides and dtypes.
+
+The oracle is the op on the CPU. Where torch's meta kernel differs from it (dtypes of statistics in half precision), so
+may we, in the same way. Where only running the op tells, both raise.
+"""
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+from rule_samples import ELSEWHERE, SAMPLES
+from test_rules import made, name_of
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from globaltensor.op_table.table import TABLE
+from globaltensor.runtime.meta import meta
+
+SEED = int(os.environ.get("META_SEED") or 20_261_121)
+print(f"tests/test_meta.py: META_SEED={SEED}")
+aten = torch.ops.aten
+OPS = [f for f in TABLE if name_of(f) in SAMPLES and name_of(f) not in ELSEWHERE]
+
+
+def transposed(t):
+    return t.transpose(0, -1).contiguous().transpose(0, -1) if t.dim() > 1 else t
+
+
+def spread(t):
+    return t.repeat_interleave(2, -1)[..., ::2] if t.dim() else t
+
+
+def on_meta(t):
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+def told(run, func, args, kwargs):
+    """(shape, stride, dtype) of each result; the exception where there is none."""
+    args, kwargs = tree_map_only(torch.Tensor, on_meta, (args, kwargs))
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    try:
+        with torch.no_grad():
+            return described(run(func, args, kwargs))
+    except Exception as error:
+        return error
+
+
+def described(result):
+    return [(tuple(t.shape), t.stride(), t.dtype) if isinstance(t, torch.Tensor) else None
+            for t in (() if result is None else tree_leaves(result))]
+
+
+def wrong(func, args, kwargs, result):
+    """What is told of a call beside its result, where that is neither the same nor what torch's meta kernel says."""
+    mine = told(meta, func, args, kwargs)
+    if mine == described(result):
+        return None
+    torchs = told(lambda func, args, kwargs: func(*args, **kwargs), func, args, kwargs)
+    same = type(mine) is type(torchs) if isinstance(torchs, Exception) else mine == torchs
+    return None if same else f"{func}{args}{kwargs} gives {described(result)}; told: {mine}; META_SEED={SEED}"
+
+
+@pytest.mark.parametrize("func", OPS, ids=name_of)
+def test_line(func):
+    generator = torch.Generator().manual_seed(SEED % 2**31)
+    for (args, kwargs), lay in itertools.product(SAMPLES[name_of(func)], (torch.clone, transposed, spread)):
+        args, kwargs = tree_map_only(torch.Tensor, lay, (made(args, generator), made(kwargs, generator)))
+        given = tree_map_only(torch.Tensor, lambda t: t.clone(memory_format=torch.preserve_format), (args, kwargs))
+        try:
+            result = func(*given[0], **given[1])
+        except RuntimeError:
+            continue                                 # a kernel that wants contiguous operands
+        assert not wrong(func, args, kwargs, result), wrong(func, args, kwargs, result)
+
+
+class Recorder(TorchDispatchMode):
+    """Look at every op that runs on plain CPU tensors, each kind of call once."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.count, self.wrong = set(), {}, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        plain = tensors and func.namespace == "aten" and all(
+            t.is_cpu and t.layout is torch.strided and type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+        result = func(*args, **kwargs)
+        key = (func, str(tree_map_only(torch.Tensor, lambda t: (t.shape, t.stride(), t.dtype), (args, kwargs))))
+        if plain and not any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments) and (
+                key not in self.seen and self.count.get(func, 0) < 20):
+            self.seen.add(key)
+            self.count[func] = self.count.get(func, 0) + 1
+            self.wrong += filter(None, [wrong(func, args, kwargs, result)])
+        return result
+
+
+def runs(op, dtype, count):
+    """Run the first samples of an op, contiguous and not, forward and backward."""
+    grad = dtype is torch.float32 and op.supports_autograd
+    for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), count):
+        for given in (sample, sample.noncontiguous()):
+            leaves = [t for t in tree_leaves((given.input, given.args, given.kwargs))
+                      if isinstance(t, torch.Tensor) and t.requires_grad]
+            results = [t for t in tree_leaves(op(given.input, *given.args, **given.kwargs))
+                       if isinstance(t, torch.Tensor) and t.requires_grad]
+            if results and leaves:
+                torch.autograd.grad(results, leaves, [torch.ones_like(t) for t in results], allow_unused=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", (torch.float32, torch.int64, torch.bfloat16, torch.complex64, torch.bool), ids=str)
+def test_torchs_own_samples(dtype):
+    recorder, tried, failed = Recorder(), 0, {}
+    for op in (op for op in op_db if dtype in op.supported_dtypes("cpu")):
+        tried += 1
+        try:
+            with recorder:
+                runs(op, dtype, 2)
+        except Exception as error:
+            failed[op.name] = error
+    print(failed)
+    assert not recorder.wrong, "\n".join(recorder.wrong)
+    assert tried > 200 and len(failed) < tried // 10 and len(recorder.count) > 100, (tried, len(recorder.count), failed)
+
+
+x, y = torch.ones(4, 3), torch.ones(3, 5)
+MISTAKES = {
+    "add": (aten.add.Tensor, (x, y)),
+    "in place, wider": (aten.add_.Tensor, (torch.ones(3), x)),
+    "in place, pointwise, wider": (aten.logical_and_.default, (torch.ones(3), x)),
+    "in place, another dtype": (aten.div_.Scalar, (torch.ones(3, dtype=torch.int64), 2)),
+    "where": (aten.where.self, (x > 0, x, y)),
+    "relu of truths": (aten.relu.default, (x > 0,)),
+    "mm": (aten.mm.default, (x, x)),
+    "addmm": (aten.addmm.default, (torch.ones(7), x, y)),
+    "mv": (aten.mv.default, (x, torch.ones(4))),
+    "dot": (aten.dot.default, (torch.ones(3), torch.ones(4))),
+    "cat": (aten.cat.default, ([x, y],)),
+    "sum": (aten.sum.dim_IntList, (x, [2])),
+    "softmax": (aten._softmax.default, (x, 2, False)),
+    "logsumexp": (aten.logsumexp.default, (x, [2])),
+    "var": (aten.var.correction, (x, [2])),
+    "view": (aten.view.default, (x, [5])),
+    "gather": (aten.gather.default, (x, 2, torch.zeros(4, 3, dtype=torch.int64))),
+    "embedding": (aten.embedding.default, (x, torch.ones(2))),
+    "layer norm": (aten.native_layer_norm.default, (x, [4], None, None, 1e-5)),
+    "layer norm's weight": (aten.native_layer_norm.default, (x, [3], torch.ones(4), None, 1e-5)),
+    "nll loss": (aten.nll_loss_forward.default, (x, torch.zeros(3, dtype=torch.int64), None, 1, -100)),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_torchs_own_error(name):
+    func, args = MISTAKES[name]
+    with pytest.raises((RuntimeError, IndexError, ValueError)) as torchs:
+        func(*args)
+    mine = told(meta, func, args, {})
+    assert isinstance(mine, (RuntimeError, IndexError, ValueError)), (mine, torchs.value)
+    assert not isinstance(mine, NotImplementedError), mine
+
+
