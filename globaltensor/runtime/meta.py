@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from globaltensor.runtime.torch_internals import UntracedMode, call_kernel, has_kernel, is_composite, python_meta
 
 aten = torch.ops.aten
-Way = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]
+Method = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]
 
 STRUCTURED, COMPOSITE = "CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd"     # torch's names
 
@@ -46,7 +46,7 @@ PYTHON_ONLY = {f"aten::{name}" for name in ("grid_sampler_2d", "grid_sampler_3d"
 
 def meta(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The op's result for meta tensors. A user's mistake is torch's own error."""
-    return _way(func)(func, args, kwargs)
+    return _method_of(func)(func, args, kwargs)
 
 
 class Asking(UntracedMode):
@@ -68,13 +68,13 @@ class Asking(UntracedMode):
 
 
 @lru_cache(None)
-def _way(func: OpOverload) -> Way:
+def _method_of(func: OpOverload) -> Method:
     if func in AS:
         return _as_another
     if has_kernel(func, STRUCTURED):
         return _structured
     if is_composite(func):
-        return _decomposed
+        return _by_decomposition
     if func.namespace in ("aten", "globaltensor") and has_kernel(func, COMPOSITE) and not func.is_view and (
             func.name() in COMPOSED or not has_kernel(func, "Meta")):
         return _composed
@@ -94,7 +94,7 @@ def _structured(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -
         return call_kernel(func, STRUCTURED, args, kwargs)
 
 
-def _decomposed(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _by_decomposition(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     with Asking():
         return call_kernel(func, "CompositeImplicitAutograd", args, kwargs)
 
