@@ -242,12 +242,19 @@ def test_the_bits_of_nan(pattern, tmp_path):
     assert struct.unpack(">Q", struct.pack(">d", load([0.0], tmp_path)[0]))[0] == pattern
 
 
+def freed():
+    t = torch.ones(2)
+    t.untyped_storage().resize_(0)
+    return t
+
+
 @pytest.mark.parametrize("state, words", [
     ({"a": {1, 2}}, "a is a builtins.set"), ({"a": [np.ones(2)]}, "a/0 is a numpy.ndarray"),
     ({"a": np.int64(3)}, "a is a numpy.int64"), ({(1, 2): 3}, "key (1, 2), a tuple"), ({True: 3}, "key True, a bool"),
     ({"f": len}, "f is a builtins.builtin"),
     ({"z": torch.ones(2, dtype=torch.complex128)}, "'z' is of torch.complex128"),
-    ({"m": torch.ones(2, device="meta")}, "m is on the meta device"), ({"s": torch.eye(2).to_sparse()}, "torch.sparse"),
+    ({"m": torch.ones(2, device="meta")}, "m is a tensor on the meta device"),
+    ({"s": torch.eye(2).to_sparse()}, "torch.sparse"), ({"f": freed()}, "f is a tensor whose storage was freed"),
     ({"a": {1: torch.ones(1), "1": torch.ones(1)}}, "two tensors of the state are called 'a/1'"),
 ])
 def test_what_no_checkpoint_holds_is_named(state, words, tmp_path):

@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from globaltensor.errors import GlobalTensorError
-from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.runtime.memory import missing
 
 _BITS = re.compile("[0-9a-f]{16}")
 
@@ -103,11 +102,9 @@ def _named(t: torch.Tensor, path: str, flat: Flat) -> str:
     if path in flat.tensors:
         raise StateError(f"two tensors of the state are called {path!r}",
                          "keys such as 1 and '1' of one dict make the same name", "other keys")
-    if not isinstance(t, GlobalTensor) and is_traceable_wrapper_subclass(t) or t.layout != torch.strided:
-        raise StateError(f"{path or 'the state'} is a {type(t).__name__} of layout {t.layout}",
-                         "a checkpoint holds global tensors and dense plain ones", "x.full_tensor(), or x.to_dense()")
-    if t.is_meta:
-        raise StateError(f"{path or 'the state'} is on the meta device", "it has no values", 'x.to("cpu") first')
+    if not t.is_global and (found := missing(t)) is not None:
+        raise StateError(f"{path or 'the state'} is {found[0]}",
+                         "a checkpoint holds global tensors, and plain ones with their elements in memory", found[1])
     flat.tensors[path] = t
     return path
 
