@@ -114,11 +114,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture(scope="module", autouse=True)
 def native(library: ctypes.CDLL) -> Iterator[None]:
     """Native code on, whatever GLOBALTENSOR_NATIVE says; and one thread, as in test_philox.py."""
-    threads, before = torch.get_num_threads(), philox._native
+    threads, before = torch.get_num_threads(), philox._laws
     torch.set_num_threads(1)
-    philox._native = philox._bind(library)
+    philox._laws = philox._bind(library)
     yield
-    philox._native = before
+    philox._laws = before
     torch.set_num_threads(threads)
 
 
@@ -195,7 +195,7 @@ def test_64_dims_and_more_than_the_native_code_takes() -> None:
     normal = law(philox.normal, F32)
     expect_twin(normal, KEY, 30 * (1,) + (3, 4) + 32 * (1,), [30 * ((0, 1),) + ((1, 3), (1, 4)) + 32 * ((0, 1),)])
     numbers = (3 * 65 * ctypes.c_int64)(*65 * [1], *65 * [0, 1])
-    assert philox._native["normal"](None, 0, 1, 65, bytes(numbers), 0.0, 1.0) == -1
+    assert philox._laws["normal"](None, 0, 1, 65, bytes(numbers), 0.0, 1.0) == -1
 
 
 # ------------------------------------------------------------------ rare words, other processors
@@ -224,7 +224,7 @@ def test_extreme_words(rare: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> No
         return words.copy_(torch.where(words % 10 < 9, EXTREME[(words % 10).clamp(max=8)], words))
 
     monkeypatch.setattr(philox, "philox", changed)
-    monkeypatch.setattr(philox, "_native", philox._bind(rare))
+    monkeypatch.setattr(philox, "_laws", philox._bind(rare))
     for wanted in {rare.gt_fill_vectors(level) for level in (0, 1, 2)}:
         rare.gt_fill_vectors(wanted)
         for name, sample in SAMPLES.items():
@@ -259,7 +259,7 @@ def test_a_library_without_these_functions_leaves_the_twin() -> None:
 
 
 def test_the_environment_turns_native_code_off() -> None:
-    command = [sys.executable, "-c", "from globaltensor import kernels; assert philox._native == {}"]
+    command = [sys.executable, "-c", "from globaltensor.runtime import philox; assert philox._laws == {}"]
     subprocess.run(command, check=True, timeout=120, env=os.environ | {"GLOBALTENSOR_NATIVE": "0"})
 
 

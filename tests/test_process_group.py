@@ -18,7 +18,7 @@ from globaltensor.errors import TransportError
 from globaltensor.runtime import process_group
 
 try:
-    BUILT = hasattr(process_group._native(), "Backend")
+    BUILT = hasattr(process_group._extension(), "Backend")
 except TransportError:
     BUILT = False
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not BUILT, reason="the native code was not built")]

@@ -341,7 +341,8 @@ def test_importing_only_registers():
 
 
 def test_without_the_native_code_the_error_says_what_to_do():
-    code = "import torch.distributed as dist, globaltensor.backend; dist.init_process_group('globaltensor')"
+    code = ("import torch.distributed as dist, globaltensor.runtime.process_group;"
+            "dist.init_process_group('globaltensor')")
     status, _, error = run([sys.executable, "-c", code], environment(
         GLOBALTENSOR_NATIVE="0", RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())))
-    assert status and 'no backend "globaltensor"' in error and "gloo" in error
+    assert status and 'the backend "globaltensor" is not available' in error and "gloo" in error

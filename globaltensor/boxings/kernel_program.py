@@ -1,18 +1,19 @@
 """One direct step of a boxing, compiled to what the native kernel runs: packed regions and corners.
 
-`csrc/kernels/region.h` is the other side of this file. A region is a box that is read from the shards of some ranks,
-reduced in their order, and stored into the shards of some ranks. The pieces of `route.py` become regions like this:
+`csrc/kernels/region.h` is the other side of this file. The kernel reads a region from the shards of some ranks,
+reduces these in their order, and stores the result into the shards of some ranks. Who does what follows from the
+pieces of `route.py`:
 
-    S(0) -> B   a copy                        each rank pulls it
-    P -> S(0)   a sum that one rank wants     that rank pulls it
-    P -> B      a sum that several want       small: each of them makes it for itself
-                                              large: it is cut into parts; each makes one and stores it into all of them
-                                              in one process that drives them all: made once, stored into all of them
-    B -> P      what no piece covers          zeros
+    S(0) -> B   a copy                          each rank pulls it
+    P -> S(0)   a sum that one rank needs       that rank pulls it
+    P -> B      a sum that several ranks need   small: each computes it for itself
+                                                large: it is split; each computes a part and stores it into all of them
+                                                in one process that drives them all: computed once, stored into all
+    B -> P      what no piece covers            zeros
 
-So where ranks can reach each other's memory, one pass makes what takes two steps of a plan (reduce-scatter and
-all-gather), with the same bytes: an element of a sum of n parts for m ranks is read n - 1 times and stored m - 1 times
-across ranks, if a rank makes it that holds one of the parts and wants the sum.
+So where ranks can reach each other's memory, one pass does what takes two steps of a plan (reduce-scatter and
+all-gather), with the same bytes: an element of a sum of n terms for m ranks is read n - 1 times and stored m - 1 times
+across ranks, if it is computed by a rank that holds one of the terms and needs the sum.
 """
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from globaltensor.boxings.route import reduced_innermost, route
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.regions import Region, subtract, volume
 
-DIMS = 8                                             # GT_DIMS: tensors of more take the way through Python
-SHARED_FROM = 32 * 1024                              # bytes of all terms of a sum from which it is made in parts
+DIMS = 8                                             # GT_DIMS: tensors of more dims are boxed in Python
+SHARED_FROM = 32 * 1024                              # bytes of all terms of a sum, from which it is split
 OPS = {"": 0, "sum": 0, "max": 1, "min": 2}          # enum gt_op
 I_READ, IT_READS, I_WRITE, IT_WRITES = 1, 2, 4, 8    # enum gt_tie
 
@@ -35,8 +36,8 @@ _corner = struct.Struct(f"={1 + DIMS}q")             # shard, start
 
 
 class KernelProgram(NamedTuple):
-    """What a process runs. `partners` (as in the tables of shards, ascending) and what ties it to each, a set of enum
-    gt_tie, are for a process that drives one rank, else empty."""
+    """What a process runs. `partners` (indices into the tables of shards, ascending) and what ties it to each, a set of
+    enum gt_tie, are for a process that drives one rank, else empty."""
 
     regions: bytes                                   # gt_region[count]
     corners: bytes                                   # gt_corner[]
@@ -47,7 +48,8 @@ class KernelProgram(NamedTuple):
 
 
 class RegionJob(NamedTuple):
-    """A region as `rank` does it: part `part` of `parts` of a box, in ranks instead of indices of shards."""
+    """What `rank` computes: part `part` of `parts` of a region, reduced from the shards of `sources` and stored into
+    those of `targets`."""
 
     rank: int
     region: Region
@@ -62,17 +64,17 @@ def compile_program(src: Layout, dst: Layout, shape: Shape, itemsize: int, mine:
     """The direct step from src to dst, as the process that drives the ranks `mine` does it; for the caller to keep.
 
     `index[rank]` is the place of a rank in the tables of shards (None: the rank itself). `shared` says that every rank
-    can store into the results of the others. All processes must be given the same, but for `mine` and `index`. Of the
-    ranks in `mine`, each must be able to read the shards of all the others.
+    can store into the results of the others. All processes must pass the same arguments, but for `mine` and `index`. Of
+    the ranks in `mine`, each must be able to read the shards of all the others.
     """
     assert len(shape) <= DIMS, f"{len(shape)} dims are too many for the kernel"
-    everything = region_jobs(src, dst, shape, itemsize, shared and len(mine) == 1)
-    here = [job for job in everything if job.rank in mine]
-    here = _merged(here, src) if len(mine) > 1 else _rotated(here)
+    all_jobs = region_jobs(src, dst, shape, itemsize, shared and len(mine) == 1)
+    jobs = [job for job in all_jobs if job.rank in mine]
+    jobs = _merge_targets(jobs, src) if len(mine) > 1 else _rotate(jobs)
     place = index.__getitem__ if index is not None else int
     regions, corners = bytearray(), bytearray()
     first, pad = 0, (0,) * (DIMS - len(shape))
-    for job in here:
+    for job in jobs:
         size = tuple(stop - start for start, stop in job.region)
         regions += _region.pack(len(shape), len(job.sources), len(job.targets), job.part, job.parts, first, *size, *pad)
         first += len(job.sources) + len(job.targets)
@@ -80,10 +82,10 @@ def compile_program(src: Layout, dst: Layout, shape: Shape, itemsize: int, mine:
             for rank in ranks:
                 start = (a - b for (a, _), (b, _) in zip(job.region, held.region(shape, rank)))
                 corners += _corner.pack(place(rank), *start, *pad)
-    bits = ties(everything, *mine) if len(mine) == 1 else {}
+    bits = ties(all_jobs, *mine) if len(mine) == 1 else {}
     partners = sorted((place(rank), tie) for rank, tie in bits.items())
-    return KernelProgram(bytes(regions), bytes(corners), len(here), OPS[route(src, dst, shape).op],
-                   tuple(p for p, _ in partners), tuple(tie for _, tie in partners))
+    return KernelProgram(bytes(regions), bytes(corners), len(jobs), OPS[route(src, dst, shape).op],
+                         tuple(p for p, _ in partners), tuple(tie for _, tie in partners))
 
 
 def direct_steps(src: Layout, dst: Layout) -> list[Layout]:
@@ -96,27 +98,27 @@ def direct_steps(src: Layout, dst: Layout) -> list[Layout]:
 
 @lru_cache(20_000)
 def region_jobs(src: Layout, dst: Layout, shape: Shape, itemsize: int, shared: bool) -> tuple[RegionJob, ...]:
-    """What all ranks do, those of other processes too: every element of every new shard is made once."""
+    """What all ranks do, those of other processes too: every element of every new shard is written once."""
     same = set(src.placement.flat) == set(dst.placement.flat)
-    made: list[RegionJob] = []
-    sums: dict[tuple, list[RegionJob]] = {}                # those that are equal, made of copies of the same terms
+    jobs: list[RegionJob] = []
+    sums: dict[tuple, list[RegionJob]] = {}          # equal sums, of copies of the same terms, that several ranks need
     for rank, pieces in route(src, dst, shape).pieces.items():
         rest = [dst.region(shape, rank)]
         for region, sources in pieces:
-            rest = [left for whole in rest for left in subtract(whole, region)]
+            rest = [left for uncovered in rest for left in subtract(uncovered, region)]
             job = RegionJob(rank, region, sources, (rank,))
             large = volume(region) * itemsize * len(sources) >= SHARED_FROM
             if shared and large and len(sources) > 1:
                 sums.setdefault((region, _terms(src, sources)), []).append(job)
             else:
-                made.append(job)
-        made += [RegionJob(rank, region, (), (rank,)) for region in rest if volume(region)]
-    for alike in sums.values():
-        # Those that hold a term read one less than the others. Between placements these might be too few.
-        makers = [job for job in alike if same and job.rank in job.sources] or alike
-        ranks = tuple(job.rank for job in alike)
-        made += [job._replace(targets=ranks, part=i, parts=len(makers)) for i, job in enumerate(makers)]
-    return tuple(made)
+                jobs.append(job)
+        jobs += [RegionJob(rank, region, (), (rank,)) for region in rest if volume(region)]
+    for equal in sums.values():
+        # A rank that holds a term reads one shard less than the others. Between placements these might be too few.
+        workers = [job for job in equal if same and job.rank in job.sources] or equal
+        ranks = tuple(job.rank for job in equal)
+        jobs += [job._replace(targets=ranks, part=i, parts=len(workers)) for i, job in enumerate(workers)]
+    return tuple(jobs)
 
 
 def _terms(src: Layout, sources: tuple[int, ...]) -> tuple:
@@ -125,10 +127,10 @@ def _terms(src: Layout, sources: tuple[int, ...]) -> tuple:
     return tuple(tuple(i for i, s in zip(coords[rank], src.sbp) if s.is_partial) for rank in sources)
 
 
-def ties(made: Sequence[RegionJob], me: int) -> dict[int, int]:
+def ties(jobs: Sequence[RegionJob], me: int) -> dict[int, int]:
     """Rank -> what ties rank `me` to it, a set of bits."""
     bits: dict[int, int] = {}
-    for job in made:
+    for job in jobs:
         if job.rank == me:
             for ranks, bit in ((job.sources, I_READ), (job.targets, I_WRITE)):
                 for rank in ranks:
@@ -141,18 +143,19 @@ def ties(made: Sequence[RegionJob], me: int) -> dict[int, int]:
     return bits
 
 
-def _merged(made: list[RegionJob], src: Layout) -> list[RegionJob]:
-    """In a process that drives several ranks, what they want alike of several sources is made once."""
-    found: dict[tuple, RegionJob] = {}
-    for job in made:
+def _merge_targets(jobs: list[RegionJob], src: Layout) -> list[RegionJob]:
+    """In a process that drives several ranks, a reduction that several of them need is computed once."""
+    merged: dict[tuple, RegionJob] = {}
+    for job in jobs:
+        # Copies are not merged: each rank pulls its own.
         key = (job.region, _terms(src, job.sources), job.rank if len(job.sources) == 1 else None)
-        same = found.get(key)
-        found[key] = job if same is None else same._replace(targets=same.targets + job.targets)
-    return list(found.values())
+        same = merged.get(key)
+        merged[key] = job if same is None else same._replace(targets=same.targets + job.targets)
+    return list(merged.values())
 
 
-def _rotated(made: list[RegionJob]) -> list[RegionJob]:
-    """What one rank does, from its own part on, so that not all ranks read the same one first."""
-    ranks = sorted({rank for job in made for rank in (job.rank, *job.sources)})
-    turn = {rank: (i - ranks.index(made[0].rank)) % len(ranks) for i, rank in enumerate(ranks)}
-    return sorted(made, key=lambda job: turn[job.sources[0]] if job.sources else 0)
+def _rotate(jobs: list[RegionJob]) -> list[RegionJob]:
+    """What one rank does, beginning with its own part, so that not all ranks read the same one first."""
+    ranks = sorted({rank for job in jobs for rank in (job.rank, *job.sources)})
+    turn = {rank: (i - ranks.index(jobs[0].rank)) % len(ranks) for i, rank in enumerate(ranks)}
+    return sorted(jobs, key=lambda job: turn[job.sources[0]] if job.sources else 0)

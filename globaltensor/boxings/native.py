@@ -1,11 +1,12 @@
 """Boxings that the native kernel does: programs compiled once per spec and destination.
 
-It takes what lies on CPUs, between ranks that share this process's memory or this host's. The rest, and everything
-where the extension is not built, goes the way of `run.py`.
+It moves shards on CPUs, between ranks that share the memory of this process or of this host. All other boxings, and all
+of them where the extension is not built, are done by torch_program.py.
 """
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from globaltensor.boxings.kernel_program import DIMS, compile_program, direct_steps
@@ -19,24 +20,24 @@ from globaltensor.runtime.world import local_ranks_of, world
 @lru_cache(20_000)
 def find_boxing(of: Spec, dst: Layout) -> Any:
     """The native boxing of a tensor of this spec to `dst`; None where there is none."""
-    if torch_ext is None or of.ndim > DIMS or not _near(of.layout, dst):
+    if torch_ext is None or of.ndim > DIMS or not _reachable(of.layout, dst):
         return None
     here = world()
-    first = 0 if here.single_process else min(here.host_peers)
+    first = 0 if here.single_process else min(here.host_peers)      # the kernel counts the ranks of a host from 0
     index = {r: r - first for r in (*of.placement.flat, *dst.placement.flat)}
-    chain = direct_steps(of.layout, dst)
+    layouts = direct_steps(of.layout, dst)
     steps = []
-    for a, b in zip(chain, chain[1:]):
+    for a, b in pairwise(layouts):
         program = compile_program(a, b, of.shape, of.dtype.itemsize, here.local_ranks, index, True)
         ranks = local_ranks_of(b.placement)
         steps.append({"regions": program.regions, "corners": program.corners, "op": program.op,
                       "partners": program.partners, "ties": program.ties, "result": spec(b, of.shape, None, of.dtype),
                       "sizes": [list(b.local_shape(of.shape, r)) for r in ranks]})
-    return torch_ext.Boxing(of, steps, f"{' -> '.join(map(str, chain))} {of.shape} {of.dtype}")
+    return torch_ext.Boxing(of, steps, f"{' -> '.join(map(str, layouts))} {of.shape} {of.dtype}")
 
 
-def _near(src: Layout, dst: Layout) -> bool:
-    """Can all ranks concerned read each other's memory?"""
+def _reachable(src: Layout, dst: Layout) -> bool:
+    """Can all ranks of the two placements read each other's memory?"""
     if src.placement.type != "cpu" or dst.placement.type != "cpu":
         return False
     here = world()
@@ -44,8 +45,9 @@ def _near(src: Layout, dst: Layout) -> bool:
 
 
 def _failed(how: str, what: str, rank: int, text: str) -> None:
-    """Raise what a failed call of the transport means. `rank` is the one to blame, -1 for none."""
-    if how == "lost" and (error := deadlock.detected()):  # if none stopped: it may keep the store to ask
+    """Raise the error for a failed call of the transport: `how` it failed (lost, stopped, disagreed), the `rank` to
+    blame (-1: none), and what the transport says."""
+    if how == "lost" and (error := deadlock.detected()):  # else a stopped rank may keep the store
         raise error
     torch_ext.report(f"{what}   at {where()}")
     replies = torch_ext.collect_reports(len(world().host_peers), 0.5)

@@ -1,10 +1,10 @@
-"""How to get from one layout to another: the shortest path of steps, by seconds on a machine.
+"""The steps from one layout to another: the shortest path, by seconds on a machine.
 
 One step does any boxing (`route.py`), but seldom the cheapest: a pending sum that becomes broadcast moves
 (n - 1) * T in one step and 2 (n - 1) / n * T by way of a split. So the states in between are:
 
     on the source's placement    each pending axis split along any dim, or left;
-    the same placement           other axes as they are, or as they shall be;
+    the same placement           other axes as in src, or as in dst;
     on the destination's         each broadcast axis split along any dim, so that no sender sends a byte twice.
 
 The path is found with networkx on a nominal shape (every dim that is long enough counts as evenly divisible) and a
@@ -36,17 +36,18 @@ class BoxingPlan(NamedTuple):
 
 
 def plan(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> BoxingPlan:
-    """The cheapest way from src to dst for a tensor of this shape and size on this machine."""
+    """The cheapest steps from src to dst for a tensor of this shape and size on this machine."""
     if src is dst:
         return BoxingPlan((src,), 0.0, 0.0)
     if isinstance(src, RankRegions) or isinstance(dst, RankRegions):
         return BoxingPlan((src, dst), *_cost(src, dst, shape, machine))
+    # No dim is split into more parts than this, so that longer ones count as evenly divisible.
     most = _num_ranks(src) * (1 if src.placement == dst.placement else _num_ranks(dst))
     return _search(src, dst, tuple(n if n < most else most for n in shape), nbytes.bit_length(), machine)
 
 
 def boxing_seconds(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> float:
-    """What the boxing costs."""
+    """How long the boxing takes, by its plan."""
     return plan(src, dst, shape, nbytes, machine).seconds(nbytes)
 
 

@@ -1,15 +1,15 @@
-"""One step of a boxing: what every rank takes from whom.
+"""One step of a boxing: what every rank takes, and from which ranks.
 
-A step from layout `src` to layout `dst` is specified by what the destination wants. Rank r wants a region of the global
-tensor; each *piece* of that region is the reduction of the parts that some source ranks hold of it:
+A step from layout `src` to layout `dst` is specified from the side of the destination. Rank r needs a region of the
+global tensor; each *piece* of that region is the reduction of the parts that some source ranks hold of it:
 
     S(0) -> B   on 2 ranks    r0: [0:4] from r0, [4:8] from r1          a piece each, one source each (all-gather)
     P -> S(0)   on 2 ranks    r0: [0:4] from r0 + r1                    one piece, summed             (reduce-scatter)
     S(0) -> S(1)              r0: [0:4, 0:3] from r0, [4:8, 0:3] from r1                              (all-to-all)
 
-So one kind of step serves every pair of layouts, of one placement or two, and the bytes it moves follow from it. A
-rank takes its own part where it holds one; where several hold the same, the one that has sent least sends. What no
-piece covers is zero: a rank's share of a pending sum.
+So one kind of step serves every pair of layouts, of one placement or two, and the bytes that it moves follow from it.
+A rank takes its own part where it holds one; where several ranks hold the same, the one that has sent least sends. What
+no piece covers is zero: a rank's share of a pending sum.
 """
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def route(src: Layout, dst: Layout, shape: Shape) -> BoxingRoute:
     for rank in dst.placement.flat:
         fixed = [src.placement.coords[rank][axis] if keep else None
                  for axis, (s, keep) in enumerate(zip(src.sbp, kept)) if s.is_partial]
-        terms = [regions for at, regions in holders.items() if all(f is None or f == i for f, i in zip(fixed, at))]
+        terms = [held for at, held in holders.items() if all(f is None or f == i for f, i in zip(fixed, at))]
         pieces[rank] = tuple(cover(dst.region(shape, rank), rank, terms, holders, sharing.get(rank, []), load))
     return BoxingRoute(pieces, ops.pop() if ops else "")
 
@@ -88,8 +88,8 @@ def route(src: Layout, dst: Layout, shape: Shape) -> BoxingRoute:
 def _sharing(src: Layout, dst: Layout, kept: tuple[bool, ...]) -> dict[int, list[list[int]]]:
     """Per destination rank, the ranks whose sum is the value there, itself among them: each piece goes to one.
 
-    Only where dst has axes that become a pending sum. Copies of the sum (on broadcast axes) must be shared out alike,
-    so what is listed are sets of ranks that take the same pieces. (Maxima of equal values need no such care.)
+    Only where dst has axes that become a pending sum. Copies of the sum (on broadcast axes) must be divided alike, so
+    the lists are sets of ranks that take the same pieces. (Maxima of equal values need no such care.)
     """
     same = src.placement == dst.placement
     loose = [axis for axis, s in enumerate(dst.sbp) if s.is_partial and s.op == "sum" and not (same and kept[axis])]
@@ -104,51 +104,52 @@ def _sharing(src: Layout, dst: Layout, kept: tuple[bool, ...]) -> dict[int, list
 
 
 def _holders(src: Layout, shape: Shape) -> dict[tuple[int, ...], dict[Region, list[int]]]:
-    """Coordinates on the pending axes -> box -> the ranks that hold it."""
-    found: dict[tuple[int, ...], dict[Region, list[int]]] = {}
+    """Coordinates on the pending axes, which name a term of the sum -> region -> the ranks that hold it."""
+    holders: dict[tuple[int, ...], dict[Region, list[int]]] = {}
     for rank in src.placement.flat:
         at = tuple(i for i, s in zip(src.placement.coords[rank], src.sbp) if s.is_partial)
-        found.setdefault(at, {}).setdefault(src.region(shape, rank), []).append(rank)
-    return found
+        holders.setdefault(at, {}).setdefault(src.region(shape, rank), []).append(rank)
+    return holders
 
 
 def _cover(wanted: Region, rank: int, terms: list[dict[Region, list[int]]], holders: dict, sharing: list[list[int]],
            load: dict[int, int]) -> list[SourcedRegion]:
-    """`wanted` cut along the boxes that src holds, each piece with one source per term of the reduction.
+    """`wanted` divided along the regions that src holds, each piece with one source per term of the reduction.
 
     Of ranks that share a pending sum, one that holds a piece takes it: B -> P leaves the value with the first rank
     of the axis, S -> P leaves each rank what it has.
     """
     pieces = []
     for i, region in enumerate(terms[0]):
-        part = intersect(region, wanted) if region else wanted
+        part = intersect(region, wanted) if region else wanted       # a 0-dim tensor has the empty region ()
         if part is None:
             continue
-        if sharing and rank not in _taker(sharing, {r for regions in holders.values() for r in regions[region]}, i):
+        if sharing and rank not in _takers(sharing, {r for held in holders.values() for r in held[region]}, i):
             continue
-        pieces.append(SourcedRegion(part, tuple(_pick(regions[region], rank, volume(part), load) for regions in terms)))
+        pieces.append(SourcedRegion(part, tuple(_pick(held[region], rank, volume(part), load) for held in terms)))
     return pieces
 
 
 def _overlay(wanted: Region, rank: int, terms: list[dict[Region, list[int]]], holders: dict, sharing: list[list[int]],
              load: dict[int, int]) -> list[SourcedRegion]:
-    """The same where the terms are not cut alike: `wanted` cut along all of their boxes."""
-    held = [[(part, ranks) for region, ranks in regions.items() if (part := intersect(region, wanted)) is not None]
-            for regions in terms]
-    edges = [sorted({at for parts in held for part, _ in parts for at in part[d]}) for d in range(len(wanted))]
+    """The same where the terms are not divided alike: `wanted` divided along the regions of all of them."""
+    parts_of = [[(part, ranks) for region, ranks in held.items() if (part := intersect(region, wanted)) is not None]
+                for held in terms]
+    edges = [sorted({at for parts in parts_of for part, _ in parts for at in part[d]}) for d in range(len(wanted))]
     pieces = []
     for i, cell in enumerate(product(*map(pairwise, edges))):
-        having = [[r for part, ranks in parts if intersect(part, cell) is not None for r in ranks] for parts in held]
-        if sharing and rank not in _taker(sharing, {r for ranks in having for r in ranks}, i):
+        holding = [[r for part, ranks in parts if intersect(part, cell) is not None for r in ranks]
+                   for parts in parts_of]
+        if sharing and rank not in _takers(sharing, {r for ranks in holding for r in ranks}, i):
             continue
-        sources = tuple(_pick(ranks, rank, volume(cell), load) for ranks in having if ranks)
+        sources = tuple(_pick(ranks, rank, volume(cell), load) for ranks in holding if ranks)
         if sources:
             pieces.append(SourcedRegion(cell, sources))
     return pieces
 
 
-def _taker(sharing: list[list[int]], holding: set[int], turn: int) -> list[int]:
-    """The set of ranks of which most hold the piece; by turns where several do."""
+def _takers(sharing: list[list[int]], holding: set[int], turn: int) -> list[int]:
+    """The set of ranks of which most hold the piece; where that is a tie, they take turns."""
     near = [sum(r in holding for r in ranks) for ranks in sharing]
     best = [ranks for ranks, n in zip(sharing, near) if n == max(near)]
     return best[turn % len(best)]
@@ -158,9 +159,9 @@ def _pick(ranks: list[int], rank: int, size: int, load: dict[int, int]) -> int:
     """The rank itself if it holds the part, else the one that has sent least."""
     if rank in ranks:
         return rank
-    found = min(ranks, key=lambda r: load.get(r, 0))
-    load[found] = load.get(found, 0) + size
-    return found
+    sender = min(ranks, key=lambda r: load.get(r, 0))
+    load[sender] = load.get(sender, 0) + size
+    return sender
 
 
 @lru_cache(100_000)
@@ -169,15 +170,15 @@ def traffic(src: Layout, dst: Layout, shape: Shape) -> StepTraffic:
     sent: dict[int, int] = {}
     most = touched = 0
     for rank, pieces in route(src, dst, shape).pieces.items():
-        got = read = 0
+        crossed = read = 0
         for region, sources in pieces:
             size = volume(region)
             for source in sources:
                 read += size
                 if source != rank:
-                    got += size
+                    crossed += size
                     sent[source] = sent.get(source, 0) + size
-        most, touched = max(most, got), max(touched, read)
+        most, touched = max(most, crossed), max(touched, read)
     return StepTraffic(most, max(sent.values(), default=0), touched)
 
 

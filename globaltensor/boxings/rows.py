@@ -1,15 +1,15 @@
 """Rows that the ranks pick: an all-to-all of single rows, named by numbers that only the running program knows.
 
-What an nd-sbp says is known before a program runs, so a boxing is planned once and kept. Which tokens go to which
-expert is not, so rows have a primitive of their own. Dim 0 of a tensor is cut over the ranks of a *group*: each holds a
-range of its rows, and each names the rows that it wants, ascending and every row once.
+What an nd-sbp says is known before a program runs, so a boxing is planned once and cached. Which tokens go to which
+expert is not, so rows have a primitive of their own. Dim 0 of a tensor is split over the ranks of a *group*: each rank
+holds a range of its rows, and names the rows that it needs, ascending and every row once.
 
-    gather         rank 0 holds [0:4), wants 1 5     it gets rows 1 and 5, the second of them from rank 1
-    scatter_add    rank 0 has values for 1 5         they travel back, and are added up where the rows are held
+    gather         rank 0 holds [0:4), needs 1 5     it gets rows 1 and 5, the second of them from rank 1
+    scatter_add    rank 0 has values for 1 5         they are sent back, and added up where the rows are held
 
-The one is the transpose of the other, and so the gradient of it. What travels is a row per rank that wants it and does
-not hold it: nothing is gathered, and one message goes from a rank to each other one. Ranks of this process are read in
-place, the others reached by `exchange`. Nothing is kept between calls.
+Each is the transpose of the other, and so its gradient. A row is sent once to every rank that needs it and does not
+hold it, in one message from each rank to each other one; no rank gets rows that it did not name. Ranks of this process
+are read in place, the others reached by `exchange`. Nothing is cached between calls.
 """
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ from globaltensor.boxings import watch
 from globaltensor.errors import where
 from globaltensor.layouts.layout import Layout, Shards
 from globaltensor.layouts.placement import placement
+from globaltensor.layouts.regions import Range
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.exchange import exchange
 
-Range = tuple[int, int]
-
 
 class RowExchange(NamedTuple):
-    """Who wants which rows of whom, on all ranks.
+    """Which rows each rank needs, and which ranks hold them; the same on all ranks.
 
     held     rank -> the range of rows that it holds; ranges of one group do not overlap
-    wanted   rank -> the rows it wants, on the CPU
+    wanted   rank -> the rows that it needs, on the CPU
     row      rank -> the shape of a row there
-    parts    rank -> owner -> (start, stop): these of the rank's wanted rows are the owner's
-    op, src, dst   for whoever watches: what causes it, and how the rows lie before and after
+    parts    rank -> owner -> (start, stop): these of the rank's wanted rows are held by the owner
+    op, src, dst   for records: what causes the exchange, and how the rows are laid out before and after
     """
 
     held: Mapping[int, Range]
@@ -52,60 +51,60 @@ class RowExchange(NamedTuple):
     dst: Layout
 
     def gather(self, shards: Shards) -> Shards:
-        """The rows that each rank wants."""
-        made = {rank: t.new_empty((len(self.wanted[rank]), *t.shape[1:])) for rank, t in shards.items()}
+        """The rows that each rank needs."""
+        gathered = {rank: t.new_empty((len(self.wanted[rank]), *t.shape[1:])) for rank, t in shards.items()}
         outgoing: dict[int, Tensor] = {}
         incoming: dict[int, Tensor] = {}
-        with _seen(self, shards, back=False):
+        with _recorded(self, shards, back=False):
             for rank, parts in self.parts.items():
                 for owner, (start, stop) in parts.items():
-                    into = made[rank][start:stop] if rank in made else None
+                    into = gathered[rank][start:stop] if rank in gathered else None
                     if owner in shards and into is None:
-                        outgoing[rank] = _picked(shards[owner], _numbers(self, rank, owner))
+                        outgoing[rank] = _pick_rows(shards[owner], _local_rows(self, rank, owner))
                     elif owner in shards:
-                        _picked(shards[owner], _numbers(self, rank, owner), into)
+                        _pick_rows(shards[owner], _local_rows(self, rank, owner), into)
                     elif into is not None:
                         incoming[owner] = into
-            _carry(self, outgoing, incoming)
-        return made
+            _exchange_rows(self, outgoing, incoming)
+        return gathered
 
     def scatter_add(self, values: Shards) -> Shards:
-        """The sum, where each row is held, of what all ranks give for it; zeros where none does. Terms are added in
-        the order of the ranks, in float32 for the 16-bit floats."""
-        made: Shards = {}
+        """The sum, where each row is held, of the values that all ranks have for it; zeros where none has. Terms are
+        added in the order of the ranks, in float32 for the 16-bit floats."""
+        sums: Shards = {}
         outgoing: dict[int, Tensor] = {}
         incoming: dict[int, Tensor] = {}
-        with _seen(self, values, back=True):
+        with _recorded(self, values, back=True):
             for rank, parts in self.parts.items():
                 for owner, (start, stop) in parts.items():
                     if rank in values and owner not in values:
                         outgoing[owner] = values[rank][start:stop]
                     elif owner in values and rank not in values:
                         incoming[rank] = values[owner].new_empty((stop - start, *values[owner].shape[1:]))
-            _carry(self, outgoing, incoming)
+            _exchange_rows(self, outgoing, incoming)
             for owner, t in values.items():
                 start, stop = self.held[owner]
-                made[owner] = t.new_zeros((stop - start, *t.shape[1:]), dtype=accumulation_dtype(t.dtype))
+                sums[owner] = t.new_zeros((stop - start, *t.shape[1:]), dtype=accumulation_dtype(t.dtype))
                 for rank, parts in self.parts.items():
                     if owner in parts:
                         term = values[rank][slice(*parts[owner])] if rank in values else incoming[rank]
-                        numbers = _numbers(self, rank, owner).to(t.device)
-                        made[owner].index_add_(0, numbers, term.to(t.device, made[owner].dtype))
-        return {owner: t.to(values[owner].dtype) for owner, t in made.items()}
+                        numbers = _local_rows(self, rank, owner).to(t.device)
+                        sums[owner].index_add_(0, numbers, term.to(t.device, sums[owner].dtype))
+        return {owner: t.to(values[owner].dtype) for owner, t in sums.items()}
 
 
 def row_exchange(axes: tuple[int, ...], held: Mapping[int, Range], wanted: Mapping[int, Tensor],
-         row: Mapping[int, tuple[int, ...]], op: str, src: Layout, dst: Layout) -> RowExchange:
-    """Rows that travel between ranks that differ along these axes of the placement only."""
+                 row: Mapping[int, tuple[int, ...]], op: str, src: Layout, dst: Layout) -> RowExchange:
+    """An exchange of rows between ranks that differ along these axes of the placement only."""
     group = rank_groups(src.placement, axes)
     bounds = torch.tensor([held[rank] for rank in src.placement.flat]).reshape(-1)
-    found: dict[int, list[int]] = {}                 # copies of the same numbers are looked up once
+    places: dict[int, list[int]] = {}                # id of a tensor of numbers: ranks with the same one look up once
     parts = {}
     for rank in src.placement.flat:
         numbers = wanted[rank]
-        if id(numbers) not in found:
-            found[id(numbers)] = torch.searchsorted(numbers, bounds).tolist()
-        edges = dict(zip(src.placement.flat, zip(found[id(numbers)][::2], found[id(numbers)][1::2])))
+        if id(numbers) not in places:
+            places[id(numbers)] = torch.searchsorted(numbers, bounds).tolist()
+        edges = dict(zip(src.placement.flat, zip(places[id(numbers)][::2], places[id(numbers)][1::2])))
         parts[rank] = {owner: edges[owner] for owner in group[rank] if edges[owner][0] < edges[owner][1]}
     return RowExchange(held, wanted, row, parts, op, src, dst)
 
@@ -118,38 +117,38 @@ def rank_groups(of: placement, axes: tuple[int, ...]) -> dict[int, tuple[int, ..
     return {rank: tuple(ranks) for ranks in alike.values() for rank in ranks}
 
 
-def _numbers(of: RowExchange, rank: int, owner: int) -> Tensor:
-    """Which rows of the owner's shard a rank wants."""
+def _local_rows(of: RowExchange, rank: int, owner: int) -> Tensor:
+    """Which rows of the owner's shard a rank needs, counted from the first of that shard."""
     return of.wanted[rank][slice(*of.parts[rank][owner])] - of.held[owner][0]
 
 
-def _picked(shard: Tensor, numbers: Tensor, into: Tensor | None = None) -> Tensor:
-    """These rows, copied to where they go; else without a copy where they follow each other."""
+def _pick_rows(shard: Tensor, numbers: Tensor, into: Tensor | None = None) -> Tensor:
+    """These rows, copied into `into`; without it, a view where they are contiguous."""
     first, last = int(numbers[0]), int(numbers[-1])
     if last - first + 1 == len(numbers):
-        found = shard[first:last + 1]
+        picked = shard[first:last + 1]
     elif into is not None and into.device == shard.device:
         return torch.index_select(shard, 0, numbers.to(shard.device), out=into)
     else:
-        found = shard.index_select(0, numbers.to(shard.device))
-    return found if into is None else into.copy_(found)
+        picked = shard.index_select(0, numbers.to(shard.device))
+    return picked if into is None else into.copy_(picked)
 
 
-def _carry(of: RowExchange, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
+def _exchange_rows(of: RowExchange, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
     """Rows to and from other processes, of which each drives one rank."""
     tag = zlib.crc32(f"rows {of.op} {of.src} {of.dst}".encode()) & 0x3FFFFFFF | 8
     if outgoing or incoming:
-        exchange({r: _bytes(t.contiguous()) for r, t in outgoing.items()},
-                      {r: _bytes(t) for r, t in incoming.items()}, f"the rows for {of.op}", tag)
+        exchange({r: _flat_bytes(t.contiguous()) for r, t in outgoing.items()},
+                 {r: _flat_bytes(t) for r, t in incoming.items()}, f"the rows for {of.op}", tag)
 
 
-def _bytes(t: Tensor) -> Tensor:
+def _flat_bytes(t: Tensor) -> Tensor:
     return t.view(-1).view(torch.uint8)
 
 
 @contextmanager
-def _seen(of: RowExchange, held: Shards, back: bool) -> Iterator[None]:
-    """Around moving rows: those who watch are asked first, and told afterwards."""
+def _recorded(of: RowExchange, held: Shards, back: bool) -> Iterator[None]:
+    """Around an exchange: policies are asked before it, recorders get it afterwards."""
     if not watch.watched():
         yield
         return

@@ -1,9 +1,9 @@
-"""Seeing boxing and holding it back: `gt.record()` and `gt.boxing(...)`.
+"""Boxings recorded, and implicit ones forbidden: `gt.record()` and `gt.boxing(...)`.
 
-    with gt.record() as moves: step()          a list of Move, one per boxing, in the order they happened
+    with gt.record() as moves: step()          a list of BoxingRecord, one per boxing, in the order they happened
     with gt.boxing("forbid"): step()           an implicit boxing that moves bytes raises BoxingError
 
-A fused boxing of many tensors is one Move. Both reach into backward, which torch may run on other threads, so their
+A fused boxing of many tensors is one record. Both apply to backward too, which torch may run on other threads, so their
 state is global to the process.
 """
 from __future__ import annotations
@@ -59,15 +59,15 @@ _policies: list[_Policy] = []
 
 @contextmanager
 def record() -> Iterator[list[BoxingRecord]]:
-    """A list that gets every boxing done inside the block, on this process."""
+    """A list to which every boxing done inside the block, by this process, is added."""
     moves: list[BoxingRecord] = []
     _recorders.append(moves)
-    _tell()
+    _notify_native()
     try:
         yield moves
     finally:
         _recorders[:] = [r for r in _recorders if r is not moves]
-        _tell()
+        _notify_native()
 
 
 @contextmanager
@@ -75,41 +75,42 @@ def boxing(mode: str = "auto", budget: int | None = None) -> Iterator[None]:
     """How implicit boxing that moves bytes is treated inside the block, backward included.
 
     mode     "auto" does it, "warn" does it and warns, "forbid" raises BoxingError before anything moves
-    budget   bytes (received by the rank that receives most) that the block may move implicitly in all
+    budget   how many bytes (received by the rank that receives most) implicit boxings of the block may move in all
     """
     if mode not in ("auto", "warn", "forbid"):
-        raise BoxingError(f"boxing mode {mode!r} is not one", fix='gt.boxing("auto"), ("warn") or ("forbid")')
+        raise BoxingError(f"no boxing mode {mode!r}", "a mode is one of three",
+                          'gt.boxing("auto"), gt.boxing("warn") or gt.boxing("forbid")')
     policy = _Policy(mode, budget)
     _policies.append(policy)
-    _tell()
+    _notify_native()
     try:
         yield
     finally:
         _policies.remove(policy)
-        _tell()
+        _notify_native()
 
 
-def _tell() -> None:
-    """The native code sends boxings this way while someone watches."""
+def _notify_native() -> None:
+    """Native code leaves boxings to Python while there is a recorder or a policy."""
     if torch_ext is not None:
         torch_ext.set_boxings_watched(watched())
 
 
 def watched() -> bool:
-    """Is anyone looking, or holding back?"""
+    """Is there a recorder, or a policy for implicit boxing?"""
     return bool(_recorders or _policies)
 
 
 def permit(op: str, src: Layout, dst: Layout, nbytes: int) -> None:
-    """Raise, or warn, where a block in force does not want this boxing."""
+    """Raise or warn where a `gt.boxing` block in force does not allow this boxing."""
     if op == EXPLICIT or not nbytes:
         return
-    way = sbp_text(dst.sbp) if src.placement == dst.placement and not isinstance(dst, RankRegions) else dst
-    what = f"{op} needs a boxing {src} -> {way}, {nbytes:,} bytes"
+    to = sbp_text(dst.sbp) if src.placement == dst.placement and not isinstance(dst, RankRegions) else dst
+    what = f"{op} needs a boxing {src} -> {to}, {nbytes:,} bytes"
     for policy in _policies:
         policy.used += nbytes
         if policy.mode == "forbid":
-            raise BoxingError(what, 'it stands in gt.boxing("forbid")', _fix(dst))
+            raise BoxingError(what, 'it runs inside gt.boxing("forbid")', _fix(dst))
         if policy.budget is not None and policy.used > policy.budget:
             raise BoxingError(what, f"the block moved {policy.used:,} bytes of its budget of {policy.budget:,}",
                               _fix(dst))
@@ -120,11 +121,11 @@ def permit(op: str, src: Layout, dst: Layout, nbytes: int) -> None:
 def _fix(dst: Layout) -> str:
     if isinstance(dst, RankRegions):
         return "another sbp for the operands"
-    return f"x.to_global(sbp={code_of(dst.sbp)}) where it is wanted, or another sbp for the operands"
+    return f"x.to_global(sbp={code_of(dst.sbp)}) before it, or another sbp for the operands"
 
 
 def note(move: BoxingRecord) -> None:
-    """Hand a boxing that was done to every recorder."""
+    """Give a boxing that was done to every recorder."""
     for recorder in _recorders:
         recorder.append(move)
 

@@ -2,5 +2,7 @@
 
     placement     which ranks, arranged in axes
     sbp           how, on one axis: split, broadcast, pending partial sum
-    layout        both together, the part of a tensor that each rank holds, and a tensor's spec
+    regions       ranges of indices, one per dim: their intersections, differences and sizes
+    layout        placement and sbp together, the region of a tensor that each rank holds, and a tensor's spec
+    rank_regions  layouts with a region of its own for every rank
 """

@@ -1,4 +1,4 @@
-"""Ranges of indices: which elements of a tensor, said as (start, stop) along each dim.
+"""Ranges of indices: which elements of a tensor, as (start, stop) along each dim.
 
     ((0, 4), (2, 6))    is x[0:4, 2:6]; () is all of a 0-dim tensor; a region with start == stop along some dim is empty
 

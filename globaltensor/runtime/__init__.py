@@ -1,12 +1,13 @@
 """Who takes part and how bytes move: processes, devices, native code. Nothing here knows what an sbp is.
 
-    world           the ranks there are, those that this process drives, their devices
+    world           all ranks, those that this process drives, their devices
     start           how the world starts: alone, or with the other processes of a launcher
     exchange        flat buffers between processes: one primitive in which all sides meet
     agreement       small values that all processes must have, or must have alike
     p2p             messages that one process leaves for another
-    deadlock        ranks that wait for each other, found out within seconds
+    deadlock        deadlocks between ranks, found within seconds
     machine         what moving and computing cost
+    dtypes          the dtype that sums are accumulated in
     memory          which plain tensors have memory to read
     native          the native code, loaded here and nowhere else
     custom_ops      ops of our own, registered with torch

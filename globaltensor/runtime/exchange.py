@@ -17,16 +17,16 @@ from globaltensor.errors import TransportError
 from globaltensor.runtime import deadlock
 from globaltensor.runtime.world import rank, world
 
-AGREE, GATHER, BROADCAST, _POST = 1, 2, 3, 4          # tags of what is not a boxing
+AGREE, GATHER, BROADCAST, _POST = 1, 2, 3, 4          # tags; boxings have larger ones
 
 
 def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], what: str = "a boxing",
              tag: int = 0) -> None:
-    """Send each flat buffer to its rank and fill each incoming one from its rank; every message between two ranks
-    is matched by order. Collective among those who take part, free for the others. One round.
+    """Send each flat buffer to its rank and fill each incoming one from its rank; messages between two ranks are
+    matched by order. Collective among the ranks that take part, free for the others. One round.
 
-    `what` it is for goes into errors. `tag` must be the same on both sides, or no message is taken for another.
-    Raises TransportError where a peer died or did not come in time.
+    `what` it is for goes into errors. `tag` must be the same on both sides, so that no message is taken for another.
+    Raises TransportError where a peer died or did not take part in time.
     """
     staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     if world().staged:
@@ -38,7 +38,7 @@ def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.
         return
     group = world().control if moves[0][1].device.type == "cpu" else None
     ops = [dist.P2POp(move, t, r, group, tag) for move, t, r in moves]
-    with _together(what, tuple(sorted({*outgoing, *incoming})), tag) as lost:
+    with _waiting_for(what, tuple(sorted({*outgoing, *incoming})), tag) as lost:
         for op, work in zip(ops, dist.batch_isend_irecv(ops)):
             lost[:] = [op.peer]
             work.wait()
@@ -47,28 +47,28 @@ def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.
 
 
 def post(buffer: torch.Tensor, peer: int, receive: bool = False) -> dist.Work:
-    """Begin to send a flat buffer on the CPU to a rank, or to fill it from there, and wait for nothing. Messages of two
-    ranks are matched by order. The buffer must be left alone until `wait` says so."""
+    """Start sending a flat buffer on the CPU to a rank, or filling it from there, without waiting. Messages between two
+    ranks are matched by order. The buffer must not be touched before `wait` returns."""
     move = dist.irecv if receive else dist.isend
     return move(buffer, peer, group=world().control, tag=_POST)
 
 
 def wait(works: Mapping[int, dist.Work], what: str, peers: tuple[int, ...]) -> None:
-    """Until what was posted has arrived. `works` by rank; `peers` are all that take part in the same `what`.
+    """Wait until what was posted has arrived. `works` by rank; `peers` are all ranks that take part in `what`.
 
-    Raises TransportError where a peer died or did not come in time.
+    Raises TransportError where a peer died or did not take part in time.
     """
-    with _together(what, peers, zlib.crc32(what.encode()) | 8) as lost:
+    with _waiting_for(what, peers, zlib.crc32(what.encode()) | 8) as lost:
         for peer, work in works.items():
             lost[:] = [peer]
             work.wait()
 
 
 @contextmanager
-def _together(what: str, peers: tuple[int, ...], tag: int) -> Iterator[list[int]]:
-    """Around whatever waits for other processes: who waits for whom is known, and what goes wrong is told.
+def _waiting_for(what: str, peers: tuple[int, ...], tag: int) -> Iterator[list[int]]:
+    """Around every wait for other processes: the deadlock watch knows who waits for whom, and errors name the peers.
 
-    The list is the peers that are to blame where it goes wrong; whoever knows better changes it.
+    Yields the peers to blame for an error; a caller that knows which one it is narrows the list.
     """
     lost = list(peers)
     try:

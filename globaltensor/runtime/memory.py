@@ -1,8 +1,8 @@
 """Which plain tensors have memory that we can read.
 
-A plain tensor comes in as an operand of an op, as a value to assign, or to be made global; then its elements are read
-from its memory. Some have none: those on the meta device, sparse and quantized ones, wrappers of other tensors
-(FakeTensor, DTensor), those whose storage was freed. Whoever takes a plain tensor in asks here first.
+The elements of a plain tensor that is an operand of an op, is assigned or is made global are read from its memory. Some
+have none: tensors on the meta device, sparse and quantized ones, wrappers of other tensors (FakeTensor, DTensor), and
+tensors whose storage was freed. Every place that takes a plain tensor asks here first.
 """
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _address = torch._C._data_address
 
 def require(t: torch.Tensor, what: str) -> None:
     """Raise GlobalTensorError where `t` has no memory that we can read. `what` is done with it, for the message."""
-    if missing(t) is not None:
-        found, fix = missing(t)
-        raise GlobalTensorError(f"{what}: {found}", "its elements are read from memory, and it has none", fix)
+    if (without := missing(t)) is not None:
+        kind, fix = without
+        raise GlobalTensorError(f"{what}: {kind}", "its elements are read from memory, and it has none", fix)
 
 
 def missing(t: torch.Tensor) -> tuple[str, str] | None:

@@ -17,7 +17,7 @@ IEEE 754 defines to the last bit: + - * /, conversions, comparisons, bits. Each 
 contracts two of them; `_log`, `_sqrt` and `_cos_sin` are built of these. Known limits: float32 normals end at |z| =
 6.66, float64 ones at 8.57; a compiler that fuses these ops anew (inductor on a GPU) may still contract.
 
-A box is a tuple of (start, stop), one per dim of the global shape. Work is cut into pieces that fit the cache: memory
+A region is a tuple of (start, stop), one per dim of the global shape. Work is done in pieces that fit the cache: memory
 beyond the result is a few MB (on a GPU, some 200 MB), whatever the global shape.
 
 **This file is the reference.** On CPU, csrc/philox does the same where it was built, 20 times as fast: every op here
@@ -61,37 +61,37 @@ _CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 
 
 # ------------------------------------------------------------------ the native twin
 def _bind(library: CDLL | None) -> dict[str, Any]:
-    """law -> its function of csrc/philox/fill.h; empty where the native code is not there, or too old to have it."""
-    found = {}
+    """law -> its function of csrc/philox/fill.h; empty without the native code, or where it is too old to have it."""
+    functions = {}
     for law, parameters in {"words": [c_uint64], "uniform": 3 * [c_double], "normal": 2 * [c_double],
                             "exponential": 2 * [c_double], "integers": 3 * [c_uint64], "bernoulli": [c_uint64]}.items():
         if function := getattr(library, f"gt_fill_{law}", None):
             function.argtypes, function.restype = [c_void_p, c_int, c_uint64, c_int, c_char_p, *parameters], c_int
-            found[law] = function
-    return found
+            functions[law] = function
+    return functions
 
 
-_native = _bind(core_lib)
+_laws = _bind(core_lib)
 
 
 @contextmanager
 def twin() -> Iterator[None]:
     """The torch ops below instead of native code, as where that is not built."""
-    global _native
-    before, _native = _native, {}
+    global _laws
+    before, _laws = _laws, {}
     try:
         yield
     finally:
-        _native = before
+        _laws = before
 
 
-def _filled(out: Tensor, key: int, shape: Shape, region: Region, law: str, *parameters: float) -> bool:
-    """Did native code fill the box? Not what traces: it would see a tensor that nobody fills."""
-    if law not in _native or out.device.type != "cpu" or torch._C._len_torch_dispatch_stack() \
+def _filled_natively(out: Tensor, key: int, shape: Shape, region: Region, law: str, *parameters: float) -> bool:
+    """Did native code fill the region? Not while a mode traces: it would see a tensor that nobody fills."""
+    if law not in _laws or out.device.type != "cpu" or torch._C._len_torch_dispatch_stack() \
             or torch.compiler.is_compiling():
         return False
     numbers = struct.pack(f"{3 * len(shape)}q", *shape, *[edge for edges in region for edge in edges])
-    return not _native[law](out.data_ptr(), _CODES.get(out.dtype, -1), key, len(shape), numbers, *parameters)
+    return not _laws[law](out.data_ptr(), _CODES.get(out.dtype, -1), key, len(shape), numbers, *parameters)
 
 
 # ------------------------------------------------------------------ words
@@ -116,15 +116,15 @@ def philox(counter: Tensor, key: int) -> Tensor:
 
 def _generate(key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Device,
               streams: Sequence[int], make: Callable[[Tensor], Tensor], law: tuple[Any, ...]) -> Tensor:
-    """The box of `make(words [streams, 4, n]) -> values [4, n]`, a column per block; natively, of (law, *parameters).
+    """The region of `make(words [streams, 4, n]) -> values [4, n]`, a column per block; natively of (law, *parameters).
 
-    The box is made of runs, of `length` elements that are contiguous in the global tensor: trailing whole dims and the
-    dim before them merge into one. A piece is some runs, or a part of one; it generates the blocks that cover each run
-    (1 + (length + 2) // 4 at most) and takes from them what it wants.
+    The region consists of runs of `length` elements that are contiguous in the global tensor: trailing whole dims and
+    the dim before them merge into one. A piece is some runs, or a part of one; it generates the blocks that cover each
+    run (1 + (length + 2) // 4 at most) and takes from them the words that it needs.
     """
     assert len(region) == len(shape) and all(0 <= a <= b <= n for n, (a, b) in zip(shape, region)), (shape, region)
     out = torch.empty([b - a for a, b in region], dtype=dtype, device=device)
-    if not out.numel() or out.is_meta or _filled(out, key, shape, region, *law):
+    if not out.numel() or out.is_meta or _filled_natively(out, key, shape, region, *law):
         return out
     length, base, stride, whole, outer = 1, 0, 1, True, []  # outer: (size, stride), the innermost first
     for n, (a, b) in zip(reversed(shape), reversed(region)):
@@ -164,7 +164,7 @@ def _generate(key: int, shape: Shape, region: Region, dtype: torch.dtype, device
 
 
 def random_words(key: int, shape: Shape, region: Region, device: Device, stream: int = 0) -> Tensor:
-    """32 random bits for each element of the box, as int64 in [0, 2**32). `key` 64 bits, `stream` 32 bits."""
+    """32 random bits for each element of the region, as int64 in [0, 2**32). `key` 64 bits, `stream` 32 bits."""
     return _generate(key, shape, region, torch.int64, device, (stream,), lambda words: words[0], ("words", stream))
 
 
@@ -319,7 +319,7 @@ def integers(key: int, shape: Shape, region: Region, dtype: torch.dtype, device:
 
 def bernoulli(key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Device,
               p: float | Tensor = 0.5) -> Tensor:
-    """1 with probability p (to 2**-32), else 0; p in [0, 1] is a number, or a tensor of the box's shape."""
+    """1 with probability p (to 2**-32), else 0; p in [0, 1] is a number, or a tensor of the region's shape."""
     if isinstance(p, Tensor):
         words = random_words(key, shape, region, device)
         assert p.shape == words.shape, (p.shape, words.shape)

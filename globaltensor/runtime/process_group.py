@@ -4,8 +4,8 @@ Importing this registers the backend for CPU tensors, beside torch's own; nothin
 process group is made. Ranks on one host then reach each other's memory, and a collective is one pass over it: DDP,
 FSDP, DTensor and plain `dist.all_reduce` run as they are. `init_process_group("cpu:globaltensor,cuda:nccl")` mixes.
 
-Every group keeps a gloo group inside, for what shared memory is no use for: send and recv, products and bitwise
-reductions, and all there is where the ranks are not on one host. `transport(group)` says which.
+Every group has a gloo group inside for what shared memory is not used for: send and recv, products and bitwise
+reductions, and everything where the ranks are on several hosts. `transport(group)` says which.
 """
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, devices=["cpu"])
 
 
-def _native() -> Any:
+def _extension() -> Any:
     if native.torch_ext is None:
-        raise TransportError(f'there is no backend "{NAME}" here', "the native code was not built, or does not load",
+        raise TransportError(f'the backend "{NAME}" is not available',
+                             "the native code was not built, or does not load",
                              f'{native.how_to_build()}, or the backend "gloo"')
     return native.torch_ext
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """One rank's side of a group: what torch calls."""
-    extension = _native()
+    extension = _extension()
     if not dist.is_gloo_available():
         raise TransportError(f'the backend "{NAME}" needs gloo', "this torch was built without it",
                              "a torch from pytorch.org")
@@ -46,16 +47,16 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 def transport(group: dist.ProcessGroup | None = None) -> str:
     """How bytes move between the ranks of a group of this backend, in a line."""
-    found = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
-    found = getattr(found, "wrapped_pg", found)      # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-    return found.transport if hasattr(found, "transport") else found.name()
+    backend = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+    backend = getattr(backend, "wrapped_pg", backend)      # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    return backend.transport if hasattr(backend, "transport") else backend.name()
 
 
 def enable_symmetric_memory() -> None:
     """Let `torch.distributed._symmetric_memory` work for CPU tensors of ranks on one host, with any backend:
     `empty(..., device="cpu")`, `rendezvous`, and the handle's `get_buffer`, `barrier`, `put_signal`, `wait_signal`.
     """
-    _native().enable_symmetric_memory()
+    _extension().enable_symmetric_memory()
 
 
 register()

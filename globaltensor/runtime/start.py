@@ -31,12 +31,13 @@ TIMEOUT = timedelta(seconds=300)
 def init(ranks: int | None = None, *, timeout: float | None = None, machine: Machine | None = None) -> World:
     """Start the world. Optional: the first placement does it.
 
-    ranks     how many ranks a lone process drives (default: GLOBALTENSOR_RANKS, else the GPUs there are, else 8);
-              under a launcher the launcher says, and a different number is an error
+    ranks     how many ranks a lone process drives (default: GLOBALTENSOR_RANKS, else the number of GPUs, else 8);
+              under a launcher its number of processes, and a different one is an error
     timeout   seconds after which a rank that waits for another raises (default 300)
-    machine   the rates to plan with (default: by transport)
+    machine   the rates to plan with (default: those of the transport)
 
-    Raises TransportError where the world was started differently before, or the launcher's settings are no use.
+    Raises TransportError where the world was started with another number of ranks, or the processes of the launcher
+    cannot find each other.
     """
     if (running := started()) is not None:
         if ranks not in (None, running.size):
@@ -47,7 +48,7 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
         new = _processes(patience := timedelta(seconds=timeout) if timeout else TIMEOUT, machine)
         begin(new)
         if new.size > 1:
-            _meet(new, patience, machine)
+            _connect(new, patience, machine)
         if ranks not in (None, new.size):
             raise TransportError(f"the launcher started {new.size} ranks, the program asks for {ranks}",
                                  fix=f"globaltensor run -n {ranks} ...")
@@ -68,7 +69,7 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
     if not dist.is_initialized():
         _start_torch(timeout)
     size = dist.get_world_size()
-    hosts = tuple(r // _local(size) for r in range(size)) if _local(size) < size else ()
+    hosts = tuple(r // _ranks_per_host(size) for r in range(size)) if _ranks_per_host(size) < size else ()
     nccl = "nccl" in (backends := dist.get_backend_config())     # such as "cpu:gloo,cuda:nccl"
     base = machine or (machines.nccl if nccl else machines.gloo)
     if hosts and not base.hosts:
@@ -77,32 +78,38 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
     return World(size, (dist.get_rank(),), base, f"torch.distributed ({'nccl' if nccl else 'gloo'})", control, not nccl)
 
 
-def _local(size: int) -> int:                        # ranks per host
+def _ranks_per_host(size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
-def _meet(found: World, timeout: timedelta, machine: Machine | None) -> None:
+def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     """Agree on a random state, look out for deadlocks, share memory with the ranks of this host where all can."""
-    torch.set_rng_state(broadcast_object(torch.get_rng_state(), 0, "starting"))      # else each has one by chance
-    deadlock.watch(dist.distributed_c10d._get_default_store(), found.rank, found.size)
-    first = found.rank - found.rank % (local := _local(found.size))
-    here = range(first, min(first + local, found.size))
+    # Without this each process has a random state of its own.
+    torch.set_rng_state(broadcast_object(torch.get_rng_state(), 0, "starting"))
+    deadlock.watch(dist.distributed_c10d._get_default_store(), new.rank, new.size)
+    first = new.rank - new.rank % (per_host := _ranks_per_host(new.size))
+    here = range(first, min(first + per_host, new.size))
     address = None
     if torch_ext is not None:
-        address = torch_ext.open_transport(found.rank - first, len(here), timeout.total_seconds())
-    said = gather_unchecked(address, "starting")
-    if None in said or len(here) == 1:
+        address = torch_ext.open_transport(new.rank - first, len(here), timeout.total_seconds())
+    addresses = gather_unchecked(address, "starting")
+    if None in addresses or len(here) == 1:
         if address is not None:
             torch_ext.close_transport()
         return
-    torch_ext.connect_transport(said[first:first + len(here)])
+    torch_ext.connect_transport(addresses[first:first + len(here)])
     torch_ext.on_waiting(deadlock.enter, deadlock.leave, deadlock.raise_if_deadlocked)
-    found.host_peers = frozenset(here)
-    found.transport = f"shared memory, then {found.transport}" if len(here) < found.size else "shared memory"
-    if machine is None and "nccl" not in found.transport:
-        found.machine = Machine(**{**machines.shared_memory.__dict__, "hosts": found.machine.hosts})
+    new.host_peers = frozenset(here)
+    new.transport = f"shared memory, then {new.transport}" if len(here) < new.size else "shared memory"
+    if machine is None and "nccl" not in new.transport:
+        new.machine = Machine(**{**machines.shared_memory.__dict__, "hosts": new.machine.hosts})
     torch_ext.install_allocator()
     atexit.register(torch_ext.close_transport)
+    _leave_on_errors()
+
+
+def _leave_on_errors() -> None:
+    """A process that ends by an exception lets its peers know at once: they raise instead of waiting for it."""
     hook = sys.excepthook
 
     def leaving(kind: type, error: BaseException, trace: Any) -> None:
@@ -124,7 +131,7 @@ def _start_torch(timeout: timedelta) -> None:
 
 def _end_torch() -> None:
     if dist.is_initialized():
-        time.sleep(0.05)                             # for the threads of the program's own collectives: agreement.py
+        time.sleep(0.05)                             # lets gloo's threads end first: agreement.py says why
         dist.destroy_process_group()
 
 

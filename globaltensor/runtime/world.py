@@ -28,7 +28,7 @@ class World:
     machine: Machine
     transport: str
     control: dist.ProcessGroup | None = None         # takes tensors on the CPU; None is the default group
-    staged: bool = False                             # tensors on a GPU travel by way of the CPU
+    staged: bool = False                             # tensors on a GPU are sent by way of the CPU
     host_peers: frozenset[int] = frozenset()         # ranks of this host whose memory this process can reach
     device_of: dict[tuple[str, int], torch.device] = field(default_factory=dict)
 
@@ -44,19 +44,19 @@ class World:
 
     def device(self, type: str, rank: int) -> torch.device:
         """The device on which this process keeps the shards of `rank`."""
-        found = self.device_of.get((type, rank))
-        if found is None:
-            found = self.device_of[type, rank] = _device(self, type, rank)
-        return found
+        device = self.device_of.get((type, rank))
+        if device is None:
+            device = self.device_of[type, rank] = _device(self, type, rank)
+        return device
 
 
 _world: World | None = None
-_start: Callable[[], World]                          # start.py sets it: starting needs exchanges, which need a world
+_start_world: Callable[[], World]                    # set by start.py: starting needs exchanges, which need a world
 
 
 def world() -> World:
     """The world, started if it was not."""
-    return _world if _world is not None else _start()
+    return _world if _world is not None else _start_world()
 
 
 def started() -> World | None:
@@ -72,8 +72,8 @@ def begin(new: World) -> None:
 
 def start_with(start: Callable[[], World]) -> None:
     """How the world starts where nothing has started it."""
-    global _start
-    _start = start
+    global _start_world
+    _start_world = start
 
 
 def local_ranks_of(where: placement) -> tuple[int, ...]:
@@ -102,12 +102,12 @@ def _device(of: World, type: str, rank: int) -> torch.device:
     count = torch.get_device_module(type).device_count()
     index = rank if of.single_process else int(os.environ.get("LOCAL_RANK", rank))
     if index >= count and not shared_gpu():
-        raise PlacementError(f"rank {rank} has no {type} device of its own", f"there are {count} on this host",
+        raise PlacementError(f"rank {rank} has no {type} device of its own", f"this host has {count}",
                              "fewer ranks, or GLOBALTENSOR_SHARE_GPU=1 to put several on one")
     return torch.device(type, index % count)
 
 
-def _check(created: placement) -> None:
+def _check_placement(created: placement) -> None:
     """Every new placement: are its ranks in the world, is its device type here?"""
     if created.type not in ("cpu", "meta"):
         try:
@@ -115,10 +115,11 @@ def _check(created: placement) -> None:
         except (RuntimeError, AttributeError):       # a type that this torch does not know or was not built for
             available = False
         if not available:
-            found = torch.accelerator.current_accelerator(check_available=True)
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            usable = accelerator.type if accelerator is not None else "cpu"
             raise PlacementError(f"this host has no device of type {created.type!r}",
-                                 f"torch sees {f'devices of type {found.type!r}' if found else 'the CPU only'}",
-                                 f'gt.placement("{found.type if found else "cpu"}", {list(created.flat)})')
+                                 "torch sees the CPU only" if usable == "cpu" else f"torch sees {usable} devices",
+                                 f'gt.placement("{usable}", {list(created.flat)})')
     size = world_size()
     for r in created.flat:
         if not 0 <= r < size:
@@ -127,5 +128,5 @@ def _check(created: placement) -> None:
                                  f"other ranks, or start more: {fix}")
 
 
-placements._on_create.append(_check)
+placements._on_create.append(_check_placement)
 placements._world_size = world_size
