@@ -101,7 +101,7 @@ def test_panels_move_the_same_bytes():
     where, n = grid(2, 2), 32
     a, b = spec(layout(where, (S(0), S(1))), (n, n), None, torch.float32), spec(
         layout(where, (S(1), S(0))), (n, n), None, torch.float32)
-    form = summa._found(("mk", "nk", "mn"), a, b)
+    form = summa.grid_product(("mk", "nk", "mn"), a, b)
     for labels, of in (("mk", a), ("nk", b)):
         once = bytes_of(of.layout, form.rank_regions(labels, (0, n)), (n, n))
         in_panels = Counter()

@@ -16,6 +16,7 @@ from test_rules import made, name_of
 from torch.utils._pytree import tree_flatten
 
 import globaltensor as gt
+from globaltensor.algorithms.run import is_traceable
 from globaltensor.dispatch.core import dispatch
 from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call, arguments
@@ -30,7 +31,7 @@ print(f"tests/test_native_dispatch.py: NATIVE_SEED={SEED}")
 core = sys.modules["globaltensor.tensors.global_tensor"]
 OPS = [f for f in TABLE if name_of(f) in SAMPLES and name_of(f) not in ELSEWHERE | VALUELESS]
 PYTHONS = {name_of(f) for f, line in TABLE.items() if line.local_impl is not None
-           or line.decomposition is not None and not getattr(line.decomposition, "replayable", False)}
+           or line.decomposition is not None and not is_traceable(line.decomposition)}
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 from torch._ops import OpOverload
 
 from globaltensor.errors import InPlaceError
+from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Spec, spec
 
 
@@ -34,7 +35,7 @@ def check_guard(t: Any) -> None:
 
 def check_writable(t: Any, func: OpOverload, name: str) -> None:
     """Raise InPlaceError for an operand that cannot take what an op writes: a plain tensor, or a copy."""
-    if not hasattr(t, "spec"):
+    if not is_global(t):
         raise InPlaceError(f"{func} would write a global value into a plain tensor ({name})",
                            "a plain tensor has no placement to hold it", "x.full_tensor() for a plain operand")
     if t.spec.copied:

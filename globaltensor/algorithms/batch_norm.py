@@ -1,12 +1,13 @@
-"""Batch normalization of a batch that is split: statistics of the whole batch, of which only sums are sent.
+"""Batch normalization of a batch that is split: statistics of the whole batch; only their sums are communicated.
 
     forward    mean = sum(x) / n,  var = sum((x - mean)^2) / n,  out = (x - mean) / sqrt(var + eps) * weight + bias
     backward   with c = x - mean, i = 1 / sqrt(var + eps), and sums over all but the channels:
                grad_bias = sum(g),  grad_weight = i * sum(g c)
                grad_x = weight * i * (g - grad_bias / n - c * i^2 * sum(g c) / n)
 
-Each part finds its own mean and sum of squares around it in one pass; the parts' are joined (Chan, Golub and LeVeque,
-1979) by two reductions as long as there are channels. So is the backward, by one. Kernels write out in one pass.
+Each rank computes the mean of its part and the sum of squares around it in one pass. They are merged (Chan, Golub and
+LeVeque, 1979) by two all-reduces of one number per channel each; the backward pass needs one, of two numbers. The
+output is written by the kernel of evaluation mode, in one more pass.
 """
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 
 from globaltensor.algorithms.decompositions import cast, is_split_or_partial
-from globaltensor.layouts.layout import layout, spec
+from globaltensor.algorithms.run import Run
+from globaltensor.layouts.global_like import GlobalLike, is_global
+from globaltensor.layouts.layout import Shards, layout, spec
 from globaltensor.layouts.sbp import broadcast, partial_sum, split
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import option
@@ -27,26 +30,26 @@ aten = torch.ops.aten
 
 
 def in_training(call: Call) -> bool:
-    """Statistics of its own, and anything cut? (The kernel writes running statistics, which must not be a copy.)"""
+    """Are there statistics to compute, and is anything cut? (Running ones are written in place: no copies will do.)"""
     return bool(call["training"]) and is_split_or_partial(call)
 
 
 def trained(call: Call) -> bool:
-    """The gradient of statistics over dims that are split, or over sums that are pending?"""
+    """Is it the gradient of statistics over dims that are split, or over pending sums?"""
     return bool(call["train"]) and any(s.is_partial or s.is_split and s.dim != 1
-                                       for name in ("input", "grad_out") if hasattr(call[name], "spec")
+                                       for name in ("input", "grad_out") if is_global(call[name])
                                        for s in call[name].spec.sbp)
 
 
-def _settled(run: Any, tensors: list[Any]) -> list[Any]:
+def _without_partials(run: Run, tensors: list[GlobalLike]) -> list[GlobalLike]:
     """All in the layout of the first, without pending sums."""
     own = tensors[0].spec
     dst = own.layout.without_partials
     return run.redistribute(tensors, [dst] * len(tensors), "batch_norm")
 
 
-def _sums(run: Any, x: Any, terms: list[dict[int, Tensor]], dtype: torch.dtype) -> list[Any]:
-    """Per-channel sums of the parts of x, added up over all parts."""
+def _sums(run: Run, x: GlobalLike, terms: list[Shards], dtype: torch.dtype) -> list[GlobalLike]:
+    """Sums per channel, from the terms that ranks made of their parts of x."""
     own = x.spec
     pending = layout(own.placement, tuple(split(0) if s.is_split and s.dim == 1 else partial_sum if s.is_split
                                           else broadcast for s in own.sbp))
@@ -55,35 +58,37 @@ def _sums(run: Any, x: Any, terms: list[dict[int, Tensor]], dtype: torch.dtype) 
     return run.redistribute(sums, [done] * len(sums), "batch_norm")
 
 
-def _over(x: Any) -> list[int]:
+def _reduced_dims(x: GlobalLike | Tensor) -> list[int]:
+    """All but the channels."""
     return [d for d in range(x.dim()) if d != 1]
 
 
-def _row(run: Any, per_channel: Any, like: Any) -> Any:
-    """A tensor of channels, shaped to broadcast over `like`."""
-    return run(aten.view.default, per_channel, [1, like.shape[1], *[1] * (like.dim() - 2)])
+def _per_channel(run: Run, values: GlobalLike, like: GlobalLike) -> GlobalLike:
+    """A value per channel, shaped to broadcast over `like`."""
+    return run(aten.view.default, values, [1, like.shape[1], *[1] * (like.dim() - 2)])
 
 
-def _moments(run: Any, x: Any, n: int, dtype: torch.dtype) -> tuple[Any, Any]:
+def _moments(run: Run, x: GlobalLike, n: int, dtype: torch.dtype) -> tuple[GlobalLike, GlobalLike]:
     """Mean and biased variance per channel of the whole batch."""
-    dims = _over(x)
-    own_mean, own_squares, counts = {}, {}, {}
-    for r, t in x.shards.items():
-        counts[r] = t.numel() // max(t.shape[1], 1)
-        if counts[r]:
-            own_squares[r], own_mean[r] = torch.var_mean(t.to(dtype), dims, correction=0)
-        else:
-            own_squares[r], own_mean[r] = t.new_zeros(2, t.shape[1], dtype=dtype)
-    total, = _sums(run, x, [{r: m * counts[r] for r, m in own_mean.items()}], dtype)
+    dims = _reduced_dims(x)
+    own_mean, own_var, counts = {}, {}, {}
+    for rank, part in x.shards.items():
+        counts[rank] = part.numel() // max(part.shape[1], 1)
+        if counts[rank]:
+            own_var[rank], own_mean[rank] = torch.var_mean(part.to(dtype), dims, correction=0)
+        else:                                        # of nothing, torch makes NaN
+            own_var[rank], own_mean[rank] = part.new_zeros(2, part.shape[1], dtype=dtype)
+    total, = _sums(run, x, [{rank: mean * counts[rank] for rank, mean in own_mean.items()}], dtype)
     mean = run(aten.div.Tensor, total, float(n))
-    squares = {r: (own_squares[r] + (own_mean[r] - mean.shards[r]) ** 2) * counts[r] for r in own_mean}
-    squared, = _sums(run, x, [squares], dtype)
-    return mean, run(aten.div.Tensor, squared, float(n))
+    # a part's squares around the common mean: those around its own, and how far its own is from that
+    squares = {rank: (own_var[rank] + (own_mean[rank] - mean.shards[rank]) ** 2) * counts[rank] for rank in own_mean}
+    total_squares, = _sums(run, x, [squares], dtype)
+    return mean, run(aten.div.Tensor, total_squares, float(n))
 
 
-def forward(call: Call, run: Any) -> tuple[Any, Any, Any]:
+def forward(call: Call, run: Run) -> tuple[GlobalLike, ...]:
     """native_batch_norm in training; the running statistics are updated in place."""
-    x, = _settled(run, [call["input"]])
+    x, = _without_partials(run, [call["input"]])
     dtype = accumulation_dtype(x.dtype)
     n = x.numel() // max(x.shape[1], 1)
     mean, var = _moments(run, x, n, dtype)
@@ -94,23 +99,24 @@ def forward(call: Call, run: Any) -> tuple[Any, Any, Any]:
     return out, mean, invstd
 
 
-def _update(call: Call, run: Any, mean: Any, unbiased: Any) -> None:
-    """running = (1 - momentum) * running + momentum * new"""
+def _update(call: Call, run: Run, mean: GlobalLike, unbiased: GlobalLike) -> None:
+    """running = (1 - momentum) * running + momentum * new, for the mean and the unbiased variance"""
     for running, new in ((call["running_mean"], mean), (call["running_var"], unbiased)):
         if running is not None:
             run(aten.lerp_.Scalar, running, cast(run, new, running.dtype), call["momentum"])
 
 
-def as_native(call: Call, run: Any) -> tuple[Any, ...]:
+def as_native(call: Call, run: Run) -> tuple[Any, ...]:
     """Other names of native_batch_norm; some return a reserve for their gradient, which ours does not need."""
     momentum = option(call, "momentum", call.get("exponential_average_factor"))
-    found = run(aten.native_batch_norm.default, call["input"], call["weight"], call["bias"], call.get("running_mean"),
-                call.get("running_var"), call.get("training", True), momentum, option(call, "eps", call.get("epsilon")))
-    reserve = len(call.func._schema.returns) - len(found)
-    return (*found, *[run(aten.new_empty.default, call["input"], [0], dtype=torch.uint8) for _ in range(reserve)])
+    normed = run(aten.native_batch_norm.default, call["input"], call["weight"], call["bias"], call.get("running_mean"),
+                 call.get("running_var"), call.get("training", True), momentum,
+                 option(call, "eps", call.get("epsilon")))
+    reserve = len(call.func._schema.returns) - len(normed)
+    return (*normed, *[run(aten.new_empty.default, call["input"], [0], dtype=torch.uint8) for _ in range(reserve)])
 
 
-def as_native_backward(call: Call, run: Any) -> tuple[Any, ...]:
+def as_native_backward(call: Call, run: Run) -> tuple[Any, ...]:
     """Other names of native_batch_norm_backward."""
     grad = option(call, "grad_output", call.get("grad_out"))
     return run(aten.native_batch_norm_backward.default, grad, call["input"], call["weight"],
@@ -119,22 +125,23 @@ def as_native_backward(call: Call, run: Any) -> tuple[Any, ...]:
                list(option(call, "output_mask", (True, True, True))))
 
 
-def backward(call: Call, run: Any) -> tuple[Any, Any, Any]:
+def backward(call: Call, run: Run) -> tuple[GlobalLike | None, ...]:
     """native_batch_norm_backward in training."""
-    x, grad = _settled(run, [call["input"], call["grad_out"]])
-    dtype, weight, dims = accumulation_dtype(x.dtype), call["weight"], _over(x)
+    x, grad = _without_partials(run, [call["input"], call["grad_out"]])
+    dtype, weight, dims = accumulation_dtype(x.dtype), call["weight"], _reduced_dims(x)
     n = float(x.numel() // max(x.shape[1], 1))
     mean, invstd = call["save_mean"], call["save_invstd"]
     wide_grad = cast(run, grad, dtype)
-    centered = run(aten.sub.Tensor, cast(run, x, dtype), _row(run, mean, x))
+    centered = run(aten.sub.Tensor, cast(run, x, dtype), _per_channel(run, mean, x))
     sums = [run(aten.sum.dim_IntList, t, dims) for t in (wide_grad, run(aten.mul.Tensor, wide_grad, centered))]
-    done = [s.spec.layout.without_partials for s in sums]
-    grad_bias, dot = run.redistribute(sums, done, "batch_norm")
+    reduced = [s.spec.layout.without_partials for s in sums]
+    grad_bias, dot = run.redistribute(sums, reduced, "batch_norm")   # sum(g) and sum(g c), in one go
     scale = invstd if weight is None else run(aten.mul.Tensor, invstd, cast(run, weight, dtype))
     slope = run(aten.mul.Tensor, run(aten.mul.Tensor, dot, run(aten.mul.Tensor, invstd, invstd)), 1 / n)
-    inner = run(aten.sub.Tensor, wide_grad, _row(run, run(aten.mul.Tensor, grad_bias, 1 / n), x))
-    inner = run(aten.sub.Tensor, inner, run(aten.mul.Tensor, centered, _row(run, slope, x)))
-    grad_x = cast(run, run(aten.mul.Tensor, inner, _row(run, scale, x)), x.dtype)
-    own = dtype if weight is None else weight.dtype
-    found = (grad_x, cast(run, run(aten.mul.Tensor, dot, invstd), own), cast(run, grad_bias, own))
-    return tuple(t if wanted else None for t, wanted in zip(found, call["output_mask"]))
+    inner = run(aten.sub.Tensor, wide_grad, _per_channel(run, run(aten.mul.Tensor, grad_bias, 1 / n), x))
+    inner = run(aten.sub.Tensor, inner, run(aten.mul.Tensor, centered, _per_channel(run, slope, x)))
+    grad_x = cast(run, run(aten.mul.Tensor, inner, _per_channel(run, scale, x)), x.dtype)
+    weight_dtype = dtype if weight is None else weight.dtype
+    grad_weight = run(aten.mul.Tensor, dot, invstd)
+    grads = (grad_x, cast(run, grad_weight, weight_dtype), cast(run, grad_bias, weight_dtype))
+    return tuple(grad if wanted else None for grad, wanted in zip(grads, call["output_mask"]))

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from globaltensor.algorithms.run import Run
 from globaltensor.errors import GlobalTensorError
+from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Layout, layout, spec
 from globaltensor.layouts.sbp import Sbp, broadcast
 from globaltensor.rules.call import Call, arguments
@@ -24,12 +26,12 @@ from globaltensor.runtime.meta import Asking
 BIAS = "attn_bias"
 
 
-def rank_by_rank(call: Call, run: Any) -> tuple[Any, ...]:
+def rank_by_rank(call: Call, run: Run) -> tuple[Any, ...]:
     """The op on every rank's heads. Raises GlobalTensorError for dropout, which would differ with the layout."""
     if call["dropout_p"] > 0:
         raise GlobalTensorError("dropout inside a fused attention kernel", "its random numbers depend on the layout",
                                 "with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): ...")
-    query = next(t for t in call.tensors if hasattr(t, "spec"))
+    query = next(t for t in call.tensors if is_global(t))
     where = _cut(call, query.spec.layout)
     moved = {name: _moved(name, t, where, call, run) for name, t in zip(call.names, call.tensors)}
     results = {rank: _run(call, {name: of(rank) for name, of in moved.items()}) for rank in query.shards}
@@ -72,9 +74,9 @@ def _cut(call: Call, own: Layout) -> Layout:
     return layout(own.placement, tuple(nd))
 
 
-def _moved(name: str, t: Any, where: Layout, call: Call, run: Any) -> Any:
+def _moved(name: str, t: Any, where: Layout, call: Call, run: Run) -> Any:
     """rank -> what this operand is there."""
-    if not hasattr(t, "spec"):
+    if not is_global(t):
         return lambda rank: t
     per_head = t.dim() > 2 and tuple(t.shape[:2]) in _sizes(call)
     if name == BIAS:
@@ -84,7 +86,7 @@ def _moved(name: str, t: Any, where: Layout, call: Call, run: Any) -> Any:
     return run.redistribute([t], [where], str(call.func))[0].shards.__getitem__
 
 
-def _joined(told: Any, parts: dict[int, Any], held: list[tuple[int, ...]], where: Layout, call: Call, run: Any) -> Any:
+def _joined(told: Any, parts: dict[int, Any], held: list[tuple[int, ...]], where: Layout, call: Call, run: Run) -> Any:
     """One result of all ranks; `told` is what it is where batch and heads have these sizes, of queries and of keys."""
     if not isinstance(told, Tensor):
         return told

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from globaltensor.algorithms.run import Run
+from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Layout, Spec, layout, spec
 from globaltensor.layouts.regions import split_range
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
@@ -65,20 +67,20 @@ def returns(call: Call) -> bool:
     """
     x, values = call["self"], call.get("values", call.get("source"))
     index = _index(call)
-    if index is None or not call.get("accumulate", True) or not hasattr(x, "spec") or not hasattr(values, "spec"):
+    if index is None or not call.get("accumulate", True) or not is_global(x) or not is_global(values):
         return False
-    numbers = index.spec.sbp if hasattr(index, "spec") else (broadcast,) * len(x.spec.sbp)
+    numbers = index.spec.sbp if is_global(index) else (broadcast,) * len(x.spec.sbp)
     fits = values.shape == (index.shape[0], *x.shape[1:]) and values.dtype == x.dtype != torch.bool
     return fits and S0 in values.spec.sbp and x.placement == values.placement and all(
         a == v or a.is_broadcast and not (v == S0 and i.is_split)
         for a, v, i in zip(x.spec.sbp, values.spec.sbp, numbers))
 
 
-def take_rows(call: Call, run: Any) -> Any:
+def take_rows(call: Call, run: Run) -> Any:
     """x[index]: each rank gets the rows that its part of the index names, and the result is cut as x is, and also
     where only the index is."""
     x, index = call["self"], _index(call)
-    given = index.spec.sbp if hasattr(index, "spec") else x.spec.sbp
+    given = index.spec.sbp if is_global(index) else x.spec.sbp
     nd = tuple(S0 if s.is_broadcast and i == S0 else s for s, i in zip(x.spec.sbp, given))
     dst = x.spec.layout.with_sbp(nd)
     made = spec(dst, (index.shape[0], *x.shape[1:]), None, x.dtype)
@@ -94,7 +96,7 @@ def take_rows(call: Call, run: Any) -> Any:
                            for r, t in found.items()})
 
 
-def add_rows(call: Call, run: Any) -> Any:
+def add_rows(call: Call, run: Run) -> Any:
     """x[index] += values: each rank adds up what it has for one row, and its owner the rest."""
     x, index, values = call["self"], _index(call), call.get("values", call.get("source"))
     dst = values.spec.layout
@@ -126,9 +128,9 @@ def _row_shapes(of: Spec) -> dict[int, tuple[int, ...]]:
     return {rank: of.local_shape(rank)[1:] for rank in of.placement.flat}
 
 
-def _whole(t: Tensor, run: Any, op: str) -> Tensor | None:
+def _whole(t: Tensor, run: Run, op: str) -> Tensor | None:
     """A small tensor's whole value, on the CPU; None on a process that has no part of it."""
-    if not hasattr(t, "spec"):
+    if not is_global(t):
         if checking():
             agree_on(t, f"a plain operand of {op}")
         return t.cpu()
@@ -136,10 +138,10 @@ def _whole(t: Tensor, run: Any, op: str) -> Tensor | None:
     return next(iter(whole.shards.values())).cpu() if whole.shards else None
 
 
-def _numbers(call: Call, index: Tensor, n: int, run: Any) -> Tensor | None:
+def _numbers(call: Call, index: Tensor, n: int, run: Run) -> Tensor | None:
     """The index on every rank, counted from the start. Raises IndexError for a row that is not there."""
     found = _whole(index, run, str(call.func))
-    own = next(t for t in call.tensors if hasattr(t, "spec"))
+    own = next(t for t in call.tensors if is_global(t))
     if found is None or not own.shards:
         return None
     found = found.long()
@@ -194,7 +196,7 @@ def _columns_by_rows(a: Sbp, b: Sbp) -> _Lie:
     return _Lie(S1, S0, S0, True)
 
 
-def grouped_mm(call: Call, run: Any) -> Any:
+def grouped_mm(call: Call, run: Run) -> Any:
     """Matrices for groups of rows: each rank does the groups of its own experts, and shares their rows with the ranks
     that hold the same ones. Groups of columns, and of nothing, are done whole on every rank."""
     a, b = (_made_global(call[name], call, run) for name in ("self", "mat2"))
@@ -216,7 +218,7 @@ def grouped_mm(call: Call, run: Any) -> Any:
     return run.wrap(made, way(call, run, a, b, made, ends.tolist(), grouped))
 
 
-def _by_rows(call: Call, run: Any, a: Any, b: Any, made: Spec, ends: list[int], grouped: tuple[int, ...]) -> Shards:
+def _by_rows(call: Call, run: Run, a: Any, b: Any, made: Spec, ends: list[int], grouped: tuple[int, ...]) -> Shards:
     """Rows to their experts, times the matrices, and back to equal parts."""
     own = {rank: b.spec.region(rank)[0] for rank in a.placement.flat}
     shared = [axis for axis in grouped if not b.sbp[axis].is_split]
@@ -228,7 +230,7 @@ def _by_rows(call: Call, run: Any, a: Any, b: Any, made: Spec, ends: list[int], 
                    _row_shapes(made), grouped)
 
 
-def _by_columns(call: Call, run: Any, a: Any, b: Any, made: Spec, ends: list[int], grouped: tuple[int, ...]) -> Shards:
+def _by_columns(call: Call, run: Run, a: Any, b: Any, made: Spec, ends: list[int], grouped: tuple[int, ...]) -> Shards:
     """Both operands' rows to their experts, whose products stay."""
     own = {rank: made.region(rank)[0] for rank in a.placement.flat}
     groups = {rank: _group(ends, own[rank], ends[-1] if ends else 0) for rank in own}
@@ -256,7 +258,7 @@ def _share(group: Range, where: Any, rank: int, shared: list[int]) -> Range:
 
 
 def _ranges(shards: Shards, held: dict[int, Range], wanted: dict[int, Range], of: Spec, call: Call,
-            run: Any, row: dict[int, tuple[int, ...]], axes: tuple[int, ...] | None = None) -> Shards:
+            run: Run, row: dict[int, tuple[int, ...]], axes: tuple[int, ...] | None = None) -> Shards:
     """Each rank's range of rows, from those that the others hold; as they are where it holds them already."""
     if held == wanted:
         return shards
@@ -296,7 +298,7 @@ def _fitting(t: Tensor) -> Tensor | None:
     return None
 
 
-def _everywhere(call: Call, a: Any, b: Any, ends: Tensor | None, dtype: torch.dtype, run: Any) -> Any:
+def _everywhere(call: Call, a: Any, b: Any, ends: Tensor | None, dtype: torch.dtype, run: Run) -> Any:
     """The op as it is, on every rank."""
     home = a.spec.layout.replicated
     a, b = run.redistribute([a, b], [home, home], str(call.func))
@@ -306,11 +308,11 @@ def _everywhere(call: Call, a: Any, b: Any, ends: Tensor | None, dtype: torch.dt
         t, b.shards[r], offs[r], call["bias"], call["out_dtype"]).contiguous() for r, t in a.shards.items()})
 
 
-def _made_global(t: Tensor, call: Call, run: Any) -> Any:
+def _made_global(t: Tensor, call: Call, run: Run) -> Any:
     """A plain operand counts as broadcast."""
-    if hasattr(t, "spec"):
+    if is_global(t):
         return t
-    other = next(x for x in call.tensors if hasattr(x, "spec"))
+    other = next(x for x in call.tensors if is_global(x))
     home = layout(other.placement, other.spec.layout.replicated.sbp)
     ranks = local_ranks_of(other.placement)
     return run.wrap(spec(home, tuple(t.shape), None, t.dtype), {r: t.contiguous() for r in ranks})

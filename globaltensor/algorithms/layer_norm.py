@@ -1,6 +1,6 @@
-"""Layer norm and RMS norm of features that are split, as a grid of ranks splits them: only the statistics are summed.
+"""Layer norm and RMS norm of features that are split, as on a grid of ranks: only statistics are communicated.
 
-With y = (x - mean) * r and r = 1 / sqrt(var + eps), for layer norm (for RMS norm leave the mean out, and its term):
+With y = (x - mean) * r and r = 1 / sqrt(var + eps), for layer norm (RMS norm has neither the mean nor its term):
 
     forward    out = y * weight + bias
     backward   with g = grad * weight, means over the features:
@@ -8,12 +8,11 @@ With y = (x - mean) * r and r = 1 / sqrt(var + eps), for layer norm (for RMS nor
 """
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from globaltensor.algorithms.decompositions import cast
-from globaltensor.algorithms.run import replayable
+from globaltensor.algorithms.run import Run, traceable
+from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.rules.call import Call
 from globaltensor.runtime.dtypes import accumulation_dtype
 
@@ -21,10 +20,10 @@ aten = torch.ops.aten
 
 
 def features_cut(call: Call) -> bool:
-    """Are the features split along the last axis that splits anything, and samples along one before it?
+    """Are features split along the last axis that splits anything, and samples along an earlier one?
 
-    So it is on a grid of ranks (grids.py), where what follows wants them to stay so. Where features alone are split, as
-    by a parameter that ZeRO cut, the plain rule brings the activations back to a split of the samples.
+    So it is on a grid of ranks (`parallel/grids.py`), where the layers that follow want them to stay so. If features
+    alone are split, by a parameter that ZeRO cut, say, the plain rule moves the activations back to split samples.
     """
     first = call["input"].dim() - len(call["normalized_shape"])
     for name in ("input", "grad_out"):
@@ -35,48 +34,50 @@ def features_cut(call: Call) -> bool:
     return False
 
 
-def _dims(call: Call) -> tuple[list[int], list[int]]:
+def _samples_and_features(call: Call) -> tuple[list[int], list[int]]:
     """The dims of samples and those of features."""
     ndim = call["input"].dim()
     first = ndim - len(call["normalized_shape"])
     return list(range(first)), list(range(first, ndim))
 
 
-def _kept(call: Call) -> torch.dtype:
-    """The dtype of statistics, as the kernels keep them."""
+def _statistics_dtype(call: Call) -> torch.dtype:
+    """The dtype of the statistics that are returned, as torch's kernels choose it."""
     x, weight = call["input"], call["weight"]
     if x.device.type != "cpu":
         return accumulation_dtype(x.dtype)
     return x.dtype if weight is None else weight.dtype
 
 
-def _scaled(run: Any, y: Any, weight: Any) -> Any:
+def _scaled(run: Run, y: GlobalLike, weight: GlobalLike | None) -> GlobalLike:
+    """y * weight, in the dtype of y."""
     return y if weight is None else run(aten.mul.Tensor, y, cast(run, weight, y.dtype))
 
 
-def _means(call: Call, run: Any, tensors: list[Any]) -> list[Any]:
-    """Means over the features, all summed up in one move."""
-    found = [run(aten.mean.dim, t, _dims(call)[1], True) for t in tensors]
-    return run.redistribute(found, [t.spec.layout.without_partials for t in found], str(call.func))
+def _means(call: Call, run: Run, tensors: list[GlobalLike]) -> list[GlobalLike]:
+    """Means over the features, all reduced in one boxing."""
+    means = [run(aten.mean.dim, t, _samples_and_features(call)[1], True) for t in tensors]
+    return run.redistribute(means, [t.spec.layout.without_partials for t in means], str(call.func))
 
 
-@replayable
-def layer_norm(call: Call, run: Any) -> tuple[Any, Any, Any]:
+@traceable
+def layer_norm(call: Call, run: Run) -> tuple[GlobalLike, ...]:
     """native_layer_norm: the output, means and inverse deviations."""
     x = call["input"]
     full = cast(run, x, accumulation_dtype(x.dtype))
     mean, = _means(call, run, [full])
-    apart = run(aten.sub.Tensor, full, mean)
-    var, = _means(call, run, [run(aten.mul.Tensor, apart, apart)])
+    deviation = run(aten.sub.Tensor, full, mean)
+    var, = _means(call, run, [run(aten.mul.Tensor, deviation, deviation)])
     inverse = run(aten.rsqrt.default, run(aten.add.Scalar, var, call["eps"]))
-    out = _scaled(run, run(aten.mul.Tensor, apart, inverse), call["weight"])
+    out = _scaled(run, run(aten.mul.Tensor, deviation, inverse), call["weight"])
     if call["bias"] is not None:
         out = run(aten.add.Tensor, out, cast(run, call["bias"], out.dtype))
-    return cast(run, out, x.dtype), cast(run, mean, _kept(call)), cast(run, inverse, _kept(call))
+    kept = _statistics_dtype(call)
+    return cast(run, out, x.dtype), cast(run, mean, kept), cast(run, inverse, kept)
 
 
-@replayable
-def rms_norm(call: Call, run: Any) -> tuple[Any, Any]:
+@traceable
+def rms_norm(call: Call, run: Run) -> tuple[GlobalLike, ...]:
     """_fused_rms_norm: the output and inverse roots of mean squares."""
     x = call["input"]
     full = cast(run, x, accumulation_dtype(x.dtype))
@@ -84,11 +85,11 @@ def rms_norm(call: Call, run: Any) -> tuple[Any, Any]:
     eps = call["eps"] if call["eps"] is not None else torch.finfo(full.dtype).eps
     inverse = run(aten.rsqrt.default, run(aten.add.Scalar, square, eps))
     out = _scaled(run, run(aten.mul.Tensor, full, inverse), call["weight"])
-    return cast(run, out, x.dtype), cast(run, inverse, _kept(call))
+    return cast(run, out, x.dtype), cast(run, inverse, _statistics_dtype(call))
 
 
-def _backward(call: Call, run: Any, centered: bool) -> tuple[Any, Any, Any]:
-    """grad_x, grad * y and grad, in the dtype that is computed in."""
+def _backward_parts(call: Call, run: Run, centered: bool) -> tuple[GlobalLike, GlobalLike, GlobalLike]:
+    """grad_x; and grad * y and grad in the accumulation dtype, which are still to be summed over the samples."""
     x = call["input"]
     dtype = accumulation_dtype(x.dtype)
     grad, y = cast(run, call["grad_out"], dtype), cast(run, x, dtype)
@@ -104,25 +105,25 @@ def _backward(call: Call, run: Any, centered: bool) -> tuple[Any, Any, Any]:
     return cast(run, run(aten.mul.Tensor, inner, inverse), x.dtype), run(aten.mul.Tensor, grad, y), grad
 
 
-def _over_samples(call: Call, run: Any, t: Any) -> Any:
+def _over_samples(call: Call, run: Run, t: GlobalLike) -> GlobalLike:
     """Summed over the samples, in the dtype of the parameters."""
-    samples, _ = _dims(call)
+    samples, _ = _samples_and_features(call)
     total = run(aten.sum.dim_IntList, t, samples) if samples else t
     return cast(run, total, call["weight"].dtype if call["weight"] is not None else call["input"].dtype)
 
 
-@replayable
-def layer_norm_backward(call: Call, run: Any) -> tuple[Any, Any, Any]:
+@traceable
+def layer_norm_backward(call: Call, run: Run) -> tuple[GlobalLike | None, ...]:
     """Gradients of input, weight and bias, those that are wanted."""
-    of_input, weighted, grad = _backward(call, run, centered=True)
+    grad_x, weighted, grad = _backward_parts(call, run, centered=True)
     mask = call["output_mask"]
-    return (of_input if mask[0] else None, _over_samples(call, run, weighted) if mask[1] else None,
+    return (grad_x if mask[0] else None, _over_samples(call, run, weighted) if mask[1] else None,
             _over_samples(call, run, grad) if mask[2] else None)
 
 
-@replayable
-def rms_norm_backward(call: Call, run: Any) -> tuple[Any, Any]:
+@traceable
+def rms_norm_backward(call: Call, run: Run) -> tuple[GlobalLike | None, ...]:
     """Gradients of input and weight, those that are wanted."""
-    of_input, weighted, _ = _backward(call, run, centered=False)
+    grad_x, weighted, _ = _backward_parts(call, run, centered=False)
     mask = call["output_mask"]
-    return of_input if mask[0] else None, _over_samples(call, run, weighted) if mask[1] else None
+    return grad_x if mask[0] else None, _over_samples(call, run, weighted) if mask[1] else None

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from globaltensor.algorithms.aliasing import check_writable
-from globaltensor.algorithms.run import Decomposition
+from globaltensor.algorithms.run import Decomposition, Run
+from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.regions import Region, slices
 from globaltensor.rules.call import Call, arguments
@@ -145,7 +146,7 @@ def _exp(x: Tensor) -> Tensor:
 def fill(draw: Draw, *names: str) -> Decomposition:
     """An in-place op: its target filled by `draw`, which also gets the arguments `names` that are tensors."""
 
-    def decomposition(call: Call, run: Any) -> Any:
+    def decomposition(call: Call, run: Run) -> Any:
         key = draw_key(call["generator"])
         _check(call)
         return _fill(call, run, call.tensors[0], key, draw, *[call[name] for name in names])
@@ -156,7 +157,7 @@ def fill(draw: Draw, *names: str) -> Decomposition:
 def like(draw: Draw, *names: str) -> Decomposition:
     """A new tensor that lies like the first operand."""
 
-    def decomposition(call: Call, run: Any) -> Any:
+    def decomposition(call: Call, run: Run) -> Any:
         key = draw_key(call.get("generator"))
         _check(call)
         options = {name: call[name] for name in ("dtype", "layout", "device", "pin_memory", "memory_format")
@@ -167,7 +168,7 @@ def like(draw: Draw, *names: str) -> Decomposition:
     return decomposition
 
 
-def _fill(call: Call, run: Any, target: Any, key: int, draw: Draw, *parameters: Any) -> Any:
+def _fill(call: Call, run: Run, target: Any, key: int, draw: Draw, *parameters: Any) -> Any:
     """Write into the target's shards; ranks that hold the same part share the work where one process drives them."""
     check_writable(target, call.func, "self")
     own = target.spec
@@ -191,9 +192,9 @@ def _waits(of: Layout, rank: int) -> bool:
                               for s, i in zip(of.sbp, of.placement.coords[rank]))
 
 
-def _lying(run: Any, parameter: Any, shape: Shape, where: Layout) -> Callable[[int], Tensor]:
+def _lying(run: Run, parameter: Any, shape: Shape, where: Layout) -> Callable[[int], Tensor]:
     """A tensor parameter, broadcast to `shape` and laid out like the target: rank -> its part."""
-    if hasattr(parameter, "spec"):
+    if is_global(parameter):
         if tuple(parameter.shape) != shape:
             parameter = run(aten.expand.default, parameter, list(shape))
         return run.redistribute([parameter], [where], "random")[0].shards.__getitem__
@@ -224,20 +225,20 @@ _unused = torch.Generator()
 # -------------------------------------------------------------------------------------------- ops made of others
 
 
-def randint_like_tensor(call: Call, run: Any) -> Any:
+def randint_like_tensor(call: Call, run: Run) -> Any:
     """randint_like with a bound that is a tensor of one element."""
     high = call["high"]
-    high = run(aten._local_scalar_dense.default, high) if hasattr(high, "spec") else high.item()
+    high = run(aten._local_scalar_dense.default, high) if is_global(high) else high.item()
     options = {name: value for name, value in call.values.items() if name not in ("self", "high")}
     return like(integers)(Call(aten.randint_like.generator, (call["self"], high), options), run)
 
 
-def normal_around(call: Call, run: Any) -> Any:
+def normal_around(call: Call, run: Run) -> Any:
     """normal(mean, std) where one of them is a tensor, or both: z std + mean, in the dtype of the first that is."""
     key = draw_key(call["generator"])
     tensors = call.tensors
     _check_std(call["std"])
-    own = next(t for t in tensors if hasattr(t, "spec"))
+    own = next(t for t in tensors if is_global(t))
     shape = torch.broadcast_shapes(*call.shapes)
     z = run(aten.new_empty.default, own, list(shape), dtype=tensors[0].dtype)
     _fill(call, run, z, key, standard_normal)
@@ -245,12 +246,12 @@ def normal_around(call: Call, run: Any) -> Any:
 
 
 def _check_std(std: Any) -> None:
-    parts = std.shards.values() if hasattr(std, "spec") else [std] if isinstance(std, Tensor) else []
+    parts = std.shards.values() if is_global(std) else [std] if isinstance(std, Tensor) else []
     if any(not s.is_meta and bool((s < 0).any()) for s in parts):
         raise RuntimeError("normal expects all elements of std >= 0.0")
 
 
-def native_dropout(call: Call, run: Any) -> Any:
+def native_dropout(call: Call, run: Run) -> Any:
     """x * mask / (1 - p), and the mask. A pending sum stays one: its terms are dropped alike on every rank."""
     x, p = call["input"], call["p"]
     mask = run(aten.empty_like.default, x, dtype=torch.bool)
@@ -261,7 +262,7 @@ def native_dropout(call: Call, run: Any) -> Any:
     return run(aten.mul.Tensor, dropped, 1 / (1 - p) if p < 1 else 0.0), mask
 
 
-def rrelu(call: Call, run: Any) -> Any:
+def rrelu(call: Call, run: Run) -> Any:
     """x times its noise: a random slope where x <= 0, else 1. Without training, leaky_relu of the middle slope."""
     x, lower, upper = call["self"], float(call["lower"]), float(call["upper"])
     if not call["training"]:

@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 
 from globaltensor.algorithms.decompositions import as_global
+from globaltensor.algorithms.run import Run
+from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Layout, Shape, layout, spec
 from globaltensor.layouts.rank_regions import rank_regions
 from globaltensor.layouts.regions import volume
@@ -121,7 +123,7 @@ def _largest_share(call: Call, lie: Layout, ring: list[int]) -> float | None:
 
 def _is_whole(t: Any, axis: int) -> bool:
     """Does every rank along this axis hold all of it? (A plain tensor counts as broadcast.)"""
-    return not hasattr(t, "spec") or t.spec.sbp[axis].is_broadcast
+    return not is_global(t) or t.spec.sbp[axis].is_broadcast
 
 
 # ------------------------------------------------------------------------------------------------- where things lie
@@ -224,7 +226,7 @@ class _Block(NamedTuple):
 class _Spread:
     """An attention call with its operands where they are worked on."""
 
-    def __init__(self, call: Call, run: Any) -> None:
+    def __init__(self, call: Call, run: Run) -> None:
         self.call, self.run, self.op, self.causal = call, run, str(call.func), bool(call["is_causal"])
         self.lie = _lie(call)
         self.keys = _keys(call, self.lie)
@@ -278,7 +280,7 @@ class _Spread:
                              {rank: shard.to(told.dtype) for rank, shard in shards.items()})
 
 
-def forward(call: Call, run: Any) -> tuple[Any, Any]:
+def forward(call: Call, run: Run) -> tuple[Any, Any]:
     """out and logsumexp, as the queries lie. Dropout is not for turns."""
     if call["dropout_p"] > 0:
         return run.plain(call)
@@ -314,7 +316,7 @@ def _merge(out: Tensor, log: Tensor, part: Tensor, more: Tensor) -> None:
     log.copy_(torch.logaddexp(log, more))
 
 
-def backward(call: Call, run: Any) -> tuple[Any, Any, Any]:
+def backward(call: Call, run: Run) -> tuple[Any, Any, Any]:
     """dq, as the queries lie, dk and dv, as keys and values."""
     if call["dropout_p"] > 0:
         return run.plain(call)

@@ -1,23 +1,65 @@
-"""What a decomposition is: an op on global tensors, done by other ops, boxings and local kernels.
+"""What algorithms are written in: decompositions, and the `Run` that does their steps.
 
-It takes (call, run): the call to do, and `run`, which does an op on global tensors, the op itself by its rule
-(`run.plain`), and boxings of several tensors at once. It stands below autograd, so its ops need no gradients.
+A decomposition is an op on global tensors, done by other ops, boxings and local kernels. It takes (call, run): the call
+to do, and what does it. It stands below autograd, so its steps need no gradients of their own.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from globaltensor.boxings.rows import RowExchange
+from globaltensor.layouts.global_like import GlobalLike
+from globaltensor.layouts.layout import Layout, Shape, Shards, Spec
+from globaltensor.layouts.rank_regions import RankRegions
+from globaltensor.layouts.regions import Range
 from globaltensor.rules.call import Call
 
-Decomposition = Callable[[Call, Any], Any]
+
+class Run(Protocol):
+    """Does the steps of a decomposition. `op` names the op that they are for, to whoever watches boxings."""
+
+    def __call__(self, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        """An op on global tensors, dispatched as if it came from torch, decompositions and all."""
+
+    def plain(self, call: Call) -> Any:
+        """The call itself, by the op's rule."""
+
+    def redistribute(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[GlobalLike]:
+        """The same values in other layouts, moved together."""
+
+    def gather_regions(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[Shards]:
+        """What every rank gets of each tensor, in layouts that may be a region per rank; moved together."""
+
+    def scatter_add_regions(self, parts: Shards, held: RankRegions, shape: Shape, dtype: torch.dtype, dst: Layout,
+                            op: str) -> GlobalLike:
+        """The tensor that is the sum of what ranks have of their regions, in layout `dst`."""
+
+    def row_exchange(self, axes: tuple[int, ...], held: Mapping[int, Range], wanted: Mapping[int, Tensor],
+                     row: Mapping[int, Shape], op: str, src: Layout, dst: Layout) -> RowExchange:
+        """Single rows between ranks, picked by their numbers (`boxings/rows.py`)."""
+
+    def wrap(self, own: Spec, shards: Shards) -> GlobalLike:
+        """A global tensor of these shards."""
 
 
-def replayable(decomposition: Decomposition) -> Decomposition:
-    """Mark a decomposition that works by `run(op, ...)` and `run.redistribute` alone, and decides by specs and
-    arguments only.
+Decomposition = Callable[[Call, Run], Any]
 
-    What it did once may then be done again for every call alike (dispatch/trace.py).
-    """
-    decomposition.replayable = True
+
+_traceable: set[Decomposition] = set()
+
+
+def traceable(decomposition: Decomposition) -> Decomposition:
+    """Mark a decomposition that works by `run(op, ...)` and `run.redistribute` alone and decides by specs and arguments
+    only. What it did once may then be done again for every call with these (dispatch/trace.py)."""
+    _traceable.add(decomposition)
     return decomposition
+
+
+def is_traceable(decomposition: Decomposition | None) -> bool:
+    """Is it marked so?"""
+    return decomposition in _traceable

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from globaltensor.algorithms.decompositions import reduces_split
 from globaltensor.algorithms.local_impls import least, most
+from globaltensor.algorithms.run import Run
 from globaltensor.layouts.layout import Layout, spec
 from globaltensor.layouts.sbp import broadcast, split
 from globaltensor.rules.call import Call
@@ -30,7 +31,7 @@ def _axes(x: Any, dim: int) -> list[int]:
     return [axis for axis, s in enumerate(x.spec.sbp) if s.is_split and s.dim == dim]
 
 
-def _ready(run: Any, x: Any) -> Any:
+def _ready(run: Run, x: Any) -> Any:
     """Without pending sums."""
     if not x.spec.layout.partial:
         return x
@@ -50,7 +51,7 @@ def _gathered(where: Layout, dim: int) -> Layout:
     return where.with_sbp(tuple(broadcast if s.is_split and s.dim == dim else s for s in where.sbp))
 
 
-def _summaries(run: Any, x: Any, dim: int, made: list[dict[int, Tensor]], dtypes: list[torch.dtype], length: int,
+def _summaries(run: Run, x: Any, dim: int, made: list[dict[int, Tensor]], dtypes: list[torch.dtype], length: int,
                op: str) -> list[Any]:
     """The summaries of all parts, `length` long each, side by side along `dim`: a global tensor for each kind."""
     shape = list(x.shape)
@@ -65,7 +66,7 @@ def _summaries(run: Any, x: Any, dim: int, made: list[dict[int, Tensor]], dtypes
 def cumulative(join: Callable[..., Tensor], total: Callable[..., Tensor]) -> Callable[[Call, Any], Any]:
     """cumsum and cumprod: join(own, what came before), where `total` reduces a part along the dim."""
 
-    def decomposition(call: Call, run: Any) -> Any:
+    def decomposition(call: Call, run: Run) -> Any:
         x = _ready(run, call.tensors[0])
         dim = call["dim"] % x.dim()
         dtype = call["dtype"] or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
@@ -91,7 +92,7 @@ def along_split(call: Call) -> bool:
     return call["dim"] is not None and reduces_split(call)
 
 
-def extreme(call: Call, run: Any) -> Any:
+def extreme(call: Call, run: Run) -> Any:
     """max.dim, min.dim, argmax and argmin along a split dim."""
     x = _ready(run, call.tensors[0])
     dim, keep = call["dim"] % x.dim(), bool(call["keepdim"])
@@ -114,7 +115,7 @@ def extreme(call: Call, run: Any) -> Any:
     return _reduced(run, x, both[0].spec.layout, dim, keep, best, "arg" in call.func._schema.name)
 
 
-def _reduced(run: Any, x: Any, where: Layout, dim: int, keep: bool, best: list[dict[int, Tensor]], places: bool) -> Any:
+def _reduced(run: Run, x: Any, where: Layout, dim: int, keep: bool, best: list[dict[int, Tensor]], places: bool) -> Any:
     """Values and places as global tensors, the dim reduced; only the places of argmax."""
     shape = tuple(1 if i == dim else n for i, n in enumerate(x.shape) if keep or i != dim)
     if not keep:
@@ -124,7 +125,7 @@ def _reduced(run: Any, x: Any, where: Layout, dim: int, keep: bool, best: list[d
     return place if places else (value, place)
 
 
-def topk(call: Call, run: Any) -> Any:
+def topk(call: Call, run: Run) -> Any:
     """The k largest of each part's k largest; parts shorter than k are filled up with what any value beats."""
     x, k = _ready(run, call.tensors[0]), call["k"]
     dim = call["dim"] % x.dim()

@@ -1,74 +1,78 @@
-"""Products of matrices that lie on a grid of ranks: in panels, and with that matrix at rest that makes the least move.
+"""Products of matrices on a grid of ranks: in panels, and with that matrix stationary that minimises communication.
 
-C[m, n] = sum over k of A[m, k] B[k, n] is a box of work, m x k x n. Each axis of the grid cuts one of its labels, and
-a rank does its part of the box: it wants the parts of A and B that are the box's shadows, and its part of C is a term
-of a sum where k is cut. With A on (m, k), B on (k, n) and C wanted on (m, n), as (row, column) are cut:
+C[m, n] = sum over k of A[m, k] B[k, n] is a cuboid of work, m x k x n. Each axis of the grid cuts one of these labels,
+and a rank does its part of the cuboid: it needs the parts of A and B that are the projections of its part, and what it
+makes of C is a term of a sum if k is cut. With A on (m, k), B on (k, n), C wanted on (m, n), as (row, column) are cut:
 
-    (m, n)   C rests: A passes along the rows, B along the columns       SUMMA (van de Geijn and Watts, 1997)
-    (m, k)   A rests: B passes, and terms of C are summed up             which is better where A is the largest
-    (k, n)   B rests: A passes, and terms of C are summed up             where B is
+    (m, n)   C is stationary: A passes along the rows, B along the columns    SUMMA (van de Geijn and Watts, 1997)
+    (m, k)   A is stationary: B passes, and terms of C are summed             better if A is the largest
+    (k, n)   B is stationary: A passes, and terms of C are summed             better if B is
 
-All are right; the one that moves the fewest bytes is taken. Of the gradients of Y = X W the same is true: dX and dW are
-products of matrices on the same grid, wanted where X and W lie. What passes, passes in panels (ranges of the label that
-no axis cuts), so that no rank holds the gathered form. On q x q ranks each of the two matrices that do not rest costs
-(q-1)/q^2 of its bytes: 6 (q-1)/q^2 for the three products of a layer. Grids need be no square, parts not equal; on
-further axes operands may lie in any way that asks for no move (a split batch leaves a weight's gradient pending).
+All give the same result; the one that communicates the fewest bytes is taken. The gradients of Y = X W are products on
+the same grid, dX and dW wanted where X and W are. What passes, passes in panels (ranges of the label that is not cut),
+so that no rank holds a gathered matrix. On q x q ranks each of the two matrices that are not stationary costs (q-1)/q^2
+of its bytes: 6 (q-1)/q^2 for the three products of a layer. Grids need not be square, nor parts equal; on further axes
+the operands may have any sbp that needs no communication (a split batch leaves a weight's gradient pending).
 """
 from __future__ import annotations
 
 from functools import lru_cache
 from itertools import permutations
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-from globaltensor.layouts.layout import Layout, Shape, Spec, layout, spec
+from globaltensor.algorithms.run import Run
+from globaltensor.layouts.global_like import GlobalLike, is_global
+from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, layout, spec
 from globaltensor.layouts.rank_regions import RankRegions, rank_regions
-from globaltensor.layouts.regions import Region, intersect, slices, split_range, volume
+from globaltensor.layouts.regions import Range, Region, intersect, slices, split_range, volume
 from globaltensor.layouts.sbp import NdSbp, Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
 from globaltensor.runtime import custom_ops
 from globaltensor.runtime.dtypes import accumulation_dtype
 
-PANEL = 1 << 24                                      # bytes of what passes from which it passes in panels
+PANEL = 1 << 24                                      # bytes of passing parts, from which they pass in panels
 
-_LEADING = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_LINEAR_DIMS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"          # labels for the leading dims of a linear layer's input
+
+Cuts = tuple[str | None, str | None]                 # which label of A, and which of B, an axis cuts
 
 
-class Form(NamedTuple):
-    """Which label of the work every axis cuts, and what follows from that."""
+class GridProduct(NamedTuple):
+    """One way to do a product on a grid: which label of the work every axis cuts, and what follows from that."""
 
     terms: tuple[str, str, str]                      # the labels of A, B and C
     sizes: tuple[tuple[str, int], ...]               # of all labels
     work: Layout                                     # of the work, whose dims are the labels in the order of `sizes`
-    panel: str                                       # what passes, passes in ranges of this label
-    passing: int                                     # bytes that a rank would hold of it in all
-    held: NdSbp                                      # of terms of C: pending where they are to be summed
+    panel: str                                       # the label in whose ranges parts pass
+    passing: int                                     # bytes of what passes by a rank, in all
+    terms_sbp: NdSbp                                 # of what ranks make of C: pending where it is to be summed
     out: Layout
 
     @property
-    def scattered(self) -> bool:
-        """Is what the ranks make to be moved, and summed up, until it is C?"""
+    def moves_result(self) -> bool:
+        """Must what the ranks make be moved, and summed, to become C?"""
         names = [x for x, _ in self.sizes]
-        made = (_state(names[s.dim] if s.is_split else None, self.terms[2]) for s in self.work.sbp)
-        return tuple(made) != self.out.sbp
+        own = tuple(_output_sbp(names[s.dim] if s.is_split else None, self.terms[2]) for s in self.work.sbp)
+        return own != self.out.sbp
 
-    def region(self, rank: int, labels: str, ends: tuple[int, int]) -> Region:
-        """The part of the work of a rank that is within a range of the panel's label, seen from these labels."""
-        found = dict(zip((x for x, _ in self.sizes), self.work.region(tuple(n for _, n in self.sizes), rank)))
-        found[self.panel] = clip(found[self.panel], ends)
-        return tuple(found[x] for x in labels)
+    def region(self, rank: int, labels: str, ends: Range) -> Region:
+        """A rank's part of the work, within a range of the panel's label, projected on these labels."""
+        part = dict(zip((x for x, _ in self.sizes), self.work.region(tuple(n for _, n in self.sizes), rank)))
+        part[self.panel] = clip(part[self.panel], ends)
+        return tuple(part[x] for x in labels)
 
-    def rank_regions(self, labels: str, ends: tuple[int, int], sbp: NdSbp | None = None) -> RankRegions:
+    def rank_regions(self, labels: str, ends: Range, sbp: NdSbp | None = None) -> RankRegions:
+        """The same for every rank, as a layout."""
         where = self.work.placement
         return rank_regions(where, {rank: self.region(rank, labels, ends) for rank in where.flat}, sbp)
 
     def shape(self, labels: str) -> Shape:
+        """The sizes of these labels."""
         return tuple(dict(self.sizes)[x] for x in labels)
 
 
-def clip(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+def clip(a: Range, b: Range) -> Range:
     """What two ranges share."""
     start = max(a[0], b[0])
     return start, max(start, min(a[1], b[1]))
@@ -79,144 +83,156 @@ def equation(call: Call) -> tuple[str, str, str]:
     if "equation" in call.values:
         a, b, out = call["equation"].replace("->", ",").split(",")
         return a, b, out
-    lead = _LEADING[:call["x"].dim() - 1]
+    lead = _LINEAR_DIMS[:call["x"].dim() - 1]
     return f"{lead}k", "nk", f"{lead}n"
 
 
 def on_grid(call: Call) -> bool:
-    """Do both operands lie on a grid, so that their layouts say where the output is wanted?"""
-    return all(hasattr(t, "spec") for t in call.tensors) and _form(call) is not None
+    """Are both operands on a grid, so that their layouts say where the output is wanted?"""
+    return all(is_global(t) for t in call.tensors) and _of_call(call) is not None
 
 
-def _form(call: Call) -> Form | None:
-    return _found(equation(call), call.tensors[0].spec, call.tensors[1].spec)
+def _of_call(call: Call) -> GridProduct | None:
+    return grid_product(equation(call), call.tensors[0].spec, call.tensors[1].spec)
 
 
 @lru_cache(10_000)
-def _found(terms: tuple[str, str, str], of_a: Spec, of_b: Spec) -> Form | None:
+def grid_product(terms: tuple[str, str, str], of_a: Spec, of_b: Spec) -> GridProduct | None:
+    """The product that communicates the fewest bytes; None if the operands are not on a grid."""
     where = of_a.placement
     if of_a.layout.partial or of_b.layout.partial or where != of_b.placement:
         return None
-    cuts = [tuple(labels[s.dim] if s.is_split else None for labels, s in zip(terms, pair))
-            for pair in zip(of_a.sbp, of_b.sbp)]     # per axis the labels that are cut of A and of B
+    cuts: list[Cuts] = [(terms[0][s.dim] if s.is_split else None, terms[1][t.dim] if t.is_split else None)
+                        for s, t in zip(of_a.sbp, of_b.sbp)]
     wanted = _wanted(terms, cuts)
     if wanted is None or any(where.shape[axis] == 1 for axis in wanted):     # one rank in a row is no grid
         return None
     sizes = dict(zip(terms[0], of_a.shape)) | dict(zip(terms[1], of_b.shape))
-    out = tuple(_state(wanted.get(axis, x or y), terms[2]) for axis, (x, y) in enumerate(cuts))
-    grid = {x: None for axis in wanted for x in (*cuts[axis], wanted[axis])}
-    found = []
-    for chosen in permutations(grid, 2):
+    out = tuple(_output_sbp(wanted.get(axis, x or y), terms[2]) for axis, (x, y) in enumerate(cuts))
+    grid = list(dict.fromkeys(x for axis in wanted for x in (*cuts[axis], wanted[axis]) if x is not None))
+    products = []
+    for chosen in permutations(grid, 2):             # of the three labels, the two that the grid's axes cut
         labels = dict(zip(wanted, chosen))
         panel, = set(grid) - set(chosen)
-        at = [labels.get(axis, x or y) for axis, (x, y) in enumerate(cuts)]
-        work = layout(where, tuple(split(list(sizes).index(x)) if x else broadcast for x in at))
-        held = tuple(partial_sum if _state(x, terms[2]).is_partial else broadcast for x in at)
-        found.append(_priced(Form(terms, tuple(sizes.items()), work, panel, 0, held, layout(where, out)), of_a, of_b))
-    return min(found, key=lambda priced: priced[0])[1]
+        axes = [labels.get(axis, x or y) for axis, (x, y) in enumerate(cuts)]
+        work = layout(where, tuple(split(list(sizes).index(x)) if x else broadcast for x in axes))
+        terms_sbp = tuple(partial_sum if _output_sbp(x, terms[2]).is_partial else broadcast for x in axes)
+        products.append(_priced(GridProduct(terms, tuple(sizes.items()), work, panel, 0, terms_sbp,
+                                            layout(where, out)), of_a, of_b))
+    return min(products, key=lambda priced: priced[0])[1]
 
 
-def _priced(form: Form, of_a: Spec, of_b: Spec) -> tuple[int, Form]:
-    """The bytes that a form moves, to the rank that receives most; and the form, knowing what passes by a rank."""
-    whole = 0, dict(form.sizes)[form.panel]
-    moved = passing = 0
-    for labels, of in zip(form.terms, (of_a, of_b)):
-        want = form.rank_regions(labels, whole)
-        moved += _received({rank: of.region(rank) for rank in want.regions}, want.regions) * of.dtype.itemsize
-        passing += max(map(volume, want.regions.values())) * of.dtype.itemsize * (form.panel in labels)
-    if form.scattered:
-        shape, axes = form.shape(form.terms[2]), form.out.placement.shape
-        terms = prod(n for n, held, s in zip(axes, form.held, form.out.sbp) if held.is_partial and not s.is_partial)
-        own = form.rank_regions(form.terms[2], whole).regions
-        moved += _received(own, {rank: form.out.region(shape, rank) for rank in own}, terms) * of_a.dtype.itemsize
-    return moved, form._replace(passing=passing)
+def _priced(plan: GridProduct, of_a: Spec, of_b: Spec) -> tuple[int, GridProduct]:
+    """The bytes that the rank receives that receives most; and the product, with the bytes that pass by a rank."""
+    full = 0, dict(plan.sizes)[plan.panel]
+    received = passing = 0
+    for labels, own in zip(plan.terms, (of_a, of_b)):
+        want = plan.rank_regions(labels, full).regions
+        received += _most_received({rank: own.region(rank) for rank in want}, want) * own.dtype.itemsize
+        passing += max(map(volume, want.values())) * own.dtype.itemsize * (plan.panel in labels)
+    if plan.moves_result:
+        shape, axes = plan.shape(plan.terms[2]), plan.out.placement.shape
+        terms = prod(n for n, own, s in zip(axes, plan.terms_sbp, plan.out.sbp) if own.is_partial and not s.is_partial)
+        made = plan.rank_regions(plan.terms[2], full).regions
+        received += _most_received(made, {rank: plan.out.region(shape, rank) for rank in made},
+                                   terms) * of_a.dtype.itemsize
+    return received, plan._replace(passing=passing)
 
 
-def _received(own: dict[int, Region], wanted: dict[int, Region], terms: int = 1) -> int:
-    """Elements that the rank receives that receives most, where every element is a sum of so many ranks' terms."""
-    held = {rank: intersect(own[rank], region) for rank, region in wanted.items()}
-    return max(terms * volume(region) - (volume(held[rank]) if held[rank] else 0) for rank, region in wanted.items())
+def _most_received(own: dict[int, Region], wanted: dict[int, Region], terms: int = 1) -> int:
+    """Elements that the rank receives that receives most, if every element is a sum of so many ranks' terms."""
+    received = []
+    for rank, region in wanted.items():
+        held = intersect(own[rank], region)
+        received.append(terms * volume(region) - (volume(held) if held else 0))
+    return max(received)
 
 
-def _wanted(terms: tuple[str, str, str], cuts: list[tuple]) -> dict[int, str] | None:
-    """Axes of the grid -> the label of C that is to be cut there; None where the operands do not lie on a grid."""
+def _wanted(terms: tuple[str, str, str], cuts: list[Cuts]) -> dict[int, str] | None:
+    """Axes of the grid -> the label of C that is to be cut there; None if the operands are not on a grid.
+
+    An axis of the grid is one where A and B are cut differently, in a way that no rule allows.
+    """
     a, b, out = terms
-    odd = [axis for axis, (x, y) in enumerate(cuts)
-           if x != y and not (x is None and y not in a) and not (y is None and x not in b)]
-    if any(None in cuts[axis] for axis in odd):
-        return None
+    odd: dict[int, tuple[str, str]] = {}
+    for axis, (x, y) in enumerate(cuts):
+        if x == y or x is None and (y is None or y not in a) or y is None and (x is None or x not in b):
+            continue
+        if x is None or y is None:
+            return None
+        odd[axis] = x, y
     if len(odd) == 2:                                # A on (m, k), B on (k, n), the axes in any order
-        row = next((axis for axis in odd if cuts[axis][0] in out and cuts[axis][1] not in out), odd[0])
-        column = odd[1 - odd.index(row)]
-        (m, k), (also, n) = cuts[row], cuts[column]
-        good = k == also and k not in out and m in out and n in out and m not in b and n not in a
-        return {row: m, column: n} if good else None
+        row = next((axis for axis, (x, y) in odd.items() if x in out and y not in out), min(odd))
+        column, = odd.keys() - {row}
+        (m, k), (k_of_a, n) = odd[row], odd[column]
+        fits = k == k_of_a and k not in out and m in out and n in out and m not in b and n not in a
+        return {row: m, column: n} if fits else None
     summed = [axis for axis, (x, y) in enumerate(cuts) if x is not None and x == y and x not in out]
     if len(odd) != 1 or not summed:
         return None
-    m, k = cuts[odd[0]]                              # A on (m, s), B on (k, s): m stays, k goes to the other axis
-    good = m in out and k in out and m not in b and k not in a
-    return {odd[0]: m, min(summed, key=lambda axis: abs(axis - odd[0])): k} if good else None
+    (own, (m, k)), = odd.items()                     # A on (m, s), B on (k, s): m stays, k goes to an axis of s
+    fits = m in out and k in out and m not in b and k not in a
+    return {own: m, min(summed, key=lambda axis: abs(axis - own)): k} if fits else None
 
 
-def _state(label: str | None, out: str) -> Sbp:
-    """The output's sbp on an axis that cuts a label."""
+def _output_sbp(label: str | None, out: str) -> Sbp:
+    """The output's sbp on an axis that cuts a label of the work."""
     return broadcast if label is None else split(out.index(label)) if label in out else partial_sum
 
 
-def product(call: Call, run: Any) -> Any:
-    """The product, in panels."""
-    form = _form(call)
-    made = (_scattered if form.scattered else _grown)(call, run, form)
-    bias = call.get("bias")
-    if bias is None:
-        return made
-    last = tuple(split(0) if s == split(made.dim() - 1) else broadcast for s in form.out.sbp)
-    bias, = run.redistribute([bias], [layout(form.out.placement, last)], str(call.func))
-    for rank, shard in made.shards.items():
+def product(call: Call, run: Run) -> GlobalLike:
+    """The product, in panels, and its bias."""
+    plan = _of_call(call)
+    assert plan is not None                          # `on_grid` said so
+    out = (_sum_terms if plan.moves_result else _accumulate)(call, run, plan)
+    if call.get("bias") is None:
+        return out
+    last = tuple(split(0) if s == split(out.dim() - 1) else broadcast for s in plan.out.sbp)
+    bias, = run.redistribute([call["bias"]], [layout(plan.out.placement, last)], str(call.func))
+    for rank, shard in out.shards.items():
         shard += bias.shards[rank]
-    return made
+    return out
 
 
-def _panels(form: Form) -> list[tuple[int, int]]:
-    """Ranges of the panel's label: as many as the grid is wide, where what passes is large."""
-    n = dict(form.sizes)[form.panel]
-    parts = max(1, min(max(form.out.placement.shape), n, form.passing // PANEL))
+def _panels(plan: GridProduct) -> list[Range]:
+    """Ranges of the panel's label: one; or, if much passes, up to as many as the grid is wide."""
+    n = dict(plan.sizes)[plan.panel]
+    parts = max(1, min(max(plan.out.placement.shape), n, plan.passing // PANEL))
     return [split_range(n, parts, i) for i in range(parts)]
 
 
-def _work(call: Call, run: Any, form: Form, ends: tuple[int, int]) -> dict[int, torch.Tensor]:
-    """What every rank makes of a panel."""
-    left, right, out = form.terms
-    wanted = [form.rank_regions(left, ends), form.rank_regions(right, ends)]
+def _work(call: Call, run: Run, plan: GridProduct, ends: Range) -> Shards:
+    """What every rank makes of C from a panel."""
+    left, right, out = plan.terms
+    wanted = [plan.rank_regions(left, ends), plan.rank_regions(right, ends)]
     lefts, rights = run.gather_regions(call.tensors[:2], wanted, str(call.func))
     return {rank: custom_ops.contract(f"{left},{right}->{out}", lefts[rank], rights[rank]) for rank in lefts}
 
 
-def _grown(call: Call, run: Any, form: Form) -> Any:
-    """C rests: every panel adds a term to it."""
-    made: dict[int, torch.Tensor] = {}
+def _accumulate(call: Call, run: Run, plan: GridProduct) -> GlobalLike:
+    """C is stationary: every panel adds a term to each rank's part of it."""
+    totals: Shards = {}
     dtype = call.tensors[0].dtype
-    for ends in _panels(form):
-        for rank, term in _work(call, run, form, ends).items():
-            made[rank] = made[rank].add_(term) if rank in made else term.to(accumulation_dtype(dtype))
-    return run.wrap(spec(form.out, form.shape(form.terms[2]), None, dtype), {r: t.to(dtype) for r, t in made.items()})
+    for ends in _panels(plan):
+        for rank, term in _work(call, run, plan, ends).items():
+            totals[rank] = totals[rank].add_(term) if rank in totals else term.to(accumulation_dtype(dtype))
+    return run.wrap(spec(plan.out, plan.shape(plan.terms[2]), None, dtype), {r: t.to(dtype) for r, t in totals.items()})
 
 
-def _scattered(call: Call, run: Any, form: Form) -> Any:
-    """An operand rests: every panel makes the terms of a range of C, which are summed up where it shall lie."""
-    out, where = form.terms[2], form.out.placement
-    shape, dim, dtype = form.shape(out), out.index(form.panel), call.tensors[0].dtype
-    pending = tuple(s if s.is_partial else broadcast for s in form.out.sbp)
-    regions = {rank: form.out.region(shape, rank) for rank in where.flat}
-    made: dict[int, torch.Tensor] = {}
-    for ends in _panels(form):
-        terms = _work(call, run, form, ends)
+def _sum_terms(call: Call, run: Run, plan: GridProduct) -> GlobalLike:
+    """An operand is stationary: every panel makes terms of a range of C, which are summed where that is wanted."""
+    out, where = plan.terms[2], plan.out.placement
+    shape, dim, dtype = plan.shape(out), out.index(plan.panel), call.tensors[0].dtype
+    pending = tuple(s if s.is_partial else broadcast for s in plan.out.sbp)
+    regions = {rank: plan.out.region(shape, rank) for rank in where.flat}
+    shards: Shards = {}
+    for ends in _panels(plan):
+        terms = _work(call, run, plan, ends)
         wanted = rank_regions(where, {rank: (*region[:dim], clip(region[dim], ends), *region[dim + 1:])
                                       for rank, region in regions.items()}, pending)
-        done = run.scatter_add_regions(terms, form.rank_regions(out, ends, form.held), shape, dtype, wanted,
-                                       str(call.func))
-        for rank, part in done.shards.items():
-            made.setdefault(rank, part.new_empty(form.out.local_shape(shape, rank)))[
-                slices(wanted.regions[rank], regions[rank])] = part
-    return run.wrap(spec(form.out, shape, None, dtype), made)
+        panel = run.scatter_add_regions(terms, plan.rank_regions(out, ends, plan.terms_sbp), shape, dtype, wanted,
+                                        str(call.func))
+        for rank, part in panel.shards.items():
+            shard = shards.setdefault(rank, part.new_empty(plan.out.local_shape(shape, rank)))
+            shard[slices(wanted.regions[rank], regions[rank])] = part
+    return run.wrap(spec(plan.out, shape, None, dtype), shards)

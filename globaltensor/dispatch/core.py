@@ -7,20 +7,24 @@ A recipe is found by op, operand specs and static arguments. Ops arrive below au
 """
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from globaltensor.algorithms.aliasing import check_guard
+from globaltensor.algorithms.run import Run, is_traceable
 from globaltensor.boxings.redistribute import Move, move_shards, redistribute
-from globaltensor.boxings.rows import row_exchange
+from globaltensor.boxings.rows import RowExchange, row_exchange
 from globaltensor.dispatch import native, user_rules
 from globaltensor.dispatch.decide import decide
 from globaltensor.dispatch.execute import execute
 from globaltensor.dispatch.recipe import Recipe, static
+from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, spec
 from globaltensor.layouts.rank_regions import RankRegions
+from globaltensor.layouts.regions import Range
 from globaltensor.rules.call import Call
 from globaltensor.runtime.memory import require
 from globaltensor.runtime.native import torch_ext
@@ -42,7 +46,7 @@ def arrive(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> 
     pending_key = native.pending_key(func) if torch_ext is not None else None
     if pending_key is not None:
         recipe = _recipes.get(_key(cls, func, args, kwargs))
-        if recipe is not None and getattr(recipe.decomposition, "replayable", False):
+        if recipe is not None and is_traceable(recipe.decomposition):
             return native.cache_trace(pending_key, recipe.decomposition, Call(func, args, kwargs), _Run(cls))
         if recipe is not None:
             native.cache_recipe(pending_key, cls, recipe, func, args, kwargs)
@@ -107,8 +111,8 @@ def find(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Re
     return recipe
 
 
-class _Run:
-    """What a decomposition works with: ops on global tensors, not by way of torch, boxing, and making tensors."""
+class _Run(Run):
+    """The steps of a decomposition, done on global tensors of a class."""
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
@@ -117,7 +121,6 @@ class _Run:
         return dispatch(self.cls, func, args, kwargs)
 
     def plain(self, call: Call) -> Any:
-        """The op without its decomposition, by its rule."""
         args, kwargs = call.full_arguments()
         key = ("plain", call.func, static(args, self.cls), static(kwargs, self.cls))
         recipe = _recipes.get(key)
@@ -125,25 +128,24 @@ class _Run:
             recipe = _recipes[key] = decide(self.cls, call.func, args, kwargs, decompose=False)
         return execute(self.cls, recipe, args, kwargs)
 
-    def redistribute(self, tensors: list[Any], dsts: list[Layout], op: str) -> list[Any]:
-        """Tensors in other layouts, moved together."""
+    def redistribute(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[GlobalLike]:
         for t in tensors:
             check_guard(t)
         return redistribute(tensors, dsts, op)
 
-    def gather_regions(self, tensors: list[Any], dsts: list[Layout], op: str) -> list[Shards]:
-        """What every rank gets of each tensor, in layouts that may be a region per rank; moved together."""
+    def gather_regions(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[Shards]:
         for t in tensors:
             check_guard(t)
         return move_shards([Move(t.spec, t.shards, dst) for t, dst in zip(tensors, dsts)], op)
 
     def scatter_add_regions(self, parts: Shards, held: RankRegions, shape: Shape, dtype: torch.dtype, dst: Layout,
-                            op: str) -> Any:
-        """The tensor that is the sum of the regions that ranks hold, in layout `dst`."""
+                            op: str) -> GlobalLike:
         shards, = move_shards([Move(spec(held, shape, None, dtype), parts, dst)], op)
         return self.wrap(spec(dst, shape, None, dtype), shards)
 
-    row_exchange = staticmethod(row_exchange)        # single rows between ranks, picked by their numbers
+    def row_exchange(self, axes: tuple[int, ...], held: Mapping[int, Range], wanted: Mapping[int, torch.Tensor],
+                     row: Mapping[int, Shape], op: str, src: Layout, dst: Layout) -> RowExchange:
+        return row_exchange(axes, held, wanted, row, op, src, dst)
 
-    def wrap(self, of: Spec, shards: Shards) -> Any:
-        return self.cls.wrap(of, shards)
+    def wrap(self, own: Spec, shards: Shards) -> GlobalLike:
+        return self.cls.wrap(own, shards)

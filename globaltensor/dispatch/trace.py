@@ -1,34 +1,41 @@
-"""What a decomposition did, noted, so that the native dispatcher can do it again without Python.
+"""The trace of a decomposition: what it did, so that the native dispatcher can do it again without Python.
 
-A trace is a list of steps that fill registers: `ops` on registers and constants, and `boxings` of several at once. The
-operands of the call are the first registers. It holds for every call of the same key whose floats are the same.
+A trace is a list of steps that fill registers: ops on registers and constants, and boxings of several registers. The
+operands of the call are the first registers. It is valid for every call with the same key and the same floats.
 """
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
+from globaltensor.algorithms.run import Run
 from globaltensor.boxings import native
-from globaltensor.layouts.layout import Layout
+from globaltensor.boxings.rows import RowExchange
+from globaltensor.layouts.global_like import GlobalLike, is_global
+from globaltensor.layouts.layout import Layout, Shape, Shards, Spec
+from globaltensor.layouts.rank_regions import RankRegions
+from globaltensor.layouts.regions import Range
 from globaltensor.rules.call import Call
 
 
-class Trace:
-    """Stands between a decomposition and `run`. `steps` is None once something was done that cannot be noted."""
+class Trace(Run):
+    """Stands between a decomposition and its `run`, and notes the steps; `steps` is None once one cannot be noted."""
 
-    def __init__(self, run: Any, call: Call) -> None:
+    def __init__(self, run: Run, call: Call) -> None:
         self.steps: list[tuple] | None = []
         self._run = run
-        self._places: dict[int, int] = {}
-        self._kept: list[Any] = []                   # so that an id stays its tensor's
+        self._registers: dict[int, int] = {}         # id of a tensor -> its register
+        self._kept: list[Any] = []                   # all of them alive, so that no id is used again
         self._note(call.tensors)
 
     @staticmethod
     def fits(call: Call) -> bool:
-        """May what a decomposition does for this call be noted? Not what keys ignore, nor what is checked each time."""
-        copied = any(getattr(getattr(t, "spec", None), "copied", False) for t in call.tensors)
+        """Can a trace stand for this call? Not where the key leaves a value out (complex numbers, floats in lists), nor
+        where an operand must be checked on each call (a view that is a copy)."""
+        copied = any(is_global(t) and t.spec.copied for t in call.tensors)
         return not copied and not any(isinstance(value, complex) or isinstance(value, (list, tuple))
                                       and any(isinstance(v, float) for v in value) for value in call.values.values())
 
@@ -40,39 +47,59 @@ class Trace:
             self.steps.append((func._schema.name, func._schema.overload_name, values))
         return result
 
-    def redistribute(self, tensors: list[Any], dsts: list[Layout], op: str) -> list[Any]:
+    def redistribute(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[GlobalLike]:
         moved = self._run.redistribute(tensors, dsts, op)
-        moves = [(self._place(t), native.find_boxing(t.spec, dst), new)
+        moves = [(self._register(t), native.find_boxing(t.spec, dst), new)
                  for t, dst, new in zip(tensors, dsts, moved) if new is not t]
         self._note([new for _, _, new in moves])
         if any(boxing is None for _, boxing, _ in moves):
             self.steps = None
         elif moves and self.steps is not None:
-            self.steps.append((op, [(place, boxing) for place, boxing, _ in moves]))
+            self.steps.append((op, [(register, boxing) for register, boxing, _ in moves]))
         return moved
 
-    def __getattr__(self, name: str) -> Any:         # making tensors of what only Python saw
-        self.steps = None
-        return getattr(self._run, name)
-
     def results(self, result: Any) -> list[list[int]]:
-        """Per return, the registers that it is, -1 for None; `result` as the decomposition gave it."""
+        """Per return of the op, its registers, -1 for None; `result` as the decomposition returned it."""
         returns = [result] if isinstance(result, (torch.Tensor, list)) else list(result)
-        return [[-1 if t is None else self._place(t) for t in (r if isinstance(r, list) else [r])] for r in returns]
+        return [[-1 if t is None else self._register(t) for t in (r if isinstance(r, list) else [r])] for r in returns]
 
-    def _note(self, tensors: list[Any]) -> None:
-        for t in tensors:                            # a result may be an operand, written to: the register counts on
-            self._places[id(t)] = len(self._kept)
+    def _note(self, tensors: Sequence[Any]) -> None:
+        """A register for each. (A result may be an operand that was written to: its latest register counts.)"""
+        for t in tensors:
+            self._registers[id(t)] = len(self._kept)
             self._kept.append(t)
 
-    def _place(self, t: Any) -> int:
-        if id(t) not in self._places:
+    def _register(self, t: Any) -> int:
+        if id(t) not in self._registers:             # made by torch or by hand: the native dispatcher cannot know it
             self.steps = None
-        return self._places.get(id(t), -1)
+        return self._registers.get(id(t), -1)
 
     def _argument(self, value: Any) -> tuple[str, Any]:
         if isinstance(value, torch.Tensor):
-            return "place", self._place(value)
+            return "place", self._register(value)
         if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-            return "places", [self._place(v) for v in value]
+            return "places", [self._register(v) for v in value]
         return "value", value
+
+    # ----------------------------------------------------------------- steps on shards, which only Python can do
+
+    def _untraced(self) -> Run:
+        self.steps = None
+        return self._run
+
+    def plain(self, call: Call) -> Any:
+        return self._untraced().plain(call)
+
+    def gather_regions(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[Shards]:
+        return self._untraced().gather_regions(tensors, dsts, op)
+
+    def scatter_add_regions(self, parts: Shards, held: RankRegions, shape: Shape, dtype: torch.dtype, dst: Layout,
+                            op: str) -> GlobalLike:
+        return self._untraced().scatter_add_regions(parts, held, shape, dtype, dst, op)
+
+    def row_exchange(self, axes: tuple[int, ...], held: Mapping[int, Range], wanted: Mapping[int, torch.Tensor],
+                     row: Mapping[int, Shape], op: str, src: Layout, dst: Layout) -> RowExchange:
+        return self._untraced().row_exchange(axes, held, wanted, row, op, src, dst)
+
+    def wrap(self, own: Spec, shards: Shards) -> GlobalLike:
+        return self._untraced().wrap(own, shards)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from globaltensor.algorithms.run import Decomposition
+from globaltensor.algorithms.run import Decomposition, Run
 from globaltensor.errors import InPlaceError
+from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import spec
 from globaltensor.op_table.line import Line, always_decomposed
 from globaltensor.op_table.table import TABLE
@@ -47,13 +48,13 @@ def line_of(func: OpOverload) -> Line | None:
     return replace(line, decomposition=_in_place(functional, line.decomposition))
 
 
-def _other_memory(call: Call, run: Any) -> Any:
+def _other_memory(call: Call, run: Run) -> Any:
     raise InPlaceError(f"{call.func}: a tensor and the memory of another one, where one of them is global",
                        "a global tensor has no memory of its own, and is not made of a plain one's",
                        "x.copy_(t), or x.data = gt.from_full(t, x.placement, x.sbp)")
 
 
-def _by_torch(call: Call, run: Any) -> Any:
+def _by_torch(call: Call, run: Run) -> Any:
     """An op that torch itself makes of others: it arrives whole in inference mode, where no autograd unfolds it."""
     args, kwargs = call.full_arguments()
     return call.func.decompose(*args, **kwargs)
@@ -81,7 +82,7 @@ def _as(functional: OpOverload, call: Call) -> Call:
 def _in_place(functional: OpOverload, decomposition: Decomposition) -> Decomposition:
     """The functional op's decomposition, written into the first operand."""
 
-    def write(call: Call, run: Any) -> Any:
+    def write(call: Call, run: Run) -> Any:
         return run(aten.copy_.default, call.tensors[0], decomposition(_as(functional, call), run))
 
     return write
@@ -90,7 +91,7 @@ def _in_place(functional: OpOverload, decomposition: Decomposition) -> Decomposi
 def _reshaped(functional: OpOverload) -> Decomposition:
     """The functional op's view, which the operand then is."""
 
-    def write(call: Call, run: Any) -> Any:
+    def write(call: Call, run: Run) -> Any:
         target = call.tensors[0]
         args, kwargs = _as(functional, call).full_arguments()
         view = run(functional, *args, **kwargs)
@@ -106,12 +107,12 @@ def _reshaped(functional: OpOverload) -> Decomposition:
 def _into_out(functional: OpOverload) -> Decomposition:
     """The functional op, copied into the `out` operands."""
 
-    def write(call: Call, run: Any) -> Any:
+    def write(call: Call, run: Run) -> Any:
         args, kwargs = _as(functional, call).full_arguments()
         targets = [call[a.name] for a in arguments(call.func) if a.written]
         sources = [t for t in call.tensors if not any(t is out for out in targets)]
-        is_global = any(hasattr(t, "spec") for t in sources)         # else only the targets are
-        results = run(functional, *args, **kwargs) if is_global else functional(*args, **kwargs)
+        from_global = any(is_global(t) for t in sources)             # else only the targets are global
+        results = run(functional, *args, **kwargs) if from_global else functional(*args, **kwargs)
         for target, result in zip(targets, results if isinstance(results, (tuple, list)) else [results]):
             if target.shape != result.shape:
                 had, gets = tuple(target.shape), tuple(result.shape)

@@ -53,7 +53,7 @@ class Call:
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
         self.func = func
         self.values: dict[str, Any] = {}
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: list[Any] = []                 # torch's, or global ones, which have a spec and shards
         self.slots: list[Slot] = []
         self.names: list[str] = []
         ndims: list[int | None] = []

@@ -1,0 +1,44 @@
+"""What the rooms below the tensor class know of a global tensor: its spec, its shards, and what every tensor has.
+
+The class itself (`tensors/global_tensor.py`) stands above them, so they type by this protocol instead.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from globaltensor.layouts.layout import Shards, Spec
+from globaltensor.layouts.placement import placement
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+
+class GlobalLike(Protocol):
+    """A global tensor. `guard` is the version of what it was made from, where it is a view that had to be a copy."""
+
+    spec: Spec
+    shards: Shards
+    guard: int | None
+
+    @property
+    def placement(self) -> placement: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def dim(self) -> int: ...
+
+    def numel(self) -> int: ...
+
+
+def is_global(value: Any) -> TypeIs[GlobalLike]:
+    """Is this a global tensor, and no plain one, number or None?"""
+    return hasattr(value, "spec")
