@@ -380,7 +380,7 @@ def ragged(samples):
     (SbpError, "2 sbps", {"sbp": (S(0), B)}), (SbpError, "axis 'dp'", {"sbp": {"dp": S(0)}}),
     (SbpError, "not a placement", {"placement": "cpu"}), (ShapeError, "from 3 samples", {"collate_fn": ragged}),
     (ShapeError, "one row per sample", {"collate_fn": lambda samples: torch.tensor(3)}),
-], ids=lambda v: str(v)[:40])
+], ids=lambda v: v.__name__ if isinstance(v, type) else v if isinstance(v, str) else "-".join(v))
 def test_errors(kind, text, change):
     with pytest.raises(kind) as told:
         arguments = {"dataset": Samples(6), "batch_size": 3, "placement": place([0, 1]), "sbp": S(0), **change}
