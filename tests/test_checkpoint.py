@@ -135,15 +135,15 @@ def read_manifest(directory):
 @pytest.mark.parametrize("sbp, largest", [((B, B), 1000), ((B, S(0)), 1000), ((S(0), B), 400),
                                           ((S(1), S(0)), 64 << 20)])
 def test_each_element_is_written_once_and_all_ranks_write_alike(sbp, largest, tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "LARGEST", largest)
+    monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", largest)
     where = place([[0, 1], [2, 3]])
     tensors = {f"t{i}": gt.randn(20, 30, placement=where, sbp=sbp) for i in range(4)}
     with gt.record() as moves:
         save(tensors, tmp_path)
     assert not moves, "nothing is communicated"
-    folder, found = read_manifest(tmp_path)
+    folder, parsed = read_manifest(tmp_path)
     written = dict.fromkeys(range(4), 0)
-    for name, entry in found["tensors"].items():
+    for name, entry in parsed["tensors"].items():
         count = torch.zeros(20, 30, dtype=torch.int64)
         for piece in entry["pieces"]:
             (a, b), (c, d) = piece["region"]
@@ -167,9 +167,9 @@ def test_a_reader_opens_and_checks_only_what_it_needs(tmp_path):
     folder, _ = read_manifest(tmp_path)
     for r in (0, 1, 3):
         (folder / f"rank-{r:05d}.safetensors").unlink()
-    found = folders.find(tmp_path)
-    entries = manifest.parse(found[1], "here").entries
-    files, part = pieces.Files(found[0]), torch.zeros(4)
+    folder, data, _ = folders.find_version(tmp_path)
+    entries = manifest.parse_manifest(data, "here").entries
+    files, part = pieces.CheckpointFiles(folder), torch.zeros(4)
     [(piece, common)] = pieces.overlaps(entries["x"], ((8, 12),))
     files.verify([(entries["x"], piece, 2)])
     part.copy_(files.view(entries["x"], piece))
@@ -200,7 +200,7 @@ def test_tiles_against_counting():
             at = rng.randint(region[dim][0] + 1, region[dim][1] - 1)
             sides = (region[dim][0], at), (at, region[dim][1])
             regions += [(*region[:dim], side, *region[dim + 1:]) for side in sides]
-        assert manifest.tiles(regions, whole)
+        assert manifest.is_tiling(regions, whole)
         if rng.random() < 0.7 and regions:             # and spoil it
             k = rng.randrange(len(regions))
             how = rng.randrange(3)
@@ -212,7 +212,7 @@ def test_tiles_against_counting():
                 dim = rng.randrange(len(shape))
                 a = rng.randrange(shape[dim])
                 regions[k] = (*regions[k][:dim], (a, rng.randint(a + 1, shape[dim])), *regions[k][dim + 1:])
-        assert manifest.tiles(regions, whole) == brute(regions, whole), (regions, whole)
+        assert manifest.is_tiling(regions, whole) == brute(regions, whole), (regions, whole)
         yes += brute(regions, whole)
     assert 500 < yes < 1900
 
@@ -382,8 +382,8 @@ def test_tied_parameters_are_written_once(tmp_path):
     where = place([0, 1])
     model = tied(where)
     save({"model": model}, tmp_path)
-    folder, found = read_manifest(tmp_path)
-    a, b = (found["tensors"][f"model/{k}.weight"]["pieces"] for k in "ab")
+    folder, parsed = read_manifest(tmp_path)
+    a, b = (parsed["tensors"][f"model/{k}.weight"]["pieces"] for k in "ab")
     assert a == b and len(a) == 2
     for other in (tied(where), tied(where, tie=False)):
         load({"model": other}, tmp_path)
@@ -439,31 +439,31 @@ def test_a_flipped_bit_is_refused_by_name(tmp_path):
         at, bit = rng.randrange(values if file and i < 70 else 0, len(data)), rng.randrange(8)
         data[at] ^= 1 << bit
         (tmp_path / "bad" / name).write_bytes(data)
-        said = refused(small(1), tmp_path / "bad")
-        print(name, at, bit, said.splitlines()[0])
+        message = refused(small(1), tmp_path / "bad")
+        print(name, at, bit, message.splitlines()[0])
         hit["values" if at >= values else "head" if file else str(name)] += 1
         if at >= values:
-            assert said.startswith("the piece [") and f"{name} is damaged: rank " in said, "it names the piece"
+            assert message.startswith("the piece [") and f"{name} is damaged: rank " in message, "it names the piece"
         elif name == "latest":
-            assert "latest" in said or "cannot be read" in said
+            assert "latest" in message or "cannot be read" in message
         else:
-            assert str(name) in said
+            assert str(name) in message
     assert hit["values"] >= 50 and hit["head"] >= 25 and len(hit) == 4, hit
     assert load(small(1), tmp_path / "good")["step"] == 0
 
 
 def test_a_flipped_bit_of_the_values_names_the_piece_and_the_rank(tmp_path):
     save(small(), tmp_path)
-    folder, found = read_manifest(tmp_path)
-    piece = found["tensors"]["model/weight"]["pieces"][1]
+    folder, parsed = read_manifest(tmp_path)
+    piece = parsed["tensors"]["model/weight"]["pieces"][1]
     path = folder / piece["file"]
     data = bytearray(path.read_bytes())
     head = int.from_bytes(data[:8], "little")
     start = json.loads(data[8:8 + head])[piece["key"]]["data_offsets"][0]
     data[8 + head + start + 3] ^= 16
     path.write_bytes(data)
-    said = refused(small(1), tmp_path)
-    assert f"the piece [2:4, 0:6] of 'model/weight' in {path} is damaged: rank 1 needs it" in said, said
+    message = refused(small(1), tmp_path)
+    assert f"the piece [2:4, 0:6] of 'model/weight' in {path} is damaged: rank 1 needs it" in message, message
 
 
 def lose_a_file(folder):
@@ -513,33 +513,33 @@ def test_what_is_missing_or_cut_short_is_named(spoil, words, tmp_path):
 
 def rewrite(directory, change):
     """Change the manifest and make all hashes right again, as one would who means harm."""
-    folder, found = read_manifest(directory)
-    new = change(found)
-    found = found if new is None else new
-    body = json.dumps(found).encode()
+    folder, parsed = read_manifest(directory)
+    new = change(parsed)
+    parsed = parsed if new is None else new
+    body = json.dumps(parsed).encode()
     data = (b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n"manifest": ' + body + b"}\n")
     (folder / "manifest.json").write_bytes(data)
     (directory / "latest").write_text(f"{folder.name} {hashlib.sha256(data).hexdigest()}\n")
 
 
-def weight(found):
-    return found["tensors"]["model/weight"]
+def weight(parsed):
+    return parsed["tensors"]["model/weight"]
 
 
 def put(path, value):
-    def change(found):
+    def change(parsed):
         for key in path[:-1]:
-            found = found[key]
-        found[path[-1]] = value
+            parsed = parsed[key]
+        parsed[path[-1]] = value
     return change
 
 
 EVIL = [
-    *[(put(["tensors", "model/weight", "pieces", 0, "file"], name), "no name of a rank's file") for name in (
+    *[(put(["tensors", "model/weight", "pieces", 0, "file"], name), "not the name of a rank's file") for name in (
         "../rank-00000.safetensors", "/etc/passwd", "..", "", "rank-00000.safetensors\n", "a/rank-00000.safetensors",
         "rank-00000.safetensors\0", "latest")],
     (put(["tensors", "model/weight", "pieces", 0, "file"], 3), "not a str"),
-    (put(["tensors", "model/weight", "pieces", 0, "sha256"], "0" * 63), "no sha256"),
+    (put(["tensors", "model/weight", "pieces", 0, "sha256"], "0" * 63), "not a sha256"),
     (put(["tensors", "model/weight", "pieces", 0, "sha256"], "0" * 64), "is damaged: rank 0 needs it"),
     (put(["tensors", "model/weight", "pieces", 0, "key"], "other"), "missing or damaged"),
     (put(["tensors", "model/weight", "pieces", 0, "region"], [[0, 9], [0, 6]]), "not inside"),
@@ -549,7 +549,7 @@ EVIL = [
     (put(["tensors", "model/weight", "pieces", 0, "region"], [[0, 3], [0, 6]]), "do not tile"),
     (put(["tensors", "model/weight", "pieces", 0, "region"], [[0, True], [0, 6]]), "not a size"),
     (put(["tensors", "model/weight", "pieces"], []), "do not tile"),
-    (lambda found: weight(found)["pieces"].append(weight(found)["pieces"][0]), "do not tile"),
+    (lambda parsed: weight(parsed)["pieces"].append(weight(parsed)["pieces"][0]), "do not tile"),
     (put(["tensors", "model/weight", "shape"], [5, 7]), "do not tile"),
     (put(["tensors", "model/weight", "shape"], [5, 6.0]), "not a size"),
     (put(["tensors", "model/weight", "shape"], [2**61, 2**61]), "do not tile"),
@@ -557,15 +557,16 @@ EVIL = [
     (put(["tensors", "model/weight", "dtype"], "int32"), "is torch.float32 in the state, torch.int32"),
     (put(["tensors", "model/weight", "global"], 1), "not a bool"),
     (put(["tensors", "model/weight"], None), "not a str"),
-    (put(["tensors", "more"], {"dtype": "bool", "shape": [0], "global": True, "pieces": []}), "stands nowhere"),
-    (put(["state", "dict", "model", "dict", "weight", "tensor"], "model/bias"), "no encoded value"),
-    (put(["state", "dict", "model", "dict", "weight"], {"tensor": "model/weight", "dict": {}}), "no encoded value"),
-    (put(["state", "dict", "step"], {"float": "zz"}), "no encoded value"),
-    (put(["state", "dict", "step"], {"call": "os.system"}), "no encoded value"),
-    (put(["state", "dict", "step"], {"counter": [[[], 1]]}), "no encoded value"),
-    (put(["state"], 5), "stands nowhere"), (put(["format"], 2), "has format 2"), (put(["format"], "1"), "not a int"),
-    (lambda found: [found], "not a manifest"), (lambda found: {}, "not a manifest"),
-    (lambda found: json.loads("[" * 500 + "]" * 500), "not a manifest"),
+    (put(["tensors", "more"], {"dtype": "bool", "shape": [0], "global": True, "pieces": []}), "not used in its state"),
+    (put(["state", "dict", "model", "dict", "weight", "tensor"], "model/bias"), "not an encoded value"),
+    (put(["state", "dict", "model", "dict", "weight"], {"tensor": "model/weight", "dict": {}}), "not an encoded value"),
+    (put(["state", "dict", "step"], {"float": "zz"}), "not an encoded value"),
+    (put(["state", "dict", "step"], {"call": "os.system"}), "not an encoded value"),
+    (put(["state", "dict", "step"], {"counter": [[[], 1]]}), "not an encoded value"),
+    (put(["state"], 5), "not used in its state"), (put(["format"], 2), "has format 2"),
+    (put(["format"], "1"), "not a int"),
+    (lambda parsed: [parsed], "not a manifest"), (lambda parsed: {}, "not a manifest"),
+    (lambda parsed: json.loads("[" * 500 + "]" * 500), "not a manifest"),
 ]
 
 
@@ -574,8 +575,8 @@ def test_a_manifest_is_not_believed(k, tmp_path):
     change, words = EVIL[k]
     save(small(), tmp_path)
     rewrite(tmp_path, change)
-    said = refused(small(1), tmp_path)
-    assert words in said, said
+    message = refused(small(1), tmp_path)
+    assert words in message, message
 
 
 def test_latest_names_no_folder_elsewhere(tmp_path):
@@ -602,11 +603,11 @@ def changed(**more):
 @pytest.mark.parametrize("make, words", [
     (lambda: changed(extra=torch.ones(2)), "the state has a tensor 'extra', the checkpoint in"),
     (lambda: changed(extra=1), "the state has a value 'extra'"),
-    (lambda: {k: v for k, v in small(1).items() if k != "step"}, "has a value 'step', the state has not"),
-    (lambda: {**changed(modle=nn.Linear(6, 5))}, "nearest there: "),
+    (lambda: {k: v for k, v in small(1).items() if k != "step"}, "has a value 'step', the state does not"),
+    (lambda: {**changed(modle=nn.Linear(6, 5))}, "the closest there: "),
     (lambda: changed(model=nn.Linear(6, 4)), "'model/weight' is [4, 6] in the state, [5, 6] in the checkpoint"),
     (lambda: changed(model=nn.Linear(6, 5).double()), "x.to(torch.float32) before loading"),
-    (lambda: changed(model=nn.Linear(6, 5, bias=False)), "has a tensor 'model/bias', the state has not"),
+    (lambda: changed(model=nn.Linear(6, 5, bias=False)), "has a tensor 'model/bias', the state does not"),
     (lambda: changed(step=torch.ones(1)), "the state has a tensor 'step'"),
     (lambda: changed(optimizer=torch.optim.AdamW(nn.Linear(6, 4).parameters())), "its parameter [4, 6]"),
     (lambda: changed(optimizer=torch.optim.AdamW([torch.ones(5, 6)])), "'optimizer/state/1/"),
@@ -650,10 +651,10 @@ def test_objects_are_put_back_where_one_refuses(tmp_path):
     first.order, first.at = torch.arange(4), [7, 8]
     save({**small(), "a": first, "b": first}, tmp_path)
     state = {**small(1), "a": Sampler(), "b": Sampler(refuses=True)}
-    said = model_bits(state["model"]), optimizer_bits(state["optimizer"])
+    expected = model_bits(state["model"]), optimizer_bits(state["optimizer"])
     with pytest.raises(CheckpointError, match="a bad mood"):
         load(state, tmp_path)
-    assert (model_bits(state["model"]), optimizer_bits(state["optimizer"])) == said
+    assert (model_bits(state["model"]), optimizer_bits(state["optimizer"])) == expected
     assert state["a"].at == [0, 0] and state["a"].order.tolist() == [0] * 4
     state["b"] = Sampler()
     assert load(state, tmp_path)["b"] is state["b"]
@@ -688,14 +689,14 @@ def test_left_overs_are_cleared_and_nothing_else(tmp_path):
 
 
 def test_saving_in_a_thread_while_values_change(tmp_path, monkeypatch):
-    write, where = pieces.write, place([0, 1, 2])
-    monkeypatch.setattr(saving, "write", lambda *args: time.sleep(0.05) or write(*args))
+    write, where = pieces.write_hashed, place([0, 1, 2])
+    monkeypatch.setattr(saving, "write_hashed", lambda *args: time.sleep(0.05) or write(*args))
     state = {"x": gt.ones(6, 4, placement=where, sbp=S(0)), "b": gt.ones(5, placement=where, sbp=B),
              "plain": torch.ones(3), "p": gt.full((2,), 1.0, placement=where, sbp=P), "m": nn.Linear(2, 2)}
     with torch.no_grad():
         state["m"].weight.fill_(1)
     running = save(state, tmp_path, asynchronous=True)
-    assert not running.done and "under way" in repr(running)
+    assert not running.done and "in progress" in repr(running)
     with torch.no_grad():
         for t in (*[v for k, v in state.items() if k != "m"], state["m"].weight):
             t.mul_(5)
@@ -718,7 +719,7 @@ def test_a_save_that_fails_is_told_and_leaves_the_one_before(tmp_path, monkeypat
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saving, "write", full)
+    monkeypatch.setattr(saving, "write_hashed", full)
     with pytest.raises(CheckpointError, match="No space left on device") as error:
         save(small(1), tmp_path)
     assert "test_checkpoint.py" in str(error.value)
@@ -734,8 +735,8 @@ def test_a_save_that_fails_is_told_and_leaves_the_one_before(tmp_path, monkeypat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
 
 
-def test_a_rank_that_never_writes_is_not_waited_for_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "PATIENCE", 0.2)
+def test_a_rank_that_never_writes_ends_the_wait_of_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "TIMEOUT", 0.2)
     monkeypatch.setattr(saving.Saving, "_write", lambda self: None)
     with pytest.raises(CheckpointError, match="for rank 0 to write"):
         save(small(), tmp_path)
@@ -788,9 +789,9 @@ def test_processes_save_and_others_load(tmp_path):
     good([*RUN, "-n", 2, PROGRAM, "save", tmp_path])
     seen = results(tmp_path / "seen-save2")
     assert sorted(seen) == [0, 1] and seen[0]["bits"] == seen[1]["bits"]
-    for found in seen.values():
-        assert found["path"] == "step-00000002"
-        kind, text = found["differ"]
+    for result in seen.values():
+        assert result["path"] == "step-00000002"
+        kind, text = result["differ"]
         assert kind == "CheckpointError" and "a/mine of the state are not the same on all ranks" in text
     assert not (tmp_path / "differ").exists()
     shutil.copytree(tmp_path / "good", tmp_path / "damaged")
@@ -801,12 +802,12 @@ def test_processes_save_and_others_load(tmp_path):
     good([*RUN, "-n", 4, PROGRAM, "load", tmp_path])
     loaded = {**results(tmp_path / "seen-load4"), "lone": runpy.run_path(PROGRAM)["load"](tmp_path)}
     assert list(loaded) == [0, 1, 2, 3, "lone"]
-    for who, found in loaded.items():
-        assert found["bits"] == seen[0]["bits"] and found["weights"] == seen[0]["weights"], who
-        assert found["step"] == 2 and found["pending"] == [2.0] * 3
-        kind, text = found["refused"]
+    for who, result in loaded.items():
+        assert result["bits"] == seen[0]["bits"] and result["weights"] == seen[0]["weights"], who
+        assert result["step"] == 2 and result["pending"] == [2.0] * 3
+        kind, text = result["refused"]
         assert kind == "CheckpointError" and "rank-00001.safetensors" in text and "damaged" in text, f"{who}: {text}"
-        assert found["same"]
+        assert result["same"]
 
 
 # ----------------------------------------------------------------------------------------------- Hugging Face's folders
@@ -822,19 +823,19 @@ def weights(where, sbp, seed=0, dtype=torch.float32):
 def test_safetensors_folders(shard_gb, files, tmp_path):
     model = weights(place([[0, 1], [2, 3]]), cut)
     checkpoint.save_safetensors(model, tmp_path, shard_gb=shard_gb)
-    found = sorted(p.name for p in tmp_path.glob("*.safetensors"))
+    result = sorted(p.name for p in tmp_path.glob("*.safetensors"))
     expected = ["model.safetensors"] if files == 1 else [f"model-{i + 1:05d}-of-{files:05d}.safetensors"
                                                          for i in range(files)]
-    assert found == expected
+    assert result == expected
     from_files = {}
-    for name in found:
+    for name in result:
         with pieces.safe_open(tmp_path / name, "pt") as file:
             assert file.metadata() == {"format": "pt"}
             from_files |= {key: file.get_tensor(key) for key in file.keys()}
     assert {k: bits(t) for k, t in from_files.items()} == model_bits(model)
     if files > 1:
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-        assert set(index["weight_map"]) == set(from_files) and set(index["weight_map"].values()) == set(found)
+        assert set(index["weight_map"]) == set(from_files) and set(index["weight_map"].values()) == set(result)
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in from_files.values())
     for where, sbp in ((None, None), (place([2, 0, 1]), B), (place([0, 1, 2]), cut_rows), (place([1, 0]), cut_columns)):
         other = weights(where, sbp, seed=1)

@@ -94,7 +94,7 @@ def test_each_element_is_written_once(saved):
 
 
 def test_large_replicas_are_cut_for_their_holders(tmp_path, monkeypatch):
-    monkeypatch.setattr(ours, "LARGEST", 100)
+    monkeypatch.setattr(ours, "MAX_PIECE_BYTES", 100)
     full = torch.arange(420.0).view(3, 20, 7)
     for layout, pieces in [(([0, 1, 2], (B,)), 3), (([[0, 1], [2, 3]], (S(0), B)), 4), (([0, 1], (S(1),)), 2)]:
         x, y = lay(full, layout), lay(full + 1, layout)
@@ -110,8 +110,8 @@ def test_cuts_tile_a_box():
     rng = random.Random(seed)
     for _ in range(500):
         region = tuple((a, a + rng.randint(1, 9)) for a in (rng.randint(0, 9) for _ in range(rng.randint(0, 3))))
-        holders, itemsize = rng.randint(1, 5), rng.choice([1, ours.LARGEST // 4, ours.LARGEST])
-        cuts = ours.shared(region, holders, itemsize)
+        holders, itemsize = rng.randint(1, 5), rng.choice([1, ours.MAX_PIECE_BYTES // 4, ours.MAX_PIECE_BYTES])
+        cuts = ours.cut_for_holders(region, holders, itemsize)
         assert 1 <= len(cuts) <= holders
         points = [p for part in cuts for p in itertools.product(*(range(a, b) for a, b in part))]
         assert sorted(points) == list(itertools.product(*(range(a, b) for a, b in region))), (region, holders)

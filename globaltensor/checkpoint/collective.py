@@ -1,4 +1,4 @@
-"""All processes go on, or all raise: what one alone may find out, a damaged file or a full disk, is told to all."""
+"""All processes succeed, or all raise: an error on one process, a damaged file or a full disk, is raised on all."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from globaltensor.runtime.agreement import gather_objects
 T = TypeVar("T")
 
 
-def together(what: str, do: Callable[[], T], token: Callable[[T], object] = lambda _: None) -> T:
+def collective_try(what: str, do: Callable[[], T], token: Callable[[T], object] = lambda _: None) -> T:
     """`do()` on every process, and one small all-gather. Where it raises on any, this raises on all.
 
     `token` of the results must be the same on all processes: what they have to agree on.
@@ -21,20 +21,20 @@ def together(what: str, do: Callable[[], T], token: Callable[[T], object] = lamb
         result = do()
     except GlobalTensorError as caught:
         error = caught
-    except Exception as caught:                      # whatever it is, the others must not wait for this process
+    except Exception as caught:                      # whatever it is: the others wait for this process to take part
         error = CheckpointError(f"{what} failed: {type(caught).__name__}: {caught}")
         error.__cause__ = caught
-    told = (error.what, error.why, error.fix) if error else None
-    said = gather_objects((told, None if error else token(result)), what)
+    own_error = (error.what, error.why, error.fix) if error else None
+    replies = gather_objects((own_error, None if error else token(result)), what)
     if error is not None:
         raise error
-    for rank, (wrong, _) in enumerate(said):
-        if wrong is not None:
-            raise CheckpointError(f"rank {rank} refuses: {wrong[0]}", wrong[1], wrong[2])
-    tokens = [token for _, token in said]
+    for rank, (other_error, _) in enumerate(replies):
+        if other_error is not None:
+            raise CheckpointError(f"failed on rank {rank}: {other_error[0]}", other_error[1], other_error[2])
+    tokens = [token for _, token in replies]
     if any(other != tokens[0] for other in tokens):
         rows = "".join(f"\n    rank {rank}: {token}" for rank, token in enumerate(tokens))
         raise CheckpointError(f"the ranks disagree in {what}:{rows}",
                               "every process runs the same program and sees the same folder",
-                              "save what differs from rank to rank under names of its own")
+                              "save what differs from rank to rank under different names")
     return result

@@ -4,13 +4,13 @@
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id="folder")
     dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id="folder")       # under any layout
 
-torch asks a tensor three things: which boxes of it this process could write, which it wants to read, and for the
-memory of such a box. One list of *chunks* answers all three: a chunk is a box and a view of a shard.
+torch asks a tensor three things: which regions of it this process could write, which it wants to read, and the memory
+of such a region. One list of *chunks* answers all three: a chunk is a region and a view of a shard.
 
-Every process that holds a box offers it, and torch's planner lets the one write it that has the least to write so far.
-A large box that k ranks hold is cut into up to k chunks, so that one large broadcast tensor is shared out too. Reading
-takes each replica as a chunk of its own. In the files nothing tells of an sbp or a placement: plain torch reads what
-global tensors wrote, and they read what plain torch wrote.
+Every process that holds a region offers it, and torch's planner picks as its writer the one with the least to write so
+far. A large region that k ranks hold is cut into up to k chunks, so that the writing of one large broadcast tensor is
+shared, too. When reading, each replica is a chunk of its own. Nothing in the files depends on sbp or placement: plain
+torch reads what global tensors wrote, and they read what plain torch wrote.
 """
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ import torch
 
 from globaltensor.checkpoint.loading import check_writable
 from globaltensor.checkpoint.manifest import CheckpointError
-from globaltensor.checkpoint.pieces import LARGEST, parts, whole
+from globaltensor.checkpoint.pieces import MAX_PIECE_BYTES, local_parts, whole_region
 from globaltensor.layouts.regions import Region, slices, split_range, volume
 from globaltensor.tensors.global_tensor import GlobalTensor
 
-if TYPE_CHECKING:                                    # takes torch most of a second: for those who use it only
+if TYPE_CHECKING:                                    # these imports take most of a second
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
 
 class Chunk(NamedTuple):
-    """A box of the tensor, and the memory of this process that holds it."""
+    """A region of the tensor, and the memory of this process that holds it."""
 
     region: Region
     data: torch.Tensor
 
     @property
     def start(self) -> torch.Size:
-        """What torch calls the offsets."""
+        """torch calls them offsets."""
         return torch.Size(first for first, _ in self.region)
 
     @property
@@ -47,22 +47,22 @@ class Chunk(NamedTuple):
 
 
 def chunks(t: GlobalTensor) -> list[Chunk]:
-    """What this process holds of a tensor, each replica a chunk; nothing of empty shards.
+    """What this process holds of a tensor, each replica a chunk; empty shards are left out.
 
-    Raises CheckpointError for a pending sum: its shards are no parts of its value.
+    Raises CheckpointError for a pending sum: its shards are not parts of its value.
     """
     if t.spec.layout.partial:
         raise CheckpointError(f"torch.distributed.checkpoint and a pending sum, {t.spec}",
-                              "its shards are terms of the value; while torch plans, nothing can be reduced",
+                              "its shards are terms of the value, and while torch plans nothing can be reduced",
                               "x.to_global(sbp=gt.sbp.broadcast), or gt.save and gt.load")
     holders = prod(ranks for s, ranks in zip(t.sbp, t.placement.shape) if s.is_broadcast)
-    return [Chunk(region, part.data[slices(region, part.region)]) for part in parts(t) if volume(part.region)
-            for region in shared(part.region, holders, t.dtype.itemsize)]
+    return [Chunk(region, part.data[slices(region, part.region)]) for part in local_parts(t) if volume(part.region)
+            for region in cut_for_holders(part.region, holders, t.dtype.itemsize)]
 
 
-def shared(region: Region, holders: int, itemsize: int) -> list[Region]:
-    """A box, cut along its longest dim where it is large, so that each of its `holders` can write some of it."""
-    count = min(holders, -(-volume(region) * itemsize // LARGEST))
+def cut_for_holders(region: Region, holders: int, itemsize: int) -> list[Region]:
+    """A region, cut along its longest dim if it is large, so that each of its `holders` can write some of it."""
+    count = min(holders, -(-volume(region) * itemsize // MAX_PIECE_BYTES))
     if count < 2:
         return [region]
     dim = max(range(len(region)), key=lambda d: region[d][1] - region[d][0])
@@ -76,41 +76,41 @@ def create_write_items(t: GlobalTensor, name: str, _: GlobalTensor) -> list[Writ
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    found = {chunk.region: chunk for chunk in chunks(t)}
+    by_region = {chunk.region: chunk for chunk in chunks(t)}
     if not t.numel() and t.shards:
-        found = {whole(t): _nothing(t)}
+        by_region = {whole_region(t): _empty_chunk(t)}
     properties = TensorProperties(dtype=t.dtype, requires_grad=t.requires_grad)
     return [WriteItem(index=MetadataIndex(name, chunk.start), type=WriteItemType.SHARD,
                       tensor_data=TensorWriteData(chunk=_storage(chunk), properties=properties, size=t.size()))
-            for chunk in found.values()]
+            for chunk in by_region.values()]
 
 
 def create_chunk_list(t: GlobalTensor) -> list[ChunkStorageMetadata]:
-    """What this process wants to read of a tensor. What is to be written to counts as changed from here on.
+    """What this process wants to read of a tensor. From here on the tensor counts as changed in place.
 
-    Raises CheckpointError for what cannot be written to.
+    Raises CheckpointError for one that cannot be written to.
     """
     check_writable(t, f"a tensor {t.spec}")
-    found = [_storage(chunk) for chunk in chunks(t)]
+    wanted = [_storage(chunk) for chunk in chunks(t)]
     torch.autograd.graph.increment_version(t)
-    return found
+    return wanted
 
 
 def get_tensor_shard(t: GlobalTensor, index: MetadataIndex) -> torch.Tensor:
     """The memory of a chunk, to be read or written to.
 
-    Its offsets say which; of several replicas, which may differ only in what they are about to be overwritten with,
-    the one at that place in the list of chunks. When saving the place is another list's, and any replica will do.
+    Its offsets say which. Loading must fill every replica, so of several the one at that position in the list of chunks
+    is meant. In a save the position is one in torch's list instead, and any replica will do.
     """
-    there = chunks(t) or [_nothing(t)]
-    place = index.index
-    if place is not None and place < len(there) and there[place].start == index.offset:
-        return there[place].data
-    return next(chunk.data for chunk in there if chunk.start == index.offset)
+    own = chunks(t) or [_empty_chunk(t)]
+    position = index.index
+    if position is not None and position < len(own) and own[position].start == index.offset:
+        return own[position].data
+    return next(chunk.data for chunk in own if chunk.start == index.offset)
 
 
-def _nothing(t: GlobalTensor) -> Chunk:
-    return Chunk(whole(t), torch.empty(t.shape, dtype=t.dtype, device=t.device))
+def _empty_chunk(t: GlobalTensor) -> Chunk:
+    return Chunk(whole_region(t), torch.empty(t.shape, dtype=t.dtype, device=t.device))
 
 
 def _storage(chunk: Chunk) -> ChunkStorageMetadata:

@@ -1,11 +1,11 @@
-"""The folder of a checkpoint: versions that appear whole or not at all.
+"""The folder of a checkpoint: versions that appear atomically.
 
     directory/latest                            one line: the version to load, and the hash of its manifest
     directory/step-00000003/                    a version: manifest.json and rank-*.safetensors
     directory/step-00000004.tmp-1f3a.../        a version that is being written, or whose writer died
 
-A version is written aside, brought to the disk (fsync), renamed to its name, and then `latest` is replaced, which is a
-rename too. A rename happens or does not: whoever is killed at any moment leaves the old version or the new one.
+A version is written to a temporary folder, fsynced and renamed; then `latest` is replaced, which is a rename too. A
+rename is atomic: a crash at any moment leaves the previous version or the new one intact.
 """
 from __future__ import annotations
 
@@ -20,57 +20,57 @@ from globaltensor.checkpoint.manifest import CheckpointError
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _VERSION = re.compile(r"step-(\d{8,})")
-_LEFT_OVER = re.compile(r"(step-\d{8,}|latest)\.tmp-[0-9a-f]{16}")
+_LEFTOVER = re.compile(r"(step-\d{8,}|latest)\.tmp-[0-9a-f]{16}")
 _LINE = re.compile(r"(step-\d{8,}) ([0-9a-f]{64})\n")
 
 
 def versions(directory: Path) -> list[str]:
     """The complete versions, oldest first."""
-    found = [p.name for p in directory.iterdir() if _VERSION.fullmatch(p.name) and (p / MANIFEST).is_file()]
-    return sorted(found, key=_number)
+    complete = [p.name for p in directory.iterdir() if _VERSION.fullmatch(p.name) and (p / MANIFEST).is_file()]
+    return sorted(complete, key=_version_number)
 
 
-def _number(name: str) -> int:
+def _version_number(name: str) -> int:
     return int(_VERSION.fullmatch(name)[1])
 
 
-def start(directory: Path) -> tuple[str, Path]:
-    """Clear what dead saves left, choose the next version's name, and make the folder in which it is written."""
+def start_version(directory: Path) -> tuple[str, Path]:
+    """Remove what failed saves left behind, choose the next version's name, and make a temporary folder for it."""
     directory.mkdir(parents=True, exist_ok=True)
     sync(directory.parent)
     for path in list(directory.iterdir()):
-        if _LEFT_OVER.fullmatch(path.name):
+        if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    taken = [_number(p.name) for p in directory.iterdir() if _VERSION.fullmatch(p.name)]
+    taken = [_version_number(p.name) for p in directory.iterdir() if _VERSION.fullmatch(p.name)]
     name = f"step-{max(taken, default=0) + 1:08d}"
-    folder = aside(directory / name)
+    folder = temporary_name(directory / name)
     folder.mkdir()
     return name, folder
 
 
-def aside(path: Path) -> Path:
-    """A name beside this one that nobody else uses."""
+def temporary_name(path: Path) -> Path:
+    """A name in the same folder that nobody else uses."""
     return path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
 
 
-def write(path: Path, data: bytes, durable: bool = True) -> None:
-    """A file of these bytes, on the disk when this returns; whoever reads sees all of it or no file.
+def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
+    """A file of these bytes, on the disk when this returns; a reader sees all of it or no file.
 
-    `durable` False: as whole, but not brought to the disk; for what matters only while the writer lives.
+    `durable` False: still atomic, but not fsynced; for what matters only while the writer is alive.
     """
-    beside = aside(path)
-    with open(beside, "wb") as file:
+    temporary = temporary_name(path)
+    with open(temporary, "wb") as file:
         file.write(data)
         file.flush()
         if durable:
             os.fsync(file.fileno())
-    os.replace(beside, path)
+    os.replace(temporary, path)
     if durable:
         sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """fsync a file, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -80,18 +80,18 @@ def sync(path: Path) -> None:
 
 def publish(folder: Path, final: Path, manifest: bytes, digest: str) -> None:
     """The version in `folder`, whose other files are on the disk, becomes the latest one."""
-    write(folder / MANIFEST, manifest)
+    write_atomically(folder / MANIFEST, manifest)
     os.rename(folder, final)
     sync(final.parent)
-    write(final.parent / LATEST, f"{final.name} {digest}\n".encode())
+    write_atomically(final.parent / LATEST, f"{final.name} {digest}\n".encode())
 
 
-def forget(directory: Path, keep: int) -> None:
-    """Delete all but the last `keep` versions; one that is half deleted no longer has a version's name."""
+def delete_old(directory: Path, keep: int) -> None:
+    """Delete all but the last `keep` versions; one that is partly deleted no longer has a version's name."""
     for name in versions(directory)[:-keep]:
-        gone = aside(directory / name)
-        os.rename(directory / name, gone)
-        shutil.rmtree(gone)
+        temporary = temporary_name(directory / name)
+        os.rename(directory / name, temporary)
+        shutil.rmtree(temporary)
 
 
 def latest(directory: Path) -> tuple[Path, str] | None:
@@ -100,23 +100,23 @@ def latest(directory: Path) -> tuple[Path, str] | None:
         line = (directory / LATEST).read_bytes().decode("latin-1")
     except FileNotFoundError:
         return None
-    found = _LINE.fullmatch(line)
-    if found is None:
+    match = _LINE.fullmatch(line)
+    if match is None:
         raise CheckpointError(f"{directory / LATEST} is damaged", f"it says {line!r:.80}, not a version and a hash",
-                              f"a version itself: load(state, '{directory}/step-...')")
-    return directory / found[1], found[2]
+                              f"name a version: load(state, '{directory}/step-...')")
+    return directory / match[1], match[2]
 
 
-def find(directory: Path) -> tuple[Path, bytes, str]:
+def find_version(directory: Path) -> tuple[Path, bytes, str]:
     """The version to load, the bytes of its manifest, and their hash where `latest` names one, else "".
 
     `directory` may be a version itself. Raises CheckpointError where there is none.
     """
-    named = (directory, "") if (directory / MANIFEST).is_file() else latest(directory)
-    if named is None:
-        there = "there is no such folder" if not directory.is_dir() else f"the folder has no file {LATEST!r}"
-        raise CheckpointError(f"no checkpoint in {directory}", there, "the directory that was given to save")
-    folder, digest = named
+    version = (directory, "") if (directory / MANIFEST).is_file() else latest(directory)
+    if version is None:
+        why = "there is no such folder" if not directory.is_dir() else f"the folder has no file {LATEST!r}"
+        raise CheckpointError(f"no checkpoint in {directory}", why, "the directory that was passed to save")
+    folder, digest = version
     try:
         return folder, (folder / MANIFEST).read_bytes(), digest
     except OSError as error:

@@ -1,10 +1,10 @@
-"""Folders of safetensors as Hugging Face's libraries write and read them: weights of a module, by name.
+"""Folders of safetensors as Hugging Face's libraries write and read them: the weights of a module, by name.
 
     model.safetensors                           all of them, or
     model.safetensors.index.json                {"weight_map": {"a.weight": "model-00001-of-00002.safetensors", ...}}
     model-00001-of-00002.safetensors, ...
 
-A tensor is never cut between files. Tied parameters, one tensor under several names, are stored under one of them.
+A tensor is never split between files. Tied parameters, one tensor under several names, are stored under one of them.
 """
 from __future__ import annotations
 
@@ -20,10 +20,17 @@ from torch import nn
 
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.checkpoint import folders
-from globaltensor.checkpoint.collective import together
+from globaltensor.checkpoint.collective import collective_try
 from globaltensor.checkpoint.loading import check_fit, check_names, needed
-from globaltensor.checkpoint.manifest import CheckpointError, Entry, Piece
-from globaltensor.checkpoint.pieces import Files, check_dtype, digest, need_safetensors, whole, write_file
+from globaltensor.checkpoint.manifest import CheckpointError, Entry, SavedPiece
+from globaltensor.checkpoint.pieces import (
+    CheckpointFiles,
+    check_dtype,
+    digest,
+    need_safetensors,
+    whole_region,
+    write_file,
+)
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
@@ -32,43 +39,45 @@ from globaltensor.tensors.global_tensor import GlobalTensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.tmp-[0-9a-f]{16})?")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*\.safetensors")    # no folder, no way out of this one
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*\.safetensors")    # no path: an index must not name other folders
 
 
 def load_safetensors(module: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     """Load the weights in `folder` into the parameters and buffers of a module, in place; collective.
 
-    Each rank reads only its parts. Values are converted to the dtypes of the module's, as torch's load_state_dict does.
+    Each rank reads only its parts. Values are converted to the module's dtypes, as torch's load_state_dict does.
     Returns the module. Raises CheckpointError, on every process and before anything is changed, where a file is
     missing or damaged, or names or shapes do not fit.
     """
     need_safetensors()
-    files, entries, own = together("loading safetensors", lambda: _check(module, Path(folder)))
+    files, entries, own = collective_try("loading safetensors", lambda: _check_folder(module, Path(folder)))
     for name, entry in entries.items():
         files.fill(entry, own[name])
     return module
 
 
-def _check(module: nn.Module, folder: Path) -> tuple[Files, dict[str, Entry], dict[str, torch.Tensor]]:
-    where = _weight_map(folder)
-    files = Files(folder)
+def _check_folder(module: nn.Module,
+                  folder: Path) -> tuple[CheckpointFiles, dict[str, Entry], dict[str, torch.Tensor]]:
+    """All that can go wrong, before anything is changed: names, shapes, files."""
+    file_of = _weight_map(folder)
+    files = CheckpointFiles(folder)
     own = {k: t for k, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
-    stored = {id(own[name]) for name in where if name in own}
-    check_names([name for name, t in own.items() if name in where or id(t) not in stored], where,
+    stored = {id(own[name]) for name in file_of if name in own}
+    check_names([name for name, t in own.items() if name in file_of or id(t) not in stored], file_of,
                 f"the folder {folder}")
     entries = {}
-    for name, file in where.items():
-        found = _tensor(files, name, file)
-        entries[name] = Entry(name, found.dtype, tuple(found.shape), False,
-                              (Piece(file, name, whole(found), None),) if found.numel() else ())
+    for name, file in file_of.items():
+        tensor = _tensor(files, name, file)
+        pieces = (SavedPiece(file, name, whole_region(tensor), None),) if tensor.numel() else ()
+        entries[name] = Entry(name, tensor.dtype, tuple(tensor.shape), False, pieces)
         check_fit(entries[name], own[name], dtype=False)
     for entry, piece, _ in needed({name: own[name] for name in entries}, entries):
-        files.view(entry, piece)
-    _check_tied(files, entries, own)
+        files.view(entry, piece)                     # raises where the piece is not there
+    _check_tied_weights(files, entries, own)
     return files, entries, own
 
 
-def _check_tied(files: Files, entries: dict[str, Entry], own: dict[str, torch.Tensor]) -> None:
+def _check_tied_weights(files: CheckpointFiles, entries: dict[str, Entry], own: dict[str, torch.Tensor]) -> None:
     """One tensor under two names of the folder takes one value."""
     first: dict[int, str] = {}
     for name, entry in entries.items():
@@ -76,75 +85,75 @@ def _check_tied(files: Files, entries: dict[str, Entry], own: dict[str, torch.Te
         if other is not entry and [digest(files.view(other, p)) for p in other.pieces] != [
                 digest(files.view(entry, p)) for p in entry.pieces]:
             raise CheckpointError(f"{other.name!r} and {name!r} are one tensor in the module, two in the folder",
-                                  "they have other values there", "untie them, load, and decide which one counts")
+                                  "their values differ there", "untie them, load, and decide which one to keep")
 
 
-def _tensor(files: Files, name: str, file: str) -> torch.Tensor:
+def _tensor(files: CheckpointFiles, name: str, file: str) -> torch.Tensor:
     opened = files.open(file)
     if name not in opened.keys():
-        raise CheckpointError(f"{files.folder / file} has no tensor {name!r}", "the index says that it has")
+        raise CheckpointError(f"{files.folder / file} has no tensor {name!r}", "the index says that it has one")
     return opened.get_tensor(name)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """name -> file, of a folder of either kind."""
     if (folder / SINGLE).is_file():
-        return dict.fromkeys(Files(folder).open(SINGLE).keys(), SINGLE)
+        return dict.fromkeys(CheckpointFiles(folder).open(SINGLE).keys(), SINGLE)
     if not (folder / INDEX).is_file():
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}", fix="a folder that save_safetensors wrote")
     try:
-        found = json.loads((folder / INDEX).read_bytes())["weight_map"]
-        wrong = [file for file in found.values() if not (isinstance(file, str) and _NAME.fullmatch(file))]
+        file_of = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        invalid = [file for file in file_of.values() if not (isinstance(file, str) and _NAME.fullmatch(file))]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / INDEX} is damaged", f"{type(error).__name__}: {error}") from None
-    if wrong:
-        raise CheckpointError(f"{folder / INDEX} names a file {wrong[0]!r:.80}", "that is no file of this folder")
-    return found
+    if invalid:
+        raise CheckpointError(f"{folder / INDEX} names a file {invalid[0]!r:.80}", "that is no file of this folder")
+    return file_of
 
 
 def save_safetensors(module: nn.Module, folder: str | os.PathLike[str], *, shard_gb: float = 5.0) -> None:
     """Write the parameters and buffers of a module into `folder`; collective.
 
     One file, model.safetensors, or where that would be larger than `shard_gb` (1e9 bytes) several and an index. Each
-    file is written by one rank, the ranks in turn, which holds it whole meanwhile. The files of an earlier save are
-    replaced when all are written. Raises CheckpointError on every process where a file cannot be written.
+    file is written by one rank, the ranks taking turns, which needs memory for all of it. The files of an earlier save
+    are replaced when all are written. Raises CheckpointError on every process where a file cannot be written.
     """
     need_safetensors()
     folder = Path(folder)
-    tensors = together("saving safetensors", lambda: _stored(module), _outline)
-    groups = _groups(tensors, shard_gb * 1e9)
+    tensors = collective_try("saving safetensors", lambda: _tensors_to_save(module), _fingerprint)
+    groups = _names_by_file(tensors, shard_gb * 1e9)
     names = [SINGLE] if len(groups) == 1 else [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
                                                for i in range(len(groups))]
-    together("making the folder", lambda: folder.mkdir(parents=True, exist_ok=True))
+    collective_try("making the folder", lambda: folder.mkdir(parents=True, exist_ok=True))
     written: list[tuple[Path, Path]] = []
     for i, (name, group) in enumerate(zip(names, groups)):
         rank = i % world_size()
-        held = _gathered({n: tensors[n] for n in group}, rank)
-        written += together("writing safetensors", lambda name=name, held=held, rank=rank:
-                            _write(folder / name, held) if rank in world().local_ranks else [])
-    together("renaming safetensors", lambda: _rename(written))
-    together("finishing safetensors", lambda: _finish(folder, dict(zip(names, groups)), tensors))
+        held = _gather_to({n: tensors[n] for n in group}, rank)
+        written += collective_try("writing safetensors", lambda name=name, held=held, rank=rank:
+                                  _write_temporary(folder / name, held) if rank in world().local_ranks else [])
+    collective_try("renaming safetensors", lambda: _rename(written))
+    collective_try("finishing safetensors", lambda: _write_index(folder, dict(zip(names, groups)), tensors))
 
 
-def _outline(tensors: dict[str, torch.Tensor]) -> int:
-    """What all processes must have in common, as one number."""
+def _fingerprint(tensors: dict[str, torch.Tensor]) -> int:
+    """What must be the same on all processes, as one number."""
     return zlib.crc32(repr([(name, t.shape, t.dtype) for name, t in tensors.items()]).encode())
 
 
-def _stored(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What is to be stored: tied tensors under the first of their names."""
+def _tensors_to_save(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors by name, tied ones under the first of their names."""
     known: set[int] = set()
-    found = {}
+    tensors = {}
     for name, t in module.state_dict(keep_vars=True).items():
         if isinstance(t, torch.Tensor) and id(t) not in known:
             check_dtype(name, t)
             known.add(id(t))
-            found[name] = t.detach()
-    return found
+            tensors[name] = t.detach()
+    return tensors
 
 
-def _groups(tensors: dict[str, torch.Tensor], limit: float) -> list[list[str]]:
-    """Names by file, in order, each file as full as the limit allows."""
+def _names_by_file(tensors: dict[str, torch.Tensor], limit: float) -> list[list[str]]:
+    """For each file the names of its tensors, in order; each file is as full as the limit allows."""
     groups: list[list[str]] = [[]]
     size = 0.0
     for name, t in tensors.items():
@@ -157,37 +166,37 @@ def _groups(tensors: dict[str, torch.Tensor], limit: float) -> list[list[str]]:
     return groups
 
 
-def _gathered(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """These tensors whole, in the process that drives `rank`; one boxing for all."""
+def _gather_to(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """These tensors whole, in the process that drives `rank`, in one boxing."""
     globals_ = {name: t for name, t in tensors.items() if isinstance(t, GlobalTensor)}
     items = [Move(t.spec, t.shards, layout(placement(t.placement.type, [rank]), (broadcast,)))
              for t in globals_.values()]
-    found = dict(zip(globals_, move_shards(items, "save_safetensors"))) if items else {}
+    shards = dict(zip(globals_, move_shards(items, "save_safetensors"))) if items else {}
     if rank not in world().local_ranks:
         return {}
-    return {name: (found[name][rank] if name in found else t).cpu().contiguous() for name, t in tensors.items()}
+    return {name: (shards[name][rank] if name in shards else t).cpu().contiguous() for name, t in tensors.items()}
 
 
-def _write(path: Path, held: dict[str, torch.Tensor]) -> list[tuple[Path, Path]]:
-    aside = folders.aside(path)
-    write_file(aside, held, {"format": "pt"})
-    return [(aside, path)]
+def _write_temporary(path: Path, held: dict[str, torch.Tensor]) -> list[tuple[Path, Path]]:
+    temporary = folders.temporary_name(path)
+    write_file(temporary, held, {"format": "pt"})
+    return [(temporary, path)]
 
 
 def _rename(written: list[tuple[Path, Path]]) -> None:
-    for aside, path in written:
-        os.replace(aside, path)
+    for temporary, path in written:
+        os.replace(temporary, path)
 
 
-def _finish(folder: Path, groups: dict[str, list[str]], tensors: dict[str, torch.Tensor]) -> None:
-    """The index, and away with the files of an earlier save that is not there any more."""
+def _write_index(folder: Path, groups: dict[str, list[str]], tensors: dict[str, torch.Tensor]) -> None:
+    """Write the index, and delete files of an earlier save that this one did not replace."""
     if world().rank != 0:
         return
     if len(groups) > 1:
         total = sum(t.numel() * t.dtype.itemsize for t in tensors.values())
         index: dict[str, Any] = {"metadata": {"total_size": total},
                                  "weight_map": {name: file for file, names in groups.items() for name in names}}
-        folders.write(folder / INDEX, json.dumps(index, indent=2).encode() + b"\n")
+        folders.write_atomically(folder / INDEX, json.dumps(index, indent=2).encode() + b"\n")
     for path in list(folder.iterdir()):
         stale = path.name == INDEX or _SHARD.fullmatch(path.name)
         if stale and path.name not in groups and not (path.name == INDEX and len(groups) > 1):

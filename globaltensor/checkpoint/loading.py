@@ -1,10 +1,10 @@
-"""Loading: check all that is needed, agree that all is well, and only then change anything.
+"""Loading: check everything, agree that all processes succeeded, and only then change anything.
 
-Every tensor of the state says which box of it each rank of this process holds; the manifest says in which pieces that
-box lies. Neither knows of the other's layout, so any layout and number of ranks loads what any other has saved.
+Every tensor of the state knows which region of it each rank of this process holds; the manifest says which pieces that
+region overlaps. Neither depends on the other's layout, so any layout and number of ranks loads what any other saved.
 
-Three rounds, each ended by an agreement of all processes: the pieces are hashed; objects that take their state by
-load_state_dict are given it, on new tensors, so that the old state can be put back; tensors are written in place.
+Three rounds, and all processes agree after each of the first two: the pieces are hashed; objects that take their state
+by load_state_dict get it, on new tensors, so that the old state can be restored; tensors are written in place.
 """
 from __future__ import annotations
 
@@ -20,143 +20,151 @@ import torch
 from torch import nn
 
 from globaltensor.checkpoint import folders
-from globaltensor.checkpoint.collective import together
-from globaltensor.checkpoint.manifest import CheckpointError, Entry, Manifest, parse
-from globaltensor.checkpoint.pieces import Files, beside, like, need_safetensors, overlaps, parts
-from globaltensor.checkpoint.tree import Flat, at, decode, flatten, is_object, join, state_of
+from globaltensor.checkpoint.collective import collective_try
+from globaltensor.checkpoint.manifest import CheckpointError, Entry, Manifest, parse_manifest
+from globaltensor.checkpoint.pieces import (
+    CheckpointFiles,
+    empty_copy,
+    empty_state,
+    local_parts,
+    need_safetensors,
+    overlaps,
+)
+from globaltensor.checkpoint.tree import FlatState, at_path, decode, flatten, is_object, join_path, state_of
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 
-class Ready(NamedTuple):
-    """What is checked, and can be loaded."""
+class CheckedState(NamedTuple):
+    """A state and a checkpoint that were found to fit."""
 
     digest: str                                      # of the manifest: all processes load the same one
     manifest: Manifest
-    files: Files
-    flat: Flat
-    made: dict[str, torch.Tensor]                    # new tensors, for objects that take their state whole
+    files: CheckpointFiles
+    flat: FlatState
+    new: dict[str, torch.Tensor]                     # new tensors, for objects that take their state as a whole
 
 
-def load(state: Any, directory: str | os.PathLike[str]) -> Any:
+def load_folder(state: Any, directory: str | os.PathLike[str]) -> Any:
     """Load the latest version in `directory` into `state`; collective.
 
-    state      as it was given to `save`, under any layout and number of ranks: its tensors are written in place (they
-               stay the same objects), its objects get load_state_dict. A fresh optimizer needs no state yet: what is
-               made lies like the parameter it belongs to
-    directory  as it was given to `save`, or one version in it, such as run/checkpoint/step-00000003
+    state      as it was passed to `save`, under any layout and number of ranks: its tensors are written in place (they
+               stay the same objects), its objects get load_state_dict. A fresh optimizer needs no state yet: its new
+               tensors are laid out like the parameters they belong to
+    directory  as it was passed to `save`, or one version in it, such as run/checkpoint/step-00000003
 
     Returns a state of the same structure, with these same tensors and objects, and the plain values that were saved.
     A tensor's dtype, shape and name must be as saved. Raises CheckpointError, on every process and before anything is
     changed, where something is missing, damaged, or does not fit; it names the piece and the rank that needs it.
     """
     need_safetensors()
-    ready = together("loading a checkpoint", lambda: _check(state, Path(directory)), lambda ready: ready.digest)
-    entries, flat = ready.manifest.entries, ready.flat
+    checked = collective_try("loading a checkpoint", lambda: _check_loadable(state, Path(directory)),
+                             lambda checked: checked.digest)
+    entries, flat = checked.manifest.entries, checked.flat
 
     undo: list[Callable[[], None]] = []
     try:
-        together("giving objects their state", lambda: _give(ready, undo))
+        collective_try("loading the state of objects", lambda: _load_objects(checked, undo))
         done: set[int] = set()
         for name, entry in entries.items():
             t = flat.tensors.get(name)
-            if name not in ready.made and id(t) not in done:
+            if name not in checked.new and id(t) not in done:
                 done.add(id(t))
-                ready.files.fill(entry, t)
+                checked.files.fill(entry, t)
     except BaseException as error:
-        _take_back(undo, error)
+        _undo_all(undo, error)
         raise
-    return _placed(state, _decoded(ready))
+    return _merged_state(state, _decoded(checked))
 
 
 # ------------------------------------------------------------------------------------------------ before: checks
 
 
-def read(directory: Path) -> tuple[Path, Manifest, str]:
-    """The folder of the version to load, its manifest, and the hash of that."""
-    folder, data, named = folders.find(directory)
-    seen = hashlib.sha256(data).hexdigest()
-    if named not in ("", seen):
+def read_manifest(directory: Path) -> tuple[Path, Manifest, str]:
+    """The folder of the version to load, its manifest, and the manifest's hash."""
+    folder, data, expected = folders.find_version(directory)
+    actual = hashlib.sha256(data).hexdigest()
+    if expected not in ("", actual):
         raise CheckpointError(f"{folder / folders.MANIFEST} is damaged, or {folders.LATEST!r} is",
-                              f"its bytes hash to {seen[:12]}..., {folders.LATEST!r} says {named[:12]}...",
-                              f"a version itself: load(state, '{directory}/step-...')")
-    return folder, parse(data, str(folder / folders.MANIFEST)), seen
+                              f"its bytes hash to {actual[:12]}..., {folders.LATEST!r} says {expected[:12]}...",
+                              f"name a version: load(state, '{directory}/step-...')")
+    return folder, parse_manifest(data, str(folder / folders.MANIFEST)), actual
 
 
-def _check(state: Any, directory: Path) -> Ready:
+def _check_loadable(state: Any, directory: Path) -> CheckedState:
     """Everything that can go wrong, before anything is changed."""
-    folder, manifest, digest = read(directory)
+    folder, manifest, digest = read_manifest(directory)
     flat = flatten(state)
-    files = Files(folder)
-    made = _made(manifest, flat)
-    targets = {**{k: t for k, t in flat.tensors.items() if not _dropped(k, flat, manifest)}, **made}
+    files = CheckpointFiles(folder)
+    new = _new_tensors(manifest, flat)
+    targets = {**{k: t for k, t in flat.tensors.items() if not _is_dropped(k, flat, manifest)}, **new}
     check_names(targets, manifest.entries, f"the checkpoint in {folder}")
     for name, t in targets.items():
         check_fit(manifest.entries[name], t)
-    _check_tied(targets, manifest.entries)
+    _check_tied_tensors(targets, manifest.entries)
     _check_keys(state, decode(manifest.state, lambda name: None), "", f"the checkpoint in {folder}")
     files.verify(needed(targets, manifest.entries))
-    return Ready(digest, manifest, files, flat, made)
+    return CheckedState(digest, manifest, files, flat, new)
 
 
 def needed(targets: dict[str, torch.Tensor], entries: dict[str, Entry]) -> Iterable[tuple[Entry, Any, int]]:
-    """The pieces that this process needs, and a rank that does."""
+    """The pieces that this process needs, each with a rank that needs it."""
     for name, t in targets.items():
-        for part in parts(t):
+        for part in local_parts(t):
             for piece, _ in overlaps(entries[name], part.region):
                 yield entries[name], piece, part.rank
 
 
 def check_names(own: Iterable[str], saved: Iterable[str], what: str, kind: str = "tensor") -> None:
-    """Both have the same names. Raises CheckpointError with the nearest ones."""
+    """Check that both have the same names. Raises CheckpointError with the closest ones."""
     own, saved = list(own), list(saved)
-    for mine, other, has, lacks in ((own, saved, "the state", what), (saved, own, what, "the state")):
-        extra = sorted(set(mine) - set(other))
+    for names, others, has, lacks in ((own, saved, "the state", what), (saved, own, what, "the state")):
+        extra = sorted(set(names) - set(others))
         if extra:
-            near = difflib.get_close_matches(extra[0], sorted(set(other) - set(mine)) or other, 3, 0.4)
-            more = f", and {len(extra) - 1} more that the other lacks" if len(extra) > 1 else ""
-            raise CheckpointError(f"{has} has a {kind} {extra[0]!r}, {lacks} has not",
-                                  (f"nearest there: {', '.join(map(repr, near))}" if near else
-                                   f"it has {', '.join(map(repr, other[:4])) or 'none'}") + more,
+            near = difflib.get_close_matches(extra[0], sorted(set(others) - set(names)) or others, 3, 0.4)
+            more = f", and {len(extra) - 1} more that are missing" if len(extra) > 1 else ""
+            raise CheckpointError(f"{has} has a {kind} {extra[0]!r}, {lacks} does not",
+                                  (f"the closest there: {', '.join(map(repr, near))}" if near else
+                                   f"it has {', '.join(map(repr, others[:4])) or 'none'}") + more,
                                   "the same structure and the same model as when it was saved")
 
 
 def check_fit(entry: Entry, t: torch.Tensor, dtype: bool = True) -> None:
-    """A tensor has the shape, and the dtype, that was saved, and can be written to."""
+    """Check that a tensor has the shape, and the dtype, that was saved, and can be written to."""
     if tuple(t.shape) != entry.shape:
         raise CheckpointError(f"{entry.name!r} is {list(t.shape)} in the state, {list(entry.shape)} in the checkpoint",
                               "a checkpoint is loaded into tensors of the same shapes", "the model that was saved")
     if dtype and t.dtype != entry.dtype:
         raise CheckpointError(f"{entry.name!r} is {t.dtype} in the state, {entry.dtype} in the checkpoint",
-                              "values are loaded bit by bit, never rounded", f"x.to({entry.dtype}) before loading")
+                              "values are loaded bit for bit, never rounded", f"x.to({entry.dtype}) before loading")
     check_writable(t, f"{entry.name!r} of the state")
 
 
 def check_writable(t: torch.Tensor, name: str) -> None:
-    """What is written into a tensor must be there afterwards, each element once."""
+    """Check that what is written into a tensor stays there, and that its elements do not share memory."""
     if isinstance(t, GlobalTensor) and t.spec.copied:
         raise CheckpointError(f"{name} is a view that had to be boxed",
-                              "it is a copy: what is loaded into it would not reach what it was made from",
-                              "the tensor that it is a view of")
-    if t.is_inference() or any(torch._debug_has_internal_overlap(part.data) == 1 for part in parts(t)):
+                              "it is a copy: what is loaded into it would not reach the original",
+                              "the tensor of which it is a view")
+    if t.is_inference() or any(torch._debug_has_internal_overlap(part.data) == 1 for part in local_parts(t)):
         raise CheckpointError(f"{name} cannot be written to",
-                              "it was made in inference mode, or is expanded: elements share their memory", "x.clone()")
+                              "it was made in inference mode, or is expanded: its elements share memory", "x.clone()")
 
 
-def _check_tied(targets: dict[str, torch.Tensor], entries: dict[str, Entry]) -> None:
-    """One tensor under two names takes one value: both must have been saved as the same."""
+def _check_tied_tensors(targets: dict[str, torch.Tensor], entries: dict[str, Entry]) -> None:
+    """One tensor under two names gets one value: both must have been saved with the same one."""
     first: dict[int, str] = {}
     for name, t in targets.items():
         other = first.setdefault(id(t), name)
         a, b = ({(p.region, p.sha256) for p in entries[n].pieces} for n in (name, other))
         if a != b:
             raise CheckpointError(f"{other!r} and {name!r} are one tensor in the state, two in the checkpoint",
-                                  "they were not tied when it was saved, and have other values",
-                                  "untie them, load, and decide which one counts")
+                                  "they were not tied when it was saved, and their values differ",
+                                  "untie them, load, and decide which one to keep")
 
 
 def _check_keys(own: Any, saved: Any, path: str, what: str) -> None:
-    """Dicts and lists with tensors or objects in them have the same keys; plain values are taken as saved."""
-    if not _holds(own):
+    """Check that dicts and lists with tensors or objects in them have the same keys; plain values are replaced."""
+    if not _has_tensors(own):
         return
     if is_object(own):
         if not isinstance(saved, dict):
@@ -167,25 +175,25 @@ def _check_keys(own: Any, saved: Any, path: str, what: str) -> None:
             raise CheckpointError(f"{path or 'the state'!r} is a {type(own).__name__}, "
                                   f"a {type(saved).__name__} in {what}", fix="the state as it was saved")
         mine, theirs = (v if isinstance(v, dict) else dict(enumerate(v)) for v in (own, saved))
-        check_names((join(path, k) for k in mine), (join(path, k) for k in theirs), what, "value")
+        check_names((join_path(path, k) for k in mine), (join_path(path, k) for k in theirs), what, "value")
         if mine.keys() != theirs.keys():
             raise CheckpointError(f"keys of {path or 'the state'!r} are ints in one and strings in the other",
                                   fix="the same keys as when it was saved")
         for key, value in mine.items():
-            _check_keys(value, theirs[key], join(path, key), what)
+            _check_keys(value, theirs[key], join_path(path, key), what)
 
 
-def _holds(own: Any) -> bool:
-    """Does a state have tensors or objects in it?"""
+def _has_tensors(own: Any) -> bool:
+    """Are there tensors or objects in this part of a state?"""
     if isinstance(own, (dict, list, tuple)):
-        return any(map(_holds, own.values() if isinstance(own, dict) else own))
+        return any(map(_has_tensors, own.values() if isinstance(own, dict) else own))
     return isinstance(own, torch.Tensor) or is_object(own)
 
 
-# ------------------------------------------------------------------------------ objects that take their state whole
+# ---------------------------------------------------------------------------- objects that take their state as a whole
 
 
-def _owner(name: str, flat: Flat) -> tuple[str, Any]:
+def _owner(name: str, flat: FlatState) -> tuple[str, Any]:
     """The object, not a module, to which a tensor belongs, and its path; None for those written in place."""
     for path, value in flat.objects.items():
         if not isinstance(value, nn.Module) and (not path or name.startswith(path + "/")):
@@ -193,36 +201,36 @@ def _owner(name: str, flat: Flat) -> tuple[str, Any]:
     return "", None
 
 
-def _made(manifest: Manifest, flat: Flat) -> dict[str, torch.Tensor]:
-    """A new tensor for each that an object will be given. An optimizer need not have its like yet."""
-    made = {}
+def _new_tensors(manifest: Manifest, flat: FlatState) -> dict[str, torch.Tensor]:
+    """A new tensor for each that the state_dict of an object has. A fresh optimizer does not have them yet."""
+    new = {}
     for name, entry in manifest.entries.items():
         path, owner = _owner(name, flat)
         if owner is None:
             continue
         if name in flat.tensors:
             check_fit(entry, flat.tensors[name])
-            made[name] = like(flat.tensors[name])
+            new[name] = empty_copy(flat.tensors[name])
         elif isinstance(owner, torch.optim.Optimizer):
             param = _param(name[len(path) + 1 if path else 0:], owner)
             if param is not None:
                 _check_state(entry, param)
                 on_param = entry.is_global or isinstance(param, GlobalTensor) and _like_param(entry, param)
-                made[name] = beside(param, entry.shape, entry.dtype) if on_param else torch.empty(
+                new[name] = empty_state(param, entry.shape, entry.dtype) if on_param else torch.empty(
                     entry.shape, dtype=entry.dtype)
-    return made
+    return new
 
 
 def _like_param(entry: Entry, param: torch.Tensor) -> bool:
-    """Is what was saved of a plain optimizer a tensor like its parameter, not a counter?"""
+    """Was this saved by an optimizer of plain tensors, for a parameter, and is no step counter?"""
     return entry.shape == tuple(param.shape) and not entry.name.endswith("/step")
 
 
 def _param(rest: str, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
     """The parameter to which a name within an optimizer's state_dict belongs."""
-    found = re.fullmatch(r"state/(\d{1,9})/.+", rest)
+    match = re.fullmatch(r"state/(\d{1,9})/.+", rest)
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return params[int(found[1])] if found and int(found[1]) < len(params) else None
+    return params[int(match[1])] if match and int(match[1]) < len(params) else None
 
 
 def _check_state(entry: Entry, param: torch.Tensor) -> None:
@@ -232,41 +240,41 @@ def _check_state(entry: Entry, param: torch.Tensor) -> None:
                               "the optimizer of the model that was saved")
 
 
-def _dropped(name: str, flat: Flat, manifest: Manifest) -> bool:
-    """State of an optimizer that it had not yet when it was saved: load_state_dict replaces all of it."""
+def _is_dropped(name: str, flat: FlatState, manifest: Manifest) -> bool:
+    """Is this state that the optimizer did not have yet when it was saved? load_state_dict replaces all of it."""
     return name not in manifest.entries and isinstance(_owner(name, flat)[1], torch.optim.Optimizer)
 
 
-def _decoded(ready: Ready) -> Any:
-    """The saved state, with new tensors where they were made and the state's own elsewhere."""
-    return decode(ready.manifest.state, lambda name: ready.made[name] if name in ready.made
-                  else ready.flat.tensors[name])
+def _decoded(checked: CheckedState) -> Any:
+    """The saved state, with new tensors where there are such and the state's own elsewhere."""
+    return decode(checked.manifest.state, lambda name: checked.new[name] if name in checked.new
+                  else checked.flat.tensors[name])
 
 
-def _give(ready: Ready, undo: list[Callable[[], None]]) -> None:
-    """load_state_dict of every object; what to call to take it back is added to `undo`."""
-    for name, t in ready.made.items():
-        ready.files.fill(ready.manifest.entries[name], t)
-    saved = _decoded(ready)
-    for path, value in ready.flat.objects.items():
-        own = at(saved, path)
+def _load_objects(checked: CheckedState, undo: list[Callable[[], None]]) -> None:
+    """Call load_state_dict of every object; functions that undo it are added to `undo`."""
+    for name, t in checked.new.items():
+        checked.files.fill(checked.manifest.entries[name], t)
+    saved = _decoded(checked)
+    for path, value in checked.flat.objects.items():
+        own = at_path(saved, path)
         if isinstance(value, nn.Module) and all(isinstance(v, torch.Tensor) for v in own.values()):
-            continue                                 # its tensors are written in place, and there is nothing else
-        undo.append(_undoing(value))
+            continue                                 # its tensors are written in place, and it has nothing else
+        undo.append(_restore_function(value))
         value.load_state_dict(own)
 
 
-def _take_back(undo: list[Callable[[], None]], error: BaseException) -> None:
-    """Undo all of it; what refuses its old state too is told in a note to the error."""
+def _undo_all(undo: list[Callable[[], None]], error: BaseException) -> None:
+    """Undo all of it. An object that refuses its old state, too, is mentioned in a note to the error."""
     for step in reversed(undo):
         try:
             step()
         except Exception as another:
-            error.add_note(f"and its old state could not be given back: {type(another).__name__}: {another}")
+            error.add_note(f"and the old state could not be restored: {type(another).__name__}: {another}")
 
 
-def _undoing(value: Any) -> Callable[[], None]:
-    """What puts the present state of an object back. Copies what load_state_dict might write into."""
+def _restore_function(value: Any) -> Callable[[], None]:
+    """A function that restores the present state of an object. Copies what load_state_dict might overwrite."""
     before = state_of(value)
     if not isinstance(value, (nn.Module, torch.optim.Optimizer)):
         before = _copied(before)
@@ -281,12 +289,12 @@ def _copied(value: Any) -> Any:
     return [_copied(v) for v in value] if type(value) is list else value
 
 
-def _placed(own: Any, saved: Any) -> Any:
-    """The saved values in the structure of the state, its own tensors and objects in their places."""
+def _merged_state(own: Any, saved: Any) -> Any:
+    """The saved values in the structure of the state, with the state's own tensors and objects."""
     if is_object(own) or isinstance(own, torch.Tensor):
         return own
-    if not _holds(own):
+    if not _has_tensors(own):
         return saved
     if isinstance(own, dict):
-        return {k: _placed(v, saved[k]) for k, v in own.items()}
-    return type(own)(_placed(v, w) for v, w in zip(own, saved))
+        return {k: _merged_state(v, saved[k]) for k, v in own.items()}
+    return type(own)(_merged_state(v, w) for v, w in zip(own, saved))

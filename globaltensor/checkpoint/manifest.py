@@ -1,11 +1,11 @@
-"""The manifest: what a checkpoint holds and where. It is data, never code, and nothing in it is believed unchecked.
+"""The manifest: what a checkpoint holds and where. It is data, never code, and everything in it is checked.
 
     {"sha256": "<of the bytes of body>", "manifest": {"format": 1, "state": ..., "tensors": {
         "model/0.weight": {"dtype": "float32", "shape": [7, 5], "global": true, "pieces": [
             {"file": "rank-00000.safetensors", "key": "...", "region": [[0, 4], [0, 5]], "sha256": "..."}, ...]}}}}
 
-A *piece* is a box of a tensor, (start, stop) per dim, that lies whole in one file. The pieces of a tensor tile it:
-every element lies in exactly one of them. `state` is everything that is not a tensor (tree.py).
+A *piece* is a region of a tensor, (start, stop) per dim, stored as one tensor of one file. The pieces of a tensor tile
+it: every element is in exactly one of them. `state` is everything that is not a tensor (tree.py).
 """
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ FORMAT = 1
 DTYPES = {str(d).removeprefix("torch."): d for d in (
     torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
     torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.complex64)}                                # what the safetensors format knows
+    torch.complex64)}                                # those of the safetensors format
 _HEAD, _MIDDLE, _TAIL = b'{"sha256": "', b'",\n"manifest": ', b"}\n"
-_FILE = re.compile(r"rank-\d{5,9}\.safetensors")     # no folder, no way out of this one
+_FILE = re.compile(r"rank-\d{5,9}\.safetensors")     # no path: a manifest must not name other folders
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class CheckpointError(GlobalTensorError):
-    """A checkpoint that cannot be written, is not whole, or does not fit what it is loaded into."""
+    """A checkpoint that cannot be written, is incomplete or damaged, or does not fit the state it is loaded into."""
 
-    def __reduce__(self) -> tuple:                   # torch's checkpoints send errors from rank to rank
+    def __reduce__(self) -> tuple:                   # torch's checkpoints pickle errors, to send them to other ranks
         return type(self), (self.what, self.why, self.fix, self.where)
 
 
-class Piece(NamedTuple):
-    """A box of a tensor: in which file, under which key, and the hash of its bytes."""
+class SavedPiece(NamedTuple):
+    """A region of a tensor: in which file, under which key, and the hash of its bytes."""
 
     file: str
     key: str
     region: Region
-    sha256: str | None                               # None: of a format without hashes
+    sha256: str | None                               # None: the format has no hashes
 
 
 class Entry(NamedTuple):
@@ -56,11 +56,11 @@ class Entry(NamedTuple):
     dtype: torch.dtype
     shape: Shape
     is_global: bool
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SavedPiece, ...]
 
 
 class Manifest(NamedTuple):
-    """All of it: the tensors by name, and the encoded rest of the state."""
+    """The whole manifest: the tensors by name, and the rest of the state, encoded."""
 
     entries: dict[str, Entry]
     state: Any
@@ -71,7 +71,7 @@ def region_text(region: Region) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in region)}]"
 
 
-def dump(manifest: Manifest) -> bytes:
+def dump_manifest(manifest: Manifest) -> bytes:
     """The bytes of manifest.json."""
     tensors = {e.name: {"dtype": str(e.dtype).removeprefix("torch."), "shape": list(e.shape), "global": e.is_global,
                         "pieces": [{"file": p.file, "key": p.key, "region": p.region, "sha256": p.sha256}
@@ -81,25 +81,25 @@ def dump(manifest: Manifest) -> bytes:
     return _HEAD + hashlib.sha256(body).hexdigest().encode() + _MIDDLE + body + _TAIL
 
 
-def parse(data: bytes, where: str) -> Manifest:
+def parse_manifest(data: bytes, where: str) -> Manifest:
     """The manifest in these bytes, with everything in it checked. Raises CheckpointError, naming the file `where`."""
     head = len(_HEAD) + 64
     body = data[head + len(_MIDDLE):-len(_TAIL)]
-    said = data[len(_HEAD):head].decode("latin-1")
-    framed = data == _HEAD + said.encode("latin-1") + _MIDDLE + body + _TAIL
-    if not framed or hashlib.sha256(body).hexdigest() != said:
-        raise CheckpointError(f"{where} is damaged", "its bytes do not have the hash that it names",
+    stated = data[len(_HEAD):head].decode("latin-1")
+    framed = data == _HEAD + stated.encode("latin-1") + _MIDDLE + body + _TAIL
+    if not framed or hashlib.sha256(body).hexdigest() != stated:
+        raise CheckpointError(f"{where} is damaged", "its bytes do not have the hash that it states",
                               "another version: load(state, '<directory>/step-...')")
     try:
-        raw = json.loads(body, object_pairs_hook=_once, parse_constant=_no_constant)
+        raw = json.loads(body, object_pairs_hook=_unique_names, parse_constant=_refuse_constant)
         if _field(raw, "format", int) != FORMAT:
             raise CheckpointError(f"{where} has format {raw['format']}, this library reads {FORMAT}",
                                   "it was written by another version of the library")
         entries = {name: _entry(name, value) for name, value in _field(raw, "tensors", dict).items()}
         seen: set[str] = set()
-        decode(raw.get("state"), lambda name: seen.add(_known(name, entries)))
+        decode(raw.get("state"), lambda name: seen.add(_listed(name, entries)))
         if seen != entries.keys():
-            raise ValueError(f"the tensor {min(entries.keys() - seen)!r} stands nowhere in its state")
+            raise ValueError(f"the tensor {min(entries.keys() - seen)!r} is not used in its state")
         return Manifest(entries, raw.get("state"))
     except (ValueError, RecursionError) as error:
         if isinstance(error, GlobalTensorError):
@@ -107,15 +107,15 @@ def parse(data: bytes, where: str) -> Manifest:
         raise CheckpointError(f"{where} is not a manifest of a checkpoint", str(error)) from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands twice in one object")
-    return found
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a name occurs twice in one object")
+    return values
 
 
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")          # Python's parser would accept NaN and Infinity
 
 
 def _field(raw: Any, key: str, kind: type) -> Any:
@@ -125,7 +125,7 @@ def _field(raw: Any, key: str, kind: type) -> Any:
     return value
 
 
-def _known(name: str, entries: dict[str, Entry]) -> str:
+def _listed(name: str, entries: dict[str, Entry]) -> str:
     if name not in entries:
         raise ValueError(f"its state names a tensor {name!r} that it does not list")
     return name
@@ -143,32 +143,33 @@ def _entry(name: str, raw: Any) -> Entry:
         raise ValueError(f"{name!r} has an unknown dtype {raw['dtype']!r:.80}")
     shape = tuple(_size(n) for n in _field(raw, "shape", list))
     pieces = tuple(_piece(name, shape, p) for p in _field(raw, "pieces", list))
-    if len(shape) > 64 or prod(shape) >= 1 << 62 or not tiles([p.region for p in pieces], tuple((0, n) for n in shape)):
+    whole = tuple((0, n) for n in shape)
+    if len(shape) > 64 or prod(shape) >= 1 << 62 or not is_tiling([p.region for p in pieces], whole):
         raise ValueError(f"the pieces of {name!r} do not tile its shape {list(shape)}: "
                          f"{', '.join(region_text(p.region) for p in pieces[:8])}")
     return Entry(name, dtype, shape, _field(raw, "global", bool), pieces)
 
 
-def _piece(name: str, shape: Shape, raw: Any) -> Piece:
+def _piece(name: str, shape: Shape, raw: Any) -> SavedPiece:
     file, key, sha = (_field(raw, k, str) for k in ("file", "key", "sha256"))
     if not _FILE.fullmatch(file):
-        raise ValueError(f"a piece of {name!r} lies in a file {file!r:.80}, which is no name of a rank's file")
+        raise ValueError(f"a piece of {name!r} is in a file {file!r:.80}, which is not the name of a rank's file")
     if not _HASH.fullmatch(sha):
-        raise ValueError(f"a piece of {name!r} has a hash {sha!r:.80}, which is no sha256")
+        raise ValueError(f"a piece of {name!r} has a hash {sha!r:.80}, which is not a sha256")
     raw_region = _field(raw, "region", list)
     if len(raw_region) != len(shape) or not all(isinstance(b, list) and len(b) == 2 for b in raw_region):
         raise ValueError(f"a piece of {name!r} has the region {raw_region!r:.80} in a shape {list(shape)}")
     region = tuple((_size(a), _size(b)) for a, b in raw_region)
     if not all(a < b <= n for (a, b), n in zip(region, shape)):
         raise ValueError(f"a piece of {name!r} is {region_text(region)}, which is not inside {list(shape)}")
-    return Piece(file, key, region, sha)
+    return SavedPiece(file, key, region, sha)
 
 
-def tiles(regions: Iterable[Region], whole: Region) -> bool:
-    """Do these boxes cover `whole` exactly once?
+def is_tiling(regions: Iterable[Region], whole: Region) -> bool:
+    """Do these regions cover `whole` exactly once?
 
-    Cut where no box is in the way, then ask the same of each part. Every nd-sbp is made by such cuts, so none that
-    was saved is refused. O(n log n) for each level of cuts.
+    Cut where no region is in the way, then check each part. Every nd-sbp consists of such cuts, so no valid manifest is
+    refused. O(n log n) for each level of cuts.
     """
     regions = list(regions)
     if any(start == stop for start, stop in whole):
@@ -188,7 +189,7 @@ def tiles(regions: Iterable[Region], whole: Region) -> bool:
         if len(groups) > 1:
             ends = [start, *(last for _, last, _ in groups)]
             return ends[-1] == stop and all(
-                first == before and tiles(members, (*whole[:dim], (first, last), *whole[dim + 1:]))
+                first == before and is_tiling(members, (*whole[:dim], (first, last), *whole[dim + 1:]))
                 for before, (first, last, members) in zip(ends, groups))
     return False
 

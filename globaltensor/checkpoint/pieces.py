@@ -1,9 +1,9 @@
-"""Who writes which box of which tensor, and how boxes are written to files and read from them.
+"""Which rank writes which region of which tensor, and how pieces are written to files and read from them.
 
-A box that several ranks hold is written by one of them, and large boxes are cut into pieces of at most 64 MiB, so
-that the writing of a broadcast tensor is shared out too. Every process decides alike, without a word: pieces go, the
-largest first, to the holder that has the least to write so far. Files are safetensors, one per rank, mapped into
-memory when they are read, so that only the pages of a part that is needed are read.
+A region that several ranks hold is written by one of them, and large regions are cut into pieces of at most 64 MiB, so
+that the writing of a broadcast tensor is shared, too. Every process assigns writers alike, without communication:
+pieces go, the largest first, to the holder that has the least to write so far. Files are safetensors, one per rank, and
+memory-mapped when they are read, so that only the pages that are needed are read.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from globaltensor.algorithms.aliasing import check_guard
 from globaltensor.checkpoint import folders
-from globaltensor.checkpoint.manifest import DTYPES, CheckpointError, Entry, Piece, region_text
+from globaltensor.checkpoint.manifest import DTYPES, CheckpointError, Entry, SavedPiece, region_text
 from globaltensor.layouts.layout import layout, spec
 from globaltensor.layouts.regions import Region, intersect, slices, volume
 from globaltensor.layouts.sbp import broadcast
@@ -26,10 +26,10 @@ from globaltensor.tensors.global_tensor import GlobalTensor
 
 try:
     from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
-except ImportError:                                  # an optional dependency: checkpoints say so when they are used
+except ImportError:                                  # an optional dependency: using checkpoints says that it is missing
     safe_open = None
 
-LARGEST = 64 << 20                                   # bytes of a piece: what a reader hashes to need any of it
+MAX_PIECE_BYTES = 64 << 20                           # a reader must hash all of a piece to use any of it
 
 
 def need_safetensors() -> None:
@@ -38,7 +38,7 @@ def need_safetensors() -> None:
                               fix="pip install safetensors")
 
 
-class Job(NamedTuple):
+class PieceToWrite(NamedTuple):
     """A piece of a tensor that `rank` writes."""
 
     name: str
@@ -50,43 +50,43 @@ class Job(NamedTuple):
         return f"{self.name} {region_text(self.region)}"
 
 
-class Part(NamedTuple):
-    """A part of a tensor in this process's memory: what it holds of the tensor, and the plain tensor itself."""
+class LocalPart(NamedTuple):
+    """A part of a tensor in this process's memory: which region of the tensor it is, and the plain tensor itself."""
 
     rank: int
     region: Region
     data: torch.Tensor
-    counts: bool = True                              # False: a term of a pending sum that is to be zero
+    counts: bool = True                              # False: a term of a pending sum that is loaded as zero
 
 
-def whole(t: torch.Tensor) -> Region:
+def whole_region(t: torch.Tensor) -> Region:
     return tuple((0, n) for n in t.shape)
 
 
-def parts(t: torch.Tensor) -> list[Part]:
-    """The parts of a tensor that this process has: a shard per rank, or the whole of a plain one."""
+def local_parts(t: torch.Tensor) -> list[LocalPart]:
+    """The parts of a tensor that this process holds: a shard per rank, or all of a plain one."""
     if not isinstance(t, GlobalTensor):
-        return [Part(world().rank, whole(t), t.detach())]
+        return [LocalPart(world().rank, whole_region(t), t.detach())]
     check_guard(t)
     first = {r: all(i == 0 or s.op != "sum" for i, s in zip(t.placement.coords[r], t.sbp)) for r in t.shards}
-    return [Part(r, t.spec.region(r), shard, first[r]) for r, shard in t.shards.items()]
+    return [LocalPart(r, t.spec.region(r), shard, first[r]) for r, shard in t.shards.items()]
 
 
-def cut_up(region: Region, itemsize: int) -> list[Region]:
-    """Boxes of at most LARGEST bytes that tile this one, cut along its first dim that is longer than 1."""
+def split_region(region: Region, itemsize: int) -> list[Region]:
+    """Regions of at most MAX_PIECE_BYTES that tile this one, cut along its first dim that is longer than 1."""
     dim = next((d for d, (start, stop) in enumerate(region) if stop - start > 1), None)
-    if volume(region) * itemsize <= LARGEST or dim is None:
+    if volume(region) * itemsize <= MAX_PIECE_BYTES or dim is None:
         return [region] if volume(region) else []
     start, stop = region[dim]
-    step = max(1, LARGEST * (stop - start) // (volume(region) * itemsize))
-    cut = [(*region[:dim], (a, min(a + step, stop)), *region[dim + 1:]) for a in range(start, stop, step)]
-    return [piece for part in cut for piece in cut_up(part, itemsize)]
+    step = max(1, MAX_PIECE_BYTES * (stop - start) // (volume(region) * itemsize))
+    slabs = [(*region[:dim], (a, min(a + step, stop)), *region[dim + 1:]) for a in range(start, stop, step)]
+    return [piece for slab in slabs for piece in split_region(slab, itemsize)]
 
 
-def share_out(tensors: Mapping[str, torch.Tensor], ranks: Iterable[int]) -> list[Job]:
+def assign_writers(tensors: Mapping[str, torch.Tensor], ranks: Iterable[int]) -> list[PieceToWrite]:
     """All pieces of all tensors, each with the rank that writes it; the same on every process.
 
-    A plain tensor is the same on all `ranks`. Tied tensors, the same object under two names, are written once.
+    All `ranks` hold a plain tensor. Tied tensors, one object under two names, are written once.
     """
     ranks, known = list(ranks), set()
     pieces: list[tuple[int, str, Region, list[int]]] = []
@@ -94,39 +94,40 @@ def share_out(tensors: Mapping[str, torch.Tensor], ranks: Iterable[int]) -> list
         if id(t) not in known:
             known.add(id(t))
             pieces += [(volume(piece) * t.dtype.itemsize, name, piece, holders)
-                       for region, holders in _holders(t, ranks).items() for piece in cut_up(region, t.dtype.itemsize)]
-    load = dict.fromkeys(ranks, 0)
-    jobs = []
+                       for region, holders in _holders_by_region(t, ranks).items()
+                       for piece in split_region(region, t.dtype.itemsize)]
+    load = dict.fromkeys(ranks, 0)                   # bytes that each rank has to write so far
+    assigned = []
     for nbytes, name, region, holders in sorted(pieces, key=lambda p: (-p[0], p[1], p[2])):
         rank = min(holders, key=load.__getitem__)
         load[rank] += nbytes
-        jobs.append(Job(name, region, rank))
-    return jobs
+        assigned.append(PieceToWrite(name, region, rank))
+    return assigned
 
 
-def _holders(t: torch.Tensor, ranks: list[int]) -> dict[Region, list[int]]:
+def _holders_by_region(t: torch.Tensor, ranks: list[int]) -> dict[Region, list[int]]:
     if not isinstance(t, GlobalTensor):
-        return {whole(t): ranks}
-    found: dict[Region, list[int]] = {}
+        return {whole_region(t): ranks}
+    holders: dict[Region, list[int]] = {}
     for r in t.placement.flat:
-        found.setdefault(t.spec.region(r), []).append(r)
-    return found
+        holders.setdefault(t.spec.region(r), []).append(r)
+    return holders
 
 
-def write(path: Path, data: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """A file of these tensors (on the CPU, contiguous), on the disk when this returns. key -> hash."""
-    with ThreadPoolExecutor(_threads()) as pool:     # hashes while it writes: neither needs Python for that
+def write_hashed(path: Path, data: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Write a file of these tensors (on the CPU, contiguous), on the disk when this returns; hashes by key."""
+    with ThreadPoolExecutor(_threads()) as pool:     # hashes while it writes: both release the GIL
         hashes = pool.map(digest, data.values())
         write_file(path, data)
         return dict(zip(data, hashes))
 
 
 def _threads() -> int:
-    return min(8, torch.get_num_threads())           # launchers share out the cores
+    return min(8, torch.get_num_threads())           # launchers divide the cores among the ranks by this
 
 
 def write_file(path: Path, data: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """The same without hashes; lets other threads run meanwhile."""
+    """The same without hashes; other threads can run meanwhile."""
     serialize_file({key: TensorSpec(dtype=str(t.dtype).removeprefix("torch."), shape=list(t.shape),
                                     data_ptr=t.data_ptr(), data_len=t.nbytes) for key, t in data.items()}, path,
                    metadata)
@@ -138,16 +139,16 @@ def digest(t: torch.Tensor) -> str:
     return hashlib.sha256(t.reshape(-1).view(torch.uint8).numpy()).hexdigest()
 
 
-class Files:
-    """The files of a version, opened when they are needed and kept open, so that what was checked is what is read."""
+class CheckpointFiles:
+    """The files of a version, opened when needed and kept open, so that the file checked is the file read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[str, Any] = {}
-        self._good: set[Piece] = set()
+        self._verified: set[SavedPiece] = set()
 
     def open(self, name: str) -> Any:
-        """A safetensors file of the folder. Raises CheckpointError where it is missing or cut short."""
+        """A safetensors file of the folder. Raises CheckpointError where it is missing or truncated."""
         if name not in self._open:
             try:
                 self._open[name] = safe_open(self.folder / name, "pt")
@@ -159,39 +160,39 @@ class Files:
                                       "another version: load(state, '<directory>/step-...')") from None
         return self._open[name]
 
-    def view(self, entry: Entry, piece: Piece) -> torch.Tensor:
-        """The piece, as it lies in the mapped file."""
+    def view(self, entry: Entry, piece: SavedPiece) -> torch.Tensor:
+        """The piece, a view of the mapped file."""
         file = self.open(piece.file)
         try:
-            found = file.get_tensor(piece.key)
+            tensor = file.get_tensor(piece.key)
         except (SafetensorError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{self._name(entry, piece)} is missing or damaged", str(error)) from None
-        if found.dtype != entry.dtype or tuple(found.shape) != tuple(b - a for a, b in piece.region):
+        if tensor.dtype != entry.dtype or tuple(tensor.shape) != tuple(b - a for a, b in piece.region):
             raise CheckpointError(f"{self._name(entry, piece)} is damaged",
-                                  f"the file has {list(found.shape)} {found.dtype} there, not {entry.dtype}")
-        return found
+                                  f"in the file it is {list(tensor.shape)} {tensor.dtype}, not {entry.dtype}")
+        return tensor
 
-    def _name(self, entry: Entry, piece: Piece) -> str:
+    def _name(self, entry: Entry, piece: SavedPiece) -> str:
         return f"the piece {region_text(piece.region)} of {entry.name!r} in {self.folder / piece.file}"
 
-    def verify(self, wanted: Iterable[tuple[Entry, Piece, int]]) -> None:
+    def verify(self, needed: Iterable[tuple[Entry, SavedPiece, int]]) -> None:
         """Check the hash of every piece, each once, on several threads. Raises CheckpointError, naming the piece and
         the rank that needs it. Reads every byte of these pieces once."""
-        new = {piece: (entry, rank) for entry, piece, rank in wanted}
-        new = {piece: who for piece, who in new.items() if piece not in self._good}
+        new = {piece: (entry, rank) for entry, piece, rank in needed if piece not in self._verified}
         views = {piece: self.view(entry, piece) for piece, (entry, _) in new.items()}
         with ThreadPoolExecutor(_threads()) as pool:
-            for (piece, (entry, rank)), seen in zip(new.items(), pool.map(digest, views.values())):
-                if piece.sha256 not in (None, seen):
+            for (piece, (entry, rank)), actual in zip(new.items(), pool.map(digest, views.values())):
+                if piece.sha256 not in (None, actual):
                     raise CheckpointError(f"{self._name(entry, piece)} is damaged: rank {rank} needs it",
-                                          f"its bytes hash to {seen[:12]}..., the manifest says {piece.sha256[:12]}...",
+                                          f"its bytes hash to {actual[:12]}..., "
+                                          f"the manifest says {piece.sha256[:12]}...",
                                           "another version: load(state, '<directory>/step-...')")
-        self._good.update(new)
+        self._verified.update(new)
 
     def fill(self, entry: Entry, t: torch.Tensor) -> None:
-        """Copy what this process holds of a tensor into it, in place. Reads the overlaps and no more."""
+        """Copy the parts of a tensor that this process holds into it, in place. Reads the overlaps and nothing else."""
         with torch.no_grad():
-            for part in parts(t):
+            for part in local_parts(t):
                 if not part.counts:
                     part.data.zero_()
                     continue
@@ -201,37 +202,37 @@ class Files:
         torch.autograd.graph.increment_version(t)
 
 
-def overlaps(entry: Entry, region: Region) -> list[tuple[Piece, Region]]:
-    """The pieces of a tensor that share something with a box, and what."""
-    found = [(piece, intersect(piece.region, region)) for piece in entry.pieces]
-    return [(piece, common) for piece, common in found if common is not None]
+def overlaps(entry: Entry, region: Region) -> list[tuple[SavedPiece, Region]]:
+    """The pieces of a tensor that overlap with a region, and the overlap of each."""
+    common = [(piece, intersect(piece.region, region)) for piece in entry.pieces]
+    return [(piece, overlap) for piece, overlap in common if overlap is not None]
 
 
-def like(t: torch.Tensor) -> torch.Tensor:
-    """A new tensor of the same shape, dtype and layout, its values undefined."""
+def empty_copy(t: torch.Tensor) -> torch.Tensor:
+    """A new tensor of the same shape, dtype and layout, with undefined values."""
     if not isinstance(t, GlobalTensor):
         return torch.empty_like(t, requires_grad=False)
-    return make(t.shape, t.dtype, t.spec.layout)
+    return empty_global(t.shape, t.dtype, t.spec.layout)
 
 
-def make(shape: Iterable[int], dtype: torch.dtype, where: Any) -> GlobalTensor:
-    """A new global tensor, its values undefined; no communication."""
+def empty_global(shape: Iterable[int], dtype: torch.dtype, where: Any) -> GlobalTensor:
+    """A new global tensor with undefined values; no communication."""
     of = spec(where, tuple(shape), None, dtype)
     ranks = local_ranks_of(of.placement)
     return GlobalTensor.wrap(of, {r: torch.empty(of.local_shape(r), dtype=dtype, device=world().device(
         of.placement.type, r)) for r in ranks})
 
 
-def beside(param: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor of an optimizer's state: laid out like its parameter where it has the shape, else broadcast."""
+def empty_state(param: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor of an optimizer's state: laid out like its parameter if it has the same shape, else broadcast."""
     if not isinstance(param, GlobalTensor):
         return torch.empty(shape, dtype=dtype, device=param.device)
-    settled = param.spec.layout.without_partials
-    return make(shape, dtype, settled if tuple(param.shape) == shape else
-                layout(param.placement, (broadcast,) * param.placement.ndim))
+    like_param = param.spec.layout.without_partials
+    return empty_global(shape, dtype, like_param if tuple(param.shape) == shape else
+                        layout(param.placement, (broadcast,) * param.placement.ndim))
 
 
 def check_dtype(name: str, t: torch.Tensor) -> None:
     if t.dtype not in DTYPES.values():
-        raise CheckpointError(f"{name!r} is of {t.dtype}, which safetensors files do not hold",
+        raise CheckpointError(f"{name!r} is of {t.dtype}, which safetensors files cannot hold",
                               f"they hold {', '.join(DTYPES)}", "x.to(torch.complex64), or torch.view_as_real(x)")

@@ -1,8 +1,8 @@
-"""Saving: every rank writes its pieces aside, the first one makes a version of them.
+"""Saving: every rank writes its pieces into a temporary folder, from which rank 0 makes a version.
 
-Ranks tell each other that they are done by files, not by messages: rank N leaves `rank-N.done`, with its part of the
-manifest, and the first rank waits for all of them. So a save can be finished by a thread while the program goes on
-and uses the transport, and saving in the foreground is the same, waited for.
+Ranks report that they are done by files, not by messages: rank N writes `rank-N.done`, with its part of the manifest,
+and rank 0 waits for all of them. So a thread can finish a save while the program goes on and uses the transport; a
+synchronous save is the same, waited for.
 """
 from __future__ import annotations
 
@@ -20,82 +20,90 @@ import torch
 
 from globaltensor.boxings.redistribute import redistribute
 from globaltensor.checkpoint import folders
-from globaltensor.checkpoint.collective import together
-from globaltensor.checkpoint.manifest import CheckpointError, Entry, Manifest, Piece, dump, parse
-from globaltensor.checkpoint.pieces import Job, check_dtype, need_safetensors, parts, share_out, write
-from globaltensor.checkpoint.tree import Flat, flatten
+from globaltensor.checkpoint.collective import collective_try
+from globaltensor.checkpoint.manifest import CheckpointError, Entry, Manifest, SavedPiece, dump_manifest, parse_manifest
+from globaltensor.checkpoint.pieces import (
+    PieceToWrite,
+    assign_writers,
+    check_dtype,
+    local_parts,
+    need_safetensors,
+    write_hashed,
+)
+from globaltensor.checkpoint.tree import FlatState, flatten
 from globaltensor.errors import where
 from globaltensor.layouts.regions import slices
 from globaltensor.runtime.agreement import broadcast_object, checksum, gather_objects
 from globaltensor.runtime.world import world, world_size
 from globaltensor.tensors.global_tensor import GlobalTensor
 
-PATIENCE = 1800.0                                    # seconds for which a rank waits for the others to have written
-_running: dict[Path, Saving] = {}                    # the last save into each directory, where it may be under way
+TIMEOUT = 1800.0                                     # seconds for which a rank waits for the others to write
+_running: dict[Path, Saving] = {}                    # the last save into each directory, which may still be in progress
 
 
-def save(state: Any, directory: str | os.PathLike[str], *, asynchronous: bool = False,
-         keep: int | None = None) -> Saving:
+def save_folder(state: Any, directory: str | os.PathLike[str], *, asynchronous: bool = False,
+                keep: int | None = None) -> Saving:
     """Write a new version of `state` into `directory`; collective.
 
     state         nested dicts, lists and tuples of global and plain tensors, numbers, strings, None, and objects with
                   a state_dict (modules, optimizers, schedulers, samplers). Plain tensors and values must be the same on
-                  all processes. A pending sum is reduced first, the one thing here that communicates tensors
-    directory     must be the same folder for all processes; each save makes a version of its own in it
-    asynchronous  copy the parts and return at once; a thread writes them. `wait()` on the result raises what goes wrong
-    keep          delete all but that many of the last versions, once the new one is there
+                  all processes. A pending sum is reduced first; no other tensors are communicated
+    directory     must be the same folder for all processes; each save makes a new version in it
+    asynchronous  copy the parts and return at once; a thread writes them. `wait()` on the result raises its errors
+    keep          delete all but so many of the last versions, once the new one is complete
 
-    Each rank writes about as many bytes as the others, each piece once. Killed at any moment, this leaves the version
-    before or the new one. Raises CheckpointError, on every process or on none before anything is written, for a
-    state that cannot be saved and processes that disagree; and where files cannot be written.
+    Each rank writes about as many bytes as the others, each piece once. A crash at any moment leaves the previous
+    version or the new one intact. Raises CheckpointError for a state that cannot be saved and for processes that
+    disagree, on every process and before anything is written; and where files cannot be written.
     """
     need_safetensors()
     path = Path(os.path.abspath(directory))
-    _finish_earlier(path)
+    _join_earlier(path)
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise CheckpointError(f"keep={keep!r}", "at least the new version is kept", "keep=2")
-    flat = together("saving a checkpoint", lambda: _flat(state), _outline)
-    _same_values(flat)
-    settled = _settle(flat.tensors)
-    jobs = share_out(settled, range(world_size()))
-    began = together("making the folder of a checkpoint", lambda: _start(path))
-    name, aside = broadcast_object(began, 0, "naming a checkpoint")
-    together("finding the folder of a checkpoint", lambda: _see(aside))
-    data = _data(settled, jobs, asynchronous)
-    saving = _running[path] = Saving(flat, settled, data, aside, path / name, keep)
+        raise CheckpointError(f"keep={keep!r}", "the new version is always kept", "keep=2")
+    flat = collective_try("saving a checkpoint", lambda: _checked_flat(state), _summary)
+    _check_same_values(flat)
+    tensors = _without_partials(flat.tensors)
+    pieces = assign_writers(tensors, range(world_size()))
+    version = collective_try("making the folder of a checkpoint", lambda: _make_folder(path))
+    name, temporary = broadcast_object(version, 0, "naming a checkpoint")
+    collective_try("finding the folder of a checkpoint", lambda: _check_folder_shared(temporary))
+    data = _data_to_write(tensors, pieces, asynchronous)
+    saving = _running[path] = Saving(flat, tensors, data, temporary, path / name, keep)
     if not asynchronous:
         saving.wait()
     return saving
 
 
 class Saving:
-    """A save under way. `path` is the version's folder."""
+    """A save in progress. `path` is the version's folder."""
 
-    def __init__(self, flat: Flat, settled: dict[str, torch.Tensor], data: dict[int, dict[Job, torch.Tensor]],
-                 aside: Path, path: Path, keep: int | None) -> None:
-        self.path, self._aside, self._data, self._keep, self._at = path, aside, data, keep, where()
+    def __init__(self, flat: FlatState, tensors: dict[str, torch.Tensor],
+                 data: dict[int, dict[PieceToWrite, torch.Tensor]], temporary: Path, path: Path,
+                 keep: int | None) -> None:
+        self.path, self._temporary, self._data, self._keep, self._at = path, temporary, data, keep, where()
         first: dict[int, str] = {}                   # tied tensors share the pieces of the first name
-        self._names = {name: first.setdefault(id(t), name) for name, t in settled.items()}
+        self._names = {name: first.setdefault(id(t), name) for name, t in tensors.items()}
         self._state = flat.state
-        self._entries = {name: (t.dtype, tuple(t.shape), isinstance(t, GlobalTensor)) for name, t in settled.items()}
+        self._entries = {name: (t.dtype, tuple(t.shape), isinstance(t, GlobalTensor)) for name, t in tensors.items()}
         self._error: Exception | None = None
-        self._told = False
+        self._reported = False
         self._rank, self._ranks = world().rank, world_size()
         self._thread = threading.Thread(target=self._run, name=f"saving {path.name}")
         self._thread.start()                         # not a daemon: a program that ends waits for it
 
     def __repr__(self) -> str:
-        return f"Saving({str(self.path)!r}, {'done' if self.done else 'under way'})"
+        return f"Saving({str(self.path)!r}, {'done' if self.done else 'in progress'})"
 
     @property
     def done(self) -> bool:
-        """Has it ended, well or badly? Does not wait."""
+        """Has it ended, with or without an error? Does not wait."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is there, written by all ranks. Returns its folder; raises what went wrong."""
+        """Wait until all ranks have written the checkpoint. Returns its folder; raises the error if there was one."""
         self._thread.join()
-        self._told = True
+        self._reported = True
         if self._error is not None:
             raise self._error
         return self.path
@@ -106,8 +114,8 @@ class Saving:
             if self._rank == 0:
                 self._commit()
             else:
-                self._await(lambda: self._published() or self._failed("failed"), "rank 0 to finish")
-        except Exception as error:                   # told by wait(): a thread has nobody to raise to
+                self._await(lambda: self._published() or self._raise_if("failed"), "rank 0 to finish")
+        except Exception as error:                   # raised by wait(): a thread has no caller
             known = isinstance(error, CheckpointError)
             self._error = error if known else CheckpointError(
                 f"{self.path} could not be written: {type(error).__name__}: {error}", at=self._at)
@@ -117,145 +125,144 @@ class Saving:
         self._data = {}
 
     def _write(self) -> None:
-        """The file of each rank that this process drives, then its mark."""
+        """Write the file of each rank that this process drives, then its mark."""
         for rank in list(self._data):
             data = self._data.pop(rank)
             file = f"rank-{rank:05d}.safetensors"
             try:
-                hashes = write(self._aside / file, {job.key: t for job, t in data.items()}) if data else {}
+                by_key = {piece.key: t for piece, t in data.items()}
+                hashes = write_hashed(self._temporary / file, by_key) if data else {}
             except Exception as error:
                 self._mark(f"rank-{rank}.failed", f"{type(error).__name__}: {error}")
                 raise
-            said = [[job.name, file, job.key, job.region, hashes[job.key]] for job in data]
-            folders.write(self._aside / f"rank-{rank}.done", json.dumps(said).encode(), durable=False)
+            written = [[piece.name, file, piece.key, piece.region, hashes[piece.key]] for piece in data]
+            folders.write_atomically(self._temporary / f"rank-{rank}.done", json.dumps(written).encode(), durable=False)
 
     def _mark(self, name: str, text: str) -> None:
-        try:                                         # on a full disk an empty file says enough
-            with open(self._aside / name, "w") as file:
+        try:                                         # on a full disk an empty file has to do
+            with open(self._temporary / name, "w") as file:
                 file.write(text)
         except OSError:
             pass
 
-    def _failed(self, name: str) -> None:
-        if (self._aside / name).exists():
-            text = (self._aside / name).read_text() or "no more is known"
-            raise CheckpointError(f"{self.path} was not written: {text}", f"{name} was left in {self._aside}",
+    def _raise_if(self, name: str) -> None:
+        if (self._temporary / name).exists():
+            text = (self._temporary / name).read_text() or "without a message"
+            raise CheckpointError(f"{self.path} was not written: {text}", f"the file {name} is in {self._temporary}",
                                   at=self._at)
 
     def _published(self) -> bool:
-        found = folders.latest(self.path.parent)
-        return found is not None and found[0] == self.path
+        latest = folders.latest(self.path.parent)
+        return latest is not None and latest[0] == self.path
 
     def _commit(self) -> None:
-        """Wait for all, put the manifest together, publish."""
-        pieces: dict[str, list[Piece]] = {}
+        """Wait for all ranks, assemble the manifest, publish."""
+        pieces: dict[str, list[SavedPiece]] = {}
         for rank in range(self._ranks):
-            mark = self._aside / f"rank-{rank}.done"
-            self._await(lambda mark=mark, rank=rank: mark.exists() or self._failed(f"rank-{rank}.failed"),
+            mark = self._temporary / f"rank-{rank}.done"
+            self._await(lambda mark=mark, rank=rank: mark.exists() or self._raise_if(f"rank-{rank}.failed"),
                         f"rank {rank} to write")
-            for name, file, key, cut, sha in json.loads(mark.read_bytes()):
-                pieces.setdefault(name, []).append(Piece(file, key, tuple(map(tuple, cut)), sha))
+            for name, file, key, region, sha in json.loads(mark.read_bytes()):
+                pieces.setdefault(name, []).append(SavedPiece(file, key, tuple(map(tuple, region)), sha))
         entries = {name: Entry(name, *self._entries[name], tuple(pieces.get(first, ())))
                    for name, first in self._names.items()}
-        data = dump(Manifest(entries, self._state))
-        parse(data, str(self.path / folders.MANIFEST))       # what could not be loaded is not published
+        data = dump_manifest(Manifest(entries, self._state))
+        parse_manifest(data, str(self.path / folders.MANIFEST))      # never publish what could not be loaded
         for rank in range(self._ranks):
-            (self._aside / f"rank-{rank}.done").unlink()
-        folders.publish(self._aside, self.path, data, hashlib.sha256(data).hexdigest())
+            (self._temporary / f"rank-{rank}.done").unlink()
+        folders.publish(self._temporary, self.path, data, hashlib.sha256(data).hexdigest())
         if self._keep is not None:
-            folders.forget(self.path.parent, self._keep)
+            folders.delete_old(self.path.parent, self._keep)
 
     def _await(self, ready: Any, what: str) -> None:
         began = time.monotonic()
         while not ready():
             waited = time.monotonic() - began
-            if waited > PATIENCE:
-                raise CheckpointError(f"{self.path} was not written: waited {PATIENCE:.0f} seconds for {what}",
+            if waited > TIMEOUT:
+                raise CheckpointError(f"{self.path} was not written: waited {TIMEOUT:.0f} seconds for {what}",
                                       "a rank died, or its disk is slow or full", "look at the other ranks' errors",
                                       at=self._at)
-            time.sleep(min(max(0.001, waited / 50), 0.05))       # late by 2% at most
+            time.sleep(min(max(0.001, waited / 50), 0.05))       # adds 2% at most
 
 
-def _finish_earlier(path: Path) -> None:
-    """One save at a time into a directory; one that failed and was not waited for is not forgotten."""
+def _join_earlier(path: Path) -> None:
+    """One save at a time into a directory; the error of one that nobody waited for becomes a warning."""
     earlier = _running.pop(path, None)
     if earlier is not None:
         earlier._thread.join()
-        if earlier._error is not None and not earlier._told:
+        if earlier._error is not None and not earlier._reported:
             warnings.warn(f"an earlier save failed: {earlier._error.what}", RuntimeWarning, stacklevel=3)
 
 
-def _flat(state: Any) -> Flat:
+def _checked_flat(state: Any) -> FlatState:
     flat = flatten(state)
     for name, t in flat.tensors.items():
         check_dtype(name, t)
     return flat
 
 
-def _outline(flat: Flat) -> str:
-    """What all processes must have in common, in words that are short where it is long."""
+def _summary(flat: FlatState) -> str:
+    """What must be the same on all processes, in one line."""
     rows = [f"{name}: {getattr(t, 'spec', None) or f'{list(t.shape)} {t.dtype}'}" for name, t in flat.tensors.items()]
-    return f"{len(rows)} tensors, of outline {zlib.crc32(chr(10).join(rows).encode()):08x}"
+    return f"{len(rows)} tensors, with checksum {zlib.crc32(chr(10).join(rows).encode()):08x}"
 
 
-def _same_values(flat: Flat) -> None:
-    """Plain tensors and values are written once, so a rank that has others must be told, not forgotten."""
+def _check_same_values(flat: FlatState) -> None:
+    """Plain tensors and values are written once, so ranks with different ones would lose theirs: raise instead."""
     if world().single_process:
         return
 
-    def values() -> dict[str, int]:
-        found = {name: checksum(t) for name, t in flat.tensors.items() if not isinstance(t, GlobalTensor)}
-        return found | {f"the plain value {path}": zlib.crc32(json.dumps(value).encode())
-                        for path, value in _plain(flat.state)}
-
-    mine = values()
-    said = gather_objects((zlib.crc32(repr(mine).encode()),), "comparing the plain values of a checkpoint")
-    if len(set(said)) == 1:
+    checksums = {name: checksum(t) for name, t in flat.tensors.items() if not isinstance(t, GlobalTensor)}
+    checksums |= {f"the plain value {path}": zlib.crc32(json.dumps(value).encode())
+                  for path, value in _plain_values(flat.state)}
+    totals = gather_objects((zlib.crc32(repr(checksums).encode()),), "comparing the plain values of a checkpoint")
+    if len(set(totals)) == 1:
         return
-    said = gather_objects((mine,), "naming the plain values of a checkpoint that differ")
-    names = [name for name in mine if len({found.get(name) for (found,) in said}) > 1] or ["their names"]
+    replies = gather_objects((checksums,), "naming the plain values of a checkpoint that differ")
+    names = [name for name in checksums if len({theirs.get(name) for (theirs,) in replies}) > 1] or ["their names"]
     raise CheckpointError(f"{', '.join(names[:8])} of the state are not the same on all ranks",
                           "plain tensors and values are written once, so they must be",
                           "a list of all ranks' values, or a global tensor: x.to_global(placement, gt.sbp.split(0))")
 
 
-def _plain(node: Any, path: str = "") -> list[tuple[str, Any]]:
+def _plain_values(node: Any, path: str = "") -> list[tuple[str, Any]]:
     """The leaves of an encoded state."""
     if isinstance(node, dict) and "dict" in node:
-        return [leaf for k, v in node["dict"].items() for leaf in _plain(v, f"{path}/{k}" if path else k)]
+        return [leaf for k, v in node["dict"].items() for leaf in _plain_values(v, f"{path}/{k}" if path else k)]
     return [(path, node)]
 
 
-def _settle(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same without pending sums: reduced together, in one boxing."""
+def _without_partials(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with pending sums reduced, all in one boxing."""
     pending = {id(t): t for t in tensors.values() if isinstance(t, GlobalTensor) and t.spec.layout.partial}
     if not pending:
         return tensors
     dsts = [t.spec.layout.without_partials for t in pending.values()]
-    ready = dict(zip(pending, redistribute(list(pending.values()), dsts, "save")))
-    return {name: ready.get(id(t), t) for name, t in tensors.items()}
+    reduced = dict(zip(pending, redistribute(list(pending.values()), dsts, "save")))
+    return {name: reduced.get(id(t), t) for name, t in tensors.items()}
 
 
-def _start(path: Path) -> tuple[str, Path] | None:
-    return folders.start(path) if world().rank == 0 else None
+def _make_folder(path: Path) -> tuple[str, Path] | None:
+    return folders.start_version(path) if world().rank == 0 else None
 
 
-def _see(aside: Path) -> None:
-    if not aside.is_dir():
-        raise CheckpointError(f"{aside} is not there", "rank 0 made it: the processes do not share this folder",
+def _check_folder_shared(temporary: Path) -> None:
+    if not temporary.is_dir():
+        raise CheckpointError(f"{temporary} does not exist", "rank 0 made it: the processes do not share this folder",
                               "a directory on a file system that all hosts share")
 
 
-def _data(tensors: dict[str, torch.Tensor], jobs: list[Job], copy: bool) -> dict[int, dict[Job, torch.Tensor]]:
-    """What each rank that this process drives has to write, contiguous and on the CPU; copied where it may change."""
-    here = world()
-    data: dict[int, dict[Job, torch.Tensor]] = {rank: {} for rank in here.local_ranks}
-    held = {name: {p.rank: p for p in parts(t)} for name, t in tensors.items()}
-    for job in jobs:
-        if job.rank in data:
-            part = held[job.name].get(job.rank) or next(iter(held[job.name].values()))
-            piece = part.data[slices(job.region, part.region)].resolve_conj().resolve_neg()
-            own = piece.cpu().contiguous()
-            same = own.untyped_storage().data_ptr() == part.data.untyped_storage().data_ptr()
-            data[job.rank][job] = own.clone() if copy and same else own
+def _data_to_write(tensors: dict[str, torch.Tensor], pieces: list[PieceToWrite],
+                   copy: bool) -> dict[int, dict[PieceToWrite, torch.Tensor]]:
+    """What each rank that this process drives has to write, contiguous and on the CPU; `copy` where it may change."""
+    data: dict[int, dict[PieceToWrite, torch.Tensor]] = {rank: {} for rank in world().local_ranks}
+    parts_of = {name: {part.rank: part for part in local_parts(t)} for name, t in tensors.items()}
+    for piece in pieces:
+        if piece.rank in data:
+            # A plain tensor has one part, whichever rank writes a piece of it.
+            part = parts_of[piece.name].get(piece.rank) or next(iter(parts_of[piece.name].values()))
+            view = part.data[slices(piece.region, part.region)].resolve_conj().resolve_neg()
+            ready = view.cpu().contiguous()
+            same_memory = ready.untyped_storage().data_ptr() == part.data.untyped_storage().data_ptr()
+            data[piece.rank][piece] = ready.clone() if copy and same_memory else ready
     return data

@@ -15,10 +15,9 @@ from typing import IO, Any, Literal, TypeAlias, overload
 
 import torch
 
-from globaltensor.checkpoint.collective import together
-from globaltensor.checkpoint.loading import load as load_folder
-from globaltensor.checkpoint.saving import Saving
-from globaltensor.checkpoint.saving import save as save_folder
+from globaltensor.checkpoint.collective import collective_try
+from globaltensor.checkpoint.loading import load_folder
+from globaltensor.checkpoint.saving import Saving, save_folder
 from globaltensor.errors import ArgumentError
 from globaltensor.runtime.world import rank
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -40,10 +39,10 @@ def save(state: Any, target: IO[bytes], **torch_options: Any) -> None: ...
 
 
 def save(state: Any, target: PathLike | IO[bytes], **options: Any) -> Saving | None:
-    """Save a state into a folder (see `globaltensor.checkpoint.saving.save`) or into a file, by torch.save; collective.
+    """Save a state into a folder (see `globaltensor.checkpoint.saving.save_folder`), or a file by torch.save.
 
-    Into a file go whole tensors, which plain torch loads: those in nested dicts, lists and tuples are gathered on every
-    process, and the first one writes. A folder takes asynchronous= and keep=, a file the options of torch.save.
+    A file gets whole tensors, which plain torch loads: those in nested dicts, lists and tuples are gathered on every
+    process, and rank 0 writes. Collective. A folder takes asynchronous= and keep=, a file the options of torch.save.
     """
     if not _is_file(target):
         return save_folder(state, target, **options)     # type: ignore[arg-type]  # not a file, hence a path
@@ -51,8 +50,8 @@ def save(state: Any, target: PathLike | IO[bytes], **options: Any) -> Saving | N
         if options.pop(name, None):
             raise ArgumentError(f"gt.save into a file takes no {name}=", "a file is written by torch.save",
                                 'gt.save(state, "folder")')
-    plain = _whole(state, {})
-    together("saving a file", lambda: torch.save(plain, target, **options) if rank() == 0 else None)
+    plain = _with_whole_tensors(state, {})
+    collective_try("saving a file", lambda: torch.save(plain, target, **options) if rank() == 0 else None)
     return None
 
 
@@ -65,7 +64,7 @@ def load(state: PathLike | IO[bytes], map_location: Any = None, **torch_options:
 
 
 def load(state: Any, target: Any = None, **options: Any) -> Any:
-    """Load a folder into a state (see `globaltensor.checkpoint.loading.load`), or a file as torch.load does."""
+    """Load a folder into a state (see `globaltensor.checkpoint.loading.load_folder`), or a file as torch.load does."""
     if target is not None and not _is_file(state):
         return load_folder(state, target, **options)
     return torch.load(state, **options) if target is None else torch.load(state, target, **options)
@@ -78,14 +77,14 @@ def _is_file(target: Any) -> bool:
     return not os.path.isdir(name) and (os.path.isfile(name) or name.endswith(SUFFIXES))
 
 
-def _whole(value: Any, known: dict[int, torch.Tensor]) -> Any:
-    """The same state with plain tensors; what was one tensor stays one."""
+def _with_whole_tensors(value: Any, known: dict[int, torch.Tensor]) -> Any:
+    """The same state with plain tensors; tied ones stay tied."""
     if isinstance(value, GlobalTensor):
         if id(value) not in known:
             known[id(value)] = value.detach().full_tensor()
         return known[id(value)]
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, _whole(one, known)) for key, one in value.items())
+        return type(value)((key, _with_whole_tensors(one, known)) for key, one in value.items())
     if type(value) in (list, tuple):
-        return type(value)(_whole(one, known) for one in value)
+        return type(value)(_with_whole_tensors(one, known) for one in value)
     return value
