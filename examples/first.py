@@ -13,7 +13,8 @@ with gt.record() as moves:
     y = x @ w                                        # (4, 8), two rows on each rank
     loss = (y ** 2).mean()                           # each rank has its share of the sum
     loss.backward()
-    step = w - 0.1 * w.grad                          # here the ranks add up the gradient
+    assert w.grad is not None                        # here the ranks add up the gradient
+    step = w - 0.1 * w.grad
 
 value = loss.item()                                  # the same on every rank
 if gt.rank() == 0:

@@ -59,7 +59,7 @@ def study(name: str, hidden: int) -> None:
     torch.testing.assert_close(y.full_tensor(), expected, rtol=1e-4, atol=1e-4)
     matrix = hidden * hidden * 4
     moved = sum(m.bytes for m in moves if m.bytes >= matrix // 64) / matrix      # the norm's statistics are less
-    weights = max(t.numel() for t in model.up.weight.shards.values()) * 4 / matrix
+    weights = max(t.numel() for t in model.state_dict()["up.weight"].shards.values()) * 4 / matrix
     between = max(t.numel() for t in x.shards.values()) * 4 / matrix
     if gt.rank() == 0:
         print(f"{name:5} {len(where.flat)} ranks   weights {weights:5.3f}   activations {between:5.3f}   "

@@ -49,7 +49,7 @@ def train(model: nn.Module, parts: list[Tensor], steps: int) -> tuple[list[float
 
 def keep(kept: dict[int, int], t: Tensor) -> Tensor:
     """Note the size of what rank 0 has of an activation, once for all that share its memory."""
-    shard = t.shards.get(0) if t.is_global else t
+    shard = t.shards.get(0) if isinstance(t, gt.GlobalTensor) else t
     if shard is not None and not isinstance(t, nn.Parameter):
         kept[shard.untyped_storage().data_ptr()] = shard.untyped_storage().nbytes()
     return t
@@ -58,9 +58,9 @@ def keep(kept: dict[int, int], t: Tensor) -> Tensor:
 def main(argv: list[str] | None = None) -> list[tuple[int, int]]:
     """Train on 1, 2, 4, ... ranks; bytes moved and kept, by row."""
     parser = argparse.ArgumentParser(description="Train on one long sequence that is split over ranks.")
-    for name, default, text in [("sp", 4, "most ranks"), ("seq", 2048, "length"), ("steps", 3, "optimizer steps"),
+    for name, default, what in [("sp", 4, "most ranks"), ("seq", 2048, "length"), ("steps", 3, "optimizer steps"),
                                 ("hidden", 32, "size of the one head")]:
-        parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
+        parser.add_argument(f"--{name}", type=int, default=default, help=what, metavar="N")
     parser.add_argument("--verify", action="store_true", help="compare the losses with plain torch's")
     options = parser.parse_args(argv)
     gt.init(ranks=options.sp)

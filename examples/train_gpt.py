@@ -25,8 +25,9 @@ import sysconfig
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,7 +68,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options; a bad one ends the program with one line."""
     parser = argparse.ArgumentParser(description="Train a small GPT on bytes of text, spread over ranks.",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = fail
+    parser.error = fail  # type: ignore[method-assign]  # one line instead of the usage
     for name, default, text in [
             ("dp", 2, "ranks along which the batch is split"), ("tp", 2, "ranks along which the layers are split"),
             ("pp", 1, "stages of blocks"), ("steps", 300, "optimizer steps"), ("layers", 4, "blocks"),
@@ -157,7 +158,7 @@ class Trainer:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1,
                                            fused=True)
-        if options.zero and model.token.weight.is_global:
+        if options.zero and isinstance(model.token.weight, gt.GlobalTensor):
             gt.zero(self.optimizer, "dp", options.zero)
         warm_up = max(1, options.steps // 10)
 
@@ -201,7 +202,8 @@ def train(options: argparse.Namespace) -> tuple[list[float], float]:
     losses, worst = [], 0.0
     with progress(options) as show:
         for step, parts in enumerate(batches(text, options), 1):
-            with gt.record() if step == options.steps else nullcontext([]) as moves:
+            watched: AbstractContextManager[list[Any]] = gt.record() if step == options.steps else nullcontext([])
+            with watched as moves:
                 losses.append(trainer.step(global_batch(parts, places)))
             show(step, losses[-1])
             if plain is not None:
@@ -212,8 +214,9 @@ def train(options: argparse.Namespace) -> tuple[list[float], float]:
     report(model, moves, losses)
     if options.sample:
         prompt = text[:options.seq].long().unsqueeze(0)
-        written = model.generate(prompt, options.sample).full_tensor()[0, options.seq:]
-        say(f"\nA sample:\n{bytes(written.tolist()).decode(errors='replace')}")
+        written = model.generate(prompt, options.sample)
+        assert isinstance(written, gt.GlobalTensor)
+        say(f"\nA sample:\n{bytes(written.full_tensor()[0, options.seq:].tolist()).decode(errors='replace')}")
     if plain is not None:
         say(f"\nThe largest relative difference to plain torch: {worst:.1e}")
     return losses, worst
@@ -258,15 +261,12 @@ def progress(options: argparse.Namespace) -> Iterator[Any]:
         if step == 1 or step % every == 0 or step == options.steps:
             say(f"step {step:4}/{options.steps}   loss {loss:.4f}   {speed(step)}")
 
-    try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    except ModuleNotFoundError:
-        Progress = None
     if gt.rank() != 0 or options.verify:
         yield lambda step, loss: None
-    elif Progress is None or not sys.stdout.isatty():
+    elif not sys.stdout.isatty() or find_spec("rich") is None:
         yield line
     else:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
         with Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]:.4f}"),
                       TextColumn("{task.fields[speed]}"), TimeRemainingColumn()) as bar:
             task = bar.add_task("", total=options.steps, loss=math.nan, speed="")
@@ -277,9 +277,11 @@ def report(model: GPT, moves: list[Any], losses: list[float]) -> None:
     """The layout of every parameter, the bytes that one step moved, and the loss."""
     blocks: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, p in model.named_parameters():
-        start, block, rest = re.fullmatch(r"(blocks\.)?(\d+)?(.*)", name).groups(default="")
+        match = re.fullmatch(r"(blocks\.)?(\d+)?(.*)", name)
+        assert match is not None and isinstance(p, gt.GlobalTensor)
+        start, block, rest = match.groups(default="")
         blocks[start, rest, str(list(p.shape)), str(p.sbp), " ".join(map(str, p.placement.flat))].append(block)
-    rows = [("parameter", "shape", "sbp (dp, tp)", "ranks")]
+    rows: list[tuple[str, ...]] = [("parameter", "shape", "sbp (dp, tp)", "ranks")]
     for (start, rest, *how), found in blocks.items():
         rows.append((f"{start}{'-'.join(sorted({found[0], found[-1]}, key=found.index))}{rest}", *how))
     table("Where the parameters are", rows)

@@ -13,7 +13,7 @@ import os
 import re
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -42,7 +42,10 @@ _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.tmp-[0-9a-f]{16})?"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*\.safetensors")    # no path: an index must not name other folders
 
 
-def load_safetensors(module: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
+M = TypeVar("M", bound=nn.Module)
+
+
+def load_safetensors(module: M, folder: str | os.PathLike[str]) -> M:
     """Load the weights in `folder` into the parameters and buffers of a module, in place; collective.
 
     Each rank reads only its parts. Values are converted to the module's dtypes, as torch's load_state_dict does.

@@ -26,6 +26,8 @@ from globaltensor.data.sampler import Batch, Sampler
 from globaltensor.data.seeding import Seeded, ShowOwnDataset, apart, mix
 from globaltensor.errors import DisagreementError, GlobalTensorError
 from globaltensor.layouts.layout import sbp_text
+from globaltensor.layouts.placement import placement as Placement
+from globaltensor.layouts.sbp import SbpLike
 from globaltensor.runtime.agreement import agree
 from globaltensor.runtime.world import world
 
@@ -82,9 +84,9 @@ class DataLoader:
     not the same shapes.
     """
 
-    def __init__(self, dataset: Any, batch_size: int, placement: Any, sbp: Any, *, shuffle: bool = False, seed: int = 0,
-                 tail: str = "exact", sampler: Sampler | None = None, seed_samples: bool = True, num_workers: int = 0,
-                 collate_fn: Callable[[list], Any] | None = None, pin_memory: bool = False,
+    def __init__(self, dataset: Any, batch_size: int, placement: Placement, sbp: SbpLike, *, shuffle: bool = False,
+                 seed: int = 0, tail: str = "exact", sampler: Sampler | None = None, seed_samples: bool = True,
+                 num_workers: int = 0, collate_fn: Callable[[list], Any] | None = None, pin_memory: bool = False,
                  prefetch_factor: int | None = None, persistent_workers: bool = False, timeout: float = 0,
                  worker_init_fn: Callable[[int], None] | None = None, multiprocessing_context: Any = None,
                  generator: torch.Generator | None = None, check: bool = True) -> None:

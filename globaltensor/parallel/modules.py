@@ -5,18 +5,21 @@ The module stays what it is; its parameters and buffers are replaced in place. T
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from globaltensor.errors import SbpError
-from globaltensor.layouts.sbp import Sbp, broadcast, split
+from globaltensor.layouts.placement import placement as Placement
+from globaltensor.layouts.sbp import Sbp, SbpLike, broadcast, split
 from globaltensor.tensors.convert import from_full
 
+M = TypeVar("M", bound=nn.Module)
 
-def to_global(module: nn.Module, placement: Any, sbp: Any = broadcast) -> nn.Module:
+
+def to_global(module: M, placement: Placement, sbp: SbpLike | Callable[[str, Any], SbpLike] = broadcast) -> M:
     """Replace every parameter and buffer by a global one of the same value (each process holds the same module).
 
     sbp   one for all; a function (name, parameter) -> sbp; or a dict of name patterns (as in fnmatch, the first that

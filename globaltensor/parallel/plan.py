@@ -30,7 +30,7 @@ import difflib
 import fnmatch
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,11 +38,12 @@ import torch
 from torch import nn
 
 from globaltensor.errors import SbpError
+from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, broadcast, not_an_sbp, read_sbp, split
 from globaltensor.parallel import experts as expert_layers
 from globaltensor.parallel import grids
 from globaltensor.parallel.grids import PlanRow, PlanRows
-from globaltensor.parallel.modules import first_fit, named_tensors, stand_in, step_back, to_global
+from globaltensor.parallel.modules import M, first_fit, named_tensors, stand_in, step_back, to_global
 
 _OUT, _IN, _EXPERTS, _AS_IT_LIES = " ->", " <-", " =>", "-"
 _OF_MODULES = (_OUT, _IN, _EXPERTS)
@@ -69,7 +70,7 @@ class Plan(MutableMapping):
             self[pattern] = row
 
     @classmethod
-    def of(cls, module: nn.Module, axis: str | tuple[str, ...] = "tp", sequence: str = "",
+    def of(cls, module: nn.Module, axis: str | Sequence[str] = "tp", sequence: str = "",
            experts: str = "") -> Plan:
         """The tensor-parallel plan of a module, for the layers that are recognised; the rest is broadcast.
 
@@ -78,8 +79,10 @@ class Plan(MutableMapping):
         sequence   along which, also, the activations between the pairs are split: dim 1 of [batch, sequence, hidden]
         experts    along which experts lie on different ranks; it may be the axis that splits the batch
         """
-        if isinstance(axis, tuple) and len(axis) > 1:
-            return cls._on_grid(module, axis)
+        if not isinstance(axis, str):
+            if len(axis) > 1:
+                return cls._on_grid(module, tuple(axis))
+            axis = axis[0]
         weights: PlanRows = {}
         outputs: PlanRows = {}
         travels: PlanRows = {}
@@ -173,7 +176,7 @@ class Plan(MutableMapping):
         return f"Plan({self._rows})"
 
 
-def parallelize(module: nn.Module, placement: Any, plan: Plan | Mapping[str, Any] | None = None) -> nn.Module:
+def parallelize(module: M, placement: Placement, plan: Mapping[str, Any] | None = None) -> M:
     """Make a module's parameters and buffers global, as a plan says. Returns the module, changed in place.
 
     placement   with axis names; along those that the plan does not name all is broadcast (dp: data parallel)

@@ -17,7 +17,7 @@ Parameters of 16 bits get parts of float32, master weights: bytes per rank for P
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,9 +31,10 @@ from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.tensors import gradients
 from globaltensor.tensors.global_tensor import GlobalTensor
 
+O = TypeVar("O", bound=torch.optim.Optimizer)
 
-def zero(optimizer: torch.optim.Optimizer, axis: str = "dp", stage: int = 1, model: nn.Module | None = None
-         ) -> torch.optim.Optimizer:
+
+def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None = None) -> O:
     """Split an optimizer's state (1), the gradients (2) and the parameters (3) along an axis. Returns the optimizer.
 
     optimizer   new: it has taken no step yet. One that works element by element, as Adam and SGD do, moves nothing in

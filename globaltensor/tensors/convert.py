@@ -9,14 +9,15 @@ import torch
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.errors import GlobalTensorError, ShapeError
 from globaltensor.layouts.layout import Layout, Shape, layout, sbp_text, spec
-from globaltensor.layouts.sbp import broadcast, nd_sbp
+from globaltensor.layouts.placement import placement as Placement
+from globaltensor.layouts.sbp import SbpLike, broadcast, nd_sbp
 from globaltensor.runtime.agreement import agree_on, checksum, gather_objects
 from globaltensor.runtime.memory import missing, require
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.global_tensor import GlobalTensor, place_full, resolve_layout, to_layout
 
 
-def from_full(t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
+def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTensor:
     """Every process holds the same whole tensor `t`; each keeps its part. Moves nothing. Differentiable.
 
     Raises SbpError for an sbp that does not fit, DisagreementError on every rank where `t` is not the same everywhere.
@@ -37,7 +38,7 @@ class _FromFull(torch.autograd.Function):
         return grad.full_tensor(), None
 
 
-def from_local(t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
+def from_local(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTensor:
     """Each rank's own part: S concatenates, P sums, B takes the first rank's.
 
     A process that drives several ranks gives `t` to each of them. The parts must be cut as this library cuts (as
@@ -64,7 +65,7 @@ class _FromLocal(torch.autograd.Function):
         return (sum(parts[1:], parts[0]) if parts else torch.zeros(ctx.shape, dtype=grad.dtype)), None, None
 
 
-def from_shards(shards: Mapping[int, torch.Tensor], placement: Any, sbp: Any) -> GlobalTensor:
+def from_shards(shards: Mapping[int, torch.Tensor], placement: Placement, sbp: SbpLike) -> GlobalTensor:
     """`{rank: part}` for the ranks this process drives: S concatenates, P sums, B takes the first rank's.
 
     Raises ShapeError on every rank where the parts do not fit together, GlobalTensorError for a missing rank.

@@ -40,6 +40,8 @@ _requires_grad = torch._C.TensorBase.requires_grad
 
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from globaltensor.tensors.tensor_methods import TensorMethods
 else:
     TensorMethods = torch.Tensor
@@ -206,7 +208,7 @@ class GlobalTensor(TensorMethods):
         """The whole value as a plain tensor, on every process; collective, and differentiable."""
         return _FullTensor.apply(self)
 
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force: bool = False) -> np.ndarray:
         """The whole value as a NumPy array; collective."""
         return (self.detach() if force else self).full_tensor().numpy(force=force)
 

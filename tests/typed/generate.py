@@ -53,6 +53,9 @@ OURS = {"new", "new_tensor", "numpy", "cpu_"}        # GlobalTensor has its own:
 
 # torch's methods in Python that say nothing of what they return
 UNTYPED = """
+def backward(self, gradient: Tensor | None = None, retain_graph: _bool | None = None, create_graph: _bool = False,
+             inputs: Any = None) -> None: ...
+def register_hook(self, hook: Callable[[GlobalTensor], Tensor | None]) -> Any: ...
 def __iter__(self) -> Iterator[GlobalTensor]: ...
 def __reversed__(self) -> GlobalTensor: ...
 def norm(self, p: _float | str | None = "fro", dim: Any = None, keepdim: _bool = False,
@@ -94,13 +97,13 @@ def methods(ours: Ours) -> list[ast.FunctionDef]:
     for node in ast.parse(UNTYPED).body:
         assert isinstance(node, ast.FunctionDef)
         by_name[node.name] = [node]
-    done = set(by_name)
+    done = said_by_us = set(by_name)
     for group in (typed, base.body):
         for node in group:
             if isinstance(node, ast.FunctionDef) and node.name not in done and node.name not in OURS \
                     and (node.name.startswith("__") or not node.name.startswith("_")):
                 by_name.setdefault(node.name, []).append(node)
-        done |= set(by_name)
+        done = set(by_name)
     result = []
     for _, group in sorted(by_name.items()):
         before = [ast.unparse(node.returns) for node in group if node.returns]
@@ -110,8 +113,7 @@ def methods(ours: Ours) -> list[ast.FunctionDef]:
             node.returns = ours.visit(returns) if returns is not None else None
             node.body = [ast.Expr(ast.Constant(...))]
             node.decorator_list = [d for d in node.decorator_list if ast.unparse(d) == "overload"]
-        if [ast.unparse(node.returns) for node in group if node.returns] != before or group[0].name in ast.dump(
-                ast.parse(UNTYPED)):
+        if [ast.unparse(node.returns) for node in group if node.returns] != before or group[0].name in said_by_us:
             result += group
     return result
 

@@ -1,0 +1,197 @@
+"""Types as users' type checkers see them: our programs pass, mistakes do not, and nothing public gives Any."""
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import PYTHON, ROOT, environment, good
+from test_readme import PROGRAMS
+from typed import generate
+
+import globaltensor as gt
+
+TYPED = ROOT / "tests" / "typed"
+GLOBAL = "globaltensor.tensors.global_tensor.GlobalTensor"
+MYPY = [PYTHON, "-m", "mypy", "--no-error-summary", "--no-color-output", "--hide-error-context",
+        f"--cache-dir={ROOT / '.mypy_cache' / 'users'}", "--config-file="]
+
+SET_UP = """
+import torch
+import globaltensor as gt
+P = gt.placement("cpu", [0, 1])
+S0 = gt.sbp.split(0)
+t = torch.ones(4, 4)
+x = gt.ones(4, 4, placement=P, sbp=S0)
+linear = torch.nn.Linear(4, 4)
+adam = torch.optim.Adam(linear.parameters())
+"""
+
+GLOBALS = [                                          # these are global tensors
+    "gt.zeros(2, placement=P, sbp=S0)", "gt.ones((2, 3), placement=P, sbp=S0)", "gt.empty(2, placement=P, sbp='B')",
+    "gt.full((2,), 1.0, placement=P, sbp='B')", "gt.arange(4, placement=P, sbp=S0)",
+    "gt.linspace(0, 1, 4, placement=P, sbp=S0)", "gt.logspace(0, 1, 4, placement=P, sbp=S0)",
+    "gt.eye(4, placement=P, sbp=S0)", "gt.tensor([1.0], placement=P, sbp='B')", "gt.rand(4, placement=P, sbp=S0)",
+    "gt.randn(4, placement=P, sbp=S0)", "gt.randint(0, 5, (4,), placement=P, sbp=S0)",
+    "gt.randperm(4, placement=P, sbp=S0)", "gt.normal(0.0, 1.0, (4,), placement=P, sbp=S0)",
+    "gt.from_full(t, P, S0)", "gt.from_local(t, P, S0)", "gt.from_shards({0: t, 1: t}, P, S0)",
+    "x.to_global(sbp='B')", "x + x", "x - 1", "2 * x", "x / x", "x @ x", "x ** 2", "-x", "1 - x", "t + x", "t @ x",
+    "x == x", "x > 0", "x.sum()", "x.sum(0)", "x.mean(dim=1)", "x.view(2, 8)", "x.reshape(-1)", "x.T", "x.mT",
+    "x[0]", "x[:, None]", "x.max()", "x.max(0).values", "x.sort().indices", "x.chunk(2)[0]", "x.split(2)[0]",
+    "x.float()", "x.to(torch.float64)", "x.cpu()", "x.detach()", "x.clone()", "x.data", "x.contiguous()",
+    "x.requires_grad_()", "x.relu()", "x.softmax(-1)", "x.matmul(t)", "x.add_(1)", "x.new_zeros(2)", "x.norm()",
+    "next(iter(x))", "x.unflatten(0, (2, 2))", "x.masked_fill(x > 0, 0.0)", "x.where(x > 0, x)", "x.real",
+]
+
+REVEALED = {                                         # what a user writes: its type
+    **dict.fromkeys(GLOBALS, GLOBAL),
+    "x.grad": f"{GLOBAL} | None",
+    "x.sbp": "tuple[globaltensor.layouts.sbp.Sbp, ...]",
+    "x.placement": "globaltensor.layouts.placement.placement",
+    "x.shards": "dict[int, torch._tensor.Tensor]",
+    "x.is_global": "bool",
+    "x.to_local()": "torch._tensor.Tensor",
+    "x.full_tensor()": "torch._tensor.Tensor",
+    "x.backward()": "None",
+    "x.numpy()": "numpy.ndarray[tuple[Any, ...], numpy.dtype[Any]]",
+    "x.shape": "torch._C.Size",
+    "P.ranks": "tuple[Any, ...]",
+    "P.shape": "tuple[int, ...]",
+    "P.axis_names": "tuple[str, ...] | None",
+    "gt.placement.all('cpu')": "globaltensor.layouts.placement.placement",
+    "S0": "globaltensor.layouts.sbp.Sbp",
+    "gt.sbp.broadcast": "globaltensor.layouts.sbp.Sbp",
+    "gt.to_global(linear, P, 'B')": "torch.nn.modules.linear.Linear",
+    "gt.parallelize(linear, P)": "torch.nn.modules.linear.Linear",
+    "gt.zero(adam)": "torch.optim.adam.Adam",
+    "gt.Plan.of(linear)": "globaltensor.parallel.plan.Plan",
+    "gt.rank()": "int",
+    "gt.world_size()": "int",
+    "gt.init()": "globaltensor.runtime.world.World",
+    "gt.record().__enter__()": "list[globaltensor.boxings.watch.BoxingRecord]",
+    "gt.boxing('forbid').__enter__()": "None",
+    "gt.explain(lambda: x)": "globaltensor.debug.explain.Explanation",
+    "gt.save({}, 'folder', asynchronous=True)": "globaltensor.checkpoint.saving.Saving",
+    "gt.save({}, 'folder')": "globaltensor.checkpoint.saving.Saving | None",
+    "gt.load_safetensors(linear, 'folder')": "torch.nn.modules.linear.Linear",
+    "gt.save_safetensors(linear, 'folder')": "None",
+    "gt.pipeline(linear, [P])": "globaltensor.pipelining.runner.PipelineRunner",
+    "gt.pipeline(linear, [P]).step(t)": GLOBAL,
+    "gt.randn(4)": "torch._tensor.Tensor",
+    "gt.zeros(4, device='cpu')": "torch._tensor.Tensor",
+    "gt.matmul(t, t)": "torch._tensor.Tensor",
+    "gt.float32": "torch._C.dtype",
+    "gt.nn.Linear(2, 2)": "torch.nn.modules.linear.Linear",
+    "gt.manual_seed(0)": "torch._C.Generator",
+    "gt.cuda.is_available()": "bool",
+}
+
+
+def mypy(folder: Path, *words: object) -> str:
+    """What mypy says, from outside the repository."""
+    run = subprocess.run([*map(str, [*MYPY, *words])], capture_output=True, text=True, cwd=folder, timeout=500,
+                         env=environment(MYPYPATH=str(ROOT)), check=False)
+    assert run.returncode in (0, 1) and not run.stderr, run.stdout + run.stderr
+    return run.stdout
+
+
+def about(said: str, name: str) -> list[str]:
+    """The lines about one file."""
+    return [line for line in said.splitlines() if re.match(rf"(\S*/)?{re.escape(name)}:\d+", line)]
+
+
+def pages(folder: Path) -> list[Path]:
+    """The programs of the README, of docs/ and of examples/, as files."""
+    files = [ROOT / "examples" / name for name in sorted(os.listdir(ROOT / "examples")) if name.endswith(".py")]
+    for name, (code, _) in PROGRAMS.items():
+        files.append(folder / f"page_{re.sub('[^a-z0-9]+', '_', name.lower())}.py")
+        files[-1].write_text(code)
+    return files
+
+
+@pytest.fixture(scope="module")
+def revealing(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("types") / "revealing.py"
+    file.write_text(SET_UP + "".join(f"reveal_type({text})\n" for text in REVEALED))
+    return file
+
+
+def plain(text: str) -> str:
+    return text.replace("builtins.", "").replace("Union[", "").replace(", fallback=...", "")
+
+
+def test_no_public_function_gives_any_or_a_tensor_where_it_gives_a_global_one(revealing):
+    said = about(mypy(revealing.parent, revealing), revealing.name)
+    first = SET_UP.count("\n") + 1
+    got = {int(line.split(":")[1]): plain(line.split('Revealed type is "')[1].rstrip('"')) for line in said
+           if "Revealed type" in line}
+    wrong = [f"{text}: {got.get(first + i)}, not {want}" for i, (text, want) in enumerate(REVEALED.items())
+             if got.get(first + i) != want]
+    assert not wrong and not [line for line in said if ": error:" in line], "\n".join([*wrong, *said])
+
+
+def test_every_name_of_ours_is_in_the_table():
+    told = set(re.findall(r"gt\.(\w+)", " ".join(REVEALED) + SET_UP))
+    rest = {"GlobalTensor", "GlobalTensorError", "RuleError", "data", "load", "rule", "rules", "sbp", "show",
+            "set_grad_reduce_dtype"}                 # classes, modules, and what gives what it was given, or nothing
+    assert set(gt.FACE) <= told | rest, sorted(set(gt.FACE) - told - rest)
+
+
+def test_programs_pass_mypy(tmp_path):
+    files = pages(tmp_path)
+    said = mypy(tmp_path, *files)
+    wrong = [line for file in files for line in about(said, file.name) if ": error:" in line]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_users_programs_pass_mypy_at_its_strictest(tmp_path):
+    said = about(mypy(tmp_path, "--strict", TYPED / "programs.py"), "programs.py")
+    assert not said, "\n".join(said)
+
+
+def test_users_programs_are_true():
+    good([PYTHON, TYPED / "programs.py"], timeout=120)
+
+
+def test_mistakes_are_found(tmp_path):
+    text = (TYPED / "mistakes.py").read_text().splitlines()
+    said = about(mypy(tmp_path, TYPED / "mistakes.py"), "mistakes.py")
+    errors = {int(line.split(":")[1]) for line in said if ": error:" in line}
+    assert errors == {n for n, line in enumerate(text, 1) if line.endswith("# error")}, "\n".join(said)
+
+
+@pytest.mark.skipif(generate.VERSION not in (generate.ROOM / "tensor_methods.pyi").read_text()[:200],
+                    reason="the stubs are of another torch")
+def test_the_stubs_are_up_to_date():
+    to_do = "python tests/typed/generate.py"
+    assert (generate.ROOM / "tensor_methods.pyi").read_text() == generate.tensor_methods(), to_do
+    if not torch.version.cuda:
+        assert (generate.ROOM / "torch_names.pyi").read_text() == generate.torch_names(), to_do
+
+
+def test_pyright_agrees(revealing, tmp_path):
+    """Programs pass, mistakes are found, and no type is unknown."""
+    programs = [TYPED / "programs.py", *pages(tmp_path)]
+    for file in programs + [TYPED / "mistakes.py", revealing]:
+        if file.parent != tmp_path:
+            (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(
+        {"extraPaths": [str(ROOT)], "typeCheckingMode": "basic", "pythonVersion": "3.11"}))
+    run = subprocess.run([PYTHON, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", tmp_path],
+                         capture_output=True, text=True, timeout=500, cwd=tmp_path, check=False)
+    if not run.stdout.startswith("{"):
+        pytest.skip(f"pyright needs node, or the net to fetch it: {run.stderr.strip()[-200:]}")
+    found = [(Path(d["file"]).name, d["range"]["start"]["line"] + 1, d["severity"], d["message"])
+             for d in json.loads(run.stdout)["generalDiagnostics"]]
+    text = (TYPED / "mistakes.py").read_text().splitlines()
+    expected = {n for n, line in enumerate(text, 1) if line.endswith("# error")}
+    errors = [d for d in found if d[2] == "error"]
+    assert {n for name, n, *_ in errors if name == "mistakes.py"} >= expected
+    assert not [d for d in errors if d[0] != "mistakes.py"], errors
+    unknown = [d for d in found if d[0] == "revealing.py" and re.search(r'is "(Unknown|Any)"', d[3])]
+    assert not unknown, unknown
