@@ -376,8 +376,8 @@ def ragged(samples):
     (GlobalTensorError, "order()", {"sampler": torch.utils.data.SequentialSampler(range(6))}),
     (GlobalTensorError, "other arguments", {"sampler": Sampler(6, 4)}),
     (GlobalTensorError, "other arguments", {"sampler": Sampler(6, 3), "shuffle": True}),
-    (SbpError, "no sums", {"sbp": gt.sbp.partial_sum}), (SbpError, "from the start", {"sbp": S(-1)}),
-    (SbpError, "2 sbps", {"sbp": (S(0), B)}), (SbpError, "axis 'dp'", {"sbp": {"dp": S(0)}}),
+    (SbpError, "not sums", {"sbp": gt.sbp.partial_sum}), (SbpError, "from the start", {"sbp": S(-1)}),
+    (SbpError, "2 sbps", {"sbp": (S(0), B)}), (SbpError, "axis 'tp'", {"sbp": {"tp": S(0)}}),
     (SbpError, "not a placement", {"placement": "cpu"}), (ShapeError, "from 3 samples", {"collate_fn": ragged}),
     (ShapeError, "one row per sample", {"collate_fn": lambda samples: torch.tensor(3)}),
 ], ids=lambda v: v.__name__ if isinstance(v, type) else v if isinstance(v, str) else "-".join(v))
@@ -392,7 +392,7 @@ def test_global_tensors_are_no_data():
     x = gt.ones(4, 2, placement=place([0, 1]), sbp=S(0))
     with pytest.raises(GlobalTensorError, match="TensorDataset.tensors"):
         DataLoader(TensorDataset(x), 2, place([0, 1]), S(0))
-    with pytest.raises(GlobalTensorError, match="gives global tensors"):
+    with pytest.raises(GlobalTensorError, match="returns global tensors"):
         list(DataLoader(Samples(4), 4, place([0, 1]), S(0), collate_fn=lambda samples: x))
 
 

@@ -30,7 +30,10 @@ RETIRED = {
 
 # Names that do not say what was found, made or told; and the rooms that are rid of them.
 VAGUE = {"found", "given", "made", "said", "there", "told", "way"}
-PRECISE = {"boxings", "checkpoint", "errors.py", "layouts", "op_table", "pipelining", "rules", "schedules", "simulator"}
+PRECISE = {
+    "boxings", "checkpoint", "data", "errors.py", "layouts", "op_table",
+    "pipelining", "rules", "schedules", "simulator",
+}
 
 
 def words_of(name: str) -> set[str]:

@@ -103,9 +103,9 @@ def _tensor_name(t: torch.Tensor, path: str, flat: FlatState) -> str:
     if path in flat.tensors:
         raise StateError(f"two tensors of the state are called {path!r}",
                          "keys such as 1 and '1' of one dict make the same name", "other keys")
-    if not t.is_global and (found := missing(t)) is not None:
-        raise StateError(f"{path or 'the state'} is {found[0]}",
-                         "a checkpoint holds global tensors, and plain ones with their elements in memory", found[1])
+    if not t.is_global and (lack := missing(t)) is not None:
+        raise StateError(f"{path or 'the state'} is {lack[0]}",
+                         "a checkpoint holds global tensors, and plain ones with their elements in memory", lack[1])
     flat.tensors[path] = t
     return path
 

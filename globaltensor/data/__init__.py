@@ -1,10 +1,10 @@
-"""Loading data: torch's DataLoader, each process reading only its own rows of a global batch.
+"""Loading data: torch's DataLoader, where each process reads only its own rows of a global batch.
 
     loader = gt.data.DataLoader(dataset, 64, P, {"dp": gt.sbp.split(0)}, shuffle=True)
     for x, y in loader:                              # global tensors of the whole batch
         loss = model(x, y)
 
-Which samples make a batch, and what is drawn at random while they are read, depends on seed, epoch and index alone.
+Which samples form a batch, and the random numbers drawn while they are read, depend on seed, epoch and index alone.
 """
 from __future__ import annotations
 

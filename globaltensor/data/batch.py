@@ -1,15 +1,15 @@
-"""From what a process has collated to global tensors: where the rows lie, and who holds what of each tensor.
+"""From collated samples to global tensors: which rows a process loads, and which shards it cuts from them.
 
-    rows 0 ... 6 of a global batch, split(0) over dp = 2, whole along tp = 2
+    rows 0 ... 6 of a global batch, split(0) over dp = 2, broadcast over tp = 2
 
         process that drives      loads rows     shards
         rank 0 (dp 0, tp 0)      0 ... 3        {0: rows 0 ... 3}
         rank 3 (dp 1, tp 1)      4 ... 6        {3: rows 4 ... 6}
         all of them              0 ... 6        {0: 0 ... 3, 1: 0 ... 3, 2: 4 ... 6, 3: 4 ... 6}
 
-A process loads the rows that its ranks need, once, and collates them once; every shard is a slice of that. One that
-needs none (a tail shorter than the ranks, or none of its ranks in the placement) loads one sample to learn shapes and
-dtypes, and keeps no row of it.
+A process loads the rows that its ranks need, once, and collates them once; every shard is a slice of the result. A
+process that needs no rows (a tail shorter than the ranks, or no rank in the placement) loads one sample to learn shapes
+and dtypes, and keeps no row of it.
 """
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.global_tensor import GlobalTensor, resolve_layout
 
 
-class Cutter:
-    """How batches lie on a placement. Raises SbpError for an sbp that no batch can have."""
+class BatchCutter:
+    """The layout of batches on a placement. Raises SbpError for an sbp that no batch can have."""
 
     def __init__(self, placement: Any, sbp: Any) -> None:
         self.placement = resolve_layout(placement, broadcast, 0).placement
         self.sbp = nd_sbp(sbp, self.placement.names, self.placement.ndim)
         for s in self.sbp:
             if s.is_partial:
-                raise SbpError(f"a batch with the sbp {s}", "samples are read whole, they are no sums",
+                raise SbpError(f"a batch with the sbp {s}", "samples are read whole, they are not sums",
                                "gt.sbp.split(0), or gt.sbp.broadcast")
             if s.is_split and s.dim < 0:
                 raise SbpError(f"a batch with split({s.dim})", "the tensors of a batch may differ in their dims, so "
                                "dims are counted from the start", "gt.sbp.split(1)")
-        self.mine = local_ranks_of(self.placement)
+        self.local_ranks = local_ranks_of(self.placement)
 
     def layout(self, ndim: int) -> Layout:
         """The layout of a tensor of `ndim` dims: broadcast along axes that split a dim it does not have."""
@@ -50,70 +50,72 @@ class Cutter:
 
     def rows(self, total: int) -> tuple[int, int]:
         """Start and stop of the rows that this process needs of a batch of `total`."""
-        found = [self.layout(1).region((total,), r)[0] for r in self.mine]
-        found = [(start, stop) for start, stop in found if start < stop]
-        return (min(start for start, _ in found), max(stop for _, stop in found)) if found else (0, 0)
+        ranges = [self.layout(1).region((total,), r)[0] for r in self.local_ranks]
+        ranges = [(start, stop) for start, stop in ranges if start < stop]
+        return (min(start for start, _ in ranges), max(stop for _, stop in ranges)) if ranges else (0, 0)
 
-    def make(self, loaded: Any, total: int) -> tuple[Any, list[str]]:
-        """The same structure with a global tensor of `total` rows for each tensor, moving nothing between ranks; and
-        what all ranks must have alike of it: where in it there is a tensor, of what shape and dtype."""
+    def to_global(self, loaded: Any, total: int) -> tuple[Any, list[str]]:
+        """The same structure with a global tensor of `total` rows for each tensor, without communication; and a
+        description that must be the same on all ranks: the place, shape and dtype of each tensor."""
         start, stop = self.rows(total)
-        said: list[str] = []
+        described: list[str] = []
 
         def tensor(t: torch.Tensor, path: str) -> GlobalTensor:
-            made = self._make(t, total, start, stop)
-            said.append(f"{path} {list(made.shape)} {made.dtype}".lstrip())
-            return made
+            x = self._tensor_to_global(t, total, start, stop)
+            described.append(f"{path} {list(x.shape)} {x.dtype}".lstrip())
+            return x
 
         def plain(values: Any, path: str) -> Any:
-            stands_in = start == stop and len(values) == 1
-            return values[:0] if stands_in else values
+            one_for_none = start == stop and len(values) == 1          # the sample that was loaded for its shapes
+            return values[:0] if one_for_none else values
 
-        return _each(loaded, tensor, plain), said
+        return _map_structure(loaded, tensor, plain), described
 
-    def _make(self, t: torch.Tensor, total: int, start: int, stop: int) -> GlobalTensor:
+    def _tensor_to_global(self, t: torch.Tensor, total: int, start: int, stop: int) -> GlobalTensor:
         if t.is_global:
-            raise GlobalTensorError("a dataset or collate_fn that gives global tensors", "samples are read by each "
-                                    "process for itself, in workers that are no ranks", "plain tensors")
+            raise GlobalTensorError("a dataset or collate_fn that returns global tensors", "each process reads samples "
+                                    "for itself, in workers that are not ranks", "plain tensors")
         require(t, "a collated tensor")
-        expected = max(stop - start, 1)              # one sample stands in where there are no rows
+        expected = max(stop - start, 1)              # without rows, one sample is loaded for its shapes
         if t.dim() == 0 or t.shape[0] != expected:
             raise ShapeError(f"a collated tensor of shape {list(t.shape)} from {expected} samples",
                              "dim 0 of every tensor of a batch is the samples",
-                             "a collate_fn that gives one row per sample, and lists for the rest")
+                             "a collate_fn that returns one row per sample, and lists for the rest")
         of = spec(self.layout(t.dim()), (total, *t.shape[1:]), None, t.dtype)
-        have = ((start, stop), *((0, n) for n in t.shape[1:]))
-        source, shards, taken = t.detach()[:stop - start], {}, set()
-        for r in self.mine:
+        loaded = ((start, stop), *((0, n) for n in t.shape[1:]))
+        source, shards, used = t.detach()[:stop - start], {}, set()
+        for r in self.local_ranks:
             region = of.region(r)
-            part = source[slices(region, have)]
+            part = source[slices(region, loaded)]
             part = part.to(world().device(self.placement.type, r), non_blocking=True).contiguous()
-            shards[r] = part.clone() if region in taken and part.device == source.device else part
-            taken.add(region)
+            # Two ranks with the same rows must not share memory: an op in place would run on it twice.
+            shards[r] = part.clone() if region in used and part.device == source.device else part
+            used.add(region)
         return GlobalTensor.wrap(of, shards)
 
 
-def _each(value: Any, tensor: Callable, plain: Callable, path: str = "") -> Any:
-    """The same structure, with `tensor(t, path)` of every tensor and `plain(values, path)` of every list of things."""
-    def inside(held: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-        return {key: _each(v, tensor, plain, f"{path}[{key!r}]") for key, v in held}
+def _map_structure(value: Any, tensor: Callable, plain: Callable, path: str = "") -> Any:
+    """The same structure, with `tensor(t, path)` for every tensor and `plain(values, path)` for every list without
+    tensors."""
+    def mapped(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+        return {key: _map_structure(v, tensor, plain, f"{path}[{key!r}]") for key, v in items}
 
     if isinstance(value, torch.Tensor):
         return tensor(value, path)
     if isinstance(value, Mapping):
-        made = inside(value.items())
+        items = mapped(value.items())
         try:
-            return type(value)(made)
-        except TypeError:                            # a mapping that is made in another way
-            return made
+            return type(value)(items)
+        except TypeError:                            # a mapping whose constructor takes something else
+            return items
     if isinstance(value, (list, tuple)):
         named = hasattr(value, "_fields")
         if not named and not any(isinstance(v, (torch.Tensor, Mapping, list, tuple)) or _is_record(v) for v in value):
             return plain(value, path)
-        parts = inside(enumerate(value)).values()
+        parts = mapped(enumerate(value)).values()
         return type(value)(*parts) if named else type(value)(parts)
     if _is_record(value):
-        return dataclasses.replace(value, **inside((f.name, getattr(value, f.name))
+        return dataclasses.replace(value, **mapped((f.name, getattr(value, f.name))
                                                    for f in dataclasses.fields(value) if f.init))
     return value
 

@@ -1,13 +1,13 @@
-"""A DataLoader whose batches are global tensors: torch's own, fed with the rows that this process needs.
+"""A DataLoader whose batches are global tensors: torch's own loader reads the rows that this process needs.
 
-    Sampler        rows of the global batch     the same in every process
-    Cutter.rows    -> rows of this process      by the balanced split of the library
-    torch          -> read, collated, pinned    its workers, its prefetching
-    Cutter.make    -> global tensors            each rank's shard is a slice
+    Sampler                  rows of the global batch     the same in every process
+    BatchCutter.rows         -> rows of this process      by the balanced split of the library
+    torch                    -> read, collated, pinned    its workers, its prefetching
+    BatchCutter.to_global    -> global tensors            each rank's shard is a slice
 
-No data moves between ranks. They exchange one small message per batch, to make sure that they are at the same one and
-have the same shapes: a rank that is a batch ahead or pads to another length raises on all, and is not silently taken
-for a part of something else.
+Ranks do not exchange data, only one small message per batch, to check that they are at the same batch and have the same
+shapes: if one is a batch ahead, or pads to another length, all raise instead of computing with parts of different
+batches.
 """
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from globaltensor.data.batch import Cutter
+from globaltensor.data.batch import BatchCutter
 from globaltensor.data.sampler import Batch, Sampler
-from globaltensor.data.seeding import Seeded, ShowOwnDataset, apart, mix
+from globaltensor.data.seeding import SeededDataset, UnwrapDataset, mix, random_streams
 from globaltensor.errors import DisagreementError, GlobalTensorError
 from globaltensor.layouts.layout import sbp_text
 from globaltensor.layouts.placement import placement as Placement
@@ -34,11 +34,12 @@ from globaltensor.runtime.world import world
 
 class _Requests:
     """The batch_sampler of the inner loader: for each batch, the keys of the rows that this process needs, or of its
-    first sample where there are none. It knows nothing of the loader: workers end in no time only outside a circle."""
+    first sample where it needs none. It does not refer to the loader: a reference cycle would delay the end of the
+    loader's workers until garbage collection."""
 
-    def __init__(self, cutter: Cutter, seeded: bool) -> None:
+    def __init__(self, cutter: BatchCutter, seeded: bool) -> None:
         self.cutter, self.seeded = cutter, seeded
-        self.batches: Iterator[Batch] = iter(())     # of the iteration that begins next
+        self.batches: Iterator[Batch] = iter(())     # of the next iteration
 
     def __iter__(self) -> Iterator[list]:
         return map(self.keys, self.batches)
@@ -54,34 +55,35 @@ class DataLoader:
 
     dataset      map-style: `dataset[i]` and `len(dataset)`; the same in every process
     batch_size   of the global batch, whatever the number of ranks
-    placement    where batches live
-    sbp          how they lie: split(0) along axes that divide the batch, broadcast along others; split(1), ... along an
-                 axis cuts the samples themselves, after they are read, and leaves tensors without that dim broadcast
+    placement    of the batches
+    sbp          of the batches: split(0) along axes that divide the batch, broadcast along others; split(1), ... along
+                 an axis splits the samples themselves, after they are read; tensors without that dim are broadcast
     shuffle, seed, tail
-                 the order of samples, see `Sampler`; or a `sampler` made with the same batch_size, in place of them
+                 the order of samples, see `Sampler`; or, instead, a `sampler` made with the same batch_size
     seed_samples each sample is read with torch, `random` and NumPy seeded by (seed, epoch, index), so that random
-                 augmentations are the same for every layout, number of processes and of workers. About 10 us a sample,
-                 and the dataset's `__getitems__` is not used. False: as each worker draws
+                 augmentations are the same for every layout, number of processes and of workers. It takes about 10 us
+                 a sample, and the dataset's `__getitems__` is not used. False: random numbers depend on the workers
     collate_fn   gets the samples of this process, a list (default: torch's default_collate); dim 0 of every tensor it
-                 gives is the samples, the other dims must not depend on which ones those are: pad to a fixed length
-    check        False: processes compare notes at the start of an iteration only, not at each batch, which takes a
-                 fraction of a millisecond; what is promised of DisagreementError below then holds for the start only
+                 returns is the samples; the other dims must not depend on the samples: pad to a fixed length
+    check        False: processes compare notes at the start of an iteration only, not for each batch, which takes a
+                 fraction of a millisecond; DisagreementError, below, is then raised at the start only
     num_workers, pin_memory, prefetch_factor, persistent_workers, timeout, worker_init_fn, multiprocessing_context
-                 as torch's; num_workers is per process. `generator`, too, draws the base seed of the workers only
+                 as torch's; num_workers is per process. `generator` draws only the base seed of the workers
                  (default: one that depends on seed and epoch)
 
-    Yields what collate_fn gives, nested tuples, lists, dicts and dataclasses, with each tensor [b, ...] of samples
-    replaced by the global tensor of the whole batch. Other things are this process's own: lists of strings have an
+    Yields the results of collate_fn, nested tuples, lists, dicts and dataclasses, with each tensor [b, ...] of samples
+    replaced by the global tensor of the whole batch. Other values are this process's own: a list of strings has an
     entry for each of *its* samples. Each process reads and collates only the samples its ranks hold, once; a process
-    that holds none of a batch reads one sample to learn the shapes. Every process of the program iterates, also those
-    outside the placement.
+    that holds none of a batch reads one sample to learn the shapes. Every process of the program must iterate,
+    including those outside the placement.
 
-    State is one integer, `state_dict()`: what was handed out, not what is prefetched. Iterations and epochs: `Sampler`.
+    The state, `state_dict()`, is one integer: the samples yielded, not those prefetched. Iterations and epochs are
+    those of `Sampler`.
 
-    Workers are no ranks: datasets must not use global tensors. Raises GlobalTensorError for a dataset that is not
-    map-style, and for arguments that do not fit; SbpError for a partial sbp; while iterating ShapeError for tensors
-    whose dim 0 is not the samples, DisagreementError on every rank where they are not at the same batch, or have
-    not the same shapes.
+    Workers are not ranks: datasets must not use global tensors. Raises GlobalTensorError for a dataset that is not
+    map-style, and for arguments that do not fit together; SbpError for a partial sbp; while iterating, ShapeError for
+    tensors whose dim 0 is not the samples, and DisagreementError, on every rank, where ranks are at different batches
+    or have different shapes.
     """
 
     def __init__(self, dataset: Any, batch_size: int, placement: Placement, sbp: SbpLike, *, shuffle: bool = False,
@@ -97,16 +99,16 @@ class DataLoader:
         else:
             _check_sampler(sampler, batch_size, (shuffle, seed, tail))
         self.dataset, self.batch_size, self.sampler, self.num_workers = dataset, batch_size, sampler, num_workers
-        self._cutter = Cutter(placement, sbp)
+        self._cutter = BatchCutter(placement, sbp)
         self.placement, self.sbp = self._cutter.placement, self._cutter.sbp
         self._check = check
         self._own_generator = generator is None
         self._generator = torch.Generator() if generator is None else generator
         self._requests = _Requests(self._cutter, seed_samples)
         if seed_samples and num_workers:
-            worker_init_fn = ShowOwnDataset(worker_init_fn)
+            worker_init_fn = UnwrapDataset(worker_init_fn)
         self._inner = torch.utils.data.DataLoader(
-            Seeded(dataset, sampler.seed) if seed_samples else dataset, batch_sampler=self._requests,
+            SeededDataset(dataset, sampler.seed) if seed_samples else dataset, batch_sampler=self._requests,
             num_workers=num_workers, collate_fn=collate_fn, pin_memory=pin_memory, timeout=timeout,
             worker_init_fn=worker_init_fn, multiprocessing_context=multiprocessing_context, generator=self._generator,
             prefetch_factor=prefetch_factor, persistent_workers=persistent_workers)
@@ -119,74 +121,74 @@ class DataLoader:
         batches = self.sampler.batches()
         state, s = self.sampler.state_dict(), self.sampler
         agree(f"DataLoader of {s.n} samples from {state}, batch_size={s.batch_size}, shuffle={s.shuffle}, "
-                   f"seed={s.seed}, tail={s.tail}, on {self.placement} {sbp_text(self.sbp)}")
-        self._requests.batches, coming = tee(batches)
+              f"seed={s.seed}, tail={s.tail}, on {self.placement} {sbp_text(self.sbp)}")
+        self._requests.batches, expected = tee(batches)
         if self._own_generator:
-            first = self._cutter.rows(s.batch_size)[0]           # or the workers of all ranks would draw the same
+            first = self._cutter.rows(s.batch_size)[0]           # else the workers of all ranks would draw the same
             self._generator.manual_seed(mix(s.seed, s.epoch, first))
-        return self._hand_out(iter(self._inner), coming)
+        return self._iterate(iter(self._inner), expected)
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being gone through, or that comes next."""
+        """The current epoch, or between iterations the next one."""
         return self.sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch; a state just loaded that is in it stays. See `Sampler`."""
+        """Make the next iteration this epoch; a position in it that was just loaded is kept. See `Sampler`."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """How many samples were handed out, epochs before this one included: {"consumed": int}."""
+        """How many samples were yielded, including those of earlier epochs: {"consumed": int}."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Let the next iteration go on after so many samples, also on other ranks and with another batch size."""
+        """Continue after so many samples, possibly on other ranks and with another batch size."""
         self.sampler.load_state_dict(state)
 
-    def _hand_out(self, loaded: Iterator[Any], batches: Iterator[Batch]) -> Iterator[Any]:
+    def _iterate(self, loaded: Iterator[Any], batches: Iterator[Batch]) -> Iterator[Any]:
         for batch in batches:
             total = len(batch.indices)
             seed = mix(self.sampler.seed, batch.epoch, batch.start, self._cutter.rows(total)[0])
             try:
-                with nullcontext() if self.num_workers else apart(seed):
-                    parts = next(loaded)
-                made, said = self._cutter.make(parts, total)
-            except Exception as error:               # the others must not wait for this rank in vain
+                with nullcontext() if self.num_workers else random_streams(seed):
+                    collated = next(loaded)
+                global_batch, described = self._cutter.to_global(collated, total)
+            except Exception as error:               # the other ranks would wait for this one for ever
                 with suppress(GlobalTensorError):
                     self._check_agreement(batch, [f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"])
                 raise
-            self._check_agreement(batch, said)
-            self.sampler.handed(batch)
-            yield made
+            self._check_agreement(batch, described)
+            self.sampler.yielded(batch)
+            yield global_batch
         next(loaded, None)                           # lets the workers end, or wait for the next epoch
 
-    def _check_agreement(self, batch: Batch, said: list[str]) -> None:
-        """All processes hold parts of this very batch, of the same shapes."""
+    def _check_agreement(self, batch: Batch, described: list[str]) -> None:
+        """Check that all processes hold parts of this very batch, of the same shapes."""
         if world().single_process or not self._check:
             return
         order = zlib.crc32(array("q", batch.indices).tobytes())
         try:
             agree(f"samples {batch.start} to {batch.stop} of epoch {batch.epoch} (indices {order:08x}): "
-                       f"{', '.join(said)}")
+                  f"{', '.join(described)}")
         except DisagreementError as error:
             raise DisagreementError(error.what.replace("about what to create", "about a batch"),
-                                    "each process reads its own samples of one and the same batch",
+                                    "each process reads its own samples of the same batch",
                                     "the same loop on every rank; where shapes differ, a collate_fn that pads to a "
                                     "fixed length") from None
 
 
 def _check_dataset(dataset: Any) -> None:
-    """Map-style, and without global tensors in it."""
+    """Check that it is map-style and holds no global tensors."""
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise GlobalTensorError(f"a DataLoader over {type(dataset).__name__}, which cannot be read by index",
-                                "each process reads only its own samples, which it names by index",
+                                "each process reads only its own samples, by index",
                                 "a map-style dataset; or torch's DataLoader in every process over the same stream, and "
                                 "gt.from_full(batch, placement, sbp)")
     for name, value in getattr(dataset, "__dict__", {}).items():
         for held in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(held, torch.Tensor) and held.is_global:
                 raise GlobalTensorError(f"a dataset that holds a global tensor, {type(dataset).__name__}.{name}",
-                                        "each process reads samples for itself, in workers that are no ranks",
+                                        "each process reads samples for itself, in workers that are not ranks",
                                         "plain tensors: x.full_tensor()")
 
 
@@ -201,10 +203,10 @@ def _check_len(dataset: Any) -> None:
 
 def _check_sampler(sampler: Any, batch_size: int, others: tuple[bool, int, str]) -> None:
     if not isinstance(sampler, Sampler):
-        raise GlobalTensorError(f"sampler={type(sampler).__name__}", "the order must be the same on every rank, and be "
-                                "taken up again from a position", "a subclass of gt.data.Sampler with its own order()")
+        raise GlobalTensorError(f"sampler={type(sampler).__name__}", "the order must be the same on every rank, and "
+                                "resumable from a position", "a subclass of gt.data.Sampler with its own order()")
     if sampler.batch_size != batch_size or others != (False, 0, "exact"):
         raise GlobalTensorError(f"a sampler of batch_size={sampler.batch_size}, shuffle={sampler.shuffle}, "
-                                f"seed={sampler.seed}, tail={sampler.tail!r} and other arguments beside it",
-                                "the sampler says what the order is",
+                                f"seed={sampler.seed}, tail={sampler.tail!r}, and other arguments",
+                                "the sampler defines the order",
                                 f"DataLoader(dataset, {sampler.batch_size}, placement, sbp, sampler=sampler)")

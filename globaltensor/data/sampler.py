@@ -1,12 +1,12 @@
-"""The order of samples: one permutation per epoch, one integer of state, and no word of ranks.
+"""The order of samples: one permutation per epoch, one integer of state, independent of ranks.
 
-Epoch e of n samples goes through order(e), n indices: torch.randperm from a generator seeded with mix(seed, e), or
-0 ... n - 1 without shuffling. A batch is the next batch_size of them. Where an epoch stands is a position 0 ... n, so
-that all that was consumed is e * n + position: it can be taken up again with another batch size, on other ranks.
+Epoch e of n samples is order(e), n indices: torch.randperm from a generator seeded with mix(seed, e), or 0 ... n - 1
+without shuffling. A batch is the next batch_size of them. The position in an epoch is 0 ... n, so the samples consumed
+are e * n + position: from there training can resume with another batch size, on other ranks.
 
 A tail, the n % batch_size samples that fill no batch, is one of
 
-    exact   a smaller batch                          every sample once
+    exact   a smaller batch: every sample once
     pad     a full batch, filled up with the first samples of the epoch's order
     drop    left out
 """
@@ -26,7 +26,7 @@ TAILS = ("exact", "pad", "drop")
 
 
 class Batch(NamedTuple):
-    """Which samples are in one global batch, and the position in the epoch before and after it (n after the last)."""
+    """The samples of one global batch, and the positions in the epoch before and after it (n after the last)."""
 
     epoch: int
     start: int
@@ -39,14 +39,14 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
 
     n           how many samples an epoch has
     batch_size  of a global batch
-    shuffle     a new permutation each epoch, which depends on (seed, epoch) alone; or else in order
-    tail        "exact", "pad" or "drop": what becomes of the samples that fill no batch
+    shuffle     a new permutation each epoch, which depends on (seed, epoch) alone; else in order
+    tail        "exact", "pad" or "drop": what happens to the samples that fill no batch
 
-    Each `iter` begins an epoch: the first one after `load_state_dict` where that state stood, others at its start. One
-    that was gone through to its end is followed by the next; one that was broken off is begun again. `set_epoch`
-    chooses another. Another order, such as a weighted one, is a subclass with its own `order`.
+    Each `iter` begins an epoch: right after `load_state_dict` at the loaded position, otherwise at its start. A
+    completed epoch is followed by the next; one that was broken off starts again. `set_epoch` chooses another. Another
+    order, such as a weighted one, is a subclass with its own `order`.
 
-    Raises GlobalTensorError for a batch_size or an n that cannot be, and for an unknown tail.
+    Raises GlobalTensorError for an invalid batch_size, n or tail.
     """
 
     def __init__(self, n: int, batch_size: int, *, shuffle: bool = False, seed: int = 0, tail: str = "exact") -> None:
@@ -54,40 +54,40 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
             raise GlobalTensorError(f"batch_size={batch_size!r}", "the global batch size is a positive int",
                                     "batch_size=32")
         if not _is_count(n):
-            raise GlobalTensorError(f"a sampler of {n!r} samples", "n is how many there are", "n=len(dataset)")
+            raise GlobalTensorError(f"a sampler of {n!r} samples", "n is their number", "n=len(dataset)")
         if tail not in TAILS:
             near = difflib.get_close_matches(str(tail), TAILS, 1) or ["exact"]
             raise GlobalTensorError(f"tail={tail!r}", 'a tail is one of "exact", "pad", "drop"', f'tail="{near[0]}"')
         self.n, self.batch_size, self.shuffle, self.seed, self.tail = n, batch_size, shuffle, seed, tail
-        self._epoch, self._position, self._go_on = 0, 0, False
+        self._epoch, self._position, self._resume = 0, 0, False
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being gone through, or that comes next."""
+        """The current epoch, or between iterations the next one."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch, from its start; a state just loaded that is in it stays."""
+        """Make the next iteration this epoch, from its start; a position in it that was just loaded is kept."""
         if not _is_count(epoch):
             raise GlobalTensorError(f"epoch {epoch!r}", "epochs are counted from 0", "sampler.set_epoch(0)")
-        if not (self._go_on and epoch == self._epoch):
-            self._epoch, self._position, self._go_on = epoch, 0, False
+        if not (self._resume and epoch == self._epoch):
+            self._epoch, self._position, self._resume = epoch, 0, False
 
     def state_dict(self) -> dict[str, int]:
-        """How many samples were handed out, epochs before this one included."""
+        """How many samples were yielded, including those of earlier epochs."""
         return {"consumed": self._epoch * self.n + self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after so many samples, whatever the batch size, tail or ranks were when the state was taken.
+        """Continue after so many samples, whatever the batch size, tail or ranks were when the state was saved.
 
-        Raises GlobalTensorError for what is no such state.
+        Raises GlobalTensorError for an invalid state.
         """
         consumed = state.get("consumed") if isinstance(state, dict) else None
         if not _is_count(consumed):
             raise GlobalTensorError(f"not the state of a sampler: {state!r}", 'a state is {"consumed": an int}',
                                     "sampler.load_state_dict(other.state_dict())")
         self._epoch, self._position = divmod(consumed, self.n) if self.n else (0, 0)
-        self._go_on = True
+        self._resume = True
 
     def __len__(self) -> int:
         """Batches in a whole epoch."""
@@ -95,32 +95,32 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self.batches():
-            self.handed(batch)
+            self.yielded(batch)
             yield batch.indices
 
     def order(self, epoch: int) -> Sequence[int] | torch.Tensor:
-        """The n indices of an epoch, in their order; must come out the same on every rank."""
+        """The n indices of an epoch, in their order; must be the same on every rank."""
         if not self.shuffle:
             return range(self.n)
         return torch.randperm(self.n, generator=torch.Generator().manual_seed(mix(self.seed, epoch)))
 
     def batches(self) -> Iterator[Batch]:
-        """Begin an iteration. Its batches may be drawn ahead; `handed` says which one has reached the user."""
-        if not self._go_on:
+        """Begin an iteration. Its batches may be prefetched; `yielded` says which one has reached the user."""
+        if not self._resume:
             done = self.n > 0 and self._position == self.n
             self._epoch, self._position = self._epoch + done, 0
-        self._go_on = False
+        self._resume = False
         epoch, start, count = self._epoch, self._position, self._count(self._position)
         order = self.order(epoch)
         if len(order) != self.n:
             raise GlobalTensorError(f"an order of {len(order)} indices in a sampler of {self.n} samples",
-                                    "order(epoch) gives n of them", "Sampler(len(order), batch_size)")
-        if count == 0:                               # nothing but a tail that is dropped: the epoch is over
+                                    "order(epoch) returns n of them", "Sampler(len(order), batch_size)")
+        if count == 0:                               # only a tail that is dropped: the epoch is over
             self._position = self.n
         return self._cut(order, epoch, start, count)
 
-    def handed(self, batch: Batch) -> None:
-        """This batch has been handed out: state_dict() is now the state after it."""
+    def yielded(self, batch: Batch) -> None:
+        """This batch has reached the user: state_dict() is now the state after it."""
         self._epoch, self._position = batch.epoch, batch.stop
 
     def _count(self, start: int) -> int:

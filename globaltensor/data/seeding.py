@@ -1,8 +1,9 @@
 """Random numbers while samples are read: from (seed, epoch, index) alone, and never from the program's own stream.
 
-A sample that is flipped or cropped by chance comes out the same whichever rank, process or worker reads it, because
-torch, `random` and NumPy are seeded for each sample by `mix(seed, epoch, index)`. What is read in the main process
-is read `apart`: how much it draws, which differs from rank to rank, must not move the stream that all ranks share.
+A sample that is flipped or cropped at random comes out the same whichever rank, process or worker reads it, because
+torch, `random` and NumPy are seeded for each sample by `mix(seed, epoch, index)`. Samples read in the main process draw
+from `random_streams` of their own: how much they draw differs from rank to rank, and must not advance the stream that
+all ranks share.
 """
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _64_BITS = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
-    """A seed of 64 good bits from a few ints: h = 0, then h = splitmix64(h ^ number) for each of them in turn."""
+    """A seed of 64 well-mixed bits from a few ints: h = 0, then h = splitmix64(h ^ number) for each in turn."""
     h = 0
     for number in numbers:
         h = ((h ^ int(number) & _64_BITS) + 0x9E3779B97F4A7C15) & _64_BITS
@@ -31,14 +32,14 @@ def mix(*numbers: int) -> int:
 
 def _seed(value: int) -> None:
     """Seed what samples draw from: torch on the CPU, `random`, NumPy."""
-    torch.default_generator.manual_seed(value)       # torch.manual_seed would see to every GPU, in every worker
+    torch.default_generator.manual_seed(value)       # torch.manual_seed would also seed every GPU, in every worker
     random.seed(value)
     numpy.random.seed(value & 0xFFFFFFFF)
 
 
 @contextmanager
-def apart(seed: int) -> Iterator[None]:
-    """Draw from streams of `seed` inside, go on with the program's own after."""
+def random_streams(seed: int) -> Iterator[None]:
+    """Inside, random numbers come from streams seeded by `seed`; afterwards the program's own continue unchanged."""
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     _seed(seed)
     try:
@@ -49,10 +50,10 @@ def apart(seed: int) -> Iterator[None]:
         numpy.random.set_state(states[2])
 
 
-class Seeded:
+class SeededDataset:
     """A dataset read by keys (epoch, index); each sample is read with the random numbers of its own key.
 
-    The epoch comes with the key because workers that persist keep the copy of the dataset they started with.
+    The epoch is part of the key because persistent workers keep the copy of the dataset they started with.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -64,14 +65,14 @@ class Seeded:
         return self.dataset[index]
 
 
-class ShowOwnDataset:
-    """A worker_init_fn that lets `get_worker_info().dataset` be the user's dataset, then runs the user's own."""
+class UnwrapDataset:
+    """A worker_init_fn that makes `get_worker_info().dataset` the user's dataset, then calls the user's own one."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self.then = then
 
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)      # a WorkerInfo guards its attributes
+        object.__setattr__(info, "dataset", info.dataset.dataset)      # a WorkerInfo is read-only
         if self.then is not None:
             self.then(worker)

@@ -72,7 +72,7 @@ def main(folder):
     gt.manual_seed(4)
     values(DataLoader(Samples(7), 3, where, S(0), seed_samples=False))
     seen["a random op"] = gt.rand(3, placement=where, sbp=B).tolist()      # from a stream of all ranks still
-    if gt.world_size() > 1 and len(loader._cutter.mine) == 1:              # several processes, which may disagree
+    if gt.world_size() > 1 and len(loader._cutter.local_ranks) == 1:         # several processes, which may disagree
         errors["len"] = mistake(Samples(6 + gt.rank()))
         errors["order"] = mistake(Samples(6), shuffle=True, seed=gt.rank())
         errors["shapes"] = mistake(Samples(6, lambda i: 3 + i))
