@@ -110,8 +110,8 @@ class Library:
         return status
 
     def box(self, group: Group, blocks: int, moves: Sequence[Move]) -> int:
-        """gt_cuda_box of a table that needs no room; its status."""
-        return self.lib.gt_cuda_box(self.number, ctypes.byref(group), blocks, (Move * len(moves))(*moves),
+        """gt_cuda_reduce_in_sync of a table that needs no room; its status."""
+        return self.lib.gt_cuda_reduce_in_sync(self.number, ctypes.byref(group), blocks, (Move * len(moves))(*moves),
                                     ctypes.c_int64(len(moves)), None, ctypes.c_size_t(0), self.stream)
 
     def fill(self, law: str, key: int, shape: Sequence[int], box: Sequence[tuple[int, int]], out: torch.Tensor,

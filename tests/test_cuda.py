@@ -272,7 +272,7 @@ PLANTS = {0: "nothing", 1: "no entry barrier", 2: "no exit barrier", 3: "no barr
 
 @pytest.fixture(scope="module")
 def meeting(folder: Path) -> Path:
-    command(*GXX, "-fsanitize=thread", "-DGT_PLANTS", "-DGT_THREADS=16", ROOT / "tests/native/cuda_meeting.cpp",
+    command(*GXX, "-fsanitize=thread", "-DGT_PLANTS", "-DGT_THREADS=16", ROOT / "tests/native/cuda_barrier.cpp",
             "-o", folder / "meeting", "-lpthread")
     return folder / "meeting"
 

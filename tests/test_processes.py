@@ -137,6 +137,10 @@ def test_mistakes_are_told_on_every_rank_and_at_once(tmp_path):
                 assert "rank 0:" in text and "rank 1:" in text, text
 
 
+def test_one_rank_may_watch_what_is_boxed():
+    good([*RUN, "-n", 2, PROGRAMS / "watched.py"])
+
+
 # ------------------------------------------------------------------------------------------------ ending badly
 
 

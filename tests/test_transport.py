@@ -111,7 +111,7 @@ def test_values_for_long(build, flavour, kind, ranks):
 
 
 MISHAPS = ["agreement", "site", "order", "crossed", "finished", "raised", "early", "ring", "late", "interrupted",
-           "told", "forked", "ahead"]
+           "reports", "forked", "ahead"]
 
 
 @pytest.mark.parametrize("case", MISHAPS)
@@ -137,23 +137,23 @@ def test_a_stopped_rank_is_noticed_by_all(build, times):
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("kind", ["threads", "processes"])
-def test_letters(build, kind, ranks):
-    run(build("transport_letters"), "values", kind, ranks, SEED, 400)
+def test_messages(build, kind, ranks):
+    run(build("transport_messages"), "values", kind, ranks, SEED, 400)
 
 
 @pytest.mark.parametrize("flavour, kind, ranks", [("tsan", "threads", 2), ("tsan", "threads", 4),
                                                   ("asan", "threads", 3), ("asan", "processes", 4)])
-def test_letters_under_a_sanitizer(build, flavour, kind, ranks):
-    run(build("transport_letters", flavour), "values", kind, ranks, SEED, 100)
+def test_messages_under_a_sanitizer(build, flavour, kind, ranks):
+    run(build("transport_messages", flavour), "values", kind, ranks, SEED, 100)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("flavour, kind", [("plain", "threads"), ("plain", "processes"), ("asan", "processes"),
                                            ("tsan", "threads")])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_letters_for_long(build, flavour, kind, ranks):
+def test_messages_for_long(build, flavour, kind, ranks):
     for seed in range(SEED, SEED + 3):
-        run(build("transport_letters", flavour), "values", kind, ranks, seed, 500, limit=250)
+        run(build("transport_messages", flavour), "values", kind, ranks, seed, 500, limit=250)
 
 
 LETTER_MISHAPS = ["wrong", "refused", "room", "early", "interrupted", "ring", "chain"]
@@ -161,30 +161,30 @@ LETTER_MISHAPS = ["wrong", "refused", "room", "early", "interrupted", "ring", "c
 
 @pytest.mark.parametrize("case", LETTER_MISHAPS)
 def test_letter_mishap(build, case):
-    run(build("transport_letters"), case)
+    run(build("transport_messages"), case)
 
 
 @pytest.mark.parametrize("flavour, kind", [("asan", "processes"), ("tsan", "threads")])
 @pytest.mark.parametrize("case", LETTER_MISHAPS)
 @pytest.mark.long
 def test_letter_mishap_under_a_sanitizer(build, flavour, kind, case):
-    run(build("transport_letters", flavour), case, kind)
+    run(build("transport_messages", flavour), case, kind)
 
 
 @pytest.mark.parametrize("flavour, times", [("plain", 8), pytest.param("plain", 80, marks=pytest.mark.long),
                                             pytest.param("asan", 20, marks=pytest.mark.long)])
-def test_a_killed_rank_is_noticed_by_all_that_wait_for_letters(build, flavour, times):
-    run(build("transport_letters", flavour), "killed", "processes", 4, SEED, times, limit=120)
+def test_a_killed_rank_is_noticed_by_all_that_wait_for_messages(build, flavour, times):
+    run(build("transport_messages", flavour), "killed", "processes", 4, SEED, times, limit=120)
 
 
 @pytest.mark.parametrize("case", ["absent", "late", "wrong", "strangers", "again", "outlives", "shared", "many"])
 def test_meeting(build, case):
-    run(build("transport_meeting"), case)
+    run(build("transport_handshake"), case)
 
 
 @pytest.mark.parametrize("times", [30000, pytest.param(1_000_000, marks=pytest.mark.long)])
 def test_boxings_take_no_memory(build, times):
-    run(build("transport_meeting"), "steady", times, limit=250)
+    run(build("transport_handshake"), "steady", times, limit=250)
 
 
 def listening() -> set[str]:

@@ -39,15 +39,15 @@ template <int width> using gt_word = typename gt_word_of<width>::type;
 
 #define GT_DEVICE __device__ __forceinline__
 #define GT_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
-#define GT_ARGUMENT const __grid_constant__  // by value, and read where it lies: never copied into each thread
+#define GT_ARGUMENT const __grid_constant__  // by value, and read in place: never copied into each thread
 #define GT_SHARED(type, name) __shared__ type name
 #ifndef GT_THREADS
 #define GT_THREADS 256
 #endif
 #define GT_WAVES 32       // blocks per multiprocessor that are worth launching
-#define GT_PATIENCE 1024  // spins between looks at the abort word, which lies in the memory of the host
+#define GT_PATIENCE 1024  // spins between looks at the abort word, which is in the memory of the host
 
-GT_DEVICE void gt_post(uint32_t* at, uint32_t value) {  // seen by a peer that reads it, with all that came before
+GT_DEVICE void gt_send(uint32_t* at, uint32_t value) {  // seen by a peer that reads it, with all that came before
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 GT_DEVICE uint32_t gt_look(const uint32_t* at) {
@@ -174,7 +174,7 @@ inline thread_local gt_block* gt_here;
   static_assert(sizeof(type) <= sizeof(gt_block::shared), "more than a block shares: one a kernel"); \
   type& name = *reinterpret_cast<type*>(gt_here->shared)
 
-inline void gt_post(uint32_t* at, uint32_t value) {
+inline void gt_send(uint32_t* at, uint32_t value) {
   if (gt_planted(GT_RELAXED_STORE)) __atomic_store_n(at, value, __ATOMIC_RELAXED);
   else __atomic_store_n(at, value, __ATOMIC_RELEASE);
 }

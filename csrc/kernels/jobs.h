@@ -1,9 +1,9 @@
 // From regions to jobs: what the GPU kernel reads, and how the host makes it.
 //
 // A region says what; a job also says how: which loop, over how many units of how many bytes. The host looks at where
-// and how shards lie, once, so that the kernel needs no decision but a switch:
+// and with which strides shards are laid out, once, so that the kernel needs no decision but a switch:
 //
-//     dims that lie behind each other in every shard merge       [4, 6, 5] contiguous on both sides -> [120]
+//     dims that are contiguous in every shard merge              [4, 6, 5] contiguous on both sides -> [120]
 //     the widest word that all addresses and steps allow         16 bytes; else 8, 4, 2, 1
 //     a run that begins or ends within a word is cut             5 + 8 x 16 + 3 elements: three jobs
 //     the fast dim of source and target differ                   tiles, turned in shared memory
@@ -14,7 +14,7 @@
 #include <stdint.h>
 
 #include "../common/device.h"
-#include "boxing_cuda.h"
+#include "reduce_cuda.h"
 
 enum gt_path : uint8_t {
   GT_COPY = 0,     // + log2 of the word; without a source it stores zeros

@@ -15,7 +15,7 @@ namespace gt_jobs {
 constexpr int DIMS = GT_DIMS + 1;       // a complex number that is summed is a dim of two
 constexpr int SIZES[GT_DTYPES] = {4, 8, 2, 2, 1, 2, 4, 8, 1, 1, 8, 16, 1, 2, 4, 8, 16};
 
-struct Corner {                         // of a source or a target
+struct JobOperand {                         // of a source or a target
   char* at;
   int64_t stride[DIMS];                 // in bytes
 };
@@ -23,15 +23,15 @@ struct Corner {                         // of a source or a target
 struct Draft {                          // a job in the making
   int ndim = 0, sources = 0;
   int64_t size[DIMS];
-  std::vector<Corner> corners;          // the sources, then the targets
+  std::vector<JobOperand> corners;          // the sources, then the targets
 
   void swap(int a, int b) {
     std::swap(size[a], size[b]);
-    for (Corner& c : corners) std::swap(c.stride[a], c.stride[b]);
+    for (JobOperand& c : corners) std::swap(c.stride[a], c.stride[b]);
   }
   void cut(int d, int64_t start, int64_t count) {  // what is left is [start, start + count) of dim d
     size[d] = count;
-    for (Corner& c : corners) c.at += start * c.stride[d];
+    for (JobOperand& c : corners) c.at += start * c.stride[d];
   }
   void push(int64_t n, int64_t bytes, int64_t target_bytes) {
     size[ndim] = n;
@@ -74,7 +74,7 @@ inline void take_part(Draft& d, int64_t part, int64_t parts) {
   d.cut(dim, edge(part), edge(part + 1) - edge(part));
 }
 
-// The target's slowest dim first; no dims of one element; neighbours merged where they lie so in every shard.
+// The target's slowest dim first; no dims of one element; neighbours merged where every shard has them so.
 inline void simplify(Draft& d) {
   const size_t first = (size_t)d.sources;
   for (int i = 1; i < d.ndim; i++)
@@ -83,15 +83,15 @@ inline void simplify(Draft& d) {
   for (int i = 0; i < d.ndim; i++) {
     if (d.size[i] == 1) continue;
     bool merges = kept > 0;
-    for (const Corner& c : d.corners) merges = merges && c.stride[kept - 1] == c.stride[i] * d.size[i];
+    for (const JobOperand& c : d.corners) merges = merges && c.stride[kept - 1] == c.stride[i] * d.size[i];
     const int into = merges ? kept - 1 : kept++;
     d.size[into] = merges ? d.size[into] * d.size[i] : d.size[i];
-    for (Corner& c : d.corners) c.stride[into] = c.stride[i];
+    for (JobOperand& c : d.corners) c.stride[into] = c.stride[i];
   }
   d.ndim = kept;
 }
 
-class Table {                           // of the jobs of one kind
+class JobTable {                           // of the jobs of one kind
  public:
   std::vector<uint64_t> words;          // filled by close(): the index and the jobs
   uint32_t tiles = 0, jobs = 0;
@@ -121,7 +121,7 @@ class Table {                           // of the jobs of one kind
 
 class Plan {
  public:
-  Table tables[GT_KINDS];
+  JobTable tables[GT_KINDS];
 
   int add(const gt_cuda_move& move) {
     const bool cast = move.source_dtype != move.target_dtype;
@@ -153,7 +153,7 @@ class Plan {
   }
 
   void close() {
-    for (Table& table : tables) table.close();
+    for (JobTable& table : tables) table.close();
   }
 
  private:
@@ -211,7 +211,7 @@ class Plan {
     const int last = d.ndim - 1;
     int64_t head = 0;
     for (size_t i = 0; i < d.corners.size(); i++) {
-      const Corner& c = d.corners[i];
+      const JobOperand& c = d.corners[i];
       const int64_t size = SIZES[(int)i < d.sources ? from_ : to_], word = std::min<int64_t>(16, units * size);
       const int64_t here = -(int64_t)(uintptr_t)c.at & (word - 1);
       for (int k = 0; k < last; k++)
@@ -229,7 +229,7 @@ class Plan {
     const int64_t n = d.size[last], words = (n - head) / units, tail = n - head - words * units;
     Draft body = d;
     body.cut(last, head, words);
-    for (Corner& c : body.corners) c.stride[last] *= units;
+    for (JobOperand& c : body.corners) c.stride[last] *= units;
     if (int error = emit(body, path(copy, units), 0)) return error;
     for (auto [start, count] : {std::pair{(int64_t)0, head}, std::pair{n - tail, tail}}) {
       if (!count) continue;
@@ -266,7 +266,7 @@ class Plan {
       job.across = (uint32_t)((x + side - 1) / side), job.down = (uint32_t)((y + side - 1) / side);
       count = job.units / (x * y) * job.across * job.down;
     }
-    for (const Corner& c : d.corners) more.push_back((uint64_t)(uintptr_t)c.at);
+    for (const JobOperand& c : d.corners) more.push_back((uint64_t)(uintptr_t)c.at);
     for (size_t i = 0; i < all; i++)
       if (i == 0 || i == sources || job.each & (i < sources ? 1 : 2))
         more.insert(more.end(), d.corners[i].stride, d.corners[i].stride + d.ndim);

@@ -5,23 +5,24 @@
 #include <algorithm>
 
 #include "../common/device.h"
-#include "boxing_cuda.h"
+#include "reduce_cuda.h"
 
 static_assert(sizeof(cudaIpcMemHandle_t) == sizeof(gt_cuda_ipc::handle), "a handle of CUDA");
 
 // Found at run time: this library loads where there is no driver.
 static int range_of(const void* data, char** base, size_t* bytes) {
   typedef int (*Function)(char**, size_t*, uintptr_t);
-  void* found = nullptr;
+  void* function = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
-  int error = (int)cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &found, 12000, cudaEnableDefault, &result);
+  int error = (int)cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &function, 12000, cudaEnableDefault,
+                                                    &result);
 #else
-  int error = (int)cudaGetDriverEntryPoint("cuMemGetAddressRange", &found, cudaEnableDefault, &result);
+  int error = (int)cudaGetDriverEntryPoint("cuMemGetAddressRange", &function, cudaEnableDefault, &result);
 #endif
   if (error) return error;
-  if (result != cudaDriverEntryPointSuccess || !found) return (int)cudaErrorNotSupported;
-  return ((Function)found)(base, bytes, (uintptr_t)data);  // a CUresult: the codes of the two are the same here
+  if (result != cudaDriverEntryPointSuccess || !function) return (int)cudaErrorNotSupported;
+  return ((Function)function)(base, bytes, (uintptr_t)data);  // a CUresult: the codes of the two are the same here
 }
 
 int gt_cuda_ipc_export(int device, const void* data, gt_cuda_ipc* memory) {
@@ -73,7 +74,7 @@ const char* gt_cuda_message(int status) {
     case GT_CUDA_OK: return "done";
     case GT_CUDA_DTYPE: return "these dtypes cannot be reduced so, or not cast into each other";
     case GT_CUDA_ROOM: return "the table of regions needs room on the device, as much as gt_cuda_room says";
-    case GT_CUDA_MISALIGNED: return "an element does not lie at a multiple of its size";
+    case GT_CUDA_MISALIGNED: return "the address of an element is no multiple of its size";
     case GT_CUDA_TOO_LARGE: return "a region of more than 65535 sources or targets, or 2**31 tiles";
     case GT_CUDA_GROUP: return "the ranks or blocks of a group are out of bounds";
     case GT_CUDA_NO_MEMORY: return "no memory left on the host";

@@ -28,7 +28,7 @@ static const int ITEM[GT_DTYPES] = {4, 8, 2, 2, 1, 2, 4, 8, 1, 1, 8, 16, 1, 2, 4
 
 namespace {
 
-struct Call {
+struct ReduceCall {
   const gt_corner* corners;
   const gt_shard *sources, *targets;
   int source_item, target_item;
@@ -39,7 +39,7 @@ struct Call {
 };
 
 // ---- one run of n elements
-void dense(const Call& call, char** at, int n, int m, int64_t count) {
+void dense(const ReduceCall& call, char** at, int n, int m, int64_t count) {
   if (n == 0) {
     for (int t = 0; t < m; t++) memset(at[t], 0, count * call.target_item);
   } else if (n > 1 || !call.copies) {
@@ -54,7 +54,7 @@ void dense(const Call& call, char** at, int n, int m, int64_t count) {
 
 // ---- the two innermost dims of a region that is not dense: rows x columns
 struct Grid {
-  const Call& call;
+  const ReduceCall& call;
   const Shape& shape;
   int n, m;
   char** at;          // where each operand is, at the grid's corner
@@ -90,7 +90,7 @@ struct Grid {
 
   void tile(char* scratch, char** here, int64_t most, int64_t r, int64_t c, int64_t high, int64_t wide) const {
     const auto flat = [&](const Side& s, int item) { return s.column == item && (high == 1 || s.row == item * wide); };
-    int targets = 0;                                 // those that can be stored to as they lie, after the sources
+    int targets = 0;                                 // those that can be stored to in place, after the sources
     char* packed = nullptr;
     for (int k = 0; k < n + m; k++) {
       const Side s = side(k);
@@ -118,7 +118,7 @@ struct Grid {
 };
 
 // Everything but one run: the grids, one for every index of the dims above.
-void sparse(const Call& call, const Shape& shape, char** at, int n, int m) {
+void sparse(const ReduceCall& call, const Shape& shape, char** at, int n, int m) {
   const int d = shape.ndim;
   Grid grid{call, shape, n, m, at, shape.size[d - 2], shape.size[d - 1]};
   bool rows = grid.columns >= ROW;
@@ -129,7 +129,7 @@ void sparse(const Call& call, const Shape& shape, char** at, int n, int m) {
   const int64_t most = tiles ? std::max<int64_t>(16, std::min<int64_t>(4096, SCRATCH / each)) : 0;
   alignas(64) char small[SCRATCH];
   std::unique_ptr<char[]> large(tiles && most * each > SCRATCH ? new char[most * each] : nullptr);
-  Table<char*> here(tiles ? n + m : 0);
+  FewArray<char*> here(tiles ? n + m : 0);
 
   const int64_t all = grid.rows, step = std::min(shape.chunk, all);
   for (int64_t row = 0; row < all; row += step) {
@@ -151,12 +151,12 @@ void sparse(const Call& call, const Shape& shape, char** at, int n, int m) {
   }
 }
 
-// A box of a region: from `from` on, counted within the region.
-void run(const Call& call, const gt_region& region, const int64_t* from, const int64_t* size) {
+// A slice of a region: from `from` on, counted within the region.
+void run(const ReduceCall& call, const gt_region& region, const int64_t* from, const int64_t* size) {
   const int n = region.sources, m = region.targets, ndim = region.ndim;
   const gt_corner* corner = call.corners + region.first;
-  Table<char*> at(n + m);
-  Table<const int64_t*> strides(n + m);
+  FewArray<char*> at(n + m);
+  FewArray<const int64_t*> strides(n + m);
   bool flat = true;
   int64_t count = 1;
   for (int k = 0; k < n + m; k++) {
@@ -178,11 +178,11 @@ void run(const Call& call, const gt_region& region, const int64_t* from, const i
   else sparse(call, shape, at.data, n, m);
 }
 
-void whole(const Call& call, const gt_region& region) {
+void whole(const ReduceCall& call, const gt_region& region) {
   static const int64_t zeros[GT_DIMS] = {};
   if (region.parts <= 1) return run(call, region, zeros, region.size);
-  Boxes boxes(region);
-  while (boxes.next()) run(call, region, boxes.from, boxes.size);
+  PartSlices slices(region);
+  while (slices.next()) run(call, region, slices.from, slices.size);
 }
 
 }  // namespace
@@ -194,7 +194,7 @@ extern "C" int gt_itemsize(int dtype) { return dtype < 0 || dtype >= GT_DTYPES ?
 
 extern "C" int gt_reduce(const gt_region* regions, int64_t count, const gt_corner* corners, int op,
                          const gt_shard* sources, int source_dtype, const gt_shard* targets, int target_dtype) {
-  Call call{corners, sources, targets, gt_itemsize(source_dtype), gt_itemsize(target_dtype),
+  ReduceCall call{corners, sources, targets, gt_itemsize(source_dtype), gt_itemsize(target_dtype),
             source_dtype == target_dtype, false, nullptr, 1};
   if (!call.source_item || !call.target_item || op < GT_SUM || op > GT_MIN) return -1;
   const bool is_complex = call.copies && op == GT_SUM && (source_dtype == GT_C64 || source_dtype == GT_C128);

@@ -1,26 +1,21 @@
-// What one boxing does, as data: every region is a box of the global tensor, read from the shards of some ranks, reduced
-// in their order, and stored into the shards of some ranks. No torch here, and a plain C interface.
+// What one boxing does, as data: every region is a slice of the global tensor, read from the shards of some ranks,
+// reduced in their order, and stored into the shards of some ranks. No torch here, and a plain C interface.
 //
 //     S -> B  on 2 ranks, rank 0:   [0:4] copied from shard 0, [4:8] copied from shard 1
-//     P -> B  large, rank 0:        its half of the box, shard 0 + shard 1, stored into the results of both ranks
+//     P -> B  large, rank 0:        its half of the slice, shard 0 + shard 1, stored into the results of both ranks
 //
-// A program is compiled once per pair of layouts and shape; where the shards lie, and with which strides, is given
+// A program is compiled once per pair of layouts and shape; where the shards are, and with which strides, is given
 // when it runs.
 #pragma once
 #include <stdint.h>
+
+#include "../common/dtype.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 #define GT_DIMS 8  // dims of a region; tensors of more take the way through Python
-
-enum gt_dtype {
-  GT_F32, GT_F64, GT_F16, GT_BF16, GT_I8, GT_I16, GT_I32, GT_I64, GT_U8, GT_BOOL, GT_C64, GT_C128,
-  GT_RAW1, GT_RAW2, GT_RAW4, GT_RAW8, GT_RAW16,  // of that many bytes: can be copied, not reduced or cast
-  GT_DTYPES
-};
-enum gt_op { GT_SUM, GT_MAX, GT_MIN };
 
 typedef struct {
   int64_t shard;            // whose: an index into the table of source or of target shards

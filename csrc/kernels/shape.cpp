@@ -93,14 +93,14 @@ static int64_t beginning(const gt_region& region, int64_t part) {
   return std::min(total, (q * part + std::min(part, r)) * unit);
 }
 
-Boxes::Boxes(const gt_region& of)
+PartSlices::PartSlices(const gt_region& of)
     : region(of), at(beginning(of, of.part)), end(beginning(of, of.part + 1)) {}
 
-// The largest box that begins at `at`: rows of one dim, whole in the dims below.
-bool Boxes::next() {
+// The largest slice that begins at `at`: rows of one dim, whole in the dims below.
+bool PartSlices::next() {
   if (at >= end) return false;
   int64_t rest = at, inner = 1;
-  int dim = region.ndim;                             // the box is whole in dims from here on
+  int dim = region.ndim;                             // the slice is whole in dims from here on
   for (; dim > 0 && rest % (inner * region.size[dim - 1]) == 0 && at + inner * region.size[dim - 1] <= end; dim--)
     inner *= region.size[dim - 1];
   int64_t left = at;

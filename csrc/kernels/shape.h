@@ -1,6 +1,6 @@
 // The shape that the sources and targets of a region have in common: dims of one element dropped, the rest sorted by
-// how the first target lies and merged where all operands step through two dims as through one. And the boxes that
-// make up a part of a region.
+// the strides of the first target, and merged where all operands step through two dims as through one. And the slices
+// that make up a part of a region.
 #pragma once
 #include <stdint.h>
 
@@ -9,13 +9,13 @@
 namespace gt::boxing {
 
 // Room for n things, on the stack where they are few.
-template <class T, int FEW = 16> struct Table {
-  explicit Table(int n) : data(n <= FEW ? few : new T[n]) {}
-  ~Table() {
+template <class T, int FEW = 16> struct FewArray {
+  explicit FewArray(int n) : data(n <= FEW ? few : new T[n]) {}
+  ~FewArray() {
     if (data != few) delete[] data;
   }
-  Table(const Table&) = delete;
-  Table& operator=(const Table&) = delete;
+  FewArray(const FewArray&) = delete;
+  FewArray& operator=(const FewArray&) = delete;
   T* data;
   T few[FEW];
 };
@@ -42,16 +42,16 @@ struct Shape {
   int64_t& step(int k, int d) { return steps.data[k * DIMS + d]; }
 
   int operands;
-  Table<int64_t, 16 * DIMS> steps;
+  FewArray<int64_t, 16 * DIMS> steps;
 };
 
-// The boxes of part `part` of `parts` of a region. The cut depends on the region's sizes only, so that all processes
-// that share it cut alike wherever its operands lie: at multiples of 64 elements, or of whole rows that are as many.
-struct Boxes {
-  explicit Boxes(const gt_region& region);
+// The slices of part `part` of `parts` of a region. The cut depends on the region's sizes only, so that all processes
+// that share it cut alike wherever its operands are: at multiples of 64 elements, or of whole rows that are as many.
+struct PartSlices {
+  explicit PartSlices(const gt_region& region);
   bool next();
 
-  int64_t from[GT_DIMS], size[GT_DIMS];  // of the box that next() found
+  int64_t from[GT_DIMS], size[GT_DIMS];  // of the slice that next() found
 
  private:
   const gt_region& region;

@@ -71,7 +71,7 @@ template <class T, class A, int N> GT_DEVICE void put(int to, char* at, const A 
 }
 
 // ---- flat tiles
-// Where U units of this thread lie, GT_THREADS apart.
+// Where U units of this thread are, GT_THREADS apart.
 template <int U> GT_DEVICE void offsets(const gt_job& job, const int64_t* strides, uint32_t unit, int64_t (&at)[U]) {
   const uint32_t* dims = job.dims();
   uint32_t left[U];
@@ -164,11 +164,11 @@ template <class T, int V, bool extreme> GT_DEVICE void reduce(const gt_job& job,
 // ---- turned tiles
 struct alignas(16) Square { char bytes[32 * 33 * 16]; };  // the largest: 64 x 65 x 4, 32 x 33 x 16
 
-template <int width> struct Word {      // moved as it is
+template <int width> struct StoreWord {      // moved as it is
   using type = gt_word<width>;
   static GT_DEVICE void store(int, char* at, type x) { gt_write<width>(at, x); }
 };
-template <class T> struct Cast {
+template <class T> struct StoreCast {
   using type = gt_word<sizeof(T)>;
   static GT_DEVICE void store(int to, char* at, type x) {
     T value;
@@ -181,8 +181,8 @@ template <class T> struct Cast {
 // The last dim of the job, x, is contiguous in the targets; the one before, y, in the source. The square holds a row
 // per x, of a length that puts neighbours in x on different banks. A thread reads one y of every few x, and stores one
 // x of every few y.
-template <class Move> GT_DEVICE void turn(const gt_job& job, uint32_t tile, Square& square) {
-  using W = typename Move::type;
+template <class Store> GT_DEVICE void turn(const gt_job& job, uint32_t tile, Square& square) {
+  using W = typename Store::type;
   constexpr int size = sizeof(W), side = gt_turn_side(size), row = side + (size < 4 ? 4 / size : 1);
   constexpr int rows = GT_THREADS / side;
   static_assert(side * row * size <= (int)sizeof(Square) && side % rows == 0, "the square holds a tile");
@@ -219,7 +219,7 @@ template <class Move> GT_DEVICE void turn(const gt_job& job, uint32_t tile, Squa
     char* target = job.places()[1 + t] + begin(strides) + quick * strides[x] + slow * step;
 #pragma unroll 4
     for (uint32_t i = slow; i < side; i += rows, target += rows * step)
-      if (i < ys) Move::store(to, target, held[quick * row + i]);
+      if (i < ys) Store::store(to, target, held[quick * row + i]);
   }
 }
 

@@ -1,15 +1,15 @@
-// Fills a box of a global tensor, chunk by chunk: which blocks are wanted, their values, where these belong.
+// Fills a slice of a global tensor, chunk by chunk: which blocks are wanted, their values, where these belong.
 //
-//     the box as runs, contiguous in the global tensor        (row 1: elements 9-13)   (row 2: 16-20)   ...
+//     the slice as runs, contiguous in the global tensor      (row 1: elements 9-13)   (row 2: 16-20)   ...
 //     blocks that cover them, up to CHUNK at a time           2 3                      4 5              ...
 //     their values, made many at once                         8 9 10 11 12 13 14 15    16 17 18 ...
-//     of these, the pieces that the runs are                  9-13, 16-20, ...         copied to the box
+//     of these, the pieces that the runs are                  9-13, 16-20, ...         copied to the slice
 //
 // A chunk and its values stay in the first-level cache. The loops over blocks exist once per instruction set; which one
 // runs is decided when the library is loaded, by what the processor can do.
 #include "philox.h"
 
-#include "../kernels/region.h"
+#include "../common/dtype.h"
 #include "fill.h"
 
 #ifndef GT_X86     // a test may say 0, to have what other processors have
@@ -155,7 +155,7 @@ class Filler {
   Filler(void* to, storing how, const Make* make, const void* law, uint64_t key, uint32_t stream)
       : to_(static_cast<char*>(to)), how_(how), make_(make[level]), law_(law), key_(key), stream_(stream) {}
 
-  // Elements [start, start + length) of the global tensor go to the box next.
+  // Elements [start, start + length) of the global tensor go to the slice next.
   void run(int64_t start, int64_t length) {
     while (length) {
       const uint64_t block = (uint64_t)start >> 2;
@@ -201,16 +201,16 @@ class Filler {
   alignas(64) char values_[4 * CHUNK * 8], stored_[4 * CHUNK * 8];
 };
 
-// A box is made of runs: trailing whole dims and the dim before them merge into one.
+// A slice is made of runs: trailing whole dims and the dim before them merge into one.
 template <class Law>
-int fill(void* to, storing how, uint64_t key, int ndim, const int64_t* box, const Law& law, uint32_t stream = 0) {
+int fill(void* to, storing how, uint64_t key, int ndim, const int64_t* slice, const Law& law, uint32_t stream = 0) {
   constexpr int MOST = 64;  // torch's own limit of dims
   if (!how.itemsize || ndim > MOST) return -1;
   int64_t length = 1, base = 0, stride = 1, size[MOST], step[MOST], at[MOST] = {};
   int outer = 0;
   bool whole = true;
   for (int dim = ndim - 1; dim >= 0; --dim) {
-    const int64_t n = box[dim], start = box[ndim + 2 * dim], extent = box[ndim + 2 * dim + 1] - start;
+    const int64_t n = slice[dim], start = slice[ndim + 2 * dim], extent = slice[ndim + 2 * dim + 1] - start;
     if (whole) length *= extent;
     else if (extent != 1) size[outer] = extent, step[outer++] = stride;
     if (!extent) return 0;
@@ -238,37 +238,38 @@ int fill(void* to, storing how, uint64_t key, int ndim, const int64_t* box, cons
 // ------------------------------------------------------------------ the interface
 using namespace gt::random;
 
-int gt_fill_words(void* to, int dtype, uint64_t key, int ndim, const int64_t* box, uint64_t stream) {
-  return fill(to, {dtype == GT_I64 ? 8 : 0, nullptr}, key, ndim, box, words_law{}, (uint32_t)stream);
+int gt_fill_words(void* to, int dtype, uint64_t key, int ndim, const int64_t* slice, uint64_t stream) {
+  return fill(to, {dtype == GT_I64 ? 8 : 0, nullptr}, key, ndim, slice, words_law{}, (uint32_t)stream);
 }
 
-int gt_fill_uniform(void* to, int dtype, uint64_t key, int ndim, const int64_t* box, double low, double range,
+int gt_fill_uniform(void* to, int dtype, uint64_t key, int ndim, const int64_t* slice, double low, double range,
                     double below) {
   const int bits = dtype == GT_F64 ? 53 : dtype == GT_F32 ? 24 : dtype == GT_F16 ? 11 : 8;
-  if (dtype == GT_F64) return fill(to, of_floats(dtype), key, ndim, box, uniform_law<double>(bits, range, low, below));
-  return fill(to, of_floats(dtype), key, ndim, box, uniform_law<float>(bits, range, low, below));
+  const storing how = of_floats(dtype);
+  if (dtype == GT_F64) return fill(to, how, key, ndim, slice, uniform_law<double>(bits, range, low, below));
+  return fill(to, how, key, ndim, slice, uniform_law<float>(bits, range, low, below));
 }
 
-int gt_fill_normal(void* to, int dtype, uint64_t key, int ndim, const int64_t* box, double mean, double std) {
-  if (dtype == GT_F64) return fill(to, of_floats(dtype), key, ndim, box, normal_law<double>(mean, std));
-  return fill(to, of_floats(dtype), key, ndim, box, normal_law<float>(mean, std));
+int gt_fill_normal(void* to, int dtype, uint64_t key, int ndim, const int64_t* slice, double mean, double std) {
+  if (dtype == GT_F64) return fill(to, of_floats(dtype), key, ndim, slice, normal_law<double>(mean, std));
+  return fill(to, of_floats(dtype), key, ndim, slice, normal_law<float>(mean, std));
 }
 
-int gt_fill_exponential(void* to, int dtype, uint64_t key, int ndim, const int64_t* box, double scale,
+int gt_fill_exponential(void* to, int dtype, uint64_t key, int ndim, const int64_t* slice, double scale,
                         double smallest) {
-  if (dtype == GT_F64) return fill(to, of_floats(dtype), key, ndim, box, exponential_law<double>(scale, smallest));
-  return fill(to, of_floats(dtype), key, ndim, box, exponential_law<float>(scale, smallest));
+  if (dtype == GT_F64) return fill(to, of_floats(dtype), key, ndim, slice, exponential_law<double>(scale, smallest));
+  return fill(to, of_floats(dtype), key, ndim, slice, exponential_law<float>(scale, smallest));
 }
 
-int gt_fill_integers(void* to, int dtype, uint64_t key, int ndim, const int64_t* box, uint64_t span_high,
+int gt_fill_integers(void* to, int dtype, uint64_t key, int ndim, const int64_t* slice, uint64_t span_high,
                      uint64_t span_low, uint64_t low) {
   if (!span_high || (span_high == 1 && !span_low))
-    return fill(to, of_integers(dtype), key, ndim, box, integers_law<2>{span_high, span_low, low});
-  return fill(to, of_integers(dtype), key, ndim, box, integers_law<3>{span_high, span_low, low});
+    return fill(to, of_integers(dtype), key, ndim, slice, integers_law<2>{span_high, span_low, low});
+  return fill(to, of_integers(dtype), key, ndim, slice, integers_law<3>{span_high, span_low, low});
 }
 
-int gt_fill_bernoulli(void* to, int dtype, uint64_t key, int ndim, const int64_t* box, uint64_t threshold) {
-  return fill(to, of_masks(dtype), key, ndim, box, bernoulli_law(threshold));
+int gt_fill_bernoulli(void* to, int dtype, uint64_t key, int ndim, const int64_t* slice, uint64_t threshold) {
+  return fill(to, of_masks(dtype), key, ndim, slice, bernoulli_law(threshold));
 }
 
 int gt_fill_vectors(int wanted) { return level = wanted < supported() ? wanted : supported(); }

@@ -1,6 +1,6 @@
-// Fills a box of a global tensor with random numbers on a GPU: a thread makes blocks of four, by the laws of philox.h.
+// Fills a slice of a global tensor with random numbers on a GPU: a thread makes blocks of four by the laws of philox.h.
 //
-//     the box as rows, contiguous in the global tensor      (row 0: elements 9-13)   (row 1: 16-20)   ...
+//     the slice as rows, contiguous in the global tensor    (row 0: elements 9-13)   (row 1: 16-20)   ...
 //     a thread for each block that a row touches            2 3                      4 5
 //     stores those of its four that are in the row          9 10 11 | 12 13          16 17 18 19 | 20
 //
@@ -21,7 +21,7 @@ namespace {
 
 constexpr int DIMS = 16, EACH = 4;      // dims that do not merge; blocks of a thread
 
-struct Rows {                           // the box, as rows that lie behind each other in `to`
+struct SliceRows {                      // the slice, as rows that are contiguous in `to`
   char* to;
   int64_t count, length;                // how many, at most GT_FILL_ROWS in a launch; elements of each
   int64_t base;                         // where the first begins
@@ -34,7 +34,7 @@ struct Rows {                           // the box, as rows that lie behind each
 };
 
 template <class Law> struct Fill {
-  Rows rows;
+  SliceRows rows;
   Law law;
   uint64_t key;
   uint32_t stream;
@@ -48,7 +48,7 @@ template <class From> GT_DEVICE void assign(From x, bool& to) { to = x != 0; }
 template <class From> GT_DEVICE void assign(From x, gt_word8& to) { to = {{bits_of<uint32_t>((float)x), 0}}; }
 template <class From, class To> GT_DEVICE void assign(From x, To& to) { to = (To)x; }
 
-// Values [low, high) of a block, whose first one would lie at `at`.
+// Values [low, high) of a block, whose first one would be at `at`.
 template <class D, class Value> GT_DEVICE void put(char* at, const Value (&values)[4], int low, int high) {
   constexpr int bytes = 4 * (int)sizeof(D), width = bytes < 16 ? bytes : 16;
   D four[4];
@@ -103,9 +103,9 @@ GT_DEVICE void store(int dtype, char* to, int64_t at, const uint32_t (&masks)[4]
 }
 
 // ---- the kernel
-// Block `k` of row `row`. Rows of different phase have a block more or less: then the last makes nothing.
+// Block `k` of row `row`. SliceRows of different phase have a block more or less: then the last makes nothing.
 template <class Law> GT_DEVICE void make(const Fill<Law>& fill, uint32_t row, int64_t k) {
-  const Rows& rows = fill.rows;
+  const SliceRows& rows = fill.rows;
   int64_t start = rows.base;
   uint32_t left = row;
   for (int d = 0; d < rows.ndim; d++) {
@@ -126,7 +126,7 @@ template <class Law> GT_DEVICE void make(const Fill<Law>& fill, uint32_t row, in
 }
 
 template <class Law> GT_KERNEL(GT_THREADS, 4) gt_fill_kernel(GT_ARGUMENT Fill<Law> fill) {
-  const Rows& rows = fill.rows;
+  const SliceRows& rows = fill.rows;
   const int64_t all = rows.count * rows.blocks;
   const bool short_rows = rows.blocks < 1 << 30;
   constexpr int64_t tile = EACH * GT_THREADS;
@@ -144,14 +144,14 @@ template <class Law> GT_KERNEL(GT_THREADS, 4) gt_fill_kernel(GT_ARGUMENT Fill<La
 }
 
 // -------------------------------------------------------------------------------------------------- the host's side
-// Rows of a box: trailing whole dims and the dim before them merge into one; so do outer ones that are whole.
-bool rows_of(Rows& rows, char* to, int ndim, const int64_t* box) {
+// SliceRows of a slice: trailing whole dims and the dim before them merge into one; so do outer ones that are whole.
+bool rows_of(SliceRows& rows, char* to, int ndim, const int64_t* slice) {
   rows = {};
   rows.to = to, rows.count = 1, rows.length = 1;
   int64_t stride = 1;
   bool whole = true;
   for (int dim = ndim - 1; dim >= 0; dim--) {
-    const int64_t n = box[dim], start = box[ndim + 2 * dim], extent = box[ndim + 2 * dim + 1] - start;
+    const int64_t n = slice[dim], start = slice[ndim + 2 * dim], extent = slice[ndim + 2 * dim + 1] - start;
     if (whole) {
       rows.length *= extent;
     } else if (extent != 1) {
@@ -180,7 +180,7 @@ bool rows_of(Rows& rows, char* to, int ndim, const int64_t* box) {
 }
 
 template <class Law> int launch(int device, void* stream, const Fill<Law>& fill, int itemsize) {
-  const Rows& rows = fill.rows;
+  const SliceRows& rows = fill.rows;
   if (rows.count >= GT_FILL_ROWS) {     // two halves of the outermost dim
     const int outer = rows.ndim - 1;
     const uint32_t size = rows.size[outer], half = size / 2;
@@ -195,7 +195,7 @@ template <class Law> int launch(int device, void* stream, const Fill<Law>& fill,
       else part->rows.magic[outer] = gt_magic(part->rows.size[outer], part->rows.shift[outer]);
       if (int error = launch(device, stream, *part, itemsize)) return error;
     }
-    return GT_CUDA_OK;
+    return 0;
   }
   const int64_t tiles = (rows.count * rows.blocks + EACH * GT_THREADS - 1) / (EACH * GT_THREADS);
   const int grid = (int)std::min<int64_t>(tiles, (int64_t)gt_processors(device) * GT_WAVES);
@@ -203,11 +203,12 @@ template <class Law> int launch(int device, void* stream, const Fill<Law>& fill,
 }
 
 template <class Law>
-int fill_box(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* box, const Law& law,
+int fill_slice(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* slice,
+               const Law& law,
              int itemsize, uint32_t words_of = 0) {
   Fill<Law> fill{{}, law, key, words_of, dtype};
-  if (!itemsize || !rows_of(fill.rows, (char*)to, ndim, box)) return -1;
-  if (!fill.rows.count || !fill.rows.length) return GT_CUDA_OK;
+  if (!itemsize || !rows_of(fill.rows, (char*)to, ndim, slice)) return -1;
+  if (!fill.rows.count || !fill.rows.length) return 0;
   gt_on_device here(device);
   return here.error ? here.error : launch(device, stream, fill, itemsize);
 }
@@ -223,46 +224,48 @@ int size_of_integer(int dtype) {
 
 using namespace gt::random;
 
-int gt_cuda_fill_words(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* box,
+int gt_cuda_fill_words(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* slice,
                        uint64_t words_of) {
-  return fill_box(device, stream, to, dtype, key, ndim, box, words_law{}, dtype == GT_I64 ? 8 : 0, (uint32_t)words_of);
+  const int itemsize = dtype == GT_I64 ? 8 : 0;
+  return fill_slice(device, stream, to, dtype, key, ndim, slice, words_law{}, itemsize, (uint32_t)words_of);
 }
 
-int gt_cuda_fill_uniform(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* box,
+int gt_cuda_fill_uniform(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* slice,
                          double low, double range, double below) {
   const int bits = dtype == GT_F64 ? 53 : dtype == GT_F32 ? 24 : dtype == GT_F16 ? 11 : 8;
   if (dtype == GT_F64)
-    return fill_box(device, stream, to, dtype, key, ndim, box, uniform_law<double>(bits, range, low, below), 8);
-  return fill_box(device, stream, to, dtype, key, ndim, box, uniform_law<float>(bits, range, low, below),
+    return fill_slice(device, stream, to, dtype, key, ndim, slice, uniform_law<double>(bits, range, low, below), 8);
+  return fill_slice(device, stream, to, dtype, key, ndim, slice, uniform_law<float>(bits, range, low, below),
                   size_of_float(dtype));
 }
 
-int gt_cuda_fill_normal(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* box,
+int gt_cuda_fill_normal(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* slice,
                         double mean, double std) {
-  if (dtype == GT_F64) return fill_box(device, stream, to, dtype, key, ndim, box, normal_law<double>(mean, std), 8);
-  return fill_box(device, stream, to, dtype, key, ndim, box, normal_law<float>(mean, std), size_of_float(dtype));
+  if (dtype == GT_F64) return fill_slice(device, stream, to, dtype, key, ndim, slice, normal_law<double>(mean, std), 8);
+  return fill_slice(device, stream, to, dtype, key, ndim, slice, normal_law<float>(mean, std), size_of_float(dtype));
 }
 
-int gt_cuda_fill_exponential(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* box,
+int gt_cuda_fill_exponential(int device, void* stream, void* to, int dtype, uint64_t key, int ndim,
+                             const int64_t* slice,
                              double scale, double smallest) {
   if (dtype == GT_F64)
-    return fill_box(device, stream, to, dtype, key, ndim, box, exponential_law<double>(scale, smallest), 8);
-  return fill_box(device, stream, to, dtype, key, ndim, box, exponential_law<float>(scale, smallest),
+    return fill_slice(device, stream, to, dtype, key, ndim, slice, exponential_law<double>(scale, smallest), 8);
+  return fill_slice(device, stream, to, dtype, key, ndim, slice, exponential_law<float>(scale, smallest),
                   size_of_float(dtype));
 }
 
-int gt_cuda_fill_integers(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* box,
+int gt_cuda_fill_integers(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* slice,
                           uint64_t span_high, uint64_t span_low, uint64_t low) {
   const int size = size_of_integer(dtype);
   if (!span_high || (span_high == 1 && !span_low))
-    return fill_box(device, stream, to, dtype, key, ndim, box, integers_law<2>{span_high, span_low, low}, size);
-  return fill_box(device, stream, to, dtype, key, ndim, box, integers_law<3>{span_high, span_low, low}, size);
+    return fill_slice(device, stream, to, dtype, key, ndim, slice, integers_law<2>{span_high, span_low, low}, size);
+  return fill_slice(device, stream, to, dtype, key, ndim, slice, integers_law<3>{span_high, span_low, low}, size);
 }
 
-int gt_cuda_fill_bernoulli(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* box,
+int gt_cuda_fill_bernoulli(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* slice,
                            uint64_t threshold) {
   const int size = dtype == GT_C64 ? 8 : size_of_integer(dtype);
-  return fill_box(device, stream, to, dtype, key, ndim, box, bernoulli_law(threshold), size);
+  return fill_slice(device, stream, to, dtype, key, ndim, slice, bernoulli_law(threshold), size);
 }
 
 #if defined(__CUDACC__)

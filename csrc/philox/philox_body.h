@@ -1,7 +1,7 @@
 // The values of blocks for one instruction set; philox.cpp includes this once for each.
 //
 // Sixteen blocks go side by side. The hash is written with vectors, because a product of 32 x 32 -> 64 bits is one
-// instruction per 64-bit lane, which compilers do not find: a word lies in the low half of a lane, and what is above it
+// instruction per 64-bit lane, which compilers do not find: a word is in the low half of a lane, and what is above it
 // does no harm until it moves down. The laws are those of philox.h in a plain loop over the lanes, which compilers do
 // turn into vectors.
 //
@@ -39,9 +39,9 @@ GT_HERE GT_INLINE void hash(const uint64_t* blocks, uint32_t stream, uint64_t ke
       key0 += KEY_STEP0;
       key1 += KEY_STEP1;
     }
-    const wide found[4] = {c0, c1, c2, c3};
+    const wide counters[4] = {c0, c1, c2, c3};
     for (int i = 0; i < 4; ++i) {
-      const narrow low = __builtin_convertvector(found[i], narrow);
+      const narrow low = __builtin_convertvector(counters[i], narrow);
       memcpy(&words[i][lane], &low, sizeof low);
     }
   }

@@ -8,15 +8,15 @@
 #include <cstring>
 #include <optional>
 
+#include "common/arena_tensor.h"
 #include "process_group/bind.h"
-#include "process_group/job.h"
 
 namespace gt::collective {
 namespace {
 
-// Up to here the transport copies every shard before it is read, wherever it lies: results may be written in place.
+// Up to here the transport copies every shard before it is read, wherever it is: results may be written in place.
 constexpr int64_t kCopied = 64 * 1024;
-// What does not lie in the arena is copied, so much at a time that it stays in the cache.
+// What is not in the arena is copied, so much at a time that it stays in the cache.
 constexpr int64_t kPiece = 512 * 1024;
 
 }  // namespace
@@ -25,13 +25,13 @@ constexpr int64_t kPiece = 512 * 1024;
 
 Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Time timeout,
                  c10::intrusive_ptr<c10d::Backend> gloo)
-    : c10d::Backend(rank, size), gloo_(std::move(gloo)), programs_(rank, size) {
+    : c10d::Backend(rank, size), context_{nullptr, Programs(rank, size)}, gloo_(std::move(gloo)) {
   options_ = c10::make_intrusive<Options>("globaltensor", timeout);
-  group_ = Group::meet(store, rank, size, timeout, why_);
+  context_.group = Group::connect(store, rank, size, timeout, why_);
 }
 
 const std::string Backend::getBackendName() const {
-  return group_ || why_.empty() ? "globaltensor" : "globaltensor (all by gloo)";
+  return context_.group || why_.empty() ? "globaltensor" : "globaltensor (all by gloo)";
 }
 
 std::string Backend::transport() const {
@@ -40,7 +40,7 @@ std::string Backend::transport() const {
 
 bool Backend::shared() const {
   TORCH_CHECK(!closed_, "globaltensor: this process group was shut down");
-  return group_ != nullptr;
+  return context_.group != nullptr;
 }
 
 c10d::Backend& Backend::gloo() const {
@@ -51,13 +51,13 @@ c10d::Backend& Backend::gloo() const {
 void Backend::setTimeout(Time timeout) {
   if (timeout > options_->timeout)
     TORCH_WARN("globaltensor: a group's timeout cannot become longer than ", options_->timeout.count(), " ms");
-  timeout_ = timeout;
+  context_.timeout = timeout;
   gloo().setTimeout(timeout);
 }
 
 void Backend::abort() {
   if (closed_) return;
-  if (group_) group_->leave("its process group was aborted");
+  if (context_.group) context_.group->leave("its process group was aborted");
   gloo_->abort();
   closed_ = true;
 }
@@ -67,7 +67,7 @@ void Backend::shutdown() {
   std::optional<pybind11::gil_scoped_release> unlocked;
   if (Py_IsInitialized() && PyGILState_Check()) unlocked.emplace();
   closed_ = true;
-  group_.reset();
+  context_.group.reset();
   gloo_.reset();
 }
 
@@ -82,7 +82,7 @@ Work Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& o
 
 Work Backend::barrier(const c10d::BarrierOptions& opts) {
   if (!shared()) return gloo().barrier(opts);
-  Job job(*this, c10d::OpType::BARRIER, {"barrier", -1, at::kByte, opts.timeout}, {});
+  Job job(context_, c10d::OpType::BARRIER, {"barrier", -1, at::kByte, opts.timeout}, {});
   job.barrier();
   return job.done();
 }
@@ -153,7 +153,7 @@ Work Backend::all_reduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
                       "globaltensor, allreduce: takes CPU tensors of one dtype");
     numel += t.numel();
   }
-  Job job(*this, c10d::OpType::ALLREDUCE, {"allreduce", numel, dtype, opts.timeout}, tensors);
+  Job job(context_, c10d::OpType::ALLREDUCE, {"allreduce", numel, dtype, opts.timeout}, tensors);
   job.agree(reduction.op);
   job.agree(reduction.divisor);
   for (const at::Tensor& t : tensors) job.agree(t.numel());
@@ -178,8 +178,8 @@ Work Backend::all_reduce_by_gloo(Tensors& tensors, const c10d::AllreduceOptions&
   return work;
 }
 
-// Small ones in one meeting, in which each rank reads all of the others'; larger ones in two, each rank doing its part
-// of all. What is done depends only on what all ranks know, and so not on where one's own tensors lie.
+// Small ones in one round, in which each rank reads all of the others'; larger ones in two, each rank doing its part
+// of all. What is done depends only on what all ranks know, and so not on where one's own tensors are.
 void Backend::all_reduce(Job& job, const Tensors& tensors, int op) {
   c10::SmallVector<at::Tensor, 1> runs;
   int64_t bytes = 0;
@@ -192,17 +192,17 @@ void Backend::all_reduce(Job& job, const Tensors& tensors, int op) {
   }
   if (runs.empty()) return;
   const bool small = bytes <= kCopied;
-  if (!small && (bytes <= kPiece || !everyone(in_arena))) return all_reduce_pieces(job, runs, op);
+  if (!small && (bytes <= kPiece || !all_ranks(in_arena))) return all_reduce_pieces(job, runs, op);
   for (const at::Tensor& run : runs)
-    job.move({small ? Way::ReduceAll : Way::ReduceParts, 0, 0, op, run.numel()}, rows(run), rows(run));
+    job.move({small ? Pattern::ReduceAll : Pattern::ReduceParts, 0, 0, op, run.numel()}, rows(run), rows(run));
   job.run();
 }
 
 // By pieces, which are copied to where the others can write and back. Two of them stay in the cache.
 void Backend::all_reduce_pieces(Job& job, at::ArrayRef<at::Tensor> runs, int op) {
   const int64_t item = static_cast<int64_t>(runs[0].element_size()), most = kPiece / item;
-  const at::Tensor room = in_arena(at::empty({most}, runs[0].options()));
-  c10::SmallVector<std::pair<Rows, Rows>, 4> copies;
+  const at::Tensor room = arena_empty({most}, runs[0].scalar_type());
+  c10::SmallVector<std::pair<ShardRows, ShardRows>, 4> copies;
   int64_t used = 0;
   auto run = [&] {
     job.run();
@@ -214,30 +214,30 @@ void Backend::all_reduce_pieces(Job& job, at::ArrayRef<at::Tensor> runs, int op)
     const bool stays = gt_in_arena(t.const_data_ptr());
     for (int64_t begin = 0, count; begin < t.numel(); begin += count) {
       count = std::min(most - used, t.numel() - begin);
-      const Rows here = row(t, begin, count), there = stays ? here : row(room, used, count);
+      const ShardRows here = row(t, begin, count), there = stays ? here : row(room, used, count);
       if (!stays) {
         std::memcpy(there.data, here.data, count * item);
         copies.emplace_back(here, there);
       }
-      job.move({Way::ReduceParts, 0, 0, op, count}, there, there);
+      job.move({Pattern::ReduceParts, 0, 0, op, count}, there, there);
       if ((used += count) == most) run();
     }
   }
   if (used) run();
 }
 
-// Moves whose sources are as large on all ranks, by pieces where these do not all lie in the arena.
-void Backend::run_pieces(Job& job, const std::vector<Move>& moves) {
+// Moves whose sources are as large on all ranks, by pieces where these are not all in the arena.
+void Backend::run_pieces(Job& job, const std::vector<CollectiveMove>& moves) {
   const int64_t item = static_cast<int64_t>(c10::elementSize(job.call().dtype));
   int64_t bytes = 0;
   bool in_arena = true;
-  for (const Move& m : moves) {
+  for (const CollectiveMove& m : moves) {
     bytes += m.source.rows * m.source.columns * item;
     in_arena = in_arena && (!m.source.data || gt_in_arena(m.source.data));
   }
-  const int64_t most = bytes > kPiece && !everyone(in_arena) ? kPiece : std::max<int64_t>(bytes, 1);
+  const int64_t most = bytes > kPiece && !all_ranks(in_arena) ? kPiece : std::max<int64_t>(bytes, 1);
   int64_t used = 0;
-  for (Move m : moves) {
+  for (CollectiveMove m : moves) {
     const int64_t column = m.source.rows * item, all = m.key.columns;
     for (int64_t left = all; left > 0;) {
       const int64_t count = std::min((most - used) / column, left);
@@ -257,10 +257,10 @@ void Backend::run_pieces(Job& job, const std::vector<Move>& moves) {
   job.run();
 }
 
-bool Backend::everyone(bool mine) {
-  char said = mine, all = mine;
-  Job job(*this, c10d::OpType::UNKNOWN, {"asking where tensors lie", 1, at::kByte}, {});
-  job.move({Way::ReduceAll, 0, 0, GT_MIN, 1}, {&said, 1, 1, 1}, {&all, 1, 1, 1});
+bool Backend::all_ranks(bool mine) {
+  char own = mine, all = mine;
+  Job job(context_, c10d::OpType::UNKNOWN, {"asking where tensors are", 1, at::kByte}, {});
+  job.move({Pattern::ReduceAll, 0, 0, GT_MIN, 1}, {&own, 1, 1, 1}, {&all, 1, 1, 1});
   job.run();
   return all;
 }

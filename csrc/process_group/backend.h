@@ -1,9 +1,9 @@
 // The torch.distributed backend "globaltensor": collectives of CPU tensors by one pass over the memory of the ranks.
 //
-// A collective is a few moves (see programs.h), boxed in one meeting of the ranks. It is done when the call returns:
-// its Work is born completed. What this has no word for goes to an inner gloo: send and recv (which match by tag, in any
-// order), products and bitwise reductions, sparse tensors. So does everything where the ranks cannot share memory:
-// `getBackendName` and `transport` say so.
+// A collective is a few moves (see programs.h), run by all ranks at once. It is done when the call returns:
+// its Work is born completed. What shared memory is no use for goes to an inner gloo: send and recv (which match by
+// tag, in any order), products and bitwise reductions, sparse tensors. So does everything where the ranks cannot share
+// memory: `getBackendName` and `transport` say so.
 #pragma once
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -12,18 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "process_group/group.h"
-#include "process_group/programs.h"
+#include "process_group/job.h"
 
 namespace gt::collective {
-
-using Tensors = std::vector<at::Tensor>;
-using Work = c10::intrusive_ptr<c10d::Work>;
-using Time = std::chrono::milliseconds;
-
-class Job;
-struct Move;
-struct Rows;
 
 // A sum in the end: what to multiply with before, and what to divide by after.
 struct Reduction {
@@ -50,7 +41,9 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(Time timeout) override;
   void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return group_ ? calls_ : gloo().getSequenceNumberForGroup(); }
+  uint64_t getSequenceNumberForGroup() override {
+    return context_.group ? context_.calls : gloo().getSequenceNumberForGroup();
+  }
   void abort() override;
   void shutdown() override;
 
@@ -79,24 +72,20 @@ class Backend final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions&, bool wait_all_ranks) override;
 
  private:
-  friend class Job;
   bool shared() const;  // whether to move by shared memory; raises after shutdown
   c10d::Backend& gloo() const;
-  bool everyone(bool mine);
-  void run_pieces(Job& job, const std::vector<Move>& moves);
-  void exchange(Job& job, const std::vector<Rows>& sent, const std::vector<Rows>& received);
+  bool all_ranks(bool mine);  // is it true on all of them?
+  void run_pieces(Job& job, const std::vector<CollectiveMove>& moves);
+  void exchange(Job& job, const std::vector<ShardRows>& sent, const std::vector<ShardRows>& received);
   Work all_reduce(Tensors& tensors, const c10d::AllreduceOptions& opts);
   Work all_reduce_by_gloo(Tensors& tensors, const c10d::AllreduceOptions& opts, const Reduction& reduction);
   void all_reduce(Job& job, const Tensors& tensors, int op);
   void all_reduce_pieces(Job& job, at::ArrayRef<at::Tensor> runs, int op);
 
-  std::unique_ptr<Group> group_;  // null: everything goes to gloo
+  JobContext context_;            // without a group everything goes to gloo
   c10::intrusive_ptr<c10d::Backend> gloo_;
   c10::intrusive_ptr<Options> options_;
-  Programs programs_;
   std::string why_;               // the ranks do not share memory
-  Time timeout_{-1};              // of calls that name none; -1: that of the transport
-  uint64_t calls_ = 0;
   bool closed_ = false;
 };
 

@@ -1,11 +1,11 @@
 // The collectives but all-reduce: each says its moves, and which tensors of which rank they read and write.
 //
-// Where tensors come in lists every piece is a move of its own, read and written where it lies: nothing is packed.
+// Where tensors come in lists every piece is a move of its own, read and written in place: nothing is packed.
 // What the ranks must agree on holds every size that all of them know. In an all-to-all they do not: there the sizes
 // travel along and are compared.
 #include <ATen/ATen.h>
 
-#include "process_group/job.h"
+#include "process_group/backend.h"
 
 namespace gt::collective {
 namespace {
@@ -73,11 +73,11 @@ Work Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   const int root = static_cast<int>(opts.rootRank);
   check("broadcast", tensor, tensor.scalar_type());
   check_root("broadcast", root, size_);
-  Job job(*this, OpType::BROADCAST, {"broadcast", tensor.numel(), tensor.scalar_type(), opts.timeout}, tensors);
+  Job job(context_, OpType::BROADCAST, {"broadcast", tensor.numel(), tensor.scalar_type(), opts.timeout}, tensors);
   job.agree(root);
   const bool from = rank_ == root;
-  const Rows run = rows(from ? job.read(tensor) : job.write(tensor));
-  job.move({Way::Broadcast, root, 0, GT_SUM, tensor.numel()}, from ? run : Rows(), from ? Rows() : run);
+  const ShardRows run = rows(from ? job.read(tensor) : job.write(tensor));
+  job.move({Pattern::Broadcast, root, 0, GT_SUM, tensor.numel()}, from ? run : ShardRows(), from ? ShardRows() : run);
   job.run();
   return job.done();
 }
@@ -94,11 +94,11 @@ Work Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   }
   check("reduce", tensor, tensor.scalar_type());
   check_root("reduce", root, size_);
-  Job job(*this, OpType::REDUCE, {"reduce", tensor.numel(), tensor.scalar_type(), opts.timeout}, tensors);
+  Job job(context_, OpType::REDUCE, {"reduce", tensor.numel(), tensor.scalar_type(), opts.timeout}, tensors);
   for (int64_t value : {int64_t{root}, int64_t{reduction.op}, reduction.divisor}) job.agree(value);
   if (to) reduction.before_(tensor);
   at::Tensor run = to ? job.write(tensor, true) : job.keep(job.read(reduction.before(tensor)));
-  job.move({Way::Reduce, root, 0, reduction.op, tensor.numel()}, rows(run), to ? rows(run) : Rows());
+  job.move({Pattern::Reduce, root, 0, reduction.op, tensor.numel()}, rows(run), to ? rows(run) : ShardRows());
   job.run();
   Work work = job.done();
   if (to) reduction.after(tensor);
@@ -114,7 +114,7 @@ Work Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d:
   REQUIRE(to || outputs.empty(), "gather: only the root has outputs");
   Tensors results = to ? only("gather", outputs) : Tensors();
   check("gather", input, input.scalar_type());
-  Job job(*this, OpType::GATHER, {"gather", input.numel(), input.scalar_type(), opts.timeout}, results);
+  Job job(context_, OpType::GATHER, {"gather", input.numel(), input.scalar_type(), opts.timeout}, results);
   job.agree(root);
   if (to) check_list("gather", results, size_, input.scalar_type());
   at::Tensor run = job.read(input);
@@ -122,8 +122,8 @@ Work Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d:
     if (r != rank_) run = job.read_apart(run, results[r]);
   for (int r = 0; r < size_; r++) {
     REQUIRE(!to || results[r].numel() == input.numel(), "gather: outputs are as large as the input");
-    job.move({Way::Send, r, root, GT_SUM, input.numel()}, r == rank_ ? rows(run) : Rows(),
-             to ? rows(job.write(results[r])) : Rows());
+    job.move({Pattern::Send, r, root, GT_SUM, input.numel()}, r == rank_ ? rows(run) : ShardRows(),
+             to ? rows(job.write(results[r])) : ShardRows());
   }
   job.run();
   return job.done();
@@ -139,13 +139,13 @@ Work Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d
   check("scatter", output, output.scalar_type());
   const Tensors sent = from ? only("scatter", inputs) : Tensors();
   if (from) check_list("scatter", sent, size_, output.scalar_type());
-  Job job(*this, OpType::SCATTER, {"scatter", output.numel(), output.scalar_type(), opts.timeout}, outputs);
+  Job job(context_, OpType::SCATTER, {"scatter", output.numel(), output.scalar_type(), opts.timeout}, outputs);
   job.agree(root);
-  const Rows run = rows(job.write(output));
+  const ShardRows run = rows(job.write(output));
   for (int r = 0; r < size_; r++) {
     REQUIRE(!from || sent[r].numel() == output.numel(), "scatter: inputs are as large as the output");
-    job.move({Way::Send, root, r, GT_SUM, output.numel()}, from ? rows(job.read_apart(sent[r], output)) : Rows(),
-             r == rank_ ? run : Rows());
+    const ShardRows source = from ? rows(job.read_apart(sent[r], output)) : ShardRows();
+    job.move({Pattern::Send, root, r, GT_SUM, output.numel()}, source, r == rank_ ? run : ShardRows());
   }
   job.run();
   return job.done();
@@ -162,16 +162,17 @@ Work Backend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d:
 Work Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   if (!shared()) return gloo().allgather_into_tensor_coalesced(outputs, inputs, opts);
   check_pairs("allgather", outputs, inputs);
-  Job job(*this, OpType::_ALLGATHER_BASE, {"allgather", total(inputs), inputs[0].scalar_type(), opts.timeout}, outputs);
-  std::vector<Move> moves;
+  Job job(context_, OpType::_ALLGATHER_BASE, {"allgather", total(inputs), inputs[0].scalar_type(), opts.timeout},
+          outputs);
+  std::vector<CollectiveMove> moves;
   for (size_t i = 0; i < inputs.size(); i++) {
     const int64_t n = inputs[i].numel();
     REQUIRE(outputs[i].numel() == n * size_, "allgather: ", n * size_, " elements do not fit ", outputs[i].numel());
     job.agree(n);
     const at::Tensor output = job.write(outputs[i]);
-    const Rows to = rows(output, size_), from = rows(job.read_apart(inputs[i], output, rank_ * n));
+    const ShardRows to = rows(output, size_), from = rows(job.read_apart(inputs[i], output, rank_ * n));
     const bool there = n && from.data == row(output, rank_ * n, n).data;
-    moves.push_back({{Way::Gather, 0, there, GT_SUM, n}, from, to});
+    moves.push_back({{Pattern::Gather, 0, there, GT_SUM, n}, from, to});
   }
   run_pieces(job, moves);
   return job.done();
@@ -185,14 +186,14 @@ Work Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c1
   check("allgather", input, dtype);
   check_list("allgather", results, size_, dtype);
   REQUIRE(results[rank_].numel() == input.numel(), "allgather: output ", rank_, " is not as large as the input there");
-  Job job(*this, OpType::ALLGATHER, {"allgather", total(results), dtype, opts.timeout}, results);
+  Job job(context_, OpType::ALLGATHER, {"allgather", total(results), dtype, opts.timeout}, results);
   at::Tensor run = job.read(input);
   for (int r = 0; r < size_; r++) {
     if (r != rank_) run = job.read_apart(run, results[r]);
     job.agree(results[r].numel());
   }
   for (int r = 0; r < size_; r++)
-    job.move({Way::Broadcast, r, 1, GT_SUM, results[r].numel()}, r == rank_ ? rows(run) : Rows(),
+    job.move({Pattern::Broadcast, r, 1, GT_SUM, results[r].numel()}, r == rank_ ? rows(run) : ShardRows(),
              rows(job.write(results[r])));
   job.run();
   return job.done();
@@ -229,10 +230,10 @@ Work Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
     Work work = gloo().reduce_scatter_tensor_coalesced(outputs, runs, for_gloo(opts, reduction));
     return from_gloo(work, reduction, outputs);
   }
-  Job job(*this, OpType::_REDUCE_SCATTER_BASE,
+  Job job(context_, OpType::_REDUCE_SCATTER_BASE,
           {"reduce_scatter", total(inputs), inputs[0].scalar_type(), opts.timeout}, outputs);
   for (int64_t value : {int64_t{reduction.op}, reduction.divisor}) job.agree(value);
-  std::vector<Move> moves;
+  std::vector<CollectiveMove> moves;
   for (size_t i = 0; i < inputs.size(); i++) {
     const int64_t n = outputs[i].numel();
     REQUIRE(inputs[i].numel() == n * size_, "reduce_scatter: ", inputs[i].numel(), " elements do not make ", size_,
@@ -241,8 +242,8 @@ Work Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
     const at::Tensor output = job.write(outputs[i]);
     const at::Tensor input = job.keep(reduction.before(inputs[i]));
     const bool same = n && input.is_contiguous() && output.const_data_ptr() == row(input, rank_ * n, n).data;
-    const Rows from = rows(same ? input : job.read_apart(input, output), size_);
-    moves.push_back({{Way::ReduceRows, 0, 0, reduction.op, n}, from, rows(output)});
+    const ShardRows from = rows(same ? input : job.read_apart(input, output), size_);
+    moves.push_back({{Pattern::ReduceRows, 0, 0, reduction.op, n}, from, rows(output)});
   }
   run_pieces(job, moves);
   Work work = job.done();
@@ -263,14 +264,14 @@ Work Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, con
   check("reduce_scatter", output, dtype);
   check_list("reduce_scatter", list, size_, dtype);
   REQUIRE(list[rank_].numel() == output.numel(), "reduce_scatter: input ", rank_, " is not as large as the output");
-  Job job(*this, OpType::REDUCE_SCATTER, {"reduce_scatter", total(list), dtype, opts.timeout}, outputs);
+  Job job(context_, OpType::REDUCE_SCATTER, {"reduce_scatter", total(list), dtype, opts.timeout}, outputs);
   for (int64_t value : {int64_t{reduction.op}, reduction.divisor}) job.agree(value);
   const at::Tensor to = job.write(output);
   for (int r = 0; r < size_; r++) {
     job.agree(list[r].numel());
     const at::Tensor from = job.keep(reduction.before(list[r]));
-    job.move({Way::Reduce, r, 0, reduction.op, from.numel()}, rows(job.read_apart(from, to, r == rank_ ? 0 : -1)),
-             r == rank_ ? rows(to) : Rows());
+    job.move({Pattern::Reduce, r, 0, reduction.op, from.numel()}, rows(job.read_apart(from, to, r == rank_ ? 0 : -1)),
+             r == rank_ ? rows(to) : ShardRows());
   }
   job.run();
   Work work = job.done();
@@ -281,15 +282,16 @@ Work Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, con
 // ---- all-to-all
 
 // The piece for the rank k places after this one goes with move k, which brings the piece of the rank k places before.
-void Backend::exchange(Job& job, const std::vector<Rows>& sent, const std::vector<Rows>& received) {
+void Backend::exchange(Job& job, const std::vector<ShardRows>& sent, const std::vector<ShardRows>& received) {
   std::vector<int64_t> counts(3 * size_);  // sent to each rank, received from each, as it says
   for (int r = 0; r < size_; r++) counts[r] = sent[r].columns;
-  job.move({Way::Exchange, 0, 0, GT_SUM, 1}, {reinterpret_cast<char*>(counts.data()), size_, 1, 1},
+  job.move({Pattern::Exchange, 0, 0, GT_SUM, 1}, {reinterpret_cast<char*>(counts.data()), size_, 1, 1},
            {reinterpret_cast<char*>(counts.data() + size_), size_, 1, 1}, GT_I64);
-  Rows nothing{reinterpret_cast<char*>(counts.data()), 1, 0, 0};  // a place, in case the other expects something
+  ShardRows nothing{reinterpret_cast<char*>(counts.data()), 1, 0, 0};  // a place, in case the other expects something
   for (int k = 0; k < size_; k++) {
     const int to = (rank_ + k) % size_, from = (rank_ + size_ - k) % size_;
-    job.move({Way::Shift, k, 0, GT_SUM, received[from].columns}, sent[to].columns ? sent[to] : nothing, received[from]);
+    const ShardRows& source = sent[to].columns ? sent[to] : nothing;
+    job.move({Pattern::Shift, k, 0, GT_SUM, received[from].columns}, source, received[from]);
   }
   job.run();
   for (int r = 0; r < size_; r++)
@@ -306,17 +308,17 @@ Work Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<i
   check("alltoall", output, dtype);
   c10d::checkSplitSizes(input_splits, input, size_);
   c10d::checkSplitSizes(output_splits, output, size_);
-  Job job(*this, OpType::ALLTOALL_BASE, {"alltoall", -1, dtype, opts.timeout}, {output});
+  Job job(context_, OpType::ALLTOALL_BASE, {"alltoall", -1, dtype, opts.timeout}, {output});
   const at::Tensor to = job.write(output), from = job.read_apart(input, to);
   auto pieces = [&](const at::Tensor& run, const std::vector<int64_t>& splits) {
     std::vector<int64_t> lengths(size_), offsets(size_);
     c10d::computeLengthsAndOffsets(splits, run, &lengths, &offsets);
-    std::vector<Rows> found;
+    std::vector<ShardRows> rows_of;
     for (int r = 0; r < size_; r++) {
       REQUIRE(lengths[r] >= 0, "alltoall: a split of ", splits[r]);
-      found.push_back(row(run, offsets[r], lengths[r]));
+      rows_of.push_back(row(run, offsets[r], lengths[r]));
     }
-    return found;
+    return rows_of;
   };
   exchange(job, pieces(from, input_splits), pieces(to, output_splits));
   return job.done();
@@ -328,8 +330,8 @@ Work Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOp
   const c10::ScalarType dtype = inputs[0].scalar_type();
   check_list("alltoall", inputs, size_, dtype);
   check_list("alltoall", outputs, size_, dtype);
-  Job job(*this, OpType::ALLTOALL, {"alltoall", -1, dtype, opts.timeout}, outputs);
-  std::vector<Rows> sent, received;
+  Job job(context_, OpType::ALLTOALL, {"alltoall", -1, dtype, opts.timeout}, outputs);
+  std::vector<ShardRows> sent, received;
   for (const at::Tensor& t : inputs) {
     at::Tensor run = job.read(t);
     for (const at::Tensor& written : outputs) run = job.read_apart(run, written);

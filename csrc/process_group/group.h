@@ -1,4 +1,4 @@
-// The ranks of a process group that share this host, met through torch's store.
+// The ranks of a process group that share this host, connected through torch's store.
 //
 // `Group` owns a transport and stands between it and torch: addresses go through the store, waiting gives the
 // interpreter's lock away and listens to Ctrl-C, and what goes wrong is thrown as torch's DistBackendError.
@@ -18,7 +18,7 @@
 namespace gt::collective {
 
 // What is being done, for errors: cheap to make, put into words only where it is shown.
-struct Call {
+struct CollectiveCall {
   const char* name;
   int64_t numel = -1;  // -1: not to be mentioned
   c10::ScalarType dtype = c10::ScalarType::Undefined;
@@ -29,38 +29,38 @@ struct Call {
 class Group {
  public:
   // Collective over the ranks of the store. Null where they cannot share memory, all of them or none, and then `why`.
-  static std::unique_ptr<Group> meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int ranks,
-                                     std::chrono::milliseconds timeout, std::string& why);
+  static std::unique_ptr<Group> connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int ranks,
+                                        std::chrono::milliseconds timeout, std::string& why);
   ~Group();
 
-  // Threads take turns: from the first to the last line of a call. Reentrant, but not while this thread waits inside a
-  // call, which is when signal handlers run.
-  class Turn {
+  // One call at a time, from its first line to its last. Reentrant, but not while this thread waits inside a call:
+  // that is when signal handlers run.
+  class CallLock {
    public:
-    explicit Turn(Group* group);  // null: nothing to wait for
-    Turn(const Turn&) = delete;
-    ~Turn();
-    bool first() const { return group_; }  // not one within another
+    explicit CallLock(Group* group);  // null: nothing to wait for
+    CallLock(const CallLock&) = delete;
+    ~CallLock();
+    bool outermost() const { return group_; }  // not one within another
 
    private:
     Group* group_;
   };
 
   // Results are there when it returns. Throws c10::DistBackendError, or what a signal handler raised.
-  void box(const Call& call, const gt_move* moves, int32_t count, uint64_t agreement);
-  void barrier(const Call& call, uint64_t agreement);
+  void run_moves(const CollectiveCall& call, const gt_move* moves, int32_t count, uint64_t agreement);
+  void barrier(const CollectiveCall& call, uint64_t agreement);
   void leave(const char* how) { gt_leave(transport_, how); }
 
  private:
   Group(gt_transport* transport, int ranks) : transport_(transport), ranks_(ranks) {}
-  [[noreturn]] void fail(const Call& call, int status, bool late);
+  [[noreturn]] void fail(const CollectiveCall& call, int status, bool timed_out);
   template <class Run>
-  void waiting(const Call& call, Run run);
+  void waiting(const CollectiveCall& call, Run run);
 
   gt_transport* const transport_;
   const int ranks_;
-  std::mutex turn_;
-  std::atomic<std::thread::id> holder_{};  // whose turn it is
+  std::mutex lock_;
+  std::atomic<std::thread::id> holder_{};  // of lock_
   bool waits_ = false;
 };
 

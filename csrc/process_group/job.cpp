@@ -5,13 +5,17 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
 
+#include "common/arena_tensor.h"
+#include "common/dtype_code.h"
+#include "common/tensor_memory.h"
+
 namespace gt::collective {
 namespace {
 
 // Nothing is left to wait for.
-class Done final : public c10d::Work {
+class CompletedWork final : public c10d::Work {
  public:
-  Done(c10d::OpType type, Tensors results, uint64_t number)
+  CompletedWork(c10d::OpType type, Tensors results, uint64_t number)
       : c10d::Work(-1, type), results_(std::move(results)), number_(number) {
     completed_ = true;
   }
@@ -38,77 +42,40 @@ class Done final : public c10d::Work {
 
 bool plain(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
 
-char* data_of(const at::Tensor& t) {
-  TORCH_CHECK(!t.numel() || t.storage().data(), "a tensor of ", t.sizes(), " without memory: its storage was freed, or it wraps others");
-  return static_cast<char*>(const_cast<void*>(t.const_data_ptr()));
-}
-
 }  // namespace
 
-int code_of(c10::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat: return GT_F32;
-    case at::kDouble: return GT_F64;
-    case at::kHalf: return GT_F16;
-    case at::kBFloat16: return GT_BF16;
-    case at::kChar: return GT_I8;
-    case at::kShort: return GT_I16;
-    case at::kInt: return GT_I32;
-    case at::kLong: return GT_I64;
-    case at::kByte: return GT_U8;
-    case at::kBool: return GT_BOOL;
-    case at::kComplexFloat: return GT_C64;
-    case at::kComplexDouble: return GT_C128;
-    default: break;
-  }
-  switch (c10::elementSize(dtype)) {
-    case 1: return GT_RAW1;
-    case 2: return GT_RAW2;
-    case 4: return GT_RAW4;
-    case 8: return GT_RAW8;
-    case 16: return GT_RAW16;
-    default: TORCH_CHECK_TYPE(false, "globaltensor: cannot move tensors of ", dtype);
-  }
-}
-
 bool can_reduce(c10::ScalarType dtype, int op) {
-  int code = code_of(dtype);
+  int code = dtype_code(dtype);
   return code < GT_RAW1 && (op == GT_SUM || (code != GT_C64 && code != GT_C128));
 }
 
-at::Tensor in_arena(const at::Tensor& like) {
-  void* data = gt_alloc(std::max<size_t>(like.nbytes(), 1));
-  TORCH_CHECK_WITH(OutOfMemoryError, data, "globaltensor: no shared memory left for ", like.nbytes(), " bytes");
-  return at::from_blob(data, like.sizes(), [](void* p) { gt_free(p); }, like.options().requires_grad(false));
-}
-
-Rows rows(const at::Tensor& run, int64_t rows) {
+ShardRows rows(const at::Tensor& run, int64_t rows) {
   if (!run.numel()) return {};
-  return {data_of(run), rows, run.numel() / rows, run.numel() / rows};
+  return {memory_of(run), rows, run.numel() / rows, run.numel() / rows};
 }
 
-Rows row(const at::Tensor& run, int64_t begin, int64_t columns) {
+ShardRows row(const at::Tensor& run, int64_t begin, int64_t columns) {
   if (!columns) return {};
-  return {data_of(run) + begin * static_cast<int64_t>(run.element_size()), 1, columns, columns};
+  return {memory_of(run) + begin * static_cast<int64_t>(run.element_size()), 1, columns, columns};
 }
 
-Job::Job(Backend& backend, c10d::OpType type, const Call& call, Tensors results)
-    : backend_(backend), turn_(backend.group_.get()), type_(type), call_(call), results_(std::move(results)),
-      dtype_(code_of(call.dtype)), agreement_(++backend.calls_) {
+Job::Job(JobContext& context, c10d::OpType type, const CollectiveCall& call, Tensors results)
+    : context_(context), lock_(context.group.get()), type_(type), call_(call), results_(std::move(results)),
+      dtype_(dtype_code(call.dtype)), agreement_(++context.calls) {
   agree(static_cast<int64_t>(type));
   agree(call.numel);
   agree(static_cast<int64_t>(call.dtype));
-  if (call_.timeout.count() <= 0) call_.timeout = backend.timeout_;
+  if (call_.timeout.count() <= 0) call_.timeout = context.timeout;
 }
 
 Job::~Job() {
-  if (turn_.first()) backend_.programs_.trim();
+  if (lock_.outermost()) context_.programs.trim();
 }
 
 at::Tensor Job::read(const at::Tensor& tensor) {
   if (C10_LIKELY(plain(tensor))) return tensor;
   at::AutoDispatchBelowADInplaceOrView below;
-  at::Tensor copy = in_arena(tensor);  // where the others read it in place
+  at::Tensor copy = arena_empty_like(tensor);  // where the others read it in place
   copy.copy_(tensor);
   kept_.push_back(copy);
   return copy;
@@ -118,11 +85,11 @@ at::Tensor Job::read(const at::Tensor& tensor) {
 // values that they have.
 at::Tensor Job::read_apart(const at::Tensor& tensor, const at::Tensor& written, int64_t same_from) {
   at::Tensor run = read(tensor);
-  const char *begin = data_of(run), *other = data_of(written);
+  const char *begin = memory_of(run), *other = memory_of(written);
   bool apart = begin + run.nbytes() <= other || other + written.nbytes() <= begin;
   if (apart || (same_from >= 0 && begin == other + same_from * static_cast<int64_t>(run.element_size()))) return run;
   at::AutoDispatchBelowADInplaceOrView below;
-  at::Tensor copy = in_arena(run);
+  at::Tensor copy = arena_empty_like(run);
   copy.copy_(run);
   kept_.push_back(copy);
   return copy;
@@ -131,16 +98,16 @@ at::Tensor Job::read_apart(const at::Tensor& tensor, const at::Tensor& written, 
 at::Tensor Job::write(const at::Tensor& tensor, bool filled) {
   if (C10_LIKELY(plain(tensor))) return tensor;
   at::AutoDispatchBelowADInplaceOrView below;
-  at::Tensor run = in_arena(tensor);
+  at::Tensor run = arena_empty_like(tensor);
   if (filled) run.copy_(tensor);
   back_.emplace_back(tensor, run);
   return run;
 }
 
-void Job::move(const Key& key, const Rows& source, const Rows& target, int dtype) {
+void Job::move(const ProgramKey& key, const ShardRows& source, const ShardRows& target, int dtype) {
   gt_move& m = moves_.emplace_back();
   m = {};
-  m.program = backend_.programs_.get(key);
+  m.program = context_.programs.get(key);
   m.ndim = 2;
   m.source_dtype = m.target_dtype = dtype;
   m.source = source.data;
@@ -154,13 +121,13 @@ void Job::move(const Key& key, const Rows& source, const Rows& target, int dtype
 
 void Job::run() {
   RECORD_FUNCTION(std::string("globaltensor:") + call_.name, std::vector<c10::IValue>());
-  backend_.group_->box(call_, moves_.data(), static_cast<int32_t>(moves_.size()), agreement_);
+  context_.group->run_moves(call_, moves_.data(), static_cast<int32_t>(moves_.size()), agreement_);
   moves_.clear();
   kept_.clear();
   agree(0);  // another run of the same job is another boxing
 }
 
-void Job::barrier() { backend_.group_->barrier(call_, agreement_); }
+void Job::barrier() { context_.group->barrier(call_, agreement_); }
 
 void Job::finish() {
   if (C10_LIKELY(back_.empty())) return;
@@ -171,7 +138,7 @@ void Job::finish() {
 
 Work Job::done() {
   finish();
-  return c10::make_intrusive<Done>(type_, std::move(results_), backend_.calls_);
+  return c10::make_intrusive<CompletedWork>(type_, std::move(results_), context_.calls);
 }
 
 }  // namespace gt::collective

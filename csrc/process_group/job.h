@@ -1,41 +1,54 @@
-// One collective under way: its moves, the tensors that stand in for others, and the number all ranks must agree on.
+// One collective call: its moves, the tensors that stand in for others, and the number all ranks must agree on.
 //
-//     Job job(backend, OpType::BROADCAST, {"broadcast", n, dtype, opts.timeout}, tensors);
+//     Job job(context, OpType::BROADCAST, {"broadcast", n, dtype, opts.timeout}, tensors);
 //     job.agree(root);
 //     at::Tensor run = job.write(tensor, /*filled=*/true);
-//     job.move({Way::Broadcast, root, 0, GT_SUM, n}, rank == root ? rows(run) : Rows(), ...);
+//     job.move({Pattern::Broadcast, root, 0, GT_SUM, n}, rank == root ? rows(run) : ShardRows(), ...);
 //     job.run();
 //     return job.done();
 #pragma once
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <chrono>
+#include <memory>
 #include <utility>
 #include <vector>
 
-#include "process_group/backend.h"
+#include "process_group/group.h"
+#include "process_group/programs.h"
 
 namespace gt::collective {
 
-int code_of(c10::ScalarType dtype);              // as gt_dtype; one that can only be copied where there is none
+using Tensors = std::vector<at::Tensor>;
+using Work = c10::intrusive_ptr<c10d::Work>;
+using Time = std::chrono::milliseconds;
+
 bool can_reduce(c10::ScalarType dtype, int op);  // natively
-at::Tensor in_arena(const at::Tensor& like);     // an empty contiguous one
 
 // A shard: rows of `columns` elements, whose first ones are `pitch` elements apart. None where this rank has none.
-struct Rows {
+struct ShardRows {
   char* data = nullptr;
   int64_t rows = 0, columns = 0, pitch = 0;
 };
-struct Move {
-  Key key;
-  Rows source, target;
+struct CollectiveMove {
+  ProgramKey key;
+  ShardRows source, target;
 };
-Rows rows(const at::Tensor& run, int64_t rows = 1);
-Rows row(const at::Tensor& run, int64_t begin, int64_t columns);  // elements of a tensor in one run of memory
+ShardRows rows(const at::Tensor& run, int64_t rows = 1);
+ShardRows row(const at::Tensor& run, int64_t begin, int64_t columns);  // elements of a tensor in one run of memory
+
+// What the jobs of one process group share.
+struct JobContext {
+  std::unique_ptr<Group> group;                  // null: the ranks do not share memory, and there are no jobs
+  Programs programs;
+  Time timeout{-1};                              // of calls that name none; -1: that of the transport
+  uint64_t calls = 0;
+};
 
 class Job {
  public:
-  Job(Backend& backend, c10d::OpType type, const Call& call, Tensors results);
+  Job(JobContext& context, c10d::OpType type, const CollectiveCall& call, Tensors results);
   Job(const Job&) = delete;
   ~Job();
 
@@ -47,21 +60,23 @@ class Job {
   // One run of memory, whose values the tensor has in the end; those the tensor has now where `filled`.
   at::Tensor write(const at::Tensor& tensor, bool filled = false);
 
-  void move(const Key& key, const Rows& source, const Rows& target) { move(key, source, target, dtype_); }
-  void move(const Key& key, const Rows& source, const Rows& target, int dtype);
-  void run();                                    // the moves so far, in one meeting
+  void move(const ProgramKey& key, const ShardRows& source, const ShardRows& target) {
+    move(key, source, target, dtype_);
+  }
+  void move(const ProgramKey& key, const ShardRows& source, const ShardRows& target, int dtype);
+  void run();                                    // the moves so far, in one round
   void barrier();
   void finish();                                 // values go back to tensors that others stood in for
   Work done();                                   // finish, as a Work
 
-  const Call& call() const { return call_; }
+  const CollectiveCall& call() const { return call_; }
   at::Tensor keep(const at::Tensor& tensor) { return kept_.emplace_back(tensor); }  // until the moves have run
 
  private:
-  Backend& backend_;
-  const Group::Turn turn_;
+  JobContext& context_;
+  const Group::CallLock lock_;
   const c10d::OpType type_;
-  Call call_;
+  CollectiveCall call_;
   Tensors results_;
   const int dtype_;
   uint64_t agreement_;

@@ -1,4 +1,4 @@
-// The table of collectives: one function per way of moving, each a few lines.
+// The table of collectives: one function per pattern, each a few lines.
 #include "process_group/programs.h"
 
 namespace gt::collective {
@@ -108,29 +108,29 @@ void shift(Writer& w, int by) {
   w.tie(to, GT_IT_READS);
 }
 
-void write(Writer& w, const Key& key) {
-  switch (key.way) {
-    case Way::ReduceAll: w.sum(); return w.tie_all(GT_I_READ | GT_IT_READS);
-    case Way::ReduceRows: w.sum(w.me); return w.tie_all(GT_I_READ | GT_IT_READS);
-    case Way::ReduceParts: return reduce_parts(w);
-    case Way::Reduce: return read_by_one(w, key.a);
-    case Way::Gather: return gather(w, key.b);
-    case Way::Broadcast: return broadcast(w, key.a, key.b);
-    case Way::Send: return send(w, key.a, key.b);
-    case Way::Exchange: return exchange(w);
-    case Way::Shift: return shift(w, key.a);
+void write(Writer& w, const ProgramKey& key) {
+  switch (key.pattern) {
+    case Pattern::ReduceAll: w.sum(); return w.tie_all(GT_I_READ | GT_IT_READS);
+    case Pattern::ReduceRows: w.sum(w.me); return w.tie_all(GT_I_READ | GT_IT_READS);
+    case Pattern::ReduceParts: return reduce_parts(w);
+    case Pattern::Reduce: return read_by_one(w, key.a);
+    case Pattern::Gather: return gather(w, key.b);
+    case Pattern::Broadcast: return broadcast(w, key.a, key.b);
+    case Pattern::Send: return send(w, key.a, key.b);
+    case Pattern::Exchange: return exchange(w);
+    case Pattern::Shift: return shift(w, key.a);
   }
 }
 
 }  // namespace
 
-const gt_program* Programs::get(const Key& key) {
-  std::unique_ptr<Program>& found = written_[key];
-  if (!found) {
-    found = std::make_unique<Program>();
-    Program& p = *found;
+const gt_program* Programs::get(const ProgramKey& key) {
+  std::unique_ptr<Program>& program = written_[key];
+  if (!program) {
+    program = std::make_unique<Program>();
+    Program& p = *program;
     Writer w(rank_, ranks_, key.columns, p);
-    if (key.columns || key.way == Way::Shift) write(w, key);  // where nothing moves there is nobody to meet
+    if (key.columns || key.pattern == Pattern::Shift) write(w, key);  // where nothing moves there are no partners
     for (int r = 0; r < ranks_; r++) {
       if (!w.ties[r]) continue;
       p.partner.push_back(r);
@@ -139,15 +139,15 @@ const gt_program* Programs::get(const Key& key) {
     p.plain = {p.regions.data(), static_cast<int64_t>(p.regions.size()), p.corners.data(), key.op,
                static_cast<int32_t>(p.partner.size()), p.partner.data(), p.tie.data()};
   }
-  return &found->plain;
+  return &program->plain;
 }
 
 void Programs::trim() {
   if (written_.size() > kMost) written_.clear();
 }
 
-size_t Programs::Hash::operator()(const Key& key) const {
-  uint64_t h = static_cast<uint64_t>(key.way) << 56 ^ static_cast<uint64_t>(key.op) << 48 ^
+size_t Programs::ProgramKeyHash::operator()(const ProgramKey& key) const {
+  uint64_t h = static_cast<uint64_t>(key.pattern) << 56 ^ static_cast<uint64_t>(key.op) << 48 ^
                static_cast<uint64_t>(key.a) << 24 ^ static_cast<uint64_t>(key.b);
   h = (h ^ static_cast<uint64_t>(key.columns) * 0x9E3779B97F4A7C15ull) * 0xD6E8FEB86659FD93ull;
   return h ^ h >> 32;

@@ -17,7 +17,7 @@
 
 namespace gt::collective {
 
-enum class Way : uint8_t {
+enum class Pattern : uint8_t {
   ReduceAll,    // everyone's is the sum of all shards: read by all, so that it must not be written in place
   ReduceParts,  // the same in two steps, for what is large: each rank does a part and stores it into all shards
   ReduceRows,   // rank r's is the sum of row r of all shards
@@ -29,12 +29,12 @@ enum class Way : uint8_t {
   Shift,        // rank r's is the shard of the rank a places before it, of whatever size
 };
 
-struct Key {
-  Way way;
+struct ProgramKey {
+  Pattern pattern;
   int32_t a, b, op;
   int64_t columns;
-  bool operator==(const Key& other) const {
-    return way == other.way && a == other.a && b == other.b && op == other.op && columns == other.columns;
+  bool operator==(const ProgramKey& other) const {
+    return pattern == other.pattern && a == other.a && b == other.b && op == other.op && columns == other.columns;
   }
 };
 
@@ -50,15 +50,15 @@ struct Program {
 class Programs {
  public:
   Programs(int rank, int ranks) : rank_(rank), ranks_(ranks) {}
-  const gt_program* get(const Key& key);
+  const gt_program* get(const ProgramKey& key);
   void trim();  // forgets all where there are too many; between calls, since programs in use must stay
 
  private:
-  struct Hash {
-    size_t operator()(const Key& key) const;
+  struct ProgramKeyHash {
+    size_t operator()(const ProgramKey& key) const;
   };
   const int rank_, ranks_;
-  std::unordered_map<Key, std::unique_ptr<Program>, Hash> written_;
+  std::unordered_map<ProgramKey, std::unique_ptr<Program>, ProgramKeyHash> written_;
 };
 
 }  // namespace gt::collective

@@ -1,4 +1,4 @@
-// torch's symmetric memory on CPUs: tensors that lie at the same distance in a file of every rank.
+// torch's symmetric memory on CPUs: tensors that are at the same offset in a file of every rank.
 //
 // torch has the plug (SymmetricMemoryAllocator, one per device type) and the shapes of things; this fills it for the
 // CPU. An allocation is a memfd: the tensor, then a signal pad of one word per channel and rank. A rendezvous tells the
@@ -22,8 +22,8 @@
 #include <mutex>
 #include <sstream>
 
+#include "common/gil_free_wait.h"
 #include "process_group/bind.h"
-#include "process_group/waiting.h"
 
 namespace gt::collective {
 namespace {
@@ -37,32 +37,32 @@ constexpr int kSpins = 2000, kYields = 200;
 size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 // A file in memory, mapped; of this process or of another one.
-class File {
+class MemoryFile {
  public:
-  File(int fd, size_t bytes) : fd_(fd), bytes_(bytes) {
+  MemoryFile(int fd, size_t bytes) : fd_(fd), bytes_(bytes) {
     void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (data == MAP_FAILED) close(fd);
     TORCH_CHECK(data != MAP_FAILED, "symmetric memory: cannot map ", bytes, " bytes: ", std::strerror(errno));
     data_ = static_cast<char*>(data);
   }
-  File(const File&) = delete;
-  ~File() {
+  MemoryFile(const MemoryFile&) = delete;
+  ~MemoryFile() {
     munmap(data_, bytes_);
     close(fd_);
   }
 
-  static std::shared_ptr<File> create(size_t bytes) {
+  static std::shared_ptr<MemoryFile> create(size_t bytes) {
     int fd = static_cast<int>(syscall(SYS_memfd_create, "globaltensor", 1u));  // 1: close on exec
     TORCH_CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(bytes)) == 0, "symmetric memory: cannot create a file of ",
                 bytes, " bytes in memory: ", std::strerror(errno));
-    return std::make_shared<File>(fd, bytes);
+    return std::make_shared<MemoryFile>(fd, bytes);
   }
-  static std::shared_ptr<File> of(int pid, int number, size_t bytes) {
+  static std::shared_ptr<MemoryFile> of(int pid, int number, size_t bytes) {
     const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(number);
     int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
     TORCH_CHECK(fd >= 0, "symmetric memory: cannot open ", path, ": ", std::strerror(errno),
                 ". All ranks must be processes of one user on one host");
-    return std::make_shared<File>(fd, bytes);
+    return std::make_shared<MemoryFile>(fd, bytes);
   }
 
   char* data() const { return data_; }
@@ -77,8 +77,8 @@ class File {
 // An allocation of this rank.
 struct Block {
   size_t size, pad;  // of the tensor; of the signal pad, which begins at the page after it
-  std::shared_ptr<File> file;
-  std::map<std::string, c10::intrusive_ptr<sm::SymmetricMemory>> met;  // by group
+  std::shared_ptr<MemoryFile> file;
+  std::map<std::string, c10::intrusive_ptr<sm::SymmetricMemory>> handles;  // by group
 
   size_t pad_begin() const { return whole_pages(size); }
   size_t bytes() const { return pad_begin() + whole_pages(pad); }
@@ -92,7 +92,7 @@ class Symmetric final : public sm::SymmetricMemory {
     for (int fd : processes_)
       if (fd >= 0) close(fd);
   }
-  void add(const std::shared_ptr<File>& file, size_t pad_begin, int process) {
+  void add(const std::shared_ptr<MemoryFile>& file, size_t pad_begin, int process) {
     files_.push_back(file);
     processes_.push_back(process);
     buffers_.push_back(file->data());
@@ -119,10 +119,10 @@ class Symmetric final : public sm::SymmetricMemory {
       if (r != rank_) wait_signal(r, channel, timeout_ms);
   }
   void put_signal(int to, int channel, size_t timeout_ms) override {
-    turn(signal(to, channel, rank_), 0, to, timeout_ms, "to take an earlier signal");
+    flip(signal(to, channel, rank_), 0, to, timeout_ms, "to take an earlier signal");
   }
   void wait_signal(int from, int channel, size_t timeout_ms) override {
-    turn(signal(rank_, channel, from), 1, from, timeout_ms, "to send a signal");
+    flip(signal(rank_, channel, from), 1, from, timeout_ms, "to send a signal");
   }
 
  private:
@@ -136,27 +136,27 @@ class Symmetric final : public sm::SymmetricMemory {
     return static_cast<Signal*>(pads_[owner])[static_cast<size_t>(channel) * world + from];
   }
 
-  // Turns the word from `before` into the other of 0 and 1, once it is `before`.
-  void turn(Signal& word, uint32_t before, int other, size_t timeout_ms, const char* what) {
-    auto turned = [&] {
+  // Flips the word from `before` into the other of 0 and 1, once it is `before`.
+  void flip(Signal& word, uint32_t before, int other, size_t timeout_ms, const char* what) {
+    auto flipped = [&] {
       uint32_t expected = before;
       return word.load(std::memory_order_relaxed) == before &&
              word.compare_exchange_strong(expected, 1 - before, std::memory_order_acq_rel);
     };
     for (int i = 0; i < kSpins; i++)
-      if (turned()) return;
-    Wait wait{std::chrono::milliseconds(timeout_ms)};
+      if (flipped()) return;
+    GilFreeWait wait{std::chrono::milliseconds(timeout_ms)};
     wait.enter();
-    auto looked = Wait::Clock::now();
-    for (int i = 0; !turned(); i++) {
+    auto looked = GilFreeWait::Clock::now();
+    for (int i = 0; !flipped(); i++) {
       if (i < kYields) sched_yield();
       else usleep(50);
-      if (Wait::Clock::now() - looked < std::chrono::milliseconds(50)) continue;
-      looked = Wait::Clock::now();
+      if (GilFreeWait::Clock::now() - looked < std::chrono::milliseconds(50)) continue;
+      looked = GilFreeWait::Clock::now();
       const bool ended = has_ended(other);
-      if (!wait.over() && !ended) continue;
+      if (!wait.tick() && !ended) continue;
       wait.leave();
-      wait.raise();
+      wait.rethrow();
       TORCH_CHECK_WITH(DistBackendError, false, "symmetric memory: rank ", rank_, " waited for rank ", other, " ", what,
                        ended ? ", but that process has ended" : ", longer than " + std::to_string(timeout_ms) + " ms");
     }
@@ -169,13 +169,13 @@ class Symmetric final : public sm::SymmetricMemory {
 
   const int rank_;
   const size_t size_, pad_size_;
-  std::vector<std::shared_ptr<File>> files_;
+  std::vector<std::shared_ptr<MemoryFile>> files_;
   std::vector<int> processes_;  // to see them end; -1: this one
   std::vector<void*> buffers_, pads_;
 };
 
 // What a rank tells the others about its block.
-struct Offer {
+struct BlockAddress {
   int pid = 0, fd = 0;
   size_t size = 0, pad = 0;
 
@@ -184,10 +184,11 @@ struct Offer {
     out << pid << ' ' << fd << ' ' << size << ' ' << pad;
     return out.str();
   }
-  static Offer from(const std::vector<uint8_t>& bytes) {
-    Offer offer;
-    std::istringstream(std::string(bytes.begin(), bytes.end())) >> offer.pid >> offer.fd >> offer.size >> offer.pad;
-    return offer;
+  static BlockAddress from(const std::vector<uint8_t>& bytes) {
+    BlockAddress address;
+    std::istringstream text(std::string(bytes.begin(), bytes.end()));
+    text >> address.pid >> address.fd >> address.size >> address.pad;
+    return address;
   }
 };
 
@@ -195,7 +196,7 @@ class Allocator final : public sm::SymmetricMemoryAllocator {
  public:
   void* alloc(size_t size, int, const std::optional<std::string>&) override {
     Block block{size, sm::get_signal_pad_size(), nullptr, {}};
-    block.file = File::create(block.bytes());
+    block.file = MemoryFile::create(block.bytes());
     std::lock_guard<std::mutex> guard(mutex_);
     void* data = block.file->data();
     blocks_.emplace(data, std::move(block));
@@ -221,11 +222,11 @@ class Allocator final : public sm::SymmetricMemoryAllocator {
   c10::intrusive_ptr<sm::SymmetricMemory> rendezvous(void* data, const std::optional<std::string>& group) override {
     TORCH_CHECK_VALUE(group.has_value(), "symmetric memory: rendezvous needs a group");
     std::lock_guard<std::mutex> guard(mutex_);
-    auto found = blocks_.find(data);
-    if (found == blocks_.end()) return nullptr;
-    Block& block = found->second;
-    c10::intrusive_ptr<sm::SymmetricMemory>& handle = block.met[*group];
-    if (!handle) handle = meet(block, info(*group), rendezvous_[*group]++);
+    auto at = blocks_.find(data);
+    if (at == blocks_.end()) return nullptr;
+    Block& block = at->second;
+    c10::intrusive_ptr<sm::SymmetricMemory>& handle = block.handles[*group];
+    if (!handle) handle = map_peers(block, info(*group), rendezvous_[*group]++);
     return handle;
   }
 
@@ -235,23 +236,23 @@ class Allocator final : public sm::SymmetricMemoryAllocator {
     try {
       return sm::get_group_info(group);
     } catch (const c10::Error&) {
-      auto found = c10d::resolve_process_group(group);
-      return {found->getRank(), found->getSize(), found->getStore()};
+      auto registered = c10d::resolve_process_group(group);
+      return {registered->getRank(), registered->getSize(), registered->getStore()};
     }
   }
 
-  static c10::intrusive_ptr<sm::SymmetricMemory> meet(const Block& block, const sm::GroupInfo& group, int number) {
+  static c10::intrusive_ptr<sm::SymmetricMemory> map_peers(const Block& block, const sm::GroupInfo& group, int number) {
     auto key = [&](int r) { return "globaltensor/symmetric/" + std::to_string(number) + "/" + std::to_string(r); };
-    const std::string mine = Offer{getpid(), block.file->fd(), block.size, block.pad}.text();
+    const std::string mine = BlockAddress{getpid(), block.file->fd(), block.size, block.pad}.text();
     group.store->set(key(group.rank), std::vector<uint8_t>(mine.begin(), mine.end()));
     auto handle = c10::make_intrusive<Symmetric>(group.rank, block.size, block.pad);
     for (int r = 0; r < group.world_size; r++) {
-      const Offer offer = Offer::from(group.store->get(key(r)));
-      TORCH_CHECK_VALUE(offer.size == block.size && offer.pad == block.pad, "symmetric memory: rank ", r, " has ",
-                        offer.size, " bytes, rank ", group.rank, " has ", block.size);
+      const BlockAddress theirs = BlockAddress::from(group.store->get(key(r)));
+      TORCH_CHECK_VALUE(theirs.size == block.size && theirs.pad == block.pad, "symmetric memory: rank ", r, " has ",
+                        theirs.size, " bytes, rank ", group.rank, " has ", block.size);
       const bool own = r == group.rank;
-      handle->add(own ? block.file : File::of(offer.pid, offer.fd, block.bytes()), block.pad_begin(),
-                  own ? -1 : static_cast<int>(syscall(SYS_pidfd_open, offer.pid, 0)));
+      handle->add(own ? block.file : MemoryFile::of(theirs.pid, theirs.fd, block.bytes()), block.pad_begin(),
+                  own ? -1 : static_cast<int>(syscall(SYS_pidfd_open, theirs.pid, 0)));
     }
     // A file may only be closed once all have opened it.
     const std::string ready = "globaltensor/symmetric/" + std::to_string(number) + "/ready";

@@ -1,235 +1,156 @@
-// One op on global tensors, from the dispatcher to its results, without Python where a recipe is known.
+// Running a recipe: box the operands that need it, run the op once per local rank, wrap the results.
 //
-// The kernel stands at torch's Python key of each op that global tensors have met. Whatever is not theirs goes on to what torch
-// has there: other subclasses, and everything while a dispatch mode is active. So does an op that is new, which is then
-// decided in Python, and one whose recipe is Python's own (a rewrite, a runner).
-#include <ATen/core/dispatch/Dispatcher.h>
+// The one interpreter of recipes. A small op takes a microsecond or two, so the common case (one rank, operands where
+// they are wanted, tensors out) touches no list and allocates nothing but its results.
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
-#include <torch/library.h>
 
-#include "memory.h"
+#include "allocator.h"
 #include "recipe.h"
-
-namespace py = pybind11;
 
 namespace gt {
 namespace {
 
-using torch::jit::Stack;
-
-// The call that is on its way to Python to be decided, until Python takes its key.
-thread_local Key pending;
-thread_local bool is_pending = false;
-
-const c10::DispatchKeySet kAbove = c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+// What stands above the kernels of a device: for shards it was done already, with the global tensors.
+const c10::DispatchKeySet kAboveKernels = c10::autograd_dispatch_keyset_with_ADInplaceOrView |
     c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
 
-// torch's own kernel for the Python key, as an op has it that we never take.
-const auto& torchs_own() {
-  static auto kernel = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_cudnn_init_dropout_state", "")
-                           .getComputedKernelForDispatchKey(c10::DispatchKey::Python);
-  return kernel;
-}
-
-c10::IValue with_items(const c10::IValue& list) { return c10::IValue(list.toList().copy()); }
-
-// Puts the operands of one rank into a call's arguments.
-void localize(const Recipe& recipe, const c10::SmallVector<Shards*, 8>& held, size_t nth, c10::IValue* args) {
-  for (int32_t at : recipe.lists) args[at] = with_items(args[at]);
-  for (size_t q = 0; q < recipe.slots.size(); q++) {
-    if (!held[q]) continue;                          // a plain operand stays as it is
-    const Slot slot = recipe.slots[q];
-    const at::Tensor& shard = (*held[q])[nth];
-    if (slot.index < 0)
-      args[slot.at] = shard;
-    else
-      args[slot.at].toList().set(slot.index, shard);
-  }
-  if (!recipe.patches.empty())
-    for (const auto& patch : recipe.patches[nth]) args[patch.at] = patch.value;
-}
-
-const at::Tensor& operand(const c10::IValue* args, Slot slot) {
-  return slot.index < 0 ? args[slot.at].toTensor() : args[slot.at].toListRef()[slot.index].toTensor();
-}
-
-// How often a tensor was written to; tensors of inference mode do not count.
-int64_t version(const at::Tensor& t) { return t.is_inference() ? -1 : int64_t(t._version()); }
-
-// Is an operand a view that is a copy, of a tensor that was written to since? Python tells the user.
-bool outdated(const Recipe& recipe, const c10::IValue* args) {
-  if (!recipe.guarded) return false;
-  return std::any_of(recipe.slots.begin(), recipe.slots.end(), [&](Slot slot) {
-    const at::Tensor& t = operand(args, slot);
-    return is_global(t.unsafeGetTensorImpl()) && global(t)->spec->copied && version(t) != global(t)->guard;
-  });
-}
-
-// What every rank's call gave, gathered output by output.
-struct Outputs {
-  std::vector<c10::SmallVector<Shards, 1>> found;    // [return][item of it]
-
-  explicit Outputs(const Recipe& recipe) : found(recipe.outputs.size()) {
-    for (size_t k = 0; k < found.size(); k++) found[k].resize(recipe.outputs[k].size());
-  }
-  void add(const Recipe& recipe, const c10::IValue* results) {
-    for (size_t k = 0; k < found.size(); k++) {
-      if (recipe.returned[k] >= 0) continue;
-      if (results[k].isTensor()) {
-        found[k][0].push_back(results[k].toTensor());
-        continue;
-      }
-      auto items = results[k].toListRef();
-      for (size_t i = 0; i < items.size(); i++) found[k][i].push_back(items[i].toTensor());
-    }
-  }
-  c10::IValue wrapped(const Recipe& recipe, size_t k, bool is_list, int64_t guard) {
-    const auto& specs = recipe.outputs[k];
-    if (!is_list) return specs[0] ? guarded(wrap(specs[0], std::move(found[k][0])), guard) : at::Tensor();
-    c10::List<at::Tensor> list;
-    list.reserve(specs.size());
-    for (size_t i = 0; i < specs.size(); i++) list.push_back(guarded(wrap(specs[i], std::move(found[k][i])), guard));
-    return list;
-  }
-  static at::Tensor guarded(at::Tensor made, int64_t guard) {
-    global(made)->guard = guard;
-    return made;
-  }
+struct Operand {
+  at::Tensor owner;                                  // keeps it alive while its shards are in its place
+  const Shards* shards;                              // null: a plain tensor, the same on every rank
 };
+using Operands = c10::SmallVector<Operand, 6>;
 
-// Boxes the operands whose layout is not the one the recipe wants, all in one go.
-void box_operands(const Recipe& recipe, const std::string& name, const c10::SmallVector<at::Tensor, 8>& owners,
-                  c10::SmallVector<Shards*, 8>& held, std::vector<Shards>& moved) {
-  std::vector<Move> moves;
+// Takes the operands out of a call's arguments. What is in a list stays there: the list is the caller's.
+Operands take_operands(const Recipe& recipe, c10::IValue* args) {
+  Operands operands;
+  for (Slot slot : recipe.slots) {
+    at::Tensor t = slot.index < 0 ? std::move(args[slot.at]).toTensor() : operand(args, slot);
+    const Shards* shards = is_global(t.unsafeGetTensorImpl()) ? &global(t)->shards : nullptr;
+    operands.push_back({std::move(t), shards});
+  }
+  return operands;
+}
+
+// Boxes the operands whose layout is not the one the recipe wants, all in one go. `moved` keeps the new shards.
+void box_operands(const Recipe& recipe, Operands& operands, std::vector<Shards>& moved) {
+  std::vector<ShardMove> moves;
   std::vector<Shards> copies;                        // of plain operands: the same on every rank
   std::vector<size_t> places;
-  copies.reserve(recipe.slots.size());
+  copies.reserve(recipe.slots.size());               // moves point into it
   for (size_t q = 0; q < recipe.slots.size(); q++) {
-    if (!recipe.moves[q]) continue;
-    const Shards* shards = held[q];
+    if (!recipe.boxings[q]) continue;
+    const Shards* shards = operands[q].shards;
     if (!shards) {
-      copies.emplace_back(recipe.ranks.size(), owners[q]);
+      copies.emplace_back(recipe.ranks.size(), operands[q].owner);
       shards = &copies.back();
     }
-    moves.push_back({recipe.moves[q].get(), shards});
+    moves.push_back({recipe.boxings[q].get(), shards});
     places.push_back(q);
   }
-  moved = box(moves, name);
-  for (size_t i = 0; i < places.size(); i++) held[places[i]] = &moved[i];
+  moved = move_shards(moves, recipe.name);
+  for (size_t i = 0; i < places.size(); i++) operands[places[i]].shards = &moved[i];
 }
 
-// The common case without any bookkeeping: one rank, operands as they lie, tensors out.
-void run_plainly(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) {
-  const size_t first = stack->size() - op.schema().arguments().size();
-  c10::IValue* args = stack->data() + first;
-  c10::SmallVector<c10::IValue, 6> owners;           // the operands, while their shards stand in their places
-  for (Slot slot : recipe.slots) {
-    owners.push_back(std::move(args[slot.at]));
-    const at::Tensor& t = owners.back().toTensor();
-    args[slot.at] = is_global(t.unsafeGetTensorImpl()) ? global(t)->shards[0] : t;
-  }
-  if (!recipe.patches.empty())
-    for (const auto& patch : recipe.patches[0]) args[patch.at] = patch.value;
-  {
-    c10::impl::ExcludeDispatchKeyGuard below(kAbove);
-    ForPeers pending(recipe.pending);
-    (recipe.local ? *recipe.local : op).callBoxed(stack);
-  }
-  for (size_t k = 0; k < recipe.outputs.size(); k++) {
-    c10::IValue& result = (*stack)[first + k];
-    if (recipe.returned[k] >= 0) {
-      result = std::move(owners[recipe.returned[k]]);
-    } else if (const Spec* spec = recipe.outputs[k][0]) {
-      result = wrap(spec, Shards(1, std::move(result).toTensor()));
-    }
-  }
-}
-
-void run(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) {
-  const auto& schema = op.schema();
-  const size_t count = schema.arguments().size(), first = stack->size() - count, returns = schema.returns().size();
-  c10::IValue* args = stack->data() + first;
-  c10::SmallVector<at::Tensor, 4> written;
-  for (int32_t q : recipe.returned) written.push_back(q < 0 ? at::Tensor() : operand(args, recipe.slots[q]));
-  c10::SmallVector<at::Tensor, 8> owners;            // keep the operands while their places are overwritten
-  c10::SmallVector<Shards*, 8> held;
-  for (Slot slot : recipe.slots) {
-    owners.push_back(operand(args, slot));
-    held.push_back(is_global(owners.back().unsafeGetTensorImpl()) ? &global(owners.back())->shards : nullptr);
-  }
-  int64_t guard = -1;
-  if (recipe.copied) guard = recipe.guarded ? global(owners[0])->guard : version(owners[0]);
-  std::vector<Shards> moved;
-  if (recipe.boxes) box_operands(recipe, recipe.name, owners, held, moved);
-
-  Outputs outputs(recipe);
-  if (!recipe.ranks.empty()) {
-    c10::impl::ExcludeDispatchKeyGuard below(kAbove);
-    ForPeers pending(recipe.pending);
-    const auto& local = recipe.local ? *recipe.local : op;
-    Stack own;
-    for (size_t nth = 0; nth + 1 < recipe.ranks.size(); nth++) {
-      own.assign(stack->begin() + first, stack->end());
-      localize(recipe, held, nth, own.data());
-      local.callBoxed(&own);
-      outputs.add(recipe, own.data());
-    }
-    localize(recipe, held, recipe.ranks.size() - 1, args);
-    local.callBoxed(stack);
-    outputs.add(recipe, stack->data() + first);
-    stack->resize(first);
-  } else {
-    stack->resize(first);
-  }
-  for (size_t k = 0; k < returns; k++) {
-    if (recipe.returned[k] >= 0)
-      stack->emplace_back(std::move(written[k]));
+// Puts the operands of one rank into a call's arguments.
+void localize(const Recipe& recipe, const Operands& operands, size_t nth, c10::IValue* args) {
+  for (int32_t at : recipe.lists) args[at] = args[at].toList().copy();
+  for (size_t q = 0; q < operands.size(); q++) {
+    const Slot slot = recipe.slots[q];
+    const at::Tensor& local = operands[q].shards ? (*operands[q].shards)[nth] : operands[q].owner;
+    if (slot.index < 0)
+      args[slot.at] = local;
     else
-      stack->emplace_back(outputs.wrapped(recipe, k, schema.returns()[k].type()->kind() == c10::TypeKind::ListType, guard));
+      args[slot.at].toList().set(slot.index, local);
+  }
+  if (!recipe.local_args.empty())
+    for (const auto& local : recipe.local_args[nth]) args[local.at] = local.value;
+}
+
+// What the ranks' calls gave, return by return and item by item.
+using Gathered = std::vector<std::vector<Shards>>;
+
+// Adds what one rank's call gave; nothing but empty shards where there are no results, on a process without ranks.
+void gather(const Recipe& recipe, const c10::IValue* results, Gathered& gathered) {
+  gathered.resize(recipe.outputs.size());
+  for (size_t k = 0; k < recipe.outputs.size(); k++) {
+    gathered[k].resize(recipe.outputs[k].specs.size());
+    if (recipe.outputs[k].written >= 0 || !results) continue;
+    if (!recipe.outputs[k].is_list) {
+      gathered[k][0].push_back(results[k].toTensor());
+      continue;
+    }
+    auto items = results[k].toListRef();
+    for (size_t i = 0; i < items.size(); i++) gathered[k][i].push_back(items[i].toTensor());
   }
 }
 
-torch::Library& library_of(const std::string& name) {
-  static auto* all = new std::unordered_map<std::string, std::unique_ptr<torch::Library>>();
-  auto& found = (*all)[name];
-  if (!found)
-    found = std::make_unique<torch::Library>(torch::Library::IMPL, name, c10::DispatchKey::Python, __FILE__, __LINE__);
-  return *found;
+// Runs the op on every local rank. The last one, mostly the only one, uses the call's own stack and leaves its results
+// there; those of the others are gathered.
+void run_ranks(const c10::OperatorHandle& op, const Recipe& recipe, const Operands& operands, size_t first,
+               Stack* stack, Gathered& gathered) {
+  c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
+  ArenaScope in_arena(recipe.pending);
+  const auto& local_op = recipe.local_op ? *recipe.local_op : op;
+  const size_t last = recipe.ranks.size() - 1;
+  Stack own;
+  for (size_t nth = 0; nth < last; nth++) {
+    own.assign(stack->begin() + first, stack->end());
+    localize(recipe, operands, nth, own.data());
+    local_op.callBoxed(&own);
+    gather(recipe, own.data(), gathered);
+  }
+  localize(recipe, operands, last, stack->data() + first);
+  local_op.callBoxed(stack);
+}
+
+at::Tensor wrapped(const Recipe& recipe, const Spec* spec, Shards shards, int64_t guard) {
+  at::Tensor t = wrap(spec, std::move(shards));
+  if (recipe.copies) global(t)->guard = guard;
+  return t;
+}
+
+c10::IValue wrapped_list(const Recipe& recipe, const std::vector<const Spec*>& specs, std::vector<Shards>& shards,
+                         int64_t guard) {
+  c10::List<at::Tensor> list;
+  list.reserve(specs.size());
+  for (size_t i = 0; i < specs.size(); i++) list.push_back(wrapped(recipe, specs[i], std::move(shards[i]), guard));
+  return list;
 }
 
 }  // namespace
 
-void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  static thread_local Key key;
-  const size_t count = op.schema().arguments().size();
-  const c10::IValue* args = stack->data() + stack->size() - count;
-  if (!c10::impl::TorchDispatchModeTLS::any_modes_set() && make_key(op, args, count, key)) {
-    auto recipe = find_recipe(key);
-    if (recipe && recipe->tape) {
-      if (recipe->tape->fits(args) && !(recipe->tape->boxes && boxing_watched())) return replay(op, *recipe, keys, stack);
-    } else if (recipe && !recipe->python && !(recipe->boxes && boxing_watched()) && !outdated(*recipe, args)) {
-      return recipe->plain ? run_plainly(op, *recipe, stack) : run(op, *recipe, stack);
-    }
-    if (!recipe) {
-      pending = key;
-      is_pending = true;
+void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) {
+  const size_t first = stack->size() - op.schema().arguments().size();
+  Operands operands = take_operands(recipe, stack->data() + first);
+  int64_t guard = -1;
+  if (recipe.copies) guard = recipe.guarded ? global(operands[0].owner)->guard : version(operands[0].owner);
+  std::vector<Shards> moved;
+  if (recipe.has_boxings) box_operands(recipe, operands, moved);
+
+  Gathered gathered;
+  if (!recipe.ranks.empty()) run_ranks(op, recipe, operands, first, stack, gathered);
+  stack->resize(first + recipe.outputs.size());
+  // One rank and tensors out: each shard goes from the stack straight into its tensor.
+  const bool direct = recipe.ranks.size() == 1 && !recipe.returns_lists;
+  if (!direct) gather(recipe, recipe.ranks.empty() ? nullptr : stack->data() + first, gathered);
+  for (size_t k = 0; k < recipe.outputs.size(); k++) {
+    const auto& output = recipe.outputs[k];
+    c10::IValue& result = (*stack)[first + k];
+    if (output.written >= 0) {
+      result = std::move(operands[output.written].owner);
+    } else if (output.is_list) {
+      result = wrapped_list(recipe, output.specs, gathered[k], guard);
+    } else if (!output.specs[0]) {
+      result = at::Tensor();
+    } else {
+      Shards shards;
+      if (direct)
+        shards.push_back(std::move(result).toTensor());
+      else
+        shards = std::move(gathered[k][0]);
+      result = wrapped(recipe, output.specs[0], std::move(shards), guard);
     }
   }
-  torchs_own().callBoxed(op, keys, stack);
-  is_pending = false;
-}
-
-void bind_dispatch(py::module_& m) {
-  m.def("claim_op", [](const std::string& library, const std::string& name) {
-    library_of(library).impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&dispatch>());
-  }, "Stand at the Python key of an op, such as aten and add.Tensor.");
-  m.def("pending_key", []() -> py::object {
-    if (!is_pending) return py::none();
-    is_pending = false;
-    return py::bytes(reinterpret_cast<const char*>(pending.data()), pending.size() * sizeof(uint64_t));
-  }, "The key of the call that came to be decided, or None where it came another way.");
 }
 
 }  // namespace gt

@@ -1,21 +1,25 @@
 // The extension module `globaltensor._torch`. Its plain C parts are found in `_core`, which is loaded before it.
+#include "allocator.h"
 #include "boxing.h"
-#include "memory.h"
+#include "call_site.h"
+#include "host.h"
+#include "process_group/bind.h"
 #include "products.h"
 #include "recipe.h"
 #include "tensor.h"
-#include "process_group/bind.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   gt::bind_tensor(m);
   gt::bind_recipes(m);
-  gt::bind_replay(m);
+  gt::bind_traces(m);
   gt::bind_dispatch(m);
+  gt::bind_call_site(m);
+  gt::bind_host(m);
   gt::bind_boxing(m);
-  gt::bind_memory(m);
-  gt::bind_convert(m);
-  gt::bind_letters(m);
-  gt::bind_gradients(m);
+  gt::bind_p2p(m);
+  gt::bind_allocator(m);
+  gt::bind_redistribute(m);
+  gt::bind_gradient_hook(m);
   gt::bind_products(m);
   gt::bind_backend(m);
   gt::bind_symmetric_memory(m);

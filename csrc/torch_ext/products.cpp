@@ -1,7 +1,8 @@
 // Products of tensors of more than two dims, without flattening any of them: the twin of tensors/products.py.
 //
-// They are taken at the key that only global tensors have, before torch decomposes them. Each is one op of ours, whose rule is its
-// equation, so that any label can stay cut. A product of two matrices goes torch's own way, but for linear.
+// They are taken at the key that only global tensors have, before torch decomposes them. Each is one op of ours, whose
+// rule is its equation, so that any label can stay split. A product of two matrices goes torch's own way, but for
+// linear. contract.cpp has what these ops do on plain tensors.
 #include "products.h"
 
 #include <ATen/autocast_mode.h>
@@ -25,7 +26,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::tensor_list;
 
-PyObject* lookup = nullptr;                          // the embedding of a cut vocabulary: (weight, indices, padding)
+PyObject* lookup = nullptr;                          // the embedding of a split vocabulary: (weight, indices, padding)
 
 Tensor contract_op(const std::string& equation, const Tensor& a, const Tensor& b) {
   static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("globaltensor::contract", "")
@@ -41,38 +42,27 @@ Tensor linear_op(const Tensor& x, const Tensor& weight, const std::optional<Tens
   return op.call(x, weight, bias);
 }
 
-// Products that only a leaf waits for, put off while somebody asks for that: leaf, equation, a, b.
-struct Later {
-  std::vector<Tensor> inputs;                        // leaves that are not to wait
-  std::vector<std::tuple<Tensor, std::string, Tensor, Tensor>> products;
+// Products that only the gradient of a leaf waits for, deferred while somebody asks for that.
+struct DeferredProducts {
+  std::vector<Tensor> inputs;                        // leaves whose gradients are not deferred
+  std::vector<std::tuple<Tensor, std::string, Tensor, Tensor>> products;  // leaf, equation, a, b
 };
-std::mutex later_lock;
-std::optional<Later> later;
+std::mutex deferred_lock;
+std::optional<DeferredProducts> deferred;
 
-// Was the gradient of this operand, contract(equation, a, b), put off?
-bool put_off(const Tensor& leaf, const std::string& equation, const Tensor& a, const Tensor& b) {
-  std::lock_guard<std::mutex> guard(later_lock);       // backward passes on devices run on threads of their own
-  if (!later || !leaf.is_leaf()) return false;
-  for (const Tensor& t : later->inputs)
+// Defers the gradient of this operand, contract(equation, a, b), where it may be.
+bool defer(const Tensor& leaf, const std::string& equation, const Tensor& a, const Tensor& b) {
+  std::lock_guard<std::mutex> guard(deferred_lock);  // backward passes on devices run on threads of their own
+  if (!deferred || !leaf.is_leaf()) return false;
+  for (const Tensor& t : deferred->inputs)
     if (t.is_same(leaf)) return false;
-  later->products.emplace_back(leaf, equation, a, b);
+  deferred->products.emplace_back(leaf, equation, a, b);
   return true;
 }
 
 Tensor conjugate(const Tensor& t) { return t.is_complex() ? t.conj() : t; }
 
 bool needs_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
-
-struct Sides {
-  std::string left, right, out;
-};
-
-// "ij,jk->ik" in its parts; nothing where it is not written so.
-std::optional<Sides> sides_of(const std::string& equation) {
-  const size_t comma = equation.find(','), arrow = equation.find("->");
-  if (comma == std::string::npos || arrow == std::string::npos || comma > arrow) return std::nullopt;
-  return Sides{equation.substr(0, comma), equation.substr(comma + 1, arrow - comma - 1), equation.substr(arrow + 2)};
-}
 
 struct Contract : torch::autograd::Function<Contract> {
   static Tensor forward(AutogradContext* ctx, const std::string& equation, const Tensor& a, const Tensor& b) {
@@ -81,12 +71,12 @@ struct Contract : torch::autograd::Function<Contract> {
     return contract_op(equation, a, b);
   }
   static tensor_list backward(AutogradContext* ctx, tensor_list grads) {
-    const Sides sides = *sides_of(ctx->saved_data["equation"].toStringRef());
+    const EquationSides sides = *sides_of(ctx->saved_data["equation"].toStringRef());
     const auto& [left, right, out] = sides;
     auto saved = ctx->get_saved_variables();
     auto gradient = [&](int of, const std::string& equation) {
       const Tensor other = conjugate(saved[1 - of]);
-      return put_off(saved[of], equation, grads[0], other) ? Tensor() : contract(equation, grads[0], other);
+      return defer(saved[of], equation, grads[0], other) ? Tensor() : contract(equation, grads[0], other);
     };
     Tensor a, b;
     if (ctx->needs_input_grad(0)) a = gradient(0, out + "," + right + "->" + left);
@@ -98,7 +88,8 @@ struct Contract : torch::autograd::Function<Contract> {
 std::string leading(int64_t dims) { return std::string("ABCDEFGHIJKLMNOPQRSTUVWXYZ").substr(0, dims); }
 
 struct Linear : torch::autograd::Function<Linear> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
+                        const std::optional<Tensor>& bias) {
     ctx->save_for_backward({x, weight});
     ctx->saved_data["biased"] = bias && bias->defined();
     return linear_op(x, weight, bias);
@@ -111,7 +102,7 @@ struct Linear : torch::autograd::Function<Linear> {
     if (ctx->needs_input_grad(0)) dx = contract(lead + "n,nk->" + lead + "k", grad, conjugate(weight));
     if (ctx->needs_input_grad(1)) {
       const std::string equation = lead + "n," + lead + "k->nk";
-      if (!put_off(weight, equation, grad, conjugate(x))) dweight = contract(equation, grad, conjugate(x));
+      if (!defer(weight, equation, grad, conjugate(x))) dweight = contract(equation, grad, conjugate(x));
     }
     if (ctx->saved_data["biased"].toBool() && ctx->needs_input_grad(2)) {
       std::vector<int64_t> dims(grad.dim() - 1);
@@ -135,33 +126,34 @@ std::optional<Tensor> cast(const std::optional<Tensor>& t) { return t && t->defi
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const bool biased = bias && bias->defined();
   if (x.dim() < 2 || weight.dim() != 2 || (biased && bias->dim() != 1)) {
-    c10::impl::ExcludeDispatchKeyGuard torchs_own(kGlobal);
+    c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
     return at::linear(x, weight, bias);
   }
-  TORCH_CHECK(x.size(-1) == weight.size(1), "linear: shapes ", x.sizes(), " and ", weight.sizes(), " cannot be multiplied");
+  TORCH_CHECK(x.size(-1) == weight.size(1), "linear: shapes ", x.sizes(), " and ", weight.sizes(),
+              " cannot be multiplied");
   Tensor a = cast(x), w = cast(weight);
   std::optional<Tensor> b = cast(bias);
-  if (at::GradMode::is_enabled() && (needs_grad(a) || needs_grad(w) || (biased && needs_grad(*b)))) return Linear::apply(a, w, b);
-  return linear_op(a, w, b);
+  const bool any_grad = needs_grad(a) || needs_grad(w) || (biased && needs_grad(*b));
+  return at::GradMode::is_enabled() && any_grad ? Linear::apply(a, w, b) : linear_op(a, w, b);
 }
 
 // x without the leading dims of size 1 that are broadcast, and the labels of those that stay.
 std::pair<Tensor, std::string> without_ones(const Tensor& x, c10::IntArrayRef batch) {
   const int64_t many = batch.size(), first = many - (x.dim() - 2);
-  std::vector<int64_t> gone;
+  std::vector<int64_t> ones;
   std::string labels;
   for (int64_t i = 0; i < x.dim() - 2; i++) {
     if (x.size(i) == 1 && batch[first + i] != 1)
-      gone.push_back(i);
+      ones.push_back(i);
     else
       labels += leading(many)[first + i];
   }
-  return {gone.empty() ? x : x.squeeze(gone), labels};
+  return {ones.empty() ? x : x.squeeze(ones), labels};
 }
 
 Tensor matmul(const Tensor& a, const Tensor& b) {
   if (a.dim() < 2 || b.dim() < 2 || (a.dim() == 2 && b.dim() == 2)) {
-    c10::impl::ExcludeDispatchKeyGuard torchs_own(kGlobal);
+    c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
     return at::matmul(a, b);
   }
   TORCH_CHECK(a.size(-1) == b.size(-2), "matmul: shapes ", a.sizes(), " and ", b.sizes(), " cannot be multiplied");
@@ -171,7 +163,7 @@ Tensor matmul(const Tensor& a, const Tensor& b) {
   return contract(of_left + "mk," + of_right + "kn->" + leading(batch.size()) + "mn", left, right);
 }
 
-// Letters only, none twice in a tensor, every label kept or shared, and no size broadcast.
+// Labels are letters, none twice in a tensor, each kept or shared, and no size is broadcast.
 bool is_plain(const std::string& equation, const Tensor& a, const Tensor& b) {
   const auto sides = sides_of(equation);
   if (!sides) return false;
@@ -196,112 +188,29 @@ Tensor einsum(std::string_view given, at::TensorList operands, at::OptionalIntAr
   equation.erase(std::remove(equation.begin(), equation.end(), ' '), equation.end());
   if (operands.size() == 2 && is_plain(equation, operands[0], operands[1]))
     return contract(equation, cast(operands[0]), cast(operands[1]));
-  c10::impl::ExcludeDispatchKeyGuard torchs_own(kGlobal);
+  c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
   return at::einsum(given, operands, path);
 }
 
 Tensor embedding(const Tensor& weight, const Tensor& indices, c10::SymInt padding, bool by_frequency, bool sparse) {
-  if (is_global(weight.unsafeGetTensorImpl()) && weight.dim() == 2 && global(weight)->spec->rows_cut && !by_frequency && !sparse) {
+  const bool is_split = is_global(weight.unsafeGetTensorImpl()) && global(weight)->spec->dim0_split;
+  if (is_split && weight.dim() == 2 && !by_frequency && !sparse) {
     py::gil_scoped_acquire lock;
     c10::impl::ExcludeDispatchKeyGuard once(kGlobal);  // the hook calls embedding itself
     return py::handle(lookup)(weight, indices, padding.expect_int()).cast<Tensor>();
   }
-  c10::impl::ExcludeDispatchKeyGuard torchs_own(kGlobal);
+  c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
   return at::embedding_symint(weight, indices, padding, by_frequency, sparse);
 }
 
-// ---- the ops of ours on plain tensors
-
-// How a product of two tensors is one of matrices: which dims of either are melted into one, in the order of groups.
-struct Melted {
-  using Groups = std::vector<std::vector<int64_t>>;
-  Groups left, right;                                // batch (where there is one), rows, inner; batch, inner, columns
-  bool batched, swapped;                             // swapped: b x a, since the result lies that way round
-  std::vector<std::pair<bool, int64_t>> dims;        // of what comes out, in its order: of the right one? which?
-  std::vector<int64_t> order;                        // to what is wanted; empty where that is it
-};
-
-Melted read(const std::string& left, const std::string& right, const std::string& out) {
-  std::string batch, rows, columns, inner;           // in all three; in left and out; in right and out; in left and right
-  for (char c : left) {
-    const bool shared = right.find(c) != std::string::npos, kept = out.find(c) != std::string::npos;
-    (shared ? kept ? batch : inner : rows) += c;
-  }
-  for (char c : right)
-    if (left.find(c) == std::string::npos) columns += c;
-  if (!rows.empty() && out == batch + columns + rows) {
-    Melted other = read(right, left, out);
-    other.swapped = true;
-    return other;
-  }
-  auto dims_of = [](const std::string& dims, const std::vector<std::string>& groups) {
-    Melted::Groups found;
-    for (const auto& group : groups) {
-      found.emplace_back();
-      for (char c : group) found.back().push_back(dims.find(c));
-    }
-    return found;
-  };
-  Melted melted{{}, {}, !batch.empty(), false, {}, {}};
-  using Names = std::vector<std::string>;
-  melted.left = dims_of(left, batch.empty() ? Names{rows, inner} : Names{batch, rows, inner});
-  melted.right = dims_of(right, batch.empty() ? Names{inner, columns} : Names{batch, inner, columns});
-  const std::string has = batch + rows + columns;
-  for (char c : has) {
-    const size_t at = left.find(c);
-    melted.dims.emplace_back(at == std::string::npos, at == std::string::npos ? right.find(c) : at);
-  }
-  if (has != out)
-    for (char c : out) melted.order.push_back(has.find(c));
-  return melted;
-}
-
-const Melted& melted(std::string_view given) {
-  static thread_local std::unordered_map<std::string, Melted> known;
-  std::string equation(given);
-  auto found = known.find(equation);
-  if (found != known.end()) return found->second;
-  const auto [left, right, out] = *sides_of(equation);
-  Melted made = read(left, right, out);
-  return known.emplace(std::move(equation), std::move(made)).first->second;
-}
-
-// t with the dims of each group melted into one: a view where its strides allow it.
-Tensor arranged(const Tensor& t, const Melted::Groups& groups) {
-  c10::SmallVector<int64_t, 3> sizes, strides;
-  bool views = true;
-  for (const auto& group : groups) {
-    int64_t size = 1, stride = 1;
-    bool first = true;
-    for (auto dim = group.rbegin(); dim != group.rend(); ++dim) {    // from the innermost out
-      if (t.size(*dim) == 1) continue;
-      if (first) stride = t.stride(*dim);
-      views = views && t.stride(*dim) == stride * size;
-      first = false;
-      size *= t.size(*dim);
-    }
-    sizes.push_back(size);
-    strides.push_back(stride);
-  }
-  if (views) return t.sizes().equals(sizes) && t.strides().equals(strides) ? t : t.as_strided(sizes, strides);
-  std::vector<int64_t> order;
-  for (const auto& group : groups) order.insert(order.end(), group.begin(), group.end());
-  return t.permute(order).reshape(sizes);
-}
-
-Tensor contract_plain(std::string_view equation, const Tensor& left, const Tensor& right) {
-  const Melted& of = melted(equation);
-  const Tensor &a = of.swapped ? right : left, &b = of.swapped ? left : right;
-  Tensor made = of.batched ? at::bmm(arranged(a, of.left), arranged(b, of.right)) : at::mm(arranged(a, of.left), arranged(b, of.right));
-  c10::SmallVector<int64_t, 6> sizes;
-  for (const auto& [in_right, dim] : of.dims) sizes.push_back((in_right ? b : a).size(dim));
-  if (!made.sizes().equals(sizes)) made = made.view(sizes);
-  return of.order.empty() ? made : made.permute(of.order).contiguous();
-}
-
-Tensor linear_plain(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) { return at::linear(x, weight, bias); }
-
 }  // namespace
+
+std::optional<EquationSides> sides_of(const std::string& equation) {
+  const size_t comma = equation.find(','), arrow = equation.find("->");
+  if (comma == std::string::npos || arrow == std::string::npos || comma > arrow) return std::nullopt;
+  return EquationSides{equation.substr(0, comma), equation.substr(comma + 1, arrow - comma - 1),
+                       equation.substr(arrow + 2)};
+}
 
 Tensor contract(const std::string& equation, const Tensor& a, const Tensor& b) {
   if (at::GradMode::is_enabled() && (needs_grad(a) || needs_grad(b))) return Contract::apply(equation, a, b);
@@ -310,16 +219,17 @@ Tensor contract(const std::string& equation, const Tensor& a, const Tensor& b) {
 
 void bind_products(py::module_& m) {
   m.def("defer_weight_grads", [](std::vector<Tensor> inputs) {
-    std::lock_guard<std::mutex> guard(later_lock);
-    later = Later{std::move(inputs), {}};
-  }, "From here on products in backward passes that only a leaf waits for are put off; not for these inputs.");
+    std::lock_guard<std::mutex> guard(deferred_lock);
+    deferred = DeferredProducts{std::move(inputs), {}};
+  }, "From here on backward passes defer products that only a leaf waits for; not for these inputs.");
   m.def("pop_deferred_weight_grads", [] {
-    std::lock_guard<std::mutex> guard(later_lock);
-    Later found = std::move(later).value_or(Later{});
-    later.reset();
-    return found.products;
-  }, "What was put off, as (leaf, equation, a, b); from here on nothing is.");
-  m.def("on_lookup", [](py::object hook) { lookup = hook.release().ptr(); }, "What an embedding of a cut vocabulary calls.");
+    std::lock_guard<std::mutex> guard(deferred_lock);
+    DeferredProducts all = std::move(deferred).value_or(DeferredProducts{});
+    deferred.reset();
+    return all.products;
+  }, "What was deferred, as (leaf, equation, a, b); from here on nothing is.");
+  m.def("on_lookup", [](py::object hook) { lookup = hook.release().ptr(); },
+        "What an embedding of a split vocabulary calls.");
 }
 
 }  // namespace gt
@@ -329,9 +239,4 @@ TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) {
   m.impl("matmul", &gt::matmul);
   m.impl("einsum", &gt::einsum);
   m.impl("embedding", &gt::embedding);
-}
-
-TORCH_LIBRARY_IMPL(globaltensor, CompositeExplicitAutograd, m) {
-  m.impl("contract", &gt::contract_plain);
-  m.impl("linear", &gt::linear_plain);
 }

@@ -1,4 +1,4 @@
-// Learning from Python: what it decided for a key, made flat.
+// Recipes from Python: what it decided for a key, made flat.
 #include "recipe.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -9,74 +9,83 @@ namespace py = pybind11;
 namespace gt {
 namespace {
 
-std::vector<std::vector<Recipe::Patch>> patches_from(const c10::FunctionSchema& schema, const py::list& per_rank) {
-  std::vector<std::vector<Recipe::Patch>> patches;
+using LocalArgs = std::vector<std::vector<Recipe::LocalArg>>;
+
+LocalArgs local_args_from(const c10::FunctionSchema& schema, const py::list& per_rank) {
+  LocalArgs local_args;
   for (auto rank : per_rank) {
-    auto& mine = patches.emplace_back();
+    auto& of_rank = local_args.emplace_back();
     for (auto item : rank.cast<py::list>()) {
-      auto patch = item.cast<py::tuple>();
-      const int32_t at = patch[0].cast<int32_t>();
-      mine.push_back({at, torch::jit::toIValue(patch[1], schema.arguments()[at].real_type())});
+      auto pair = item.cast<py::tuple>();
+      const int32_t at = pair[0].cast<int32_t>();
+      of_rank.push_back({at, torch::jit::toIValue(pair[1], schema.arguments()[at].real_type())});
     }
   }
-  return patches;
+  return local_args;
 }
 
-// slots [(argument, index in its list or -1)], moves [program or None], outputs [[Spec or None]] per return,
-// returned [slot or -1] per return, patches [[(argument, value)]] per rank, local: the op that ranks run, "" for this one
-void teach(const std::string& ticket, const std::string& name, const std::string& overload, std::vector<int64_t> ranks,
-           const py::list& slots, const py::list& moves, const py::list& outputs, std::vector<int32_t> returned,
-           const py::list& patches, const std::string& local, bool copied, bool guarded) {
+// "aten::add", "Tensor" -> "aten.add.Tensor", as Python prints the op
+std::string python_name(const std::string& name, const std::string& overload) {
+  const size_t colon = name.find(':');
+  return name.substr(0, colon) + "." + name.substr(colon + 2) + "." + (overload.empty() ? "default" : overload);
+}
+
+// The twin of FlatRecipe in dispatch/native.py, which says what the fields are.
+void cache_flat_recipe(const std::string& pending_key, const std::string& name, const std::string& overload,
+                       std::vector<int64_t> ranks, const py::list& slots, const py::list& boxings,
+                       const py::list& outputs, const std::vector<int32_t>& written, const py::list& local_args,
+                       const std::string& local_op, bool copies, bool guarded) {
   auto recipe = std::make_shared<Recipe>();
   const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()).schema();
-  recipe->name = name.substr(name.find(':') + 2) + "." + (overload.empty() ? "default" : overload);
-  recipe->name = name.substr(0, name.find(':')) + "." + recipe->name;
-  recipe->python = false;
+  recipe->name = python_name(name, overload);
+  recipe->to_python = false;
   recipe->ranks = std::move(ranks);
-  for (auto item : slots) {
-    auto slot = item.cast<py::tuple>();
-    recipe->slots.push_back({slot[0].cast<int32_t>(), slot[1].cast<int32_t>()});
-    const auto added = recipe->slots.back();
-    if (added.index >= 0 && (recipe->lists.empty() || recipe->lists.back() != added.at)) recipe->lists.push_back(added.at);
+  recipe->slots = slots_from(slots);
+  for (Slot slot : recipe->slots)
+    if (slot.index >= 0 && (recipe->lists.empty() || recipe->lists.back() != slot.at)) recipe->lists.push_back(slot.at);
+  for (auto item : boxings) {
+    recipe->boxings.push_back(item.is_none() ? nullptr : boxing_from(item.cast<py::object>()));
+    recipe->has_boxings |= recipe->boxings.back() != nullptr;
   }
-  for (auto item : moves) {
-    recipe->moves.push_back(item.is_none() ? nullptr : boxing_from(item.cast<py::object>()));
-    recipe->boxes |= recipe->moves.back() != nullptr;
-  }
-  for (auto item : outputs) {
-    auto& specs = recipe->outputs.emplace_back();
-    for (auto spec : item.cast<py::list>()) {
-      specs.push_back(spec.is_none() ? nullptr : spec_of(spec.ptr()));
-      recipe->pending |= specs.back() && specs.back()->pending;
+  const auto& returns = schema.returns();
+  TORCH_CHECK(outputs.size() == returns.size() && written.size() == returns.size());
+  for (size_t k = 0; k < returns.size(); k++) {
+    auto& output = recipe->outputs.emplace_back();
+    output.written = written[k];
+    output.is_list = returns[k].type()->kind() == c10::TypeKind::ListType;
+    recipe->returns_lists |= output.is_list;
+    for (auto spec : outputs[k].cast<py::list>()) {
+      output.specs.push_back(spec.is_none() ? nullptr : spec_of(spec.ptr()));
+      recipe->pending |= output.specs.back() && output.specs.back()->pending;
     }
   }
-  recipe->returned = std::move(returned);
-  recipe->copied = copied;
+  recipe->copies = copies;
   recipe->guarded = guarded;
-  if (!local.empty()) recipe->local = c10::Dispatcher::singleton().findSchemaOrThrow(local.c_str(), "");
-  recipe->patches = patches_from(schema, patches);
-  TORCH_CHECK(recipe->outputs.size() == schema.returns().size() && recipe->returned.size() == schema.returns().size());
-  bool tensors = true;
-  for (const auto& returned : schema.returns()) tensors &= returned.type()->kind() == c10::TypeKind::TensorType;
-  recipe->plain = recipe->ranks.size() == 1 && recipe->lists.empty() && !recipe->boxes && !copied && tensors;
-  keep_recipe(key_from(ticket), std::move(recipe));
+  if (!local_op.empty()) recipe->local_op = c10::Dispatcher::singleton().findSchemaOrThrow(local_op.c_str(), "");
+  recipe->local_args = local_args_from(schema, local_args);
+  cache_recipe(key_from(pending_key), std::move(recipe));
 }
 
 }  // namespace
 
-Key key_from(const std::string& ticket) {
-  Key key;
-  key.resize(ticket.size() / sizeof(uint64_t));
-  memcpy(key.data(), ticket.data(), ticket.size());
-  return key;
+std::vector<Slot> slots_from(const py::list& given) {
+  std::vector<Slot> slots;
+  for (auto item : given) {
+    auto pair = item.cast<py::tuple>();
+    slots.push_back({pair[0].cast<int32_t>(), pair[1].cast<int32_t>()});
+  }
+  return slots;
 }
 
 void bind_recipes(py::module_& m) {
-  m.def("cache_recipe", &teach);
-  m.def("cache_python_fallback", [](const std::string& ticket) {
-    keep_recipe(key_from(ticket), std::make_shared<Recipe>());
+  m.def("cache_recipe", &cache_flat_recipe, py::arg("pending_key"), py::arg("name"), py::arg("overload"), py::kw_only(),
+        py::arg("ranks"), py::arg("slots"), py::arg("boxings"), py::arg("outputs"), py::arg("written"),
+        py::arg("local_args"), py::arg("local_op"), py::arg("copies"), py::arg("guarded"),
+        "Calls of this key are done by this recipe.");
+  m.def("cache_python_fallback", [](const std::string& pending_key) {
+    cache_recipe(key_from(pending_key), std::make_shared<Recipe>());
   }, "Calls of this key go to Python.");
-  m.def("forget", &forget_recipes);
+  m.def("clear_recipes", &clear_recipes, "Every call is decided anew.");
 }
 
 }  // namespace gt

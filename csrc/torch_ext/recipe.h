@@ -1,73 +1,103 @@
 // What was decided for an op on operands of given specs, flat, so that doing it again needs no Python.
+//
+//     dispatch.cpp        an op arrives: make its key, look for its recipe, or go to Python
+//     recipe_cache.cpp    keys, and the recipes by key
+//     execute.cpp         run a recipe
+//     trace.cpp           replay a trace: the recipe of a decomposition
+//     recipe.cpp          make a recipe of what Python hands over (dispatch/native.py, whose FlatRecipe is its twin)
 #pragma once
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <memory>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "boxing.h"
 #include "tensor.h"
 
 namespace gt {
 
-using Key = c10::SmallVector<uint64_t, 48>;
+using RecipeKey = c10::SmallVector<uint64_t, 48>;
+using torch::jit::Stack;
 
+// Where an operand is in a call.
 struct Slot {
   int32_t at;      // the argument, by the schema
   int32_t index;   // in its list, or -1
 };
 
-// What a rewrite did, as registers that ops and boxings fill one after the other; the operands come first.
-struct Tape {
-  struct Argument { int32_t place = -1; std::vector<int32_t> places; c10::IValue value; };
+// What a decomposition did: registers that ops and boxings fill one after the other. The operands come first.
+struct Trace {
+  struct Argument {                                // a register, a list of registers, or a value
+    int32_t source = -1;
+    std::vector<int32_t> sources;
+    c10::IValue value;
+  };
   struct Step {
     std::string name;
-    std::optional<c10::OperatorHandle> op;           // none: a boxing
+    std::optional<c10::OperatorHandle> op;         // none: a boxing
     std::vector<Argument> arguments;
     std::vector<std::pair<int32_t, std::shared_ptr<const Boxing>>> moves;
   };
   std::vector<Step> steps;
-  std::vector<std::vector<int32_t>> results;         // per return
-  std::vector<std::pair<int32_t, double>> floats;    // arguments that the tape was made with, as keys ignore them
-  bool boxes = false;
+  std::vector<std::vector<int32_t>> results;       // per return, its registers
+  std::vector<std::pair<int32_t, double>> floats;  // arguments that the trace was made with, since keys ignore them
+  bool has_boxings = false;
 
   bool fits(const c10::IValue* args) const;
 };
 
 struct Recipe {
-  std::string name;                                // of the op, as boxings tell it
-  bool python = true;                              // goes to Python: rewrites, runners, what must look at values
-  std::vector<int64_t> ranks;                      // driven, in the placement
-  std::vector<Slot> slots;                         // where the operands stand
-  std::vector<std::shared_ptr<const Boxing>> moves;  // per slot: how it must be boxed first, or null
+  struct LocalArg {                                // an argument that differs from the global one on a rank
+    int32_t at;
+    c10::IValue value;
+  };
+  struct Output {                                  // a return
+    std::vector<const Spec*> specs;                // several for a list; null for an undefined tensor
+    int32_t written = -1;                          // it is this operand, which was written to; -1: a new tensor
+    bool is_list = false;
+  };
+  std::string name;                                // of the op, for boxings and their errors
+  bool to_python = true;                           // decompositions, local_impls and what must look at values
+  std::vector<int64_t> ranks;                      // local ranks of the placement
+  std::vector<Slot> slots;                         // where the operands are
+  std::vector<std::shared_ptr<const Boxing>> boxings;  // per slot: how it must be boxed first, or null
   std::vector<int32_t> lists;                      // arguments that are lists with operands in them
-  std::vector<std::vector<const Spec*>> outputs;   // per return; several for a list; null for an undefined tensor
-  std::vector<int32_t> returned;                   // returns that are operands written to: their slots, instead
-  struct Patch { int32_t at; c10::IValue value; };
-  std::vector<std::vector<Patch>> patches;         // per rank: arguments that differ from the global ones
-  std::optional<c10::OperatorHandle> local;        // the op that ranks run, where it is another one
-  std::shared_ptr<const Tape> tape;                // of a rewrite; nothing else counts then but `slots`
-  bool plain = false;                              // one rank, operands as they lie, tensors out
-  bool boxes = false;                              // any move
-  bool pending = false;                            // any output is a pending sum
-  bool copied = false;                             // makes a view that is a copy: it gets a guard
+  std::vector<Output> outputs;                     // per return
+  std::vector<std::vector<LocalArg>> local_args;   // per rank, or none at all
+  std::optional<c10::OperatorHandle> local_op;     // the op that ranks run, where it is another one
+  std::shared_ptr<const Trace> trace;              // of a decomposition; nothing else counts then but `slots`
+  bool has_boxings = false;
+  bool returns_lists = false;
+  bool pending = false;                            // an output is a pending sum
+  bool copies = false;                             // the result is a view that is a copy: it gets a guard
   bool guarded = false;                            // an operand is such a view: its guard is checked
 };
 
+// The operand in its slot.
+inline const at::Tensor& operand(const c10::IValue* args, Slot slot) {
+  return slot.index < 0 ? args[slot.at].toTensor() : args[slot.at].toListRef()[slot.index].toTensor();
+}
+// How often a tensor was written to; tensors of inference mode do not count.
+inline int64_t version(const at::Tensor& t) { return t.is_inference() ? -1 : int64_t(t._version()); }
+
 // The key of a call, or false where it is none of ours: another subclass, a symbolic size, a type we do not know.
-bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, Key& key);
+bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& key);
+RecipeKey key_from(const std::string& bytes);
 
-std::shared_ptr<const Recipe> find_recipe(const Key& key);  // null: not decided yet
-void keep_recipe(const Key& key, std::shared_ptr<const Recipe> recipe);
-void forget_recipes();
-Key key_from(const std::string& ticket);
+std::shared_ptr<const Recipe> find_recipe(const RecipeKey& key);  // null: not decided yet
+void cache_recipe(const RecipeKey& key, std::shared_ptr<const Recipe> recipe);
+void clear_recipes();
 
-// The kernel at torch's Python key, and what it does where the recipe is a tape.
-void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
-void replay(const c10::OperatorHandle& op, const Recipe& recipe, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+// The kernel at torch's Python key, and what it does by the kind of the recipe. Arguments come and results go by stack.
+void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
+void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack);
+void replay(const c10::OperatorHandle& op, const Recipe& recipe, c10::DispatchKeySet keys, Stack* stack);
 
+std::vector<Slot> slots_from(const pybind11::list& slots);
 void bind_recipes(pybind11::module_& m);
-void bind_replay(pybind11::module_& m);
+void bind_traces(pybind11::module_& m);
 void bind_dispatch(pybind11::module_& m);
 
 }  // namespace gt

@@ -12,7 +12,7 @@ namespace gt {
 namespace {
 
 PyTypeObject* python_class = nullptr;  // GlobalTensor
-PyObject* describe = nullptr;          // Spec -> (shape, stride, dtype, device type, ranks, copied, rows cut, pending)
+PyObject* describe = nullptr;          // Spec -> the fields of the native Spec but the first, as a tuple
 
 std::unordered_map<PyObject*, const Spec*>& specs() {
   static auto* known = new std::unordered_map<PyObject*, const Spec*>();
@@ -25,13 +25,15 @@ c10::DispatchKeySet keys_of(c10::DeviceType device) {
 
 c10::Device device_of(const Spec* spec, const Shards& shards) {
   if (!shards.empty()) return shards[0].device();
-  return spec->device == c10::kCPU || spec->device == c10::kMeta ? c10::Device(spec->device) : c10::Device(spec->device, 0);
+  const bool only_one = spec->device == c10::kCPU || spec->device == c10::kMeta;
+  return only_one ? c10::Device(spec->device) : c10::Device(spec->device, 0);
 }
 
 // Memory of the right size that is not there, as torch's own wrappers have it. Who would write to it gets an error.
 c10::Storage no_memory(const Spec* spec, const Shards& shards) {
   const size_t bytes = c10::multiply_integers(spec->sizes) * c10::elementSize(spec->dtype);
-  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device_of(spec, shards)), nullptr, false);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device_of(spec, shards)), nullptr,
+                       false);
   storage.unsafeGetStorageImpl()->set_throw_on_mutable_data_ptr();
   return storage;
 }
@@ -39,17 +41,17 @@ c10::Storage no_memory(const Spec* spec, const Shards& shards) {
 // The Python object exists from the start, as torch would make one of class torch.Tensor when first asked.
 void attach(const at::Tensor& t) {
   PyObject* object = THPVariable_Wrap(t);
-  PyTypeObject* was = Py_TYPE(object);
+  PyTypeObject* before = Py_TYPE(object);
   Py_INCREF(python_class);
   Py_SET_TYPE(object, python_class);
-  Py_DECREF(was);
+  Py_DECREF(before);
   Py_DECREF(object);
 }
 
 PyObject* get_spec(PyObject* self, void*) {
-  PyObject* found = global(THPVariable_Unpack(self))->spec->object;
-  Py_INCREF(found);
-  return found;
+  PyObject* spec = global(THPVariable_Unpack(self))->spec->object;
+  Py_INCREF(spec);
+  return spec;
 }
 
 int set_spec(PyObject* self, PyObject* value, void*) {
@@ -104,7 +106,7 @@ int set_guard(PyObject* self, PyObject* value, void*) {
 PyGetSetDef properties[] = {
     {"spec", get_spec, set_spec, "layout, shape, stride and dtype", nullptr},
     {"shards", get_shards, set_shards, "the parts this process drives, rank -> plain tensor", nullptr},
-    {"guard", get_guard, set_guard, "a boxed view: the version of what it was made from", nullptr},
+    {"guard", get_guard, set_guard, "of a boxed view: the version of what it is a copy of", nullptr},
 };
 
 PyObject* python_wrap(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -122,15 +124,22 @@ PyMethodDef wrap_method = {"wrap", reinterpret_cast<PyCFunction>(reinterpret_cas
 
 const Spec* spec_of(PyObject* object) {
   auto& known = specs();
-  auto found = known.find(object);
-  if (found != known.end()) return found->second;
-  auto told = py::reinterpret_steal<py::tuple>(PyObject_CallOneArg(describe, object));
-  if (!told) throw python_error();
-  auto* made = new Spec{object, told[0].cast<std::vector<int64_t>>(), told[1].cast<std::vector<int64_t>>(),
-                        told[2].cast<c10::ScalarType>(), c10::Device(told[3].cast<std::string>()).type(),
-                        told[4].cast<std::vector<int64_t>>(), told[5].cast<bool>(), told[6].cast<bool>(), told[7].cast<bool>()};
+  auto at = known.find(object);
+  if (at != known.end()) return at->second;
+  auto fields = py::reinterpret_steal<py::tuple>(PyObject_CallOneArg(describe, object));
+  if (!fields) throw python_error();
+  auto* spec = new Spec;
+  spec->object = object;
+  spec->sizes = fields[0].cast<std::vector<int64_t>>();
+  spec->strides = fields[1].cast<std::vector<int64_t>>();
+  spec->dtype = fields[2].cast<c10::ScalarType>();
+  spec->device = c10::Device(fields[3].cast<std::string>()).type();
+  spec->ranks = fields[4].cast<std::vector<int64_t>>();
+  spec->copied = fields[5].cast<bool>();
+  spec->dim0_split = fields[6].cast<bool>();
+  spec->pending = fields[7].cast<bool>();
   Py_INCREF(object);
-  return known[object] = made;
+  return known[object] = spec;
 }
 
 GlobalImpl::GlobalImpl(const Spec* spec, Shards held)
@@ -140,7 +149,7 @@ GlobalImpl::GlobalImpl(const Spec* spec, Shards held)
   set_python_dispatch(true);
 }
 
-c10::intrusive_ptr<c10::TensorImpl> GlobalImpl::shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const {
+GlobalImpl::Pointer GlobalImpl::shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const {
   at::Tensor copy = wrap(spec, shards);
   auto* impl = global(copy);
   impl->guard = guard;
@@ -149,7 +158,7 @@ c10::intrusive_ptr<c10::TensorImpl> GlobalImpl::shallow_copy_and_detach(const c1
   return copy.getIntrusivePtr();
 }
 
-c10::intrusive_ptr<c10::TensorImpl> GlobalImpl::shallow_copy_and_detach(c10::VariableVersion&& version, bool allow) const {
+GlobalImpl::Pointer GlobalImpl::shallow_copy_and_detach(c10::VariableVersion&& version, bool allow) const {
   return shallow_copy_and_detach(version, allow);
 }
 
@@ -169,11 +178,11 @@ void GlobalImpl::release_resources() {
 }
 
 at::Tensor wrap(const Spec* spec, Shards shards) {
-  at::Tensor made(c10::make_intrusive<GlobalImpl>(spec, std::move(shards)));
+  at::Tensor t(c10::make_intrusive<GlobalImpl>(spec, std::move(shards)));
   PyGILState_STATE state = PyGILState_Ensure();      // a call faster than pybind11's
-  attach(made);
+  attach(t);
   PyGILState_Release(state);
-  return made;
+  return t;
 }
 
 void bind_tensor(py::module_& m) {
@@ -181,8 +190,9 @@ void bind_tensor(py::module_& m) {
     python_class = reinterpret_cast<PyTypeObject*>(cls.release().ptr());
     describe = describe_spec.release().ptr();
     for (auto& property : properties) {
-      py::object made = py::reinterpret_steal<py::object>(PyDescr_NewGetSet(python_class, &property));
-      TORCH_CHECK(PyObject_SetAttrString(reinterpret_cast<PyObject*>(python_class), property.name, made.ptr()) == 0);
+      py::object descriptor = py::reinterpret_steal<py::object>(PyDescr_NewGetSet(python_class, &property));
+      auto* cls = reinterpret_cast<PyObject*>(python_class);
+      TORCH_CHECK(PyObject_SetAttrString(cls, property.name, descriptor.ptr()) == 0);
     }
   });
   m.attr("wrap") = py::reinterpret_steal<py::object>(PyCFunction_New(&wrap_method, nullptr));
@@ -190,16 +200,20 @@ void bind_tensor(py::module_& m) {
 
 namespace {
 
-// May `to.data = from` be done, and may a module change its parameter that way? Never between a global tensor and a plain one.
+// May `to.data = from` be done, and may a module change its parameter that way? Never between a global tensor and a
+// plain one.
 bool may_take_data(const at::Tensor& to, const at::Tensor& from) {
   auto* impl = to.unsafeGetTensorImpl();
-  return is_global(impl) && is_global(from.unsafeGetTensorImpl()) && impl->has_compatible_shallow_copy_type(from.key_set());
+  if (!is_global(impl) || !is_global(from.unsafeGetTensorImpl())) return false;
+  return impl->has_compatible_shallow_copy_type(from.key_set());
 }
 
 }  // namespace
 }  // namespace gt
 
-TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) { m.impl("_has_compatible_shallow_copy_type", &gt::may_take_data); }
+TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) {
+  m.impl("_has_compatible_shallow_copy_type", &gt::may_take_data);
+}
 
 // Ops without a kernel of ours at this key pass by it, at no cost.
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, m) { m.fallback(torch::CppFunction::makeFallthrough()); }

@@ -1,4 +1,4 @@
-// The arena: one large sparse shared file per process. What gt_alloc hands out lies in it, for peers to read and write.
+// The arena: one large sparse shared file per process. What gt_alloc hands out is in it, for peers to read and write.
 #pragma once
 #include <stdint.h>
 

@@ -91,22 +91,22 @@ int gt_blame(const gt_transport* transport, char* text, size_t size) {
   return transport->culprit;
 }
 
-void gt_tell(gt_transport* t, const char* text) {
-  if (t->generation == arena_generation() && t->own) t->own->told.set(text);
+void gt_report(gt_transport* t, const char* text) {
+  if (t->generation == arena_generation() && t->own) t->own->report.set(text);
 }
 
-void gt_told(gt_transport* t, double seconds, char* texts, size_t each) {
+void gt_collect_reports(gt_transport* t, double seconds, char* texts, size_t each) {
   double until = now() + seconds;
   for (int r = 0; r < t->ranks; ++r) {
     char* text = texts + static_cast<size_t>(r) * each;
     if (each) *text = 0;
     if (t->generation != arena_generation()) continue;
     Control* its = r == t->rank ? t->own : t->peers[static_cast<size_t>(r)].control;
-    while (its && !its->told.get(text, each) && !rank_ended(*t, r) && now() < until) {
+    while (its && !its->report.get(text, each) && !rank_ended(*t, r) && now() < until) {
       timespec moment = {0, 500 * 1000};
       nanosleep(&moment, nullptr);
     }
-    if (its) its->told.get(text, each);  // it may have told just before it ended
+    if (its) its->report.get(text, each);  // it may have reported just before it ended
   }
 }
 

@@ -1,4 +1,4 @@
-// Meeting the other ranks: one connection per pair, from the higher rank to the lower, in any order of events.
+// Connecting to the other ranks: one connection per pair, from the higher rank to the lower, in any order of events.
 //
 // The socket's name is in the abstract namespace, so nothing is left in a file system. Anyone on the host can connect;
 // a peer is who runs as the same user and knows the random number from the address. Both sides send their two memfds
@@ -151,9 +151,9 @@ std::string adopt(gt_transport& t, int rank, int socket, Fd files[2]) {
   return "";
 }
 
-class Meeting {
+class Handshake {
  public:
-  Meeting(gt_transport& t, const char* const* addresses)
+  Handshake(gt_transport& t, const char* const* addresses)
       : t_(t), until_(now() + t.timeout), sockets_(size_t(t.ranks)) {
     addresses_.resize(size_t(t.ranks));
     for (int r = 0; r < t.ranks; ++r) valid_ = valid_ && parse(addresses[r], addresses_[size_t(r)]);
@@ -226,7 +226,7 @@ class Meeting {
     int socket = sockets_[size_t(r)].get();
     int got = receive_hello(socket, hello, files);
     if (got == 0) return GT_OK;
-    if (got < 0) return fail(t_, GT_DIED, r, "rank %d ended before it had met rank %d", r, t_.rank);
+    if (got < 0) return fail(t_, GT_DIED, r, "rank %d ended before it connected to rank %d", r, t_.rank);
     if (hello.rank != r || t_.nonce != hello.nonce)
       return fail(t_, GT_FAILED, r, "rank %d answered as someone else", r);
     std::string wrong = adopt(t_, r, socket, files);
@@ -258,7 +258,7 @@ class Meeting {
       bool gone = process.get() < 0 && errno == ESRCH;
       pollfd end = {process.get(), POLLIN, 0};
       if (!gone && (process.get() < 0 || poll(&end, 1, 0) <= 0)) continue;
-      return fail(t_, GT_DIED, r, "rank %d (process %d) ended before it had met rank %d", r, a.pid, t_.rank);
+      return fail(t_, GT_DIED, r, "rank %d (process %d) ended before it connected to rank %d", r, a.pid, t_.rank);
     }
     return GT_OK;
   }
@@ -268,7 +268,7 @@ class Meeting {
     int first = -1;
     for (int r = t_.ranks - 1; r >= 0; --r)
       if (!known(r)) who = std::to_string(first = r) + (who.empty() ? "" : ", ") + who;
-    return fail(t_, GT_TIMED_OUT, first, "not met within %.0f s: rank %s", t_.timeout, who.c_str());
+    return fail(t_, GT_TIMED_OUT, first, "not connected within %.0f s: rank %s", t_.timeout, who.c_str());
   }
 
   gt_transport& t_;
@@ -293,6 +293,6 @@ std::string handshake_listen(gt_transport& t) {
   return "";
 }
 
-int handshake_meet(gt_transport& t, const char* const* addresses) { return Meeting(t, addresses).run(); }
+int handshake_connect(gt_transport& t, const char* const* addresses) { return Handshake(t, addresses).run(); }
 
 }  // namespace gt

@@ -1,4 +1,5 @@
-// How the ranks of a transport meet: unix sockets that live for the meeting only, and file descriptors through them.
+// How the ranks of a transport connect: unix sockets that live for the handshake only, and file descriptors through
+// them.
 #pragma once
 #include "state.h"
 
@@ -8,6 +9,6 @@ namespace gt {
 std::string handshake_listen(gt_transport&);
 
 // Gives every other rank this rank's files, and maps theirs. A status; gt_blame has the text.
-int handshake_meet(gt_transport&, const char* const* addresses);
+int handshake_connect(gt_transport&, const char* const* addresses);
 
 }  // namespace gt

@@ -1,4 +1,4 @@
-// Where the blocks of an arena lie, as numbers only: no lock, and the memory itself is never touched.
+// Where the blocks of an arena are, as numbers only: no lock, and the memory itself is never touched.
 //
 // Two levels. Runs of 4 KB pages: free neighbours are joined, and free runs are kept in lists by size (32 exact ones,
 // then 16 per doubling), so that a run is found in constant time and fits within 1/16. Above the highest page ever used

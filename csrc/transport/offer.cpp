@@ -2,17 +2,17 @@
 //
 //     in all      <= 64 bytes            in the entry itself, once per partner
 //     in all      <= 64 KB               copied into a slot
-//     this rank is only read from        copied aside, whatever the size: a sender does not wait for receivers, unless
+//     this rank is only read from        staged, whatever the size: a sender does not wait for receivers, unless
 //                                        they are waiting for it and nobody else: then reading is as quick as copying
 //     in the arena                       left in place; the call then waits for the readers, since the caller may
 //                                        change its tensor as soon as it gets it back
-//     else                               copied aside: only the arena can be read by others
+//     else                               staged (copied): only the arena can be read by others
 //
 // A copy is packed: contiguous, whatever the strides of the original.
 #include <string.h>
 
 #include "arena.h"
-#include "call.h"
+#include "moves_call.h"
 
 namespace gt {
 namespace {
@@ -36,8 +36,8 @@ bool is_read(const gt_move& m) {
   return m.source && (ties & GT_IT_READS);
 }
 
-// Do all partners stand there already, waiting for nothing but this rank's entry?
-bool all_wait(const Call& c) {
+// Are all partners there already, waiting for nothing but this rank's entry?
+bool all_wait(const MovesCall& c) {
   for (int32_t i = 0; i < c.partners; ++i) {
     const Peer& p = c.t.peers[static_cast<size_t>(c.partner[i])];
     const Entry& e = p.in->ring[(p.seq + 1) % kRing];
@@ -46,8 +46,8 @@ bool all_wait(const Call& c) {
   return true;
 }
 
-// A moment's patience, a fraction of what copying would cost, meets receivers that are just about to come.
-bool meets_all(const Call& c) {
+// A moment's patience, a fraction of what copying would cost, is enough for receivers that are just about to come.
+bool all_come_soon(const MovesCall& c) {
   if (all_wait(c)) return true;
   double patience = c.t.crowded ? 0 : static_cast<double>(c.bytes) / kBytesPerNs / 8;
   for (; patience > 0; patience -= c.t.pause_ns) {
@@ -57,7 +57,7 @@ bool meets_all(const Call& c) {
   return false;
 }
 
-bool goes_aside(const Call& c, const gt_move& m) { return c.all_aside || !gt_in_arena(m.source); }
+bool is_staged(const MovesCall& c, const gt_move& m) { return c.stage_all || !gt_in_arena(m.source); }
 
 // The strides of a packed copy; true where the original has the same. A dim of one element has no stride to speak of.
 bool pack_strides(const gt_move& m, int64_t* stride) {
@@ -71,7 +71,7 @@ bool pack_strides(const gt_move& m, int64_t* stride) {
   return same;
 }
 
-int pack(Call& c, const gt_move& m, char* to, int64_t* stride) {
+int pack(MovesCall& c, const gt_move& m, char* to, int64_t* stride) {
   uint64_t bytes = bytes_of(m);
   if (pack_strides(m, stride) && bytes <= kSlotBytes) {  // beyond, the kernel knows better how to copy
     memcpy(to, m.source, bytes);
@@ -92,10 +92,10 @@ int pack(Call& c, const gt_move& m, char* to, int64_t* stride) {
 uint64_t distance(const void* data) { return static_cast<uint64_t>(static_cast<const char*>(data) - arena_base()); }
 
 // Where one move's shards are; `copy` moves on where the source was copied there.
-int place(Call& c, const gt_move& m, Place& place, char** copy) {
-  if (is_read(m) && goes_aside(c, m)) {
+int place(MovesCall& c, const gt_move& m, Place& place, char** copy) {
+  if (is_read(m) && is_staged(c, m)) {
     if (int status = pack(c, m, *copy, place.source_stride)) return status;
-    place.source = *copy == c.riding ? 0 : distance(*copy);
+    place.source = *copy == c.inline_data ? 0 : distance(*copy);
     *copy += round_up(bytes_of(m));
   } else if (is_read(m)) {
     c.in_place = true;
@@ -111,15 +111,15 @@ int place(Call& c, const gt_move& m, Place& place, char** copy) {
   return fail(c.t, GT_FAILED, c.t.rank, "a result that other ranks write to is not in memory from gt_alloc");
 }
 
-int offer_one(Call& c) {
+int offer_one(MovesCall& c) {
   const gt_move& m = c.moves[0];
   char* copy = nullptr;
-  if (is_read(m) && goes_aside(c, m)) {
+  if (is_read(m) && is_staged(c, m)) {
     c.flags = c.bytes <= kSlotBytes ? kPacked : 0;
-    if (c.bytes <= kRides) {
-      c.flags |= kRidden;
-      copy = c.riding;
-    } else if (!(c.aside = aside_take(c.t, c.bytes, &copy))) {
+    if (c.bytes <= kInlineBytes) {
+      c.flags |= kInline;
+      copy = c.inline_data;
+    } else if (!(c.staged = staging_acquire(c.t, c.bytes, &copy))) {
       return fail(c.t, GT_NO_MEMORY, c.t.rank, "rank %d is out of memory", c.t.rank);
     }
   }
@@ -128,13 +128,13 @@ int offer_one(Call& c) {
   return status;
 }
 
-int offer_many(Call& c) {
+int offer_many(MovesCall& c) {
   uint64_t total = round_up(sizeof(Place) * static_cast<uint64_t>(c.count));
   uint64_t copies = total;
   for (int32_t i = 0; i < c.count; ++i)
-    if (is_read(c.moves[i]) && goes_aside(c, c.moves[i])) total += round_up(bytes_of(c.moves[i]));
+    if (is_read(c.moves[i]) && is_staged(c, c.moves[i])) total += round_up(bytes_of(c.moves[i]));
   char* data = nullptr;
-  if (!(c.aside = aside_take(c.t, total, &data)))
+  if (!(c.staged = staging_acquire(c.t, total, &data)))
     return fail(c.t, GT_NO_MEMORY, c.t.rank, "rank %d is out of memory", c.t.rank);
   Place* places = reinterpret_cast<Place*>(data);
   char* copy = data + copies;
@@ -150,12 +150,12 @@ const Place& place_in(const Peer& p, const Entry& e, int32_t move) {
 
 }  // namespace
 
-int offer(Call& c) {
+int offer(MovesCall& c) {
   for (int32_t i = 0; i < c.count; ++i)
     if (is_read(c.moves[i])) c.bytes += bytes_of(c.moves[i]);
-  c.all_aside = c.bytes <= kCopied || (c.ties == GT_IT_READS && !meets_all(c));
+  c.stage_all = c.bytes <= kCopied || (c.ties == GT_IT_READS && !all_come_soon(c));
   if (c.bytes > kSlotBytes)
-    if (int status = aside_room(c.t, c.bytes, c.hooks)) return status;
+    if (int status = staging_wait_for_room(c.t, c.bytes, c.hooks)) return status;
   return c.count == 0 ? GT_OK : c.count == 1 ? offer_one(c) : offer_many(c);
 }
 
@@ -167,7 +167,7 @@ gt_shard offered_source(const Peer& p, const Entry& e, int32_t move) {
     memcpy(s.stride, place.source_stride, sizeof(s.stride));
     return s;
   }
-  s.data = e.flags & kRidden ? const_cast<char*>(e.riding) : p.arena + e.source;
+  s.data = e.flags & kInline ? const_cast<char*>(e.inline_data) : p.arena + e.source;
   if (e.flags & kPacked)
     for (int d = 0; d < GT_DIMS; ++d) s.stride[d] = e.packed[d];
   else

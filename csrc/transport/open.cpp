@@ -88,7 +88,7 @@ std::vector<gt_transport*>& lingering() {
 
 void destroy(gt_transport* t) {
   if (t->generation == arena_generation()) {
-    aside_close(*t);
+    staging_close(*t);
     for (Peer& p : t->peers) {
       segment_unmap(p.control_map);
       segment_unmap(p.arena_map);
@@ -107,8 +107,8 @@ void bury() {
     gt_transport* t = all[i];
     if (t->generation == arena_generation()) {
       for (int r = 0; r < t->ranks; ++r) rank_ended(*t, r);
-      aside_reclaim(*t, true);
-      if (!t->asides.empty()) {
+      staging_reclaim(*t, true);
+      if (!t->staged_copies.empty()) {
         ++i;
         continue;
       }
@@ -157,8 +157,8 @@ int gt_connect(gt_transport* t, const char* const* addresses) {
   if (t->generation != arena_generation()) return usable(*t);
   if (t->failed != GT_OK || t->connected) return GT_ABORTED;
   try {
-    if (int status = handshake_meet(*t, addresses)) return status;
-    if (!aside_open(*t)) return fail(*t, GT_NO_MEMORY, t->rank, "rank %d is out of memory", t->rank);
+    if (int status = handshake_connect(*t, addresses)) return status;
+    if (!staging_open(*t)) return fail(*t, GT_NO_MEMORY, t->rank, "rank %d is out of memory", t->rank);
   } catch (const std::bad_alloc&) {
     return fail(*t, GT_NO_MEMORY, t->rank, "rank %d is out of memory", t->rank);
   }

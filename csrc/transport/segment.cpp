@@ -18,20 +18,20 @@
 namespace gt {
 namespace {
 
-struct Known : Mapping {
+struct KnownMapping : Mapping {
   dev_t device;
   ino_t inode;
   int users;
   bool forever;
 };
 
-struct Table {
+struct MappingTable {
   std::mutex lock;
-  std::list<Known> known;
+  std::list<KnownMapping> known;
 };
 
-Table& table() {
-  static Table* t = new Table;  // never destroyed: other threads may still be mapping while the process ends
+MappingTable& table() {
+  static MappingTable* t = new MappingTable;  // never destroyed: other threads may still be mapping as the process ends
   return *t;
 }
 
@@ -62,7 +62,7 @@ const Mapping* segment_map(int fd, std::string& error) {
     return nullptr;
   }
   std::lock_guard<std::mutex> guard(table().lock);
-  for (Known& k : table().known)
+  for (KnownMapping& k : table().known)
     if (k.device == s.st_dev && k.inode == s.st_ino) {
       ++k.users;
       return &k;
@@ -74,7 +74,7 @@ const Mapping* segment_map(int fd, std::string& error) {
     return nullptr;
   }
   madvise(base, size, MADV_DONTFORK);  // a child is nobody's peer
-  Known k;
+  KnownMapping k;
   k.base = static_cast<char*>(base);
   k.size = size;
   k.device = s.st_dev;
@@ -102,7 +102,7 @@ bool segment_known(int fd, char* base, uint64_t size) {
   struct stat s;
   if (fstat(fd, &s)) return false;
   std::lock_guard<std::mutex> guard(table().lock);
-  Known k;
+  KnownMapping k;
   k.base = base;
   k.size = size;
   k.device = s.st_dev;

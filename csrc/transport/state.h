@@ -20,11 +20,11 @@ struct Peer {
   Lane* out = nullptr;           // my lane to it
   const Lane* in = nullptr;      // its lane to me
   uint64_t seq = 0;              // of the last entry posted to it
-  uint64_t acked = 0;            // it is done with my entries up to here, as far as I have looked
+  uint64_t done_seen = 0;        // it is done with my entries up to here, as far as I have looked
   uint64_t checked = 0;          // its entries up to here were compared with mine
-  uint64_t posted = 0;           // letters left for it
-  uint64_t gone = 0;             // of these it has taken as many, as far as I have looked
-  uint64_t read = 0;             // of its letters
+  uint64_t sent = 0;             // messages sent to it
+  uint64_t acked = 0;            // of these it has received as many, as far as I have looked
+  uint64_t received = 0;         // messages from it
   const Mapping *control_map = nullptr, *arena_map = nullptr;
   int pidfd = -1;
   pid_t pid = 0;
@@ -37,13 +37,14 @@ struct Wanted {
   const std::atomic<uint64_t>* word;
   uint64_t value;
   int rank;
-  Word kind;
+  WaitKind kind;
 
   bool met() const { return word->load(std::memory_order_acquire) >= value; }
 };
 
-// Memory set aside for partners to read after the call: a slot of the transport's, or a block of the arena.
-struct Aside {
+// A copy of shards that partners may read after the call has returned: in a slot of the transport's, or in a block of
+// the arena.
+struct StagedCopy {
   void* block = nullptr;         // to be freed
   int slot = -1;
   uint64_t bytes = 0;
@@ -52,7 +53,7 @@ struct Aside {
 
 constexpr int kSlots = 4;
 constexpr uint64_t kSlotBytes = 64 * 1024;
-constexpr uint64_t kMostAside = uint64_t{1} << 30;  // bytes that may wait for their readers
+constexpr uint64_t kMostStaged = uint64_t{1} << 30;  // bytes that may wait for their readers
 
 }  // namespace gt
 
@@ -78,8 +79,8 @@ struct gt_transport {
   char* slot[gt::kSlots] = {};
   uint32_t slots_busy = 0;       // a bit each
   int slot_next = 0;
-  uint64_t bytes_aside = 0;
-  std::vector<std::unique_ptr<gt::Aside>> idle_asides, asides;
+  uint64_t staged_bytes = 0;
+  std::vector<std::unique_ptr<gt::StagedCopy>> idle_copies, staged_copies;
 
   int failed = GT_OK;            // what ended this rank's use of the transport
   int culprit = -1;
@@ -119,12 +120,12 @@ struct Watch {
   const gt_hooks* hooks;
 };
 
-// ---- memory for partners to read later (aside.cpp)
-Aside* aside_take(gt_transport&, uint64_t bytes, char** data);  // null: no memory
-void aside_reclaim(gt_transport&, bool look);  // `look` at what the others have posted, at the cost of a line each
-int aside_room(gt_transport&, uint64_t bytes, const gt_hooks*);  // waits while too much is aside already
-bool aside_open(gt_transport&);
-void aside_close(gt_transport&);
+// ---- copies for partners to read later (staging.cpp)
+StagedCopy* staging_acquire(gt_transport&, uint64_t bytes, char** data);  // null: no memory
+void staging_reclaim(gt_transport&, bool look);  // `look` at what the others have posted, at the cost of a line each
+int staging_wait_for_room(gt_transport&, uint64_t bytes, const gt_hooks*);  // waits while too much is staged already
+bool staging_open(gt_transport&);
+void staging_close(gt_transport&);
 
 // ---- failing (failure.cpp)
 // Ends this rank's use of the transport and tells all others. Returns `status`.

@@ -1,13 +1,15 @@
 // Boxing between the processes of one host over shared memory. No torch here, and a plain C interface.
 //
 // Every process owns an arena (a memfd that its peers map) and, per transport, a control segment. A boxing is: post
-// where my shard lies, wait for the partners, one pass of gt_reduce over their memory, say that I am done. What is read
-// in place is waited for before the call returns; what was copied aside first (small or foreign tensors) is not.
+// where my shard is, wait for the partners, one pass of gt_reduce over their memory, say that I am done. What is read
+// in place is waited for before the call returns; what was staged first (small or foreign tensors) is not.
 // A child of fork gets a copy of the arena as it was, and can use it; transports opened before the fork fail there.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
+#include "../common/arena_memory.h"
+#include "../common/wait_hooks.h"
 #include "../kernels/region.h"
 
 #ifdef __cplusplus
@@ -23,16 +25,11 @@ enum gt_status {
   GT_STOPPED,      // a partner's process is stopped (SIGSTOP, a debugger)
   GT_TIMED_OUT,
   GT_DEADLOCKED,   // the ranks wait for each other in a ring
-  GT_ABORTED,      // another rank met other trouble first, or this one did before; nothing more runs here
+  GT_ABORTED,      // another rank failed otherwise first, or this one did before; nothing more runs here
   GT_INTERRUPTED,  // the tick hook said so
   GT_NO_MEMORY,
   GT_FAILED,       // a system call failed, or a dtype cannot do this; gt_blame has the text
 };
-
-// ---- the arena: memory of this process that its peers can read and write
-void* gt_alloc(size_t bytes);        // 64-byte aligned, pooled; NULL where there is none left
-void gt_free(void* data);            // NULL is fine
-int gt_in_arena(const void* data);
 
 // ---- a group of ranks, all on this host, one process each
 // Opens this rank's side and listens; the address goes to the other ranks (by torch's store).
@@ -44,16 +41,8 @@ int gt_connect(gt_transport*, const char* const* addresses);
 void gt_close(gt_transport*);        // says goodbye: `how` of gt_leave, or "finished"
 void gt_leave(gt_transport*, const char* how);  // how this rank is about to end, for the others' errors
 
-// ---- waiting: called only once a wait has outlasted the spinning
-typedef struct {
-  void (*enter)(void*);              // before the first sleep (release the interpreter's lock)
-  int (*tick)(void*);                // about every 50 ms; nonzero ends the wait with GT_INTERRUPTED
-  void (*leave)(void*);
-  void* context;
-} gt_hooks;
-
 // ---- boxing
-enum gt_tie {                        // what ties this rank to a partner, a set of bits
+enum gt_tie {                        // what ties this rank to a partner, a set of bits (twin: kernel_program.py)
   GT_I_READ = 1,                     // I read its shard
   GT_IT_READS = 2,                   // it reads mine
   GT_I_WRITE = 4,                    // I store into its result
@@ -81,41 +70,42 @@ typedef struct {
   int64_t target_stride[GT_DIMS];
 } gt_move;
 
-// Many moves at once: one meeting of the ranks. Ranks that have to do with each other pass equally many moves, in the
+// Many moves in one round of the ranks. Ranks that have to do with each other pass equally many moves, in the
 // same order; one that has nothing to do in a move has no partners and no regions there. `agreement` is the same number
 // on all ranks that take part, or all ranks return GT_DISAGREED. `site` travels with it and is compared
 // too, unless either side's is 0. A rank that only sends looks at neither; its receivers do, and its next wait.
 // After anything but GT_OK the transport is dead: every later call returns GT_ABORTED at once.
-int gt_box(gt_transport*, const gt_move* moves, int32_t count, uint64_t agreement, uint64_t site, const gt_hooks*);
+int gt_run_moves(gt_transport*, const gt_move* moves, int32_t count, uint64_t agreement, uint64_t site,
+                 const gt_hooks*);
 
-// A meeting of all ranks of the transport.
+// All ranks of the transport wait for each other.
 int gt_barrier(gt_transport*, uint64_t agreement, const gt_hooks*);
 
-// ---- letters: bytes left for another rank, which takes them when it comes to it. Between two ranks they are taken in
-// the order in which they were left; they do not count as boxings, and the two directions have nothing to do with
-// each other. The same failures end them, and all else.
+// ---- point-to-point messages: sending does not wait for the receiver. Between two ranks they are received in the
+// order in which they were sent; they do not count as boxings, and the two directions are independent. A failure
+// anywhere ends them as it ends boxings.
 typedef struct {
   void* data;
   uint64_t bytes;
 } gt_run;
-enum { GT_RUNS = 14, GT_LETTERS = 512 };
-// Leaves at most GT_RUNS runs of memory, all in the arena, which must be left alone until gt_taken counts this letter.
-// Waits only while GT_LETTERS letters lie there. `subject` is compared with the receiver's.
-int gt_post(gt_transport*, int rank, const gt_run* runs, int32_t count, uint64_t subject, const gt_hooks*);
-uint64_t gt_posted(gt_transport*, int rank);      // letters left for a rank
-uint64_t gt_taken(gt_transport*, int rank);       // how many of these it has taken
-int gt_all_taken(gt_transport*, int rank, const gt_hooks*);  // waits until it has taken them all
-// Waits for the next letter of a rank, and tells its size.
-int gt_peek(gt_transport*, int rank, uint64_t* bytes, const gt_hooks*);
-// Waits for it and copies it to these runs, which may be cut otherwise but hold as many bytes, or all fails with
-// GT_DISAGREED, as it does where the subject is another.
-int gt_take(gt_transport*, int rank, const gt_run* runs, int32_t count, uint64_t subject, const gt_hooks*);
+enum { GT_RUNS = 14, GT_MESSAGES = 512 };
+// Sends at most GT_RUNS runs of memory, all in the arena, which must not change until gt_acked counts this message.
+// Waits only while GT_MESSAGES messages are unreceived. `tag` is compared with the receiver's.
+int gt_send(gt_transport*, int rank, const gt_run* runs, int32_t count, uint64_t tag, const gt_hooks*);
+uint64_t gt_sent(gt_transport*, int rank);        // messages sent to a rank
+uint64_t gt_acked(gt_transport*, int rank);       // how many of these it has received
+int gt_wait_acked(gt_transport*, int rank, const gt_hooks*);  // waits until it has received them all
+// Waits for the next message from a rank, and tells its size.
+int gt_probe(gt_transport*, int rank, uint64_t* bytes, const gt_hooks*);
+// Receives it into these runs, which may be cut otherwise. Another size in all, or another tag, fails with
+// GT_DISAGREED.
+int gt_recv(gt_transport*, int rank, const gt_run* runs, int32_t count, uint64_t tag, const gt_hooks*);
 
 // ---- what went wrong
 int gt_blame(const gt_transport*, char* text, size_t size);  // the rank to blame (-1: none) and a sentence about it
-void gt_tell(gt_transport*, const char* text);    // what this rank was doing, for the others to show
-// Every rank's text, waiting up to `seconds` for those that have not told; "" for a rank that did not.
-void gt_told(gt_transport*, double seconds, char* texts, size_t each);  // texts[ranks][each]
+void gt_report(gt_transport*, const char* text);  // what this rank was doing, for the others to show
+// Every rank's report, waiting up to `seconds` for those that have not reported; "" for a rank that did not.
+void gt_collect_reports(gt_transport*, double seconds, char* texts, size_t each);  // texts[ranks][each]
 
 #ifdef __cplusplus
 }

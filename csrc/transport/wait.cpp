@@ -1,4 +1,4 @@
-// Waiting for others: spin, then yield, then sleep; and waking them.
+// WaitRecord for others: spin, then yield, then sleep; and waking them.
 //
 // Where every rank has a cpu, what is waited for is a fraction of a microsecond away, and a sleep costs 15: so spin for
 // long. Where ranks outnumber cpus, the one waited for may need this very cpu: so yield soon. Only a wait that outlasts
@@ -49,7 +49,7 @@ bool yield(const Wanted& w, gt_transport& t, int times, double seconds) {
 // What this rank waits for, for others to follow when they look for a ring.
 class Published {
  public:
-  explicit Published(Waiting& w) : waiting_(w) {}
+  explicit Published(WaitRecord& w) : waiting_(w) {}
   ~Published() { end(); }
   void begin(const Wanted& w) {
     if (shown_ == &w) return;
@@ -66,7 +66,7 @@ class Published {
     if (shown_) waiting_.turn.fetch_add(1, std::memory_order_release);
     shown_ = nullptr;
   }
-  Waiting& waiting_;
+  WaitRecord& waiting_;
   const Wanted* shown_ = nullptr;
 };
 

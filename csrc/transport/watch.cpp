@@ -72,10 +72,10 @@ bool stopped(gt_transport& t, int rank, double time) {
 
 // Whom does this rank wait for, in vain so far? -1: nobody.
 int waits_for(gt_transport& t, int rank, uint64_t* turn) {
-  Waiting& w = control_of(t, rank).waiting;
+  WaitRecord& w = control_of(t, rank).waiting;
   *turn = w.turn.load(std::memory_order_acquire);
   int next = w.rank.load(std::memory_order_relaxed);
-  Word kind = static_cast<Word>(w.kind.load(std::memory_order_relaxed));
+  WaitKind kind = static_cast<WaitKind>(w.kind.load(std::memory_order_relaxed));
   uint64_t value = w.value.load(std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_acquire);
   if (!(*turn & 1) || w.turn.load(std::memory_order_relaxed) != *turn) return -1;
@@ -152,7 +152,7 @@ int Watch::look_at_ranks(size_t from, size_t to, double time) {
     if (w.met()) continue;
     if (int status = compare_unread(t, w)) return status;
     if (rank_ended(t, w.rank) && !w.met()) {
-      if (aborted(t)) return usable(t);  // it ended because of what another rank met first
+      if (aborted(t)) return usable(t);  // it ended because another rank failed first
       return fail(t, GT_DIED, w.rank, "rank %d %s", w.rank, how_it_ended(t, w.rank).c_str());
     }
     if (stops && stopped(t, w.rank, time))

@@ -73,7 +73,7 @@ def rule(op: Any, dims: str, algebra: str = "", *, leaves: str = "sum", nonempty
     for key in [key for key in _recipes if func in key[:2]]:
         del _recipes[key]                            # decided before there was a rule
     if torch_ext is not None:
-        torch_ext.forget()
+        torch_ext.clear_recipes()
 
 
 def dispatch(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:

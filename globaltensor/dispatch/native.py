@@ -6,7 +6,7 @@ random numbers) is cached as a call that goes to Python.
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._ops import OpOverload
 
@@ -14,6 +14,7 @@ from globaltensor.algorithms import local_impls
 from globaltensor.boxings.native import find_boxing
 from globaltensor.dispatch.recipe import Recipe, spec_of_plain
 from globaltensor.dispatch.trace import Trace
+from globaltensor.layouts.layout import Spec
 from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime.agreement import checking
 from globaltensor.runtime.native import torch_ext
@@ -39,7 +40,7 @@ def cache_recipe(key: bytes, cls: type, recipe: Recipe, func: OpOverload, args: 
     if flat is None:
         torch_ext.cache_python_fallback(key)
     else:
-        torch_ext.cache_recipe(key, func._schema.name, func._schema.overload_name, *flat)
+        torch_ext.cache_recipe(key, func._schema.name, func._schema.overload_name, **flat._asdict())
 
 
 def cache_trace(key: bytes, decomposition: Any, call: Call, run: Any) -> Any:
@@ -58,31 +59,47 @@ def cache_trace(key: bytes, decomposition: Any, call: Call, run: Any) -> Any:
     return result
 
 
-def _flat(cls: type, recipe: Recipe, call: Call) -> tuple | None:
-    """ranks, slots, moves, outputs, returned, local_args, local op, whether it makes a view that
-    is a copy, and whether an operand is one; None for what is Python's."""
-    local = _local(recipe, call)
-    if (recipe.decomposition is not None or local is None or recipe.outputs is None or recipe.seeded
+class FlatRecipe(NamedTuple):
+    """A recipe as the native dispatcher keeps it (csrc/torch_ext/recipe.h): per slot (operand), return or local rank.
+
+    Every place that must know a new field: docs/native-twins.md.
+    """
+
+    ranks: list[int]
+    slots: list[tuple[int, int]]                     # argument, and index in its list or -1
+    boxings: list[Any]                               # per slot: how the operand is boxed first, or None
+    outputs: list[list[Spec | None]]                 # per return: specs; none where it is an operand
+    written: list[int]                               # per return: the slot of the operand that it is, or -1
+    local_args: list[list[tuple[int, Any]]] = []     # per rank: arguments that differ from the global ones
+    local_op: str = ""                               # the op that ranks run, where it is another one
+    copies: bool = False                             # the result is a view that is a copy
+    guarded: bool = False                            # an operand is such a view
+
+
+def _flat(cls: type, recipe: Recipe, call: Call) -> FlatRecipe | None:
+    """None for what is Python's."""
+    local_op = _local(recipe, call)
+    if (recipe.decomposition is not None or local_op is None or recipe.outputs is None or recipe.seeded
             or not _placed(call, recipe)):
         return None
     if checking() and any(type(t) is not cls for t in call.tensors):
         return None
     if recipe.write_back or recipe.elements is not None:
         return None
-    moves = []
+    boxings = []
     for t, want in zip(call.tensors, recipe.wants):
         own = t.spec if type(t) is cls else spec_of_plain(t, recipe.home.placement)
-        moves.append(None if want is None or want is own.layout else find_boxing(own, want))
-        if want is not None and want is not own.layout and moves[-1] is None:
+        boxings.append(None if want is None or want is own.layout else find_boxing(own, want))
+        if want is not None and want is not own.layout and boxings[-1] is None:
             return None
     returns = _returns(call.func, recipe)
     if returns is None:
         return None
-    outputs, returned = returns
+    outputs, written = returns
     local_args = [[(_index(call.func, at), value) for at, value in recipe.local_args.get(rank, ())]
                   for rank in recipe.ranks]
-    return (list(recipe.ranks), _slots(call), moves, outputs, returned, local_args if any(local_args) else [],
-            local, recipe.copies, bool(recipe.guarded))
+    return FlatRecipe(list(recipe.ranks), _slots(call), boxings, outputs, written,
+                      local_args if any(local_args) else [], local_op, recipe.copies, bool(recipe.guarded))
 
 
 def _local(recipe: Recipe, call: Call) -> str | None:

@@ -41,10 +41,12 @@ def _load_torch_ext() -> ModuleType | None:
     if core_lib is None:
         return None
     try:
-        return importlib.import_module("globaltensor._torch")
+        extension = importlib.import_module("globaltensor._torch")
     except ImportError as error:                     # not built, or for another torch
         _trouble = str(error)
         return None
+    extension.set_library_folder(f"{Path(__file__).parent.parent}{os.sep}")
+    return extension
 
 
 core_lib = _load_core_lib()

@@ -1,3 +1,3 @@
 // The GPU's kernels as threads of this process: a library with the same interface, for tests where there is no GPU.
-#include "kernels/boxing.cu"
+#include "kernels/reduce.cu"
 #include "philox/philox.cu"

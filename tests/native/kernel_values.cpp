@@ -1,7 +1,8 @@
 // Random regions against the plainest possible loop over elements, to be built with sanitizers: every operand lies in
 // a block of memory of just its size, so that a byte too far is found.
 //
-//     g++ -g -std=c++17 -fsanitize=address,undefined tests/native/kernel_values.cpp csrc/kernels/*.cpp && ./a.out [seed]
+//     g++ -g -std=c++17 -fsanitize=address,undefined tests/native/kernel_values.cpp csrc/kernels/*.cpp
+//     ./a.out [seed]
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

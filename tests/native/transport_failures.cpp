@@ -237,13 +237,13 @@ void interrupted() {
   run.expect(1, {GT_ABORTED}, 0, "interrupted");
 }
 
-void told() {
+void reports() {
   Run run(3, 60, [](gt_transport* t, int rank, Reports*) {
     int status = Sum(rank, 3, everyone(3), 10).run(t, rank ? 2 : 1);
-    if (rank != 2) gt_tell(t, rank ? "one" : "zero");
+    if (rank != 2) gt_report(t, rank ? "one" : "zero");
     char texts[3][64];
     double began = seconds();
-    gt_told(t, 0.3, texts[0], 64);
+    gt_collect_reports(t, 0.3, texts[0], 64);
     bool right = !strcmp(texts[0], "zero") && !strcmp(texts[1], "one") && !*texts[2];
     CHECK(right, "%s %s %s", texts[0], texts[1], texts[2]);
     CHECK(seconds() - began < 1, "slow");
@@ -323,7 +323,7 @@ int main(int count, char** arguments) {
       {"ring", ring},
       {"late", late},
       {"interrupted", interrupted},
-      {"told", told},
+      {"reports", reports},
       {"forked", forked},
       {"ahead", ahead},
   };

@@ -60,8 +60,8 @@ struct Maker {
     }
     return s;
   }
-  std::vector<Box> everyone(int64_t row) {
-    std::vector<Box> all;
+  std::vector<ShardSlice> everyone(int64_t row) {
+    std::vector<ShardSlice> all;
     for (int r : group) all.push_back({r, {row, 0}});
     return all;
   }
@@ -72,7 +72,7 @@ struct Maker {
     for (size_t i = 0; i < group.size(); ++i) {
       of(s.source, group[i]) = of(s.target, group[i]) = {n, m};
       int64_t row = two_shot ? at[i] : 0;
-      std::vector<Box> mine = {{group[i], {0, 0}}};
+      std::vector<ShardSlice> mine = {{group[i], {0, 0}}};
       s.parts.push_back({group[i], {rows[i], m}, everyone(row), two_shot ? everyone(row) : mine});
     }
     return s;
@@ -205,11 +205,11 @@ struct Move {
   }
   void check(int rank) {
     for (const Part& part : step.parts)
-      for (const Box& to : part.to)
+      for (const ShardSlice& to : part.to)
         for (int64_t i = 0; to.rank == rank && i < part.size[0]; ++i)
           for (int64_t j = 0; j < part.size[1]; ++j) {
             int64_t sum = 0;
-            for (const Box& b : part.from) sum += value(tag, b.rank, b.start[0] + i, b.start[1] + j);
+            for (const ShardSlice& b : part.from) sum += value(tag, b.rank, b.start[0] + i, b.start[1] + j);
             int64_t& got = target.at(to.start[0] + i, to.start[1] + j);
             CHECK(got == sum, "rank %d, tag %lld, (%lld, %lld): %lld instead of %lld", rank, (long long)tag,
                   (long long)i, (long long)j, (long long)got, (long long)sum);
@@ -252,7 +252,7 @@ int play(gt_transport* t, int rank, int ranks, uint64_t seed, int64_t calls) {
       views.push_back(moves.back()->view());
     }
     uint64_t site = static_cast<uint64_t>(below(mine, 2)) * 5;  // some ranks do not say
-    int status = gt_box(t, views.data(), static_cast<int32_t>(count), static_cast<uint64_t>(call), site, nullptr);
+    int status = gt_run_moves(t, views.data(), static_cast<int32_t>(count), static_cast<uint64_t>(call), site, nullptr);
     char text[512];
     int culprit = gt_blame(t, text, sizeof(text));
     CHECK(status == GT_OK, "call %lld: %d, rank %d: %s", (long long)call, status, culprit, text);

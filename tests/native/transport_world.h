@@ -2,8 +2,8 @@
 //
 //     int failures = run_ranks(kProcesses, 4, [](gt_transport* t, int rank) { ...; return 0; });
 //
-// A Step is a boxing seen from above: which rank makes which box of whose new shard out of which boxes of whose shards.
-// Each rank's program and its ties follow from it.
+// A Step is a boxing seen from above: which rank makes which slice of whose new shard out of which slices of whose
+// shards. Each rank's program and its ties follow from it.
 #pragma once
 #include <fcntl.h>
 #include <signal.h>
@@ -129,7 +129,7 @@ inline int run_ranks(Kind kind, int ranks, const Body& body, double timeout = 60
 
 // ---- boxings seen from above
 
-struct Box {                       // of the shard of a rank
+struct ShardSlice {                       // of the shard of a rank
   int rank;
   int64_t start[2];
 };
@@ -137,7 +137,7 @@ struct Box {                       // of the shard of a rank
 struct Part {                      // done by `by`: the sum of `from` into each of `to`
   int by;
   int64_t size[2];
-  std::vector<Box> from, to;
+  std::vector<ShardSlice> from, to;
 };
 
 struct Step {
@@ -155,11 +155,11 @@ struct Program {
   Program(const Step& step, int rank, int ranks) {
     std::vector<uint8_t> ties(static_cast<size_t>(ranks));
     for (const Part& part : step.parts) {
-      for (const Box& b : part.from) {
+      for (const ShardSlice& b : part.from) {
         if (part.by == rank) ties[static_cast<size_t>(b.rank)] |= GT_I_READ;
         if (b.rank == rank) ties[static_cast<size_t>(part.by)] |= GT_IT_READS;
       }
-      for (const Box& b : part.to) {
+      for (const ShardSlice& b : part.to) {
         if (part.by == rank) ties[static_cast<size_t>(b.rank)] |= GT_I_WRITE;
         if (b.rank == rank) ties[static_cast<size_t>(part.by)] |= GT_IT_WRITES;
       }
@@ -185,8 +185,8 @@ struct Program {
     r.first = static_cast<int32_t>(corners.size());
     std::copy(part.size, part.size + 2, r.size);
     regions.push_back(r);
-    for (const std::vector<Box>* boxes : {&part.from, &part.to})
-      for (const Box& b : *boxes) corners.push_back({b.rank, {b.start[0], b.start[1]}});
+    for (const std::vector<ShardSlice>* slices : {&part.from, &part.to})
+      for (const ShardSlice& b : *slices) corners.push_back({b.rank, {b.start[0], b.start[1]}});
   }
 };
 
@@ -216,7 +216,7 @@ struct Sum {
   Sum(int rank, int ranks, const std::vector<int>& group, int64_t count) : n(count) {
     step.source.resize(static_cast<size_t>(ranks));
     step.target.resize(static_cast<size_t>(ranks));
-    std::vector<Box> all;
+    std::vector<ShardSlice> all;
     for (int r : group) all.push_back({r, {0, 0}});
     for (int r : group) step.parts.push_back({r, {n, 1}, all, {{r, {0, 0}}}});
     make(rank, ranks);
@@ -233,6 +233,6 @@ struct Sum {
     move = ready(*program, source, target, n);
   }
   int run(gt_transport* t, uint64_t agreement, uint64_t site = 0, const gt_hooks* hooks = nullptr) {
-    return gt_box(t, &move, 1, agreement, site, hooks);
+    return gt_run_moves(t, &move, 1, agreement, site, hooks);
   }
 };

@@ -1,24 +1,28 @@
-// The key by which a recipe is found: the op, the specs of global operands, shapes of plain ones, the values of static
-// arguments. Floats count by type alone, as no rule depends on one.
+// Recipes by key: the op, the specs of global operands, shapes of plain ones, the values of static arguments. Floats
+// count by type alone, as no rule depends on one.
 #include <shared_mutex>
 #include <unordered_map>
 
+#include "../common/tensor_memory.h"
 #include "recipe.h"
 
 namespace gt {
 namespace {
 
-enum Tag : uint64_t { kNone = 1, kInt, kBool, kDouble, kComplex, kString, kDevice, kGenerator, kList, kUndefined, kPlain, kSpec };
+enum Tag : uint64_t {
+  kNone = 1, kInt, kBool, kDouble, kComplex, kString, kDevice, kGenerator, kList, kUndefined, kPlain, kSpec
+};
 
-void push_tensor(const at::Tensor& t, Key& key) {
+void push_tensor(const at::Tensor& t, RecipeKey& key) {
   auto* impl = t.unsafeGetTensorImpl();
   if (is_global(impl)) {
     key.push_back(kSpec);
     key.push_back(reinterpret_cast<uint64_t>(static_cast<GlobalImpl*>(impl)->spec));
     return;
   }
-  key.push_back(kPlain | uint64_t(impl->dim()) << 8 | uint64_t(t.scalar_type()) << 16 | uint64_t(impl->is_wrapped_number()) << 24 |
-                uint64_t(t.device().type()) << 32 | uint64_t(uint8_t(t.device().index())) << 40);
+  key.push_back(kPlain | uint64_t(impl->dim()) << 8 | uint64_t(t.scalar_type()) << 16 |
+                uint64_t(impl->is_wrapped_number()) << 24 | uint64_t(t.device().type()) << 32 |
+                uint64_t(uint8_t(t.device().index())) << 40);
   for (int64_t n : impl->sizes()) key.push_back(n);
   for (int64_t n : impl->strides()) key.push_back(n);
 }
@@ -30,7 +34,7 @@ bool foreign(const at::Tensor& t) {
          impl->key_set().has(c10::DispatchKey::NestedTensor) || without_memory(impl);
 }
 
-void push_string(const std::string& text, Key& key) {
+void push_string(const std::string& text, RecipeKey& key) {
   key.push_back(kString | text.size() << 8);
   for (size_t i = 0; i < text.size(); i += 8) {
     uint64_t word = 0;
@@ -39,7 +43,7 @@ void push_string(const std::string& text, Key& key) {
   }
 }
 
-bool push(const c10::IValue& v, Key& key) {
+bool push(const c10::IValue& v, RecipeKey& key) {
   if (v.isTensor()) {
     const at::Tensor& t = v.toTensor();
     if (!t.defined()) return key.push_back(kUndefined), true;
@@ -73,8 +77,8 @@ bool push(const c10::IValue& v, Key& key) {
   return true;
 }
 
-struct Hash {
-  size_t operator()(const Key& key) const {
+struct RecipeKeyHash {
+  size_t operator()(const RecipeKey& key) const {
     uint64_t h = 0x9E3779B97F4A7C15u ^ key.size();
     for (uint64_t word : key) {
       h = (h ^ word) * 0xD6E8FEB86659FD93u;
@@ -84,10 +88,10 @@ struct Hash {
   }
 };
 
-// Recipes are kept until all are forgotten; calls on several threads share them.
+// Calls on several threads share them.
 struct Recipes {
   std::shared_mutex mutex;
-  std::unordered_map<Key, std::shared_ptr<const Recipe>, Hash> known;
+  std::unordered_map<RecipeKey, std::shared_ptr<const Recipe>, RecipeKeyHash> known;
 };
 
 Recipes& recipes() {
@@ -95,11 +99,11 @@ Recipes& recipes() {
   return *all;
 }
 
-constexpr size_t kLimit = 50'000;
+constexpr size_t kLimit = 50'000;                    // shapes that change with every call would pile up without end
 
 }  // namespace
 
-bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, Key& key) {
+bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& key) {
   key.clear();
   key.push_back(reinterpret_cast<uint64_t>(&op.schema()));
   for (size_t i = 0; i < count; i++)
@@ -107,24 +111,31 @@ bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t cou
   return true;
 }
 
-std::shared_ptr<const Recipe> find_recipe(const Key& key) {
+std::shared_ptr<const Recipe> find_recipe(const RecipeKey& key) {
   auto& all = recipes();
   std::shared_lock lock(all.mutex);
-  auto found = all.known.find(key);
-  return found == all.known.end() ? nullptr : found->second;
+  auto at = all.known.find(key);
+  return at == all.known.end() ? nullptr : at->second;
 }
 
-void keep_recipe(const Key& key, std::shared_ptr<const Recipe> recipe) {
+void cache_recipe(const RecipeKey& key, std::shared_ptr<const Recipe> recipe) {
   auto& all = recipes();
   std::unique_lock lock(all.mutex);
   if (all.known.size() >= kLimit) all.known.clear();
   all.known[key] = std::move(recipe);
 }
 
-void forget_recipes() {
+void clear_recipes() {
   auto& all = recipes();
   std::unique_lock lock(all.mutex);
   all.known.clear();
+}
+
+RecipeKey key_from(const std::string& bytes) {
+  RecipeKey key;
+  key.resize(bytes.size() / sizeof(uint64_t));
+  memcpy(key.data(), bytes.data(), bytes.size());
+  return key;
 }
 
 }  // namespace gt

@@ -1,6 +1,6 @@
 // Meeting and parting: ranks that come late or never, strangers, many transports, and memory that outlives its own.
 //
-//     transport_meeting CASE [TIMES]
+//     transport_handshake CASE [TIMES]
 #include <dirent.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -155,7 +155,7 @@ void again() {
       Program p(send(50), rank, 3);
       int64_t data[2][50] = {};
       gt_move m = ready(p, data[0], static_cast<int64_t*>(gt_alloc(400)), 50);
-      int status = rank < 2 ? gt_box(t, &m, 1, 1, 0, nullptr) : static_cast<int>(GT_OK);
+      int status = rank < 2 ? gt_run_moves(t, &m, 1, 1, 0, nullptr) : static_cast<int>(GT_OK);
       gt_free(m.target);
       return status ? status : gt_barrier(t, 1, nullptr);
     });
@@ -175,7 +175,7 @@ void outlives() {
       for (int64_t i = 0; i < n; ++i) data[i] = rank ? -1 : i;
       gt_move m = ready(p, data, data, n);
       if (rank) while (board->number[0] == 0) doze(1e-3);
-      CHECK(gt_box(t, &m, 1, 1, 0, nullptr) == GT_OK, "send of %lld", (long long)n);
+      CHECK(gt_run_moves(t, &m, 1, 1, 0, nullptr) == GT_OK, "send of %lld", (long long)n);
       for (int64_t i = 0; rank && i < n; ++i) CHECK(data[i] == i, "%lld: %lld", (long long)i, (long long)data[i]);
       gt_free(data);
     }
@@ -216,7 +216,8 @@ void steady(int64_t times) {
     for (int64_t i = 0; i < times; ++i) {
       if (i == 1000) pages = resident_pages(), allocated = allocations;
       source[0] = i;
-      int status = i % 1000 == 7 ? gt_box(t, &big, 1, 3, 0, nullptr) : gt_box(t, m, i % 10 ? 1 : 2, 2, 0, nullptr);
+      int status = i % 1000 == 7 ? gt_run_moves(t, &big, 1, 3, 0, nullptr)
+                                 : gt_run_moves(t, m, i % 10 ? 1 : 2, 2, 0, nullptr);
       CHECK(status == GT_OK, "call %lld: %d", (long long)i, status);
       CHECK(i % 1000 == 7 || i % 10 == 0 || target[0] == 2 * i, "call %lld: %lld", (long long)i, (long long)target[0]);
     }
@@ -232,7 +233,7 @@ void many() {
   CHECK(failures == 0, "%d ranks failed", failures);
 }
 
-// Two threads of a rank, each of which holds a lock of the program's as they box.
+// Two threads of a rank, each of which holds a lock of the program's while they run moves.
 void shared() {
   int failures = run_ranks(kProcesses, 2, [](gt_transport* t, int rank, Board*) {
     static std::mutex lock;
@@ -261,7 +262,7 @@ int main(int count, char** arguments) {
   auto dozes = [](Board*, Side&) { doze(1.6); };
   const std::map<std::string, std::function<void()>> cases = {
       {"absent", [&] { fails(2, ends, GT_DIED, "ended", 0.9), fails(0, ends, GT_DIED, "", 0.9); }},
-      {"late", [&] { fails(2, dozes, GT_TIMED_OUT, "not met within 1 s: rank 2", 1.5); }},
+      {"late", [&] { fails(2, dozes, GT_TIMED_OUT, "not connected within 1 s: rank 2", 1.5); }},
       {"wrong", wrong},
       {"strangers", strangers},
       {"again", again},
@@ -270,7 +271,7 @@ int main(int count, char** arguments) {
       {"shared", shared},
       {"many", many},
   };
-  CHECK(cases.count(name), "usage: transport_meeting CASE [TIMES]");
+  CHECK(cases.count(name), "usage: transport_handshake CASE [TIMES]");
   cases.at(name)();
   return 0;
 }

@@ -5,10 +5,10 @@
 // for nothing, and can be captured in a CUDA graph.
 //
 //     one process drives the ranks      gt_cuda_reduce
-//     a process per rank                gt_cuda_box                      (meet, the same pass, meet)
+//     a process per rank                gt_cuda_reduce_in_sync           (barrier, the same pass, barrier)
 //     a process per rank, split         wait for the stream, a barrier of the processes, gt_cuda_reduce, wait, barrier
 //                                       (GPUs shared by processes: a spinning kernel would wait for its turn)
-//     the same, ordered by streams      gt_cuda_meet, gt_cuda_reduce, gt_cuda_meet
+//     the same, ordered by streams      gt_cuda_barrier, gt_cuda_reduce, gt_cuda_barrier
 //
 // Values are those of gt_reduce, to the bit (but for the payload of NaN).
 #pragma once
@@ -17,17 +17,11 @@
 
 #include "region.h"
 
-#if defined(_WIN32)
-#define GT_EXPORT
-#else
-#define GT_EXPORT __attribute__((visibility("default")))
-#endif
-
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-#define GT_CUDA_RANKS 16    // ranks that meet in a kernel
+#define GT_CUDA_RANKS 16    // ranks with a barrier in a kernel
 #define GT_CUDA_BLOCKS 256  // blocks of such a kernel
 #define GT_CUDA_PAD_BYTES (GT_CUDA_RANKS * GT_CUDA_BLOCKS * 4)
 #define GT_CUDA_EPOCH_BYTES (GT_CUDA_BLOCKS * 4)
@@ -36,7 +30,7 @@ enum gt_cuda_status {       // what all functions return; above 0: a cudaError_t
   GT_CUDA_OK = 0,
   GT_CUDA_DTYPE = -1,       // these dtypes cannot be reduced so, or not cast into each other
   GT_CUDA_ROOM = -2,        // the table needs room on the device: gt_cuda_room tells how much
-  GT_CUDA_MISALIGNED = -3,  // an element does not lie at a multiple of its size
+  GT_CUDA_MISALIGNED = -3,  // the address of an element is no multiple of its size
   GT_CUDA_TOO_LARGE = -4,   // more than 65535 sources or targets in a region, or 2**31 tiles
   GT_CUDA_GROUP = -5,       // ranks or blocks out of bounds
   GT_CUDA_NO_MEMORY = -6,   // of the host
@@ -59,25 +53,25 @@ GT_EXPORT int gt_cuda_reduce(int device, const gt_cuda_move* moves, int64_t coun
                              void* stream);
 GT_EXPORT int gt_cuda_room(const gt_cuda_move* moves, int64_t count, size_t* bytes);  // 0: none needed
 
-typedef struct {            // ranks that meet on their devices
-  uint32_t* pad[GT_CUDA_RANKS];  // GT_CUDA_PAD_BYTES of every rank, zeroed before the first meeting, as mapped here
-  uint32_t* epoch;               // GT_CUDA_EPOCH_BYTES of this rank's device, zeroed; counts the meetings, replays too
+typedef struct {            // ranks with barriers on their devices
+  uint32_t* pad[GT_CUDA_RANKS];  // GT_CUDA_PAD_BYTES of every rank, zeroed before the first barrier, as mapped here
+  uint32_t* epoch;               // GT_CUDA_EPOCH_BYTES of this rank's device, zeroed; counts the barriers, replays too
   const uint32_t* abort;         // of the host, mapped: nonzero ends all waiting
   uint32_t* gave_up;             // of the host, mapped: becomes 1 where waiting ended so; then nothing can be trusted
   int32_t rank, ranks;
 } gt_cuda_group;
 
-// The ranks' blocks meet, make the pass, and meet again: sources may be read and targets be written once all ranks'
+// A barrier of the ranks' blocks, the pass, another barrier: sources may be read and targets be written once all ranks'
 // streams have come here, and when the kernel ends all peers have done with this rank's memory. `blocks` is the same on
 // all ranks, at most gt_cuda_blocks(device), shared by the groups whose kernels may run at the same time.
-GT_EXPORT int gt_cuda_box(int device, const gt_cuda_group* group, int blocks, const gt_cuda_move* moves, int64_t count,
-                          void* room, size_t room_bytes, void* stream);
-// A meeting only. What comes after it on the stream runs also where waiting was ended.
-GT_EXPORT int gt_cuda_meet(int device, const gt_cuda_group* group, void* stream);
+GT_EXPORT int gt_cuda_reduce_in_sync(int device, const gt_cuda_group* group, int blocks, const gt_cuda_move* moves,
+                                     int64_t count, void* room, size_t room_bytes, void* stream);
+// A barrier only. What comes after it on the stream runs also where waiting was ended.
+GT_EXPORT int gt_cuda_barrier(int device, const gt_cuda_group* group, void* stream);
 
 // Loads every kernel, so that no launch has to while a peer spins; once per device, before the first call.
 GT_EXPORT int gt_cuda_load(int device);
-GT_EXPORT int gt_cuda_blocks(int device, int* blocks);  // how many of a box run at the same time
+GT_EXPORT int gt_cuda_blocks(int device, int* blocks);  // how many of a kernel with barriers run at the same time
 GT_EXPORT int gt_cuda_reach(int device, int peer);      // lets `device` read and write the memory of `peer`
 
 typedef struct {            // memory of a GPU, for another process of this host

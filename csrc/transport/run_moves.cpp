@@ -1,12 +1,12 @@
 // A boxing: offer my shards, post an entry to every partner, wait for theirs, one pass over all memory, say done.
 //
-// One meeting where shards are small: what was copied aside needs no second one, since a copy is only overwritten once
+// One round where shards are small: what was staged needs no second one, since a copy is only overwritten once
 // its readers are done, some calls later. Where shards are read in place, or partners write into this rank's result,
 // it also waits for them to be done. A rank that is only read from waits for nobody.
 #include <string.h>
 
 #include "arena.h"
-#include "call.h"
+#include "moves_call.h"
 
 namespace gt {
 namespace {
@@ -14,7 +14,7 @@ namespace {
 size_t at(int32_t rank) { return static_cast<size_t>(rank); }
 
 // The partners of all moves together.
-void gather(Call& c) {
+void collect_partners(MovesCall& c) {
   gt_transport& t = c.t;
   if (c.count == 1) {
     c.partner = c.moves[0].program->partner;
@@ -40,18 +40,18 @@ void gather(Call& c) {
 
 // Waits until no partner still needs the entry that the next one overwrites. It hardly ever does, except of one that
 // only ever receives.
-int make_room(Call& c) {
+int make_room(MovesCall& c) {
   size_t wanted = 0;
   for (int32_t i = 0; i < c.partners; ++i) {
     Peer& p = c.t.peers[at(c.partner[i])];
-    if (p.seq + 1 <= p.acked + kRing) continue;
-    p.acked = p.in->done.load(std::memory_order_acquire);
-    if (p.seq + 1 > p.acked + kRing) c.t.wanted[wanted++] = {&p.in->done, p.seq + 1 - kRing, c.partner[i], kDone};
+    if (p.seq + 1 <= p.done_seen + kRing) continue;
+    p.done_seen = p.in->done.load(std::memory_order_acquire);
+    if (p.seq + 1 > p.done_seen + kRing) c.t.wanted[wanted++] = {&p.in->done, p.seq + 1 - kRing, c.partner[i], kDone};
   }
   return wanted ? wait_all(c.t, wanted, 0, c.hooks) : GT_OK;
 }
 
-void post(Call& c) {
+void post_entries(MovesCall& c) {
   int awaited = 0;
   for (int32_t i = 0; i < c.partners; ++i) awaited += (c.tie[i] & (GT_I_READ | GT_I_WRITE)) != 0;
   if (awaited == 1) c.flags |= kOnlyYou;
@@ -70,13 +70,13 @@ void post(Call& c) {
         for (int d = 0; d < GT_DIMS; ++d) e.packed[d] = static_cast<uint16_t>(c.only.source_stride[d]);
       else
         memcpy(e.source_stride, c.only.source_stride, sizeof(e.source_stride));
-      if (c.flags & kRidden) memcpy(e.riding, c.riding, kRides);
+      if (c.flags & kInline) memcpy(e.inline_data, c.inline_data, kInlineBytes);
       if (c.tie[i] & GT_IT_WRITES) {
         e.target = c.only.target;
         memcpy(e.target_stride, c.only.target_stride, sizeof(e.target_stride));
       }
     }
-    if (c.aside) c.aside->until[at(c.partner[i])] = seq;
+    if (c.staged) c.staged->until[at(c.partner[i])] = seq;
     e.seq.store(seq, std::memory_order_release);
   }
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -85,7 +85,7 @@ void post(Call& c) {
 
 const Entry& entry_of(const Peer& p) { return p.in->ring[p.seq % kRing]; }
 
-int arrive(Call& c) {
+int await_entries(MovesCall& c) {
   size_t wanted = 0;
   for (int32_t i = 0; i < c.partners; ++i)
     if (c.tie[i] & (GT_I_READ | GT_I_WRITE)) {
@@ -101,14 +101,14 @@ int arrive(Call& c) {
     bool same = e.agreement.load(std::memory_order_relaxed) == c.agreement;
     if (!same || e.moves != c.count || !same_site)
       return disagreed(c.t, rank, e, p.out->ring[p.seq % kRing]);
-    if (e.done > p.acked) p.acked = e.done;
+    if (e.done > p.done_seen) p.done_seen = e.done;
     p.checked = p.seq;
     c.t.waits[at(rank)] = e.flags & kIWait;
   }
   return GT_OK;
 }
 
-int reduce(Call& c) {
+int reduce(MovesCall& c) {
   gt_transport& t = c.t;
   for (int32_t m = 0; m < c.count; ++m) {
     const gt_move& move = c.moves[m];
@@ -134,7 +134,7 @@ int reduce(Call& c) {
 }
 
 // Says that this rank is done with the partners' entries, and wakes those that may sleep on that.
-void finish(Call& c) {
+void mark_done(MovesCall& c) {
   bool heard = false;
   for (int32_t i = 0; i < c.partners; ++i) {
     Peer& p = c.t.peers[at(c.partner[i])];
@@ -149,7 +149,7 @@ void finish(Call& c) {
     if (c.t.waits[at(c.partner[i])]) wake(c.t, c.partner[i]);
 }
 
-int depart(Call& c, double busy_ns) {
+int await_readers(MovesCall& c, double busy_ns) {
   size_t wanted = 0;
   for (int32_t i = 0; i < c.partners; ++i)
     if (c.waits_for(c.tie[i])) {
@@ -159,25 +159,25 @@ int depart(Call& c, double busy_ns) {
   return wanted ? wait_all(c.t, wanted, busy_ns, c.hooks) : GT_OK;
 }
 
-int run(Call& c) {
+int run(MovesCall& c) {
   if (int status = make_room(c)) return status;
   if (int status = offer(c)) return status;
-  post(c);
-  if (int status = arrive(c)) return status;
+  post_entries(c);
+  if (int status = await_entries(c)) return status;
   bool waits = c.in_place || (c.ties & GT_IT_WRITES);
   double began = waits ? now() : 0;
   if (int status = reduce(c)) return status;
-  finish(c);
+  mark_done(c);
   if (!waits) return GT_OK;
-  return depart(c, (now() - began) * 1e9);
+  return await_readers(c, (now() - began) * 1e9);
 }
 
-int box(gt_transport* t, const gt_move* moves, int32_t count, uint64_t agreement, uint64_t site, const gt_hooks* hooks,
-        bool all) {
+int run_checked(gt_transport* t, const gt_move* moves, int32_t count, uint64_t agreement, uint64_t site,
+                const gt_hooks* hooks, bool all) {
   std::unique_lock<std::mutex> lock;
   if (int status = begin(*t, lock, hooks)) return status;
-  Call c{*t, moves, count, agreement, site, hooks};
-  if (!all) gather(c);
+  MovesCall c{*t, moves, count, agreement, site, hooks};
+  if (!all) collect_partners(c);
   if (all) {  // a barrier: everyone, as if each read from each, of nothing
     for (int32_t r = 0; r < t->ranks; ++r)
       if (r != t->rank) t->partners[at(c.partners++)] = r;
@@ -202,13 +202,13 @@ using namespace gt;
 
 extern "C" {
 
-int gt_box(gt_transport* t, const gt_move* moves, int32_t count, uint64_t agreement, uint64_t site,
+int gt_run_moves(gt_transport* t, const gt_move* moves, int32_t count, uint64_t agreement, uint64_t site,
            const gt_hooks* hooks) {
-  return box(t, moves, count, agreement, site, hooks, false);
+  return run_checked(t, moves, count, agreement, site, hooks, false);
 }
 
 int gt_barrier(gt_transport* t, uint64_t agreement, const gt_hooks* hooks) {
-  return box(t, nullptr, 0, agreement, 0, hooks, true);
+  return run_checked(t, nullptr, 0, agreement, 0, hooks, true);
 }
 
 }  // extern "C"

@@ -2,14 +2,14 @@
 //
 // Blocks go through the tiles of a table of jobs (jobs.h makes it, tiles.h does one). Every word is read once from each
 // source, reduced in registers in the order of the sources, and stored once into each target. Between processes the
-// pass stands between two meetings of the ranks:
+// pass stands between two barriers of the ranks:
 //
-//     rank 0   ... | meet | read shards 0, 1, 2; store into results 0, 1, 2 | meet | ...
-//     rank 1       ...    | meet | the same for another part of the region  | meet | ...
+//     rank 0   ... | barrier | read shards 0, 1, 2; store into results 0, 1, 2 | barrier | ...
+//     rank 1       ... | barrier | the same for another part of the region | barrier | ...
 //
-// The first meeting says that the shards are made and the results may be overwritten; the second, that all have read
+// The first barrier says that the shards are made and the results may be overwritten; the second, that all have read
 // and stored. So a step of a program costs one launch, and nothing on the host waits.
-#include "boxing_cuda.h"
+#include "reduce_cuda.h"
 
 #include <algorithm>
 #include <new>
@@ -25,19 +25,19 @@ using namespace gt_tiles;
 constexpr int INLINE = 489;             // words of a table that travel with the launch: its arguments are 4 KB
 constexpr int PIECE = 509;              // words of a table that one launch of gt_upload brings
 
-struct Pass {
+struct LaunchPass {
   const uint64_t* room;                 // the table; null: it is `words`
   uint32_t jobs, tiles;
   uint32_t skew;                        // the first tile, so that ranks begin at different peers
-  int32_t rank, ranks;                  // 0 ranks: nobody to meet
-  bool enter, leave;                    // meets at its beginning, at its end
+  int32_t rank, ranks;                  // 0 ranks: no barrier
+  bool enter, leave;                    // a barrier at its beginning, at its end
   uint32_t* pad[GT_CUDA_RANKS];
   uint32_t* epoch;
   const uint32_t* abort;
   uint32_t* gave_up;
   uint64_t words[INLINE];
 };
-static_assert(sizeof(Pass) <= 4096, "the arguments of a launch");
+static_assert(sizeof(LaunchPass) <= 4096, "the arguments of a launch");
 
 // ---- which of them
 #define GT_REDUCTIONS(dtype, T)                                              \
@@ -46,8 +46,8 @@ static_assert(sizeof(Pass) <= 4096, "the arguments of a launch");
   case GT_REDUCE + 4 * dtype + 2: return reduce<T, 1, true>(job, unit);      \
   case GT_REDUCE + 4 * dtype + 3: return reduce<T, lanes<T>, true>(job, unit);
 
-template <int kind> struct Jobs;
-template <> struct Jobs<GT_MOVES> {
+template <int kind> struct JobKind;
+template <> struct JobKind<GT_MOVES> {
   using Shared = Square;
   static constexpr int blocks = 3;      // of a multiprocessor: what its registers allow without spilling
   static GT_DEVICE void tile(const gt_job& job, uint32_t tile, Square& square) {
@@ -58,20 +58,20 @@ template <> struct Jobs<GT_MOVES> {
       case GT_COPY + 2: return copy<4>(job, unit);
       case GT_COPY + 3: return copy<8>(job, unit);
       case GT_COPY + 4: return copy<16>(job, unit);
-      case GT_TURN: return turn<Word<1>>(job, tile, square);
-      case GT_TURN + 1: return turn<Word<2>>(job, tile, square);
-      case GT_TURN + 2: return turn<Word<4>>(job, tile, square);
-      case GT_TURN + 3: return turn<Word<8>>(job, tile, square);
-      case GT_TURN + 4: return turn<Word<16>>(job, tile, square);
-      case GT_CAST + GT_F32: return turn<Cast<float>>(job, tile, square);
-      case GT_CAST + GT_F64: return turn<Cast<double>>(job, tile, square);
-      case GT_CAST + GT_F16: return turn<Cast<gt_half>>(job, tile, square);
-      case GT_CAST + GT_BF16: return turn<Cast<gt_bfloat>>(job, tile, square);
+      case GT_TURN: return turn<StoreWord<1>>(job, tile, square);
+      case GT_TURN + 1: return turn<StoreWord<2>>(job, tile, square);
+      case GT_TURN + 2: return turn<StoreWord<4>>(job, tile, square);
+      case GT_TURN + 3: return turn<StoreWord<8>>(job, tile, square);
+      case GT_TURN + 4: return turn<StoreWord<16>>(job, tile, square);
+      case GT_CAST + GT_F32: return turn<StoreCast<float>>(job, tile, square);
+      case GT_CAST + GT_F64: return turn<StoreCast<double>>(job, tile, square);
+      case GT_CAST + GT_F16: return turn<StoreCast<gt_half>>(job, tile, square);
+      case GT_CAST + GT_BF16: return turn<StoreCast<gt_bfloat>>(job, tile, square);
     }
   }
 };
 struct None {};
-template <> struct Jobs<GT_FLOATS> {
+template <> struct JobKind<GT_FLOATS> {
   using Shared = None;
   static constexpr int blocks = 4;
   static GT_DEVICE void tile(const gt_job& job, uint32_t tile, None&) {
@@ -84,7 +84,7 @@ template <> struct Jobs<GT_FLOATS> {
     }
   }
 };
-template <> struct Jobs<GT_INTEGERS> {
+template <> struct JobKind<GT_INTEGERS> {
   using Shared = None;
   static constexpr int blocks = 4;
   static GT_DEVICE void tile(const gt_job& job, uint32_t tile, None&) {
@@ -99,7 +99,7 @@ template <> struct Jobs<GT_INTEGERS> {
   }
 };
 
-template <int kind> GT_DEVICE void do_tiles(const Pass& pass, typename Jobs<kind>::Shared& shared) {
+template <int kind> GT_DEVICE void do_tiles(const LaunchPass& pass, typename JobKind<kind>::Shared& shared) {
   const uint64_t* table = pass.room ? pass.room : pass.words;
   const gt_entry* index = (const gt_entry*)table;
   for (uint32_t i = blockIdx.x; i < pass.tiles; i += gridDim.x) {
@@ -109,64 +109,64 @@ template <int kind> GT_DEVICE void do_tiles(const Pass& pass, typename Jobs<kind
       const uint32_t middle = (low + high) / 2;
       (index[middle].tile <= tile ? low : high) = middle;
     }
-    Jobs<kind>::tile(*(const gt_job*)(table + index[low].word), tile - index[low].tile, shared);
+    JobKind<kind>::tile(*(const gt_job*)(table + index[low].word), tile - index[low].tile, shared);
   }
 }
 
-// Block b of every rank meets block b of the others: each posts how often it has been here on the pads of all, and
+// A barrier of block b of all ranks: each posts how often it has been here on the pads of all, and
 // waits for theirs on its own. No block waits for another of its grid; all that is asked of the devices is that these
 // run at the same time. The counts live in device memory, so they go on when a graph is replayed. Returns false where
 // waiting was ended.
-GT_DEVICE bool gt_meet(const Pass& pass, uint32_t epoch) {
+GT_DEVICE bool gt_device_barrier(const LaunchPass& pass, uint32_t epoch) {
   if (!gt_planted(GT_NO_SYNC)) gt_sync();  // what the others of this block read and wrote came before
-  bool met = true;
+  bool all_came = true;
   if ((int)threadIdx.x < pass.ranks) {
     const uint32_t block = blockIdx.x * GT_CUDA_RANKS;
-    gt_post(pass.pad[threadIdx.x] + block + pass.rank, epoch);
+    gt_send(pass.pad[threadIdx.x] + block + pass.rank, epoch);
     const uint32_t* mine = pass.pad[pass.rank] + block + threadIdx.x;
     for (uint32_t spins = 1; (int32_t)(gt_look(mine) - epoch) < 0; spins++, gt_pause())
       if (spins % GT_PATIENCE == 0 && gt_glance(pass.abort)) {
         gt_note(pass.gave_up, 1);
-        met = false;
+        all_came = false;
         break;
       }
   }
-  return gt_all(met);
+  return gt_all(all_came);
 }
 
-template <int kind> GT_KERNEL(GT_THREADS, Jobs<kind>::blocks) gt_boxing_kernel(GT_ARGUMENT Pass pass) {
-  GT_SHARED(typename Jobs<kind>::Shared, shared);
+template <int kind> GT_KERNEL(GT_THREADS, JobKind<kind>::blocks) gt_reduce_kernel(GT_ARGUMENT LaunchPass pass) {
+  GT_SHARED(typename JobKind<kind>::Shared, shared);
   const uint32_t epoch = pass.ranks ? pass.epoch[blockIdx.x] : 0;
-  if (pass.enter && !gt_planted(GT_NO_ENTRY) && !gt_meet(pass, epoch + 1)) return;
+  if (pass.enter && !gt_planted(GT_NO_ENTRY) && !gt_device_barrier(pass, epoch + 1)) return;
   if (pass.ranks && !pass.enter && !gt_all(!gt_glance(pass.gave_up))) return;  // the launch that entered did not
   do_tiles<kind>(pass, shared);
   if (pass.leave) {
-    if (!gt_planted(GT_NO_EXIT) && !gt_meet(pass, epoch + 2)) return;
+    if (!gt_planted(GT_NO_EXIT) && !gt_device_barrier(pass, epoch + 2)) return;
     if (threadIdx.x == 0) pass.epoch[blockIdx.x] = epoch + 2;
   }
 }
 
-GT_KERNEL(GT_THREADS, 1) gt_meet_kernel(GT_ARGUMENT Pass pass) {
+GT_KERNEL(GT_THREADS, 1) gt_barrier_kernel(GT_ARGUMENT LaunchPass pass) {
   const uint32_t epoch = pass.epoch[0];
-  if (gt_meet(pass, epoch + 1) && threadIdx.x == 0) pass.epoch[0] = epoch + 1;
+  if (gt_device_barrier(pass, epoch + 1) && threadIdx.x == 0) pass.epoch[0] = epoch + 1;
 }
 
-struct Piece {
+struct UploadPiece {
   uint64_t* to;
   uint32_t count;
   uint64_t words[PIECE];
 };
-static_assert(sizeof(Piece) <= 4096, "the arguments of a launch");
+static_assert(sizeof(UploadPiece) <= 4096, "the arguments of a launch");
 
 // Brings a part of a table to the device. Not cudaMemcpyAsync: it would wait for the stream, or want pinned memory that
 // lives until it has run, in a graph for as long as that.
-GT_KERNEL(GT_THREADS, 1) gt_upload_kernel(GT_ARGUMENT Piece piece) {
+GT_KERNEL(GT_THREADS, 1) gt_upload_kernel(GT_ARGUMENT UploadPiece piece) {
   for (uint32_t i = threadIdx.x; i < piece.count; i += GT_THREADS) piece.to[i] = piece.words[i];
 }
 
 // -------------------------------------------------------------------------------------------------- the host's side
 int upload(const std::vector<uint64_t>& words, void* room, void* stream) {
-  Piece piece = {};
+  UploadPiece piece = {};
   for (size_t done = 0; done < words.size(); done += piece.count) {
     piece.to = (uint64_t*)room + done;
     piece.count = (uint32_t)std::min<size_t>(PIECE, words.size() - done);
@@ -189,11 +189,11 @@ int tabulate(const gt_cuda_move* moves, int64_t count, gt_jobs::Plan& plan) {
 
 size_t room_for(const gt_jobs::Plan& plan) {
   size_t bytes = 0;
-  for (const gt_jobs::Table& table : plan.tables) bytes += table.words.size() > INLINE ? table.words.size() * 8 : 0;
+  for (const gt_jobs::JobTable& table : plan.tables) bytes += table.words.size() > INLINE ? table.words.size() * 8 : 0;
   return bytes;
 }
 
-int join(Pass& pass, const gt_cuda_group& group, int blocks) {
+int join(LaunchPass& pass, const gt_cuda_group& group, int blocks) {
   if (group.ranks < 1 || group.ranks > GT_CUDA_RANKS || group.rank < 0 || group.rank >= group.ranks || blocks < 1 ||
       blocks > GT_CUDA_BLOCKS)
     return GT_CUDA_GROUP;
@@ -203,20 +203,20 @@ int join(Pass& pass, const gt_cuda_group& group, int blocks) {
   return GT_CUDA_OK;
 }
 
-int enqueue(int kind, int grid, void* stream, const Pass& pass) {
+int enqueue(int kind, int grid, void* stream, const LaunchPass& pass) {
   switch (kind) {
-    case GT_MOVES: return gt_launch(gt_boxing_kernel<GT_MOVES>, grid, GT_THREADS, stream, pass);
-    case GT_FLOATS: return gt_launch(gt_boxing_kernel<GT_FLOATS>, grid, GT_THREADS, stream, pass);
-    default: return gt_launch(gt_boxing_kernel<GT_INTEGERS>, grid, GT_THREADS, stream, pass);
+    case GT_MOVES: return gt_launch(gt_reduce_kernel<GT_MOVES>, grid, GT_THREADS, stream, pass);
+    case GT_FLOATS: return gt_launch(gt_reduce_kernel<GT_FLOATS>, grid, GT_THREADS, stream, pass);
+    default: return gt_launch(gt_reduce_kernel<GT_INTEGERS>, grid, GT_THREADS, stream, pass);
   }
 }
 
-// A launch per kind of job there is. With a group, the first one meets at its beginning and the last one at its end: so
-// ranks agree on the meetings whatever each has to do, nothing at all too.
+// A launch per kind of job there is. With a group, the first one begins with a barrier and the last one ends with one,
+// so that ranks agree on the barriers whatever each has to do, nothing at all too.
 int run(int device, const gt_cuda_group* group, int blocks, const gt_cuda_move* moves, int64_t count, void* room,
         size_t room_bytes, void* stream) {
   gt_jobs::Plan plan;
-  Pass pass = {};
+  LaunchPass pass = {};
   if (int error = tabulate(moves, count, plan)) return error;
   if (group)
     if (int error = join(pass, *group, blocks)) return error;
@@ -228,7 +228,7 @@ int run(int device, const gt_cuda_group* group, int blocks, const gt_cuda_move* 
   gt_on_device here(device);
   if (here.error) return here.error;
   for (int kind : kinds) {
-    const gt_jobs::Table& table = plan.tables[kind];
+    const gt_jobs::JobTable& table = plan.tables[kind];
     pass.jobs = table.jobs, pass.tiles = table.tiles, pass.room = nullptr;
     pass.skew = group ? (uint32_t)((uint64_t)table.tiles * (uint32_t)pass.rank / (uint32_t)pass.ranks) : 0;
     pass.enter = group && kind == kinds.front(), pass.leave = group && kind == kinds.back();
@@ -239,7 +239,7 @@ int run(int device, const gt_cuda_group* group, int blocks, const gt_cuda_move* 
       pass.room = (const uint64_t*)room;
       room = (char*)room + table.words.size() * 8;
     }
-    // Without meetings the device hands out blocks as others end; enough of them keep it busy to the last.
+    // Without barriers the device hands out blocks as others end; enough of them keep it busy to the last.
     const int grid = group ? blocks : (int)std::min<int64_t>(table.tiles, (int64_t)gt_processors(device) * GT_WAVES);
     if (int error = enqueue(kind, grid, stream, pass)) return error;
   }
@@ -259,16 +259,16 @@ int gt_cuda_room(const gt_cuda_move* moves, int64_t count, size_t* bytes) {
   return error;
 }
 
-int gt_cuda_box(int device, const gt_cuda_group* group, int blocks, const gt_cuda_move* moves, int64_t count,
+int gt_cuda_reduce_in_sync(int device, const gt_cuda_group* group, int blocks, const gt_cuda_move* moves, int64_t count,
                 void* room, size_t room_bytes, void* stream) {
   return run(device, group, blocks, moves, count, room, room_bytes, stream);
 }
 
-int gt_cuda_meet(int device, const gt_cuda_group* group, void* stream) {
-  Pass pass = {};
+int gt_cuda_barrier(int device, const gt_cuda_group* group, void* stream) {
+  LaunchPass pass = {};
   if (int error = join(pass, *group, 1)) return error;
   gt_on_device here(device);
-  return here.error ? here.error : gt_launch(gt_meet_kernel, 1, GT_THREADS, stream, pass);
+  return here.error ? here.error : gt_launch(gt_barrier_kernel, 1, GT_THREADS, stream, pass);
 }
 
 #if defined(__CUDACC__)
@@ -277,8 +277,8 @@ int gt_cuda_load_random();              // philox.cu
 int gt_cuda_load(int device) {
   gt_on_device here(device);
   int error = here.error;
-  for (const void* kernel : {(const void*)gt_boxing_kernel<GT_MOVES>, (const void*)gt_boxing_kernel<GT_FLOATS>,
-                             (const void*)gt_boxing_kernel<GT_INTEGERS>, (const void*)gt_meet_kernel,
+  for (const void* kernel : {(const void*)gt_reduce_kernel<GT_MOVES>, (const void*)gt_reduce_kernel<GT_FLOATS>,
+                             (const void*)gt_reduce_kernel<GT_INTEGERS>, (const void*)gt_barrier_kernel,
                              (const void*)gt_upload_kernel}) {
     cudaFuncAttributes attributes;
     if (!error) error = (int)cudaFuncGetAttributes(&attributes, kernel);
@@ -289,8 +289,8 @@ int gt_cuda_load(int device) {
 int gt_cuda_blocks(int device, int* blocks) {
   gt_on_device here(device);
   int error = here.error, least = GT_CUDA_BLOCKS;
-  for (const void* kernel : {(const void*)gt_boxing_kernel<GT_MOVES>, (const void*)gt_boxing_kernel<GT_FLOATS>,
-                             (const void*)gt_boxing_kernel<GT_INTEGERS>}) {
+  for (const void* kernel : {(const void*)gt_reduce_kernel<GT_MOVES>, (const void*)gt_reduce_kernel<GT_FLOATS>,
+                             (const void*)gt_reduce_kernel<GT_INTEGERS>}) {
     int each = 0;
     if (!error) error = (int)cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, GT_THREADS, 0);
     least = std::min(least, each * gt_processors(device));

@@ -1,4 +1,4 @@
-// Ranks that box with each other's memory through kernels that meet. Every rank is a thread that stands for its stream:
+// Ranks whose kernels meet and then use each other's memory. Every rank is a thread that stands for its stream:
 // it makes its input, launches, checks what it got, and overwrites its input at once, with nothing that orders it with
 // the others but the meetings in the kernels. So ThreadSanitizer sees the protocol, and nothing else.
 //
@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "kernels/boxing.cu"
+#include "kernels/reduce.cu"
 
 static constexpr int BLOCKS = 2, N = 997, ROWS = 40, COLUMNS = 24;
 
@@ -90,11 +90,11 @@ static void stream(World& world, int rank) {
     for (int i = 0; i < (int)input.size(); i++) input[(size_t)i] = value(rank, i, round);
     int error;
     if (round % 3 == 2) {               // the pass by itself, between meetings of the streams
-      error = gt_cuda_meet(0, &group, nullptr);
+      error = gt_cuda_barrier(0, &group, nullptr);
       if (!error) error = gt_cuda_reduce(0, calls.moves.data(), 3, room.data(), room.size() * 8, nullptr);
-      if (!error) error = gt_cuda_meet(0, &group, nullptr);
+      if (!error) error = gt_cuda_barrier(0, &group, nullptr);
     } else {
-      error = gt_cuda_box(0, &group, BLOCKS, calls.moves.data(), 3, room.data(), room.size() * 8, nullptr);
+      error = gt_cuda_reduce_in_sync(0, &group, BLOCKS, calls.moves.data(), 3, room.data(), room.size() * 8, nullptr);
     }
     check(!error, "status", rank, round);
     for (int i = 0; i < N; i++) {
@@ -127,14 +127,14 @@ static void aborted() {
     for (int i = 0; i < 1000; i++) sched_yield();
     __atomic_store_n(&world.abort, 1u, __ATOMIC_RELAXED);
   });
-  check(gt_cuda_box(0, &group, BLOCKS, calls.moves.data(), 3, nullptr, 0, nullptr) == 0, "status", 0, -1);
+  check(gt_cuda_reduce_in_sync(0, &group, BLOCKS, calls.moves.data(), 3, nullptr, 0, nullptr) == 0, "status", 0, -1);
   other.join();
   check(world.gave_up[0] == 1 && world.gave_up[1] == 0, "gave up", 0, -1);
   check(std::count(world.sums[1].begin(), world.sums[1].end(), 5.0f) == N, "untouched", 0, -1);
   gt_cuda_group none = group;
   none.ranks = GT_CUDA_RANKS + 1;
-  check(gt_cuda_meet(0, &none, nullptr) == GT_CUDA_GROUP, "too many ranks", 0, -1);
-  const int many = gt_cuda_box(0, &group, GT_CUDA_BLOCKS + 1, nullptr, 0, nullptr, 0, nullptr);
+  check(gt_cuda_barrier(0, &none, nullptr) == GT_CUDA_GROUP, "too many ranks", 0, -1);
+  const int many = gt_cuda_reduce_in_sync(0, &group, GT_CUDA_BLOCKS + 1, nullptr, 0, nullptr, 0, nullptr);
   check(many == GT_CUDA_GROUP, "too many blocks", 0, -1);
 }
 
