@@ -44,8 +44,11 @@ def test_version(capsys):
     assert said(capsys, "--version") == (0, f"globaltensor {globaltensor.__version__}\n", "")
 
 
+def test_without_a_command_it_shows_the_commands(capsys):
+    assert said(capsys) == said(capsys, "--help")
+
+
 @pytest.mark.parametrize("args, text", [
-    ((), "required: command"),
     (("walk",), "invalid choice: 'walk'"),
     (("run",), "required: program"),
     (("run", "-n", "0", "x.py"), "'0' is not a number from 1 on"),

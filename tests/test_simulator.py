@@ -148,6 +148,13 @@ def test_3072_ranks_and_1000_micro_batches(name):
     assert after.ru_utime - before.ru_utime < 60 and after.ru_maxrss < 4e6      # seconds on one core, KiB
 
 
+def test_schedules_are_listed_and_a_wrong_name_is_the_first_error(capsys):
+    code, out, _ = said(capsys, "simulate --list")
+    assert code == 0 and out.split() == list(GENERATORS)
+    code, out, err = said(capsys, "simulate --schedule zbh1")
+    assert (code, out) == (2, "") and "there is no schedule 'zbh1'" in err and "try: zb-h1" in err
+
+
 # ---- globaltensor simulate, with times
 
 

@@ -1,10 +1,10 @@
-"""The command `globaltensor`: run a program on several ranks, say what is here, run the benchmarks, plan ahead.
+"""The command `globaltensor`: run a program on several ranks, show the environment, run benchmarks, plan ahead.
 
     globaltensor run -n 4 train.py --steps 100     the program on 4 ranks of this host
     globaltensor info                              versions, devices, transports, the world
     globaltensor bench dispatch                    one of the benchmarks
     globaltensor simulate --schedule zb-h1 ...     a pipeline schedule, on any cluster, without running it
-    globaltensor memory --params 7.5e9 --zero 2    what a rank has to keep
+    globaltensor memory --params 7.5e9 --zero 2    the memory of a rank
 """
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line `args` (default: the process's own); the exit code."""
-    chosen = parser().parse_args(args)
+    arguments = sys.argv[1:] if args is None else args
+    if not arguments:                                # as git does: the commands, not an error about a missing one
+        parser().print_help()
+        return 0
+    chosen = parser().parse_args(arguments)
     try:
         return chosen.command(chosen)
     except Problem as problem:

@@ -1,4 +1,4 @@
-"""Say what is here: versions, devices, transports, and the world a program would see."""
+"""Show versions, devices, transports, and the world that a program would see."""
 from __future__ import annotations
 
 import argparse

@@ -1,4 +1,4 @@
-"""Say what a rank has to keep: parameters, gradients, optimizer state, activations.
+"""Estimate the memory of a rank: parameters, gradients, optimizer state, activations.
 
     globaltensor memory --params 7.5e9 --zero 2 --dp 64
     globaltensor memory --model gpt --layers 96 --hidden 12288 --heads 96 --seq 2048 --micro-batch 1 --tp 8 --sp \\

@@ -1,4 +1,4 @@
-"""Say what a pipeline schedule would take, without running it.
+"""Simulate a pipeline schedule: bubbles, memory and the time of a step, without running it.
 
     globaltensor simulate --schedule zb-h1 --stages 8 --micro-batches 24 --times 18.522,18.086,9.337,0.601
     globaltensor simulate --schedule mine.txt --times 1,1,1,0 --text
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 from typing import Any
 
 from globaltensor.cli.memory import model, model_options, number, parallel_options, positive, problem
@@ -42,6 +43,7 @@ _TO_SHOW = 300_000                                    # more actions than this m
 def options(of: argparse.ArgumentParser) -> None:
     """The command line of `globaltensor simulate`."""
     of.add_argument("--schedule", metavar="NAME", help=f"{', '.join(GENERATORS)}, or a file with your own")
+    of.add_argument("--list", action="store_true", help="show the names of the schedules and exit")
     of.add_argument("--chunks", type=positive, metavar="V", help="stages on each rank, for schedules where it is free")
     of.add_argument("--json", action="store_true", help="as one JSON object")
     of.add_argument("--text", action="store_true", help="also the timetable as text")
@@ -63,7 +65,15 @@ def options(of: argparse.ArgumentParser) -> None:
 
 
 def command(chosen: argparse.Namespace) -> int:
-    """Simulate one step and say what it was like."""
+    """Simulate one step and report it."""
+    if chosen.list:
+        print("\n".join(GENERATORS))
+        return 0
+    if chosen.schedule and chosen.schedule not in GENERATORS and not _is_file(chosen.schedule):
+        try:
+            generate(chosen.schedule, 1, 1)           # raises: the name is wrong, whatever else is missing
+        except GlobalTensorError as error:
+            raise problem(error) from None
     if (chosen.times is None) == (chosen.model is None):
         raise Problem("what do the actions take?\n  try: --times 1,1,1,0, or --model gpt --layers ...")
     show = bool(chosen.text or chosen.plot or chosen.trace)
@@ -146,7 +156,9 @@ def _show(chosen: argparse.Namespace, run: SimulatedRun, step: SimulatedStep | N
     if chosen.text and chosen.json:
         found["timetable"] = timetable.as_text(events).splitlines()
     elif chosen.text:
-        print(timetable.as_text(events), end="\n\n")
+        label = len(f"rank {run.schedule.ranks - 1}  ")
+        columns = shutil.get_terminal_size((240 + label, 0)).columns
+        print(timetable.as_text(events, max(columns - label, 20)), end="\n\n")
     try:
         if chosen.plot:
             title = f"{run.schedule.name}: bubble {found['bubble_rate']:.1%}"
@@ -192,7 +204,7 @@ def _text(found: dict[str, Any]) -> str:
                  ("per device", f"{found['tflops_per_device']:.1f} TFLOP/s, {found['share_of_peak']:.0%} of its peak"),
                  ("memory", f"{max(memory['per_rank']) / 1e9:.1f} of {memory['device'] / 1e9:.0f} GB"
                   + ("" if memory["fits"] else ": DOES NOT FIT"))]
-        rows += [(name.replace("_", " "), f"{one['bytes'] / 1e6:,.6g} MB, {one['seconds']:.3g} s"
+        rows += [(name.replace("_", " "), f"{one['bytes'] / 1e6:,.2f} MB, {one['seconds']:.3g} s"
                   + (" each" if name == "between_stages" else " a step")) for name, one in traffic.items()]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
