@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from globaltensor.cli.problem import Problem
+from globaltensor.runtime.text_table import aligned
 
 PACKAGE = Path(__file__).resolve().parents[1]
 BUNDLED = PACKAGE / "bundled" / "benchmarks"         # of an installed package; a checkout has its own
@@ -52,7 +53,7 @@ def command(chosen: argparse.Namespace) -> int:
         raise Problem(f"there is no benchmark {unknown[0]!r}\n  there are: {', '.join(known)}")
     names = chosen.names or list(known)
     if chosen.list:
-        print("\n".join(f"{name.ljust(max(map(len, names)))}  {known[name].question}" for name in names))
+        print("\n".join(aligned([(name, known[name].question) for name in names])))
         return 0
     told = {name: getattr(chosen, name) for name in ("quick", "ranks", "fresh", "hidden", "plot")}
     told = {name: value for name, value in told.items() if value is not None}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import globaltensor
 from globaltensor.runtime import native
+from globaltensor.runtime.text_table import aligned
 from globaltensor.runtime.world import world_size
 
 
@@ -86,6 +87,5 @@ def _world() -> dict[str, Any]:
 def _text(found: dict[str, dict[str, Any]]) -> str:
     lines = []
     for section, rows in found.items():
-        width = max(map(len, rows))
-        lines += [section, *(f"  {name.ljust(width)}  {value}" for name, value in rows.items())]
+        lines += [section, *aligned([(f"  {name}", str(value)) for name, value in rows.items()])]
     return "\n".join(lines)

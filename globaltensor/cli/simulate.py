@@ -27,6 +27,7 @@ from typing import Any
 from globaltensor.cli.memory import model, model_options, number, parallel_options, positive, problem
 from globaltensor.cli.problem import Problem
 from globaltensor.errors import GlobalTensorError
+from globaltensor.runtime.text_table import aligned
 from globaltensor.schedules import text, timetable
 from globaltensor.schedules.check import activation_history, check_schedule, peak_activations
 from globaltensor.schedules.communication import routes
@@ -206,5 +207,4 @@ def _text(found: dict[str, Any]) -> str:
                   + ("" if memory["fits"] else ": DOES NOT FIT"))]
         rows += [(name.replace("_", " "), f"{one['bytes'] / 1e6:,.2f} MB, {one['seconds']:.3g} s"
                   + (" each" if name == "between_stages" else " a step")) for name, one in traffic.items()]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+    return "\n".join(aligned(rows))

@@ -26,6 +26,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call
+from globaltensor.runtime.text_table import aligned
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -196,14 +197,11 @@ def _table(rows: tuple[Row, ...]) -> str:
         second = f"{row.second}   {_dearer(row.dearer)}" if row.second else "-"
         lines.append([row.where, row.op + (f" x{count}" if count > 1 else ""), row.chosen + on, row.boxed or "-",
                       f"{nbytes:,}", second])
-    widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
-    text = ["  ".join(cell.rjust(w) if k == 4 else cell.ljust(w) for k, (cell, w) in enumerate(zip(line, widths)))
-            for line in lines]
     moved = [move for row in rows for move in row.moves if move.bytes]
     total = f"{len(rows)} rows; {len(moved)} boxings moved {sum(m.bytes for m in moved):,} bytes"
     if len(places) == 1:
         total += f"; all on {places[0]}"
-    return "\n".join(line.rstrip() for line in [*text, total])
+    return "\n".join([*aligned(lines, right={lines[0].index("bytes")}), total])
 
 
 def _dearer(seconds: float) -> str:

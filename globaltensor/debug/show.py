@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Spec
 from globaltensor.layouts.regions import Region, volume
+from globaltensor.runtime.text_table import aligned
 from globaltensor.runtime.world import world
 
 WIDTH, HEIGHT = 96, 40                               # characters and lines that a drawing may take
@@ -168,10 +169,8 @@ def _table(of: Spec) -> list[list[Segment]]:
         at = ", ".join(map(str, of.placement.coords[rank]))
         rows.append((str(rank), at, f"[{', '.join(f'{a}:{b}' for a, b in region)}]", str(list(local)),
                      f"{prod(local) * of.dtype.itemsize:,}"))
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     ranks: list[int | None] = [None, *of.placement.flat]
-    return [[("  " + "  ".join(text.ljust(w) for text, w in zip(row, widths)).rstrip(), rank)]
-            for rank, row in zip(ranks, rows)]
+    return [[(f"  {line}", rank)] for rank, line in zip(ranks, aligned(rows))]
 
 
 def _print(lines: list[list[Segment]]) -> None:

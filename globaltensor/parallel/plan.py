@@ -44,6 +44,7 @@ from globaltensor.parallel import experts as expert_layers
 from globaltensor.parallel import grids
 from globaltensor.parallel.grids import PlanRow, PlanRows
 from globaltensor.parallel.modules import M, first_fit, named_tensors, stand_in, step_back, to_global
+from globaltensor.runtime.text_table import aligned
 
 _OUT, _IN, _EXPERTS, _AS_IT_LIES = " ->", " <-", " =>", "-"
 _OF_MODULES = (_OUT, _IN, _EXPERTS)
@@ -169,8 +170,7 @@ class Plan(MutableMapping):
         table = [("# name", *self.axes)]
         table += [(pattern, *[str(row.get(axis, _rest(pattern))) for axis in self.axes])
                   for pattern, row in self.items()]
-        widths = [max(map(len, column)) for column in zip(*table)]
-        return "\n".join("   ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in table)
+        return "\n".join(aligned(table, gap="   "))
 
     def __repr__(self) -> str:
         return f"Plan({self._rows})"
