@@ -255,8 +255,8 @@ def native(kernel, src, dst, shape, dtype, shards, lone, shared):
     ties = {}
     for mine in [tuple(ranks)] if lone else [(rank,) for rank in ranks]:
         p = kernel_program.compile_program(src, dst, shape, dtype.itemsize, mine, index, shared)
-        assert len(p.regions) == p.count * ctypes.sizeof(Region)
-        reduce(kernel, p.regions, p.count, p.corners, p.op, sources, targets)
+        assert len(p.regions) == p.region_count * ctypes.sizeof(Region)
+        reduce(kernel, p.regions, p.region_count, p.corners, p.op, sources, targets)
         ties |= {(mine[0], ranks[i]): tie for i, tie in zip(p.partners, p.ties)}
         assert list(p.partners) == sorted(p.partners) and (not lone or not p.partners)
     for (a, b), tie in ties.items():

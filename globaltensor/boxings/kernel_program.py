@@ -39,9 +39,9 @@ class KernelProgram(NamedTuple):
     """What a process runs. `partners` (indices into the tables of shards, ascending) and what ties it to each, a set of
     enum gt_tie, are for a process that drives one rank, else empty."""
 
-    regions: bytes                                   # gt_region[count]
+    regions: bytes                                   # gt_region[region_count]
     corners: bytes                                   # gt_corner[]
-    count: int
+    region_count: int
     op: int                                          # enum gt_op
     partners: tuple[int, ...]
     ties: tuple[int, ...]

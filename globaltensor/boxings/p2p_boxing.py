@@ -39,5 +39,6 @@ def _unpacked(program: TorchProgram, of: Spec, dst: Layout, received: Mapping[in
     (rank, fills), *others = program.fills.items() or [(-1, ())]
     if not others and len(fills) == 1 and fills[0].at is None and len(fills[0].parts) == 1:
         (_, shape, (part,)), = fills
+        assert part.owner is not None                # what was received has a sender
         return {rank: received[part.owner].read(shape, part.size, of.dtype)}
     return build(program, {}, of.dtype, dst, received)

@@ -68,7 +68,7 @@ def _search(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Mac
     if between is not None:
         first, then = (_search(a, b, shape, magnitude, machine) for a, b in ((src, between), (between, dst)))
         return BoxingPlan(first.layouts + then.layouts[1:], first.fixed + then.fixed, first.rate + then.rate)
-    import networkx as nx  # here, as it takes 0.1 s to import
+    import networkx as nx  # type: ignore[import-untyped]  # here, as it takes 0.1 s to import
 
     graph = nx.DiGraph()
     nbytes = 1 << magnitude

@@ -79,7 +79,7 @@ class Travel:
 
     def there(self, module: nn.Module, args: tuple) -> tuple | None:
         """A forward pre-hook. What it does not recognise it leaves alone: that runs as well, and moves more."""
-        matrices = next((p for p in module.parameters(recurse=False) if p.dim() == 3), None)
+        matrices: Any = next((p for p in module.parameters(recurse=False) if p.dim() == 3), None)
         self.under_way.append(None)
         if len(args) != 3 or matrices is None or not args[0].is_global or args[0].dim() != 2 or not args[1].numel():
             return None
@@ -94,6 +94,7 @@ class Travel:
                          prod(home.shape[axis] for axis in alike) * (1 if len(blocks) == ranks else ranks))
         order = [*apart, *alike, *(axis for axis in axes if axis not in apart + alike)]
         there = _Turned(home, order, len(apart + alike))
+        token: Any
         token, choice, counts = (there.dealt(t) for t in (slots.token, slots.choice, slots.counts))
         picked = token.to_global(sbp=tuple(
             split(0) if axis in apart and tokens.sbp[axis].is_broadcast else broadcast for axis in axes))
@@ -105,7 +106,7 @@ class Travel:
 
     def back(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """A forward hook: what the experts of a token gave, added up where the token was."""
-        found = self.under_way.pop()
+        found: Any = self.under_way.pop()
         if found is None:
             return output
         for _, owner, key, _, _ in named_tensors(module):
@@ -142,13 +143,13 @@ class _Turned:
             rows = dealt
         return from_full(rows, self.home, broadcast)
 
-    def seen(self, x: Tensor) -> Tensor:
+    def seen(self, x: Any) -> Any:
         """A tensor at home as it is called there."""
         if self.place is self.home:
             return x
         return _Called.apply(x, layout(self.place, tuple(x.sbp[axis] for axis in self.order)), self.order)
 
-    def from_there(self, x: Tensor) -> Tensor:
+    def from_there(self, x: Any) -> Any:
         """Rows there as they are called at home."""
         if self.place is self.home:
             return x
@@ -165,12 +166,12 @@ class _Called(torch.autograd.Function):
     is put together first."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dst: Layout, order: list[int]) -> Tensor:
+    def forward(ctx: Any, x: GlobalTensor, dst: Layout, order: list[int]) -> GlobalTensor:
         ctx.src, ctx.order = x.spec.layout, order
         return GlobalTensor.wrap(spec(dst, x.spec.shape, x.spec.stride, x.spec.dtype), x.shards)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
+    def backward(ctx: Any, grad: GlobalTensor) -> tuple:
         was = [ctx.src.sbp[axis] for axis in ctx.order]
         grad = grad.to_global(sbp=tuple(s if s.is_split else broadcast if g.is_split else g
                                         for s, g in zip(was, grad.sbp)))

@@ -15,6 +15,7 @@ from globaltensor.errors import SbpError
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, SbpLike, broadcast, split
 from globaltensor.tensors.convert import from_full
+from globaltensor.tensors.global_tensor import GlobalTensor
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -38,7 +39,8 @@ def to_global(module: M, placement: Placement, sbp: SbpLike | Callable[[str, Any
 
 def _moved(tensor: torch.Tensor, placement: Any, sbp: Any) -> torch.Tensor:
     with torch.no_grad():
-        moved = tensor.to_global(placement, sbp) if tensor.is_global else from_full(tensor.detach(), placement, sbp)
+        moved = (tensor.to_global(placement, sbp) if isinstance(tensor, GlobalTensor) else
+                 from_full(tensor.detach(), placement, sbp))
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(moved, requires_grad=tensor.requires_grad)
     return moved

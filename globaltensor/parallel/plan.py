@@ -34,7 +34,6 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from globaltensor.errors import SbpError
@@ -45,6 +44,7 @@ from globaltensor.parallel import grids
 from globaltensor.parallel.grids import PlanRow, PlanRows
 from globaltensor.parallel.modules import M, first_fit, named_tensors, stand_in, step_back, to_global
 from globaltensor.runtime.text_table import aligned
+from globaltensor.tensors.global_tensor import GlobalTensor
 
 _OUT, _IN, _EXPERTS, _AS_IT_LIES = " ->", " <-", " =>", "-"
 _OF_MODULES = (_OUT, _IN, _EXPERTS)
@@ -226,7 +226,7 @@ def _brought(row: PlanRow, value: Any) -> Any:
         return type(value)((key, _brought(row, one)) for key, one in value.items())
     if isinstance(value, (tuple, list)):
         return type(value)(_brought(row, one) for one in value)
-    if not (isinstance(value, torch.Tensor) and value.is_global):
+    if not isinstance(value, GlobalTensor):
         return value
     names = value.placement.names
     return value.to_global(sbp=tuple(row.get(name, s) for name, s in zip(names, value.sbp)))

@@ -73,9 +73,13 @@ class ShardedLayer:
 
     def __init__(self, module: nn.Module, axis: str) -> None:
         self.module = module
-        self.slots = [(owner, key, p) for owner in module.modules() for key, p in owner._parameters.items()
-                      if p is not None and p.is_global and _whole(p, axis) is not None]
-        self.wholes = [_whole(p, axis) for _, _, p in self.slots]
+        self.slots: list[tuple[nn.Module, str, GlobalTensor]] = []
+        self.wholes: list[Layout] = []
+        for owner in module.modules():
+            for key, p in owner._parameters.items():
+                if isinstance(p, GlobalTensor) and (whole := _whole(p, axis)) is not None:
+                    self.slots.append((owner, key, p))
+                    self.wholes.append(whole)
         self.now: list[dict[int, Tensor]] | None = None                  # rank -> shard, per parameter
         self.versions: list[int] = []                # of the parameters, when that was
         self.shells: weakref.WeakValueDictionary[int, SavedStorages] = weakref.WeakValueDictionary()
@@ -91,6 +95,7 @@ class ShardedLayer:
 
     def take_up(self, turn: int) -> None:
         """While the layer works, what was gathered stands before its parameters."""
+        assert self.now is not None                  # it has arrived
         self.own = SavedStorages({rank: t.detach() for rank, t in shard.items()} for shard in self.now)
         self.shells[turn] = self.own
         for (owner, key, p), whole, shell in zip(self.slots, self.wholes, self.own):

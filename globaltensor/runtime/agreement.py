@@ -6,7 +6,7 @@ import pickle
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from globaltensor.runtime.exchange import AGREE, BROADCAST, GATHER, exchange
 from globaltensor.runtime.world import rank, world
 
 _uncoordinated = False
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -109,7 +111,7 @@ def broadcast_object(value: object, source: int, what: str = "broadcasting a res
     return from_bytes(data)
 
 
-def gather_objects(value: tuple, what: str) -> list[tuple]:
+def gather_objects(value: T, what: str) -> list[T]:
     """Every process's `value`, in the order of ranks.
 
     Raises DisagreementError on every rank where not all of them do `what`.

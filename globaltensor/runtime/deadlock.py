@@ -72,15 +72,16 @@ def leave() -> None:
 
 def raise_if_deadlocked() -> None:
     """Raise where this wait is part of a deadlock: called from waits that can be interrupted."""
-    if _watch is not None and _watch.rows:
-        raise detected()
+    if _watch is not None and _watch.rows and (error := detected()) is not None:
+        raise error
 
 
 def deadlocked(waits: Mapping[int, Wait | None]) -> bool:
     """Can none of these ranks ever go on? `waits` has an entry per rank of the world, None where it does not wait."""
     return all(waits.values()) and not any(
-        all(waits[peer].tag == wait.tag and rank in waits[peer].peers for peer in wait.peers)
-        for rank, wait in waits.items())
+        all(other is not None and other.tag == wait.tag and rank in other.peers
+            for other in map(waits.__getitem__, wait.peers))
+        for rank, wait in waits.items() if wait is not None)
 
 
 def watch(store: Any, rank: int, size: int) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,8 @@ def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.
     if world().staged:
         outgoing = {r: t.cpu() for r, t in outgoing.items()}
         staged = {r: (t, torch.empty_like(t, device="cpu")) for r, t in incoming.items() if t.device.type != "cpu"}
-    moves = [(dist.irecv, staged[r][1] if r in staged else t, r) for r, t in incoming.items()]
+    moves: list[tuple[Callable[..., Any], torch.Tensor, int]] = []
+    moves += [(dist.irecv, staged[r][1] if r in staged else t, r) for r, t in incoming.items()]
     moves += [(dist.isend, t, r) for r, t in outgoing.items()]
     if not moves:
         return
@@ -49,7 +51,7 @@ def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.
 def post(buffer: torch.Tensor, peer: int, receive: bool = False) -> dist.Work:
     """Start sending a flat buffer on the CPU to a rank, or filling it from there, without waiting. Messages between two
     ranks are matched by order. The buffer must not be touched before `wait` returns."""
-    move = dist.irecv if receive else dist.isend
+    move: Callable[..., Any] = dist.irecv if receive else dist.isend
     return move(buffer, peer, group=world().control, tag=_POST)
 
 

@@ -6,13 +6,14 @@ tensors whose storage was freed. Every place that takes a plain tensor asks here
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from globaltensor.errors import GlobalTensorError
 
-_address = torch._C._data_address
+_address: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]  # not in the stubs
 
 
 def require(t: torch.Tensor, what: str) -> None:
@@ -24,7 +25,7 @@ def require(t: torch.Tensor, what: str) -> None:
 
 def missing(t: torch.Tensor) -> tuple[str, str] | None:
     """What a tensor without memory is, and what to type instead; None for one that has memory."""
-    if t.is_global:
+    if getattr(t, "is_global", False):
         return "a global tensor", "x.to_global(placement, sbp), or x.full_tensor()"
     if t.is_nested:
         return "a nested tensor", "t.to_padded_tensor(0)"

@@ -116,8 +116,9 @@ def _as_another(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -
     return _or_torchs(AS[func], func, args, kwargs)
 
 
-def _or_torchs(told: Callable[..., Any], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _or_torchs(told: Callable[..., Any] | None, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What `told` says; where that is an error, torch's meta kernel has the word, as ops that are called check more."""
+    assert told is not None                          # the op was filed here because there is one
     try:
         with Asking():
             return told(*args, **kwargs)

@@ -14,7 +14,7 @@ import os
 import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import torch  # noqa: F401  (its libraries must be there before ours)
 
@@ -36,7 +36,7 @@ def _load_core_lib() -> ctypes.CDLL | None:
     return None
 
 
-def _load_torch_ext() -> ModuleType | None:
+def _load_torch_ext() -> Any:
     global _trouble
     if core_lib is None:
         return None
@@ -50,7 +50,7 @@ def _load_torch_ext() -> ModuleType | None:
 
 
 core_lib = _load_core_lib()
-torch_ext = _load_torch_ext()
+torch_ext: Any = _load_torch_ext()                   # None where it is not built: its functions have no stubs
 
 
 def how_to_build() -> str:

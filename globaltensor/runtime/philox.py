@@ -63,8 +63,9 @@ _CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 
 def _bind(library: CDLL | None) -> dict[str, Any]:
     """law -> its function of csrc/philox/fill.h; empty without the native code, or where it is too old to have it."""
     functions = {}
-    for law, parameters in {"words": [c_uint64], "uniform": 3 * [c_double], "normal": 2 * [c_double],
-                            "exponential": 2 * [c_double], "integers": 3 * [c_uint64], "bernoulli": [c_uint64]}.items():
+    laws: dict[str, list[Any]] = {"words": [c_uint64], "uniform": 3 * [c_double], "normal": 2 * [c_double],
+                                  "exponential": 2 * [c_double], "integers": 3 * [c_uint64], "bernoulli": [c_uint64]}
+    for law, parameters in laws.items():
         if function := getattr(library, f"gt_fill_{law}", None):
             function.argtypes, function.restype = [c_void_p, c_int, c_uint64, c_int, c_char_p, *parameters], c_int
             functions[law] = function

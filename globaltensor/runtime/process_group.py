@@ -47,7 +47,9 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 def transport(group: dist.ProcessGroup | None = None) -> str:
     """How bytes move between the ranks of a group of this backend, in a line."""
-    backend = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+    group = group or dist.group.WORLD
+    assert group is not None                         # torch.distributed is started
+    backend: Any = group._get_backend(torch.device("cpu"))
     backend = getattr(backend, "wrapped_pg", backend)      # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     return backend.transport if hasattr(backend, "transport") else backend.name()
 

@@ -85,7 +85,9 @@ def _ranks_per_host(size: int) -> int:
 def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     """Agree on a random state, look out for deadlocks, share memory with the ranks of this host where all can."""
     # Without this each process has a random state of its own.
-    torch.set_rng_state(broadcast_object(torch.get_rng_state(), 0, "starting"))
+    state = broadcast_object(torch.get_rng_state(), 0, "starting")
+    assert isinstance(state, torch.Tensor)
+    torch.set_rng_state(state)
     deadlock.watch(dist.distributed_c10d._get_default_store(), new.rank, new.size)
     first = new.rank - new.rank % (per_host := _ranks_per_host(new.size))
     here = range(first, min(first + per_host, new.size))

@@ -16,7 +16,7 @@ from globaltensor.runtime.memory import require
 
 def assign(x: Any, index: Any, value: Any) -> None:
     """x[index] = value; an index that is not plain, or cuts no split dim, goes torch's own way."""
-    if isinstance(value, torch.Tensor) and not value.is_global:
+    if isinstance(value, torch.Tensor) and not getattr(value, "is_global", False):
         require(value, "the value of an assignment x[...] = t")
     ranges = _ranges(index, x.spec) if hasattr(x, "spec") else None
     if ranges is None or not _cuts_split(ranges, x.spec):

@@ -226,7 +226,7 @@ def normal(mean: Any, std: Any, size: Any = None, *, placement: Any = None, sbp:
                             "that of tensors is laid out as they are", "torch.normal(mean, std) of global tensors")
     shape, dtype = _read((size,), dtype, given)
     return _random("normal", shape, dtype, placement, sbp, requires_grad, generator,
-                   lambda *where: philox.normal(*where, mean, std))
+                   lambda key, shape, part, dtype, device: philox.normal(key, shape, part, dtype, device, mean, std))
 
 
 @overload

@@ -6,6 +6,7 @@ above any tensor; ops arrive below, at `__torch_dispatch__`.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,19 +25,22 @@ from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import assign, backward, gradients, lookup, multihead_attention, products
 
-_data = torch.Tensor.data
+_data: Any = torch.Tensor.data                       # a descriptor of C, as is requires_grad
 
 
-def _may_take_data(x: torch.Tensor, value: torch.Tensor) -> bool:
+def _may_take_data(x: Any, value: Any) -> bool:
     """May `x.data = value` be done, and may a module change its parameter that way?"""
     return x.is_global and value.is_global
 
 
-_TAKEN = {**products.TAKEN, **lookup.TAKEN, **gradients.TAKEN, torch.Tensor.__setitem__: assign.assign}
-_WITHIN = {**backward.TAKEN, **multihead_attention.TAKEN}      # overrides stay in force inside these
+_TAKEN: dict[Any, Callable[..., Any]] = {**products.TAKEN, **lookup.TAKEN, **gradients.TAKEN,
+                                         torch.Tensor.__setitem__: assign.assign}
+# overrides stay in force inside these
+_WITHIN: dict[Any, Callable[..., Any]] = {**backward.TAKEN, **multihead_attention.TAKEN}
 _make = torch.Tensor._make_wrapper_subclass
-_KEY = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("TESTING_ONLY_GenericWrapper"))    # no other tensor has it
-_requires_grad = torch._C.TensorBase.requires_grad
+_key: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericWrapper")          # no other tensor has it
+_KEY = torch._C.DispatchKeySet(_key)
+_requires_grad: Any = torch._C.TensorBase.requires_grad
 
 
 if TYPE_CHECKING:
@@ -57,7 +61,7 @@ class GlobalTensor(TensorMethods):
     @classmethod
     def wrap(cls, of: Spec, shards: Shards) -> GlobalTensor:
         """A global tensor of these shards; nothing is checked."""
-        device = next(iter(shards.values())).device if shards else of.placement.type
+        device = next(iter(shards.values())).device if shards else torch.device(of.placement.type)
         made = _make(cls, of.shape, strides=of.stride, dtype=of.dtype, device=device, _extra_dispatch_keys=_KEY)
         torch._C._set_throw_on_mutable_data_ptr(made)
         made.spec = of
@@ -73,7 +77,8 @@ class GlobalTensor(TensorMethods):
             return _TAKEN.get(func, func)(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any,  # type: ignore[override]  # torch declares a function of C
+                           args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         return arrive(cls, func, args, kwargs or {})
 
     # ---------------------------------------------------------------------------------------------- what it is
@@ -106,7 +111,7 @@ class GlobalTensor(TensorMethods):
         grad = resolve_layout(self.placement, grad_sbp, self.dim()) if grad_sbp is not None else None
         return to_layout(self, dst) if grad is None else _convert(self, dst, grad)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch calls it so
         where = f"placement={self.placement}, sbp={sbp_text(self.sbp)}"
         with torch.no_grad():
             if world().single_process or all(s.is_broadcast for s in self.sbp) and self.shards:
@@ -161,11 +166,12 @@ class GlobalTensor(TensorMethods):
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
-    def new_tensor(self, data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+    def new_tensor(self, data: Any, *, dtype: torch.dtype | None = None,  # type: ignore[override]  # options by name
+                   **options: Any) -> torch.Tensor:
         """A plain tensor of this data, with this tensor's dtype and device."""
         return torch.tensor(data, dtype=dtype or self.dtype, **{"device": self.device, **options})
 
-    def new(self, *args: Any, **options: Any) -> torch.Tensor:
+    def new(self, *args: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]  # plain, not global
         """A plain tensor, with this tensor's dtype and device."""
         return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **options)
 
@@ -225,7 +231,7 @@ class GlobalTensor(TensorMethods):
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
-    def __reduce_ex__(self, protocol: int) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         if not world().single_process:
             raise GlobalTensorError("pickling a global tensor in one of several processes",
                                     "each process holds only its own shards", "gt.save, or x.full_tensor()")
@@ -375,8 +381,9 @@ if torch_ext is None:
     _checks.impl("_has_compatible_shallow_copy_type", _may_take_data)
 else:                                                # the same class, with its memory and its ways in C++
     torch_ext.bind_class(GlobalTensor, _describe)
-    GlobalTensor.wrap = torch_ext.wrap
-    GlobalTensor.__torch_function__ = torch._C._disabled_torch_function_impl
-    GlobalTensor.__setitem__ = assign.assign
+    native_class: Any = GlobalTensor
+    native_class.wrap = torch_ext.wrap
+    native_class.__torch_function__ = torch._C._disabled_torch_function_impl
+    native_class.__setitem__ = assign.assign
     torch_ext.on_lookup(lookup.Lookup.apply)
     torch_ext.on_redistribute_backward(_plan_back, lambda grad, x, grad_layout: _back(grad, x.layout, grad_layout))

@@ -25,8 +25,9 @@ from globaltensor.boxings.watch import watched
 from globaltensor.layouts.layout import Layout, spec
 from globaltensor.runtime.native import torch_ext
 
-raw_grad = torch._C.TensorBase.grad.__get__               # the gradient of a leaf as it lies
-_set = torch._C.TensorBase.grad.__set__
+_grad: Any = torch._C.TensorBase.grad                # a descriptor of C
+raw_grad = _grad.__get__                             # the gradient of a leaf as it lies
+_set = _grad.__set__
 _order = count()
 pending: dict[int, Any] = {}                         # leaves whose gradients lie elsewhere than they do
 EARLY = 25 << 20                                     # bytes of gradients that wait, at most, for leaves aimed early

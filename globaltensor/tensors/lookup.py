@@ -48,7 +48,7 @@ class EmbeddingGradient(torch.autograd.Function):
         return found.masked_fill((indices == ctx.padding).unsqueeze(-1), 0), None, None, None
 
 
-def embedding(input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+def embedding(input: torch.Tensor, weight: Any, padding_idx: int | None = None, max_norm: float | None = None,
               norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False) -> torch.Tensor:
     """F.embedding; all but a cut vocabulary goes torch's own way."""
     cut = weight.is_global and weight.dim() == 2 and any(s.is_split and s.dim == 0 for s in weight.sbp)

@@ -13,7 +13,7 @@ from typing import Any
 from torch.nn import functional as F
 
 
-def _asked_no_more(function: FunctionType) -> Callable[..., Any]:
+def _asked_no_more(function: Any) -> Callable[..., Any]:
     """The same function, where `has_torch_function` says no."""
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}
     same = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)

@@ -18,9 +18,10 @@ def _no_layout(self: torch.Tensor) -> Any:
 
 def install() -> None:
     """Give torch.Tensor the attributes that GlobalTensor has."""
-    torch.Tensor.is_global = property(lambda self: False)
-    torch.Tensor.sbp = property(_no_layout)
-    torch.Tensor.placement = property(_no_layout)
-    torch.Tensor.to_global = convert.plain_to_global
+    plain: Any = torch.Tensor                        # a class learns attributes, which its stubs cannot know
+    plain.is_global = property(lambda self: False)
+    plain.sbp = property(_no_layout)
+    plain.placement = property(_no_layout)
+    plain.to_global = convert.plain_to_global
     for module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
         import_module(module)._foreach_supported_types.append(GlobalTensor)     # clipping takes all norms in one go

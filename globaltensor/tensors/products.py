@@ -46,7 +46,8 @@ def defer_weight_grads(inputs: Sequence[torch.Tensor]) -> Iterator[list[Deferred
 
 def _gradient(leaf: torch.Tensor, equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
     if _deferring is not None and leaf.is_leaf and not any(leaf is one for one in _deferring[0]):
-        return _deferring[1].append((leaf, equation, a, b))
+        _deferring[1].append((leaf, equation, a, b))
+        return None
     return Contract.apply(equation, a, b)
 
 
