@@ -57,7 +57,7 @@ def test_tiles_are_what_a_causal_mask_shows():
         assert seen.equal(whole[a:b, c:d]), f"rows {a}:{b}, columns {c}:{d}"
 
 
-# ------------------------------------------------------------------------------- the op, in turns however things lie
+# ------------------------------------------------------------------------------- the op, in steps, in every layout
 
 
 # queries, keys and values, causal, shape of a mask
@@ -91,7 +91,7 @@ def mask_of(shape, dtype=torch.float64):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ranks", PLACES)
 def test_every_layout_gives_what_one_device_gives(ranks, name):
-    """The op itself and its gradients, of operands that lie at random; queries along the sequence as often as not."""
+    """The op itself and its gradients, of operands laid out at random; queries along the sequence as often as not."""
     where, generator = place(PLACES[ranks]), torch.Generator().manual_seed(SEED)
     rng = random.Random(f"{SEED} {ranks} {name}")
     q_shape, k_shape, causal, mask_shape = CASES[name]
@@ -120,7 +120,7 @@ def test_every_layout_gives_what_one_device_gives(ranks, name):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_parts_are_added_up_in_32_bits(dtype, causal):
-    """As exact as the kernel is on one device, though results are rounded once a turn."""
+    """As exact as the kernel is on one device, though results are rounded once a step."""
     where, generator = place([0, 1, 2, 3]), torch.Generator().manual_seed(SEED)
     exact = [draw(1, 1, 130, 16, dtype=dtype, more=i).double() for i in range(4)]
     truth = FORWARD(*exact[:3], 0.0, causal)
@@ -343,7 +343,7 @@ def test_a_rank_holds_one_block_at_a_time(causal):
     (True, 4, S(2), (3, 1, 64, 8), (3, 1, 64, 8), {"is_causal": True}),       # nor samples
     (False, 4, S(2), (1, 1, 64, 8), (1, 1, 64, 8), {}),                       # short: one gather is soonest
     (True, 4, S(2), (1, 1, 4096, 64), (1, 1, 4096, 64), {}),                  # long: a gather is no sooner
-    (True, 2, S(2), (1, 1, 64, 8), (1, 1, 64, 8), {}),                        # a turn is a move: the gather's
+    (True, 2, S(2), (1, 1, 64, 8), (1, 1, 64, 8), {}),                        # a step is a move: the gather's
     (False, 2, B, (1, 1, 64, 8), (1, 1, 64, 8), {"is_causal": True}),
     (False, 2, S(1), (1, 2, 64, 8), (1, 2, 64, 8), {"is_causal": True}),
     (False, 1, S(2), (1, 1, 64, 8), (1, 1, 64, 8), {"is_causal": True}),
@@ -351,9 +351,9 @@ def test_a_rank_holds_one_block_at_a_time(causal):
 def test_when_turns_are_taken(taken, parts, nd, q_shape, k_shape, options):
     where, causal = place(list(range(parts))), options.get("is_causal", False)
     q, k, v = (gt.zeros(s, placement=where, sbp=nd) for s in (q_shape, k_shape, k_shape))
-    assert ring_attention.pays(Call(FORWARD, (q, k, v, 0.0, causal), {})) is taken
-    assert ring_attention.pays(Call(BACKWARD, (q, q, k, v, q, q[..., 0], 0.0, causal), {})) is taken
-    assert TABLE[FORWARD].applies is TABLE[BACKWARD].applies is ring_attention.pays
+    assert ring_attention.is_profitable(Call(FORWARD, (q, k, v, 0.0, causal), {})) is taken
+    assert ring_attention.is_profitable(Call(BACKWARD, (q, q, k, v, q, q[..., 0], 0.0, causal), {})) is taken
+    assert TABLE[FORWARD].applies is TABLE[BACKWARD].applies is ring_attention.is_profitable
 
 
 def test_keys_that_are_whole_leave_it_to_the_rule_or_to_one_turn():
@@ -362,7 +362,7 @@ def test_keys_that_are_whole_leave_it_to_the_rule_or_to_one_turn():
     k = gt.zeros(1, 1, 64, 8, placement=where, sbp=B)
     for keys in ((k, k), (torch.zeros(1, 1, 64, 8),) * 2):
         for causal in (False, True):
-            assert ring_attention.pays(Call(FORWARD, (q, *keys, 0.0, causal), {})) == causal
+            assert ring_attention.is_profitable(Call(FORWARD, (q, *keys, 0.0, causal), {})) == causal
 
 
 @pytest.mark.parametrize("shapes", [
@@ -370,8 +370,8 @@ def test_keys_that_are_whole_leave_it_to_the_rule_or_to_one_turn():
     [(1, 1, 6, 8), (2, 1, 6, 8), (2, 1, 6, 8)]], ids=str)
 def test_sizes_that_do_not_fit_are_left_to_torch(shapes):
     q, k, v = (gt.zeros(s, placement=place([0, 1]), sbp=S(2)) for s in shapes)
-    assert not ring_attention.pays(Call(FORWARD, (q, k, v, 0.0, True), {}))
-    assert ring_attention.pays(Call(FORWARD, (q, q, q, 0.0, True), {}))
+    assert not ring_attention.is_profitable(Call(FORWARD, (q, k, v, 0.0, True), {}))
+    assert ring_attention.is_profitable(Call(FORWARD, (q, q, q, 0.0, True), {}))
 
 
 def test_dropout_draws_as_without_turns():

@@ -279,9 +279,9 @@ decomposed("batch_norm_backward cudnn_batch_norm_backward", batch_norm.as_native
 lines("_weight_norm_interface", layers.weight_norm())
 lines("_weight_norm_interface_backward", layers.weight_norm(backward=True))
 lines("_scaled_dot_product_flash_attention_for_cpu", layers.attention(), decomposition=ring_attention.forward,
-      applies=ring_attention.pays)
+      applies=ring_attention.is_profitable)
 lines("_scaled_dot_product_flash_attention_for_cpu_backward", layers.attention(backward=True),
-      decomposition=ring_attention.backward, applies=ring_attention.pays)
+      decomposition=ring_attention.backward, applies=ring_attention.is_profitable)
 for _name in ("flash", "efficient", "cudnn"):
     decomposed(f"_scaled_dot_product_{_name}_attention _scaled_dot_product_{_name}_attention_backward",
                fused_attention.rank_by_rank)
