@@ -239,20 +239,20 @@ lines("embedding", indices.embedded, local_impl=local_impls.embedding)
 lines("embedding_dense_backward", indices.embedded_backward)
 TABLE[custom_ops.embedding_backward] = Line(indices.embedded_backward_rows, local_impl=local_impls.embedding_backward)
 lines("index.Tensor", indices.indexed, local_impl=local_impls.index, decomposition=grouped_mm.take_rows,
-      applies=grouped_mm.travels)
+      applies=grouped_mm.gathers_rows)
 lines("index_select", indices.index_selected, local_impl=local_impls.index_select, decomposition=grouped_mm.take_rows,
-      applies=grouped_mm.travels)
+      applies=grouped_mm.gathers_rows)
 lines("gather", indices.gathered, local_impl=local_impls.gather)
 lines("scatter.src", indices.scattered("a*B+B*c"), local_impl=local_impls.scatter)
 lines("scatter.value", indices.scattered_value, local_impl=local_impls.scatter)
 lines("scatter_add", indices.scattered("a+B*c", index="k"), local_impl=local_impls.scatter)
 lines("scatter.reduce scatter.value_reduce scatter_reduce.two", indices.scattered("", touched="v!"))
 lines("index_add", indices.index_written("a+B*c"), local_impl=local_impls.index_add, decomposition=grouped_mm.add_rows,
-      applies=grouped_mm.returns)
+      applies=grouped_mm.scatters_rows)
 lines("index_copy index_fill.int_Tensor", indices.index_written("a*B+B*c", touched="v!", index="k!"))
 lines("index_fill.int_Scalar", indices.index_filled)
 lines("index_put", indices.index_assigned, local_impl=local_impls.index_put, decomposition=grouped_mm.add_rows,
-      applies=grouped_mm.returns)
+      applies=grouped_mm.scatters_rows)
 
 # ------------------------------------------------------------------------------------------------- networks' own
 lines("native_layer_norm", layers.normalized("b* d*!, d*!, d*! -> b* d*!, b* o*!, b* o*!", "A*b+c;A;A"),
