@@ -1,225 +1,249 @@
-"""Local ops that stand in for the op itself, where a rank must do something of its own with its part.
+"""Local implementations: what runs on a rank instead of the op itself, where it depends on which part the rank has.
 
 Each takes (recipe, rank, args, kwargs) of the local call. `recipe.regions[q][rank]` is the part that the rank has of
 operand q, `recipe.shapes[q]` the operand's global shape.
 
-Indices into a cut dim: a rank does those that fall into its part, shifted to where its part begins. For the others
-it looks up a row that it has and puts zeros in its place, or adds zeros to such a row, or writes to a row that it
-throws away.
+Indices into a cut dim: a rank handles those that fall into its part, counted from where its part begins. For the others
+it looks up some row of its own and replaces it by zeros, or adds zeros to such a row, or writes to an extra row that is
+thrown away.
 """
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+
+from globaltensor.layouts.layout import Shape
+from globaltensor.layouts.regions import Range, Region
 
 aten = torch.ops.aten
 
 
-def view(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    """A view where the shard's strides allow it, as the global strides do; else a copy."""
+class LocalRecipe(Protocol):
+    """What a local implementation reads of its recipe (dispatch/recipe.py)."""
+
+    func: OpOverload
+    ranks: Sequence[int]
+    shapes: Sequence[Shape]
+    regions: Sequence[Mapping[int, Region]]
+    local_impl: Callable[..., Any] | None
+
+
+def view(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    """A view if the shard's strides allow one, as the global strides do; else a copy."""
     try:
         return recipe.func(*args, **kwargs)
-    except RuntimeError:
+    except RuntimeError:                             # the strides do not allow it
         return aten.reshape.default(*args, **kwargs)
 
 
-def resolved(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    """conj() without the lazy bit: below the Python dispatch key, kernels do not look at it."""
+def resolved(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    """conj() and the like without the lazy bit: kernels below the Python dispatch key do not look at it."""
     return torch.conj_physical(args[0]) if recipe.func is aten._conj.default else torch.neg(args[0])
 
 
-def squeeze(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Only the dims that have size 1 in the whole tensor: a part may be 1 long where the whole is not."""
+def squeeze(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Only dims that have size 1 in the whole tensor: a part may be 1 long where the whole is not."""
     shape = recipe.shapes[0]
     dims = range(len(shape)) if len(args) == 1 else args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
     return aten.squeeze.dims(args[0], [d for d in dims if shape and shape[d] == 1])
 
 
-def extremum(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    """amax, amin: of nothing, the value that any other one beats."""
+def extremum(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    """amax, amin: of an empty part, the value that any other one beats."""
     x, dim = args[0], args[1] if len(args) > 1 else []
     keepdim = len(args) > 2 and args[2]
     if x.numel():
         return recipe.func(*args, **kwargs)
     dims = {d % max(x.dim(), 1) for d in dim} or set(range(x.dim()))
     shape = [1 if i in dims else n for i, n in enumerate(x.shape) if keepdim or i not in dims]
-    return x.new_full(shape, least(x.dtype) if recipe.func is aten.amax.default else most(x.dtype))
+    return x.new_full(shape, lowest_value(x.dtype) if recipe.func is aten.amax.default else highest_value(x.dtype))
 
 
-def least(dtype: torch.dtype) -> float | int:
-    """The value that every other one is larger than."""
+def lowest_value(dtype: torch.dtype) -> float | int:
+    """The value that no other is below."""
     return -torch.inf if dtype.is_floating_point else 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def most(dtype: torch.dtype) -> float | int:
-    """The value that every other one is smaller than."""
+def highest_value(dtype: torch.dtype) -> float | int:
+    """The value that no other is above."""
     return torch.inf if dtype.is_floating_point else 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
-def _own(recipe: Any, rank: int, dim: int, operand: int = 0) -> tuple[int, int] | None:
-    """Start and stop of this rank's part of a dim of an operand; None where it has all of it."""
-    n, part = recipe.shapes[operand][dim], recipe.regions[operand][rank][dim]
-    return None if part == (0, n) else part
+# ------------------------------------------------------------------------------------- indices into a rank's own part
 
 
-def _mine(index: Tensor, part: tuple[int, int], n: int) -> tuple[Tensor, Tensor]:
-    """Which indices fall into the part, and the indices within it, 0 for the others."""
+def _own_range(recipe: LocalRecipe, rank: int, dim: int, operand: int = 0) -> Range | None:
+    """Start and stop of this rank's part of a dim of an operand; None if it has all of it."""
+    n, own = recipe.shapes[operand][dim], recipe.regions[operand][rank][dim]
+    return None if own == (0, n) else own
+
+
+def _within(index: Tensor, own: Range, n: int) -> tuple[Tensor, Tensor]:
+    """Which indices fall into the part; and all of them counted from its start, 0 for the others."""
     index = torch.where(index < 0, index + n, index)
-    mine = (index >= part[0]) & (index < part[1])
-    return mine, torch.where(mine, index - part[0], 0)
+    inside = (index >= own[0]) & (index < own[1])
+    return inside, torch.where(inside, index - own[0], 0)
 
 
-def embedding(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+def own_embedding(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Rows of the rank's part of the weight, zeros for indices outside it."""
     weight, indices, *rest = args
-    part = _own(recipe, rank, 0)
-    if part is None:
+    own = _own_range(recipe, rank, 0)
+    if own is None:
         return recipe.func(*args, **kwargs)
-    if part[0] == part[1]:
+    if own[0] == own[1]:
         return weight.new_zeros(*indices.shape, weight.shape[1])
-    mine, at = _mine(indices, part, recipe.shapes[0][0])
-    return recipe.func(weight, at, *rest, **kwargs).masked_fill_(~mine.unsqueeze(-1), 0)
+    inside, at = _within(indices, own, recipe.shapes[0][0])
+    return recipe.func(weight, at, *rest, **kwargs).masked_fill_(~inside.unsqueeze(-1), 0)
 
 
-def embedding_backward(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    """The gradient of this rank's rows."""
+def own_embedding_backward(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    """The gradient of the rank's part of the weight."""
     grad, indices, rows, padding = args
-    part = _own(recipe, rank, 0, 2)
-    if part is None:
+    own = _own_range(recipe, rank, 0, 2)
+    if own is None:
         return recipe.func(*args)
-    if part[0] == part[1]:
+    if own[0] == own[1]:
         return grad.new_zeros(0, grad.shape[-1])
-    mine, at = _mine(indices, part, recipe.shapes[2][0])
+    inside, at = _within(indices, own, recipe.shapes[2][0])
     if padding >= 0:
-        mine &= indices != padding
-    return recipe.func(grad.masked_fill(~mine.unsqueeze(-1), 0), at, rows, -1)
+        inside &= indices != padding
+    return recipe.func(grad.masked_fill(~inside.unsqueeze(-1), 0), at, rows, -1)
 
 
-def gather(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+def own_gather(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Elements of the rank's part, zeros for indices outside it."""
     x, dim, index, *rest = args
-    part = _own(recipe, rank, dim) if x.dim() else None
-    if part is None:
+    own = _own_range(recipe, rank, dim) if x.dim() else None
+    if own is None:
         return recipe.func(*args, **kwargs)
-    if part[0] == part[1]:
+    if own[0] == own[1]:
         return x.new_zeros(index.shape)
-    mine, at = _mine(index, part, recipe.shapes[0][dim])
-    return recipe.func(x, dim, at, *rest, **kwargs).masked_fill_(~mine, 0)
+    inside, at = _within(index, own, recipe.shapes[0][dim])
+    return recipe.func(x, dim, at, *rest, **kwargs).masked_fill_(~inside, 0)
 
 
-def index_select(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+def own_index_select(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Rows of the rank's part along `dim`, zeros for indices outside it."""
     x, dim, index = args
-    part = _own(recipe, rank, dim) if x.dim() else None
-    return recipe.func(*args) if part is None else _lookup(x, dim % x.dim(), index, part, recipe.shapes[0][dim])
+    own = _own_range(recipe, rank, dim) if x.dim() else None
+    return recipe.func(*args) if own is None else _look_up(x, dim % x.dim(), index, own, recipe.shapes[0][dim])
 
 
-def index(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    """x[:, i]: by one index, where it stands along a cut dim."""
+def own_index(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    """x[:, i] by one index, along a cut dim: rows of the rank's part, zeros for indices outside it."""
     x, indices = args
-    where = [i for i, t in enumerate(indices) if t is not None]
-    part = _own(recipe, rank, where[0]) if len(where) == 1 else None
-    if part is None:
+    dims = [i for i, t in enumerate(indices) if t is not None]
+    own = _own_range(recipe, rank, dims[0]) if len(dims) == 1 else None
+    if own is None:
         return recipe.func(*args)
-    return _lookup(x, where[0], indices[where[0]], part, recipe.shapes[0][where[0]])
+    return _look_up(x, dims[0], indices[dims[0]], own, recipe.shapes[0][dims[0]])
 
 
-def _lookup(x: Tensor, dim: int, index: Tensor, part: tuple[int, int], n: int) -> Tensor:
+def _look_up(x: Tensor, dim: int, index: Tensor, own: Range, n: int) -> Tensor:
     """x[:, index] with zeros for the indices outside the part."""
-    if part[0] == part[1]:
+    if own[0] == own[1]:
         return x.new_zeros(*x.shape[:dim], *index.shape, *x.shape[dim + 1:])
-    mine, at = _mine(index, part, n)
-    found = x[(slice(None),) * dim + (at,)]
-    return found.masked_fill_(~mine.view(*mine.shape, *[1] * (x.dim() - dim - 1)), 0)
+    inside, at = _within(index, own, n)
+    rows = x[(slice(None),) * dim + (at,)]
+    return rows.masked_fill_(~inside.view(*inside.shape, *[1] * (x.dim() - dim - 1)), 0)
 
 
-def scatter(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    """scatter, scatter_add: what others write goes into one more row, which is then cut off."""
+def own_scatter(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    """scatter, scatter_add: what belongs to other ranks goes into one more row, which is then cut off."""
     x, dim, index, *rest = args
-    part = _own(recipe, rank, dim) if x.dim() else None
-    if part is None:
+    own = _own_range(recipe, rank, dim) if x.dim() else None
+    if own is None:
         return recipe.func(*args, **kwargs)
-    mine, at = _mine(index, part, recipe.shapes[0][dim])
-    size = part[1] - part[0]
+    inside, at = _within(index, own, recipe.shapes[0][dim])
+    size = own[1] - own[0]
     row = list(x.shape)
     row[dim] = 1
-    made = recipe.func(torch.cat([x, x.new_zeros(row)], dim), dim, torch.where(mine, at, size), *rest, **kwargs)
-    return _returned(recipe, x, made.narrow(dim, 0, size))
+    longer = recipe.func(torch.cat([x, x.new_zeros(row)], dim), dim, torch.where(inside, at, size), *rest, **kwargs)
+    return _written(recipe, x, longer.narrow(dim, 0, size))
 
 
-def index_add(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Rows of others are added as zeros."""
+def own_index_add(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Rows that belong to other ranks are added as zeros."""
     x, dim, index, source = args
-    part = _own(recipe, rank, dim) if x.dim() else None
-    if part is None:
+    own = _own_range(recipe, rank, dim) if x.dim() else None
+    if own is None:
         return recipe.func(*args, **kwargs)
-    if part[0] == part[1]:
-        return _returned(recipe, x, x.clone())
-    mine, at = _mine(index, part, recipe.shapes[0][dim])
+    if own[0] == own[1]:
+        return _written(recipe, x, x.clone())
+    inside, at = _within(index, own, recipe.shapes[0][dim])
     row = [1] * source.dim()
     row[dim] = -1
-    return recipe.func(x, dim, at, source.masked_fill(~mine.reshape(row), 0), **kwargs)
+    return recipe.func(x, dim, at, source.masked_fill(~inside.reshape(row), 0), **kwargs)
 
 
-def index_put(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    """x[:, i] += values, where one index stands along a cut dim: values for others are added as zeros."""
+def own_index_put(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    """x[:, i] += values by one index, along a cut dim: values that belong to other ranks are added as zeros."""
     x, indices, values, *_ = args
-    where = [i for i, t in enumerate(indices) if t is not None]
-    part = _own(recipe, rank, where[0]) if len(where) == 1 and indices[where[0]].dtype != torch.bool else None
-    if part is None:
+    dims = [i for i, t in enumerate(indices) if t is not None]
+    own = _own_range(recipe, rank, dims[0]) if len(dims) == 1 and indices[dims[0]].dtype != torch.bool else None
+    if own is None:
         return recipe.func(*args, **kwargs)
-    if part[0] == part[1]:
-        return _returned(recipe, x, x.clone())
-    dim, given = where[0], indices[where[0]]
-    mine, at = _mine(given, part, recipe.shapes[0][dim])
-    mine = mine.view(*mine.shape, *[1] * (x.dim() - dim - 1))
-    return recipe.func(x, [*indices[:dim], at, *indices[dim + 1:]], torch.where(mine, values, 0), True)
+    if own[0] == own[1]:
+        return _written(recipe, x, x.clone())
+    dim, index = dims[0], indices[dims[0]]
+    inside, at = _within(index, own, recipe.shapes[0][dim])
+    inside = inside.view(*inside.shape, *[1] * (x.dim() - dim - 1))
+    return recipe.func(x, [*indices[:dim], at, *indices[dim + 1:]], torch.where(inside, values, 0), True)
 
 
-def _returned(recipe: Any, x: Tensor, value: Tensor) -> Tensor:
-    """The result, written into the operand by an in-place op."""
+def _written(recipe: LocalRecipe, x: Tensor, value: Tensor) -> Tensor:
+    """The result; of an in-place op, written into its operand."""
     return x.copy_(value) if recipe.func._schema.is_mutable else value
 
 
-IGNORED = -100
+IGNORED = -100                                       # torch's own default of ignore_index: no class has it
 
 
-def nll(recipe: Any, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """nll_loss forward and backward where classes are cut: targets of other ranks are ignored."""
-    at = 1 if recipe.func in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default) else 0
-    classes = recipe.regions[at][rank][1 if len(recipe.shapes[at]) > 1 else 0]
-    n = recipe.shapes[at][1 if len(recipe.shapes[at]) > 1 else 0]
-    if classes == (0, n):
+def own_nll(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """nll_loss forward and backward where classes are cut: targets that belong to other ranks are ignored."""
+    operand, dim = _classes(recipe)
+    own = _own_range(recipe, rank, dim, operand)
+    if own is None:
         return recipe.func(*args, **kwargs)
-    target, ignore = args[at + 1].long(), args[at + 4]
-    mine = (target >= classes[0]) & (target < classes[1]) & (target != ignore)
+    target, ignore = args[operand + 1].long(), args[operand + 4]
+    inside = (target >= own[0]) & (target < own[1]) & (target != ignore)
     args = [*args]
-    args[at + 1], args[at + 4] = torch.where(mine, target - classes[0], IGNORED), IGNORED
-    if classes[0] == classes[1]:
-        return torch.zeros_like(args[1]) if at else _no_loss(args[0], target, args[3])
+    args[operand + 1], args[operand + 4] = torch.where(inside, target - own[0], IGNORED), IGNORED
+    if own[0] == own[1]:
+        return torch.zeros_like(args[1]) if operand else _no_loss(args[0], target, args[3])
     return recipe.func(*args, **kwargs)
 
 
+def _classes(recipe: LocalRecipe) -> tuple[int, int]:
+    """The operand that holds log-probabilities (the second one of a backward op), and its dim of classes."""
+    operand = 1 if recipe.func in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default) else 0
+    return operand, 1 if len(recipe.shapes[operand]) > 1 else 0
+
+
 def _no_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
-    """What a rank without classes adds: nothing."""
+    """What a rank without classes adds to the loss and to the weight: nothing."""
     return x.new_zeros(target.shape if reduction == 0 else ()), x.new_zeros(())
 
 
-_BY_DIM = {gather: 0, index_select: 0, scatter: 0, index_add: 0}
-
-
-def idle(recipe: Any, args: tuple) -> bool:
-    """Does the op itself do on every rank driven here, since nothing that it looks up is cut?"""
-    local_impl = recipe.local_impl
-    if local_impl in (embedding, embedding_backward):
-        return all(_own(recipe, rank, 0, 0 if local_impl is embedding else 2) is None for rank in recipe.ranks)
-    if local_impl in _BY_DIM:
-        return not recipe.shapes[0] or all(_own(recipe, rank, args[1]) is None for rank in recipe.ranks)
-    if local_impl in (index, index_put):
-        where = [i for i, t in enumerate(args[1]) if t is not None]
-        return len(where) != 1 or all(_own(recipe, rank, where[0]) is None for rank in recipe.ranks)
-    if local_impl is nll:
-        at = 1 if recipe.func in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default) else 0
-        return all(_own(recipe, rank, 1 if len(recipe.shapes[at]) > 1 else 0, at) is None for rank in recipe.ranks)
-    if local_impl is extremum:
-        return all(b > a for rank in recipe.ranks for a, b in recipe.regions[0][rank])
-    return False
+def is_idle(recipe: LocalRecipe, args: Sequence[Any]) -> bool:
+    """Would the op itself do, on every rank of this process, since nothing that it indexes is cut?"""
+    impl = recipe.local_impl
+    if impl in (own_embedding, own_embedding_backward):
+        indexed = [(0, 0 if impl is own_embedding else 2)]
+    elif impl in (own_gather, own_index_select, own_scatter, own_index_add):
+        indexed = [(args[1], 0)] if recipe.shapes[0] else []
+    elif impl in (own_index, own_index_put):
+        dims = [i for i, t in enumerate(args[1]) if t is not None]
+        indexed = [(dims[0], 0)] if len(dims) == 1 else []
+    elif impl is own_nll:
+        operand, dim = _classes(recipe)
+        indexed = [(dim, operand)]
+    else:
+        return impl is extremum and all(stop > start for rank in recipe.ranks
+                                        for start, stop in recipe.regions[0][rank])
+    return all(_own_range(recipe, rank, dim, operand) is None for rank in recipe.ranks for dim, operand in indexed)

@@ -144,7 +144,7 @@ def _exp(x: Tensor) -> Tensor:
     """exp, within 2 ulp, the same on every device: 2**k exp(r) with k a whole number and |r| <= log(2) / 2, by Taylor's
     series."""
     integer, shift, terms, lowest, highest = ((torch.int64, 52, 13, -746.0, 710.0) if x.dtype is torch.float64 else
-                                          (torch.int32, 23, 7, -104.0, 89.0))
+                                              (torch.int32, 23, 7, -104.0, 89.0))
     x = x.clamp(lowest, highest)                                  # beyond these it is 0 and infinity
     k = (x / math.log(2)).round_()
     r = x.sub_(k * 0.693145751953125).sub_(k * 1.4286068203094172e-06)     # log 2; k times its first part is exact
@@ -213,9 +213,10 @@ def _holds_zeros(of: Layout, rank: int) -> bool:
 def _parts_of(run: Run, parameter: Tensor | GlobalLike, shape: Shape, where: Layout) -> Callable[[int], Tensor]:
     """A tensor parameter, broadcast to `shape` and laid out as the target: rank -> its part."""
     if is_global(parameter):
+        full: GlobalLike = parameter
         if tuple(parameter.shape) != shape:
-            parameter = run(aten.expand.default, parameter, list(shape))
-        return run.redistribute([parameter], [where], "random")[0].shards.__getitem__
+            full = run(aten.expand.default, parameter, list(shape))
+        return run.redistribute([full], [where], "random")[0].shards.__getitem__
     whole = tuple((0, n) for n in shape)
     return lambda rank: parameter.expand(shape)[slices(where.region(shape, rank), whole)]
 
@@ -289,8 +290,11 @@ def rrelu(call: Call, run: Run) -> GlobalLike:
     else:
         key = draw_key(call["generator"])
         x, = run.redistribute([x], [x.spec.layout.without_partials], str(call.func))
-        slope = _fill(call, run, run(aten.empty_like.default, x), key,
-                      lambda call, elements: philox.uniform(*elements, lower, upper))
+
+        def slopes(call: Call, elements: Elements) -> Tensor:
+            return philox.uniform(*elements, lower, upper)
+
+        slope = _fill(call, run, run(aten.empty_like.default, x), key, slopes)
         slope = run(aten.where.ScalarOther, run(aten.le.Scalar, x, 0), slope, 1.0)
         run(aten.copy_.default, call["noise"], slope)
         out = run(aten.mul.Tensor, x, slope)

@@ -108,7 +108,7 @@ def _local(recipe: Recipe, call: Call) -> str | None:
         return ""
     if recipe.local_impl is local_impls.view:
         return "aten::reshape"                       # a view where the shard's strides allow one
-    return "" if local_impls.idle(recipe, call.full_arguments()[0]) else None
+    return "" if local_impls.is_idle(recipe, call.full_arguments()[0]) else None
 
 
 def _placed(call: Call, recipe: Recipe) -> bool:

@@ -235,23 +235,24 @@ lines("new_zeros new_ones new_full new_empty", factory_like, local_args=sized("s
 lines("new_empty_strided", factory_like, local_args=strided)
 
 # ------------------------------------------------------------------------------------------------ indexing
-lines("embedding", indices.embedded, local_impl=local_impls.embedding)
+lines("embedding", indices.embedded, local_impl=local_impls.own_embedding)
 lines("embedding_dense_backward", indices.embedded_backward)
-TABLE[custom_ops.embedding_backward] = Line(indices.embedded_backward_rows, local_impl=local_impls.embedding_backward)
-lines("index.Tensor", indices.indexed, local_impl=local_impls.index, decomposition=grouped_mm.take_rows,
+TABLE[custom_ops.embedding_backward] = Line(indices.embedded_backward_rows,
+      local_impl=local_impls.own_embedding_backward)
+lines("index.Tensor", indices.indexed, local_impl=local_impls.own_index, decomposition=grouped_mm.take_rows,
       applies=grouped_mm.gathers_rows)
-lines("index_select", indices.index_selected, local_impl=local_impls.index_select, decomposition=grouped_mm.take_rows,
-      applies=grouped_mm.gathers_rows)
-lines("gather", indices.gathered, local_impl=local_impls.gather)
-lines("scatter.src", indices.scattered("a*B+B*c"), local_impl=local_impls.scatter)
-lines("scatter.value", indices.scattered_value, local_impl=local_impls.scatter)
-lines("scatter_add", indices.scattered("a+B*c", index="k"), local_impl=local_impls.scatter)
+lines("index_select", indices.index_selected, local_impl=local_impls.own_index_select,
+      decomposition=grouped_mm.take_rows, applies=grouped_mm.gathers_rows)
+lines("gather", indices.gathered, local_impl=local_impls.own_gather)
+lines("scatter.src", indices.scattered("a*B+B*c"), local_impl=local_impls.own_scatter)
+lines("scatter.value", indices.scattered_value, local_impl=local_impls.own_scatter)
+lines("scatter_add", indices.scattered("a+B*c", index="k"), local_impl=local_impls.own_scatter)
 lines("scatter.reduce scatter.value_reduce scatter_reduce.two", indices.scattered("", touched="v!"))
-lines("index_add", indices.index_written("a+B*c"), local_impl=local_impls.index_add, decomposition=grouped_mm.add_rows,
-      applies=grouped_mm.scatters_rows)
+lines("index_add", indices.index_written("a+B*c"), local_impl=local_impls.own_index_add,
+      decomposition=grouped_mm.add_rows, applies=grouped_mm.scatters_rows)
 lines("index_copy index_fill.int_Tensor", indices.index_written("a*B+B*c", touched="v!", index="k!"))
 lines("index_fill.int_Scalar", indices.index_filled)
-lines("index_put", indices.index_assigned, local_impl=local_impls.index_put, decomposition=grouped_mm.add_rows,
+lines("index_put", indices.index_assigned, local_impl=local_impls.own_index_put, decomposition=grouped_mm.add_rows,
       applies=grouped_mm.scatters_rows)
 
 # ------------------------------------------------------------------------------------------------- networks' own
@@ -322,12 +323,12 @@ lines("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy 
 lines("mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward "
       "binary_cross_entropy_backward", loss(backward=True), decomposition=decompositions.mean_loss_backward,
       applies=decompositions.is_mean)
-lines("nll_loss_forward", layers.nll_loss(), local_impl=local_impls.nll, decomposition=decompositions.nll_mean,
+lines("nll_loss_forward", layers.nll_loss(), local_impl=local_impls.own_nll, decomposition=decompositions.nll_mean,
       applies=decompositions.is_mean)
-lines("nll_loss_backward", layers.nll_loss(backward=True), local_impl=local_impls.nll)
-lines("nll_loss2d_forward", layers.nll_loss("y x"), local_impl=local_impls.nll, decomposition=decompositions.nll_mean,
-      applies=decompositions.is_mean)
-lines("nll_loss2d_backward", layers.nll_loss("y x", backward=True), local_impl=local_impls.nll)
+lines("nll_loss_backward", layers.nll_loss(backward=True), local_impl=local_impls.own_nll)
+lines("nll_loss2d_forward", layers.nll_loss("y x"), local_impl=local_impls.own_nll,
+      decomposition=decompositions.nll_mean, applies=decompositions.is_mean)
+lines("nll_loss2d_backward", layers.nll_loss("y x", backward=True), local_impl=local_impls.own_nll)
 
 # ------------------------------------------------------------------------------------------------ random numbers
 # Always decomposed; their in-place variants have lines of their own.
