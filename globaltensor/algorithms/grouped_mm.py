@@ -290,7 +290,7 @@ def _product(groups: _Groups, a: Tensor, b: Tensor, experts: Range, start: int) 
         return a.new_zeros(size, dtype=dtype)
     offs = torch.tensor([min(max(end - start, 0), n) for end in groups.ends[first:stop]], dtype=torch.int32,
                         device=a.device)
-    left, right = _aligned(a), _aligned(b)
+    left, right = _for_kernel(a), _for_kernel(b)
     if left is not None and right is not None:
         return call.func(left, right, offs, None, call["out_dtype"]).contiguous()
     edges = [0, *offs.tolist()]                      # parts too narrow for the kernel: group by group
@@ -300,7 +300,7 @@ def _product(groups: _Groups, a: Tensor, b: Tensor, experts: Range, start: int) 
                      + [a.new_zeros((n - edges[-1], b.shape[2]), dtype=dtype)])
 
 
-def _aligned(t: Tensor) -> Tensor | None:
+def _for_kernel(t: Tensor) -> Tensor | None:
     """A matrix as the kernel needs it: rows or columns that begin at multiples of 16 bytes. A boxing may have left them
     the other way round, so each is tried. None if neither will do."""
     for variant in (lambda: t, t.contiguous, lambda: t.mT.contiguous().mT):
