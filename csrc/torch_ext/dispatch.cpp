@@ -1,13 +1,18 @@
 // One op on global tensors, from torch's dispatcher to its results, without Python where a recipe is known.
 //
-// The kernel stands at torch's Python key of each op that global tensors have met. Whatever is not theirs goes on to
-// what torch has there: other subclasses, and everything while a dispatch mode is active. So does an op that is new,
-// which is then decided in Python, and one whose recipe is to go there.
+// The kernel stands at the Python key of all of torch's ops, from the first global tensor on. Whatever is not theirs
+// goes on to what torch has there: other subclasses, and everything while a dispatch mode is active. A call that is new
+// is decided in Python; one whose recipe says so runs there.
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
+#include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "recipe.h"
 
@@ -20,11 +25,36 @@ namespace {
 thread_local RecipeKey pending;
 thread_local bool is_pending = false;
 
+constexpr auto kUnclaimed = "aten::_cudnn_init_dropout_state";  // it takes no tensor
+
 // torch's own kernel for the Python key, as an op has it that we never claim.
 const auto& torch_kernel() {
-  static auto kernel = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_cudnn_init_dropout_state", "")
+  static auto kernel = c10::Dispatcher::singleton().findSchemaOrThrow(kUnclaimed, "")
                            .getComputedKernelForDispatchKey(c10::DispatchKey::Python);
   return kernel;
+}
+
+// What torch leaves out where it calls Python: all that comes before, but for what makes views plain.
+constexpr c10::DispatchKeySet kFromPython(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python);
+constexpr auto kBeforePython =
+    (c10::DispatchKeySet(c10::DispatchKeySet::FULL) ^ (kFromPython | c10::DispatchKeySet(c10::DispatchKey::Python)))
+        .remove(c10::DispatchKey::ZeroTensor).remove(c10::DispatchKey::Conjugate).remove(c10::DispatchKey::Negative);
+
+py::handle on_arrival;                               // gives an op its function in Python, at our own key
+
+// Calls that function, past torch's own way to Python: that asks of each operand whether it is a DTensor, and so imports
+// DTensor and sympy, half a second at the first op of a process.
+void call_python(const c10::OperatorHandle& op, Stack* stack) {
+  static auto* known = new std::unordered_set<const c10::FunctionSchema*>();
+  c10::impl::ExcludeDispatchKeyGuard below(kBeforePython);
+  {
+    py::gil_scoped_acquire lock;
+    if (!known->count(&op.schema())) {
+      on_arrival(torch::detail::getTorchApiFunction(op));
+      known->insert(&op.schema());
+    }
+  }
+  (*getPyInterpreter())->python_dispatcher(op, c10::DispatchKeySet(kGlobal), stack);
 }
 
 // Is an operand a view that is a copy, of a tensor that was written to since? Python tells the user.
@@ -42,16 +72,20 @@ bool runs_natively(const Recipe& recipe, const c10::IValue* args) {
   return !recipe.to_python && !(recipe.has_boxings && boxing_watched()) && !outdated(recipe, args);
 }
 
-torch::Library& library_of(const std::string& name) {
-  static auto* all = new std::unordered_map<std::string, std::unique_ptr<torch::Library>>();
-  auto& library = (*all)[name];
-  if (library) return *library;
-  library = std::make_unique<torch::Library>(torch::Library::IMPL, name, c10::DispatchKey::Python, __FILE__, __LINE__);
-  return *library;
-}
-
-void claim_op(const std::string& library, const std::string& name) {
-  library_of(library).impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&dispatch>());
+// Stands at the Python key of an op, once.
+void claim_op(const c10::OperatorName& name) {
+  static std::mutex mutex;
+  static auto* claimed = new std::unordered_set<c10::OperatorName>();
+  static auto* libraries = new std::unordered_map<std::string, std::unique_ptr<torch::Library>>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (name.name == kUnclaimed || !claimed->insert(name).second) return;
+  const std::string ns(name.getNamespace().value());
+  auto& library = (*libraries)[ns];
+  if (!library)
+    library = std::make_unique<torch::Library>(torch::Library::IMPL, ns, c10::DispatchKey::Python, __FILE__, __LINE__);
+  const std::string op = name.name.substr(ns.size() + 2);
+  library->impl((name.overload_name.empty() ? op : op + "." + name.overload_name).c_str(),
+                torch::CppFunction::makeFromBoxedFunction<&dispatch>());
 }
 
 py::object pending_key() {
@@ -61,6 +95,13 @@ py::object pending_key() {
 }
 
 }  // namespace
+
+void claim_ops() {
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    const auto ns = name.getNamespace();
+    if (ns && (*ns == "aten" || *ns == "globaltensor")) claim_op(name);
+  }
+}
 
 void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   static thread_local RecipeKey key;
@@ -74,13 +115,18 @@ void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
       pending = key;
       is_pending = true;
     }
+    call_python(op, stack);
+  } else {
+    torch_kernel().callBoxed(op, keys, stack);
   }
-  torch_kernel().callBoxed(op, keys, stack);
   is_pending = false;
 }
 
 void bind_dispatch(py::module_& m) {
-  m.def("claim_op", &claim_op, "Stand at the Python key of an op, such as aten and add.Tensor.");
+  m.def("claim_op", [](const std::string& name, const std::string& overload) { claim_op({name, overload}); },
+        "Stand at the Python key of an op that is not torch's, such as mine::twice.");
+  m.def("on_arrival", [](py::object hook) { on_arrival = hook.release(); },
+        "What gives an op its function in Python, when a global tensor first meets it.");
   m.def("pending_key", &pending_key,
         "The key of the call that is to be decided; None where it did not come through here.");
 }

@@ -90,6 +90,8 @@ std::shared_ptr<const Recipe> find_recipe(const RecipeKey& key);  // null: not d
 void cache_recipe(const RecipeKey& key, std::shared_ptr<const Recipe> recipe);
 void clear_recipes();
 
+void claim_ops();                                  // all of torch's: the kernel below stands at their Python key
+
 // The kernel at torch's Python key, and what it does by the kind of the recipe. Arguments come and results go by stack.
 void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
 void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack);

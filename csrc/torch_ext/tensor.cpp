@@ -1,6 +1,8 @@
 // Making global tensors, and what Python sees of them: `spec`, `shards` and `guard`.
 #include "tensor.h"
 
+#include "recipe.h"
+
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
@@ -178,6 +180,7 @@ void GlobalImpl::release_resources() {
 }
 
 at::Tensor wrap(const Spec* spec, Shards shards) {
+  [[maybe_unused]] static const bool claimed = (claim_ops(), true);  // with the first one
   at::Tensor t(c10::make_intrusive<GlobalImpl>(spec, std::move(shards)));
   PyGILState_STATE state = PyGILState_Ensure();      // a call faster than pybind11's
   attach(t);

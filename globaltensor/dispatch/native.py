@@ -19,17 +19,12 @@ from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime.agreement import checking
 from globaltensor.runtime.native import torch_ext
 
-_claimed: set[OpOverload] = set()
-
 
 def pending_key(func: OpOverload) -> bytes | None:
     """The key of the call that is to be decided; None where the native dispatcher did not see it."""
     key = torch_ext.pending_key()
-    if key is None and func not in _claimed:
-        _claimed.add(func)
-        name, _, overload = func._schema.name, None, func._schema.overload_name
-        library, op = name.split("::")
-        torch_ext.claim_op(library, f"{op}.{overload}" if overload else op)
+    if key is None:
+        torch_ext.claim_op(func._schema.name, func._schema.overload_name)
     return key
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import OpOverload
 
 from globaltensor.algorithms.aliasing import check_guard
 from globaltensor.boxings import native, watch
@@ -38,8 +39,8 @@ _TAKEN: dict[Any, Callable[..., Any]] = {**products.TAKEN, **lookup.TAKEN, **gra
 # overrides stay in force inside these
 _WITHIN: dict[Any, Callable[..., Any]] = {**backward.TAKEN, **multihead_attention.TAKEN}
 _make = torch.Tensor._make_wrapper_subclass
-_key: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericWrapper")          # no other tensor has it
-_KEY = torch._C.DispatchKeySet(_key)
+_KEY: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericWrapper")          # no other tensor has it
+_KEYS = torch._C.DispatchKeySet(_KEY)
 _requires_grad: Any = torch._C.TensorBase.requires_grad
 
 
@@ -62,7 +63,7 @@ class GlobalTensor(TensorMethods):
     def wrap(cls, of: Spec, shards: Shards) -> GlobalTensor:
         """A global tensor of these shards; nothing is checked."""
         device = next(iter(shards.values())).device if shards else torch.device(of.placement.type)
-        made = _make(cls, of.shape, strides=of.stride, dtype=of.dtype, device=device, _extra_dispatch_keys=_KEY)
+        made = _make(cls, of.shape, strides=of.stride, dtype=of.dtype, device=device, _extra_dispatch_keys=_KEYS)
         torch._C._set_throw_on_mutable_data_ptr(made)
         made.spec = of
         made.shards = shards
@@ -374,6 +375,11 @@ def _describe(of: Spec) -> tuple:
     return list(of.shape), list(of.stride), of.dtype, of.placement.type, ranks, of.copied, rows_cut, pending
 
 
+def _at_our_key(func: OpOverload) -> None:
+    """Give an op its function in Python, at our own key: what the native dispatcher calls where it has no recipe."""
+    func.py_impl(_KEY)(lambda *args, **kwargs: arrive(GlobalTensor, func, args, kwargs))
+
+
 if torch_ext is None:
     _everything, _checks = (torch.library.Library(name, "IMPL", "TESTING_ONLY_GenericWrapper")
                             for name in ("_", "aten"))
@@ -385,5 +391,6 @@ else:                                                # the same class, with its 
     native_class.wrap = torch_ext.wrap
     native_class.__torch_function__ = torch._C._disabled_torch_function_impl
     native_class.__setitem__ = assign.assign
+    torch_ext.on_arrival(_at_our_key)
     torch_ext.on_lookup(lookup.Lookup.apply)
     torch_ext.on_redistribute_backward(_plan_back, lambda grad, x, grad_layout: _back(grad, x.layout, grad_layout))
