@@ -86,6 +86,16 @@ def test_every_file_begins_by_teaching_its_idea():
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
 
 
+def test_a_class_name_stands_once():
+    homes: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    twice = {name: files for name, files in homes.items() if len(files) > 1}
+    assert not twice, f"a class says by its name which one it is: {twice}"
+
+
 def test_importing_starts_nothing():
     code = ("import globaltensor, torch, sys; from globaltensor.runtime.world import started;"
             "assert started() is None and not torch.distributed.is_initialized();"

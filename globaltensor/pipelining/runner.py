@@ -244,8 +244,8 @@ class PipelineRunner:
         for stage in set(range(len(self.stages))) - set(own):
             for k, p in enumerate(self.stages[stage].parameters()):
                 if p.requires_grad and (stage, k) not in without_grad and gradients.raw_grad(p) is None:
-                    grad_layout = p.__dict__.get("_aim") or p.spec.layout
-                    p.grad = GlobalTensor.wrap(spec(grad_layout, p.spec.shape, None, p.spec.dtype), {})
+                    dst = gradients.grad_layout(p)
+                    p.grad = GlobalTensor.wrap(spec(dst, p.spec.shape, None, p.spec.dtype), {})
 
     def _total(self, results: Sequence[tuple[Any, ...]]) -> GlobalTensor:
         """The sum of scalars, one for each micro-batch, on the last placement."""

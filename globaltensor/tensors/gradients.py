@@ -86,7 +86,8 @@ def _handed_over(whole: Any, part: Any) -> Any:
     return raw_grad(part)
 
 
-def _grad_layout(leaf: Any) -> Layout:
+def grad_layout(leaf: Any) -> Layout:
+    """The layout in which the gradient of a leaf is handed over: its own, or the one that was asked for."""
     return leaf.__dict__.get("_aim") or leaf.spec.layout
 
 
@@ -124,7 +125,7 @@ def _accumulated(leaf: Any) -> bool:
     grad = raw_grad(leaf)
     if type(grad) is not type(leaf):
         return False
-    if grad.spec.layout is not _grad_layout(leaf):
+    if grad.spec.layout is not grad_layout(leaf):
         pending[leaf._order] = leaf
         early = leaf.__dict__.get("_early") and not _early_reduction_off
         if early and sum(some.spec.nbytes for some in pending.values()) >= EARLY:
@@ -151,7 +152,7 @@ def set_aside(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
     """Take the settled gradients out of these leaves: pending sums are added to each other at no cost, to what is
     settled each by a reduction of its own. `put_back` adds them again."""
     taken = [(leaf, raw_grad(leaf)) for leaf in leaves if leaf.requires_grad and raw_grad(leaf) is not None
-             and raw_grad(leaf).spec.layout is _grad_layout(leaf)]
+             and raw_grad(leaf).spec.layout is grad_layout(leaf)]
     for leaf, _ in taken:
         _set(leaf, None)
     return taken
@@ -168,7 +169,7 @@ def reduce_pending(of: Iterable[Any] | None = None) -> None:
     """Bring every waiting gradient, or those of some leaves, into its leaf's layout, all in one go."""
     keys = sorted(pending) if of is None else sorted(pending.keys() & {leaf.__dict__.get("_order") for leaf in of})
     leaves = [pending.pop(k) for k in keys]
-    grads = [(_grad_layout(leaf), raw_grad(leaf), leaf.__dict__.get("_sent")) for leaf in leaves]
+    grads = [(grad_layout(leaf), raw_grad(leaf), leaf.__dict__.get("_sent")) for leaf in leaves]
     grads = [(dst, g, sent or g.dtype) for dst, g, sent in grads if g is not None and g.spec.layout is not dst]
     at_once = torch_ext is not None and not watched() and all(sent == g.dtype for _, g, sent in grads)
     found = [native.find_boxing(g.spec, dst) for dst, g, _ in grads] if at_once else [None]
