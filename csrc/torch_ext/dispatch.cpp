@@ -42,8 +42,8 @@ constexpr auto kBeforePython =
 
 py::handle on_arrival;                               // gives an op its function in Python, at our own key
 
-// Calls that function, past torch's own way to Python: that asks of each operand whether it is a DTensor, and so imports
-// DTensor and sympy, half a second at the first op of a process.
+// Calls that function, past torch's own way to Python: that asks of each operand whether it is a DTensor, and so
+// imports DTensor and sympy, half a second at the first op of a process.
 void call_python(const c10::OperatorHandle& op, Stack* stack) {
   static auto* known = new std::unordered_set<const c10::FunctionSchema*>();
   c10::impl::ExcludeDispatchKeyGuard below(kBeforePython);
