@@ -59,7 +59,7 @@ def boxing(src: Sbp, dst: Sbp, shape: tuple[int, int], dtype: torch.dtype, devic
 
     asked = move(program.regions, program.corners, [shard(t) for t in held], [shard(t) for t in made], dtype, dtype,
                  program.op)
-    regions = (Region * program.count).from_buffer_copy(program.regions)
+    regions = (Region * program.region_count).from_buffer_copy(program.regions)
     nbytes = sum(math.prod(r.size[:r.ndim]) * (r.sources + r.targets) // r.parts for r in regions) * dtype.itemsize
     return Pass(f"{src} -> {dst}", [asked], nbytes, lambda: torch.equal(whole(made, dst), whole(held, src)))
 
