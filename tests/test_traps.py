@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from shards import place
 from torch.nn import functional as F
 
 import globaltensor as gt
@@ -84,7 +85,7 @@ def test_placements_that_look_alike_are_not_the_same():
 
 def test_a_foreach_call_over_several_placements_is_one_call_per_rank():
     """Elements on placements that overlap: lists of scalars, a tensor of them, and what all share, go along."""
-    here, other = gt.placement("cpu", [0, 1]), gt.placement("cpu", [1, 2, 3])
+    here, other = gt.placement("cpu", [0, 1]), place([1, 2, 3])
     plain = [torch.arange(12.).reshape(4, 3), torch.arange(15.).reshape(5, 3) + 1, torch.ones(3, 3)]
     mine = [gt.from_full(t, p, s) for t, p, s in zip(plain, (here, other, here), (S(0), S(1), B))]
     half = gt.from_full(torch.tensor(0.5), here, B)
