@@ -25,7 +25,8 @@ from globaltensor.layouts.regions import slices
 from globaltensor.layouts.sbp import NdSbp, broadcast, nd_sbp
 from globaltensor.runtime.memory import require
 from globaltensor.runtime.world import local_ranks_of, world
-from globaltensor.tensors.global_tensor import GlobalTensor, resolve_layout
+from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.redistribution import resolve_layout
 
 
 class BatchCutter:

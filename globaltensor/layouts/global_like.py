@@ -4,7 +4,7 @@ The class itself (`tensors/global_tensor.py`) stands above them, so they type by
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
@@ -33,6 +33,9 @@ class GlobalLike(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @classmethod
+    def wrap(cls, of: Spec, shards: Shards) -> Self: ...
 
     def dim(self) -> int: ...
 

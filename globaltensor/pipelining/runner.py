@@ -49,7 +49,9 @@ from globaltensor.schedules.schedule import F, Schedule
 from globaltensor.schedules.text import read_schedule
 from globaltensor.schedules.timetable import Event
 from globaltensor.tensors import gradients
-from globaltensor.tensors.global_tensor import GlobalTensor, place_full, to_layout
+from globaltensor.tensors.full_value import place_full
+from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.redistribution import to_layout
 
 
 def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.PathLike[str] | Schedule = "1f1b",
@@ -286,7 +288,7 @@ class PipelineRunner:
             return to_layout(t, dst)
         if checking():
             agree_on(t, f"the {what} of a pipeline")
-        return place_full(t, dst)
+        return GlobalTensor.wrap(*place_full(t, dst))
 
 
 def _shapes(tensors: Sequence[Any]) -> Hashable:

@@ -25,7 +25,8 @@ from globaltensor.parallel.modules import named_tensors
 from globaltensor.schedules.schedule import Schedule
 from globaltensor.tensors import backward, gradients
 from globaltensor.tensors.convert import from_full
-from globaltensor.tensors.global_tensor import GlobalTensor, to_layout
+from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.redistribution import to_layout
 
 Slot = tuple[nn.Module, str, str]                    # a module, "_parameters" or "_buffers", and a name in it
 

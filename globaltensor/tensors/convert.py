@@ -14,7 +14,9 @@ from globaltensor.layouts.sbp import SbpLike, broadcast, nd_sbp
 from globaltensor.runtime.agreement import agree_on, checksum, gather_objects
 from globaltensor.runtime.memory import missing, require
 from globaltensor.runtime.world import local_ranks_of, world
-from globaltensor.tensors.global_tensor import GlobalTensor, place_full, resolve_layout, to_layout
+from globaltensor.tensors.full_value import place_full
+from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.redistribution import resolve_layout, to_layout
 
 
 def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTensor:
@@ -31,7 +33,7 @@ def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTens
 class _FromFull(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, dst: Layout) -> GlobalTensor:
-        return place_full(t, dst)
+        return GlobalTensor.wrap(*place_full(t, dst))
 
     @staticmethod
     def backward(ctx: Any, grad: GlobalTensor) -> tuple[torch.Tensor, None]:

@@ -26,7 +26,8 @@ from globaltensor.runtime.agreement import agree
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.factory_types import Drawn, FromPlain, Sized
-from globaltensor.tensors.global_tensor import GlobalTensor, resolve_layout
+from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.redistribution import resolve_layout
 
 Make = Callable[[Region, torch.device], torch.Tensor]
 

@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._ops import OpOverload
 
-from globaltensor.algorithms.aliasing import check_guard
-from globaltensor.boxings import native, watch
-from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.dispatch.core import arrive
-from globaltensor.errors import GlobalTensorError, SbpError
-from globaltensor.layouts.layout import Layout, Shards, Spec, layout, sbp_text, spec
+from globaltensor.errors import GlobalTensorError
+from globaltensor.layouts.layout import Shards, Spec, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.placement import placement as Placement
-from globaltensor.layouts.sbp import NdSbp, SbpLike, broadcast, in_range, nd_sbp
-from globaltensor.runtime.memory import NoMemory, require
+from globaltensor.layouts.sbp import NdSbp, SbpLike, broadcast
+from globaltensor.runtime.memory import NoMemory
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import assign, backward, gradients, lookup, multihead_attention, products
+from globaltensor.tensors.full_value import FullTensor, text_of
+from globaltensor.tensors.redistribution import box_gradient, find_gradient_boxing, resolve_layout, to_layout, to_local
 
 _data: Any = torch.Tensor.data                       # a descriptor of C, as is requires_grad
 
@@ -110,18 +109,10 @@ class GlobalTensor(TensorMethods):
             sbp = self.sbp if getattr(where, "shape", None) == self.placement.shape else broadcast
         dst = resolve_layout(where, sbp, self.dim())
         grad = resolve_layout(self.placement, grad_sbp, self.dim()) if grad_sbp is not None else None
-        return to_layout(self, dst) if grad is None else _convert(self, dst, grad)
+        return to_layout(self, dst, grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch calls it so
-        where = f"placement={self.placement}, sbp={sbp_text(self.sbp)}"
-        with torch.no_grad():
-            if world().single_process or all(s.is_broadcast for s in self.sbp) and self.shards:
-                body = repr(next(iter(_full(self.detach()).values())))
-            else:                                    # printing on one rank must not wait for the others
-                body = f"tensor(shape={list(self.shape)}, dtype={self.dtype}, shards={self.shards}"
-        grad = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn else (
-            ", requires_grad=True" if self.requires_grad else "")
-        return f"{body.removesuffix(')')}, {where}{grad})"
+        return text_of(self)
 
     def _set_data(self, value: torch.Tensor) -> None:
         if not isinstance(value, GlobalTensor):
@@ -202,18 +193,11 @@ class GlobalTensor(TensorMethods):
 
         Raises GlobalTensorError in a process that drives several ranks, or none of x's.
         """
-        if len(world().local_ranks) > 1:
-            raise GlobalTensorError("to_local() in a process that drives several ranks",
-                                    f"it drives ranks {list(world().local_ranks)}, so there is no one local part",
-                                    "x.shards[rank]")
-        if not self.shards:
-            raise GlobalTensorError(f"rank {world().rank} holds no part of a tensor on {self.placement}",
-                                    "its placement leaves this rank out", "x.full_tensor(), or ask x.shards first")
-        return _ToLocal.apply(self)
+        return to_local(self)
 
     def full_tensor(self) -> torch.Tensor:
         """The whole value as a plain tensor, on every process; collective, and differentiable."""
-        return _FullTensor.apply(self)
+        return FullTensor.apply(self)
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """The whole value as a NumPy array; collective."""
@@ -249,122 +233,9 @@ class GlobalTensor(TensorMethods):
         return memo[id(self)]
 
 
-class _ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: GlobalTensor) -> torch.Tensor:
-        check_guard(x)
-        ctx.own = x.spec
-        return next(iter(x.shards.values())).view_as(next(iter(x.shards.values())))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> GlobalTensor:
-        dual = ctx.own.layout.dual
-        return GlobalTensor.wrap(spec(dual, ctx.own.shape, None, grad.dtype), {world().rank: grad.contiguous()})
-
-
 def _rebuild(where: placement, sbp: NdSbp, shards: Shards, of: Spec, requires_grad: bool) -> GlobalTensor:
     made = GlobalTensor.wrap(spec(layout(where, sbp), of.shape, of.stride, of.dtype), shards)
     return made.requires_grad_(requires_grad)
-
-
-def _full(x: GlobalTensor) -> Shards:
-    """The whole value on the first rank that each process drives."""
-    check_guard(x)
-    here, own = world(), x.spec
-    alone = here.single_process and not watch.watched()        # whoever watches sees what many processes would move
-    if all(s.is_broadcast for s in own.sbp) and (alone or len(own.placement.flat) == here.size):
-        return x.shards
-    ranks = [here.rank] if alone else range(here.size)
-    everywhere = layout(placement(own.placement.type, ranks), (broadcast,))
-    return move_shards([Move(own, x.shards, everywhere)], "full_tensor")[0]
-
-
-class _FullTensor(torch.autograd.Function):
-    """The whole value; its gradient is a plain tensor, the same everywhere."""
-
-    @staticmethod
-    def forward(ctx: Any, x: GlobalTensor) -> torch.Tensor:
-        ctx.own = x.spec
-        return next(iter(_full(x).values())).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> GlobalTensor:
-        return place_full(grad, ctx.own.layout.without_partials)
-
-
-def place_full(whole: torch.Tensor, dst: Layout) -> GlobalTensor:
-    """A global tensor of a value that every process holds whole; no communication."""
-    ranks = local_ranks_of(dst.placement)
-    home = dst.replicated
-    of = spec(home, tuple(whole.shape), None, whole.dtype)
-    devices = {r: world().device(dst.placement.type, r) for r in ranks}
-    require(whole, f"a plain tensor on {dst}")
-    source = whole.detach().resolve_conj().resolve_neg()         # what reads the memory knows no such bits
-    if dst.placement.type == "cpu":
-        source = source.cpu()
-    if dst is home:
-        shards = {r: source.to(devices[r], copy=True).contiguous() for r in ranks}
-    else:
-        shards = move_shards([Move(of, dict.fromkeys(ranks, source), dst)], "from_full")[0]
-    return GlobalTensor.wrap(of.on(dst), shards)
-
-
-def resolve_layout(where: Any, sbp: Any, ndim: int) -> Layout:
-    """The layout that a user's placement and sbp mean for a tensor of `ndim` dims."""
-    if not isinstance(where, placement):
-        raise SbpError(f"not a placement: {where!r}", fix='gt.placement("cpu", [0, 1])')
-    return layout(where, in_range(nd_sbp(sbp, where.names, where.ndim), ndim))
-
-
-class _Redistribute(torch.autograd.Function):
-    """An explicit boxing src -> dst; its backward is the boxing dst.dual -> src.dual, or to `grad_sbp`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: GlobalTensor, dst: Layout, grad_layout: Layout | None) -> GlobalTensor:
-        check_guard(x)
-        ctx.src, ctx.grad_layout = x.spec.layout, grad_layout
-        if dst is x.spec.layout:
-            return GlobalTensor.wrap(x.spec, {r: shard.clone() for r, shard in x.shards.items()})
-        shards = move_shards([Move(x.spec, x.shards, dst)])[0]
-        return GlobalTensor.wrap(spec(dst, x.spec.shape, None, x.spec.dtype), shards)
-
-    @staticmethod
-    def backward(ctx: Any, grad: GlobalTensor) -> tuple[GlobalTensor, None, None]:
-        return _back(grad, ctx.src, ctx.grad_layout), None, None
-
-
-def _back(grad: GlobalTensor, src: Layout, grad_layout: Layout | None) -> GlobalTensor:
-    """The gradient of a boxing from src, on its way back."""
-    return to_layout(grad, grad_layout or _gradient_layout(grad.spec.layout, src))
-
-
-def _plan_back(grad: Spec, x: Spec, grad_layout: Layout | None) -> Any:
-    """The native boxing for that; None where the gradient stays as it is."""
-    dst = grad_layout or _gradient_layout(grad.layout, x.layout)
-    return None if dst is grad.layout else native.find_boxing(grad, dst)
-
-
-def _gradient_layout(now: Layout, src: Layout) -> Layout:
-    """Where the gradient of a tensor in `src` goes: dual to it, but what is broadcast already is not made pending."""
-    want = src.dual.sbp
-    if now.placement == src.placement:
-        want = tuple(n if w.is_partial and n.is_broadcast else w for n, w in zip(now.sbp, want))
-    else:
-        want = tuple(broadcast if w.is_partial else w for w in want)
-    return layout(src.placement, want)
-
-
-def to_layout(x: GlobalTensor, dst: Layout) -> GlobalTensor:
-    """x in another layout; x itself where it is there already."""
-    return x if dst is x.spec.layout else _convert(x, dst, None)
-
-
-def _convert(x: GlobalTensor, dst: Layout, grad_layout: Layout | None) -> GlobalTensor:
-    if torch_ext is not None and not watch.watched() and not x.spec.copied and dst is not x.spec.layout:
-        boxing = native.find_boxing(x.spec, dst)
-        if boxing is not None:
-            return torch_ext.redistribute(x, boxing, grad_layout)
-    return _Redistribute.apply(x, dst, grad_layout)
 
 
 def _describe(of: Spec) -> tuple:
@@ -393,4 +264,4 @@ else:                                                # the same class, with its 
     native_class.__setitem__ = assign.assign
     torch_ext.on_arrival(_at_our_key)
     torch_ext.on_lookup(lookup.Lookup.apply)
-    torch_ext.on_redistribute_backward(_plan_back, lambda grad, x, grad_layout: _back(grad, x.layout, grad_layout))
+    torch_ext.on_redistribute_backward(find_gradient_boxing, box_gradient)

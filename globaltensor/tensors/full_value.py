@@ -1,0 +1,73 @@
+"""The whole value of a global tensor, and back: `x.full_tensor()`, what is printed, and `from_full` without its checks.
+
+The whole value is a boxing to broadcast on a placement of all processes, so that those outside of x's placement have it
+too and `if loss.item() > 3:` takes the same branch everywhere.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from globaltensor.algorithms.aliasing import check_guard
+from globaltensor.boxings import watch
+from globaltensor.boxings.redistribute import Move, move_shards
+from globaltensor.layouts.global_like import GlobalLike
+from globaltensor.layouts.layout import Layout, Shards, Spec, layout, sbp_text, spec
+from globaltensor.layouts.placement import placement
+from globaltensor.layouts.sbp import broadcast
+from globaltensor.runtime.memory import require
+from globaltensor.runtime.world import local_ranks_of, world
+
+
+def gather_full(x: GlobalLike) -> Shards:
+    """The whole value on the first rank that each process drives."""
+    check_guard(x)
+    here, own = world(), x.spec
+    alone = here.single_process and not watch.watched()        # whoever watches sees what many processes would move
+    if all(s.is_broadcast for s in own.sbp) and (alone or len(own.placement.flat) == here.size):
+        return x.shards
+    ranks = [here.rank] if alone else range(here.size)
+    everywhere = layout(placement(own.placement.type, ranks), (broadcast,))
+    return move_shards([Move(own, x.shards, everywhere)], "full_tensor")[0]
+
+
+class FullTensor(torch.autograd.Function):
+    """The whole value; its gradient is a plain tensor, the same everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: GlobalLike) -> torch.Tensor:
+        ctx.own, ctx.wrap = x.spec, x.wrap
+        return next(iter(gather_full(x).values())).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> GlobalLike:
+        return ctx.wrap(*place_full(grad, ctx.own.layout.without_partials))
+
+
+def place_full(whole: torch.Tensor, dst: Layout) -> tuple[Spec, Shards]:
+    """The spec and the shards of a value that every process holds whole; no communication."""
+    ranks = local_ranks_of(dst.placement)
+    home = dst.replicated
+    of = spec(home, tuple(whole.shape), None, whole.dtype)
+    devices = {r: world().device(dst.placement.type, r) for r in ranks}
+    require(whole, f"a plain tensor on {dst}")
+    source = whole.detach().resolve_conj().resolve_neg()         # what reads the memory knows no such bits
+    if dst.placement.type == "cpu":
+        source = source.cpu()
+    if dst is home:
+        shards = {r: source.to(devices[r], copy=True).contiguous() for r in ranks}
+    else:
+        shards = move_shards([Move(of, dict.fromkeys(ranks, source), dst)], "from_full")[0]
+    return of.on(dst), shards
+
+
+def text_of(x: Any) -> str:
+    """What `repr` prints: value, layout, and what autograd knows."""
+    with torch.no_grad():
+        if world().single_process or all(s.is_broadcast for s in x.sbp) and x.shards:
+            value = repr(next(iter(gather_full(x.detach()).values())))
+        else:                                        # printing on one rank must not wait for the others
+            value = f"tensor(shape={list(x.shape)}, dtype={x.dtype}, shards={x.shards}"
+    grad = f", grad_fn=<{type(x.grad_fn).__name__}>" if x.grad_fn else ", requires_grad=True" if x.requires_grad else ""
+    return f"{value.removesuffix(')')}, placement={x.placement}, sbp={sbp_text(x.sbp)}{grad})"
