@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from math import prod
 
 import pytest
@@ -16,7 +17,7 @@ from globaltensor.layouts.layout import layout, spec
 from globaltensor.layouts.rank_regions import rank_regions
 from globaltensor.layouts.regions import slices
 from globaltensor.layouts.sbp import broadcast, partial_max, partial_min, partial_sum, split
-from globaltensor.runtime.machine import gloo, one_process
+from globaltensor.runtime.machine import gloo, nccl, one_process, shared_memory
 
 SEED = 20_240_521
 
@@ -303,6 +304,38 @@ def test_bytes_recorded_are_the_textbook_ones(src, dst, factor):
     assert [m.bytes for m in moves] == [factor * 512 * 512 * 4]
     assert moves[0].op == "to_global" and moves[0].where.split(":")[0].endswith("test_boxing.py")
     assert (moves[0].src.sbp, moves[0].dst.sbp) == ((src,), (dst,)) and moves[0].seconds > 0
+
+
+SBPS = {"S(i)": split(0), "S(j)": split(1), "B": broadcast, "P": partial_sum}
+PRICES = [(src, dst, int(rounds), price) for src, dst, rounds, price in re.findall(
+    r"(?m)^ {12}(\S+) +(\S+) +[a-z-]+ +(\d) +(.+)$", gt.GlobalTensor.to_global.__doc__)]
+
+
+@pytest.mark.parametrize("machine", [gloo, one_process, shared_memory, nccl], ids="gloo process memory nccl".split())
+@pytest.mark.parametrize("n", [3, 4, 8])
+def test_the_table_of_to_global_is_what_plans_do(n, machine):
+    """Rounds and bytes received, on every machine, of a tensor whose bytes matter."""
+    assert {(src, dst) for src, dst, _, _ in PRICES} == {
+        (src, dst) for src in ("S(i)", "B", "P") for dst in ("S(i)", "B", "P")} | {("S(i)", "S(j)")}
+    where, size = place([*range(n)]), (1024 * n, 1024 * n)
+    for src, dst, rounds, price in PRICES:
+        path = plan(layout(where, (SBPS[src],)), layout(where, (SBPS[dst],)), size, 4 * prod(size), machine).layouts
+        received = [max(bytes_received(step, size, 4).values()) for step in itertools.pairwise(path)]
+        assert sum(map(bool, received)) == rounds, f"{src} -> {dst} of {n} ranks takes {path}"
+        assert sum(received) == eval(price, {"n": n, "T": 4 * prod(size)}), f"{src} -> {dst} of {n} ranks"
+
+
+def test_what_the_text_below_that_table_says():
+    where, size = place([0, 1, 2, 3]), (4096, 4096)
+    p_max, p, b = (layout(where, (sbp,)) for sbp in (partial_max, partial_sum, broadcast))
+    whole = 4 * prod(size)
+    path = plan(p_max, p, size, whole, gloo).layouts
+    assert sum(bytes_received(path, size, 4).values()) / 4 == 3 / 4 * whole
+    path = plan(p, b, (2,), 8, gloo).layouts
+    assert path == (p, b) and set(bytes_received(path, (2,), 4).values()) == {3 * 8}
+    p, b = (layout(place([0, 1]), (sbp,)) for sbp in (partial_sum, broadcast))
+    path = plan(p, b, size, whole, gloo).layouts
+    assert path == (p, b) and set(bytes_received(path, size, 4).values()) == {whole}
 
 
 def test_every_link_carries_a_share():

@@ -101,8 +101,33 @@ class GlobalTensor(TensorMethods):
                   grad_sbp: SbpLike | None = None) -> GlobalTensor:
         """Boxing: the same value on another placement, with another sbp, or both; differentiable.
 
-        sbp       default: as it is, where the placement has as many axes, else broadcast
-        grad_sbp  the sbp in which the gradient leaves (default: dual to x's)
+        placement  default: x's own
+        sbp        one, one per axis, or a dict by axis name; default: as it is, where the placement has as many axes,
+                   else broadcast
+        grad_sbp   the sbp in which the gradient leaves, on x's placement (default: dual to x's)
+
+        Along one axis of n ranks, for a tensor of T bytes in all, what each rank receives:
+
+            src    dst    collective        rounds   bytes
+            S(i)   S(i)   none              0        0
+            S(i)   S(j)   all-to-all        1        (n - 1) / n**2 * T
+            S(i)   B      all-gather        1        (n - 1) / n * T
+            S(i)   P      none              0        0
+            B      S(i)   none              0        0
+            B      B      none              0        0
+            B      P      none              0        0
+            P      S(i)   reduce-scatter    1        (n - 1) / n * T
+            P      B      all-reduce        2        2 * (n - 1) / n * T
+            P      P      none              0        0
+
+        A P of another op is reduced first: P(max) to P(sum) costs as much as P to S. Between two ranks, and for tensors
+        so small that rounds cost more than bytes, an all-reduce is one round, in which each rank receives (n - 1) * T.
+        Over several axes, and between placements, the plan is the cheapest sequence of such steps. `gt.record()` tells
+        what was moved.
+
+        Raises, before anything moves, SbpError for a placement that is none, sbps that are not one per axis, or a split
+        dim that x lacks; on all ranks DisagreementError where they mean different layouts, and TransportError where
+        one of them died.
         """
         where = self.placement if placement is None else placement
         if sbp is None:
