@@ -171,6 +171,32 @@ def test_factories(factory):
     check(lambda place, sbp: factory(placement=place, sbp=sbp), ndim)
 
 
+def test_the_numbers_of_a_factory_depend_on_what_its_page_says():
+    """One number of the generator a call; row-major places, not shapes; the dtype only rounds."""
+    at = {"placement": LINE[1], "sbp": split(0)}
+
+    def made(factory, *args, **more):
+        torch.manual_seed(SEED)
+        return whole(factory(*args, **more, **at))
+
+    for factory in (gt.rand, gt.randn, lambda *size, **more: gt.randint(100, size, **more)):
+        torch.testing.assert_close(made(factory, 6, 4).flatten(), made(factory, 24), rtol=0, atol=0)
+    for factory in (gt.rand, gt.randn):
+        for dtype in (F32, F16, BF16):
+            rounding = 8 * torch.finfo(dtype).eps
+            torch.testing.assert_close(made(factory, 9, dtype=F64), made(factory, 9, dtype=dtype).double(),
+                                       rtol=rounding, atol=rounding)
+    assert torch.equal(made(lambda **more: gt.randint(100, (9,), dtype=F32, **more)).long(),
+                       made(lambda **more: gt.randint(100, (9,), **more)))
+    torch.testing.assert_close(made(gt.normal, 1.0, 2.0, (9,)), made(gt.randn, 9) * 2 + 1)
+    states = []
+    for size in (1, 1000):
+        made(gt.rand, size)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+    assert not torch.equal(made(gt.rand, 9), torch.rand(9, generator=torch.Generator().manual_seed(SEED)))
+
+
 INITS = {
     "uniform_": nn.init.uniform_, "normal_": nn.init.normal_, "xavier_uniform_": nn.init.xavier_uniform_,
     "xavier_normal_": nn.init.xavier_normal_, "kaiming_uniform_": nn.init.kaiming_uniform_,

@@ -1,8 +1,18 @@
 """torch's factories with `placement=` and `sbp=`: `gt.randn(4, 5, placement=P, sbp=gt.sbp.split(0))`.
 
-Without a placement they are torch's own. Every rank makes only the elements it holds; random ones depend on the seed
-and the element's place in the global tensor alone (`philox.py`), never on sbp, placement or the number of processes.
-The seed is the next number of torch's CPU generator, or of the one given as `generator=`, whose state moves on by that.
+Without a placement they are torch's own. With one, every rank makes only the elements it holds. What the elements of
+rand, randn, normal and randint depend on:
+
+    generator      torch's own of the CPU, or the one given as `generator=`: each call takes one number from it,
+                   whatever the size. Ranks whose generators differ raise DisagreementError
+    global index   the element's place in row-major order: gt.randn(6, 4) has the numbers of gt.randn(24)
+    dtype          only for rounding: float32 is float64 with fewer bits
+    nothing else   not sbp, placement, device, nor the number of ranks or processes
+
+randperm depends on the generator and n. None are the numbers that torch makes of the same seed (`philox.py`).
+
+`empty` holds what was in the memory. arange, linspace, logspace, eye and tensor are made whole on every process and
+then cut, so their values are torch's to the last bit.
 
 No keyword is passed over: `dtype`, `requires_grad` and `generator` mean what they do in torch, what a placement has no
 use for (`device`, `out`, ...) is an error, and so is a name that torch does not know.
@@ -71,9 +81,14 @@ def _read(size: tuple[Any, ...], dtype: torch.dtype | None, given: dict[str, Any
     return tuple(asked.shape), asked.dtype
 
 
+_RAISES = """Raises ArgumentError for a keyword that it does not take, GlobalTensorError where only one of placement and
+sbp is given, SbpError for an sbp that does not fit, and on all ranks DisagreementError where they ask for different
+tensors."""
+
+
 def _named(factory: Any, name: str, what: str) -> Any:
     factory.__name__ = factory.__qualname__ = name
-    factory.__doc__ = f"{what}as torch.{name}, with `placement=` and `sbp=`; without them, torch's own."
+    factory.__doc__ = f"torch.{name} with `placement=` and `sbp=`; without them, torch's own. {what}\n\n{_RAISES}"
     return factory
 
 
@@ -109,7 +124,7 @@ def _extent(part: Region) -> list[int]:
     return [stop - start for start, stop in part]
 
 
-def _sized(name: str) -> Sized:
+def _sized(name: str, what: str) -> Sized:
     """A factory whose elements are all alike."""
     make = getattr(torch, name)
 
@@ -122,10 +137,11 @@ def _sized(name: str) -> Sized:
         return _finish(name, shape, dtype, placement, sbp, requires_grad,
                        lambda part, device: make(_extent(part), dtype=dtype, device=device))
 
-    return _named(factory, name, "")
+    return _named(factory, name, what)
 
 
-zeros, ones, empty = _sized("zeros"), _sized("ones"), _sized("empty")
+zeros, ones = (_sized(name, "Every rank fills its own part.") for name in ("zeros", "ones"))
+empty = _sized("empty", "The values are what was in the memory, different on every rank.")
 
 
 @overload
@@ -141,7 +157,7 @@ def full(size: Sequence[int], fill_value: complex, *, dtype: torch.dtype | None 
 
 def full(size: Any, fill_value: Any, *, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
          requires_grad: bool = False, **options: Any) -> torch.Tensor:
-    """torch.full with `placement=` and `sbp=`; without them, torch's own."""
+    """torch.full with `placement=` and `sbp=`; without them, torch's own. Every rank fills its own part."""
     given = _checked("full", options, placement, sbp)
     if placement is None:
         return torch.full(size, fill_value, dtype=dtype, requires_grad=requires_grad, **given)
@@ -162,7 +178,7 @@ def _from_plain(name: str, *own: str) -> FromPlain:
         made = from_full(make(*args, dtype=dtype, **given), placement, sbp)
         return made.requires_grad_() if requires_grad else made
 
-    return _named(factory, name, "")
+    return _named(factory, name, "Every process makes the whole value, torch's to the last bit, and keeps its parts.")
 
 
 arange = _from_plain("arange", "start", "end", "step")
@@ -182,6 +198,10 @@ def _random(name: str, shape: Shape, dtype: torch.dtype, where: Any, sbp: Any, r
                    lambda part, device: draw(key, shape, part, dtype, device), key)
 
 
+_DEPENDENCE = """The numbers depend on the
+generator's state, the elements' places in the global shape and, for rounding, the dtype; on no layout."""
+
+
 def _drawn(name: str, what: str, draw: Callable[..., torch.Tensor]) -> Drawn:
     """A random factory that is told nothing but the size."""
     make = getattr(torch, name)
@@ -195,11 +215,11 @@ def _drawn(name: str, what: str, draw: Callable[..., torch.Tensor]) -> Drawn:
         shape, dtype = _read(size, dtype, given)
         return _random(name, shape, dtype, placement, sbp, requires_grad, generator, draw)
 
-    return _named(factory, name, what)
+    return _named(factory, name, f"{what} {_DEPENDENCE}")
 
 
-rand = _drawn("rand", "Uniform in [0, 1), ", philox.uniform)
-randn = _drawn("randn", "Standard normal, ", philox.normal)
+rand = _drawn("rand", "Uniform in [0, 1).", philox.uniform)
+randn = _drawn("randn", "Standard normal.", philox.normal)
 
 
 @overload
@@ -217,7 +237,10 @@ def normal(mean: Any, std: Any, size: Sequence[int] | None = None, *, dtype: tor
 def normal(mean: Any, std: Any, size: Any = None, *, placement: Any = None, sbp: Any = None,
            dtype: torch.dtype | None = None, generator: torch.Generator | None = None, requires_grad: bool = False,
            **options: Any) -> torch.Tensor:
-    """Normal of float `mean` and `std`, as torch.normal, with `placement=` and `sbp=`."""
+    """Normal of float `mean` and `std`, as torch.normal, with `placement=` and `sbp=`.
+
+    The numbers depend on what those of gt.randn do: they are its own, times std, plus mean.
+    """
     given = _checked("normal", options, placement, sbp, "generator")
     if placement is None:                            # of tensors it takes neither size, dtype nor requires_grad
         some = {"size": size, "dtype": dtype, "generator": generator, "requires_grad": requires_grad or None}
@@ -245,7 +268,11 @@ def randint(*args: Any, dtype: torch.dtype | None = torch.int64, generator: torc
 
 def randint(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = torch.int64,
             generator: torch.Generator | None = None, requires_grad: bool = False, **options: Any) -> torch.Tensor:
-    """Integers in [low, high): randint(high, size) or randint(low, high, size), with `placement=` and `sbp=`."""
+    """Integers in [low, high): randint(high, size) or randint(low, high, size), with `placement=` and `sbp=`.
+
+    The numbers depend on the generator's state, on low and high, and on the elements' places in the global shape: on
+    no dtype, no layout. Raises GlobalTensorError where the dtype does not hold all of [low, high).
+    """
     given = _checked("randint", options, placement, sbp, "low", "high", "size", "generator")
     if placement is None:
         return torch.randint(*args, dtype=dtype, generator=generator, requires_grad=requires_grad, **given)
@@ -270,7 +297,10 @@ def randperm(n: int, *, dtype: torch.dtype = torch.int64, generator: torch.Gener
 
 def randperm(n: int, *, placement: Any = None, sbp: Any = None, dtype: torch.dtype = torch.int64,
              generator: torch.Generator | None = None, requires_grad: bool = False, **options: Any) -> torch.Tensor:
-    """A random permutation of 0 .. n-1, with `placement=` and `sbp=`."""
+    """A random permutation of 0 .. n-1, with `placement=` and `sbp=`; of the generator's state and n alone.
+
+    Every process orders all n keys, and keeps its part.
+    """
     given = _checked("randperm", options, placement, sbp, "generator")
     if placement is None:
         return torch.randperm(n, dtype=dtype, generator=generator, requires_grad=requires_grad, **given)
