@@ -141,6 +141,7 @@ WRONG = {
     "a list": (lambda: gt.rule(make(in_a_list), "i -> i"), "takes a list"),
     "too few operands": (lambda: gt.rule(make(product), "i -> i"), "1 operands"),
     "too many results": (lambda: gt.rule(make(product), "i k, k j -> i j, i"), "2 results"),
+    "a strange sum": (lambda: gt.rule(make(product), "i k, k j -> i j", "a*b", leaves="mean"), "leaves='mean'"),
     "nothing to check": (lambda: gt.rules.check(make(twice), [(draw(2),)]), "has no rule to check"),
 }
 

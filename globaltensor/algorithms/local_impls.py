@@ -25,11 +25,16 @@ aten = torch.ops.aten
 class LocalRecipe(Protocol):
     """What a local implementation reads of its recipe (dispatch/recipe.py)."""
 
-    func: OpOverload
-    ranks: Sequence[int]
-    shapes: Sequence[Shape]
-    regions: Sequence[Mapping[int, Region]]
-    local_impl: Callable[..., Any] | None
+    @property
+    def func(self) -> OpOverload: ...
+    @property
+    def ranks(self) -> Sequence[int]: ...
+    @property
+    def shapes(self) -> Sequence[Shape]: ...
+    @property
+    def regions(self) -> Sequence[Mapping[int, Region]]: ...
+    @property
+    def local_impl(self) -> Callable[..., Any] | None: ...
 
 
 def view(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:

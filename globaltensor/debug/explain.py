@@ -19,13 +19,14 @@ from globaltensor.boxings.watch import BoxingRecord, record
 from globaltensor.dispatch.choose import layouts, rank_choices
 from globaltensor.dispatch.decide import decide
 from globaltensor.dispatch.foreach import is_foreach
-from globaltensor.dispatch.recipe import Recipe, spec_of_plain
+from globaltensor.dispatch.recipe import Decision, Recipe, spec_of_plain
 from globaltensor.errors import where
 from globaltensor.layouts.layout import Spec, sbp_text
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call
+from globaltensor.rules.language import Rule
 from globaltensor.runtime.text_table import aligned
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -90,51 +91,54 @@ class _Seeing(TorchDispatchMode):
 
     def __init__(self, moves: list[BoxingRecord]) -> None:
         super().__init__()
-        self.moves, self.told, self.rows = moves, 0, []
+        self.moves, self.explained = moves, 0        # so many of the moves have their row
+        self.rows: list[Row] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if not any(type(t) is GlobalTensor for t in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         self.between()
-        recipe = decide(GlobalTensor, func, args, kwargs)
+        decision = decide(GlobalTensor, func, args, kwargs)
         before = [t.spec.sbp for t in tree_leaves((args, kwargs)) if type(t) is GlobalTensor]
         call = Call(func, args, kwargs)
-        row = _row(recipe, call)                     # before an op that writes changes its operands
+        row = _row(decision, call)                   # before an op that writes changes its operands
         result = func(*args, **kwargs)
-        done, self.told = tuple(self.moves[self.told:]), len(self.moves)
+        done, self.explained = tuple(self.moves[self.explained:]), len(self.moves)
         self.rows.append(_finished(row, before, result, done))
         return result
 
     def between(self) -> None:
         """Boxings since the last op: those that the user asked for, and gradients."""
-        for move in self.moves[self.told:]:
-            self.rows.append(Row(move.where, move.op, move.src.placement, _way(move), "", (move,)))
-        self.told = len(self.moves)
+        for move in self.moves[self.explained:]:
+            self.rows.append(Row(move.where, move.op, move.src.placement, _move_text(move), "", (move,)))
+        self.explained = len(self.moves)
 
 
-def _way(move: BoxingRecord) -> str:
+def _move_text(move: BoxingRecord) -> str:
     far = f" on {move.dst.placement}" if move.dst.placement != move.src.placement else ""
     many = f" of {move.tensors} tensors" if move.tensors > 1 else ""
     src, dst = ("windows" if isinstance(at, RankRegions) else sbp_text(at.sbp) for at in (move.src, move.dst))
     return f"{src} -> {dst}{far}{many}"
 
 
-def _row(recipe: Recipe, call: Call) -> Row:
+def _row(decision: Decision, call: Call) -> Row:
     """What can be told before the op runs."""
     home = next(t.spec.placement for t in call.tensors if type(t) is GlobalTensor)
     name = str(call.func).removeprefix("aten.").removesuffix(".default")
-    if recipe.decomposition is not None or is_foreach(call.func):
+    if not isinstance(decision, Recipe) or is_foreach(call.func):
         return Row(where(), name, home, "", "")
+    decision = decision
     operands = [t.spec if type(t) is GlobalTensor else spec_of_plain(t, home) for t in call.tensors]
     boxed = ", ".join(f"{n}: {sbp_text(own.sbp)} -> {sbp_text(want.sbp)}"
-                      for n, own, want in zip(call.names, operands, recipe.wants)
+                      for n, own, want in zip(call.names, operands, decision.wants)
                       if want is not None and want is not own.layout)
-    chosen = _signature([(want or own.layout).sbp for own, want in zip(operands, recipe.wants)],
-                        [o.sbp for o in recipe.outputs or () if o is not None])
-    if not recipe.signature:
+    chosen = _signature([(want or own.layout).sbp for own, want in zip(operands, decision.wants)],
+                        [o.sbp for o in decision.outputs or () if o is not None])
+    line = line_of(call.func)
+    if line is None or not decision.signature:
         return Row(where(), name, home, chosen + "   (no rule)", boxed)
-    second, dearer = _second(recipe, call, operands)
+    second, dearer = _second(decision, line.family(call), operands)
     return Row(where(), name, home, chosen, boxed, (), second, dearer)
 
 
@@ -144,15 +148,14 @@ def _finished(row: Row, before: list[Any], result: Any, moves: tuple[BoxingRecor
     if not chosen:
         after = [t.spec.sbp for t in tree_leaves(result) if type(t) is GlobalTensor]
         chosen = _signature(before, after)
-        boxed = ", ".join(dict.fromkeys(_way(move) for move in moves))
+        boxed = ", ".join(dict.fromkeys(_move_text(move) for move in moves))
     return Row(row.where, row.op, row.placement, chosen, boxed, moves, row.second, row.dearer)
 
 
-def _second(recipe: Recipe, call: Call, operands: list[Spec]) -> tuple[str, float]:
+def _second(recipe: Recipe, rule: Rule, operands: list[Spec]) -> tuple[str, float]:
     """The cheapest choice that is not the one taken, and by how much it is dearer."""
-    rule = line_of(call.func).family(call)
-    given = [o for o in recipe.outputs if o is not None]
-    outputs = [(o.shape, o.nbytes) for o in given] + [((), 0)] * (len(rule.outputs) - len(given))
+    outputs = [(o.shape, o.nbytes) for o in recipe.outputs or () if o is not None]
+    outputs += [((), 0)] * (len(rule.outputs) - len(outputs))
     taken = _inputs(recipe.signature)
     target = recipe.written[0] if recipe.written and rule.outputs else None
     prices: dict[tuple, tuple[float, tuple]] = {}
@@ -161,7 +164,7 @@ def _second(recipe: Recipe, call: Call, operands: list[Spec]) -> tuple[str, floa
     own, _ = prices.pop(taken, (0.0, None))
     if not prices:
         return "", 0.0
-    price, nd = min(prices.values(), key=lambda found: found[0])
+    price, nd = min(prices.values(), key=lambda choice: choice[0])
     wants, gives = layouts(nd, operands, len(rule.outputs))
     return _signature([w.sbp for w in wants], [g.sbp for g in gives]), max(price - own, 0.0)
 

@@ -112,10 +112,10 @@ def _candidates(rule: Rule, states: list[Sbp], target: int | None, may_move: boo
     """Signatures worth pricing on one axis, where the operands have these sbps now."""
     split = any(s.is_split for s in states)
     pending = any(s.is_partial for s in states)
-    led = rule.leads is not None and states[rule.leads].is_split
+    leader = rule.leads if rule.leads is not None and states[rule.leads].is_split else None
     worthwhile = []
     for sig in signatures(rule):
-        if sig.label is not None and not split or led and sig.inputs[rule.leads] != states[rule.leads]:
+        if sig.label is not None and not split or leader is not None and sig.inputs[leader] != states[leader]:
             continue                                 # dispatch starts no split; a leading operand keeps its own
         if target is not None and (sig.inputs[target] != sig.outputs[0]
                                    or not may_move and sig.outputs[0] != states[target]):

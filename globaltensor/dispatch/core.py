@@ -14,13 +14,13 @@ import torch
 from torch._ops import OpOverload
 
 from globaltensor.algorithms.aliasing import check_guard
-from globaltensor.algorithms.run import Run, is_traceable
+from globaltensor.algorithms.run import Run
 from globaltensor.boxings.redistribute import Move, move_shards, redistribute
 from globaltensor.boxings.rows import RowExchange, row_exchange
 from globaltensor.dispatch import native, user_rules
-from globaltensor.dispatch.decide import decide
+from globaltensor.dispatch.decide import decide, decide_by_rule
 from globaltensor.dispatch.execute import execute
-from globaltensor.dispatch.recipe import Recipe, static
+from globaltensor.dispatch.recipe import Decision, Recipe, static
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, spec
 from globaltensor.layouts.rank_regions import RankRegions
@@ -29,11 +29,11 @@ from globaltensor.rules.call import Call
 from globaltensor.runtime.memory import require
 from globaltensor.runtime.native import torch_ext
 
-_recipes: dict[tuple, Recipe] = {}
+_decisions: dict[tuple, Decision] = {}
 _LIMIT = 50_000
 
 
-def arrive(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def arrive(cls: type[GlobalLike], func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """An op from torch: run it, and cache its recipe in the native dispatcher where that asked for one.
 
     Only what comes a second time is cached: a shape that is seen once is not worth it. An operand without memory always
@@ -45,11 +45,11 @@ def arrive(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> 
                 require(t, f"an operand of {func}")
     pending_key = native.pending_key(func) if torch_ext is not None else None
     if pending_key is not None:
-        recipe = _recipes.get(_key(cls, func, args, kwargs))
-        if recipe is not None and is_traceable(recipe.decomposition):
-            return native.cache_trace(pending_key, recipe.decomposition, Call(func, args, kwargs), _Run(cls))
-        if recipe is not None:
-            native.cache_recipe(pending_key, cls, recipe, func, args, kwargs)
+        decision = _decisions.get(_key(cls, func, args, kwargs))
+        if isinstance(decision, Recipe):
+            native.cache_recipe(pending_key, cls, decision, func, args, kwargs)
+        elif decision is not None:
+            return native.cache_trace(pending_key, decision, Call(func, args, kwargs), _Run(cls))
     return dispatch(cls, func, args, kwargs)
 
 
@@ -70,21 +70,21 @@ def rule(op: Any, dims: str, algebra: str = "", *, leaves: str = "sum", nonempty
     rule is malformed or does not fit the op, or the op is torch's own and has a rule.
     """
     func = user_rules.give(op, dims, algebra, leaves=leaves, nonempty=nonempty)
-    for key in [key for key in _recipes if func in key[:2]]:
-        del _recipes[key]                            # decided before there was a rule
+    for key in [key for key in _decisions if func in key[:2]]:
+        del _decisions[key]                          # decided before there was a rule
     if torch_ext is not None:
         torch_ext.clear_recipes()
 
 
-def dispatch(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def dispatch(cls: type[GlobalLike], func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run `func` on operands of which at least one is a `cls`, a global tensor."""
-    recipe = find(cls, func, args, kwargs)
-    if recipe.decomposition is not None:
-        return recipe.decomposition(Call(func, args, kwargs), _Run(cls))
-    return execute(cls, recipe, args, kwargs)
+    decision = find(cls, func, args, kwargs)
+    if isinstance(decision, Recipe):
+        return execute(cls, decision, args, kwargs)
+    return decision(Call(func, args, kwargs), _Run(cls))
 
 
-def _key(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> tuple:
+def _key(cls: type[GlobalLike], func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> tuple:
     key: list[Any] = [func]
     for value in args:
         kind = type(value)
@@ -99,22 +99,22 @@ def _key(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> tu
     return tuple(key)
 
 
-def find(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Recipe:
-    """The recipe of a call, decided where it is new."""
+def find(cls: type[GlobalLike], func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Decision:
+    """What was decided for a call, or is now where it is new."""
     key = _key(cls, func, args, kwargs)
-    recipe = _recipes.get(key)
-    if recipe is None:
-        recipe = decide(cls, func, args, kwargs)
-        if len(_recipes) > _LIMIT:
-            _recipes.clear()
-        _recipes[key] = recipe
-    return recipe
+    decision = _decisions.get(key)
+    if decision is None:
+        decision = decide(cls, func, args, kwargs)
+        if len(_decisions) > _LIMIT:
+            _decisions.clear()
+        _decisions[key] = decision
+    return decision
 
 
 class _Run(Run):
     """The steps of a decomposition, done on global tensors of a class."""
 
-    def __init__(self, cls: type) -> None:
+    def __init__(self, cls: type[GlobalLike]) -> None:
         self.cls = cls
 
     def __call__(self, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -123,9 +123,9 @@ class _Run(Run):
     def plain(self, call: Call) -> Any:
         args, kwargs = call.full_arguments()
         key = ("plain", call.func, static(args, self.cls), static(kwargs, self.cls))
-        recipe = _recipes.get(key)
-        if recipe is None:
-            recipe = _recipes[key] = decide(self.cls, call.func, args, kwargs, decompose=False)
+        recipe = _decisions.get(key)
+        if not isinstance(recipe, Recipe):
+            recipe = _decisions[key] = decide_by_rule(self.cls, call.func, args, kwargs)
         return execute(self.cls, recipe, args, kwargs)
 
     def redistribute(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[GlobalLike]:

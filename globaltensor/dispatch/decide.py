@@ -6,6 +6,7 @@ global shapes. An op without a line in the table, and one whose output only runn
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,35 +16,49 @@ from torch.utils._pytree import tree_flatten
 from globaltensor.dispatch import foreach
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import (
+    Decision,
     Recipe,
     decide_aliases,
     moved_spec,
     output_spec,
-    put,
     spec_of_plain,
     written_operands,
 )
 from globaltensor.dispatch.user_rules import results_by_rule
 from globaltensor.errors import InPlaceError, MixedPlacementError, PlacementError
+from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Spec, contiguous, layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.op_table.line import Line
 from globaltensor.op_table.variants import line_of
-from globaltensor.rules.call import Call, Slot, arguments
+from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime.meta import meta
 from globaltensor.runtime.world import local_ranks_of, world
 
 
-def decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], decompose: bool = True) -> Recipe:
-    """How this call runs, decided anew. `decompose=False`: by its rule, even if a decomposition applies."""
+def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
+    """How this call runs, decided anew."""
     call = Call(func, args, kwargs)
     line = line_of(func)
+    decomposition = line.decomposition if line is not None else None
     if foreach.is_foreach(func):                     # whose elements may be on different placements
-        return foreach.decide(cls, call) if line is None else Recipe(func, decomposition=line.decomposition)
+        return decomposition or foreach.decide(cls, call)
     where = _one_placement(cls, call)
-    if line is not None and line.decomposition is not None and decompose and line.applies(call):
-        return Recipe(func, decomposition=line.decomposition)
+    if line is not None and decomposition is not None and line.applies(call):
+        return decomposition
+    return _decide_by_rule(cls, call, line, where, len(args))
+
+
+def decide_by_rule(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Recipe:
+    """How this call runs on its own, even if a decomposition applies; of no foreach op."""
+    call = Call(func, args, kwargs)
+    return _decide_by_rule(cls, call, line_of(func), _one_placement(cls, call), len(args))
+
+
+def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where: placement, positional: int) -> Recipe:
+    """The recipe of a call with so many positional arguments."""
+    func = call.func
     _check_device(call, where)
     operands = [t.spec if type(t) is cls else spec_of_plain(t, where) for t in call.tensors]
     written = written_operands(call)
@@ -51,7 +66,7 @@ def decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], dec
     results = _meta(call, operands)
     if results is None and line is not None:
         results = results_by_rule(call, line.family(call), operands, torch.device(where.type))
-    recipe = Recipe(func, local_ranks_of(where), tuple(call.slots), (home,) * len(operands), home, written=written,
+    recipe = Recipe(func, home, local_ranks_of(where), tuple(call.slots), (home,) * len(operands), written=written,
                     seeded=line is None and torch.Tag.nondeterministic_seeded in func.tags)
     if written and results is not None:
         _check_written(call, written, results)
@@ -63,12 +78,13 @@ def decide(cls: type, func: OpOverload, args: tuple, kwargs: dict[str, Any], dec
                          for t, want, own in zip(call.tensors, recipe.wants, operands))
     decide_aliases(recipe, operands)
     # an argument that the caller left out is not among the local call's positions
-    recipe.local_args = {rank: tuple((_passed(func, at, args), value) for at, value in own)
+    recipe.local_args = {rank: tuple((_passed(func, at, positional), value) for at, value in own)
                          for rank, own in recipe.local_args.items()}
     if _is_simple(recipe, call):
-        recipe.simple = tuple(slot.at for slot in call.slots)
-        returns = recipe.func._schema.returns
-        recipe.single = recipe.outputs[0] if len(returns) == 1 and str(returns[0].type) == "Tensor" else None
+        recipe.simple = tuple(slot.at for slot in call.slots if isinstance(slot.at, int))
+        returns = func._schema.returns
+        if recipe.outputs and len(returns) == 1 and str(returns[0].type) == "Tensor":
+            recipe.single = recipe.outputs[0]
     return recipe
 
 
@@ -86,15 +102,16 @@ def _choose(recipe: Recipe, line: Line, call: Call, operands: list[Spec], result
         # strides follow those of the operands, and new shards are contiguous
         results = _meta(call, moved) or results
     layout_of = {id(r): give for r, give in zip(_ruled(results, len(gives)), gives)}
-    recipe.outputs = [output_spec(r, layout_of.get(id(r), recipe.home)) for r in results]
+    outputs = [output_spec(r, layout_of.get(id(r), recipe.home)) for r in results]
+    recipe.outputs = outputs
     recipe.local_impl = line.local_impl
     if line.local_impl is not None:
         recipe.shapes = tuple(own.shape for own in operands)
         recipe.regions = tuple({r: want.region(own.shape, r) for r in recipe.ranks}
                                for own, want in zip(operands, wants))
     if line.local_args is not None:
-        outputs = [own for own in recipe.outputs if own is not None]
-        recipe.local_args = {rank: tuple(line.local_args(call, moved, outputs, rank)) for rank in recipe.ranks}
+        tensors = [own for own in outputs if own is not None]
+        recipe.local_args = {rank: tuple(line.local_args(call, moved, tensors, rank)) for rank in recipe.ranks}
 
 
 def _ruled(results: list[Any], outputs: int) -> list[Any]:
@@ -102,31 +119,33 @@ def _ruled(results: list[Any], outputs: int) -> list[Any]:
     return results if len(results) == outputs else [r for r in results if isinstance(r, torch.Tensor)]
 
 
-def _passed(func: OpOverload, at: int | str, args: tuple) -> int | str:
+def _passed(func: OpOverload, at: int | str, positional: int) -> int | str:
     """Where an argument of the schema goes in a local call of so many positional ones."""
-    return arguments(func)[at].name if isinstance(at, int) and at >= len(args) else at
+    return arguments(func)[at].name if isinstance(at, int) and at >= positional else at
 
 
 def _is_simple(recipe: Recipe, call: Call) -> bool:
     """May the fast path take it?"""
-    return (bool(recipe.outputs) and recipe.outputs[0] is not None and not any(recipe.wants) and not recipe.written
+    if not recipe.outputs or recipe.outputs[0] is None:
+        return False
+    return (not any(recipe.wants) and not recipe.written
             and all(isinstance(at, int) for own in recipe.local_args.values() for at, _ in own)
             and not recipe.guarded and not recipe.seeded and "device" not in [a.name for a in arguments(call.func)]
             and all(isinstance(s.at, int) and s.item is None for s in call.slots))
 
 
-def _one_placement(cls: type, call: Call) -> placement:
+def _one_placement(cls: type[GlobalLike], call: Call) -> placement:
     """The placement that all global operands share."""
-    found: dict[placement, str] = {}
+    places: dict[placement, str] = {}
     for t, name in zip(call.tensors, call.names):
         if type(t) is cls:
-            found.setdefault(t.spec.placement, name)
-    if len(found) > 1:
-        (first, a), (second, b) = list(found.items())[:2]
+            places.setdefault(t.spec.placement, name)
+    if len(places) > 1:
+        (first, a), (second, b) = list(places.items())[:2]
         raise MixedPlacementError(f"{call.func}: {a} is on {first}, {b} on {second}",
                                   "the operands of one op live on one placement",
                                   f"{b}.to_global(gt.{first})")
-    return next(iter(found))
+    return next(iter(places))
 
 
 def _check_device(call: Call, where: placement) -> None:
@@ -159,8 +178,8 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
     key = _alike_key(call, operands)
     if key in _alike:
         return [torch.empty(operands[0].shape, dtype=dtype, device="meta") for dtype in _alike[key]]
-    made = [torch.empty_strided(own.shape, own.stride, dtype=own.dtype, device="meta") for own in operands]
-    args, kwargs = _filled(call, made)
+    stand_ins = [torch.empty_strided(own.shape, own.stride, dtype=own.dtype, device="meta") for own in operands]
+    args, kwargs = call.arguments_with(stand_ins)
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
     try:
@@ -192,14 +211,3 @@ def _alike_key(call: Call, operands: list[Spec]) -> tuple | None:
     others = [type(v) if isinstance(v, (int, float, complex)) else v for v in call.values.values()
               if not isinstance(v, (torch.Tensor, list))]
     return (call.func, *[own.dtype for own in operands], *others)
-
-
-def _filled(call: Call, tensors: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The call's positional and keyword arguments with other tensors in its slots."""
-    args, kwargs = [], {}
-    for a in arguments(call.func):
-        if a.keyword:
-            kwargs[a.name] = call.values[a.name]
-        else:
-            args.append(call.values[a.name])
-    return put(args, kwargs, [Slot(call.position(n), s.item) for n, s in zip(call.names, call.slots)], tensors)

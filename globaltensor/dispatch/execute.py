@@ -6,23 +6,24 @@ those that it was handed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from globaltensor.algorithms.aliasing import check_guard, copy_of, version
 from globaltensor.algorithms.random_ops import seeded
 from globaltensor.boxings.redistribute import Move, move_shards
-from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, put, spec_of_plain
-from globaltensor.layouts.layout import Shards, Spec, spec
-from globaltensor.rules.call import Call, Slot, arguments
+from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, spec_of_plain
+from globaltensor.layouts.global_like import GlobalLike
+from globaltensor.layouts.layout import Shape, Shards, Spec, spec
+from globaltensor.rules.call import Call, Slot, arguments, put, set_arguments
 from globaltensor.runtime.agreement import agree_on, broadcast_object, checking
 from globaltensor.runtime.philox import draw_key
 from globaltensor.runtime.world import world
 
 
-def execute(cls: type, recipe: Recipe, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a recipe that is no decomposition."""
+def execute(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a recipe."""
     func, simple, local_impl, seed = recipe.func, recipe.simple, recipe.local_impl, None
     operands: Sequence[Any] = ()
     if simple is None:                               # else there is nothing to look for, to check or to move
@@ -41,8 +42,7 @@ def execute(cls: type, recipe: Recipe, args: tuple, kwargs: dict[str, Any]) -> A
         else:
             local_args, local_kwargs = _local_call(recipe, rank, held, args, kwargs)
         if recipe.local_args:
-            for at, value in recipe.local_args[rank]:
-                (local_args if type(at) is int else local_kwargs)[at] = value
+            set_arguments(local_args, local_kwargs, recipe.local_args[rank])
         if local_impl is not None:
             results[rank] = local_impl(recipe, rank, local_args, local_kwargs)
         elif seed is not None:
@@ -53,11 +53,11 @@ def execute(cls: type, recipe: Recipe, args: tuple, kwargs: dict[str, Any]) -> A
         return cls.wrap(recipe.single, results)
     if recipe.written:
         _write_back(recipe, operands, held)
-        return _written_results(recipe, operands, results, cls)
+        return _written_results(cls, recipe, operands, results)
     return _wrap(cls, recipe, operands, results)
 
 
-def _operand(args: tuple, kwargs: dict[str, Any], slot: Slot) -> Any:
+def _operand(args: Sequence[Any], kwargs: dict[str, Any], slot: Slot) -> Any:
     value = args[slot.at] if isinstance(slot.at, int) else kwargs[slot.at]
     return value if slot.item is None else value[slot.item]
 
@@ -66,7 +66,7 @@ def _device(recipe: Recipe, rank: int) -> torch.device:
     return world().device(recipe.home.placement.type, rank)
 
 
-def _move(cls: type, recipe: Recipe, operands: Sequence[Any]) -> list[Shards]:
+def _move(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any]) -> list[Shards]:
     """The shards of every operand in the layout that the recipe wants, all moved in one go."""
     held: list[Shards] = []
     items: list[Move] = []
@@ -89,7 +89,7 @@ def _move(cls: type, recipe: Recipe, operands: Sequence[Any]) -> list[Shards]:
     return held
 
 
-def _local_call(recipe: Recipe, rank: int, held: list[Shards], args: tuple, kwargs: dict[str, Any]
+def _local_call(recipe: Recipe, rank: int, held: list[Shards], args: Sequence[Any], kwargs: dict[str, Any]
                 ) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of one rank's local call, with its own parts of the operands."""
     if recipe.elements is None:
@@ -98,15 +98,15 @@ def _local_call(recipe: Recipe, rank: int, held: list[Shards], args: tuple, kwar
     else:
         here = [(slot, shards[rank]) for slot, shards in zip(recipe.slots, held) if rank in shards]
         local_args, local_kwargs = put(list(args), dict(kwargs), *zip(*here))
-        _keep_elements(recipe, rank, local_args, local_kwargs)
+        _keep_elements(recipe, recipe.elements[rank], local_args, local_kwargs)
     if local_kwargs.get("device") is not None:
         local_kwargs["device"] = _device(recipe, rank)
     return local_args, local_kwargs
 
 
-def _keep_elements(recipe: Recipe, rank: int, local_args: list[Any], local_kwargs: dict[str, Any]) -> None:
-    """Leave the elements that this rank does not hold out of a foreach call's lists, of tensors and of scalars."""
-    mine, count = recipe.elements[rank], 1 + max(slot.item or 0 for slot in recipe.slots)
+def _keep_elements(recipe: Recipe, mine: tuple[int, ...], local_args: list[Any], local_kwargs: dict[str, Any]) -> None:
+    """Leave the elements that a rank does not hold out of a foreach call's lists, of tensors and of scalars."""
+    count = 1 + max(slot.item or 0 for slot in recipe.slots)
     for i, a in enumerate(arguments(recipe.func)):
         holder: Any = local_args if i < len(local_args) else local_kwargs
         at: Any = i if i < len(local_args) else a.name
@@ -128,7 +128,7 @@ def _write_back(recipe: Recipe, operands: Sequence[Any], held: list[Shards]) -> 
             shard.copy_(shards[rank])
 
 
-def _written_results(recipe: Recipe, operands: Sequence[Any], results: dict[int, Any], cls: type) -> Any:
+def _written_results(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any], results: dict[int, Any]) -> Any:
     """Results of an op that writes: the targets themselves, or new tensors where it returns others."""
     returns = recipe.func._schema.returns
     if not returns:
@@ -139,15 +139,17 @@ def _written_results(recipe: Recipe, operands: Sequence[Any], results: dict[int,
     return _wrap(cls, recipe, operands, results)
 
 
-def _wrap(cls: type, recipe: Recipe, operands: Sequence[Any], results: dict[int, Any]) -> Any:
+def _wrap(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any], results: dict[int, Any]) -> Any:
     """What ranks returned, as global tensors."""
     if not results:
         return _result_elsewhere(cls, recipe)
     first = next(iter(results.values()))
     kind = type(first) if isinstance(first, (tuple, list)) else None
     outputs: list[dict[int, Any]]                    # of each output what every rank returned: a tensor, or a number
+    specs = recipe.outputs
     if recipe.elements is not None:
-        outputs = [{} for _ in recipe.outputs]
+        assert specs is not None                     # each element's meta kernel told
+        outputs = [{} for _ in specs]
         for rank, result in results.items():
             for i, shard in zip(recipe.elements[rank], result):
                 outputs[i][rank] = shard
@@ -155,7 +157,6 @@ def _wrap(cls: type, recipe: Recipe, operands: Sequence[Any], results: dict[int,
         outputs = [{rank: result[k] for rank, result in results.items()} for k in range(len(first))]
     else:
         outputs = [results]
-    specs = recipe.outputs
     if specs is None:                                # only running the op told
         specs = [output_spec(next(iter(values.values())), recipe.home) for values in outputs]
         _announce(recipe, specs, outputs)
@@ -168,13 +169,14 @@ def _wrap(cls: type, recipe: Recipe, operands: Sequence[Any], results: dict[int,
     return wrapped[0] if kind is None else kind(wrapped)
 
 
-def _result_elsewhere(cls: type, recipe: Recipe) -> Any:
+def _result_elsewhere(cls: type[GlobalLike], recipe: Recipe) -> Any:
     """A process that drives no rank of the placement: global tensors without shards."""
     if recipe.outputs is None:
-        kind, payload = broadcast_object(None, recipe.home.placement.flat[0])
-        leaves = [spec(recipe.home, *p) if isinstance(p, tuple) else None for p in payload[0]]
-        wrapped = [cls.wrap(own, {}) if own is not None else value for own, value in zip(leaves, payload[1])]
-        return wrapped[0] if kind == "one" else tuple(wrapped)
+        announced: _Announced | None = broadcast_object(None, recipe.home.placement.flat[0])
+        assert announced is not None                 # the source is another process
+        leaves = [value if own is None else cls.wrap(spec(recipe.home, *own), {})
+                  for own, value in zip(announced.tensors, announced.values)]
+        return leaves[0] if announced.single else tuple(leaves)
     wrapped = [cls.wrap(own, {}) if own is not None else None for own in recipe.outputs]
     kinds = [str(r.type) for r in recipe.func._schema.returns]
     if len(kinds) == 1 and kinds[0] == "Tensor":
@@ -182,12 +184,20 @@ def _result_elsewhere(cls: type, recipe: Recipe) -> Any:
     return wrapped if len(kinds) == 1 else tuple(wrapped)
 
 
+class _Announced(NamedTuple):
+    """What came out of an op where only running it told: per result shape, strides and dtype, or else its value."""
+
+    single: bool                                     # one result, in no tuple
+    tensors: list[tuple[Shape, Shape, torch.dtype] | None]
+    values: list[Any]
+
+
 def _announce(recipe: Recipe, specs: list[Spec | None], outputs: list[dict[int, Any]]) -> None:
     """Tell processes that drive no rank of the placement what came out, where only running the op told."""
     here = world()
     if here.single_process or len(recipe.home.placement.flat) == here.size:
         return
-    kind = "one" if len(recipe.func._schema.returns) == 1 and len(specs) == 1 else "many"
-    shapes = [None if s is None else (s.shape, s.stride, s.dtype) for s in specs]
+    single = len(recipe.func._schema.returns) == 1 and len(specs) == 1
+    tensors = [None if s is None else (s.shape, s.stride, s.dtype) for s in specs]
     values = [next(iter(o.values())) if s is None else None for s, o in zip(specs, outputs)]
-    broadcast_object((kind, (shapes, values)), recipe.home.placement.flat[0])
+    broadcast_object(_Announced(single, tensors, values), recipe.home.placement.flat[0])

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import Recipe, decide_aliases, spec_of_plain, written_operands
 from globaltensor.errors import MixedPlacementError
+from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Layout, Spec, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.op_table.variants import foreach_algebra
@@ -40,7 +41,7 @@ class _Element(Call):
         self.ndims = (*(t.dim() for t in tensors), *[NUMBER] * shared)
 
 
-def decide(cls: type, call: Call) -> Recipe:
+def decide(cls: type[GlobalLike], call: Call) -> Recipe:
     """The recipe of a foreach call: what is decided for each element, side by side."""
     lists = {a.name: call[a.name] for a in arguments(call.func) if a.tensors and call[a.name]}
     written = written_operands(call)
@@ -57,14 +58,14 @@ def decide(cls: type, call: Call) -> Recipe:
              for rank in world().local_ranks}
     holds = {rank: elements for rank, elements in holds.items() if elements}
     everywhere = len(homes) == 1
-    recipe = Recipe(call.func, tuple(holds), tuple(slot for slot, _, _ in operands),
+    recipe = Recipe(call.func, homes[0], tuple(holds), tuple(slot for slot, _, _ in operands),
                     tuple(None if want is own.layout else want for (_, _, want), own in zip(operands, specs)),
-                    homes[0], [] if written else results, written, elements=None if everywhere else holds)
+                    [] if written else results, written, elements=None if everywhere else holds)
     decide_aliases(recipe, specs)
     return recipe
 
 
-def _decide_elements(cls: type, call: Call, lists: dict[str, list[Any]], writes: bool
+def _decide_elements(cls: type[GlobalLike], call: Call, lists: dict[str, list[Any]], writes: bool
                      ) -> tuple[list[list[Layout]], list[Spec]]:
     """Per element, the layout of each list's tensor; and the specs of the results, unless the first list is written."""
     shared = [call[a.name] for a in arguments(call.func) if a.tensor and call[a.name] is not None]
@@ -85,14 +86,14 @@ def _decide_element(call: Call, tensors: list[Any], specs: tuple[Spec, ...], sha
     """The layouts of one element's tensors, and the spec of its result."""
     if result is not None and result.shape != broadcast_shape([own.shape for own in specs]):
         return [own.layout.replicated for own in specs], result      # no pointwise op: on whole operands
-    algebra = foreach_algebra(call.func).get(len(tensors) + shared, "")
+    algebra = (foreach_algebra(call.func) or {}).get(len(tensors) + shared, "")
     rule = pointwise(algebra)(_Element(tensors, shared))
     chosen = choose(rule, list(specs), [(specs[0].shape, specs[0].nbytes)], world().machine, 0 if writes else None)
     wants, (give,) = layouts(chosen, list(specs), 1)
     return wants, result and result.on(give)
 
 
-def _one_placement(cls: type, call: Call, i: int, tensors: tuple[Any, ...]) -> placement:
+def _one_placement(cls: type[GlobalLike], call: Call, i: int, tensors: tuple[Any, ...]) -> placement:
     """The placement that the global tensors of element i share."""
     places = list(dict.fromkeys(t.spec.placement for t in tensors if type(t) is cls))
     if len(places) == 1:
@@ -118,8 +119,8 @@ def _result(call: Call, lists: dict, i: int, give: Layout) -> Spec:
             kwargs[a.name] = value
         else:
             args.append(value)
-    (made,) = meta(call.func, args, kwargs)
-    return spec(give, tuple(made.shape), made.stride(), made.dtype)
+    (result,) = meta(call.func, args, kwargs)
+    return spec(give, tuple(result.shape), result.stride(), result.dtype)
 
 
 def _on_meta(t: torch.Tensor) -> torch.Tensor:

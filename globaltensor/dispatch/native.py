@@ -6,14 +6,17 @@ random numbers) is cached as a call that goes to Python.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch._ops import OpOverload
 
 from globaltensor.algorithms import local_impls
+from globaltensor.algorithms.run import Decomposition, Run, is_traceable
 from globaltensor.boxings.native import find_boxing
 from globaltensor.dispatch.recipe import Recipe, spec_of_plain
 from globaltensor.dispatch.trace import Trace
+from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Spec
 from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime.agreement import checking
@@ -28,7 +31,8 @@ def pending_key(func: OpOverload) -> bytes | None:
     return key
 
 
-def cache_recipe(key: bytes, cls: type, recipe: Recipe, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
+def cache_recipe(key: bytes, cls: type[GlobalLike], recipe: Recipe, func: OpOverload, args: tuple,
+                 kwargs: dict[str, Any]) -> None:
     """Cache the recipe of a call, or that the call goes to Python."""
     call = Call(func, args, kwargs)
     flat = _flat(cls, recipe, call)
@@ -38,9 +42,9 @@ def cache_recipe(key: bytes, cls: type, recipe: Recipe, func: OpOverload, args: 
         torch_ext.cache_recipe(key, func._schema.name, func._schema.overload_name, **flat._asdict())
 
 
-def cache_trace(key: bytes, decomposition: Any, call: Call, run: Any) -> Any:
+def cache_trace(key: bytes, decomposition: Decomposition, call: Call, run: Run) -> Any:
     """Do a decomposition, and cache the trace of it, or that the call goes to Python."""
-    if checking() or not Trace.fits(call):
+    if checking() or not is_traceable(decomposition) or not Trace.fits(call):
         torch_ext.cache_python_fallback(key)
         return decomposition(call, run)
     trace = Trace(run, call)
@@ -71,11 +75,10 @@ class FlatRecipe(NamedTuple):
     guarded: bool = False                            # an operand is such a view
 
 
-def _flat(cls: type, recipe: Recipe, call: Call) -> FlatRecipe | None:
+def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | None:
     """None for what is Python's."""
     local_op = _local(recipe, call)
-    if (recipe.decomposition is not None or local_op is None or recipe.outputs is None or recipe.seeded
-            or not _placed(call, recipe)):
+    if local_op is None or recipe.outputs is None or recipe.seeded or not _placed(call, recipe):
         return None
     if checking() and any(type(t) is not cls for t in call.tensors):
         return None
@@ -87,7 +90,7 @@ def _flat(cls: type, recipe: Recipe, call: Call) -> FlatRecipe | None:
         boxings.append(None if want is None or want is own.layout else find_boxing(own, want))
         if want is not None and want is not own.layout and boxings[-1] is None:
             return None
-    returns = _returns(call.func, recipe)
+    returns = _returns(call.func, recipe.written, recipe.outputs)
     if returns is None:
         return None
     outputs, written = returns
@@ -111,14 +114,14 @@ def _placed(call: Call, recipe: Recipe) -> bool:
     return call.get("device") is None or recipe.home.placement.type == "cpu"
 
 
-def _returns(func: OpOverload, recipe: Recipe) -> tuple[list, list[int]] | None:
+def _returns(func: OpOverload, written: tuple[int, ...], outputs: Sequence[Spec | None]
+             ) -> tuple[list[list[Spec | None]], list[int]] | None:
     """Per return, the specs of what comes out, or the operand that was written to."""
     returns = func._schema.returns
-    if recipe.written and returns and all(r.alias_info is not None for r in returns):
-        return [[] for _ in returns], list(recipe.written[:len(returns)])
-    outputs = list(recipe.outputs)
+    if written and returns and all(r.alias_info is not None for r in returns):
+        return [[] for _ in returns], list(written[:len(returns)])
     if len(returns) == 1 and str(returns[0].type) in ("List[Tensor]", "Tensor[]"):
-        return [outputs], [-1]
+        return [list(outputs)], [-1]
     if len(outputs) != len(returns) or any("Tensor" != str(r.type) for r in returns):
         return None
     return [[o] for o in outputs], [-1] * len(outputs)

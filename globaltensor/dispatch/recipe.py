@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 
 from globaltensor.algorithms.aliasing import check_writable, copy_of
 from globaltensor.algorithms.run import Decomposition
+from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Layout, Shape, Spec, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.regions import Region
@@ -31,12 +32,12 @@ RankArgs = dict[int, tuple[tuple[int | str, Any], ...]]
 
 @dataclass(slots=True)
 class Recipe:
-    """How to run one op on operands of these specs. What a decomposition does is its own: then nothing else counts.
+    """How to run one op on operands of these specs.
 
+    home           all broadcast on the placement: plain operands, and outputs of which no rule knows
     ranks          the ranks that this process drives, of those that hold operands
     slots          where the operands stand in the call
     wants          the layout each of them must have, None if it has it already
-    home           all broadcast on the placement: plain operands, and outputs of which no rule knows
     outputs        the spec of each result in order, None for one that is no tensor; None instead of the list if only
                    running the op tells (all of them are then broadcast)
     written        operands that the op writes to, which are what it returns
@@ -54,11 +55,11 @@ class Recipe:
     """
 
     func: OpOverload
-    ranks: tuple[int, ...] = ()
-    slots: tuple[Slot, ...] = ()
-    wants: tuple[Layout | None, ...] = ()
-    home: Layout | None = None
-    outputs: list[Spec | None] | None = None
+    home: Layout
+    ranks: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    wants: tuple[Layout | None, ...]
+    outputs: Sequence[Spec | None] | None = None
     written: tuple[int, ...] = ()
     write_back: tuple[int, ...] = ()
     copies: bool = False
@@ -72,7 +73,9 @@ class Recipe:
     signature: tuple[Signature, ...] = ()
     simple: tuple[int, ...] | None = None
     single: Spec | None = None
-    decomposition: Decomposition | None = None
+
+
+Decision = Recipe | Decomposition                    # how an op runs: by its rule, or by other ops
 
 
 def written_operands(call: Call) -> tuple[int, ...]:
@@ -94,7 +97,7 @@ def decide_aliases(recipe: Recipe, operands: Sequence[Spec]) -> None:
         recipe.outputs = [own and copy_of(own) for own in recipe.outputs]
 
 
-def static(value: Any, cls: type) -> Any:
+def static(value: Any, cls: type[GlobalLike]) -> Any:
     """The part of a cache key for one argument: the spec of a tensor, the type of a float or generator, else the value.
 
     So no decision may depend on the value of a float. An int is not taken for the bool that equals it.
@@ -115,22 +118,6 @@ def static(value: Any, cls: type) -> Any:
     return value
 
 
-def put(args: list[Any], kwargs: dict[str, Any], slots: Sequence[Slot], tensors: Sequence[Any]
-        ) -> tuple[list[Any], dict[str, Any]]:
-    """Set each slot to its tensor; lists are copied before they change."""
-    copied: set[int | str] = set()
-    for (at, index), tensor in zip(slots, tensors):
-        holder: Any = args if isinstance(at, int) else kwargs
-        if index is None:
-            holder[at] = tensor
-        else:
-            if at not in copied:
-                holder[at] = list(holder[at])
-                copied.add(at)
-            holder[at][index] = tensor
-    return args, kwargs
-
-
 def spec_of_plain(t: torch.Tensor, where: placement) -> Spec:
     """A plain tensor counts as broadcast."""
     return spec(layout(where, (broadcast,) * where.ndim), tuple(t.shape), t.stride(), t.dtype)
@@ -143,6 +130,6 @@ def output_spec(result: Any, where: Layout) -> Spec | None:
     return spec(where, tuple(result.shape), result.stride(), result.dtype)
 
 
-def moved_spec(of: Spec, dst: Layout) -> Spec:
-    """The spec after a boxing: new shards are contiguous."""
-    return of if dst is of.layout else spec(dst, of.shape, None, of.dtype)
+def moved_spec(of: Spec, dst: Layout | None) -> Spec:
+    """The spec after a boxing, None for no boxing: new shards are contiguous."""
+    return of if dst is None or dst is of.layout else spec(dst, of.shape, None, of.dtype)

@@ -19,8 +19,8 @@ from globaltensor.op_table.line import TABLE, Line
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, arguments
 from globaltensor.rules.families import fixed
-from globaltensor.rules.language import LEAVES, Rule, label_sizes
-from globaltensor.rules.parse import Parsed, parse_rule
+from globaltensor.rules.language import Rule, label_sizes
+from globaltensor.rules.parse import Parsed, check_leaves, parse_rule
 from globaltensor.runtime.torch_internals import is_composite, overload_of
 
 _given: set[OpOverload] = set()                      # ops whose rule a user gave
@@ -34,9 +34,7 @@ def give(op: Any, dims: str, algebra: str = "", *, leaves: str = "sum", nonempty
     """
     func = overload_of(op)
     parsed = parse_rule(dims, algebra)
-    if leaves not in LEAVES:
-        raise RuleError(f"leaves={leaves!r}", "a label that is in no result leaves one of these pending",
-                        " or ".join(f'leaves="{kind}"' for kind in LEAVES))
+    check_leaves(leaves, dims)
     _check_fits(func, parsed, dims)
     TABLE[func] = Line(fixed(dims, algebra, leaves=leaves, nonempty=nonempty))
     _given.add(func)
@@ -98,10 +96,8 @@ def _shape(dims: Any, sizes: dict[str, int]) -> tuple[int, ...]:
 def _run_tiny(call: Call, of: Rule, tiny: dict[str, int], operands: list[Spec], device: torch.device
               ) -> list[torch.Tensor]:
     """The op's results for operands of ones whose dims all have size 2."""
-    args, kwargs = call.full_arguments()
-    for name, dims, own in zip(call.names, of.inputs, operands):
-        at = call.position(name)
-        (args if isinstance(at, int) else kwargs)[at] = torch.ones(_shape(dims, tiny), dtype=own.dtype, device=device)
+    ones = [torch.ones(_shape(dims, tiny), dtype=own.dtype, device=device) for dims, own in zip(of.inputs, operands)]
+    args, kwargs = call.arguments_with(ones)
     with torch.no_grad():
         return tree_flatten(call.func(*args, **kwargs))[0]
 

@@ -1,6 +1,7 @@
 """A call of an op as the rules see it: arguments by name, defaults filled in, tensors in the order of the schema."""
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -41,6 +42,31 @@ class Slot(NamedTuple):
     item: int | None
 
 
+def put(args: list[Any], kwargs: dict[str, Any], slots: Sequence[Slot], tensors: Sequence[Any]
+        ) -> tuple[list[Any], dict[str, Any]]:
+    """Set each slot to its tensor; lists are copied before they change."""
+    copied: set[int | str] = set()
+    for (at, index), tensor in zip(slots, tensors):
+        holder: Any = args if isinstance(at, int) else kwargs
+        if index is None:
+            holder[at] = tensor
+        else:
+            if at not in copied:
+                holder[at] = list(holder[at])
+                copied.add(at)
+            holder[at][index] = tensor
+    return args, kwargs
+
+
+def set_arguments(args: list[Any], kwargs: dict[str, Any], values: Iterable[tuple[int | str, Any]]) -> None:
+    """Give arguments other values, by position or name."""
+    for at, value in values:
+        if isinstance(at, int):
+            args[at] = value
+        else:
+            kwargs[at] = value
+
+
 class Call:
     """`call["dim"]` is an argument by its schema name; `call.tensors` the operands, `call.slots` where they stand.
 
@@ -50,7 +76,7 @@ class Call:
 
     __slots__ = ("func", "values", "tensors", "slots", "names", "ndims")
 
-    def __init__(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.func = func
         self.values: dict[str, Any] = {}
         self.tensors: list[Any] = []                 # torch's, or global ones, which have a spec and shards
@@ -98,6 +124,11 @@ class Call:
         schema = arguments(self.func)
         return ([self.values[a.name] for a in schema if not a.keyword],
                 {a.name: self.values[a.name] for a in schema if a.keyword})
+
+    def arguments_with(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """The full arguments with other tensors in the places of the operands."""
+        slots = [Slot(self.position(name), slot.item) for name, slot in zip(self.names, self.slots)]
+        return put(*self.full_arguments(), slots, tensors)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:

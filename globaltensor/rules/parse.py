@@ -182,6 +182,14 @@ def _term(text: str, term: str, at: int, dims: str, operands: int) -> Term:
     return tuple(factors)
 
 
+def check_leaves(leaves: str, dims: str) -> None:
+    """Raises RuleError where `leaves` of a rule is none of those that there are."""
+    if leaves not in LEAVES:
+        raise RuleSyntaxError(f"leaves={leaves!r}", dims, None,
+                              "a label that is in no result leaves one of these pending",
+                              " or ".join(f'leaves="{kind}"' for kind in LEAVES))
+
+
 @lru_cache(10_000)
 def rule(dims: str, algebra: str = "", *, ndims: tuple[int | None, ...] = (), leaves: str = "sum",
          even: tuple[tuple[str, int], ...] = (), nonempty: str = "", stars: tuple[tuple[str, int], ...] = ()) -> Rule:
@@ -197,10 +205,7 @@ def rule(dims: str, algebra: str = "", *, ndims: tuple[int | None, ...] = (), le
     Raises RuleError for a malformed rule, and for one that does not fit these numbers.
     """
     inputs, outputs, terms = parse_rule(dims, algebra)
-    if leaves not in LEAVES:
-        raise RuleSyntaxError(f"leaves={leaves!r}", dims, None,
-                              "a label that is reduced away leaves one of these pending",
-                              ", ".join(f"leaves={kind!r}" for kind in LEAVES))
+    check_leaves(leaves, dims)
     if not ndims and "*" in dims:
         raise RuleSyntaxError("how many dims a '*' stands for is not known", dims, dims.index("*"),
                               "it follows from the numbers of dims of the operands", "ndims=(3, 2)")

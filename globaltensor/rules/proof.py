@@ -26,7 +26,7 @@ from globaltensor.errors import RuleError
 from globaltensor.layouts.layout import layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
-from globaltensor.rules.call import Call
+from globaltensor.rules.call import Call, set_arguments
 from globaltensor.rules.families import Family
 from globaltensor.rules.language import fits, label_sizes, signatures
 from globaltensor.runtime.torch_internals import overload_of
@@ -126,16 +126,8 @@ class Case:
                 local_args: Iterable[tuple[int | str, Any]] = (), local_impl: Callable[..., Any] | None = None
                 ) -> list[torch.Tensor]:
         """The tensors that the op returns for these operands."""
-        args, kwargs = self.call.full_arguments()
-        for (_, index), name, tensor in zip(self.call.slots, self.call.names, tensors):
-            at = self.call.position(name)
-            holder = args if isinstance(at, int) else kwargs
-            if index is None:
-                holder[at] = tensor
-            else:
-                holder[at] = [tensor if i == index else t for i, t in enumerate(holder[at])]
-        for at, value in local_args:
-            (args if isinstance(at, int) else kwargs)[at] = value
+        args, kwargs = self.call.arguments_with(tensors)
+        set_arguments(args, kwargs, local_args)
         out = local_impl(rank, args, kwargs) if local_impl else self.func(*args, **kwargs)
         return [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
 

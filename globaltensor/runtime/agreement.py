@@ -97,7 +97,7 @@ def checking() -> bool:
     return os.environ.get("GLOBALTENSOR_CHECK", "") not in ("", "0")
 
 
-def broadcast_object(value: object, source: int, what: str = "broadcasting a result") -> object:
+def broadcast_object(value: T, source: int, what: str = "broadcasting a result") -> T:
     """The object that rank `source` has, on every process; collective over the whole world."""
     if world().single_process or _uncoordinated:
         return value
