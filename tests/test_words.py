@@ -31,7 +31,7 @@ RETIRED = {
 # Names that do not say what was found, made or told; and the rooms that are rid of them.
 VAGUE = {"found", "given", "made", "said", "there", "told", "way"}
 PRECISE = {
-    "boxings", "checkpoint", "data", "dispatch", "errors.py", "layouts", "op_table",
+    "boxings", "checkpoint", "cli", "data", "debug", "dispatch", "errors.py", "layouts", "op_table",
     "pipelining", "rules", "schedules", "simulator",
 }
 

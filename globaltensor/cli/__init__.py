@@ -25,7 +25,8 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(metavar="command", required=True)
     for module in (run, info, bench, simulate, memory):
         name = module.__name__.rpartition(".")[2]
-        one = commands.add_parser(name, help=module.__doc__.splitlines()[0], description=module.__doc__,
+        doc = module.__doc__ or name                 # python -OO leaves docstrings out
+        one = commands.add_parser(name, help=doc.splitlines()[0], description=doc,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
         module.options(one)
         one.set_defaults(command=module.command)

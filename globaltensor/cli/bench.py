@@ -55,13 +55,13 @@ def command(chosen: argparse.Namespace) -> int:
     if chosen.list:
         print("\n".join(aligned([(name, known[name].question) for name in names])))
         return 0
-    told = {name: getattr(chosen, name) for name in ("quick", "ranks", "fresh", "hidden", "plot")}
-    told = {name: value for name, value in told.items() if value is not None}
-    for option in told:
+    keywords = {name: getattr(chosen, name) for name in ("quick", "ranks", "fresh", "hidden", "plot")}
+    keywords = {name: value for name, value in keywords.items() if value is not None}
+    for option in keywords:
         if not any(option in known[name].takes for name in names):
             raise Problem(f"{', '.join(names)} does not know --{option}")
     failed = [name for name in names if not _run(name, {"json": chosen.json, **{
-        option: value for option, value in told.items() if option in known[name].takes}})]
+        option: value for option, value in keywords.items() if option in known[name].takes}})]
     if failed:
         raise Problem(f"failed: {', '.join(failed)}", 1)
     return 0
@@ -72,18 +72,18 @@ def benchmarks() -> dict[str, Benchmark]:
     if not FOLDER.is_dir():
         raise Problem(f"there are no benchmarks in {FOLDER.parent}\n"
                       "  they come with a checkout, and with a package that pip installed", 1)
-    found = {}
+    by_name = {}
     for path in sorted(FOLDER.glob("*.py")):
         tree = ast.parse(path.read_text())
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name == "main":
                 question = (ast.get_docstring(tree) or "").partition("\n")[0]
-                found[path.stem] = Benchmark(question, tuple(a.arg for a in node.args.args))
-    return found
+                by_name[path.stem] = Benchmark(question, tuple(a.arg for a in node.args.args))
+    return by_name
 
 
-def _run(name: str, told: dict[str, Any]) -> bool:
-    code = f"from benchmarks.{name} import main; main(**{told})"
+def _run(name: str, keywords: dict[str, Any]) -> bool:
+    code = f"from benchmarks.{name} import main; main(**{keywords})"
     paths = [str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run([sys.executable, "-c", code], env=env).returncode == 0

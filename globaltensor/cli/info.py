@@ -24,8 +24,8 @@ def options(of: argparse.ArgumentParser) -> None:
 
 def command(chosen: argparse.Namespace) -> int:
     """Print what is here."""
-    found = facts()
-    print(json.dumps(found, indent=2) if chosen.json else _text(found))
+    sections = facts()
+    print(json.dumps(sections, indent=2) if chosen.json else _text(sections))
     return 0
 
 
@@ -40,36 +40,36 @@ def cores() -> int:
 
 
 def _versions() -> dict[str, str]:
-    found = {"globaltensor": globaltensor.__version__, "python": platform.python_version()}
+    versions = {"globaltensor": globaltensor.__version__, "python": platform.python_version()}
     for name in ("torch", "numpy", "networkx", "rich", "matplotlib"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    found["native extension"] = "built" if native.torch_ext is not None else (
+            versions[name] = "not installed"
+    versions["native extension"] = "built" if native.torch_ext is not None else (
         "not built: plain torch does its work" if native.WANTED else "turned off by GLOBALTENSOR_NATIVE=0")
-    return found
+    return versions
 
 
 def _host() -> dict[str, Any]:
-    found: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cores": cores(),
-                             "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
-                             "gpus": torch.cuda.device_count()}
+    host: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cores": cores(),
+                            "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
+                            "gpus": torch.cuda.device_count()}
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        found[f"cuda:{index}"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
-    return found
+        host[f"cuda:{index}"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
+    return host
 
 
 def _transports() -> dict[str, str]:
     """In the order in which they are tried."""
-    there = dist.is_available()
+    built = dist.is_available()
     return {
         "memory of one process": "yes: a lone process drives all ranks",
         "shared memory": "no: it is native code" if native.torch_ext is None else "yes, between the ranks of a host",
-        "torch.distributed nccl": "yes" if there and dist.is_nccl_available() and torch.cuda.is_available() else
+        "torch.distributed nccl": "yes" if built and dist.is_nccl_available() and torch.cuda.is_available() else
                                   "no: it needs GPUs, and a torch built for them",
-        "torch.distributed gloo": "yes" if there and dist.is_gloo_available() else "no: torch was built without it",
+        "torch.distributed gloo": "yes" if built and dist.is_gloo_available() else "no: torch was built without it",
     }
 
 
@@ -84,8 +84,8 @@ def _world() -> dict[str, Any]:
     return {"ranks": size, "driven by this process": "all", "because": why}
 
 
-def _text(found: dict[str, dict[str, Any]]) -> str:
+def _text(sections: dict[str, dict[str, Any]]) -> str:
     lines = []
-    for section, rows in found.items():
+    for section, rows in sections.items():
         lines += [section, *aligned([(f"  {name}", str(value)) for name, value in rows.items()])]
     return "\n".join(lines)

@@ -34,7 +34,7 @@ def options(of: argparse.ArgumentParser) -> None:
     parallel_options(of, recompute="none")
 
 
-def model_options(of: argparse.ArgumentParser) -> None:
+def model_options(of: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """The sizes of a model."""
     of.add_argument("--model", choices=["gpt"], help="a model by its sizes")
     for name, what in (("layers", "layers"), ("hidden", "hidden size"), ("heads", "heads of attention"),
@@ -43,7 +43,7 @@ def model_options(of: argparse.ArgumentParser) -> None:
     of.add_argument("--vocab", type=positive, default=51200, metavar="N", help="vocabulary (default 51200)")
 
 
-def parallel_options(of: argparse.ArgumentParser, recompute: str) -> None:
+def parallel_options(of: argparse.ArgumentParser | argparse._ArgumentGroup, recompute: str) -> None:
     """How it is spread."""
     for name, what in (("dp", "data"), ("tp", "tensor"), ("pp", "pipeline")):
         of.add_argument(f"--{name}", type=positive, default=1, metavar="N", help=f"{what}-parallel ranks (default 1)")
@@ -83,10 +83,10 @@ def command(chosen: argparse.Namespace) -> int:
     if (chosen.params is None) == (chosen.model is None):
         raise Problem("how large is the model?\n  try: --params 7.5e9, or --model gpt --layers ...")
     try:
-        found = facts(chosen)
+        summary = facts(chosen)
     except GlobalTensorError as error:
         raise problem(error) from None
-    print(json.dumps(found, indent=2) if chosen.json else _text(found))
+    print(json.dumps(summary, indent=2) if chosen.json else _text(summary))
     return 0
 
 
@@ -95,7 +95,7 @@ def facts(chosen: argparse.Namespace) -> dict[str, Any]:
     gpt = model(chosen) if chosen.model else None
     parameters = gpt.parameters if gpt else chosen.params
     states = model_states(Fraction(parameters) / (chosen.tp * chosen.pp), chosen.zero, chosen.dp, chosen.bytes)
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "parameters": number(parameters),
         "model_states": {**{name: number(size) for name, size in states._asdict().items()},
                          "total": number(states.total)},
@@ -103,10 +103,10 @@ def facts(chosen: argparse.Namespace) -> dict[str, Any]:
     total = states.total
     if gpt:
         layer = gpt.activations_per_layer(chosen.micro_batch, chosen.tp, chosen.sp, chosen.recompute)
-        found |= {"activations_per_layer": number(layer), "activations": number(layer * gpt.layers),
+        summary |= {"activations_per_layer": number(layer), "activations": number(layer * gpt.layers),
                   "activations_gb": float(layer * gpt.layers / 10 ** 9)}
         total += layer * gpt.layers
-    return found | {"total": number(total), "total_gb": float(total / 10 ** 9)}
+    return summary | {"total": number(total), "total_gb": float(total / 10 ** 9)}
 
 
 def number(value: int | float | Fraction) -> int | float:
@@ -114,14 +114,14 @@ def number(value: int | float | Fraction) -> int | float:
     return int(value) if value == int(value) else float(value)
 
 
-def _text(found: dict[str, Any]) -> str:
-    rows = [("parameters of the model", f"{found['parameters']:,}")]
+def _text(summary: dict[str, Any]) -> str:
+    rows = [("parameters of the model", f"{summary['parameters']:,}")]
     rows += [(f"a rank's {name}" if name != "total" else "together", f"{size / 1e9:,.4g} GB")
-             for name, size in found["model_states"].items()]
-    if "activations" in found:
-        rows += [("activations of a layer", f"{found['activations_per_layer'] / 1e9:,.4g} GB"),
-                 ("activations of all layers", f"{found['activations_gb']:,.4g} GB"),
-                 ("all together", f"{found['total_gb']:,.4g} GB")]
+             for name, size in summary["model_states"].items()]
+    if "activations" in summary:
+        rows += [("activations of a layer", f"{summary['activations_per_layer'] / 1e9:,.4g} GB"),
+                 ("activations of all layers", f"{summary['activations_gb']:,.4g} GB"),
+                 ("all together", f"{summary['total_gb']:,.4g} GB")]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {text:>16}" for name, text in rows)
 
@@ -129,12 +129,12 @@ def _text(found: dict[str, Any]) -> str:
 def _count(text: str) -> Fraction:
     digits, scale = (text[:-1], _SIZES[text[-1].upper()]) if text[-1:].upper() in _SIZES else (text, 1)
     try:
-        found = Fraction(digits) * scale
+        count = Fraction(digits) * scale
     except (ValueError, ZeroDivisionError):
-        found = Fraction(0)
-    if found < 1 or found.denominator != 1:
+        count = Fraction(0)
+    if count < 1 or count.denominator != 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters: 7.5e9, or 7.5B")
-    return found
+    return count
 
 
 def _bytes(text: str) -> tuple[int, ...]:

@@ -133,25 +133,25 @@ def _meeting(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def _report(failures: Mapping[int, Any], folder: str) -> int:
     """Say which ranks failed of what, first those that began it; `failures` as torch's launcher gives them."""
-    said = {int(path.stem): json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
+    notes = {int(path.stem): json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
     fates: dict[tuple[int, str], list[int]] = {}
     for rank, failure in sorted(failures.items()):
-        fates.setdefault(_fate(failure.exitcode, said.get(rank)), []).append(rank)
+        fates.setdefault(_fate(failure.exitcode, notes.get(rank)), []).append(rank)
     for (_, fate), ranks in sorted(fates.items()):
         if len(ranks) > 1:
             fate = re.sub("^was", "were", fate)
         print(f"globaltensor: {rank_names(ranks)} {fate}", file=sys.stderr)
     first = fates[min(fates)][0]
-    code = said[first]["code"] if first in said else failures[first].exitcode
+    code = notes[first]["code"] if first in notes else failures[first].exitcode
     return code if code > 0 else 128 - code
 
 
-def _fate(code: int, said: dict[str, Any] | None) -> tuple[int, str]:
+def _fate(code: int, note: dict[str, Any] | None) -> tuple[int, str]:
     """What happened to a rank, after a number that puts causes before what follows from them."""
-    if said is not None and said["error"].startswith("TransportError"):
+    if note is not None and note["error"].startswith("TransportError"):
         return 2, "then lost touch with others (TransportError)"
-    if said is not None:
-        return 0, f"failed: {said['error']}"
+    if note is not None:
+        return 0, f"failed: {note['error']}"
     if code > 0:
         return 1, f"exited with code {code}"
     name = signal.Signals(-code).name

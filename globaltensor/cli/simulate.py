@@ -82,13 +82,13 @@ def command(chosen: argparse.Namespace) -> int:
         own = text.read_schedule(chosen.schedule) if chosen.schedule and _is_file(chosen.schedule) else None
         if own:
             check_schedule(own)
-        run, step, found = (_with_times if chosen.times else _with_model)(chosen, own, show)
+        run, step, summary = (_with_times if chosen.times else _with_model)(chosen, own, show)
     except GlobalTensorError as error:
         raise problem(error, chosen.schedule or "") from None
     if show and len(run.schedule) > _TO_SHOW:
         raise Problem(f"{len(run.schedule):,} actions are too many to show\n  try: fewer micro-batches")
-    _show(chosen, run, step, found)
-    print(json.dumps(found, indent=2) if chosen.json else _text(found))
+    _show(chosen, run, step, summary)
+    print(json.dumps(summary, indent=2) if chosen.json else _text(summary))
     return 0
 
 
@@ -150,19 +150,19 @@ def _links(schedule: Schedule, nbytes: int | None = None) -> list[dict[str, int]
             for (a, b), n in sorted(counts.items())]
 
 
-def _show(chosen: argparse.Namespace, run: SimulatedRun, step: SimulatedStep | None, found: dict[str, Any]) -> None:
+def _show(chosen: argparse.Namespace, run: SimulatedRun, step: SimulatedStep | None, summary: dict[str, Any]) -> None:
     if not (chosen.text or chosen.plot or chosen.trace):
         return
     events = run.events()
     if chosen.text and chosen.json:
-        found["timetable"] = timetable.as_text(events).splitlines()
+        summary["timetable"] = timetable.as_text(events).splitlines()
     elif chosen.text:
         label = len(f"rank {run.schedule.ranks - 1}  ")
         columns = shutil.get_terminal_size((240 + label, 0)).columns
         print(timetable.as_text(events, max(columns - label, 20)), end="\n\n")
     try:
         if chosen.plot:
-            title = f"{run.schedule.name}: bubble {found['bubble_rate']:.1%}"
+            title = f"{run.schedule.name}: bubble {summary['bubble_rate']:.1%}"
             timetable.draw(chosen.plot, {title: events}, "seconds" if step else "time")
         if chosen.trace:
             counters = {"memory in GB" if step else "activations": _curve(run, step, events)}
@@ -189,20 +189,21 @@ def _is_file(name: str) -> bool:
     return name not in GENERATORS and (os.path.isfile(name) or os.sep in name or name.endswith((".txt", ".csv")))
 
 
-def _text(found: dict[str, Any]) -> str:
-    peaks = found["peak_activations"]
-    rows = [("schedule", f"{found['schedule']}, {found['stages']} stages on {found['ranks']} ranks, "
-             f"{found['micro_batches']} micro-batches"),
-            ("step time", f"{found['step_time']:.6g}" + (" s" if "cluster" in found else "")),
-            ("longest rank span", f"{found['span']:.6g}"), ("makespan", f"{found['makespan']:.6g}"),
-            ("bubble rate", f"{found['bubble_rate']:.4f}"),
+def _text(summary: dict[str, Any]) -> str:
+    peaks = summary["peak_activations"]
+    rows = [("schedule", f"{summary['schedule']}, {summary['stages']} stages on {summary['ranks']} ranks, "
+             f"{summary['micro_batches']} micro-batches"),
+            ("step time", f"{summary['step_time']:.6g}" + (" s" if "cluster" in summary else "")),
+            ("longest rank span", f"{summary['span']:.6g}"), ("makespan", f"{summary['makespan']:.6g}"),
+            ("bubble rate", f"{summary['bubble_rate']:.4f}"),
             ("peak activations", " ".join(f"{peak:g}" for peak in peaks[:16]) + (" ..." if len(peaks) > 16 else ""))]
-    if "cluster" in found:
-        memory, traffic = found["memory"], found["traffic"]
-        rows += [("model", f"{found['parameters'] / 1e9:,.4g} billion parameters"),
-                 ("devices", f"{found['devices']:,} of {found['cluster']}"),
-                 ("tokens/s", f"{found['tokens_per_second']:,.0f}"),
-                 ("per device", f"{found['tflops_per_device']:.1f} TFLOP/s, {found['share_of_peak']:.0%} of its peak"),
+    if "cluster" in summary:
+        memory, traffic = summary["memory"], summary["traffic"]
+        rows += [("model", f"{summary['parameters'] / 1e9:,.4g} billion parameters"),
+                 ("devices", f"{summary['devices']:,} of {summary['cluster']}"),
+                 ("tokens/s", f"{summary['tokens_per_second']:,.0f}"),
+                 ("per device", f"{summary['tflops_per_device']:.1f} TFLOP/s, "
+                  f"{summary['share_of_peak']:.0%} of its peak"),
                  ("memory", f"{max(memory['per_rank']) / 1e9:.1f} of {memory['device'] / 1e9:.0f} GB"
                   + ("" if memory["fits"] else ": DOES NOT FIT"))]
         rows += [(name.replace("_", " "), f"{one['bytes'] / 1e6:,.2f} MB, {one['seconds']:.3g} s"

@@ -7,6 +7,7 @@ the program must be the first to import torch, so that the environment variables
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
 import runpy
@@ -23,7 +24,8 @@ def main(argv: list[str]) -> None:
     """Run `program arguments...` or `-m module arguments...`."""
     _die_with_launcher()
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, write_through=False)         # whole lines: ranks' lines do not mix
+        if isinstance(stream, io.TextIOWrapper):     # whole lines: ranks' lines do not mix
+            stream.reconfigure(line_buffering=True, write_through=False)
     sys.excepthook = show
     module = argv[0] == "-m"
     sys.argv = argv[1:] if module else argv

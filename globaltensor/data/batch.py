@@ -73,7 +73,7 @@ class BatchCutter:
         return _map_structure(loaded, tensor, plain), described
 
     def _tensor_to_global(self, t: torch.Tensor, total: int, start: int, stop: int) -> GlobalTensor:
-        if t.is_global:
+        if isinstance(t, GlobalTensor):
             raise GlobalTensorError("a dataset or collate_fn that returns global tensors", "each process reads samples "
                                     "for itself, in workers that are not ranks", "plain tensors")
         require(t, "a collated tensor")
@@ -101,12 +101,13 @@ def _map_structure(value: Any, tensor: Callable, plain: Callable, path: str = ""
     def mapped(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
         return {key: _map_structure(v, tensor, plain, f"{path}[{key!r}]") for key, v in items}
 
+    kind = type(value)
     if isinstance(value, torch.Tensor):
         return tensor(value, path)
     if isinstance(value, Mapping):
         items = mapped(value.items())
         try:
-            return type(value)(items)
+            return kind(items)
         except TypeError:                            # a mapping whose constructor takes something else
             return items
     if isinstance(value, (list, tuple)):
@@ -114,7 +115,7 @@ def _map_structure(value: Any, tensor: Callable, plain: Callable, path: str = ""
         if not named and not any(isinstance(v, (torch.Tensor, Mapping, list, tuple)) or _is_record(v) for v in value):
             return plain(value, path)
         parts = mapped(enumerate(value)).values()
-        return type(value)(*parts) if named else type(value)(parts)
+        return kind(*parts) if named else kind(parts)
     if _is_record(value):
         return dataclasses.replace(value, **mapped((f.name, getattr(value, f.name))
                                                    for f in dataclasses.fields(value) if f.init))

@@ -30,6 +30,7 @@ from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import SbpLike
 from globaltensor.runtime.agreement import agree
 from globaltensor.runtime.world import world
+from globaltensor.tensors.global_tensor import GlobalTensor
 
 
 class _Requests:
@@ -186,7 +187,7 @@ def _check_dataset(dataset: Any) -> None:
                                 "gt.from_full(batch, placement, sbp)")
     for name, value in getattr(dataset, "__dict__", {}).items():
         for held in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(held, torch.Tensor) and held.is_global:
+            if isinstance(held, GlobalTensor):
                 raise GlobalTensorError(f"a dataset that holds a global tensor, {type(dataset).__name__}.{name}",
                                         "each process reads samples for itself, in workers that are not ranks",
                                         "plain tensors: x.full_tensor()")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.utils.data
@@ -142,5 +142,5 @@ def _ints(part: Any) -> list[int]:
     return part.tolist() if isinstance(part, torch.Tensor) else [int(i) for i in part]
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 _64_BITS = (1 << 64) - 1
 
@@ -50,7 +50,7 @@ def random_streams(seed: int) -> Iterator[None]:
         numpy.random.set_state(states[2])
 
 
-class SeededDataset:
+class SeededDataset(Dataset[Any]):
     """A dataset read by keys (epoch, index); each sample is read with the random numbers of its own key.
 
     The epoch is part of the key because persistent workers keep the copy of the dataset they started with.
@@ -73,6 +73,7 @@ class UnwrapDataset:
 
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
+        assert info is not None and isinstance(info.dataset, SeededDataset)          # torch calls this in workers only
         object.__setattr__(info, "dataset", info.dataset.dataset)      # a WorkerInfo is read-only
         if self.then is not None:
             self.then(worker)

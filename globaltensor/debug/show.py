@@ -62,10 +62,10 @@ def show(x: Any, file: str | None = None) -> str:
 
 def cells(of: Spec) -> list[Cell]:
     """The boxes that split dims cut the tensor into, in the order of their places; empty ones left out."""
-    found: dict[Region, list[int]] = {}
+    holders: dict[Region, list[int]] = {}
     for rank in of.placement.flat:
-        found.setdefault(of.region(rank), []).append(rank)
-    return [Cell(region, formula(of, ranks), ranks[0]) for region, ranks in sorted(found.items()) if volume(region)]
+        holders.setdefault(of.region(rank), []).append(rank)
+    return [Cell(region, formula(of, ranks), ranks[0]) for region, ranks in sorted(holders.items()) if volume(region)]
 
 
 def formula(of: Spec, ranks: Sequence[int]) -> str:
@@ -87,24 +87,24 @@ def _pending(of: Spec, ranks: Sequence[int], axes: list[int]) -> str:
 
 def _by_index(of: Spec, ranks: Sequence[int], axes: list[int]) -> list[list[int]]:
     """Ranks that have the same index on these axes, together."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank in ranks:
-        found.setdefault(tuple(of.placement.coords[rank][axis] for axis in axes), []).append(rank)
-    return list(found.values())
+        groups.setdefault(tuple(of.placement.coords[rank][axis] for axis in axes), []).append(rank)
+    return list(groups.values())
 
 
 def _legend(of: Spec) -> list[str]:
     wide = [s for s, n in zip(of.sbp, of.placement.shape) if n > 1]
-    found = []
+    notes = []
     if any(s.is_broadcast for s in wide):
-        found.append("= holds the same (B)")
+        notes.append("= holds the same (B)")
     if any(s.is_partial and s.op == "sum" for s in wide):
-        found.append("+ is a pending sum (P)")
-    found += sorted({f"{s.op} is pending ({s})" for s in wide if s.is_partial and s.op != "sum"})
+        notes.append("+ is a pending sum (P)")
+    notes += sorted({f"{s.op} is pending ({s})" for s in wide if s.is_partial and s.op != "sum"})
     empty = [r for r in of.placement.flat if not volume(of.region(r))]
     if empty and of.numel:
-        found.append(f"{_ranks(empty)} hold{'s' if len(empty) == 1 else ''} nothing")
-    return [", ".join(found)] if found else []
+        notes.append(f"{_ranks(empty)} hold{'s' if len(empty) == 1 else ''} nothing")
+    return [", ".join(notes)] if notes else []
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -117,7 +117,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _lines(of: Spec) -> list[list[Segment]]:
     head = f"{list(of.shape)} {str(of.dtype).removeprefix('torch.')} on {of.layout}, {of.nbytes:,} bytes"
     drawn = _grid(of) if of.ndim <= 2 and of.numel else None
-    return [[(head, None)], *(drawn or _table(of)), *[[(text, None)] for text in _legend(of)]]
+    legend: list[list[Segment]] = [[(text, None)] for text in _legend(of)]
+    return [[(head, None)], *(drawn or _table(of)), *legend]
 
 
 def _grid(of: Spec) -> list[list[Segment]] | None:
@@ -223,10 +224,10 @@ def _projected(of: Spec) -> tuple[tuple[int, int], list[int], list[Rectangle2]]:
     """Two dims at most, the shape and the boxes along them; boxes that fall on one another share a rectangle."""
     split = list(dict.fromkeys(s.dim for s in of.sbp if s.is_split))
     dims = sorted((split + [d for d in range(of.ndim) if d not in split])[:2])
-    found: dict[tuple, list[Cell]] = {}
+    projected: dict[tuple, list[Cell]] = {}
     for cell in cells(of):
-        found.setdefault(tuple(cell.region[d] for d in dims), []).append(cell)
+        projected.setdefault(tuple(cell.region[d] for d in dims), []).append(cell)
     pad = 2 - len(dims)
-    shape = (1,) * pad + tuple(of.shape[d] for d in dims)
-    return shape, dims, [(*((0, 1),) * pad, *region, " | ".join(c.formula for c in held), held[0].rank)
-                         for region, held in found.items()]
+    height, width = (1,) * pad + tuple(of.shape[d] for d in dims)
+    return (height, width), dims, [(*((0, 1),) * pad, *region, " | ".join(c.formula for c in held), held[0].rank)
+                         for region, held in projected.items()]

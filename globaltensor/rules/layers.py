@@ -24,11 +24,12 @@ def _conv_dims(call: Call, space: int) -> tuple[str, str, str, str, tuple[tuple[
         weight = f"c o {k}" if call["transposed"] else f"o c {k}"
         return f"n c {y}", weight, "o", f"n o {z}", ()
     weight = f"(g i) o! {k}" if call["transposed"] else f"(g o) i! {k}"
-    dims = f"n (g i) {y}", weight, "(g o)", f"n (g o) {z}"
+    x, bias, out = f"n (g i) {y}", "(g o)", f"n (g o) {z}"
     channels = call["weight"].shape[0] * (call["weight"].shape[1] if call["transposed"] else 1)
     if groups == call["input"].shape[1] == channels:         # one channel a group: any cut is one between groups
-        return *(d.replace("(g i)", "g").replace("(g o)", "g") for d in dims), ()
-    return *dims, (("g", groups),)
+        x, weight, bias, out = (dims.replace("(g i)", "g").replace("(g o)", "g") for dims in (x, weight, bias, out))
+        return x, weight, bias, out, ()
+    return x, weight, bias, out, (("g", groups),)
 
 
 def convolved(call: Call) -> Rule:

@@ -157,8 +157,8 @@ def _check_matched(schedule: Schedule) -> None:
                 _raise(schedule, rank, position, *mistake)
             done[kind].add(key)
             if kind in SENDS:
-                peer, *receive = _other_side(schedule, kind, key)
-                sent.setdefault((rank, peer), []).append((*receive, position))
+                peer, receive, received_key = _other_side(schedule, kind, key)
+                sent.setdefault((rank, peer), []).append((receive, received_key, position))
             elif kind not in COMPUTE:
                 peer = _other_side(schedule, kind, key)[0]
                 received.setdefault((peer, rank), []).append((kind, key, position))
@@ -213,11 +213,11 @@ def _check_all_sent(schedule: Schedule, rank: int, done: Done) -> None:
 def _check_channel(schedule: Schedule, channel: tuple[int, int], sent: list[tuple[int, int, int]],
                    received: list[tuple[int, int, int]]) -> None:
     sender, receiver = channel
-    for (*expected, sent_at), (*actual, position) in zip(sent, received):
-        if expected != actual:
+    for (kind, key, sent_at), (actual_kind, actual_key, position) in zip(sent, received):
+        if (kind, key) != (actual_kind, actual_key):
             _raise(schedule, receiver, position, "would receive the wrong value",
                    f"the next value from rank {sender} is that of {schedule.at(sender, sent_at)}",
-                   f"receive in the order of the sends: {action_of(*expected, schedule.stages)} here")
+                   f"receive in the order of the sends: {action_of(kind, key, schedule.stages)} here")
     if len(received) > len(sent):
         _raise(schedule, receiver, received[len(sent)][-1], "is never sent",
                f"rank {sender} sends {len(sent)} values to rank {receiver}", f"add the send on rank {sender}")
