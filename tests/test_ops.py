@@ -111,6 +111,14 @@ case("tensordot", lambda x, y: torch.tensordot(x, y, 2), (2, 3, 4), (3, 4, 5))
 case("cdist", torch.cdist, (4, 3), (5, 3))
 case("bilinear", F.bilinear, (4, 3), (4, 2), (5, 3, 2), (5,))
 case("cross", torch.linalg.cross, (4, 3), (4, 3))
+# an operand that is repeated along a dim of size 1, or that lacks the dim
+case("cross of a row", torch.linalg.cross, (4, 3), (1, 3))
+case("cross of a row and a column", torch.linalg.cross, (1, 5, 3), (4, 1, 3))
+case("cdist of batches and one", torch.cdist, (1, 4, 3), (5, 3, 3))
+case("cdist of batches and none", torch.cdist, (4, 3), (5, 2, 3))
+case("cdist of batches of batches", torch.cdist, (2, 3, 4, 3), (3, 5, 3))
+case("linear with one bias", F.linear, (5, 4), (6, 4), (1,))
+case("weight norm of few rows", lambda v, g: torch._weight_norm(v, g, 0), positive(2, 5), (2, 1))
 case("kron", torch.kron, (2, 3), (3, 2))
 
 # ------------------------------------------------------------------------------------------------------ reductions

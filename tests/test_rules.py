@@ -127,7 +127,7 @@ def test_two_axes_are_a_product_of_one(name):
         args, kwargs = (made(x, generator) for x in SAMPLES[name][number])
         call = Call(func, args, kwargs)
         want = proved(func, PROVED[func], args, kwargs, 2, generator).full
-        pairs = list(itertools.product(signatures(PROVED[func].family(call)), repeat=2))
+        pairs = list(itertools.product(signatures(PROVED[func].rule(call)), repeat=2))
         for pair in chooser.sample(pairs, min(len(pairs), 30)):
             if any(s.is_partial and not t.dtype.is_floating_point
                    for sig in pair for s, t in zip(sig.inputs, call.tensors)):
@@ -148,8 +148,6 @@ def same(func, call, operands, want):
     what = f"{name_of(func)} of {[t.spec for t in operands]}, RULES_SEED={SEED}"
     assert len(got) == len(want), what
     for g, w in zip(got, want):
-        if not w.numel() and name_of(func) == "native_batch_norm":
-            continue                                 # torch's meta kernel makes more of these than its CPU kernel
         assert g.shape == w.shape and g.dtype == w.dtype, what
         for r, shard in g.shards.items():
             assert tuple(shard.shape) == g.spec.local_shape(r), f"{what}: {g.spec}"

@@ -12,6 +12,7 @@ import globaltensor as gt
 B, P, S = gt.sbp.broadcast, gt.sbp.partial_sum, gt.sbp.split
 SEED = 20261122
 print(f"tests/test_user_rules.py: seed {SEED}")
+GENERATOR = torch.Generator().manual_seed(SEED)
 _numbers = itertools.count()
 
 
@@ -33,6 +34,15 @@ def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def row_norms(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.norm(dim=1), (x > 0).sum(1)
+
+
+def plus(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y
+
+
+def row_sums(x: torch.Tensor) -> torch.Tensor:
+    """Always of four rows: the kernel of a stranger, whose rule does not fit it."""
+    return torch.cat([x.sum(1)] * 4)[:4]
 
 
 def draw(*shape):
@@ -95,6 +105,26 @@ def test_gradients_are_those_of_plain_torch():
     y.square().sum().backward()
     for x, t in zip(own, full):
         torch.testing.assert_close(x.grad.full_tensor(), t.grad)
+
+
+@pytest.mark.parametrize("fake", [lambda x, y: torch.empty_like(x), None], ids=["a fake kernel", "none"])
+def test_an_operand_that_is_repeated_is_not_cut_there(fake):
+    op = make(plus, fake=fake)
+    gt.rule(op, "i j, i j -> i j", "a+b")
+    x, where = draw(5, 4), gt.placement("cpu", [0, 1, 2])
+    for shape, x_sbp, y_sbp in itertools.product([(5, 1), (1, 4), (1, 1)], states(2), states(2)):
+        y = draw(*shape)
+        z = op(scatter(x, where, (x_sbp,), GENERATOR), scatter(y, where, (y_sbp,), GENERATOR))
+        torch.testing.assert_close(gather(z), x + y)
+
+
+def test_a_kernel_that_returns_something_else_than_its_rule_says_is_an_error():
+    op = make(row_sums, fake=lambda x: x.new_empty(x.shape[0]))
+    gt.rule(op, "i j -> i", "a")
+    assert gather(op(gt.from_full(draw(4, 3), gt.placement("cpu", [0, 1]), S(1)))).shape == (4,)
+    with pytest.raises(gt.RuleError, match=r"on rank 0 returned .* \[4\].*says of shape \[2\]") as caught:
+        op(gt.from_full(draw(4, 3), gt.placement("cpu", [0, 1]), S(0)))
+    assert caught.value.where.startswith("tests/test_user_rules.py:") and "gt.rules.check" in caught.value.fix
 
 
 def test_check_finds_unsound_rules_and_names_what_is_missing():

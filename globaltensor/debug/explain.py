@@ -138,7 +138,7 @@ def _row(decision: Decision, call: Call) -> Row:
     line = line_of(call.func)
     if line is None or not decision.signature:
         return Row(where(), name, home, chosen + "   (no rule)", boxed)
-    second, dearer = _second(decision, line.family(call), operands)
+    second, dearer = _second(decision, line.rule(call), operands)
     return Row(where(), name, home, chosen, boxed, (), second, dearer)
 
 

@@ -65,7 +65,7 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
     home = layout(where, (broadcast,) * where.ndim)
     results = _meta(call, operands)
     if results is None and line is not None:
-        results = results_by_rule(call, line.family(call), operands, torch.device(where.type))
+        results = results_by_rule(call, line.rule(call), operands, torch.device(where.type))
     recipe = Recipe(func, home, local_ranks_of(where), tuple(call.slots), (home,) * len(operands), written=written,
                     seeded=line is None and torch.Tag.nondeterministic_seeded in func.tags)
     if written and results is not None:
@@ -90,7 +90,7 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
 
 def _choose(recipe: Recipe, line: Line, call: Call, operands: list[Spec], results: list[Any]) -> None:
     """Fill in what the rule says: layouts of operands and outputs, and how local arguments differ from global ones."""
-    rule = line.family(call)
+    rule = line.rule(call)
     ruled = _ruled(results, len(rule.outputs))
     sizes = [(tuple(r.shape), r.nbytes) if r is not None else ((), 0) for r in ruled]
     target = recipe.written[0] if recipe.written and rule.outputs else None

@@ -14,6 +14,7 @@ from globaltensor.algorithms.aliasing import check_guard, copy_of, version
 from globaltensor.algorithms.random_ops import seeded
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, spec_of_plain
+from globaltensor.dispatch.verify import verify
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Shape, Shards, Spec, spec
 from globaltensor.rules.call import Call, Slot, arguments, put, set_arguments
@@ -49,6 +50,9 @@ def execute(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: 
             results[rank] = seeded(func, seed, _device(recipe, rank), local_args, local_kwargs)
         else:
             results[rank] = func(*local_args, **local_kwargs)
+    if not recipe.verified:
+        verify(recipe, results)
+        recipe.verified = True
     if recipe.single is not None:
         return cls.wrap(recipe.single, results)
     if recipe.written:

@@ -52,6 +52,7 @@ class Recipe:
     signature      what was chosen on each axis; empty for an op without a rule
     simple         fast path: operands stand at these positions, are global, and stay as they are; `single`: and one
                    tensor comes out
+    verified       it ran once, and its results were what `outputs` says (verify.py)
     """
 
     func: OpOverload
@@ -73,6 +74,7 @@ class Recipe:
     signature: tuple[Signature, ...] = ()
     simple: tuple[int, ...] | None = None
     single: Spec | None = None
+    verified: bool = False
 
 
 Decision = Recipe | Decomposition                    # how an op runs: by its rule, or by other ops

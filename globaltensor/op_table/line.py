@@ -16,7 +16,7 @@ from globaltensor.layouts.layout import Spec
 from globaltensor.rules import proof
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import Family
-from globaltensor.rules.language import Rule
+from globaltensor.rules.language import Rule, sized_rule
 
 ArgValues = Iterable[tuple[int | str, Any]]
 LocalArgs = Callable[[Call, list[Spec], list[Spec], int], ArgValues]
@@ -35,6 +35,10 @@ class Line:
     local_impl: Callable[..., Any] | None = None
     decomposition: Decomposition | None = None
     applies: Callable[[Call], bool] = lambda call: True
+
+    def rule(self, call: Call) -> Rule:
+        """The rule of a call, for operands of these sizes."""
+        return sized_rule(self.family(call), call.shapes)
 
 
 TABLE: dict[OpOverload, Line] = {}                   # filled by table.py, and by users through `gt.rule`

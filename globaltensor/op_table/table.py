@@ -156,7 +156,8 @@ TABLE[custom_ops.contract] = Line(contraction, decomposition=summa.product, appl
 TABLE[custom_ops.linear] = Line(fixed("b* k, n k, n -> b* n", "a*b+c"), decomposition=summa.product,
       applies=summa.on_grid)
 lines("_cdist_forward", fixed("b* m d!, b* n d! -> b* m n"))
-lines("_cdist_backward", fixed("b* m n, b* m d, b* n d, b* m n -> b* m d", "a*B*C*D"))
+# of an empty part the gradient's kernel forgets which dims were repeated
+lines("_cdist_backward", fixed("b* m n, b* m d, b* n d, b* m n -> b* m d", "a*B*C*D", nonempty="b* m n d"))
 lines("linalg_cross", along("a*b", operands=2))
 decomposed("_grouped_mm", grouped_mm.grouped_mm)
 lines("convolution", layers.convolved, local_args=scaled("groups"), decomposition=halo.convolution,

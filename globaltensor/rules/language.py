@@ -25,7 +25,7 @@ On several axes an op may have a different signature on each: an nd signature is
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, combinations, product
 from typing import NamedTuple
@@ -141,6 +141,28 @@ def _outcome(of: Rule, k: int, dim: int | None, states: tuple[Sbp, ...]) -> Sbp 
     if len(kinds) > 1:
         return None                                  # B + P would add B once per rank
     return kinds.pop() if kinds else broadcast
+
+
+def sized_rule(of: Rule, shapes: list[tuple[int, ...]]) -> Rule:
+    """The rule for operands of these shapes: a dim of size 1 that is repeated to fit is cut nowhere, so it becomes `1`;
+    a label whose sizes differ otherwise stays whole, as its parts would not meet."""
+    sizes: dict[str, set[int]] = {}
+    for dims, shape in zip(of.inputs, shapes):
+        for dim, n in zip(dims, shape):
+            if len(dim) == 1:
+                sizes.setdefault(dim[0], set()).add(n)
+    differing = {label for label, seen in sizes.items() if len(seen) > 1 and label != "1"}
+    if not differing:
+        return of
+    repeated = {label for label in differing if len(sizes[label] - {1}) == 1}
+
+    def mark(dims: Dims, shape: tuple[int | None, ...]) -> Dims:
+        return tuple(("1",) if n == 1 and dim[0] in repeated else
+                     tuple(f"{x}!" if x in differing - repeated and not x.endswith("!") else x for x in dim)
+                     for dim, n in zip(dims, shape))
+
+    return replace(of, inputs=tuple(mark(dims, shape) for dims, shape in zip(of.inputs, shapes)),
+                   outputs=tuple(mark(dims, (None,) * len(dims)) for dims in of.outputs))
 
 
 def label_sizes(of: Rule, shapes: list[tuple[int, ...]]) -> Sizes:

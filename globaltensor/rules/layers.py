@@ -175,7 +175,7 @@ def nll_loss(space: str = "", *, backward: bool = False) -> Family:
 
 
 def weight_norm(*, backward: bool = False) -> Family:
-    """v g / |v|, with a norm for each slice along `dim`."""
+    """v g / |v|, with a norm for each slice along `dim`. The kernel divides by the number of slices."""
 
     def write(call: Call) -> Rule:
         n = call.tensors[0].dim()
@@ -183,7 +183,7 @@ def weight_norm(*, backward: bool = False) -> Family:
         row = " ".join("d" if i == dim else f"r{i}!" for i in range(n))
         one = " ".join("d" if i == dim else "1" for i in range(n))
         if backward:
-            return rule(f"{row}, {row}, {one}, {one} -> {row}, {one}", "a*B*c*D;a*B*D")
-        return rule(f"{row}, {one} -> {row}, {one}", "A*b;A")
+            return rule(f"{row}, {row}, {one}, {one} -> {row}, {one}", "a*B*c*D;a*B*D", nonempty="d")
+        return rule(f"{row}, {one} -> {row}, {one}", "A*b;A", nonempty="d")
 
     return write

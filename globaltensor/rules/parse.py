@@ -11,6 +11,7 @@ absent. `language.py` explains what labels and letters mean.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import takewhile
 from typing import NamedTuple, NoReturn
@@ -199,7 +200,7 @@ def rule(dims: str, algebra: str = "", *, ndims: tuple[int | None, ...] = (), le
               Python number (dropped from dims only); needed where a `b*` stands or operands are optional
     leaves    what a reduced label leaves pending: "sum", "max" or "min"
     even      (label, size) of labels that only an even cut keeps in place (the first of a composite dim)
-    nonempty  labels of which no part may be empty, since the kernel would not take it
+    nonempty  labels of which no part may be empty, since the kernel would not take it; `b*` is all that it stands for
     stars     (name, count) of stars that the numbers of dims do not tell
 
     Raises RuleError for a malformed rule, and for one that does not fit these numbers.
@@ -228,24 +229,38 @@ def rule(dims: str, algebra: str = "", *, ndims: tuple[int | None, ...] = (), le
         # a term of absent operands alone is none, of numbers alone is one that is the same on every rank
         terms = tuple(tuple(tuple((place[q], linear) for q, linear in term if q in place) for term in part
                             if any(q not in absent for q, _ in term)) for part in terms)
-    return Rule(inputs, outputs, terms, leaves, even, tuple(nonempty.split()))
+    return Rule(inputs, outputs, terms, leaves, even, tuple(_named(nonempty, inputs)))
+
+
+def _named(labels: str, inputs: tuple[Dims, ...]) -> Iterator[str]:
+    """The labels of operands that a list of labels names: `b*` all that stand for it."""
+    every = dict.fromkeys(label.rstrip("!") for tensor in inputs for dim in tensor for label in dim)
+    for label in labels.split():
+        name = label.removesuffix("*")
+        yield from [x for x in every if x.removeprefix(name).isdigit()] if name != label else [label]
 
 
 def _expand_stars(inputs: tuple[Dims, ...], outputs: tuple[Dims, ...], ndims: tuple[int | None, ...],
                   counts: dict[str, int]) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
     """Replace every `b*` (and `b*!`) by as many labels as an operand that has it leaves over."""
+    preset = dict(counts)
     for tensor, n in [*zip(inputs, ndims)] * 2:      # twice: a later operand may tell what an earlier one needs
         stars = [dim[0].rstrip("*!") for dim in tensor if "*" in dim[0]]
         unknown = [name for name in stars if name not in counts]
-        if n not in (None, NUMBER) and len(unknown) == 1:
-            counted = sum(counts[name] for name in stars if name in counts)
-            counts[unknown[0]] = n - (len(tensor) - len(stars)) - counted
+        if n is not None and n != NUMBER and (len(unknown) == 1 or len(stars) == 1 and stars[0] not in preset):
+            star = unknown[0] if unknown else stars[0]
+            counted = sum(counts[name] for name in stars if name != star)
+            counts[star] = max(n - (len(tensor) - len(stars)) - counted, counts.get(star, 0))
 
-    def expand(tensor: Dims) -> Dims:
+    def expand(tensor: Dims, n: int | None = None) -> Dims:
         dims: list[tuple[str, ...]] = []
+        stars = sum("*" in dim[0] for dim in tensor)
         for dim in tensor:
             name, star, mark = dim[0].partition("*")
-            dims += [(f"{name}{i}{mark}",) for i in range(counts.get(name, 0))] if star else [dim]
+            count = counts.get(name, 0)
+            # an operand that has fewer dims than another is repeated along the first ones
+            first = max(count - (n - len(tensor) + 1), 0) if stars == 1 and n is not None and n != NUMBER else 0
+            dims += [(f"{name}{i}{mark}",) for i in range(first, count)] if star else [dim]
         return tuple(dims)
 
-    return tuple(map(expand, inputs)), tuple(map(expand, outputs))
+    return tuple(map(expand, inputs, ndims)), tuple(map(expand, outputs))

@@ -28,7 +28,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call, set_arguments
 from globaltensor.rules.families import Family
-from globaltensor.rules.language import fits, label_sizes, signatures
+from globaltensor.rules.language import fits, label_sizes, signatures, sized_rule
 from globaltensor.runtime.torch_internals import overload_of
 
 Sides = tuple[tuple[Sbp, ...], tuple[Sbp, ...]]      # the layouts of the operands, and of the results
@@ -117,7 +117,7 @@ class Case:
         self.func, self.line, self.parts = func, line, parts
         self.checked_by_kernel, self.valueless = checked_by_kernel, valueless
         self.call = Call(func, tuple(args), kwargs)
-        self.rule = line.family(self.call)
+        self.rule = sized_rule(line.family(self.call), self.call.shapes)
         self.full = self.results([t.clone() for t in self.call.tensors])
         self.shards = [{s: cut(t, s, parts, generator) for s in states(t.dim(), t.dtype.is_floating_point)}
                        for t in self.call.tensors]

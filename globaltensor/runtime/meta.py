@@ -184,6 +184,16 @@ def _layer_norm_backward(grad: Tensor, x: Tensor, shape: Sequence[int], mean: Te
                  for t, want in zip((x, weight, bias), wanted))
 
 
+def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
+                training: bool, momentum: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    told = python_meta(aten.native_batch_norm.default)
+    assert told is not None
+    out, *statistics = told(x, weight, bias, mean, var, training, momentum, eps)
+    if not training:                                 # kernels leave them empty
+        statistics = [t.new_empty(0) for t in statistics]
+    return (out, *statistics)
+
+
 AS: dict[OpOverload, Callable[..., Any]] = {
     aten.addmm.default: _addmm,
     aten.mv.default: lambda a, b: (a @ b.unsqueeze(1)).squeeze(1),
@@ -196,6 +206,7 @@ AS: dict[OpOverload, Callable[..., Any]] = {
     aten.std.correction: _variance,
     aten.var_mean.correction: _variance_mean,
     aten.std_mean.correction: _variance_mean,
+    aten.native_batch_norm.default: _batch_norm,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
 }

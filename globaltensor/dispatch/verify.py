@@ -1,0 +1,48 @@
+"""The first run of a recipe is verified: what every rank returned must be what the specs say.
+
+Native code reads shards by their specs. So a rule that does not fit its kernel, or an operand that is repeated where
+the rule does not know it, would read memory that is not its own; here it becomes an error that names op and rank.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from globaltensor.dispatch.recipe import Recipe
+from globaltensor.errors import RuleError
+from globaltensor.layouts.layout import Spec
+
+
+def verify(recipe: Recipe, results: Mapping[int, Any]) -> None:
+    """Raises RuleError unless the results of every rank have the shapes and dtypes of the recipe's outputs."""
+    if not recipe.outputs or recipe.elements is not None:
+        return                                       # what came out tells the specs; each rank has other elements
+    for rank, result in results.items():
+        tensors = result if isinstance(result, (tuple, list)) else (result,)
+        if len(tensors) != len(recipe.outputs):
+            raise _rule_error(recipe, rank, f"{len(tensors)} results", f"{len(recipe.outputs)}")
+        for k, (own, tensor) in enumerate(zip(recipe.outputs, tensors)):
+            if own is not None and _shape_and_dtype(tensor) != (tuple(own.local_shape(rank)), own.dtype):
+                name = f"result {k}" if len(recipe.outputs) > 1 else "a result"
+                raise _rule_error(recipe, rank, f"{name} {_text(*_shape_and_dtype(tensor))}", _part_text(own, rank))
+
+
+def _shape_and_dtype(tensor: Any) -> tuple[Any, Any]:
+    return (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else (None, None)
+
+
+def _text(shape: Any, dtype: Any) -> str:
+    return "that is no tensor" if shape is None else f"of shape {list(shape)}, {dtype}"
+
+
+def _part_text(own: Spec, rank: int) -> str:
+    return f"{_text(own.local_shape(rank), own.dtype)}: its part of {list(own.shape)} as {own.layout}"
+
+
+def _rule_error(recipe: Recipe, rank: int, got: str, wanted: str) -> RuleError:
+    name = recipe.func._schema.name
+    return RuleError(f"{name} on rank {rank} returned {got}, and its rule says {wanted}",
+                     "the rule of an op must tell the layouts of what its kernel returns",
+                     f"gt.rules.check(torch.ops.{name.replace('::', '.')}, samples), which shows what is wrong with it")
