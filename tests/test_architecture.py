@@ -96,6 +96,28 @@ def test_a_class_name_stands_once():
     assert not twice, f"a class says by its name which one it is: {twice}"
 
 
+def test_one_idiom_asks_whether_a_tensor_is_global():
+    """Below the tensor class `is_global(x)` of global_like.py, above it isinstance; `x.is_global` is for users."""
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room, name = path.relative_to(PACKAGE).parts[0], str(path.relative_to(PACKAGE))
+        above = LEVEL[path.relative_to(PACKAGE).with_suffix("").parts[0]] > LEVEL["tensors"]
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(ast.Name("hasattr" | "getattr"), [_, ast.Constant("spec" | "is_global"), *_]):
+                    idiom = name != "layouts/global_like.py"
+                case ast.Attribute(value, "is_global", ast.Load()):
+                    idiom = room != "checkpoint" or ast.unparse(value) not in ("e", "entry")
+                case ast.ImportFrom("globaltensor.layouts.global_like"):
+                    idiom = above
+                case ast.BinOp(ast.Tuple([ast.Name("broadcast")]), ast.Mult()):
+                    idiom = room != "layouts"        # they have `replicated`
+                case _:
+                    continue
+            wrong += [f"{name}:{node.lineno}: {ast.unparse(node)}"] if idiom else []
+    assert not wrong, "\n".join(wrong)
+
+
 def test_importing_starts_nothing():
     code = ("import globaltensor, torch, sys; from globaltensor.runtime.world import started;"
             "assert started() is None and not torch.distributed.is_initialized();"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from globaltensor.algorithms.run import Run, traceable
-from globaltensor.layouts.global_like import GlobalLike, is_global
+from globaltensor.layouts.global_like import GlobalLike, is_global, spec_of
 from globaltensor.layouts.layout import layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import partial_max
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 def reduces_split(call: Call) -> bool:
     """Does the op reduce or work along a dim that is split?"""
-    own = getattr(call.tensors[0], "spec", None)
+    own = spec_of(call.tensors[0])
     return own is not None and any(s.is_split and s.dim in dims_of(call, own.ndim) for s in own.sbp)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from globaltensor.algorithms.decompositions import as_global
 from globaltensor.algorithms.run import Run
-from globaltensor.layouts.global_like import GlobalLike, is_global
+from globaltensor.layouts.global_like import GlobalLike, is_global, spec_of
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.regions import Range, split_range
@@ -53,7 +53,7 @@ def _row_index(call: Call) -> Any:
 
 def gathers_rows(call: Call) -> bool:
     """Are rows picked from a tensor that is cut by rows?"""
-    own = getattr(call["self"], "spec", None)
+    own = spec_of(call["self"])
     return own is not None and S0 in own.sbp and _row_index(call) is not None
 
 

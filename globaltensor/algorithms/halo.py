@@ -30,7 +30,7 @@ from torch._ops import OpOverload
 
 from globaltensor.algorithms.decompositions import as_global
 from globaltensor.algorithms.run import Run
-from globaltensor.layouts.global_like import GlobalLike
+from globaltensor.layouts.global_like import GlobalLike, spec_of
 from globaltensor.layouts.layout import Layout, Shape, Shards, layout, spec
 from globaltensor.layouts.rank_regions import RankRegions, rank_regions
 from globaltensor.layouts.regions import Region
@@ -91,7 +91,7 @@ def cuts_space(call: Call) -> bool:
     It stays cut as the user laid it out, small as it may be, even where splitting the batch instead would move less. A
     transposed convolution is left to its rule: each of its input rows makes several rows of the output.
     """
-    own = getattr(_image(call), "spec", None)
+    own = spec_of(_image(call))
     return own is not None and not call.get("transposed") and bool(_split_space(own.layout, own.ndim, _space(call)))
 
 

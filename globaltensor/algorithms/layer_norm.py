@@ -12,7 +12,7 @@ import torch
 
 from globaltensor.algorithms.decompositions import cast
 from globaltensor.algorithms.run import Run, traceable
-from globaltensor.layouts.global_like import GlobalLike
+from globaltensor.layouts.global_like import GlobalLike, spec_of
 from globaltensor.rules.call import Call
 from globaltensor.runtime.dtypes import accumulation_dtype
 
@@ -27,7 +27,7 @@ def features_cut(call: Call) -> bool:
     """
     first = call["input"].dim() - len(call["normalized_shape"])
     for name in ("input", "grad_out"):
-        own = getattr(call.get(name), "spec", None)
+        own = spec_of(call.get(name))
         cuts = [s.dim for s in own.sbp if s.is_split] if own is not None else []
         if cuts and cuts[-1] >= first and min(cuts) < first:
             return True

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from globaltensor.algorithms.decompositions import as_global
 from globaltensor.algorithms.run import Run
-from globaltensor.layouts.global_like import GlobalLike, is_global
+from globaltensor.layouts.global_like import GlobalLike, is_global, spec_of
 from globaltensor.layouts.layout import Layout, Shape, Shards, layout, spec
 from globaltensor.layouts.rank_regions import rank_regions
 from globaltensor.layouts.regions import Range, volume
@@ -65,7 +65,7 @@ def is_profitable(call: Call) -> bool:
                                        n - 1 moves take longer than one
     """
     q, k, v = (call[name] for name in ("query", "key", "value"))
-    own = getattr(q, "spec", None)
+    own = spec_of(q)
     if own is None or not _fits(q, k, v) or call["is_causal"] and call["attn_mask"] is not None:
         return False
     ring = [axis for axis, parts in enumerate(own.placement.shape) if own.sbp[axis] == SEQUENCE and parts > 1]

@@ -18,9 +18,8 @@ import torch
 from globaltensor.algorithms.aliasing import check_guard
 from globaltensor.checkpoint import folders
 from globaltensor.checkpoint.manifest import DTYPES, CheckpointError, Entry, SavedPiece, region_text
-from globaltensor.layouts.layout import layout, spec
+from globaltensor.layouts.layout import spec
 from globaltensor.layouts.regions import Region, intersect, slices, volume
-from globaltensor.layouts.sbp import broadcast
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -229,7 +228,7 @@ def empty_state(param: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype)
         return torch.empty(shape, dtype=dtype, device=param.device)
     like_param = param.spec.layout.without_partials
     return empty_global(shape, dtype, like_param if tuple(param.shape) == shape else
-                        layout(param.placement, (broadcast,) * param.placement.ndim))
+                        param.spec.layout.replicated)
 
 
 def check_dtype(name: str, t: torch.Tensor) -> None:

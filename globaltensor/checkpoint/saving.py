@@ -203,7 +203,8 @@ def _checked_flat(state: Any) -> FlatState:
 
 def _summary(flat: FlatState) -> str:
     """What must be the same on all processes, in one line."""
-    rows = [f"{name}: {getattr(t, 'spec', None) or f'{list(t.shape)} {t.dtype}'}" for name, t in flat.tensors.items()]
+    rows = [f"{name}: " + (str(t.spec) if isinstance(t, GlobalTensor) else f"{list(t.shape)} {t.dtype}")
+            for name, t in flat.tensors.items()]
     return f"{len(rows)} tensors, with checksum {zlib.crc32(chr(10).join(rows).encode()):08x}"
 
 

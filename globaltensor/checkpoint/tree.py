@@ -24,6 +24,7 @@ from torch import nn
 
 from globaltensor.errors import GlobalTensorError
 from globaltensor.runtime.memory import missing
+from globaltensor.tensors.global_tensor import GlobalTensor
 
 _FLOAT_BITS = re.compile("[0-9a-f]{16}")
 
@@ -103,7 +104,7 @@ def _tensor_name(t: torch.Tensor, path: str, flat: FlatState) -> str:
     if path in flat.tensors:
         raise StateError(f"two tensors of the state are called {path!r}",
                          "keys such as 1 and '1' of one dict make the same name", "other keys")
-    if not t.is_global and (lack := missing(t)) is not None:
+    if not isinstance(t, GlobalTensor) and (lack := missing(t)) is not None:
         raise StateError(f"{path or 'the state'} is {lack[0]}",
                          "a checkpoint holds global tensors, and plain ones with their elements in memory", lack[1])
     flat.tensors[path] = t

@@ -24,6 +24,7 @@ from globaltensor.layouts.layout import Spec
 from globaltensor.layouts.regions import Region, volume
 from globaltensor.runtime.text_table import aligned
 from globaltensor.runtime.world import world
+from globaltensor.tensors.global_tensor import GlobalTensor
 
 WIDTH, HEIGHT = 96, 40                               # characters and lines that a drawing may take
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#ff9da7", "#9c755f", "#bab0ac")
@@ -46,14 +47,13 @@ def show(x: Any, file: str | None = None) -> str:
     file    a picture is written there as well, of the type its name ends in (needs `globaltensor[plot]`)
     Raises GlobalTensorError for a plain tensor, and where a picture is asked for without matplotlib.
     """
-    of = getattr(x, "spec", None)
-    if not isinstance(of, Spec):
+    if not isinstance(x, GlobalTensor):
         raise GlobalTensorError("show of a plain tensor", "it lies on no ranks", "x.to_global(placement, sbp) first")
-    lines = _lines(of)
+    lines = _lines(x.spec)
     if world().rank == 0:
         _print(lines)
         if file is not None:
-            _picture(of, file)
+            _picture(x.spec, file)
     return "\n".join("".join(text for text, _ in line) for line in lines)
 
 

@@ -27,9 +27,8 @@ from globaltensor.dispatch.recipe import (
 from globaltensor.dispatch.user_rules import results_by_rule
 from globaltensor.errors import InPlaceError, MixedPlacementError, PlacementError
 from globaltensor.layouts.global_like import GlobalLike
-from globaltensor.layouts.layout import Spec, contiguous, layout
+from globaltensor.layouts.layout import Spec, contiguous, replicated
 from globaltensor.layouts.placement import placement
-from globaltensor.layouts.sbp import broadcast
 from globaltensor.op_table.line import Line
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, arguments
@@ -62,7 +61,7 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
     _check_device(call, where)
     operands = [t.spec if type(t) is cls else spec_of_plain(t, where) for t in call.tensors]
     written = written_operands(call)
-    home = layout(where, (broadcast,) * where.ndim)
+    home = replicated(where)
     results = _meta(call, operands)
     if results is None and line is not None:
         results = results_by_rule(call, line.rule(call), operands, torch.device(where.type))

@@ -20,10 +20,9 @@ from torch._ops import OpOverload
 from globaltensor.algorithms.aliasing import check_writable, copy_of
 from globaltensor.algorithms.run import Decomposition
 from globaltensor.layouts.global_like import GlobalLike
-from globaltensor.layouts.layout import Layout, Shape, Spec, layout, spec
+from globaltensor.layouts.layout import Layout, Shape, Spec, replicated, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.regions import Region
-from globaltensor.layouts.sbp import broadcast
 from globaltensor.rules.call import Call, Slot, arguments
 from globaltensor.rules.language import Signature
 
@@ -122,7 +121,7 @@ def static(value: Any, cls: type[GlobalLike]) -> Any:
 
 def spec_of_plain(t: torch.Tensor, where: placement) -> Spec:
     """A plain tensor counts as broadcast."""
-    return spec(layout(where, (broadcast,) * where.ndim), tuple(t.shape), t.stride(), t.dtype)
+    return spec(replicated(where), tuple(t.shape), t.stride(), t.dtype)
 
 
 def output_spec(result: Any, where: Layout) -> Spec | None:

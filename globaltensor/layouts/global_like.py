@@ -45,3 +45,8 @@ class GlobalLike(Protocol):
 def is_global(value: Any) -> TypeIs[GlobalLike]:
     """Is this a global tensor, and no plain one, number or None?"""
     return hasattr(value, "spec")
+
+
+def spec_of(value: Any) -> Spec | None:
+    """What a global tensor is; None of anything else."""
+    return value.spec if is_global(value) else None

@@ -81,16 +81,18 @@ class Travel:
         """A forward pre-hook. What it does not recognise it leaves alone: that runs as well, and moves more."""
         matrices: Any = next((p for p in module.parameters(recurse=False) if p.dim() == 3), None)
         self.under_way.append(None)
-        if len(args) != 3 or matrices is None or not args[0].is_global or args[0].dim() != 2 or not args[1].numel():
+        if len(args) != 3 or matrices is None:
             return None
         tokens, chosen, weights = args
+        if not isinstance(tokens, GlobalTensor) or tokens.dim() != 2 or not chosen.numel():
+            return None
         home, axes = tokens.placement, range(tokens.placement.ndim)
         apart = [axis for axis in axes if matrices.sbp[axis] == split(0)]
         tokens = tokens.to_global(sbp=tuple(s if s == split(0) else broadcast for s in tokens.sbp))
         alike = [axis for axis in axes if axis not in apart and tokens.sbp[axis] == split(0)]
         blocks = sorted({(a, b) for a, b in (matrices.spec.region(rank)[0] for rank in home.flat) if a < b})
         ranks = prod(home.shape[axis] for axis in apart)             # more than blocks, where experts are few
-        slots = arrange_slots(chosen.full_tensor().cpu() if chosen.is_global else chosen.cpu(), blocks,
+        slots = arrange_slots((chosen.full_tensor() if isinstance(chosen, GlobalTensor) else chosen).cpu(), blocks,
                          prod(home.shape[axis] for axis in alike) * (1 if len(blocks) == ranks else ranks))
         order = [*apart, *alike, *(axis for axis in axes if axis not in apart + alike)]
         there = _Turned(home, order, len(apart + alike))

@@ -38,7 +38,7 @@ from torch import nn
 
 from globaltensor.errors import SbpError
 from globaltensor.layouts.placement import placement as Placement
-from globaltensor.layouts.sbp import Sbp, broadcast, not_an_sbp, read_sbp, split
+from globaltensor.layouts.sbp import Sbp, broadcast, not_an_sbp, read_sbp, split, with_axes
 from globaltensor.parallel import experts as expert_layers
 from globaltensor.parallel import grids
 from globaltensor.parallel.grids import PlanRow, PlanRows
@@ -228,8 +228,7 @@ def _brought(row: PlanRow, value: Any) -> Any:
         return type(value)(_brought(row, one) for one in value)
     if not isinstance(value, GlobalTensor):
         return value
-    names = value.placement.names
-    return value.to_global(sbp=tuple(row.get(name, s) for name, s in zip(names, value.sbp)))
+    return value.to_global(sbp=with_axes(value.sbp, value.placement.names, row))
 
 
 def _take_up(key: str, row: PlanRow, owner: nn.Module, args: Any) -> None:

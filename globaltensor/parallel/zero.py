@@ -24,7 +24,7 @@ from torch import nn
 
 from globaltensor.boxings.redistribute import redistribute
 from globaltensor.errors import SbpError
-from globaltensor.layouts.layout import Layout, layout
+from globaltensor.layouts.layout import Layout
 from globaltensor.layouts.sbp import split
 from globaltensor.parallel.zero3 import ShardedLayers
 from globaltensor.runtime.dtypes import accumulation_dtype
@@ -82,11 +82,10 @@ def _cut(p: torch.Tensor, axis: str) -> Layout | None:
                        f"its placement has {', '.join(names) or 'axes without names'}", "axis=..., one of these")
     taken = {s.dim for s in p.sbp if s.is_split}
     free = [d for d in range(p.dim()) if d not in taken] or list(range(p.dim()))     # a bias that tp splits: once more
-    at = names.index(axis)
-    if not p.sbp[at].is_broadcast or not free:
+    if not p.sbp[names.index(axis)].is_broadcast or not free:
         return None
     longest = max(free, key=lambda d: p.shape[d])
-    return layout(p.placement, tuple(split(longest) if i == at else s for i, s in enumerate(p.sbp)))
+    return p.spec.layout.along({axis: split(longest)})
 
 
 class MasterParams(list):

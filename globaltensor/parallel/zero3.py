@@ -133,7 +133,7 @@ def _whole(p: Any, axis: str) -> Layout | None:
     names = p.placement.names
     if axis not in names or not p.sbp[names.index(axis)].is_split:
         return None
-    return p.spec.layout.with_sbp(tuple(broadcast if name == axis else s for name, s in zip(names, p.sbp)))
+    return p.spec.layout.along({axis: broadcast})
 
 
 class _Gathered(torch.autograd.Function):

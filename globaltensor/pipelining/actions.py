@@ -326,8 +326,9 @@ def _checked_outputs(value: Any, stage: int) -> tuple[Any, ...]:
 
 
 def _describe_output(value: Any) -> str:
-    return f"a plain tensor of {list(value.shape)}" if isinstance(value, torch.Tensor) and not value.is_global else (
-        f"a tensor of {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}")
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    return f"a {'' if isinstance(value, GlobalTensor) else 'plain '}tensor of {list(value.shape)}"
 
 
 @contextmanager

@@ -284,7 +284,7 @@ class PipelineRunner:
         along_batch = split(0) if t.dim() else broadcast
         dst = layout(where, tuple(along_batch if name == self.batch else broadcast
                                   for name in where.axis_names or ("",) * where.ndim))
-        if t.is_global:
+        if isinstance(t, GlobalTensor):
             return to_layout(t, dst)
         if checking():
             agree_on(t, f"the {what} of a pipeline")

@@ -23,9 +23,8 @@ from globaltensor.boxings.p2p_boxing import P2PBoxing
 from globaltensor.boxings.plan import plan
 from globaltensor.boxings.redistribute import Move, move_shards, redistribute
 from globaltensor.errors import ShapeError
-from globaltensor.layouts.layout import Layout, Shape, Spec, layout, spec
+from globaltensor.layouts.layout import Layout, Shape, Spec, layout, replicated, spec
 from globaltensor.layouts.placement import placement
-from globaltensor.layouts.sbp import broadcast
 from globaltensor.runtime.agreement import as_bytes, from_bytes
 from globaltensor.runtime.p2p import P2PGroup
 from globaltensor.runtime.world import world
@@ -71,11 +70,10 @@ def forward_layout(src: Layout, where: placement) -> Layout:
     """The layout of an output on the next stage: its sbp is kept along axes of the same name, or of the same position
     where axes have no names; along others, and where it was partial, it is broadcast."""
     if where.axis_names and src.placement.axis_names:
-        sbp_of = dict(zip(src.placement.axis_names, src.sbp))
-        sbp = tuple(sbp_of.get(name, broadcast) for name in where.axis_names)
+        dst = replicated(where).along(dict(zip(src.placement.axis_names, src.sbp)))
     else:
-        sbp = src.sbp if len(src.sbp) == where.ndim else (broadcast,) * where.ndim
-    return layout(where, tuple(broadcast if s.is_partial else s for s in sbp))
+        dst = layout(where, src.sbp) if len(src.sbp) == where.ndim else replicated(where)
+    return dst.without_partials
 
 
 def backward_layout(src: Layout) -> Layout:

@@ -18,7 +18,7 @@ from torch import nn
 
 from globaltensor.boxings.redistribute import redistribute
 from globaltensor.errors import PlacementError
-from globaltensor.layouts.layout import Layout, layout
+from globaltensor.layouts.layout import Layout, layout, replicated
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.parallel.modules import named_tensors
@@ -158,14 +158,14 @@ class StageParameters:
 
 def _to_placement(tensor: torch.Tensor, where: placement) -> Any:
     """A parameter or buffer on a placement: a plain one is broadcast, a global one keeps its sbp."""
-    if tensor.is_global and tensor.placement == where:
+    if isinstance(tensor, GlobalTensor) and tensor.placement == where:
         return tensor
     with torch.no_grad():
-        moved = (to_layout(tensor, _same_sbp(tensor, where)) if tensor.is_global
+        moved = (to_layout(tensor, _same_sbp(tensor, where)) if isinstance(tensor, GlobalTensor)
                  else from_full(tensor.detach(), where, broadcast))
     return nn.Parameter(moved, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
 def _same_sbp(tensor: Any, where: placement) -> Layout:
     """The tensor's sbp on another placement, where that has as many axes; else broadcast."""
-    return layout(where, tensor.sbp if tensor.placement.ndim == where.ndim else (broadcast,) * where.ndim)
+    return layout(where, tensor.sbp) if tensor.placement.ndim == where.ndim else replicated(where)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from globaltensor.errors import GlobalTensorError
+from globaltensor.layouts.global_like import is_global
 
 _address: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]  # not in the stubs
 
@@ -25,7 +26,7 @@ def require(t: torch.Tensor, what: str) -> None:
 
 def missing(t: torch.Tensor) -> tuple[str, str] | None:
     """What a tensor without memory is, and what to type instead; None for one that has memory."""
-    if getattr(t, "is_global", False):
+    if is_global(t):
         return "a global tensor", "x.to_global(placement, sbp), or x.full_tensor()"
     if t.is_nested:
         return "a nested tensor", "t.to_padded_tensor(0)"

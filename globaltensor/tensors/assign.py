@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from globaltensor.boxings.redistribute import Move, move_shards
+from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Layout, Spec
 from globaltensor.runtime.memory import require
 
 
 def assign(x: Any, index: Any, value: Any) -> None:
     """x[index] = value; an index that is not plain, or cuts no split dim, goes torch's own way."""
-    if isinstance(value, torch.Tensor) and not getattr(value, "is_global", False):
+    if isinstance(value, torch.Tensor) and not is_global(value):
         require(value, "the value of an assignment x[...] = t")
-    ranges = _ranges(index, x.spec) if hasattr(x, "spec") else None
+    ranges = _ranges(index, x.spec) if is_global(x) else None
     if ranges is None or not _cuts_split(ranges, x.spec):
         torch.Tensor.__setitem__(x, index, value)
     elif torch.is_grad_enabled() and (x.requires_grad or getattr(value, "requires_grad", False)):
@@ -35,7 +36,7 @@ class _Assign(torch.autograd.Function):
     def forward(ctx: Any, x: Any, value: Any, index: Any, ranges: Any) -> Any:
         _write(x, value, ranges)
         ctx.index, ctx.value = index, value.shape if isinstance(value, torch.Tensor) else None
-        ctx.is_global = hasattr(value, "spec")
+        ctx.of_global = is_global(value)
         ctx.mark_dirty(x)
         return x
 
@@ -46,7 +47,7 @@ class _Assign(torch.autograd.Function):
         if ctx.value is None or not ctx.needs_input_grad[1]:
             return rest, None, None, None
         part = grad[ctx.index].sum_to_size(ctx.value)
-        return rest, part if ctx.is_global else part.full_tensor(), None, None
+        return rest, part if ctx.of_global else part.full_tensor(), None, None
 
 
 def _write(x: Any, value: Any, ranges: list[tuple[range, bool]]) -> None:
@@ -94,6 +95,6 @@ def _cuts_split(ranges: list[tuple[range, bool]], of: Spec) -> bool:
 
 def _held(value: Any, where: Layout) -> Any:
     """The value whole on every rank."""
-    if not hasattr(value, "spec"):
+    if not is_global(value):
         return value
     return move_shards([Move(value.spec, value.shards, where.replicated)], "setitem")[0]

@@ -30,7 +30,7 @@ _data: Any = torch.Tensor.data                       # a descriptor of C, as is 
 
 def _may_take_data(x: Any, value: Any) -> bool:
     """May `x.data = value` be done, and may a module change its parameter that way?"""
-    return x.is_global and value.is_global
+    return isinstance(x, GlobalTensor) and isinstance(value, GlobalTensor)
 
 
 _TAKEN: dict[Any, Callable[..., Any]] = {**products.TAKEN, **lookup.TAKEN, **gradients.TAKEN,

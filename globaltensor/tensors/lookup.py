@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from globaltensor.layouts.global_like import is_global
 from globaltensor.runtime import custom_ops
 
 _embedding = torch.ops.aten.embedding.default
@@ -51,7 +52,7 @@ class EmbeddingGradient(torch.autograd.Function):
 def embedding(input: torch.Tensor, weight: Any, padding_idx: int | None = None, max_norm: float | None = None,
               norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False) -> torch.Tensor:
     """F.embedding; all but a cut vocabulary goes torch's own way."""
-    cut = weight.is_global and weight.dim() == 2 and any(s.is_split and s.dim == 0 for s in weight.sbp)
+    cut = is_global(weight) and weight.dim() == 2 and any(s.is_split and s.dim == 0 for s in weight.spec.sbp)
     fits = padding_idx is None or -weight.shape[0] <= padding_idx < weight.shape[0]
     if not cut or not fits or max_norm is not None or scale_grad_by_freq or sparse:
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
