@@ -7,21 +7,24 @@ One step does any boxing (`route.py`), but seldom the cheapest: a pending sum th
     the same placement           other axes as in src, or as in dst;
     on the destination's         each broadcast axis split along any dim, so that no sender sends a byte twice.
 
-The path is found with networkx on a nominal shape (every dim that is long enough counts as evenly divisible) and a
-size rounded to a power of two, so that new shapes seldom need a new search.
+So a path has at most three steps, and pricing them all finds the cheapest. That is done for a nominal shape (every dim
+that is long enough counts as evenly divisible) and a size rounded to a power of two: new shapes seldom need it again.
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from globaltensor.boxings.route import elements_received, reduced_innermost, traffic
 from globaltensor.layouts.layout import Layout, Shape, layout
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.sbp import Sbp, split
 from globaltensor.runtime.machine import Machine
+
+T = TypeVar("T")
 
 
 class BoxingPlan(NamedTuple):
@@ -68,16 +71,11 @@ def _search(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Mac
     if between is not None:
         first, then = (_search(a, b, shape, magnitude, machine) for a, b in ((src, between), (between, dst)))
         return BoxingPlan(first.layouts + then.layouts[1:], first.fixed + then.fixed, first.rate + then.rate)
-    import networkx as nx  # type: ignore[import-untyped]  # here, as it takes 0.1 s to import
-
-    graph = nx.DiGraph()
-    nbytes = 1 << magnitude
-    for a, b in _edges(src, dst, len(shape)):
-        fixed, rate = _cost(a, b, shape, machine)
-        graph.add_edge(a, b, cost=fixed + rate * nbytes + 1e-9, fixed=fixed, rate=rate)
-    path = nx.shortest_path(graph, src, dst, weight="cost")
-    steps = [graph.edges[edge] for edge in pairwise(path)]
-    return BoxingPlan(tuple(path), sum(s["fixed"] for s in steps), sum(s["rate"] for s in steps))
+    paths = _paths(src, dst, len(shape))
+    costs = {step: _cost(*step, shape, machine) for step in _unique(step for path in paths for step in pairwise(path))}
+    plans = [BoxingPlan(path, *map(sum, zip(*(costs[step] for step in pairwise(path))))) for path in paths]
+    of_steps = 1e-9                                  # among equals, the path of the fewest steps
+    return min(plans, key=lambda plan: plan.seconds(1 << magnitude) + of_steps * len(plan.layouts))
 
 
 def _cost(src: Layout, dst: Layout, shape: Shape, machine: Machine) -> tuple[float, float]:
@@ -91,24 +89,23 @@ def _cost(src: Layout, dst: Layout, shape: Shape, machine: Machine) -> tuple[flo
     return latency, max(moved.received, moved.sent) / whole / bandwidth + local
 
 
-def _edges(src: Layout, dst: Layout, ndim: int) -> list[tuple[Layout, Layout]]:
-    """Steps worth looking at: straight, over one state between, and between placements over one on either side."""
+def _paths(src: Layout, dst: Layout, ndim: int) -> list[tuple[Layout, ...]]:
+    """Paths worth pricing: straight, over one state between, and between placements over one on either side."""
     dims = [split(d) for d in range(ndim)]
     if src.placement == dst.placement:
-        between = _states(src, [_unique([*dims, a, b] if a.is_partial and a != b else [a, b])
-                                for a, b in zip(src.sbp, dst.sbp)])
-        return [(src, dst), *((src, m) for m in between if m is not src), *((m, dst) for m in between if m is not dst)]
-    before = _states(src, [_unique([*dims, a]) if a.is_partial else [a] for a in src.sbp])
-    after = _states(dst, [_unique([*dims, b]) if b.is_broadcast else [b] for b in dst.sbp])
-    return [*((src, m) for m in before if m is not src), *((m, dst) for m in after if m is not dst),
-            *((m, n) for m in before for n in after)]
+        between = [_states(src, [_unique([*dims, a, b] if a.is_partial and a != b else [a, b])
+                                 for a, b in zip(src.sbp, dst.sbp)])]
+    else:
+        between = [_states(src, [_unique([*dims, a]) if a.is_partial else [a] for a in src.sbp]),
+                   _states(dst, [_unique([*dims, b]) if b.is_broadcast else [b] for b in dst.sbp])]
+    return _unique(tuple(_unique([src, *states, dst])) for states in product(*between))
 
 
 def _states(like: Layout, choices: list[list[Sbp]]) -> list[Layout]:
     return [layout(like.placement, sbp) for sbp in product(*choices)]
 
 
-def _unique(choices: list[Sbp]) -> list[Sbp]:
+def _unique(choices: Iterable[T]) -> list[T]:
     return list(dict.fromkeys(choices))
 
 

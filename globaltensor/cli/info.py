@@ -41,7 +41,7 @@ def cores() -> int:
 
 def _versions() -> dict[str, str]:
     versions = {"globaltensor": globaltensor.__version__, "python": platform.python_version()}
-    for name in ("torch", "numpy", "networkx", "rich", "matplotlib"):
+    for name in ("torch", "numpy", "rich", "matplotlib"):
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
