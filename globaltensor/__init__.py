@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from globaltensor.checkpoint import dcp as _dcp  # global tensors learn the protocol of torch's own checkpoints
+from globaltensor.checkpoint import dcp_protocol as _dcp_protocol
 from globaltensor.parallel.modules import to_global as _to_global
 from globaltensor.runtime import process_group as _process_group  # registers the backend with torch.distributed
 from globaltensor.runtime import start as _start  # the world begins with the first placement
@@ -28,6 +28,7 @@ from globaltensor.tensors import plain as _plain
 __version__ = "0.1.0"
 
 _plain.install()
+_dcp_protocol.install()
 torch.nn.Module.to_global = _to_global  # type: ignore[attr-defined]  # a module learns a method
 
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn",
@@ -44,16 +45,16 @@ FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | {
     "from_local": "globaltensor.tensors.convert",
     "from_shards": "globaltensor.tensors.convert",
     "init": "globaltensor.runtime.start",
-    "load": "globaltensor.checkpoint",
-    "load_safetensors": "globaltensor.checkpoint",
+    "load": "globaltensor.checkpoint.torch_files",
+    "load_safetensors": "globaltensor.checkpoint.huggingface",
     "parallelize": "globaltensor.parallel.plan",
     "pipeline": "globaltensor.pipelining.runner",
     "placement": "globaltensor.layouts.placement",
     "rank": "globaltensor.runtime.world",
     "record": "globaltensor.boxings.watch",
     "set_grad_reduce_dtype": "globaltensor.tensors.gradients",
-    "save": "globaltensor.checkpoint",
-    "save_safetensors": "globaltensor.checkpoint",
+    "save": "globaltensor.checkpoint.torch_files",
+    "save_safetensors": "globaltensor.checkpoint.huggingface",
     "rule": "globaltensor.dispatch.core",
     "rules": "globaltensor",
     "sbp": "globaltensor.layouts",
@@ -68,18 +69,10 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
     from globaltensor import rules as rules
     from globaltensor.boxings.watch import boxing as boxing
     from globaltensor.boxings.watch import record as record
-    from globaltensor.checkpoint import (
-        load as load,
-    )
-    from globaltensor.checkpoint import (
-        load_safetensors as load_safetensors,
-    )
-    from globaltensor.checkpoint import (
-        save as save,
-    )
-    from globaltensor.checkpoint import (
-        save_safetensors as save_safetensors,
-    )
+    from globaltensor.checkpoint.huggingface import load_safetensors as load_safetensors
+    from globaltensor.checkpoint.huggingface import save_safetensors as save_safetensors
+    from globaltensor.checkpoint.torch_files import load as load
+    from globaltensor.checkpoint.torch_files import save as save
     from globaltensor.debug.explain import explain as explain
     from globaltensor.debug.show import show as show
     from globaltensor.dispatch.core import rule as rule

@@ -22,8 +22,9 @@ from shards import B, P, fulls, gather, lay, place
 from torch import nn
 
 import globaltensor as gt
-from globaltensor import checkpoint
-from globaltensor.checkpoint import CheckpointError, folders, load, manifest, pieces, save, saving
+from globaltensor.checkpoint import folders, manifest, pieces, saving
+from globaltensor.checkpoint.manifest import CheckpointError
+from globaltensor.checkpoint.torch_files import load, save
 from globaltensor.layouts.sbp import split as S
 
 PROGRAM = str(PROGRAMS / "checkpoints.py")
@@ -822,7 +823,7 @@ def weights(where, sbp, seed=0, dtype=torch.float32):
 @pytest.mark.parametrize("shard_gb, files", [(5, 1), (2e-7, 5), (1e-9, 10)])
 def test_safetensors_folders(shard_gb, files, tmp_path):
     model = weights(place([[0, 1], [2, 3]]), cut)
-    checkpoint.save_safetensors(model, tmp_path, shard_gb=shard_gb)
+    gt.save_safetensors(model, tmp_path, shard_gb=shard_gb)
     result = sorted(p.name for p in tmp_path.glob("*.safetensors"))
     expected = ["model.safetensors"] if files == 1 else [f"model-{i + 1:05d}-of-{files:05d}.safetensors"
                                                          for i in range(files)]
@@ -839,12 +840,12 @@ def test_safetensors_folders(shard_gb, files, tmp_path):
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in from_files.values())
     for where, sbp in ((None, None), (place([2, 0, 1]), B), (place([0, 1, 2]), cut_rows), (place([1, 0]), cut_columns)):
         other = weights(where, sbp, seed=1)
-        assert checkpoint.load_safetensors(other, tmp_path) is other
+        assert gt.load_safetensors(other, tmp_path) is other
         assert model_bits(other) == model_bits(model)
-    checkpoint.save_safetensors(weights(None, None, 2), tmp_path, shard_gb=3e-7)     # over it: the old files go
-    checkpoint.load_safetensors(other, tmp_path)
+    gt.save_safetensors(weights(None, None, 2), tmp_path, shard_gb=3e-7)     # over it: the old files go
+    gt.load_safetensors(other, tmp_path)
     assert model_bits(other) == model_bits(weights(None, None, 2))
-    checkpoint.save_safetensors(model, tmp_path)
+    gt.save_safetensors(model, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
@@ -853,7 +854,7 @@ def test_safetensors_written_elsewhere_are_converted(tmp_path):
     source = weights(None, None, 4, torch.bfloat16)
     save_file(source.state_dict(), tmp_path / "model.safetensors")
     model = weights(place([0, 1, 2]), cut_rows)
-    checkpoint.load_safetensors(model, tmp_path)
+    gt.load_safetensors(model, tmp_path)
     for name, t in source.state_dict().items():
         assert bits(model.state_dict()[name]) == bits(t.to(model.state_dict()[name].dtype)), name
 
@@ -870,18 +871,18 @@ def test_safetensors_of_tied_parameters(tmp_path):
     from safetensors.torch import save_file
     where = place([0, 1])
     model, other = tied(where), tied(where)
-    checkpoint.save_safetensors(model, tmp_path)
+    gt.save_safetensors(model, tmp_path)
     with pieces.safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert list(file.keys()) == ["a.weight"]
-    checkpoint.load_safetensors(other, tmp_path)
+    gt.load_safetensors(other, tmp_path)
     assert model_bits(other) == model_bits(model) and other["a"].weight is other["b"].weight
     with pytest.raises(CheckpointError, match="the state has a tensor 'b.weight'"):
-        checkpoint.load_safetensors(tied(where, tie=False), tmp_path)
+        gt.load_safetensors(tied(where, tie=False), tmp_path)
     save_file({"a.weight": torch.ones(4, 4), "b.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="are one tensor in the module, two in the folder"):
-        checkpoint.load_safetensors(model, tmp_path)
+        gt.load_safetensors(model, tmp_path)
     save_file({"b.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
-    checkpoint.load_safetensors(model, tmp_path)
+    gt.load_safetensors(model, tmp_path)
     assert (gather(model["a"].weight) == 1).all()
 
 
@@ -895,16 +896,16 @@ def test_safetensors_of_tied_parameters(tmp_path):
     (lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {"1.weight": {"a": 1}}}'),
      "no file of this folder"),
     (lambda p: shutil.copy(p / "model-00001-of-00005.safetensors", p / "model.safetensors"), "the state has a tensor"),
-    (lambda p: checkpoint.save_safetensors(nn.Linear(2, 2), p), "the state has a tensor"),
-    (lambda p: checkpoint.save_safetensors(nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 7), nn.BatchNorm1d(7),
+    (lambda p: gt.save_safetensors(nn.Linear(2, 2), p), "the state has a tensor"),
+    (lambda p: gt.save_safetensors(nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 7), nn.BatchNorm1d(7),
                                                          nn.Linear(7, 9)), p), "[9, 4] in the state, [9, 5] in"),
 ])
 def test_safetensors_that_do_not_fit_change_nothing(spoil, words, tmp_path):
     model = weights(place([0, 1]), cut_rows)
-    checkpoint.save_safetensors(weights(None, None, 1), tmp_path, shard_gb=2e-7)
+    gt.save_safetensors(weights(None, None, 1), tmp_path, shard_gb=2e-7)
     spoil(tmp_path)
     before = model_bits(model)
     with pytest.raises(CheckpointError) as error:
-        checkpoint.load_safetensors(model, tmp_path)
+        gt.load_safetensors(model, tmp_path)
     assert words in str(error.value), error.value
     assert model_bits(model) == before

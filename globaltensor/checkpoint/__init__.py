@@ -8,14 +8,5 @@ tensor is in which file, and the hash of its bytes. A process that loads reads t
 wrote them. Nothing is pickled.
 
 torch's own checkpoints, `torch.distributed.checkpoint`, take global tensors too (`dcp.py`); a single file is torch's as
-well (`torch_files.py`).
+well (`torch_files.py`). Nothing of it is loaded before it is used.
 """
-from __future__ import annotations
-
-from globaltensor.checkpoint import dcp  # noqa: F401  (adds to global tensors the protocol of torch's own checkpoints)
-from globaltensor.checkpoint.huggingface import load_safetensors, save_safetensors
-from globaltensor.checkpoint.manifest import CheckpointError
-from globaltensor.checkpoint.saving import Saving
-from globaltensor.checkpoint.torch_files import load, save
-
-__all__ = ["CheckpointError", "Saving", "load", "load_safetensors", "save", "save_safetensors"]

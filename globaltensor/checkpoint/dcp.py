@@ -15,19 +15,17 @@ torch reads what global tensors wrote, and they read what plain torch wrote.
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from globaltensor.checkpoint.loading import check_writable
 from globaltensor.checkpoint.manifest import CheckpointError
 from globaltensor.checkpoint.pieces import MAX_PIECE_BYTES, local_parts, whole_region
 from globaltensor.layouts.regions import Region, slices, split_range, volume
 from globaltensor.tensors.global_tensor import GlobalTensor
-
-if TYPE_CHECKING:                                    # these imports take most of a second
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
 
 
 class Chunk(NamedTuple):
@@ -73,9 +71,6 @@ def cut_for_holders(region: Region, holders: int, itemsize: int) -> list[Region]
 
 def create_write_items(t: GlobalTensor, name: str, _: GlobalTensor) -> list[WriteItem]:
     """What this process could write of a tensor, replicas once. An empty tensor is one chunk of no elements."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
     by_region = {chunk.region: chunk for chunk in chunks(t)}
     if not t.numel() and t.shards:
         by_region = {whole_region(t): _empty_chunk(t)}
@@ -114,32 +109,4 @@ def _empty_chunk(t: GlobalTensor) -> Chunk:
 
 
 def _storage(chunk: Chunk) -> ChunkStorageMetadata:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
     return ChunkStorageMetadata(offsets=chunk.start, sizes=chunk.size)
-
-
-class _Held(dict):
-    """The shards of a tensor themselves; a copy of them is a plain dict."""
-
-    def __init__(self, t: GlobalTensor) -> None:
-        super().__init__(t.shards)
-        self.t = t
-
-    def __reduce__(self) -> tuple:
-        chunks(self.t)                               # refuses what cannot be saved
-        return dict, (), None, None, iter(self.items())
-
-
-def _set_shards(t: GlobalTensor, copies: dict[int, torch.Tensor]) -> None:
-    if isinstance(copies, _Held):                    # torch.utils.swap_tensors, which swaps what lies behind as well
-        return
-    assert all(copy.shape == t.spec.local_shape(rank) for rank, copy in copies.items()), t.spec
-    t.shards = copies
-
-
-GlobalTensor.__create_write_items__ = create_write_items
-GlobalTensor.__create_chunk_list__ = create_chunk_list
-GlobalTensor.__get_tensor_shard__ = get_tensor_shard
-GlobalTensor._staged = property(_Held, _set_shards)
-GlobalTensor.__slots__ = ("_staged",)                # async_save copies a tensor as an empty one like it, and these

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import globaltensor as gt
-from globaltensor import checkpoint
 
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
 
@@ -54,25 +53,25 @@ def save(folder):
     model, optimizer = build(S(0))
     for number in range(2):
         step(model, optimizer, number)
-    checkpoint.save(state(model, optimizer, 1), folder / "good")
-    saving = checkpoint.save(state(model, optimizer, 2), folder / "good", asynchronous=True)
+    gt.save(state(model, optimizer, 1), folder / "good")
+    saving = gt.save(state(model, optimizer, 2), folder / "good", asynchronous=True)
     expected = bits(model, optimizer)
     step(model, optimizer, 2)                        # changes the values, and uses the transport, meanwhile
     path = saving.wait()
-    differ = refusal(lambda: checkpoint.save({"a": {"mine": gt.rank()}, "b": 1}, folder / "differ"))
-    checkpoint.save_safetensors(model, folder / "weights", shard_gb=1e-7)
+    differ = refusal(lambda: gt.save({"a": {"mine": gt.rank()}, "b": 1}, folder / "differ"))
+    gt.save_safetensors(model, folder / "weights", shard_gb=1e-7)
     return {"bits": expected, "path": path.name, "differ": differ, "weights": bits(model, optimizer)[:4]}
 
 
 def load(folder):
     model, optimizer = build(lambda name, p: S(0) if p.dim() == 1 else S(1), 1)
     before = bits(model, optimizer)
-    refused = refusal(lambda: checkpoint.load(state(model, optimizer, 0), folder / "damaged"))
+    refused = refusal(lambda: gt.load(state(model, optimizer, 0), folder / "damaged"))
     same = bits(model, optimizer) == before
-    loaded = checkpoint.load(state(model, optimizer, 0), folder / "good")
+    loaded = gt.load(state(model, optimizer, 0), folder / "good")
     found = {"refused": refused, "same": same, "bits": bits(model, optimizer), "step": loaded["step"],
              "pending": loaded["pending"].full_tensor().tolist()}
-    checkpoint.load_safetensors(model, folder / "weights")
+    gt.load_safetensors(model, folder / "weights")
     return {**found, "weights": bits(model, optimizer)[:4]}
 
 
@@ -81,7 +80,7 @@ def loop(folder):
     P2 = gt.placement("cpu", [0, 1])
     for number in itertools.count(1):
         x = gt.full((1000, 50), float(number), placement=P2, sbp=S(0))
-        checkpoint.save({"x": x, "number": number}, folder / "loop", keep=3, asynchronous=number % 2 == 0).wait()
+        gt.save({"x": x, "number": number}, folder / "loop", keep=3, asynchronous=number % 2 == 0).wait()
         print(number, flush=True)
 
 
