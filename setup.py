@@ -4,12 +4,13 @@
     globaltensor/_torch*.so    dispatch and what faces torch: built against the torch that is installed
     globaltensor/_cuda.so      the same kernels for GPUs: where nvcc and a torch with CUDA are
 
-Without a compiler, or without torch at hand (an isolated build), the package installs and works, slower. A wheel also
-carries the benchmarks, with the examples that they train.
+build_backend.py sees to it that torch is there, in an isolated build too. Without torch, or without a compiler, the
+package installs and works, slower. A wheel also carries the benchmarks, with the examples that they train.
 """
 import os
 import shutil
 import subprocess
+import sys
 from glob import glob
 from pathlib import Path
 
@@ -32,9 +33,13 @@ def sources(*folders: str) -> list[str]:
 
 
 def together(folder: str) -> str:
-    """A file that includes a folder's: torch's headers take longer to read than all that is ours."""
+    """A file that includes a folder's: torch's headers take longer to read than all that is ours.
+
+    It names torch, so that it changes, and what was made from it is made anew, when torch does.
+    """
     file = Path("build", f"{folder}.cpp")
-    text = "".join(f'#include "../{source}"\n' for source in sources(folder))
+    text = f"// torch {torch.__version__}\n"
+    text += "".join(f'#include "../{source}"\n' for source in sources(folder))
     if not file.exists() or file.read_text() != text:
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
@@ -68,6 +73,8 @@ core = Extension("globaltensor._core", sources("kernels", "transport", "philox")
                  extra_compile_args=["-std=c++17", *FLAGS], extra_link_args=["-lpthread"], optional=True)
 
 if torch is None:
+    print("globaltensor: no torch to compile against, so native dispatch is left out: an op will take several times as"
+          " long.\nTo mend that: pip install torch, and then install globaltensor again.", file=sys.stderr)
     setup(ext_modules=[core], cmdclass={"build_py": BuildPy})
 else:
     class Build(BuildExtension):

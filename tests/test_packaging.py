@@ -1,14 +1,18 @@
 """What is installed: an sdist that all can be built from, a wheel that can do what a checkout does, one version.
 
-Nothing is compiled or downloaded: setuptools is asked without torch, as in an isolated build, and without a compiler.
+Most tests compile and download nothing: setuptools is asked without torch and without a compiler. The long ones type
+what a stranger types, in environments of their own.
 """
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
@@ -28,12 +32,12 @@ command.ensure_finalized()
 command.run()
 print(*command.filelist.files, sep="\\n", file=open(f"{EGG_BASE}/files", "w"))
 """
-BUILD = WITHOUT_TORCH + "from setuptools import build_meta; build_meta.build_{kind}({to!r})"
+BUILD = WITHOUT_TORCH + "sys.path[0] = '.'; import build_backend; build_backend.build_{kind}({to!r})"
 CARRIED = {"csrc": "*.*", "globaltensor": "*.py", "tests": "*.*", "benchmarks": "*.*", "examples": "*.py",
            "docs": "*.md"}
 NOT_CARRIED = {".pyc", ".so"}
 TOP = ["CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md",
-       "SECURITY.md", "pyproject.toml", "setup.py", "globaltensor/py.typed"]
+       "SECURITY.md", "build_backend.py", "pyproject.toml", "setup.py", "globaltensor/py.typed"]
 
 
 def python(code: str, cwd: Path) -> None:
@@ -106,7 +110,7 @@ def test_a_package_without_its_native_code_says_so_at_the_users_line(installed, 
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, cwd=tmp_path,
                           env=environment(PYTHONPATH=str(installed)))
     assert done.returncode == 0 and done.stderr.startswith("program.py:2: UserWarning: globaltensor runs without")
-    assert done.stderr.count("pip install --no-build-isolation -e ") == 1
+    assert done.stderr.count(f"{sys.executable} -m pip install FOLDER, a checkout of globaltensor") == 1
 
 
 def test_every_installed_benchmark_finds_what_it_imports(installed):
@@ -129,3 +133,107 @@ def test_the_version_is_in_one_place(installed):
     assert f"\nVersion: {globaltensor.__version__}\n" in metadata.read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "version" not in project and project["dynamic"] == ["version"]
+
+
+# What pip shows to a build: a PYTHONPATH with setuptools alone, in front of the environment that is installed into.
+@pytest.mark.parametrize("torch, compiler, found, required", [
+    ("2.12.1", "c++", True, []),
+    ("2.13.0+cpu", "c++", True, []),
+    ("1.13.0", "c++", False, ["torch<2.14,>=2.11"]),                  # pip is about to replace it
+    (None, "c++", False, ["torch<2.14,>=2.11"]),
+    (None, "/nonexistent/c++ -m64", False, []),
+])
+def test_a_build_finds_the_torch_that_it_is_for(torch, compiler, found, required, tmp_path):
+    target, overlay = tmp_path / "target", tmp_path / "overlay"
+    venv.create(target, with_pip=False)
+    site = next(target.glob("lib/python*/site-packages"))
+    if torch:
+        about = site / f"torch-{torch}.dist-info" / "METADATA"
+        files = {about: f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n", site / "torch" / "__init__.py": ""}
+        for file, text in files.items():
+            file.parent.mkdir()
+            file.write_text(text)
+    overlay.mkdir()
+    for name in ("setuptools", "_distutils_hack"):
+        (overlay / name).symlink_to(Path(sysconfig.get_path("purelib"), name))
+    code = f"""
+import sys
+sys.path[0] = {str(ROOT)!r}
+sys.path[:] = [p for p in sys.path if not p.startswith({str(site)!r})]
+import build_backend, setuptools, importlib.util, json
+spec = importlib.util.find_spec("torch")
+print(json.dumps([spec and spec.origin, build_backend.with_torch([]), setuptools.__file__]))"""
+    done = subprocess.run([target / "bin" / "python", "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT,
+                          env={**os.environ, "PYTHONPATH": str(overlay), "CXX": compiler})
+    assert done.returncode == 0, done.stderr
+    origin, asked, tools = json.loads(done.stdout)
+    assert (origin, asked) == (str(site / "torch" / "__init__.py") if found else None, required)
+    assert tools.startswith(str(overlay))
+
+
+CHECK = """
+import globaltensor as gt
+from globaltensor.runtime import native
+x = gt.arange(6., placement=gt.placement("cpu", [0, 1]), sbp="S(0)")
+assert (x @ x).item() == 55
+print(gt.__file__, native.torch_ext is not None)"""
+
+
+@pytest.fixture
+def stranger(tmp_path) -> tuple[Path, dict[str, str]]:
+    """An environment with pip and the packages of this one, and what its commands see: a compiler in a hurry."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    site = next((tmp_path / "venv").glob("lib/python*/site-packages"))
+    (site / "torch.pth").write_text(sysconfig.get_path("purelib"))
+    for name in ("gcc", "g++"):
+        (tmp_path / name).write_text(f'#!/bin/sh\nexec {name} "$@" -O0\n')
+        (tmp_path / name).chmod(0o755)
+    env = environment(CC=str(tmp_path / "gcc"), CXX=str(tmp_path / "g++"))
+    del env["PYTHONPATH"]
+    python = tmp_path / "venv" / "bin" / "python"
+    typed([python, "-m", "pip", "uninstall", "-y", "setuptools"], env, tmp_path)      # an old one, in Python 3.11
+    return python, env
+
+
+def typed(command: list, env: dict[str, str], cwd: Path) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=1500, cwd=cwd, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("options", ["", "-e", "--no-build-isolation"])
+def test_pip_install_compiles_for_the_torch_that_is_there(options, stranger, unpacked, tmp_path):
+    python, env = stranger
+    typed([python, "-m", "pip", "install", *options.split(), "."], env, unpacked)
+    where, native = typed([python, "-c", CHECK], env, tmp_path).split()
+    assert native == "True"
+    assert where == str((unpacked if options == "-e" else next(python.parent.parent.glob("lib/python*/site-packages")))
+                        / "globaltensor" / "__init__.py")
+    (tmp_path / "program.py").write_text("import globaltensor as gt\nreveal_type(gt.placement)\n")
+    seen = typed([sys.executable, "-m", "mypy", "--python-executable", python, "program.py"], env, tmp_path)
+    assert "globaltensor.layouts.placement.placement" in seen
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_an_sdist_becomes_a_wheel_that_compiles_and_installs(stranger, unpacked, tmp_path):
+    python, env = stranger
+    typed([sys.executable, "-c", f"import build_backend; build_backend.build_sdist({str(tmp_path)!r})"], env, unpacked)
+    sdist, = tmp_path.glob("*.tar.gz")
+    typed([python, "-m", "pip", "wheel", "--no-deps", "-w", tmp_path, sdist], env, tmp_path)
+    wheel, = tmp_path.glob("*.whl")
+    typed([python, "-m", "pip", "install", wheel], env, tmp_path)
+    assert typed([python, "-c", CHECK], env, tmp_path).split()[1] == "True"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_pip_install_without_a_compiler_works_and_says_what_to_do(stranger, unpacked, tmp_path):
+    python, env = stranger
+    env = {**env, "PATH": str(python.parent), "CC": "", "CXX": ""}
+    typed([python, "-m", "pip", "install", "."], env, unpacked)
+    said = typed([python, "-c", CHECK], env, tmp_path)
+    assert f"try:   install g++, then {python} -m pip install FOLDER, a checkout of globaltensor" in said, said
+    assert said.splitlines()[0].endswith(" False")

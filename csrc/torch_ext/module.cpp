@@ -8,7 +8,15 @@
 #include "recipe.h"
 #include "tensor.h"
 
+// Compiled against another torch, the module may load, and then read torch's objects wrongly.
+static void check_torch() {
+  auto version = pybind11::module_::import("torch").attr("__version__").cast<std::string>();
+  if (version.rfind(TORCH_VERSION, 0) != 0)
+    throw pybind11::import_error("it was compiled against torch " TORCH_VERSION ", and this is torch " + version);
+}
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  check_torch();
   gt::bind_tensor(m);
   gt::bind_recipes(m);
   gt::bind_traces(m);

@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import shutil
+import sys
 import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -54,10 +56,10 @@ torch_ext: Any = _load_torch_ext()                   # None where it is not buil
 
 
 def how_to_build() -> str:
-    """What to type where the native code is missing."""
+    """What to do where the native code is missing, or was built for another torch."""
     checkout = Path(__file__).resolve().parents[2]
-    folder = checkout if (checkout / "setup.py").exists() else "FOLDER, a checkout of globaltensor"
-    return f"pip install setuptools; pip install --no-build-isolation -e {folder} (needs torch and g++)"
+    what = f"-e {checkout}" if (checkout / "setup.py").exists() else "FOLDER, a checkout of globaltensor"
+    return f"{'' if shutil.which('g++') else 'install g++, then '}{sys.executable} -m pip install {what}"
 
 
 def say_if_slow() -> None:
@@ -68,6 +70,6 @@ def say_if_slow() -> None:
         file, _, line = where().rpartition(":")
         warnings.warn_explicit(
             "globaltensor runs without its native code, so every op takes several times as long"
-            f"\n  why:   {_trouble or 'it was not built: no compiler, or no torch while it was installed'}"
+            f"\n  why:   {_trouble or 'it was not built: no compiler while it was installed'}"
             f"\n  try:   {how_to_build()}, or GLOBALTENSOR_NATIVE=0 to do without it",
             UserWarning, file or "<unknown>", int(line) if line.isdigit() else 1)
