@@ -60,6 +60,10 @@ class ShapeError(GlobalTensorError, ValueError):
     """Shards or operands whose shapes do not fit together."""
 
 
+class OutOfRangeError(GlobalTensorError, IndexError):
+    """An index, or a class, that the whole tensor does not have."""
+
+
 class RuleError(GlobalTensorError, ValueError):
     """A rule that does not fit its op, or is unsound."""
 

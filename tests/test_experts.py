@@ -132,7 +132,7 @@ def test_rows_that_travel_can_be_forbidden_and_explained():
     told = gt.explain(lambda: x[torch.tensor([2, 1, 0, 3])])
     assert [(row.op, row.chosen, row.bytes) for row in told.rows] == [("index.Tensor", "S(0) -> S(0)", 8)]
     for wrong in (4, -5):
-        with pytest.raises(IndexError, match=f"index {wrong} is out of bounds for dimension 0 with size 4"):
+        with pytest.raises(IndexError, match=f"index {wrong} is out of bounds for a dim of size 4"):
             x[torch.tensor([0, wrong])]
 
 

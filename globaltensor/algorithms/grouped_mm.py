@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from globaltensor.algorithms.decompositions import as_global
+from globaltensor.algorithms.local_impls import check_range
 from globaltensor.algorithms.run import Run
 from globaltensor.layouts.global_like import GlobalLike, is_global, spec_of
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, spec
@@ -138,15 +139,13 @@ def _whole_value(t: Tensor | GlobalLike, run: Run, op: str) -> Tensor | None:
 
 
 def _row_numbers(call: Call, index: Tensor | GlobalLike, n: int, run: Run) -> Tensor | None:
-    """The whole index, counted from the start. Raises IndexError for a row that does not exist."""
+    """The whole index, counted from the start. Raises OutOfRangeError for a row that does not exist."""
     numbers = _whole_value(index, run, str(call.func))
     own = next(t for t in call.tensors if is_global(t))
     if numbers is None or not own.shards:
         return None
     numbers = numbers.long()
-    outside = (numbers < -n) | (numbers >= n)
-    if outside.any():
-        raise IndexError(f"index {int(numbers[outside][0])} is out of bounds for dimension 0 with size {n}")
+    check_range(numbers, n, "index", lowest=-n if "indices" in call.values else 0)      # as in x[-1]
     return torch.where(numbers < 0, numbers + n, numbers)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from globaltensor.errors import OutOfRangeError
 from globaltensor.layouts.layout import Shape
 from globaltensor.layouts.regions import Range, Region
 
@@ -87,6 +88,20 @@ def _own_range(recipe: LocalRecipe, rank: int, dim: int, operand: int = 0) -> Ra
     return None if own == (0, n) else own
 
 
+def check_range(index: Tensor, n: int, what: str, *, lowest: int = 0) -> None:
+    """Raises OutOfRangeError for an index that is not in [lowest, n): no rank's kernel would look for it. On a GPU it
+    is an assertion of the device, as torch's own kernels make it, since reading it here would wait for the GPU."""
+    if not index.numel():
+        return
+    least, greatest = index.aminmax()
+    if index.device.type != "cpu":
+        torch._assert_async((least >= lowest) & (greatest < n), f"{what} out of range")
+    elif least < lowest or greatest >= n:
+        value = int(least if least < lowest else greatest)
+        raise OutOfRangeError(f"{what} {value} is out of bounds for a dim of size {n}",
+                              f"the smallest that there is is {lowest}, the largest {n - 1}")
+
+
 def _within(index: Tensor, own: Range, n: int) -> tuple[Tensor, Tensor]:
     """Which indices fall into the part; and all of them counted from its start, 0 for the others."""
     index = torch.where(index < 0, index + n, index)
@@ -100,6 +115,7 @@ def own_embedding(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[
     own = _own_range(recipe, rank, 0)
     if own is None:
         return recipe.func(*args, **kwargs)
+    check_range(indices, recipe.shapes[0][0], "index")
     if own[0] == own[1]:
         return weight.new_zeros(*indices.shape, weight.shape[1])
     inside, at = _within(indices, own, recipe.shapes[0][0])
@@ -126,6 +142,7 @@ def own_gather(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str
     own = _own_range(recipe, rank, dim) if x.dim() else None
     if own is None:
         return recipe.func(*args, **kwargs)
+    check_range(index, recipe.shapes[0][dim], "index")
     if own[0] == own[1]:
         return x.new_zeros(index.shape)
     inside, at = _within(index, own, recipe.shapes[0][dim])
@@ -136,7 +153,10 @@ def own_index_select(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: di
     """Rows of the rank's part along `dim`, zeros for indices outside it."""
     x, dim, index = args
     own = _own_range(recipe, rank, dim) if x.dim() else None
-    return recipe.func(*args) if own is None else _look_up(x, dim % x.dim(), index, own, recipe.shapes[0][dim])
+    if own is None:
+        return recipe.func(*args)
+    check_range(index, recipe.shapes[0][dim], "index")
+    return _look_up(x, dim % x.dim(), index, own, recipe.shapes[0][dim])
 
 
 def own_index(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -146,7 +166,9 @@ def own_index(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str,
     own = _own_range(recipe, rank, dims[0]) if len(dims) == 1 else None
     if own is None:
         return recipe.func(*args)
-    return _look_up(x, dims[0], indices[dims[0]], own, recipe.shapes[0][dims[0]])
+    n = recipe.shapes[0][dims[0]]
+    check_range(indices[dims[0]], n, "index", lowest=-n)
+    return _look_up(x, dims[0], indices[dims[0]], own, n)
 
 
 def _look_up(x: Tensor, dim: int, index: Tensor, own: Range, n: int) -> Tensor:
@@ -164,6 +186,7 @@ def own_scatter(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[st
     own = _own_range(recipe, rank, dim) if x.dim() else None
     if own is None:
         return recipe.func(*args, **kwargs)
+    check_range(index, recipe.shapes[0][dim], "index")
     inside, at = _within(index, own, recipe.shapes[0][dim])
     size = own[1] - own[0]
     row = list(x.shape)
@@ -178,6 +201,7 @@ def own_index_add(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[
     own = _own_range(recipe, rank, dim) if x.dim() else None
     if own is None:
         return recipe.func(*args, **kwargs)
+    check_range(index, recipe.shapes[0][dim], "index")
     if own[0] == own[1]:
         return _written(recipe, x, x.clone())
     inside, at = _within(index, own, recipe.shapes[0][dim])
@@ -193,10 +217,12 @@ def own_index_put(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[
     own = _own_range(recipe, rank, dims[0]) if len(dims) == 1 and indices[dims[0]].dtype != torch.bool else None
     if own is None:
         return recipe.func(*args, **kwargs)
+    dim, index = dims[0], indices[dims[0]]
+    n = recipe.shapes[0][dim]
+    check_range(index, n, "index", lowest=-n)
     if own[0] == own[1]:
         return _written(recipe, x, x.clone())
-    dim, index = dims[0], indices[dims[0]]
-    inside, at = _within(index, own, recipe.shapes[0][dim])
+    inside, at = _within(index, own, n)
     inside = inside.view(*inside.shape, *[1] * (x.dim() - dim - 1))
     return recipe.func(x, [*indices[:dim], at, *indices[dim + 1:]], torch.where(inside, values, 0), True)
 
@@ -216,6 +242,8 @@ def own_nll(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, A
     if own is None:
         return recipe.func(*args, **kwargs)
     target, ignore = args[operand + 1].long(), args[operand + 4]
+    if operand == 0:                                 # the loss was asked before its gradient
+        check_range(target[target != ignore], recipe.shapes[0][dim], "target")
     inside = (target >= own[0]) & (target < own[1]) & (target != ignore)
     args = [*args]
     args[operand + 1], args[operand + 4] = torch.where(inside, target - own[0], IGNORED), IGNORED

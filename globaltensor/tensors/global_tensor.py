@@ -276,11 +276,20 @@ def _at_our_key(func: OpOverload) -> None:
     func.py_impl(_KEY)(lambda *args, **kwargs: arrive(GlobalTensor, func, args, kwargs))
 
 
+def _one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """torch's own, after a look at the values."""
+    lookup.check_classes(x, num_classes)
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        return torch.ops.aten.one_hot.default(x, num_classes)
+
+
+_aten = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericWrapper")
+_aten.impl("one_hot", _one_hot)
+
 if torch_ext is None:
-    _everything, _checks = (torch.library.Library(name, "IMPL", "TESTING_ONLY_GenericWrapper")
-                            for name in ("_", "aten"))
+    _everything = torch.library.Library("_", "IMPL", "TESTING_ONLY_GenericWrapper")
     _everything.fallback(torch.library.fallthrough_kernel)
-    _checks.impl("_has_compatible_shallow_copy_type", _may_take_data)
+    _aten.impl("_has_compatible_shallow_copy_type", _may_take_data)
 else:                                                # the same class, with its memory and its ways in C++
     torch_ext.bind_class(GlobalTensor, _describe)
     native_class: Any = GlobalTensor

@@ -1,4 +1,4 @@
-"""Embeddings whose vocabulary is cut: every rank makes the gradient of its own rows only.
+"""Embeddings whose vocabulary is cut: every rank makes the gradient of its own rows only. And one_hot.
 
 torch's gradient of an embedding knows how many rows there are, but not how the weight lies. So for a weight that is
 split along its rows the lookup is a function of ours, which keeps a tensor of as many rows and no columns, `rows`,
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from globaltensor.algorithms.local_impls import check_range
 from globaltensor.layouts.global_like import is_global
 from globaltensor.runtime import custom_ops
 
@@ -57,6 +58,13 @@ def embedding(input: torch.Tensor, weight: Any, padding_idx: int | None = None, 
     if not cut or not fits or max_norm is not None or scale_grad_by_freq or sparse:
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     return Lookup.apply(weight, input, -1 if padding_idx is None else padding_idx % weight.shape[0])
+
+
+def check_classes(tensor: torch.Tensor, num_classes: int = -1) -> None:
+    """F.one_hot looks at the values of plain CPU tensors only. Raises OutOfRangeError for a class that there is not."""
+    if is_global(tensor) and num_classes > 0:
+        for shard in tensor.shards.values():
+            check_range(shard, num_classes, "class")
 
 
 TAKEN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {F.embedding: embedding}
