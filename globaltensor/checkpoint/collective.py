@@ -16,7 +16,7 @@ def collective_try(what: str, do: Callable[[], T], token: Callable[[T], object] 
 
     `token` of the results must be the same on all processes: what they have to agree on.
     """
-    result, error = None, None
+    error: GlobalTensorError | None = None
     try:
         result = do()
     except GlobalTensorError as caught:

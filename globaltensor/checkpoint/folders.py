@@ -31,7 +31,7 @@ def versions(directory: Path) -> list[str]:
 
 
 def _version_number(name: str) -> int:
-    return int(_VERSION.fullmatch(name)[1])
+    return int(name.removeprefix("step-"))
 
 
 def start_version(directory: Path) -> tuple[str, Path]:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -132,8 +133,7 @@ def save_safetensors(module: nn.Module, folder: str | os.PathLike[str], *, shard
     for i, (name, group) in enumerate(zip(names, groups)):
         rank = i % world_size()
         held = _gather_to({n: tensors[n] for n in group}, rank)
-        written += collective_try("writing safetensors", lambda name=name, held=held, rank=rank:
-                                  _write_temporary(folder / name, held) if rank in world().local_ranks else [])
+        written += collective_try("writing safetensors", partial(_write_temporary, folder / name, held, rank))
     collective_try("renaming safetensors", lambda: _rename(written))
     collective_try("finishing safetensors", lambda: _write_index(folder, dict(zip(names, groups)), tensors))
 
@@ -180,7 +180,10 @@ def _gather_to(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, torch.T
     return {name: (shards[name][rank] if name in shards else t).cpu().contiguous() for name, t in tensors.items()}
 
 
-def _write_temporary(path: Path, held: dict[str, torch.Tensor]) -> list[tuple[Path, Path]]:
+def _write_temporary(path: Path, held: dict[str, torch.Tensor], rank: int) -> list[tuple[Path, Path]]:
+    """Where this process drives `rank`: write the file under another name; that, and the name that it is to get."""
+    if rank not in world().local_ranks:
+        return []
     temporary = folders.temporary_name(path)
     write_file(temporary, held, {"format": "pt"})
     return [(temporary, path)]

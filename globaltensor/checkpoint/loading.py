@@ -67,7 +67,7 @@ def load_folder(state: Any, directory: str | os.PathLike[str]) -> Any:
         done: set[int] = set()
         for name, entry in entries.items():
             t = flat.tensors.get(name)
-            if name not in checked.new and id(t) not in done:
+            if t is not None and name not in checked.new and id(t) not in done:
                 done.add(id(t))
                 checked.files.fill(entry, t)
     except BaseException as error:

@@ -26,13 +26,15 @@ from globaltensor.tensors.global_tensor import GlobalTensor
 try:
     from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 except ImportError:                                  # an optional dependency: using checkpoints says that it is missing
-    safe_open = None
+    _installed = False
+else:
+    _installed = True
 
 MAX_PIECE_BYTES = 64 << 20                           # a reader must hash all of a piece to use any of it
 
 
 def need_safetensors() -> None:
-    if safe_open is None:
+    if not _installed:
         raise CheckpointError("checkpoints need the package safetensors (0.8 or newer), which is not installed",
                               fix="pip install safetensors")
 
@@ -135,7 +137,7 @@ def write_file(path: Path, data: Mapping[str, torch.Tensor], metadata: dict[str,
 
 def digest(t: torch.Tensor) -> str:
     """The sha256 of the bytes of a contiguous tensor on the CPU."""
-    return hashlib.sha256(t.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(t.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 class CheckpointFiles:

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,9 @@ def save_folder(state: Any, directory: str | os.PathLike[str], *, asynchronous: 
     tensors = _without_partials(flat.tensors)
     pieces = assign_writers(tensors, range(world_size()))
     version = collective_try("making the folder of a checkpoint", lambda: _make_folder(path))
-    name, temporary = broadcast_object(version, 0, "naming a checkpoint")
+    version = broadcast_object(version, 0, "naming a checkpoint")
+    assert version is not None                       # rank 0 has it
+    name, temporary = version
     collective_try("finding the folder of a checkpoint", lambda: _check_folder_shared(temporary))
     data = _data_to_write(tensors, pieces, asynchronous)
     saving = _running[path] = Saving(flat, tensors, data, temporary, path / name, keep)
@@ -86,7 +89,7 @@ class Saving:
         self._names = {name: first.setdefault(id(t), name) for name, t in tensors.items()}
         self._state = flat.state
         self._entries = {name: (t.dtype, tuple(t.shape), isinstance(t, GlobalTensor)) for name, t in tensors.items()}
-        self._error: Exception | None = None
+        self._error: CheckpointError | None = None
         self._reported = False
         self._rank, self._ranks = world().rank, world_size()
         self._thread = threading.Thread(target=self._run, name=f"saving {path.name}")
@@ -114,15 +117,19 @@ class Saving:
             if self._rank == 0:
                 self._commit()
             else:
-                self._await(lambda: self._published() or self._raise_if("failed"), "rank 0 to finish")
-        except Exception as error:                   # raised by wait(): a thread has no caller
-            known = isinstance(error, CheckpointError)
-            self._error = error if known else CheckpointError(
-                f"{self.path} could not be written: {type(error).__name__}: {error}", at=self._at)
-            self._error.__cause__ = None if known else error
-            if self._rank == 0:
-                self._mark("failed", self._error.what)
+                self._await(self._published, "failed", "rank 0 to finish")
+        except CheckpointError as error:             # raised by wait(): a thread has no caller
+            self._fail(error, None)
+        except Exception as error:
+            self._fail(CheckpointError(f"{self.path} could not be written: {type(error).__name__}: {error}",
+                                       at=self._at), error)
         self._data = {}
+
+    def _fail(self, error: CheckpointError, cause: Exception | None) -> None:
+        error.__cause__ = cause
+        self._error = error
+        if self._rank == 0:
+            self._mark("failed", error.what)
 
     def _write(self) -> None:
         """Write the file of each rank that this process drives, then its mark."""
@@ -160,8 +167,7 @@ class Saving:
         pieces: dict[str, list[SavedPiece]] = {}
         for rank in range(self._ranks):
             mark = self._temporary / f"rank-{rank}.done"
-            self._await(lambda mark=mark, rank=rank: mark.exists() or self._raise_if(f"rank-{rank}.failed"),
-                        f"rank {rank} to write")
+            self._await(mark.exists, f"rank-{rank}.failed", f"rank {rank} to write")
             for name, file, key, region, sha in json.loads(mark.read_bytes()):
                 pieces.setdefault(name, []).append(SavedPiece(file, key, tuple(map(tuple, region)), sha))
         entries = {name: Entry(name, *self._entries[name], tuple(pieces.get(first, ())))
@@ -174,9 +180,11 @@ class Saving:
         if self._keep is not None:
             folders.delete_old(self.path.parent, self._keep)
 
-    def _await(self, ready: Any, what: str) -> None:
+    def _await(self, ready: Callable[[], bool], failure: str, what: str) -> None:
+        """Wait until it is `ready`. Raises the error that the file `failure` tells of, as soon as there is one."""
         began = time.monotonic()
         while not ready():
+            self._raise_if(failure)
             waited = time.monotonic() - began
             if waited > TIMEOUT:
                 raise CheckpointError(f"{self.path} was not written: waited {TIMEOUT:.0f} seconds for {what}",

@@ -56,14 +56,14 @@ def save(state: Any, target: PathLike | IO[bytes], **options: Any) -> Saving | N
 
 
 @overload
-def load(state: Any, target: PathLike) -> Any: ...
+def load(state: Any, target: PathLike, /) -> Any: ...
 
 
 @overload
-def load(state: PathLike | IO[bytes], map_location: Any = None, **torch_options: Any) -> Any: ...
+def load(state: PathLike | IO[bytes], map_location: Any = None, /, **torch_options: Any) -> Any: ...
 
 
-def load(state: Any, target: Any = None, **options: Any) -> Any:
+def load(state: Any, target: Any = None, /, **options: Any) -> Any:
     """Load a folder into a state (see `globaltensor.checkpoint.loading.load_folder`), or a file as torch.load does."""
     if target is not None and not _is_file(state):
         return load_folder(state, target, **options)

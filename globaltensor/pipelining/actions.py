@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from globaltensor.errors import ShapeError
+from globaltensor.layouts.layout import Layout
 from globaltensor.layouts.placement import placement
 from globaltensor.pipelining.split_backward import backward_full, backward_input, backward_weight
 from globaltensor.pipelining.stage_comm import (
@@ -31,6 +32,7 @@ from globaltensor.pipelining.stage_comm import (
     PendingReceive,
     StageComm,
     StageLink,
+    activations,
     backward_layout,
     bundle,
     forward_layout,
@@ -85,7 +87,7 @@ class PipelineStep:
         self.targets, self.keys = targets, keys
         self.last = schedule.stages - 1
         self.inbox: dict[tuple[int, str, int], ActivationBundle] = {}              # (stage, "F" or "B", micro-batch)
-        self.outbox: dict[tuple[int, str, int], tuple[ActivationBundle, list[Any]]] = {}
+        self.outbox: dict[tuple[int, str, int], tuple[ActivationBundle, list[Layout]]] = {}
         self.saved: dict[tuple[int, int], SavedForBackward] = {}                   # (stage, micro-batch)
         self.posted: dict[Action, PendingReceive] = {}               # receives that are posted and not yet waited for
         self.results: dict[int, Any] = {}            # by micro-batch: the outputs of the last stage, or its loss
@@ -140,7 +142,7 @@ class PipelineStep:
             return
         if kind.startswith("RECV"):
             if self.comm is not None:
-                self._receive(action)
+                self._receive(self.comm, action)
             return
         began = time.perf_counter()
         compute = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
@@ -161,7 +163,7 @@ class PipelineStep:
         """The rank that sends what this receives."""
         return self.schedule.rank_of[receive.stage + (-1 if receive.kind == "RECV_F" else 1)]
 
-    def _pass_on(self, stage: int, direction: str, mb: int, outgoing: ActivationBundle, layouts: list[Any]) -> None:
+    def _pass_on(self, stage: int, direction: str, mb: int, outgoing: ActivationBundle, layouts: list[Layout]) -> None:
         """Put what a stage computed into the inbox of the stage that needs it, in these layouts; or into the outbox."""
         to = stage + (1 if direction == "F" else -1)
         if self.schedule.rank_of[to] == self.schedule.rank_of[stage]:
@@ -181,36 +183,37 @@ class PipelineStep:
     def _link(self, stage: int, to: int) -> StageLink:
         return StageLink(self.model.placements[stage], self.model.placements[to])
 
-    def _receive(self, action: Action) -> None:
+    def _receive(self, comm: StageComm, action: Action) -> None:
         """Complete a receive, and post those that follow in its channel."""
         stage, kind, mb = action
         channel = self.unreceived[self._sender(action)]
         channel.popleft()                            # this action: the check made the lists agree with the channels
-        pending = self.posted.pop(action, None) or self._post_receive(action)
+        pending = self.posted.pop(action, None) or self._post_receive(comm, action)
         received = pending.wait()
         if kind == "RECV_B":                         # its gradient is here, so the activation sent has been received
-            self.comm.messages.wait_sent((stage + 1, "F", mb))
+            comm.messages.wait_sent((stage + 1, "F", mb))
         self.inbox[stage, kind[-1], mb] = received
         for later in list(channel)[:PREFETCHED]:
-            if later not in self.posted:
-                pending = self._post_receive(later, ahead=True)
-                if pending is None:                  # those behind it may not be posted before it
-                    break
-                self.posted[later] = pending
+            if later in self.posted:
+                continue
+            if self._plan_key(later) not in comm.plans:          # its meta must be received first, in its turn
+                break                                # nor may those behind it be posted before it
+            self.posted[later] = self._post_receive(comm, later)
 
-    def _post_receive(self, action: Action, ahead: bool = False) -> PendingReceive | None:
-        """Post a receive. `ahead` of its turn: None where the meta of the bundle is not known yet."""
+    def _plan_key(self, receive: Action) -> Hashable:
+        """The kind of the bundle that this receives."""
+        return self.keys[receive.micro_batch], receive.stage, receive.kind[-1]
+
+    def _post_receive(self, comm: StageComm, action: Action) -> PendingReceive:
+        """Post a receive; where the meta of the bundle is not known yet, wait for that."""
         stage, kind, mb = action
         direction = kind[-1]
-        key = self.keys[mb], stage, direction
         link = self._link(stage + (-1 if direction == "F" else 1), stage)
-        if ahead and key not in self.comm.plans:
-            return None
         if direction == "F":
-            transfer = self.comm.plan(key, link, lambda meta: layouts_forward(meta, link.receivers))
+            transfer = comm.plan(self._plan_key(action), link, lambda meta: layouts_forward(meta, link.receivers))
         else:
-            transfer = self.comm.plan(key, link, lambda _: layouts_backward(self.saved[stage, mb].meta))
-        return PendingReceive(self.comm.messages, transfer, RANDOM_STATE_BYTES if direction == "F" else 0,
+            transfer = comm.plan(self._plan_key(action), link, lambda _: layouts_backward(self.saved[stage, mb].meta))
+        return PendingReceive(comm.messages, transfer, RANDOM_STATE_BYTES if direction == "F" else 0,
                               (stage, direction, mb))
 
     # ---------------------------------------------------------------------------------------- the actions that compute
@@ -268,8 +271,9 @@ class PipelineStep:
     def call(self, stage: int, mb: int, received: ActivationBundle, grad: bool) -> tuple[list[Any], tuple[Any, ...]]:
         """Run a stage from the random state that came with its input; its inputs as leaves, and its outputs. The last
         stage's output, in training, is the micro-batch's part of the loss."""
+        assert received.random is not None           # a bundle that goes forward has it
         inputs = [t.detach() for t in received.tensors]
-        for leaf, part in zip(inputs, received.meta):
+        for leaf, part in zip(inputs, activations(received.meta)):
             if grad and part.needs_grad:
                 torch._C.TensorBase.requires_grad_(leaf, True)
         torch.set_rng_state(received.random)
@@ -296,21 +300,21 @@ class PipelineStep:
                     received: ActivationBundle) -> BundleMeta:
         """Which outputs need a gradient, without a graph: an input that is passed through does if it did; others that
         are not integers do if any input or parameter does."""
-        of_input = {id(x): part.needs_grad for x, part in zip(inputs, received.meta)}
+        of_input = {id(x): part.needs_grad for x, part in zip(inputs, activations(received.meta))}
         anything = any(of_input.values()) or any(p.requires_grad for p in self.model.stages[stage].parameters())
         return tuple(part._replace(needs_grad=of_input.get(id(y), anything and (y.is_floating_point()
                                                                                or y.is_complex())))
-                     for part, y in zip(meta, outputs))
+                     for part, y in zip(activations(meta), outputs))
 
 
-def layouts_forward(meta: BundleMeta, where: placement) -> list[Any]:
+def layouts_forward(meta: BundleMeta, where: placement) -> list[Layout]:
     """The layouts of the tensors of such a bundle on the next stage."""
-    return [forward_layout(part.layout, where) for part in meta]
+    return [forward_layout(part.layout, where) for part in activations(meta)]
 
 
-def layouts_backward(meta: BundleMeta) -> list[Any]:
+def layouts_backward(meta: BundleMeta) -> list[Layout]:
     """The layouts in which gradients of tensors of such a bundle arrive."""
-    return [backward_layout(part.layout) for part in meta]
+    return [backward_layout(part.layout) for part in activations(meta)]
 
 
 def _checked_outputs(value: Any, stage: int) -> tuple[Any, ...]:

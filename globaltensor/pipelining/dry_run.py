@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from globaltensor.pipelining.actions import PipelineStep, buffers_left_alone, layouts_forward
-from globaltensor.pipelining.stage_comm import ActivationBundle, bundle, describe, move_bundle
+from globaltensor.pipelining.stage_comm import ActivationBundle, BundleMeta, activations, bundle, describe, move_bundle
 from globaltensor.pipelining.stages import StageError
 from globaltensor.runtime.agreement import gather_objects, uncoordinated
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -25,7 +25,9 @@ def dry_run(step: PipelineStep, mb: int, inputs: Sequence[Any], own_stages: Sequ
     """
     model, received = step.model, bundle(inputs, torch.get_rng_state())
     for stage, module in enumerate(model.stages):
-        outputs, meta, failure = (), None, ""
+        outputs: tuple[Any, ...] = ()
+        meta: BundleMeta | None = None
+        failure = ""
         if stage in own_stages:
             try:
                 with uncoordinated(), model.parameters.replicas_in(stage), buffers_left_alone(module):
@@ -44,6 +46,7 @@ def dry_run(step: PipelineStep, mb: int, inputs: Sequence[Any], own_stages: Sequ
             return
         meta = next(meta for meta, _ in outcomes if meta is not None)
         # A process without this stage has no outputs: tensors without shards stand for them.
-        tensors = tuple(y.detach() for y in outputs) or tuple(GlobalTensor.wrap(part.spec, {}) for part in meta)
+        tensors = tuple(y.detach() for y in outputs) or tuple(GlobalTensor.wrap(part.spec, {})
+                                                              for part in activations(meta))
         received = move_bundle(ActivationBundle(tensors, meta, received.random),
                                layouts_forward(meta, model.placements[stage + 1]))

@@ -244,8 +244,10 @@ class PipelineRunner:
         """A parameter of a stage that other processes run gets a gradient here too, without a shard, so that clipping
         and optimizers do the same everywhere."""
         for stage in set(range(len(self.stages))) - set(own):
-            for k, p in enumerate(self.stages[stage].parameters()):
+            parameters: list[torch.Tensor] = list(self.stages[stage].parameters())
+            for k, p in enumerate(parameters):
                 if p.requires_grad and (stage, k) not in without_grad and gradients.raw_grad(p) is None:
+                    assert isinstance(p, GlobalTensor)           # stages are moved to their placements
                     dst = gradients.grad_layout(p)
                     p.grad = GlobalTensor.wrap(spec(dst, p.spec.shape, None, p.spec.dtype), {})
 

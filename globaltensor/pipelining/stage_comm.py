@@ -65,6 +65,13 @@ def bundle(tensors: Sequence[Any], random: torch.Tensor | None = None) -> Activa
     return ActivationBundle(tuple(None if t is None else t.detach() for t in tensors), meta, random)
 
 
+def activations(meta: BundleMeta) -> tuple[TensorMeta, ...]:
+    """The meta of a bundle that goes forward: outputs are all there, only gradients may be missing."""
+    parts = tuple(part for part in meta if part is not None)
+    assert len(parts) == len(meta), meta
+    return parts
+
+
 @lru_cache(10_000)
 def forward_layout(src: Layout, where: placement) -> Layout:
     """The layout of an output on the next stage: its sbp is kept along axes of the same name, or of the same position
@@ -81,7 +88,7 @@ def backward_layout(src: Layout) -> Layout:
     return src.dual.without_partials
 
 
-def move_bundle(bundle: ActivationBundle, dsts: Sequence[Layout | None]) -> ActivationBundle:
+def move_bundle(bundle: ActivationBundle, dsts: Sequence[Layout]) -> ActivationBundle:
     """The same on another placement, where one process drives all ranks of both, or both are on the same ranks."""
     present = [k for k, t in enumerate(bundle.tensors) if t is not None]
     moved = redistribute([bundle.tensors[k] for k in present], [dsts[k] for k in present], _BOXING) if present else []
@@ -122,12 +129,13 @@ class TransferPlan:
     `received`, then among the receivers to the layout in `dsts`.
     """
 
-    def __init__(self, meta: BundleMeta, dsts: Sequence[Layout | None], link: StageLink) -> None:
-        self.meta, self.dsts, self.link = meta, dsts, link
+    def __init__(self, meta: BundleMeta, dsts: Sequence[Layout], link: StageLink) -> None:
+        self.meta, self.link = meta, link
         self.present = [k for k, part in enumerate(meta) if part is not None]
-        crossings = [_crossing(meta[k].spec, dsts[k]) for k in self.present]
+        self.specs, self.dsts = [part.spec for part in meta if part is not None], [dsts[k] for k in self.present]
+        crossings = [_crossing(own, dst) for own, dst in zip(self.specs, self.dsts)]
         self.sent, self.received = [src for src, _ in crossings], [dst for _, dst in crossings]
-        self.message = P2PBoxing([meta[k].spec.on(src) for k, src in zip(self.present, self.sent)], self.received)
+        self.message = P2PBoxing([own.on(src) for own, src in zip(self.specs, self.sent)], self.received)
         self.sizes = self.message.incoming_bytes()   # sender -> bytes that this process receives from it
         self.followers = link.followers if world().rank in link.senders.coords else ()
         self.lead = link.lead if world().rank in link.receivers.coords else -1
@@ -137,18 +145,19 @@ class TransferPlan:
         tensors = [bundle.tensors[k] for k in self.present]
         ready = redistribute(tensors, self.sent, _BOXING) if tensors else []
         outgoing = self.message.pack([t.shards for t in ready])
-        for receiver in self.followers if bundle.random is not None else ():
-            outgoing[receiver] = [bundle.random, *outgoing.get(receiver, ())]
+        if bundle.random is not None:
+            for receiver in self.followers:
+                outgoing[receiver] = [bundle.random, *outgoing.get(receiver, ())]
         return {receiver: [t.cpu() for t in pieces] for receiver, pieces in outgoing.items()}
 
     def unpack(self, received: dict[int, torch.Tensor]) -> tuple[Any, ...]:
         """The tensors, in the layouts wanted, from the bytes received."""
         device = world().device(self.link.receivers.type, world().rank)
         arrived = self.message.unpack({peer: data.to(device) for peer, data in received.items()})
-        items = [Move(self.meta[k].spec.on(layout), shards, self.dsts[k])
-                 for k, layout, shards in zip(self.present, self.received, arrived)]
-        tensors = [GlobalTensor.wrap(self.meta[k].spec.on(self.dsts[k]), shards)
-                   for k, shards in zip(self.present, move_shards(items, _BOXING) if items else [])]
+        items = [Move(own.on(src), shards, dst)
+                 for own, src, shards, dst in zip(self.specs, self.received, arrived, self.dsts)]
+        tensors = [GlobalTensor.wrap(own.on(dst), shards)
+                   for own, dst, shards in zip(self.specs, self.dsts, move_shards(items, _BOXING) if items else [])]
         return _with_gaps(len(self.meta), self.present, tensors)
 
 
@@ -172,7 +181,7 @@ class StageComm:
         self.steps += 1
         self.messages.what = f"step {self.steps} of a pipeline"
 
-    def send(self, key: Hashable, bundle: ActivationBundle, dsts: Sequence[Layout | None], link: StageLink,
+    def send(self, key: Hashable, bundle: ActivationBundle, dsts: Sequence[Layout], link: StageLink,
              tag: Hashable) -> None:
         """Send a bundle without waiting for its receivers.
 
@@ -191,7 +200,7 @@ class StageComm:
             self.messages.send(tensors, receiver, tag)
 
     def plan(self, key: Hashable, link: StageLink,
-             dsts: Callable[[BundleMeta], Sequence[Layout | None]]) -> TransferPlan:
+             dsts: Callable[[BundleMeta], Sequence[Layout]]) -> TransferPlan:
         """For a kind of bundle that this process receives; its meta is received from the lead where it is not known."""
         if key not in self.plans:
             meta = from_bytes(self.messages.recv(link.lead, "meta")())

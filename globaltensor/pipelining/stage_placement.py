@@ -166,6 +166,6 @@ def _to_placement(tensor: torch.Tensor, where: placement) -> Any:
     return nn.Parameter(moved, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
-def _same_sbp(tensor: Any, where: placement) -> Layout:
+def _same_sbp(tensor: GlobalTensor, where: placement) -> Layout:
     """The tensor's sbp on another placement, where that has as many axes; else broadcast."""
     return layout(where, tensor.sbp) if tensor.placement.ndim == where.ndim else replicated(where)

@@ -185,7 +185,7 @@ def _plain_nodes(graph: fx.Graph) -> set[fx.Node]:
 def _by_cost(model: nn.Module, work: Sequence[fx.Node], stages: int,
              cost: Callable[[nn.Module], float] | None) -> list[int]:
     """Where each stage begins. A layer is a module with parameters and everything up to the next one."""
-    modules = [model.get_submodule(node.target) if node.op == "call_module" else None for node in work]
+    modules = [model.get_submodule(_name(node)) if node.op == "call_module" else None for node in work]
     begins = [k for k, module in enumerate(modules) if module is not None and any(True for _ in module.parameters())]
     begins = [0, *begins[1:]]
     costs = [0.0 if module is None else (cost or parameters)(module) for module in modules]
@@ -268,7 +268,7 @@ def _stage_module(model: nn.Module, inputs: Sequence[fx.Node], body: Sequence[fx
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(fx.map_arg(outputs, copies.__getitem__))
     stage = fx.GraphModule(model, graph, type(model).__name__)
-    for path in {node.target.rpartition(".")[0] for node in body if node.op == "get_attr"}:
+    for path in {_name(node).rpartition(".")[0] for node in body if node.op == "get_attr"}:
         owner, copy = model.get_submodule(path), stage.get_submodule(path)
         for kind in ("_parameters", "_buffers"):
             if copy is not owner:                    # fx copied the holder of a parameter that is used directly
