@@ -2,6 +2,7 @@
 //
 // The one interpreter of recipes. A small op takes a microsecond or two, so the common case (one rank, operands where
 // they are wanted, tensors out) touches no list and allocates nothing but its results.
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "allocator.h"
@@ -104,6 +105,7 @@ void run_ranks(const c10::OperatorHandle& op, const Recipe& recipe, const Operan
 }
 
 at::Tensor wrapped(const Recipe& recipe, const Spec* spec, Shards shards, int64_t guard) {
+  if (!shards.empty() && !shards[0].defined()) return at::Tensor();  // left out, though its shape was told
   at::Tensor t = wrap(spec, std::move(shards));
   if (recipe.copies) global(t)->guard = guard;
   return t;
@@ -124,6 +126,7 @@ void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) 
   Operands operands = take_operands(recipe, stack->data() + first);
   int64_t guard = -1;
   if (recipe.copies) guard = recipe.guarded ? global(operands[0].owner)->guard : version(operands[0].owner);
+  const bool inference = recipe.is_view && operands[0].owner.is_inference();
   std::vector<Shards> moved;
   if (recipe.has_boxings) box_operands(recipe, operands, moved);
 
@@ -133,6 +136,8 @@ void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) 
   // One rank and tensors out: each shard goes from the stack straight into its tensor.
   const bool direct = recipe.ranks.size() == 1 && !recipe.returns_lists;
   if (!direct) gather(recipe, recipe.ranks.empty() ? nullptr : stack->data() + first, gathered);
+  std::optional<c10::InferenceMode> as_base;         // a view is a tensor of inference mode where what it views is one
+  if (recipe.is_view && inference != c10::InferenceMode::is_enabled()) as_base.emplace(inference);
   for (size_t k = 0; k < recipe.outputs.size(); k++) {
     const auto& output = recipe.outputs[k];
     c10::IValue& result = (*stack)[first + k];

@@ -52,6 +52,7 @@ void cache_flat_recipe(const std::string& pending_key, const std::string& name, 
   for (size_t k = 0; k < returns.size(); k++) {
     auto& output = recipe->outputs.emplace_back();
     output.written = written[k];
+    recipe->is_view |= returns[k].alias_info() && !returns[k].alias_info()->isWrite();
     output.is_list = returns[k].type()->kind() == c10::TypeKind::ListType;
     recipe->returns_lists |= output.is_list;
     for (auto spec : outputs[k].cast<py::list>()) {

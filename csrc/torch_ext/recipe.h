@@ -71,6 +71,7 @@ struct Recipe {
   bool has_boxings = false;
   bool returns_lists = false;
   bool pending = false;                            // an output is a pending sum
+  bool is_view = false;                            // the results are views of the first operand
   bool copies = false;                             // the result is a view that is a copy: it gets a guard
   bool guarded = false;                            // an operand is such a view: its guard is checked
 };

@@ -3,6 +3,7 @@
 
 #include "recipe.h"
 
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
@@ -152,6 +153,9 @@ GlobalImpl::GlobalImpl(const Spec* spec, Shards held)
 }
 
 GlobalImpl::Pointer GlobalImpl::shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const {
+  std::optional<c10::InferenceMode> as_this;         // the copy is a tensor of inference mode where this one is
+  const bool inference = !key_set().has_any(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  if (inference != c10::InferenceMode::is_enabled()) as_this.emplace(inference);
   at::Tensor copy = wrap(spec, shards);
   auto* impl = global(copy);
   impl->guard = guard;

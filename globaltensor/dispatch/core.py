@@ -7,7 +7,7 @@ A recipe is found by op, operand specs and static arguments. Ops arrive below au
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from globaltensor.dispatch import native, user_rules
 from globaltensor.dispatch.decide import decide, decide_by_rule
 from globaltensor.dispatch.execute import execute
 from globaltensor.dispatch.recipe import Decision, Recipe, static
-from globaltensor.layouts.global_like import GlobalLike
+from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, spec
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.regions import Range
@@ -39,10 +39,9 @@ def arrive(cls: type[GlobalLike], func: OpOverload, args: tuple, kwargs: dict[st
     Only what comes a second time is cached: a shape that is seen once is not worth it. An operand without memory always
     comes here, and is refused.
     """
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        for t in value if type(value) in (list, tuple) else (value,):
-            if isinstance(t, torch.Tensor) and type(t) is not cls:
-                require(t, f"an operand of {func}")
+    for t in _tensors(args, kwargs):
+        if type(t) is not cls and not (t.is_meta and _on_meta(cls, args, kwargs)):
+            require(t, f"an operand of {func}")
     pending_key = native.pending_key(func) if torch_ext is not None else None
     if pending_key is not None:
         decision = _decisions.get(_key(cls, func, args, kwargs))
@@ -51,6 +50,18 @@ def arrive(cls: type[GlobalLike], func: OpOverload, args: tuple, kwargs: dict[st
         elif decision is not None:
             return native.cache_trace(pending_key, decision, Call(func, args, kwargs), _Run(cls))
     return dispatch(cls, func, args, kwargs)
+
+
+def _tensors(args: tuple, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        for t in value if type(value) in (list, tuple) else (value,):
+            if isinstance(t, torch.Tensor):
+                yield t
+
+
+def _on_meta(cls: type[GlobalLike], args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Is the op one on memory that is not there, whose plain operands need none either?"""
+    return all(t.spec.placement.type == "meta" for t in _tensors(args, kwargs) if is_global(t))
 
 
 def rule(op: Any, dims: str, algebra: str = "", *, leaves: str = "sum", nonempty: str = "") -> None:

@@ -13,6 +13,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten
 
+from globaltensor.algorithms.run import Run
 from globaltensor.dispatch import foreach
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import (
@@ -26,8 +27,8 @@ from globaltensor.dispatch.recipe import (
 )
 from globaltensor.dispatch.user_rules import results_by_rule
 from globaltensor.errors import InPlaceError, MixedPlacementError, PlacementError
-from globaltensor.layouts.global_like import GlobalLike
-from globaltensor.layouts.layout import Spec, contiguous, replicated
+from globaltensor.layouts.global_like import GlobalLike, is_global
+from globaltensor.layouts.layout import Spec, contiguous, layout, replicated, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.op_table.line import Line
 from globaltensor.op_table.variants import line_of
@@ -44,6 +45,8 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
     if foreach.is_foreach(func):                     # whose elements may be on different placements
         return decomposition or foreach.decide(cls, call)
     where = _one_placement(cls, call)
+    if call.get("device") is not None and torch.device(call["device"]).type == "meta" != where.type:
+        return _without_memory
     if line is not None and decomposition is not None and line.applies(call):
         return decomposition
     return _decide_by_rule(cls, call, line, where, len(args))
@@ -145,6 +148,21 @@ def _one_placement(cls: type[GlobalLike], call: Call) -> placement:
                                   "the operands of one op live on one placement",
                                   f"{b}.to_global(gt.{first})")
     return next(iter(places))
+
+
+def _without_memory(call: Call, run: Run) -> Any:
+    """An op whose result shall be on "meta": done on operands that are there, laid out as they were."""
+    moved: list[Any] = []
+    for t in call.tensors:
+        if is_global(t):
+            own, where = t.spec, t.spec.placement
+            on_meta = layout(placement("meta", where.ranks, where.axis_names), own.sbp)
+            moved.append(run.wrap(spec(on_meta, own.shape, own.stride, own.dtype),
+                                  {r: shard.to("meta") for r, shard in t.shards.items()}))
+        else:
+            moved.append(t.to("meta"))
+    args, kwargs = call.arguments_with(moved)
+    return run(call.func, *args, **kwargs)
 
 
 def _check_device(call: Call, where: placement) -> None:

@@ -6,6 +6,7 @@ those that it was handed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,9 @@ def execute(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: 
     """Run a recipe."""
     func, simple, local_impl, seed = recipe.func, recipe.simple, recipe.local_impl, None
     operands: Sequence[Any] = ()
-    if simple is None:                               # else there is nothing to look for, to check or to move
+    if simple is None or func.is_view:               # else there is nothing to look for, to check or to move
         operands = [_operand(args, kwargs, slot) for slot in recipe.slots]
+    if simple is None:
         for q in recipe.guarded:
             check_guard(operands[q])
         held = _move(cls, recipe, operands)
@@ -50,10 +52,12 @@ def execute(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: 
             results[rank] = seeded(func, seed, _device(recipe, rank), local_args, local_kwargs)
         else:
             results[rank] = func(*local_args, **local_kwargs)
+    if not func._schema.returns and not recipe.written:
+        return None                                  # it only checks its operands
     if not recipe.verified:
         verify(recipe, results)
         recipe.verified = True
-    if recipe.single is not None:
+    if recipe.single is not None and not func.is_view:
         return cls.wrap(recipe.single, results)
     if recipe.written:
         _write_back(recipe, operands, held)
@@ -165,12 +169,20 @@ def _wrap(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any], result
         specs = [output_spec(next(iter(values.values())), recipe.home) for values in outputs]
         _announce(recipe, specs, outputs)
         specs = [own and copy_of(own) for own in specs] if recipe.copies else specs
-    wrapped = [next(iter(values.values())) if own is None else cls.wrap(own, values)
-               for own, values in zip(specs, outputs)]
+    with _as_its_base(recipe, operands):             # a kernel may leave out what torch's shape function promises
+        wrapped: list[Any] = [next(iter(values.values())) if own is None or any(t is None for t in values.values())
+                              else cls.wrap(own, values) for own, values in zip(specs, outputs)]
     if recipe.copies:
         for view in wrapped:
             view.guard = operands[0].guard if recipe.guarded else version(operands[0])
     return wrapped[0] if kind is None else kind(wrapped)
+
+
+def _as_its_base(recipe: Recipe, operands: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Inside, a view is made a tensor of inference mode where what it views is one, whatever mode it is made in."""
+    if recipe.func.is_view and operands and operands[0].is_inference() != torch.is_inference_mode_enabled():
+        return torch.inference_mode(operands[0].is_inference())
+    return nullcontext()
 
 
 def _result_elsewhere(cls: type[GlobalLike], recipe: Recipe) -> Any:

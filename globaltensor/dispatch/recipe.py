@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 
 from globaltensor.algorithms.aliasing import check_writable, copy_of
 from globaltensor.algorithms.run import Decomposition
+from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Layout, Shape, Spec, replicated, spec
 from globaltensor.layouts.placement import placement
@@ -128,6 +129,9 @@ def output_spec(result: Any, where: Layout) -> Spec | None:
     """The spec of a result in this layout; None for what is no tensor."""
     if not isinstance(result, torch.Tensor):
         return None
+    if result.is_nested:
+        raise GlobalTensorError("a nested tensor made of a global one", "a global tensor has one size along each dim",
+                                "padded tensors with a mask; nn.TransformerEncoder(..., enable_nested_tensor=False)")
     return spec(where, tuple(result.shape), result.stride(), result.dtype)
 
 

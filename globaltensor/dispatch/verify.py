@@ -10,23 +10,34 @@ from typing import Any
 
 import torch
 
-from globaltensor.dispatch.recipe import Recipe
+from globaltensor.dispatch.recipe import Recipe, output_spec
 from globaltensor.errors import RuleError
 from globaltensor.layouts.layout import Spec
 
 
 def verify(recipe: Recipe, results: Mapping[int, Any]) -> None:
-    """Raises RuleError unless the results of every rank have the shapes and dtypes of the recipe's outputs."""
+    """Raises RuleError unless the results of every rank have the shapes and dtypes of the recipe's outputs.
+
+    What is broadcast was made whole on every rank: there torch's shape function was wrong, and what came out is right.
+    """
     if not recipe.outputs or recipe.elements is not None:
         return                                       # what came out tells the specs; each rank has other elements
+    outputs = list(recipe.outputs)
     for rank, result in results.items():
         tensors = result if isinstance(result, (tuple, list)) else (result,)
-        if len(tensors) != len(recipe.outputs):
-            raise _rule_error(recipe, rank, f"{len(tensors)} results", f"{len(recipe.outputs)}")
-        for k, (own, tensor) in enumerate(zip(recipe.outputs, tensors)):
-            if own is not None and _shape_and_dtype(tensor) != (tuple(own.local_shape(rank)), own.dtype):
-                name = f"result {k}" if len(recipe.outputs) > 1 else "a result"
-                raise _rule_error(recipe, rank, f"{name} {_text(*_shape_and_dtype(tensor))}", _part_text(own, rank))
+        if len(tensors) != len(outputs):
+            raise _rule_error(recipe, rank, f"{len(tensors)} results", f"{len(outputs)}")
+        for k, (own, tensor) in enumerate(zip(outputs, tensors)):
+            if own is None or tensor is None:        # a kernel may leave one out: the workspace of an LSTM
+                continue
+            returned = _shape_and_dtype(tensor)
+            if returned == (tuple(own.local_shape(rank)), own.dtype):
+                continue
+            if own.layout is not recipe.home or recipe.copies:
+                name = f"result {k}" if len(outputs) > 1 else "a result"
+                raise _rule_error(recipe, rank, f"{name} {_text(*returned)}", _part_text(own, rank))
+            outputs[k] = output_spec(tensor, recipe.home)
+    recipe.outputs = outputs
 
 
 def _shape_and_dtype(tensor: Any) -> tuple[Any, Any]:

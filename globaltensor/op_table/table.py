@@ -103,7 +103,7 @@ def decomposed(names: str, decomposition: Decomposition) -> None:
 lines("add.Tensor sub.Tensor rsub.Tensor", pointwise("a+b"))
 lines("mul.Tensor", pointwise("a*b"))
 lines("div.Tensor", pointwise("a*B"))
-lines("mul.Scalar div.Scalar neg clone alias detach lift_fresh real imag conj_physical deg2rad rad2deg",
+lines("mul.Scalar div.Scalar neg clone alias detach lift_fresh conj_physical deg2rad rad2deg",
       pointwise("a"))
 lines("_conj _neg_view", pointwise("a"), local_impl=local_impls.resolved)
 lines("add.Scalar sub.Scalar rsub.Scalar", pointwise("A"))
@@ -206,7 +206,6 @@ lines("_log_softmax_backward_data", along("a*B", operands=2), decomposition=deco
 
 # --------------------------------------------------------------------------------------- views and shapes
 lines("view _unsafe_view", viewed, local_args=sized("size"), local_impl=local_impls.view)
-lines("reshape", viewed, local_args=sized("shape"), local_impl=local_impls.view)
 lines("t transpose.int", permuted(swapped))
 lines("permute", permuted(lambda call, n: [d % n for d in call["dims"]]))
 lines("expand", expanded, local_args=sized("size"))
@@ -278,6 +277,8 @@ lines("native_batch_norm_backward", masked_outputs(layers.batch_norm_backward, "
 decomposed("_native_batch_norm_legit _native_batch_norm_legit.no_stats _batch_norm_with_update cudnn_batch_norm",
            batch_norm.as_native)
 decomposed("batch_norm_backward cudnn_batch_norm_backward", batch_norm.as_native_backward)
+# Of split or pending tensors torch can make no nested one: its encoder then keeps the padding.
+decomposed("_nested_tensor_from_mask_left_aligned", lambda call, run: False)
 lines("_weight_norm_interface", layers.weight_norm())
 lines("_weight_norm_interface_backward", layers.weight_norm(backward=True))
 lines("_scaled_dot_product_flash_attention_for_cpu", layers.attention(), decomposition=ring_attention.forward,

@@ -21,7 +21,7 @@ from globaltensor.layouts.layout import spec
 from globaltensor.op_table.line import Line, always_decomposed
 from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call, arguments
-from globaltensor.runtime.torch_internals import is_composite
+from globaltensor.runtime.torch_internals import counting_writes, is_composite
 
 aten = torch.ops.aten
 
@@ -55,9 +55,13 @@ def _other_memory(call: Call, run: Run) -> Any:
 
 
 def _by_torch(call: Call, run: Run) -> Any:
-    """An op that torch itself makes of others: it arrives whole in inference mode, where no autograd unfolds it."""
+    """An op that torch itself makes of others: it arrives whole in inference mode, where no autograd unfolds it.
+
+    The others are called as torch calls them: past autograd, but not past what ties views to what they view.
+    """
     args, kwargs = call.full_arguments()
-    return call.func.decompose(*args, **kwargs)
+    with counting_writes():
+        return call.func.decompose(*args, **kwargs)
 
 
 def functional_of(func: OpOverload) -> OpOverload | None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -56,6 +57,12 @@ def python_meta(func: OpOverload) -> Callable[..., Any] | None:
     registered = torch._meta_registrations._meta_lib_dont_use_me_use_register_meta._op_impls
     in_python = func.name().replace("::", "/") + "/Meta" in registered
     return func.py_kernels[torch._C.DispatchKey.Meta] if in_python else None
+
+
+def counting_writes() -> AbstractContextManager[Any]:
+    """Inside it, ops that come from below autograd count writes and tie views to what they view, as those above it."""
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 class UntracedMode(TorchDispatchMode):
