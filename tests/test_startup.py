@@ -2,11 +2,16 @@
 
 Each program runs twice, in processes of its own: on plain tensors, and on global ones. dynamo, inductor, sympy and
 DTensor cost seconds; a global program loads none of them that the plain one does not load.
+
+Without native code, ops reach us as they reach any tensor subclass, and there torch itself asks whether that is a
+DTensor, which it loads to know. So the plain program then has a subclass, too.
 """
 from __future__ import annotations
 
 import pytest
 from harness import PYTHON, good
+
+from globaltensor.runtime.native import torch_ext
 
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes",
          "sympy", "pandas", "transformers")
@@ -21,6 +26,14 @@ parallel = lambda model: model
 def through_a_file(state, path):
     torch.save(state, path)
     return torch.load(path)
+"""
+
+SUBCLASS = """
+class Subclass(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return torch.ones(1)
+torch.ones(1).as_subclass(Subclass).neg()
 """
 
 GLOBAL = """
@@ -120,5 +133,16 @@ def loaded(setting: str, program: str) -> set[str]:
 def test_a_global_program_loads_what_a_plain_one_does(program):
     more = loaded(GLOBAL, program)
     if more:
-        more -= loaded(PLAIN, program)
+        more -= loaded(PLAIN if torch_ext is not None else PLAIN + SUBCLASS, program)
     assert not more
+
+
+def test_what_is_for_later_is_loaded_later():
+    program = """
+x = given(torch.ones(4, 6)).requires_grad_()
+x.to_global(sbp=gt.sbp.broadcast).sum().backward()
+print(*sorted(sys.modules))"""
+    modules = set(good([PYTHON, "-c", GLOBAL + program]).split())
+    rooms = {name.split(".")[1] for name in modules if name.startswith("globaltensor.")}
+    assert not modules & {"safetensors", "networkx", "globaltensor.checkpoint.dcp"}
+    assert not rooms & {"cli", "data", "debug", "pipelining", "simulator"}, rooms
