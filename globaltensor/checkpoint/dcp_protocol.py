@@ -17,6 +17,7 @@ def install() -> None:
     learner.__get_tensor_shard__ = lambda t, index: _dcp().get_tensor_shard(t, index)
     learner._staged = property(_Held, _set_shards)
     learner.__slots__ = ("_staged",)                 # async_save copies a tensor as an empty one like it, and these
+    learner.__slotnames__ = []                       # as copyreg notes: no slot that holds anything, for swap_tensors
 
 
 def _dcp() -> Any:
@@ -36,7 +37,5 @@ class _Held(dict):
 
 
 def _set_shards(t: GlobalTensor, copies: dict[int, torch.Tensor]) -> None:
-    if isinstance(copies, _Held):                    # torch.utils.swap_tensors, which swaps what lies behind as well
-        return
     assert all(copy.shape == t.spec.local_shape(rank) for rank, copy in copies.items()), t.spec
     t.shards = copies

@@ -34,7 +34,8 @@ from globaltensor.layouts.layout import Layout, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.regions import split_range
 from globaltensor.layouts.sbp import broadcast, split
-from globaltensor.parallel.modules import named_tensors, stand_in, step_back
+from globaltensor.parallel.modules import named_tensors
+from globaltensor.parallel.parameter_swap import swap_in, swap_out
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -103,7 +104,7 @@ class Travel:
         weights = weights[picked].gather(1, choice[:, None]) * counts[:, None]
         self.under_way[-1] = there, tokens, token
         for _, owner, key, parameter, _ in named_tensors(module):
-            stand_in(owner, key, there.seen(parameter))
+            swap_in(owner, key, there.seen(parameter))
         return there.seen(tokens[picked]), from_full(slots.expert[:, None], there.place, broadcast), there.seen(weights)
 
     def back(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -112,7 +113,7 @@ class Travel:
         if found is None:
             return output
         for _, owner, key, _, _ in named_tensors(module):
-            step_back(owner, key)
+            swap_out(owner, key)
         if not isinstance(output, Tensor):           # the module raised an error
             return output
         there, tokens, token = found

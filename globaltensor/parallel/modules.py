@@ -1,11 +1,12 @@
 """Making the parameters of a module global: `gt.to_global(module, placement, sbp)` and `module.to_global(...)`.
 
-The module stays what it is; its parameters and buffers are replaced in place. Tied parameters stay tied.
+The module stays what it is, and so do its parameters: the same objects, with a global value (parameter_swap.py).
 """
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from globaltensor.errors import SbpError
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, SbpLike, broadcast, split
+from globaltensor.parallel.parameter_swap import check_convertible, convert
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -21,29 +23,34 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def to_global(module: M, placement: Placement, sbp: SbpLike | Callable[[str, Any], SbpLike] = broadcast) -> M:
-    """Replace every parameter and buffer by a global one of the same value (each process holds the same module).
+    """Give every parameter and buffer a global value, the same as before (each process holds the same module).
 
     sbp   one for all; a function (name, parameter) -> sbp; or a dict of name patterns (as in fnmatch, the first that
           fits) -> sbp, where names that fit none are broadcast
-    Those that are global already are boxed. Returns the module. Raises SbpError for a pattern that fits no name.
+    Parameters stay the objects that they are: an optimizer made before goes on training them, and tied ones stay tied.
+    (An optimizer that has taken steps has a plain state, which its next step refuses.) Those that are global already
+    are boxed. Returns the module. Raises SbpError for a pattern that fits no name, GlobalTensorError for a parameter
+    that a forward pass without its backward, or `gt.zero`, holds on to.
     """
     if isinstance(sbp, Mapping) and not _by_axis(sbp, placement):
         _check_patterns(module, sbp)
-    made: dict[int, torch.Tensor] = {}
-    for name, owner, key, tensor, kind in list(named_tensors(module)):
-        if id(tensor) not in made:
-            made[id(tensor)] = _moved(tensor, placement, _sbp_of(name, tensor, sbp, placement))
-        getattr(owner, kind)[key] = made[id(tensor)]
+    tensors = list(named_tensors(module))
+    for name, _, _, tensor, _ in tensors:
+        check_convertible(tensor, name)
+    converted: dict[int, torch.Tensor] = {}
+    for name, owner, key, tensor, kind in tensors:
+        if id(tensor) not in converted:
+            own = _sbp_of(name, tensor, sbp, placement)
+            converted[id(tensor)] = convert(tensor, partial(_place, placement, own))
+        getattr(owner, kind)[key] = converted[id(tensor)]
     return module
 
 
-def _moved(tensor: torch.Tensor, placement: Any, sbp: Any) -> torch.Tensor:
-    with torch.no_grad():
-        moved = (tensor.to_global(placement, sbp) if isinstance(tensor, GlobalTensor) else
-                 from_full(tensor.detach(), placement, sbp))
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(moved, requires_grad=tensor.requires_grad)
-    return moved
+def _place(placement: Placement, sbp: Any, tensor: torch.Tensor) -> GlobalTensor:
+    """A tensor that every process holds whole, or a global one, in this layout."""
+    if isinstance(tensor, GlobalTensor):
+        return tensor.to_global(placement, sbp)
+    return from_full(tensor, placement, sbp)
 
 
 def named_tensors(module: nn.Module) -> Any:
@@ -53,15 +60,6 @@ def named_tensors(module: nn.Module) -> Any:
             for key, tensor in getattr(owner, kind).items():
                 if tensor is not None:
                     yield f"{prefix}.{key}" if prefix else key, owner, key, tensor, kind
-
-
-def stand_in(owner: nn.Module, key: str, tensor: torch.Tensor) -> None:
-    """Let a tensor stand before a module's parameter, which a module looks up last, until `step_back`."""
-    owner.__dict__[key] = tensor
-
-
-def step_back(owner: nn.Module, key: str) -> None:
-    owner.__dict__.pop(key, None)
 
 
 def _by_axis(sbp: Mapping[str, Any], placement: Any) -> bool:

@@ -31,7 +31,6 @@ import fnmatch
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -42,7 +41,8 @@ from globaltensor.layouts.sbp import Sbp, broadcast, not_an_sbp, read_sbp, split
 from globaltensor.parallel import experts as expert_layers
 from globaltensor.parallel import grids
 from globaltensor.parallel.grids import PlanRow, PlanRows
-from globaltensor.parallel.modules import M, first_fit, named_tensors, stand_in, step_back, to_global
+from globaltensor.parallel.modules import M, first_fit, named_tensors, to_global
+from globaltensor.parallel.parameter_swap import swap_in, swap_out
 from globaltensor.runtime.text_table import aligned
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -216,8 +216,9 @@ def _lay_out(module: nn.Module, pattern: str, row: PlanRow) -> None:
         for layer in fitting:
             layer.register_forward_hook(lambda layer, args, output: _brought(row, output))
         for owner, key in [] if fitting else _tensors(module, pattern):
-            owner.register_forward_pre_hook(partial(_take_up, key, row))
-            owner.register_forward_hook(partial(_lay_down, key), always_call=True)
+            owner.register_forward_pre_hook(lambda owner, args, key=key: swap_in(
+                owner, key, _brought(row, owner._parameters[key])))
+            owner.register_forward_hook(lambda owner, args, output, key=key: swap_out(owner, key), always_call=True)
 
 
 def _brought(row: PlanRow, value: Any) -> Any:
@@ -229,15 +230,6 @@ def _brought(row: PlanRow, value: Any) -> Any:
     if not isinstance(value, GlobalTensor):
         return value
     return value.to_global(sbp=with_axes(value.sbp, value.placement.names, row))
-
-
-def _take_up(key: str, row: PlanRow, owner: nn.Module, args: Any) -> None:
-    """While the module works, what is brought stands before its parameter."""
-    stand_in(owner, key, _brought(row, owner._parameters[key]))
-
-
-def _lay_down(key: str, owner: nn.Module, args: Any, output: Any) -> None:
-    step_back(owner, key)
 
 
 def _row_of(plan: Plan, name: str) -> PlanRow:

@@ -75,7 +75,7 @@ def _cut(p: torch.Tensor, axis: str) -> Layout | None:
     """
     if not isinstance(p, GlobalTensor):
         raise SbpError("gt.zero takes an optimizer of global parameters", f"one of shape {list(p.shape)} is plain",
-                       "gt.parallelize(model, placement) before the optimizer is made")
+                       "gt.parallelize(model, placement) before gt.zero")
     names = p.placement.names
     if axis not in names:
         raise SbpError(f"a parameter of shape {list(p.shape)} has no axis {axis!r}",

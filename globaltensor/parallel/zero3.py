@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.layouts.layout import Layout, spec
 from globaltensor.layouts.sbp import broadcast
-from globaltensor.parallel.modules import stand_in, step_back
+from globaltensor.parallel.parameter_swap import swap_in, swap_out
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 
@@ -99,11 +99,11 @@ class ShardedLayer:
         self.own = SavedStorages({rank: t.detach() for rank, t in shard.items()} for shard in self.now)
         self.shells[turn] = self.own
         for (owner, key, p), whole, shell in zip(self.slots, self.wholes, self.own):
-            stand_in(owner, key, _Gathered.apply(p, whole, shell))
+            swap_in(owner, key, _Gathered.apply(p, whole, shell))
 
     def lay_down(self) -> SavedStorages | None:
         for owner, key, _ in self.slots:
-            step_back(owner, key)
+            swap_out(owner, key)
         own, self.own = self.own, None
         return own
 

@@ -338,7 +338,8 @@ def _describe_output(value: Any) -> str:
 @contextmanager
 def buffers_left_alone(module: nn.Module) -> Iterator[None]:
     """Inside, the module works on copies of its buffers: running statistics must not count a micro-batch twice."""
-    kept = [(m._buffers, key, b) for m in module.modules() for key, b in m._buffers.items() if b is not None]
+    kept = [(place, key, b) for m in module.modules() for key in m._buffers
+            for place in (m.__dict__, m._buffers) if (b := place.get(key)) is not None]      # swapped in, and its own
     for buffers, key, b in kept:
         buffers[key] = b.clone()
     try:

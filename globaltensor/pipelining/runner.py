@@ -58,8 +58,8 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
              micro_batches: int | None = None, loss: Callable[..., Any] | None = None, *, chunks: int | None = None,
              starts: Sequence[str] | None = None, cost: Callable[[nn.Module], float] | None = None, batch: str = "dp",
              reduction: str = "mean", recompute: bool = False) -> PipelineRunner:
-    """A model in stages, ready to be trained by a schedule. Its parameters become global, on the stages' placements:
-    make the optimizer after this. Parameters that are global already keep their sbp.
+    """A model in stages, ready to be trained by a schedule. Its parameters become global, on the stages' placements,
+    and stay the same objects. Those that are global already keep their sbp.
 
     model          the stages, as a list of modules; or a module, which is cut into stages of equal cost: an
                    nn.Sequential, or any other whose forward torch.fx can trace (inside its blocks anything may happen)

@@ -22,13 +22,14 @@ from globaltensor.layouts.layout import Layout, layout, replicated
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.parallel.modules import named_tensors
+from globaltensor.parallel.parameter_swap import check_convertible, convert, swapped_in
 from globaltensor.schedules.schedule import Schedule
 from globaltensor.tensors import backward, gradients
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.redistribution import to_layout
 
-Slot = tuple[nn.Module, str, str]                    # a module, "_parameters" or "_buffers", and a name in it
+Slot = tuple[nn.Module, str]                         # a module, and the name of a parameter or buffer in it
 
 
 def rank_groups(placements: Sequence[placement]) -> list[frozenset[int]]:
@@ -105,6 +106,8 @@ class StageParameters:
         self.stages, self.placements = stages, placements
         self.replicas: list[dict[int, Replica]] = [{} for _ in stages]      # by stage, by id of the original
         moved: dict[int, tuple[Any, Any]] = {}       # id of a tensor -> the tensor (kept alive), and its global one
+        for name, _, _, tensor, _ in [row for module in stages for row in named_tensors(module)]:
+            check_convertible(tensor, name)
         for stage, (module, where) in enumerate(zip(stages, placements)):
             for _, owner, key, tensor, kind in list(named_tensors(module)):
                 if id(tensor) not in moved:
@@ -114,7 +117,7 @@ class StageParameters:
                 getattr(owner, kind)[key] = placed
                 if placed.placement != where:
                     replica = self.replicas[stage].setdefault(id(placed), Replica(placed, _same_sbp(placed, where)))
-                    replica.slots.append((owner, kind, key))
+                    replica.slots.append((owner, key))
 
     def make_replicas(self) -> None:
         for replica in self._all_replicas():
@@ -146,24 +149,17 @@ class StageParameters:
     @contextmanager
     def replicas_in(self, stage: int) -> Iterator[None]:
         """Inside, the stage's modules work on the replicas of what they share with earlier stages."""
-        slots = [(replica, slot) for replica in self.replicas[stage].values() for slot in replica.slots]
-        for replica, (owner, kind, key) in slots:
-            getattr(owner, kind)[key] = replica.leaf
-        try:
+        with swapped_in((owner, key, replica.leaf) for replica in self.replicas[stage].values()
+                        for owner, key in replica.slots):
             yield
-        finally:
-            for replica, (owner, kind, key) in slots:
-                getattr(owner, kind)[key] = replica.original
 
 
 def _to_placement(tensor: torch.Tensor, where: placement) -> Any:
     """A parameter or buffer on a placement: a plain one is broadcast, a global one keeps its sbp."""
     if isinstance(tensor, GlobalTensor) and tensor.placement == where:
         return tensor
-    with torch.no_grad():
-        moved = (to_layout(tensor, _same_sbp(tensor, where)) if isinstance(tensor, GlobalTensor)
-                 else from_full(tensor.detach(), where, broadcast))
-    return nn.Parameter(moved, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+    return convert(tensor, lambda t: to_layout(t, _same_sbp(t, where)) if isinstance(t, GlobalTensor)
+                   else from_full(t, where, broadcast))
 
 
 def _same_sbp(tensor: GlobalTensor, where: placement) -> Layout:

@@ -7,6 +7,7 @@ above any tensor; ops arrive below, at `__torch_dispatch__`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,7 @@ _make = torch.Tensor._make_wrapper_subclass
 _KEY: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericWrapper")          # no other tensor has it
 _KEYS = torch._C.DispatchKeySet(_KEY)
 _requires_grad: Any = torch._C.TensorBase.requires_grad
+_OWN_ATTRIBUTES = {"spec", "shards", "guard", "_is_param", *gradients.ATTRIBUTES}
 
 
 if TYPE_CHECKING:
@@ -148,6 +150,7 @@ class GlobalTensor(TensorMethods):
             _data.__set__(self, value)
         if torch_ext is None:
             self.spec, self.shards, self.guard = value.spec, value.shards, value.guard
+        gradients.watch_anew(self)
 
     if TYPE_CHECKING:
         data: GlobalTensor
@@ -245,22 +248,34 @@ class GlobalTensor(TensorMethods):
         if not world().single_process:
             raise GlobalTensorError("pickling a global tensor in one of several processes",
                                     "each process holds only its own shards", "gt.save, or x.full_tensor()")
-        return _rebuild, (self.placement, self.sbp, self.shards, self.spec, self.requires_grad)
+        return _rebuild, (self.placement, self.sbp, self.shards, self.spec, self.requires_grad,
+                          isinstance(self, torch.nn.Parameter), _attributes(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
         if id(self) not in memo:
             if not self.is_leaf:
                 raise RuntimeError("Only leaf tensors can be deep-copied")
-            copy = self.detach().clone().requires_grad_(self.requires_grad)
-            if getattr(self, "_is_param", False):
-                copy._is_param = True
-            memo[id(self)] = copy
+            value = self.detach().clone()
+            if isinstance(self, torch.nn.Parameter):     # of which torch copies the value alone
+                memo[id(self)] = torch.nn.Parameter(value, self.requires_grad)
+            else:
+                memo[id(self)] = value.requires_grad_(self.requires_grad)
+                value.grad = deepcopy(self.grad, memo)
+                value.__dict__.update(deepcopy(_attributes(self), memo))
         return memo[id(self)]
 
 
-def _rebuild(where: placement, sbp: NdSbp, shards: Shards, of: Spec, requires_grad: bool) -> GlobalTensor:
-    made = GlobalTensor.wrap(spec(layout(where, sbp), of.shape, of.stride, of.dtype), shards)
-    return made.requires_grad_(requires_grad)
+def _attributes(x: GlobalTensor) -> dict[str, Any]:
+    """What users have set on a tensor."""
+    return {name: value for name, value in x.__dict__.items() if name not in _OWN_ATTRIBUTES}
+
+
+def _rebuild(where: placement, sbp: NdSbp, shards: Shards, of: Spec, requires_grad: bool, is_parameter: bool,
+             attributes: dict[str, Any]) -> Any:
+    x: Any = GlobalTensor.wrap(spec(layout(where, sbp), of.shape, of.stride, of.dtype), shards)
+    x = torch.nn.Parameter(x, requires_grad) if is_parameter else x.requires_grad_(requires_grad)
+    x.__dict__.update(attributes)
+    return x
 
 
 def _describe(of: Spec) -> tuple:

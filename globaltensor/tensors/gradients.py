@@ -30,6 +30,7 @@ raw_grad = _grad.__get__                             # the gradient of a leaf as
 _set = _grad.__set__
 _order = count()
 pending: dict[int, Any] = {}                         # leaves whose gradients lie elsewhere than they do
+ATTRIBUTES = {"_order", "_aim", "_early", "_part", "_whole", "_sent"}        # what is noted here on a leaf
 EARLY = 25 << 20                                     # bytes of gradients that wait, at most, for leaves aimed early
 
 
@@ -53,14 +54,18 @@ def replace_grad(leaf: Any, value: Any) -> None:
 def set_grad_layout(leaf: Any, dst: Layout, early: bool = False) -> None:
     """Gradients of this leaf are brought to `dst`. `early`: during backward already, as soon as `EARLY` bytes wait."""
     leaf._aim, leaf._early = dst, early
-    if "_order" in leaf.__dict__ and _watched_natively(leaf):
-        torch_ext.watch_gradient(leaf)                  # anew: what it knows of settled gradients is over
+    watch_anew(leaf)
 
 
 def share_grad(whole: Any, part: Any) -> None:
     """The two have one gradient: what comes for `whole`, in the layout and dtype of `part`."""
     whole._part = part._part = part
     part._whole = whole
+
+
+def has_part(leaf: Any) -> bool:
+    """Does an optimizer work on a part of this leaf in its place?"""
+    return "_part" in leaf.__dict__
 
 
 def set_grad_reduce_dtype(parameters: Iterable[Any], dtype: torch.dtype | None) -> None:
@@ -97,8 +102,25 @@ def watch(leaf: Any) -> None:
         leaf._order = next(_order)
         if _watched_natively(leaf):
             torch_ext.watch_gradient(leaf)
-        else:
-            _hook(leaf, _accumulated_hook)
+        else:                                        # first: hooks of the user's may read the gradient
+            handle = _hook(leaf, _accumulated_hook)
+            leaf._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)
+
+
+def watch_anew(leaf: Any) -> None:
+    """Of a leaf whose layout, or whose gradient's, is another now: native code forgets which gradients need nothing."""
+    if "_order" in leaf.__dict__ and _watched_natively(leaf):
+        torch_ext.watch_gradient(leaf)
+
+
+def keep_hooks(leaf: Any) -> None:
+    """Of a leaf that has become global by `torch.utils.swap_tensors`: hooks that its object has are made its data's."""
+    if leaf._backward_hooks is not None:
+        leaf._backward_hooks = leaf._backward_hooks
+    if leaf._post_accumulate_grad_hooks is not None:
+        leaf._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
+    if leaf.__dict__.pop("_order", None) is not None:
+        watch(leaf)
 
 
 def _watched_natively(leaf: Any) -> bool:

@@ -1,0 +1,89 @@
+"""Swapping parameters in and out: another tensor in the place of a module's parameter, for a while or for good.
+
+For a while: a module looks a parameter up last, after its own attributes. `swap_in` puts a tensor among these, which
+is what the module's forward finds, until `swap_out`. Optimizers, `parameters()` and `state_dict()` go on seeing the
+parameter.
+
+For good: `convert` gives a parameter a global value and leaves it the same object. So an optimizer made before goes on
+training it, modules that share it go on sharing it, and its hooks and its gradient stay. A plain parameter cannot take
+global data; `torch.utils.swap_tensors` gives it what another object has, all but the hooks, which torch keeps with
+both the object and the data.
+"""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from globaltensor.errors import GlobalTensorError
+from globaltensor.tensors import gradients
+from globaltensor.tensors.global_tensor import GlobalTensor
+
+
+def swap_in(owner: nn.Module, key: str, tensor: Tensor) -> None:
+    """Let a module find `tensor` where it looks for its parameter or buffer `key`, until `swap_out`."""
+    owner.__dict__[key] = tensor
+
+
+def swap_out(owner: nn.Module, key: str) -> None:
+    owner.__dict__.pop(key, None)
+
+
+@contextmanager
+def swapped_in(tensors: Iterable[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    """Inside, modules find these tensors where they look for their parameters."""
+    slots = list(tensors)
+    for owner, key, tensor in slots:
+        swap_in(owner, key, tensor)
+    try:
+        yield
+    finally:
+        for owner, key, _ in slots:
+            swap_out(owner, key)
+
+
+def convert(tensor: Tensor, to_global: Callable[[Tensor], GlobalTensor]) -> Tensor:
+    """A parameter or buffer, made global by `to_global`: of a buffer what that gives, a parameter itself, with its
+    gradient made global likewise. `check_convertible` comes before, for all tensors that are to be converted."""
+    if not isinstance(tensor, nn.Parameter):
+        with torch.no_grad():
+            return to_global(tensor.detach())
+    with torch.no_grad():
+        value = to_global(tensor.detach())
+        grad = None if tensor.grad is None else to_global(tensor.grad.detach())
+    tensor.grad = None                               # of the old layout, which torch would compare with the new one
+    if isinstance(tensor, GlobalTensor):
+        tensor.data = value
+    else:
+        _become(tensor, value)
+    tensor.grad = grad
+    return tensor
+
+
+def check_convertible(parameter: Tensor, name: str) -> None:
+    """Raise GlobalTensorError for a parameter that a graph or a weak reference still knows as plain, and for one that
+    `gt.zero` has split. `name` is for the message."""
+    what = f"the parameter {name!r} cannot be made global, or laid out anew, now"
+    if gradients.has_part(parameter):
+        raise GlobalTensorError(what, "gt.zero has split it, and its optimizer works on the parts",
+                                "module.to_global(...) before gt.zero(...)")
+    if isinstance(parameter, GlobalTensor) or not isinstance(parameter, nn.Parameter):
+        return
+    if weakref.getweakrefs(parameter):
+        raise GlobalTensorError(what, "a weak reference to it knows it as a plain tensor",
+                                "module.to_global(...) before what refers to its parameters weakly is made")
+    # One use is the Python object's, one that of the node that accumulates its gradient, which swap_tensors allows.
+    if parameter._use_count() > 2:                   # type: ignore[attr-defined]  # not in torch's stubs
+        raise GlobalTensorError(what, "a graph that waits for its backward pass has saved it as a plain tensor",
+                                "loss.backward() first, or module.to_global(...) before the forward pass")
+
+
+def _become(parameter: nn.Parameter, value: GlobalTensor) -> None:
+    """Let a plain parameter have this global value."""
+    attributes = dict(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
+    parameter.__dict__.update(attributes)
+    gradients.keep_hooks(parameter)
