@@ -34,6 +34,8 @@ I_READ, IT_READS, I_WRITE, IT_WRITES = 1, 2, 4, 8    # enum gt_tie
 _region = struct.Struct(f"=6i{DIMS}q")               # ndim, sources, targets, part, parts, first, size
 _corner = struct.Struct(f"={1 + DIMS}q")             # shard, start
 
+Terms = tuple[tuple[int, ...], ...]                  # per source its coordinates on the pending axes
+
 
 class KernelProgram(NamedTuple):
     """What a process runs. `partners` (indices into the tables of shards, ascending) and what ties it to each, a set of
@@ -101,7 +103,7 @@ def region_jobs(src: Layout, dst: Layout, shape: Shape, itemsize: int, shared: b
     """What all ranks do, those of other processes too: every element of every new shard is written once."""
     same = set(src.placement.flat) == set(dst.placement.flat)
     jobs: list[RegionJob] = []
-    sums: dict[tuple, list[RegionJob]] = {}          # equal sums, of copies of the same terms, that several ranks need
+    sums: dict[tuple[Region, Terms], list[RegionJob]] = {}       # equal sums, of copies of the same terms
     for rank, pieces in route(src, dst, shape).pieces.items():
         rest = [dst.region(shape, rank)]
         for region, sources in pieces:
@@ -121,7 +123,7 @@ def region_jobs(src: Layout, dst: Layout, shape: Shape, itemsize: int, shared: b
     return tuple(jobs)
 
 
-def _terms(src: Layout, sources: tuple[int, ...]) -> tuple:
+def _terms(src: Layout, sources: tuple[int, ...]) -> Terms:
     """What the shards of these ranks are: which terms of the pending sum. Two ranks may hold copies of one."""
     coords = src.placement.coords
     return tuple(tuple(i for i, s in zip(coords[rank], src.sbp) if s.is_partial) for rank in sources)
@@ -145,7 +147,7 @@ def ties(jobs: Sequence[RegionJob], me: int) -> dict[int, int]:
 
 def _merge_targets(jobs: list[RegionJob], src: Layout) -> list[RegionJob]:
     """In a process that drives several ranks, a reduction that several of them need is computed once."""
-    merged: dict[tuple, RegionJob] = {}
+    merged: dict[tuple[Region, Terms, int | None], RegionJob] = {}
     for job in jobs:
         # Copies are not merged: each rank pulls its own.
         key = (job.region, _terms(src, job.sources), job.rank if len(job.sources) == 1 else None)

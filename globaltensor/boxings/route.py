@@ -22,6 +22,8 @@ from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.regions import Region, intersect, volume
 from globaltensor.layouts.sbp import broadcast
 
+Holders = dict[tuple[int, ...], dict[Region, list[int]]]         # term of a pending sum -> region -> ranks that hold it
+
 
 class SourcedRegion(NamedTuple):
     """`region` of the global tensor is the reduction of the parts of these ranks, in this order."""
@@ -103,16 +105,16 @@ def _sharing(src: Layout, dst: Layout, kept: tuple[bool, ...]) -> dict[int, list
     return {rank: list(sets.values()) for sets in groups.values() for ranks in sets.values() for rank in ranks}
 
 
-def _holders(src: Layout, shape: Shape) -> dict[tuple[int, ...], dict[Region, list[int]]]:
-    """Coordinates on the pending axes, which name a term of the sum -> region -> the ranks that hold it."""
-    holders: dict[tuple[int, ...], dict[Region, list[int]]] = {}
+def _holders(src: Layout, shape: Shape) -> Holders:
+    """The coordinates on the pending axes name a term of the sum."""
+    holders: Holders = {}
     for rank in src.placement.flat:
         at = tuple(i for i, s in zip(src.placement.coords[rank], src.sbp) if s.is_partial)
         holders.setdefault(at, {}).setdefault(src.region(shape, rank), []).append(rank)
     return holders
 
 
-def _cover(wanted: Region, rank: int, terms: list[dict[Region, list[int]]], holders: dict, sharing: list[list[int]],
+def _cover(wanted: Region, rank: int, terms: list[dict[Region, list[int]]], holders: Holders, sharing: list[list[int]],
            load: dict[int, int]) -> list[SourcedRegion]:
     """`wanted` divided along the regions that src holds, each piece with one source per term of the reduction.
 
@@ -130,8 +132,8 @@ def _cover(wanted: Region, rank: int, terms: list[dict[Region, list[int]]], hold
     return pieces
 
 
-def _overlay(wanted: Region, rank: int, terms: list[dict[Region, list[int]]], holders: dict, sharing: list[list[int]],
-             load: dict[int, int]) -> list[SourcedRegion]:
+def _overlay(wanted: Region, rank: int, terms: list[dict[Region, list[int]]], holders: Holders,
+             sharing: list[list[int]], load: dict[int, int]) -> list[SourcedRegion]:
     """The same where the terms are not divided alike: `wanted` divided along the regions of all of them."""
     parts_of = [[(part, ranks) for region, ranks in held.items() if (part := intersect(region, wanted)) is not None]
                 for held in terms]

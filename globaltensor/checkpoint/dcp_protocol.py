@@ -24,14 +24,14 @@ def _dcp() -> Any:
     return import_module("globaltensor.checkpoint.dcp")
 
 
-class _Held(dict):
+class _Held(dict[int, torch.Tensor]):
     """The shards of a tensor themselves; a copy of them is a plain dict."""
 
     def __init__(self, t: GlobalTensor) -> None:
         super().__init__(t.shards)
         self.t = t
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         _dcp().chunks(self.t)                        # refuses what cannot be saved
         return dict, (), None, None, iter(self.items())
 

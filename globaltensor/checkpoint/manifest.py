@@ -36,7 +36,7 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 class CheckpointError(GlobalTensorError):
     """A checkpoint that cannot be written, is incomplete or damaged, or does not fit the state it is loaded into."""
 
-    def __reduce__(self) -> tuple:                   # torch's checkpoints pickle errors, to send them to other ranks
+    def __reduce__(self) -> tuple[object, ...]:      # torch's checkpoints pickle errors, to send them to other ranks
         return type(self), (self.what, self.why, self.fix, self.where)
 
 

@@ -95,7 +95,8 @@ class BatchCutter:
         return GlobalTensor.wrap(of, shards)
 
 
-def _map_structure(value: Any, tensor: Callable, plain: Callable, path: str = "") -> Any:
+def _map_structure(value: Any, tensor: Callable[[torch.Tensor, str], Any], plain: Callable[[Any, str], Any],
+                   path: str = "") -> Any:
     """The same structure, with `tensor(t, path)` for every tensor and `plain(values, path)` for every list without
     tensors."""
     def mapped(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:

@@ -42,10 +42,10 @@ class _Requests:
         self.cutter, self.seeded = cutter, seeded
         self.batches: Iterator[Batch] = iter(())     # of the next iteration
 
-    def __iter__(self) -> Iterator[list]:
+    def __iter__(self) -> Iterator[list[Any]]:
         return map(self.keys, self.batches)
 
-    def keys(self, batch: Batch) -> list:
+    def keys(self, batch: Batch) -> list[Any]:
         start, stop = self.cutter.rows(len(batch.indices))
         indices = batch.indices[start:stop] or batch.indices[:1]
         return [(batch.epoch, i) for i in indices] if self.seeded else indices
@@ -89,7 +89,7 @@ class DataLoader:
 
     def __init__(self, dataset: Any, batch_size: int, placement: Placement, sbp: SbpLike, *, shuffle: bool = False,
                  seed: int = 0, tail: str = "exact", sampler: Sampler | None = None, seed_samples: bool = True,
-                 num_workers: int = 0, collate_fn: Callable[[list], Any] | None = None, pin_memory: bool = False,
+                 num_workers: int = 0, collate_fn: Callable[[list[Any]], Any] | None = None, pin_memory: bool = False,
                  prefetch_factor: int | None = None, persistent_workers: bool = False, timeout: float = 0,
                  worker_init_fn: Callable[[int], None] | None = None, multiprocessing_context: Any = None,
                  generator: torch.Generator | None = None, check: bool = True) -> None:

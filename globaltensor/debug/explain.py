@@ -26,7 +26,8 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call
-from globaltensor.rules.language import Rule
+from globaltensor.rules.language import Rule, Signature
+from globaltensor.rules.proof import Sides
 from globaltensor.runtime.text_table import aligned
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -94,7 +95,8 @@ class _Seeing(TorchDispatchMode):
         self.moves, self.explained = moves, 0        # so many of the moves have their row
         self.rows: list[Row] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if not any(type(t) is GlobalTensor for t in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
@@ -158,10 +160,10 @@ def _second(recipe: Recipe, rule: Rule, operands: list[Spec]) -> tuple[str, floa
     outputs += [((), 0)] * (len(rule.outputs) - len(outputs))
     taken = _inputs(recipe.signature)
     target = recipe.written[0] if recipe.written and rule.outputs else None
-    prices: dict[tuple, tuple[float, tuple]] = {}
+    prices: dict[tuple[Sides, ...], tuple[float, tuple[Signature, ...]]] = {}
     for price, nd in rank_choices(rule, operands, outputs, world().machine, target):
         prices.setdefault(_inputs(nd), (price, nd))
-    own, _ = prices.pop(taken, (0.0, None))
+    own = prices.pop(taken)[0] if taken in prices else 0.0
     if not prices:
         return "", 0.0
     price, nd = min(prices.values(), key=lambda choice: choice[0])
@@ -169,7 +171,7 @@ def _second(recipe: Recipe, rule: Rule, operands: list[Spec]) -> tuple[str, floa
     return _signature([w.sbp for w in wants], [g.sbp for g in gives]), max(price - own, 0.0)
 
 
-def _inputs(nd: tuple) -> tuple:
+def _inputs(nd: tuple[Signature, ...]) -> tuple[Sides, ...]:
     """Choices of the same layouts are one choice, whatever label they cut."""
     return tuple((sig.inputs, sig.outputs) for sig in nd)
 

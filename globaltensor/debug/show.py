@@ -224,10 +224,13 @@ def _projected(of: Spec) -> tuple[tuple[int, int], list[int], list[Rectangle2]]:
     """Two dims at most, the shape and the boxes along them; boxes that fall on one another share a rectangle."""
     split = list(dict.fromkeys(s.dim for s in of.sbp if s.is_split))
     dims = sorted((split + [d for d in range(of.ndim) if d not in split])[:2])
-    projected: dict[tuple, list[Cell]] = {}
+    projected: dict[Region, list[Cell]] = {}
     for cell in cells(of):
         projected.setdefault(tuple(cell.region[d] for d in dims), []).append(cell)
     pad = 2 - len(dims)
     height, width = (1,) * pad + tuple(of.shape[d] for d in dims)
-    return (height, width), dims, [(*((0, 1),) * pad, *region, " | ".join(c.formula for c in held), held[0].rank)
-                         for region, held in projected.items()]
+    rectangles = []
+    for region, held in projected.items():
+        rows, columns = ((0, 1),) * pad + region
+        rectangles.append((rows, columns, " | ".join(c.formula for c in held), held[0].rank))
+    return (height, width), dims, rectangles

@@ -29,11 +29,11 @@ from globaltensor.rules.call import Call
 from globaltensor.runtime.memory import require
 from globaltensor.runtime.native import torch_ext
 
-_decisions: dict[tuple, Decision] = {}
+_decisions: dict[tuple[Any, ...], Decision] = {}
 _LIMIT = 50_000
 
 
-def arrive(cls: type[GlobalLike], func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def arrive(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An op from torch: run it, and cache its recipe in the native dispatcher where that asked for one.
 
     Only what comes a second time is cached: a shape that is seen once is not worth it. An operand without memory always
@@ -52,14 +52,15 @@ def arrive(cls: type[GlobalLike], func: OpOverload, args: tuple, kwargs: dict[st
     return dispatch(cls, func, args, kwargs)
 
 
-def _tensors(args: tuple, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Plain ones and global ones."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         for t in value if type(value) in (list, tuple) else (value,):
             if isinstance(t, torch.Tensor):
                 yield t
 
 
-def _on_meta(cls: type[GlobalLike], args: tuple, kwargs: dict[str, Any]) -> bool:
+def _on_meta(cls: type[GlobalLike], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Is the op one on memory that is not there, whose plain operands need none either?"""
     return all(t.spec.placement.type == "meta" for t in _tensors(args, kwargs) if is_global(t))
 
@@ -87,7 +88,7 @@ def rule(op: Any, dims: str, algebra: str = "", *, leaves: str = "sum", nonempty
         torch_ext.clear_recipes()
 
 
-def dispatch(cls: type[GlobalLike], func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def dispatch(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on operands of which at least one is a `cls`, a global tensor."""
     decision = find(cls, func, args, kwargs)
     if isinstance(decision, Recipe):
@@ -95,7 +96,7 @@ def dispatch(cls: type[GlobalLike], func: OpOverload, args: tuple, kwargs: dict[
     return decision(Call(func, args, kwargs), _Run(cls))
 
 
-def _key(cls: type[GlobalLike], func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> tuple:
+def _key(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     key: list[Any] = [func]
     for value in args:
         kind = type(value)
@@ -110,7 +111,7 @@ def _key(cls: type[GlobalLike], func: OpOverload, args: tuple, kwargs: dict[str,
     return tuple(key)
 
 
-def find(cls: type[GlobalLike], func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Decision:
+def find(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
     """What was decided for a call, or is now where it is new."""
     key = _key(cls, func, args, kwargs)
     decision = _decisions.get(key)

@@ -216,10 +216,10 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
     return flat if all(isinstance(r, torch.Tensor) or r is None for r in flat) else None
 
 
-_alike: dict[tuple, list[torch.dtype]] = {}
+_alike: dict[tuple[Any, ...], list[torch.dtype]] = {}
 
 
-def _alike_key(call: Call, operands: list[Spec]) -> tuple | None:
+def _alike_key(call: Call, operands: list[Spec]) -> tuple[Any, ...] | None:
     """What a pointwise op on contiguous operands of one shape gives depends on dtypes alone: the key of such a call."""
     shape = operands[0].shape
     if torch.Tag.pointwise not in call.func.tags or not shape or any(

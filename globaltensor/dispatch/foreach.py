@@ -103,7 +103,7 @@ def _one_placement(cls: type[GlobalLike], call: Call, i: int, tensors: tuple[Any
                               f"x.to_global(gt.{places[0]}) for the others" if places else "")
 
 
-def _result(call: Call, lists: dict, i: int, give: Layout) -> Spec:
+def _result(call: Call, lists: dict[str, list[Any]], i: int, give: Layout) -> Spec:
     """The spec of result i, by torch's meta kernel on that element alone."""
     count = len(next(iter(lists.values())))
     args, kwargs = [], {}

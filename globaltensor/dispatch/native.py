@@ -31,7 +31,7 @@ def pending_key(func: OpOverload) -> bytes | None:
     return key
 
 
-def cache_recipe(key: bytes, cls: type[GlobalLike], recipe: Recipe, func: OpOverload, args: tuple,
+def cache_recipe(key: bytes, cls: type[GlobalLike], recipe: Recipe, func: OpOverload, args: tuple[Any, ...],
                  kwargs: dict[str, Any]) -> None:
     """Cache the recipe of a call, or that the call goes to Python."""
     call = Call(func, args, kwargs)

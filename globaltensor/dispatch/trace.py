@@ -25,7 +25,7 @@ class Trace(Run):
     """Stands between a decomposition and its `run`, and notes the steps; `steps` is None once one cannot be noted."""
 
     def __init__(self, run: Run, call: Call) -> None:
-        self.steps: list[tuple] | None = []
+        self.steps: list[tuple[Any, ...]] | None = []
         self._run = run
         self._registers: dict[int, int] = {}         # id of a tensor -> its register
         self._kept: list[Any] = []                   # all of them alive, so that no id is used again

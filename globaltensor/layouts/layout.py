@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 Shards = dict[int, torch.Tensor]                     # rank -> its part, for the ranks that this process drives
 
 _layouts: dict[tuple[placement, NdSbp], Layout] = {}
-_specs: dict[tuple, Spec] = {}
+_specs: dict[tuple[Layout, Shape, Shape | None, torch.dtype, bool], Spec] = {}
 
 
 class Layout:
@@ -39,7 +39,7 @@ class Layout:
     def __repr__(self) -> str:
         return f"{self.placement} {sbp_text(self.sbp)}"
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[object, ...]:
         return layout, (self.placement, self.sbp)
 
     def region(self, shape: Shape, rank: int) -> Region:

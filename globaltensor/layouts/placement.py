@@ -75,7 +75,7 @@ class placement:
         names = f", axis_names={self.axis_names}" if self.axis_names else ""
         return f'placement("{self.type}", {_lists(self.ranks)}{names})'
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[object, ...]:
         return placement, (self.type, self.ranks, self.axis_names)
 
     @property

@@ -13,7 +13,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.regions import Region
 from globaltensor.layouts.sbp import NdSbp
 
-_interned: dict[tuple, RankRegions] = {}
+_interned: dict[tuple[placement, NdSbp, tuple[Region, ...]], RankRegions] = {}
 
 
 class RankRegions(Layout):

@@ -79,6 +79,8 @@ from globaltensor.rules.shapes import (
 )
 from globaltensor.runtime import custom_ops
 
+__all__ = ["TABLE"]                                  # filled by the lines below
+
 aten = torch.ops.aten
 
 

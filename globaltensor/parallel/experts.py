@@ -78,7 +78,7 @@ class Travel:
     def __init__(self) -> None:
         self.under_way: list[tuple[_Turned, Tensor, Tensor] | None] = []      # one per call that has begun
 
-    def there(self, module: nn.Module, args: tuple) -> tuple | None:
+    def there(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """A forward pre-hook. What it does not recognise it leaves alone: that runs as well, and moves more."""
         matrices: Any = next((p for p in module.parameters(recurse=False) if p.dim() == 3), None)
         self.under_way.append(None)
@@ -107,7 +107,7 @@ class Travel:
             swap_in(owner, key, there.seen(parameter))
         return there.seen(tokens[picked]), from_full(slots.expert[:, None], there.place, broadcast), there.seen(weights)
 
-    def back(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    def back(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """A forward hook: what the experts of a token gave, added up where the token was."""
         found: Any = self.under_way.pop()
         if found is None:
@@ -160,7 +160,7 @@ class _Turned:
         back = [self.order.index(axis) for axis in range(self.home.ndim)]
         return _Called.apply(x, layout(self.home, self._at_home(x.sbp)), back)
 
-    def _at_home(self, sbp: tuple) -> tuple:
+    def _at_home(self, sbp: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(sbp[self.order.index(axis)] for axis in range(self.home.ndim))
 
 
@@ -174,7 +174,7 @@ class _Called(torch.autograd.Function):
         return GlobalTensor.wrap(spec(dst, x.spec.shape, x.spec.stride, x.spec.dtype), x.shards)
 
     @staticmethod
-    def backward(ctx: Any, grad: GlobalTensor) -> tuple:
+    def backward(ctx: Any, grad: GlobalTensor) -> tuple[Any, ...]:
         was = [ctx.src.sbp[axis] for axis in ctx.order]
         grad = grad.to_global(sbp=tuple(s if s.is_split else broadcast if g.is_split else g
                                         for s, g in zip(was, grad.sbp)))

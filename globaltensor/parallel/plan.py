@@ -58,7 +58,7 @@ _VOCABULARY = ("token", "wte", "embed_tokens", "word_embeddings", "tok_embedding
 _HEADS = ("head", "lm_head", "output_projection")
 
 
-class Plan(MutableMapping):
+class Plan(MutableMapping[str, PlanRow]):
     """Rows of pattern -> {axis: sbp}, in order; the first that fits counts.
 
     rows   a mapping of patterns to dicts by axis name, with `gt.sbp` values or their printed form ("S(0)", "B")
@@ -113,7 +113,7 @@ class Plan(MutableMapping):
         return cls(_merged(tensors, named) | _merged(moved, [f"{name}{way}" for name in parts for way in (_IN, _OUT)]))
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> Plan:
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read what `save` wrote. Raises SbpError with the line that is wrong."""
         with open(path, encoding="utf-8") as file:
             return cls.parse(file.read(), os.fspath(path))
@@ -138,7 +138,7 @@ class Plan(MutableMapping):
                              if value != _AS_IT_LIES}
         return plan
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the text that `print` shows."""
         with open(path, "w", encoding="utf-8") as file:
             file.write(f"{self}\n")

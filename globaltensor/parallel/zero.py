@@ -88,7 +88,7 @@ def _cut(p: torch.Tensor, axis: str) -> Layout | None:
     return p.spec.layout.along({axis: split(longest)})
 
 
-class MasterParams(list):
+class MasterParams(list[tuple[Any, Any]]):
     """Parameters and the parts that are stepped in their place: (parameter, part)."""
 
     def look(self) -> None:

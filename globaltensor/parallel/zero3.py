@@ -13,6 +13,7 @@ Source: Zhao et al., PyTorch FSDP, arXiv:2304.11277.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -59,13 +60,14 @@ class ShardedLayers:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.layers[0].done(turn))
 
 
-class SavedStorages(list):
+class SavedStorages(list[dict[int, Tensor]]):
     """rank -> shard, per parameter, of one forward pass: empty but while they are used."""
 
     def fill(self, shards: list[dict[int, Tensor]] | None) -> None:
         for k, shell in enumerate(self):
             for rank, t in shell.items():
-                t.set_(torch.empty(0, dtype=t.dtype, device=t.device) if shards is None else shards[k][rank])
+                t.set_(torch.empty(0, dtype=t.dtype, device=t.device) if shards is None else  # type: ignore[call-overload]
+                       shards[k][rank])              # torch's types do not know that the source may be a tensor
 
 
 class ShardedLayer:
@@ -76,7 +78,8 @@ class ShardedLayer:
         self.slots: list[tuple[nn.Module, str, GlobalTensor]] = []
         self.wholes: list[Layout] = []
         for owner in module.modules():
-            for key, p in owner._parameters.items():
+            parameters: Mapping[str, Tensor | None] = owner._parameters
+            for key, p in parameters.items():
                 if isinstance(p, GlobalTensor) and (whole := _whole(p, axis)) is not None:
                     self.slots.append((owner, key, p))
                     self.wholes.append(whole)

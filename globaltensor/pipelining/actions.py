@@ -80,8 +80,9 @@ class PipelineStep:
     autocast          (dtype, enabled) of the caller, in force inside the stages only
     """
 
-    def __init__(self, model: PipelineModel, schedule: Schedule, comm: StageComm | None, inputs: Sequence[tuple],
-                 targets: Sequence[tuple | None], keys: Sequence[Hashable], seeds: Sequence[int], train: bool,
+    def __init__(self, model: PipelineModel, schedule: Schedule, comm: StageComm | None,
+                 inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...] | None],
+                 keys: Sequence[Hashable], seeds: Sequence[int], train: bool,
                  autocast: tuple[torch.dtype, bool]) -> None:
         self.model, self.schedule, self.comm, self.train, self.autocast = model, schedule, comm, train, autocast
         self.targets, self.keys = targets, keys

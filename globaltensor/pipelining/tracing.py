@@ -224,7 +224,7 @@ def _refuse_in_place(work: Sequence[fx.Node], plain: set[fx.Node], stage_of: dic
 # ------------------------------------------------------------------------------------------------- stages out of nodes
 
 
-class _SharedDict(dict):
+class _SharedDict(dict[str, Any]):
     """Some of the parameters or buffers of a module; replacing one here replaces it in the module, too."""
 
     def __init__(self, some: dict[str, Any], original: dict[str, Any]) -> None:

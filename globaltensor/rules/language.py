@@ -30,7 +30,7 @@ from functools import lru_cache
 from itertools import chain, combinations, product
 from typing import NamedTuple
 
-from globaltensor.layouts.sbp import Sbp, broadcast, partial_max, partial_min, partial_sum, split
+from globaltensor.layouts.sbp import NdSbp, Sbp, broadcast, partial_max, partial_min, partial_sum, split
 
 Dims = tuple[tuple[str, ...], ...]                   # per dim its labels, outermost first
 Sizes = dict[str, int]                               # label -> size
@@ -76,7 +76,7 @@ def cut_dim(tensor: Dims, label: str) -> int | None:
 def signatures(of: Rule) -> tuple[Signature, ...]:
     """Every legal signature on one axis, all-B first."""
     labels = dict.fromkeys(x for t in of.inputs for d in t for x in d[:1] if not x.endswith("!") and x != "1")
-    legal: dict[tuple, Signature] = {}               # by its sbps: labels that cut the same dims are one signature
+    legal: dict[tuple[NdSbp, NdSbp], Signature] = {}         # labels that cut the same dims are one signature
     for label in (None, *labels):
         try:
             cuts = [cut_dim(t, label) if label else None for t in of.inputs]

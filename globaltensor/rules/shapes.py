@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import gcd, prod
 
+from globaltensor.layouts.layout import Shape
 from globaltensor.rules.call import Call
-from globaltensor.rules.families import Family, Shape, dim_labels, dims_of
+from globaltensor.rules.families import Family, dim_labels, dims_of
 from globaltensor.rules.language import Rule
 from globaltensor.rules.parse import rule
 

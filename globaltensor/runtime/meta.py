@@ -56,8 +56,8 @@ class Asking(UntracedMode):
         super().__init__()
         self.structured = structured
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-                           ) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if not any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)             # on a number that became a tensor

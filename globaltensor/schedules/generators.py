@@ -202,7 +202,7 @@ def generate(name: str, ranks: int, micro_batches: int, chunks: int | None = Non
 
 
 def _alternate(forwards: Sequence[int], backwards: Sequence[int], ahead: int, weights: Sequence[int] = (),
-               late: int = 0) -> array:
+               late: int = 0) -> array[int]:
     """`ahead` forwards, then a forward and a backward in turn, then the remaining backwards. Each backward after the
     first `late` is followed by the oldest weight gradient not yet done; the rest of these come at the end."""
     row = array("q", forwards[:ahead])
@@ -254,7 +254,7 @@ def _counted(name: str, ranks: int, micro_batches: int,
     in the shortest schedule that has the full form, are left out: what remains is legal."""
     rank_of = vee(ranks)
 
-    def numbered(r: int) -> array:
+    def numbered(r: int) -> array[int]:
         both_stages = r, 2 * ranks - 1 - r
         down, up = (StageCodes(*(encode(kind, stage) for kind in (F, B, I, W))) for stage in both_stages)
         codes = np.array(row(r, down, up), np.int64)

@@ -41,7 +41,7 @@ class _Assign(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple:
+    def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
         rest = grad.clone()
         assign(rest, ctx.index, 0)
         if ctx.value is None or not ctx.needs_input_grad[1]:

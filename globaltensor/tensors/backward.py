@@ -31,7 +31,7 @@ def method(x: torch.Tensor, gradient: Any = None, retain_graph: bool | None = No
     backward(x, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple:
+def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """torch.autograd.grad, with tensors named by their edges in the graph."""
     outs, ins = _sequence(outputs), _sequence(inputs)
     if _cannot(*outs, *ins):

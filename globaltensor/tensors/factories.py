@@ -99,7 +99,7 @@ def build(shape: Shape, dtype: torch.dtype, dst: Layout, make: Make) -> GlobalTe
     """A global tensor whose part for a box is `make(box, device)`; pending sums: the first rank holds the value."""
     ranks = local_ranks_of(dst.placement)
     ready = dst.without_partials
-    made: dict[tuple, torch.Tensor] = {}
+    made: dict[tuple[Region, torch.device], torch.Tensor] = {}
     shards = {}
     for r in ranks:
         part, device = ready.region(shape, r), world().device(dst.placement.type, r)

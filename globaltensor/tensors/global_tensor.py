@@ -71,7 +71,8 @@ class GlobalTensor(TensorMethods):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
         within = _WITHIN.get(func)
         if within is not None:
             return within(*args, **(kwargs or {}))
@@ -80,7 +81,7 @@ class GlobalTensor(TensorMethods):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any,  # type: ignore[override]  # torch declares a function of C
-                           args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+                           args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         return arrive(cls, func, args, kwargs or {})
 
     # ---------------------------------------------------------------------------------------------- what it is
@@ -278,7 +279,7 @@ def _rebuild(where: placement, sbp: NdSbp, shards: Shards, of: Spec, requires_gr
     return x
 
 
-def _describe(of: Spec) -> tuple:
+def _describe(of: Spec) -> tuple[Any, ...]:
     """What the native code keeps of a spec."""
     ranks = local_ranks_of(of.placement)
     rows_cut = any(s.is_split and s.dim == 0 for s in of.sbp)

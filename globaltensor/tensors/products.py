@@ -129,7 +129,7 @@ def einsum(equation: str, *operands: Any) -> torch.Tensor:
     return torch.einsum(equation, *operands)
 
 
-def _is_plain(equation: Any, operands: tuple) -> bool:
+def _is_plain(equation: Any, operands: tuple[Any, ...]) -> bool:
     """Letters only, none twice in a tensor, every label kept or shared, and no size broadcast."""
     text = equation.replace(" ", "") if isinstance(equation, str) else ""
     sides = text.split("->")
@@ -151,7 +151,7 @@ def _check(fits: bool, name: str, a: torch.Tensor, b: torch.Tensor) -> None:
         raise RuntimeError(f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
 
 
-def _autocast(*tensors: Any) -> tuple:
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
     """What autocast would do to the operands of a product."""
     kind = next(t.device.type for t in tensors if t is not None)
     if not torch.is_autocast_enabled(kind):
