@@ -85,6 +85,7 @@ def test_what_is_honoured(name):
         plain, here = call(name), call(name, placement=TWO, sbp=sbp)
         named = call(name, by_name=True, placement=TWO, sbp=sbp)
         assert here.dtype == plain.dtype and here.shape == plain.shape and not here.requires_grad
+        assert call(name, placement=TWO, sbp=sbp, dtype=None).dtype == plain.dtype
         assert named.dtype == here.dtype and named.shape == here.shape
         if name != "empty":
             assert torch.equal(gather(named), gather(here))
@@ -111,6 +112,13 @@ def test_without_a_placement_it_is_torch_s_own(name):
         own = torch.Generator().manual_seed(9)
         expected = getattr(torch, name)(*positional, generator=torch.Generator().manual_seed(9))
         assert torch.equal(call(name, generator=own), expected)
+
+
+@pytest.mark.parametrize("mean, std", [((3.0,), ()), ((3.0,), (2.0,)), ((), ((2.0,),)), ((3.0,), ((2.0,),))], ids=str)
+def test_normal_of_tensors_is_torch_s_own(mean, std):
+    arguments = [torch.tensor(mean) if mean else 1.0, *(torch.tensor(value) for value in std)]
+    expected = torch.normal(*arguments, generator=torch.Generator().manual_seed(9))
+    assert torch.equal(gt.normal(*arguments, generator=torch.Generator().manual_seed(9)), expected)
 
 
 def test_arguments_that_do_not_fit_are_torch_s_errors():

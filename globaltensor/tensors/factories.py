@@ -21,21 +21,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import torch
 
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.errors import ArgumentError, GlobalTensorError
 from globaltensor.layouts.layout import Layout, Shape, spec
-from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.regions import Region
-from globaltensor.layouts.sbp import SbpLike
 from globaltensor.runtime import philox
 from globaltensor.runtime.agreement import agree
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.convert import from_full
-from globaltensor.tensors.factory_types import Drawn, FromPlain, Sized
+from globaltensor.tensors.factory_types import (
+    Arange,
+    AsTorch,
+    Drawn,
+    Eye,
+    Linspace,
+    Logspace,
+    OfData,
+    Placed,
+    PlacedRandom,
+    RandomAsTorch,
+    Sized,
+)
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.redistribution import resolve_layout
 
@@ -145,14 +155,11 @@ empty = _sized("empty", "The values are what was in the memory, different on eve
 
 
 @overload
-def full(size: Sequence[int] | int, fill_value: complex, *, placement: Placement, sbp: SbpLike,
-         dtype: torch.dtype | None = None, requires_grad: bool = False) -> GlobalTensor: ...
+def full(size: Sequence[int] | int, fill_value: complex, **options: Unpack[Placed]) -> GlobalTensor: ...
 
 
 @overload
-def full(size: Sequence[int], fill_value: complex, *, dtype: torch.dtype | None = None, requires_grad: bool = False,
-         out: torch.Tensor | None = None, layout: torch.layout | None = None, device: Any = None,
-         pin_memory: bool = False) -> torch.Tensor: ...
+def full(size: Sequence[int], fill_value: complex, **options: Unpack[AsTorch]) -> torch.Tensor: ...
 
 
 def full(size: Any, fill_value: Any, *, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
@@ -166,7 +173,7 @@ def full(size: Any, fill_value: Any, *, placement: Any = None, sbp: Any = None, 
                    lambda part, device: torch.full(_extent(part), fill_value, dtype=dtype, device=device))
 
 
-def _from_plain(name: str, *own: str) -> FromPlain:
+def _from_plain(name: str, *own: str) -> Any:
     """A factory whose whole value is cheap to make on every process, and then cut."""
     make = getattr(torch, name)
 
@@ -181,11 +188,11 @@ def _from_plain(name: str, *own: str) -> FromPlain:
     return _named(factory, name, "Every process makes the whole value, torch's to the last bit, and keeps its parts.")
 
 
-arange = _from_plain("arange", "start", "end", "step")
-linspace = _from_plain("linspace", "start", "end", "steps")
-logspace = _from_plain("logspace", "start", "end", "steps", "base")
-eye = _from_plain("eye", "n", "m")
-tensor = _from_plain("tensor", "data")
+arange: Arange = _from_plain("arange", "start", "end", "step")
+linspace: Linspace = _from_plain("linspace", "start", "end", "steps")
+logspace: Logspace = _from_plain("logspace", "start", "end", "steps", "base")
+eye: Eye = _from_plain("eye", "n", "m")
+tensor: OfData = _from_plain("tensor", "data")
 
 
 # ------------------------------------------------------------------------------------------------- random numbers
@@ -223,18 +230,24 @@ randn = _drawn("randn", "Standard normal.", philox.normal)
 
 
 @overload
-def normal(mean: float, std: float, size: Sequence[int], *, placement: Placement, sbp: SbpLike,
-           dtype: torch.dtype | None = None, generator: torch.Generator | None = None,
-           requires_grad: bool = False) -> GlobalTensor: ...
+def normal(mean: float, std: float, size: Sequence[int], **options: Unpack[PlacedRandom]) -> GlobalTensor: ...
 
 
 @overload
-def normal(mean: Any, std: Any, size: Sequence[int] | None = None, *, dtype: torch.dtype | None = None,
-           generator: torch.Generator | None = None, requires_grad: bool = False, out: torch.Tensor | None = None,
-           device: Any = None) -> torch.Tensor: ...
+def normal(mean: float, std: float, size: Sequence[int], **options: Unpack[RandomAsTorch]) -> torch.Tensor: ...
 
 
-def normal(mean: Any, std: Any, size: Any = None, *, placement: Any = None, sbp: Any = None,
+@overload
+def normal(mean: torch.Tensor, std: torch.Tensor | float = 1.0, *, generator: torch.Generator | None = None,
+           out: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+@overload
+def normal(mean: float, std: torch.Tensor, *, generator: torch.Generator | None = None,
+           out: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+def normal(mean: Any, std: Any = 1.0, size: Any = None, *, placement: Any = None, sbp: Any = None,
            dtype: torch.dtype | None = None, generator: torch.Generator | None = None, requires_grad: bool = False,
            **options: Any) -> torch.Tensor:
     """Normal of float `mean` and `std`, as torch.normal, with `placement=` and `sbp=`.
@@ -254,16 +267,19 @@ def normal(mean: Any, std: Any, size: Any = None, *, placement: Any = None, sbp:
 
 
 @overload
-def randint(*args: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = torch.int64,
-            generator: torch.Generator | None = None, requires_grad: bool = False, low: int = 0, high: int = 0,
-            size: Sequence[int] = ()) -> GlobalTensor: ...
+def randint(high: int, size: Sequence[int], **options: Unpack[PlacedRandom]) -> GlobalTensor: ...
 
 
 @overload
-def randint(*args: Any, dtype: torch.dtype | None = torch.int64, generator: torch.Generator | None = None,
-            requires_grad: bool = False, low: int = 0, high: int = 0, size: Sequence[int] = (),
-            out: torch.Tensor | None = None, layout: torch.layout | None = None, device: Any = None,
-            pin_memory: bool = False) -> torch.Tensor: ...
+def randint(low: int, high: int, size: Sequence[int], **options: Unpack[PlacedRandom]) -> GlobalTensor: ...
+
+
+@overload
+def randint(high: int, size: Sequence[int], **options: Unpack[RandomAsTorch]) -> torch.Tensor: ...
+
+
+@overload
+def randint(low: int, high: int, size: Sequence[int], **options: Unpack[RandomAsTorch]) -> torch.Tensor: ...
 
 
 def randint(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = torch.int64,
@@ -285,17 +301,14 @@ def randint(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dty
 
 
 @overload
-def randperm(n: int, *, placement: Placement, sbp: SbpLike, dtype: torch.dtype = torch.int64,
-             generator: torch.Generator | None = None, requires_grad: bool = False) -> GlobalTensor: ...
+def randperm(n: int, **options: Unpack[PlacedRandom]) -> GlobalTensor: ...
 
 
 @overload
-def randperm(n: int, *, dtype: torch.dtype = torch.int64, generator: torch.Generator | None = None,
-             requires_grad: bool = False, out: torch.Tensor | None = None, layout: torch.layout | None = None,
-             device: Any = None, pin_memory: bool = False) -> torch.Tensor: ...
+def randperm(n: int, **options: Unpack[RandomAsTorch]) -> torch.Tensor: ...
 
 
-def randperm(n: int, *, placement: Any = None, sbp: Any = None, dtype: torch.dtype = torch.int64,
+def randperm(n: int, *, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = torch.int64,
              generator: torch.Generator | None = None, requires_grad: bool = False, **options: Any) -> torch.Tensor:
     """A random permutation of 0 .. n-1, with `placement=` and `sbp=`; of the generator's state and n alone.
 
@@ -304,7 +317,7 @@ def randperm(n: int, *, placement: Any = None, sbp: Any = None, dtype: torch.dty
     given = _checked("randperm", options, placement, sbp, "generator")
     if placement is None:
         return torch.randperm(n, dtype=dtype, generator=generator, requires_grad=requires_grad, **given)
-    shape, dtype = _read((n,), dtype, given)
+    shape, dtype = _read((n,), dtype or torch.int64, given)
     return _random("randperm", shape, dtype, placement, sbp, requires_grad, generator,
                    lambda key, shape, part, dtype, device:
                    philox.permutation(key, n, device)[part[0][0]:part[0][1]].to(dtype, copy=True))

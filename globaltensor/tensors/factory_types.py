@@ -3,7 +3,7 @@ them they are torch's and give a Tensor."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, Required, TypeAlias, TypedDict, Unpack, overload
 
 import torch
 
@@ -11,59 +11,107 @@ from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import SbpLike
 from globaltensor.tensors.global_tensor import GlobalTensor
 
+End: TypeAlias = "complex | torch.Tensor"            # of a linspace
+
+
+class _Common(TypedDict, total=False):
+    dtype: torch.dtype | None
+    requires_grad: bool
+
+
+class Placed(_Common, total=False):
+    """The keywords of a factory that gives a global tensor."""
+
+    placement: Required[Placement]
+    sbp: Required[SbpLike]
+
+
+class AsTorch(_Common, total=False):
+    """The keywords of torch's factories."""
+
+    out: torch.Tensor | None
+    layout: torch.layout | None
+    device: torch.device | str | int | None
+    pin_memory: bool
+
+
+class PlacedRandom(Placed, total=False):
+    """The keywords of a factory that draws a global tensor."""
+
+    generator: torch.Generator | None
+
+
+class RandomAsTorch(AsTorch, total=False):
+    """The keywords of torch's factories that draw."""
+
+    generator: torch.Generator | None
+
 
 class Sized(Protocol):
     """zeros, ones, empty: called with a size, as ints or a sequence."""
 
     @overload
-    def __call__(self, *size: int, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None,
-                 requires_grad: bool = False) -> GlobalTensor: ...
-
+    def __call__(self, *size: int, **options: Unpack[Placed]) -> GlobalTensor: ...
     @overload
-    def __call__(self, size: Sequence[int], *, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None,
-                 requires_grad: bool = False) -> GlobalTensor: ...
-
+    def __call__(self, size: Sequence[int], **options: Unpack[Placed]) -> GlobalTensor: ...
     @overload
-    def __call__(self, *size: int, out: torch.Tensor | None = None, dtype: torch.dtype | None = None,
-                 layout: torch.layout | None = None, device: Any = None, pin_memory: bool = False,
-                 requires_grad: bool = False) -> torch.Tensor: ...
-
+    def __call__(self, *size: int, **options: Unpack[AsTorch]) -> torch.Tensor: ...
     @overload
-    def __call__(self, size: Sequence[int], *, out: torch.Tensor | None = None, dtype: torch.dtype | None = None,
-                 layout: torch.layout | None = None, device: Any = None, pin_memory: bool = False,
-                 requires_grad: bool = False) -> torch.Tensor: ...
+    def __call__(self, size: Sequence[int], **options: Unpack[AsTorch]) -> torch.Tensor: ...
 
 
 class Drawn(Protocol):
     """rand, randn: also with a generator."""
 
     @overload
-    def __call__(self, *size: int, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None,
-                 generator: torch.Generator | None = None, requires_grad: bool = False) -> GlobalTensor: ...
+    def __call__(self, *size: int, **options: Unpack[PlacedRandom]) -> GlobalTensor: ...
+    @overload
+    def __call__(self, size: Sequence[int], **options: Unpack[PlacedRandom]) -> GlobalTensor: ...
+    @overload
+    def __call__(self, *size: int, **options: Unpack[RandomAsTorch]) -> torch.Tensor: ...
+    @overload
+    def __call__(self, size: Sequence[int], **options: Unpack[RandomAsTorch]) -> torch.Tensor: ...
+
+
+class Arange(Protocol):
+    @overload
+    def __call__(self, end: float, **options: Unpack[Placed]) -> GlobalTensor: ...
+    @overload
+    def __call__(self, start: float, end: float, step: float = 1, **options: Unpack[Placed]) -> GlobalTensor: ...
+    @overload
+    def __call__(self, end: float, **options: Unpack[AsTorch]) -> torch.Tensor: ...
+    @overload
+    def __call__(self, start: float, end: float, step: float = 1, **options: Unpack[AsTorch]) -> torch.Tensor: ...
+
+
+class Linspace(Protocol):
+    @overload
+    def __call__(self, start: End, end: End, steps: int, **options: Unpack[Placed]) -> GlobalTensor: ...
+    @overload
+    def __call__(self, start: End, end: End, steps: int, **options: Unpack[AsTorch]) -> torch.Tensor: ...
+
+
+class Logspace(Protocol):
+    @overload
+    def __call__(self, start: End, end: End, steps: int, base: float = 10.0, **options: Unpack[Placed]
+                 ) -> GlobalTensor: ...
+    @overload
+    def __call__(self, start: End, end: End, steps: int, base: float = 10.0, **options: Unpack[AsTorch]
+                 ) -> torch.Tensor: ...
+
+
+class Eye(Protocol):
+    @overload
+    def __call__(self, n: int, m: int = ..., **options: Unpack[Placed]) -> GlobalTensor: ...
+    @overload
+    def __call__(self, n: int, m: int = ..., **options: Unpack[AsTorch]) -> torch.Tensor: ...
+
+
+class OfData(Protocol):
+    """tensor: of a number, nested lists of numbers, an array."""
 
     @overload
-    def __call__(self, size: Sequence[int], *, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None,
-                 generator: torch.Generator | None = None, requires_grad: bool = False) -> GlobalTensor: ...
-
+    def __call__(self, data: Any, **options: Unpack[Placed]) -> GlobalTensor: ...
     @overload
-    def __call__(self, *size: int, generator: torch.Generator | None = None, out: torch.Tensor | None = None,
-                 dtype: torch.dtype | None = None, layout: torch.layout | None = None, device: Any = None,
-                 pin_memory: bool = False, requires_grad: bool = False) -> torch.Tensor: ...
-
-    @overload
-    def __call__(self, size: Sequence[int], *, generator: torch.Generator | None = None,
-                 out: torch.Tensor | None = None, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
-                 device: Any = None, pin_memory: bool = False, requires_grad: bool = False) -> torch.Tensor: ...
-
-
-class FromPlain(Protocol):
-    """arange, linspace, logspace, eye, tensor: made whole, then cut. Each has arguments of its own."""
-
-    @overload
-    def __call__(self, *args: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None,
-                 requires_grad: bool = False) -> GlobalTensor: ...
-
-    @overload
-    def __call__(self, *args: Any, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
-                 device: Any = None, pin_memory: bool = False, requires_grad: bool = False,
-                 out: torch.Tensor | None = None) -> torch.Tensor: ...
+    def __call__(self, data: Any, *, dtype: torch.dtype | None = None, device: torch.device | str | int | None = None,
+                 requires_grad: bool = False, pin_memory: bool = False) -> torch.Tensor: ...

@@ -9,6 +9,18 @@ gt.randn(3, placment=P, sbp="B")  # error
 gt.zeros(3, placement=P, sbp=3)  # error
 gt.full((3,), 1.0, placement=P, spb="B")  # error
 gt.arange(3, placement=[0, 1], sbp="B")  # error
+gt.arange("3", placement=P, sbp="B")  # error
+gt.arange(3, placement=P)  # error
+gt.arange(start=3, placement=P, sbp="B")  # error
+gt.linspace(0, 1, placement=P, sbp="B")  # error
+gt.linspace(0, 1, 5, base=2.0, placement=P, sbp="B")  # error
+gt.eye(2.5, placement=P, sbp="B")  # error
+gt.eye((2, 3), placement=P, sbp="B")  # error
+gt.tensor(placement=P, sbp="B")  # error
+gt.tensor([1.0], sbp="B")  # error
+gt.randperm("3", placement=P, sbp="B")  # error
+gt.randint(5, placement=P, sbp="B")  # error
+gt.randn(3, placement=P, sbp="B", device="cpu")  # error
 gt.from_full(torch.ones(3), P, 1.5)  # error
 gt.from_full(torch.ones(3), "cpu", "B")  # error
 x.to_global(spb="B")  # error
