@@ -1,4 +1,4 @@
-"""globaltensor: write PyTorch for one device, say where tensors live and how they lie, run it on many.
+"""globaltensor: write PyTorch for one device, say where tensors live and how they are laid out, run it on many.
 
     import globaltensor as gt
     P = gt.placement("cpu", [0, 1])
@@ -21,8 +21,10 @@ import torch
 
 from globaltensor.checkpoint import dcp_protocol as _dcp_protocol
 from globaltensor.parallel.modules import to_global as _to_global
-from globaltensor.runtime import process_group as _process_group  # registers the backend with torch.distributed
-from globaltensor.runtime import start as _start  # the world begins with the first placement
+from globaltensor.runtime import (
+    process_group as _process_group,  # registers the backend with torch.distributed
+    start as _start,  # the world begins with the first placement
+)
 from globaltensor.tensors import plain as _plain
 
 __version__ = "0.1.0"
@@ -65,78 +67,44 @@ FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | {
 }
 
 if TYPE_CHECKING:                                    # ours, and all of torch's with torch's types
-    from globaltensor import data as data
-    from globaltensor import rules as rules
-    from globaltensor.boxings.watch import boxing as boxing
-    from globaltensor.boxings.watch import record as record
-    from globaltensor.checkpoint.huggingface import load_safetensors as load_safetensors
-    from globaltensor.checkpoint.huggingface import save_safetensors as save_safetensors
-    from globaltensor.checkpoint.torch_files import load as load
-    from globaltensor.checkpoint.torch_files import save as save
+    from globaltensor import data as data, rules as rules
+    from globaltensor.boxings.watch import boxing as boxing, record as record
+    from globaltensor.checkpoint.huggingface import (
+        load_safetensors as load_safetensors,
+        save_safetensors as save_safetensors,
+    )
+    from globaltensor.checkpoint.torch_files import load as load, save as save
     from globaltensor.debug.explain import explain as explain
     from globaltensor.debug.show import show as show
     from globaltensor.dispatch.core import rule as rule
-    from globaltensor.errors import GlobalTensorError as GlobalTensorError
-    from globaltensor.errors import RuleError as RuleError
+    from globaltensor.errors import GlobalTensorError as GlobalTensorError, RuleError as RuleError
     from globaltensor.layouts import sbp as sbp
     from globaltensor.layouts.placement import placement as placement
     from globaltensor.parallel.modules import to_global as to_global
-    from globaltensor.parallel.plan import Plan as Plan
-    from globaltensor.parallel.plan import parallelize as parallelize
+    from globaltensor.parallel.plan import Plan as Plan, parallelize as parallelize
     from globaltensor.parallel.zero import zero as zero
     from globaltensor.pipelining.runner import pipeline as pipeline
     from globaltensor.runtime.start import init as init
-    from globaltensor.runtime.world import rank as rank
-    from globaltensor.runtime.world import world_size as world_size
+    from globaltensor.runtime.world import rank as rank, world_size as world_size
     from globaltensor.tensors.convert import (
         from_full as from_full,
-    )
-    from globaltensor.tensors.convert import (
         from_local as from_local,
-    )
-    from globaltensor.tensors.convert import (
         from_shards as from_shards,
     )
     from globaltensor.tensors.factories import (
         arange as arange,
-    )
-    from globaltensor.tensors.factories import (
         empty as empty,
-    )
-    from globaltensor.tensors.factories import (
         eye as eye,
-    )
-    from globaltensor.tensors.factories import (
         full as full,
-    )
-    from globaltensor.tensors.factories import (
         linspace as linspace,
-    )
-    from globaltensor.tensors.factories import (
         logspace as logspace,
-    )
-    from globaltensor.tensors.factories import (
         normal as normal,
-    )
-    from globaltensor.tensors.factories import (
         ones as ones,
-    )
-    from globaltensor.tensors.factories import (
         rand as rand,
-    )
-    from globaltensor.tensors.factories import (
         randint as randint,
-    )
-    from globaltensor.tensors.factories import (
         randn as randn,
-    )
-    from globaltensor.tensors.factories import (
         randperm as randperm,
-    )
-    from globaltensor.tensors.factories import (
         tensor as tensor,
-    )
-    from globaltensor.tensors.factories import (
         zeros as zeros,
     )
     from globaltensor.tensors.global_tensor import GlobalTensor as GlobalTensor

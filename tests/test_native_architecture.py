@@ -16,8 +16,7 @@ import pytest
 import torch
 from harness import ROOT
 
-from globaltensor.boxings import kernel_program
-from globaltensor.boxings import native as boxings_native
+from globaltensor.boxings import kernel_program, native as boxings_native
 from globaltensor.dispatch import core
 from globaltensor.dispatch.native import FlatRecipe
 from globaltensor.runtime import p2p, philox

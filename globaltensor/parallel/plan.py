@@ -38,8 +38,7 @@ from torch import nn
 from globaltensor.errors import SbpError
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, broadcast, not_an_sbp, read_sbp, split, with_axes
-from globaltensor.parallel import experts as expert_layers
-from globaltensor.parallel import grids
+from globaltensor.parallel import experts as expert_layers, grids
 from globaltensor.parallel.grids import PlanRow, PlanRows
 from globaltensor.parallel.modules import M, first_fit, named_tensors, to_global
 from globaltensor.parallel.parameter_swap import swap_in, swap_out

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from globaltensor.errors import TransportError
-from globaltensor.runtime import deadlock, native
-from globaltensor.runtime import machine as machines
+from globaltensor.runtime import deadlock, machine as machines, native
 from globaltensor.runtime.agreement import broadcast_object, gather_unchecked
 from globaltensor.runtime.exchange import first_sentence
 from globaltensor.runtime.machine import Machine

@@ -25,8 +25,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from globaltensor.boxings.plan import bytes_received
-from globaltensor.boxings.plan import plan as plan_boxing
+from globaltensor.boxings.plan import bytes_received, plan as plan_boxing
 from globaltensor.errors import ShapeError
 from globaltensor.layouts.layout import Shape, layout
 from globaltensor.layouts.placement import placement

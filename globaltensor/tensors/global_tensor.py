@@ -16,8 +16,7 @@ from torch._ops import OpOverload
 from globaltensor.dispatch.core import arrive
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shards, Spec, layout, spec
-from globaltensor.layouts.placement import placement
-from globaltensor.layouts.placement import placement as Placement
+from globaltensor.layouts.placement import placement, placement as Placement
 from globaltensor.layouts.sbp import NdSbp, SbpLike, broadcast
 from globaltensor.runtime.memory import NoMemory
 from globaltensor.runtime.native import torch_ext
