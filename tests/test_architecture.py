@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -116,6 +117,86 @@ def test_one_idiom_asks_whether_a_tensor_is_global():
                     continue
             wrong += [f"{name}:{node.lineno}: {ast.unparse(node)}"] if idiom else []
     assert not wrong, "\n".join(wrong)
+
+
+INTERNALS = "runtime/torch_internals.py"
+PAGE = (PACKAGE.parent / "docs" / "torch-internals.md").read_text().partition("## In C++")[0]
+LISTED = {name for row in re.findall(r"(?m)^\| (`.*?) \|", PAGE) for name in re.findall(r"`(.+?)`", row)}
+OF_PYTHON = {"_replace", "_asdict", "_fields", "_getframe", "_current_frames", "_exit", "_ArgumentGroup"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def dotted(node: ast.expr, known: dict[str, str]) -> str | None:
+    """`torch._C.x` for an expression of that form, where `known` tells what the file's names stand for."""
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value, known)
+        return base and f"{base}.{node.attr}"
+    return known.get(node.id) if isinstance(node, ast.Name) else None
+
+
+def private_names_of_torch(path: pathlib.Path):
+    """(line, name) of the names in torch's modules that begin with an underscore, or are in such a module. Names of ops
+    do not count."""
+    known: dict[str, str] = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            known |= {a.asname or a.name.partition(".")[0]: a.name if a.asname else a.name.partition(".")[0]
+                      for a in node.names if a.name.partition(".")[0] == "torch"}
+            found = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            known |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+            found = [f"{node.module}.{a.name}" for a in node.names]
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value and (name := dotted(node.value, known)):
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            known |= {target.id: name} if isinstance(target, ast.Name) else {}
+            continue
+        else:
+            found = [dotted(node, known) or ""] if isinstance(node, ast.Attribute) else []
+        for name in found:
+            if re.match(r"torch\.(?!ops\.)", name) and any(map(is_private, name.split("."))):
+                yield node.lineno, name
+
+
+def private_attributes() -> dict[str, str]:
+    """Private attributes that the package reads and nowhere makes, each with a place."""
+    made, read = set(OF_PYTHON), {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        known = {"torch": "torch", "dist": "torch", "aten": "torch", "_c": "torch"}
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                made.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                made.add(node.id)
+            elif isinstance(node, ast.Attribute) and is_private(node.attr) and not dotted(node, known):
+                if isinstance(node.ctx, ast.Store):
+                    made.add(node.attr)
+                else:
+                    read.setdefault(node.attr, f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    return {name: place for name, place in read.items() if name not in made}
+
+
+def test_private_names_of_torch_are_taken_from_one_file():
+    wrong = [f"{path.relative_to(PACKAGE)}:{line}: {name}" for path in sorted(PACKAGE.rglob("*.py"))
+             if path != PACKAGE / INTERNALS for line, name in private_names_of_torch(path)]
+    assert not wrong, f"take them from {INTERNALS}:\n" + "\n".join(wrong)
+
+
+def test_what_is_private_to_torch_is_on_its_page():
+    names = {name for _, name in private_names_of_torch(PACKAGE / INTERNALS)}
+    names = {name for name in names if not any(longer.startswith(f"{name}.") for longer in names | LISTED)}
+    attributes = {name.rpartition(".")[2] for name in LISTED}
+    missing = sorted(names - LISTED) + [f".{name} ({place})" for name, place in private_attributes().items()
+                                        if name not in attributes]
+    assert not missing, f"not in docs/torch-internals.md: {missing}"
+
+
+def test_the_page_of_privates_lists_only_what_is_used():
+    text = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    unused = [name for name in LISTED if not re.search(rf"\b{re.escape(name.rpartition('.')[2])}\b", text)]
+    assert LISTED and not unused, unused
 
 
 def test_importing_starts_nothing():

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._ops import OpOverload
-
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Spec, spec
+from globaltensor.runtime.torch_internals import OpOverload
 
 
 def copy_of(view: Spec) -> Spec:

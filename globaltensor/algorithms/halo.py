@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from globaltensor.algorithms.decompositions import as_global
 from globaltensor.algorithms.run import Run
@@ -37,6 +36,7 @@ from globaltensor.layouts.regions import Region
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
 from globaltensor.runtime.meta import meta
+from globaltensor.runtime.torch_internals import OpOverload
 
 
 class Slide(NamedTuple):

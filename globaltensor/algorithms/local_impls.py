@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from globaltensor.errors import OutOfRangeError
 from globaltensor.layouts.layout import Shape
 from globaltensor.layouts.regions import Range, Region
+from globaltensor.runtime.torch_internals import OpOverload, assert_async
 
 aten = torch.ops.aten
 
@@ -95,7 +95,7 @@ def check_range(index: Tensor, n: int, what: str, *, lowest: int = 0) -> None:
         return
     least, greatest = index.aminmax()
     if index.device.type != "cpu":
-        torch._assert_async((least >= lowest) & (greatest < n), f"{what} out of range")
+        assert_async((least >= lowest) & (greatest < n), f"{what} out of range")
     elif least < lowest or greatest >= n:
         value = int(least if least < lowest else greatest)
         raise OutOfRangeError(f"{what} {value} is out of bounds for a dim of size {n}",

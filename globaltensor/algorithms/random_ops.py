@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from globaltensor.algorithms.aliasing import check_writable
 from globaltensor.algorithms.run import Decomposition, Run
@@ -32,6 +31,7 @@ from globaltensor.layouts.regions import Region, slices
 from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime import philox
 from globaltensor.runtime.philox import draw_key
+from globaltensor.runtime.torch_internals import OpOverload
 
 aten = torch.ops.aten
 

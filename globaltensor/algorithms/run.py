@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from globaltensor.boxings.rows import RowExchange
 from globaltensor.layouts.global_like import GlobalLike
@@ -18,6 +17,7 @@ from globaltensor.layouts.layout import Layout, Shape, Shards, Spec
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.regions import Range
 from globaltensor.rules.call import Call
+from globaltensor.runtime.torch_internals import OpOverload
 
 
 class Run(Protocol):

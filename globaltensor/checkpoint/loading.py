@@ -31,6 +31,7 @@ from globaltensor.checkpoint.pieces import (
     overlaps,
 )
 from globaltensor.checkpoint.tree import FlatState, at_path, decode, flatten, is_object, join_path, state_of
+from globaltensor.runtime.torch_internals import has_internal_overlap
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 
@@ -145,7 +146,7 @@ def check_writable(t: torch.Tensor, name: str) -> None:
         raise CheckpointError(f"{name} is a view that had to be boxed",
                               "it is a copy: what is loaded into it would not reach the original",
                               "the tensor of which it is a view")
-    if t.is_inference() or any(torch._debug_has_internal_overlap(part.data) == 1 for part in local_parts(t)):
+    if t.is_inference() or any(has_internal_overlap(part.data) for part in local_parts(t)):
         raise CheckpointError(f"{name} cannot be written to",
                               "it was made in inference mode, or is expanded: its elements share memory", "x.clone()")
 

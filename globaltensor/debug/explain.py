@@ -12,9 +12,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
 from globaltensor.boxings.watch import BoxingRecord, record
 from globaltensor.dispatch.choose import layouts, rank_choices
 from globaltensor.dispatch.decide import decide
@@ -29,6 +26,7 @@ from globaltensor.rules.call import Call
 from globaltensor.rules.language import Rule, Signature
 from globaltensor.rules.proof import Sides
 from globaltensor.runtime.text_table import aligned
+from globaltensor.runtime.torch_internals import TorchDispatchMode, tree_leaves
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from globaltensor.algorithms.aliasing import check_guard
 from globaltensor.algorithms.run import Run
@@ -28,6 +27,7 @@ from globaltensor.layouts.regions import Range
 from globaltensor.rules.call import Call
 from globaltensor.runtime.memory import require
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.torch_internals import OpOverload
 
 _decisions: dict[tuple[Any, ...], Decision] = {}
 _LIMIT = 50_000

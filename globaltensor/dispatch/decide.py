@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_flatten
 
 from globaltensor.algorithms.run import Run
 from globaltensor.dispatch import foreach
@@ -34,6 +32,7 @@ from globaltensor.op_table.line import Line
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime.meta import meta
+from globaltensor.runtime.torch_internals import OpOverload, tree_flatten
 from globaltensor.runtime.world import local_ranks_of, world
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import Recipe, decide_aliases, spec_of_plain, written_operands
@@ -22,6 +21,7 @@ from globaltensor.rules.call import Call, Slot, arguments
 from globaltensor.rules.families import broadcast_shape, pointwise
 from globaltensor.rules.language import NUMBER
 from globaltensor.runtime.meta import meta
+from globaltensor.runtime.torch_internals import OpOverload
 from globaltensor.runtime.world import world
 
 

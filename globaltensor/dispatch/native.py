@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch._ops import OpOverload
-
 from globaltensor.algorithms import local_impls
 from globaltensor.algorithms.run import Decomposition, Run, is_traceable
 from globaltensor.boxings.native import find_boxing
@@ -21,6 +19,7 @@ from globaltensor.layouts.layout import Spec
 from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime.agreement import checking
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.torch_internals import OpOverload
 
 
 def pending_key(func: OpOverload) -> bytes | None:

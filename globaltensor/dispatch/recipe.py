@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from globaltensor.algorithms.aliasing import check_writable, copy_of
 from globaltensor.algorithms.run import Decomposition
@@ -26,6 +25,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.regions import Region
 from globaltensor.rules.call import Call, Slot, arguments
 from globaltensor.rules.language import Signature
+from globaltensor.runtime.torch_internals import OpOverload
 
 RankArgs = dict[int, tuple[tuple[int | str, Any], ...]]
 

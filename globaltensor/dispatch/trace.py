@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from globaltensor.algorithms.run import Run
 from globaltensor.boxings import native
@@ -19,6 +18,7 @@ from globaltensor.layouts.layout import Layout, Shape, Shards, Spec
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.regions import Range
 from globaltensor.rules.call import Call
+from globaltensor.runtime.torch_internals import OpOverload
 
 
 class Trace(Run):

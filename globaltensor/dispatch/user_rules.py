@@ -10,8 +10,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_flatten
 
 from globaltensor.errors import RuleError
 from globaltensor.layouts.layout import Spec
@@ -21,7 +19,7 @@ from globaltensor.rules.call import Call, arguments
 from globaltensor.rules.families import fixed
 from globaltensor.rules.language import Rule, label_sizes
 from globaltensor.rules.parse import Parsed, check_leaves, parse_rule
-from globaltensor.runtime.torch_internals import is_composite, overload_of
+from globaltensor.runtime.torch_internals import OpOverload, is_composite, overload_of, tree_flatten
 
 _given: set[OpOverload] = set()                      # ops whose rule a user gave
 _TINY = 2                                            # the size of every dim of the operands that show the dtypes

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch._ops import OpOverload
-
 from globaltensor.algorithms.run import Decomposition
 from globaltensor.layouts.layout import Spec
 from globaltensor.rules import proof
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import Family
 from globaltensor.rules.language import Rule, sized_rule
+from globaltensor.runtime.torch_internals import OpOverload
 
 ArgValues = Iterable[tuple[int | str, Any]]
 LocalArgs = Callable[[Call, list[Spec], list[Spec], int], ArgValues]

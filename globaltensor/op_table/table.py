@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from globaltensor.algorithms import (
     batch_norm,
@@ -78,6 +77,7 @@ from globaltensor.rules.shapes import (
     viewed,
 )
 from globaltensor.runtime import custom_ops
+from globaltensor.runtime.torch_internals import OpOverload
 
 __all__ = ["TABLE"]                                  # filled by the lines below
 

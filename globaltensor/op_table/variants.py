@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from globaltensor.algorithms.run import Decomposition, Run
 from globaltensor.errors import InPlaceError
@@ -21,7 +20,7 @@ from globaltensor.layouts.layout import spec
 from globaltensor.op_table.line import Line, always_decomposed
 from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call, arguments
-from globaltensor.runtime.torch_internals import counting_writes, is_composite
+from globaltensor.runtime.torch_internals import DisableTorchDispatch, OpOverload, counting_writes, is_composite
 
 aten = torch.ops.aten
 
@@ -99,7 +98,7 @@ def _reshaped(functional: OpOverload) -> Decomposition:
         target = call.tensors[0]
         args, kwargs = _as(functional, call).full_arguments()
         view = run(functional, *args, **kwargs)
-        with torch._C._DisableTorchDispatch():       # the wrapper's sizes and strides, which torch itself reads
+        with DisableTorchDispatch():       # the wrapper's sizes and strides, which torch itself reads
             call.func(*call.full_arguments()[0])
         own = view.spec                              # may be a copy, but then the target's own
         target.spec, target.shards = spec(own.layout, own.shape, own.stride, own.dtype), view.shards

@@ -28,6 +28,7 @@ from globaltensor.layouts.layout import Layout
 from globaltensor.layouts.sbp import split
 from globaltensor.parallel.zero3 import ShardedLayers
 from globaltensor.runtime.dtypes import accumulation_dtype
+from globaltensor.runtime.torch_internals import foreach_copy_
 from globaltensor.tensors import gradients
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -109,7 +110,7 @@ class MasterParams(list[tuple[Any, Any]]):
         with torch.no_grad():
             parts = [part.detach().to(p.dtype) for p, part in self]
             whole = [p for p, _ in self]
-            torch._foreach_copy_(whole, redistribute(parts, [p.spec.layout for p in whole], "zero"))
+            foreach_copy_(whole, redistribute(parts, [p.spec.layout for p in whole], "zero"))
         self.look()
 
     def masters(self) -> list[Any]:

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.layouts.layout import Layout, spec
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.parallel.parameter_swap import swap_in, swap_out
+from globaltensor.runtime.torch_internals import call_after_backward, tree_flatten
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 
@@ -57,7 +57,7 @@ class ShardedLayers:
             self.layers[i + 1].done(turn)
         unshard(self.layers[max(i - 1, 0):i + 1][::-1])
         if i == 0:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.layers[0].done(turn))
+            call_after_backward(lambda: self.layers[0].done(turn))
 
 
 class SavedStorages(list[dict[int, Tensor]]):

@@ -40,6 +40,7 @@ from globaltensor.pipelining.stage_comm import (
 )
 from globaltensor.pipelining.stage_placement import StageParameters
 from globaltensor.runtime.agreement import uncoordinated
+from globaltensor.runtime.torch_internals import TensorBase
 from globaltensor.schedules.schedule import Action, Actions, Schedule
 from globaltensor.schedules.timetable import Event
 from globaltensor.tensors import gradients
@@ -276,7 +277,7 @@ class PipelineStep:
         inputs = [t.detach() for t in received.tensors]
         for leaf, part in zip(inputs, activations(received.meta)):
             if grad and part.needs_grad:
-                torch._C.TensorBase.requires_grad_(leaf, True)
+                TensorBase.requires_grad_(leaf, True)
         torch.set_rng_state(received.random)
         dtype, enabled = self.autocast
         device_type = self.model.placements[stage].type

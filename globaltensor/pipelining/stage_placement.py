@@ -23,6 +23,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.parallel.modules import named_tensors
 from globaltensor.parallel.parameter_swap import check_convertible, convert, swapped_in
+from globaltensor.runtime.torch_internals import TensorBase
 from globaltensor.schedules.schedule import Schedule
 from globaltensor.tensors import backward, gradients
 from globaltensor.tensors.convert import from_full
@@ -85,7 +86,7 @@ class Replica:
         """Before a step, on every process."""
         with torch.enable_grad():
             self._moved = to_layout(self.original, self.layout)
-        self.leaf = torch._C.TensorBase.requires_grad_(self._moved.detach(), self.original.requires_grad)
+        self.leaf = TensorBase.requires_grad_(self._moved.detach(), self.original.requires_grad)
 
     def reduce_grad(self, used: bool) -> None:
         """After a step, on every process: add its gradient to that of the original."""

@@ -30,6 +30,7 @@ from torch import fx, nn
 
 from globaltensor.errors import where
 from globaltensor.pipelining.stages import StageError, balanced, parameters
+from globaltensor.runtime.torch_internals import traced_assert
 
 _PROPERTIES = ("shape", "ndim", "dtype", "device", "size", "dim", "numel")    # of a tensor; not tensors themselves
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
@@ -90,7 +91,7 @@ class _Tracer(fx.Tracer):
         """An assert becomes a node; any other branch on a tensor cannot be traced."""
         frame = sys._getframe(2)
         if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("assert "):
-            self.create_proxy("call_function", torch._assert, (obj, f"an assert at {where(frame)}"), {})
+            self.create_proxy("call_function", traced_assert, (obj, f"an assert at {where(frame)}"), {})
             return True
         return super().to_bool(obj)
 

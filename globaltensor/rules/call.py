@@ -6,9 +6,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
 from globaltensor.rules.language import NUMBER
+from globaltensor.runtime.torch_internals import OpOverload
 
 
 class Argument(NamedTuple):

@@ -19,8 +19,6 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_flatten
 
 from globaltensor.errors import RuleError
 from globaltensor.layouts.layout import layout, spec
@@ -29,7 +27,7 @@ from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call, set_arguments
 from globaltensor.rules.families import Family
 from globaltensor.rules.language import fits, label_sizes, signatures, sized_rule
-from globaltensor.runtime.torch_internals import overload_of
+from globaltensor.runtime.torch_internals import OpOverload, overload_of, tree_flatten
 
 Sides = tuple[tuple[Sbp, ...], tuple[Sbp, ...]]      # the layouts of the operands, and of the results
 

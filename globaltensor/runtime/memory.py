@@ -6,15 +6,13 @@ tensors whose storage was freed. Every place that takes a plain tensor asks here
 """
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.global_like import is_global
-
-_address: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]  # not in the stubs
+from globaltensor.runtime.torch_internals import data_address
 
 
 def require(t: torch.Tensor, what: str) -> None:
@@ -34,7 +32,7 @@ def missing(t: torch.Tensor) -> tuple[str, str] | None:
         return f"a tensor of layout {t.layout}", "t.to_dense()"
     if t.is_quantized:
         return "a quantized tensor", "t.dequantize()"
-    if t.device.type != "meta" and (_address(t) or not t.numel()):
+    if t.device.type != "meta" and (data_address(t) or not t.numel()):
         return None
     if hasattr(t, "full_tensor"):
         return f"a {type(t).__name__}", "t.full_tensor(), or gt.from_local(t.to_local(), placement, sbp)"

@@ -20,10 +20,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from globaltensor.runtime.torch_internals import UntracedMode, call_kernel, has_kernel, is_composite, python_meta
+from globaltensor.runtime.torch_internals import (
+    OpOverload,
+    UntracedMode,
+    call_kernel,
+    has_kernel,
+    is_composite,
+    python_meta,
+    tree_leaves,
+    tree_map_only,
+)
 
 aten = torch.ops.aten
 Method = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]

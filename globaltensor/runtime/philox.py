@@ -40,6 +40,7 @@ from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shape
 from globaltensor.layouts.regions import Region
 from globaltensor.runtime.native import core_lib
+from globaltensor.runtime.torch_internals import num_dispatch_modes
 
 Device = torch.device | str
 _MASK = 0xFFFFFFFF
@@ -88,7 +89,7 @@ def twin() -> Iterator[None]:
 
 def _filled_natively(out: Tensor, key: int, shape: Shape, region: Region, law: str, *parameters: float) -> bool:
     """Did native code fill the region? Not while a mode traces: it would see a tensor that nobody fills."""
-    if law not in _laws or out.device.type != "cpu" or torch._C._len_torch_dispatch_stack() \
+    if law not in _laws or out.device.type != "cpu" or num_dispatch_modes() \
             or torch.compiler.is_compiling():
         return False
     numbers = struct.pack(f"{3 * len(shape)}q", *shape, *[edge for edges in region for edge in edges])

@@ -12,11 +12,11 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from globaltensor.errors import TransportError
 from globaltensor.runtime import native
+from globaltensor.runtime.torch_internals import backend_of
 
 NAME = "globaltensor"
 
@@ -49,7 +49,7 @@ def transport(group: dist.ProcessGroup | None = None) -> str:
     """How bytes move between the ranks of a group of this backend, in a line."""
     group = group or dist.group.WORLD
     assert group is not None                         # torch.distributed is started
-    backend: Any = group._get_backend(torch.device("cpu"))
+    backend: Any = backend_of(group, "cpu")
     backend = getattr(backend, "wrapped_pg", backend)      # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     return backend.transport if hasattr(backend, "transport") else backend.name()
 

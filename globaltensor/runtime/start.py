@@ -22,6 +22,7 @@ from globaltensor.runtime.agreement import broadcast_object, gather_unchecked
 from globaltensor.runtime.exchange import first_sentence
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.torch_internals import default_store
 from globaltensor.runtime.world import World, begin, shared_gpu, start_with, started
 
 TIMEOUT = timedelta(seconds=300)
@@ -87,7 +88,7 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     state = broadcast_object(torch.get_rng_state(), 0, "starting")
     assert isinstance(state, torch.Tensor)
     torch.set_rng_state(state)
-    deadlock.watch(dist.distributed_c10d._get_default_store(), new.rank, new.size)
+    deadlock.watch(default_store(), new.rank, new.size)
     first = new.rank - new.rank % (per_host := _ranks_per_host(new.size))
     here = range(first, min(first + per_host, new.size))
     address = None

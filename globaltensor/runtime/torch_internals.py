@@ -1,6 +1,7 @@
 """What we use of torch that torch does not promise to keep: every private name, in one place.
 
-`docs/torch-internals.md` lists them with what breaks without them; a test looks for others.
+Other files take these names from here. Private attributes of torch's objects (`op._schema`, `t._version`) are used
+where they are needed. `docs/torch-internals.md` lists both and tells what we would do without them; a test compares.
 """
 from __future__ import annotations
 
@@ -9,10 +10,61 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch.distributed as dist
+from torch._ops import OpOverload as OpOverload, OpOverloadPacket
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten, tree_leaves as tree_leaves, tree_map_only as tree_map_only
 
 from globaltensor.errors import RuleError
+
+_c: Any = torch._C                                   # its stubs leave some of these out
+
+# Below the properties and functions that a subclass overrides.
+TensorBase = _c.TensorBase
+DisableTorchFunctionSubclass = _c.DisableTorchFunctionSubclass
+no_torch_function = _c._disabled_torch_function_impl
+DisableTorchDispatch = _c._DisableTorchDispatch
+
+# A tensor subclass without memory, and the dispatch key that only ours has.
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+deny_data_ptr = _c._set_throw_on_mutable_data_ptr
+dispatch_key = _c._parse_dispatch_key
+DispatchKeySet = _c.DispatchKeySet
+ExcludeDispatchKeys = _c._ExcludeDispatchKeyGuard
+
+data_address: Callable[[torch.Tensor], int] = _c._data_address       # 0 for a tensor without memory
+num_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
+foreach_copy_ = torch._foreach_copy_
+assert_async = torch._assert_async
+traced_assert = torch._assert                        # torch.fx keeps it
+
+
+def has_internal_overlap(t: torch.Tensor) -> bool:
+    """Do elements of the tensor surely share memory?"""
+    return torch._debug_has_internal_overlap(t) == 1
+
+
+def call_after_backward(done: Callable[[], None]) -> None:
+    """Within a backward pass: call `done` at its end."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(done)
+
+
+def foreach_supported_types() -> list[list[Any]]:
+    """The classes of tensors that optimizers and clipping take many at a time: lists that may be added to."""
+    return [_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types]
+
+
+def default_store() -> Any:
+    """The key-value store of torch.distributed's default group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def backend_of(group: dist.ProcessGroup, device_type: str) -> Any:
+    """What moves a group's tensors on such devices."""
+    return group._get_backend(torch.device(device_type))
 
 
 def overload_of(op: Any) -> OpOverload:

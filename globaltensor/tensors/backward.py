@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from globaltensor.runtime.torch_internals import DisableTorchFunctionSubclass
+
 
 def backward(tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
              grad_variables: Any = None, inputs: Any = None) -> None:
     """torch.autograd.backward, with tensors named by their edges in the graph."""
     outs, ins = _sequence(tensors), _sequence(inputs) if inputs is not None else None
     if _cannot(*outs, *(ins or ())):
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return torch.autograd.backward(tensors, grad_tensors, retain_graph, create_graph, inputs=inputs)
     return torch.autograd.backward([_edge(t) for t in outs], _seeds(outs, grad_tensors), retain_graph, create_graph,
                                    inputs=[_edge(t) for t in ins] if ins is not None else None)
@@ -35,7 +37,7 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
     """torch.autograd.grad, with tensors named by their edges in the graph."""
     outs, ins = _sequence(outputs), _sequence(inputs)
     if _cannot(*outs, *ins):
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return torch.autograd.grad(outputs, inputs, grad_outputs, *args, **kwargs)
     return torch.autograd.grad([_edge(t) for t in outs], [_edge(t) for t in ins], _seeds(outs, grad_outputs),
                                *args, **kwargs)

@@ -11,7 +11,6 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._ops import OpOverload
 
 from globaltensor.dispatch.core import arrive
 from globaltensor.errors import GlobalTensorError
@@ -20,6 +19,17 @@ from globaltensor.layouts.placement import placement, placement as Placement
 from globaltensor.layouts.sbp import NdSbp, SbpLike, broadcast
 from globaltensor.runtime.memory import NoMemory
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.torch_internals import (
+    DisableTorchFunctionSubclass,
+    DispatchKeySet,
+    ExcludeDispatchKeys,
+    OpOverload,
+    TensorBase,
+    deny_data_ptr,
+    dispatch_key,
+    make_wrapper_subclass,
+    no_torch_function,
+)
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import assign, backward, gradients, lookup, multihead_attention, products
 from globaltensor.tensors.full_value import FullTensor, text_of
@@ -37,10 +47,9 @@ _TAKEN: dict[Any, Callable[..., Any]] = {**products.TAKEN, **lookup.TAKEN, **gra
                                          torch.Tensor.__setitem__: assign.assign}
 # overrides stay in force inside these
 _WITHIN: dict[Any, Callable[..., Any]] = {**backward.TAKEN, **multihead_attention.TAKEN}
-_make = torch.Tensor._make_wrapper_subclass
-_KEY: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericWrapper")          # no other tensor has it
-_KEYS = torch._C.DispatchKeySet(_KEY)
-_requires_grad: Any = torch._C.TensorBase.requires_grad
+_KEY: Any = dispatch_key("TESTING_ONLY_GenericWrapper")          # no other tensor has it
+_KEYS = DispatchKeySet(_KEY)
+_requires_grad: Any = TensorBase.requires_grad
 _OWN_ATTRIBUTES = {"spec", "shards", "guard", "_is_param", *gradients.ATTRIBUTES}
 
 
@@ -63,8 +72,9 @@ class GlobalTensor(TensorMethods):
     def wrap(cls, of: Spec, shards: Shards) -> GlobalTensor:
         """A global tensor of these shards; nothing is checked."""
         device = next(iter(shards.values())).device if shards else torch.device(of.placement.type)
-        made = _make(cls, of.shape, strides=of.stride, dtype=of.dtype, device=device, _extra_dispatch_keys=_KEYS)
-        torch._C._set_throw_on_mutable_data_ptr(made)
+        made = make_wrapper_subclass(cls, of.shape, strides=of.stride, dtype=of.dtype, device=device,
+                                     _extra_dispatch_keys=_KEYS)
+        deny_data_ptr(made)
         made.spec = of
         made.shards = shards
         return made
@@ -75,7 +85,7 @@ class GlobalTensor(TensorMethods):
         within = _WITHIN.get(func)
         if within is not None:
             return within(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return _TAKEN.get(func, func)(*args, **(kwargs or {}))
 
     @classmethod
@@ -146,7 +156,7 @@ class GlobalTensor(TensorMethods):
             raise GlobalTensorError("x.data = t of a global tensor x and a plain tensor t",
                                     f"t has no layout, and x is on {self.spec.layout}",
                                     "x.data = gt.from_full(t, x.placement, x.sbp)")
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             _data.__set__(self, value)
         if torch_ext is None:
             self.spec, self.shards, self.guard = value.spec, value.shards, value.guard
@@ -294,7 +304,7 @@ def _at_our_key(func: OpOverload) -> None:
 def _one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """torch's own, after a look at the values."""
     lookup.check_classes(x, num_classes)
-    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+    with ExcludeDispatchKeys(_KEYS):
         return torch.ops.aten.one_hot.default(x, num_classes)
 
 
@@ -309,7 +319,7 @@ else:                                                # the same class, with its 
     torch_ext.bind_class(GlobalTensor, _describe)
     native_class: Any = GlobalTensor
     native_class.wrap = torch_ext.wrap
-    native_class.__torch_function__ = torch._C._disabled_torch_function_impl
+    native_class.__torch_function__ = no_torch_function
     native_class.__setitem__ = assign.assign
     torch_ext.on_arrival(_at_our_key)
     torch_ext.on_lookup(lookup.Lookup.apply)

@@ -24,8 +24,9 @@ from globaltensor.boxings.redistribute import Move, move_shards, redistribute
 from globaltensor.boxings.watch import watched
 from globaltensor.layouts.layout import Layout, spec
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.torch_internals import TensorBase
 
-_grad: Any = torch._C.TensorBase.grad                # a descriptor of C
+_grad: Any = TensorBase.grad                # a descriptor of C
 raw_grad = _grad.__get__                             # the gradient of a leaf as it lies
 _set = _grad.__set__
 _order = count()

@@ -1,12 +1,12 @@
 """What plain torch tensors and modules learn: `x.is_global`, `x.to_global(...)`, and an error for `x.sbp`."""
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from globaltensor.errors import SbpError
+from globaltensor.runtime.torch_internals import foreach_supported_types
 from globaltensor.tensors import convert
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -23,5 +23,5 @@ def install() -> None:
     plain.sbp = property(_no_layout)
     plain.placement = property(_no_layout)
     plain.to_global = convert.plain_to_global
-    for module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
-        import_module(module)._foreach_supported_types.append(GlobalTensor)     # clipping takes all norms in one go
+    for types in foreach_supported_types():
+        types.append(GlobalTensor)                   # clipping takes all norms in one go
