@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from globaltensor.runtime.text_table import aligned
+
 
 def alternating(cases: Sequence[Callable[[], Any]], calls: int = 300, rounds: int = 15) -> list[float]:
     """Median microseconds per call of each case, taken in turns so that the machine's drift hits all alike."""
@@ -71,11 +73,10 @@ def show(title: str, rows: list[dict[str, Any]], json: bool, tables: Sequence[Se
 
 
 def _table(heads: Sequence[str], lines: list[list[str]]) -> None:
-    """The first column and other words to the left, numbers to the right."""
-    widths = [max(len(h), *(len(line[k]) for line in lines)) for k, h in enumerate(heads)]
+    """The first column to the left, the others to the right."""
     print()
-    for line in [heads, *lines]:
-        print("  " + "  ".join(cell.rjust(w) if k else cell.ljust(w) for k, (cell, w) in enumerate(zip(line, widths))))
+    for line in aligned([heads, *lines], right=range(1, len(heads))):
+        print(f"  {line}")
 
 
 def _cell(value: Any) -> str:

@@ -38,6 +38,7 @@ try:
     from torch.utils.checkpoint import checkpoint
 
     import globaltensor as gt
+    from globaltensor.runtime.text_table import aligned
 except ModuleNotFoundError as error:
     sys.exit(f"train_gpt.py needs {error.name}, which is not installed: make train")
 
@@ -307,12 +308,10 @@ def kind(move: Any) -> str:
 
 def table(title: str, rows: list[tuple[str, ...]]) -> None:
     """Print rows in aligned columns, those of numbers to the right."""
-    columns = list(zip(*rows))
-    widths = [max(map(len, column)) for column in columns]
-    align = [str.rjust if column[-1].replace(",", "").isdigit() else str.ljust for column in columns]
+    numbers = {k for k, cell in enumerate(rows[-1]) if cell.replace(",", "").isdigit()}
     say(f"\n{title}")
-    for row in rows:
-        say("   ", "   ".join(place(cell, width) for place, cell, width in zip(align, row, widths)).rstrip())
+    for line in aligned(rows, gap="   ", right=numbers):
+        say("   ", line)
 
 
 if __name__ == "__main__":

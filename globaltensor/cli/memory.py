@@ -17,6 +17,7 @@ from typing import Any
 
 from globaltensor.cli.problem import Problem
 from globaltensor.errors import GlobalTensorError
+from globaltensor.runtime.text_table import aligned
 from globaltensor.simulator.gpt import GPT, RECOMPUTE
 from globaltensor.simulator.memory import model_states
 
@@ -122,8 +123,7 @@ def _text(summary: dict[str, Any]) -> str:
         rows += [("activations of a layer", f"{summary['activations_per_layer'] / 1e9:,.4g} GB"),
                  ("activations of all layers", f"{summary['activations_gb']:,.4g} GB"),
                  ("all together", f"{summary['total_gb']:,.4g} GB")]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {text:>16}" for name, text in rows)
+    return "\n".join(aligned(rows, right={1}))
 
 
 def _count(text: str) -> Fraction:
