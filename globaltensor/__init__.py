@@ -29,8 +29,8 @@ from globaltensor.tensors import plain as _plain
 
 __version__ = "0.1.0"
 
-_plain.install()
-_dcp_protocol.install()
+_plain.install_attributes()
+_dcp_protocol.install_dcp_protocol()
 torch.nn.Module.to_global = _to_global  # type: ignore[attr-defined]  # a module learns a method
 
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn",

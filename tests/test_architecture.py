@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from globaltensor import FACE
 from globaltensor.runtime.native import WANTED, torch_ext
 
 PACKAGE = pathlib.Path(__file__).parent.parent / "globaltensor"
@@ -197,6 +198,20 @@ def test_the_page_of_privates_lists_only_what_is_used():
     text = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     unused = [name for name in LISTED if not re.search(rf"\b{re.escape(name.rpartition('.')[2])}\b", text)]
     assert LISTED and not unused, unused
+
+
+EVERYWHERE = {"main", "command", "options"}          # of the commands of cli: one interface
+
+
+def test_a_function_name_stands_once():
+    """But for names of the face, such as gt.normal, whose kernel may be called as they are."""
+    homes: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for name in {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}:
+            homes.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
+    assert homes.keys() >= EVERYWHERE
+    twice = {name: files for name, files in homes.items() if len(files) > 1 and name not in EVERYWHERE | FACE.keys()}
+    assert not twice, f"a function says by its name which one it is: {twice}"
 
 
 def test_importing_starts_nothing():

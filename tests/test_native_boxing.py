@@ -241,7 +241,7 @@ def shards_of(where, shape, dtype, r):
 
 def twin(src, dst, shape, dtype, shards):
     """One direct step as the Python version does it, in this process that drives all ranks."""
-    return torch_program.build(torch_program.compile_step(src, dst, shape), shards, dtype, dst, {})
+    return torch_program.build_shards(torch_program.compile_step(src, dst, shape), shards, dtype, dst, {})
 
 
 def native(kernel, src, dst, shape, dtype, shards, lone, shared):

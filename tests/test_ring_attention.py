@@ -108,8 +108,8 @@ def test_every_layout_gives_what_one_device_gives(ranks, name):
             own_mask = scatter(mask, where, rng.choice(layouts(mask.dim(), where.ndim, pending=False)), generator)
         lying = [scatter(t, where, nd, generator) for t, nd in zip([*plain, grad], nds)]
         rest = {"attn_mask": own_mask, "scale": 0.3}
-        out = ring_attention.forward(Call(FORWARD, (*lying[:3], 0.0, causal), rest), _Run(gt.GlobalTensor))
-        found = ring_attention.backward(Call(BACKWARD, (lying[3], *lying[:3], *out, 0.0, causal), rest),
+        out = ring_attention.ring_forward(Call(FORWARD, (*lying[:3], 0.0, causal), rest), _Run(gt.GlobalTensor))
+        found = ring_attention.ring_backward(Call(BACKWARD, (lying[3], *lying[:3], *out, 0.0, causal), rest),
                                         _Run(gt.GlobalTensor))
         for what, got, expected in zip(("out", "logsumexp", "dq", "dk", "dv"), (*out, *found), (*want, *wanted)):
             assert got.shape == expected.shape and got.dtype == expected.dtype
@@ -129,10 +129,10 @@ def test_parts_are_added_up_in_32_bits(dtype, causal):
     one = FORWARD(*plain[:3], 0.0, causal)
     one = [one[0], *BACKWARD(plain[3], *plain[:3], *one, 0.0, causal)]
     lying = [scatter(t, where, (S(2),), generator) for t in plain]
-    ours = ring_attention.forward(Call(FORWARD, (*lying[:3], 0.0, causal), {}), _Run(gt.GlobalTensor))
+    ours = ring_attention.ring_forward(Call(FORWARD, (*lying[:3], 0.0, causal), {}), _Run(gt.GlobalTensor))
     assert ours[1].dtype == torch.float32
     back = Call(BACKWARD, (lying[3], *lying[:3], *ours, 0.0, causal), {})
-    ours = [ours[0], *ring_attention.backward(back, _Run(gt.GlobalTensor))]
+    ours = [ours[0], *ring_attention.ring_backward(back, _Run(gt.GlobalTensor))]
     for what, got, single, value in zip(("out", "dq", "dk", "dv"), ours, one, truth):
         assert got.dtype == dtype
         far, near = ((t.double() - value).norm() / value.norm() for t in (gather(got), single))
@@ -146,7 +146,7 @@ def test_what_is_no_number_stays_so(at):
     plain = [draw(1, 1, 7, 4, more=i) for i in range(3)]
     plain[1][0, 0, at] = torch.nan
     q, k, v = (scatter(t, where, (S(2),), generator) for t in plain)
-    out, _ = ring_attention.forward(Call(FORWARD, (q, k, v, 0.0, True), {}), _Run(gt.GlobalTensor))
+    out, _ = ring_attention.ring_forward(Call(FORWARD, (q, k, v, 0.0, True), {}), _Run(gt.GlobalTensor))
     assert gather(out).isnan().all(-1)[0, 0].tolist() == [row >= at for row in range(7)]
     near(gather(out)[:, :, :at], FORWARD(*plain, 0.0, True)[0][:, :, :at], f"NaN at {at}")
 
@@ -320,8 +320,8 @@ def test_a_rank_holds_one_block_at_a_time(causal):
     where, generator, parts = place([0, 1, 2, 3]), torch.Generator().manual_seed(SEED), 4
     q, k, v, grad = (scatter(draw(1, 1, 22, 4, more=i), where, (S(2),), generator) for i in range(4))
     forward, backward = Watched(), Watched()
-    out = ring_attention.forward(Call(FORWARD, (q, k, v, 0.0, causal), {}), forward)
-    ring_attention.backward(Call(BACKWARD, (grad, q, k, v, *out, 0.0, causal), {}), backward)
+    out = ring_attention.ring_forward(Call(FORWARD, (q, k, v, 0.0, causal), {}), forward)
+    ring_attention.ring_backward(Call(BACKWARD, (grad, q, k, v, *out, 0.0, causal), {}), backward)
     blocks = sizes(22, parts)
     for watched in (forward, backward):
         assert watched.asked == 2 * (parts - 1)

@@ -41,7 +41,7 @@ def trained(call: Call) -> bool:
                                        for s in call[name].spec.sbp)
 
 
-def _without_partials(run: Run, tensors: list[GlobalLike]) -> list[GlobalLike]:
+def _reduced_alike(run: Run, tensors: list[GlobalLike]) -> list[GlobalLike]:
     """All in the layout of the first, without pending sums."""
     own = tensors[0].spec
     dst = own.layout.without_partials
@@ -86,9 +86,9 @@ def _moments(run: Run, x: GlobalLike, n: int, dtype: torch.dtype) -> tuple[Globa
     return mean, run(aten.div.Tensor, total_squares, float(n))
 
 
-def forward(call: Call, run: Run) -> tuple[GlobalLike, ...]:
+def whole_batch_forward(call: Call, run: Run) -> tuple[GlobalLike, ...]:
     """native_batch_norm in training; the running statistics are updated in place."""
-    x, = _without_partials(run, [call["input"]])
+    x, = _reduced_alike(run, [call["input"]])
     dtype = accumulation_dtype(x.dtype)
     n = x.numel() // max(x.shape[1], 1)
     mean, var = _moments(run, x, n, dtype)
@@ -125,9 +125,9 @@ def as_native_backward(call: Call, run: Run) -> tuple[Any, ...]:
                list(option(call, "output_mask", (True, True, True))))
 
 
-def backward(call: Call, run: Run) -> tuple[GlobalLike | None, ...]:
+def whole_batch_backward(call: Call, run: Run) -> tuple[GlobalLike | None, ...]:
     """native_batch_norm_backward in training."""
-    x, grad = _without_partials(run, [call["input"], call["grad_out"]])
+    x, grad = _reduced_alike(run, [call["input"], call["grad_out"]])
     dtype, weight, dims = accumulation_dtype(x.dtype), call["weight"], _reduced_dims(x)
     n = float(x.numel() // max(x.shape[1], 1))
     mean, invstd = call["save_mean"], call["save_invstd"]

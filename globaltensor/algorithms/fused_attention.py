@@ -35,21 +35,21 @@ def rank_by_rank(call: Call, run: Run) -> tuple[Any, ...]:
     query = next(t for t in call.tensors if is_global(t))
     where = _split_layout(call, query.spec.layout)
     part_of = {name: _parts(name, t, where, call, run) for name, t in zip(call.names, call.tensors)}
-    results = {rank: _local(call, {name: part(rank) for name, part in part_of.items()}) for rank in query.shards}
+    results = {rank: _run_locally(call, {name: part(rank) for name, part in part_of.items()}) for rank in query.shards}
     local_sizes: Sequence[tuple[int, ...]]
     if results:
         rank, sample = next(iter(results.items()))
         local_sizes = [where.local_shape((batch, heads), rank) for batch, heads in _sizes(call)]
     else:                                            # a process without a part asks the meta kernel
         with Asking():
-            sample = _local(call, {name: torch.empty_like(t, device="meta")
+            sample = _run_locally(call, {name: torch.empty_like(t, device="meta")
                                    for name, t in zip(call.names, call.tensors)})
         local_sizes = _sizes(call)
     return tuple(_joined(result, {r: out[k] for r, out in results.items()}, local_sizes, where, call, run)
                  for k, result in enumerate(sample))
 
 
-def _local(call: Call, tensors: dict[str, Tensor]) -> tuple[Any, ...]:
+def _run_locally(call: Call, tensors: dict[str, Tensor]) -> tuple[Any, ...]:
     """The op itself, on these operands."""
     values = {**call.values, **tensors}
     schema = arguments(call.func)

@@ -235,10 +235,10 @@ def _by_rows(groups: _Groups, a: GlobalLike, b: GlobalLike) -> Shards:
     rows = {rank: _own_share(_rows_of(groups.ends, own, a.shape[0]), a.placement, rank, shared)
             for rank, own in experts.items()}
     held = {rank: a.spec.region(rank)[0] for rank in experts}
-    local = _exchange(groups, a.shards, held, rows, a.spec, _row_shapes(a.spec), _row_axes(a.spec.layout))
+    local = _rows_of_holders(groups, a.shards, held, rows, a.spec, _row_shapes(a.spec), _row_axes(a.spec.layout))
     products = {r: _product(groups, t, b.shards[r], experts[r], rows[r][0]) for r, t in local.items()}
     parts = {rank: groups.out.region(rank)[0] for rank in experts}
-    return _exchange(groups, products, rows, parts, groups.out, _row_shapes(groups.out), groups.axes)
+    return _rows_of_holders(groups, products, rows, parts, groups.out, _row_shapes(groups.out), groups.axes)
 
 
 def _by_columns(groups: _Groups, a: GlobalLike, b: GlobalLike) -> Shards:
@@ -248,8 +248,8 @@ def _by_columns(groups: _Groups, a: GlobalLike, b: GlobalLike) -> Shards:
     rows = {rank: _rows_of(groups.ends, own, last) for rank, own in experts.items()}
     held = {rank: b.spec.region(rank)[0] for rank in experts}
     widths = {rank: a.spec.local_shape(rank)[:1] for rank in experts}
-    left = _exchange(groups, {r: t.t() for r, t in a.shards.items()}, held, rows, a.spec, widths, groups.axes)
-    right = _exchange(groups, b.shards, held, rows, b.spec, _row_shapes(b.spec), groups.axes)
+    left = _rows_of_holders(groups, {r: t.t() for r, t in a.shards.items()}, held, rows, a.spec, widths, groups.axes)
+    right = _rows_of_holders(groups, b.shards, held, rows, b.spec, _row_shapes(b.spec), groups.axes)
     return {r: _product(groups, t.t(), right[r], experts[r], rows[r][0]) for r, t in left.items()}
 
 
@@ -269,7 +269,7 @@ def _own_share(rows: Range, where: placement, rank: int, shared: list[int]) -> R
     return start, stop
 
 
-def _exchange(groups: _Groups, shards: Shards, held: dict[int, Range], wanted: dict[int, Range], of: Spec,
+def _rows_of_holders(groups: _Groups, shards: Shards, held: dict[int, Range], wanted: dict[int, Range], of: Spec,
               row: dict[int, Shape], axes: tuple[int, ...]) -> Shards:
     """Each rank's wanted range of rows, from those that the others hold; the shards themselves if they are that."""
     if held == wanted:

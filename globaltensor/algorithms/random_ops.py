@@ -55,7 +55,7 @@ Draw = Callable[..., Tensor]                         # (call, elements, their pa
 # ------------------------------------------------------------------------------------------------ distributions
 
 
-def uniform(call: Call, elements: Elements) -> Tensor:
+def draw_uniform(call: Call, elements: Elements) -> Tensor:
     """uniform_ and rand_like."""
     low, high = call.get("from", 0.0), call.get("to", 1.0)
     if not elements.dtype.is_complex:
@@ -71,17 +71,17 @@ def _normal(elements: Elements, mean: float = 0.0, std: float = 1.0) -> Tensor:
     return torch.view_as_complex(parts).add_(mean)
 
 
-def normal(call: Call, elements: Elements) -> Tensor:
+def draw_normal(call: Call, elements: Elements) -> Tensor:
     """normal_."""
     return _normal(elements, call["mean"], call["std"])
 
 
-def standard_normal(call: Call, elements: Elements) -> Tensor:
+def draw_standard_normal(call: Call, elements: Elements) -> Tensor:
     """randn_like."""
     return _normal(elements)
 
 
-def integers(call: Call, elements: Elements) -> Tensor:
+def draw_integers(call: Call, elements: Elements) -> Tensor:
     """random_ (without bounds: every integer >= 0 that the dtype holds exactly) and randint_like."""
     low, high = call.get("from", call.get("low")) or 0, call.get("to", call.get("high"))
     high = _last_exact(elements.dtype) + 1 if high is None else int(high)
@@ -97,12 +97,12 @@ def _last_exact(dtype: torch.dtype) -> int:
     return 1 if dtype is torch.bool else torch.iinfo(dtype).max
 
 
-def bernoulli(call: Call, elements: Elements) -> Tensor:
+def draw_bernoulli(call: Call, elements: Elements) -> Tensor:
     """With one probability for all."""
     return philox.bernoulli(*elements, call.get("p", 0.5))
 
 
-def bernoulli_each(call: Call, elements: Elements, p: Tensor) -> Tensor:
+def draw_bernoulli_each(call: Call, elements: Elements, p: Tensor) -> Tensor:
     """With a probability for each element."""
     return philox.bernoulli(*elements, 0.5 if p.is_meta else p)
 
@@ -112,18 +112,18 @@ def kept(call: Call, elements: Elements) -> Tensor:
     return philox.bernoulli(*elements, 1 - call["p"])
 
 
-def exponential(call: Call, elements: Elements) -> Tensor:
+def draw_exponential(call: Call, elements: Elements) -> Tensor:
     """exponential_."""
     return philox.exponential(*elements, call["lambd"])
 
 
-def geometric(call: Call, elements: Elements) -> Tensor:
+def draw_geometric(call: Call, elements: Elements) -> Tensor:
     """The number of trials until one succeeds: an exponential, rounded up. p in (0, 1)."""
     rate = -math.log1p(-call["p"])
     return philox.exponential(*elements._replace(dtype=torch.float64), rate).ceil_()
 
 
-def cauchy(call: Call, elements: Elements) -> Tensor:
+def draw_cauchy(call: Call, elements: Elements) -> Tensor:
     """The quotient of two normals; finite, as torch's is."""
     pairs = philox.normal(*elements.pairs(_at_least_float32(elements.dtype)))
     value = pairs[..., 0].div(pairs[..., 1]).mul_(call["sigma"]).add_(call["median"])
@@ -131,7 +131,7 @@ def cauchy(call: Call, elements: Elements) -> Tensor:
     return value.nan_to_num_().clamp_(-largest, largest)
 
 
-def log_normal(call: Call, elements: Elements) -> Tensor:
+def draw_log_normal(call: Call, elements: Elements) -> Tensor:
     """exp of a normal."""
     return _exp(philox.normal(*elements._replace(dtype=_at_least_float32(elements.dtype)), call["mean"], call["std"]))
 
@@ -165,7 +165,7 @@ def fill(draw: Draw, *names: str) -> Decomposition:
 
     def decomposition(call: Call, run: Run) -> GlobalLike:
         key = draw_key(call["generator"])
-        _check(call)
+        _raise_torchs_errors(call)
         return _fill(call, run, call.tensors[0], key, draw, *[call[name] for name in names])
 
     return decomposition
@@ -176,7 +176,7 @@ def like(draw: Draw, *names: str) -> Decomposition:
 
     def decomposition(call: Call, run: Run) -> GlobalLike:
         key = draw_key(call.get("generator"))
-        _check(call)
+        _raise_torchs_errors(call)
         options = {name: call[name] for name in ("dtype", "layout", "device", "pin_memory", "memory_format")
                    if call.get(name) is not None}
         target = run(aten.empty_like.default, call.tensors[0], **options)
@@ -221,7 +221,7 @@ def _parts_of(run: Run, parameter: Tensor | GlobalLike, shape: Shape, where: Lay
     return lambda rank: parameter.expand(shape)[slices(where.region(shape, rank), whole)]
 
 
-def _check(call: Call) -> None:
+def _raise_torchs_errors(call: Call) -> None:
     """torch's own errors for bad arguments (std < 0, a dtype): it runs the op on one element, with a generator that
     nobody else uses; on no element if the op takes no generator, so that nothing is drawn."""
     args, kwargs = [], {}
@@ -249,7 +249,7 @@ def randint_like_tensor(call: Call, run: Run) -> GlobalLike:
     high = call["high"]
     high = run(aten._local_scalar_dense.default, high) if is_global(high) else high.item()
     options = {name: value for name, value in call.values.items() if name not in ("self", "high")}
-    return like(integers)(Call(aten.randint_like.generator, (call["self"], high), options), run)
+    return like(draw_integers)(Call(aten.randint_like.generator, (call["self"], high), options), run)
 
 
 def normal_around(call: Call, run: Run) -> GlobalLike:
@@ -260,7 +260,7 @@ def normal_around(call: Call, run: Run) -> GlobalLike:
     own = next(t for t in tensors if is_global(t))
     shape = torch.broadcast_shapes(*call.shapes)
     z = run(aten.new_empty.default, own, list(shape), dtype=tensors[0].dtype)
-    _fill(call, run, z, key, standard_normal)
+    _fill(call, run, z, key, draw_standard_normal)
     return run(aten.add_.Tensor, run(aten.mul_.Tensor, z, call["std"]), call["mean"])
 
 

@@ -285,7 +285,7 @@ class RingCall:
                              {rank: shard.to(result.dtype) for rank, shard in shards.items()})
 
 
-def forward(call: Call, run: Run) -> tuple[GlobalLike, GlobalLike]:
+def ring_forward(call: Call, run: Run) -> tuple[GlobalLike, GlobalLike]:
     """out and logsumexp, laid out as the queries. With dropout, the plain rule: its masks would depend on the steps."""
     if call["dropout_p"] > 0:
         return run.plain(call)
@@ -321,7 +321,7 @@ def _merge(out: Tensor, log: Tensor, part: Tensor, more: Tensor) -> None:
     log.copy_(torch.logaddexp(log, more))
 
 
-def backward(call: Call, run: Run) -> tuple[GlobalLike, GlobalLike, GlobalLike]:
+def ring_backward(call: Call, run: Run) -> tuple[GlobalLike, GlobalLike, GlobalLike]:
     """dq, laid out as the queries, dk and dv, as keys and values."""
     if call["dropout_p"] > 0:
         return run.plain(call)

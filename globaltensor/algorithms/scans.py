@@ -29,7 +29,7 @@ def _split_axes(x: GlobalLike, dim: int) -> list[int]:
     return [axis for axis, s in enumerate(x.spec.sbp) if s.is_split and s.dim == dim]
 
 
-def _without_partials(run: Run, x: GlobalLike) -> GlobalLike:
+def _reduced(run: Run, x: GlobalLike) -> GlobalLike:
     """x, its pending sums reduced."""
     return run.redistribute([x], [x.spec.layout.without_partials], "reduce")[0] if x.spec.layout.partial else x
 
@@ -64,7 +64,7 @@ def cumulative(join: Callable[..., Tensor], total: Callable[..., Tensor]) -> Dec
     """cumsum and cumprod: join(own, what came before), where `total` reduces a part along the dim."""
 
     def decomposition(call: Call, run: Run) -> GlobalLike:
-        x = _without_partials(run, call.tensors[0])
+        x = _reduced(run, call.tensors[0])
         dim = call["dim"] % x.dim()
         dtype = call["dtype"] or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
         totals = {r: total(t, dim, keepdim=True, dtype=dtype) for r, t in x.shards.items()}
@@ -93,7 +93,7 @@ def along_split(call: Call) -> bool:
 
 def extreme(call: Call, run: Run) -> GlobalLike | tuple[GlobalLike, GlobalLike]:
     """max.dim, min.dim, argmax and argmin along a split dim."""
-    x = _without_partials(run, call.tensors[0])
+    x = _reduced(run, call.tensors[0])
     dim, keep = call["dim"] % x.dim(), bool(call["keepdim"])
     reduce = torch.max if "max" in call.func._schema.name else torch.min
     worst = lowest_value(x.dtype) if reduce is torch.max else highest_value(x.dtype)
@@ -123,7 +123,7 @@ def extreme(call: Call, run: Run) -> GlobalLike | tuple[GlobalLike, GlobalLike]:
 
 def topk(call: Call, run: Run) -> tuple[GlobalLike, ...]:
     """The k largest of each part's k largest; parts shorter than k are filled up with values that never win."""
-    x, k = _without_partials(run, call.tensors[0]), call["k"]
+    x, k = _reduced(run, call.tensors[0]), call["k"]
     dim = call["dim"] % x.dim()
     worst = lowest_value(x.dtype) if call["largest"] else highest_value(x.dtype)
     values, indices = {}, {}

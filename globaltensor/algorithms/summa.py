@@ -128,18 +128,18 @@ def _priced(plan: GridProduct, of_a: Spec, of_b: Spec) -> tuple[int, GridProduct
     received = passing = 0
     for labels, own in zip(plan.terms, (of_a, of_b)):
         want = plan.rank_regions(labels, full).regions
-        received += _most_received({rank: own.region(rank) for rank in want}, want) * own.dtype.itemsize
+        received += _most_elements({rank: own.region(rank) for rank in want}, want) * own.dtype.itemsize
         passing += max(map(volume, want.values())) * own.dtype.itemsize * (plan.panel in labels)
     if plan.moves_result:
         shape, axes = plan.shape(plan.terms[2]), plan.out.placement.shape
         terms = prod(n for n, own, s in zip(axes, plan.terms_sbp, plan.out.sbp) if own.is_partial and not s.is_partial)
         made = plan.rank_regions(plan.terms[2], full).regions
-        received += _most_received(made, {rank: plan.out.region(shape, rank) for rank in made},
+        received += _most_elements(made, {rank: plan.out.region(shape, rank) for rank in made},
                                    terms) * of_a.dtype.itemsize
     return received, plan._replace(passing=passing)
 
 
-def _most_received(own: dict[int, Region], wanted: dict[int, Region], terms: int = 1) -> int:
+def _most_elements(own: dict[int, Region], wanted: dict[int, Region], terms: int = 1) -> int:
     """Elements that the rank receives that receives most, if every element is a sum of so many ranks' terms."""
     received = []
     for rank, region in wanted.items():

@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from globaltensor.boxings.torch_program import ByteStream, TorchProgram, build, compile_step, incoming_bytes, pack
+from globaltensor.boxings.torch_program import (
+    ByteStream,
+    TorchProgram,
+    build_shards,
+    compile_step,
+    incoming_bytes,
+    pack,
+)
 from globaltensor.layouts.layout import Layout, Shards, Spec
 
 
@@ -41,4 +48,4 @@ def _unpacked(program: TorchProgram, of: Spec, dst: Layout, received: Mapping[in
         (_, shape, (part,)), = fills
         assert part.owner is not None                # what was received has a sender
         return {rank: received[part.owner].read(shape, part.size, of.dtype)}
-    return build(program, {}, of.dtype, dst, received)
+    return build_shards(program, {}, of.dtype, dst, received)

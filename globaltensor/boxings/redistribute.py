@@ -18,7 +18,14 @@ import torch
 
 from globaltensor.boxings import native, watch
 from globaltensor.boxings.plan import bytes_received, plan
-from globaltensor.boxings.torch_program import ByteStream, TorchProgram, build, compile_step, incoming_bytes, pack
+from globaltensor.boxings.torch_program import (
+    ByteStream,
+    TorchProgram,
+    build_shards,
+    compile_step,
+    incoming_bytes,
+    pack,
+)
 from globaltensor.errors import where
 from globaltensor.layouts.layout import Layout, Shards, Spec, spec
 from globaltensor.runtime.exchange import exchange
@@ -92,7 +99,7 @@ def _run_plans(moves: Sequence[Move], plans: list[tuple[Layout, ...]], op: str) 
         programs = [compile_step(plans[k][step], plans[k][step + 1], moves[k].spec.shape) for k in now]
         received = _exchange(programs, [shards[k] for k in now], [moves[k].spec.dtype for k in now], op)
         for k, program in zip(now, programs):
-            shards[k] = build(program, shards[k], moves[k].spec.dtype, plans[k][step + 1], received)
+            shards[k] = build_shards(program, shards[k], moves[k].spec.dtype, plans[k][step + 1], received)
     return shards
 
 

@@ -96,7 +96,7 @@ class RowExchange(NamedTuple):
 def row_exchange(axes: tuple[int, ...], held: Mapping[int, Range], wanted: Mapping[int, Tensor],
                  row: Mapping[int, tuple[int, ...]], op: str, src: Layout, dst: Layout) -> RowExchange:
     """An exchange of rows between ranks that differ along these axes of the placement only."""
-    group = rank_groups(src.placement, axes)
+    group = peers_along(src.placement, axes)
     bounds = torch.tensor([held[rank] for rank in src.placement.flat]).reshape(-1)
     places: dict[int, list[int]] = {}                # id of a tensor of numbers: ranks with the same one look up once
     parts = {}
@@ -109,7 +109,7 @@ def row_exchange(axes: tuple[int, ...], held: Mapping[int, Range], wanted: Mappi
     return RowExchange(held, wanted, row, parts, op, src, dst)
 
 
-def rank_groups(of: placement, axes: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+def peers_along(of: placement, axes: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
     """rank -> the ranks that differ from it along these axes only, itself among them."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank, at in of.coords.items():

@@ -120,7 +120,7 @@ def incoming_bytes(programs: Sequence[TorchProgram], dtypes: Sequence[torch.dtyp
     return incoming
 
 
-def build(program: TorchProgram, held: Shards, dtype: torch.dtype, dst: Layout,
+def build_shards(program: TorchProgram, held: Shards, dtype: torch.dtype, dst: Layout,
           received: Mapping[int, ByteStream]) -> Shards:
     """The new shards of this process's ranks, from those that it holds and the bytes that came."""
     built: Shards = {}

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from globaltensor.checkpoint.loading import check_writable
+from globaltensor.checkpoint.loading import check_loadable
 from globaltensor.checkpoint.manifest import CheckpointError
 from globaltensor.checkpoint.pieces import MAX_PIECE_BYTES, local_parts, whole_region
 from globaltensor.layouts.regions import Region, slices, split_range, volume
@@ -85,7 +85,7 @@ def create_chunk_list(t: GlobalTensor) -> list[ChunkStorageMetadata]:
 
     Raises CheckpointError for one that cannot be written to.
     """
-    check_writable(t, f"a tensor {t.spec}")
+    check_loadable(t, f"a tensor {t.spec}")
     wanted = [_storage(chunk) for chunk in chunks(t)]
     torch.autograd.graph.increment_version(t)
     return wanted

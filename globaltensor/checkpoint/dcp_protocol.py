@@ -9,7 +9,7 @@ import torch
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 
-def install() -> None:
+def install_dcp_protocol() -> None:
     """Teach global tensors the protocol."""
     learner: Any = GlobalTensor                      # a class learns attributes, which its stubs cannot know
     learner.__create_write_items__ = lambda t, name, source: _dcp().create_write_items(t, name, source)

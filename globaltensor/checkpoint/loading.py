@@ -137,10 +137,10 @@ def check_fit(entry: Entry, t: torch.Tensor, dtype: bool = True) -> None:
     if dtype and t.dtype != entry.dtype:
         raise CheckpointError(f"{entry.name!r} is {t.dtype} in the state, {entry.dtype} in the checkpoint",
                               "values are loaded bit for bit, never rounded", f"x.to({entry.dtype}) before loading")
-    check_writable(t, f"{entry.name!r} of the state")
+    check_loadable(t, f"{entry.name!r} of the state")
 
 
-def check_writable(t: torch.Tensor, name: str) -> None:
+def check_loadable(t: torch.Tensor, name: str) -> None:
     """Check that what is written into a tensor stays there, and that its elements do not share memory."""
     if isinstance(t, GlobalTensor) and t.spec.copied:
         raise CheckpointError(f"{name} is a view that had to be boxed",

@@ -25,7 +25,7 @@ def options(of: argparse.ArgumentParser) -> None:
 def command(chosen: argparse.Namespace) -> int:
     """Print what is here."""
     sections = facts()
-    print(json.dumps(sections, indent=2) if chosen.json else _text(sections))
+    print(json.dumps(sections, indent=2) if chosen.json else _info_text(sections))
     return 0
 
 
@@ -84,7 +84,7 @@ def _world() -> dict[str, Any]:
     return {"ranks": size, "driven by this process": "all", "because": why}
 
 
-def _text(sections: dict[str, dict[str, Any]]) -> str:
+def _info_text(sections: dict[str, dict[str, Any]]) -> str:
     lines = []
     for section, rows in sections.items():
         lines += [section, *aligned([(f"  {name}", str(value)) for name, value in rows.items()])]

@@ -84,14 +84,14 @@ def command(chosen: argparse.Namespace) -> int:
     if (chosen.params is None) == (chosen.model is None):
         raise Problem("how large is the model?\n  try: --params 7.5e9, or --model gpt --layers ...")
     try:
-        summary = facts(chosen)
+        summary = estimate(chosen)
     except GlobalTensorError as error:
         raise problem(error) from None
-    print(json.dumps(summary, indent=2) if chosen.json else _text(summary))
+    print(json.dumps(summary, indent=2) if chosen.json else _memory_text(summary))
     return 0
 
 
-def facts(chosen: argparse.Namespace) -> dict[str, Any]:
+def estimate(chosen: argparse.Namespace) -> dict[str, Any]:
     """Bytes on one rank, by what they are for."""
     gpt = model(chosen) if chosen.model else None
     parameters = gpt.parameters if gpt else chosen.params
@@ -115,7 +115,7 @@ def number(value: int | float | Fraction) -> int | float:
     return int(value) if value == int(value) else float(value)
 
 
-def _text(summary: dict[str, Any]) -> str:
+def _memory_text(summary: dict[str, Any]) -> str:
     rows = [("parameters of the model", f"{summary['parameters']:,}")]
     rows += [(f"a rank's {name}" if name != "total" else "together", f"{size / 1e9:,.4g} GB")
              for name, size in summary["model_states"].items()]

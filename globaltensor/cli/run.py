@@ -57,7 +57,7 @@ def _positive(text: str) -> int:
 
 def command(chosen: argparse.Namespace) -> int:
     """Launch, wait, report; the exit code."""
-    _check(chosen)
+    _check_command(chosen)
     ranks = chosen.ranks or torch.cuda.device_count() or 2
     _environment(ranks, chosen.nnodes)
     with tempfile.TemporaryDirectory(prefix="globaltensor-") as folder:
@@ -66,7 +66,7 @@ def command(chosen: argparse.Namespace) -> int:
         return _launch(chosen, ranks, folder, [str(Path(worker.__file__)), *program, *chosen.args])
 
 
-def _check(chosen: argparse.Namespace) -> None:
+def _check_command(chosen: argparse.Namespace) -> None:
     """Raise Problem for what can be seen to fail before anything starts."""
     if chosen.module:
         sys.path.insert(0, os.getcwd())

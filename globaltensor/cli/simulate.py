@@ -70,7 +70,7 @@ def command(chosen: argparse.Namespace) -> int:
     if chosen.list:
         print("\n".join(GENERATORS))
         return 0
-    if chosen.schedule and chosen.schedule not in GENERATORS and not _is_file(chosen.schedule):
+    if chosen.schedule and chosen.schedule not in GENERATORS and not _names_a_file(chosen.schedule):
         try:
             generate(chosen.schedule, 1, 1)           # raises: the name is wrong, whatever else is missing
         except GlobalTensorError as error:
@@ -79,7 +79,7 @@ def command(chosen: argparse.Namespace) -> int:
         raise Problem("what do the actions take?\n  try: --times 1,1,1,0, or --model gpt --layers ...")
     show = bool(chosen.text or chosen.plot or chosen.trace)
     try:
-        own = text.read_schedule(chosen.schedule) if chosen.schedule and _is_file(chosen.schedule) else None
+        own = text.read_schedule(chosen.schedule) if chosen.schedule and _names_a_file(chosen.schedule) else None
         if own:
             check_schedule(own)
         run, step, summary = (_with_times if chosen.times else _with_model)(chosen, own, show)
@@ -88,7 +88,7 @@ def command(chosen: argparse.Namespace) -> int:
     if show and len(run.schedule) > _TO_SHOW:
         raise Problem(f"{len(run.schedule):,} actions are too many to show\n  try: fewer micro-batches")
     _show(chosen, run, step, summary)
-    print(json.dumps(summary, indent=2) if chosen.json else _text(summary))
+    print(json.dumps(summary, indent=2) if chosen.json else _simulation_text(summary))
     return 0
 
 
@@ -185,11 +185,11 @@ def _curve(run: SimulatedRun, step: SimulatedStep | None,
     return points
 
 
-def _is_file(name: str) -> bool:
+def _names_a_file(name: str) -> bool:
     return name not in GENERATORS and (os.path.isfile(name) or os.sep in name or name.endswith((".txt", ".csv")))
 
 
-def _text(summary: dict[str, Any]) -> str:
+def _simulation_text(summary: dict[str, Any]) -> str:
     peaks = summary["peak_activations"]
     rows = [("schedule", f"{summary['schedule']}, {summary['stages']} stages on {summary['ranks']} ranks, "
              f"{summary['micro_batches']} micro-batches"),

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):     # whole lines: ranks' lines do not mix
             stream.reconfigure(line_buffering=True, write_through=False)
-    sys.excepthook = show
+    sys.excepthook = show_failure
     module = argv[0] == "-m"
     sys.argv = argv[1:] if module else argv
     sys.path[0] = os.getcwd() if module else str(Path(argv[0]).resolve().parent)
@@ -43,13 +43,13 @@ def main(argv: list[str]) -> None:
         _tell(str(ended.code), f"{ended.code}\n")    # sys.exit("why")
         raise SystemExit(1) from None
     except Exception as error:                       # not left to sys.excepthook: torch has wrapped that by now
-        show(type(error), error, error.__traceback__)
+        show_failure(type(error), error, error.__traceback__)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
 
 
-def show(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+def show_failure(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
     """In place of Python's own sys.excepthook: the traceback from the program's first line on, once per host."""
     ours = {__file__, runpy.__file__, "<frozen runpy>"}
     while at is not None and at.tb_frame.f_code.co_filename in ours:

@@ -118,7 +118,7 @@ def _lines(of: Spec) -> list[list[Segment]]:
     head = f"{list(of.shape)} {str(of.dtype).removeprefix('torch.')} on {of.layout}, {of.nbytes:,} bytes"
     drawn = _grid(of) if of.ndim <= 2 and of.numel else None
     legend: list[list[Segment]] = [[(text, None)] for text in _legend(of)]
-    return [[(head, None)], *(drawn or _table(of)), *legend]
+    return [[(head, None)], *(drawn or _owner_lines(of)), *legend]
 
 
 def _grid(of: Spec) -> list[list[Segment]] | None:
@@ -162,7 +162,7 @@ def _ruler(edges: list[int], widths: list[int]) -> str:
     return text.rstrip()
 
 
-def _table(of: Spec) -> list[list[Segment]]:
+def _owner_lines(of: Spec) -> list[list[Segment]]:
     """rank, coordinates, global slices, local shape, bytes."""
     rows = [("rank", "at", "slices", "local shape", "bytes")]
     for rank in of.placement.flat:

@@ -42,7 +42,7 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
     line = line_of(func)
     decomposition = line.decomposition if line is not None else None
     if foreach.is_foreach(func):                     # whose elements may be on different placements
-        return decomposition or foreach.decide(cls, call)
+        return decomposition or foreach.decide_foreach(cls, call)
     where = _one_placement(cls, call)
     if call.get("device") is not None and torch.device(call["device"]).type == "meta" != where.type:
         return _without_memory

@@ -49,7 +49,7 @@ def execute(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: 
         if local_impl is not None:
             results[rank] = local_impl(recipe, rank, local_args, local_kwargs)
         elif seed is not None:
-            results[rank] = seeded(func, seed, _device(recipe, rank), local_args, local_kwargs)
+            results[rank] = seeded(func, seed, _device_of(recipe, rank), local_args, local_kwargs)
         else:
             results[rank] = func(*local_args, **local_kwargs)
     if not func._schema.returns and not recipe.written:
@@ -70,7 +70,7 @@ def _operand(args: Sequence[Any], kwargs: dict[str, Any], slot: Slot) -> Any:
     return value if slot.item is None else value[slot.item]
 
 
-def _device(recipe: Recipe, rank: int) -> torch.device:
+def _device_of(recipe: Recipe, rank: int) -> torch.device:
     return world().device(recipe.home.placement.type, rank)
 
 
@@ -108,7 +108,7 @@ def _local_call(recipe: Recipe, rank: int, held: list[Shards], args: Sequence[An
         local_args, local_kwargs = put(list(args), dict(kwargs), *zip(*here))
         _keep_elements(recipe, recipe.elements[rank], local_args, local_kwargs)
     if local_kwargs.get("device") is not None:
-        local_kwargs["device"] = _device(recipe, rank)
+        local_kwargs["device"] = _device_of(recipe, rank)
     return local_args, local_kwargs
 
 

@@ -41,7 +41,7 @@ class _Element(Call):
         self.ndims = (*(t.dim() for t in tensors), *[NUMBER] * shared)
 
 
-def decide(cls: type[GlobalLike], call: Call) -> Recipe:
+def decide_foreach(cls: type[GlobalLike], call: Call) -> Recipe:
     """The recipe of a foreach call: what is decided for each element, side by side."""
     lists = {a.name: call[a.name] for a in arguments(call.func) if a.tensors and call[a.name]}
     written = written_operands(call)
@@ -72,7 +72,7 @@ def _decide_elements(cls: type[GlobalLike], call: Call, lists: dict[str, list[An
     decided: dict[tuple[Spec, ...], tuple[list[Layout], Spec | None]] = {}
     elements = []
     for i, tensors in enumerate(zip(*lists.values())):
-        where = _one_placement(cls, call, i, tensors)
+        where = _placement_of_element(cls, call, i, tensors)
         specs = tuple(t.spec if type(t) is cls else spec_of_plain(t, where) for t in tensors)
         if specs not in decided:
             result = None if writes else _result(call, lists, i, specs[0].layout.replicated)
@@ -93,7 +93,7 @@ def _decide_element(call: Call, tensors: list[Any], specs: tuple[Spec, ...], sha
     return wants, result and result.on(give)
 
 
-def _one_placement(cls: type[GlobalLike], call: Call, i: int, tensors: tuple[Any, ...]) -> placement:
+def _placement_of_element(cls: type[GlobalLike], call: Call, i: int, tensors: tuple[Any, ...]) -> placement:
     """The placement that the global tensors of element i share."""
     places = list(dict.fromkeys(t.spec.placement for t in tensors if type(t) is cls))
     if len(places) == 1:
@@ -110,9 +110,9 @@ def _result(call: Call, lists: dict[str, list[Any]], i: int, give: Layout) -> Sp
     for a in arguments(call.func):
         value = call[a.name]
         if a.name in lists:
-            value = [_on_meta(value[i])]
+            value = [_meta_like(value[i])]
         elif isinstance(value, torch.Tensor):
-            value = _on_meta(value) if value.dim() == 0 else torch.ones(1, dtype=value.dtype)   # its element i is read
+            value = _meta_like(value) if value.dim() == 0 else torch.ones(1, dtype=value.dtype)   # element i
         elif isinstance(value, (list, tuple)) and len(value) == count:
             value = [value[i]]
         if a.keyword:
@@ -123,5 +123,5 @@ def _result(call: Call, lists: dict[str, list[Any]], i: int, give: Layout) -> Sp
     return spec(give, tuple(result.shape), result.stride(), result.dtype)
 
 
-def _on_meta(t: torch.Tensor) -> torch.Tensor:
+def _meta_like(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device="meta")

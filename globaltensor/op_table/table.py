@@ -273,9 +273,10 @@ lines("native_group_norm", layers.group_norm("n (g c) s*!, (g c), (g c) -> n (g 
 lines("native_group_norm_backward", masked_outputs(layers.group_norm(
     "n (g c) s*!, n (g c) s*!, n g, n g, (g c) -> n (g c) s*!, (g c), (g c)", "a*B*C*D*e;a*B*C*D;a"), "output_mask"),
     local_args=group_counts)
-lines("native_batch_norm", layers.batch_norm, decomposition=batch_norm.forward, applies=batch_norm.in_training)
+lines("native_batch_norm", layers.batch_norm,
+      decomposition=batch_norm.whole_batch_forward, applies=batch_norm.in_training)
 lines("native_batch_norm_backward", masked_outputs(layers.batch_norm_backward, "output_mask"),
-      decomposition=batch_norm.backward, applies=batch_norm.trained)
+      decomposition=batch_norm.whole_batch_backward, applies=batch_norm.trained)
 decomposed("_native_batch_norm_legit _native_batch_norm_legit.no_stats _batch_norm_with_update cudnn_batch_norm",
            batch_norm.as_native)
 decomposed("batch_norm_backward cudnn_batch_norm_backward", batch_norm.as_native_backward)
@@ -283,10 +284,10 @@ decomposed("batch_norm_backward cudnn_batch_norm_backward", batch_norm.as_native
 decomposed("_nested_tensor_from_mask_left_aligned", lambda call, run: False)
 lines("_weight_norm_interface", layers.weight_norm())
 lines("_weight_norm_interface_backward", layers.weight_norm(backward=True))
-lines("_scaled_dot_product_flash_attention_for_cpu", layers.attention(), decomposition=ring_attention.forward,
+lines("_scaled_dot_product_flash_attention_for_cpu", layers.attention(), decomposition=ring_attention.ring_forward,
       applies=ring_attention.is_profitable)
 lines("_scaled_dot_product_flash_attention_for_cpu_backward", layers.attention(backward=True),
-      decomposition=ring_attention.backward, applies=ring_attention.is_profitable)
+      decomposition=ring_attention.ring_backward, applies=ring_attention.is_profitable)
 for _name in ("flash", "efficient", "cudnn"):
     decomposed(f"_scaled_dot_product_{_name}_attention _scaled_dot_product_{_name}_attention_backward",
                fused_attention.rank_by_rank)
@@ -337,21 +338,23 @@ lines("nll_loss2d_backward", layers.nll_loss("y x", backward=True), local_impl=l
 # ------------------------------------------------------------------------------------------------ random numbers
 # Always decomposed; their in-place variants have lines of their own.
 for _names, _draw, *_parameters in (
-        ("uniform", random_ops.uniform), ("normal_functional", random_ops.normal),
-        ("exponential", random_ops.exponential), ("log_normal", random_ops.log_normal), ("cauchy", random_ops.cauchy),
-        ("geometric", random_ops.geometric),
-        ("random random.from random.to", random_ops.integers), ("bernoulli.p", random_ops.bernoulli),
-        ("bernoulli.Tensor", random_ops.bernoulli_each, "p"), ("bernoulli", random_ops.bernoulli_each, "self"),
-        ("rand_like rand_like.generator", random_ops.uniform),
-        ("randn_like randn_like.generator", random_ops.standard_normal),
+        ("uniform", random_ops.draw_uniform), ("normal_functional", random_ops.draw_normal),
+        ("exponential", random_ops.draw_exponential), ("log_normal", random_ops.draw_log_normal),
+        ("cauchy", random_ops.draw_cauchy), ("geometric", random_ops.draw_geometric),
+        ("random random.from random.to", random_ops.draw_integers), ("bernoulli.p", random_ops.draw_bernoulli),
+        ("bernoulli.Tensor", random_ops.draw_bernoulli_each, "p"),
+        ("bernoulli", random_ops.draw_bernoulli_each, "self"),
+        ("rand_like rand_like.generator", random_ops.draw_uniform),
+        ("randn_like randn_like.generator", random_ops.draw_standard_normal),
         ("randint_like randint_like.generator randint_like.low_dtype randint_like.low_generator_dtype",
-         random_ops.integers)):
+         random_ops.draw_integers)):
     decomposed(_names, random_ops.like(_draw, *_parameters))
 for _names, _draw, *_parameters in (
-        ("uniform_", random_ops.uniform), ("normal_", random_ops.normal), ("exponential_", random_ops.exponential),
-        ("log_normal_", random_ops.log_normal), ("cauchy_", random_ops.cauchy), ("geometric_", random_ops.geometric),
-        ("random_ random_.from random_.to", random_ops.integers), ("bernoulli_.float", random_ops.bernoulli),
-        ("bernoulli_.Tensor", random_ops.bernoulli_each, "p")):
+        ("uniform_", random_ops.draw_uniform), ("normal_", random_ops.draw_normal),
+        ("exponential_", random_ops.draw_exponential), ("log_normal_", random_ops.draw_log_normal),
+        ("cauchy_", random_ops.draw_cauchy), ("geometric_", random_ops.draw_geometric),
+        ("random_ random_.from random_.to", random_ops.draw_integers), ("bernoulli_.float", random_ops.draw_bernoulli),
+        ("bernoulli_.Tensor", random_ops.draw_bernoulli_each, "p")):
     decomposed(_names, random_ops.fill(_draw, *_parameters))
 decomposed("randint_like.Tensor randint_like.Tensor_generator", random_ops.randint_like_tensor)
 lines("normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor", pointwise(),

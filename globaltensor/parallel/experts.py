@@ -183,7 +183,7 @@ class _Called(torch.autograd.Function):
         return GlobalTensor.wrap(of, grad.shards), None, None
 
 
-def stacked(name: str, layer: nn.Module) -> list[str]:
+def stacked_parameters(name: str, layer: nn.Module) -> list[str]:
     """The parameters of a module of experts that have an expert per entry of dim 0."""
     own = dict(layer.named_parameters(recurse=False))
     matrices = [p for p in own.values() if p.dim() == 3]

@@ -92,7 +92,7 @@ class Plan(MutableMapping[str, PlanRow]):
                 weights |= {f"{name}.{key}".lstrip("."): {axis: split(dim)} for key, dim in _dims(kind, layer).items()}
             if sequence and (brought := _between(kind, layer, sequence == axis)):
                 outputs[name] = {sequence: brought}
-            if experts and (stacked := expert_layers.stacked(name, layer)):
+            if experts and (stacked := expert_layers.stacked_parameters(name, layer)):
                 weights |= {f"{name}.{key}".lstrip("."): {experts: split(0)} for key in stacked}
                 travels |= {name: {experts: split(0)}} if expert_layers.takes_choices(layer) else {}
         weights = _merged(weights, [name for name, *_ in named_tensors(module)])
@@ -192,7 +192,7 @@ def parallelize(module: M, placement: Placement, plan: Mapping[str, Any] | None 
             raise SbpError(f"the plan names the axis {axis!r}, which the placement does not have",
                            f"its axes are {', '.join(names) or 'without names'}" + _nearest(axis, names),
                            f"gt.placement({placement.type!r}, ranks, axis_names=({axis!r}, ...))")
-    _check(module, plan)
+    _check_rows(module, plan)
     to_global(module, placement, lambda name, _: _row_of(plan, name))
     for pattern, row in plan.items():
         _lay_out(module, pattern, row)
@@ -201,7 +201,7 @@ def parallelize(module: M, placement: Placement, plan: Mapping[str, Any] | None 
 
 def _lay_out(module: nn.Module, pattern: str, row: PlanRow) -> None:
     """Hooks for a row about what modules take or give, or how a parameter lies in use."""
-    fitting = [layer for _, layer in _modules(module, pattern)]
+    fitting = [layer for _, layer in _modules_of_row(module, pattern)]
     if pattern.endswith(_IN):
         for layer in fitting:
             layer.register_forward_pre_hook(
@@ -214,7 +214,7 @@ def _lay_out(module: nn.Module, pattern: str, row: PlanRow) -> None:
     elif pattern.endswith(_OUT):
         for layer in fitting:
             layer.register_forward_hook(lambda layer, args, output: _brought(row, output))
-        for owner, key in [] if fitting else _tensors(module, pattern):
+        for owner, key in [] if fitting else _parameters_of_row(module, pattern):
             owner.register_forward_pre_hook(lambda owner, args, key=key: swap_in(
                 owner, key, _brought(row, owner._parameters[key])))
             owner.register_forward_hook(lambda owner, args, output, key=key: swap_out(owner, key), always_call=True)
@@ -235,11 +235,11 @@ def _row_of(plan: Plan, name: str) -> PlanRow:
     return first_fit({pattern: row for pattern, row in plan.items() if not pattern.endswith(_OF_MODULES)}, name, {})
 
 
-def _modules(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+def _modules_of_row(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     return [(name, layer) for name, layer in module.named_modules() if fnmatch.fnmatchcase(name, _bare(pattern))]
 
 
-def _tensors(module: nn.Module, pattern: str) -> list[tuple[nn.Module, str]]:
+def _parameters_of_row(module: nn.Module, pattern: str) -> list[tuple[nn.Module, str]]:
     """Owner and key of every parameter that fits."""
     return [(owner, key) for name, owner, key, _, kind in named_tensors(module)
             if kind == "_parameters" and fnmatch.fnmatchcase(name, _bare(pattern))]
@@ -254,12 +254,13 @@ def _bare(pattern: str) -> str:
     return pattern[:-len(_OUT)] if pattern.endswith(_OF_MODULES) else pattern
 
 
-def _check(module: nn.Module, plan: Plan) -> None:
+def _check_rows(module: nn.Module, plan: Plan) -> None:
     """Every row fits something, and every dim that it splits is there."""
     tensors = {name: tensor for name, _, _, tensor, _ in named_tensors(module)}
     for pattern in plan:
         if pattern.endswith(_OF_MODULES):
-            if not _modules(module, pattern) and not (pattern.endswith(_OUT) and _tensors(module, pattern)):
+            parameters = _parameters_of_row(module, pattern) if pattern.endswith(_OUT) else []
+            if not _modules_of_row(module, pattern) and not parameters:
                 modules = [name for name, _ in module.named_modules() if name]
                 raise SbpError(f"the plan's row {pattern!r} fits no module",
                                f"its modules are {_some(modules)}" + _nearest(_bare(pattern), modules),

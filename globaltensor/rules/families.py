@@ -58,7 +58,7 @@ def with_nonlinear(terms: str, more: int) -> str:
     return "*".join([terms, *(chr(ord("A") + used + i) for i in range(more))])
 
 
-def aligned(shape: Shape, out: Shape, labels: list[str]) -> str:
+def broadcast_labels(shape: Shape, out: Shape, labels: list[str]) -> str:
     """The dims of an operand of `shape` that is broadcast to `out` of these labels: 1 where it is repeated."""
     first = len(out) - len(shape)
     return " ".join("1" if n == 1 and out[first + i] != 1 else labels[first + i] for i, n in enumerate(shape))
@@ -79,7 +79,7 @@ def pointwise(algebra: str = "", *, outputs: int = 1) -> Family:
     def write(call: Call) -> Rule:
         shapes = call.shapes
         out = broadcast_shape(shapes)
-        lhs = iter([aligned(s, out, dim_labels(len(out))) for s in shapes])
+        lhs = iter([broadcast_labels(s, out, dim_labels(len(out))) for s in shapes])
         dims = ", ".join("" if n in (None, NUMBER) else next(lhs) for n in call.ndims) if call.ndims else ""
         rhs = ", ".join([" ".join(dim_labels(len(out)))] * outputs)
         return rule(f"{dims} -> {rhs}", ";".join([algebra] * outputs) if algebra else "", ndims=call.ndims)

@@ -15,7 +15,7 @@ import torch
 
 from globaltensor.layouts.layout import Shape
 from globaltensor.rules.call import Call
-from globaltensor.rules.families import Family, aligned, broadcast_shape, with_nonlinear
+from globaltensor.rules.families import Family, broadcast_labels, broadcast_shape, with_nonlinear
 from globaltensor.rules.language import Rule
 from globaltensor.rules.parse import rule
 
@@ -143,7 +143,7 @@ def _index_labels(call: Call, stay: str = "") -> tuple[list[str], list[str], lis
     rest = [i for i in range(len(shape)) if i not in where]
     out = [x[i] for i in rest[:first]] + labels + [x[i] for i in rest[first:]]
     size = (*(shape[i] for i in rest[:first]), *idx, *(shape[i] for i in rest[first:]))
-    return x, [aligned(s, idx, labels) for s in shapes], out, size
+    return x, [broadcast_labels(s, idx, labels) for s in shapes], out, size
 
 
 def indexed(call: Call) -> Rule:
@@ -157,7 +157,7 @@ def index_assigned(call: Call) -> Rule:
     if any(t.dtype in (torch.bool, torch.uint8) for t in call.tensors[1:-1]):
         return _masked_put(call)
     x, indices, out, size = _index_labels(call, "" if call["accumulate"] else "!")
-    values = aligned(call.shapes[-1], size, out)
+    values = broadcast_labels(call.shapes[-1], size, out)
     return rule(f"{', '.join([' '.join(x), *indices, values])} -> {' '.join(x)}", _put_algebra(call))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import prod
 
 from globaltensor.rules.call import Call
-from globaltensor.rules.families import MEAN, NONE, Family, aligned, kept_whole, with_nonlinear
+from globaltensor.rules.families import MEAN, NONE, Family, broadcast_labels, kept_whole, with_nonlinear
 from globaltensor.rules.language import Rule
 from globaltensor.rules.parse import rule
 
@@ -137,7 +137,7 @@ def attention(*, backward: bool = False) -> Family:
         operands = {"query": q, "key": k, "value": v, "grad_out": out, "out": out, "logsumexp": log}
         if call["attn_mask"] is not None:
             size = (*call["query"].shape[:3], call["key"].shape[2])
-            operands["attn_mask"] = aligned(tuple(call["attn_mask"].shape), size, ["b", hq, query, key])
+            operands["attn_mask"] = broadcast_labels(tuple(call["attn_mask"].shape), size, ["b", hq, query, key])
         lhs = [operands[name] for name in call.names]
         if backward:
             linear = with_nonlinear("a", len(lhs) - 1)

@@ -144,7 +144,7 @@ class Watch:
         with self.lock:
             if _current is current:
                 self.published = wait._replace(where=where(sys._current_frames().get(thread)))
-                self.store.set(_key(self.rank), json.dumps(self.published))
+                self.store.set(_store_key(self.rank), json.dumps(self.published))
         if _current is not current:
             self.withdraw()
         return _current is current
@@ -155,13 +155,13 @@ class Watch:
             if self.published is not None:
                 self.published = None
                 with suppress(RuntimeError):
-                    self.store.set(_key(self.rank), "null")
+                    self.store.set(_store_key(self.rank), "null")
 
     def waits(self) -> dict[int, Wait] | None:
         """What all ranks wait for, or None where one does not wait: that one is asked first next time."""
         waits = {}
         for rank in sorted(range(self.size), key=lambda r: r != self.busy):
-            wait = json.loads(self.store.get(_key(rank))) if self.store.check([_key(rank)]) else None
+            wait = json.loads(self.store.get(_store_key(rank))) if self.store.check([_store_key(rank)]) else None
             if wait is None:
                 self.busy = rank
                 return None
@@ -194,7 +194,7 @@ class Watch:
 _DEADLOCK = "globaltensor deadlock"
 
 
-def _key(rank: int) -> str:
+def _store_key(rank: int) -> str:
     return f"globaltensor wait {rank}"
 
 

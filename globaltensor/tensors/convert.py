@@ -117,7 +117,7 @@ def join_parts(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTen
     cut = {r: dst.local_shape(shape, r) for r in parts}
     if any(cut[r] != p.shape for r, p in parts.items()):
         raise _misfit(str(dst), {r: list(p.shape) for r, p in parts.items()},
-                      f"a tensor of {list(shape)} would be cut as:" + _rows({r: list(n) for r, n in cut.items()}),
+                      f"a tensor of {list(shape)} would be cut as:" + _rank_lines({r: list(n) for r, n in cut.items()}),
                       "parts as equal as can be, the larger ones first; or gt.from_full of the whole")
     shards: dict[int, torch.Tensor] = {}
     for r, t in mine.items():
@@ -141,10 +141,10 @@ def _all_parts(mine: dict[int, PartInfo], what: str) -> dict[int, PartInfo]:
 
 
 def _misfit(layout: str, parts: Mapping[int, Any], why: str, fix: str) -> ShapeError:
-    return ShapeError(f"parts that do not fit together as {layout}:{_rows(parts)}", why, fix)
+    return ShapeError(f"parts that do not fit together as {layout}:{_rank_lines(parts)}", why, fix)
 
 
-def _rows(of: Mapping[int, Any]) -> str:
+def _rank_lines(of: Mapping[int, Any]) -> str:
     return "".join(f"\n    rank {r}: {value}" for r, value in sorted(of.items()))
 
 

@@ -96,7 +96,7 @@ sbp is given, SbpError for an sbp that does not fit, and on all ranks Disagreeme
 tensors."""
 
 
-def _named(factory: Any, name: str, what: str) -> Any:
+def _with_doc(factory: Any, name: str, what: str) -> Any:
     factory.__name__ = factory.__qualname__ = name
     factory.__doc__ = f"torch.{name} with `placement=` and `sbp=`; without them, torch's own. {what}\n\n{_RAISES}"
     return factory
@@ -105,7 +105,7 @@ def _named(factory: Any, name: str, what: str) -> Any:
 # ------------------------------------------------------------------------------------------------------ making it
 
 
-def build(shape: Shape, dtype: torch.dtype, dst: Layout, make: Make) -> GlobalTensor:
+def make_parts(shape: Shape, dtype: torch.dtype, dst: Layout, make: Make) -> GlobalTensor:
     """A global tensor whose part for a box is `make(box, device)`; pending sums: the first rank holds the value."""
     ranks = local_ranks_of(dst.placement)
     ready = dst.without_partials
@@ -126,7 +126,7 @@ def _finish(name: str, shape: Shape, dtype: torch.dtype, where: Any, sbp: Any, r
             make: Make, key: int = 0) -> GlobalTensor:
     dst = resolve_layout(where, sbp, len(shape))
     agree(f"{name}({list(shape)}, {dtype}) on {dst}" + (f", random state {key:x}" if key else ""))
-    made = build(shape, dtype, dst, make)
+    made = make_parts(shape, dtype, dst, make)
     return made.requires_grad_() if requires_grad else made
 
 
@@ -147,7 +147,7 @@ def _sized(name: str, what: str) -> Sized:
         return _finish(name, shape, dtype, placement, sbp, requires_grad,
                        lambda part, device: make(_extent(part), dtype=dtype, device=device))
 
-    return _named(factory, name, what)
+    return _with_doc(factory, name, what)
 
 
 zeros, ones = (_sized(name, "Every rank fills its own part.") for name in ("zeros", "ones"))
@@ -185,7 +185,7 @@ def _from_plain(name: str, *own: str) -> Any:
         made = from_full(make(*args, dtype=dtype, **given), placement, sbp)
         return made.requires_grad_() if requires_grad else made
 
-    return _named(factory, name, "Every process makes the whole value, torch's to the last bit, and keeps its parts.")
+    return _with_doc(factory, name, "Every process makes the whole value, torch's to the last bit, and cuts it.")
 
 
 arange: Arange = _from_plain("arange", "start", "end", "step")
@@ -222,7 +222,7 @@ def _drawn(name: str, what: str, draw: Callable[..., torch.Tensor]) -> Drawn:
         shape, dtype = _read(size, dtype, given)
         return _random(name, shape, dtype, placement, sbp, requires_grad, generator, draw)
 
-    return _named(factory, name, f"{what} {_DEPENDENCE}")
+    return _with_doc(factory, name, f"{what} {_DEPENDENCE}")
 
 
 rand = _drawn("rand", "Uniform in [0, 1).", philox.uniform)

@@ -185,7 +185,7 @@ class GlobalTensor(TensorMethods):
     def requires_grad_(self, requires_grad: bool = True) -> GlobalTensor:
         super().requires_grad_(requires_grad)
         if requires_grad:
-            gradients.watch(self)
+            gradients.watch_leaf(self)
         return self
 
     @property

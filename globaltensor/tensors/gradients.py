@@ -97,7 +97,7 @@ def grad_layout(leaf: Any) -> Layout:
     return leaf.__dict__.get("_aim") or leaf.spec.layout
 
 
-def watch(leaf: Any) -> None:
+def watch_leaf(leaf: Any) -> None:
     """Watch what backward accumulates in this leaf."""
     if "_order" not in leaf.__dict__ and leaf.is_leaf:
         leaf._order = next(_order)
@@ -121,7 +121,7 @@ def keep_hooks(leaf: Any) -> None:
     if leaf._post_accumulate_grad_hooks is not None:
         leaf._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
     if leaf.__dict__.pop("_order", None) is not None:
-        watch(leaf)
+        watch_leaf(leaf)
 
 
 def _watched_natively(leaf: Any) -> bool:

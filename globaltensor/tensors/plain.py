@@ -16,7 +16,7 @@ def _no_layout(self: torch.Tensor) -> Any:
                    "x.to_global(placement, sbp) first, or ask x.is_global")
 
 
-def install() -> None:
+def install_attributes() -> None:
     """Give torch.Tensor the attributes that GlobalTensor has."""
     plain: Any = torch.Tensor                        # a class learns attributes, which its stubs cannot know
     plain.is_global = property(lambda self: False)

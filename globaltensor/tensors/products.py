@@ -95,7 +95,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """F.linear; vectors go torch's own way."""
     if x.dim() < 2 or weight.dim() != 2 or bias is not None and bias.dim() != 1:
         return F.linear(x, weight, bias)
-    _check(x.shape[-1] == weight.shape[1], "linear", x, weight)
+    _check_product(x.shape[-1] == weight.shape[1], "linear", x, weight)
     x, weight, bias = _autocast(x, weight, bias)
     return Linear.apply(x, weight, bias)
 
@@ -104,7 +104,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """torch.matmul, leading dims broadcast; two dims and fewer go torch's own way."""
     if a.dim() < 2 or b.dim() < 2 or a.dim() == b.dim() == 2:
         return torch.matmul(a, b)
-    _check(a.shape[-1] == b.shape[-2], "matmul", a, b)
+    _check_product(a.shape[-1] == b.shape[-2], "matmul", a, b)
     many = max(a.dim(), b.dim()) - 2
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a, b = _autocast(a, b)
@@ -146,7 +146,7 @@ def _is_plain(equation: Any, operands: tuple[Any, ...]) -> bool:
             and all(sizes.get(c, n) == n for c, n in zip(right, operands[1].shape)))
 
 
-def _check(fits: bool, name: str, a: torch.Tensor, b: torch.Tensor) -> None:
+def _check_product(fits: bool, name: str, a: torch.Tensor, b: torch.Tensor) -> None:
     if not fits:
         raise RuntimeError(f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
 
