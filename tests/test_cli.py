@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from harness import good
 
 import globaltensor
 from globaltensor.cli import bench, info, main, run
@@ -145,6 +146,19 @@ def test_the_report_names_the_cause_first(tmp_path, capsys, codes, notes, code, 
         (tmp_path / f"{rank}.json").write_text(json.dumps({"error": line, "code": exit_code}))
     assert run._report(failures(**codes), str(tmp_path)) == code
     assert capsys.readouterr().err.splitlines() == [f"globaltensor: {line}" for line in lines]
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    ([], "usage: globaltensor"), (["--help"], "    run       Run a program"),
+    (["--version"], f"globaltensor {globaltensor.__version__}")])
+def test_the_version_and_the_help_do_not_wait_for_torch(arguments, expected):
+    code = f"""
+import atexit, sys
+from globaltensor_command import main
+atexit.register(lambda: print("torch" in sys.modules))
+sys.exit(main({arguments}))"""
+    out = good([sys.executable, "-c", code])
+    assert expected in out and out.endswith("\nFalse\n"), out
 
 
 def test_the_commands_leave_torch_s_launcher_alone_until_it_is_needed():

@@ -37,7 +37,8 @@ CARRIED = {"csrc": "*.*", "globaltensor": "*.py", "tests": "*.*", "benchmarks": 
            "docs": "*.md"}
 NOT_CARRIED = {".pyc", ".so"}
 TOP = ["CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md",
-       "SECURITY.md", "build_backend.py", "pyproject.toml", "setup.py", "globaltensor/py.typed"]
+       "SECURITY.md", "build_backend.py", "globaltensor_command.py", "pyproject.toml", "setup.py",
+       "globaltensor/py.typed"]
 
 
 def python(code: str, cwd: Path) -> None:
