@@ -129,6 +129,8 @@ def test_mistakes_are_told_on_every_rank_and_at_once(tmp_path):
              **dict.fromkeys(shapes, "ShapeError")}
     for rank, said in told.items():
         assert said.pop("and goes on") == 6.0
+        two = said.pop("another plain operand of two ranks")
+        assert two[0] == ("DisagreementError" if rank in (1, 2) else "nothing") and "rank 0" not in two[1], two
         for name, (kind, text, where, seconds) in said.items():
             assert kind == kinds.get(name, "DisagreementError"), f"rank {rank}, {name}: {kind} {text}"
             assert re.fullmatch(r"\S*mistakes\.py:\d+", where), f"{name}: {where}"

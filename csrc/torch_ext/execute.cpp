@@ -4,6 +4,7 @@
 // they are wanted, tensors out) touches no list and allocates nothing but its results.
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "allocator.h"
 #include "recipe.h"
@@ -30,6 +31,19 @@ Operands take_operands(const Recipe& recipe, c10::IValue* args) {
     operands.push_back({std::move(t), shards});
   }
   return operands;
+}
+
+PyObject* plain_hook = nullptr;                      // compares a plain operand: (tensor, op, ranks)
+
+// A plain operand must be the same on every rank. They are compared at uses 1, 2, 4, 8, ...: often at first, and then
+// so seldom that it costs nothing.
+void compare_plain(const Recipe& recipe, const Operands& operands) {
+  const uint32_t uses = recipe.plain_uses.fetch_add(1, std::memory_order_relaxed) + 1;
+  if (uses & (uses - 1)) return;
+  pybind11::gil_scoped_acquire lock;
+  const pybind11::handle compare(plain_hook);
+  for (const Operand& operand : operands)
+    if (!operand.shards) compare(operand.owner, recipe.name, recipe.plain_ranks);
 }
 
 // Boxes the operands whose layout is not the one the recipe wants, all in one go. `moved` keeps the new shards.
@@ -124,6 +138,7 @@ c10::IValue wrapped_list(const Recipe& recipe, const std::vector<const Spec*>& s
 void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) {
   const size_t first = stack->size() - op.schema().arguments().size();
   Operands operands = take_operands(recipe, stack->data() + first);
+  if (!recipe.plain_ranks.empty()) compare_plain(recipe, operands);
   int64_t guard = -1;
   if (recipe.copies) guard = recipe.guarded ? global(operands[0].owner)->guard : version(operands[0].owner);
   const bool inference = recipe.is_view && operands[0].owner.is_inference();
@@ -156,6 +171,11 @@ void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) 
       result = wrapped(recipe, output.specs[0], std::move(shards), guard);
     }
   }
+}
+
+void bind_execute(pybind11::module_& m) {
+  m.def("on_plain_operand", [](pybind11::object hook) { plain_hook = hook.release().ptr(); },
+        "What compares a plain operand with that of other processes: (tensor, op, ranks).");
 }
 
 }  // namespace gt

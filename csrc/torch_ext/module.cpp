@@ -19,6 +19,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   check_torch();
   gt::bind_tensor(m);
   gt::bind_recipes(m);
+  gt::bind_execute(m);
   gt::bind_traces(m);
   gt::bind_dispatch(m);
   gt::bind_call_site(m);

@@ -8,6 +8,7 @@
 #pragma once
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -74,6 +75,8 @@ struct Recipe {
   bool is_view = false;                            // the results are views of the first operand
   bool copies = false;                             // the result is a view that is a copy: it gets a guard
   bool guarded = false;                            // an operand is such a view: its guard is checked
+  std::vector<int64_t> plain_ranks;                // of several processes, where an operand is plain; else none
+  mutable std::atomic<uint32_t> plain_uses{0};     // how often such operands were used
 };
 
 // The operand in its slot.
@@ -100,6 +103,7 @@ void replay(const c10::OperatorHandle& op, const Recipe& recipe, c10::DispatchKe
 
 std::vector<Slot> slots_from(const pybind11::list& slots);
 void bind_recipes(pybind11::module_& m);
+void bind_execute(pybind11::module_& m);
 void bind_traces(pybind11::module_& m);
 void bind_dispatch(pybind11::module_& m);
 

@@ -19,7 +19,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import partial_max
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import MEAN, SUM, dims_of, option
-from globaltensor.runtime.agreement import agree_on, checking
+from globaltensor.runtime.agreement import compare_plain
 from globaltensor.runtime.dtypes import accumulation_dtype
 
 aten = torch.ops.aten
@@ -46,8 +46,7 @@ def as_global(run: Run, t: Tensor | GlobalLike, like: GlobalLike, op: str) -> Gl
     """An operand beside the global `like`: itself, or a plain one as broadcast on the same placement."""
     if is_global(t):
         return t
-    if checking():
-        agree_on(t, f"a plain operand of {op}")
+    compare_plain(t, f"a plain operand of {op}", like.spec.placement.flat)
     own = spec(like.spec.layout.replicated, tuple(t.shape), t.stride(), t.dtype)
     return run.wrap(own, dict.fromkeys(like.shards, t))
 

@@ -33,7 +33,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.regions import Range, split_range
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
-from globaltensor.runtime.agreement import agree_on, checking
+from globaltensor.runtime.agreement import compare_plain
 from globaltensor.runtime.dtypes import accumulation_dtype
 
 S0, S1, S2 = split(0), split(1), split(2)
@@ -128,11 +128,11 @@ def _row_shapes(of: Spec) -> dict[int, Shape]:
     return {rank: of.local_shape(rank)[1:] for rank in of.placement.flat}
 
 
-def _whole_value(t: Tensor | GlobalLike, run: Run, op: str) -> Tensor | None:
-    """The whole value of a small tensor, on the CPU; None on a process that holds no part of it."""
+def _whole_value(t: Tensor | GlobalLike, run: Run, op: str, where: placement) -> Tensor | None:
+    """The whole value, on the CPU, of a small operand of an op on placement `where`; None on a process that holds no
+    part of it."""
     if not is_global(t):
-        if checking():
-            agree_on(t, f"a plain operand of {op}")
+        compare_plain(t, f"a plain operand of {op}", where.flat)
         return t.cpu()
     whole, = run.redistribute([t], [t.spec.layout.replicated], op)
     return next(iter(whole.shards.values())).cpu() if whole.shards else None
@@ -140,8 +140,8 @@ def _whole_value(t: Tensor | GlobalLike, run: Run, op: str) -> Tensor | None:
 
 def _row_numbers(call: Call, index: Tensor | GlobalLike, n: int, run: Run) -> Tensor | None:
     """The whole index, counted from the start. Raises OutOfRangeError for a row that does not exist."""
-    numbers = _whole_value(index, run, str(call.func))
     own = next(t for t in call.tensors if is_global(t))
+    numbers = _whole_value(index, run, str(call.func), own.spec.placement)
     if numbers is None or not own.shards:
         return None
     numbers = numbers.long()
@@ -211,7 +211,7 @@ def grouped_mm(call: Call, run: Run) -> GlobalLike:
     op = str(call.func)
     other = next(t for t in call.tensors if is_global(t))
     a, b = (as_global(run, call[name], other, op) for name in ("self", "mat2"))
-    ends = None if call["offs"] is None else _whole_value(call["offs"], run, op)
+    ends = None if call["offs"] is None else _whole_value(call["offs"], run, op, other.spec.placement)
     dtype = call["out_dtype"] or a.dtype
     sbps = {(2, 3): _rows_by_experts, (2, 2): _columns_by_rows}.get((a.dim(), b.dim()))
     if sbps is None or call["bias"] is not None:

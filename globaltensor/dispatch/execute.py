@@ -19,7 +19,7 @@ from globaltensor.dispatch.verify import verify
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Shape, Shards, Spec, spec
 from globaltensor.rules.call import Call, Slot, arguments, put, set_arguments
-from globaltensor.runtime.agreement import agree_on, broadcast_object, checking
+from globaltensor.runtime.agreement import broadcast_object, compare_plain
 from globaltensor.runtime.philox import draw_key
 from globaltensor.runtime.world import world
 
@@ -84,8 +84,7 @@ def _move(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any]) -> lis
             held.append(t.shards)
             own = t.spec
         else:
-            if checking():
-                agree_on(t, f"a plain operand of {recipe.func}")
+            compare_plain(t, f"a plain operand of {recipe.func}", recipe.home.placement.flat)
             held.append(dict.fromkeys(recipe.ranks, t))
             own = spec_of_plain(t, (want or recipe.home).placement)
         if want is not None and want is not own.layout:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from globaltensor.algorithms import local_impls
 from globaltensor.algorithms.run import Decomposition, Run, is_traceable
 from globaltensor.boxings.native import find_boxing
@@ -17,9 +19,10 @@ from globaltensor.dispatch.trace import Trace
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Spec
 from globaltensor.rules.call import Call, arguments
-from globaltensor.runtime.agreement import checking
+from globaltensor.runtime.agreement import agree_on, checking
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import OpOverload
+from globaltensor.runtime.world import world
 
 
 def pending_key(func: OpOverload) -> bytes | None:
@@ -72,6 +75,7 @@ class FlatRecipe(NamedTuple):
     local_op: str = ""                               # the op that ranks run, where it is another one
     copies: bool = False                             # the result is a view that is a copy
     guarded: bool = False                            # an operand is such a view
+    plain_ranks: Sequence[int] = ()                  # that compare plain operands, if there are any
 
 
 def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | None:
@@ -95,8 +99,10 @@ def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | Non
     outputs, written = returns
     local_args = [[(_index(call.func, at), value) for at, value in recipe.local_args.get(rank, ())]
                   for rank in recipe.ranks]
+    compared = not world().single_process and any(type(t) is not cls for t in call.tensors)
     return FlatRecipe(list(recipe.ranks), _slots(call), boxings, outputs, written,
-                      local_args if any(local_args) else [], local_op, recipe.copies, bool(recipe.guarded))
+                      local_args if any(local_args) else [], local_op, recipe.copies, bool(recipe.guarded),
+                      recipe.home.placement.flat if compared and recipe.ranks else ())
 
 
 def _local(recipe: Recipe, call: Call) -> str | None:
@@ -133,3 +139,12 @@ def _slots(call: Call) -> list[tuple[int, int]]:
 def _index(func: OpOverload, at: int | str) -> int:
     """The place of an argument in the schema."""
     return at if isinstance(at, int) else next(i for i, a in enumerate(arguments(func)) if a.name == at)
+
+
+def _compare_plain(t: torch.Tensor, op: str, ranks: list[int]) -> None:
+    """What the native dispatcher calls for some uses of a plain operand. Raises DisagreementError."""
+    agree_on(t, f"a plain operand of {op}", ranks)
+
+
+if torch_ext is not None:
+    torch_ext.on_plain_operand(_compare_plain)

@@ -38,7 +38,7 @@ from globaltensor.pipelining.stage_comm import StageComm, TensorMeta
 from globaltensor.pipelining.stage_placement import StageParameters, rank_groups, stage_placements
 from globaltensor.pipelining.stages import StageError, as_modules, cut_sequence
 from globaltensor.pipelining.tracing import cut_traced
-from globaltensor.runtime.agreement import agree_on, checking, gather_objects
+from globaltensor.runtime.agreement import compare_plain, gather_objects
 from globaltensor.runtime.p2p import MAX_PENDING
 from globaltensor.runtime.world import world
 from globaltensor.schedules.check import check_schedule
@@ -288,8 +288,7 @@ class PipelineRunner:
                                   for name in where.axis_names or ("",) * where.ndim))
         if isinstance(t, GlobalTensor):
             return to_layout(t, dst)
-        if checking():
-            agree_on(t, f"the {what} of a pipeline")
+        compare_plain(t, f"the {what} of a pipeline", where.flat)
         return GlobalTensor.wrap(*place_full(t, dst))
 
 

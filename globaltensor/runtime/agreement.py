@@ -4,9 +4,9 @@ from __future__ import annotations
 import os
 import pickle
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -34,38 +34,55 @@ def _peers() -> tuple[int, ...]:
     return tuple(r for r in range(world().size) if r != rank())
 
 
-def agree(what: str) -> None:
-    """Check that all processes call this with the same `what`, with one small all-gather; nothing in a lone process.
+class Advice(NamedTuple):
+    """What an error says where ranks disagree."""
 
-    Raises DisagreementError on every rank, which shows what each rank does.
+    what: str
+    why: str
+    fix: str
+
+
+_CREATE = Advice("the ranks disagree about what to create", "every rank runs the same program",
+                 "create the same tensors in the same order everywhere, the same seed before random ones")
+_PLAIN = Advice("the ranks use different plain tensors", "a plain tensor counts as broadcast: the same on every rank",
+                "gt.from_local(batch, placement, gt.sbp.split(0)) where every rank has a batch of its own, or "
+                "gt.data.DataLoader")
+
+
+def agree(what: str, ranks: Sequence[int] | None = None, advice: Advice = _CREATE) -> None:
+    """Check that the processes of these ranks (default: all) call this with the same `what`, with one small all-gather;
+    nothing in a lone process.
+
+    Raises DisagreementError on every one of them, which shows what each rank does.
     """
-    if world().single_process or _uncoordinated:
+    ranks = range(world().size) if ranks is None else ranks
+    if world().single_process or _uncoordinated or len(ranks) < 2:
         return
     mine = torch.tensor([zlib.crc32(what.encode()), len(what)], device="cpu")
-    if all(torch.equal(mine, other) for other in _all_gather(mine, [2] * world().size, what, AGREE)):
+    if all(torch.equal(mine, other) for other in _all_gather(mine, dict.fromkeys(ranks, 2), what, AGREE)):
         return
-    texts = gather_unchecked(f"{what}   at {where()}", what)
-    rows = "".join(f"\n    rank {r}: {text}" for r, text in enumerate(texts))
-    raise DisagreementError("the ranks disagree about what to create" + rows, "every rank runs the same program",
-                            "create the same tensors in the same order everywhere, the same seed before random ones")
+    texts = gather_unchecked(f"{what}   at {where()}", what, ranks)
+    rows = "".join(f"\n    rank {r}: {text}" for r, text in zip(ranks, texts))
+    raise DisagreementError(advice.what + rows, advice.why, advice.fix)
 
 
-def gather_unchecked(value: object, what: str) -> list[Any]:
-    """Every process's `value`, in the order of ranks."""
-    mine = as_bytes(value)
-    sizes = _all_gather(torch.tensor([len(mine)], device="cpu"), [1] * world().size, what, GATHER)
-    return [from_bytes(t) for t in _all_gather(mine, [int(n) for n in sizes], what, GATHER)]
+def gather_unchecked(value: object, what: str, ranks: Sequence[int] | None = None) -> list[Any]:
+    """The `value` of the process of each of these ranks (default: all), in their order."""
+    mine, ranks = as_bytes(value), range(world().size) if ranks is None else ranks
+    sizes = _all_gather(torch.tensor([len(mine)], device="cpu"), dict.fromkeys(ranks, 1), what, GATHER)
+    return [from_bytes(t) for t in _all_gather(mine, dict(zip(ranks, map(int, sizes))), what, GATHER)]
 
 
-def _all_gather(mine: torch.Tensor, sizes: Sequence[int], what: str, tag: int) -> list[torch.Tensor]:
-    """Every process's buffer, in the order of ranks, each sent straight from one process to another.
+def _all_gather(mine: torch.Tensor, sizes: Mapping[int, int], what: str, tag: int) -> list[torch.Tensor]:
+    """The buffer of each of these ranks, of so many elements, each sent straight from one process to another.
 
     Not by gloo's collectives: their threads may still hold what they moved when the interpreter ends, and a thread
     that needs an interpreter that has ended aborts the process.
     """
-    buffers = [mine if r == rank() else mine.new_empty(n) for r, n in enumerate(sizes)]
-    exchange(dict.fromkeys(_peers(), mine), {r: buffers[r] for r in _peers()}, what, tag)
-    return buffers
+    buffers = {r: mine if r == rank() else mine.new_empty(n) for r, n in sizes.items()}
+    peers = [r for r in sizes if r != rank()]
+    exchange(dict.fromkeys(peers, mine), {r: buffers[r] for r in peers}, what, tag)
+    return list(buffers.values())
 
 
 def as_bytes(value: object) -> torch.Tensor:
@@ -77,15 +94,32 @@ def from_bytes(data: torch.Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())
 
 
-def agree_on(t: torch.Tensor, what: str) -> None:
-    """Check that all processes hold the same tensor `t`."""
+def agree_on(t: torch.Tensor, what: str, ranks: Sequence[int] | None = None) -> None:
+    """Check that the processes of these ranks (default: all) hold the same tensor `t`."""
     if not world().single_process:
-        agree(f"{what}: {list(t.shape)}, {t.dtype}, of values with checksum {checksum(t):08x}")
+        agree(f"{what}: {list(t.shape)}, {t.dtype}, of values with checksum {checksum(t):08x}", ranks, _PLAIN)
+
+
+_uses: dict[tuple[object, ...], int] = {}          # of plain tensors: how often each op met one of such a shape
+
+
+def compare_plain(t: torch.Tensor, what: str, ranks: Sequence[int]) -> None:
+    """A plain tensor meets global ones on these ranks: check that it is the same on all of them, often at first and
+    then ever more seldom (at uses 1, 2, 4, 8, ...), so that training does not pay for it; always if `checking()`.
+
+    Raises DisagreementError on every rank. Whoever feeds each rank its own batch, as for DDP, learns it at the first.
+    """
+    if world().single_process or rank() not in ranks or t.layout is not torch.strided:
+        return                                       # the values of a sparse tensor are not in one piece of memory
+    key = what, tuple(t.shape), t.dtype, tuple(ranks)
+    n = _uses[key] = _uses.get(key, 0) + 1
+    if n & (n - 1) == 0 or checking():
+        agree_on(t, what, ranks)
 
 
 def checksum(t: torch.Tensor) -> int:
     """A number that tells tensors of different values apart; reads them at about a gigabyte a second."""
-    flat = t.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     crc = 0
     for part in flat.split(1 << 26):                 # not all of a GPU's tensor on the CPU at once
         crc = zlib.crc32(part.cpu().numpy(), crc)
@@ -93,7 +127,7 @@ def checksum(t: torch.Tensor) -> int:
 
 
 def checking() -> bool:
-    """GLOBALTENSOR_CHECK=1: verify that a plain tensor that meets a global one is the same everywhere, at a price."""
+    """GLOBALTENSOR_CHECK=1: verify each time that a plain tensor that meets a global one is the same everywhere."""
     return os.environ.get("GLOBALTENSOR_CHECK", "") not in ("", "0")
 
 

@@ -196,9 +196,12 @@ def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Ten
     told = python_meta(aten.native_batch_norm.default)
     assert told is not None
     out, *statistics = told(x, weight, bias, mean, var, training, momentum, eps)
-    if not training:                                 # kernels leave them empty
-        statistics = [t.new_empty(0) for t in statistics]
-    return (out, *statistics)
+    if training:
+        return (out, *statistics)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    kept = x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
+    out = torch.empty_like(x, memory_format=formats[x.dim()] if kept else torch.contiguous_format)
+    return (out, *(t.new_empty(0) for t in statistics))              # kernels leave them empty
 
 
 AS: dict[OpOverload, Callable[..., Any]] = {

@@ -1,6 +1,5 @@
 """Mistakes that only several processes can make, one after another; every rank writes what it was told, and when."""
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -30,7 +29,23 @@ def seeded():
     gt.randn(4, placement=where, sbp=S(0))
 
 
-os.environ["GLOBALTENSOR_CHECK"] = "1"              # plain operands are compared too
+def fed_its_own_batches():
+    """As a user of DDP would: the weights are whole everywhere, and nothing would ever be sent."""
+    model = torch.nn.Linear(3, 1).to_global(where, B)
+    model(torch.full((4, 3), float(me))).sum().backward()
+
+
+def differing_later():
+    """Plain operands are compared at uses 1, 2, 4, 8, ..."""
+    x = gt.zeros(7, placement=where, sbp=B)
+    for step in range(40):
+        x = x + torch.full((7,), float(me if step > 10 else 0))
+
+
+def targets_of_its_own():
+    x = gt.zeros(4, 5, placement=where, sbp=S(1))
+    torch.nn.functional.cross_entropy(x, torch.full((4,), me))
+
 
 MISTAKES = {
     "a longer part": lambda: gt.from_local(torch.ones(4 if odd else 2, 3), where, S(0)),
@@ -46,6 +61,11 @@ MISTAKES = {
     "another module": lambda: gt.to_global(_unlike(torch.nn.Linear(3, 3)), where, B),
     "another seed": seeded,
     "another plain operand": lambda: gt.zeros(4, placement=where, sbp=S(0)) + torch.full((4,), float(me)),
+    "batches of its own": fed_its_own_batches,
+    "another plain operand later": differing_later,
+    "targets of its own": targets_of_its_own,
+    "an index of its own": lambda: gt.zeros(4, 5, placement=where, sbp=B)[torch.tensor([me])],
+    "another plain operand of two ranks": lambda: gt.zeros(4, placement=part, sbp=S(0)) * torch.full((4,), float(me)),
     "mixed placements": mixed,
     "forbidden boxing": forbidden,
 }
