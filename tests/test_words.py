@@ -32,7 +32,7 @@ RETIRED = {
 VAGUE = {"found", "given", "made", "said", "there", "told", "way"}
 PRECISE = {
     "boxings", "checkpoint", "cli", "data", "debug", "dispatch", "errors.py", "layouts", "op_table",
-    "pipelining", "rules", "schedules", "simulator",
+    "parallel", "pipelining", "rules", "schedules", "simulator",
 }
 
 

@@ -72,58 +72,60 @@ def arrange_slots(chosen: Tensor, blocks: list[tuple[int, int]], share: int) -> 
     return Slots(entry // k, entry % k, torch.cat(chose), torch.cat([place < len(own) for own in groups]))
 
 
-class Travel:
-    """The two hooks of one module: `there` brings its tokens to the ranks of their experts, `back` what it gave."""
+class TokenExchange:
+    """The two hooks of one module: `to_experts` brings its tokens to the ranks of their experts, `combine` back."""
 
     def __init__(self) -> None:
-        self.under_way: list[tuple[_Turned, Tensor, Tensor] | None] = []      # one per call that has begun
+        self.calls: list[tuple[ReorderedAxes, Tensor, Tensor] | None] = []       # that have begun, innermost last
 
-    def there(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def to_experts(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """A forward pre-hook. What it does not recognise it leaves alone: that runs as well, and moves more."""
         matrices: Any = next((p for p in module.parameters(recurse=False) if p.dim() == 3), None)
-        self.under_way.append(None)
+        self.calls.append(None)
         if len(args) != 3 or matrices is None:
             return None
         tokens, chosen, weights = args
         if not isinstance(tokens, GlobalTensor) or tokens.dim() != 2 or not chosen.numel():
             return None
         home, axes = tokens.placement, range(tokens.placement.ndim)
-        apart = [axis for axis in axes if matrices.sbp[axis] == split(0)]
+        expert_axes = [axis for axis in axes if matrices.sbp[axis] == split(0)]
         tokens = tokens.to_global(sbp=tuple(s if s == split(0) else broadcast for s in tokens.sbp))
-        alike = [axis for axis in axes if axis not in apart and tokens.sbp[axis] == split(0)]
+        token_axes = [axis for axis in axes if axis not in expert_axes and tokens.sbp[axis] == split(0)]
         blocks = sorted({(a, b) for a, b in (matrices.spec.region(rank)[0] for rank in home.flat) if a < b})
-        ranks = prod(home.shape[axis] for axis in apart)             # more than blocks, where experts are few
+        ranks = prod(home.shape[axis] for axis in expert_axes)       # more than blocks, where experts are few
         slots = arrange_slots((chosen.full_tensor() if isinstance(chosen, GlobalTensor) else chosen).cpu(), blocks,
-                         prod(home.shape[axis] for axis in alike) * (1 if len(blocks) == ranks else ranks))
-        order = [*apart, *alike, *(axis for axis in axes if axis not in apart + alike)]
-        there = _Turned(home, order, len(apart + alike))
+                         prod(home.shape[axis] for axis in token_axes) * (1 if len(blocks) == ranks else ranks))
+        cutting = [*expert_axes, *token_axes]
+        reordered = ReorderedAxes(home, [*cutting, *(axis for axis in axes if axis not in cutting)], len(cutting))
         token: Any
-        token, choice, counts = (there.dealt(t) for t in (slots.token, slots.choice, slots.counts))
+        token, choice, counts = (reordered.deal(t) for t in (slots.token, slots.choice, slots.counts))
         picked = token.to_global(sbp=tuple(
-            split(0) if axis in apart and tokens.sbp[axis].is_broadcast else broadcast for axis in axes))
+            split(0) if axis in expert_axes and tokens.sbp[axis].is_broadcast else broadcast for axis in axes))
         weights = weights[picked].gather(1, choice[:, None]) * counts[:, None]
-        self.under_way[-1] = there, tokens, token
+        self.calls[-1] = reordered, tokens, token
         for _, owner, key, parameter, _ in named_tensors(module):
-            swap_in(owner, key, there.seen(parameter))
-        return there.seen(tokens[picked]), from_full(slots.expert[:, None], there.place, broadcast), there.seen(weights)
+            swap_in(owner, key, reordered.relabel(parameter))
+        experts = from_full(slots.expert[:, None], reordered.placement, broadcast)
+        return reordered.relabel(tokens[picked]), experts, reordered.relabel(weights)
 
-    def back(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def combine(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """A forward hook: what the experts of a token gave, added up where the token was."""
-        found: Any = self.under_way.pop()
-        if found is None:
+        call = self.calls.pop()
+        if call is None:
             return output
         for _, owner, key, _, _ in named_tensors(module):
             swap_out(owner, key)
         if not isinstance(output, Tensor):           # the module raised an error
             return output
-        there, tokens, token = found
-        rows = there.from_there(output)
-        home = rows.new_zeros((tokens.shape[0], rows.shape[1])).index_add(0, token, rows)
-        return home.to_global(sbp=tokens.sbp)
+        tokens: Any
+        reordered, tokens, token = call
+        rows = reordered.restore(output)
+        sums = rows.new_zeros((tokens.shape[0], rows.shape[1])).index_add(0, token, rows)
+        return sums.to_global(sbp=tokens.sbp)
 
 
-class _Turned:
-    """The same ranks with the axes in another order, those of the experts first.
+class ReorderedAxes:
+    """The ranks of `home` on a placement with the axes in another order, those of the experts first.
 
     Rows are cut by the outermost axis first. Sorted by expert, the first of them belong to the first experts, so these
     must lie along the outermost axis. Every rank keeps what it has; only which part of the whole that is changes.
@@ -134,39 +136,43 @@ class _Turned:
         self.rows = tuple(split(0) if axis < cutting else broadcast for axis in range(home.ndim))
         ranks = torch.tensor(home.ranks).permute(order).tolist()
         names = home.axis_names and [home.axis_names[axis] for axis in order]
-        self.place = home if order == sorted(order) else placement(home.type, ranks, names)
+        self.placement = home if order == sorted(order) else placement(home.type, ranks, names)
 
-    def dealt(self, rows: Tensor) -> Tensor:
-        """A broadcast tensor at home, of which every rank's part is that which it has of `rows` there."""
-        if self.place is not self.home:
-            there, here = layout(self.place, self.rows), layout(self.home, self._at_home(self.rows))
+    def deal(self, rows: Tensor) -> Tensor:
+        """A broadcast tensor at home that gives each rank, where it is split, the part of `rows` that is the rank's on
+        the reordered placement."""
+        if self.placement is not self.home:
+            src, dst = layout(self.placement, self.rows), layout(self.home, self._restored(self.rows))
             dealt, shape = torch.empty_like(rows), tuple(rows.shape)
             for rank in self.home.flat:
-                dealt[slice(*here.region(shape, rank)[0])] = rows[slice(*there.region(shape, rank)[0])]
+                dealt[slice(*dst.region(shape, rank)[0])] = rows[slice(*src.region(shape, rank)[0])]
             rows = dealt
         return from_full(rows, self.home, broadcast)
 
-    def seen(self, x: Any) -> Any:
-        """A tensor at home as it is called there."""
-        if self.place is self.home:
+    def relabel(self, x: Any) -> Any:
+        """A tensor at home as one on the reordered placement: the same shards."""
+        if self.placement is self.home:
             return x
-        return _Called.apply(x, layout(self.place, tuple(x.sbp[axis] for axis in self.order)), self.order)
+        return Relabel.apply(x, layout(self.placement, tuple(x.sbp[axis] for axis in self.order)), self.order)
 
-    def from_there(self, x: Any) -> Any:
-        """Rows there as they are called at home."""
-        if self.place is self.home:
+    def restore(self, x: Any) -> Any:
+        """Rows on the reordered placement as a tensor at home: the same shards."""
+        if self.placement is self.home:
             return x
         x = x.to_global(sbp=self.rows)
-        back = [self.order.index(axis) for axis in range(self.home.ndim)]
-        return _Called.apply(x, layout(self.home, self._at_home(x.sbp)), back)
+        inverse = [self.order.index(axis) for axis in range(self.home.ndim)]
+        return Relabel.apply(x, layout(self.home, self._restored(x.sbp)), inverse)
 
-    def _at_home(self, sbp: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _restored(self, sbp: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(sbp[self.order.index(axis)] for axis in range(self.home.ndim))
 
 
-class _Called(torch.autograd.Function):
-    """The same parts on the same ranks by another name. What is no part of a broadcast tensor's gradient by both names
-    is put together first."""
+class Relabel(torch.autograd.Function):
+    """The same shards on the same ranks, as a tensor on a placement whose axes have another order.
+
+    A gradient may come split along an axis where x is broadcast. Its part by one order is not its part by the other, so
+    it is gathered first.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: GlobalTensor, dst: Layout, order: list[int]) -> GlobalTensor:
@@ -175,11 +181,11 @@ class _Called(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: GlobalTensor) -> tuple[Any, ...]:
-        was = [ctx.src.sbp[axis] for axis in ctx.order]
+        reordered = [ctx.src.sbp[axis] for axis in ctx.order]
         grad = grad.to_global(sbp=tuple(s if s.is_split else broadcast if g.is_split else g
-                                        for s, g in zip(was, grad.sbp)))
-        back = tuple(grad.sbp[ctx.order.index(axis)] for axis in range(len(was)))
-        of = spec(ctx.src.with_sbp(back), grad.spec.shape, grad.spec.stride, grad.spec.dtype)
+                                        for s, g in zip(reordered, grad.sbp)))
+        restored = tuple(grad.sbp[ctx.order.index(axis)] for axis in range(len(reordered)))
+        of = spec(ctx.src.with_sbp(restored), grad.spec.shape, grad.spec.stride, grad.spec.dtype)
         return GlobalTensor.wrap(of, grad.shards), None, None
 
 

@@ -39,7 +39,7 @@ def plan_rows(layers: NamedLayers, axes: tuple[str, ...]) -> tuple[PlanRows, Pla
     for name, layer, kind in layers:
         of_tensors, of_moved = (_summa_2d if len(axes) == 2 else _agarwal_3d)(layer, kind, axes)
         tensors |= {f"{name}.{key}".lstrip("."): row for key, row in of_tensors.items()}
-        moved |= {f"{name}{way}": row for way, row in of_moved.items()}
+        moved |= {f"{name}{suffix}": row for suffix, row in of_moved.items()}
     return tensors, moved
 
 
@@ -68,11 +68,11 @@ def _agarwal_3d(layer: nn.Module, kind: str | None, axes: tuple[str, ...]) -> tu
 
 def _weights(layer: Any, dims: dict[str, int], again: dict[str, int] | None = None) -> PlanRows:
     """Weight [outputs, inputs] and bias, cut along outputs (0) and inputs (1); the weight once more along `again`."""
-    turned = not isinstance(layer, nn.Linear)        # a Conv1D of GPT-2 is [inputs, outputs]
-    found = {"weight": {axis: split(int(bool(dim) != turned)) for axis, dim in (dims | (again or {})).items()}}
+    transposed = not isinstance(layer, nn.Linear)        # a Conv1D of GPT-2 is [inputs, outputs]
+    rows = {"weight": {axis: split(int(bool(dim) != transposed)) for axis, dim in (dims | (again or {})).items()}}
     if getattr(layer, "bias", None) is not None:
-        found["bias"] = {axis: split(0) for axis, dim in dims.items() if dim == 0}
-    return found
+        rows["bias"] = {axis: split(0) for axis, dim in dims.items() if dim == 0}
+    return rows
 
 
 def _norm(layer: nn.Module, axis: str) -> PlanRows:

@@ -69,7 +69,7 @@ def _by_axis(sbp: Mapping[str, Any], placement: Any) -> bool:
 
 def first_fit(rows: Mapping[str, Any], name: str, default: Any) -> Any:
     """What the first of the patterns stands for that fits a name."""
-    return next((found for pattern, found in rows.items() if fnmatch.fnmatchcase(name, pattern)), default)
+    return next((row for pattern, row in rows.items() if fnmatch.fnmatchcase(name, pattern)), default)
 
 
 def _sbp_of(name: str, tensor: torch.Tensor, sbp: Any, placement: Any) -> Any:

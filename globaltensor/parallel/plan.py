@@ -45,7 +45,7 @@ from globaltensor.parallel.parameter_swap import swap_in, swap_out
 from globaltensor.runtime.text_table import aligned
 from globaltensor.tensors.global_tensor import GlobalTensor
 
-_OUT, _IN, _EXPERTS, _AS_IT_LIES = " ->", " <-", " =>", "-"
+_OUT, _IN, _EXPERTS, _UNCHANGED = " ->", " <-", " =>", "-"
 _OF_MODULES = (_OUT, _IN, _EXPERTS)
 
 # The last parts of names, as torch, transformers (Llama, Mixtral, GPT-2, BERT) and this library's examples call them.
@@ -97,7 +97,7 @@ class Plan(MutableMapping[str, PlanRow]):
                 travels |= {name: {experts: split(0)}} if expert_layers.takes_choices(layer) else {}
         weights = _merged(weights, [name for name, *_ in named_tensors(module)])
         names = [name for name, _ in module.named_modules()]
-        return cls(weights | {f"{pattern}{way}": row for way, rows in ((_EXPERTS, travels), (_OUT, outputs))
+        return cls(weights | {f"{pattern}{suffix}": row for suffix, rows in ((_EXPERTS, travels), (_OUT, outputs))
                               for pattern, row in _merged(rows, names).items()})
 
     @classmethod
@@ -109,7 +109,8 @@ class Plan(MutableMapping[str, PlanRow]):
                                      for name, layer in module.named_modules()], axes)
         named = [name for name, *_ in named_tensors(module)]
         parts = [*named, *[name for name, _ in module.named_modules()]]
-        return cls(_merged(tensors, named) | _merged(moved, [f"{name}{way}" for name in parts for way in (_IN, _OUT)]))
+        moving = [f"{name}{suffix}" for name in parts for suffix in (_IN, _OUT)]
+        return cls(_merged(tensors, named) | _merged(moved, moving))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -134,7 +135,7 @@ class Plan(MutableMapping[str, PlanRow]):
                 raise SbpError(f"{name}, line {k}: {line.strip()!r} is no row of {len(axes)} axes",
                                f"the heading names {', '.join(axes)}", "pattern   S(0)   B")
             plan[pattern] = {axis: _parsed(value, f"{name}, line {k}: ") for axis, value in zip(axes, values)
-                             if value != _AS_IT_LIES}
+                             if value != _UNCHANGED}
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -167,7 +168,7 @@ class Plan(MutableMapping[str, PlanRow]):
 
     def __str__(self) -> str:
         table = [("# name", *self.axes)]
-        table += [(pattern, *[str(row.get(axis, _rest(pattern))) for axis in self.axes])
+        table += [(pattern, *[str(row.get(axis, _default_of(pattern))) for axis in self.axes])
                   for pattern, row in self.items()]
         return "\n".join(aligned(table, gap="   "))
 
@@ -195,37 +196,37 @@ def parallelize(module: M, placement: Placement, plan: Mapping[str, Any] | None 
     _check_rows(module, plan)
     to_global(module, placement, lambda name, _: _row_of(plan, name))
     for pattern, row in plan.items():
-        _lay_out(module, pattern, row)
+        _register_hooks(module, pattern, row)
     return module
 
 
-def _lay_out(module: nn.Module, pattern: str, row: PlanRow) -> None:
+def _register_hooks(module: nn.Module, pattern: str, row: PlanRow) -> None:
     """Hooks for a row about what modules take or give, or how a parameter lies in use."""
     fitting = [layer for _, layer in _modules_of_row(module, pattern)]
     if pattern.endswith(_IN):
         for layer in fitting:
             layer.register_forward_pre_hook(
-                lambda layer, args, named: (_brought(row, args), _brought(row, named)), with_kwargs=True)
+                lambda layer, args, named: (_laid_out_as(row, args), _laid_out_as(row, named)), with_kwargs=True)
     elif pattern.endswith(_EXPERTS):
         for layer in fitting:
-            travel = expert_layers.Travel()
-            layer.register_forward_pre_hook(travel.there)
-            layer.register_forward_hook(travel.back, always_call=True)
+            exchange = expert_layers.TokenExchange()
+            layer.register_forward_pre_hook(exchange.to_experts)
+            layer.register_forward_hook(exchange.combine, always_call=True)
     elif pattern.endswith(_OUT):
         for layer in fitting:
-            layer.register_forward_hook(lambda layer, args, output: _brought(row, output))
+            layer.register_forward_hook(lambda layer, args, output: _laid_out_as(row, output))
         for owner, key in [] if fitting else _parameters_of_row(module, pattern):
             owner.register_forward_pre_hook(lambda owner, args, key=key: swap_in(
-                owner, key, _brought(row, owner._parameters[key])))
+                owner, key, _laid_out_as(row, owner._parameters[key])))
             owner.register_forward_hook(lambda owner, args, output, key=key: swap_out(owner, key), always_call=True)
 
 
-def _brought(row: PlanRow, value: Any) -> Any:
+def _laid_out_as(row: PlanRow, value: Any) -> Any:
     """Global tensors brought to lie as the row says; other axes stay as they are, and so does everything else."""
     if isinstance(value, dict):
-        return type(value)((key, _brought(row, one)) for key, one in value.items())
+        return type(value)((key, _laid_out_as(row, one)) for key, one in value.items())
     if isinstance(value, (tuple, list)):
-        return type(value)(_brought(row, one) for one in value)
+        return type(value)(_laid_out_as(row, one) for one in value)
     if not isinstance(value, GlobalTensor):
         return value
     return value.to_global(sbp=with_axes(value.sbp, value.placement.names, row))
@@ -236,21 +237,22 @@ def _row_of(plan: Plan, name: str) -> PlanRow:
 
 
 def _modules_of_row(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    return [(name, layer) for name, layer in module.named_modules() if fnmatch.fnmatchcase(name, _bare(pattern))]
+    wanted = _without_suffix(pattern)
+    return [(name, layer) for name, layer in module.named_modules() if fnmatch.fnmatchcase(name, wanted)]
 
 
 def _parameters_of_row(module: nn.Module, pattern: str) -> list[tuple[nn.Module, str]]:
     """Owner and key of every parameter that fits."""
     return [(owner, key) for name, owner, key, _, kind in named_tensors(module)
-            if kind == "_parameters" and fnmatch.fnmatchcase(name, _bare(pattern))]
+            if kind == "_parameters" and fnmatch.fnmatchcase(name, _without_suffix(pattern))]
 
 
-def _rest(pattern: str) -> Any:
+def _default_of(pattern: str) -> Any:
     """What an axis that a row does not name stands for."""
-    return _AS_IT_LIES if pattern.endswith(_OF_MODULES) else broadcast
+    return _UNCHANGED if pattern.endswith(_OF_MODULES) else broadcast
 
 
-def _bare(pattern: str) -> str:
+def _without_suffix(pattern: str) -> str:
     return pattern[:-len(_OUT)] if pattern.endswith(_OF_MODULES) else pattern
 
 
@@ -263,13 +265,13 @@ def _check_rows(module: nn.Module, plan: Plan) -> None:
             if not _modules_of_row(module, pattern) and not parameters:
                 modules = [name for name, _ in module.named_modules() if name]
                 raise SbpError(f"the plan's row {pattern!r} fits no module",
-                               f"its modules are {_some(modules)}" + _nearest(_bare(pattern), modules),
+                               f"its modules are {_listing(modules)}" + _nearest(_without_suffix(pattern), modules),
                                "a pattern as in fnmatch, such as 'blocks.* ->'")
             continue
         fitting = [name for name in tensors if fnmatch.fnmatchcase(name, pattern)]
         if not fitting:
             raise SbpError(f"the plan's row {pattern!r} fits no parameter or buffer",
-                           f"they are {_some(list(tensors))}" + _nearest(pattern, list(tensors)),
+                           f"they are {_listing(list(tensors))}" + _nearest(pattern, list(tensors)),
                            "a pattern as in fnmatch, such as '*.weight'")
     for name, tensor in tensors.items():
         for axis, s in _row_of(plan, name).items():
@@ -278,13 +280,13 @@ def _check_rows(module: nn.Module, plan: Plan) -> None:
                                f"its shape is {list(tensor.shape)}", "a row of its own, above the one that fits now")
 
 
-def _some(names: list[str]) -> str:
+def _listing(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")
 
 
 def _nearest(word: str, words: Any) -> str:
-    found = difflib.get_close_matches(word, list(words), 3, 0.5)
-    return f"; near it: {', '.join(found)}" if found else ""
+    matches = difflib.get_close_matches(word, list(words), 3, 0.5)
+    return f"; near it: {', '.join(matches)}" if matches else ""
 
 
 def _parsed(value: Any, at: str = "") -> Sbp:
@@ -335,11 +337,11 @@ def _is_linear(layer: nn.Module) -> bool:
 
 
 def _dims(kind: str, layer: nn.Module) -> dict[str, int]:
-    """Which dim of which of its parameters is split. A weight is [outputs, inputs], that of a Conv1D turned."""
+    """Which dim of which of its parameters is split. A weight is [outputs, inputs], that of a Conv1D transposed."""
     if kind == "vocabulary":
         return {"weight": 0}
-    turned = not isinstance(layer, nn.Linear)
-    dims = {"weight": int((kind == "rows") != turned)}
+    transposed = not isinstance(layer, nn.Linear)
+    dims = {"weight": int((kind == "rows") != transposed)}
     if kind == "columns" and getattr(layer, "bias", None) is not None:
         dims["bias"] = 0
     return dims
@@ -351,9 +353,9 @@ def _ends(name: str, endings: tuple[str, ...]) -> bool:
 
 def _merged(rows: PlanRows, names: list[str]) -> PlanRows:
     """Layers that differ by their number in a list share one row, where that fits nothing else."""
-    found = {}
+    merged = {}
     for name, row in rows.items():
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        alike = all(rows.get(other) == row for other in names if fnmatch.fnmatchcase(other, pattern))
-        found[pattern if alike else name] = row
-    return found
+        same = all(rows.get(other) == row for other in names if fnmatch.fnmatchcase(other, pattern))
+        merged[pattern if same else name] = row
+    return merged

@@ -56,12 +56,12 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
                        "gt.zero(torch.optim.AdamW(...)), then optimizer.load_state_dict(...) where there is a state")
     pairs = MasterParams()
     for group in optimizer.param_groups:
-        where = [(p, _cut(p, axis)) for p in group["params"]]
-        group["params"] = [p if dst is None else _made(p, dst, stage, pairs) for p, dst in where]
+        layouts = [(p, _zero_layout(p, axis)) for p in group["params"]]
+        group["params"] = [p if dst is None else _part_to_step(p, dst, stage, pairs) for p, dst in layouts]
     if model is not None:
         ShardedLayers(model, axis)
     if pairs:
-        pairs.look()
+        pairs.note_versions()
         optimizer.register_step_pre_hook(lambda *_: pairs.refresh())
         optimizer.register_step_post_hook(lambda *_: pairs.gather())
         optimizer.register_state_dict_post_hook(lambda _, state: state.update(masters=pairs.masters()))
@@ -69,7 +69,7 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
     return optimizer
 
 
-def _cut(p: torch.Tensor, axis: str) -> Layout | None:
+def _zero_layout(p: torch.Tensor, axis: str) -> Layout | None:
     """The parameter's layout, split along the axis too; None where there is nothing to split.
 
     Along the longest of the dims that no other axis splits: a rank's part is then a part of what it has.
@@ -92,16 +92,16 @@ def _cut(p: torch.Tensor, axis: str) -> Layout | None:
 class MasterParams(list[tuple[Any, Any]]):
     """Parameters and the parts that are stepped in their place: (parameter, part)."""
 
-    def look(self) -> None:
+    def note_versions(self) -> None:
         """Remember the parameters as they are now."""
-        self.seen = [_writes(p) for p, _ in self]
+        self.versions = [_write_counts(p) for p, _ in self]
 
     def refresh(self) -> None:
         """Parts of parameters that someone else wrote to, such as `load_state_dict`, are made of them anew; where one
         is the rounded part still, the part is what it was."""
         with torch.no_grad():
-            for (p, part), seen in zip(self, self.seen):
-                if _writes(p) != seen:
+            for (p, part), versions in zip(self, self.versions):
+                if _write_counts(p) != versions:
                     now, = redistribute([p], [part.spec.layout], "zero")
                     part.copy_(torch.where(part.to(p.dtype) == now, part, now.to(part.dtype)))
 
@@ -111,7 +111,7 @@ class MasterParams(list[tuple[Any, Any]]):
             parts = [part.detach().to(p.dtype) for p, part in self]
             whole = [p for p, _ in self]
             foreach_copy_(whole, redistribute(parts, [p.spec.layout for p in whole], "zero"))
-        self.look()
+        self.note_versions()
 
     def masters(self) -> list[Any]:
         """The parts that say more than their parameters do, those of 16 bits: they belong to the optimizer's state."""
@@ -119,16 +119,16 @@ class MasterParams(list[tuple[Any, Any]]):
 
     def load(self, masters: list[Any]) -> None:
         with torch.no_grad():
-            for own, given in zip((part for p, part in self if part.dtype != p.dtype), masters, strict=True):
-                own.copy_(given)
+            for own, saved in zip((part for p, part in self if part.dtype != p.dtype), masters, strict=True):
+                own.copy_(saved)
 
 
-def _writes(p: Any) -> list[int]:
+def _write_counts(p: Any) -> list[int]:
     """What changes when someone writes to a parameter or its shards, or gives it other memory."""
     return [p._version, *[number for shard in p.shards.values() for number in (shard.data_ptr(), shard._version)]]
 
 
-def _made(p: Any, dst: Layout, stage: int, pairs: MasterParams) -> Any:
+def _part_to_step(p: Any, dst: Layout, stage: int, pairs: MasterParams) -> Any:
     """What the optimizer works on in the place of p."""
     with torch.no_grad():
         part, = redistribute([p], [dst], "zero")
