@@ -287,7 +287,7 @@ PUBLIC = re.compile(r"""
     | c10::(ArrayRef|IntArrayRef|SmallVector|List|IValue|SymInt|Device|DeviceType|ScalarType(::Undefined)?)
     | c10::(k[A-Z]\w+|intrusive_ptr|make_intrusive|elementSize|toString|Error|DistBackendError)
     | torch::(Library(::IMPL)?|autograd::(AutogradContext|tensor_list))
-    | TORCH_(CHECK\w*|WARN|LIBRARY_IMPL|EXTENSION_NAME|VERSION) | C10_LIKELY
+    | TORCH_(CHECK\w*|WARN|LIBRARY_IMPL|EXTENSION_NAME|VERSION) | C10_(UN)?LIKELY
 """, re.X)
 OF_TORCH = re.compile(r"(?<![\w:])((?:c10d?|at|torch|sm)::(?:\w+::)*\w+|(?:THP|TORCH_|C10_|END_HANDLE_|HANDLE_)\w+"
                       r"|RECORD_FUNCTION|python_error|Py_SET_TYPE)")

@@ -148,12 +148,13 @@ py::list python_move_shards(const py::list& items, const std::string& what) {
 void redistribute_in_place(const std::vector<std::pair<std::shared_ptr<Boxing>, at::Tensor>>& items,
                            const std::string& what) {
   std::vector<ShardMove> moves;
-  for (const auto& [boxing, t] : items) moves.push_back({boxing.get(), &global(t)->shards});
+  for (const auto& [boxing, t] : items) moves.push_back({boxing.get(), &global(t)->shards()});
   auto moved = move_shards(moves, what);
   for (size_t i = 0; i < moved.size(); i++) {
     GlobalImpl* impl = global(items[i].second);
     impl->spec = moves[i].boxing->result();
-    impl->shards = std::move(moved[i]);
+    impl->view = {};
+    impl->shards() = std::move(moved[i]);
     impl->set_sizes_and_strides(impl->spec->sizes, impl->spec->strides);
   }
 }

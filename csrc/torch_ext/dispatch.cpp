@@ -14,6 +14,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "boxed_view.h"
 #include "recipe.h"
 
 namespace py = pybind11;
@@ -57,19 +58,10 @@ void call_python(const c10::OperatorHandle& op, Stack* stack) {
   (*getPyInterpreter())->python_dispatcher(op, c10::DispatchKeySet(kGlobal), stack);
 }
 
-// Is an operand a view that is a copy, of a tensor that was written to since? Python tells the user.
-bool outdated(const Recipe& recipe, const c10::IValue* args) {
-  if (!recipe.guarded) return false;
-  return std::any_of(recipe.slots.begin(), recipe.slots.end(), [&](Slot slot) {
-    const at::Tensor& t = operand(args, slot);
-    return is_global(t.unsafeGetTensorImpl()) && global(t)->spec->copied && version(t) != global(t)->guard;
-  });
-}
-
 // May this recipe be run here and now? Boxings that someone watches go through Python, which tells the watcher.
 bool runs_natively(const Recipe& recipe, const c10::IValue* args) {
   if (recipe.trace) return recipe.trace->fits(args) && !(recipe.trace->has_boxings && boxing_watched());
-  return !recipe.to_python && !(recipe.has_boxings && boxing_watched()) && !outdated(recipe, args);
+  return !recipe.to_python && (recipe.boxes_view || !(recipe.has_boxings && boxing_watched()));
 }
 
 // Stands at the Python key of an op, once.
@@ -109,8 +101,10 @@ void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   const c10::IValue* args = stack->data() + stack->size() - count;
   if (!c10::impl::TorchDispatchModeTLS::any_modes_set() && make_key(op, args, count, key)) {
     auto recipe = find_recipe(key);
-    if (recipe && runs_natively(*recipe, args))
+    if (recipe && runs_natively(*recipe, args)) {
+      if (recipe->boxes_view) return push_boxed_views(op, recipe, stack);
       return recipe->trace ? replay(op, *recipe, keys, stack) : execute(op, *recipe, stack);
+    }
     if (!recipe) {
       pending = key;
       is_pending = true;

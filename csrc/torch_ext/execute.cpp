@@ -7,14 +7,11 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "allocator.h"
+#include "boxed_view.h"
 #include "recipe.h"
 
 namespace gt {
 namespace {
-
-// What stands above the kernels of a device: for shards it was done already, with the global tensors.
-const c10::DispatchKeySet kAboveKernels = c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-    c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
 
 struct Operand {
   at::Tensor owner;                                  // keeps it alive while its shards are in its place
@@ -27,7 +24,7 @@ Operands take_operands(const Recipe& recipe, c10::IValue* args) {
   Operands operands;
   for (Slot slot : recipe.slots) {
     at::Tensor t = slot.index < 0 ? std::move(args[slot.at]).toTensor() : operand(args, slot);
-    const Shards* shards = is_global(t.unsafeGetTensorImpl()) ? &global(t)->shards : nullptr;
+    const Shards* shards = is_global(t.unsafeGetTensorImpl()) ? &global(t)->shards() : nullptr;
     operands.push_back({std::move(t), shards});
   }
   return operands;
@@ -118,18 +115,15 @@ void run_ranks(const c10::OperatorHandle& op, const Recipe& recipe, const Operan
   local_op.callBoxed(stack);
 }
 
-at::Tensor wrapped(const Recipe& recipe, const Spec* spec, Shards shards, int64_t guard) {
+at::Tensor wrapped(const Spec* spec, Shards shards) {
   if (!shards.empty() && !shards[0].defined()) return at::Tensor();  // left out, though its shape was told
-  at::Tensor t = wrap(spec, std::move(shards));
-  if (recipe.copies) global(t)->guard = guard;
-  return t;
+  return wrap(spec, std::move(shards));
 }
 
-c10::IValue wrapped_list(const Recipe& recipe, const std::vector<const Spec*>& specs, std::vector<Shards>& shards,
-                         int64_t guard) {
+c10::IValue wrapped_list(const std::vector<const Spec*>& specs, std::vector<Shards>& shards) {
   c10::List<at::Tensor> list;
   list.reserve(specs.size());
-  for (size_t i = 0; i < specs.size(); i++) list.push_back(wrapped(recipe, specs[i], std::move(shards[i]), guard));
+  for (size_t i = 0; i < specs.size(); i++) list.push_back(wrapped(specs[i], std::move(shards[i])));
   return list;
 }
 
@@ -139,14 +133,13 @@ void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) 
   const size_t first = stack->size() - op.schema().arguments().size();
   Operands operands = take_operands(recipe, stack->data() + first);
   if (!recipe.plain_ranks.empty()) compare_plain(recipe, operands);
-  int64_t guard = -1;
-  if (recipe.copies) guard = recipe.guarded ? global(operands[0].owner)->guard : version(operands[0].owner);
   const bool inference = recipe.is_view && operands[0].owner.is_inference();
   std::vector<Shards> moved;
   if (recipe.has_boxings) box_operands(recipe, operands, moved);
 
   Gathered gathered;
   if (!recipe.ranks.empty()) run_ranks(op, recipe, operands, first, stack, gathered);
+  for (int32_t slot : recipe.writes) note_write(operands[slot].owner);
   stack->resize(first + recipe.outputs.size());
   // One rank and tensors out: each shard goes from the stack straight into its tensor.
   const bool direct = recipe.ranks.size() == 1 && !recipe.returns_lists;
@@ -159,7 +152,7 @@ void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) 
     if (output.written >= 0) {
       result = std::move(operands[output.written].owner);
     } else if (output.is_list) {
-      result = wrapped_list(recipe, output.specs, gathered[k], guard);
+      result = wrapped_list(output.specs, gathered[k]);
     } else if (!output.specs[0]) {
       result = at::Tensor();
     } else {
@@ -168,7 +161,7 @@ void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) 
         shards.push_back(std::move(result).toTensor());
       else
         shards = std::move(gathered[k][0]);
-      result = wrapped(recipe, output.specs[0], std::move(shards), guard);
+      result = wrapped(output.specs[0], std::move(shards));
     }
   }
 }
@@ -176,6 +169,20 @@ void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) 
 void bind_execute(pybind11::module_& m) {
   m.def("on_plain_operand", [](pybind11::object hook) { plain_hook = hook.release().ptr(); },
         "What compares a plain operand with that of other processes: (tensor, op, ranks).");
+}
+
+// The shards of every result of a call.
+std::vector<Shards> local_results(const c10::OperatorHandle& op, const Recipe& recipe, Stack& arguments) {
+  Operands operands = take_operands(recipe, arguments.data());
+  std::vector<Shards> moved;
+  if (recipe.has_boxings) box_operands(recipe, operands, moved);
+  Gathered gathered;
+  if (!recipe.ranks.empty()) run_ranks(op, recipe, operands, 0, &arguments, gathered);
+  gather(recipe, recipe.ranks.empty() ? nullptr : arguments.data(), gathered);
+  std::vector<Shards> results;
+  for (auto& of_return : gathered)
+    for (auto& shards : of_return) results.push_back(std::move(shards));
+  return results;
 }
 
 }  // namespace gt

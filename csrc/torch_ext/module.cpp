@@ -18,6 +18,7 @@ static void check_torch() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   check_torch();
   gt::bind_tensor(m);
+  gt::bind_boxed_views(m);
   gt::bind_recipes(m);
   gt::bind_execute(m);
   gt::bind_traces(m);

@@ -34,7 +34,8 @@ std::string python_name(const std::string& name, const std::string& overload) {
 void cache_flat_recipe(const std::string& pending_key, const std::string& name, const std::string& overload,
                        std::vector<int64_t> ranks, const py::list& slots, const py::list& boxings,
                        const py::list& outputs, const std::vector<int32_t>& written, const py::list& local_args,
-                       const std::string& local_op, bool copies, bool guarded, std::vector<int64_t> plain_ranks) {
+                       const std::string& local_op, bool boxes_view, std::vector<int32_t> writes,
+                       std::vector<int64_t> plain_ranks) {
   auto recipe = std::make_shared<Recipe>();
   const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()).schema();
   recipe->name = python_name(name, overload);
@@ -60,8 +61,8 @@ void cache_flat_recipe(const std::string& pending_key, const std::string& name, 
       recipe->pending |= output.specs.back() && output.specs.back()->pending;
     }
   }
-  recipe->copies = copies;
-  recipe->guarded = guarded;
+  recipe->boxes_view = boxes_view;
+  recipe->writes = std::move(writes);
   recipe->plain_ranks = std::move(plain_ranks);
   if (!local_op.empty()) recipe->local_op = c10::Dispatcher::singleton().findSchemaOrThrow(local_op.c_str(), "");
   recipe->local_args = local_args_from(schema, local_args);
@@ -82,8 +83,7 @@ std::vector<Slot> slots_from(const py::list& given) {
 void bind_recipes(py::module_& m) {
   m.def("cache_recipe", &cache_flat_recipe, py::arg("pending_key"), py::arg("name"), py::arg("overload"), py::kw_only(),
         py::arg("ranks"), py::arg("slots"), py::arg("boxings"), py::arg("outputs"), py::arg("written"),
-        py::arg("local_args"), py::arg("local_op"), py::arg("copies"), py::arg("guarded"),
-        py::arg("plain_ranks"),
+        py::arg("local_args"), py::arg("local_op"), py::arg("boxes_view"), py::arg("writes"), py::arg("plain_ranks"),
         "Calls of this key are done by this recipe.");
   m.def("cache_python_fallback", [](const std::string& pending_key) {
     cache_recipe(key_from(pending_key), std::make_shared<Recipe>());

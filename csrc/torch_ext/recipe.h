@@ -3,6 +3,7 @@
 //     dispatch.cpp        an op arrives: make its key, look for its recipe, or go to Python
 //     recipe_cache.cpp    keys, and the recipes by key
 //     execute.cpp         run a recipe
+//     boxed_view.cpp      views that must be boxed, which are made when they are read
 //     trace.cpp           replay a trace: the recipe of a decomposition
 //     recipe.cpp          make a recipe of what Python hands over (dispatch/native.py, whose FlatRecipe is its twin)
 #pragma once
@@ -73,8 +74,8 @@ struct Recipe {
   bool returns_lists = false;
   bool pending = false;                            // an output is a pending sum
   bool is_view = false;                            // the results are views of the first operand
-  bool copies = false;                             // the result is a view that is a copy: it gets a guard
-  bool guarded = false;                            // an operand is such a view: its guard is checked
+  bool boxes_view = false;                         // and boxed ones: they are made when they are read
+  std::vector<int32_t> writes;                     // slots of the operands that are written to
   std::vector<int64_t> plain_ranks;                // of several processes, where an operand is plain; else none
   mutable std::atomic<uint32_t> plain_uses{0};     // how often such operands were used
 };
@@ -83,8 +84,6 @@ struct Recipe {
 inline const at::Tensor& operand(const c10::IValue* args, Slot slot) {
   return slot.index < 0 ? args[slot.at].toTensor() : args[slot.at].toListRef()[slot.index].toTensor();
 }
-// How often a tensor was written to; tensors of inference mode do not count.
-inline int64_t version(const at::Tensor& t) { return t.is_inference() ? -1 : int64_t(t._version()); }
 
 // The key of a call, or false where it is none of ours: another subclass, a symbolic size, a type we do not know.
 bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& key);
@@ -94,11 +93,16 @@ std::shared_ptr<const Recipe> find_recipe(const RecipeKey& key);  // null: not d
 void cache_recipe(const RecipeKey& key, std::shared_ptr<const Recipe> recipe);
 void clear_recipes();
 
+// What stands above the kernels of a device: for shards it was done already, with the global tensors.
+const c10::DispatchKeySet kAboveKernels = c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+    c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
+
 void claim_ops();                                  // all of torch's: the kernel below stands at their Python key
 
 // The kernel at torch's Python key, and what it does by the kind of the recipe. Arguments come and results go by stack.
 void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
 void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack);
+std::vector<Shards> local_results(const c10::OperatorHandle& op, const Recipe& recipe, Stack& arguments);
 void replay(const c10::OperatorHandle& op, const Recipe& recipe, c10::DispatchKeySet keys, Stack* stack);
 
 std::vector<Slot> slots_from(const pybind11::list& slots);

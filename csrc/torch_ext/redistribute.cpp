@@ -22,9 +22,9 @@ PyObject* plan_backward = nullptr;      // (spec of the gradient, spec of x, lay
 PyObject* run_backward = nullptr;       // the same with the gradient itself, while boxings are watched -> gradient of x
 
 Tensor move(const Tensor& x, const Boxing& boxing) {
-  const auto* impl = global(x);
+  auto* impl = global(x);
   TORCH_CHECK(impl->spec == boxing.source, "a boxing for another spec");
-  return wrap(boxing.result(), std::move(move_shards({{&boxing, &impl->shards}}, "to_global")[0]));
+  return wrap(boxing.result(), std::move(move_shards({{&boxing, &impl->shards()}}, "to_global")[0]));
 }
 
 // The boxing that a gradient of this spec takes on its way back; null: none.
@@ -55,7 +55,7 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
     const auto* source = reinterpret_cast<const Spec*>(ctx->saved_data["source"].toInt());
     auto* layout = reinterpret_cast<PyObject*>(ctx->saved_data["grad_layout"].toInt());
     const auto* spec = global(grad)->spec;
-    if (boxing_watched() || spec->copied) {
+    if (boxing_watched()) {
       py::gil_scoped_acquire lock;
       return py::handle(run_backward)(grad, py::handle(source->object), py::handle(layout)).cast<Tensor>();
     }

@@ -1,6 +1,7 @@
-// Making global tensors, and what Python sees of them: `spec`, `shards` and `guard`.
+// Making global tensors, and what Python sees of them: `spec`, `shards` and `origin`.
 #include "tensor.h"
 
+#include "boxed_view.h"
 #include "recipe.h"
 
 #include <c10/core/InferenceMode.h>
@@ -61,6 +62,7 @@ int set_spec(PyObject* self, PyObject* value, void*) {
   HANDLE_TH_ERRORS
   auto* impl = global(THPVariable_Unpack(self));
   impl->spec = spec_of(value);
+  if (!impl->spec->copied) impl->view = {};
   impl->set_sizes_and_strides(impl->spec->sizes, impl->spec->strides);
   return 0;
   END_HANDLE_TH_ERRORS_RET(-1)
@@ -70,10 +72,13 @@ PyObject* get_shards(PyObject* self, void*) {
   HANDLE_TH_ERRORS
   auto* impl = global(THPVariable_Unpack(self));
   py::dict shards;
-  for (size_t i = 0; i < impl->shards.size(); i++) shards[py::int_(impl->spec->ranks[i])] = impl->shards[i];
+  const Shards& held = impl->shards();
+  for (size_t i = 0; i < held.size(); i++) shards[py::int_(impl->spec->ranks[i])] = held[i];
   return shards.release().ptr();
   END_HANDLE_TH_ERRORS
 }
+
+}  // namespace
 
 Shards shards_from(const Spec* spec, PyObject* dict) {
   TORCH_CHECK_TYPE(PyDict_Check(dict), "shards are a dict rank -> tensor, got ", Py_TYPE(dict)->tp_name);
@@ -87,29 +92,29 @@ Shards shards_from(const Spec* spec, PyObject* dict) {
   return shards;
 }
 
+namespace {
+
 int set_shards(PyObject* self, PyObject* value, void*) {
   HANDLE_TH_ERRORS
   auto* impl = global(THPVariable_Unpack(self));
-  impl->shards = shards_from(impl->spec, value);
+  impl->view = {};
+  impl->shards() = shards_from(impl->spec, value);
   return 0;
   END_HANDLE_TH_ERRORS_RET(-1)
 }
 
-PyObject* get_guard(PyObject* self, void*) {
-  int64_t guard = global(THPVariable_Unpack(self))->guard;
-  if (guard < 0) Py_RETURN_NONE;
-  return PyLong_FromLongLong(guard);
-}
-
-int set_guard(PyObject* self, PyObject* value, void*) {
-  global(THPVariable_Unpack(self))->guard = value == Py_None ? -1 : PyLong_AsLongLong(value);
-  return 0;
+PyObject* get_origin(PyObject* self, void*) {
+  HANDLE_TH_ERRORS
+  const BoxedView& view = global(THPVariable_Unpack(self))->view;
+  if (!view.call) Py_RETURN_NONE;
+  return origin_of(view).release().ptr();
+  END_HANDLE_TH_ERRORS
 }
 
 PyGetSetDef properties[] = {
     {"spec", get_spec, set_spec, "layout, shape, stride and dtype", nullptr},
     {"shards", get_shards, set_shards, "the parts this process drives, rank -> plain tensor", nullptr},
-    {"guard", get_guard, set_guard, "of a boxed view: the version of what it is a copy of", nullptr},
+    {"origin", get_origin, nullptr, "the call that made a boxed view; None of other tensors", nullptr},
 };
 
 PyObject* python_wrap(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -147,7 +152,7 @@ const Spec* spec_of(PyObject* object) {
 
 GlobalImpl::GlobalImpl(const Spec* spec, Shards held)
     : c10::TensorImpl(no_memory(spec, held), keys_of(spec->device), c10::scalarTypeToTypeMeta(spec->dtype)),
-      spec(spec), shards(std::move(held)) {
+      spec(spec), shards_(std::move(held)) {
   set_sizes_and_strides(spec->sizes, spec->strides);
   set_python_dispatch(true);
 }
@@ -156,9 +161,9 @@ GlobalImpl::Pointer GlobalImpl::shallow_copy_and_detach(const c10::VariableVersi
   std::optional<c10::InferenceMode> as_this;         // the copy is a tensor of inference mode where this one is
   const bool inference = !key_set().has_any(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   if (inference != c10::InferenceMode::is_enabled()) as_this.emplace(inference);
-  at::Tensor copy = wrap(spec, shards);
+  at::Tensor copy = wrap(spec, shards_);
   auto* impl = global(copy);
-  impl->guard = guard;
+  impl->view = view;
   impl->set_version_counter(version);
   impl->set_allow_tensor_metadata_change(allow);
   return copy.getIntrusivePtr();
@@ -174,12 +179,13 @@ void GlobalImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& fr
   c10::TensorImpl::shallow_copy_from(from);
   const auto* other = static_cast<const GlobalImpl*>(from.get());
   spec = other->spec;
-  shards = other->shards;
-  guard = other->guard;
+  shards_ = other->shards_;
+  view = other->view;
 }
 
 void GlobalImpl::release_resources() {
-  shards.clear();
+  shards_.clear();
+  view = {};
   c10::TensorImpl::release_resources();
 }
 

@@ -9,6 +9,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <vector>
 
 namespace gt {
@@ -22,7 +23,7 @@ struct Spec {
   c10::ScalarType dtype;
   c10::DeviceType device;
   std::vector<int64_t> ranks;          // the ranks of its placement that this process drives, ascending
-  bool copied;                         // a view that had to be boxed: its guard must be checked
+  bool copied;                         // a boxed view
   bool dim0_split;                       // dim 0 is split
   bool pending;                        // a partial sum, max or min on some axis
 };
@@ -31,26 +32,47 @@ const Spec* spec_of(PyObject* object);  // with the interpreter's lock
 
 using Shards = c10::SmallVector<at::Tensor, 1>;  // in the order of the spec's ranks; empty on ranks without any
 
+struct ViewCall;
+
+// What a boxed view knows (boxed_view.h): of which call it is which result, and as of which write its shards are.
+struct BoxedView {
+  std::shared_ptr<ViewCall> call;
+  size_t nth = 0;
+  int64_t made = -1;
+};
+
 struct GlobalImpl final : c10::TensorImpl {
   const Spec* spec;
-  Shards shards;
-  int64_t guard = -1;                  // of a boxed view: the version of what it is a copy of
+  BoxedView view;                      // of other tensors without a call
 
   GlobalImpl(const Spec* spec, Shards shards);
+  // The parts that this process drives. Those of a boxed view are made now, unless they were since the last write.
+  Shards& shards() {
+    if (C10_UNLIKELY(view.call != nullptr)) read_view();
+    return shards_;
+  }
+  const Shards& kept() const { return shards_; }     // without making them
   using Pointer = c10::intrusive_ptr<c10::TensorImpl>;
   Pointer shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const override;
   Pointer shallow_copy_and_detach(c10::VariableVersion&& version, bool allow) const override;
   void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& from) override;
   void release_resources() override;
   const char* tensorimpl_type_name() const override { return "GlobalImpl"; }
+
+ private:
+  void read_view();
+
+  Shards shards_;
 };
 
 inline bool is_global(const c10::TensorImpl* impl) { return impl->key_set().has(kGlobal); }
 inline GlobalImpl* global(const at::Tensor& t) { return static_cast<GlobalImpl*>(t.unsafeGetTensorImpl()); }
 
+Shards shards_from(const Spec* spec, PyObject* dict);  // a dict rank -> tensor; empty where there is none
 at::Tensor wrap(const Spec* spec, Shards shards);  // with its Python class; takes the interpreter's lock itself
 
 void bind_tensor(pybind11::module_& m);
 void bind_gradient_hook(pybind11::module_& m);
+void bind_boxed_views(pybind11::module_& m);
 
 }  // namespace gt

@@ -1,43 +1,157 @@
-"""What of an op's operands and results is one memory: writes, and views that had to be copies.
+"""What of an op's operands and results is one memory: writes, and boxed views.
 
-A view of a tensor that must be boxed first is a *copy*: it holds the value, but not the memory. Its spec says so, and
-its `guard` is the version that the original had. Nothing may write to it, as the write would not reach the original;
-and it is out of date as soon as the original is written to.
+A view of a tensor that must be boxed first cannot share its memory. Such a *boxed view* remembers the call that made
+it instead, its *origin*, with the base in it:
+
+    y = x[2]           x is S(0): nothing moves yet, y knows (select, (x, 0, 2))
+    y + 1              y is read: the call is done, boxing and all, and its result kept
+    x.add_(1)          a write to the memory of x: what was kept is out of date, and is made anew when it is next read
+    y.add_(1)          a write through y goes to the memory of x (dispatch/view_writes.py)
+
+The base may be a boxed view too. The memory at the end of the chain counts the writes to it, whichever alias they come
+by (a view, `x.detach()`, `x.data`); only memory that has boxed views is counted.
 """
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.global_like import is_global
-from globaltensor.layouts.layout import Spec, spec
-from globaltensor.runtime.torch_internals import OpOverload
+from globaltensor.layouts.layout import Shards, Spec, spec
+from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.torch_internals import OpOverload, storage_id
 
 
-def copy_of(view: Spec) -> Spec:
-    """The spec of a view that is a copy."""
+class Origin(NamedTuple):
+    """The call of which a boxed view is result `nth`: its arguments by the schema, the base first."""
+
+    func: OpOverload
+    values: tuple[Any, ...]
+    nth: int
+
+    @property
+    def base(self) -> Any:
+        return self.values[0]
+
+
+def view_spec(view: Spec) -> Spec:
+    """The spec of a boxed view."""
     return spec(view.layout, view.shape, view.stride, view.dtype, copied=True)
 
 
-def version(t: Any) -> int | None:
-    """How often a tensor was written to; None in inference mode, which does not count."""
-    return None if t.is_inference() else t._version
-
-
-def check_guard(t: Any) -> None:
-    """Raise InPlaceError for a copy whose original was written to."""
-    if t.spec.copied and version(t) != t.guard:
-        raise InPlaceError("a view is used after the tensor it was made from was written to",
-                           "making the view needed a boxing, so it holds the old value",
-                           "make the view again after the write")
+def value_spec(of: Spec) -> Spec:
+    """The spec of a tensor of its own that has the value of this one."""
+    return spec(of.layout, of.shape, of.stride, of.dtype)
 
 
 def check_writable(t: Any, func: OpOverload, name: str) -> None:
-    """Raise InPlaceError for an operand that cannot take what an op writes: a plain tensor, or a copy."""
+    """Raise InPlaceError for an operand that cannot take what an op writes: a plain tensor."""
     if not is_global(t):
         raise InPlaceError(f"{func} would write a global value into a plain tensor ({name})",
                            "a plain tensor has no placement to hold it", "x.full_tensor() for a plain operand")
-    if t.spec.copied:
-        raise InPlaceError(f"{func} writes into a view whose layout had to change",
-                           "it is a copy by now: the write would not reach the tensor it was made from",
-                           "write into the tensor itself, or clone() the view first")
+
+
+class _Memory:
+    """How often a piece of memory was written to."""
+
+    def __init__(self) -> None:
+        self.writes = 0
+
+
+_watched: WeakValueDictionary[int, _Memory] = WeakValueDictionary()      # by storage, as long as it has boxed views
+
+
+class ViewCall:
+    """A call of a view op that boxes its base: done when one of its results is read, for all of them."""
+
+    def __init__(self, func: OpOverload, values: tuple[Any, ...], memory: _Memory,
+                 run: Callable[..., list[Shards]]) -> None:
+        self.func, self.values, self.memory, self._run = func, values, memory, run
+        self._results: list[Shards | None] = []
+        self._made = -1
+
+    def result(self, nth: int) -> Shards:
+        """The shards of result `nth`, made now unless they were for another one."""
+        if self._made != self.memory.writes or self._results[nth] is None:
+            self._results = list(self._run(self.func, self.values))
+            self._made = self.memory.writes
+        shards, self._results[nth] = self._results[nth], None
+        assert shards is not None
+        return shards
+
+
+class BoxedView:
+    """What a boxed view knows: of which call it is which result, and what it held when it was last read."""
+
+    def __init__(self, call: ViewCall, nth: int) -> None:
+        self.call, self.nth = call, nth
+        self._shards: Shards = {}
+        self._made = -1
+
+    def read(self) -> Shards:
+        """The view's shards, as of the last write to the memory at the end of the chain."""
+        if self._made != self.call.memory.writes:
+            writes = self.call.memory.writes
+            self._shards, self._made = self.call.result(self.nth), writes
+        return self._shards
+
+    @property
+    def origin(self) -> Origin:
+        return Origin(self.call.func, self.call.values, self.nth)
+
+
+def _memory(base: Any) -> _Memory:
+    if base.boxed_view is not None:
+        return base.boxed_view.call.memory
+    if not base.shards:
+        return _Memory()                             # of a process that holds nothing of it
+    key = storage_id(next(iter(base.shards.values())))
+    memory = _watched.get(key)
+    if memory is None:
+        memory = _watched[key] = _Memory()
+    return memory
+
+
+def boxed_views(cls: Any, specs: list[Spec], func: OpOverload, values: tuple[Any, ...], run: Callable[..., list[Shards]]
+                ) -> list[Any]:
+    """The results of a call of a view op that boxes its base, which come first in `values`; nothing is done yet.
+    `run(func, values)` does the call."""
+    if torch_ext is not None:
+        return torch_ext.boxed_views(specs, func._schema.name, func._schema.overload_name, values)
+    base = alias(values[0])
+    call = ViewCall(func, (base, *values[1:]), _memory(base), run)
+    views = [cls.wrap(own, {}) for own in specs]
+    for nth, view in enumerate(views):
+        view.boxed_view = BoxedView(call, nth)
+    return views
+
+
+def alias(t: Any) -> Any:
+    """Another tensor of the same memory, that no autograd knows."""
+    if t.boxed_view is None:
+        return type(t).wrap(t.spec, t.shards)
+    same = type(t).wrap(t.spec, {})
+    same.boxed_view = t.boxed_view
+    return same
+
+
+def become(t: Any, view: Any) -> None:
+    """Let `t` be what `view` is: its spec, and its memory or its origin."""
+    if torch_ext is not None:
+        torch_ext.become(t, view)
+    else:
+        t.spec, t.shards, t.boxed_view = view.spec, {} if view.boxed_view else view.shards, view.boxed_view
+
+
+def note_write(t: Any) -> None:
+    """Count a write to the memory of `t`, that of its base where it is a boxed view."""
+    if torch_ext is not None:
+        torch_ext.note_write(t)
+    elif t.boxed_view is not None:
+        t.boxed_view.call.memory.writes += 1
+    elif _watched and t.shards:
+        memory = _watched.get(storage_id(next(iter(t.shards.values()))))
+        if memory is not None:
+            memory.writes += 1

@@ -102,7 +102,8 @@ def pack(programs: Sequence[TorchProgram], shards: Sequence[Shards]) -> dict[int
     for program, held in zip(programs, shards):
         for peer, parts in program.outgoing.items():
             for p in parts:
-                data = _source(held, p).contiguous().view(-1).view(torch.uint8)
+                data = _source(held, p).contiguous()
+                data = data.as_strided((data.numel(),), (1,)).view(torch.uint8)      # one element may have any stride
                 gap = -data.numel() % 16
                 outgoing.setdefault(peer, []).extend([data, data.new_empty(gap)] if gap else [data])
     return outgoing

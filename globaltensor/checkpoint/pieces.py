@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from globaltensor.algorithms.aliasing import check_guard
+from globaltensor.algorithms.aliasing import note_write
 from globaltensor.checkpoint import folders
 from globaltensor.checkpoint.manifest import DTYPES, CheckpointError, Entry, SavedPiece, region_text
 from globaltensor.layouts.layout import spec
@@ -68,7 +68,6 @@ def local_parts(t: torch.Tensor) -> list[LocalPart]:
     """The parts of a tensor that this process holds: a shard per rank, or all of a plain one."""
     if not isinstance(t, GlobalTensor):
         return [LocalPart(world().rank, whole_region(t), t.detach())]
-    check_guard(t)
     first = {r: all(i == 0 or s.op != "sum" for i, s in zip(t.placement.coords[r], t.sbp)) for r in t.shards}
     return [LocalPart(r, t.spec.region(r), shard, first[r]) for r, shard in t.shards.items()]
 
@@ -201,6 +200,8 @@ class CheckpointFiles:
                     source = self.open(piece.file).get_slice(piece.key)[slices(common, piece.region) or ...]
                     part.data[slices(common, part.region)].copy_(source)
         torch.autograd.graph.increment_version(t)
+        if isinstance(t, GlobalTensor):
+            note_write(t)
 
 
 def overlaps(entry: Entry, region: Region) -> list[tuple[SavedPiece, Region]]:

@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from globaltensor.algorithms.aliasing import check_guard
+from globaltensor.algorithms.aliasing import note_write
 from globaltensor.algorithms.run import Run
 from globaltensor.boxings.redistribute import Move, move_shards, redistribute
 from globaltensor.boxings.rows import RowExchange, row_exchange
-from globaltensor.dispatch import native, user_rules
+from globaltensor.dispatch import foreach, native, user_rules
 from globaltensor.dispatch.decide import decide, decide_by_rule
-from globaltensor.dispatch.execute import execute
+from globaltensor.dispatch.execute import execute, view_shards
 from globaltensor.dispatch.recipe import Decision, Recipe, static
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, spec
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.regions import Range
-from globaltensor.rules.call import Call
+from globaltensor.rules.call import Call, arguments, written
 from globaltensor.runtime.memory import require
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import OpOverload
@@ -92,8 +92,26 @@ def dispatch(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwa
     """Run `func` on operands of which at least one is a `cls`, a global tensor."""
     decision = find(cls, func, args, kwargs)
     if isinstance(decision, Recipe):
-        return execute(cls, decision, args, kwargs)
-    return decision(Call(func, args, kwargs), _Run(cls))
+        if len(decision.write_back) > 1 and foreach.share_memory(call := Call(func, args, kwargs)):
+            for own_args, own_kwargs in foreach.element_calls(call):
+                dispatch(cls, func, tuple(own_args), own_kwargs)
+            return None
+        return execute(cls, decision, args, kwargs, remake)
+    call = Call(func, args, kwargs)
+    result = decision(call, _Run(cls))
+    for t in written(call) if func._schema.is_mutable else ():
+        note_write(t)
+    return result
+
+
+def remake(func: OpOverload, values: Sequence[Any]) -> list[Shards]:
+    """The shards of the results of a view op that boxes its base, for arguments in the order of the schema."""
+    cls, names = type(values[0]), arguments(func)
+    args = tuple(value for a, value in zip(names, values) if not a.keyword)
+    kwargs = {a.name: value for a, value in zip(names, values) if a.keyword}
+    recipe = find(cls, func, args, kwargs)
+    assert isinstance(recipe, Recipe), func          # views have rules
+    return view_shards(cls, recipe, args, kwargs)
 
 
 def _key(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -138,16 +156,12 @@ class _Run(Run):
         recipe = _decisions.get(key)
         if not isinstance(recipe, Recipe):
             recipe = _decisions[key] = decide_by_rule(self.cls, call.func, args, kwargs)
-        return execute(self.cls, recipe, args, kwargs)
+        return execute(self.cls, recipe, args, kwargs, remake)
 
     def redistribute(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[GlobalLike]:
-        for t in tensors:
-            check_guard(t)
         return redistribute(tensors, dsts, op)
 
     def gather_regions(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[Shards]:
-        for t in tensors:
-            check_guard(t)
         return move_shards([Move(t.spec, t.shards, dst) for t, dst in zip(tensors, dsts)], op)
 
     def scatter_add_regions(self, parts: Shards, held: RankRegions, shape: Shape, dtype: torch.dtype, dst: Layout,

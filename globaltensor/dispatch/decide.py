@@ -24,6 +24,7 @@ from globaltensor.dispatch.recipe import (
     written_operands,
 )
 from globaltensor.dispatch.user_rules import results_by_rule
+from globaltensor.dispatch.view_writes import write_through, writes_view
 from globaltensor.errors import InPlaceError, MixedPlacementError, PlacementError
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Spec, contiguous, layout, replicated, spec
@@ -41,6 +42,9 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
     call = Call(func, args, kwargs)
     line = line_of(func)
     decomposition = line.decomposition if line is not None else None
+    if writes_view(call) and not (decomposition and func._schema.arguments[-1].is_out):      # those make, then copy
+        _check_call(cls, call)
+        return write_through
     if foreach.is_foreach(func):                     # whose elements may be on different placements
         return decomposition or foreach.decide_foreach(cls, call)
     where = _one_placement(cls, call)
@@ -89,6 +93,17 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
     return recipe
 
 
+def _check_call(cls: type[GlobalLike], call: Call) -> None:
+    """Raise what is wrong with a call whose ranks run parts that do not tell: placements, shapes, dtypes."""
+    if foreach.is_foreach(call.func):
+        return                                       # whose elements are checked one by one
+    where = _one_placement(cls, call)
+    _check_device(call, where)
+    results = _meta(call, [t.spec if type(t) is cls else spec_of_plain(t, where) for t in call.tensors])
+    if results is not None:
+        _check_written(call, written_operands(call), results)
+
+
 def _choose(recipe: Recipe, line: Line, call: Call, operands: list[Spec], results: list[Any]) -> None:
     """Fill in what the rule says: layouts of operands and outputs, and how local arguments differ from global ones."""
     rule = line.rule(call)
@@ -99,8 +114,8 @@ def _choose(recipe: Recipe, line: Line, call: Call, operands: list[Spec], result
     wants, gives = layouts(recipe.signature, operands, len(rule.outputs))
     recipe.wants = tuple(wants)
     moved = [moved_spec(own, want) for own, want in zip(operands, wants)]
-    if any(want is not own.layout for want, own in zip(wants, operands)):
-        # strides follow those of the operands, and new shards are contiguous
+    if any(want is not own.layout for want, own in zip(wants, operands)) and not call.func.is_view:
+        # strides follow those of the operands, and new shards are contiguous; but a view has those of its base
         results = _meta(call, moved) or results
     layout_of = {id(r): give for r, give in zip(_ruled(results, len(gives)), gives)}
     outputs = [output_spec(r, layout_of.get(id(r), recipe.home)) for r in results]
@@ -131,7 +146,7 @@ def _is_simple(recipe: Recipe, call: Call) -> bool:
         return False
     return (not any(recipe.wants) and not recipe.written
             and all(isinstance(at, int) for own in recipe.local_args.values() for at, _ in own)
-            and not recipe.guarded and not recipe.seeded and "device" not in [a.name for a in arguments(call.func)]
+            and not recipe.boxes_view and not recipe.seeded and "device" not in [a.name for a in arguments(call.func)]
             and all(isinstance(s.at, int) and s.item is None for s in call.slots))
 
 

@@ -5,13 +5,13 @@ those that it was handed.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
-from globaltensor.algorithms.aliasing import check_guard, copy_of, version
+from globaltensor.algorithms.aliasing import boxed_views, note_write
 from globaltensor.algorithms.random_ops import seeded
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, spec_of_plain
@@ -21,18 +21,64 @@ from globaltensor.layouts.layout import Shape, Shards, Spec, spec
 from globaltensor.rules.call import Call, Slot, arguments, put, set_arguments
 from globaltensor.runtime.agreement import broadcast_object, compare_plain
 from globaltensor.runtime.philox import draw_key
+from globaltensor.runtime.torch_internals import OpOverload
 from globaltensor.runtime.world import world
 
+Remake = Callable[[OpOverload, Sequence[Any]], list[Shards]]
 
-def execute(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a recipe."""
+
+def execute(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: dict[str, Any], remake: Remake) -> Any:
+    """Run a recipe. A view that must be boxed is made when it is read, by `remake`."""
+    if recipe.boxes_view:
+        return _boxed_views(cls, recipe, Call(recipe.func, args, kwargs), remake)
+    operands, held, results = _run_ranks(cls, recipe, args, kwargs)
+    if not recipe.func._schema.returns and not recipe.written:
+        return None                                  # it only checks its operands
+    if recipe.single is not None and not recipe.func.is_view:
+        return cls.wrap(recipe.single, results)
+    if recipe.written:
+        _write_back(recipe, operands, held)
+        for q in recipe.written:
+            note_write(operands[q])
+        return _written_results(cls, recipe, operands, results)
+    return _wrap(cls, recipe, operands, results)
+
+
+def view_shards(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Shards]:
+    """The shards of every result of a call that boxes its base."""
+    results = _run_ranks(cls, recipe, args, kwargs)[2]
+    if not results:
+        return [{} for _ in recipe.outputs or ()]
+    return [{rank: in_order_of(own.stride, shard) for rank, shard in shards.items()}
+            for own, shards in zip(recipe.outputs or (), _outputs(recipe, results)) if own is not None]
+
+
+def in_order_of(stride: Shape, shard: torch.Tensor) -> torch.Tensor:
+    """The shard with its dims in the order in memory that these strides tell, so that what is a view of the whole is
+    one of the shard."""
+    order = sorted(range(shard.dim()), key=lambda d: -stride[d])
+    steps = [shard.stride(d) for d in order if shard.shape[d] > 1 and stride[d]]
+    if all(a >= b for a, b in zip(steps, steps[1:])):
+        return shard
+    return shard.permute(order).contiguous().permute([order.index(d) for d in range(shard.dim())])
+
+
+def _boxed_views(cls: type[GlobalLike], recipe: Recipe, call: Call, remake: Remake) -> Any:
+    specs = [own for own in recipe.outputs or () if own is not None]
+    with _as_its_base(recipe, call.tensors):
+        views = boxed_views(cls, specs, call.func, tuple(call.values.values()), remake)
+    return views[0] if str(call.func._schema.returns[0].type) == "Tensor" else views
+
+
+def _run_ranks(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: dict[str, Any]
+         ) -> tuple[Sequence[Any], list[Shards], dict[int, Any]]:
+    """The operands, what was held of them where the recipe wants them, and per rank what the local op returned."""
     func, simple, local_impl, seed = recipe.func, recipe.simple, recipe.local_impl, None
     operands: Sequence[Any] = ()
+    held: list[Shards] = []
     if simple is None or func.is_view:               # else there is nothing to look for, to check or to move
         operands = [_operand(args, kwargs, slot) for slot in recipe.slots]
     if simple is None:
-        for q in recipe.guarded:
-            check_guard(operands[q])
         held = _move(cls, recipe, operands)
         if recipe.seeded:                            # drawn by every process, so that their generators stay in step
             seed = draw_key(Call(func, args, kwargs).get("generator"))
@@ -52,17 +98,10 @@ def execute(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: 
             results[rank] = seeded(func, seed, _device_of(recipe, rank), local_args, local_kwargs)
         else:
             results[rank] = func(*local_args, **local_kwargs)
-    if not func._schema.returns and not recipe.written:
-        return None                                  # it only checks its operands
-    if not recipe.verified:
+    if not recipe.verified and (func._schema.returns or recipe.written):
         verify(recipe, results)
         recipe.verified = True
-    if recipe.single is not None and not func.is_view:
-        return cls.wrap(recipe.single, results)
-    if recipe.written:
-        _write_back(recipe, operands, held)
-        return _written_results(cls, recipe, operands, results)
-    return _wrap(cls, recipe, operands, results)
+    return operands, held, results
 
 
 def _operand(args: Sequence[Any], kwargs: dict[str, Any], slot: Slot) -> Any:
@@ -152,29 +191,29 @@ def _wrap(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any], result
         return _result_elsewhere(cls, recipe)
     first = next(iter(results.values()))
     kind = type(first) if isinstance(first, (tuple, list)) else None
-    outputs: list[dict[int, Any]]                    # of each output what every rank returned: a tensor, or a number
-    specs = recipe.outputs
-    if recipe.elements is not None:
-        assert specs is not None                     # each element's meta kernel told
-        outputs = [{} for _ in specs]
-        for rank, result in results.items():
-            for i, shard in zip(recipe.elements[rank], result):
-                outputs[i][rank] = shard
-    elif kind is not None:
-        outputs = [{rank: result[k] for rank, result in results.items()} for k in range(len(first))]
-    else:
-        outputs = [results]
+    outputs, specs = _outputs(recipe, results), recipe.outputs
     if specs is None:                                # only running the op told
         specs = [output_spec(next(iter(values.values())), recipe.home) for values in outputs]
         _announce(recipe, specs, outputs)
-        specs = [own and copy_of(own) for own in specs] if recipe.copies else specs
     with _as_its_base(recipe, operands):             # a kernel may leave out what torch's shape function promises
         wrapped: list[Any] = [next(iter(values.values())) if own is None or any(t is None for t in values.values())
                               else cls.wrap(own, values) for own, values in zip(specs, outputs)]
-    if recipe.copies:
-        for view in wrapped:
-            view.guard = operands[0].guard if recipe.guarded else version(operands[0])
     return wrapped[0] if kind is None else kind(wrapped)
+
+
+def _outputs(recipe: Recipe, results: dict[int, Any]) -> list[dict[int, Any]]:
+    """Of each output what every rank returned: a tensor, or a number."""
+    if recipe.elements is not None:
+        assert recipe.outputs is not None            # each element's meta kernel told
+        outputs: list[dict[int, Any]] = [{} for _ in recipe.outputs]
+        for rank, result in results.items():
+            for i, shard in zip(recipe.elements[rank], result):
+                outputs[i][rank] = shard
+        return outputs
+    first = next(iter(results.values()))
+    if isinstance(first, (tuple, list)):
+        return [{rank: result[k] for rank, result in results.items()} for k in range(len(first))]
+    return [results]
 
 
 def _as_its_base(recipe: Recipe, operands: Sequence[Any]) -> AbstractContextManager[Any]:

@@ -6,6 +6,7 @@ it holds. Tensors that all elements share (a clipping factor) are whole on every
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,11 +18,11 @@ from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Layout, Spec, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.op_table.variants import foreach_algebra
-from globaltensor.rules.call import Call, Slot, arguments
+from globaltensor.rules.call import Call, Slot, arguments, written
 from globaltensor.rules.families import broadcast_shape, pointwise
 from globaltensor.rules.language import NUMBER
 from globaltensor.runtime.meta import meta
-from globaltensor.runtime.torch_internals import OpOverload
+from globaltensor.runtime.torch_internals import OpOverload, storage_id
 from globaltensor.runtime.world import world
 
 
@@ -44,8 +45,8 @@ class _Element(Call):
 def decide_foreach(cls: type[GlobalLike], call: Call) -> Recipe:
     """The recipe of a foreach call: what is decided for each element, side by side."""
     lists = {a.name: call[a.name] for a in arguments(call.func) if a.tensors and call[a.name]}
-    written = written_operands(call)
-    wants, results = _decide_elements(cls, call, lists, bool(written))
+    targets = written_operands(call)
+    wants, results = _decide_elements(cls, call, lists, bool(targets))
     homes = list(dict.fromkeys(layouts_of[0].replicated for layouts_of in wants))
     operands: list[tuple[Slot, Any, Layout | None]] = []
     for t, slot, name in zip(call.tensors, call.slots, call.names):
@@ -60,9 +61,29 @@ def decide_foreach(cls: type[GlobalLike], call: Call) -> Recipe:
     everywhere = len(homes) == 1
     recipe = Recipe(call.func, homes[0], tuple(holds), tuple(slot for slot, _, _ in operands),
                     tuple(None if want is own.layout else want for (_, _, want), own in zip(operands, specs)),
-                    [] if written else results, written, elements=None if everywhere else holds)
+                    [] if targets else results, targets, elements=None if everywhere else holds)
     decide_aliases(recipe, specs)
     return recipe
+
+
+def share_memory(call: Call) -> bool:
+    """Do elements that a foreach op writes share memory? If they are boxed, one is done after the other."""
+    storages = [storage_id(shard) for t in written(call) for shard in list(t.shards.values())[:1]]
+    return is_foreach(call.func) and len(set(storages)) < len(storages)
+
+
+def element_calls(call: Call) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """The arguments of the same op for each element alone."""
+    args, kwargs = call.full_arguments()
+    lists = {a.name: call[a.name] for a in arguments(call.func)}
+    count = len(next(value for value in lists.values() if isinstance(value, (list, tuple))))
+
+    def only(value: Any, i: int) -> Any:
+        per_element = isinstance(value, (list, tuple)) or isinstance(value, torch.Tensor) and value.dim() == 1
+        return value[i:i + 1] if per_element and len(value) == count else value
+
+    for i in range(count):
+        yield [only(value, i) for value in args], {name: only(value, i) for name, value in kwargs.items()}
 
 
 def _decide_elements(cls: type[GlobalLike], call: Call, lists: dict[str, list[Any]], writes: bool

@@ -73,8 +73,8 @@ class FlatRecipe(NamedTuple):
     written: list[int]                               # per return: the slot of the operand that it is, or -1
     local_args: list[list[tuple[int, Any]]] = []     # per rank: arguments that differ from the global ones
     local_op: str = ""                               # the op that ranks run, where it is another one
-    copies: bool = False                             # the result is a view that is a copy
-    guarded: bool = False                            # an operand is such a view
+    boxes_view: bool = False                         # the results are boxed views
+    writes: list[int] = []                           # the operands that are written to
     plain_ranks: Sequence[int] = ()                  # that compare plain operands, if there are any
 
 
@@ -101,7 +101,7 @@ def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | Non
                   for rank in recipe.ranks]
     compared = not world().single_process and any(type(t) is not cls for t in call.tensors)
     return FlatRecipe(list(recipe.ranks), _slots(call), boxings, outputs, written,
-                      local_args if any(local_args) else [], local_op, recipe.copies, bool(recipe.guarded),
+                      local_args if any(local_args) else [], local_op, recipe.boxes_view, list(recipe.written),
                       recipe.home.placement.flat if compared and recipe.ranks else ())
 
 

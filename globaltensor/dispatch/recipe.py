@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from globaltensor.algorithms.aliasing import check_writable, copy_of
+from globaltensor.algorithms import local_impls
+from globaltensor.algorithms.aliasing import check_writable, view_spec
 from globaltensor.algorithms.run import Decomposition
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.global_like import GlobalLike
@@ -42,8 +43,7 @@ class Recipe:
                    running the op tells (all of them are then broadcast)
     written        operands that the op writes to, which are what it returns
     write_back     those of them that are boxed first, so that their new value must be moved back
-    copies         the results are views that had to be copies: of operands that were boxed, or were such copies
-    guarded        operands that are such copies, and out of date once what they were made from is written to
+    boxes_view     the results are boxed views: of operands that must be boxed, or are such views themselves
     local_args     per rank, arguments by position or name that differ there: sizes of its part, offsets
     local_impl     runs instead of the op itself: local_impl(recipe, rank, args, kwargs)
     shapes         for local_impl, the global shapes of the operands, and `boxes`, per rank, the parts it has of them
@@ -63,8 +63,7 @@ class Recipe:
     outputs: Sequence[Spec | None] | None = None
     written: tuple[int, ...] = ()
     write_back: tuple[int, ...] = ()
-    copies: bool = False
-    guarded: tuple[int, ...] = ()
+    boxes_view: bool = False
     local_args: RankArgs = field(default_factory=dict)
     local_impl: Callable[..., Any] | None = None
     shapes: tuple[Shape, ...] = ()
@@ -90,13 +89,12 @@ def written_operands(call: Call) -> tuple[int, ...]:
 
 
 def decide_aliases(recipe: Recipe, operands: Sequence[Spec]) -> None:
-    """Which written operands must be moved back, and whether the results are copies: from `wants` and `written`."""
+    """Which written operands must be moved back, and whether the results are views, or boxed ones."""
     recipe.write_back = tuple(q for q in recipe.written if recipe.wants[q] is not None)
-    recipe.guarded = tuple(q for q, own in enumerate(operands) if own.copied)
-    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in recipe.func._schema.returns)
-    recipe.copies = is_view and (any(recipe.wants) or bool(recipe.guarded))
-    if recipe.copies and recipe.outputs is not None:
-        recipe.outputs = [own and copy_of(own) for own in recipe.outputs]
+    recipe.boxes_view = recipe.func.is_view and (any(recipe.wants) or operands[0].copied
+                                                 or recipe.local_impl is local_impls.resolved)
+    if recipe.boxes_view:
+        recipe.outputs = [own and view_spec(own) for own in recipe.outputs or ()]
 
 
 def static(value: Any, cls: type[GlobalLike]) -> Any:

@@ -13,7 +13,7 @@ import torch
 from globaltensor.algorithms.run import Run
 from globaltensor.boxings import native
 from globaltensor.boxings.rows import RowExchange
-from globaltensor.layouts.global_like import GlobalLike, is_global
+from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.regions import Range
@@ -33,10 +33,8 @@ class Trace(Run):
 
     @staticmethod
     def fits(call: Call) -> bool:
-        """Can a trace stand for this call? Not where the key leaves a value out (complex numbers, floats in lists), nor
-        where an operand must be checked on each call (a view that is a copy)."""
-        copied = any(is_global(t) and t.spec.copied for t in call.tensors)
-        return not copied and not any(isinstance(value, complex) or isinstance(value, (list, tuple))
+        """Can a trace stand for this call? Not where the key leaves a value out (complex numbers, floats in lists)."""
+        return not any(isinstance(value, complex) or isinstance(value, (list, tuple))
                                       and any(isinstance(v, float) for v in value) for value in call.values.values())
 
     def __call__(self, func: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ def verify(recipe: Recipe, results: Mapping[int, Any]) -> None:
             returned = _shape_and_dtype(tensor)
             if returned == (tuple(own.local_shape(rank)), own.dtype):
                 continue
-            if own.layout is not recipe.home or recipe.copies:
+            if own.layout is not recipe.home or recipe.boxes_view:
                 name = f"result {k}" if len(outputs) > 1 else "a result"
                 raise _rule_error(recipe, rank, f"{name} {_text(*returned)}", _part_text(own, rank))
             outputs[k] = output_spec(tensor, recipe.home)

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 
 class GlobalLike(Protocol):
-    """A global tensor. `guard` is the version of what it was made from, where it is a view that had to be a copy."""
+    """A global tensor. `origin` is the call that made it, where it is a boxed view (algorithms/aliasing.py)."""
 
     spec: Spec
     shards: Shards
-    guard: int | None
+
+    @property
+    def origin(self) -> Any: ...
 
     @property
     def placement(self) -> placement: ...

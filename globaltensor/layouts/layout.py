@@ -112,7 +112,7 @@ def sbp_text(sbp: NdSbp) -> str:
 class Spec:
     """Layout, global shape, global strides and dtype of a global tensor. Made by `spec()`, equal by identity.
 
-    `copied` marks a view that needed a boxing, so that it is a copy of the tensor it was made from.
+    `copied` marks a boxed view, whose shards are copies of what its base holds.
     """
 
     __slots__ = ("layout", "shape", "stride", "dtype", "ndim", "numel", "nbytes", "copied")

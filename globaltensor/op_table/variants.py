@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from globaltensor.algorithms.aliasing import become
 from globaltensor.algorithms.run import Decomposition, Run
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.global_like import is_global
-from globaltensor.layouts.layout import spec
 from globaltensor.op_table.line import Line, always_decomposed
 from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call, arguments
@@ -48,6 +48,13 @@ def line_of(func: OpOverload) -> Line | None:
 
 
 def _other_memory(call: Call, run: Run) -> Any:
+    """x.set_(y): x becomes what y is, with y's layout; of global tensors only."""
+    if call.func is aten.set_.source_Tensor and all(is_global(t) for t in call.tensors):
+        x, y = call.tensors
+        with DisableTorchDispatch():       # sizes and strides of the wrapper, which torch itself reads
+            call.func(x, y)
+        become(x, y)
+        return x
     raise InPlaceError(f"{call.func}: a tensor and the memory of another one, where one of them is global",
                        "a global tensor has no memory of its own, and is not made of a plain one's",
                        "x.copy_(t), or x.data = gt.from_full(t, x.placement, x.sbp)")
@@ -97,11 +104,10 @@ def _reshaped(functional: OpOverload) -> Decomposition:
     def write(call: Call, run: Run) -> Any:
         target = call.tensors[0]
         args, kwargs = _as(functional, call).full_arguments()
-        view = run(functional, *args, **kwargs)
-        with DisableTorchDispatch():       # the wrapper's sizes and strides, which torch itself reads
+        view = run(functional, *args, **kwargs)      # a boxed view keeps an alias of what the target was
+        with DisableTorchDispatch():                 # the wrapper's sizes and strides, which torch itself reads
             call.func(*call.full_arguments()[0])
-        own = view.spec                              # may be a copy, but then the target's own
-        target.spec, target.shards = spec(own.layout, own.shape, own.stride, own.dtype), view.shards
+        become(target, view)
         return target
 
     return write

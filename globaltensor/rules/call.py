@@ -35,6 +35,12 @@ def arguments(func: OpOverload) -> tuple[Argument, ...]:
     return tuple(schema)
 
 
+def written(call: Call) -> list[Any]:
+    """The operands that the op writes to."""
+    names = {a.name for a in arguments(call.func) if a.written}
+    return [t for t, name in zip(call.tensors, call.names) if name in names]
+
+
 class Slot(NamedTuple):
     """Where an operand stands: at a position or keyword, and there the how manieth of a list."""
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from globaltensor.algorithms.aliasing import check_guard
 from globaltensor.boxings import watch
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.layouts.global_like import GlobalLike
@@ -22,7 +21,6 @@ from globaltensor.runtime.world import local_ranks_of, world
 
 def gather_full(x: GlobalLike) -> Shards:
     """The whole value on the first rank that each process drives."""
-    check_guard(x)
     here, own = world(), x.spec
     alone = here.single_process and not watch.watched()        # whoever watches sees what many processes would move
     if all(s.is_broadcast for s in own.sbp) and (alone or len(own.placement.flat) == here.size):

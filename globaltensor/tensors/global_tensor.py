@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from globaltensor.dispatch.core import arrive
+from globaltensor.algorithms.aliasing import BoxedView, Origin, become
+from globaltensor.dispatch.core import arrive, remake
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shards, Spec, layout, spec
 from globaltensor.layouts.placement import placement, placement as Placement
 from globaltensor.layouts.sbp import NdSbp, SbpLike, broadcast
-from globaltensor.runtime.memory import NoMemory
+from globaltensor.runtime.memory import NoMemory, require
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import (
     DisableTorchFunctionSubclass,
@@ -31,7 +32,7 @@ from globaltensor.runtime.torch_internals import (
     no_torch_function,
 )
 from globaltensor.runtime.world import local_ranks_of, world
-from globaltensor.tensors import assign, backward, gradients, lookup, multihead_attention, products
+from globaltensor.tensors import backward, gradients, lookup, multihead_attention, products
 from globaltensor.tensors.full_value import FullTensor, text_of
 from globaltensor.tensors.redistribution import box_gradient, find_gradient_boxing, resolve_layout, to_layout, to_local
 
@@ -43,14 +44,21 @@ def _may_take_data(x: Any, value: Any) -> bool:
     return isinstance(x, GlobalTensor) and isinstance(value, GlobalTensor)
 
 
+def _assign(x: Any, index: Any, value: Any) -> None:
+    """x[index] = value, as torch does it; but of a value without memory it would look at the sizes."""
+    if isinstance(value, torch.Tensor) and not isinstance(value, GlobalTensor):
+        require(value, "the value of an assignment x[...] = t")
+    torch.Tensor.__setitem__(x, index, value)
+
+
 _TAKEN: dict[Any, Callable[..., Any]] = {**products.TAKEN, **lookup.TAKEN, **gradients.TAKEN,
-                                         torch.Tensor.__setitem__: assign.assign}
+                                         torch.Tensor.__setitem__: _assign}
 # overrides stay in force inside these
 _WITHIN: dict[Any, Callable[..., Any]] = {**backward.TAKEN, **multihead_attention.TAKEN}
 _KEY: Any = dispatch_key("TESTING_ONLY_GenericWrapper")          # no other tensor has it
 _KEYS = DispatchKeySet(_KEY)
 _requires_grad: Any = TensorBase.requires_grad
-_OWN_ATTRIBUTES = {"spec", "shards", "guard", "_is_param", *gradients.ATTRIBUTES}
+_OWN_ATTRIBUTES = {"spec", "_shards", "boxed_view", "_is_param", *gradients.ATTRIBUTES}
 
 
 if TYPE_CHECKING:
@@ -65,8 +73,8 @@ class GlobalTensor(TensorMethods):
     """Made by the factories (`gt.randn`, ...), `gt.from_full`, `gt.from_local`, `gt.from_shards` and `to_global`."""
 
     spec: Spec
-    shards: Shards                                   # the parts this process drives, rank -> plain tensor
-    guard: int | None = None                         # a boxed view: the version of what it was made from
+    boxed_view: BoxedView | None = None              # a boxed view: how it was made, without native code
+    _shards: Shards
 
     @classmethod
     def wrap(cls, of: Spec, shards: Shards) -> GlobalTensor:
@@ -76,8 +84,22 @@ class GlobalTensor(TensorMethods):
                                      _extra_dispatch_keys=_KEYS)
         deny_data_ptr(made)
         made.spec = of
-        made.shards = shards
+        made._shards = shards
         return made
+
+    @property
+    def shards(self) -> Shards:
+        """The parts this process drives, rank -> plain tensor; those of a boxed view are made when they are read."""
+        return self._shards if self.boxed_view is None else self.boxed_view.read()
+
+    @shards.setter
+    def shards(self, value: Shards) -> None:
+        self._shards = value
+
+    @property
+    def origin(self) -> Origin | None:
+        """The call that made this boxed view; None for a tensor that has memory."""
+        return None if self.boxed_view is None else self.boxed_view.origin
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (),
@@ -159,7 +181,7 @@ class GlobalTensor(TensorMethods):
         with DisableTorchFunctionSubclass():
             _data.__set__(self, value)
         if torch_ext is None:
-            self.spec, self.shards, self.guard = value.spec, value.shards, value.guard
+            become(self, value)
         gradients.watch_anew(self)
 
     if TYPE_CHECKING:
@@ -320,7 +342,8 @@ else:                                                # the same class, with its 
     native_class: Any = GlobalTensor
     native_class.wrap = torch_ext.wrap
     native_class.__torch_function__ = no_torch_function
-    native_class.__setitem__ = assign.assign
+    native_class.__setitem__ = _assign
+    torch_ext.on_view_read(remake)
     torch_ext.on_arrival(_at_our_key)
     torch_ext.on_lookup(lookup.Lookup.apply)
     torch_ext.on_redistribute_backward(find_gradient_boxing, box_gradient)

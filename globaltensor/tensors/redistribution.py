@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from globaltensor.algorithms.aliasing import check_guard
+from globaltensor.algorithms.aliasing import value_spec
 from globaltensor.boxings import native, watch
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.errors import GlobalTensorError, SbpError
@@ -35,7 +35,7 @@ def to_layout(x: Global, dst: Layout, grad_layout: Layout | None = None) -> Glob
     to x's)."""
     if dst is x.spec.layout and grad_layout is None:
         return x
-    if torch_ext is not None and not watch.watched() and not x.spec.copied and dst is not x.spec.layout:
+    if torch_ext is not None and not watch.watched() and dst is not x.spec.layout:
         boxing = native.find_boxing(x.spec, dst)
         if boxing is not None:
             return torch_ext.redistribute(x, boxing, grad_layout)
@@ -47,10 +47,9 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Global, dst: Layout, grad_layout: Layout | None) -> Global:
-        check_guard(x)
         ctx.x, ctx.grad_layout = x.spec, grad_layout
         if dst is x.spec.layout:
-            return x.wrap(x.spec, {r: shard.clone() for r, shard in x.shards.items()})
+            return x.wrap(value_spec(x.spec), {r: shard.clone() for r, shard in x.shards.items()})
         shards = move_shards([Move(x.spec, x.shards, dst)])[0]
         return x.wrap(spec(dst, x.spec.shape, None, x.spec.dtype), shards)
 
@@ -95,7 +94,6 @@ def to_local(x: GlobalLike) -> torch.Tensor:
 class ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Global) -> torch.Tensor:
-        check_guard(x)
         ctx.own, ctx.wrap = x.spec, x.wrap
         return next(iter(x.shards.values())).view_as(next(iter(x.shards.values())))
 

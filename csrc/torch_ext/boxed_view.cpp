@@ -1,0 +1,216 @@
+// Boxed views: making them, reading them, and counting the writes that make what was read out of date.
+#include "boxed_view.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <mutex>
+#include <numeric>
+#include <unordered_map>
+
+namespace py = pybind11;
+
+namespace gt {
+
+struct MemoryWrites {
+  const c10::StorageImpl* storage;
+  std::atomic<int64_t> count{0};
+  explicit MemoryWrites(const c10::StorageImpl* storage) : storage(storage) {}
+  ~MemoryWrites();
+};
+
+namespace {
+
+struct WatchedMemory {
+  std::mutex mutex;
+  std::unordered_map<const c10::StorageImpl*, std::weak_ptr<MemoryWrites>> by_storage;
+  std::atomic<size_t> size{0};                     // a write looks no further where there is none
+};
+
+WatchedMemory& watched_memory() {
+  static auto* all = new WatchedMemory();
+  return *all;
+}
+
+py::handle do_call;                                // (op, arguments) -> the shards of every result
+
+std::shared_ptr<MemoryWrites> writes_of(GlobalImpl* base) {
+  if (base->view.call) return base->view.call->memory;
+  if (base->kept().empty()) return std::make_shared<MemoryWrites>(nullptr);  // this process holds nothing of it
+  const auto* storage = base->kept()[0].storage().unsafeGetStorageImpl();
+  auto& all = watched_memory();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  auto& known = all.by_storage[storage];
+  auto memory = known.lock();
+  if (!memory) known = memory = std::make_shared<MemoryWrites>(storage);
+  all.size = all.by_storage.size();
+  return memory;
+}
+
+// Another tensor of the same memory, that no autograd knows.
+at::Tensor same_memory(const at::Tensor& t) {
+  auto* impl = global(t);
+  at::Tensor same = wrap(impl->spec, impl->kept());
+  global(same)->view = impl->view;
+  return same;
+}
+
+std::shared_ptr<ViewCall> view_call(const c10::OperatorHandle& op, Stack arguments,
+                                    std::shared_ptr<const Recipe> recipe) {
+  at::Tensor base = same_memory(arguments[0].toTensor());
+  auto memory = writes_of(global(base));
+  arguments[0] = std::move(base);
+  return std::make_shared<ViewCall>(ViewCall{op, std::move(arguments), std::move(recipe), std::move(memory), {}, {}});
+}
+
+at::Tensor result_of(const std::shared_ptr<ViewCall>& call, size_t nth, const Spec* spec) {
+  at::Tensor view = wrap(spec, global(call->arguments[0].toTensor())->kept());  // for the device
+  global(view)->view = {call, nth, -1};
+  return view;
+}
+
+py::tuple arguments_of(const ViewCall& call) {
+  py::tuple values(call.arguments.size());
+  for (size_t i = 0; i < call.arguments.size(); i++) values[i] = torch::jit::toPyObject(call.arguments[i]);
+  return values;
+}
+
+void make_in_python(ViewCall& call, const Spec* spec) {
+  py::gil_scoped_acquire lock;
+  py::object results = do_call(torch::detail::getTorchApiFunction(call.op), arguments_of(call));
+  call.results.clear();
+  for (py::handle shards : results) call.results.push_back(shards_from(spec, shards.ptr()));
+}
+
+// The shard with its dims in the order in memory that these strides tell, so that what is a view of the whole is one of
+// the shard.
+at::Tensor in_order_of(const std::vector<int64_t>& strides, const at::Tensor& shard) {
+  std::vector<int64_t> order(strides.size()), back(strides.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
+  int64_t before = std::numeric_limits<int64_t>::max();
+  bool in_order = true;
+  for (int64_t d : order) {
+    if (shard.size(d) <= 1 || !strides[d]) continue;
+    in_order &= shard.stride(d) <= before;
+    before = shard.stride(d);
+  }
+  if (in_order) return shard;
+  for (size_t i = 0; i < order.size(); i++) back[order[i]] = int64_t(i);
+  return shard.permute(order).contiguous().permute(back);
+}
+
+// The native way, below all that global tensors went through.
+std::vector<Shards> make_natively(ViewCall& call) {
+  c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
+  Stack arguments = call.arguments;
+  auto results = local_results(call.op, *call.recipe, arguments);
+  const auto& specs = call.recipe->outputs[0].specs;
+  for (size_t i = 0; i < results.size(); i++)
+    for (at::Tensor& shard : results[i]) shard = in_order_of(specs[i]->strides, shard);
+  return results;
+}
+
+// Does the call. `spec` is that of one of its results, all of which are on the same ranks.
+void make_results(ViewCall& call, const Spec* spec, int64_t now) {
+  if (call.recipe && !(call.recipe->has_boxings && boxing_watched())) {
+    call.results = make_natively(call);
+  } else {
+    make_in_python(call, spec);
+  }
+  call.taken.assign(call.results.size(), false);
+  call.made = now;
+}
+
+py::list python_boxed_views(const py::list& specs, const std::string& name, const std::string& overload,
+                            const py::tuple& values) {
+  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+  Stack arguments;
+  for (size_t i = 0; i < values.size(); i++)
+    arguments.push_back(torch::jit::toIValue(values[i], op.schema().arguments()[i].real_type()));
+  std::optional<c10::InferenceMode> mode;
+  mode_of_view(arguments[0].toTensor(), mode);
+  auto call = view_call(op, std::move(arguments), nullptr);
+  py::list views;
+  for (size_t i = 0; i < specs.size(); i++) views.append(result_of(call, i, spec_of(specs[i].ptr())));
+  return views;
+}
+
+// t is what the view is: its spec, its memory or its origin.
+void become(const at::Tensor& t, const at::Tensor& view) {
+  auto *to = global(t), *from = global(view);
+  to->spec = from->spec;
+  to->view = {};
+  to->shards() = from->kept();
+  to->view = from->view;
+}
+
+}  // namespace
+
+MemoryWrites::~MemoryWrites() {
+  if (!storage) return;
+  auto& all = watched_memory();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  auto at = all.by_storage.find(storage);
+  if (at != all.by_storage.end() && at->second.expired()) all.by_storage.erase(at);
+  all.size = all.by_storage.size();
+}
+
+void GlobalImpl::read_view() {
+  ViewCall& call = *view.call;
+  const int64_t now = call.memory->count;
+  if (view.made == now) return;
+  if (call.made != now || call.taken[view.nth]) make_results(call, spec, now);
+  shards_ = std::move(call.results[view.nth]);
+  call.taken[view.nth] = true;
+  view.made = now;
+}
+
+void push_boxed_views(const c10::OperatorHandle& op, std::shared_ptr<const Recipe> recipe, Stack* stack) {
+  const size_t first = stack->size() - op.schema().arguments().size();
+  Stack arguments(std::make_move_iterator(stack->begin() + first), std::make_move_iterator(stack->end()));
+  stack->resize(first);
+  std::optional<c10::InferenceMode> mode;
+  mode_of_view(arguments[0].toTensor(), mode);
+  const auto& output = recipe->outputs[0];
+  auto call = view_call(op, std::move(arguments), recipe);
+  if (!output.is_list) {
+    stack->emplace_back(result_of(call, 0, output.specs[0]));
+    return;
+  }
+  c10::List<at::Tensor> views;
+  for (size_t i = 0; i < output.specs.size(); i++) views.push_back(result_of(call, i, output.specs[i]));
+  stack->emplace_back(std::move(views));
+}
+
+void note_write(const at::Tensor& t) {
+  auto& all = watched_memory();
+  if (!all.size) return;
+  auto* impl = global(t);
+  if (impl->view.call) {
+    impl->view.call->memory->count++;
+  } else if (!impl->kept().empty()) {
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    auto at = all.by_storage.find(impl->kept()[0].storage().unsafeGetStorageImpl());
+    if (at == all.by_storage.end()) return;
+    if (auto memory = at->second.lock()) memory->count++;
+  }
+}
+
+py::object origin_of(const BoxedView& view) {
+  static auto* origin = new py::object(py::module_::import("globaltensor.algorithms.aliasing").attr("Origin"));
+  return (*origin)(torch::detail::getTorchApiFunction(view.call->op), arguments_of(*view.call), view.nth);
+}
+
+void bind_boxed_views(py::module_& m) {
+  m.def("boxed_views", &python_boxed_views, "The results of a view op that boxes its base, made when they are read.");
+  m.def("on_view_read", [](py::object hook) { do_call = hook.release(); },
+        "What does the call of a boxed view that the native dispatcher has no recipe for.");
+  m.def("note_write", &note_write, "Count a write to the memory of a tensor.");
+  m.def("become", &become, "Let a tensor be what a view is.");
+}
+
+}  // namespace gt

@@ -1,0 +1,40 @@
+// Views that must be boxed: the twin of algorithms/aliasing.py, which says what they are.
+#pragma once
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/InferenceMode.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "recipe.h"
+
+namespace gt {
+
+// How often the memory of a storage was written to. There is one as long as the storage has boxed views.
+struct MemoryWrites;
+
+// A call of a view op that boxes its base: done when one of its results is read, for all of them.
+struct ViewCall {
+  c10::OperatorHandle op;
+  Stack arguments;                                 // the base first
+  std::shared_ptr<const Recipe> recipe;            // null: Python does the call
+  std::shared_ptr<MemoryWrites> memory;            // at the end of the chain of bases
+  std::vector<Shards> results;                     // those that nobody has taken yet
+  std::vector<bool> taken;
+  int64_t made = -1;                               // the writes when they were made; -1: never
+};
+
+// The results of such a call; nothing is done yet. The arguments are on the stack.
+void push_boxed_views(const c10::OperatorHandle& op, std::shared_ptr<const Recipe> recipe, Stack* stack);
+
+void note_write(const at::Tensor& t);              // to its memory; to that of its base, where it is a boxed view
+
+// A view is a tensor of inference mode where its base is one.
+inline void mode_of_view(const at::Tensor& base, std::optional<c10::InferenceMode>& mode) {
+  if (base.is_inference() != c10::InferenceMode::is_enabled()) mode.emplace(base.is_inference());
+}
+
+pybind11::object origin_of(const BoxedView& view);
+
+}  // namespace gt

@@ -1,0 +1,261 @@
+"""Writes through boxed views: they go to the memory of the base, and move at most what is written.
+
+An elementwise op is done by every rank on what it holds of the view, where that lies: `x[2].add_(1)` moves nothing,
+`x[1:] = y` the parts of y. Any other op is done on the view's value, which is then written to the base. Below autograd
+both look like a write in place, so gradients are torch's own business.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from globaltensor.algorithms.aliasing import value_spec
+from globaltensor.algorithms.run import Run
+from globaltensor.dispatch import foreach
+from globaltensor.errors import InPlaceError
+from globaltensor.layouts.global_like import GlobalLike, is_global
+from globaltensor.layouts.layout import Spec
+from globaltensor.layouts.rank_regions import rank_regions
+from globaltensor.layouts.regions import Region
+from globaltensor.layouts.view_parts import Straight, Strided, overlaps_itself, scattered_elements, straight
+from globaltensor.rules.call import Call, Slot, arguments, put, written
+from globaltensor.runtime.agreement import compare_plain
+from globaltensor.runtime.meta import meta
+from globaltensor.runtime.torch_internals import OpOverload, storage_id
+
+aten = torch.ops.aten
+# What the elements were does not count.
+_OVERWRITING = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+# Elementwise, though torch does not tag them so.
+_ELEMENTWISE = {*_OVERWRITING, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor}
+
+
+def writes_view(call: Call) -> bool:
+    """Does the op write into a boxed view? (`unsqueeze_` and its like change what the view is, not its elements.)"""
+    return torch.Tag.inplace_view not in call.func.tags and any(is_global(t) and t.spec.copied for t in written(call))
+
+
+def write_through(call: Call, run: Run) -> Any:
+    """An op that writes into boxed views."""
+    if foreach.is_foreach(call.func) and len(call.values["self"]) > 1:
+        for args, kwargs in foreach.element_calls(call):       # one may see what another one wrote
+            run(call.func, *args, **kwargs)
+        return None
+    views = [t for t in written(call) if is_global(t) and t.spec.copied]
+    if len(written(call)) == 1 and views[0] is call.tensors[0] and _is_elementwise(call):
+        target = _Target(call.func, views[0])
+        if not target.position.lazy_bits and (not target.pending or call.func in _OVERWRITING):
+            if not target.is_same(call):
+                _write_elements(call, run, target)
+            return views[0] if call.func._schema.returns else None
+    targets = [(_Target(call.func, view), view) for view in views]
+    values = {id(view): target.value(run, str(call.func)) for target, view in targets}
+    args, kwargs = _arguments(call, [values.get(id(t), t) for t in call.tensors])
+    result = run(call.func, *args, **kwargs)
+    for target, view in targets:
+        _write_value(run, target, values[id(view)], str(call.func))
+    view_of = {id(values[id(view)]): view for view in views}
+    if isinstance(result, (tuple, list)):
+        return type(result)(view_of.get(id(r), r) for r in result)
+    return view_of.get(id(result), result)
+
+
+def _is_elementwise(call: Call) -> bool:
+    func = call.func
+    if foreach.is_foreach(func):                     # of one element; a scalar per element may be in a tensor
+        return all(s.item is not None or not t.dim() for s, t in zip(call.slots, call.tensors))
+    return func in _ELEMENTWISE or (torch.Tag.pointwise in func.tags
+                                    and torch.Tag.nondeterministic_seeded not in func.tags)
+
+
+def _arguments(call: Call, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of the call with other tensors for its operands."""
+    args, kwargs = call.full_arguments()
+    return put(args, kwargs, [Slot(call.position(name), s.item) for name, s in zip(call.names, call.slots)], tensors)
+
+
+def _write_elements(call: Call, run: Run, target: _Target) -> None:
+    """Every rank runs the op on the elements that it holds."""
+    others = [target.parts_of(t, run, str(call.func)) for t in call.tensors[1:]]
+    for rank, piece in target.pieces.items():
+        if target.holds_zeros(rank):
+            piece.elements.zero_()
+        else:
+            args, kwargs = _arguments(call, [piece.elements, *[parts[rank] for parts in others]])
+            call.func(*args, **kwargs)
+        piece.put_back()
+
+
+def _write_value(run: Run, target: _Target, value: GlobalLike, op: str) -> None:
+    """Every rank takes of the view's value the elements that it holds."""
+    if target.position.lazy_bits:
+        value = run(aten.conj_physical.default, value) if "conj" in target.position.lazy_bits else value
+        value = run(aten.neg.default, value) if "neg" in target.position.lazy_bits else value
+    parts = target.parts_of(value, run, op)
+    for rank, piece in target.pieces.items():
+        if target.holds_zeros(rank):
+            piece.elements.zero_()
+        else:
+            piece.elements.copy_(parts[rank])
+        piece.put_back()
+
+
+class _Piece:
+    """What a rank holds of a view: `elements`, where they lie if the view runs straight, else taken from there."""
+
+    def __init__(self, shard: Tensor, region: Region, position: _Position) -> None:
+        self.part = self._mask = None
+        if position.line is not None:
+            self.part = position.line.part(region)
+            self.empty = self.part is None
+            if self.part is not None:
+                self.elements = position.line.of_shard(shard, region, self.part)
+            return
+        self._shape, self._shard = position.view.shape, shard
+        self._mask, self._index = scattered_elements(position.memory, position.view, region)
+        self.elements = shard[self._index]
+        self.empty = not self.elements.numel()
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """The same elements of a tensor that is broadcast to the view's shape."""
+        if not whole.dim():
+            return whole
+        if self.part is None:
+            return whole.expand(self._shape)[self._mask]
+        return whole[tuple(slice(0, 1) if n == 1 else slice(*r) for n, r in _ranges_of(whole.shape, self.part))]
+
+    def put_back(self) -> None:
+        """Write elements that were taken to where they lie."""
+        if self._mask is not None:
+            self._shard[self._index] = self.elements
+
+
+def _ranges_of(shape: Sequence[int], part: Region) -> list[tuple[int, tuple[int, int]]]:
+    """The dims of an operand beside those of a part of the view, the last with the last."""
+    return list(zip(shape, part[len(part) - len(shape):]))
+
+
+class _Position(NamedTuple):
+    """Where the elements of a view are in the memory of its base. `lazy_bits` ("conj", "neg") are what torch would do
+    to elements when it reads them; `line` is None where the view's dims do not run along those of the base."""
+
+    memory: Strided
+    view: Strided
+    line: Straight | None
+    dtype: torch.dtype
+    lazy_bits: frozenset[str]
+
+
+@lru_cache(10_000)
+def _position(base: Spec, steps: tuple[tuple[OpOverload, tuple[Any, ...], int], ...]) -> _Position:
+    """By way of these view ops, from the base on: each with its arguments, lists as tuples, and which result it is."""
+    view = whole = torch.empty_strided(base.shape, base.stride, dtype=base.dtype, device="meta")
+    for func, values, nth in steps:
+        names = arguments(func)
+        args = [view, *[value for a, value in zip(names[1:], values) if not a.keyword]]
+        result = meta(func, args, {a.name: value for a, value in zip(names[1:], values) if a.keyword})
+        view = result[nth] if isinstance(result, (tuple, list)) else result
+    memory = _as_dtype(whole, view.dtype)
+    of_memory = Strided(tuple(memory.shape), memory.stride())
+    of_view = Strided(tuple(view.shape), view.stride(), int(view.storage_offset()))
+    bits = frozenset(name for name, is_set in (("conj", view.is_conj()), ("neg", view.is_neg())) if is_set)
+    return _Position(of_memory, of_view, straight(of_memory, of_view), view.dtype, bits)
+
+
+def _as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same memory as elements of another dtype, with one dim at least."""
+    t = t if t.dim() else t.unsqueeze(0)
+    if t.dtype == dtype:
+        return t
+    if t.dtype.is_complex and t.dtype.to_real() == dtype:
+        return torch.view_as_real(t)
+    if dtype.is_complex and dtype.to_real() == t.dtype:
+        return torch.view_as_complex(t)
+    if t.dtype.itemsize == dtype.itemsize:
+        return t.view(dtype)
+    raise InPlaceError(f"a write into a view of {t.dtype} as {dtype} that needs a boxing",
+                       "its elements are parts of, or several of, those of the tensor it was made from",
+                       "write into the tensor itself, or clone() the view first")
+
+
+class _Target:
+    """The memory that a write through a boxed view goes to.
+
+    view        the view
+    base        the tensor with memory, at the end of the chain
+    pending     whether its value is the sum, maximum or minimum of what ranks hold
+    pieces      what every rank of this process holds of the view; ranks that hold nothing are left out
+    """
+
+    def __init__(self, func: OpOverload, view: GlobalLike) -> None:
+        steps: list[tuple[OpOverload, tuple[Any, ...], int]] = []
+        base: Any = view
+        while (origin := base.origin) is not None:
+            values = tuple(tuple(v) if isinstance(v, list) else v for v in origin.values[1:])
+            steps.insert(0, (origin.func, values, origin.nth))
+            base = origin.base
+        self.view, self.base, self.position = view, base, _position(base.spec, tuple(steps))
+        self.pending = any(s.is_partial for s in base.spec.sbp)
+        if overlaps_itself(self.position.memory) or overlaps_itself(self.position.view) and func not in _OVERWRITING:
+            raise InPlaceError(f"{func} into a view of which several elements are one in memory",
+                               "an expanded tensor cannot take a value for each of its elements",
+                               "clone() the tensor first")
+        pieces = {rank: _Piece(_as_dtype(shard, self.position.dtype), self._region(rank), self.position)
+                 for rank, shard in base.shards.items()} if view.spec.numel else {}
+        self.pieces = {rank: piece for rank, piece in pieces.items() if not piece.empty}
+
+    def holds_zeros(self, rank: int) -> bool:
+        """Of a pending sum the first rank holds the value, the others zero."""
+        coords = self.base.placement.coords[rank]
+        return any(i > 0 and s.op == "sum" for i, s in zip(coords, self.base.sbp))
+
+    def is_same(self, call: Call) -> bool:
+        """Is this a copy of elements to where they are? (`x[2] += 1` adds to x[2], and then assigns it.)"""
+        if call.func is not aten.copy_.default or not is_global(source := call.tensors[1]) or not source.spec.copied:
+            return False
+        other = _Target(call.func, source)
+        return (other.base.spec is self.base.spec and other.position == self.position
+                and all(shard.data_ptr() == self.base.shards[rank].data_ptr() and storage_id(shard) == storage_id(
+                    self.base.shards[rank]) for rank, shard in other.base.shards.items()))
+
+    def value(self, run: Run, op: str) -> GlobalLike:
+        """The view's value, in its layout, as a tensor of its own."""
+        own = self.view.spec
+        if self.position.line is None or self.pending or self.position.lazy_bits or not own.ndim or not own.numel:
+            return run.wrap(value_spec(own), {rank: shard.clone() for rank, shard in self.view.shards.items()})
+        nothing = ((0, 0),) * own.ndim
+        regions = {rank: self.position.line.part(self._region(rank)) or nothing for rank in own.placement.flat}
+        parts = {rank: self.pieces[rank].elements if rank in self.pieces else
+                 shard.new_empty((0,) * own.ndim, dtype=own.dtype) for rank, shard in self.base.shards.items()}
+        held = rank_regions(own.placement, regions)
+        return run.scatter_add_regions(parts, held, own.shape, own.dtype, own.layout, op)
+
+    def parts_of(self, t: Any, run: Run, op: str) -> dict[int, Tensor]:
+        """What every rank needs of an operand that is broadcast to the view's shape."""
+        if not is_global(t):
+            compare_plain(t, f"a plain operand of {op}", self.base.placement.flat)
+            return {rank: piece.cut(t) for rank, piece in self.pieces.items()}
+        own = t.spec
+        if all(s.is_broadcast for s in own.sbp):
+            shards = t.shards                        # by every rank: a boxed view is made together
+            return {rank: piece.cut(shards[rank]) for rank, piece in self.pieces.items()}
+        if self.position.line is None or not own.ndim or not self.view.spec.numel:
+            whole, = run.redistribute([t], [own.layout.replicated], op)
+            return {rank: piece.cut(whole.shards[rank]) for rank, piece in self.pieces.items()}
+        wanted = {rank: self.position.line.part(self._region(rank)) for rank in own.placement.flat}
+        regions = {rank: tuple((0, 0) if part is None else (0, 1) if n == 1 else r
+                               for n, r in _ranges_of(own.shape, part or ((0, 0),) * self.view.spec.ndim))
+                   for rank, part in wanted.items()}
+        parts, = run.gather_regions([t], [rank_regions(own.placement, regions)], op)
+        return parts
+
+    def _region(self, rank: int) -> Region:
+        region = self.base.spec.region(rank)
+        dims = len(self.position.memory.shape)
+        if dims > len(region):                       # a 0-dim tensor as one of 1 dim, a complex one as pairs
+            return (*region, (0, self.position.memory.shape[-1]))
+        return region[:dims]

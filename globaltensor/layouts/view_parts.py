@@ -1,0 +1,113 @@
+"""Which elements of a view lie in a region of its base.
+
+A chain of view ops comes to sizes, strides and an offset in the memory of the base. Mostly every dim of the view then
+runs along a dim of the base, none along two (`Straight`): what a rank holds of the view is a range of each dim. The
+diagonal, or a part of a flattened tensor, is not like that; such elements are found one by one (`scattered_elements`).
+"""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from globaltensor.layouts.layout import Shape
+from globaltensor.layouts.regions import Region
+
+
+class Strided(NamedTuple):
+    """Elements of a memory: index i is at offset + sum(i * stride)."""
+
+    shape: Shape
+    stride: Shape
+    offset: int = 0
+
+
+class Straight(NamedTuple):
+    """A view whose dims run along dims of the base.
+
+    start     per dim of the base, the index of the view's first element
+    dims      per dim of the view, the dim of the base; None for one of size 1
+    steps     per dim of the view, how far apart in the base its elements are
+    """
+
+    shape: Shape
+    start: Shape
+    dims: tuple[int | None, ...]
+    steps: Shape
+
+    def part(self, region: Region) -> Region | None:
+        """The range of each dim of the view that lies in a region of the base; None where nothing does."""
+        if any(d not in self.dims and not low <= self.start[d] < high for d, (low, high) in enumerate(region)):
+            return None
+        part = []
+        for n, d, step in zip(self.shape, self.dims, self.steps):
+            if d is None:
+                part.append((0, 1))
+                continue
+            low, high = region[d]
+            first, last = max(-((self.start[d] - low) // step), 0), min(-((self.start[d] - high) // step), n)
+            if first >= last:
+                return None
+            part.append((first, last))
+        return tuple(part)
+
+    def of_shard(self, shard: Tensor, region: Region, part: Region) -> Tensor:
+        """That part of the view, as a view of the shard that holds the region."""
+        index: list[slice | int] = [start - low for start, (low, _) in zip(self.start, region)]
+        for (first, last), d, step in zip(part, self.dims, self.steps):
+            if d is not None:
+                at = self.start[d] - region[d][0]
+                index[d] = slice(at + first * step, at + (last - 1) * step + 1, step)
+        along = [d for d in self.dims if d is not None]
+        piece = shard[tuple(index)].permute([sorted(along).index(d) for d in along])
+        for k, d in enumerate(self.dims):
+            piece = piece.unsqueeze(k) if d is None else piece
+        return piece
+
+
+def overlaps_itself(of: Strided) -> bool:
+    """Does one element stand for several indices, as in an expanded tensor?"""
+    return any(n > 1 and step == 0 for n, step in zip(of.shape, of.stride))
+
+
+def straight(base: Strided, view: Strided) -> Straight | None:
+    """The view's dims as they run along those of the base; None where they do not."""
+    order = _outermost_first(base)
+    start, rest = [0] * len(base.shape), view.offset - base.offset
+    for d in order:
+        start[d], rest = divmod(rest, base.stride[d])
+    dims: list[int | None] = []
+    steps = []
+    for n, step in zip(view.shape, view.stride):
+        along = [d for d in order if 0 < step and step % base.stride[d] == 0] if n > 1 else []
+        dims.append(along[0] if along else None)
+        if n > 1:
+            if not along or along[0] in dims[:-1]:
+                return None
+            step //= base.stride[along[0]]
+            if start[along[0]] + (n - 1) * step >= base.shape[along[0]]:
+                return None
+        steps.append(step)
+    return Straight(view.shape, tuple(start), tuple(dims), tuple(steps))
+
+
+def scattered_elements(base: Strided, view: Strided, region: Region) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Which elements of the view lie in a region of the base, as a mask, and their indices in the shard that holds
+    it."""
+    place = torch.tensor(view.offset - base.offset)
+    for n, step in zip(view.shape, view.stride):
+        place = place.unsqueeze(-1) + torch.arange(n) * step
+    inside = torch.ones_like(place, dtype=torch.bool)
+    index = [torch.zeros_like(place)] * len(base.shape)
+    for d in _outermost_first(base):
+        index[d] = place.div(base.stride[d], rounding_mode="floor")
+        place = place % base.stride[d]
+    for d, (low, high) in enumerate(region):
+        inside &= (index[d] >= low) & (index[d] < high)
+    return inside, tuple((i - low)[inside] for i, (low, _) in zip(index, region))
+
+
+def _outermost_first(base: Strided) -> list[int]:
+    """The dims that have more than one element, by falling stride."""
+    return sorted((d for d, n in enumerate(base.shape) if n > 1), key=lambda d: -base.stride[d])

@@ -1,0 +1,155 @@
+"""A view is a view: what is written through one reaches its base, and what is read through one is what the base holds.
+
+The oracle is plain torch, on the programs of `programs/views.py`: a table, and random ones that hypothesis draws from
+the seed printed at the top of the run (set VIEWS_SEED for others).
+"""
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+from harness import PROGRAMS, PYTHON, RUN, environment, good
+from hypothesis import HealthCheck, given, seed, settings, strategies
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import globaltensor as gt
+from globaltensor.errors import InPlaceError, MixedPlacementError
+
+sys.path.insert(0, str(PROGRAMS))
+import views
+
+SEED = int(os.environ.get("VIEWS_SEED") or 20_261_122)
+print(f"tests/test_views.py: VIEWS_SEED={SEED}")
+EXAMPLES = 120
+THREE = gt.placement("cpu", [0, 1, 2])
+B, S, P = gt.sbp.broadcast, gt.sbp.split, gt.sbp.partial_sum
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("program", views.statements(views.WRITES))
+def test_writes_through_views(program):
+    for where, sbp in views.layouts(gt.world_size()):
+        views.check_write(program, where, sbp)
+
+
+@pytest.mark.parametrize("program", views.statements(views.MOVES_NOTHING))
+def test_what_a_rank_can_write_by_itself_moves_nothing(program):
+    x = gt.from_full(views.plain_x(), THREE, S(0))
+    with gt.boxing("forbid"):
+        views.execute(program, x)
+
+
+@pytest.mark.parametrize("program, most", [("x[1:4] = y", 3 * 32), ("x[1] = y[0]", 2 * 32), ("x[0].cumsum_(0)", 2 * 32),
+                                           ("x[2:4].tril_()", 2 * 64), ("x[1, torch.tensor([0, 2])] = 5.", 2 * 32)])
+def test_a_write_moves_no_more_than_it_writes(program, most):
+    """And reads no more, where it must."""
+    x = gt.from_full(torch.rand(60, 4, dtype=torch.float64), THREE, S(0))
+    y = gt.from_full(torch.rand(3, 4, dtype=torch.float64), THREE, S(1))
+    with gt.record() as moves:
+        exec(program, {"x": x, "y": y, "torch": torch})
+    assert sum(move.bytes for move in moves) <= most
+
+
+def test_a_view_moves_nothing_until_it_is_read():
+    x = gt.from_full(views.plain_x(), THREE, S(0))
+    with gt.record() as moves:
+        row, (a, b) = x[1], x.split(3)
+        assert row.shape == (4,) and a.stride() == (4, 1) and not moves
+        row.sum(), row.sum(), a.sum(), b.sum()
+        assert len(moves) == 2                       # one for the row, one for both halves
+        x.add_(1)
+        row.sum()
+        assert len(moves) == 3
+
+
+@settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@seed(SEED)
+@given(strategies.data())
+def test_random_programs(data):
+    views.check_random(lambda choices: data.draw(strategies.sampled_from(list(choices))), gt.world_size())
+
+
+def test_gradients_through_written_views():
+    plain = torch.rand(6, 4, dtype=torch.float64)
+    for sbp in (S(0), S(1), B):
+        grads = []
+        for x in (plain.clone().requires_grad_(), gt.from_full(plain, THREE, sbp).requires_grad_()):
+            y = x * 1
+            y[2][1] = 7
+            y[1:3].mul_(2)
+            y[3] = x[0] * 2
+            row = y[5]
+            row.add_(x[1])
+            (y * y).sum().backward()
+            grads.append(x.grad)
+        torch.testing.assert_close(grads[1].full_tensor(), grads[0])
+
+
+def _pruned(model):
+    prune.l1_unstructured(model, "weight", 0.5)
+    return model.weight
+
+
+def _initialized(model):
+    nn.init.sparse_(model.weight, 0.5, generator=torch.Generator().manual_seed(0))
+    return (model.weight == 0).sum(0)
+
+
+def _orthogonal(model):
+    return parametrizations.orthogonal(model).weight @ model.weight.T
+
+
+@pytest.mark.parametrize("change", [_pruned, _initialized,
+                                    _orthogonal], ids=str)
+@pytest.mark.parametrize("sbp", [S(0), S(1), B], ids=str)
+def test_what_torch_does_to_weights(change, sbp):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4).double()
+    ours = nn.Linear(6, 4).double()
+    ours.load_state_dict(model.state_dict())
+    ours.to_global(THREE, lambda name, p: sbp if p.dim() == 2 else B)
+    torch.testing.assert_close(change(ours).full_tensor(), change(model))
+
+
+def test_views_that_are_read_late():
+    """By way of `.data`, a detached alias, and the gradient."""
+    x = gt.from_full(views.plain_x(), THREE, S(0)).requires_grad_()
+    v = x.data[1:3]
+    x.data.fill_(5)
+    assert v.mean().item() == 5
+    with torch.no_grad():
+        x.fill_(6)
+    assert v.mean().item() == 6
+    x.sum().backward()
+    flat = x.grad.view(-1)
+    (x * 2).sum().backward()
+    assert flat.sum().item() in (24, 72) and x.grad.view(-1).sum().item() == 72
+
+
+def test_errors():
+    x = gt.from_full(views.plain_x(), THREE, S(0))
+    with pytest.raises(RuntimeError, match="more than one element"):
+        x[1].expand(3, 4).add_(1)
+    with pytest.raises(InPlaceError, match="several elements are one in memory"):
+        x[1].expand(3, 4).masked_fill_(x[:3] > 3, 1)
+    with pytest.raises(InPlaceError, match="needs a boxing"):
+        x.view(torch.int32)[2].add_(1)
+    with pytest.raises(MixedPlacementError):
+        x[0] = gt.ones(4, placement=gt.placement("cpu", [0, 1]), sbp=B)
+    for wrong in ("x[0].add_(torch.ones(3))", "x[1:3].copy_(torch.ones(5))", "x[2].view(torch.int64).mul_(0.5)"):
+        with pytest.raises(RuntimeError):
+            views.execute(wrong, x)
+    assert torch.equal(x.full_tensor(), views.plain_x())
+
+
+def test_without_native_code():
+    good([PYTHON, PROGRAMS / "views.py", SEED, 40], environment(GLOBALTENSOR_NATIVE="0"), timeout=120)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks, native", [(2, "1"), (3, "0")])
+def test_on_processes(ranks, native):
+    good([*RUN, "-n", ranks, PROGRAMS / "views.py", SEED, 20], environment(GLOBALTENSOR_NATIVE=native), timeout=180)
