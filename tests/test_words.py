@@ -31,8 +31,8 @@ RETIRED = {
 # Names that do not say what was found, made or told; and the rooms that are rid of them.
 VAGUE = {"found", "given", "made", "said", "there", "told", "way"}
 PRECISE = {
-    "boxings", "checkpoint", "cli", "data", "debug", "dispatch", "errors.py", "layouts", "op_table",
-    "parallel", "pipelining", "rules", "schedules", "simulator",
+    "algorithms", "boxings", "checkpoint", "cli", "data", "debug", "dispatch", "errors.py", "layouts", "op_table",
+    "parallel", "pipelining", "rules", "runtime", "schedules", "simulator", "tensors",
 }
 
 

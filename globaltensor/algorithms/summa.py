@@ -133,8 +133,8 @@ def _priced(plan: GridProduct, of_a: Spec, of_b: Spec) -> tuple[int, GridProduct
     if plan.moves_result:
         shape, axes = plan.shape(plan.terms[2]), plan.out.placement.shape
         terms = prod(n for n, own, s in zip(axes, plan.terms_sbp, plan.out.sbp) if own.is_partial and not s.is_partial)
-        made = plan.rank_regions(plan.terms[2], full).regions
-        received += _most_elements(made, {rank: plan.out.region(shape, rank) for rank in made},
+        products = plan.rank_regions(plan.terms[2], full).regions
+        received += _most_elements(products, {rank: plan.out.region(shape, rank) for rank in products},
                                    terms) * of_a.dtype.itemsize
     return received, plan._replace(passing=passing)
 

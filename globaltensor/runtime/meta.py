@@ -123,12 +123,12 @@ def _as_another(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -
     return _or_torchs(AS[func], func, args, kwargs)
 
 
-def _or_torchs(told: Callable[..., Any] | None, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _or_torchs(kernel: Callable[..., Any] | None, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What `told` says; where that is an error, torch's meta kernel has the word, as ops that are called check more."""
-    assert told is not None                          # the op was filed here because there is one
+    assert kernel is not None                        # the op was filed here because there is one
     try:
         with Asking():
-            return told(*args, **kwargs)
+            return kernel(*args, **kwargs)
     except (RuntimeError, IndexError, TypeError, ValueError):
         return func(*args, **kwargs)
 
@@ -193,9 +193,9 @@ def _layer_norm_backward(grad: Tensor, x: Tensor, shape: Sequence[int], mean: Te
 
 def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
                 training: bool, momentum: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    told = python_meta(aten.native_batch_norm.default)
-    assert told is not None
-    out, *statistics = told(x, weight, bias, mean, var, training, momentum, eps)
+    kernel = python_meta(aten.native_batch_norm.default)
+    assert kernel is not None
+    out, *statistics = kernel(x, weight, bias, mean, var, training, momentum, eps)
     if training:
         return (out, *statistics)
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}

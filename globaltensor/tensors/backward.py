@@ -48,9 +48,9 @@ def _cannot(*tensors: Any) -> bool:
     return any(isinstance(t, torch.Tensor) and not t.requires_grad for t in tensors)
 
 
-def _seeds(outs: Sequence[Any], given: Any) -> list[Any]:
+def _seeds(outs: Sequence[Any], grads: Any) -> list[Any]:
     """The gradients to start from: one where none is given for a scalar."""
-    seeds = _sequence(given) if given is not None else [None] * len(outs)
+    seeds = _sequence(grads) if grads is not None else [None] * len(outs)
     if any(seed is None and isinstance(out, torch.Tensor) and out.numel() != 1 for out, seed in zip(outs, seeds)):
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
     return [torch.ones_like(out) if seed is None and isinstance(out, torch.Tensor) else seed

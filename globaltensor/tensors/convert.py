@@ -52,9 +52,9 @@ def from_local(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTen
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
-        made = join_parts({r: t.detach() for r in _mine(placement)}, placement, sbp)
-        ctx.dst, ctx.shape = made.spec.layout, t.shape
-        return made
+        x = join_parts({r: t.detach() for r in _mine(placement)}, placement, sbp)
+        ctx.dst, ctx.shape = x.spec.layout, t.shape
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: GlobalTensor) -> tuple[torch.Tensor, None, None]:
@@ -130,14 +130,14 @@ def join_parts(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTen
 
 
 def _part(t: torch.Tensor, copies: bool) -> PartInfo:
-    if (found := missing(t)) is not None:
-        return PartInfo((), t.dtype, 0, found)
+    if (no_memory := missing(t)) is not None:
+        return PartInfo((), t.dtype, 0, no_memory)
     return PartInfo(tuple(t.shape), t.dtype, checksum(t) if copies else 0, None)
 
 
 def _all_parts(mine: dict[int, PartInfo], what: str) -> dict[int, PartInfo]:
     """The parts of all ranks, from all processes."""
-    return {r: part for said in gather_objects(mine, what) for r, part in said.items()}
+    return {r: part for parts in gather_objects(mine, what) for r, part in parts.items()}
 
 
 def _misfit(layout: str, parts: Mapping[int, Any], why: str, fix: str) -> ShapeError:

@@ -85,9 +85,9 @@ def _checked(name: str, options: dict[str, Any], placement: Any, sbp: Any, *own:
     return options if placement is None else {key: value for key, value in options.items() if key in own}
 
 
-def _read(size: tuple[Any, ...], dtype: torch.dtype | None, given: dict[str, Any]) -> tuple[Shape, torch.dtype]:
+def _read(size: tuple[Any, ...], dtype: torch.dtype | None, extra: dict[str, Any]) -> tuple[Shape, torch.dtype]:
     """The shape and the dtype that arguments mean, and the errors of those that mean none: torch's own."""
-    asked = torch.empty(*size, **{k: v for k, v in given.items() if k == "size"}, dtype=dtype, device="meta")
+    asked = torch.empty(*size, **{k: v for k, v in extra.items() if k == "size"}, dtype=dtype, device="meta")
     return tuple(asked.shape), asked.dtype
 
 
@@ -109,13 +109,13 @@ def make_parts(shape: Shape, dtype: torch.dtype, dst: Layout, make: Make) -> Glo
     """A global tensor whose part for a box is `make(box, device)`; pending sums: the first rank holds the value."""
     ranks = local_ranks_of(dst.placement)
     ready = dst.without_partials
-    made: dict[tuple[Region, torch.device], torch.Tensor] = {}
+    parts: dict[tuple[Region, torch.device], torch.Tensor] = {}
     shards = {}
     for r in ranks:
         part, device = ready.region(shape, r), world().device(dst.placement.type, r)
-        known = made.get((part, device))
+        known = parts.get((part, device))
         shards[r] = make(part, device) if known is None else known.clone()
-        made[part, device] = shards[r]
+        parts[part, device] = shards[r]
     of = spec(ready, shape, None, dtype)
     if ready is not dst:
         shards = move_shards([Move(of, shards, dst)], "factory")[0]
@@ -126,8 +126,8 @@ def _finish(name: str, shape: Shape, dtype: torch.dtype, where: Any, sbp: Any, r
             make: Make, key: int = 0) -> GlobalTensor:
     dst = resolve_layout(where, sbp, len(shape))
     agree(f"{name}({list(shape)}, {dtype}) on {dst}" + (f", random state {key:x}" if key else ""))
-    made = make_parts(shape, dtype, dst, make)
-    return made.requires_grad_() if requires_grad else made
+    x = make_parts(shape, dtype, dst, make)
+    return x.requires_grad_() if requires_grad else x
 
 
 def _extent(part: Region) -> list[int]:
@@ -140,10 +140,10 @@ def _sized(name: str, what: str) -> Sized:
 
     def factory(*size: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
                 requires_grad: bool = False, **options: Any) -> torch.Tensor:
-        given = _checked(name, options, placement, sbp, "size")
+        extra = _checked(name, options, placement, sbp, "size")
         if placement is None:
-            return make(*size, dtype=dtype, requires_grad=requires_grad, **given)
-        shape, dtype = _read(size, dtype, given)
+            return make(*size, dtype=dtype, requires_grad=requires_grad, **extra)
+        shape, dtype = _read(size, dtype, extra)
         return _finish(name, shape, dtype, placement, sbp, requires_grad,
                        lambda part, device: make(_extent(part), dtype=dtype, device=device))
 
@@ -165,25 +165,25 @@ def full(size: Sequence[int], fill_value: complex, **options: Unpack[AsTorch]) -
 def full(size: Any, fill_value: Any, *, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
          requires_grad: bool = False, **options: Any) -> torch.Tensor:
     """torch.full with `placement=` and `sbp=`; without them, torch's own. Every rank fills its own part."""
-    given = _checked("full", options, placement, sbp)
+    extra = _checked("full", options, placement, sbp)
     if placement is None:
-        return torch.full(size, fill_value, dtype=dtype, requires_grad=requires_grad, **given)
-    shape, dtype = _read((size,), torch.full((), fill_value).dtype if dtype is None else dtype, given)
+        return torch.full(size, fill_value, dtype=dtype, requires_grad=requires_grad, **extra)
+    shape, dtype = _read((size,), torch.full((), fill_value).dtype if dtype is None else dtype, extra)
     return _finish("full", shape, dtype, placement, sbp, requires_grad,
                    lambda part, device: torch.full(_extent(part), fill_value, dtype=dtype, device=device))
 
 
-def _from_plain(name: str, *own: str) -> Any:
+def _from_plain(name: str, *names: str) -> Any:
     """A factory whose whole value is cheap to make on every process, and then cut."""
     make = getattr(torch, name)
 
     def factory(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
                 requires_grad: bool = False, **options: Any) -> torch.Tensor:
-        given = _checked(name, options, placement, sbp, *own)
+        extra = _checked(name, options, placement, sbp, *names)
         if placement is None:
-            return make(*args, dtype=dtype, requires_grad=requires_grad, **given)
-        made = from_full(make(*args, dtype=dtype, **given), placement, sbp)
-        return made.requires_grad_() if requires_grad else made
+            return make(*args, dtype=dtype, requires_grad=requires_grad, **extra)
+        x = from_full(make(*args, dtype=dtype, **extra), placement, sbp)
+        return x.requires_grad_() if requires_grad else x
 
     return _with_doc(factory, name, "Every process makes the whole value, torch's to the last bit, and cuts it.")
 
@@ -216,10 +216,10 @@ def _drawn(name: str, what: str, draw: Callable[..., torch.Tensor]) -> Drawn:
     def factory(*size: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
                 generator: torch.Generator | None = None, requires_grad: bool = False,
                 **options: Any) -> torch.Tensor:
-        given = _checked(name, options, placement, sbp, "size", "generator")
+        extra = _checked(name, options, placement, sbp, "size", "generator")
         if placement is None:
-            return make(*size, dtype=dtype, generator=generator, requires_grad=requires_grad, **given)
-        shape, dtype = _read(size, dtype, given)
+            return make(*size, dtype=dtype, generator=generator, requires_grad=requires_grad, **extra)
+        shape, dtype = _read(size, dtype, extra)
         return _random(name, shape, dtype, placement, sbp, requires_grad, generator, draw)
 
     return _with_doc(factory, name, f"{what} {_DEPENDENCE}")
@@ -254,14 +254,14 @@ def normal(mean: Any, std: Any = 1.0, size: Any = None, *, placement: Any = None
 
     The numbers depend on what those of gt.randn do: they are its own, times std, plus mean.
     """
-    given = _checked("normal", options, placement, sbp, "generator")
+    extra = _checked("normal", options, placement, sbp, "generator")
     if placement is None:                            # of tensors it takes neither size, dtype nor requires_grad
         some = {"size": size, "dtype": dtype, "generator": generator, "requires_grad": requires_grad or None}
-        return torch.normal(mean, std, **{k: v for k, v in some.items() if v is not None}, **given)
+        return torch.normal(mean, std, **{k: v for k, v in some.items() if v is not None}, **extra)
     if size is None or isinstance(mean, torch.Tensor) or isinstance(std, torch.Tensor):
         raise ArgumentError("gt.normal with a placement takes two numbers and a size",
                             "that of tensors is laid out as they are", "torch.normal(mean, std) of global tensors")
-    shape, dtype = _read((size,), dtype, given)
+    shape, dtype = _read((size,), dtype, extra)
     return _random("normal", shape, dtype, placement, sbp, requires_grad, generator,
                    lambda key, shape, part, dtype, device: philox.normal(key, shape, part, dtype, device, mean, std))
 
@@ -289,12 +289,12 @@ def randint(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dty
     The numbers depend on the generator's state, on low and high, and on the elements' places in the global shape: on
     no dtype, no layout. Raises GlobalTensorError where the dtype does not hold all of [low, high).
     """
-    given = _checked("randint", options, placement, sbp, "low", "high", "size", "generator")
+    extra = _checked("randint", options, placement, sbp, "low", "high", "size", "generator")
     if placement is None:
-        return torch.randint(*args, dtype=dtype, generator=generator, requires_grad=requires_grad, **given)
-    torch.randint(*args, **given, dtype=dtype, device="meta")        # the errors of arguments that do not fit
+        return torch.randint(*args, dtype=dtype, generator=generator, requires_grad=requires_grad, **extra)
+    torch.randint(*args, **extra, dtype=dtype, device="meta")        # the errors of arguments that do not fit
     values = list(args)                              # the last of them is the size, the first may be missing
-    size, high, low = (given[key] if key in given else values.pop() if values else 0 for key in ("size", "high", "low"))
+    size, high, low = (extra[key] if key in extra else values.pop() if values else 0 for key in ("size", "high", "low"))
     shape, dtype = _read((size,), dtype or torch.int64, {})
     return _random("randint", shape, dtype, placement, sbp, requires_grad, generator,
                    lambda key, shape, part, dtype, device: philox.integers(key, shape, part, dtype, device, low, high))
@@ -314,10 +314,10 @@ def randperm(n: int, *, placement: Any = None, sbp: Any = None, dtype: torch.dty
 
     Every process orders all n keys, and keeps its part.
     """
-    given = _checked("randperm", options, placement, sbp, "generator")
+    extra = _checked("randperm", options, placement, sbp, "generator")
     if placement is None:
-        return torch.randperm(n, dtype=dtype, generator=generator, requires_grad=requires_grad, **given)
-    shape, dtype = _read((n,), dtype or torch.int64, given)
+        return torch.randperm(n, dtype=dtype, generator=generator, requires_grad=requires_grad, **extra)
+    shape, dtype = _read((n,), dtype or torch.int64, extra)
     return _random("randperm", shape, dtype, placement, sbp, requires_grad, generator,
                    lambda key, shape, part, dtype, device:
                    philox.permutation(key, n, device)[part[0][0]:part[0][1]].to(dtype, copy=True))

@@ -80,12 +80,12 @@ class GlobalTensor(TensorMethods):
     def wrap(cls, of: Spec, shards: Shards) -> GlobalTensor:
         """A global tensor of these shards; nothing is checked."""
         device = next(iter(shards.values())).device if shards else torch.device(of.placement.type)
-        made = make_wrapper_subclass(cls, of.shape, strides=of.stride, dtype=of.dtype, device=device,
-                                     _extra_dispatch_keys=_KEYS)
-        deny_data_ptr(made)
-        made.spec = of
-        made._shards = shards
-        return made
+        x = make_wrapper_subclass(cls, of.shape, strides=of.stride, dtype=of.dtype, device=device,
+                                  _extra_dispatch_keys=_KEYS)
+        deny_data_ptr(x)
+        x.spec = of
+        x._shards = shards
+        return x
 
     @property
     def shards(self) -> Shards:

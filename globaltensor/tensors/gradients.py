@@ -195,9 +195,9 @@ def reduce_pending(of: Iterable[Any] | None = None) -> None:
     grads = [(grad_layout(leaf), raw_grad(leaf), leaf.__dict__.get("_sent")) for leaf in leaves]
     grads = [(dst, g, sent or g.dtype) for dst, g, sent in grads if g is not None and g.spec.layout is not dst]
     at_once = torch_ext is not None and not watched() and all(sent == g.dtype for _, g, sent in grads)
-    found = [native.find_boxing(g.spec, dst) for dst, g, _ in grads] if at_once else [None]
-    if None not in found:
-        torch_ext.redistribute_in_place([(boxing, g) for boxing, (_, g, _) in zip(found, grads)], "gradient")
+    boxings = [native.find_boxing(g.spec, dst) for dst, g, _ in grads] if at_once else [None]
+    if None not in boxings:
+        torch_ext.redistribute_in_place([(boxing, g) for boxing, (_, g, _) in zip(boxings, grads)], "gradient")
         return
     moved = move_shards([Move(spec(g.spec.layout, g.spec.shape, g.spec.stride, sent), _cast(g.shards, sent), dst)
                  for dst, g, sent in grads], "gradient")

@@ -46,8 +46,8 @@ class EmbeddingGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         indices, = ctx.saved_tensors
-        found = Lookup.apply(grad, indices, ctx.padding)
-        return found.masked_fill((indices == ctx.padding).unsqueeze(-1), 0), None, None, None
+        rows = Lookup.apply(grad, indices, ctx.padding)
+        return rows.masked_fill((indices == ctx.padding).unsqueeze(-1), 0), None, None, None
 
 
 def embedding(input: torch.Tensor, weight: Any, padding_idx: int | None = None, max_norm: float | None = None,

@@ -32,16 +32,16 @@ def defer_weight_grads(inputs: Sequence[torch.Tensor]) -> Iterator[list[Deferred
     """In backward passes inside, products that only a leaf waits for are not made but noted in the list, whole once the
     block ends. They are most of what the gradients of weights cost. `inputs` are leaves that are waited for."""
     global _deferring
-    found: list[DeferredGrad] = []
-    _deferring = inputs, found
+    deferred: list[DeferredGrad] = []
+    _deferring = inputs, deferred
     if torch_ext is not None:
         torch_ext.defer_weight_grads(list(inputs))
     try:
-        yield found
+        yield deferred
     finally:
         _deferring = None
         if torch_ext is not None:
-            found += torch_ext.pop_deferred_weight_grads()
+            deferred += torch_ext.pop_deferred_weight_grads()
 
 
 def _gradient(leaf: torch.Tensor, equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
