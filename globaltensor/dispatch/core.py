@@ -48,7 +48,10 @@ def arrive(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwarg
         if isinstance(decision, Recipe):
             native.cache_recipe(pending_key, cls, decision, func, args, kwargs)
         elif decision is not None:
-            return native.cache_trace(pending_key, decision, Call(func, args, kwargs), _Run(cls))
+            call = Call(func, args, kwargs)
+            result = native.cache_trace(pending_key, decision, call, _Run(cls))
+            _note_writes(call)
+            return result
     return dispatch(cls, func, args, kwargs)
 
 
@@ -99,9 +102,15 @@ def dispatch(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwa
         return execute(cls, decision, args, kwargs, remake)
     call = Call(func, args, kwargs)
     result = decision(call, _Run(cls))
-    for t in written(call) if func._schema.is_mutable else ():
-        note_write(t)
+    _note_writes(call)
     return result
+
+
+def _note_writes(call: Call) -> None:
+    """Count what a decomposition has written, by other ops or by hand."""
+    for t in written(call) if call.func._schema.is_mutable else ():
+        if is_global(t):
+            note_write(t)
 
 
 def remake(func: OpOverload, values: Sequence[Any]) -> list[Shards]:

@@ -188,7 +188,8 @@ def _written_results(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[A
 def _wrap(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any], results: dict[int, Any]) -> Any:
     """What ranks returned, as global tensors."""
     if not results:
-        return _result_elsewhere(cls, recipe)
+        with _as_its_base(recipe, operands):
+            return _result_elsewhere(cls, recipe)
     first = next(iter(results.values()))
     kind = type(first) if isinstance(first, (tuple, list)) else None
     outputs, specs = _outputs(recipe, results), recipe.outputs
