@@ -124,7 +124,7 @@ def _as_another(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _or_torchs(kernel: Callable[..., Any] | None, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What `told` says; where that is an error, torch's meta kernel has the word, as ops that are called check more."""
+    """What `kernel` says; where that is an error, torch's own has the word, as ops that are called check more."""
     assert kernel is not None                        # the op was filed here because there is one
     try:
         with Asking():
