@@ -1,4 +1,4 @@
-"""The first program: plain torch, on tensors that say where they live and how they lie.
+"""The first program: plain torch, on tensors that say where they live and how they are laid out.
 
     python examples/first.py
     globaltensor run -n 2 examples/first.py
