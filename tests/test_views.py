@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
+import numpy as np
 import pytest
 import torch
 from harness import PROGRAMS, PYTHON, RUN, environment, good
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import globaltensor as gt
-from globaltensor.errors import InPlaceError, MixedPlacementError
+from globaltensor.errors import InPlaceError, MixedPlacementError, PlacementError
 
 sys.path.insert(0, str(PROGRAMS))
 import views
@@ -127,6 +128,40 @@ def test_views_that_are_read_late():
     flat = x.grad.view(-1)
     (x * 2).sum().backward()
     assert flat.sum().item() in (24, 72) and x.grad.view(-1).sum().item() == 72
+
+
+def test_a_copy_between_placements():
+    for src, dst in (((THREE, S(0)), (gt.placement("cpu", [1, 2]), S(1))), ((gt.placement("cpu", [3]), B), (THREE, P))):
+        grads = []
+        zeros = torch.zeros(6, 4, dtype=torch.float64)
+        ours = gt.from_full(views.plain_x(), *src), gt.from_full(zeros, *dst)
+        for a, b in ((views.plain_x(), zeros), ours):
+            a.requires_grad_()
+            c = b * 1
+            c.copy_(a)
+            c[1:3].copy_(a[0])
+            (c * c).sum().backward()
+            grads.append((c, a.grad))
+        for want, got in zip(*grads):
+            torch.testing.assert_close(got.full_tensor(), want)
+        assert c.placement == dst[0]
+
+
+def test_arrays_are_read_only():
+    x = gt.from_full(views.plain_x(), THREE, S(0))
+    with pytest.raises(ValueError, match="read-only"):
+        x.numpy()[:] = 1
+    array = np.array(x)
+    array[:] = 1
+    assert torch.equal(x.full_tensor(), views.plain_x())
+
+
+def test_as_strided_of_what_has_other_memory():
+    x = gt.from_full(views.plain_x(), THREE, S(0))
+    assert torch.equal(x.as_strided((3,), (5,), 1).full_tensor(), views.plain_x().as_strided((3,), (5,), 1))
+    for view in (x.t(), x[1:], x[2:4].t()):
+        with pytest.raises(PlacementError, match="strides speak of memory"):
+            view.as_strided((2,), (3,), 1).sum()
 
 
 def test_errors():

@@ -82,6 +82,9 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
     recipe.wants = tuple(None if type(t) is cls and want is own.layout else want
                          for t, want, own in zip(call.tensors, recipe.wants, operands))
     decide_aliases(recipe, operands)
+    if func is _as_strided and recipe.boxes_view and (operands[0].copied or not _is_contiguous(operands[0])):
+        raise PlacementError("as_strided of a tensor that must be boxed for it, and is a view or not contiguous",
+                             "strides speak of memory, and what is boxed has other memory", "x.contiguous() first")
     # an argument that the caller left out is not among the local call's positions
     recipe.local_args = {rank: tuple((_passed(func, at, positional), value) for at, value in own)
                          for rank, own in recipe.local_args.items()}
@@ -91,6 +94,13 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
         if recipe.outputs and len(returns) == 1 and str(returns[0].type) == "Tensor":
             recipe.single = recipe.outputs[0]
     return recipe
+
+
+_as_strided = torch.ops.aten.as_strided.default
+
+
+def _is_contiguous(own: Spec) -> bool:
+    return own.stride == contiguous(own.shape)
 
 
 def _check_call(cls: type[GlobalLike], call: Call) -> None:

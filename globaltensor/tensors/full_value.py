@@ -63,7 +63,9 @@ def place_full(whole: torch.Tensor, dst: Layout) -> tuple[Spec, Shards]:
 def text_of(x: Any) -> str:
     """What `repr` prints: value, layout, and what autograd knows."""
     with torch.no_grad():
-        if world().single_process or all(s.is_broadcast for s in x.sbp) and x.shards:
+        if not world().single_process and x.origin is not None:
+            value = f"tensor(shape={list(x.shape)}, dtype={x.dtype}, a view whose value other ranks hold"
+        elif world().single_process or all(s.is_broadcast for s in x.sbp) and x.shards:
             value = repr(next(iter(gather_full(x.detach()).values())))
         else:                                        # printing on one rank must not wait for the others
             value = f"tensor(shape={list(x.shape)}, dtype={x.dtype}, shards={x.shards}"

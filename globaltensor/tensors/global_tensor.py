@@ -218,6 +218,13 @@ class GlobalTensor(TensorMethods):
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
+    def copy_(self, src: torch.Tensor, non_blocking: bool = False) -> GlobalTensor:
+        """self[...] = src; of a global tensor on another placement too, which this asks to be moved."""
+        if isinstance(src, GlobalTensor) and src.placement != self.placement:
+            dst = self.spec.layout.without_partials
+            src = to_layout(src, dst if src.shape == self.shape else dst.replicated)
+        return super().copy_(src, non_blocking)
+
     def new_tensor(self, data: Any, *, dtype: torch.dtype | None = None,  # type: ignore[override]  # options by name
                    **options: Any) -> torch.Tensor:
         """A plain tensor of this data, with this tensor's dtype and device."""
@@ -260,8 +267,11 @@ class GlobalTensor(TensorMethods):
         return FullTensor.apply(self)
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
-        """The whole value as a NumPy array; collective."""
-        return (self.detach() if force else self).full_tensor().numpy(force=force)
+        """The whole value as a NumPy array; collective. It is a copy, so it is read-only: what is written into it would
+        not reach the tensor."""
+        array = (self.detach() if force else self).full_tensor().numpy(force=force)
+        array.flags.writeable = False
+        return array
 
     def tolist(self) -> Any:
         """The whole value as nested lists; collective."""
@@ -274,7 +284,8 @@ class GlobalTensor(TensorMethods):
         return object.__format__(self, format_spec)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+        array = self.numpy()
+        return array.astype(array.dtype if dtype is None else dtype) if copy or dtype is not None else array
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not world().single_process:
