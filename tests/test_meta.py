@@ -10,6 +10,7 @@ import os
 
 import pytest
 import torch
+from harness import PYTHON, good
 from rule_samples import ELSEWHERE, SAMPLES
 from test_rules import made, name_of
 from torch.testing._internal.common_methods_invocations import op_db
@@ -75,6 +76,29 @@ def test_line(func):
         except RuntimeError:
             continue                                 # a kernel that wants contiguous operands
         assert not wrong(func, args, kwargs, result), wrong(func, args, kwargs, result)
+
+
+SYMPY = {"grid_sampler_2d"}                          # its strides follow its code in Python
+WITHOUT_SYMPY = f"""
+import sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+import torch
+from rule_samples import ELSEWHERE, SAMPLES
+from test_rules import made, name_of
+from torch.utils._pytree import tree_map_only
+from globaltensor.op_table.table import TABLE
+from globaltensor.runtime.meta import meta
+for func in TABLE:
+    name = name_of(func)
+    for call in () if name in ELSEWHERE or name in {SYMPY} else SAMPLES.get(name, ()):
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), made(list(call), torch.Generator()))
+        meta(func, args, kwargs | ({{"device": torch.device("meta")}} if "device" in kwargs else {{}}))
+        assert "sympy" not in sys.modules, f"{{name}} {{call}}"
+"""
+
+
+def test_no_line_of_the_table_imports_sympy():
+    good([PYTHON, "-c", WITHOUT_SYMPY])
 
 
 class Recorder(TorchDispatchMode):
@@ -150,6 +174,16 @@ MISTAKES = {
     "embedding": (aten.embedding.default, (x, torch.ones(2))),
     "layer norm": (aten.native_layer_norm.default, (x, [4], None, None, 1e-5)),
     "layer norm's weight": (aten.native_layer_norm.default, (x, [3], torch.ones(4), None, 1e-5)),
+    "flip": (aten.flip.default, (x, [2])),
+    "roll": (aten.roll.default, (x, [1, 1], [0])),
+    "convolution": (aten.convolution.default, (torch.ones(1, 3, 4, 4), torch.ones(2, 4, 3, 3), None, [1, 1], [0, 0],
+                                               [1, 1], False, [0, 0], 1)),
+    "convolution of little": (aten.convolution.default, (torch.ones(1, 3, 2, 2), torch.ones(2, 3, 3, 3), None, [1, 1],
+                                                         [0, 0], [1, 1], False, [0, 0], 1)),
+    "group norm": (aten.native_group_norm.default, (torch.ones(2, 6, 4), torch.ones(5), None, 2, 6, 4, 3, 1e-5)),
+    "adaptive pooling": (aten._adaptive_avg_pool2d.default, (x, [2, 2])),
+    "im2col": (aten.im2col.default, (torch.ones(1, 1, 2, 2), [3, 3], [1, 1], [0, 0], [1, 1])),
+    "binary cross entropy": (aten.binary_cross_entropy.default, (x, y)),
     "nll loss": (aten.nll_loss_forward.default, (x, torch.zeros(3, dtype=torch.int64), None, 1, -100)),
 }
 

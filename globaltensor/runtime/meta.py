@@ -5,7 +5,7 @@ none in C++. On the meta device the Python ones hide the others, and most of the
 inductor: seconds, in every process. So an op is asked in the first of these ways that it has, and whatever it calls
 likewise:
 
-    as another   an op that returns the same (`AS`)
+    as another   an op that returns the same (`AS`), or a function of ours (op_shapes.py)
     structured   its C++ shape function. torch wraps it, for devices that have nothing but a kernel, into a function
                  that makes the outputs and passes them to the op's out= variant, which is skipped here.
     composed     the C++ function that makes it of other ops
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from globaltensor.runtime.op_shapes import SHAPES
 from globaltensor.runtime.torch_internals import (
     OpOverload,
     UntracedMode,
@@ -130,7 +131,8 @@ def _or_torchs(kernel: Callable[..., Any] | None, func: OpOverload, args: Sequen
         with Asking():
             return kernel(*args, **kwargs)
     except (RuntimeError, IndexError, TypeError, ValueError):
-        return func(*args, **kwargs)
+        own = python_meta(func)
+        return func(*args, **kwargs) if own is None or own is kernel else _or_torchs(own, func, args, kwargs)
 
 
 def _pointwise(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -201,7 +203,7 @@ def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Ten
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     kept = x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
     out = torch.empty_like(x, memory_format=formats[x.dim()] if kept else torch.contiguous_format)
-    return (out, *(t.new_empty(0) for t in statistics))              # kernels leave them empty
+    return out, x.new_empty(0), x.new_empty(0)       # kernels leave them empty
 
 
 AS: dict[OpOverload, Callable[..., Any]] = {
@@ -219,4 +221,5 @@ AS: dict[OpOverload, Callable[..., Any]] = {
     aten.native_batch_norm.default: _batch_norm,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    **SHAPES,
 }
