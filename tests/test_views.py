@@ -5,6 +5,7 @@ the seed printed at the top of the run (set VIEWS_SEED for others).
 """
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 
@@ -15,6 +16,7 @@ from harness import PROGRAMS, PYTHON, RUN, environment, good
 from hypothesis import HealthCheck, given, seed, settings, strategies
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from torch.testing._internal.common_methods_invocations import op_db
 
 import globaltensor as gt
 from globaltensor.errors import InPlaceError, MixedPlacementError, PlacementError
@@ -25,6 +27,11 @@ import views
 SEED = int(os.environ.get("VIEWS_SEED") or 20_261_122)
 print(f"tests/test_views.py: VIEWS_SEED={SEED}")
 EXAMPLES = 120
+# What needs other memory than the view's; and a target of another shape than the result, which no global tensor takes.
+REFUSED = {"as_strided", "addbmm"}
+RANDOM = {"normal", "uniform", "exponential", "cauchy", "geometric", "log_normal", "bernoulli", "nn.functional.rrelu",
+          "nn.functional.dropout", "nn.functional.dropout2d", "nn.functional.dropout3d", "nn.functional.alpha_dropout",
+          "nn.functional.feature_alpha_dropout"}
 THREE = gt.placement("cpu", [0, 1, 2])
 B, S, P = gt.sbp.broadcast, gt.sbp.split, gt.sbp.partial_sum
 
@@ -178,6 +185,33 @@ def test_errors():
         with pytest.raises(RuntimeError):
             views.execute(wrong, x)
     assert torch.equal(x.full_tensor(), views.plain_x())
+
+
+@pytest.mark.long
+def test_in_place_ops_of_torch_on_views():
+    """Every op of torch's database that has an in-place variant, on slices that cut the split dim."""
+    wrong, calls = [], 0
+    for op in op_db:
+        function = op.get_inplace()
+        dtype = next((d for d in (torch.float64, torch.int64, torch.bool) if d in op.dtypes), None)
+        if function is None or dtype is None or op.name in REFUSED:
+            continue
+        for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), 4):
+            t = sample.input
+            if not isinstance(t, torch.Tensor) or not t.dim() or not t.numel():
+                continue
+            for base, sbp, view in ((torch.cat([t[:1], t, t[-1:]]), S(0), lambda b: b[1:-1]),
+                                    (torch.stack([t, t], -1), S(t.dim()), lambda b: b[..., 1])):
+                want, x = base.clone(), gt.from_full(base, THREE, sbp)
+                try:
+                    function(view(want), *sample.args, **sample.kwargs)
+                except (RuntimeError, ValueError):   # not of this sample
+                    continue
+                calls += 1
+                function(view(x), *sample.args, **sample.kwargs)
+                if op.name not in RANDOM and not torch.allclose(x.full_tensor(), want, equal_nan=True):
+                    wrong.append((op.name, sbp, sample))
+    assert calls > 600 and not wrong, wrong
 
 
 def test_without_native_code():

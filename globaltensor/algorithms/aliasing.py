@@ -17,11 +17,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import torch
+
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Shards, Spec, spec
 from globaltensor.runtime.native import torch_ext
-from globaltensor.runtime.torch_internals import OpOverload, storage_id
+from globaltensor.runtime.torch_internals import DisableTorchDispatch, OpOverload, storage_id
+
+aten = torch.ops.aten
 
 
 class Origin(NamedTuple):
@@ -142,7 +146,14 @@ def become(t: Any, view: Any) -> None:
     if torch_ext is not None:
         torch_ext.become(t, view)
     else:
-        t.spec, t.shards, t.boxed_view = view.spec, {} if view.boxed_view else view.shards, view.boxed_view
+        with DisableTorchDispatch():                 # sizes and strides of the wrapper, which torch itself reads
+            aten.set_.source_Tensor(t, view)
+        take_memory(t, view)
+
+
+def take_memory(t: Any, of: Any) -> None:
+    """The part of `become` that torch knows nothing of, without native code."""
+    t.spec, t.shards, t.boxed_view = of.spec, {} if of.boxed_view else of.shards, of.boxed_view
 
 
 def note_write(t: Any) -> None:

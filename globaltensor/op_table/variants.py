@@ -20,7 +20,7 @@ from globaltensor.layouts.global_like import is_global
 from globaltensor.op_table.line import Line, always_decomposed
 from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call, arguments
-from globaltensor.runtime.torch_internals import DisableTorchDispatch, OpOverload, counting_writes, is_composite
+from globaltensor.runtime.torch_internals import OpOverload, counting_writes, is_composite
 
 aten = torch.ops.aten
 
@@ -51,8 +51,6 @@ def _other_memory(call: Call, run: Run) -> Any:
     """x.set_(y): x becomes what y is, with y's layout; of global tensors only."""
     if call.func is aten.set_.source_Tensor and all(is_global(t) for t in call.tensors):
         x, y = call.tensors
-        with DisableTorchDispatch():       # sizes and strides of the wrapper, which torch itself reads
-            call.func(x, y)
         become(x, y)
         return x
     raise InPlaceError(f"{call.func}: a tensor and the memory of another one, where one of them is global",
@@ -104,10 +102,7 @@ def _reshaped(functional: OpOverload) -> Decomposition:
     def write(call: Call, run: Run) -> Any:
         target = call.tensors[0]
         args, kwargs = _as(functional, call).full_arguments()
-        view = run(functional, *args, **kwargs)      # a boxed view keeps an alias of what the target was
-        with DisableTorchDispatch():                 # the wrapper's sizes and strides, which torch itself reads
-            call.func(*call.full_arguments()[0])
-        become(target, view)
+        become(target, run(functional, *args, **kwargs))             # of which a boxed view keeps an alias as it was
         return target
 
     return write

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from globaltensor.algorithms.aliasing import BoxedView, Origin, become
+from globaltensor.algorithms.aliasing import BoxedView, Origin, take_memory
 from globaltensor.dispatch.core import arrive, remake
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shards, Spec, layout, spec
@@ -181,7 +181,7 @@ class GlobalTensor(TensorMethods):
         with DisableTorchFunctionSubclass():
             _data.__set__(self, value)
         if torch_ext is None:
-            become(self, value)
+            take_memory(self, value)
         gradients.watch_anew(self)
 
     if TYPE_CHECKING:

@@ -66,6 +66,7 @@ WRITES = """
     x[:, 1].mul_(x[:, 2])
     x[1:5].unfold(0, 2, 2)[1].fill_(4)
     v = x[2]; v.unsqueeze_(0); v[0, 1] = 8
+    v = x[1:3, :3]; v.unsqueeze_(1); v.transpose_(0, 2); v[1, 0, 0] = 8; v.squeeze_(); v.mul_(2)
     x.as_strided((3,), (5,), 1).add_(2)
     x.chunk(2)[1][0] -= 1
     x[5].view(2, 2).t()[0] *= 3
