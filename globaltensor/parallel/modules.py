@@ -15,7 +15,7 @@ from torch import nn
 from globaltensor.errors import SbpError
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, SbpLike, broadcast, split
-from globaltensor.parallel.parameter_swap import check_convertible, convert
+from globaltensor.parallel.parameter_swap import check_convertible, convert, rnn_weights_found_again
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -35,14 +35,15 @@ def to_global(module: M, placement: Placement, sbp: SbpLike | Callable[[str, Any
     if isinstance(sbp, Mapping) and not _by_axis(sbp, placement):
         _check_patterns(module, sbp)
     tensors = list(named_tensors(module))
-    for name, _, _, tensor, _ in tensors:
-        check_convertible(tensor, name)
-    converted: dict[int, torch.Tensor] = {}
-    for name, owner, key, tensor, kind in tensors:
-        if id(tensor) not in converted:
-            own = _sbp_of(name, tensor, sbp, placement)
-            converted[id(tensor)] = convert(tensor, partial(_place, placement, own))
-        getattr(owner, kind)[key] = converted[id(tensor)]
+    with rnn_weights_found_again(module):
+        for name, _, _, tensor, _ in tensors:
+            check_convertible(tensor, name)
+        converted: dict[int, torch.Tensor] = {}
+        for name, owner, key, tensor, kind in tensors:
+            if id(tensor) not in converted:
+                own = _sbp_of(name, tensor, sbp, placement)
+                converted[id(tensor)] = convert(tensor, partial(_place, placement, own))
+            getattr(owner, kind)[key] = converted[id(tensor)]
     return module
 
 

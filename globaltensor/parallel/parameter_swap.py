@@ -63,6 +63,20 @@ def convert(tensor: Tensor, to_global: Callable[[Tensor], GlobalTensor]) -> Tens
     return tensor
 
 
+@contextmanager
+def rnn_weights_found_again(module: nn.Module) -> Iterator[None]:
+    """Around the conversion of a module: torch's RNNs refer to their weights weakly, which hinders a conversion, and
+    look them up anew afterwards, as torch's own conversions let them."""
+    rnns = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+    for rnn in rnns:
+        rnn._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for rnn in rnns:
+            rnn._init_flat_weights()
+
+
 def check_convertible(parameter: Tensor, name: str) -> None:
     """Raise GlobalTensorError for a parameter that a graph or a weak reference still knows as plain, and for one that
     `gt.zero` has split. `name` is for the message."""

@@ -10,7 +10,7 @@ replica's gradient is added to the parameter's after the step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from globaltensor.layouts.layout import Layout, layout, replicated
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.parallel.modules import named_tensors
-from globaltensor.parallel.parameter_swap import check_convertible, convert, swapped_in
+from globaltensor.parallel.parameter_swap import check_convertible, convert, rnn_weights_found_again, swapped_in
 from globaltensor.runtime.torch_internals import TensorBase
 from globaltensor.schedules.schedule import Schedule
 from globaltensor.tensors import backward, gradients
@@ -106,6 +106,13 @@ class StageParameters:
     def __init__(self, stages: Sequence[nn.Module], placements: Sequence[placement]) -> None:
         self.stages, self.placements = stages, placements
         self.replicas: list[dict[int, Replica]] = [{} for _ in stages]      # by stage, by id of the original
+        with ExitStack() as stack:
+            for module in stages:
+                stack.enter_context(rnn_weights_found_again(module))
+            self._place()
+
+    def _place(self) -> None:
+        stages, placements = self.stages, self.placements
         moved: dict[int, tuple[Any, Any]] = {}       # id of a tensor -> the tensor (kept alive), and its global one
         for name, _, _, tensor, _ in [row for module in stages for row in named_tensors(module)]:
             check_convertible(tensor, name)

@@ -286,6 +286,22 @@ def a_loss_that_is_done_is_no_hindrance():
     assert losses[0].item() == losses[1].item()
 
 
+def rnns_look_their_weights_up_anew():
+    """torch's RNNs keep weak references to them."""
+    for kind in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN):
+        rnn, x = kind(4, 3, 2, bidirectional=True), torch.randn(5, 6, 4)
+        plain = copy.deepcopy(rnn)
+        steps = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (rnn, plain)]
+        rnn.to_global(LINE, B)
+        for _ in range(3):
+            for m, optimizer, batch in ((rnn, steps[0], gt.from_full(x, LINE, S(1))), (plain, steps[1], x)):
+                optimizer.zero_grad()
+                m(batch)[0].pow(2).sum().backward()
+                optimizer.step()
+        alike(rnn, plain)
+        rnn.double()(gt.from_full(x.double(), LINE, S(1)))
+
+
 def many_times():
     """Nothing is freed twice or kept."""
     for _ in range(100):
@@ -301,7 +317,7 @@ def many_times():
 for check in (optimizers_made_before_and_after, parameters_are_what_they_were, gradients_stay, hooks_stay,
               an_optimizer_in_a_hook, zero_keeps_them, a_pipeline_keeps_them, copies_are_as_torch_makes_them,
               data_of_another_layout, torchs_own_conversions, refusals, a_loss_that_is_done_is_no_hindrance,
-              many_times):
+              rnns_look_their_weights_up_anew, many_times):
     if sys.argv[1:] in ([], [check.__name__]):
         check()
         print(check.__name__, flush=True)
