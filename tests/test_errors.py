@@ -52,10 +52,6 @@ def backward_forbidden():
         return x.softmax(0)
 
 
-def into_plain():
-    return torch.ones(4).add_(ones(4))
-
-
 # what to do, class, and what must stand in: the first line, `why`, `try`
 MISTAKES = {
     "rank outside the world": (lambda: on(0, 99), PlacementError, "rank 99 is outside the world of 8 ranks",
@@ -109,8 +105,6 @@ MISTAKES = {
                                     "t.to_global(placement, sbp)"),
     "in-place growth": (lambda: ones(1, 4).add_(ones(3, 4)), InPlaceError, "output with shape", "keeps its shape",
                         "x = x.add(...)"),
-    "into a plain tensor": (into_plain, InPlaceError, "a global value into a plain tensor", "no placement",
-                            "x.full_tensor()"),
     "parts that do not fit": (lambda: gt.from_shards({0: torch.ones(2), 1: torch.ones(3)}, on(), S(0)), ShapeError,
                               "rank 1: [3]", "a tensor of [5] would be cut as", "gt.from_full"),
     "parts of other dims": (lambda: gt.from_shards({0: torch.ones(2), 1: torch.ones(3, 1)}, on(), S(0)), ShapeError,

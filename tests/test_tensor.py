@@ -137,6 +137,19 @@ def test_copies_and_pickles():
     assert again.sbp == p.sbp and torch.equal(again.full_tensor(), p.full_tensor())
 
 
+@pytest.mark.parametrize("where, sbp", [(TWO, S(1)), (PLACES[1], S(0)), (PLACES[2], (S(0), S(0))),
+                                        (gt.placement("cpu", [[0, 1], [2, 3]], ("dp", "tp")), (B, P))], ids=str)
+def test_what_torch_saves_it_loads_without_trusting_the_file(where, sbp):
+    x = gt.from_full(torch.arange(35.0).reshape(5, 7), where, sbp)
+    for saved in (x, x.t(), x[1], nn.Parameter(x)):
+        file = io.BytesIO()
+        torch.save({"x": saved}, file)
+        loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)["x"]
+        assert str(loaded.spec) == str(saved.spec)
+        assert isinstance(loaded, nn.Parameter) == isinstance(saved, nn.Parameter)
+        assert torch.equal(loaded.full_tensor(), saved.full_tensor())
+
+
 INDICES = [1, -1, slice(1, 3), slice(None, None, 2), (slice(None), 0), (2, slice(1, 3)), (..., 1), slice(4, 2),
            (slice(1, 4, 2), slice(0, 2)), ...]
 

@@ -51,10 +51,12 @@ def value_spec(of: Spec) -> Spec:
 
 
 def check_writable(t: Any, func: OpOverload, name: str) -> None:
-    """Raise InPlaceError for an operand that cannot take what an op writes: a plain tensor."""
+    """Raise InPlaceError for an operand that cannot take what an op writes: a plain tensor, in a world where some
+    processes hold no part of the value (see dispatch/plain_writes.py), or beside global ones that are written too."""
     if not is_global(t):
         raise InPlaceError(f"{func} would write a global value into a plain tensor ({name})",
-                           "a plain tensor has no placement to hold it", "x.full_tensor() for a plain operand")
+                           "processes outside the placement do not know the value",
+                           "x.full_tensor() for a plain operand")
 
 
 class _Memory:

@@ -30,8 +30,10 @@ aten = torch.ops.aten
 
 
 def in_training(call: Call) -> bool:
-    """Are there statistics to compute, and is anything cut? (Running ones are written in place: no copies will do.)"""
-    return bool(call["training"]) and is_split_or_partial(call)
+    """Are there statistics to compute, and is anything cut? (Running ones are written in place: no copies will do, and
+    plain ones, which are one tensor for all ranks of a process, are written once.)"""
+    running = [call[name] for name in ("running_mean", "running_var") if call[name] is not None]
+    return bool(call["training"]) and (is_split_or_partial(call) or not all(map(is_global, running)))
 
 
 def trained(call: Call) -> bool:

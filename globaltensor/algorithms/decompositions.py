@@ -262,6 +262,16 @@ def foreach_norm(call: Call, run: Run) -> Any:
     return [root(run, total, p) for total in run.redistribute(sums, [home] * len(sums), "foreach_norm")]
 
 
+def packed_sequence(call: Call, run: Run) -> Any:
+    """The rows of sequences, step by step. The batch size of each step stays a plain tensor: RNNs read it."""
+    rows, batch_sizes = run.plain(call)
+    sizes = next(iter(batch_sizes.shards.values()), None)
+    if sizes is None:                                # of a process that holds nothing of the rows
+        lengths = call["lengths"]
+        sizes = (lengths > torch.arange(int(lengths.max())).unsqueeze(1)).sum(1)
+    return rows, sizes
+
+
 def unscale(call: Call, run: Run) -> Any:
     """GradScaler's step on gradients: multiplied by `inv_scale` in place. `found_inf`, a plain tensor that every
     process has, becomes 1 if any part of any gradient on any rank is not finite."""

@@ -14,6 +14,7 @@ import torch
 from globaltensor.algorithms.run import Run
 from globaltensor.dispatch import foreach
 from globaltensor.dispatch.choose import choose, layouts
+from globaltensor.dispatch.plain_writes import write_whole, writes_plain
 from globaltensor.dispatch.recipe import (
     Decision,
     Recipe,
@@ -45,6 +46,8 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
     if writes_view(call) and not (decomposition and func._schema.arguments[-1].is_out):      # those make, then copy
         _check_call(cls, call)
         return write_through
+    if writes_plain(call):
+        return write_whole
     if foreach.is_foreach(func):                     # whose elements may be on different placements
         return decomposition or foreach.decide_foreach(cls, call)
     where = _one_placement(cls, call)
@@ -231,7 +234,7 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
     except RuntimeError as error:
         if str(error).startswith("output with shape"):
             raise _changed(call, str(error)) from None
-        if any(word in str(error).lower() for word in ("meta", "data-dependent", "no fake impl")):
+        if any(word in str(error).lower() for word in ("meta", "data-dependent", "no fake impl", "not allocated")):
             return None
         raise
     flat = tree_flatten(result)[0] if result is not None else []

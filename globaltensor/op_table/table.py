@@ -317,6 +317,7 @@ lines("im2col", layers.columns(apart=True))
 lines("col2im", layers.columns(apart=False))
 lines("pixel_shuffle", layers.shuffled(up=True))
 lines("pixel_unshuffle", layers.shuffled(up=False))
+lines("_pack_padded_sequence", fixed("t! b! f*!, l! -> p! f*!, s!"), decomposition=decompositions.packed_sequence)
 lines("channel_shuffle", fixed("n c! s* -> n c! s*", "a"))
 lines("grid_sampler_2d", fixed("n c y! x!, n p q i! -> n c p q", "a*B"))
 lines("grid_sampler_2d_backward", masked_outputs(fixed(

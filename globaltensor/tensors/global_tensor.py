@@ -15,7 +15,7 @@ import torch
 from globaltensor.algorithms.aliasing import BoxedView, Origin, take_memory
 from globaltensor.dispatch.core import arrive, remake
 from globaltensor.errors import GlobalTensorError
-from globaltensor.layouts.layout import Shards, Spec, layout, spec
+from globaltensor.layouts.layout import Shape, Shards, Spec, spec
 from globaltensor.layouts.placement import placement, placement as Placement
 from globaltensor.layouts.sbp import NdSbp, SbpLike, broadcast
 from globaltensor.runtime.memory import NoMemory, require
@@ -291,7 +291,9 @@ class GlobalTensor(TensorMethods):
         if not world().single_process:
             raise GlobalTensorError("pickling a global tensor in one of several processes",
                                     "each process holds only its own shards", "gt.save, or x.full_tensor()")
-        return _rebuild, (self.placement, self.sbp, self.shards, self.spec, self.requires_grad,
+        where, own = self.placement, self.spec       # as plain values, which `torch.load(weights_only=True)` reads
+        return _rebuild, (where.type, where.ranks, where.axis_names, [str(s) for s in self.sbp], dict(self.shards),
+                          own.shape, own.stride, own.dtype, self.requires_grad,
                           isinstance(self, torch.nn.Parameter), _attributes(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
@@ -313,12 +315,18 @@ def _attributes(x: GlobalTensor) -> dict[str, Any]:
     return {name: value for name, value in x.__dict__.items() if name not in _OWN_ATTRIBUTES}
 
 
-def _rebuild(where: placement, sbp: NdSbp, shards: Shards, of: Spec, requires_grad: bool, is_parameter: bool,
-             attributes: dict[str, Any]) -> Any:
-    x: Any = GlobalTensor.wrap(spec(layout(where, sbp), of.shape, of.stride, of.dtype), shards)
+def _rebuild(device_type: str, ranks: Any, axis_names: Any, sbps: list[str], shards: Shards, shape: Shape,
+             stride: Shape, dtype: torch.dtype, requires_grad: bool, is_parameter: bool, attributes: dict[str, Any]
+             ) -> Any:
+    """A tensor that was pickled, of shards that this process has."""
+    dst = resolve_layout(placement(device_type, ranks, axis_names), sbps, len(shape))
+    x: Any = GlobalTensor.wrap(spec(dst, tuple(shape), tuple(stride), dtype), shards)
     x = torch.nn.Parameter(x, requires_grad) if is_parameter else x.requires_grad_(requires_grad)
     x.__dict__.update(attributes)
     return x
+
+
+torch.serialization.add_safe_globals([_rebuild])     # it runs nothing that the file says
 
 
 def _describe(of: Spec) -> tuple[Any, ...]:

@@ -146,6 +146,11 @@ def _accumulated_hook(leaf: Any) -> None:
 def _accumulated(leaf: Any) -> bool:
     """Note what waits; true where the gradient lies where it shall."""
     grad = raw_grad(leaf)
+    if type(grad) is torch.Tensor and not grad.requires_grad and grad.layout is torch.strided:
+        # it came by way of a plain tensor that the leaf was written into: whole, on every process
+        own = spec(leaf.spec.layout.replicated, tuple(grad.shape), None, grad.dtype)
+        grad = type(leaf).wrap(own, {r: grad.clone(memory_format=torch.contiguous_format) for r in leaf.shards})
+        _set(leaf, grad)
     if type(grad) is not type(leaf):
         return False
     if grad.spec.layout is not grad_layout(leaf):

@@ -66,6 +66,7 @@ MISTAKES = {
     "targets of its own": targets_of_its_own,
     "an index of its own": lambda: gt.zeros(4, 5, placement=where, sbp=B)[torch.tensor([me])],
     "another plain operand of two ranks": lambda: gt.zeros(4, placement=part, sbp=S(0)) * torch.full((4,), float(me)),
+    "into a plain tensor": lambda: torch.ones(4).add_(gt.ones(4, placement=part, sbp=B)),
     "mixed placements": mixed,
     "forbidden boxing": forbidden,
 }
