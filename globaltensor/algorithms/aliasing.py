@@ -108,12 +108,17 @@ class BoxedView:
         return Origin(self.call.func, self.call.values, self.nth)
 
 
+def memory_id(t: Any) -> int:
+    """The same number for global tensors of one memory; of one that this process holds a part of."""
+    return storage_id(t.shards[min(t.shards)])
+
+
 def _memory(base: Any) -> _Memory:
     if base.boxed_view is not None:
         return base.boxed_view.call.memory
     if not base.shards:
         return _Memory()                             # of a process that holds nothing of it
-    key = storage_id(next(iter(base.shards.values())))
+    key = memory_id(base)
     memory = _watched.get(key)
     if memory is None:
         memory = _watched[key] = _Memory()
@@ -165,6 +170,6 @@ def note_write(t: Any) -> None:
     elif t.boxed_view is not None:
         t.boxed_view.call.memory.writes += 1
     elif _watched and t.shards:
-        memory = _watched.get(storage_id(next(iter(t.shards.values()))))
+        memory = _watched.get(memory_id(t))
         if memory is not None:
             memory.writes += 1

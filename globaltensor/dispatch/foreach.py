@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from globaltensor.algorithms.aliasing import memory_id
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import Recipe, decide_aliases, spec_of_plain, written_operands
 from globaltensor.errors import MixedPlacementError
@@ -22,7 +23,7 @@ from globaltensor.rules.call import Call, Slot, arguments, written
 from globaltensor.rules.families import broadcast_shape, pointwise
 from globaltensor.rules.language import NUMBER
 from globaltensor.runtime.meta import meta
-from globaltensor.runtime.torch_internals import OpOverload, storage_id
+from globaltensor.runtime.torch_internals import OpOverload
 from globaltensor.runtime.world import world
 
 
@@ -68,8 +69,8 @@ def decide_foreach(cls: type[GlobalLike], call: Call) -> Recipe:
 
 def share_memory(call: Call) -> bool:
     """Do elements that a foreach op writes share memory? If they are boxed, one is done after the other."""
-    storages = [storage_id(shard) for t in written(call) for shard in list(t.shards.values())[:1]]
-    return is_foreach(call.func) and len(set(storages)) < len(storages)
+    memories = [memory_id(t) for t in written(call) if t.shards]
+    return is_foreach(call.func) and len(set(memories)) < len(memories)
 
 
 def element_calls(call: Call) -> Iterator[tuple[list[Any], dict[str, Any]]]:
