@@ -100,12 +100,12 @@ Reduction::Reduction(const c10d::ReduceOp& asked, int ranks, const char* name) :
       divisor = ranks;
       break;
     case c10d::ReduceOp::PREMUL_SUM: {
-      auto* given = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(asked.supplement_.get());
-      TORCH_CHECK_VALUE(given, "globaltensor, ", name, ": PREMUL_SUM without a factor");
+      auto* premul = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(asked.supplement_.get());
+      TORCH_CHECK_VALUE(premul, "globaltensor, ", name, ": PREMUL_SUM without a factor");
       op = GT_SUM;
       scaled = true;
-      factor = given->tensor_factor;
-      if (!factor.defined()) factor = at::scalar_tensor(given->double_factor, at::kDouble);
+      factor = premul->tensor_factor;
+      if (!factor.defined()) factor = at::scalar_tensor(premul->double_factor, at::kDouble);
       break;
     }
     default: break;
@@ -206,7 +206,7 @@ void Backend::all_reduce_pieces(Job& job, at::ArrayRef<at::Tensor> runs, int op)
   int64_t used = 0;
   auto run = [&] {
     job.run();
-    for (auto& [here, there] : copies) std::memcpy(here.data, there.data, here.columns * item);
+    for (auto& [own, reduced] : copies) std::memcpy(own.data, reduced.data, own.columns * item);
     copies.clear();
     used = 0;
   };
@@ -214,12 +214,12 @@ void Backend::all_reduce_pieces(Job& job, at::ArrayRef<at::Tensor> runs, int op)
     const bool stays = gt_in_arena(t.const_data_ptr());
     for (int64_t begin = 0, count; begin < t.numel(); begin += count) {
       count = std::min(most - used, t.numel() - begin);
-      const ShardRows here = row(t, begin, count), there = stays ? here : row(room, used, count);
+      const ShardRows own = row(t, begin, count), reduced = stays ? own : row(room, used, count);
       if (!stays) {
-        std::memcpy(there.data, here.data, count * item);
-        copies.emplace_back(here, there);
+        std::memcpy(reduced.data, own.data, count * item);
+        copies.emplace_back(own, reduced);
       }
-      job.move({Pattern::ReduceParts, 0, 0, op, count}, there, there);
+      job.move({Pattern::ReduceParts, 0, 0, op, count}, reduced, reduced);
       if ((used += count) == most) run();
     }
   }

@@ -171,8 +171,8 @@ Work Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
     job.agree(n);
     const at::Tensor output = job.write(outputs[i]);
     const ShardRows to = rows(output, size_), from = rows(job.read_apart(inputs[i], output, rank_ * n));
-    const bool there = n && from.data == row(output, rank_ * n, n).data;
-    moves.push_back({{Pattern::Gather, 0, there, GT_SUM, n}, from, to});
+    const bool in_place = n && from.data == row(output, rank_ * n, n).data;
+    moves.push_back({{Pattern::Gather, 0, in_place, GT_SUM, n}, from, to});
   }
   run_pieces(job, moves);
   return job.done();

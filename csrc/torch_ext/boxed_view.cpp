@@ -122,7 +122,7 @@ void make_results(ViewCall& call, const Spec* spec, int64_t now) {
     make_in_python(call, spec);
   }
   call.taken.assign(call.results.size(), false);
-  call.made = now;
+  call.writes_when_made = now;
 }
 
 py::list python_boxed_views(const py::list& specs, const std::string& name, const std::string& overload,
@@ -163,11 +163,11 @@ MemoryWrites::~MemoryWrites() {
 void GlobalImpl::read_view() {
   ViewCall& call = *view.call;
   const int64_t now = call.memory->count;
-  if (view.made == now) return;
-  if (call.made != now || call.taken[view.nth]) make_results(call, spec, now);
+  if (view.writes_when_made == now) return;
+  if (call.writes_when_made != now || call.taken[view.nth]) make_results(call, spec, now);
   shards_ = std::move(call.results[view.nth]);
   call.taken[view.nth] = true;
-  view.made = now;
+  view.writes_when_made = now;
 }
 
 void push_boxed_views(const c10::OperatorHandle& op, std::shared_ptr<const Recipe> recipe, Stack* stack) {

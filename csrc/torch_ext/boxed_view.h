@@ -22,7 +22,7 @@ struct ViewCall {
   std::shared_ptr<MemoryWrites> memory;            // at the end of the chain of bases
   std::vector<Shards> results;                     // those that nobody has taken yet
   std::vector<bool> taken;
-  int64_t made = -1;                               // the writes when they were made; -1: never
+  int64_t writes_when_made = -1;                   // how many writes there had been; -1: never made
 };
 
 // The results of such a call; nothing is done yet. The arguments are on the stack.

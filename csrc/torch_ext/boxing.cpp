@@ -82,23 +82,23 @@ struct HostMoves {
 // ---- boxings and shards from Python
 
 template <class T>
-std::vector<T> structs_from(const py::dict& given, const char* name) {
-  const auto packed = given[name].cast<std::string>();
+std::vector<T> structs_from(const py::dict& fields, const char* name) {
+  const auto packed = fields[name].cast<std::string>();
   TORCH_CHECK(packed.size() % sizeof(T) == 0, "a program of ", packed.size(), " bytes does not fit its structs");
   std::vector<T> structs(packed.size() / sizeof(T));
   memcpy(structs.data(), packed.data(), packed.size());
   return structs;
 }
 
-BoxingStep step_from(const py::dict& given) {
+BoxingStep step_from(const py::dict& fields) {
   BoxingStep step;
-  step.regions = structs_from<gt_region>(given, "regions");
-  step.corners = structs_from<gt_corner>(given, "corners");
-  step.op = given["op"].cast<int>();
-  step.partners = given["partners"].cast<std::vector<int32_t>>();
-  step.ties = given["ties"].cast<std::vector<uint8_t>>();
-  step.result = spec_of(py::object(given["result"]).ptr());
-  step.sizes = given["sizes"].cast<std::vector<std::vector<int64_t>>>();
+  step.regions = structs_from<gt_region>(fields, "regions");
+  step.corners = structs_from<gt_corner>(fields, "corners");
+  step.op = fields["op"].cast<int>();
+  step.partners = fields["partners"].cast<std::vector<int32_t>>();
+  step.ties = fields["ties"].cast<std::vector<uint8_t>>();
+  step.result = spec_of(py::object(fields["result"]).ptr());
+  step.sizes = fields["sizes"].cast<std::vector<std::vector<int64_t>>>();
   return step;
 }
 
@@ -138,10 +138,10 @@ struct MoveItems {
 };
 
 py::list python_move_shards(const py::list& items, const std::string& what) {
-  MoveItems given(items);
-  auto moved = move_shards(given.moves, what);
+  MoveItems parsed(items);
+  auto moved = move_shards(parsed.moves, what);
   py::list results;
-  for (size_t i = 0; i < moved.size(); i++) results.append(dict_of(given.moves[i].boxing->result(), moved[i]));
+  for (size_t i = 0; i < moved.size(); i++) results.append(dict_of(parsed.moves[i].boxing->result(), moved[i]));
   return results;
 }
 
@@ -161,10 +161,10 @@ void redistribute_in_place(const std::vector<std::pair<std::shared_ptr<Boxing>, 
 
 // `fresh`: the sources are written before each, and the time that writing alone takes is left out.
 double time_moves(const py::list& items, const std::string& what, int64_t times, bool fresh) {
-  MoveItems given(items);
+  MoveItems parsed(items);
   auto now = [] { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); };
   auto write = [&] {
-    for (const Shards& shards : given.shards)
+    for (const Shards& shards : parsed.shards)
       for (const at::Tensor& t : shards) memset(memory_of(t), 0, t.nbytes());
   };
   double began = now();
@@ -173,7 +173,7 @@ double time_moves(const py::list& items, const std::string& what, int64_t times,
   began = now();
   for (int64_t i = 0; i < times; i++) {
     if (fresh) write();
-    move_shards(given.moves, what);
+    move_shards(parsed.moves, what);
   }
   return now() - began - writing;
 }
@@ -211,7 +211,7 @@ std::vector<Shards> move_shards(const std::vector<ShardMove>& moves, const std::
   return now;
 }
 
-std::shared_ptr<const Boxing> boxing_from(py::object given) { return given.cast<std::shared_ptr<Boxing>>(); }
+std::shared_ptr<const Boxing> boxing_from(py::object object) { return object.cast<std::shared_ptr<Boxing>>(); }
 
 void bind_boxing(py::module_& m) {
   py::class_<Boxing, std::shared_ptr<Boxing>>(m, "Boxing", "A boxing of tensors of one spec, ready to run.")

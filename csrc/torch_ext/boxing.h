@@ -39,7 +39,7 @@ struct ShardMove {
 std::vector<Shards> move_shards(const std::vector<ShardMove>& moves, const std::string& what);
 
 bool boxing_watched();                             // someone records or restricts boxings: they go through Python
-std::shared_ptr<const Boxing> boxing_from(pybind11::object given);
+std::shared_ptr<const Boxing> boxing_from(pybind11::object object);
 void bind_boxing(pybind11::module_& m);
 void bind_redistribute(pybind11::module_& m);
 

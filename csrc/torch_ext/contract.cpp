@@ -55,9 +55,9 @@ MatmulPlan plan_matmul(const std::string& left, const std::string& right, const 
   return plan;
 }
 
-const MatmulPlan& matmul_plan(std::string_view given) {
+const MatmulPlan& matmul_plan(std::string_view text) {
   static thread_local std::unordered_map<std::string, MatmulPlan> known;
-  std::string equation(given);
+  std::string equation(text);
   auto at = known.find(equation);
   if (at != known.end()) return at->second;
   const auto [left, right, out] = *sides_of(equation);

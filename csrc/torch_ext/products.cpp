@@ -183,13 +183,13 @@ bool is_plain(const std::string& equation, const Tensor& a, const Tensor& b) {
   return true;
 }
 
-Tensor einsum(std::string_view given, at::TensorList operands, at::OptionalIntArrayRef path) {
-  std::string equation(given);
+Tensor einsum(std::string_view text, at::TensorList operands, at::OptionalIntArrayRef path) {
+  std::string equation(text);
   equation.erase(std::remove(equation.begin(), equation.end(), ' '), equation.end());
   if (operands.size() == 2 && is_plain(equation, operands[0], operands[1]))
     return contract(equation, cast(operands[0]), cast(operands[1]));
   c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
-  return at::einsum(given, operands, path);
+  return at::einsum(text, operands, path);
 }
 
 Tensor embedding(const Tensor& weight, const Tensor& indices, c10::SymInt padding, bool by_frequency, bool sparse) {

@@ -71,9 +71,9 @@ void cache_flat_recipe(const std::string& pending_key, const std::string& name, 
 
 }  // namespace
 
-std::vector<Slot> slots_from(const py::list& given) {
+std::vector<Slot> slots_from(const py::list& items) {
   std::vector<Slot> slots;
-  for (auto item : given) {
+  for (auto item : items) {
     auto pair = item.cast<py::tuple>();
     slots.push_back({pair[0].cast<int32_t>(), pair[1].cast<int32_t>()});
   }

@@ -38,7 +38,7 @@ struct ViewCall;
 struct BoxedView {
   std::shared_ptr<ViewCall> call;
   size_t nth = 0;
-  int64_t made = -1;
+  int64_t writes_when_made = -1;
 };
 
 struct GlobalImpl final : c10::TensorImpl {

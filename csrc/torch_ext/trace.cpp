@@ -10,11 +10,11 @@ namespace py = pybind11;
 namespace gt {
 namespace {
 
-c10::IValue argument_of(const Trace::Argument& given, const std::vector<at::Tensor>& registers) {
-  if (given.source >= 0) return registers[given.source];
-  if (given.sources.empty()) return given.value;
+c10::IValue argument_of(const Trace::Argument& argument, const std::vector<at::Tensor>& registers) {
+  if (argument.source >= 0) return registers[argument.source];
+  if (argument.sources.empty()) return argument.value;
   c10::List<at::Tensor> list;
-  for (int32_t source : given.sources) list.push_back(registers[source]);
+  for (int32_t source : argument.sources) list.push_back(registers[source]);
   return list;
 }
 
@@ -38,18 +38,18 @@ void run_moves(const Trace::Step& step, std::vector<at::Tensor>& registers) {
 // ---- a trace from Python (dispatch/trace.py)
 
 // A number where a tensor is wanted is what torch makes of it: a tensor that gives way to others' dtypes.
-c10::IValue value_from(const py::object& given, const c10::Argument& of) {
-  const bool is_float = py::isinstance<py::float_>(given);
-  if (of.type()->kind() != c10::TypeKind::TensorType || !(is_float || py::isinstance<py::int_>(given)))
-    return torch::jit::toIValue(given, of.real_type());
-  at::Tensor number = is_float ? at::scalar_tensor(given.cast<double>(), at::kDouble)
-                               : at::scalar_tensor(given.cast<int64_t>(), at::kLong);
+c10::IValue value_from(const py::object& object, const c10::Argument& of) {
+  const bool is_float = py::isinstance<py::float_>(object);
+  if (of.type()->kind() != c10::TypeKind::TensorType || !(is_float || py::isinstance<py::int_>(object)))
+    return torch::jit::toIValue(object, of.real_type());
+  at::Tensor number = is_float ? at::scalar_tensor(object.cast<double>(), at::kDouble)
+                               : at::scalar_tensor(object.cast<int64_t>(), at::kLong);
   number.unsafeGetTensorImpl()->set_wrapped_number(true);
   return number;
 }
 
-Trace::Argument argument_from(const py::object& given, const c10::Argument& of) {
-  auto pair = given.cast<py::tuple>();               // ("place", n), ("places", [n]) or ("value", what)
+Trace::Argument argument_from(const py::object& object, const c10::Argument& of) {
+  auto pair = object.cast<py::tuple>();               // ("place", n), ("places", [n]) or ("value", what)
   const auto kind = pair[0].cast<std::string>();
   Trace::Argument argument;
   if (kind == "place")
@@ -61,19 +61,19 @@ Trace::Argument argument_from(const py::object& given, const c10::Argument& of) 
   return argument;
 }
 
-Trace::Step trace_step_from(const py::tuple& given) {
+Trace::Step trace_step_from(const py::tuple& fields) {
   Trace::Step step;
-  step.name = given[0].cast<std::string>();
-  if (given.size() == 2) {                           // (what, [(place, Boxing)])
-    for (auto move : given[1].cast<py::list>()) {
+  step.name = fields[0].cast<std::string>();
+  if (fields.size() == 2) {                           // (what, [(place, Boxing)])
+    for (auto move : fields[1].cast<py::list>()) {
       auto pair = move.cast<py::tuple>();
       step.moves.emplace_back(pair[0].cast<int32_t>(), boxing_from(pair[1]));
     }
     return step;
   }
-  step.op = c10::Dispatcher::singleton().findSchemaOrThrow(step.name.c_str(), given[1].cast<std::string>().c_str());
+  step.op = c10::Dispatcher::singleton().findSchemaOrThrow(step.name.c_str(), fields[1].cast<std::string>().c_str());
   size_t nth = 0;
-  for (auto value : given[2].cast<py::list>()) {
+  for (auto value : fields[2].cast<py::list>()) {
     const auto& argument = step.op->schema().arguments()[nth++];
     step.arguments.push_back(argument_from(py::reinterpret_borrow<py::object>(value), argument));
   }
@@ -117,7 +117,7 @@ void replay(const c10::OperatorHandle& op, const Recipe& recipe, c10::DispatchKe
       continue;
     }
     own.clear();
-    for (const auto& given : step.arguments) own.push_back(argument_of(given, registers));
+    for (const auto& argument : step.arguments) own.push_back(argument_of(argument, registers));
     dispatch(*step.op, keys, &own);
     for (const auto& result : own) push_result(result, registers);
   }
