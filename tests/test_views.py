@@ -110,8 +110,7 @@ def _orthogonal(model):
     return parametrizations.orthogonal(model).weight @ model.weight.T
 
 
-@pytest.mark.parametrize("change", [_pruned, _initialized,
-                                    _orthogonal], ids=str)
+@pytest.mark.parametrize("change", [_pruned, _initialized, _orthogonal], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("sbp", [S(0), S(1), B], ids=str)
 def test_what_torch_does_to_weights(change, sbp):
     torch.manual_seed(0)
