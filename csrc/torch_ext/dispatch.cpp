@@ -26,6 +26,11 @@ namespace {
 thread_local RecipeKey pending;
 thread_local bool is_pending = false;
 
+// No call is on its way once this one has ended, by an error too.
+struct PendingEnds {
+  ~PendingEnds() { is_pending = false; }
+};
+
 constexpr auto kUnclaimed = "aten::_cudnn_init_dropout_state";  // it takes no tensor
 
 // torch's own kernel for the Python key, as an op has it that we never claim.
@@ -109,11 +114,12 @@ void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
       pending = key;
       is_pending = true;
     }
+    PendingEnds ends;
     call_python(op, stack);
   } else {
+    is_pending = false;
     torch_kernel().callBoxed(op, keys, stack);
   }
-  is_pending = false;
 }
 
 void bind_dispatch(py::module_& m) {

@@ -62,6 +62,12 @@ bool defer(const Tensor& leaf, const std::string& equation, const Tensor& a, con
 
 Tensor conjugate(const Tensor& t) { return t.is_complex() ? t.conj() : t; }
 
+// Is more asked of these operands than a backward pass? Then torch's own ops do it, which have formulas for all.
+template <class... Tensors>
+bool beyond_backward(const Tensors&... operands) {
+  return is_transformed() || (has_tangent(operands) || ...);
+}
+
 bool needs_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
 
 struct Contract : torch::autograd::Function<Contract> {
@@ -123,18 +129,21 @@ Tensor cast(const Tensor& t) {
 
 std::optional<Tensor> cast(const std::optional<Tensor>& t) { return t && t->defined() ? std::optional(cast(*t)) : t; }
 
+Tensor linear_in_graph(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const bool any_grad = needs_grad(x) || needs_grad(weight) || (bias && needs_grad(*bias));
+  return at::GradMode::is_enabled() && any_grad ? Linear::apply(x, weight, bias) : linear_op(x, weight, bias);
+}
+
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const bool biased = bias && bias->defined();
-  if (x.dim() < 2 || weight.dim() != 2 || (biased && bias->dim() != 1)) {
+  if (x.dim() < 2 || weight.dim() != 2 || (biased && bias->dim() != 1) ||
+      beyond_backward(x, weight, biased ? *bias : Tensor())) {
     c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
     return at::linear(x, weight, bias);
   }
   TORCH_CHECK(x.size(-1) == weight.size(1), "linear: shapes ", x.sizes(), " and ", weight.sizes(),
               " cannot be multiplied");
-  Tensor a = cast(x), w = cast(weight);
-  std::optional<Tensor> b = cast(bias);
-  const bool any_grad = needs_grad(a) || needs_grad(w) || (biased && needs_grad(*b));
-  return at::GradMode::is_enabled() && any_grad ? Linear::apply(a, w, b) : linear_op(a, w, b);
+  return linear_in_graph(cast(x), cast(weight), cast(bias));
 }
 
 // x without the leading dims of size 1 that are broadcast, and the labels of those that stay.
@@ -152,7 +161,7 @@ std::pair<Tensor, std::string> without_ones(const Tensor& x, c10::IntArrayRef ba
 }
 
 Tensor matmul(const Tensor& a, const Tensor& b) {
-  if (a.dim() < 2 || b.dim() < 2 || (a.dim() == 2 && b.dim() == 2)) {
+  if (a.dim() < 2 || b.dim() < 2 || (a.dim() == 2 && b.dim() == 2) || beyond_backward(a, b)) {
     c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
     return at::matmul(a, b);
   }
@@ -194,7 +203,7 @@ Tensor einsum(std::string_view text, at::TensorList operands, at::OptionalIntArr
 
 Tensor embedding(const Tensor& weight, const Tensor& indices, c10::SymInt padding, bool by_frequency, bool sparse) {
   const bool is_split = is_global(weight.unsafeGetTensorImpl()) && global(weight)->spec->dim0_split;
-  if (is_split && weight.dim() == 2 && !by_frequency && !sparse) {
+  if (is_split && weight.dim() == 2 && !by_frequency && !sparse && !beyond_backward(weight, indices)) {
     py::gil_scoped_acquire lock;
     c10::impl::ExcludeDispatchKeyGuard once(kGlobal);  // the hook calls embedding itself
     return py::handle(lookup)(weight, indices, padding.expect_int()).cast<Tensor>();
@@ -213,6 +222,10 @@ std::optional<EquationSides> sides_of(const std::string& equation) {
 }
 
 Tensor contract(const std::string& equation, const Tensor& a, const Tensor& b) {
+  if (beyond_backward(a, b)) {
+    c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
+    return at::einsum(equation, {a, b});
+  }
   if (at::GradMode::is_enabled() && (needs_grad(a) || needs_grad(b))) return Contract::apply(equation, a, b);
   return contract_op(equation, a, b);
 }
@@ -233,6 +246,14 @@ void bind_products(py::module_& m) {
 }
 
 }  // namespace gt
+
+// Called by name, as a graph that torch traced calls them.
+TORCH_LIBRARY_IMPL(globaltensor, Autograd, m) {
+  m.impl("contract", [](std::string_view equation, const at::Tensor& a, const at::Tensor& b) {
+    return gt::contract(std::string(equation), a, b);
+  });
+  m.impl("linear", &gt::linear_in_graph);
+}
 
 TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) {
   m.impl("linear", &gt::linear);

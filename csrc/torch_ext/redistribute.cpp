@@ -1,6 +1,7 @@
 // `to_global` from Python to the memory and back: an explicit boxing as one function of autograd.
 //
 // Its backward is the boxing dst.dual -> src.dual, found by Python once per layout of the gradient that comes in.
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -54,8 +55,10 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
   static Tensor gradient_of_x(AutogradContext* ctx, const Tensor& grad) {
     const auto* source = reinterpret_cast<const Spec*>(ctx->saved_data["source"].toInt());
     auto* layout = reinterpret_cast<PyObject*>(ctx->saved_data["grad_layout"].toInt());
-    const auto* spec = global(grad)->spec;
-    if (boxing_watched()) {
+    // Python takes what is watched or traced, what more is asked of than a backward pass, and plain gradients.
+    const auto* spec = is_global(grad.unsafeGetTensorImpl()) ? global(grad)->spec : nullptr;
+    if (!spec || boxing_watched() || has_tangent(grad) || is_transformed() ||
+        c10::impl::TorchDispatchModeTLS::any_modes_set()) {
       py::gil_scoped_acquire lock;
       return py::handle(run_backward)(grad, py::handle(source->object), py::handle(layout)).cast<Tensor>();
     }

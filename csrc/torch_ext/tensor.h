@@ -5,6 +5,7 @@
 // taken before torch decomposes them.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -67,6 +68,13 @@ struct GlobalImpl final : c10::TensorImpl {
 
 inline bool is_global(const c10::TensorImpl* impl) { return impl->key_set().has(kGlobal); }
 inline GlobalImpl* global(const at::Tensor& t) { return static_cast<GlobalImpl*>(t.unsafeGetTensorImpl()); }
+
+// Does forward AD follow this tensor?
+inline bool has_tangent(const at::Tensor& t) { return t.defined() && t._fw_grad(0).defined(); }
+// Does a transform of torch.func (grad, vmap, jvp) run on this thread?
+inline bool is_transformed() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
 
 Shards shards_from(const Spec* spec, PyObject* dict);  // a dict rank -> tensor; empty where there is none
 at::Tensor wrap(const Spec* spec, Shards shards);  // with its Python class; takes the interpreter's lock itself

@@ -25,6 +25,7 @@ from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call
 from globaltensor.rules.language import Rule, Signature
 from globaltensor.rules.proof import Sides
+from globaltensor.runtime.custom_ops import LINEAR_MAPS
 from globaltensor.runtime.text_table import aligned
 from globaltensor.runtime.torch_internals import TorchDispatchMode, tree_leaves
 from globaltensor.runtime.world import world
@@ -96,7 +97,8 @@ class _Seeing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if not any(type(t) is GlobalTensor for t in tree_leaves((args, kwargs))):
+        asked_for = func in LINEAR_MAPS              # whose boxings have rows of their own
+        if asked_for or not any(type(t) is GlobalTensor for t in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         self.between()
         decision = decide(GlobalTensor, func, args, kwargs)

@@ -27,7 +27,7 @@ from globaltensor.layouts.regions import Range
 from globaltensor.rules.call import Call, arguments, written
 from globaltensor.runtime.memory import require
 from globaltensor.runtime.native import torch_ext
-from globaltensor.runtime.torch_internals import OpOverload
+from globaltensor.runtime.torch_internals import OpOverload, tree_map_only
 
 _decisions: dict[tuple[Any, ...], Decision] = {}
 _LIMIT = 50_000
@@ -39,6 +39,8 @@ def arrive(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwarg
     Only what comes a second time is cached: a shape that is seen once is not worth it. An operand without memory always
     comes here, and is refused.
     """
+    if any(t._is_zerotensor() for t in _tensors(args, kwargs)):
+        args, kwargs = tree_map_only(torch.Tensor, _with_memory, (args, kwargs))
     for t in _tensors(args, kwargs):
         if type(t) is not cls and not (t.is_meta and _on_meta(cls, args, kwargs)):
             require(t, f"an operand of {func}")
@@ -61,6 +63,11 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
         for t in value if type(value) in (list, tuple) else (value,):
             if isinstance(t, torch.Tensor):
                 yield t
+
+
+def _with_memory(t: torch.Tensor) -> torch.Tensor:
+    """torch's lazy zeros, which are all that an autograd formula may give, as zeros."""
+    return torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t._is_zerotensor() else t
 
 
 def _on_meta(cls: type[GlobalLike], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -4,13 +4,27 @@
     linear(x, weight, bias)      x [..., k] @ weight [n, k].T + bias [n], of any number of dims
     embedding_backward(grad, indices, rows, padding_idx)
                                  the gradient of an embedding's weight, of as many rows as `rows` has
+
+And the linear maps between plain and global tensors (tensors/linear_maps.py, map_ops.py), which name layouts by their
+text:
+
+    redistribute(x, layout, grad_layout)
+    from_full(t, layout)         full_tensor(x)
+    from_local(t, layout)        to_local(x)
+    spread(t, layout, shape)     part(x, layout, shape)
 """
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
 import torch
 from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
 
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.torch_internals import OpOverload
 
 _library = torch.library.Library("globaltensor", "DEF")
 
@@ -36,6 +50,36 @@ for _schema, _kernel in (("contract(str equation, Tensor a, Tensor b) -> Tensor"
     if torch_ext is None or _kernel is _embedding_backward:   # the native code brings its own
         _library.impl(_schema.partition("(")[0], _kernel, "CompositeExplicitAutograd")
 
+for _map in ("redistribute(Tensor x, str layout, str? grad_layout=None)", "full_tensor(Tensor x)",
+             "from_full(Tensor t, str layout)", "to_local(Tensor x)", "from_local(Tensor t, str layout)",
+             "spread(Tensor t, str layout, SymInt[] shape)", "part(Tensor x, str layout, SymInt[] shape)"):
+    _library.define(f"{_map} -> Tensor")
+
+
+def implement(op: OpOverload, kernel: Callable[..., torch.Tensor], key: str = "CompositeExplicitAutograd") -> None:
+    """Give an op of ours what it does at a dispatch key."""
+    _library.impl(op._schema.name.partition("::")[2], kernel, key)
+
+
 contract = torch.ops.globaltensor.contract.default
 linear = torch.ops.globaltensor.linear.default
 embedding_backward = torch.ops.globaltensor.embedding_backward.default
+redistribute = torch.ops.globaltensor.redistribute.default
+full_tensor = torch.ops.globaltensor.full_tensor.default
+from_full = torch.ops.globaltensor.from_full.default
+to_local = torch.ops.globaltensor.to_local.default
+from_local = torch.ops.globaltensor.from_local.default
+spread = torch.ops.globaltensor.spread.default
+part = torch.ops.globaltensor.part.default
+LINEAR_MAPS = {redistribute, full_tensor, from_full, to_local, from_local, spread, part}
+
+
+@register_flop_formula(torch.ops.globaltensor.linear)
+def _count_of_linear(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * prod(x) * weight[0]
+
+
+@register_flop_formula(torch.ops.globaltensor.contract)
+def _count_of_contract(equation: str, a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
+    left, right = equation.partition("->")[0].split(",")
+    return 2 * prod({**dict(zip(left, a)), **dict(zip(right, b))}.values())

@@ -5,13 +5,15 @@ where they are needed. `docs/torch-internals.md` lists both and tells what we wo
 """
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
-from torch._ops import OpOverload as OpOverload, OpOverloadPacket
+from torch._ops import OpOverload as OpOverload, OpOverloadPacket, _higher_order_ops
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -120,6 +122,63 @@ def counting_writes() -> AbstractContextManager[Any]:
     """Inside it, ops that come from below autograd count writes and tie views to what they view, as those above it."""
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def modes_active() -> bool:
+    """Does a dispatch mode look on: FakeTensorMode, make_fx, a FLOP counter?"""
+    return num_dispatch_modes() > 0
+
+
+def introduce_to_make_fx(cls: type) -> bool:
+    """Let make_fx, where it traces, take tensors of this class that it did not see being made; true where it is new.
+
+    It hands other subclasses back to be traced as what they are made of, and then knows their results as constants.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
+        return False
+    tracing: Any = sys.modules["torch.fx.experimental.proxy_tensor"]
+    if cls in tracing.HANDLED_TYPES:
+        return False
+    tracing.HANDLED_TYPES += (cls,)
+    return True
+
+
+def pass_higher_order_ops(key: torch._C.DispatchKey) -> None:
+    """Let tensors with this dispatch key be operands of ops that take functions: they pass it by."""
+    for op in _higher_order_ops.values():
+        op.fallthrough(key)
+
+
+def transforms_active() -> bool:
+    """Is more asked of tensors than a backward pass: by forward AD, or by a transform of torch.func?"""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """Inside it, ops do not go by way of autograd."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def is_stand_in(t: torch.Tensor) -> bool:
+    """Is this a tensor by which a transform of torch.func stands for another one?"""
+    return torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+def unwrapped(t: torch.Tensor) -> torch.Tensor:
+    """What it wraps."""
+    return torch._C._functorch.get_unwrapped(t)
+
+
+def innermost(t: torch.Tensor) -> torch.Tensor:
+    """What is left when all wrappers are taken off."""
+    while is_stand_in(t):
+        t = unwrapped(t)
+    return t
+
+
+def batch_dim(t: torch.Tensor) -> int:
+    """Which dim of what it wraps vmap took away; -1 where it is no such wrapper."""
+    return torch._C._functorch.maybe_get_bdim(t)
 
 
 class UntracedMode(TorchDispatchMode):

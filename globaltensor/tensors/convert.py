@@ -11,12 +11,15 @@ from globaltensor.errors import GlobalTensorError, ShapeError
 from globaltensor.layouts.layout import Layout, Shape, layout, sbp_text, spec
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import SbpLike, broadcast, nd_sbp
+from globaltensor.runtime import custom_ops
 from globaltensor.runtime.agreement import agree_on, checksum, gather_objects
 from globaltensor.runtime.memory import missing, require
+from globaltensor.runtime.torch_internals import innermost, modes_active
 from globaltensor.runtime.world import local_ranks_of, world
-from globaltensor.tensors.full_value import place_full
+from globaltensor.tensors.full_value import FromFull
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.redistribution import resolve_layout, to_layout
+from globaltensor.tensors.linear_maps import LinearMap, layout_of
+from globaltensor.tensors.redistribution import Part, box_from, resolve_layout, to_layout
 
 
 def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTensor:
@@ -25,19 +28,9 @@ def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTens
     Raises SbpError for an sbp that does not fit, DisagreementError on every rank where `t` is not the same everywhere.
     """
     dst = resolve_layout(placement, sbp, t.dim())
-    require(t, f"from_full on {dst}")
-    agree_on(t, f"from_full on {dst}")
-    return _FromFull.apply(t, dst)
-
-
-class _FromFull(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, dst: Layout) -> GlobalTensor:
-        return GlobalTensor.wrap(*place_full(t, dst))
-
-    @staticmethod
-    def backward(ctx: Any, grad: GlobalTensor) -> tuple[torch.Tensor, None]:
-        return grad.full_tensor(), None
+    require(innermost(t), f"from_full on {dst}")
+    agree_on(innermost(t), f"from_full on {dst}")
+    return FromFull.of(t, dst)
 
 
 def from_local(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTensor:
@@ -46,25 +39,27 @@ def from_local(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTen
     A process that drives several ranks gives `t` to each of them. The parts must be cut as this library cuts (as
     equal as can be, larger first). Differentiable. Raises ShapeError on every rank where they do not fit together.
     """
-    return _FromLocal.apply(t, placement, sbp)
+    return FromLocal.of(t, resolve_layout(placement, sbp, t.dim()))
 
 
-class _FromLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, placement: Any, sbp: Any) -> GlobalTensor:
-        x = join_parts({r: t.detach() for r in _mine(placement)}, placement, sbp)
-        ctx.dst, ctx.shape = x.spec.layout, t.shape
-        return x
+class FromLocal(LinearMap):
+    """Each rank's own part, checked, and made one tensor."""
+
+    op = custom_ops.from_local
 
     @staticmethod
-    def backward(ctx: Any, grad: GlobalTensor) -> tuple[torch.Tensor, None, None]:
-        """Of S the part, of P the whole; of B the whole, once: its copies are one value."""
-        whole = to_layout(grad, layout(grad.placement, tuple(broadcast if s.is_partial or not w.is_split else w
-                                                      for s, w in zip(grad.sbp, ctx.dst.sbp))))
-        firsts = [shard for r, shard in whole.shards.items()
-                  if all(i == 0 for i, s in zip(ctx.dst.placement.coords[r], ctx.dst.sbp) if s.is_broadcast)]
-        parts = firsts if world().single_process else list(whole.shards.values())
-        return (sum(parts[1:], parts[0]) if parts else torch.zeros(ctx.shape, dtype=grad.dtype)), None, None
+    def forward(t: torch.Tensor, dst: Layout) -> GlobalTensor:
+        return FromLocal.call_op(t, dst) if modes_active() else join_alike(t, dst)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None]:
+        dst, = ctx.how
+        return Part.of(to_layout(grad, dst.without_partials), dst, ctx.shape), None
+
+
+def join_alike(t: torch.Tensor, dst: Layout) -> GlobalTensor:
+    """`t` as the part of every rank that this process drives."""
+    return join_parts({r: t.detach() for r in _mine(dst.placement)}, dst.placement, dst.sbp)
 
 
 def from_shards(shards: Mapping[int, torch.Tensor], placement: Placement, sbp: SbpLike) -> GlobalTensor:
@@ -175,7 +170,9 @@ def _global_shape(shapes: dict[int, Shape], dst: Layout) -> Shape:
 
 
 def plain_to_global(t: torch.Tensor, placement: Any = None, sbp: Any = None, grad_sbp: Any = None) -> GlobalTensor:
-    """A plain tensor becomes global: `from_local`."""
+    """A plain tensor becomes global: `from_local`. Where torch.func wraps a global one it is a boxing."""
+    if layout_of(t) is not None:
+        return box_from(t, placement, sbp, grad_sbp)
     if placement is None or sbp is None:
         raise GlobalTensorError("a plain tensor has no placement and sbp of its own to keep",
                                 fix="t.to_global(placement, sbp)")

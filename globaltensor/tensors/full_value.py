@@ -15,8 +15,11 @@ from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Layout, Shards, Spec, layout, sbp_text, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
+from globaltensor.runtime import custom_ops
 from globaltensor.runtime.memory import require
+from globaltensor.runtime.torch_internals import modes_active
 from globaltensor.runtime.world import local_ranks_of, world
+from globaltensor.tensors.linear_maps import LinearMap, layout_of
 
 
 def gather_full(x: GlobalLike) -> Shards:
@@ -30,17 +33,39 @@ def gather_full(x: GlobalLike) -> Shards:
     return move_shards([Move(own, x.shards, everywhere)], "full_tensor")[0]
 
 
-class FullTensor(torch.autograd.Function):
+def whole_value(x: GlobalLike) -> torch.Tensor:
+    """The same as one plain tensor."""
+    return next(iter(gather_full(x).values())).clone()
+
+
+class FullTensor(LinearMap):
     """The whole value; its gradient is a plain tensor, the same everywhere."""
 
+    op = custom_ops.full_tensor
+
     @staticmethod
-    def forward(ctx: Any, x: GlobalLike) -> torch.Tensor:
-        ctx.own, ctx.wrap = x.spec, x.wrap
-        return next(iter(gather_full(x).values())).clone()
+    def forward(x: GlobalLike) -> torch.Tensor:
+        if modes_active():
+            return FullTensor.call_op(x)
+        return whole_value(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> GlobalLike:
-        return ctx.wrap(*place_full(grad, ctx.own.layout.without_partials))
+        return FromFull.of(grad, ctx.layout.without_partials)
+
+
+class FromFull(LinearMap):
+    """A value that every process holds whole, in a layout."""
+
+    op = custom_ops.from_full
+
+    @staticmethod
+    def forward(t: torch.Tensor, dst: Layout) -> GlobalLike:
+        return FromFull.call_op(t, dst)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None]:
+        return grad if layout_of(grad) is None else FullTensor.of(grad), None
 
 
 def place_full(whole: torch.Tensor, dst: Layout) -> tuple[Spec, Shards]:

@@ -17,7 +17,7 @@ from globaltensor.dispatch.core import arrive, remake
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shape, Shards, Spec, spec
 from globaltensor.layouts.placement import placement, placement as Placement
-from globaltensor.layouts.sbp import NdSbp, SbpLike, broadcast
+from globaltensor.layouts.sbp import NdSbp, SbpLike
 from globaltensor.runtime.memory import NoMemory, require
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import (
@@ -28,13 +28,23 @@ from globaltensor.runtime.torch_internals import (
     TensorBase,
     deny_data_ptr,
     dispatch_key,
+    introduce_to_make_fx,
     make_wrapper_subclass,
+    modes_active,
     no_torch_function,
+    pass_higher_order_ops,
 )
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import backward, gradients, lookup, multihead_attention, products
 from globaltensor.tensors.full_value import FullTensor, text_of
-from globaltensor.tensors.redistribution import box_gradient, find_gradient_boxing, resolve_layout, to_layout, to_local
+from globaltensor.tensors.redistribution import (
+    box_from,
+    box_gradient,
+    find_gradient_boxing,
+    resolve_layout,
+    to_layout,
+    to_local,
+)
 
 _data: Any = torch.Tensor.data                       # a descriptor of C, as is requires_grad
 
@@ -113,6 +123,8 @@ class GlobalTensor(TensorMethods):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any,  # type: ignore[override]  # torch declares a function of C
                            args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if modes_active() and introduce_to_make_fx(cls):
+            return func(*args, **kwargs or {})       # once more, by way of the mode
         return arrive(cls, func, args, kwargs or {})
 
     # ---------------------------------------------------------------------------------------------- what it is
@@ -163,12 +175,7 @@ class GlobalTensor(TensorMethods):
         dim that x lacks; on all ranks DisagreementError where they mean different layouts, and TransportError where
         one of them died.
         """
-        where = self.placement if placement is None else placement
-        if sbp is None:
-            sbp = self.sbp if getattr(where, "shape", None) == self.placement.shape else broadcast
-        dst = resolve_layout(where, sbp, self.dim())
-        grad = resolve_layout(self.placement, grad_sbp, self.dim()) if grad_sbp is not None else None
-        return to_layout(self, dst, grad)
+        return box_from(self, placement, sbp, grad_sbp)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch calls it so
         return text_of(self)
@@ -264,7 +271,7 @@ class GlobalTensor(TensorMethods):
 
     def full_tensor(self) -> torch.Tensor:
         """The whole value as a plain tensor, on every process; collective, and differentiable."""
-        return FullTensor.apply(self)
+        return FullTensor.of(self)
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """The whole value as a NumPy array; collective. It is a copy, so it is read-only: what is written into it would
@@ -351,6 +358,7 @@ def _one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 _aten = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericWrapper")
 _aten.impl("one_hot", _one_hot)
+pass_higher_order_ops(_KEY)
 
 if torch_ext is None:
     _everything = torch.library.Library("_", "IMPL", "TESTING_ONLY_GenericWrapper")
@@ -365,4 +373,5 @@ else:                                                # the same class, with its 
     torch_ext.on_view_read(remake)
     torch_ext.on_arrival(_at_our_key)
     torch_ext.on_lookup(lookup.Lookup.apply)
-    torch_ext.on_redistribute_backward(find_gradient_boxing, box_gradient)
+    torch_ext.on_redistribute_backward(find_gradient_boxing,
+                                       lambda grad, x, grad_layout: box_gradient(grad, x.layout, grad_layout))

@@ -147,9 +147,9 @@ def _accumulated(leaf: Any) -> bool:
     """Note what waits; true where the gradient lies where it shall."""
     grad = raw_grad(leaf)
     if type(grad) is torch.Tensor and not grad.requires_grad and grad.layout is torch.strided:
-        # it came by way of a plain tensor that the leaf was written into: whole, on every process
-        own = spec(leaf.spec.layout.replicated, tuple(grad.shape), None, grad.dtype)
-        grad = type(leaf).wrap(own, {r: grad.clone(memory_format=torch.contiguous_format) for r in leaf.shards})
+        # by way of a plain tensor that the leaf was written into, or zeros that a formula of torch made of numbers
+        with torch.no_grad():
+            grad = torch.zeros_like(leaf) + grad
         _set(leaf, grad)
     if type(grad) is not type(leaf):
         return False

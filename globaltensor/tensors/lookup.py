@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from globaltensor.algorithms.local_impls import check_range
 from globaltensor.layouts.global_like import is_global
 from globaltensor.runtime import custom_ops
+from globaltensor.runtime.torch_internals import transforms_active
 
-_embedding = torch.ops.aten.embedding.default
+aten = torch.ops.aten
+_embedding = aten.embedding.default
 _backward = custom_ops.embedding_backward
 
 
@@ -31,7 +33,10 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return EmbeddingGradient.apply(grad, *ctx.saved_tensors, ctx.padding), None, None
+        indices, rows = ctx.saved_tensors
+        if transforms_active():                      # more is asked than a backward pass: torch's own has all formulas
+            return aten.embedding_dense_backward(grad, indices, rows.shape[0], ctx.padding, False), None, None
+        return EmbeddingGradient.apply(grad, indices, rows, ctx.padding), None, None
 
 
 class EmbeddingGradient(torch.autograd.Function):
@@ -55,7 +60,7 @@ def embedding(input: torch.Tensor, weight: Any, padding_idx: int | None = None, 
     """F.embedding; all but a cut vocabulary goes torch's own way."""
     cut = is_global(weight) and weight.dim() == 2 and any(s.is_split and s.dim == 0 for s in weight.spec.sbp)
     fits = padding_idx is None or -weight.shape[0] <= padding_idx < weight.shape[0]
-    if not cut or not fits or max_norm is not None or scale_grad_by_freq or sparse:
+    if not cut or not fits or transforms_active() or max_norm is not None or scale_grad_by_freq or sparse:
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     return Lookup.apply(weight, input, -1 if padding_idx is None else padding_idx % weight.shape[0])
 

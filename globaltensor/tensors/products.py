@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from globaltensor.runtime import custom_ops
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.torch_internals import below_autograd, transforms_active
 
 _contract = custom_ops.contract
 _linear = custom_ops.linear
@@ -44,11 +45,17 @@ def defer_weight_grads(inputs: Sequence[torch.Tensor]) -> Iterator[list[Deferred
             deferred += torch_ext.pop_deferred_weight_grads()
 
 
+def contract(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The contraction as a function of autograd. Where more is asked of it than a backward pass, torch's own ops do it,
+    which have formulas for all."""
+    return torch.einsum(equation, a, b) if transforms_active() else Contract.apply(equation, a, b)
+
+
 def _gradient(leaf: torch.Tensor, equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
     if _deferring is not None and leaf.is_leaf and not any(leaf is one for one in _deferring[0]):
         _deferring[1].append((leaf, equation, a, b))
         return None
-    return Contract.apply(equation, a, b)
+    return contract(equation, a, b)
 
 
 class Contract(torch.autograd.Function):
@@ -61,7 +68,8 @@ class Contract(torch.autograd.Function):
     def forward(ctx: Any, equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         ctx.equation = equation
         ctx.save_for_backward(a, b)
-        return _contract(equation, a, b)
+        with below_autograd():
+            return _contract(equation, a, b)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
@@ -79,21 +87,22 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return _linear(x, weight, bias)
+        with below_autograd():
+            return _linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         lead = _LEADING[:x.dim() - 1]
         need_x, need_weight, need_bias = ctx.needs_input_grad
-        return (Contract.apply(f"{lead}n,nk->{lead}k", grad, weight.conj()) if need_x else None,
+        return (contract(f"{lead}n,nk->{lead}k", grad, weight.conj()) if need_x else None,
                 _gradient(weight, f"{lead}n,{lead}k->nk", grad, x.conj()) if need_weight else None,
                 grad.sum(list(range(grad.dim() - 1))) if need_bias else None)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear; vectors go torch's own way."""
-    if x.dim() < 2 or weight.dim() != 2 or bias is not None and bias.dim() != 1:
+    if x.dim() < 2 or weight.dim() != 2 or bias is not None and bias.dim() != 1 or transforms_active():
         return F.linear(x, weight, bias)
     _check_product(x.shape[-1] == weight.shape[1], "linear", x, weight)
     x, weight, bias = _autocast(x, weight, bias)
@@ -102,7 +111,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """torch.matmul, leading dims broadcast; two dims and fewer go torch's own way."""
-    if a.dim() < 2 or b.dim() < 2 or a.dim() == b.dim() == 2:
+    if a.dim() < 2 or b.dim() < 2 or a.dim() == b.dim() == 2 or transforms_active():
         return torch.matmul(a, b)
     _check_product(a.shape[-1] == b.shape[-2], "matmul", a, b)
     many = max(a.dim(), b.dim()) - 2
@@ -110,7 +119,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     a, b = _autocast(a, b)
     a, left = _without_ones(a, batch, many)
     b, right = _without_ones(b, batch, many)
-    return Contract.apply(f"{left}mk,{right}kn->{_LEADING[:many]}mn", a, b)
+    return contract(f"{left}mk,{right}kn->{_LEADING[:many]}mn", a, b)
 
 
 def _without_ones(x: torch.Tensor, batch: tuple[int, ...], many: int) -> tuple[torch.Tensor, str]:
@@ -125,7 +134,7 @@ def einsum(equation: str, *operands: Any) -> torch.Tensor:
     """torch.einsum; two operands with plain labels are one contraction, the rest goes torch's own way."""
     if len(operands) == 2 and _is_plain(equation, operands):
         a, b = _autocast(*operands)
-        return Contract.apply(equation.replace(" ", ""), a, b)
+        return contract(equation.replace(" ", ""), a, b)
     return torch.einsum(equation, *operands)
 
 
@@ -160,6 +169,10 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
     return tuple(t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
                  for t in tensors)
 
+
+if torch_ext is None:                                # called by name, as a graph that torch traced calls them
+    custom_ops.implement(_contract, Contract.apply, "Autograd")
+    custom_ops.implement(_linear, lambda x, weight, bias=None: Linear.apply(x, weight, bias), "Autograd")
 
 TAKEN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     F.linear: linear, torch.matmul: matmul, torch.Tensor.matmul: matmul, torch.Tensor.__matmul__: matmul,

@@ -1,7 +1,7 @@
 """From a global tensor to another layout, and to the part of one rank: `x.to_global(...)` and `x.to_local()`.
 
-Both are differentiable. The gradient of a boxing src -> dst is the boxing dst.dual -> src.dual, for all of them by one
-autograd function; where the native dispatcher can do the boxing, its twin in C++ stands in the graph instead.
+Both are linear maps (linear_maps.py). The gradient of a boxing src -> dst is the boxing dst.dual -> src.dual; where the
+native dispatcher can do the boxing, its twin in C++ stands in the graph instead.
 """
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from globaltensor.algorithms.aliasing import value_spec
 from globaltensor.boxings import native, watch
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.errors import GlobalTensorError, SbpError
-from globaltensor.layouts.global_like import GlobalLike
-from globaltensor.layouts.layout import Layout, Spec, layout, spec
+from globaltensor.layouts.global_like import GlobalLike, is_global
+from globaltensor.layouts.layout import Layout, Shape, Spec, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast, in_range, nd_sbp
+from globaltensor.runtime import custom_ops
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.torch_internals import modes_active, transforms_active
 from globaltensor.runtime.world import world
+from globaltensor.tensors.full_value import FromFull
+from globaltensor.tensors.linear_maps import LinearMap, layout_of
 
 Global = TypeVar("Global", bound=GlobalLike)         # the tensor class, which stands above
 
@@ -30,37 +34,59 @@ def resolve_layout(where: Any, sbp: Any, ndim: int) -> Layout:
     return layout(where, in_range(nd_sbp(sbp, where.names, where.ndim), ndim))
 
 
+def box_from(x: Any, where: Any, sbp: Any, grad_sbp: Any) -> Any:
+    """x.to_global(where, sbp, grad_sbp); x may be wrapped by torch.func."""
+    own = layout_of(x)
+    assert own is not None                           # else it is from_local
+    where = own.placement if where is None else where
+    if sbp is None:
+        sbp = own.sbp if getattr(where, "shape", None) == own.placement.shape else broadcast
+    dst = resolve_layout(where, sbp, x.dim())
+    return to_layout(x, dst, resolve_layout(own.placement, grad_sbp, x.dim()) if grad_sbp is not None else None)
+
+
 def to_layout(x: Global, dst: Layout, grad_layout: Layout | None = None) -> Global:
     """x in another layout, x itself where it has that one already; its gradient leaves in `grad_layout` (default: dual
-    to x's)."""
-    if dst is x.spec.layout and grad_layout is None:
+    to x's). A plain tensor counts as broadcast."""
+    own = layout_of(x)
+    if dst is own and grad_layout is None:
         return x
-    if torch_ext is not None and not watch.watched() and dst is not x.spec.layout:
+    if own is None:
+        return FromFull.of(x, dst)
+    if (torch_ext is not None and dst is not own and is_global(x) and not watch.watched()
+            and not transforms_active() and not modes_active()):
         boxing = native.find_boxing(x.spec, dst)
         if boxing is not None:
             return torch_ext.redistribute(x, boxing, grad_layout)
-    return Redistribute.apply(x, dst, grad_layout)
+    return Redistribute.of(x, dst, grad_layout)
 
 
-class Redistribute(torch.autograd.Function):
-    """An explicit boxing src -> dst; its backward is the boxing dst.dual -> src.dual, or to `grad_sbp`."""
+class Redistribute(LinearMap):
+    """An explicit boxing src -> dst; its backward is the boxing dst.dual -> src.dual, or to `grad_layout`."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Global, dst: Layout, grad_layout: Layout | None) -> Global:
-        ctx.x, ctx.grad_layout = x.spec, grad_layout
-        if dst is x.spec.layout:
-            return x.wrap(value_spec(x.spec), {r: shard.clone() for r, shard in x.shards.items()})
-        shards = move_shards([Move(x.spec, x.shards, dst)])[0]
-        return x.wrap(spec(dst, x.spec.shape, None, x.spec.dtype), shards)
+    op = custom_ops.redistribute
 
     @staticmethod
-    def backward(ctx: Any, grad: Global) -> tuple[Global, None, None]:
-        return box_gradient(grad, ctx.x, ctx.grad_layout), None, None
+    def forward(x: Global, dst: Layout, grad_layout: Layout | None = None) -> Global:
+        return Redistribute.call_op(x, dst, grad_layout) if modes_active() else box(x, dst)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, None, None]:
+        return box_gradient(grad, ctx.layout, ctx.how[1]), None, None
 
 
-def box_gradient(grad: Global, x: Spec, grad_layout: Layout | None) -> Global:
-    """The gradient of a boxing of x, on its way back."""
-    return to_layout(grad, grad_layout or _gradient_layout(grad.spec.layout, x.layout))
+def box(x: Global, dst: Layout) -> Global:
+    """A new tensor in that layout."""
+    if dst is x.spec.layout:
+        return x.wrap(value_spec(x.spec), {r: shard.clone() for r, shard in x.shards.items()})
+    shards = move_shards([Move(x.spec, x.shards, dst)])[0]
+    return x.wrap(spec(dst, x.spec.shape, None, x.spec.dtype), shards)
+
+
+def box_gradient(grad: Any, src: Layout, grad_layout: Layout | None) -> Any:
+    """The gradient of a boxing from `src`, on its way back. A plain one is the same on every process."""
+    now = layout_of(grad)
+    return to_layout(grad, grad_layout or (src.without_partials if now is None else _gradient_layout(now, src)))
 
 
 def find_gradient_boxing(grad: Spec, x: Spec, grad_layout: Layout | None) -> Any:
@@ -79,25 +105,72 @@ def _gradient_layout(now: Layout, src: Layout) -> Layout:
     return layout(src.placement, want)
 
 
-def to_local(x: GlobalLike) -> torch.Tensor:
+def to_local(x: Any) -> torch.Tensor:
     """This rank's part of x. GlobalTensorError in a process that drives several ranks, or none of x's."""
     if len(world().local_ranks) > 1:
         raise GlobalTensorError("to_local() in a process that drives several ranks",
                                 f"it drives ranks {list(world().local_ranks)}, so there is no one local part",
                                 "x.shards[rank]")
-    if not x.shards:
-        raise GlobalTensorError(f"rank {world().rank} holds no part of a tensor on {x.placement}",
+    where = layout_of(x).placement                   # type: ignore[union-attr]  # of a global tensor
+    if world().rank not in where.coords:
+        raise GlobalTensorError(f"rank {world().rank} holds no part of a tensor on {where}",
                                 "its placement leaves this rank out", "x.full_tensor(), or ask x.shards first")
-    return ToLocal.apply(x)
+    return ToLocal.of(x)
 
 
-class ToLocal(torch.autograd.Function):
+class ToLocal(LinearMap):
+    """The part of the only rank that this process drives. Gradients of the parts lie dual to x."""
+
+    op = custom_ops.to_local
+
     @staticmethod
-    def forward(ctx: Any, x: Global) -> torch.Tensor:
-        ctx.own, ctx.wrap = x.spec, x.wrap
-        return next(iter(x.shards.values())).view_as(next(iter(x.shards.values())))
+    def forward(x: GlobalLike) -> torch.Tensor:
+        return ToLocal.call_op(x) if modes_active() else own_part(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> GlobalLike:
-        dual = ctx.own.layout.dual
-        return ctx.wrap(spec(dual, ctx.own.shape, None, grad.dtype), {world().rank: grad.contiguous()})
+        return Spread.of(grad, ctx.layout.dual, ctx.shape)
+
+
+def own_part(x: GlobalLike) -> torch.Tensor:
+    """The shard of the only rank, in its own memory."""
+    part = next(iter(x.shards.values()))
+    return part.view_as(part)
+
+
+class Spread(LinearMap):
+    """From a plain tensor the global one of which it is the part on every rank that this process drives."""
+
+    op = custom_ops.spread
+
+    @staticmethod
+    def forward(t: torch.Tensor, dst: Layout, shape: Shape) -> GlobalLike:
+        return Spread.call_op(t, dst, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None]:
+        dst, _ = ctx.how
+        return Part.of(to_layout(grad, dst.without_partials), dst, ctx.shape), None, None
+
+
+class Part(LinearMap):
+    """Back from that: of S the part, of P the whole; of B the whole, once, as its copies are one value."""
+
+    op = custom_ops.part
+
+    @staticmethod
+    def forward(x: GlobalLike, dst: Layout, shape: Shape) -> torch.Tensor:
+        return Part.call_op(x, dst, shape) if modes_active() else sum_parts(x, dst, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[GlobalLike, None, None]:
+        return Spread.of(grad, ctx.how[0], ctx.shape), None, None
+
+
+def sum_parts(x: GlobalLike, dst: Layout, shape: Shape) -> torch.Tensor:
+    """The sum of the shards that this process has, of those that are copies by `dst` only the first. `shape` is that of
+    a shard, for a process that has none."""
+    firsts = [shard for r, shard in x.shards.items()
+              if all(i == 0 for i, s in zip(dst.placement.coords[r], dst.sbp) if s.is_broadcast)]
+    parts = firsts if world().single_process else list(x.shards.values())
+    return sum(parts[1:], parts[0].clone()) if parts else torch.zeros(shape, dtype=x.dtype)

@@ -1,0 +1,94 @@
+"""The door above autograd: linear maps of global tensors, as torch differentiates, batches and traces them.
+
+Boxing, `full_tensor`, `from_full`, `to_local` and `from_local` are linear. So the tangent of a result is the map of the
+tangent; the gradient is that of the adjoint, which is one of these maps too, so that all can be differentiated again;
+and under vmap a batch dim is a dim like any other, by which those that a layout names are counted on.
+
+Each is an op as well (map_ops.py), which names layouts by their text. It is called where a dispatch mode looks on
+(make_fx, a FLOP counter), and does its work there; a graph that was traced so is differentiable.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from globaltensor.layouts.global_like import is_global
+from globaltensor.layouts.layout import Layout
+from globaltensor.layouts.sbp import broadcast, split
+from globaltensor.runtime.torch_internals import (
+    OpOverload,
+    batch_dim,
+    below_autograd,
+    is_stand_in,
+    transforms_active,
+    unwrapped,
+)
+
+_named: dict[str, Layout] = {}
+
+
+class LinearMap(torch.autograd.Function):
+    """Linear in x. A subclass has forward(x, *how), where `how` are layouts and shapes, its backward, and its op."""
+
+    op: OpOverload
+
+    @classmethod
+    def of(cls, x: Any, *how: Any) -> Any:
+        """The map of x, by way of autograd only where that has to know."""
+        if transforms_active() or torch.is_grad_enabled() and x.requires_grad:
+            return cls.apply(x, *how)
+        return cls.forward(x, *how)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, *ctx.how = inputs
+        ctx.layout, ctx.shape = layout_of(x), tuple(x.shape)
+
+    @classmethod
+    def jvp(cls, ctx: Any, tangent: Any, *_: Any) -> Any:
+        return cls.of(tangent, *ctx.how)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[Any, ...], x: Any, *how: Any) -> Any:
+        return cls.apply(x, *[_batched(one, in_dims[0], info.batch_size) for one in how]), in_dims[0]
+
+    @classmethod
+    def call_op(cls, x: Any, *how: Any) -> Any:
+        """The op, from within this function of autograd: not by way of it again."""
+        with below_autograd():
+            return cls.op(x, *op_arguments(how))
+
+
+def _batched(how: Any, dim: int, size: int) -> Any:
+    """A layout, or a shape, of tensors that have a batch dim in this place."""
+    if isinstance(how, Layout):
+        return how.with_sbp(tuple(split(s.dim + (s.dim >= dim)) if s.is_split else s for s in how.sbp))
+    return how and (*how[:dim], size, *how[dim:])
+
+
+def layout_of(t: Any) -> Layout | None:
+    """The layout of a global tensor, also where torch.func wraps it: batch dims do not show. None of a plain one."""
+    if is_global(t):
+        return t.spec.layout
+    inner = layout_of(unwrapped(t)) if is_stand_in(t) else None
+    dim = batch_dim(t) if inner is not None else -1
+    if inner is None or dim < 0:
+        return inner
+    shown = {d: split(d - (d > dim)) if d != dim else broadcast for d in {s.dim for s in inner.sbp if s.is_split}}
+    return inner.with_sbp(tuple(shown[s.dim] if s.is_split else s for s in inner.sbp))
+
+
+def op_arguments(how: Sequence[Any]) -> list[Any]:
+    """Layouts by their names."""
+    for one in how:
+        if isinstance(one, Layout):
+            _named[str(one)] = one
+    return [str(one) if isinstance(one, Layout) else one for one in how]
+
+
+def how_of(arguments: Sequence[Any]) -> list[Any]:
+    """Names back to layouts, lists back to shapes."""
+    return [_named[one] if isinstance(one, str) else one and tuple(one) for one in arguments]
+

@@ -1,0 +1,39 @@
+"""Gradients of gradients through `to_local` and `from_local`, one rank a process, beside plain torch."""
+import torch
+
+import globaltensor as gt
+
+B, S, P = gt.sbp.broadcast, gt.sbp.split, gt.sbp.partial_sum
+place = gt.placement("cpu", range(gt.world_size()))
+whole = torch.arange(12.0, dtype=torch.float64).reshape(4, 3) / 7
+
+
+def twice(function, x):
+    first, = torch.autograd.grad(function(x), x, create_graph=True)
+    (first ** 2).sum().backward()
+    return x.grad
+
+
+def through_parts(x):
+    """The sum of x ** 3 over the whole, made of each rank's part of x."""
+    back = gt.from_local(x.to_local() ** 3, place, x.sbp)
+    return back.sum()
+
+
+expected = twice(lambda x: (x ** 3).sum(), whole.clone().requires_grad_())
+for sbp in (S(0), S(1)):
+    found = twice(through_parts, gt.from_full(whole, place, sbp).requires_grad_())
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+part = whole[gt.rank()::gt.world_size()].clone()
+for sbp in (S(0), P, B):
+    mine = part.clone().requires_grad_()
+    found = twice(lambda x, sbp=sbp: (gt.from_local(x, place, sbp) ** 3).full_tensor().sum(), mine)
+    parts = [whole[r::gt.world_size()].clone().requires_grad_() for r in range(gt.world_size())]
+    total = (torch.cat(parts) if sbp == S(0) else sum(parts) if sbp == P else parts[0]) ** 3
+    first = torch.autograd.grad(total.sum(), parts, create_graph=True, materialize_grads=True)
+    sum((g ** 2).sum() for g in first).backward()
+    if sbp == S(0):                                  # of a sum every rank squares what all have alike
+        torch.testing.assert_close(found, parts[gt.rank()].grad)
+if gt.rank() == 0:
+    print("as plain torch")

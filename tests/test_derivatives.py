@@ -1,0 +1,275 @@
+"""Derivatives of every kind through what is not torch's own op: boxing, whole values, parts, products and lookups.
+
+A table of programs, run on global tensors in several layouts and on plain ones, by every way that torch has to derive,
+batch and trace a program. Plain torch is the oracle.
+"""
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import nn
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import globaltensor as gt
+from tests.harness import PROGRAMS as FOLDER, PYTHON, RUN, good
+from tests.shards import B, P, place
+
+S = gt.sbp.split
+long = pytest.mark.long
+LAYOUTS = [*(([0, 1, 2], (sbp,)) for sbp in (S(0), S(1), B, P)), ([[0, 1], [2, 3]], (S(0), S(1))),
+           ([[0, 1], [2, 3]], (P, B))]
+
+
+class Plain:
+    """What programs do, of plain tensors: all but products and lookups leaves a tensor as it is."""
+
+    place = box = back = full = lift = staticmethod(lambda t, *_: t)
+
+
+class Spread:
+    """The same of global tensors, in a layout."""
+
+    def __init__(self, ranks, sbp):
+        self.placement, self.sbp = place(ranks), sbp
+
+    def place(self, t):
+        """t, global in this layout, without the splits of dims that it lacks."""
+        return gt.from_full(t, self.placement, [B if s.is_split and s.dim >= t.dim() else s for s in self.sbp])
+
+    def box(self, x, *sbp):
+        return x.to_global(sbp=[sbp[i % len(sbp)] for i in range(len(self.sbp))])
+
+    def full(self, x):
+        return x.full_tensor()
+
+    def lift(self, t):
+        """Through a plain tensor, and back."""
+        return gt.from_full(t.full_tensor(), self.placement, [B] * len(self.sbp))
+
+
+generator = torch.Generator().manual_seed(0)
+X = torch.randn(6, 4, dtype=torch.float64, generator=generator)
+W = torch.randn(5, 4, dtype=torch.float64, generator=generator)
+V = torch.randn(4, 3, dtype=torch.float64, generator=generator)
+BIAS = torch.randn(5, dtype=torch.float64, generator=generator)
+INDEX = torch.tensor([0, 2, 2, 1])
+
+# Of tensors of any number of dims, the last of size 4.
+PROGRAMS = {
+    "boxing": lambda x, on: on.box(x.sin(), B) * x,
+    "boxings": lambda x, on: on.box(on.box(x ** 2, S(0), B).exp(), P, S(0)).sin(),
+    "full_tensor": lambda x, on: on.full(x.sin() * x).pow(2).sum(-1),
+    "from_full": lambda x, on: on.lift(x.exp()).cos() * x,
+    "linear": lambda x, on: F.linear(x, on.place(W), on.place(BIAS)).tanh(),
+    "linear of a number of dims": lambda x, on: F.linear((x * x).unsqueeze(0).expand(2, *x.shape), on.place(W)),
+    "matmul": lambda x, on: (x.sin() @ on.place(V)) @ on.place(V).T,
+    "batched matmul": lambda x, on: torch.matmul(x.unsqueeze(-1), x.unsqueeze(-2)).sum(-1),
+    "einsum": lambda x, on: torch.einsum("...i,ij->...j", x.cos(), on.place(V)),
+    "lookup": lambda x, on: F.embedding(on.place(INDEX), on.place(V) * x.sum()).sin(),
+    "pointwise": lambda x, on: F.softsign(x) + x ** 3 + x.abs(),
+    "norm": lambda x, on: F.layer_norm(x, (4,)) * torch.linalg.vector_norm(x, dim=-1, keepdim=True),
+}
+
+
+def value(t):
+    """The value of a global tensor, an element of structures."""
+    if isinstance(t, (tuple, list)):
+        return [value(one) for one in t]
+    return t.full_tensor().detach() if t.is_global else t.detach()
+
+
+def scalar(program, on):
+    return lambda x: program(x, on).sin().sum()
+
+
+def backward(program, x, on):
+    x = x.detach().requires_grad_()
+    scalar(program, on)(x).backward()
+    return x.grad
+
+
+def double_backward(program, x, on):
+    x = x.detach().requires_grad_()
+    first, = torch.autograd.grad(scalar(program, on)(x), x, create_graph=True)
+    (first ** 2).sum().backward()
+    return x.grad
+
+
+def forward(program, x, on):
+    with forward_ad.dual_level():
+        y = program(forward_ad.make_dual(x, x.cos()), on)
+        return forward_ad.unpack_dual(y).tangent
+
+
+def forward_over_backward(program, x, on):
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(x.detach(), x.detach().cos()).requires_grad_()
+        first, = torch.autograd.grad(scalar(program, on)(x), x, create_graph=True)
+        return forward_ad.unpack_dual(first).tangent
+
+
+KINDS = {
+    "backward": backward, "double backward": double_backward, "forward": forward,
+    "forward over backward": forward_over_backward,
+    "grad": lambda program, x, on: grad(scalar(program, on))(x),
+    "vjp": lambda program, x, on: vjp(lambda x: program(x, on), x)[1](program(x, on).detach().cos())[0],
+    "jvp": lambda program, x, on: jvp(lambda x: program(x, on), (x,), (x.cos(),))[1],
+    "vmap": lambda program, x, on: vmap(lambda row: program(row, on))(x),
+    "vmap of grad": lambda program, x, on: vmap(grad(scalar(program, on)))(x),
+    "product with the hessian": lambda program, x, on: jvp(grad(scalar(program, on)), (x,), (x.cos(),))[1],
+    "make_fx of grad": lambda program, x, on: make_fx(grad(scalar(program, on)))(x * 2)(x),
+}
+WHOLE = {
+    "jacrev": lambda program, x, on: jacrev(lambda x: program(x, on))(x),
+    "jacfwd": lambda program, x, on: jacfwd(lambda x: program(x, on))(x),
+    "hessian": lambda program, x, on: hessian(scalar(program, on))(x),
+    "linearize": lambda program, x, on: linearize(lambda x: program(x, on), x)[1](x.cos()),
+}
+
+
+def compare(kind, program, ranks, sbp):
+    expected = value(kind(PROGRAMS[program], X, Plain))
+    on = Spread(ranks, sbp)
+    for _ in range(2):                               # decided, and as cached
+        torch.testing.assert_close(value(kind(PROGRAMS[program], on.place(X), on)), expected)
+
+
+@pytest.mark.parametrize("ranks, sbp", [LAYOUTS[0], *LAYOUTS[3:5], *(pytest.param(*one, marks=long) for one in (
+    *LAYOUTS[1:3], LAYOUTS[5]))], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives(kind, ranks, sbp):
+    for program in PROGRAMS:
+        compare(KINDS[kind], program, ranks, sbp)
+
+
+@pytest.mark.parametrize("ranks, sbp", [pytest.param(*LAYOUTS[0], marks=long), LAYOUTS[4]], ids=str)
+@pytest.mark.parametrize("kind", WHOLE)
+def test_jacobians(kind, ranks, sbp):
+    for program in PROGRAMS:
+        compare(WHOLE[kind], program, ranks, sbp)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.LayerNorm(3), nn.Linear(3, 2)).double()
+
+
+@pytest.mark.parametrize("ranks, sbp", LAYOUTS, ids=str)
+def test_functions_of_the_parameters_of_a_module(ranks, sbp):
+    module, on = network(), Spread(ranks, sbp)
+
+    def loss(parameters, x):
+        return functional_call(module, parameters, (x,)).pow(2).sum()
+
+    plain = {name: p.detach() for name, p in module.named_parameters()}
+    spread = {name: on.place(p) for name, p in plain.items()}
+    for found, expected in ((grad(loss)(spread, on.place(X)), grad(loss)(plain, X)),
+                            (vmap(grad(loss), (None, 0))(spread, on.place(X)), vmap(grad(loss), (None, 0))(plain, X)),
+                            (jacrev(loss)(spread, on.place(X)), jacrev(loss)(plain, X))):
+        assert {name: value(t).shape for name, t in found.items()} == {name: t.shape for name, t in expected.items()}
+        for name, t in found.items():
+            torch.testing.assert_close(value(t), expected[name])
+
+
+@pytest.mark.parametrize("ranks, sbp", LAYOUTS, ids=str)
+def test_the_determinant_differentiated_twice(ranks, sbp):
+    on = Spread(ranks, sbp)
+    for a in (torch.randn(4, 4, generator=generator).double(), torch.randn(3, 4, 4, generator=generator).double()):
+        for _ in range(3):
+            found = double_backward(lambda x, on: torch.linalg.det(x), on.place(a), on)
+            torch.testing.assert_close(value(found), double_backward(lambda x, on: torch.linalg.det(x), a, on))
+
+
+@pytest.mark.parametrize("sbp", [S(0), S(1), B, P], ids=str)
+def test_from_local_differentiated_twice(sbp):
+    """In one process: every rank has the same part."""
+    on = Spread([0, 1, 2], (sbp,))
+    whole = {S(0): lambda x: torch.cat([x, x, x]), S(1): lambda x: torch.cat([x, x, x], 1), P: lambda x: 3 * x}
+    found = double_backward(lambda x, on: gt.from_local(x, on.placement, sbp) ** 2, X, on)
+    torch.testing.assert_close(found, double_backward(lambda x, on: whole.get(sbp, torch.clone)(x) ** 2, X, Plain))
+
+
+@pytest.mark.parametrize("ranks, sbp", LAYOUTS, ids=str)
+def test_floating_point_operations_are_counted(ranks, sbp):
+    on = Spread(ranks, sbp)
+
+    def count(run, x):
+        with FlopCounterMode(display=False) as counter:
+            run(x)
+        return counter.get_total_flops()
+
+    for name, program in PROGRAMS.items():
+        assert count(lambda x: program(x, on), on.place(X)) == count(lambda x: program(x, Plain), X), name
+    x = on.place(X).requires_grad_()
+    assert count(lambda x: F.linear(x, on.place(W)).sum().backward(), x) == 2 * 2 * X.numel() * len(W)
+
+
+def test_a_traced_graph_names_the_boxings_and_is_differentiable():
+    on = Spread([0, 1, 2], (S(0),))
+    weight = on.place(W)
+    graph = make_fx(lambda x: on.full(on.box(F.linear(x, weight), B).sin()))(on.place(X))
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert called == ["globaltensor.linear.default", "globaltensor.redistribute.default", "aten.sin.default",
+                      "globaltensor.full_tensor.default"]
+    x = on.place(2 * X).requires_grad_()
+    graph(x).sum().backward()
+    torch.testing.assert_close(value(x.grad), (2 * X @ W.T).cos() @ W)
+
+
+def test_a_wrapper_of_torch_func_answers_for_what_it_wraps():
+    on = Spread([[0, 1], [2, 3]], (S(0), S(1)))
+    seen = []
+
+    def row(x):
+        seen.append((x.is_global, x.placement, x.sbp, x.shape, hasattr(x, "full_tensor")))
+        return x.to_global(sbp=(B, S(0))).sum()
+
+    vmap(grad(row))(on.place(X))
+    assert seen == [(True, on.placement, (B, S(0)), (4,), True)]
+    assert not hasattr(X, "full_tensor") and not hasattr(X, "to_local") and not X.is_global
+
+
+def test_gradients_that_torch_makes_plain_are_global():
+    for _ in range(3):
+        x = Spread([0, 1, 2], (S(0),)).place(X).requires_grad_()
+        x.sgn().sum().backward()
+        assert x.grad.sbp == (S(0),) and not x.grad.any()
+
+
+ERRORS = """
+import torch, globaltensor as gt
+import torch.autograd.forward_ad as forward_ad
+S = gt.sbp.split
+place = gt.placement("cpu", [0, 1, 2])
+def x(): return gt.from_full(torch.randn(6, 4), place, S(0))
+def dual(): return forward_ad.make_dual(x(), x())
+def wrong(x): return x @ x
+def raised(run):
+    try: run()
+    except Exception: return True
+for run in (lambda: torch.quantile(dual(), .5, dim=0), lambda: wrong(dual()), lambda: dual().to_global(sbp=S(7)),
+            lambda: torch.func.grad(wrong)(x()), lambda: torch.func.vmap(wrong)(x()), lambda: torch.linalg.inv(x()),
+            lambda: wrong(x().requires_grad_()), lambda: torch.func.jvp(wrong, (x(),), (x(),)),
+            lambda: dual() + x()[:5], lambda: torch.func.linearize(wrong, x()), lambda: wrong(x().full_tensor())):
+    for _ in range(2):
+        with forward_ad.dual_level(): raised(run)
+        for t in (torch.ones(3, requires_grad=True), gt.ones(3, placement=place, sbp=S(0), requires_grad=True)):
+            (t * 2).sum().backward()
+            assert t.grad.tolist() == [2, 2, 2] and not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+print("as before")
+"""
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_an_error_leaves_the_thread_as_it_was(native, monkeypatch):
+    monkeypatch.setenv("GLOBALTENSOR_NATIVE", native)
+    assert good([PYTHON, "-c", ERRORS]).strip() == "as before"
+
+
+@pytest.mark.processes
+def test_parts_of_tensors_in_two_processes():
+    assert good([*RUN, "-n", "2", FOLDER / "parts_twice.py"]).strip() == "as plain torch"
