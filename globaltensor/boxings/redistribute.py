@@ -111,6 +111,7 @@ def _exchange(programs: Sequence[TorchProgram], shards: Sequence[Shards], dtypes
         return {}
     device = next(iter(next(s for s in shards if s).values())).device if any(shards) else "cpu"
     buffers = {peer: torch.empty(n, dtype=torch.uint8, device=device) for peer, n in incoming.items()}
+    # k makes the tag depend on the order: ranks that box the same tensors in another order disagree.
     tag = sum(k * program.tag + dtype.itemsize for k, (program, dtype) in enumerate(zip(programs, dtypes), 1))
     exchange({peer: torch.cat(parts) if len(parts) > 1 else parts[0] for peer, parts in outgoing.items()}, buffers,
              f"the boxing for {op}", tag & 0x3FFFFFFF | 8)          # 1 to 7 are tags of what is not a boxing

@@ -80,6 +80,7 @@ def route(src: Layout, dst: Layout, shape: Shape) -> BoxingRoute:
     pieces: dict[int, tuple[SourcedRegion, ...]] = {}
     load: dict[int, int] = {}                        # elements that each rank sends so far
     for rank in dst.placement.flat:
+        # A sum that stays pending is not added up: the rank keeps the term of its own coordinate there.
         fixed = [src.placement.coords[rank][axis] if keep else None
                  for axis, (s, keep) in enumerate(zip(src.sbp, kept)) if s.is_partial]
         terms = [held for at, held in holders.items() if all(f is None or f == i for f, i in zip(fixed, at))]
@@ -98,6 +99,7 @@ def _sharing(src: Layout, dst: Layout, kept: tuple[bool, ...]) -> dict[int, list
     if not loose:
         return {}
     groups: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
+    # Ranks of one group hold terms of the same elements: those that differ only where dst is pending or broadcast.
     for rank, at in dst.placement.coords.items():
         group = tuple(0 if axis in loose or s.is_broadcast or s.op in ("max", "min") else i
                       for axis, (i, s) in enumerate(zip(at, dst.sbp)))

@@ -58,7 +58,7 @@ def decide_foreach(cls: type[GlobalLike], call: Call) -> Recipe:
     specs = [t.spec if type(t) is cls else spec_of_plain(t, (want or homes[0]).placement) for _, t, want in operands]
     holds = {rank: tuple(i for i, layouts_of in enumerate(wants) if rank in layouts_of[0].placement.coords)
              for rank in world().local_ranks}
-    holds = {rank: elements for rank, elements in holds.items() if elements}
+    holds = {rank: elements for rank, elements in holds.items() if elements}       # torch refuses an empty list
     everywhere = len(homes) == 1
     recipe = Recipe(call.func, homes[0], tuple(holds), tuple(slot for slot, _, _ in operands),
                     tuple(None if want is own.layout else want for (_, _, want), own in zip(operands, specs)),

@@ -97,7 +97,7 @@ def check_convertible(parameter: Tensor, name: str) -> None:
 
 def _become(parameter: nn.Parameter, value: GlobalTensor) -> None:
     """Let a plain parameter have this global value."""
-    attributes = dict(parameter.__dict__)
+    attributes = dict(parameter.__dict__)            # a user's, which swap_tensors would leave with the other object
     torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
     parameter.__dict__.update(attributes)
     gradients.keep_hooks(parameter)

@@ -113,7 +113,7 @@ def make_parts(shape: Shape, dtype: torch.dtype, dst: Layout, make: Make) -> Glo
     shards = {}
     for r in ranks:
         part, device = ready.region(shape, r), world().device(dst.placement.type, r)
-        known = parts.get((part, device))
+        known = parts.get((part, device))            # cloned: a write into one rank's shard is not one into another's
         shards[r] = make(part, device) if known is None else known.clone()
         parts[part, device] = shards[r]
     of = spec(ready, shape, None, dtype)

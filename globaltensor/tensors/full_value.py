@@ -35,7 +35,7 @@ def gather_full(x: GlobalLike) -> Shards:
 
 def whole_value(x: GlobalLike) -> torch.Tensor:
     """The same as one plain tensor."""
-    return next(iter(gather_full(x).values())).clone()
+    return next(iter(gather_full(x).values())).clone()             # it may be a shard, which a write would change
 
 
 class FullTensor(LinearMap):
