@@ -20,6 +20,7 @@ import pytest
 from harness import ROOT, environment
 
 import globaltensor
+from globaltensor.runtime.native import torch_ext
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; sys.argv = ['setup.py']\n"
 SDIST = WITHOUT_TORCH + """
@@ -112,6 +113,22 @@ def test_a_package_without_its_native_code_says_so_at_the_users_line(installed, 
                           env=environment(PYTHONPATH=str(installed)))
     assert done.returncode == 0 and done.stderr.startswith("program.py:2: UserWarning: globaltensor runs without")
     assert done.stderr.count(f"{sys.executable} -m pip install FOLDER, a checkout of globaltensor") == 1
+
+
+@pytest.mark.skipif(torch_ext is None, reason="no native code")
+def test_native_code_for_another_torch_is_left_alone(tmp_path):
+    code = """
+import torch
+torch.__version__ = "2.0.1"
+import globaltensor as gt
+from globaltensor.runtime import native
+P = gt.placement("cpu", [0, 1])
+print(native.torch_ext, gt.arange(4., placement=P, sbp="S(0)").sum().item())"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path,
+                          env=environment())
+    assert done.stdout.split() == ["None", "6.0"], done.stdout + done.stderr
+    assert re.search(r"why:   it was built for torch 2\.\d+\.\d+, and this is torch 2\.0\.1\n", done.stderr)
+    assert f"-m pip install -e {ROOT}" in done.stderr
 
 
 def test_every_installed_benchmark_finds_what_it_imports(installed):

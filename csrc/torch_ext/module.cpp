@@ -8,15 +8,10 @@
 #include "recipe.h"
 #include "tensor.h"
 
-// Compiled against another torch, the module may load, and then read torch's objects wrongly.
-static void check_torch() {
-  auto version = pybind11::module_::import("torch").attr("__version__").cast<std::string>();
-  if (version.rfind(TORCH_VERSION, 0) != 0)
-    throw pybind11::import_error("it was compiled against torch " TORCH_VERSION ", and this is torch " + version);
-}
+// native.py reads this in the file, before it loads it.
+[[gnu::used]] static const char built_for[] = "built for torch " TORCH_VERSION;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  check_torch();
   gt::bind_tensor(m);
   gt::bind_boxed_views(m);
   gt::bind_recipes(m);

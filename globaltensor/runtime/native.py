@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import mmap
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -18,7 +20,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  (its libraries must be there before ours)
+import torch  # its libraries must be there before ours
 
 from globaltensor.errors import where
 
@@ -42,13 +44,27 @@ def _load_torch_ext() -> Any:
     global _trouble
     if core_lib is None:
         return None
+    here = Path(__file__).parent.parent
+    file = next(filter(Path.exists, (here / f"_torch{suffix}" for suffix in EXTENSION_SUFFIXES)), None)
+    if file is None:
+        return None
+    if not re.match(rf"{re.escape(version := _built_for(file))}(?!\d)", torch.__version__):
+        _trouble = f"it was built for torch {version}, and this is torch {torch.__version__}"
+        return None
     try:
         extension = importlib.import_module("globaltensor._torch")
-    except ImportError as error:                     # not built, or for another torch
+    except ImportError as error:                     # for another build of torch, or another machine
         _trouble = str(error)
         return None
-    extension.set_library_folder(f"{Path(__file__).parent.parent}{os.sep}")
+    extension.set_library_folder(f"{here}{os.sep}")
     return extension
+
+
+def _built_for(file: Path) -> str:
+    """The version of torch. For another one it might load, register its ops, and then read torch's objects wrongly."""
+    with open(file, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        mark = re.search(rb"built for torch ([\w.]+)\0", content)          # module.cpp
+        return mark[1].decode() if mark else "an unknown version"
 
 
 core_lib = _load_core_lib()
