@@ -111,6 +111,14 @@ case("tensordot", lambda x, y: torch.tensordot(x, y, 2), (2, 3, 4), (3, 4, 5))
 case("cdist", torch.cdist, (4, 3), (5, 3))
 case("bilinear", F.bilinear, (4, 3), (4, 2), (5, 3, 2), (5,))
 case("cross", torch.linalg.cross, (4, 3), (4, 3))
+# of nothing, or of one
+case("softmax of nothing", lambda x: F.softmax(x, 0), (0, 4))
+case("log_softmax of nothing", lambda x: F.log_softmax(x, 1), (4, 0))
+case("index_select without dims", lambda x, i: x.index_select(0, i), (), ints(1, 1))
+case("index_add without dims", lambda x, i, y: x.index_add(0, i, y), (), ints(1, 1), ())
+case("group norm of channels last", lambda x, y: F.group_norm(x.transpose(-1, -2).reshape(2, 8, 4, 4) + y, 4),
+     (2, 16, 8), (2, 8, 4, 4))
+case("a sparse embedding", lambda w: F.embedding(ints(5, 3), w, sparse=True).square(), (5, 4), grad=False)
 # an operand that is repeated along a dim of size 1, or that lacks the dim
 case("cross of a row", torch.linalg.cross, (4, 3), (1, 3))
 case("cross of a row and a column", torch.linalg.cross, (1, 5, 3), (4, 1, 3))

@@ -126,6 +126,16 @@ def test_modules_become_global():
         nn.Linear(2, 2).to_global(TWO, {"wieght": S(0)})
 
 
+def test_the_default_dtype_counts_when_it_is_used():
+    x = gt.from_full(torch.arange(4), TWO, S(0))
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            assert {(x / 2).dtype for _ in range(3)} == {dtype} and (x * 0.5).full_tensor().dtype == dtype
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
 def test_copies_and_pickles():
     p = nn.Parameter(gt.randn(4, 3, placement=TWO, sbp=S(0)))
     twin = copy.deepcopy(p)

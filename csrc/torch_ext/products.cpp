@@ -202,14 +202,15 @@ Tensor einsum(std::string_view text, at::TensorList operands, at::OptionalIntArr
 }
 
 Tensor embedding(const Tensor& weight, const Tensor& indices, c10::SymInt padding, bool by_frequency, bool sparse) {
-  const bool is_split = is_global(weight.unsafeGetTensorImpl()) && global(weight)->spec->dim0_split;
-  if (is_split && weight.dim() == 2 && !by_frequency && !sparse && !beyond_backward(weight, indices)) {
+  const bool of_global = is_global(weight.unsafeGetTensorImpl());    // whose gradient is never sparse
+  const bool is_split = of_global && global(weight)->spec->dim0_split;
+  if (is_split && weight.dim() == 2 && !by_frequency && !beyond_backward(weight, indices)) {
     py::gil_scoped_acquire lock;
     c10::impl::ExcludeDispatchKeyGuard once(kGlobal);  // the hook calls embedding itself
     return py::handle(lookup)(weight, indices, padding.expect_int()).cast<Tensor>();
   }
   c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
-  return at::embedding_symint(weight, indices, padding, by_frequency, sparse);
+  return at::embedding_symint(weight, indices, padding, by_frequency, sparse && !of_global);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // Recipes by key: the op, the specs of global operands, shapes of plain ones, the values of static arguments. Floats
 // count by type alone, as no rule depends on one.
+#include <c10/core/DefaultDtype.h>
 #include <shared_mutex>
 #include <unordered_map>
 
@@ -105,7 +106,8 @@ constexpr size_t kLimit = 50'000;                    // shapes that change with 
 
 bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& key) {
   key.clear();
-  key.push_back(reinterpret_cast<uint64_t>(&op.schema()));
+  // i / 2 of integers gives the default dtype; no address needs the upper byte
+  key.push_back(reinterpret_cast<uint64_t>(&op.schema()) ^ uint64_t(c10::get_default_dtype_as_scalartype()) << 56);
   for (size_t i = 0; i < count; i++)
     if (!push(args[i], key)) return false;
   return true;

@@ -36,6 +36,11 @@ def is_split_or_partial(call: Call) -> bool:
     return any(not s.is_broadcast for t in call.tensors if is_global(t) for s in t.spec.sbp)
 
 
+def reduces_split_elements(call: Call) -> bool:
+    """The same, of a tensor that has elements: there is no maximum of none."""
+    return reduces_split(call) and call.tensors[0].numel() > 0
+
+
 def reduced_numel(call: Call) -> int:
     """How many elements a reduction puts together for one of its results."""
     shape = call.tensors[0].shape

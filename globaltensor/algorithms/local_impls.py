@@ -69,6 +69,12 @@ def extremum(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, 
     return x.new_full(shape, lowest_value(x.dtype) if recipe.func is aten.amax.default else highest_value(x.dtype))
 
 
+def contiguous_group_norm(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Of one sample, whose strides torch's check and its kernel read in different ways (channels last, or not)."""
+    n = 1 if recipe.func is aten.native_group_norm.default else 2
+    return recipe.func(*[t.contiguous() for t in args[:n]], *args[n:], **kwargs)
+
+
 def lowest_value(dtype: torch.dtype) -> float | int:
     """The value that no other is below."""
     return -torch.inf if dtype.is_floating_point else 0 if dtype == torch.bool else torch.iinfo(dtype).min
@@ -276,6 +282,9 @@ def is_idle(recipe: LocalRecipe, args: Sequence[Any]) -> bool:
     elif impl is own_nll:
         operand, dim = _classes(recipe)
         indexed = [(dim, operand)]
+    elif impl is contiguous_group_norm:
+        samples = [recipe.regions[0][rank][0] for rank in recipe.ranks]
+        return all(stop - start > 1 for start, stop in samples)
     else:
         return impl is extremum and all(stop > start for rank in recipe.ranks
                                         for start, stop in recipe.regions[0][rank])

@@ -131,7 +131,7 @@ def remake(func: OpOverload, values: Sequence[Any]) -> list[Shards]:
 
 
 def _key(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    key: list[Any] = [func]
+    key: list[Any] = [func, torch.get_default_dtype()]          # which i / 2 of integers gives
     for value in args:
         kind = type(value)
         if kind is cls:
@@ -168,7 +168,7 @@ class _Run(Run):
 
     def plain(self, call: Call) -> Any:
         args, kwargs = call.full_arguments()
-        key = ("plain", call.func, static(args, self.cls), static(kwargs, self.cls))
+        key = ("plain", call.func, torch.get_default_dtype(), static(args, self.cls), static(kwargs, self.cls))
         recipe = _decisions.get(key)
         if not isinstance(recipe, Recipe):
             recipe = _decisions[key] = decide_by_rule(self.cls, call.func, args, kwargs)

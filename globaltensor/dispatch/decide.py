@@ -254,4 +254,4 @@ def _alike_key(call: Call, operands: list[Spec]) -> tuple[Any, ...] | None:
         return None
     others = [type(v) if isinstance(v, (int, float, complex)) else v for v in call.values.values()
               if not isinstance(v, (torch.Tensor, list))]
-    return (call.func, *[own.dtype for own in operands], *others)
+    return (call.func, torch.get_default_dtype(), *[own.dtype for own in operands], *others)

@@ -23,7 +23,7 @@ from globaltensor.algorithms import (
     scans,
     summa,
 )
-from globaltensor.algorithms.decompositions import reduces_split
+from globaltensor.algorithms.decompositions import reduces_split, reduces_split_elements
 from globaltensor.algorithms.run import Decomposition
 from globaltensor.op_table.line import (
     TABLE,
@@ -198,9 +198,9 @@ lines("cummax cummin sort sort.stable", along(outputs=2))
 lines("topk", along(outputs=2), decomposition=scans.topk, applies=reduces_split)
 lines("argsort argsort.stable", along())
 lines("flip roll", along("a", name="dims"))
-lines("_softmax", along(), decomposition=decompositions.softmax, applies=reduces_split)
-lines("_safe_softmax", along(), decomposition=decompositions.safe_softmax, applies=reduces_split)
-lines("_log_softmax", along(), decomposition=decompositions.log_softmax, applies=reduces_split)
+lines("_softmax", along(), decomposition=decompositions.softmax, applies=reduces_split_elements)
+lines("_safe_softmax", along(), decomposition=decompositions.safe_softmax, applies=reduces_split_elements)
+lines("_log_softmax", along(), decomposition=decompositions.log_softmax, applies=reduces_split_elements)
 lines("_softmax_backward_data", along("a*B", operands=2), decomposition=decompositions.softmax_backward,
       applies=reduces_split)
 lines("_log_softmax_backward_data", along("a*B", operands=2), decomposition=decompositions.log_softmax_backward,
@@ -269,10 +269,10 @@ lines("_fused_rms_norm_backward", masked_outputs(layers.normalized(
     "b* d*!, b* d*!, b* o*!, d*! -> b* d*!, d*!", "a*B*C*d;a*B*C"), "output_mask"),
       decomposition=layer_norm.rms_norm_backward, applies=layer_norm.features_cut)
 lines("native_group_norm", layers.group_norm("n (g c) s*!, (g c), (g c) -> n (g c) s*!, n g, n g", "A*b+c;A;A"),
-      local_args=group_counts)
+      local_args=group_counts, local_impl=local_impls.contiguous_group_norm)
 lines("native_group_norm_backward", masked_outputs(layers.group_norm(
     "n (g c) s*!, n (g c) s*!, n g, n g, (g c) -> n (g c) s*!, (g c), (g c)", "a*B*C*D*e;a*B*C*D;a"), "output_mask"),
-    local_args=group_counts)
+    local_args=group_counts, local_impl=local_impls.contiguous_group_norm)
 lines("native_batch_norm", layers.batch_norm,
       decomposition=batch_norm.whole_batch_forward, applies=batch_norm.in_training)
 lines("native_batch_norm_backward", masked_outputs(layers.batch_norm_backward, "output_mask"),

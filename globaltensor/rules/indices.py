@@ -51,6 +51,8 @@ def index_selected(call: Call) -> Rule:
     """index_select: a 1-d index along `dim`."""
     row, at = _labels_along(call, "dim", "v")
     idx = "k" if call.tensors[1].dim() else ""
+    if not row:                                      # of a tensor without dims
+        return rule(f", {idx and 'k!'} -> ", "a*B")
     out = [(idx or "1") if i == at else x for i, x in enumerate(row)]
     return rule(f"{' '.join(row)}, {idx} -> {' '.join(out)}", "a*B")
 
@@ -61,6 +63,8 @@ def index_written(algebra: str, *, touched: str = "v", index: str = "k") -> Fami
     def write(call: Call) -> Rule:
         row, at = _labels_along(call, "dim", touched)
         idx = index if call.tensors[1].dim() else ""
+        if not row:                                  # into a tensor without dims
+            idx = idx and "k!"
         operands = [" ".join(row), idx]
         if len(call.tensors) > 2:
             operands.append(" ".join((index if call.tensors[1].dim() else "1") if i == at else x

@@ -57,10 +57,12 @@ class EmbeddingGradient(torch.autograd.Function):
 
 def embedding(input: torch.Tensor, weight: Any, padding_idx: int | None = None, max_norm: float | None = None,
               norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False) -> torch.Tensor:
-    """F.embedding; all but a cut vocabulary goes torch's own way."""
+    """F.embedding; all but a cut vocabulary goes torch's own way. The gradient of a global weight is dense, whatever
+    `sparse` says: a rank's rows are in one piece of memory."""
+    sparse = sparse and not is_global(weight)
     cut = is_global(weight) and weight.dim() == 2 and any(s.is_split and s.dim == 0 for s in weight.spec.sbp)
     fits = padding_idx is None or -weight.shape[0] <= padding_idx < weight.shape[0]
-    if not cut or not fits or transforms_active() or max_norm is not None or scale_grad_by_freq or sparse:
+    if not cut or not fits or transforms_active() or max_norm is not None or scale_grad_by_freq:
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     return Lookup.apply(weight, input, -1 if padding_idx is None else padding_idx % weight.shape[0])
 
