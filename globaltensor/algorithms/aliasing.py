@@ -55,7 +55,8 @@ def check_writable(t: Any, func: OpOverload, name: str) -> None:
     processes hold no part of the value (see dispatch/plain_writes.py), or beside global ones that are written too."""
     if not is_global(t):
         raise InPlaceError(f"{func} would write a global value into a plain tensor ({name})",
-                           "processes outside the placement do not know the value",
+                           "other operands that it writes are global, or processes outside the placement do not "
+                           "know the value",
                            "x.full_tensor() for a plain operand")
 
 

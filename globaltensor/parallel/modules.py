@@ -28,7 +28,7 @@ def to_global(module: M, placement: Placement, sbp: SbpLike | Callable[[str, Any
     sbp   one for all; a function (name, parameter) -> sbp; or a dict of name patterns (as in fnmatch, the first that
           fits) -> sbp, where names that fit none are broadcast
     Parameters stay the objects that they are: an optimizer made before goes on training them, and tied ones stay tied.
-    (An optimizer that has taken steps has a plain state, which its next step refuses.) Those that are global already
+    (One that has taken steps keeps its plain state, which a fused optimizer refuses.) Those that are global already
     are boxed. Returns the module. Raises SbpError for a pattern that fits no name, GlobalTensorError for a parameter
     that a forward pass without its backward, or `gt.zero`, holds on to.
     """
