@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from globaltensor.algorithms.run import Run
 from globaltensor.layouts.global_like import is_global
 from globaltensor.rules.call import Call, written
@@ -15,8 +17,9 @@ from globaltensor.runtime.world import world
 
 
 def writes_plain(call: Call) -> bool:
-    """Does the op write into plain tensors only, on processes that all know the values?"""
-    targets = written(call)
+    """Does the op write elements of plain tensors only, on processes that all know the values? (`set_` and its like
+    change which memory a tensor has.)"""
+    targets = written(call) if torch.Tag.inplace_view not in call.func.tags else []
     if not targets or any(map(is_global, targets)):
         return False
     held = {rank for t in call.tensors if is_global(t) for rank in t.spec.placement.flat}
