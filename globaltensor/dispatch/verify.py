@@ -38,6 +38,8 @@ def verify(recipe: Recipe, results: Mapping[int, Any]) -> None:
                 raise _rule_error(recipe, rank, f"{name} {_text(*returned)}", _part_text(own, rank))
             outputs[k] = output_spec(tensor, recipe.home)
     recipe.outputs = outputs
+    if recipe.single is not None:
+        recipe.single = outputs[0]
 
 
 def _shape_and_dtype(tensor: Any) -> tuple[Any, Any]:

@@ -160,6 +160,10 @@ def _addbmm(x: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -
     return result
 
 
+def _cdist_backward(grad: Tensor, a: Tensor, *_: Any) -> Tensor:
+    return _empty((*grad.shape[:-2], *a.shape[-2:]), a)              # of all batches, where `a` repeats
+
+
 def _cdist(a: Tensor, b: Tensor, p: float, mode: int | None) -> Tensor:
     _check(p >= 0 and a.shape[-1] == b.shape[-1])
     return a.unsqueeze(-2).select(-1, 0) + b.unsqueeze(-3).select(-1, 0)
@@ -213,7 +217,7 @@ _FUNCTIONS: dict[OpOverload, ShapeFunction] = {
     aten.kthvalue.default: _kthvalue,
     aten.addbmm.default: _addbmm,
     aten._cdist_forward.default: _cdist,
-    aten._cdist_backward.default: _as_operand(1),
+    aten._cdist_backward.default: _cdist_backward,
     aten.soft_margin_loss.default: _soft_margin_loss,
     aten.binary_cross_entropy.default: _binary_cross_entropy,
     aten.binary_cross_entropy_backward.default: _as_operand(1),

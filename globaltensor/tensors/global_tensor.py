@@ -350,7 +350,9 @@ def _at_our_key(func: OpOverload) -> None:
 
 
 def _one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """torch's own, after a look at the values."""
+    """torch's own, after a look at the values, of which a pending sum has only terms."""
+    if isinstance(x, GlobalTensor):
+        x = to_layout(x, x.spec.layout.without_partials)
     lookup.check_classes(x, num_classes)
     with ExcludeDispatchKeys(_KEYS):
         return torch.ops.aten.one_hot.default(x, num_classes)
