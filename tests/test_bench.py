@@ -35,8 +35,8 @@ def found(*args):
 
 
 @pytest.mark.parametrize("name, rows, column", [
-    ("dispatch", 10, "globaltensor us"), ("decision", 8, "dtensor ms"), ("random", 9, "torch ns/element"),
-    ("startup", 5, "ms")])
+    ("dispatch", 10, "globaltensor us"), ("random", 9, "torch ns/element"), ("startup", 5, "ms"),
+    pytest.param("decision", 8, "dtensor ms", marks=pytest.mark.long)])
 def test_in_one_process(name, rows, column):
     said = found(name)
     assert len(said["rows"]) == rows and all(row[column] > 0 for row in said["rows"] if column != "dtensor ms")

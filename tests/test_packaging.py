@@ -98,6 +98,7 @@ def ran(installed: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_the_benchmarks_run_from_an_installed_package(installed):
     listed = ran(installed, "-m", "globaltensor.cli", "bench", "--list").splitlines()
     ours = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if re.search(r"(?m)^def main\(", path.read_text())]

@@ -188,6 +188,7 @@ def test_the_stubs_are_up_to_date():
         assert (generate.ROOM / "torch_names.pyi").read_text() == fresh, to_do    # other tests load more of torch
 
 
+@pytest.mark.long
 def test_pyright_agrees(revealing, tmp_path):
     """Programs pass, mistakes are found, and no type is unknown."""
     programs = [TYPED / "programs.py", *pages(tmp_path)]
