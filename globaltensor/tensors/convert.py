@@ -39,6 +39,9 @@ def from_local(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTen
     A process that drives several ranks gives `t` to each of them. The parts must be cut as this library cuts (as
     equal as can be, larger first). Differentiable. Raises ShapeError on every rank where they do not fit together.
     """
+    mine = _mine(placement)
+    if any(s.is_split and not -t.dim() <= s.dim < t.dim() for s in nd_sbp(sbp, placement.names, placement.ndim)):
+        join_parts({r: t.detach() for r in mine}, placement, sbp)    # the others' parts may have the dim: all raise
     return FromLocal.of(t, resolve_layout(placement, sbp, t.dim()))
 
 
