@@ -54,7 +54,7 @@ inline void doze(double s) {
 
 // What the ranks of a test share besides the transport: a page for addresses, and some numbers.
 struct Board {
-  std::atomic<int> ready;
+  std::atomic<int> ready, connected;
   char address[64][256];
   std::atomic<int64_t> number[256];
   static Board* make() {
@@ -78,6 +78,8 @@ inline gt_transport* meet(Board* board, int rank, int ranks, double timeout) {
   char text[512];
   int culprit = gt_blame(t, text, sizeof(text));
   CHECK(status == GT_OK, "gt_connect: %d, rank %d: %s", status, culprit, text);
+  board->connected.fetch_add(1);  // who ended before another one connects could not be watched
+  while (board->connected.load() % ranks) doze(1e-4);
   return t;
 }
 
