@@ -22,7 +22,7 @@ from globaltensor.layouts.layout import Spec
 from globaltensor.layouts.rank_regions import rank_regions
 from globaltensor.layouts.regions import Region
 from globaltensor.layouts.view_parts import Straight, Strided, overlaps_itself, scattered_elements, straight
-from globaltensor.rules.call import Call, Slot, arguments, put, written
+from globaltensor.rules.call import Call, arguments, written
 from globaltensor.runtime.agreement import compare_plain
 from globaltensor.runtime.meta import meta
 from globaltensor.runtime.torch_internals import OpOverload, storage_id
@@ -54,7 +54,7 @@ def write_through(call: Call, run: Run) -> Any:
             return views[0] if call.func._schema.returns else None
     targets = [(_Target(call.func, view), view) for view in views]
     values = {id(view): target.value(run, str(call.func)) for target, view in targets}
-    args, kwargs = _arguments(call, [values.get(id(t), t) for t in call.tensors])
+    args, kwargs = call.arguments_with([values.get(id(t), t) for t in call.tensors])
     result = run(call.func, *args, **kwargs)
     for target, view in targets:
         _write_value(run, target, values[id(view)], str(call.func))
@@ -72,12 +72,6 @@ def _is_elementwise(call: Call) -> bool:
                                     and torch.Tag.nondeterministic_seeded not in func.tags)
 
 
-def _arguments(call: Call, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of the call with other tensors for its operands."""
-    args, kwargs = call.full_arguments()
-    return put(args, kwargs, [Slot(call.position(name), s.item) for name, s in zip(call.names, call.slots)], tensors)
-
-
 def _write_elements(call: Call, run: Run, target: _Target) -> None:
     """Every rank runs the op on the elements that it holds."""
     others = [target.parts_of(t, run, str(call.func)) for t in call.tensors[1:]]
@@ -85,7 +79,7 @@ def _write_elements(call: Call, run: Run, target: _Target) -> None:
         if target.holds_zeros(rank):
             piece.elements.zero_()
         else:
-            args, kwargs = _arguments(call, [piece.elements, *[parts[rank] for parts in others]])
+            args, kwargs = call.arguments_with([piece.elements, *[parts[rank] for parts in others]])
             call.func(*args, **kwargs)
         piece.put_back()
 
