@@ -6,6 +6,9 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <mutex>
+#include <unordered_map>
+
 #include "allocator.h"
 #include "boxed_view.h"
 #include "recipe.h"
@@ -35,12 +38,14 @@ PyObject* plain_hook = nullptr;                      // compares a plain operand
 // A plain operand must be the same on every rank. They are compared at uses 1, 2, 4, 8, ...: often at first, and then
 // so seldom that it costs nothing.
 void compare_plain(const Recipe& recipe, const Operands& operands) {
-  const uint32_t uses = recipe.plain_uses.fetch_add(1, std::memory_order_relaxed) + 1;
-  if (uses & (uses - 1)) return;
-  pybind11::gil_scoped_acquire lock;
-  const pybind11::handle compare(plain_hook);
-  for (const Operand& operand : operands)
-    if (!operand.shards) compare(operand.owner, recipe.name, recipe.plain_ranks);
+  for (size_t q = 0; q < operands.size(); q++) {
+    if (!recipe.plain_uses[q]) continue;
+    const uint32_t uses = recipe.plain_uses[q]->fetch_add(1, std::memory_order_relaxed) + 1;
+    if (uses & (uses - 1)) continue;
+    pybind11::gil_scoped_acquire lock;
+    const pybind11::handle compare(plain_hook);
+    compare(operands[q].owner, recipe.name, recipe.plain_ranks);
+  }
 }
 
 // Boxes the operands whose layout is not the one the recipe wants, all in one go. `moved` keeps the new shards.
@@ -166,7 +171,16 @@ void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) 
   }
 }
 
+PlainUses* plain_uses(const std::string& key) {
+  static std::mutex mutex;
+  static auto* all = new std::unordered_map<std::string, PlainUses>();  // whose values stay where they are
+  std::lock_guard<std::mutex> lock(mutex);
+  return &(*all)[key];
+}
+
 void bind_execute(pybind11::module_& m) {
+  m.def("count_plain_use", [](const std::string& key) { return plain_uses(key)->fetch_add(1) + 1; },
+        "Counts a use of a plain operand; how many there were.");
   m.def("on_plain_operand", [](pybind11::object hook) { plain_hook = hook.release().ptr(); },
         "What compares a plain operand with that of other processes: (tensor, op, ranks).");
 }

@@ -35,7 +35,8 @@ void cache_flat_recipe(const std::string& pending_key, const std::string& name, 
                        std::vector<int64_t> ranks, const py::list& slots, const py::list& boxings,
                        const py::list& outputs, const std::vector<int32_t>& written, const py::list& local_args,
                        const std::string& local_op, bool boxes_view, std::vector<int32_t> writes,
-                       std::vector<int64_t> plain_ranks) {
+                       std::vector<int64_t> plain_ranks,
+                       const std::vector<std::string>& plain_keys) {
   auto recipe = std::make_shared<Recipe>();
   const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()).schema();
   recipe->name = python_name(name, overload);
@@ -64,6 +65,8 @@ void cache_flat_recipe(const std::string& pending_key, const std::string& name, 
   recipe->boxes_view = boxes_view;
   recipe->writes = std::move(writes);
   recipe->plain_ranks = std::move(plain_ranks);
+  for (const auto& plain_key : plain_keys)
+    recipe->plain_uses.push_back(plain_key.empty() ? nullptr : plain_uses(plain_key));
   if (!local_op.empty()) recipe->local_op = c10::Dispatcher::singleton().findSchemaOrThrow(local_op.c_str(), "");
   recipe->local_args = local_args_from(schema, local_args);
   cache_recipe(key_from(pending_key), std::move(recipe));
@@ -84,6 +87,7 @@ void bind_recipes(py::module_& m) {
   m.def("cache_recipe", &cache_flat_recipe, py::arg("pending_key"), py::arg("name"), py::arg("overload"), py::kw_only(),
         py::arg("ranks"), py::arg("slots"), py::arg("boxings"), py::arg("outputs"), py::arg("written"),
         py::arg("local_args"), py::arg("local_op"), py::arg("boxes_view"), py::arg("writes"), py::arg("plain_ranks"),
+        py::arg("plain_keys"),
         "Calls of this key are done by this recipe.");
   m.def("cache_python_fallback", [](const std::string& pending_key) {
     cache_recipe(key_from(pending_key), std::make_shared<Recipe>());

@@ -50,6 +50,10 @@ struct Trace {
   bool fits(const c10::IValue* args) const;
 };
 
+// How often operands like a plain one were used: one count, whether calls are done here or in Python.
+using PlainUses = std::atomic<uint32_t>;
+PlainUses* plain_uses(const std::string& key);
+
 struct Recipe {
   struct LocalArg {                                // an argument that differs from the global one on a rank
     int32_t at;
@@ -77,7 +81,7 @@ struct Recipe {
   bool boxes_view = false;                         // and boxed ones: they are made when they are read
   std::vector<int32_t> writes;                     // slots of the operands that are written to
   std::vector<int64_t> plain_ranks;                // of several processes, where an operand is plain; else none
-  mutable std::atomic<uint32_t> plain_uses{0};     // how often such operands were used
+  std::vector<PlainUses*> plain_uses;              // per slot, where there are such ranks; null for a global operand
 };
 
 // The operand in its slot.

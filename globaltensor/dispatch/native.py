@@ -19,7 +19,7 @@ from globaltensor.dispatch.trace import Trace
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Spec
 from globaltensor.rules.call import Call, arguments
-from globaltensor.runtime.agreement import agree_on, checking
+from globaltensor.runtime.agreement import agree_on, checking, plain_key
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import OpOverload
 from globaltensor.runtime.world import world
@@ -76,6 +76,7 @@ class FlatRecipe(NamedTuple):
     boxes_view: bool = False                         # the results are boxed views
     writes: list[int] = []                           # the operands that are written to
     plain_ranks: Sequence[int] = ()                  # that compare plain operands, if there are any
+    plain_keys: list[str] = []                       # per slot, if there are such ranks: what counts its uses, or ""
 
 
 def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | None:
@@ -99,10 +100,12 @@ def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | Non
     outputs, written = returns
     local_args = [[(_index(call.func, at), value) for at, value in recipe.local_args.get(rank, ())]
                   for rank in recipe.ranks]
-    compared = not world().single_process and any(type(t) is not cls for t in call.tensors)
+    ranks = recipe.home.placement.flat
+    keys = ["" if type(t) is cls else plain_key(t, f"a plain operand of {recipe.func}", ranks) for t in call.tensors]
+    compared = not world().single_process and bool(recipe.ranks) and any(keys)
     return FlatRecipe(list(recipe.ranks), _slots(call), boxings, outputs, written,
                       local_args if any(local_args) else [], local_op, recipe.boxes_view, list(recipe.written),
-                      recipe.home.placement.flat if compared and recipe.ranks else ())
+                      ranks if compared else (), keys if compared else [])
 
 
 def _local(recipe: Recipe, call: Call) -> str | None:

@@ -1,6 +1,7 @@
 """Small values that all processes must have, or must have alike: agreed on, gathered, or broadcast."""
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import zlib
@@ -12,6 +13,7 @@ import torch
 
 from globaltensor.errors import DisagreementError, where
 from globaltensor.runtime.exchange import AGREE, BROADCAST, GATHER, exchange
+from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import rank, world
 
 _uncoordinated = False
@@ -100,20 +102,29 @@ def agree_on(t: torch.Tensor, what: str, ranks: Sequence[int] | None = None) -> 
         agree(f"{what}: {list(t.shape)}, {t.dtype}, of values with checksum {checksum(t):08x}", ranks, _PLAIN)
 
 
-_uses: dict[tuple[object, ...], int] = {}          # of plain tensors: how often each op met one of such a shape
+_uses: dict[str, int] = {}                           # by key, without native code
 
 
-def compare_plain(t: torch.Tensor, what: str, ranks: Sequence[int]) -> None:
+def plain_key(t: torch.Tensor, what: str, ranks: Sequence[int]) -> str:
+    """What counts the uses of plain tensors like this one."""
+    return f"{what} {tuple(t.shape)} {t.dtype} {tuple(ranks)}"
+
+
+def compare_plain(t: torch.Tensor, what: str, ranks: Sequence[int], most: float = math.inf) -> None:
     """A plain tensor meets global ones on these ranks: check that it is the same on all of them, often at first and
-    then ever more seldom (at uses 1, 2, 4, 8, ...), so that training does not pay for it; always if `checking()`.
+    then ever more seldom (at uses 1, 2, 4, 8, ..., up to `most`), so that training does not pay for it; always if
+    `checking()`. Native code goes on with the same counts: ranks agree on when to compare, whichever way calls take.
 
     Raises DisagreementError on every rank. Whoever feeds each rank its own batch, as for DDP, learns it at the first.
     """
     if world().single_process or rank() not in ranks or t.layout is not torch.strided:
         return                                       # the values of a sparse tensor are not in one piece of memory
-    key = what, tuple(t.shape), t.dtype, tuple(ranks)
-    n = _uses[key] = _uses.get(key, 0) + 1
-    if n & (n - 1) == 0 or checking():
+    key = plain_key(t, what, ranks)
+    if torch_ext is not None:
+        n = torch_ext.count_plain_use(key)
+    else:
+        n = _uses[key] = _uses.get(key, 0) + 1
+    if n <= most and n & (n - 1) == 0 or checking():
         agree_on(t, what, ranks)
 
 

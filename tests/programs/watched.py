@@ -14,3 +14,15 @@ for k in range(6):                                   # known to the native dispa
         z = x.to_global(sbp=gt.sbp.broadcast)
     assert float(y.sum()) == float(z.sum()) == 16.0
     assert not records or len(log) == 2, log
+
+# Plain operands are compared at some of their uses: at the same ones on both ranks, whichever way their ops take.
+w = gt.from_full(torch.arange(16.0).reshape(4, 4), where, gt.sbp.split(1))
+for k in range(20):
+    with gt.record() if k > 2 and gt.rank() == 0 else contextlib.nullcontext():
+        y = torch.maximum(w.sum(1), torch.ones(4)) + (w * torch.ones(4, 4)).sum(1)
+        loss = torch.nn.functional.cross_entropy(w, torch.tensor([0, 1, 2, 3]))
+        w[1:3] += torch.zeros(2, 4)
+        total = torch.zeros(())
+        total += loss
+        rows = w[torch.tensor([0, 3])]
+        assert float(y.sum()) == 2 * 120.0 and float(total) > 0 and float(rows.sum()) == 6.0 + 54.0
