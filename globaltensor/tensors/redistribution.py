@@ -5,6 +5,7 @@ native dispatcher can do the boxing, its twin in C++ stands in the graph instead
 """
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from globaltensor.errors import GlobalTensorError, SbpError
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Spec, layout, spec
 from globaltensor.layouts.placement import placement
-from globaltensor.layouts.sbp import broadcast, in_range, nd_sbp
+from globaltensor.layouts.sbp import Sbp, broadcast, in_range, nd_sbp
 from globaltensor.runtime import custom_ops
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import modes_active, transforms_active
@@ -29,9 +30,18 @@ Global = TypeVar("Global", bound=GlobalLike)         # the tensor class, which s
 
 def resolve_layout(where: Any, sbp: Any, ndim: int) -> Layout:
     """The layout that a user's placement and sbp mean for a tensor of `ndim` dims."""
+    if type(sbp) is Sbp and type(where) is placement:            # each step of a program asks for the same few
+        return _on_every_axis(where, sbp, ndim)
+    return _read_layout(where, sbp, ndim)
+
+
+def _read_layout(where: Any, sbp: Any, ndim: int) -> Layout:
     if not isinstance(where, placement):
         raise SbpError(f"not a placement: {where!r}", fix='gt.placement("cpu", [0, 1])')
     return layout(where, in_range(nd_sbp(sbp, where.names, where.ndim), ndim))
+
+
+_on_every_axis = lru_cache(maxsize=1024)(_read_layout)
 
 
 def box_from(x: Any, where: Any, sbp: Any, grad_sbp: Any) -> Any:
