@@ -68,7 +68,7 @@ _WITHIN: dict[Any, Callable[..., Any]] = {**backward.TAKEN, **multihead_attentio
 _KEY: Any = dispatch_key("TESTING_ONLY_GenericWrapper")          # no other tensor has it
 _KEYS = DispatchKeySet(_KEY)
 _requires_grad: Any = TensorBase.requires_grad
-_OWN_ATTRIBUTES = {"spec", "_shards", "boxed_view", "_is_param", *gradients.ATTRIBUTES}
+_OWN_ATTRIBUTES = {"spec", "_shards", "boxed_view", "_is_param", gradients.ATTRIBUTE}
 
 
 if TYPE_CHECKING:

@@ -7,13 +7,14 @@ gradients that wait into the layouts of their parameters, in one fused boxing.
 Every rank runs the same program, so all of them settle the same gradients: waiting leaves are held on to until then,
 and taken in the order in which they were made.
 
-A leaf's gradient may be aimed at another layout than its own (`aim`), and then be handed over to the *part* of the leaf
-that an optimizer works on: that is ZeRO (zero.py).
+A leaf's gradient may be brought to another layout than the leaf's own (`set_grad_layout`), and then be handed over to
+the *part* of the leaf that an optimizer works on (`share_grad`): that is ZeRO (zero.py).
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -30,43 +31,78 @@ _grad: Any = TensorBase.grad                # a descriptor of C
 raw_grad = _grad.__get__                             # the gradient of a leaf as it lies
 _set = _grad.__set__
 _order = count()
-pending: dict[int, Any] = {}                         # leaves whose gradients lie elsewhere than they do
-ATTRIBUTES = {"_order", "_aim", "_early", "_part", "_whole", "_sent"}        # what is noted here on a leaf
-EARLY = 25 << 20                                     # bytes of gradients that wait, at most, for leaves aimed early
+pending: dict[int, Any] = {}                         # leaves whose gradients lie elsewhere than they do, by their order
+EARLY = 25 << 20                                     # bytes of gradients that wait, at most, for leaves reduced early
+
+
+@dataclass(slots=True, eq=False)
+class LeafGradient:
+    """What is noted of the gradient of a leaf, in the attribute `ATTRIBUTE` of the leaf, where anything is.
+
+    order         of the leaf among those that are watched: every rank reduces in this order; None: it is not watched
+    layout        the layout that the gradient is brought to; None: the leaf's own
+    early         during backward already, as soon as `EARLY` bytes wait
+    part, whole   the part of a leaf that an optimizer works on, and that leaf: noted on both of them
+    reduce_dtype  the dtype in which the gradient is sent when it is reduced; None: its own
+    """
+
+    order: int | None = None
+    layout: Layout | None = None
+    early: bool = False
+    part: Any = None
+    whole: Any = None
+    reduce_dtype: torch.dtype | None = None
+
+
+ATTRIBUTE = "_leaf_gradient"
+_NOTHING_NOTED = LeafGradient()
+
+
+def _noted(leaf: Any) -> LeafGradient:
+    """What is noted on a leaf, to be read."""
+    return leaf.__dict__.get(ATTRIBUTE, _NOTHING_NOTED)
+
+
+def _notes(leaf: Any) -> LeafGradient:
+    """What is noted on a leaf, to be changed."""
+    return leaf.__dict__.setdefault(ATTRIBUTE, LeafGradient())
 
 
 def read_grad(leaf: Any) -> Any:
     """The gradient of a leaf, settled."""
     if pending:
         reduce_pending()
-    part = leaf.__dict__.get("_part")
-    return raw_grad(leaf) if part is None else _handed_over(leaf.__dict__.get("_whole", leaf), part)
+    noted = _noted(leaf)
+    return raw_grad(leaf) if noted.part is None else _handed_over(noted.whole, noted.part)
 
 
 def replace_grad(leaf: Any, value: Any) -> None:
     """Replace the gradient of a leaf."""
-    for one in (leaf, leaf.__dict__.get("_part"), leaf.__dict__.get("_whole")):
-        if one is not None:
-            if pending:
-                pending.pop(one.__dict__.get("_order", -1), None)
-            _set(one, value if one is leaf else None)
+    noted = _noted(leaf)
+    for one in {id(t): t for t in (leaf, noted.part, noted.whole) if t is not None}.values():
+        order = _noted(one).order
+        if order is not None:
+            pending.pop(order, None)
+        _set(one, value if one is leaf else None)
 
 
 def set_grad_layout(leaf: Any, dst: Layout, early: bool = False) -> None:
     """Gradients of this leaf are brought to `dst`. `early`: during backward already, as soon as `EARLY` bytes wait."""
-    leaf._aim, leaf._early = dst, early
+    notes = _notes(leaf)
+    notes.layout, notes.early = dst, early
     watch_anew(leaf)
 
 
 def share_grad(whole: Any, part: Any) -> None:
     """The two have one gradient: what comes for `whole`, in the layout and dtype of `part`."""
-    whole._part = part._part = part
-    part._whole = whole
+    for one in (whole, part):
+        notes = _notes(one)
+        notes.part, notes.whole = part, whole
 
 
 def has_part(leaf: Any) -> bool:
     """Does an optimizer work on a part of this leaf in its place?"""
-    return "_part" in leaf.__dict__
+    return _noted(leaf).part is not None
 
 
 def set_grad_reduce_dtype(parameters: Iterable[Any], dtype: torch.dtype | None) -> None:
@@ -78,7 +114,7 @@ def set_grad_reduce_dtype(parameters: Iterable[Any], dtype: torch.dtype | None) 
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"gradients cannot be reduced in {dtype}: they are floating point numbers")
     for leaf in parameters:
-        leaf._sent = dtype
+        _notes(leaf).reduce_dtype = dtype
 
 
 def _handed_over(whole: Any, part: Any) -> Any:
@@ -94,13 +130,13 @@ def _handed_over(whole: Any, part: Any) -> Any:
 
 def grad_layout(leaf: Any) -> Layout:
     """The layout in which the gradient of a leaf is handed over: its own, or the one that was asked for."""
-    return leaf.__dict__.get("_aim") or leaf.spec.layout
+    return _noted(leaf).layout or leaf.spec.layout
 
 
 def watch_leaf(leaf: Any) -> None:
     """Watch what backward accumulates in this leaf."""
-    if "_order" not in leaf.__dict__ and leaf.is_leaf:
-        leaf._order = next(_order)
+    if leaf.is_leaf and _noted(leaf).order is None:
+        _notes(leaf).order = next(_order)
         if _watched_natively(leaf):
             torch_ext.watch_gradient(leaf)
         else:                                        # first: hooks of the user's may read the gradient
@@ -110,7 +146,7 @@ def watch_leaf(leaf: Any) -> None:
 
 def watch_anew(leaf: Any) -> None:
     """Of a leaf whose layout, or whose gradient's, is another now: native code forgets which gradients need nothing."""
-    if "_order" in leaf.__dict__ and _watched_natively(leaf):
+    if _noted(leaf).order is not None and _watched_natively(leaf):
         torch_ext.watch_gradient(leaf)
 
 
@@ -120,7 +156,8 @@ def keep_hooks(leaf: Any) -> None:
         leaf._backward_hooks = leaf._backward_hooks
     if leaf._post_accumulate_grad_hooks is not None:
         leaf._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
-    if leaf.__dict__.pop("_order", None) is not None:
+    if _noted(leaf).order is not None:
+        _notes(leaf).order = None
         watch_leaf(leaf)
 
 
@@ -134,7 +171,7 @@ _hook = torch.Tensor.register_post_accumulate_grad_hook
 
 def register_hook(leaf: Any, own: Callable[[Any], None]) -> Any:
     """leaf.register_post_accumulate_grad_hook(own)"""
-    if "_order" in leaf.__dict__ and _watched_natively(leaf):
+    if _noted(leaf).order is not None and _watched_natively(leaf):
         _hook(leaf, _accumulated_hook)
     return _hook(leaf, own)
 
@@ -154,9 +191,10 @@ def _accumulated(leaf: Any) -> bool:
     if type(grad) is not type(leaf):
         return False
     if grad.spec.layout is not grad_layout(leaf):
-        pending[leaf._order] = leaf
-        early = leaf.__dict__.get("_early") and not _early_reduction_off
-        if early and sum(some.spec.nbytes for some in pending.values()) >= EARLY:
+        notes = _noted(leaf)
+        assert notes.order is not None               # only what is watched comes here
+        pending[notes.order] = leaf
+        if notes.early and not _early_reduction_off and sum(some.spec.nbytes for some in pending.values()) >= EARLY:
             reduce_pending()
         return False
     return True
@@ -167,7 +205,7 @@ _early_reduction_off = False
 
 @contextmanager
 def no_early_reduction() -> Iterator[None]:
-    """Inside, gradients of leaves aimed early wait as others do."""
+    """Inside, gradients that are reduced early wait as others do."""
     global _early_reduction_off
     before, _early_reduction_off = _early_reduction_off, True
     try:
@@ -195,10 +233,10 @@ def restore(taken: Iterable[tuple[Any, Any]]) -> None:
 
 def reduce_pending(of: Iterable[Any] | None = None) -> None:
     """Bring every waiting gradient, or those of some leaves, into its leaf's layout, all in one go."""
-    keys = sorted(pending) if of is None else sorted(pending.keys() & {leaf.__dict__.get("_order") for leaf in of})
+    keys = sorted(pending) if of is None else sorted(pending.keys() & {_noted(leaf).order for leaf in of})
     leaves = [pending.pop(k) for k in keys]
-    grads = [(grad_layout(leaf), raw_grad(leaf), leaf.__dict__.get("_sent")) for leaf in leaves]
-    grads = [(dst, g, sent or g.dtype) for dst, g, sent in grads if g is not None and g.spec.layout is not dst]
+    grads = [(dst, g, _noted(leaf).reduce_dtype or g.dtype) for leaf in leaves
+             if (g := raw_grad(leaf)) is not None and g.spec.layout is not (dst := grad_layout(leaf))]
     at_once = torch_ext is not None and not watched() and all(sent == g.dtype for _, g, sent in grads)
     boxings = [native.find_boxing(g.spec, dst) for dst, g, _ in grads] if at_once else [None]
     if None not in boxings:
