@@ -20,6 +20,7 @@ from globaltensor.algorithms.run import is_traceable
 from globaltensor.dispatch.core import dispatch
 from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call, arguments
+from globaltensor.runtime import agreement
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import is_composite
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -208,3 +209,15 @@ def test_other_subclasses_keep_their_ways():
     from torch._subclasses.fake_tensor import FakeTensorMode
     with FakeTensorMode():
         assert (torch.empty(3) + torch.empty(3)).shape == (3,)
+
+
+def test_uses_of_plain_operands_are_counted_as_in_python_and_dropped_at_the_same_use(monkeypatch):
+    monkeypatch.setattr(agreement, "_MOST_KEYS", 7)
+    chooser, counts = random.Random(SEED), []
+    uses = [((1000, 1001 + chooser.randrange(2)), f"kind {int(chooser.expovariate(0.2))}") for _ in range(500)]
+    for native in (torch_ext, None):
+        monkeypatch.setattr(agreement, "torch_ext", native)
+        counts.append([agreement._count_use(ranks, key) for ranks, key in uses])
+    assert counts[0] == counts[1]
+    assert counts[0].count(1) > len(set(uses)) and max(counts[0]) > 4        # some began anew, others went on
+    assert all(len(known) <= 7 for known in agreement._uses.values())

@@ -6,6 +6,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <map>
 #include <mutex>
 #include <unordered_map>
 
@@ -171,16 +172,47 @@ void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) 
   }
 }
 
-PlainUses* plain_uses(const std::string& key) {
-  static std::mutex mutex;
-  static auto* all = new std::unordered_map<std::string, PlainUses>();  // whose values stay where they are
-  std::lock_guard<std::mutex> lock(mutex);
-  return &(*all)[key];
+namespace {
+
+// Counts of plain operands, by the ranks that compare them.
+struct PlainCounts {
+  std::mutex mutex;
+  std::map<std::vector<int64_t>, std::unordered_map<std::string, PlainUses>> by_ranks;
+};
+
+PlainCounts& plain_counts() {
+  static auto* all = new PlainCounts();
+  return *all;
+}
+
+// Why counts are dropped, and all at once: agreement.py. Recipes hold counts, so they go with them: else a rank whose
+// calls are native would go on with an old count where one whose calls are recorded in Python begins anew.
+uint32_t count_plain_use(const std::vector<int64_t>& ranks, const std::string& key, size_t most) {
+  auto& all = plain_counts();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto& counts = all.by_ranks[ranks];
+  if (counts.size() >= most && !counts.count(key)) {
+    counts.clear();
+    clear_recipes();
+  }
+  auto& uses = counts[key];
+  if (!uses) uses = std::make_shared<std::atomic<uint32_t>>(0);
+  return uses->fetch_add(1) + 1;
+}
+
+}  // namespace
+
+PlainUses plain_uses(const std::vector<int64_t>& ranks, const std::string& key) {
+  auto& all = plain_counts();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  const auto& counts = all.by_ranks[ranks];
+  auto at = counts.find(key);
+  return at == counts.end() ? nullptr : at->second;
 }
 
 void bind_execute(pybind11::module_& m) {
-  m.def("count_plain_use", [](const std::string& key) { return plain_uses(key)->fetch_add(1) + 1; },
-        "Counts a use of a plain operand; how many there were.");
+  m.def("count_plain_use", &count_plain_use,
+        "Counts a use of a plain operand on ranks; how many there were. Of more keys than `most`, all are dropped.");
   m.def("on_plain_operand", [](pybind11::object hook) { plain_hook = hook.release().ptr(); },
         "What compares a plain operand with that of other processes: (tensor, op, ranks).");
 }

@@ -65,8 +65,11 @@ void cache_flat_recipe(const std::string& pending_key, const std::string& name, 
   recipe->boxes_view = boxes_view;
   recipe->writes = std::move(writes);
   recipe->plain_ranks = std::move(plain_ranks);
-  for (const auto& plain_key : plain_keys)
-    recipe->plain_uses.push_back(plain_key.empty() ? nullptr : plain_uses(plain_key));
+  for (const auto& plain_key : plain_keys) {
+    recipe->plain_uses.push_back(plain_key.empty() ? nullptr : plain_uses(recipe->plain_ranks, plain_key));
+    // Its count was dropped since the first use. This use makes a new one in Python; the next call is cached.
+    if (!plain_key.empty() && !recipe->plain_uses.back()) return;
+  }
   if (!local_op.empty()) recipe->local_op = c10::Dispatcher::singleton().findSchemaOrThrow(local_op.c_str(), "");
   recipe->local_args = local_args_from(schema, local_args);
   cache_recipe(key_from(pending_key), std::move(recipe));

@@ -51,8 +51,8 @@ struct Trace {
 };
 
 // How often operands like a plain one were used: one count, whether calls are done here or in Python.
-using PlainUses = std::atomic<uint32_t>;
-PlainUses* plain_uses(const std::string& key);
+using PlainUses = std::shared_ptr<std::atomic<uint32_t>>;
+PlainUses plain_uses(const std::vector<int64_t>& ranks, const std::string& key);  // null: not counted yet, or dropped
 
 struct Recipe {
   struct LocalArg {                                // an argument that differs from the global one on a rank
@@ -81,7 +81,7 @@ struct Recipe {
   bool boxes_view = false;                         // and boxed ones: they are made when they are read
   std::vector<int32_t> writes;                     // slots of the operands that are written to
   std::vector<int64_t> plain_ranks;                // of several processes, where an operand is plain; else none
-  std::vector<PlainUses*> plain_uses;              // per slot, where there are such ranks; null for a global operand
+  std::vector<PlainUses> plain_uses;               // per slot, where there are such ranks; null for a global operand
 };
 
 // The operand in its slot.

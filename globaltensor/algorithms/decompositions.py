@@ -52,7 +52,7 @@ def as_global(run: Run, t: Tensor | GlobalLike, like: GlobalLike, op: str) -> Gl
     if is_global(t):
         return t
     # a trace takes over after the second use, and does not come here, but on a rank whose boxings are watched
-    compare_plain(t, f"a plain operand of {op}", like.spec.placement.flat, most=2)
+    compare_plain(t, f"a plain operand of {op}", like.spec.placement.flat, once=True)
     own = spec(like.spec.layout.replicated, tuple(t.shape), t.stride(), t.dtype)
     return run.wrap(own, dict.fromkeys(like.shards, t))
 

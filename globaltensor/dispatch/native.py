@@ -101,7 +101,7 @@ def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | Non
     local_args = [[(_index(call.func, at), value) for at, value in recipe.local_args.get(rank, ())]
                   for rank in recipe.ranks]
     ranks = recipe.home.placement.flat
-    keys = ["" if type(t) is cls else plain_key(t, f"a plain operand of {recipe.func}", ranks) for t in call.tensors]
+    keys = ["" if type(t) is cls else plain_key(t, f"a plain operand of {recipe.func}") for t in call.tensors]
     compared = not world().single_process and bool(recipe.ranks) and any(keys)
     return FlatRecipe(list(recipe.ranks), _slots(call), boxings, outputs, written,
                       local_args if any(local_args) else [], local_op, recipe.boxes_view, list(recipe.written),

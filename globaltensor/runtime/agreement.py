@@ -1,7 +1,6 @@
 """Small values that all processes must have, or must have alike: agreed on, gathered, or broadcast."""
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import zlib
@@ -102,29 +101,41 @@ def agree_on(t: torch.Tensor, what: str, ranks: Sequence[int] | None = None) -> 
         agree(f"{what}: {list(t.shape)}, {t.dtype}, of values with checksum {checksum(t):08x}", ranks, _PLAIN)
 
 
-_uses: dict[str, int] = {}                           # by key, without native code
+_uses: dict[tuple[int, ...], dict[str, int]] = {}    # by ranks and key, without native code
+# Shapes that change with every call would pile up. Ranks that share a placement must drop the same counts at the same
+# use, or one would compare where another does not. They add the same keys in the same order, but neither know when each
+# was last used (native code counts without looking a key up) nor share other placements: so each list of ranks has
+# counts of its own, and all of them go when there is one too many.
+_MOST_KEYS = 10_000
 
 
-def plain_key(t: torch.Tensor, what: str, ranks: Sequence[int]) -> str:
+def plain_key(t: torch.Tensor, what: str) -> str:
     """What counts the uses of plain tensors like this one."""
-    return f"{what} {tuple(t.shape)} {t.dtype} {tuple(ranks)}"
+    return f"{what} {tuple(t.shape)} {t.dtype}"
 
 
-def compare_plain(t: torch.Tensor, what: str, ranks: Sequence[int], most: float = math.inf) -> None:
+def _count_use(ranks: tuple[int, ...], key: str) -> int:
+    if torch_ext is not None:
+        return torch_ext.count_plain_use(ranks, key, _MOST_KEYS)
+    counts = _uses.setdefault(ranks, {})
+    if len(counts) >= _MOST_KEYS and key not in counts:
+        counts.clear()
+    counts[key] = counts.get(key, 0) + 1
+    return counts[key]
+
+
+def compare_plain(t: torch.Tensor, what: str, ranks: Sequence[int], once: bool = False) -> None:
     """A plain tensor meets global ones on these ranks: check that it is the same on all of them, often at first and
-    then ever more seldom (at uses 1, 2, 4, 8, ..., up to `most`), so that training does not pay for it; always if
-    `checking()`. Native code goes on with the same counts: ranks agree on when to compare, whichever way calls take.
+    then ever more seldom (at uses 1, 2, 4, 8, ...; at the first alone if `once`), so that training does not pay for it;
+    always if `checking()`. Native code goes on with the same counts: ranks agree on when to compare, whichever way
+    calls take.
 
     Raises DisagreementError on every rank. Whoever feeds each rank its own batch, as for DDP, learns it at the first.
     """
     if world().single_process or rank() not in ranks or t.layout is not torch.strided:
         return                                       # the values of a sparse tensor are not in one piece of memory
-    key = plain_key(t, what, ranks)
-    if torch_ext is not None:
-        n = torch_ext.count_plain_use(key)
-    else:
-        n = _uses[key] = _uses.get(key, 0) + 1
-    if n <= most and n & (n - 1) == 0 or checking():
+    n = _count_use(tuple(ranks), plain_key(t, what))
+    if n == 1 or not once and n & (n - 1) == 0 or checking():
         agree_on(t, what, ranks)
 
 
