@@ -84,6 +84,7 @@ class ViewCall:
         if self._made != self.memory.writes or self._results[nth] is None:
             self._results = list(self._run(self.func, self.values))
             self._made = self.memory.writes
+        # Handed over, not kept: the view holds on to them, and the call would keep their memory alive beyond it.
         shards, self._results[nth] = self._results[nth], None
         assert shards is not None
         return shards
@@ -100,6 +101,7 @@ class BoxedView:
     def read(self) -> Shards:
         """The view's shards, as of the last write to the memory at the end of the chain."""
         if self._made != self.call.memory.writes:
+            # as of before the call: a write that another thread does meanwhile is not lost
             writes = self.call.memory.writes
             self._shards, self._made = self.call.result(self.nth), writes
         return self._shards
@@ -111,6 +113,8 @@ class BoxedView:
 
 def memory_id(t: Any) -> int:
     """The same number for global tensors of one memory; of one that this process holds a part of."""
+    # of the lowest rank, not of the first in the dict, whose order follows the placement's: aliases may have another
+    # one
     return storage_id(t.shards[min(t.shards)])
 
 

@@ -53,6 +53,7 @@ def _reduced_alike(run: Run, tensors: list[GlobalLike]) -> list[GlobalLike]:
 def _sums(run: Run, x: GlobalLike, terms: list[Shards], dtype: torch.dtype) -> list[GlobalLike]:
     """Sums per channel, from the terms that ranks made of their parts of x."""
     own = x.spec
+    # channels that are split stay so: each rank has all that their statistics need along that axis
     pending = layout(own.placement, tuple(split(0) if s.is_split and s.dim == 1 else partial_sum if s.is_split
                                           else broadcast for s in own.sbp))
     done = pending.without_partials

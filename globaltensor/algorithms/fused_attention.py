@@ -64,6 +64,7 @@ def _sizes(call: Call) -> list[tuple[int, int]]:
 
 def _split_layout(call: Call, own: Layout) -> Layout:
     """The query's layout along batch and heads; but heads are cut evenly, and no part is empty."""
+    # Heads of keys: several of queries may share one, so that a cut of these is one of queries, but not the other way.
     batch, heads = _sizes(call)[1]
     nd: list[Sbp] = []
     for s, parts in zip(own.sbp, own.placement.shape):
@@ -97,4 +98,6 @@ def _joined(sample: Any, parts: dict[int, Any], local_sizes: Sequence[tuple[int,
     for own, whole in zip(local_sizes, _sizes(call)):
         if sample.dim() > 2 and tuple(sample.shape[:2]) == own:
             return run.wrap(spec(where, (*whole, *sample.shape[2:]), None, sample.dtype), parts)
+    # Called broadcast though ranks differ (a generator's state, lengths): only the op's own gradient reads it, rank by
+    # rank.
     return run.wrap(spec(where.replicated, tuple(sample.shape), sample.stride(), sample.dtype), parts)

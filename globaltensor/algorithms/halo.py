@@ -66,6 +66,7 @@ class AxisSbps(NamedTuple):
     @property
     def gradient(self) -> AxisSbps:
         """Those of their gradients."""
+        # Where nothing is cut, every rank computes the whole gradient: it is broadcast, not a sum of terms.
         return self if self == WHOLE else AxisSbps(*(s.dual for s in self))
 
 
@@ -80,6 +81,7 @@ class ConvLayouts(NamedTuple):
 
 BATCH = AxisSbps(split(0), broadcast, broadcast, split(0))
 OUTPUTS = AxisSbps(broadcast, split(0), split(0), split(1))
+# the bias too: added by all terms, it would count often
 INPUTS = AxisSbps(split(1), split(1), partial_sum, partial_sum)
 GROUPS = AxisSbps(split(1), split(0), split(0), split(1))
 WHOLE = AxisSbps(broadcast, broadcast, broadcast, broadcast)
@@ -161,6 +163,7 @@ def grad_of_image(run: Run, grads: Shards, window: Layout, image: GlobalLike, ds
     if not isinstance(window, RankRegions):
         return run.wrap(spec(dst, shape, None, dtype), {rank: t.contiguous() for rank, t in grads.items()})
     cut = _split_space(dst, len(shape), space)
+    # Windows overlap, so a rank's gradient of a row at the seam is a term of a sum, of which others have the rest.
     pending = tuple(s if s.is_partial else partial_sum if s.is_split and s.dim in cut else broadcast for s in dst.sbp)
     return run.scatter_add_regions(grads, rank_regions(dst.placement, window.regions, pending), shape, dtype, dst, op)
 

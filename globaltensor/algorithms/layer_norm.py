@@ -66,6 +66,7 @@ def layer_norm(call: Call, run: Run) -> tuple[GlobalLike, ...]:
     x = call["input"]
     full = cast(run, x, accumulation_dtype(x.dtype))
     mean, = _means(call, run, [full])
+    # Two reductions: mean(x^2) - mean^2 in one would cancel to noise where the mean is large.
     deviation = run(aten.sub.Tensor, full, mean)
     var, = _means(call, run, [run(aten.mul.Tensor, deviation, deviation)])
     inverse = run(aten.rsqrt.default, run(aten.add.Scalar, var, call["eps"]))
@@ -98,6 +99,7 @@ def _backward_parts(call: Call, run: Run, centered: bool) -> tuple[GlobalLike, G
     inverse = cast(run, call["rstd"], dtype)
     y = run(aten.mul.Tensor, y, inverse)
     g = _scaled(run, grad, call["weight"])
+    # mean(g y) and mean(g) share a boxing: what costs is latency, for one number per sample
     means = _means(call, run, [run(aten.mul.Tensor, g, y), g] if centered else [run(aten.mul.Tensor, g, y)])
     inner = run(aten.sub.Tensor, g, run(aten.mul.Tensor, y, means[0]))
     if centered:
@@ -108,6 +110,8 @@ def _backward_parts(call: Call, run: Run, centered: bool) -> tuple[GlobalLike, G
 def _over_samples(call: Call, run: Run, t: GlobalLike) -> GlobalLike:
     """Summed over the samples, in the dtype of the parameters."""
     samples, _ = _samples_and_features(call)
+    # left pending where samples are split, as all gradients of parameters are: they are reduced once, when they are
+    # read
     total = run(aten.sum.dim_IntList, t, samples) if samples else t
     return cast(run, total, call["weight"].dtype if call["weight"] is not None else call["input"].dtype)
 

@@ -106,6 +106,7 @@ def max_pool(call: Call, run: Run) -> tuple[GlobalLike, ...]:
         region = pooling.window.region(x.spec.shape, rank)
         if part.numel():
             values, at = local_op(call, self=_fill_edge(part, region, x.spec.shape), padding=pooling.padding)
+            # kernels return channels-last for such images; the spec of the result says contiguous
             maxima[rank] = values.contiguous()
             positions[rank] = _shifted(at.contiguous(), pooling.space(region), pooling.plane, pooling.slides)
         else:
@@ -156,6 +157,7 @@ def _corrections(call: Call, pooling: Pooling, out_region: Region, like: Tensor)
 
 def _divisor(call: Call, pooling: Pooling) -> int:
     """The number by which the kernel divides all its sums."""
+    # The same for all: a rank's kernel would take the end of its window for the edge of the image.
     return call["divisor_override"] or prod(slide.kernel for slide in pooling.slides)
 
 

@@ -58,6 +58,8 @@ class RowExchange(NamedTuple):
         with _recorded(self, shards, back=False):
             for rank, parts in self.parts.items():
                 for owner, (start, stop) in parts.items():
+                    # Wanted rows ascend and each owner holds a range, so what comes from one owner is one slice: it is
+                    # received in place.
                     into = gathered[rank][start:stop] if rank in gathered else None
                     if owner in shards and into is None:
                         outgoing[rank] = _pick_rows(shards[owner], _local_rows(self, rank, owner))
@@ -89,6 +91,8 @@ class RowExchange(NamedTuple):
                     if owner in parts:
                         term = values[rank][slice(*parts[owner])] if rank in values else incoming[rank]
                         numbers = _local_rows(self, rank, owner).to(t.device)
+                        # No row comes twice in a term, so the order of additions is that of the ranks, whatever a
+                        # kernel does.
                         sums[owner].index_add_(0, numbers, term.to(t.device, sums[owner].dtype))
         return {owner: t.to(values[owner].dtype) for owner, t in sums.items()}
 
@@ -103,6 +107,7 @@ def row_exchange(axes: tuple[int, ...], held: Mapping[int, Range], wanted: Mappi
     for rank in src.placement.flat:
         numbers = wanted[rank]
         if id(numbers) not in places:
+            # one search for all owners: starts and stops of their ranges in turn
             places[id(numbers)] = torch.searchsorted(numbers, bounds).tolist()
         edges = dict(zip(src.placement.flat, zip(places[id(numbers)][::2], places[id(numbers)][1::2])))
         parts[rank] = {owner: edges[owner] for owner in group[rank] if edges[owner][0] < edges[owner][1]}
@@ -136,6 +141,8 @@ def _pick_rows(shard: Tensor, numbers: Tensor, into: Tensor | None = None) -> Te
 
 def _exchange_rows(of: RowExchange, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
     """Rows to and from other processes, of which each drives one rank."""
+    # Without the numbers of rows: each rank names its own, and others do not know them before they are asked. (1 to 7
+    # are tags of what is neither rows nor a boxing.)
     tag = zlib.crc32(f"rows {of.op} {of.src} {of.dst}".encode()) & 0x3FFFFFFF | 8
     if outgoing or incoming:
         exchange({r: _flat_bytes(t.contiguous()) for r, t in outgoing.items()},

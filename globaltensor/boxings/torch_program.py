@@ -78,6 +78,7 @@ def compile_step(src: Layout, dst: Layout, shape: Shape) -> TorchProgram:
             parts = tuple(part(source, region) for source in sources)
             at = None if region == held else slices(region, held)
             filled.append(Fill(at, tuple(b - a for a, b in region), parts))
+        # what no piece covers is zero: of a broadcast that becomes a pending sum, all ranks' but one
         shapes[rank] = (dst.local_shape(shape, rank), covered < volume(held))
         fills[rank] = tuple(filled)
     tag = zlib.crc32(f"{src} {dst} {shape}".encode())
@@ -145,6 +146,7 @@ def _reduce(into: torch.Tensor, terms: list[torch.Tensor], op: str) -> None:
     if len(terms) == 1:
         into.copy_(terms[0])
     elif op == "sum":
+        # the first two at once: a copy of the first, to add to, would cost a pass over memory
         total = torch.add(*(term.to(into.device, accumulation_dtype(into.dtype)) for term in terms[:2]))
         for term in terms[2:]:
             total += term.to(into.device)

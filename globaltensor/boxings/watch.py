@@ -66,6 +66,7 @@ def record() -> Iterator[list[BoxingRecord]]:
     try:
         yield moves
     finally:
+        # by identity: `remove` takes the first equal list, and those of nested blocks are often equal
         _recorders[:] = [r for r in _recorders if r is not moves]
         _notify_native()
 

@@ -33,6 +33,7 @@ def kept_whole(of: Rule) -> Rule:
     def stay(tensors: tuple[Dims, ...]) -> tuple[Dims, ...]:
         return tuple(tuple(tuple(x if x == "1" or x.endswith("!") else f"{x}!" for x in d) for d in t) for t in tensors)
 
+    # `even` names labels that are cut, and none is any more
     return replace(of, inputs=stay(of.inputs), outputs=stay(of.outputs), even=())
 
 
@@ -61,6 +62,8 @@ def with_nonlinear(terms: str, more: int) -> str:
 def broadcast_labels(shape: Shape, out: Shape, labels: list[str]) -> str:
     """The dims of an operand of `shape` that is broadcast to `out` of these labels: 1 where it is repeated."""
     first = len(out) - len(shape)
+    # Where the result has size 1 as well, nothing is repeated: with its label, the dim can be split (into one part, and
+    # empty ones) in operand and result alike.
     return " ".join("1" if n == 1 and out[first + i] != 1 else labels[first + i] for i, n in enumerate(shape))
 
 
@@ -69,6 +72,7 @@ def broadcast_shape(shapes: list[Shape]) -> Shape:
     out: list[int] = []
     for i in range(max((len(s) for s in shapes), default=0)):
         sizes = {s[-1 - i] for s in shapes if i < len(s)} - {1}
+        # 1 gives way to 0 as to any other size: the result is empty
         out.append(max(sizes) if sizes and 0 not in sizes else min(sizes, default=1))
     return tuple(reversed(out))
 
@@ -80,6 +84,7 @@ def pointwise(algebra: str = "", *, outputs: int = 1) -> Family:
         shapes = call.shapes
         out = broadcast_shape(shapes)
         lhs = iter([broadcast_labels(s, out, dim_labels(len(out))) for s in shapes])
+        # absent operands and numbers count in the algebra (a, b, c by the schema), so they keep a place here
         dims = ", ".join("" if n in (None, NUMBER) else next(lhs) for n in call.ndims) if call.ndims else ""
         rhs = ", ".join([" ".join(dim_labels(len(out)))] * outputs)
         return rule(f"{dims} -> {rhs}", ";".join([algebra] * outputs) if algebra else "", ndims=call.ndims)
@@ -181,6 +186,7 @@ def loss(*, backward: bool = False) -> Family:
         each = pointwise(with_nonlinear("a", len(call.ndims) - 1) if backward else "")(call)
         if call["reduction"] == NONE:
             return each
+        # without labels in the result, any cut of the operands leaves it pending: `leaves`
         of = each if backward else replace(each, outputs=((),))
         return kept_whole(of) if call["reduction"] == MEAN else of
 

@@ -29,6 +29,8 @@ def embedded(call: Call) -> Rule:
 
 def embedded_backward(call: Call) -> Rule:
     """The gradient's rows added up per index. Scaled by frequency, an index must be counted in all of them."""
+    # The rows stay whole (v!): a number alone tells the op how many there are, so a rank cannot be told which are its
+    # own.
     whole = "!" if call["scale_grad_by_freq"] else ""
     idx = " ".join(f"n{i}{whole}" for i in range(call.tensors[1].dim()))
     return rule(f"{idx} d, {idx} -> v! d", "a*B")
@@ -91,7 +93,7 @@ def _along_index(call: Call, touched: str, index: str) -> tuple[str, str, str]:
             elif name == "x":
                 dims.append(x)
             elif name == "s" and len(shapes) > 2 and shapes[2][i] != shapes[1][i]:
-                dims.append("s!")
+                dims.append("s!")                    # the source is longer: where both are cut, parts would not match
             else:
                 dims.append(index)
         sides.append(" ".join(dims))
@@ -126,6 +128,7 @@ def scattered_value(call: Call) -> Rule:
 
 
 def index_filled(call: Call) -> Rule:
+    # Whole, unlike index_add's: an index of another rank is harmless if zeros are added, but a fill has no such value.
     return index_written(_by_zero(call, "a*B"), touched="v!", index="k!")(call)
 
 
@@ -141,6 +144,8 @@ def _index_labels(call: Call, stay: str = "") -> tuple[list[str], list[str], lis
     where, shape = _indexed_dims(call), call.shapes[0]
     shapes = call.shapes[1:1 + len(where)]
     idx = broadcast_shape(shapes)
+    # Several indices name an element together. If two of the dims were cut, no rank would have the elements of its rows
+    # and another's columns; a local_impl knows one index only.
     x = [(f"v{stay}" if len(where) == 1 else f"d{i}!") if i in where else f"d{i}" for i in range(len(shape))]
     labels = [f"k{i}{stay}" for i in range(len(idx))]
     first = where[0] if where and where[-1] - where[0] + 1 == len(where) else 0

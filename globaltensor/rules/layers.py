@@ -23,6 +23,7 @@ def _conv_dims(call: Call, space: int) -> tuple[str, str, str, str, tuple[tuple[
     if groups == 1:
         weight = f"c o {k}" if call["transposed"] else f"o c {k}"
         return f"n c {y}", weight, "o", f"n o {z}", ()
+    # a group reads all of its own channels, so these stay whole: "(g i)" is cut between groups
     weight = f"(g i) o! {k}" if call["transposed"] else f"(g o) i! {k}"
     x, bias, out = f"n (g i) {y}", "(g o)", f"n (g o) {z}"
     channels = call["weight"].shape[0] * (call["weight"].shape[1] if call["transposed"] else 1)
@@ -51,6 +52,7 @@ def spatial(dims: int, algebra: str = "", *, operands: int = 1, outputs: int = 1
         batch = [f"b{i}" for i in range(call.tensors[0].dim() - dims)]
         row = " ".join([*batch, *(f"y{i}!" for i in range(dims))])
         return rule(f"{', '.join([row] * operands)} -> {', '.join([row] * outputs)}",
+                    # torch's kernels take an empty batch, but no empty channels, the last dim before space
                     ";".join([algebra] * outputs) if algebra else "", nonempty=batch[-1])
 
     return write
@@ -104,6 +106,7 @@ def batch_norm(call: Call) -> Rule:
     evaluation nothing does."""
     if call.get("training", True):
         return rule("n! c y*!, c, c, c, c -> n! c y*!, c, c", "A*b+c;A;A", ndims=call.ndims, nonempty="c")
+    # e, f: in evaluation nothing is saved for the gradient, and the kernel returns empty tensors
     return rule("n c y*, c, c, c, c -> n c y*, e!, f!", "A*b*D*E+c;;", ndims=call.ndims, nonempty="n c")
 
 

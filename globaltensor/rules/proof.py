@@ -204,6 +204,8 @@ class Case:
 
     def truth(self, inputs: tuple[Sbp, ...], derived: Sequence[tuple[Sbp, ...]]) -> set[tuple[Sbp, ...]]:
         """All layouts of the results that are true for these of the operands; those `derived` are tried too."""
+        # local_args are told how the result is laid out, which operands alone do not decide: new_zeros has sizes of its
+        # own
         firsts = states(self.full[0].dim()) if self.line.local_args else [None]
         true: set[tuple[Sbp, ...]] = set()
         for first in firsts:
@@ -238,6 +240,7 @@ class Case:
             true = self.truth(inputs, outcomes)
             unsound |= {(inputs, outs) for outs in outcomes if outs not in true}
             if inputs not in known:
+                # Equal shards are a pending maximum as well: true of every broadcast result, and of no use.
                 missing |= {(inputs, outs) for outs in true if not any(s.op in ("max", "min") for s in outs)}
         return unsound, missing
 

@@ -30,7 +30,7 @@ def swapped(call: Call, n: int) -> list[int]:
     """The order of `transpose(dim0, dim1)`; of `t()` where there are no dims."""
     order = list(range(n))
     if n:
-        i, j = (call.get("dim0", 0) % n, call.get("dim1", 1) % n) if n > 1 else (0, 0)
+        i, j = (call.get("dim0", 0) % n, call.get("dim1", 1) % n) if n > 1 else (0, 0)  # t() of a vector is the vector
         order[i], order[j] = order[j], order[i]
     return order
 
@@ -59,6 +59,7 @@ def reshaped(src: Shape, dst: Shape) -> Rule:
     """The rule of a view: within a group only the outermost dim that is longer than 1 can be cut, and evenly."""
     lhs, rhs, even = ["1"] * len(src), ["1"] * len(dst), []
     if 0 in src:
+        # Without elements, sizes do not tell which dim has become which: nothing flows through but by the identity.
         groups = [([i], [j]) for i, j in zip(range(len(src)), range(len(dst)))] if src == dst else []
     else:
         groups = grouped(src, dst)
@@ -148,6 +149,7 @@ def padded(call: Call) -> Rule:
     linear = changes(shape, tuple(n + (i in touched) for i, n in enumerate(shape)))   # any other size marks a dim
     if type(call["value"]) is int and call["value"] == 0:
         return linear
+    # one output, of one term, of one factor: the operand, nonlinearly
     return replace(linear, algebra=((((0, False),),),))
 
 
@@ -155,6 +157,7 @@ def split_list(call: Call) -> Rule:
     """split, split_with_sizes: an output per part; the dim stays whole."""
     shape, dim = call.shapes[0], call["dim"] % max(call.tensors[0].dim(), 1)
     sizes = call.get("split_sizes")
+    # An empty dim gives one empty part, and may be split by 0.
     parts = len(sizes) if sizes is not None else max(-(-shape[dim] // max(call["split_size"], 1)), 1)
     out = tuple(-1 if i == dim else n for i, n in enumerate(shape))      # -1: unlike the operand's size
     return changes(shape, out, parts)
@@ -221,6 +224,7 @@ def factory_like(call: Call) -> Rule:
     out = tuple(call["size"]) if call.get("size") is not None else src
     kept = {i for i, (m, n) in enumerate(zip(src, out)) if m == n} if len(src) == len(out) else set()
     rhs = " ".join(f"d{i}" if i in kept else f"o{i}!" for i in range(len(out)))
+    # no terms: the result depends on no operand, so nothing of it can be pending
     return replace(rule(f"{' '.join(dim_labels(len(src)))} -> {rhs}"), algebra=((),))
 
 
