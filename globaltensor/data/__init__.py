@@ -4,11 +4,16 @@
     for x, y in loader:                              # global tensors of the whole batch
         loss = model(x, y)
 
-Which samples form a batch, and the random numbers drawn while they are read, depend on seed, epoch and index alone.
+    for x, y in gt.data.from_ranks(own_loader, P):   # each rank's own batch, as for DDP, is a part of the global one
+        ...
+
+Which samples of a `DataLoader` form a batch, and the random numbers drawn while they are read, depend on seed, epoch
+and index alone.
 """
 from __future__ import annotations
 
 from globaltensor.data.loader import DataLoader
+from globaltensor.data.rank_batches import from_ranks
 from globaltensor.data.sampler import Sampler
 
-__all__ = ["DataLoader", "Sampler"]
+__all__ = ["DataLoader", "Sampler", "from_ranks"]

@@ -70,7 +70,7 @@ class BatchCutter:
             one_for_none = start == stop and len(values) == 1          # the sample that was loaded for its shapes
             return values[:0] if one_for_none else values
 
-        return _map_structure(loaded, tensor, plain), described
+        return map_structure(loaded, tensor, plain), described
 
     def _tensor_to_global(self, t: torch.Tensor, total: int, start: int, stop: int) -> GlobalTensor:
         if isinstance(t, GlobalTensor):
@@ -95,12 +95,12 @@ class BatchCutter:
         return GlobalTensor.wrap(of, shards)
 
 
-def _map_structure(value: Any, tensor: Callable[[torch.Tensor, str], Any], plain: Callable[[Any, str], Any],
+def map_structure(value: Any, tensor: Callable[[torch.Tensor, str], Any], plain: Callable[[Any, str], Any],
                    path: str = "") -> Any:
     """The same structure, with `tensor(t, path)` for every tensor and `plain(values, path)` for every list without
     tensors."""
     def mapped(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-        return {key: _map_structure(v, tensor, plain, f"{path}[{key!r}]") for key, v in items}
+        return {key: map_structure(v, tensor, plain, f"{path}[{key!r}]") for key, v in items}
 
     kind = type(value)
     if isinstance(value, torch.Tensor):

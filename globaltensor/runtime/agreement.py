@@ -46,8 +46,8 @@ class Advice(NamedTuple):
 _CREATE = Advice("the ranks disagree about what to create", "every rank runs the same program",
                  "create the same tensors in the same order everywhere, the same seed before random ones")
 _PLAIN = Advice("the ranks use different plain tensors", "a plain tensor counts as broadcast: the same on every rank",
-                "gt.from_local(batch, placement, gt.sbp.split(0)) where every rank has a batch of its own, or "
-                "gt.data.DataLoader")
+                "gt.data.from_ranks(loader, placement) where every rank has batches of its own, "
+                "gt.from_local(batch, placement, gt.sbp.split(0)) for one batch, or gt.data.DataLoader")
 
 
 def agree(what: str, ranks: Sequence[int] | None = None, advice: Advice = _CREATE) -> None:

@@ -10,7 +10,9 @@ from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.errors import GlobalTensorError, ShapeError
 from globaltensor.layouts.layout import Layout, Shape, layout, sbp_text, spec
 from globaltensor.layouts.placement import placement as Placement
-from globaltensor.layouts.sbp import SbpLike, broadcast, nd_sbp
+from globaltensor.layouts.rank_regions import rank_regions
+from globaltensor.layouts.regions import Range
+from globaltensor.layouts.sbp import NdSbp, SbpLike, broadcast, nd_sbp
 from globaltensor.runtime import custom_ops
 from globaltensor.runtime.agreement import agree_on, checksum, gather_objects
 from globaltensor.runtime.memory import missing, require
@@ -99,9 +101,51 @@ def join_parts(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTen
     All checks are made on what all ranks said, so an error is raised by all of them or by none.
     """
     nd = nd_sbp(sbp, where.names, where.ndim)
-    copies = any(s.is_broadcast and n > 1 for s, n in zip(nd, where.shape))
     what = f"from_local on {where} {sbp_text(nd)}"
-    parts = _all_parts({r: _part(t, copies) for r, t in mine.items()}, what)
+    parts = _all_parts({r: part_info(t, has_copies(where, nd)) for r, t in mine.items()}, what)
+    dst, shape = fit_parts(parts, where, nd, what)
+    cut = {r: dst.local_shape(shape, r) for r in parts}
+    if any(cut[r] != p.shape for r, p in parts.items()):
+        raise _misfit(str(dst), {r: list(p.shape) for r, p in parts.items()},
+                      f"a tensor of {list(shape)} would be cut as:" + _rank_lines({r: list(n) for r, n in cut.items()}),
+                      "parts as equal as can be, the larger ones first; or gt.from_full of the whole")
+    dtype, shards, heads = parts[where.flat[0]].dtype, on_devices(mine, where), heads_of(dst)
+    if any(parts[r].checksum != parts[head].checksum for r, head in heads.items()):
+        shards = _from_heads(shards, heads, dst, shape, dtype)
+    return GlobalTensor.wrap(spec(dst, shape, None, dtype), shards)
+
+
+def join_rows(mine: dict[int, torch.Tensor], parts: Mapping[int, PartInfo], where: Any, nd: NdSbp,
+              what: str) -> GlobalTensor:
+    """As `join_parts`, of parts split along dim 0 alone, of which any rank may have any number of rows: rows move where
+    the library cuts elsewhere. `parts` are those of all ranks. Raises ShapeError where they differ in other dims."""
+    dst, shape = fit_parts(parts, where, nd, what)
+    first = parts[where.flat[0]]
+    if any(p.shape[1:] != first.shape[1:] for p in parts.values()):
+        raise _misfit(f"{where} {sbp_text(nd)}", {r: list(p.shape) for r, p in parts.items()},
+                      "the rows of one tensor have one shape", "a collate_fn that pads to a fixed length")
+    rows: dict[int, Range] = {}
+    stop, heads = 0, heads_of(dst)
+    for r, head in heads.items():
+        if head == r:
+            start, stop = stop, stop + parts[r].shape[0]
+            rows[r] = (start, stop)
+    held = {r: rows[head] if parts[r] == parts[head] else (stop, stop) for r, head in heads.items()}
+    shards = on_devices({r: t[:held[r][1] - held[r][0]] for r, t in mine.items()}, where)
+    if any(dst.local_shape(shape, r)[0] != last - start for r, (start, last) in held.items()):
+        src = rank_regions(where, {r: (ends, *((0, n) for n in shape[1:])) for r, ends in held.items()})
+        shards, = move_shards([Move(spec(src, shape, None, first.dtype), shards, dst)])
+    return GlobalTensor.wrap(spec(dst, shape, None, first.dtype), shards)
+
+
+def has_copies(where: Any, nd: NdSbp) -> bool:
+    """Do several ranks of the placement hold the same part?"""
+    return any(s.is_broadcast and n > 1 for s, n in zip(nd, where.shape))
+
+
+def fit_parts(parts: Mapping[int, PartInfo], where: Any, nd: NdSbp, what: str) -> tuple[Layout, Shape]:
+    """The layout and the global shape of these parts of all ranks. Raises ShapeError where they differ in the number of
+    dims or the dtype, GlobalTensorError for one without memory."""
     first = parts[where.flat[0]]
     for p in parts.values():
         if p.missing:
@@ -110,24 +154,21 @@ def join_parts(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTen
     if any((len(p.shape), p.dtype) != (len(first.shape), first.dtype) for p in parts.values()):
         raise _misfit(f"{where} {sbp_text(nd)}", {r: f"{list(p.shape)} {p.dtype}" for r, p in parts.items()},
                       "parts of one tensor have the same number of dims and the same dtype", "")
-    dst = resolve_layout(where, sbp, len(first.shape))
-    shape = _global_shape({r: p.shape for r, p in parts.items()}, dst)
-    cut = {r: dst.local_shape(shape, r) for r in parts}
-    if any(cut[r] != p.shape for r, p in parts.items()):
-        raise _misfit(str(dst), {r: list(p.shape) for r, p in parts.items()},
-                      f"a tensor of {list(shape)} would be cut as:" + _rank_lines({r: list(n) for r, n in cut.items()}),
-                      "parts as equal as can be, the larger ones first; or gt.from_full of the whole")
+    dst = resolve_layout(where, nd, len(first.shape))
+    return dst, _global_shape({r: p.shape for r, p in parts.items()}, dst)
+
+
+def on_devices(mine: Mapping[int, torch.Tensor], where: Any) -> dict[int, torch.Tensor]:
+    """The parts of this process on the devices of their ranks, none of which share memory."""
     shards: dict[int, torch.Tensor] = {}
     for r, t in mine.items():
         t = t.to(world().device(where.type, r)).contiguous()
         shards[r] = t.clone() if t.data_ptr() in [s.data_ptr() for s in shards.values()] else t
-    heads = _heads(dst)
-    if any(parts[r].checksum != parts[head].checksum for r, head in heads.items()):
-        shards = _from_heads(shards, heads, dst, shape, first.dtype)
-    return GlobalTensor.wrap(spec(dst, shape, None, first.dtype), shards)
+    return shards
 
 
-def _part(t: torch.Tensor, copies: bool) -> PartInfo:
+def part_info(t: torch.Tensor, copies: bool) -> PartInfo:
+    """What the others must know of this part; `copies`: some of them are to hold the same."""
     if (no_memory := missing(t)) is not None:
         return PartInfo((), t.dtype, 0, no_memory)
     return PartInfo(tuple(t.shape), t.dtype, checksum(t) if copies else 0, None)
@@ -146,7 +187,7 @@ def _rank_lines(of: Mapping[int, Any]) -> str:
     return "".join(f"\n    rank {r}: {value}" for r, value in sorted(of.items()))
 
 
-def _heads(dst: Layout) -> dict[int, int]:
+def heads_of(dst: Layout) -> dict[int, int]:
     """rank -> the first of the ranks that are to hold the same part."""
     at = {index: r for r, index in dst.placement.coords.items()}
     return {r: at[tuple(0 if s.is_broadcast else i for s, i in zip(dst.sbp, index))]
