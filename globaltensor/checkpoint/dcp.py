@@ -71,6 +71,7 @@ def cut_for_holders(region: Region, holders: int, itemsize: int) -> list[Region]
 
 def create_write_items(t: GlobalTensor, name: str, _: GlobalTensor) -> list[WriteItem]:
     """What this process could write of a tensor, replicas once. An empty tensor is one chunk of no elements."""
+    # by region: of its replicas a process need offer one
     by_region = {chunk.region: chunk for chunk in chunks(t)}
     if not t.numel() and t.shards:
         by_region = {whole_region(t): _empty_chunk(t)}
@@ -87,6 +88,7 @@ def create_chunk_list(t: GlobalTensor) -> list[ChunkStorageMetadata]:
     """
     check_loadable(t, f"a tensor {t.spec}")
     wanted = [_storage(chunk) for chunk in chunks(t)]
+    # torch reads into the shards' memory, past the tensor: a graph that has saved it must notice
     torch.autograd.graph.increment_version(t)
     return wanted
 

@@ -37,7 +37,7 @@ def _version_number(name: str) -> int:
 def start_version(directory: Path) -> tuple[str, Path]:
     """Remove what failed saves left behind, choose the next version's name, and make a temporary folder for it."""
     directory.mkdir(parents=True, exist_ok=True)
-    sync(directory.parent)
+    sync(directory.parent)                           # else the folder itself could be gone after a crash
     for path in list(directory.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -81,6 +81,7 @@ def sync(path: Path) -> None:
 def publish(folder: Path, final: Path, manifest: bytes, digest: str) -> None:
     """The version in `folder`, whose other files are on the disk, becomes the latest one."""
     write_atomically(folder / MANIFEST, manifest)
+    # from here on the version can be named; `load(directory)` still takes the one before, until `latest` is replaced
     os.rename(folder, final)
     sync(final.parent)
     write_atomically(final.parent / LATEST, f"{final.name} {digest}\n".encode())

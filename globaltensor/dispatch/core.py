@@ -51,6 +51,7 @@ def arrive(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwarg
             native.cache_recipe(pending_key, cls, decision, func, args, kwargs)
         elif decision is not None:
             call = Call(func, args, kwargs)
+            # what is traced is this call itself, so it is done by that
             result = native.cache_trace(pending_key, decision, call, _Run(cls))
             _note_writes(call)
             return result
@@ -102,6 +103,8 @@ def dispatch(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwa
     """Run `func` on operands of which at least one is a `cls`, a global tensor."""
     decision = find(cls, func, args, kwargs)
     if isinstance(decision, Recipe):
+        # Elements that are boxed are copies: written back together, one would undo what another wrote to memory they
+        # share.
         if len(decision.write_back) > 1 and foreach.share_memory(call := Call(func, args, kwargs)):
             for own_args, own_kwargs in foreach.element_calls(call):
                 dispatch(cls, func, tuple(own_args), own_kwargs)

@@ -75,6 +75,7 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
     if results is None and line is not None:
         results = results_by_rule(call, line.rule(call), operands, torch.device(where.type))
     recipe = Recipe(func, home, local_ranks_of(where), tuple(call.slots), (home,) * len(operands), written=written,
+                    # with a line, random_ops sees to it that numbers do not depend on the layout
                     seeded=line is None and torch.Tag.nondeterministic_seeded in func.tags)
     if written and results is not None:
         _check_written(call, written, results)
@@ -130,6 +131,7 @@ def _choose(recipe: Recipe, line: Line, call: Call, operands: list[Spec], result
     if any(want is not own.layout for want, own in zip(wants, operands)) and not call.func.is_view:
         # strides follow those of the operands, and new shards are contiguous; but a view has those of its base
         results = _meta(call, moved) or results
+    # by identity, as the rule has no output for what a mask left out
     layout_of = {id(r): give for r, give in zip(_ruled(results, len(gives)), gives)}
     outputs = [output_spec(r, layout_of.get(id(r), recipe.home)) for r in results]
     recipe.outputs = outputs
@@ -234,6 +236,7 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
     except RuntimeError as error:
         if str(error).startswith("output with shape"):
             raise _changed(call, str(error)) from None
+        # torch has no class of errors for "no shape function": only its words tell that from a user's mistake
         if any(word in str(error).lower() for word in ("meta", "data-dependent", "no fake impl", "not allocated")):
             return None
         raise

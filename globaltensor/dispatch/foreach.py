@@ -96,6 +96,7 @@ def _decide_elements(cls: type[GlobalLike], call: Call, lists: dict[str, list[An
     for i, tensors in enumerate(zip(*lists.values())):
         where = _placement_of_element(cls, call, i, tensors)
         specs = tuple(t.spec if type(t) is cls else spec_of_plain(t, where) for t in tensors)
+        # a model has hundreds of parameters, and few kinds of them
         if specs not in decided:
             result = None if writes else _result(call, lists, i, specs[0].layout.replicated)
             decided[specs] = _decide_element(call, list(tensors), specs, len(shared), result, writes)

@@ -22,6 +22,7 @@ from globaltensor.rules.parse import Parsed, check_leaves, parse_rule
 from globaltensor.runtime.torch_internals import OpOverload, is_composite, overload_of, tree_flatten
 
 _given: set[OpOverload] = set()                      # ops whose rule a user gave
+# not 1, which broadcasts: a dim that the rule has wrong would not show
 _TINY = 2                                            # the size of every dim of the operands that show the dtypes
 
 
@@ -36,7 +37,7 @@ def give(op: Any, dims: str, algebra: str = "", *, leaves: str = "sum", nonempty
     _check_fits(func, parsed, dims)
     TABLE[func] = Line(fixed(dims, algebra, leaves=leaves, nonempty=nonempty))
     _given.add(func)
-    line_of.cache_clear()
+    line_of.cache_clear()                            # it remembers which variants have no line
     return func
 
 

@@ -48,6 +48,8 @@ def write_through(call: Call, run: Run) -> Any:
     views = [t for t in written(call) if is_global(t) and t.spec.copied]
     if len(written(call)) == 1 and views[0] is call.tensors[0] and _is_elementwise(call):
         target = _Target(call.func, views[0])
+        # Done on the terms of a pending sum, an op is not done on the sum. But a value that replaces the sum can be
+        # laid out as one: all of it on the first rank.
         if not target.position.lazy_bits and (not target.pending or call.func in _OVERWRITING):
             if not target.is_same(call):
                 _write_elements(call, run, target)

@@ -40,7 +40,7 @@ class Layout:
         return f"{self.placement} {sbp_text(self.sbp)}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return layout, (self.placement, self.sbp)
+        return layout, (self.placement, self.sbp)    # interned where it is unpickled: equal is identical
 
     def region(self, shape: Shape, rank: int) -> Region:
         """The part of a tensor of `shape` that `rank` holds; ranks of the placement only."""

@@ -46,6 +46,7 @@ class Straight(NamedTuple):
                 part.append((0, 1))
                 continue
             low, high = region[d]
+            # -(a // step) with the sign of a turned is the division rounded up: the first index at or beyond each end
             first, last = max(-((self.start[d] - low) // step), 0), min(-((self.start[d] - high) // step), n)
             if first >= last:
                 return None
@@ -60,6 +61,7 @@ class Straight(NamedTuple):
                 at = self.start[d] - region[d][0]
                 index[d] = slice(at + first * step, at + (last - 1) * step + 1, step)
         along = [d for d in self.dims if d is not None]
+        # indexing leaves the dims in the order of the base; the view may have been permuted
         piece = shard[tuple(index)].permute([sorted(along).index(d) for d in along])
         for k, d in enumerate(self.dims):
             piece = piece.unsqueeze(k) if d is None else piece
@@ -80,6 +82,7 @@ def straight(base: Strided, view: Strided) -> Straight | None:
     dims: list[int | None] = []
     steps = []
     for n, step in zip(view.shape, view.stride):
+        # the outermost dim that the steps are multiples of; that they do not run beyond its end is checked below
         along = [d for d in order if 0 < step and step % base.stride[d] == 0] if n > 1 else []
         dims.append(along[0] if along else None)
         if n > 1:

@@ -56,12 +56,14 @@ def arrange_slots(chosen: Tensor, blocks: list[tuple[int, int]], share: int) -> 
     Lengths are rounded up, by an eighth at most, so that few different ones occur and recipes are found again.
     """
     experts, k = chosen.reshape(-1), chosen.shape[1]
+    # stable: every process must come to the same slots
     order = torch.argsort(experts, stable=True)
     edges = torch.searchsorted(experts[order], torch.tensor([first for first, _ in blocks])).tolist()
     groups = [order[i:j] for i, j in pairwise([*edges, len(order)])]
     most = max(map(len, groups))
     step = 1 << max(most.bit_length() - 4, 0)
     length = -(-most // step) * step
+    # ranks that share a block take equal parts of it
     length = -(-length // share) * share
     entries, chose = [], []
     for block, ((first, _), own) in enumerate(zip(blocks, groups)):

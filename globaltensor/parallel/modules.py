@@ -36,11 +36,12 @@ def to_global(module: M, placement: Placement, sbp: SbpLike | Callable[[str, Any
         _check_patterns(module, sbp)
     tensors = list(named_tensors(module))
     with rnn_weights_found_again(module):
+        # all before any is changed: an error leaves the module as it was
         for name, _, _, tensor, _ in tensors:
             check_convertible(tensor, name)
         converted: dict[int, torch.Tensor] = {}
         for name, owner, key, tensor, kind in tensors:
-            if id(tensor) not in converted:
+            if id(tensor) not in converted:          # tied ones are converted once, and stay tied
                 own = _sbp_of(name, tensor, sbp, placement)
                 converted[id(tensor)] = convert(tensor, partial(_place, placement, own))
             getattr(owner, kind)[key] = converted[id(tensor)]

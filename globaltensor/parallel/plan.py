@@ -129,6 +129,7 @@ class Plan(MutableMapping[str, PlanRow]):
             if line.lstrip().startswith("#"):
                 continue
             words = line.split()
+            # from the right, as a pattern may have blanks: "block.0 ->"
             values = words[len(words) - len(axes):]
             pattern = " ".join(words[:len(words) - len(axes)])
             if not pattern or len(values) != len(axes):
@@ -193,7 +194,7 @@ def parallelize(module: M, placement: Placement, plan: Mapping[str, Any] | None 
             raise SbpError(f"the plan names the axis {axis!r}, which the placement does not have",
                            f"its axes are {', '.join(names) or 'without names'}" + _nearest(axis, names),
                            f"gt.placement({placement.type!r}, ranks, axis_names=({axis!r}, ...))")
-    _check_rows(module, plan)
+    _check_rows(module, plan)                        # before the first change
     to_global(module, placement, lambda name, _: _row_of(plan, name))
     for pattern, row in plan.items():
         _register_hooks(module, pattern, row)
@@ -211,6 +212,7 @@ def _register_hooks(module: nn.Module, pattern: str, row: PlanRow) -> None:
         for layer in fitting:
             exchange = expert_layers.TokenExchange()
             layer.register_forward_pre_hook(exchange.to_experts)
+            # always: where the module raises, its parameters must be swapped out all the same
             layer.register_forward_hook(exchange.combine, always_call=True)
     elif pattern.endswith(_OUT):
         for layer in fitting:

@@ -135,9 +135,11 @@ def _part_to_step(p: Any, dst: Layout, stage: int, pairs: MasterParams) -> Any:
         master = accumulation_dtype(p.dtype)
         if stage == 3:
             p.data = part
-            if master == p.dtype:
+            if master == p.dtype:                    # the parameter is its own part from now on
                 return p
         part = nn.Parameter(part.to(master), requires_grad=p.requires_grad)
+    # Stage 1 leaves them pending until they are read: a step of many micro-batches reduces once. Stage 2 gives that up
+    # for memory.
     gradients.set_grad_layout(p, dst, early=stage > 1)
     gradients.share_grad(p, part)
     pairs.append((p, part))

@@ -224,6 +224,7 @@ class PipelineRunner:
         if self._has(len(self.stages) - 1):
             results = [step.results[j] for j in range(len(step.keys))]
         if keys not in self._agreed or self._comm is None:
+            # not read by `.grad`, which would reduce what is pending
             without_grad = {(s, k) for s in own for k, p in enumerate(self.stages[s].parameters())
                             if gradients.raw_grad(p) is None} if train else set()
             unused = self.model.parameters.unused(own) if train else set()
@@ -237,6 +238,7 @@ class PipelineRunner:
             self.model.parameters.reduce_replicas(unused)
             self._set_grads_elsewhere(own, without_grad)
         if results is None:
+            # No shards here, but the value can be read: `if loss.item() > 3` takes the same branch on every process.
             results = [tuple(GlobalTensor.wrap(part.spec, {}) for part in meta) for meta in metas]
         return results
 
@@ -254,6 +256,7 @@ class PipelineRunner:
     def _total(self, results: Sequence[tuple[Any, ...]]) -> GlobalTensor:
         """The sum of scalars, one for each micro-batch, on the last placement."""
         total = results[0][0]
+        # pending sums are added as they are: the loss of a step is reduced once, not once a micro-batch
         for (part,) in results[1:]:
             total = total + part
         return redistribute([total], [total.spec.layout.replicated], "the loss of a pipeline")[0]

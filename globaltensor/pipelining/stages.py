@@ -65,6 +65,8 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
         longer = [(float("inf"), 0.0, 0)] * (n + 1)  # the same with one stage more
         for end in range(1, n + 1):
             last = [total[end] - total[begin] for begin in range(end)]
+            # tuples compare in turn: the most expensive stage first, evenness among equals, then the earlier begin, so
+            # that every process cuts alike
             longer[end] = min((max(best[begin][0], last[begin]), best[begin][1] + last[begin] ** 2, begin)
                               for begin in range(end))
         best = longer
@@ -109,6 +111,7 @@ def measured(model: nn.Module, *inputs: Any, runs: int = 3) -> Callable[[nn.Modu
             hook.remove()
         for module, mode in modes.items():
             module.training = mode
+    # the minimum: whatever else runs on the machine only ever adds
     least = [min(seconds[module] for seconds in spent) for module in modes]
     cost = dict(zip(modes, broadcast_object(least, 0, "the cost of layers")))
     return lambda layer: cost[layer]

@@ -82,4 +82,5 @@ def _count_of_linear(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any
 @register_flop_formula(torch.ops.globaltensor.contract)
 def _count_of_contract(equation: str, a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
     left, right = equation.partition("->")[0].split(",")
+    # every label once: a multiplication and an addition for each combination of indices
     return 2 * prod({**dict(zip(left, a)), **dict(zip(right, b))}.values())

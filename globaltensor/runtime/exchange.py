@@ -77,6 +77,7 @@ def _waiting_for(what: str, peers: tuple[int, ...], tag: int) -> Iterator[list[i
         with deadlock.waiting(what, peers, tag):
             yield lost
     except RuntimeError as error:
+        # a rank that finds a deadlock ends, so that a lost connection may mean just that
         raise deadlock.detected() or TransportError(
             f"rank {rank()} lost touch with {deadlock.rank_names(lost)} in {what}",
             f"{first_sentence(error)}: a rank ended, or runs another program",

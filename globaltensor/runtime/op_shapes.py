@@ -25,6 +25,7 @@ def _empty(shape: Sequence[int], like: Tensor) -> Tensor:
 
 def _check(fits: bool) -> None:
     if not fits:
+        # nobody sees it: meta.py then asks torch, whose error is the user's
         raise RuntimeError("torch's own error follows")
 
 

@@ -47,6 +47,7 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
     if dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()):
         new = _processes(patience := timedelta(seconds=timeout) if timeout else TIMEOUT, machine)
         begin(new)
+        # begun before it is connected: connecting takes messages, which need to know the ranks
         if new.size > 1:
             _connect(new, patience, machine)
         if ranks not in (None, new.size):
@@ -74,6 +75,7 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
     base = machine or (machines.nccl if nccl else machines.gloo)
     if hosts and not base.hosts:
         base = Machine(**{**base.__dict__, "hosts": hosts})
+    # what ranks agree on is small and lies on the CPU, from where NCCL does not send
     control = None if "cpu:" in backends else dist.new_group(backend="gloo", timeout=timeout)
     return World(size, (dist.get_rank(),), base, f"torch.distributed ({'nccl' if nccl else 'gloo'})", control, not nccl)
 
@@ -94,6 +96,7 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     address = None
     if torch_ext is not None:
         address = torch_ext.open_transport(new.rank - first, len(here), timeout.total_seconds())
+    # All of them or none: a rank that cannot share memory would never come to the meetings of those that do.
     addresses = gather_unchecked(address, "starting")
     if None in addresses or len(here) == 1:
         if address is not None:

@@ -129,6 +129,7 @@ def zero_bubble_v(ranks: int, micro_batches: int) -> Schedule:
     steady state a rank repeats F I W of its first stage, F I W of its second. Before that come as many forwards down
     the V as fit until the first gradient is back; after it, first the gradients that others wait for, then weights.
     """
+    # below 2p - 1 micro-batches the form has no steady state: that of 2p - 1 is taken, and what is too much left out
     steady = max(micro_batches, 2 * ranks - 1) - (2 * ranks - 1)
 
     def row(r: int, down: StageCodes, up: StageCodes) -> list[int]:
@@ -221,6 +222,7 @@ def _micro_batch_groups(ranks: int, micro_batches: int) -> list[range]:
     first."""
     count = max(1, micro_batches // ranks)
     size, larger = divmod(micro_batches, count)
+    # of `larger` groups with one more: where group g begins
     starts = [g * size + min(g, larger) for g in range(count + 1)]
     return [range(*both) for both in zip(starts, starts[1:])]
 

@@ -145,6 +145,7 @@ def makespan_of(events: Sequence[Event]) -> float:
 def _unit(events: Sequence[Event], begin: float) -> float:
     """The largest time that all others are multiples of, or 0 where rounding hides it."""
     edges = sorted({e.start - begin for e in events} | {e.end - begin for e in events})
+    # times are sums of floats: what differs by rounding only is one edge
     steps = [b - a for a, b in zip(edges, edges[1:]) if b - a > 1e-9 * edges[-1]]
     unit = min(steps, default=0.0)
     fits = all(abs(edge / unit - round(edge / unit)) < 1e-6 for edge in edges) if unit else False

@@ -49,6 +49,7 @@ class Costs:
                                 "gradient, and one transfer between ranks", "1,1,1,0")
         parsed = [_fraction(time) for time in times] + [Fraction(0)] * (4 - len(times))
         per_stage = [time / chunks for time in parsed[:3]] + parsed[3:]
+        # the unit in which all times are whole: sums of ints are exact
         scale = lcm(*(time.denominator for time in per_stage))
         forward, inputs, weights, hop = (int(time * scale) for time in per_stage)
         return Costs((forward,) * stages, (inputs,) * stages, (weights,) * stages,

@@ -81,5 +81,6 @@ class GPT:
         if recompute == "full":
             return Fraction(2 * sbh)
         attention = Fraction(5 * self.heads * self.sequence, self.hidden * tensor)
+        # 10: norms, dropouts and the inputs of the pairs, which every rank keeps whole unless the sequence is split
         rest = Fraction(34, tensor) if sequence_parallel else 10 + Fraction(24, tensor)
         return sbh * (rest + (attention if recompute == "none" else 0))

@@ -53,6 +53,7 @@ def _seeds(outs: Sequence[Any], grads: Any) -> list[Any]:
     seeds = _sequence(grads) if grads is not None else [None] * len(outs)
     if any(seed is None and isinstance(out, torch.Tensor) and out.numel() != 1 for out, seed in zip(outs, seeds)):
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    # of a global tensor a global one: from its edge alone, torch could make a plain one at most
     return [torch.ones_like(out) if seed is None and isinstance(out, torch.Tensor) else seed
             for out, seed in zip(outs, seeds)]
 

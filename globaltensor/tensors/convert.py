@@ -163,6 +163,7 @@ def on_devices(mine: Mapping[int, torch.Tensor], where: Any) -> dict[int, torch.
     shards: dict[int, torch.Tensor] = {}
     for r, t in mine.items():
         t = t.to(world().device(where.type, r)).contiguous()
+        # one tensor may be given for several ranks; in one memory, a write to one shard would be a write to all
         shards[r] = t.clone() if t.data_ptr() in [s.data_ptr() for s in shards.values()] else t
     return shards
 

@@ -26,6 +26,7 @@ from globaltensor.runtime.torch_internals import (
     unwrapped,
 )
 
+# a schema has no type for layouts; these are few, and live on anyway
 _named: dict[str, Layout] = {}
 
 
@@ -76,6 +77,7 @@ def layout_of(t: Any) -> Layout | None:
     dim = batch_dim(t) if inner is not None else -1
     if inner is None or dim < 0:
         return inner
+    # seen from one example, a split of the batch splits nothing
     shown = {d: split(d - (d > dim)) if d != dim else broadcast for d in {s.dim for s in inner.sbp if s.is_split}}
     return inner.with_sbp(tuple(shown[s.dim] if s.is_split else s for s in inner.sbp))
 

@@ -25,6 +25,7 @@ from globaltensor.tensors.redistribution import Part, Redistribute, Spread, ToLo
 
 def _spread(t: torch.Tensor, dst: Layout, shape: Shape) -> GlobalTensor:
     ranks = local_ranks_of(dst.placement)
+    # memory of its own for each: ops may write in place
     shards = {r: t.clone() for r in ranks} if len(ranks) > 1 else {r: t.contiguous() for r in ranks}
     return GlobalTensor.wrap(spec(dst, shape, None, t.dtype), shards)
 
@@ -49,6 +50,7 @@ def register_maps() -> None:
     for op, kernel in _ON_GLOBAL.items():
         TABLE[op] = Line(always_decomposed, decomposition=_decomposition(kernel))
     for function in (Redistribute, FullTensor, FromFull, ToLocal, FromLocal, Spread, Part):
+        # so that a traced graph, which calls ops, is differentiated as what was traced
         custom_ops.implement(function.op, _read_names(function.of), "Autograd")
 
 

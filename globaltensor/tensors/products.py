@@ -125,6 +125,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _without_ones(x: torch.Tensor, batch: tuple[int, ...], many: int) -> tuple[torch.Tensor, str]:
     """x without the leading dims of size 1 that are broadcast, and the labels of those that stay."""
     first = many - (x.dim() - 2)
+    # a label has one size in both operands: the one that is repeated goes without
     gone = [i for i in range(x.dim() - 2) if x.shape[i] == 1 and batch[first + i] != 1]
     labels = "".join(_LEADING[first + i] for i in range(x.dim() - 2) if i not in gone)
     return (x.squeeze(gone) if gone else x), labels

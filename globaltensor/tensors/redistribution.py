@@ -63,6 +63,7 @@ def to_layout(x: Global, dst: Layout, grad_layout: Layout | None = None) -> Glob
         return x
     if own is None:
         return FromFull.of(x, dst)
+    # recorders, transforms and modes look at functions and ops of Python
     if (torch_ext is not None and dst is not own and is_global(x) and not watch.watched()
             and not transforms_active() and not modes_active()):
         boxing = native.find_boxing(x.spec, dst)
@@ -87,7 +88,7 @@ class Redistribute(LinearMap):
 
 def box(x: Global, dst: Layout) -> Global:
     """A new tensor in that layout."""
-    if dst is x.spec.layout:
+    if dst is x.spec.layout:                         # asked for its grad_layout: the same value, on another way back
         return x.wrap(value_spec(x.spec), {r: shard.clone() for r, shard in x.shards.items()})
     shards = move_shards([Move(x.spec, x.shards, dst)])[0]
     return x.wrap(spec(dst, x.spec.shape, None, x.spec.dtype), shards)
