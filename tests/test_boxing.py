@@ -142,6 +142,17 @@ def test_sixteen_bit_sums_round_once():
     assert torch.equal(got.full_tensor(), torch.full((3,), 259.0).bfloat16())       # in bfloat16 steps it would be 256
 
 
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_sums_of_dtypes_that_the_kernel_does_not_add(dtype):
+    where = place([0, 1, 2])
+    part = torch.arange(6).to(torch.float32).to(dtype)
+    for dst in (gt.sbp.broadcast, split(0)):
+        got = gt.from_shards(dict.fromkeys(range(3), part), where, gt.sbp.partial_sum).to_global(sbp=dst)
+        assert got.dtype == dtype
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        assert torch.equal(got.full_tensor().to(wide), (3 * part.to(wide)).to(dtype).to(wide))
+
+
 @pytest.mark.parametrize("src", states(2, 1), ids=str)
 @pytest.mark.parametrize("dst", states(2, 1), ids=str)
 def test_results_never_alias_their_source(src, dst):

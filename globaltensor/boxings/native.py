@@ -9,6 +9,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from globaltensor.boxings.kernel_program import DIMS, compile_program, direct_steps
 from globaltensor.errors import DisagreementError, TransportError, where
 from globaltensor.layouts.layout import Layout, Spec, spec
@@ -16,11 +18,16 @@ from globaltensor.runtime import deadlock
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import local_ranks_of, world
 
+# Of these the kernel moves bytes, but adds no numbers.
+NOT_REDUCED = {torch.complex32, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
+
 
 @lru_cache(20_000)
 def find_boxing(of: Spec, dst: Layout) -> Any:
     """The native boxing of a tensor of this spec to `dst`; None where there is none."""
     if torch_ext is None or of.ndim > DIMS or not _reachable(of.layout, dst):
+        return None
+    if any(s.is_partial for s in of.sbp) and of.dtype in NOT_REDUCED:
         return None
     here = world()
     first = 0 if here.single_process else min(here.host_peers)      # the kernel counts the ranks of a host from 0

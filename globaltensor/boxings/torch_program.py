@@ -149,7 +149,7 @@ def _reduce(into: torch.Tensor, terms: list[torch.Tensor], op: str) -> None:
         # the first two at once: a copy of the first, to add to, would cost a pass over memory
         total = torch.add(*(term.to(into.device, accumulation_dtype(into.dtype)) for term in terms[:2]))
         for term in terms[2:]:
-            total += term.to(into.device)
+            total += term.to(into.device, total.dtype)
         into.copy_(total)
     else:
         pick = torch.maximum if op == "max" else torch.minimum

@@ -86,7 +86,7 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
     recipe.wants = tuple(None if type(t) is cls and want is own.layout else want
                          for t, want, own in zip(call.tensors, recipe.wants, operands))
     decide_aliases(recipe, operands)
-    if func is _as_strided and recipe.boxes_view and (operands[0].copied or not _is_contiguous(operands[0])):
+    if func is _as_strided and recipe.boxes_view and not _strides_over_itself(call, operands[0]):
         raise PlacementError("as_strided of a tensor that must be boxed for it, and is a view or not contiguous",
                              "strides speak of memory, and what is boxed has other memory", "x.contiguous() first")
     # an argument that the caller left out is not among the local call's positions
@@ -103,8 +103,11 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
 _as_strided = torch.ops.aten.as_strided.default
 
 
-def _is_contiguous(own: Spec) -> bool:
-    return own.stride == contiguous(own.shape)
+def _strides_over_itself(call: Call, own: Spec) -> bool:
+    """Does a call of as_strided reach elements of its operand alone, by strides that it has in other memory too?"""
+    reach = sum((n - 1) * step for n, step in zip(call["size"], call["stride"]))
+    return own.stride == contiguous(own.shape) and (
+        not own.copied or call.get("storage_offset") is None and reach < max(own.numel, 1))
 
 
 def _check_call(cls: type[GlobalLike], call: Call) -> None:

@@ -91,7 +91,8 @@ def written_operands(call: Call) -> tuple[int, ...]:
 def decide_aliases(recipe: Recipe, operands: Sequence[Spec]) -> None:
     """Which written operands must be moved back, and whether the results are views, or boxed ones."""
     recipe.write_back = tuple(q for q in recipe.written if recipe.wants[q] is not None)
-    recipe.boxes_view = recipe.func.is_view and (any(recipe.wants) or operands[0].copied
+    tells = recipe.outputs is not None               # else it runs at once, as only running it tells what it views
+    recipe.boxes_view = tells and recipe.func.is_view and (any(recipe.wants) or operands[0].copied
                                                  or recipe.local_impl is local_impls.resolved)
     if recipe.boxes_view:
         recipe.outputs = [own and view_spec(own) for own in recipe.outputs or ()]
@@ -130,6 +131,11 @@ def output_spec(result: Any, where: Layout) -> Spec | None:
     if result.is_nested:
         raise GlobalTensorError("a nested tensor made of a global one", "a global tensor has one size along each dim",
                                 "padded tensors with a mask; nn.TransformerEncoder(..., enable_nested_tensor=False)")
+    if result.layout is not torch.strided or result.is_quantized:
+        kind = "quantized" if result.is_quantized else f"of layout {result.layout}"
+        raise GlobalTensorError(f"a tensor made of a global one would be {kind}",
+                                "the shards of a global tensor are parts of it, of its dtype, in plain memory",
+                                "the same of x.full_tensor(), which is a plain tensor")
     return spec(where, tuple(result.shape), result.stride(), result.dtype)
 
 

@@ -23,6 +23,9 @@ from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime.torch_internals import OpOverload, counting_writes, is_composite
 
 aten = torch.ops.aten
+# Composite ops that read memory before they call an op: they run on shards, as ops do that torch does not unfold.
+READS_MEMORY = [aten.choose_qparams_optimized.default, aten.fbgemm_linear_quantize_weight.default,
+                aten.fbgemm_pack_gemm_matrix_fp16.default, aten._rowwise_prune.default]
 
 
 @lru_cache(None)
@@ -30,6 +33,8 @@ def line_of(func: OpOverload) -> Line | None:
     """The line of an op: its own, or what follows from that of the functional op. None where there is neither."""
     if func in TABLE:
         return TABLE[func]
+    if func in READS_MEMORY:
+        return None
     if is_composite(func):
         return Line(always_decomposed, decomposition=_by_torch)
     if func._schema.name == "aten::set_":

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from globaltensor.errors import GlobalTensorError
 from globaltensor.tensors import gradients
@@ -81,6 +82,9 @@ def check_convertible(parameter: Tensor, name: str) -> None:
     """Raise GlobalTensorError for a parameter that a graph or a weak reference still knows as plain, and for one that
     `gt.zero` has split. `name` is for the message."""
     what = f"the parameter {name!r} cannot be made global, or laid out anew, now"
+    if is_lazy(parameter):
+        raise GlobalTensorError(what, "its module is lazy: the first forward pass tells its shape",
+                                "module(x) once, on a plain x of the right shape, before module.to_global(...)")
     if gradients.has_part(parameter):
         raise GlobalTensorError(what, "gt.zero has split it, and its optimizer works on the parts",
                                 "module.to_global(...) before gt.zero(...)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shape, Shards, Spec, spec
 from globaltensor.layouts.placement import placement, placement as Placement
 from globaltensor.layouts.sbp import NdSbp, SbpLike
+from globaltensor.op_table.variants import READS_MEMORY
 from globaltensor.runtime.memory import NoMemory, require
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import (
@@ -346,7 +348,11 @@ def _describe(of: Spec) -> tuple[Any, ...]:
 
 def _at_our_key(func: OpOverload) -> None:
     """Give an op its function in Python, at our own key: what the native dispatcher calls where it has no recipe."""
-    func.py_impl(_KEY)(lambda *args, **kwargs: arrive(GlobalTensor, func, args, kwargs))
+    func.py_impl(_KEY)(partial(_arrive_called, func))
+
+
+def _arrive_called(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    return arrive(GlobalTensor, func, args, kwargs)
 
 
 def _one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
@@ -358,8 +364,21 @@ def _one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         return torch.ops.aten.one_hot.default(x, num_classes)
 
 
+def _tensor_split(x: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
+    """torch's own, which reads the indices from memory."""
+    if isinstance(indices, GlobalTensor):
+        indices = indices.detach().full_tensor()
+    else:
+        require(indices, "the indices of tensor_split")
+    with ExcludeDispatchKeys(_KEYS):
+        return torch.ops.aten.tensor_split.tensor_indices_or_sections(x, indices, dim)
+
+
 _aten = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericWrapper")
 _aten.impl("one_hot", _one_hot)
+_aten.impl("tensor_split.tensor_indices_or_sections", _tensor_split)
+for _func in READS_MEMORY:
+    _aten.impl(_func.name(), partial(_arrive_called, _func))
 pass_higher_order_ops(_KEY)
 
 if torch_ext is None:

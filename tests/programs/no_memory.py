@@ -1,4 +1,4 @@
-"""What could end the interpreter, in a process that is forked, and forked anew where a case does end it.
+"""What could end the interpreter, in child processes (tests/children.py).
 
 Prints a line of JSON: case -> "" where it ran to its end, else what it raised or how it died. A case that must be
 refused raises GlobalTensorError with a reason and something to type; its name begins with "refused: ".
@@ -8,12 +8,15 @@ from __future__ import annotations
 import copy
 import io
 import json
-import os
-import signal
+import sys
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from children import outcomes
 
 import globaltensor as gt
 from globaltensor.errors import GlobalTensorError
@@ -272,28 +275,8 @@ def outcome(case, args, refused):
     return "it was not refused" if refused else ""
 
 
-def outcomes(names):
-    """Of each case, by a process that is forked anew after each that ends it."""
-    said = {}
-    while waiting := [name for name in names if name not in said]:
-        end, start = os.pipe()
-        child = os.fork()
-        if not child:
-            with open(start, "w") as pipe:
-                for name in waiting:
-                    print(json.dumps([name, outcome(*CASES[name], name.startswith("refused"))]), file=pipe, flush=True)
-            os._exit(0)
-        os.close(start)
-        with open(end) as pipe:
-            said.update(json.loads(line) for line in pipe)
-        if status := os.waitpid(child, 0)[1]:
-            dead = next(name for name in names if name not in said)
-            said[dead] = f"died of {signal.Signals(status & 0x7F).name}"
-    return said
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for some in LAYOUTS.values():                    # what is loaded at first use is loaded once
         same(numbers(some), torch.arange(5.0))
-    print(json.dumps(outcomes(list(CASES))))
+    print(json.dumps(outcomes(CASES, lambda name: outcome(*CASES[name], name.startswith("refused")))))

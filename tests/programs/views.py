@@ -28,6 +28,7 @@ WRITES = """
     a, b = x.split(3); a[:, 0] = 5
     x.unbind()[1][2] = 5
     x[0][1:3] = 3
+    x[1:5].view(-1).as_strided((3, 2), (4, 1)).mul_(2)
     x.flatten()[3:5] = 7
     torch._foreach_add_(list(x.unbind()), 1.)
     torch._foreach_mul_([x[0:2], x[1:3]], [2., 3.])
