@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from types import FrameType
 
 import torch
@@ -25,6 +26,12 @@ def where(frame: FrameType | None = None) -> str:
             return f"{os.path.relpath(name) if os.path.isabs(name) else name}:{frame.f_lineno}"
         frame = frame.f_back
     return "<unknown>"
+
+
+def warn(text: str) -> None:
+    """A warning at the user's line, which Python shows once for each line."""
+    file, _, line = where().rpartition(":")
+    warnings.warn_explicit(text, UserWarning, file or "<unknown>", int(line) if line.isdigit() else 1)
 
 
 def counted(n: int, one: str, many: str = "") -> str:

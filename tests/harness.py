@@ -16,7 +16,7 @@ RUN = [PYTHON, "-m", "globaltensor.cli", "run"]
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
 
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-                  "GLOBALTENSOR_RANKS", "GLOBALTENSOR_RUN_FOLDER")
+                  "GLOBALTENSOR_RANKS", "GLOBALTENSOR_RUN_FOLDER", "GLOBALTENSOR_SECRET")
 
 
 def environment(**more: str) -> dict[str, str]:

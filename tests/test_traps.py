@@ -101,8 +101,8 @@ def test_a_foreach_call_over_several_placements_is_one_call_per_rank():
 
 
 def test_a_foreach_call_writes_and_reads_as_any_op():
-    x = gt.from_full(torch.arange(12.).reshape(2, 6), gt.placement("cpu", [0, 1]), S(1))
-    plain = torch.ones(2, 6)                         # which every process has: it takes the whole value
+    x = gt.from_full(torch.arange(12.).reshape(2, 6), gt.placement.all("cpu"), S(1))
+    plain = torch.ones(2, 6)                         # every process has it: it takes the whole value
     torch._foreach_add_([plain], [x])
     assert torch.equal(plain, torch.arange(12.).reshape(2, 6) + 1)
     flat = x.view(12)                                # needs a boxing

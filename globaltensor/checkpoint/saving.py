@@ -69,7 +69,7 @@ def save_folder(state: Any, directory: str | os.PathLike[str], *, asynchronous: 
     version = collective_try("making the folder of a checkpoint", lambda: _make_folder(path))
     version = broadcast_object(version, 0, "naming a checkpoint")
     assert version is not None                       # rank 0 has it
-    name, temporary = version
+    name, temporary = version[0], Path(version[1])
     collective_try("finding the folder of a checkpoint", lambda: _check_folder_shared(temporary))
     data = _data_to_write(tensors, pieces, asynchronous)
     saving = _running[path] = Saving(flat, tensors, data, temporary, path / name, keep)
@@ -251,8 +251,11 @@ def _without_partials(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     return {name: reduced.get(id(t), t) for name, t in tensors.items()}
 
 
-def _make_folder(path: Path) -> tuple[str, Path] | None:
-    return folders.start_version(path) if world().rank == 0 else None
+def _make_folder(path: Path) -> tuple[str, str] | None:
+    if world().rank != 0:
+        return None
+    name, temporary = folders.start_version(path)
+    return name, str(temporary)
 
 
 def _check_folder_shared(temporary: Path) -> None:

@@ -30,6 +30,7 @@ from globaltensor.cli import worker
 from globaltensor.cli.info import cores
 from globaltensor.cli.problem import Problem
 from globaltensor.runtime.deadlock import rank_names
+from globaltensor.runtime.secret import draw_secret
 
 
 def options(of: argparse.ArgumentParser) -> None:
@@ -84,8 +85,10 @@ def _check_command(chosen: argparse.Namespace) -> None:
 def _environment(ranks: int, hosts: int) -> None:
     """What the ranks inherit: a share of the cores each, and on one host no other network than its own."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
-    if hosts == 1 and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if hosts == 1:
+        draw_secret()
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")     # seconds from Ctrl-C to SIGKILL
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")            # no warnings about names of sockets
 
@@ -99,12 +102,15 @@ def _launch(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str]
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from globaltensor.cli import rendezvous
+
     alone = chosen.nnodes == 1 and not chosen.rdzv_endpoint
-    static = chosen.node_rank is not None and not alone
+    rendezvous.register_rendezvous()
     config = LaunchConfig(min_nodes=chosen.nnodes, max_nodes=chosen.nnodes, nproc_per_node=ranks, max_restarts=0,
-                          run_id=chosen.rdzv_id, rdzv_backend="static" if static else "c10d",
+                          run_id=chosen.rdzv_id, rdzv_backend=rendezvous.NAME,
                           rdzv_endpoint="127.0.0.1:0" if alone else chosen.rdzv_endpoint,
-                          rdzv_configs=_meeting(chosen), local_addr="127.0.0.1" if alone else chosen.local_addr,
+                          rdzv_configs={"rank": chosen.node_rank},
+                          local_addr="127.0.0.1" if alone else chosen.local_addr,
                           logs_specs=DefaultLogsSpecs(log_dir=folder))
     if chosen.nnodes > 1:
         print(f"globaltensor: waiting for {chosen.nnodes} hosts at {chosen.rdzv_endpoint}", file=sys.stderr)
@@ -120,15 +126,6 @@ def _launch(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str]
         place = f"at {chosen.rdzv_endpoint}" if chosen.rdzv_endpoint else "on this host"
         raise Problem(f"the ranks could not be started {place}\n  why: {str(error).splitlines()[0]}", 1) from None
     return 0
-
-
-def _meeting(chosen: argparse.Namespace) -> dict[str, Any]:
-    """What torch's rendezvous must know of this host; by itself it knows the endpoint for its own by the name only."""
-    if chosen.node_rank is not None and chosen.rdzv_endpoint:
-        return {"rank": chosen.node_rank}
-    if chosen.local_addr and chosen.rdzv_endpoint and chosen.rdzv_endpoint.rpartition(":")[0] == chosen.local_addr:
-        return {"is_host": True}
-    return {}
 
 
 def _report(failures: Mapping[int, Any], folder: str) -> int:

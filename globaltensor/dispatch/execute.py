@@ -20,6 +20,7 @@ from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Shape, Shards, Spec, spec
 from globaltensor.rules.call import Call, Slot, arguments, put, set_arguments
 from globaltensor.runtime.agreement import broadcast_object, compare_plain
+from globaltensor.runtime.codec import message
 from globaltensor.runtime.philox import draw_key
 from globaltensor.runtime.torch_internals import OpOverload
 from globaltensor.runtime.world import world
@@ -239,6 +240,7 @@ def _result_elsewhere(cls: type[GlobalLike], recipe: Recipe) -> Any:
     return wrapped if len(kinds) == 1 else tuple(wrapped)
 
 
+@message
 class _Announced(NamedTuple):
     """What came out of an op where only running it told: per result shape, strides and dtype, or else its value."""
 

@@ -168,7 +168,7 @@ class PipelineRunner:
         """The events of all processes, for `timetable`. Where several ranks run the same stages, those of the first."""
         lead = not self._ranks or world().rank == self.model.placements[
             self.schedule.stages_of[self._ranks[0]][0]].flat[0]
-        own = tuple(self.events) if lead or world().single_process else ()
+        own: Any = tuple(map(tuple, self.events)) if lead or world().single_process else ()
         return [Event(*event) for events in gather_objects(own, "the events of a pipeline") for event in events]
 
     # -------------------------------------------------------------------------------------------------------- one step

@@ -26,6 +26,7 @@ from globaltensor.errors import ShapeError
 from globaltensor.layouts.layout import Layout, Shape, Spec, layout, replicated, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.runtime.agreement import as_bytes, from_bytes
+from globaltensor.runtime.codec import message
 from globaltensor.runtime.p2p import P2PGroup
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -34,6 +35,7 @@ PREFETCHED = 2                                       # receives of a channel tha
 _BOXING = "the pipeline"
 
 
+@message
 class TensorMeta(NamedTuple):
     """One tensor of a bundle, without its data."""
 
@@ -203,7 +205,7 @@ class StageComm:
              dsts: Callable[[BundleMeta], Sequence[Layout]]) -> TransferPlan:
         """For a kind of bundle that this process receives; its meta is received from the lead where it is not known."""
         if key not in self.plans:
-            meta = from_bytes(self.messages.recv(link.lead, "meta")())
+            meta = from_bytes(self.messages.recv(link.lead, "meta")(), link.lead)
             self.plans[key] = TransferPlan(meta, dsts(meta), link)
         return self.plans[key]
 

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,12 +9,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from globaltensor.errors import DisagreementError, where
+from globaltensor.errors import DisagreementError, TransportError, where
+from globaltensor.runtime.codec import decode_message, encode_message
 from globaltensor.runtime.exchange import AGREE, BROADCAST, GATHER, exchange
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import rank, world
 
 _uncoordinated = False
+_LARGEST = 1 << 30                                  # bytes of a message
 
 T = TypeVar("T")
 
@@ -71,7 +72,8 @@ def gather_unchecked(value: object, what: str, ranks: Sequence[int] | None = Non
     """The `value` of the process of each of these ranks (default: all), in their order."""
     mine, ranks = as_bytes(value), range(world().size) if ranks is None else ranks
     sizes = _all_gather(torch.tensor([len(mine)], device="cpu"), dict.fromkeys(ranks, 1), what, GATHER)
-    return [from_bytes(t) for t in _all_gather(mine, dict(zip(ranks, map(int, sizes))), what, GATHER)]
+    known = {r: _size_of_message(size, r) for r, size in zip(ranks, sizes)}
+    return [from_bytes(t, r) for r, t in zip(ranks, _all_gather(mine, known, what, GATHER))]
 
 
 def _all_gather(mine: torch.Tensor, sizes: Mapping[int, int], what: str, tag: int) -> list[torch.Tensor]:
@@ -87,12 +89,21 @@ def _all_gather(mine: torch.Tensor, sizes: Mapping[int, int], what: str, tag: in
 
 
 def as_bytes(value: object) -> torch.Tensor:
-    """An object as a flat tensor of bytes; `from_bytes` makes it again."""
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    """A value as a flat tensor of bytes, signed by this rank; `from_bytes` makes it again."""
+    return torch.frombuffer(bytearray(encode_message(value, rank())), dtype=torch.uint8)
 
 
-def from_bytes(data: torch.Tensor) -> Any:
-    return pickle.loads(data.numpy().tobytes())
+def from_bytes(data: torch.Tensor, sender: int) -> Any:
+    """The value that this rank sent. Raises TransportError for bytes that it did not sign (codec.py)."""
+    return decode_message(data.numpy().tobytes(), sender)
+
+
+def _size_of_message(size: torch.Tensor, sender: int) -> int:
+    """What stands before a message, read from outside: not believed to be small."""
+    if not 0 <= int(size) <= _LARGEST:
+        raise TransportError(f"a message of {int(size)} bytes from rank {sender}", "no rank sends that",
+                             "the same version of globaltensor on all hosts, and no other program at its ports")
+    return int(size)
 
 
 def agree_on(t: torch.Tensor, what: str, ranks: Sequence[int] | None = None) -> None:
@@ -163,8 +174,9 @@ def broadcast_object(value: T, source: int, what: str = "broadcasting a result")
             exchange(dict.fromkeys(_peers(), t), {}, what, BROADCAST)
         return value
     exchange({}, {source: (size := torch.empty(1, dtype=torch.int64, device="cpu"))}, what, BROADCAST)
-    exchange({}, {source: (data := torch.empty(int(size), dtype=torch.uint8, device="cpu"))}, what, BROADCAST)
-    return from_bytes(data)
+    data = torch.empty(_size_of_message(size, source), dtype=torch.uint8, device="cpu")
+    exchange({}, {source: data}, what, BROADCAST)
+    return from_bytes(data, source)
 
 
 def gather_objects(value: T, what: str) -> list[T]:

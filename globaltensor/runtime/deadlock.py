@@ -16,7 +16,6 @@ which closes its connections: the others' waits fail, and they raise the same er
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 import threading
@@ -25,7 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from globaltensor.errors import DisagreementError, where
+from globaltensor.errors import DisagreementError, TransportError, where
+from globaltensor.runtime.codec import decode_message, encode_message
 
 PERIOD = 1.0
 
@@ -144,7 +144,7 @@ class Watch:
         with self.lock:
             if _current is current:
                 self.published = wait._replace(where=where(sys._current_frames().get(thread)))
-                self.store.set(_store_key(self.rank), json.dumps(self.published))
+                self.store.set(_store_key(self.rank), encode_message(tuple(self.published), self.rank))
         if _current is not current:
             self.withdraw()
         return _current is current
@@ -155,23 +155,32 @@ class Watch:
             if self.published is not None:
                 self.published = None
                 with suppress(RuntimeError):
-                    self.store.set(_store_key(self.rank), "null")
+                    self.store.set(_store_key(self.rank), encode_message(None, self.rank))
+
+    def read(self, key: str, sender: int | str) -> Any:
+        """What was published there; None where nothing was, or not by a rank of this job."""
+        if not self.store.check([key]):
+            return None
+        try:
+            return decode_message(self.store.get(key), sender)
+        except TransportError:
+            return None
 
     def waits(self) -> dict[int, Wait] | None:
         """What all ranks wait for, or None where one does not wait: that one is asked first next time."""
         waits = {}
         for rank in sorted(range(self.size), key=lambda r: r != self.busy):
-            wait = json.loads(self.store.get(_store_key(rank))) if self.store.check([_store_key(rank)]) else None
+            wait = self.read(_store_key(rank), rank)
             if wait is None:
                 self.busy = rank
                 return None
-            waits[rank] = Wait(wait[0], wait[1], tuple(wait[2]), *wait[3:])
+            waits[rank] = Wait(*wait)
         return waits
 
     def end_process(self, current: tuple[Wait, int], waits: dict[int, Wait]) -> None:
         """End this process if it is the last rank, or if the end of that one does not free it."""
         self.rows = _rows(waits)
-        self.store.set(_DEADLOCK, self.rows)
+        self.store.set(_DEADLOCK, encode_message(self.rows, _DEADLOCK))
         freed_by = time.monotonic() + (0 if self.rank == self.size - 1 else 5 * PERIOD)
         while _current is current and time.monotonic() < freed_by:
             time.sleep(PERIOD / 10)
@@ -184,8 +193,7 @@ class Watch:
 
     def verdict(self) -> DisagreementError | None:
         with suppress(RuntimeError):
-            if not self.rows and self.store.check([_DEADLOCK]):
-                self.rows = self.store.get(_DEADLOCK).decode()
+            self.rows = self.rows or self.read(_DEADLOCK, _DEADLOCK) or ""
         if self.rows and self.rank == 0:
             time.sleep(3 * PERIOD)                   # its process may hold the store, which the others still ask
         return _error(self.rows, "") if self.rows else None

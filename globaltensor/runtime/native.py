@@ -15,14 +15,13 @@ import os
 import re
 import shutil
 import sys
-import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
 import torch  # its libraries must be there before ours
 
-from globaltensor.errors import where
+from globaltensor.errors import warn
 
 WANTED = os.environ.get("GLOBALTENSOR_NATIVE", "1") != "0"
 _trouble = ""
@@ -83,9 +82,6 @@ def say_if_slow() -> None:
     global WANTED
     if WANTED and torch_ext is None:
         WANTED = False
-        file, _, line = where().rpartition(":")
-        warnings.warn_explicit(
-            "globaltensor runs without its native code, so every op takes several times as long"
-            f"\n  why:   {_trouble or 'it was not built: no compiler while it was installed'}"
-            f"\n  try:   {how_to_build()}, or GLOBALTENSOR_NATIVE=0 to do without it",
-            UserWarning, file or "<unknown>", int(line) if line.isdigit() else 1)
+        warn("globaltensor runs without its native code, so every op takes several times as long"
+             f"\n  why:   {_trouble or 'it was not built: no compiler while it was installed'}"
+             f"\n  try:   {how_to_build()}, or GLOBALTENSOR_NATIVE=0 to do without it")

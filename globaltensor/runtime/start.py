@@ -22,6 +22,7 @@ from globaltensor.runtime.agreement import broadcast_object, gather_unchecked
 from globaltensor.runtime.exchange import first_sentence
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.secret import share_secret
 from globaltensor.runtime.torch_internals import default_store
 from globaltensor.runtime.world import World, begin, shared_gpu, start_with, started
 
@@ -70,6 +71,7 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
     if not dist.is_initialized():
         _start_torch(timeout)
     size = dist.get_world_size()
+    share_secret(_ranks_per_host(size) == size, dist.get_rank() == 0)
     hosts = tuple(r // _ranks_per_host(size) for r in range(size)) if _ranks_per_host(size) < size else ()
     nccl = "nccl" in (backends := dist.get_backend_config())     # such as "cpu:gloo,cuda:nccl"
     base = machine or (machines.nccl if nccl else machines.gloo)
@@ -126,6 +128,8 @@ def _leave_on_errors() -> None:
 
 def _start_torch(timeout: timedelta) -> None:
     gpus = torch.cuda.is_available() and not shared_gpu()
+    if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")        # ranks of one host listen to nobody else
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timeout)
     except (ValueError, RuntimeError) as error:

@@ -15,6 +15,7 @@ from globaltensor.layouts.regions import Range
 from globaltensor.layouts.sbp import NdSbp, SbpLike, broadcast, nd_sbp
 from globaltensor.runtime import custom_ops
 from globaltensor.runtime.agreement import agree_on, checksum, gather_objects
+from globaltensor.runtime.codec import message
 from globaltensor.runtime.memory import missing, require
 from globaltensor.runtime.torch_internals import innermost, modes_active
 from globaltensor.runtime.world import local_ranks_of, world
@@ -85,6 +86,7 @@ def _mine(where: Any) -> list[int]:
     return list(local_ranks_of(resolve_layout(where, broadcast, 0).placement))
 
 
+@message
 class PartInfo(NamedTuple):
     """What the others must know of one rank's part. `checksum` is 0 where no rank has to hold the same, `missing` says
     why it cannot be read."""
