@@ -71,14 +71,23 @@ def test_an_sdist_has_nothing_that_was_built(sdist):
     assert not [file for file in sdist if file.endswith((".so", ".pyc")) or file.startswith(("build/", ".venv/"))]
 
 
-@pytest.fixture(scope="module")
-def unpacked(sdist, tmp_path_factory) -> Path:
-    """A copy of what an sdist carries."""
-    folder = tmp_path_factory.mktemp("unpacked")
+def unpack(sdist: list[str], folder: Path) -> Path:
     for file in sdist:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_bytes((ROOT / file).read_bytes())
     return folder
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist, tmp_path_factory) -> Path:
+    """A copy of what an sdist carries."""
+    return unpack(sdist, tmp_path_factory.mktemp("unpacked"))
+
+
+@pytest.fixture
+def checkout(sdist, tmp_path) -> Path:
+    """A copy in which nothing was built before."""
+    return unpack(sdist, tmp_path / "checkout")
 
 
 @pytest.fixture(scope="module")
@@ -223,12 +232,12 @@ def typed(command: list, env: dict[str, str], cwd: Path) -> str:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("options", ["", "-e", "--no-build-isolation"])
-def test_pip_install_compiles_for_the_torch_that_is_there(options, stranger, unpacked, tmp_path):
+def test_pip_install_compiles_for_the_torch_that_is_there(options, stranger, checkout, tmp_path):
     python, env = stranger
-    typed([python, "-m", "pip", "install", *options.split(), "."], env, unpacked)
+    typed([python, "-m", "pip", "install", *options.split(), "."], env, checkout)
     where, native = typed([python, "-c", CHECK], env, tmp_path).split()
     assert native == "True"
-    assert where == str((unpacked if options == "-e" else next(python.parent.parent.glob("lib/python*/site-packages")))
+    assert where == str((checkout if options == "-e" else next(python.parent.parent.glob("lib/python*/site-packages")))
                         / "globaltensor" / "__init__.py")
     (tmp_path / "program.py").write_text("import globaltensor as gt\nreveal_type(gt.placement)\n")
     seen = typed([sys.executable, "-m", "mypy", "--python-executable", python, "program.py"], env, tmp_path)
@@ -237,9 +246,9 @@ def test_pip_install_compiles_for_the_torch_that_is_there(options, stranger, unp
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_an_sdist_becomes_a_wheel_that_compiles_and_installs(stranger, unpacked, tmp_path):
+def test_an_sdist_becomes_a_wheel_that_compiles_and_installs(stranger, checkout, tmp_path):
     python, env = stranger
-    typed([sys.executable, "-c", f"import build_backend; build_backend.build_sdist({str(tmp_path)!r})"], env, unpacked)
+    typed([sys.executable, "-c", f"import build_backend; build_backend.build_sdist({str(tmp_path)!r})"], env, checkout)
     sdist, = tmp_path.glob("*.tar.gz")
     typed([python, "-m", "pip", "wheel", "--no-deps", "-w", tmp_path, sdist], env, tmp_path)
     wheel, = tmp_path.glob("*.whl")
@@ -249,10 +258,10 @@ def test_an_sdist_becomes_a_wheel_that_compiles_and_installs(stranger, unpacked,
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_pip_install_without_a_compiler_works_and_says_what_to_do(stranger, unpacked, tmp_path):
+def test_pip_install_without_a_compiler_works_and_says_what_to_do(stranger, checkout, tmp_path):
     python, env = stranger
     env = {**env, "PATH": str(python.parent), "CC": "", "CXX": ""}
-    typed([python, "-m", "pip", "install", "."], env, unpacked)
+    typed([python, "-m", "pip", "install", "."], env, checkout)
     said = typed([python, "-c", CHECK], env, tmp_path)
     assert f"try:   install g++, then {python} -m pip install FOLDER, a checkout of globaltensor" in said, said
     assert said.splitlines()[0].endswith(" False")
