@@ -137,6 +137,7 @@ def own_embedding_backward(recipe: LocalRecipe, rank: int, args: list[Any], kwar
     if own[0] == own[1]:
         return grad.new_zeros(0, grad.shape[-1])
     inside, at = _within(indices, own, recipe.shapes[2][0])
+    # Counted from where the part begins, the padding row would be another number: it is masked here instead.
     if padding >= 0:
         inside &= indices != padding
     return recipe.func(grad.masked_fill(~inside.unsqueeze(-1), 0), at, rows, -1)

@@ -86,6 +86,7 @@ def _cost(src: Layout, dst: Layout, shape: Shape, machine: Machine) -> tuple[flo
     if not moved.received:
         return 0.0, local
     latency, bandwidth = machine.link((*src.placement.flat, *dst.placement.flat))
+    # a link carries both directions at once, so the busier one counts
     return latency, max(moved.received, moved.sent) / whole / bandwidth + local
 
 

@@ -67,6 +67,7 @@ def _check_folder(module: nn.Module,
     files = CheckpointFiles(folder)
     own = {k: t for k, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     stored = {id(own[name]) for name in file_of if name in own}
+    # a tied parameter need not be there under all of its names
     check_names([name for name, t in own.items() if name in file_of or id(t) not in stored], file_of,
                 f"the folder {folder}")
     entries = {}
@@ -131,9 +132,10 @@ def save_safetensors(module: nn.Module, folder: str | os.PathLike[str], *, shard
     collective_try("making the folder", lambda: folder.mkdir(parents=True, exist_ok=True))
     written: list[tuple[Path, Path]] = []
     for i, (name, group) in enumerate(zip(names, groups)):
-        rank = i % world_size()
+        rank = i % world_size()                      # no rank needs memory for more than a file at a time
         held = _gather_to({n: tensors[n] for n in group}, rank)
         written += collective_try("writing safetensors", partial(_write_temporary, folder / name, held, rank))
+    # Only once all are written: a full disk leaves the files of the earlier save as they were.
     collective_try("renaming safetensors", lambda: _rename(written))
     collective_try("finishing safetensors", lambda: _write_index(folder, dict(zip(names, groups)), tensors))
 

@@ -64,10 +64,12 @@ def load_folder(state: Any, directory: str | os.PathLike[str]) -> Any:
 
     undo: list[Callable[[], None]] = []
     try:
+        # Objects first, as their own code may refuse a state: no tensor has been written then.
         collective_try("loading the state of objects", lambda: _load_objects(checked, undo))
         done: set[int] = set()
         for name, entry in entries.items():
             t = flat.tensors.get(name)
+            # tied tensors are read once
             if t is not None and name not in checked.new and id(t) not in done:
                 done.add(id(t))
                 checked.files.fill(entry, t)

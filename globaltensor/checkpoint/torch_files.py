@@ -50,6 +50,7 @@ def save(state: Any, target: PathLike | IO[bytes], **options: Any) -> Saving | N
         if options.pop(name, None):
             raise ArgumentError(f"gt.save into a file takes no {name}=", "a file is written by torch.save",
                                 'gt.save(state, "folder")')
+    # by all processes, as gathering takes all of them; only rank 0 writes
     plain = _with_whole_tensors(state, {})
     collective_try("saving a file", lambda: torch.save(plain, target, **options) if rank() == 0 else None)
     return None
@@ -74,6 +75,7 @@ def _is_file(target: Any) -> bool:
     if not isinstance(target, (str, os.PathLike)):
         return hasattr(target, "write") or hasattr(target, "read")
     name = os.fspath(target)
+    # Mostly what is there decides. Of what is still to be written the name does.
     return not os.path.isdir(name) and (os.path.isfile(name) or name.endswith(SUFFIXES))
 
 

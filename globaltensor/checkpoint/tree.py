@@ -44,6 +44,7 @@ class FlatState:
 
 def join_path(path: str, key: str | int) -> str:
     """The path of an item of the value at `path`."""
+    # so that no two paths are one: "a/b" is a key here, and two keys there; the empty key gets a name, too
     text = str(key).replace("%", "%25").replace("/", "%2F") or "%"
     return f"{path}/{text}" if path else text
 
@@ -70,6 +71,7 @@ def _encode(value: Any, path: str, flat: FlatState, owner: Any) -> Any:
     if value is None or kind in (bool, int, str):
         return value
     if isinstance(value, float):                     # numpy's float64 is one
+        # JSON has no infinities, and a NaN keeps its bits
         return float(value) if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
     if isinstance(value, torch.Tensor):
         return {"tensor": _tensor_name(value, path, flat)}
@@ -120,6 +122,7 @@ def decode(node: Any, tensor: Callable[[str], Any], path: str = "") -> Any:
     if not isinstance(node, dict) or len(node) != 1:
         raise ValueError(f"{path!r} of its state is not an encoded value: {node!r:.80}")
     [(tag, inner)] = node.items()
+    # what a manifest says is checked: a tensor is called by its path, and by no other's
     if tag == "tensor" and inner == path:
         return tensor(path)
     if tag == "dict" and isinstance(inner, dict):

@@ -70,6 +70,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         """Make the next iteration this epoch, from its start; a position in it that was just loaded is kept."""
         if not _is_count(epoch):
             raise GlobalTensorError(f"epoch {epoch!r}", "epochs are counted from 0", "sampler.set_epoch(0)")
+        # torch's loops set the epoch before each one, so right after a state was loaded as well
         if not (self._resume and epoch == self._epoch):
             self._epoch, self._position, self._resume = epoch, 0, False
 
@@ -133,8 +134,10 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
             first = start + k * self.batch_size
             last = first + self.batch_size
             indices = _ints(order[first:last])
+            # once more and once more, where an epoch is shorter than a batch
             while self.tail == "pad" and len(indices) < self.batch_size:
                 indices += _ints(order[:self.batch_size - len(indices)])
+            # a tail that is dropped counts as consumed with the last batch: the next epoch begins
             yield Batch(epoch, first, self.n if k == count - 1 else last, indices)
 
 

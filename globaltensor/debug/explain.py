@@ -130,7 +130,6 @@ def _row(decision: Decision, call: Call) -> Row:
     name = str(call.func).removeprefix("aten.").removesuffix(".default")
     if not isinstance(decision, Recipe) or is_foreach(call.func):
         return Row(where(), name, home, "", "")
-    decision = decision
     operands = [t.spec if type(t) is GlobalTensor else spec_of_plain(t, home) for t in call.tensors]
     boxed = ", ".join(f"{n}: {sbp_text(own.sbp)} -> {sbp_text(want.sbp)}"
                       for n, own, want in zip(call.names, operands, decision.wants)

@@ -46,7 +46,7 @@ class Recipe:
     boxes_view     the results are boxed views: of operands that must be boxed, or are such views themselves
     local_args     per rank, arguments by position or name that differ there: sizes of its part, offsets
     local_impl     runs instead of the op itself: local_impl(recipe, rank, args, kwargs)
-    shapes         for local_impl, the global shapes of the operands, and `boxes`, per rank, the parts it has of them
+    shapes         for local_impl, the global shapes of the operands, and `regions`, per rank, the parts it has of them
     seeded         the op draws random numbers that no rule takes care of
     elements       of a foreach op, per rank, the elements that it holds; None if every rank holds all
     signature      what was chosen on each axis; empty for an op without a rule
@@ -106,6 +106,7 @@ def static(value: Any, cls: type[GlobalLike]) -> Any:
     kind = type(value)
     if kind is cls:
         return value.spec
+    # a learning rate that changes every step must not be a new decision every step
     if kind is float or kind is complex or kind is torch.Generator:
         return kind
     if kind is int or kind is bool:

@@ -329,6 +329,7 @@ def _in_pair(name: str, layer: nn.Module, root: nn.Module) -> str | None:
     if isinstance(parent, nn.MultiheadAttention) or len(linears) != 2:
         return None
     first, second = linears
+    # two square layers may be anything; one that widens and one that narrows again are an MLP
     if first.out_features != second.in_features or first.in_features == first.out_features:
         return None
     return "columns" if layer is first else "rows"

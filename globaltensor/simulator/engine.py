@@ -127,6 +127,7 @@ class _State:
             if kind == F:
                 needs = key - 1 if stage else -1
                 value, target = key, forward_to[stage]
+            # needs the I before it only, which the same rank has done
             elif kind == W:
                 needs, value, target = -1, -1, -1
             else:
@@ -134,6 +135,8 @@ class _State:
                 value, target = keys + key, backward_to[stage]
             if needs >= 0:
                 arrived = arrival[needs]
+                # not simulated event by event: a rank runs until a value is missing, and whoever makes it wakes the
+                # rank
                 if arrived < 0:
                     waits[rank] = needs
                     break

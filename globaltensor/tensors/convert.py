@@ -112,6 +112,7 @@ def join_parts(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTen
                       f"a tensor of {list(shape)} would be cut as:" + _rank_lines({r: list(n) for r, n in cut.items()}),
                       "parts as equal as can be, the larger ones first; or gt.from_full of the whole")
     dtype, shards, heads = parts[where.flat[0]].dtype, on_devices(mine, where), heads_of(dst)
+    # mostly they are equal, and nothing moves
     if any(parts[r].checksum != parts[head].checksum for r, head in heads.items()):
         shards = _from_heads(shards, heads, dst, shape, dtype)
     return GlobalTensor.wrap(spec(dst, shape, None, dtype), shards)
