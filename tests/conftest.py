@@ -6,6 +6,8 @@
 """
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 
 
@@ -26,3 +28,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             chosen.setdefault(str(item.path), item)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen.values()])
     items[:] = chosen.values()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], object]]:
+    """So many processes with the backend "globaltensor" (ranks.py), started once for the tests of all files."""
+    from ranks import Ranks  # which imports torch: not while tests are only collected
+
+    pools: dict[int, Ranks] = {}
+
+    def of(size: int) -> Ranks:
+        if size not in pools or not pools[size].alive():
+            pools[size] = Ranks(size)
+        return pools[size]
+
+    yield of
+    for pool in pools.values():
+        pool.end()

@@ -56,6 +56,16 @@ def good(command: list, env: dict[str, str] | None = None, timeout: float = 60) 
     return out
 
 
+def good_all(*starts: tuple[list, dict[str, str]], timeout: float = 60) -> list[str]:
+    """The outputs of commands that must succeed, each with what its environment has more, all at the same time: one
+    process alone, or a launcher that imports torch, leaves cores idle."""
+    started = [Started(command, environment(**more)) for command, more in starts]
+    ended = [(one.process.args, one.end(timeout)) for one in started]
+    for command, (code, out, err) in ended:
+        assert code == 0, f"{command} exited with {code}\n{out}\n{err}"
+    return [out for _, (_, out, _) in ended]
+
+
 def free_port() -> int:
     """A port of this host that nobody listens on."""
     with socket.socket() as s:

@@ -50,7 +50,7 @@ def test_boxing(args, title):
     said = found("boxing", *args)
     assert said["title"].startswith(title) and said["MPI"]
     cases = [(row["dtype"], row["boxing"], row["bytes"]) for row in said["rows"]]
-    assert cases == [(d, b, n) for d in boxing.DTYPES for b in boxing.BOXINGS for n in boxing.SIZES[:2]]
+    assert cases == [(d, b, n) for d in boxing.DTYPES for b in boxing.BOXINGS for n in boxing.SIZES[:1]]
     for row in said["rows"]:
         assert {"ceiling", "python", "gloo", "DTensor"} <= row["us"].keys() <= WAYS.keys()
         assert all(p10 <= median for median, p10 in row["us"].values())

@@ -12,7 +12,7 @@ import runpy
 
 import pytest
 import torch
-from harness import PROGRAMS, PYTHON, ROOT, RUN, environment, good, results
+from harness import PROGRAMS, PYTHON, ROOT, RUN, good, good_all, results
 from shards import place, sizes
 from test_networks import NETWORKS, train
 from torch import nn
@@ -360,9 +360,10 @@ def test_in_real_processes(tmp_path):
     program, seen = PROGRAMS / "halo.py", []
     ways = {"alone": ([PYTHON], {"GLOBALTENSOR_RANKS": "2"}), "shared": ([*RUN, "-n", 2], {}),
             "gloo": ([*RUN, "-n", 2], {"GLOBALTENSOR_NATIVE": "0"})}
-    for name, (launch, more) in ways.items():
+    for name in ways:
         (tmp_path / name).mkdir()
-        good([*launch, program, tmp_path / name], environment(**more))
+    good_all(*[([*launch, program, tmp_path / name], more) for name, (launch, more) in ways.items()])
+    for name in ways:
         found = results(tmp_path / name)
         assert sorted(found) == ([0] if name == "alone" else [0, 1])
         seen += found.values()

@@ -9,17 +9,20 @@ import re
 import pytest
 from harness import ROOT, TORCHRUN, environment, run
 
-FILES = [f"tests/test_{name}.py" for name in ("boxing", "gradients", "grids", "networks", "layer_norm", "optim",
-                                              "zero3", "recompute", "traps", "zero")]
+MOVING = ("boxing", "gradients", "layer_norm", "zero")     # of these, every test moves bytes in a way of its own
+ALL = (*MOVING, "grids", "networks", "optim", "zero3", "recompute", "traps")
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks, native", [(2, "0"), (2, "1"), pytest.param(4, "1", marks=pytest.mark.long)])
-def test_on_processes(ranks, native):
+@pytest.mark.parametrize("ranks, native, names", [
+    pytest.param(2, "0", MOVING, id="2-python-moving"), pytest.param(2, "1", ALL, id="2-native"),
+    pytest.param(2, "0", ALL[len(MOVING):], id="2-python-others", marks=pytest.mark.long),
+    pytest.param(4, "1", ALL, id="4-native", marks=pytest.mark.long)])
+def test_on_processes(ranks, native, names):
     command = [*TORCHRUN, "--nproc-per-node", ranks, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m",
-               "not long", "--rootdir", ROOT, *[ROOT / file for file in FILES]]
+               "not long", "--rootdir", ROOT, *[ROOT / f"tests/test_{name}.py" for name in names]]
     code, out, err = run(command, environment(GLOBALTENSOR_NATIVE=native), timeout=560)
     assert code == 0, out[-3000:] + err[-3000:]
     passed = re.findall(r"(\d+) passed", out)
-    assert len(passed) == ranks and len(set(passed)) == 1 and int(passed[0]) > 100, out
+    assert len(passed) == ranks and len(set(passed)) == 1 and int(passed[0]) > 60, out

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import PROGRAMS, PYTHON, RUN, by_hand, environment, good, results
+from harness import PROGRAMS, PYTHON, RUN, by_hand, environment, good, good_all, results
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -508,29 +508,28 @@ def test_mistakes(kind, text, build):
 # ------------------------------------------------------------------------------------------------------ real processes
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    """What one process writes that drives 2 or 4 ranks."""
-    seen = {}
-    for ranks in (2, 4):
-        folder = tmp_path_factory.mktemp(f"alone{ranks}")
-        good([PYTHON, PIPELINE, folder], environment(GLOBALTENSOR_RANKS=str(ranks)), 180)
-        seen[ranks] = results(folder)[0]
-    return seen
+# Of the cases, those whose ranks do different things: without native code, the others are done as on 2 ranks.
+MIXED = ("interleaved", "zb-v", "dualpipe-v", "recomputed dropout", "tied", "skip", "batch norm", "dp", "dp, zero 1",
+         "dp, zero 2", "tp", "tp, zb-v", "three and one")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ranks, native", [(2, "1"), (4, "0"), pytest.param(2, "0", marks=pytest.mark.long),
-                                           pytest.param(4, "1", marks=pytest.mark.long)])
-def test_processes_give_the_bits_of_one_process(ranks, native, one_process, tmp_path):
-    good([*RUN, "-n", ranks, PIPELINE, tmp_path], environment(GLOBALTENSOR_NATIVE=native), 240)
-    seen = results(tmp_path)
+@pytest.mark.parametrize("ranks, native, cases", [
+    pytest.param(2, "1", (), id="2-native"), pytest.param(4, "0", MIXED, id="4-python-mixed"),
+    *[pytest.param(ranks, native, (), id=name, marks=pytest.mark.long) for ranks, native, name in
+      ((2, "0", "2-python"), (4, "0", "4-python"), (4, "1", "4-native"))]])
+def test_processes_give_the_bits_of_one_process(ranks, native, cases, tmp_path):
+    for folder in ("one", "many"):
+        (tmp_path / folder).mkdir()
+    good_all(([PYTHON, PIPELINE, tmp_path / "one", *cases], {"GLOBALTENSOR_RANKS": str(ranks)}),
+             ([*RUN, "-n", ranks, PIPELINE, tmp_path / "many", *cases], {"GLOBALTENSOR_NATIVE": native}), timeout=240)
+    (one,), seen = results(tmp_path / "one").values(), results(tmp_path / "many")
     assert sorted(seen) == list(range(ranks))
+    assert len(one) == (len(cases) or {2: 18, 4: 24}[ranks])
     for rank, found in seen.items():
-        assert found.keys() == one_process[ranks].keys()
+        assert found.keys() == one.keys()
         for case, values in found.items():
-            assert values == one_process[ranks][case], f"rank {rank}: {case}"
-    assert len(found) == (24 if ranks == 4 else 18)
+            assert values == one[case], f"rank {rank}: {case}"
 
 
 @pytest.mark.processes

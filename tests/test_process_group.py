@@ -12,7 +12,6 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 
 from globaltensor.errors import TransportError
 from globaltensor.runtime import process_group
@@ -29,23 +28,6 @@ DTYPES = NUMBERS + [torch.bool]
 ODD = [torch.float8_e4m3fn, torch.uint16, torch.uint32, torch.uint64]  # can be moved, not reduced
 SIZES = [0, 1, 7, 1000, 20_000, 300_001]              # per rank; in one meeting, in two, by pieces
 PLACES = ["heap", "arena", "mixed"]
-
-
-@pytest.fixture(scope="module")
-def pools():
-    found: dict[int, Ranks] = {}
-    yield found
-    for ranks in found.values():
-        ranks.end()
-
-
-@pytest.fixture
-def ranks(pools):
-    def of(size: int) -> Ranks:
-        if size not in pools or not pools[size].alive():
-            pools[size] = Ranks(size)
-        return pools[size]
-    return of
 
 
 # ------------------------------------------------------------------------------------------------ values

@@ -23,23 +23,6 @@ pytestmark = pytest.mark.processes
 built = pytest.mark.skipif(not BUILT, reason="the native code was not built")
 
 
-@pytest.fixture(scope="module")
-def pools():
-    found: dict[int, Ranks] = {}
-    yield found
-    for ranks in found.values():
-        ranks.end()
-
-
-@pytest.fixture
-def ranks(pools):
-    def of(size: int) -> Ranks:
-        if size not in pools or not pools[size].alive():
-            pools[size] = Ranks(size)
-        return pools[size]
-    return of
-
-
 # ------------------------------------------------------------------------------------------------ other uses
 
 
@@ -196,7 +179,7 @@ def dtensors():
 
 
 @built
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("use", [data_parallel, fully_sharded, dtensors])
 def test_libraries_above(ranks, use, size):
     ranks(size).run(use)

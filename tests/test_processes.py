@@ -10,9 +10,23 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
-from harness import PROGRAMS, PYTHON, RUN, TORCHRUN, Started, by_hand, environment, free_port, good, results, run
+from harness import (
+    PROGRAMS,
+    PYTHON,
+    RUN,
+    TORCHRUN,
+    Started,
+    by_hand,
+    environment,
+    free_port,
+    good,
+    good_all,
+    results,
+    run,
+)
 
 from globaltensor.runtime.native import torch_ext
 
@@ -26,12 +40,13 @@ VALUES, MISTAKES, FAILS = (str(PROGRAMS / f"{name}.py") for name in ("values", "
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What one process sees that drives 2 or 4 ranks."""
-    seen = {}
-    for ranks in (2, 4):
+    """What one process sees that drives so many ranks."""
+    @cache
+    def seen(ranks):
         folder = tmp_path_factory.mktemp(f"alone{ranks}")
         good([PYTHON, VALUES, folder], environment(GLOBALTENSOR_RANKS=str(ranks)))
-        seen[ranks] = results(folder)[0]
+        return results(folder)[0]
+
     return seen
 
 
@@ -40,13 +55,13 @@ def check(folder, ranks, alone, same_plans=True):
     seen = results(folder)
     assert sorted(seen) == list(range(ranks))
     for rank, found in seen.items():
-        assert found["values"].keys() == alone[ranks]["values"].keys()
+        assert found["values"].keys() == alone(ranks)["values"].keys()
         for name, value in found["values"].items():
             if same_plans:
-                assert value == alone[ranks]["values"][name], f"rank {rank}: {name}"
-                assert found["moves"].get(name) == alone[ranks]["moves"].get(name), f"rank {rank}: {name}"
+                assert value == alone(ranks)["values"][name], f"rank {rank}: {name}"
+                assert found["moves"].get(name) == alone(ranks)["moves"].get(name), f"rank {rank}: {name}"
             else:                                    # sums are taken in another order
-                assert near(value, alone[ranks]["values"][name]), f"rank {rank}: {name}"
+                assert near(value, alone(ranks)["values"][name]), f"rank {rank}: {name}"
 
 
 def near(a, b):
@@ -56,13 +71,14 @@ def near(a, b):
     return math.isclose(a, b, rel_tol=1e-11, abs_tol=1e-13) if isinstance(a, float) else a == b
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_globaltensor_run(ranks, alone, tmp_path):
     out = good([*RUN, "-n", ranks, VALUES, tmp_path])
     assert out.count('[6] int64 on placement("cpu", [0, 1') == 1, "gt.show prints once"
     check(tmp_path, ranks, alone)
 
 
+@pytest.mark.long
 def test_torchrun(alone, tmp_path):
     good([*TORCHRUN, "--nproc-per-node", 4, "--master-port", free_port(), "--log-dir", tmp_path / "logs", VALUES,
           tmp_path])
@@ -72,8 +88,7 @@ def test_torchrun(alone, tmp_path):
 def test_two_hosts_on_loopback(alone, tmp_path):
     meet = ["--nnodes", 2, "--nproc-per-node", 2, "--rdzv-backend", "c10d", "--rdzv-id", "two",
             "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1", "--log-dir", tmp_path / "logs"]
-    hosts = [Started([*TORCHRUN, *meet, VALUES, tmp_path]) for _ in range(2)]
-    assert [host.end()[0] for host in hosts] == [0, 0]
+    good_all(*[([*TORCHRUN, *meet, VALUES, tmp_path], {})] * 2)
     check(tmp_path, 4, alone, same_plans=False)
 
 
@@ -147,7 +162,7 @@ def test_one_rank_may_watch_what_is_boxed():
 # ------------------------------------------------------------------------------------------------ ending badly
 
 
-def failing(how, ranks=3, **env):
+def failing(how, ranks=2, **env):
     """Exit code and errors of `globaltensor run`, and the seconds it took."""
     began = time.monotonic()
     code, out, err = run([*RUN, "-n", ranks, FAILS, how], environment(**env))
@@ -168,15 +183,15 @@ def test_ranks_that_all_raise_show_one_traceback():
     code, _, err, _ = failing("all raise")
     assert code == 1
     assert err.count("Traceback") == 1 and err.count("try:   other ranks") == 1, err
-    assert "globaltensor: ranks 0, 1, 2 failed: PlacementError: rank 9 is outside the world of 3 ranks" in err
+    assert "globaltensor: ranks 0, 1 failed: PlacementError: rank 9 is outside the world of 2 ranks" in err
 
 
 @pytest.mark.check
 def test_exit_codes_are_kept():
-    code, _, err, _ = failing("exits")
-    assert code == 3 and "globaltensor: rank 1 failed: exit code 3" in err
-    code, _, err, _ = failing("exits with a word")
-    assert code == 1 and err.count("not today") == 2, err
+    started = [Started([*RUN, "-n", 2, FAILS, how]) for how in ("exits", "exits with a word")]
+    (code, _, first), (other, _, second) = [one.end() for one in started]
+    assert code == 3 and "globaltensor: rank 1 failed: exit code 3" in first
+    assert other == 1 and second.count("not today") == 2, second
 
 
 def test_a_rank_that_is_killed_ends_the_others():
@@ -247,13 +262,14 @@ def test_no_thread_of_torch_may_hold_what_was_moved_when_the_interpreter_ends():
 
 
 def test_a_program_is_its_own_main_with_its_own_arguments():
-    code, out, _, _ = failing("arguments", ranks=2)
-    cores = len(os.sched_getaffinity(0))
-    assert code == 0
-    assert out.count(f"arguments 1 __main__ {FAILS}") == 2, out
     env = environment()
     del env["OMP_NUM_THREADS"]
-    out = good([*RUN, "-n", 2, FAILS, "arguments", "-n", "7", "--help"], env)
+    started = [Started([*RUN, "-n", 2, FAILS, "arguments"]),
+               Started([*RUN, "-n", 2, FAILS, "arguments", "-n", "7", "--help"], env)]
+    (code, first, err), (other, out, more) = [one.end() for one in started]
+    assert code == other == 0, err + more
+    assert first.count(f"arguments 1 __main__ {FAILS}") == 2, first
+    cores = len(os.sched_getaffinity(0))
     assert out.count(f"arguments -n 7 --help {max(1, cores // 2)} __main__ {FAILS}") == 2, out
     assert out.count("the value is 40.0") == 2
 

@@ -11,7 +11,7 @@ from math import inf, prod
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import PROGRAMS, PYTHON, ROOT, RUN, environment, good, results
+from harness import PROGRAMS, PYTHON, ROOT, RUN, good, good_all, results
 from shards import gather, layouts, place, scatter, sizes
 
 import globaltensor as gt
@@ -390,16 +390,16 @@ def test_dropout_draws_as_without_turns():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("native", ["1", "0"])
-def test_processes_see_what_one_process_sees(native, tmp_path):
+def test_processes_see_what_one_process_sees(tmp_path):
     """Over shared memory, and over gloo without native code."""
     program = PROGRAMS / "ring.py"
-    for folder in ("alone", "many"):
+    for folder in ("alone", "native", "python"):
         (tmp_path / folder).mkdir()
-    good([PYTHON, program, tmp_path / "alone"], environment(GLOBALTENSOR_RANKS="2"))
-    good([*RUN, "-n", 2, program, tmp_path / "many"], environment(GLOBALTENSOR_NATIVE=native))
-    alone, many = results(tmp_path / "alone")[0], results(tmp_path / "many")
-    assert many == {0: alone, 1: alone}
+    good_all(([PYTHON, program, tmp_path / "alone"], {"GLOBALTENSOR_RANKS": "2"}),
+             ([*RUN, "-n", 2, program, tmp_path / "native"], {}),
+             ([*RUN, "-n", 2, program, tmp_path / "python"], {"GLOBALTENSOR_NATIVE": "0"}))
+    alone = results(tmp_path / "alone")[0]
+    assert results(tmp_path / "native") == results(tmp_path / "python") == {0: alone, 1: alone}
     assert alone["lies"] == {name: [str((S(1 if name == "heads dealt" else 2),)), *[str((S(2),))] * 3]
                              for name in alone["lies"]}
     for name, keys in (("causal", 4), ("more keys", 5)):         # of rank 0, [1, 1, keys, 4] of float64
