@@ -17,6 +17,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "globaltensor"
 
 LAYERS = [                                           # low to high; rooms on one line do not import each other
     {"errors"},
+    {"tracebacks"},
     {"layouts", "schedules"},
     {"runtime"},
     {"rules", "boxings"},

@@ -233,7 +233,38 @@ def test_ranks_that_box_different_things_are_told_on_every_rank_at_once():
         assert code == 1 and "the value is" not in out, out + err
         assert "DisagreementError: the ranks disagree about what to do" in err, f"rank {rank}: {err}"
         for other in range(3):
-            assert re.search(rf"rank {other}: full_tensor   at fails\.py:\d+", err), err
+            assert re.search(rf"rank {other}: full_tensor of \[.*   at fails\.py:\d+", err), err
+
+
+DISAGREEMENTS = {                                    # what every rank is told that the ranks do
+    "swapped lines": r"to_global of \[8, 4\] .* S\(0\) -> placement\(.*\) B   at disagreements\.py:(\d+)",
+    "swapped in a line": r"to_global of \[8, 4\] .* B   at disagreements\.py:(\d+)",
+    "target": r"to_global of \[8, 4\] .* S\(0\) -> placement\(.*\) (B|S\(1\))   at disagreements",
+    "index": r"aten\.select\.int\(dim=0, index=([07])\) of",
+    "slice": r"aten\.slice\.Tensor\(.*end=([34])\) of",
+}
+
+
+@pytest.mark.parametrize("how, native", [
+    ("swapped lines", "1"), ("target", "1"), ("index", "1"),
+    *[pytest.param(*case, marks=pytest.mark.long) for case in (
+        ("swapped in a line", "1"), ("slice", "1"), ("swapped lines", "0"), ("swapped in a line", "0"), ("target", "0"),
+        ("slice", "0"))]])
+def test_ranks_that_mean_something_else_get_no_value(how, native):
+    program = PROGRAMS / "disagreements.py"
+    ranks = by_hand([program, how], 2, GLOBALTENSOR_NATIVE=native)
+    for rank, (code, out, err) in enumerate([one.end(45) for one in ranks]):
+        assert code == 1 and "the value is" not in out, f"{how}, rank {rank}: {out}{err}"
+        assert "DisagreementError" in err, err
+        rows = [re.search(rf"    rank {other}[: ].*{DISAGREEMENTS[how]}", err) for other in range(2)]
+        assert all(rows), f"{how}, rank {rank}: {err}"
+        assert how == "swapped in a line" or rows[0][1] != rows[1][1], err
+
+
+@pytest.mark.parametrize("native", [pytest.param("0", marks=pytest.mark.long), "1"])
+def test_a_rank_that_records_is_in_step(native):
+    ended = [r.end(45) for r in by_hand([PROGRAMS / "disagreements.py", "in step"], 2, GLOBALTENSOR_NATIVE=native)]
+    assert [(code, out) for code, out, _ in ended] == [(0, "the value is 128.0\n")] * 2, ended
 
 
 def test_who_is_slow_is_waited_for():

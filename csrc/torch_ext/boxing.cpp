@@ -45,6 +45,16 @@ void move_within_process(const BoxingStep& step, const Spec* before, const Shard
   TORCH_CHECK_TYPE(!failed, "partial values of dtype ", before->dtype, " cannot be reduced");
 }
 
+// What is moved from where to where, for errors.
+std::string text_of_moves(const std::vector<ShardMove>& moves) {
+  py::gil_scoped_acquire lock;
+  const Boxing& first = *moves[0].boxing;
+  const py::object source = py::reinterpret_borrow<py::object>(first.source->object);
+  const py::object result = py::reinterpret_borrow<py::object>(first.result()->object);
+  const std::string more = moves.size() > 1 ? ", and " + std::to_string(moves.size() - 1) + " more" : "";
+  return " of " + std::string(py::str(source)) + " -> " + std::string(py::str(result.attr("layout"))) + more;
+}
+
 // What one rank of a host does at once: a step of every boxing that has one left.
 struct HostMoves {
   c10::SmallVector<gt_program, 4> programs;
@@ -71,11 +81,12 @@ struct HostMoves {
     move.target_dtype = dtype_code(step.result->dtype);
     moves.push_back(move);
   }
-  void run(uint64_t agreement, const std::string& what) {
+  void run(uint64_t agreement, const Purpose& what, const std::vector<ShardMove>& of) {
     for (size_t i = 0; i < moves.size(); i++) moves[i].program = &programs[i];
-    WatchedWait wait(what, agreement, programs);
-    raise_if_failed(gt_run_moves(host_transport(), moves.data(), moves.size(), agreement, call_site(), wait.hooks()),
-                    what, &wait);
+    WatchedWait wait(what.text, agreement, programs);
+    const uint64_t site = call_site(what.is_explicit ? CallSite::outside : CallSite::innermost);
+    const int status = gt_run_moves(host_transport(), moves.data(), moves.size(), agreement, site, wait.hooks());
+    if (status != GT_OK) raise_if_failed(status, what.text + text_of_moves(of), &wait);
   }
 };
 
@@ -139,7 +150,7 @@ struct MoveItems {
 
 py::list python_move_shards(const py::list& items, const std::string& what) {
   MoveItems parsed(items);
-  auto moved = move_shards(parsed.moves, what);
+  auto moved = move_shards(parsed.moves, Purpose(what));
   py::list results;
   for (size_t i = 0; i < moved.size(); i++) results.append(dict_of(parsed.moves[i].boxing->result(), moved[i]));
   return results;
@@ -149,7 +160,7 @@ void redistribute_in_place(const std::vector<std::pair<std::shared_ptr<Boxing>, 
                            const std::string& what) {
   std::vector<ShardMove> moves;
   for (const auto& [boxing, t] : items) moves.push_back({boxing.get(), &global(t)->shards()});
-  auto moved = move_shards(moves, what);
+  auto moved = move_shards(moves, Purpose(what));
   for (size_t i = 0; i < moved.size(); i++) {
     GlobalImpl* impl = global(items[i].second);
     impl->spec = moves[i].boxing->result();
@@ -162,6 +173,7 @@ void redistribute_in_place(const std::vector<std::pair<std::shared_ptr<Boxing>, 
 // `fresh`: the sources are written before each, and the time that writing alone takes is left out.
 double time_moves(const py::list& items, const std::string& what, int64_t times, bool fresh) {
   MoveItems parsed(items);
+  const Purpose purpose(what);
   auto now = [] { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); };
   auto write = [&] {
     for (const Shards& shards : parsed.shards)
@@ -173,7 +185,7 @@ double time_moves(const py::list& items, const std::string& what, int64_t times,
   began = now();
   for (int64_t i = 0; i < times; i++) {
     if (fresh) write();
-    move_shards(parsed.moves, what);
+    move_shards(parsed.moves, purpose);
   }
   return now() - began - writing;
 }
@@ -182,14 +194,17 @@ double time_moves(const py::list& items, const std::string& what, int64_t times,
 
 bool boxing_watched() { return watched.load(std::memory_order_relaxed); }
 
-std::vector<Shards> move_shards(const std::vector<ShardMove>& moves, const std::string& what) {
+Purpose::Purpose(std::string text)
+    : text(std::move(text)), agreement(hash_text(this->text)), is_explicit(this->text == "to_global") {}
+
+std::vector<Shards> move_shards(const std::vector<ShardMove>& moves, const Purpose& what) {
   std::vector<Shards> now, next;
   size_t steps = 0;
   for (const ShardMove& move : moves) {
     now.push_back(*move.shards);
     steps = std::max(steps, move.boxing->steps.size());
   }
-  uint64_t agreement = hash_text(what);
+  uint64_t agreement = what.agreement;
   for (const ShardMove& move : moves) agreement = agreement * 0x9E3779B97F4A7C15u + move.boxing->agreement;
   for (size_t k = 0; k < steps; k++) {
     HostMoves together;
@@ -205,7 +220,7 @@ std::vector<Shards> move_shards(const std::vector<ShardMove>& moves, const std::
       else
         move_within_process(step, before, now[i], next[i]);
     }
-    if (host_transport()) together.run(agreement + k, what);
+    if (host_transport()) together.run(agreement + k, what, moves);
     now = std::move(next);
   }
   return now;

@@ -35,8 +35,16 @@ struct ShardMove {
   const Shards* shards;
 };
 
-// The new shards of every move, all moved together, step by step. All ranks must agree on `what`, which errors show.
-std::vector<Shards> move_shards(const std::vector<ShardMove>& moves, const std::string& what);
+// What shards are moved for: all ranks must mean the same, and errors show it.
+struct Purpose {
+  std::string text;
+  uint64_t agreement;
+  bool is_explicit = false;                        // asked for by name: ranks must be at one place in the program
+  Purpose(std::string text);
+};
+
+// The new shards of every move, all moved together, step by step.
+std::vector<Shards> move_shards(const std::vector<ShardMove>& moves, const Purpose& what);
 
 bool boxing_watched();                             // someone records or restricts boxings: they go through Python
 std::shared_ptr<const Boxing> boxing_from(pybind11::object object);

@@ -12,6 +12,7 @@
 
 #include "allocator.h"
 #include "boxed_view.h"
+#include "op_errors.h"
 #include "recipe.h"
 
 namespace gt {
@@ -65,7 +66,7 @@ void box_operands(const Recipe& recipe, Operands& operands, std::vector<Shards>&
     moves.push_back({recipe.boxings[q].get(), shards});
     places.push_back(q);
   }
-  moved = move_shards(moves, recipe.name);
+  moved = move_shards(moves, recipe.purpose);
   for (size_t i = 0; i < places.size(); i++) operands[places[i]].shards = &moved[i];
 }
 
@@ -144,7 +145,16 @@ void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) 
   if (recipe.has_boxings) box_operands(recipe, operands, moved);
 
   Gathered gathered;
-  if (!recipe.ranks.empty()) run_ranks(op, recipe, operands, first, stack, gathered);
+  if (!recipe.ranks.empty()) {
+    try {
+      run_ranks(op, recipe, operands, first, stack, gathered);
+    } catch (...) {
+      raise_with_operands(recipe.name, [&](const NoteOperand& note) {
+        for (size_t q = 0; q < operands.size(); q++)
+          note(op.schema().arguments()[recipe.slots[q].at].name(), operands[q].owner);
+      });
+    }
+  }
   for (int32_t slot : recipe.writes) note_write(operands[slot].owner);
   stack->resize(first + recipe.outputs.size());
   // One rank and tensors out: each shard goes from the stack straight into its tensor.

@@ -3,6 +3,7 @@
 #include "boxing.h"
 #include "call_site.h"
 #include "host.h"
+#include "op_errors.h"
 #include "process_group/bind.h"
 #include "products.h"
 #include "recipe.h"
@@ -16,6 +17,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   gt::bind_boxed_views(m);
   gt::bind_recipes(m);
   gt::bind_execute(m);
+  gt::bind_op_errors(m);
   gt::bind_traces(m);
   gt::bind_dispatch(m);
   gt::bind_call_site(m);

@@ -17,6 +17,8 @@
 #include <tuple>
 #include <unordered_map>
 
+#include "op_errors.h"
+
 namespace py = pybind11;
 
 namespace gt {
@@ -129,6 +131,16 @@ Tensor cast(const Tensor& t) {
 
 std::optional<Tensor> cast(const std::optional<Tensor>& t) { return t && t->defined() ? std::optional(cast(*t)) : t; }
 
+[[noreturn]] void misfit(const std::string& op, const char* left, const Tensor& a, const char* right,
+                         const Tensor& b) {
+  try {
+    TORCH_CHECK(false, op, ": ", left, " of shape ", a.sizes(), " and ", right, " of shape ", b.sizes(),
+                " cannot be multiplied");
+  } catch (...) {
+    raise_with_operands(op, [&](const NoteOperand& note) { note(left, a), note(right, b); });
+  }
+}
+
 Tensor linear_in_graph(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const bool any_grad = needs_grad(x) || needs_grad(weight) || (bias && needs_grad(*bias));
   return at::GradMode::is_enabled() && any_grad ? Linear::apply(x, weight, bias) : linear_op(x, weight, bias);
@@ -141,8 +153,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
     return at::linear(x, weight, bias);
   }
-  TORCH_CHECK(x.size(-1) == weight.size(1), "linear: shapes ", x.sizes(), " and ", weight.sizes(),
-              " cannot be multiplied");
+  if (x.size(-1) != weight.size(1)) misfit("linear", "input", x, "weight", weight);
   return linear_in_graph(cast(x), cast(weight), cast(bias));
 }
 
@@ -165,7 +176,7 @@ Tensor matmul(const Tensor& a, const Tensor& b) {
     c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
     return at::matmul(a, b);
   }
-  TORCH_CHECK(a.size(-1) == b.size(-2), "matmul: shapes ", a.sizes(), " and ", b.sizes(), " cannot be multiplied");
+  if (a.size(-1) != b.size(-2)) misfit("matmul", "input", a, "other", b);
   auto batch = at::infer_size(a.sizes().slice(0, a.dim() - 2), b.sizes().slice(0, b.dim() - 2));
   auto [left, of_left] = without_ones(cast(a), batch);
   auto [right, of_right] = without_ones(cast(b), batch);

@@ -35,11 +35,12 @@ void cache_flat_recipe(const std::string& pending_key, const std::string& name, 
                        std::vector<int64_t> ranks, const py::list& slots, const py::list& boxings,
                        const py::list& outputs, const std::vector<int32_t>& written, const py::list& local_args,
                        const std::string& local_op, bool boxes_view, std::vector<int32_t> writes,
-                       std::vector<int64_t> plain_ranks,
-                       const std::vector<std::string>& plain_keys) {
+                       std::vector<int64_t> plain_ranks, const std::vector<std::string>& plain_keys,
+                       const std::string& purpose) {
   auto recipe = std::make_shared<Recipe>();
   const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()).schema();
   recipe->name = python_name(name, overload);
+  recipe->purpose = Purpose(purpose);
   recipe->to_python = false;
   recipe->ranks = std::move(ranks);
   recipe->slots = slots_from(slots);
@@ -90,7 +91,7 @@ void bind_recipes(py::module_& m) {
   m.def("cache_recipe", &cache_flat_recipe, py::arg("pending_key"), py::arg("name"), py::arg("overload"), py::kw_only(),
         py::arg("ranks"), py::arg("slots"), py::arg("boxings"), py::arg("outputs"), py::arg("written"),
         py::arg("local_args"), py::arg("local_op"), py::arg("boxes_view"), py::arg("writes"), py::arg("plain_ranks"),
-        py::arg("plain_keys"),
+        py::arg("plain_keys"), py::arg("purpose"),
         "Calls of this key are done by this recipe.");
   m.def("cache_python_fallback", [](const std::string& pending_key) {
     cache_recipe(key_from(pending_key), std::make_shared<Recipe>());

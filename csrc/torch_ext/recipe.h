@@ -38,6 +38,7 @@ struct Trace {
   };
   struct Step {
     std::string name;
+    Purpose purpose{""};                           // of a boxing
     std::optional<c10::OperatorHandle> op;         // none: a boxing
     std::vector<Argument> arguments;
     std::vector<std::pair<int32_t, std::shared_ptr<const Boxing>>> moves;
@@ -64,7 +65,8 @@ struct Recipe {
     int32_t written = -1;                          // it is this operand, which was written to; -1: a new tensor
     bool is_list = false;
   };
-  std::string name;                                // of the op, for boxings and their errors
+  std::string name;                                // of the op
+  Purpose purpose{""};                             // of its boxings: the op, with what ranks must mean alike
   bool to_python = true;                           // decompositions, local_impls and what must look at values
   std::vector<int64_t> ranks;                      // local ranks of the placement
   std::vector<Slot> slots;                         // where the operands are

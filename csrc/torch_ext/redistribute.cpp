@@ -25,7 +25,8 @@ PyObject* run_backward = nullptr;       // the same with the gradient itself, wh
 Tensor move(const Tensor& x, const Boxing& boxing) {
   auto* impl = global(x);
   TORCH_CHECK(impl->spec == boxing.source, "a boxing for another spec");
-  return wrap(boxing.result(), std::move(move_shards({{&boxing, &impl->shards()}}, "to_global")[0]));
+  static const Purpose explicit_boxing("to_global");
+  return wrap(boxing.result(), std::move(move_shards({{&boxing, &impl->shards()}}, explicit_boxing)[0]));
 }
 
 // The boxing that a gradient of this spec takes on its way back; null: none.

@@ -30,7 +30,7 @@ void push_result(const c10::IValue& result, std::vector<at::Tensor>& registers) 
 void run_moves(const Trace::Step& step, std::vector<at::Tensor>& registers) {
   std::vector<ShardMove> moves;
   for (const auto& [source, boxing] : step.moves) moves.push_back({boxing.get(), &global(registers[source])->shards()});
-  auto moved = move_shards(moves, step.name);
+  auto moved = move_shards(moves, step.purpose);
   for (size_t i = 0; i < moved.size(); i++)
     registers.push_back(wrap(step.moves[i].second->result(), std::move(moved[i])));
 }
@@ -65,6 +65,7 @@ Trace::Step trace_step_from(const py::tuple& fields) {
   Trace::Step step;
   step.name = fields[0].cast<std::string>();
   if (fields.size() == 2) {                           // (what, [(place, Boxing)])
+    step.purpose = Purpose(step.name);
     for (auto move : fields[1].cast<py::list>()) {
       auto pair = move.cast<py::tuple>();
       step.moves.emplace_back(pair[0].cast<int32_t>(), boxing_from(pair[1]));

@@ -10,6 +10,7 @@ many small tensors cost as many messages as one.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from globaltensor.boxings.torch_program import (
     incoming_bytes,
     pack,
 )
-from globaltensor.errors import where
+from globaltensor.errors import call_site, where
 from globaltensor.layouts.layout import Layout, Shards, Spec, spec
 from globaltensor.runtime.exchange import exchange
 from globaltensor.runtime.native import torch_ext
@@ -41,9 +42,9 @@ class Move(NamedTuple):
     dst: Layout
 
 
-def move_shards(moves: Sequence[Move], op: str = watch.EXPLICIT) -> list[Shards]:
-    """The shards of every tensor in its new layout, moved together. `op` says what for. Never aliases the old ones,
-    except where a layout does not change.
+def move_shards(moves: Sequence[Move], op: str = watch.EXPLICIT, purpose: str = "") -> list[Shards]:
+    """The shards of every tensor in its new layout, moved together. `op` says what for, and `purpose`, in more words,
+    what all ranks must mean alike. Never aliases the old ones, except where a layout does not change.
 
     Raises BoxingError where a `gt.boxing` block does not allow it, before anything moves.
     """
@@ -52,7 +53,7 @@ def move_shards(moves: Sequence[Move], op: str = watch.EXPLICIT) -> list[Shards]
         if not any(boxings):
             return [move.shards for move in moves]
         if not watch.watched():
-            return _run_native(moves, boxings, op)
+            return _run_native(moves, boxings, purpose or op)
     # Plans are needed to count bytes as well, for whoever watches; nothing else needs them beside the native kernel.
     machine = world().machine
     plans = [plan(m.spec.layout, m.dst, m.spec.shape, m.spec.nbytes, machine).layouts for m in moves]
@@ -63,7 +64,8 @@ def move_shards(moves: Sequence[Move], op: str = watch.EXPLICIT) -> list[Shards]
     if watched:
         began, nbytes, place = time.perf_counter(), _most_received(moves, plans), where()
         watch.permit(op, first.spec.layout, first.dst, nbytes)
-    shards = _run_native(moves, boxings, op) if boxings is not None else _run_plans(moves, plans, op)
+    run = _run_plans if boxings is None else _run_native
+    shards = run(moves, plans if boxings is None else boxings, purpose or op)
     if watched and watch.recording():
         watch.note(watch.BoxingRecord(op, place, first.spec.layout, first.dst, nbytes, time.perf_counter() - began,
                                       len(changing)))
@@ -85,27 +87,28 @@ def _native_boxings(moves: Sequence[Move]) -> list[Any] | None:
     return boxings if all(b is not None or m.spec.layout is m.dst for b, m in zip(boxings, moves)) else None
 
 
-def _run_native(moves: Sequence[Move], boxings: list[Any], op: str) -> list[Shards]:
+def _run_native(moves: Sequence[Move], boxings: list[Any], purpose: str) -> list[Shards]:
     todo = [(boxing, move.shards) for boxing, move in zip(boxings, moves) if boxing is not None]
-    moved = iter(torch_ext.move_shards(todo, op))
+    moved = iter(torch_ext.move_shards(todo, purpose))
     return [m.shards if boxing is None else next(moved) for boxing, m in zip(boxings, moves)]
 
 
-def _run_plans(moves: Sequence[Move], plans: list[tuple[Layout, ...]], op: str) -> list[Shards]:
+def _run_plans(moves: Sequence[Move], plans: list[tuple[Layout, ...]], purpose: str) -> list[Shards]:
     """Step by step, a step of all tensors at a time."""
     shards = [move.shards for move in moves]
     for step in range(max(map(len, plans)) - 1):
         now = [k for k, layouts in enumerate(plans) if len(layouts) > step + 1]
         programs = [compile_step(plans[k][step], plans[k][step + 1], moves[k].spec.shape) for k in now]
-        received = _exchange(programs, [shards[k] for k in now], [moves[k].spec.dtype for k in now], op)
+        received = _exchange(programs, [shards[k] for k in now], [moves[k] for k in now], purpose)
         for k, program in zip(now, programs):
             shards[k] = build_shards(program, shards[k], moves[k].spec.dtype, plans[k][step + 1], received)
     return shards
 
 
-def _exchange(programs: Sequence[TorchProgram], shards: Sequence[Shards], dtypes: Sequence[torch.dtype],
-              op: str) -> Mapping[int, ByteStream]:
+def _exchange(programs: Sequence[TorchProgram], shards: Sequence[Shards], moves: Sequence[Move],
+              purpose: str) -> Mapping[int, ByteStream]:
     """Send what other processes need of these tensors, and get what they send."""
+    dtypes = [move.spec.dtype for move in moves]
     outgoing, incoming = pack(programs, shards), incoming_bytes(programs, dtypes)
     if not outgoing and not incoming:
         return {}
@@ -113,9 +116,15 @@ def _exchange(programs: Sequence[TorchProgram], shards: Sequence[Shards], dtypes
     buffers = {peer: torch.empty(n, dtype=torch.uint8, device=device) for peer, n in incoming.items()}
     # k makes the tag depend on the order: ranks that box the same tensors in another order disagree.
     tag = sum(k * program.tag + dtype.itemsize for k, (program, dtype) in enumerate(zip(programs, dtypes), 1))
+    tag += call_site() if purpose == watch.EXPLICIT else zlib.crc32(purpose.encode())
     exchange({peer: torch.cat(parts) if len(parts) > 1 else parts[0] for peer, parts in outgoing.items()}, buffers,
-             f"the boxing for {op}", tag & 0x3FFFFFFF | 8)          # 1 to 7 are tags of what is not a boxing
+             _wait_text(purpose, moves[0].spec, moves[0].dst), tag & 0x3FFFFFFF | 8)    # 1 to 7 are not for boxings
     return {peer: ByteStream(data) for peer, data in buffers.items()}
+
+
+@lru_cache(10_000)
+def _wait_text(purpose: str, of: Spec, dst: Layout) -> str:
+    return f"the boxing for {purpose} of {of} -> {dst}"
 
 
 _received = lru_cache(10_000)(bytes_received)

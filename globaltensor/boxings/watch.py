@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from globaltensor.errors import BoxingError, where
@@ -18,6 +18,7 @@ from globaltensor.layouts.layout import Layout, sbp_text
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.sbp import code_of
 from globaltensor.runtime.native import torch_ext
+from globaltensor.tracebacks import api_boundary
 
 EXPLICIT = "to_global"                               # the name of a boxing that the user asked for
 
@@ -71,8 +72,8 @@ def record() -> Iterator[list[BoxingRecord]]:
         _notify_native()
 
 
-@contextmanager
-def boxing(mode: str = "auto", budget: int | None = None) -> Iterator[None]:
+@api_boundary
+def boxing(mode: str = "auto", budget: int | None = None) -> AbstractContextManager[None]:
     """How implicit boxing that moves bytes is treated inside the block, backward included.
 
     mode     "auto" does it, "warn" does it and warns, "forbid" raises BoxingError before anything moves
@@ -81,7 +82,13 @@ def boxing(mode: str = "auto", budget: int | None = None) -> Iterator[None]:
     if mode not in ("auto", "warn", "forbid"):
         raise BoxingError(f"no boxing mode {mode!r}", "a mode is one of three",
                           'gt.boxing("auto"), gt.boxing("warn") or gt.boxing("forbid")')
-    policy = _Policy(mode, budget)
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
+        raise BoxingError(f"budget={budget!r}", "a budget is a number of bytes, an int", "gt.boxing(budget=1_000_000)")
+    return _in_force(_Policy(mode, budget))
+
+
+@contextmanager
+def _in_force(policy: _Policy) -> Iterator[None]:
     _policies.append(policy)
     _notify_native()
     try:

@@ -37,6 +37,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.runtime.world import world, world_size
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tracebacks import api_boundary
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.tmp-[0-9a-f]{16})?")
@@ -46,6 +47,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*\.safetensors")    # no path: 
 M = TypeVar("M", bound=nn.Module)
 
 
+@api_boundary
 def load_safetensors(module: M, folder: str | os.PathLike[str]) -> M:
     """Load the weights in `folder` into the parameters and buffers of a module, in place; collective.
 
@@ -116,6 +118,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return file_of
 
 
+@api_boundary
 def save_safetensors(module: nn.Module, folder: str | os.PathLike[str], *, shard_gb: float = 5.0) -> None:
     """Write the parameters and buffers of a module into `folder`; collective.
 

@@ -21,6 +21,7 @@ from globaltensor.checkpoint.saving import Saving, save_folder
 from globaltensor.errors import ArgumentError
 from globaltensor.runtime.world import rank
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tracebacks import api_boundary
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
@@ -38,6 +39,7 @@ def save(state: Any, target: PathLike, *, asynchronous: bool = False, keep: int 
 def save(state: Any, target: IO[bytes], **torch_options: Any) -> None: ...
 
 
+@api_boundary
 def save(state: Any, target: PathLike | IO[bytes], **options: Any) -> Saving | None:
     """Save a state into a folder (see `globaltensor.checkpoint.saving.save_folder`), or a file by torch.save.
 
@@ -64,6 +66,7 @@ def load(state: Any, target: PathLike, /) -> Any: ...
 def load(state: PathLike | IO[bytes], map_location: Any = None, /, **torch_options: Any) -> Any: ...
 
 
+@api_boundary
 def load(state: Any, target: Any = None, /, **options: Any) -> Any:
     """Load a folder into a state (see `globaltensor.checkpoint.loading.load_folder`), or a file as torch.load does."""
     if target is not None and not _is_file(state):

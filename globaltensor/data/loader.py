@@ -31,6 +31,7 @@ from globaltensor.layouts.sbp import SbpLike
 from globaltensor.runtime.agreement import agree
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tracebacks import api_boundary
 
 
 class _Requests:
@@ -87,6 +88,7 @@ class DataLoader:
     or have different shapes.
     """
 
+    @api_boundary
     def __init__(self, dataset: Any, batch_size: int, placement: Placement, sbp: SbpLike, *, shuffle: bool = False,
                  seed: int = 0, tail: str = "exact", sampler: Sampler | None = None, seed_samples: bool = True,
                  num_workers: int = 0, collate_fn: Callable[[list[Any]], Any] | None = None, pin_memory: bool = False,
@@ -134,6 +136,7 @@ class DataLoader:
         """The current epoch, or between iterations the next one."""
         return self.sampler.epoch
 
+    @api_boundary
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration this epoch; a position in it that was just loaded is kept. See `Sampler`."""
         self.sampler.set_epoch(epoch)
@@ -142,6 +145,7 @@ class DataLoader:
         """How many samples were yielded, including those of earlier epochs: {"consumed": int}."""
         return self.sampler.state_dict()
 
+    @api_boundary
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after so many samples, possibly on other ranks and with another batch size."""
         self.sampler.load_state_dict(state)

@@ -21,6 +21,7 @@ import torch.utils.data
 
 from globaltensor.data.seeding import mix
 from globaltensor.errors import GlobalTensorError
+from globaltensor.tracebacks import api_boundary
 
 TAILS = ("exact", "pad", "drop")
 
@@ -49,6 +50,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     Raises GlobalTensorError for an invalid batch_size, n or tail.
     """
 
+    @api_boundary
     def __init__(self, n: int, batch_size: int, *, shuffle: bool = False, seed: int = 0, tail: str = "exact") -> None:
         if not _is_count(batch_size) or batch_size < 1:
             raise GlobalTensorError(f"batch_size={batch_size!r}", "the global batch size is a positive int",
@@ -66,6 +68,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         """The current epoch, or between iterations the next one."""
         return self._epoch
 
+    @api_boundary
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration this epoch, from its start; a position in it that was just loaded is kept."""
         if not _is_count(epoch):
@@ -78,6 +81,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         """How many samples were yielded, including those of earlier epochs."""
         return {"consumed": self._epoch * self.n + self._position}
 
+    @api_boundary
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after so many samples, whatever the batch size, tail or ranks were when the state was saved.
 

@@ -30,6 +30,7 @@ from globaltensor.runtime.text_table import aligned
 from globaltensor.runtime.torch_internals import TorchDispatchMode, tree_leaves
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tracebacks import api_boundary
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Explanation:
     __repr__ = __str__
 
 
+@api_boundary
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Call `fn(*args, **kwargs)` once and tell how each of its ops on global tensors ran, and why.
 

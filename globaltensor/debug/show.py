@@ -25,6 +25,7 @@ from globaltensor.layouts.regions import Region, volume
 from globaltensor.runtime.text_table import aligned
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tracebacks import api_boundary
 
 WIDTH, HEIGHT = 96, 40                               # characters and lines that a drawing may take
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#ff9da7", "#9c755f", "#bab0ac")
@@ -41,6 +42,7 @@ class Cell(NamedTuple):
 Segment = tuple[str, int | None]                     # text, and the rank whose colour it has
 
 
+@api_boundary
 def show(x: Any, file: str | None = None) -> str:
     """Draw who holds what of `x`, print it once (by rank 0), and return the text; on every process alike.
 

@@ -19,6 +19,7 @@ from globaltensor.boxings.rows import RowExchange, row_exchange
 from globaltensor.dispatch import foreach, native, user_rules
 from globaltensor.dispatch.decide import decide, decide_by_rule
 from globaltensor.dispatch.execute import execute, view_shards
+from globaltensor.dispatch.op_errors import add_operands
 from globaltensor.dispatch.recipe import Decision, Recipe, static
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, spec
@@ -28,13 +29,23 @@ from globaltensor.rules.call import Call, arguments, written
 from globaltensor.runtime.memory import require
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import OpOverload, tree_map_only
+from globaltensor.tracebacks import api_boundary
 
 _decisions: dict[tuple[Any, ...], Decision] = {}
 _LIMIT = 50_000
 
 
-def arrive(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An op from torch: run it, and cache its recipe in the native dispatcher where that asked for one.
+def arrive(cls: type[GlobalLike], func: OpOverload, /, *args: Any, **kwargs: Any) -> Any:
+    """An op from torch: run it. Errors leave folded, those of torch with what is known of the operands."""
+    try:
+        return _run_arrived(cls, func, args, kwargs)
+    except Exception as error:
+        add_operands(error, func, args, kwargs)
+        raise
+
+
+def _run_arrived(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op, and cache its recipe in the native dispatcher where that asked for one.
 
     Only what comes a second time is cached: a shape that is seen once is not worth it. An operand without memory always
     comes here, and is refused.
@@ -76,6 +87,7 @@ def _on_meta(cls: type[GlobalLike], args: tuple[Any, ...], kwargs: dict[str, Any
     return all(t.spec.placement.type == "meta" for t in _tensors(args, kwargs) if is_global(t))
 
 
+@api_boundary
 def rule(op: Any, dims: str, algebra: str = "", *, leaves: str = "sum", nonempty: str = "") -> None:
     """Give an op its rule, so that it runs on shards instead of gathered operands; before or after its first call.
 

@@ -14,7 +14,7 @@ import torch
 from globaltensor.algorithms.aliasing import boxed_views, note_write
 from globaltensor.algorithms.random_ops import seeded
 from globaltensor.boxings.redistribute import Move, move_shards
-from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, spec_of_plain
+from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, purpose_of, spec_of_plain
 from globaltensor.dispatch.verify import verify
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Shape, Shards, Spec, spec
@@ -80,7 +80,7 @@ def _run_ranks(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwarg
     if simple is None or func.is_view:               # else there is nothing to look for, to check or to move
         operands = [_operand(args, kwargs, slot) for slot in recipe.slots]
     if simple is None:
-        held = _move(cls, recipe, operands)
+        held = _move(cls, recipe, operands, args, kwargs)
         if recipe.seeded:                            # drawn by every process, so that their generators stay in step
             seed = draw_key(Call(func, args, kwargs).get("generator"))
     results: dict[int, Any] = {}
@@ -114,7 +114,8 @@ def _device_of(recipe: Recipe, rank: int) -> torch.device:
     return world().device(recipe.home.placement.type, rank)
 
 
-def _move(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any]) -> list[Shards]:
+def _move(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+          ) -> list[Shards]:
     """The shards of every operand in the layout that the recipe wants, all moved in one go."""
     held: list[Shards] = []
     items: list[Move] = []
@@ -131,7 +132,8 @@ def _move(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any]) -> lis
             items.append(Move(own, held[q], want))
             places.append(q)
     if items:
-        for q, shards in zip(places, move_shards(items, str(recipe.func))):
+        purpose = purpose_of(Call(recipe.func, args, kwargs))
+        for q, shards in zip(places, move_shards(items, str(recipe.func), purpose)):
             held[q] = shards
     return held
 

@@ -14,7 +14,7 @@ import torch
 from globaltensor.algorithms import local_impls
 from globaltensor.algorithms.run import Decomposition, Run, is_traceable
 from globaltensor.boxings.native import find_boxing
-from globaltensor.dispatch.recipe import Recipe, spec_of_plain
+from globaltensor.dispatch.recipe import Recipe, purpose_of, spec_of_plain
 from globaltensor.dispatch.trace import Trace
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Spec
@@ -77,6 +77,7 @@ class FlatRecipe(NamedTuple):
     writes: list[int] = []                           # the operands that are written to
     plain_ranks: Sequence[int] = ()                  # that compare plain operands, if there are any
     plain_keys: list[str] = []                       # per slot, if there are such ranks: what counts its uses, or ""
+    purpose: str = ""                                # of its boxings
 
 
 def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | None:
@@ -105,7 +106,7 @@ def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | Non
     compared = not world().single_process and bool(recipe.ranks) and any(keys)
     return FlatRecipe(list(recipe.ranks), _slots(call), boxings, outputs, written,
                       local_args if any(local_args) else [], local_op, recipe.boxes_view, list(recipe.written),
-                      ranks if compared else (), keys if compared else [])
+                      ranks if compared else (), keys if compared else [], purpose_of(call))
 
 
 def _local(recipe: Recipe, call: Call) -> str | None:

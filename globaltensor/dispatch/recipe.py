@@ -120,6 +120,20 @@ def static(value: Any, cls: type[GlobalLike]) -> Any:
     return value
 
 
+def purpose_of(call: Call) -> str:
+    """An op with the numbers and texts of its arguments, `aten.select.int(dim=0, index=7)`: what all ranks must mean
+    alike where operands are boxed for it. Floats are not told, as recipes know nothing of them."""
+    spelled = [f"{a.name}={value}" for a in arguments(call.func) if (value := call.values[a.name]) != a.default
+               and _is_spelled(value)]
+    return f"{call.func}({', '.join(spelled)})" if spelled else str(call.func)
+
+
+def _is_spelled(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_spelled, value))
+    return value is None or isinstance(value, (int, str))
+
+
 def spec_of_plain(t: torch.Tensor, where: placement) -> Spec:
     """A plain tensor counts as broadcast."""
     return spec(replicated(where), tuple(t.shape), t.stride(), t.dtype)

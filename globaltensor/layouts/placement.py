@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any
 
 from globaltensor.errors import PlacementError, counted
+from globaltensor.tracebacks import api_boundary
 
 _on_create: list[Callable[[placement], None]] = []   # the world checks ranks and devices; it is a layer above this
 
@@ -34,6 +35,7 @@ class placement:
     axis_names: tuple[str, ...] | None
     _hash: int
 
+    @api_boundary
     def __init__(self, type: str, ranks: Any, axis_names: Sequence[str] | None = None) -> None:
         type = str(type)
         if ":" in type:
@@ -94,6 +96,7 @@ class placement:
         return dict(zip(self.flat, product(*map(range, self.shape))))
 
     @staticmethod
+    @api_boundary
     def all(type: str) -> placement:
         """Every rank of the world, on one axis."""
         return placement(type, range(_world_size()))

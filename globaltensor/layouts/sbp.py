@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from globaltensor.errors import SbpError, counted
+from globaltensor.tracebacks import api_boundary
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -68,6 +69,7 @@ partial_max = Sbp("P", op="max")
 partial_min = Sbp("P", op="min")
 
 
+@api_boundary
 def split(dim: int) -> Sbp:
     """Split along tensor dim `dim`; negative dims count from the end. Raises SbpError where `dim` is no int."""
     if isinstance(dim, bool) or not isinstance(dim, int):

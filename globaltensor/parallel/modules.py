@@ -18,10 +18,12 @@ from globaltensor.layouts.sbp import Sbp, SbpLike, broadcast, split
 from globaltensor.parallel.parameter_swap import check_convertible, convert, rnn_weights_found_again
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tracebacks import api_boundary
 
 M = TypeVar("M", bound=nn.Module)
 
 
+@api_boundary
 def to_global(module: M, placement: Placement, sbp: SbpLike | Callable[[str, Any], SbpLike] = broadcast) -> M:
     """Give every parameter and buffer a global value, the same as before (each process holds the same module).
 

@@ -44,6 +44,7 @@ from globaltensor.parallel.modules import M, first_fit, named_tensors, to_global
 from globaltensor.parallel.parameter_swap import swap_in, swap_out
 from globaltensor.runtime.text_table import aligned
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tracebacks import api_boundary
 
 _OUT, _IN, _EXPERTS, _UNCHANGED = " ->", " <-", " =>", "-"
 _OF_MODULES = (_OUT, _IN, _EXPERTS)
@@ -64,12 +65,14 @@ class Plan(MutableMapping[str, PlanRow]):
     Raises SbpError for what is no sbp.
     """
 
+    @api_boundary
     def __init__(self, rows: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._rows: PlanRows = {}
         for pattern, row in (rows or {}).items():
             self[pattern] = row
 
     @classmethod
+    @api_boundary
     def of(cls, module: nn.Module, axis: str | Sequence[str] = "tp", sequence: str = "",
            experts: str = "") -> Plan:
         """The tensor-parallel plan of a module, for the layers that are recognised; the rest is broadcast.
@@ -113,12 +116,14 @@ class Plan(MutableMapping[str, PlanRow]):
         return cls(_merged(tensors, named) | _merged(moved, moving))
 
     @classmethod
+    @api_boundary
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read what `save` wrote. Raises SbpError with the line that is wrong."""
         with open(path, encoding="utf-8") as file:
             return cls.parse(file.read(), os.fspath(path))
 
     @classmethod
+    @api_boundary
     def parse(cls, text: str, name: str = "plan") -> Plan:
         """A plan from its text: a heading of axis names, then a row per pattern."""
         lines = [(k, line) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
@@ -139,6 +144,7 @@ class Plan(MutableMapping[str, PlanRow]):
                              if value != _UNCHANGED}
         return plan
 
+    @api_boundary
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the text that `print` shows."""
         with open(path, "w", encoding="utf-8") as file:
@@ -152,6 +158,7 @@ class Plan(MutableMapping[str, PlanRow]):
     def __getitem__(self, pattern: str) -> PlanRow:
         return self._rows[pattern]
 
+    @api_boundary
     def __setitem__(self, pattern: str, row: Mapping[str, Any]) -> None:
         if not isinstance(row, Mapping):
             raise SbpError(f"the plan's row {pattern!r} is {row!r}", "a row says how along each axis",
@@ -177,6 +184,7 @@ class Plan(MutableMapping[str, PlanRow]):
         return f"Plan({self._rows})"
 
 
+@api_boundary
 def parallelize(module: M, placement: Placement, plan: Mapping[str, Any] | None = None) -> M:
     """Make a module's parameters and buffers global, as a plan says. Returns the module, changed in place.
 
@@ -207,7 +215,8 @@ def _register_hooks(module: nn.Module, pattern: str, row: PlanRow) -> None:
     if pattern.endswith(_IN):
         for layer in fitting:
             layer.register_forward_pre_hook(
-                lambda layer, args, named: (_laid_out_as(row, args), _laid_out_as(row, named)), with_kwargs=True)
+                api_boundary(lambda layer, args, named: (_laid_out_as(row, args), _laid_out_as(row, named))),
+                with_kwargs=True)
     elif pattern.endswith(_EXPERTS):
         for layer in fitting:
             exchange = expert_layers.TokenExchange()
@@ -216,7 +225,7 @@ def _register_hooks(module: nn.Module, pattern: str, row: PlanRow) -> None:
             layer.register_forward_hook(exchange.combine, always_call=True)
     elif pattern.endswith(_OUT):
         for layer in fitting:
-            layer.register_forward_hook(lambda layer, args, output: _laid_out_as(row, output))
+            layer.register_forward_hook(api_boundary(lambda layer, args, output: _laid_out_as(row, output)))
         for owner, key in [] if fitting else _parameters_of_row(module, pattern):
             owner.register_forward_pre_hook(lambda owner, args, key=key: swap_in(
                 owner, key, _laid_out_as(row, owner._parameters[key])))

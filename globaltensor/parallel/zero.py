@@ -31,10 +31,12 @@ from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.torch_internals import foreach_copy_
 from globaltensor.tensors import gradients
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tracebacks import api_boundary
 
 O = TypeVar("O", bound=torch.optim.Optimizer)
 
 
+@api_boundary
 def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None = None) -> O:
     """Split an optimizer's state (1), the gradients (2) and the parameters (3) along an axis. Returns the optimizer.
 

@@ -52,8 +52,10 @@ from globaltensor.tensors import gradients
 from globaltensor.tensors.full_value import place_full
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.redistribution import to_layout
+from globaltensor.tracebacks import api_boundary
 
 
+@api_boundary
 def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.PathLike[str] | Schedule = "1f1b",
              micro_batches: int | None = None, loss: Callable[..., Any] | None = None, *, chunks: int | None = None,
              starts: Sequence[str] | None = None, cost: Callable[[nn.Module], float] | None = None, batch: str = "dp",
@@ -146,6 +148,7 @@ class PipelineRunner:
         self._dry_run_kinds: set[Hashable] = set()
         self._agreed: dict[Hashable, tuple[Any, ...]] = {}       # by shapes of a step, what all processes know of it
 
+    @api_boundary
     def step(self, inputs: Any, targets: Any = None) -> GlobalTensor:
         """Forward and backward of a batch: gradients are left in the parameters. The loss, on the last placement.
 
@@ -155,6 +158,7 @@ class PipelineRunner:
         results = self._run(inputs, targets, True, self.schedule)
         return self._total(results)
 
+    @api_boundary
     def eval(self, inputs: Any, targets: Any = None) -> Any:
         """Forward only, without gradients: the output of the last stage, the micro-batches concatenated again along
         dim 0; with targets, the loss. Call `eval()` of the modules first where they behave differently then."""
@@ -164,6 +168,7 @@ class PipelineRunner:
         outputs = tuple(torch.cat(parts) for parts in zip(*results))
         return outputs if len(outputs) > 1 else outputs[0]
 
+    @api_boundary
     def gathered_events(self) -> list[Event]:
         """The events of all processes, for `timetable`. Where several ranks run the same stages, those of the first."""
         lead = not self._ranks or world().rank == self.model.placements[

@@ -28,6 +28,7 @@ from globaltensor.rules.call import Call, set_arguments
 from globaltensor.rules.families import Family
 from globaltensor.rules.language import fits, label_sizes, signatures, sized_rule
 from globaltensor.runtime.torch_internals import OpOverload, overload_of, tree_flatten
+from globaltensor.tracebacks import api_boundary
 
 Sides = tuple[tuple[Sbp, ...], tuple[Sbp, ...]]      # the layouts of the operands, and of the results
 
@@ -265,6 +266,7 @@ class Verdict:
         return "\n".join(lines)
 
 
+@api_boundary
 def check(op: Any, samples: Iterable[Sequence[Any]], *, ranks: Sequence[int] = (2, 3), seed: int = 0) -> Verdict:
     """Prove an op's rule by brute force, in this process and without communication.
 

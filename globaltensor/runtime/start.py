@@ -25,10 +25,12 @@ from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.secret import share_secret
 from globaltensor.runtime.torch_internals import default_store
 from globaltensor.runtime.world import World, begin, shared_gpu, start_with, started
+from globaltensor.tracebacks import api_boundary
 
 TIMEOUT = timedelta(seconds=300)
 
 
+@api_boundary
 def init(ranks: int | None = None, *, timeout: float | None = None, machine: Machine | None = None) -> World:
     """Start the world. Optional: the first placement does it.
 

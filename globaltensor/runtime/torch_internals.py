@@ -35,10 +35,14 @@ deny_data_ptr = _c._set_throw_on_mutable_data_ptr
 dispatch_key = _c._parse_dispatch_key
 DispatchKeySet = _c.DispatchKeySet
 ExcludeDispatchKeys = _c._ExcludeDispatchKeyGuard
+OWN_KEY: Any = dispatch_key("TESTING_ONLY_GenericWrapper")       # no other tensor has it
+OWN_KEYS = DispatchKeySet(OWN_KEY)
 
 data_address: Callable[[torch.Tensor], int] = _c._data_address       # 0 for a tensor without memory
 num_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
 foreach_copy_ = torch._foreach_copy_
+PRINT_OPTIONS = torch._tensor_str.PRINT_OPTS
+print_options = torch._tensor_str.printoptions
 assert_async = torch._assert_async
 traced_assert = torch._assert                        # torch.fx keeps it
 

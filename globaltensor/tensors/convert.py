@@ -23,8 +23,10 @@ from globaltensor.tensors.full_value import FromFull
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.linear_maps import LinearMap, layout_of
 from globaltensor.tensors.redistribution import Part, box_from, resolve_layout, to_layout
+from globaltensor.tracebacks import api_boundary
 
 
+@api_boundary
 def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTensor:
     """Every process holds the same whole tensor `t`; each keeps its part. Moves nothing. Differentiable.
 
@@ -36,6 +38,7 @@ def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTens
     return FromFull.of(t, dst)
 
 
+@api_boundary
 def from_local(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTensor:
     """Each rank's own part: S concatenates, P sums, B takes the first rank's.
 
@@ -68,6 +71,7 @@ def join_alike(t: torch.Tensor, dst: Layout) -> GlobalTensor:
     return join_parts({r: t.detach() for r in _mine(dst.placement)}, dst.placement, dst.sbp)
 
 
+@api_boundary
 def from_shards(shards: Mapping[int, torch.Tensor], placement: Placement, sbp: SbpLike) -> GlobalTensor:
     """`{rank: part}` for the ranks this process drives: S concatenates, P sums, B takes the first rank's.
 
@@ -217,6 +221,7 @@ def _global_shape(shapes: dict[int, Shape], dst: Layout) -> Shape:
     return tuple(total)
 
 
+@api_boundary
 def plain_to_global(t: torch.Tensor, placement: Any = None, sbp: Any = None, grad_sbp: Any = None) -> GlobalTensor:
     """A plain tensor becomes global: `from_local`. Where torch.func wraps a global one it is a boxing."""
     if layout_of(t) is not None:

@@ -48,6 +48,7 @@ from globaltensor.tensors.factory_types import (
 )
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.redistribution import resolve_layout
+from globaltensor.tracebacks import api_boundary
 
 Make = Callable[[Region, torch.device], torch.Tensor]
 
@@ -99,7 +100,7 @@ tensors."""
 def _with_doc(factory: Any, name: str, what: str) -> Any:
     factory.__name__ = factory.__qualname__ = name
     factory.__doc__ = f"torch.{name} with `placement=` and `sbp=`; without them, torch's own. {what}\n\n{_RAISES}"
-    return factory
+    return api_boundary(factory)
 
 
 # ------------------------------------------------------------------------------------------------------ making it
@@ -162,6 +163,7 @@ def full(size: Sequence[int] | int, fill_value: complex, **options: Unpack[Place
 def full(size: Sequence[int], fill_value: complex, **options: Unpack[AsTorch]) -> torch.Tensor: ...
 
 
+@api_boundary
 def full(size: Any, fill_value: Any, *, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
          requires_grad: bool = False, **options: Any) -> torch.Tensor:
     """torch.full with `placement=` and `sbp=`; without them, torch's own. Every rank fills its own part."""
@@ -247,6 +249,7 @@ def normal(mean: float, std: torch.Tensor, *, generator: torch.Generator | None 
            out: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
+@api_boundary
 def normal(mean: Any, std: Any = 1.0, size: Any = None, *, placement: Any = None, sbp: Any = None,
            dtype: torch.dtype | None = None, generator: torch.Generator | None = None, requires_grad: bool = False,
            **options: Any) -> torch.Tensor:
@@ -282,6 +285,7 @@ def randint(high: int, size: Sequence[int], **options: Unpack[RandomAsTorch]) ->
 def randint(low: int, high: int, size: Sequence[int], **options: Unpack[RandomAsTorch]) -> torch.Tensor: ...
 
 
+@api_boundary
 def randint(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = torch.int64,
             generator: torch.Generator | None = None, requires_grad: bool = False, **options: Any) -> torch.Tensor:
     """Integers in [low, high): randint(high, size) or randint(low, high, size), with `placement=` and `sbp=`.
@@ -308,6 +312,7 @@ def randperm(n: int, **options: Unpack[PlacedRandom]) -> GlobalTensor: ...
 def randperm(n: int, **options: Unpack[RandomAsTorch]) -> torch.Tensor: ...
 
 
+@api_boundary
 def randperm(n: int, *, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = torch.int64,
              generator: torch.Generator | None = None, requires_grad: bool = False, **options: Any) -> torch.Tensor:
     """A random permutation of 0 .. n-1, with `placement=` and `sbp=`; of the generator's state and n alone.

@@ -1,4 +1,4 @@
-"""The whole value of a global tensor, and back: `x.full_tensor()`, what is printed, and `from_full` without its checks.
+"""The whole value of a global tensor, and back: `x.full_tensor()`, and `from_full` without its checks.
 
 The whole value is a boxing to broadcast on a placement of all processes, so that those outside of x's placement have it
 too and `if loss.item() > 3:` takes the same branch everywhere.
@@ -12,7 +12,7 @@ import torch
 from globaltensor.boxings import watch
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.layouts.global_like import GlobalLike
-from globaltensor.layouts.layout import Layout, Shards, Spec, layout, sbp_text, spec
+from globaltensor.layouts.layout import Layout, Shards, Spec, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.runtime import custom_ops
@@ -83,16 +83,3 @@ def place_full(whole: torch.Tensor, dst: Layout) -> tuple[Spec, Shards]:
     else:
         shards = move_shards([Move(of, dict.fromkeys(ranks, source), dst)], "from_full")[0]
     return of.on(dst), shards
-
-
-def text_of(x: Any) -> str:
-    """What `repr` prints: value, layout, and what autograd knows."""
-    with torch.no_grad():
-        if not world().single_process and x.origin is not None:
-            value = f"tensor(shape={list(x.shape)}, dtype={x.dtype}, a view whose value other ranks hold"
-        elif world().single_process or all(s.is_broadcast for s in x.sbp) and x.shards:
-            value = repr(next(iter(gather_full(x.detach()).values())))
-        else:                                        # printing on one rank must not wait for the others
-            value = f"tensor(shape={list(x.shape)}, dtype={x.dtype}, shards={x.shards}"
-    grad = f", grad_fn=<{type(x.grad_fn).__name__}>" if x.grad_fn else ", requires_grad=True" if x.requires_grad else ""
-    return f"{value.removesuffix(')')}, placement={x.placement}, sbp={sbp_text(x.sbp)}{grad})"

@@ -23,13 +23,12 @@ from globaltensor.op_table.variants import READS_MEMORY
 from globaltensor.runtime.memory import NoMemory, require
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import (
+    OWN_KEY,
+    OWN_KEYS,
     DisableTorchFunctionSubclass,
-    DispatchKeySet,
-    ExcludeDispatchKeys,
     OpOverload,
     TensorBase,
     deny_data_ptr,
-    dispatch_key,
     introduce_to_make_fx,
     make_wrapper_subclass,
     modes_active,
@@ -37,8 +36,9 @@ from globaltensor.runtime.torch_internals import (
     pass_higher_order_ops,
 )
 from globaltensor.runtime.world import local_ranks_of, world
-from globaltensor.tensors import backward, gradients, lookup, multihead_attention, products
-from globaltensor.tensors.full_value import FullTensor, text_of
+from globaltensor.tensors import backward, gradients, lookup, multihead_attention, products, value_reads
+from globaltensor.tensors.full_value import FullTensor
+from globaltensor.tensors.printing import format_of, text_of
 from globaltensor.tensors.redistribution import (
     box_from,
     box_gradient,
@@ -47,6 +47,7 @@ from globaltensor.tensors.redistribution import (
     to_layout,
     to_local,
 )
+from globaltensor.tracebacks import api_boundary, fold
 
 _data: Any = torch.Tensor.data                       # a descriptor of C, as is requires_grad
 
@@ -67,8 +68,6 @@ _TAKEN: dict[Any, Callable[..., Any]] = {**products.TAKEN, **lookup.TAKEN, **gra
                                          torch.Tensor.__setitem__: _assign}
 # overrides stay in force inside these
 _WITHIN: dict[Any, Callable[..., Any]] = {**backward.TAKEN, **multihead_attention.TAKEN}
-_KEY: Any = dispatch_key("TESTING_ONLY_GenericWrapper")          # no other tensor has it
-_KEYS = DispatchKeySet(_KEY)
 _requires_grad: Any = TensorBase.requires_grad
 _OWN_ATTRIBUTES = {"spec", "_shards", "boxed_view", "_is_param", gradients.ATTRIBUTE}
 
@@ -93,7 +92,7 @@ class GlobalTensor(TensorMethods):
         """A global tensor of these shards; nothing is checked."""
         device = next(iter(shards.values())).device if shards else torch.device(of.placement.type)
         x = make_wrapper_subclass(cls, of.shape, strides=of.stride, dtype=of.dtype, device=device,
-                                  _extra_dispatch_keys=_KEYS)
+                                  _extra_dispatch_keys=OWN_KEYS)
         deny_data_ptr(x)
         x.spec = of
         x._shards = shards
@@ -114,6 +113,7 @@ class GlobalTensor(TensorMethods):
         return None if self.boxed_view is None else self.boxed_view.origin
 
     @classmethod
+    @api_boundary
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         within = _WITHIN.get(func)
@@ -123,11 +123,12 @@ class GlobalTensor(TensorMethods):
             return _TAKEN.get(func, func)(*args, **(kwargs or {}))
 
     @classmethod
+    @api_boundary
     def __torch_dispatch__(cls, func: Any, types: Any,  # type: ignore[override]  # torch declares a function of C
                            args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if modes_active() and introduce_to_make_fx(cls):
             return func(*args, **kwargs or {})       # once more, by way of the mode
-        return arrive(cls, func, args, kwargs or {})
+        return arrive(cls, func, *args, **kwargs or {})
 
     # ---------------------------------------------------------------------------------------------- what it is
 
@@ -177,11 +178,17 @@ class GlobalTensor(TensorMethods):
         dim that x lacks; on all ranks DisagreementError where they mean different layouts, and TransportError where
         one of them died.
         """
-        return box_from(self, placement, sbp, grad_sbp)
+        try:
+            return box_from(self, placement, sbp, grad_sbp)
+        except Exception as error:                   # written out: a decorator would cost as much as a small boxing
+            fold(error)
+            raise
 
+    @api_boundary
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch calls it so
         return text_of(self)
 
+    @api_boundary
     def _set_data(self, value: torch.Tensor) -> None:
         if not isinstance(value, GlobalTensor):
             raise GlobalTensorError("x.data = t of a global tensor x and a plain tensor t",
@@ -203,7 +210,11 @@ class GlobalTensor(TensorMethods):
     @property
     def grad(self) -> GlobalTensor | None:
         """The gradient, in the tensor's own layout: reading one reduces all that are still pending, together."""
-        return gradients.read_grad(self)
+        try:
+            return gradients.read_grad(self)
+        except Exception as error:
+            fold(error)
+            raise
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -255,6 +266,7 @@ class GlobalTensor(TensorMethods):
     def __cuda_array_interface__(self) -> dict[str, Any]:
         raise AttributeError("a global tensor has no memory of its own; try x.full_tensor() or x.shards[rank]")
 
+    @api_boundary
     def apply_(self, *_: Any, **__: Any) -> Any:
         raise GlobalTensorError("apply_, map_, share_memory_ or DLPack of a global tensor",
                                 "it has no memory of its own",
@@ -264,6 +276,7 @@ class GlobalTensor(TensorMethods):
 
     # ------------------------------------------------------------------------------------------------ its value
 
+    @api_boundary
     def to_local(self) -> torch.Tensor:
         """This rank's part, sharing its memory; differentiable, gradients of the parts lie dual to x.
 
@@ -271,10 +284,12 @@ class GlobalTensor(TensorMethods):
         """
         return to_local(self)
 
+    @api_boundary
     def full_tensor(self) -> torch.Tensor:
         """The whole value as a plain tensor, on every process; collective, and differentiable."""
         return FullTensor.of(self)
 
+    @api_boundary
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """The whole value as a NumPy array; collective. It is a copy, so it is read-only: what is written into it would
         not reach the tensor."""
@@ -282,20 +297,21 @@ class GlobalTensor(TensorMethods):
         array.flags.writeable = False
         return array
 
+    @api_boundary
     def tolist(self) -> Any:
         """The whole value as nested lists; collective."""
         return self.full_tensor().tolist()
 
+    @api_boundary
     def __format__(self, format_spec: str) -> str:
-        """A 0-dim tensor as the number that it is, as torch formats its own; collective, as `item()`."""
-        if self.dim() == 0:
-            return format(self.detach().item(), format_spec)
-        return object.__format__(self, format_spec)
+        return format_of(self, format_spec)
 
+    @api_boundary
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         array = self.numpy()
         return array.astype(array.dtype if dtype is None else dtype) if copy or dtype is not None else array
 
+    @api_boundary
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not world().single_process:
             raise GlobalTensorError("pickling a global tensor in one of several processes",
@@ -348,38 +364,15 @@ def _describe(of: Spec) -> tuple[Any, ...]:
 
 def _at_our_key(func: OpOverload) -> None:
     """Give an op its function in Python, at our own key: what the native dispatcher calls where it has no recipe."""
-    func.py_impl(_KEY)(partial(_arrive_called, func))
-
-
-def _arrive_called(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    return arrive(GlobalTensor, func, args, kwargs)
-
-
-def _one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """torch's own, after a look at the values, of which a pending sum has only terms."""
-    if isinstance(x, GlobalTensor):
-        x = to_layout(x, x.spec.layout.without_partials)
-    lookup.check_classes(x, num_classes)
-    with ExcludeDispatchKeys(_KEYS):
-        return torch.ops.aten.one_hot.default(x, num_classes)
-
-
-def _tensor_split(x: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
-    """torch's own, which reads the indices from memory."""
-    if isinstance(indices, GlobalTensor):
-        indices = indices.detach().full_tensor()
-    else:
-        require(indices, "the indices of tensor_split")
-    with ExcludeDispatchKeys(_KEYS):
-        return torch.ops.aten.tensor_split.tensor_indices_or_sections(x, indices, dim)
+    func.py_impl(OWN_KEY)(partial(arrive, GlobalTensor, func))       # a partial has no frame
 
 
 _aten = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericWrapper")
-_aten.impl("one_hot", _one_hot)
-_aten.impl("tensor_split.tensor_indices_or_sections", _tensor_split)
+_aten.impl("one_hot", value_reads.one_hot)
+_aten.impl("tensor_split.tensor_indices_or_sections", value_reads.tensor_split)
 for _func in READS_MEMORY:
-    _aten.impl(_func.name(), partial(_arrive_called, _func))
-pass_higher_order_ops(_KEY)
+    _aten.impl(_func.name(), partial(arrive, GlobalTensor, _func))
+pass_higher_order_ops(OWN_KEY)
 
 if torch_ext is None:
     _everything = torch.library.Library("_", "IMPL", "TESTING_ONLY_GenericWrapper")
@@ -391,8 +384,8 @@ else:                                                # the same class, with its 
     native_class.wrap = torch_ext.wrap
     native_class.__torch_function__ = no_torch_function
     native_class.__setitem__ = _assign
-    torch_ext.on_view_read(remake)
+    torch_ext.on_view_read(api_boundary(remake))
     torch_ext.on_arrival(_at_our_key)
-    torch_ext.on_lookup(lookup.Lookup.apply)
+    torch_ext.on_lookup(api_boundary(lookup.Lookup.apply))
     torch_ext.on_redistribute_backward(find_gradient_boxing,
-                                       lambda grad, x, grad_layout: box_gradient(grad, x.layout, grad_layout))
+                                       api_boundary(lambda grad, x, dst: box_gradient(grad, x.layout, dst)))

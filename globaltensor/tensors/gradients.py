@@ -26,6 +26,7 @@ from globaltensor.boxings.watch import watched
 from globaltensor.layouts.layout import Layout, spec
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import TensorBase
+from globaltensor.tracebacks import api_boundary
 
 _grad: Any = TensorBase.grad                # a descriptor of C
 raw_grad = _grad.__get__                             # the gradient of a leaf as it lies
@@ -105,6 +106,7 @@ def has_part(leaf: Any) -> bool:
     return _noted(leaf).part is not None
 
 
+@api_boundary
 def set_grad_reduce_dtype(parameters: Iterable[Any], dtype: torch.dtype | None) -> None:
     """Send the gradients of these parameters in another dtype when they are reduced, then bring them back to their own:
     half the bytes for bfloat16. What arrives is added up in float32. None: in their own dtype again.

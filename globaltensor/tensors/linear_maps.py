@@ -25,6 +25,7 @@ from globaltensor.runtime.torch_internals import (
     transforms_active,
     unwrapped,
 )
+from globaltensor.tracebacks import api_boundary
 
 # a schema has no type for layouts; these are few, and live on anyway
 _named: dict[str, Layout] = {}
@@ -34,6 +35,10 @@ class LinearMap(torch.autograd.Function):
     """Linear in x. A subclass has forward(x, *how), where `how` are layouts and shapes, its backward, and its op."""
 
     op: OpOverload
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.backward = staticmethod(api_boundary(cls.backward))  # type: ignore[method-assign]  # torch calls it
 
     @classmethod
     def of(cls, x: Any, *how: Any) -> Any:

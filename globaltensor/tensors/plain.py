@@ -17,6 +17,7 @@ from globaltensor.tensors.full_value import FullTensor
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.linear_maps import layout_of
 from globaltensor.tensors.redistribution import to_local
+from globaltensor.tracebacks import api_boundary
 
 
 def _layout(self: torch.Tensor) -> Layout:
@@ -42,8 +43,8 @@ def install_attributes() -> None:
     """Give torch.Tensor the attributes that GlobalTensor has."""
     plain: Any = torch.Tensor                        # a class learns attributes, which its stubs cannot know
     plain.is_global = property(lambda self: layout_of(self) is not None)
-    plain.sbp = property(lambda self: _layout(self).sbp)
-    plain.placement = property(lambda self: _layout(self).placement)
+    plain.sbp = property(api_boundary(lambda self: _layout(self).sbp))
+    plain.placement = property(api_boundary(lambda self: _layout(self).placement))
     plain.to_global = convert.plain_to_global
     plain.full_tensor = _of_stand_in("full_tensor", FullTensor.of)
     plain.to_local = _of_stand_in("to_local", to_local)

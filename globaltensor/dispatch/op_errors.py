@@ -1,0 +1,48 @@
+"""What torch says of an op, and more: which op it was, its operands with their layouts, and the program's line."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from globaltensor.errors import GlobalTensorError, where
+from globaltensor.layouts.global_like import is_global
+from globaltensor.rules.call import Call
+from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.torch_internals import OpOverload
+from globaltensor.tracebacks import fold, note_on_torch_error, raised_by_torch
+
+
+def add_operands(error: Exception, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Tell more of an error of torch's that a call has raised, as a note: its type and its text stay. Fold it, and
+    errors of ours."""
+    if not isinstance(error, GlobalTensorError) and raised_by_torch(error):
+        call = Call(func, args, kwargs)
+        note_operands(error, str(func), zip(_numbered(call.names), call.tensors))
+    fold(error)
+
+
+def note_operands(error: Exception, op: str, operands: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Add the note about an op with these operands, by name."""
+    rows = [("op:", op), ("where:", where()), *[(f"{name}:", _description(t)) for name, t in operands]]
+    width = max(len(head) for head, _ in rows)
+    note_on_torch_error(error, "\n".join(f"  {head:{width}} {text}" for head, text in rows))
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """The tensors of a list by their index: tensors[0], tensors[1]."""
+    return [f"{name}[{names[:i].count(name)}]" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def _description(t: torch.Tensor) -> str:
+    return str(t.spec) if is_global(t) else f"{list(t.shape)} {t.dtype}, a plain tensor"
+
+
+def _note_native(error: Exception, op: str, names: list[str], tensors: list[torch.Tensor]) -> None:
+    """What the native dispatcher calls where torch raises in it."""
+    note_operands(error, op, zip(_numbered(names), tensors))
+
+
+if torch_ext is not None:
+    torch_ext.on_op_error(_note_native)

@@ -1,0 +1,98 @@
+"""What a traceback shows: the lines of the program, not ours below them.
+
+An error leaves this package through a function that the program called, an *API boundary*. There it is folded: our
+frames are taken out of its traceback, and torch's between them; the frames of functions that the program gave us stay.
+So printed errors, pytest, notebooks and debuggers all show the line that was wrong. It costs nothing where there is no
+error. GLOBALTENSOR_TRACEBACK=full leaves everything in, as does an error that is a mistake of ours.
+"""
+from __future__ import annotations
+
+import functools
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from types import CodeType, TracebackType
+from typing import Any, TypeVar
+
+from globaltensor.errors import OURS, TORCH, GlobalTensorError
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
+_OF_TORCH = "_globaltensor_of_torch"                 # set on an error of torch's, of which more was told
+_KERNEL_CALLS = f"{OURS}runtime{os.sep}torch_internals.py"
+
+
+def api_boundary(function: T) -> T:
+    """Decorate a function that programs call: errors that leave it are folded."""
+    @functools.wraps(function)
+    def boundary(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            fold(error)
+            raise                                    # bare: the frame of this function stays out as well
+    return boundary  # type: ignore[return-value]  # it takes and gives what the function does
+
+
+def fold(error: BaseException) -> None:
+    """Take frames that are not the program's out of the traceback, and out of those of its causes. For an error that is
+    neither ours nor torch's, nothing."""
+    if not isinstance(error, GlobalTensorError) and not hasattr(error, _OF_TORCH):
+        return
+    if os.environ.get("GLOBALTENSOR_TRACEBACK") == "full":
+        return
+    for one in _chain(error):
+        one.__traceback__ = _of_program(one.__traceback__)
+
+
+def raised_by_torch(error: Exception) -> bool:
+    """Did torch raise it, and not a mistake of ours? RuntimeErrors are; of others the last frame tells."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    where = "" if last is None else last.tb_frame.f_code.co_filename
+    return isinstance(error, RuntimeError) or where.startswith(TORCH) or where == _KERNEL_CALLS
+
+
+def note_on_torch_error(error: Exception, note: str) -> None:
+    """Add what is known here to an error of torch's, once; it is folded from then on."""
+    if not hasattr(error, _OF_TORCH):
+        setattr(error, _OF_TORCH, True)
+        error.add_note(note)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, what caused it, and what was being handled when it was raised."""
+    waiting, seen = [error], set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            waiting += [other for other in (one.__cause__, one.__context__) if other is not None]
+
+
+def _of_program(traceback: TracebackType | None) -> TracebackType | None:
+    """The entries of the program's own frames. Those of torch and of Python stay where the program called them."""
+    entries, within = [], True
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        within = _is_ours(code) or within and _is_library(code)
+        if not within:
+            entries.append(traceback)
+        traceback = traceback.tb_next
+    inner = None
+    for entry in reversed(entries):
+        inner = TracebackType(inner, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return inner
+
+
+def _is_ours(code: CodeType) -> bool:
+    return code.co_filename.startswith(OURS)
+
+
+def _is_library(code: CodeType) -> bool:
+    """Is it torch's, or Python's own?"""
+    name = code.co_filename
+    return name.startswith((TORCH, "<frozen", "<string>")) or name.startswith(_PYTHON) and "-packages" not in name

@@ -1,0 +1,41 @@
+"""Ranks that do something else than the others, in the way that the first argument names: none may get a value."""
+import sys
+
+import globaltensor as gt
+
+how = sys.argv[1]
+S, B = gt.sbp.split, gt.sbp.broadcast
+odd = gt.rank() == 1
+where = gt.placement.all("cpu")
+x = gt.ones(8, 4, placement=where, sbp=S(0))
+y = gt.zeros(8, 4, placement=where, sbp=S(0))
+
+
+def result():
+    if how == "swapped lines":
+        if odd:
+            b = y.to_global(sbp=B)                   # the line of rank 1
+            a = x.to_global(sbp=B)
+        else:
+            a = x.to_global(sbp=B)                   # the line of the others
+            b = y.to_global(sbp=B)
+        return a + b
+    if how == "swapped in a line":
+        return y.to_global(sbp=B) if odd else x.to_global(sbp=B)
+    if how == "target":
+        return x.to_global(sbp=S(1) if odd else B)
+    if how == "index":
+        return x[7 if odd else 0] + 0
+    if how == "slice":
+        return x[1:3 if odd else 4].contiguous()
+    raise AssertionError(how)
+
+
+if how == "in step":                                 # whoever records comes by another way, and that is well
+    with gt.record() if odd else gt.boxing():
+        for _ in range(4):
+            x.requires_grad_().to_global(sbp=B).to_global(sbp=S(1)).sum().backward()
+            y[3].add(1).to_global(sbp=B), x @ x.t(), x[0] + 0
+    print("the value is", x.grad.sum().item())
+else:
+    print("the value is", result().full_tensor())

@@ -1,0 +1,153 @@
+"""What the user sees of an error: their own lines, and of torch's errors the operands with their layouts."""
+from __future__ import annotations
+
+import inspect
+import traceback
+
+import pytest
+import torch
+from harness import PYTHON, environment, good
+from test_errors import MISTAKES, B, S, on, ones
+
+import globaltensor as gt
+from globaltensor.errors import OURS, TORCH, GlobalTensorError
+from globaltensor.runtime.native import torch_ext
+
+
+def frames(error: BaseException) -> list[str]:
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def raised(mistake) -> Exception:
+    try:
+        mistake()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def weight(*size):
+    return torch.nn.Linear(*size).to_global(on(), B)
+
+
+# what torch refuses, its class, a part of its text, and of the note: a row per operand
+OF_TORCH = {
+    "product": (lambda: ones(4, 3, sbp=S(0)) @ ones(5, 6), RuntimeError, "cannot be multiplied (4x3 and 5x6)",
+                ["self:  [4, 3] torch.float32 on placement(\"cpu\", [0, 1]) S(0)", "mat2:  [5, 6] torch.float32 on"]),
+    "batched product": (lambda: ones(2, 4, 3, sbp=S(0)) @ ones(5, 6), RuntimeError, "input of shape [2, 4, 3]",
+                        ["input: [2, 4, 3]", "other: [5, 6]"]),
+    "linear": (lambda: weight(4, 2)(ones(4, 3, sbp=S(0))), RuntimeError, "weight of shape [2, 4]",
+               ["input:  [4, 3] torch.float32 on placement(\"cpu\", [0, 1]) S(0)", "weight: [2, 4]"]),
+    "sum of shapes": (lambda: ones(4, 3, sbp=S(1)) + ones(5), RuntimeError, "must match",
+                      ["self:  [4, 3] torch.float32 on placement(\"cpu\", [0, 1]) S(1)", "other: [5]"]),
+    "beside a plain one": (lambda: ones(4, 3) * torch.ones(7), RuntimeError, "must match",
+                           ["other: [7] torch.float32, a plain tensor"]),
+    "list": (lambda: torch.cat([ones(4, 3), ones(4, 5)]), RuntimeError, "Sizes of tensors must match",
+             ["tensors[0]: [4, 3]", "tensors[1]: [4, 5]"]),
+    "dim": (lambda: ones(4, 3).sum(5), IndexError, "Dimension out of range", ["self:  [4, 3]"]),
+    "view": (lambda: ones(4, 3).view(7), RuntimeError, "invalid for input of size 12", ["self:  [4, 3]"]),
+    "dtype": (lambda: torch.softmax(ones(4, 3).long(), 1), NotImplementedError, "not implemented for 'Long'",
+              ["self:  [4, 3] torch.int64"]),
+    "dtypes": (lambda: ones(4, 3) @ ones(3, 2).double(), RuntimeError, "same dtype", ["mat2:  [3, 2] torch.float64"]),
+    "values": (lambda: torch.linalg.svd(gt.full((3, 3), float("nan"), placement=on(), sbp=B)), torch.linalg.LinAlgError,
+               "failed to converge", ["A:     [3, 3]"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_no_frame_of_ours_is_seen(name):
+    error = raised(MISTAKES[name][0])
+    assert isinstance(error, GlobalTensorError)
+    assert frames(error)[0] == __file__ and not [file for file in frames(error) if file.startswith((OURS, TORCH))]
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_error_of_torch_tells_the_operands(name, times):
+    mistake, kind, text, rows = OF_TORCH[name]
+    for _ in range(times):                           # what comes a second time may be cached
+        error = raised(mistake)
+        assert type(error) is kind and text in str(error), error
+        note, = error.__notes__
+        assert "  op:" in note and "test_tracebacks.py:" in note and all(row in note for row in rows), note
+        assert not [file for file in frames(error) if file.startswith(OURS)]
+        assert name == "linear" or not [file for file in frames(error) if file.startswith(TORCH)]
+
+
+@pytest.mark.skipif(torch_ext is None, reason="the native code is not built")
+def test_the_native_path_tells_them_too():
+    for _ in range(3):
+        torch.linalg.svd(gt.eye(5, placement=on(), sbp=B))           # decided, cached, and run natively
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("globaltensor.dispatch.core._run_arrived", None)           # it does not come to Python
+        error = raised(lambda: torch.linalg.svd(gt.full((5, 5), float("nan"), placement=on(), sbp=B)))
+    assert type(error) is torch.linalg.LinAlgError and "A:     [5, 5]" in error.__notes__[0], error
+
+
+def test_all_frames_are_seen_where_that_is_asked_for(monkeypatch):
+    monkeypatch.setenv("GLOBALTENSOR_TRACEBACK", "full")
+    for mistake in (MISTAKES["mixed placements"][0], OF_TORCH["product"][0]):
+        assert len([file for file in frames(raised(mistake)) if file.startswith(OURS)]) >= 3
+
+
+def test_a_mistake_of_ours_is_not_folded(monkeypatch):
+    monkeypatch.setattr("globaltensor.dispatch.core.find", lambda *_: {}["none"])
+    error = raised(lambda: ones(4) + ones(4))
+    assert type(error) is KeyError and [file for file in frames(error) if file.startswith(OURS)]
+
+
+def test_the_frames_of_a_function_that_the_user_gave_stay():
+    def mine(x):
+        return helper(x)
+
+    def helper(x):
+        return x.to_global(sbp=S(7))
+
+    error = raised(lambda: gt.explain(mine, ones(4)))
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert names[-3:] == ["<lambda>", "mine", "helper"], names
+    wrong = raised(lambda: gt.explain(lambda: {}["none"]))           # the user's own error: all of it is shown
+    assert type(wrong) is KeyError and [file for file in frames(wrong) if file.startswith(OURS)]
+
+
+def test_causes_are_kept_and_folded(tmp_path):
+    def cause():
+        try:
+            ones(4).to_global(sbp=S(7))
+        except GlobalTensorError as error:
+            raise ValueError("the user's own") from error
+
+    error = raised(cause)
+    assert isinstance(error.__cause__, GlobalTensorError) and frames(error.__cause__) == [__file__]
+    (tmp_path / "file").write_text("no folder")
+    error = raised(lambda: gt.save({"x": ones(4)}, tmp_path / "file" / "checkpoint"))
+    assert isinstance(error, GlobalTensorError) and frames(error)[-1] == __file__
+    chain = [error.__cause__ or error.__context__]
+    assert chain[0] is not None and not [file for file in frames(chain[0]) if file.startswith(OURS)]
+
+
+def test_backward_errors_show_the_call_of_backward():
+    z = ones(4, 4, sbp=S(0)).requires_grad_()
+    loss = (z @ z).softmax(0).sum()
+
+    def forbidden():
+        with gt.boxing("forbid"):
+            loss.backward()
+    error = raised(forbidden)
+    assert isinstance(error, GlobalTensorError) and not [f for f in frames(error) if f.startswith(OURS)]
+
+
+def test_every_function_of_the_face_is_a_boundary():
+    """Functions that only ask, and cannot fail, need none."""
+    open_ones = {name for name in gt.FACE if inspect.isfunction(getattr(gt, name))
+                 and not hasattr(getattr(gt, name), "__wrapped__")}
+    assert open_ones == {"rank", "world_size"}, open_ones
+
+
+def test_the_default_hook_prints_the_user_s_line_alone(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import globaltensor as gt\nP = gt.placement('cpu', [0, 1])\n"
+                       "try:\n    gt.ones(4, 3, placement=P, sbp='S(9)')\n"
+                       "except gt.GlobalTensorError:\n    import traceback\n    print(traceback.format_exc())\n")
+    told = good([PYTHON, program], environment())
+    assert told.count("File ") == 1 and "program.py" in told and "split(9) of a tensor of 2 dims" in told, told
