@@ -14,7 +14,7 @@ from torch import nn
 
 import globaltensor as gt
 from globaltensor.algorithms import summa
-from globaltensor.boxings.route import elements_received as bytes_of
+from globaltensor.boxings.traffic import elements_received as bytes_of
 from globaltensor.errors import SbpError
 from globaltensor.layouts.layout import layout, spec
 

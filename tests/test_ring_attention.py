@@ -16,7 +16,7 @@ from shards import gather, layouts, place, scatter, sizes
 
 import globaltensor as gt
 from globaltensor.algorithms import ring_attention
-from globaltensor.boxings.route import elements_received
+from globaltensor.boxings.traffic import elements_received
 from globaltensor.dispatch.core import _Run
 from globaltensor.errors import BoxingError
 from globaltensor.layouts.rank_regions import RankRegions

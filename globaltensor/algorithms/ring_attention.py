@@ -89,7 +89,7 @@ def _seconds(call: Call, queries: Layout, ring: list[int]) -> tuple[float, float
     """Of the ring; with heads or samples split instead (infinite where they cannot be); and with k and v gathered."""
     where, machine = queries.placement, world().machine
     n = prod(where.shape[axis] for axis in ring)
-    latency, bandwidth = machine.link(where.flat)
+    latency, bandwidth = machine.link(where)
     others = prod(parts for axis, (s, parts) in enumerate(zip(queries.sbp, where.shape))
                   if s.is_split and axis not in ring)
     q, kv = (sum(call[name].numel() * call[name].dtype.itemsize for name in names) / others / bandwidth * (n - 1) / n

@@ -104,9 +104,10 @@ def region_jobs(src: Layout, dst: Layout, shape: Shape, itemsize: int, shared: b
     same = set(src.placement.flat) == set(dst.placement.flat)
     jobs: list[RegionJob] = []
     sums: dict[tuple[Region, Terms], list[RegionJob]] = {}       # equal sums, of copies of the same terms
-    for rank, pieces in route(src, dst, shape).pieces.items():
+    step = route(src, dst, shape)
+    for rank in dst.placement.flat:
         rest = [dst.region(shape, rank)]
-        for region, sources in pieces:
+        for region, sources in step.pieces(rank):
             rest = [left for uncovered in rest for left in subtract(uncovered, region)]
             job = RegionJob(rank, region, sources, (rank,))
             large = volume(region) * itemsize * len(sources) >= SHARED_FROM

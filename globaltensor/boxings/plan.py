@@ -18,13 +18,16 @@ from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple, TypeVar
 
-from globaltensor.boxings.route import elements_received, reduced_innermost, traffic
+from globaltensor.boxings.route import reduced_innermost
+from globaltensor.boxings.traffic import BROADCAST, StepTraffic, axis_codes, elements_received, even_traffic, traffic
 from globaltensor.layouts.layout import Layout, Shape, layout
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.sbp import Sbp, split
 from globaltensor.runtime.machine import Machine
 
 T = TypeVar("T")
+
+OF_STEP = 1e-9                                       # seconds; among equals, the path of the fewest steps
 
 
 class BoxingPlan(NamedTuple):
@@ -71,34 +74,67 @@ def _search(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Mac
     if between is not None:
         first, then = (_search(a, b, shape, magnitude, machine) for a, b in ((src, between), (between, dst)))
         return BoxingPlan(first.layouts + then.layouts[1:], first.fixed + then.fixed, first.rate + then.rate)
+    if src.placement == dst.placement:
+        return _search_between(src, dst, shape, magnitude, machine)
     paths = _paths(src, dst, len(shape))
     costs = {step: _cost(*step, shape, machine) for step in _unique(step for path in paths for step in pairwise(path))}
     plans = [BoxingPlan(path, *map(sum, zip(*(costs[step] for step in pairwise(path))))) for path in paths]
-    of_steps = 1e-9                                  # among equals, the path of the fewest steps
-    return min(plans, key=lambda plan: plan.seconds(1 << magnitude) + of_steps * len(plan.layouts))
+    return min(plans, key=lambda plan: plan.seconds(1 << magnitude) + OF_STEP * len(plan.layouts))
+
+
+def _search_between(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Machine) -> BoxingPlan:
+    """The straight path on one placement, or that over the best state between. There may be hundreds of them, so they
+    are no layouts yet but numbers, and are left as soon as they are too dear."""
+    a, b, where = axis_codes(src.sbp), axis_codes(dst.sbp), src.placement
+    latency, bandwidth = machine.link(where)
+    codes = dict(zip((*a, *b), (*src.sbp, *dst.sbp))) | {d: split(d) for d in range(len(shape))}
+    whole = max(prod(shape), 1)
+
+    def cost(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[float, float]:
+        moved = even_traffic(one, other, where.shape, shape) or traffic(
+            *(src.with_sbp(tuple(codes[code] for code in state)) for state in (one, other)), shape)
+        return _step_seconds(moved, whole, latency, bandwidth, machine)
+
+    best = BoxingPlan((src, dst), *cost(a, b))
+    limit, chosen = best.seconds(1 << magnitude), None
+    dims = range(len(shape))
+    choices = [tuple(dict.fromkeys((*dims, x, y) if x < BROADCAST and x != y else (x, y))) for x, y in zip(a, b)]
+    for state in product(*choices):
+        if state in (a, b):
+            continue
+        fixed, rate = cost(a, state)
+        if fixed + rate * (1 << magnitude) + OF_STEP >= limit:
+            continue
+        more_fixed, more_rate = cost(state, b)
+        seconds = (fixed + more_fixed) + (rate + more_rate) * (1 << magnitude) + OF_STEP
+        if seconds < limit:
+            limit, chosen = seconds, (state, fixed + more_fixed, rate + more_rate)
+    if chosen is None:
+        return best
+    state, fixed, rate = chosen
+    return BoxingPlan((src, src.with_sbp(tuple(codes[code] for code in state)), dst), fixed, rate)
 
 
 def _cost(src: Layout, dst: Layout, shape: Shape, machine: Machine) -> tuple[float, float]:
     """Seconds of one step: a fixed part, and seconds per byte of the whole tensor."""
-    moved = traffic(src, dst, shape)
-    whole = max(prod(shape), 1)
+    latency, bandwidth = machine.link(src.placement, dst.placement)
+    return _step_seconds(traffic(src, dst, shape), max(prod(shape), 1), latency, bandwidth, machine)
+
+
+def _step_seconds(moved: StepTraffic, whole: int, latency: float, bandwidth: float, machine: Machine
+                  ) -> tuple[float, float]:
     local = moved.touched / whole / machine.memory
-    if not moved.received:
+    if not moved.crossing:
         return 0.0, local
-    latency, bandwidth = machine.link((*src.placement.flat, *dst.placement.flat))
     # a link carries both directions at once, so the busier one counts
-    return latency, max(moved.received, moved.sent) / whole / bandwidth + local
+    return latency, moved.crossing / whole / bandwidth + local
 
 
 def _paths(src: Layout, dst: Layout, ndim: int) -> list[tuple[Layout, ...]]:
-    """Paths worth pricing: straight, over one state between, and between placements over one on either side."""
+    """Paths between two placements that are worth pricing: straight, or over one state on either side."""
     dims = [split(d) for d in range(ndim)]
-    if src.placement == dst.placement:
-        between = [_states(src, [_unique([*dims, a, b] if a.is_partial and a != b else [a, b])
-                                 for a, b in zip(src.sbp, dst.sbp)])]
-    else:
-        between = [_states(src, [_unique([*dims, a]) if a.is_partial else [a] for a in src.sbp]),
-                   _states(dst, [_unique([*dims, b]) if b.is_broadcast else [b] for b in dst.sbp])]
+    between = [_states(src, [_unique([*dims, a]) if a.is_partial else [a] for a in src.sbp]),
+               _states(dst, [_unique([*dims, b]) if b.is_broadcast else [b] for b in dst.sbp])]
     return _unique(tuple(_unique([src, *states, dst])) for states in product(*between))
 
 

@@ -7,44 +7,32 @@ global tensor; each *piece* of that region is the reduction of the parts that so
     P -> S(0)   on 2 ranks    r0: [0:4] from r0 + r1                    one piece, summed             (reduce-scatter)
     S(0) -> S(1)              r0: [0:4, 0:3] from r0, [4:8, 0:3] from r1                              (all-to-all)
 
-So one kind of step serves every pair of layouts, of one placement or two, and the bytes that it moves follow from it.
-A rank takes its own part where it holds one; where several ranks hold the same, the one that has sent least sends. What
-no piece covers is zero: a rank's share of a pending sum.
+So one kind of step serves every pair of layouts, of one placement or two, and the bytes that it moves follow from it
+(traffic.py). A rank takes its own part where it holds one; which of several ranks that hold the same sends it, the
+roles of the axes say (roles.py). What no piece covers is zero: a rank's share of a pending sum.
+
+Every region is a product of ranges, a range per dim, so each dim is looked at alone: the parts that src has of it are a
+*path* of axes (layouts/paths.py), of which those that overlap a range are computed. So the pieces of one rank take no
+longer where there are more ranks that it has nothing to do with. Layouts with a region per rank as sources have no such
+paths: listed_route.py lists their holders.
 """
 from __future__ import annotations
 
-from functools import lru_cache
-from itertools import pairwise, product
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from itertools import product
+from math import prod
+from operator import mul
+from types import MappingProxyType
 
+from globaltensor.boxings.listed_route import ListedRoute, SourcedRegion
+from globaltensor.boxings.roles import roles, summed_axes
 from globaltensor.layouts.layout import Layout, Shape
+from globaltensor.layouts.paths import part_at, parts_within
+from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions
-from globaltensor.layouts.regions import Region, intersect, volume
+from globaltensor.layouts.regions import Range, Region, intersect
 from globaltensor.layouts.sbp import broadcast
-
-Holders = dict[tuple[int, ...], dict[Region, list[int]]]         # term of a pending sum -> region -> ranks that hold it
-
-
-class SourcedRegion(NamedTuple):
-    """`region` of the global tensor is the reduction of the parts of these ranks, in this order."""
-
-    region: Region
-    sources: tuple[int, ...]
-
-
-class BoxingRoute(NamedTuple):
-    """What every destination rank takes: `pieces[rank]`, reduced by `op` where a piece has several sources."""
-
-    pieces: dict[int, tuple[SourcedRegion, ...]]
-    op: str
-
-
-class StepTraffic(NamedTuple):
-    """Elements that cross between ranks in one step: by the rank that receives most, and sends most."""
-
-    received: int
-    sent: int
-    touched: int                                     # by the rank that reads most, its own part included
 
 
 def reduced_innermost(src: Layout) -> Layout | None:
@@ -62,131 +50,207 @@ def reduced_innermost(src: Layout) -> Layout | None:
     return src.with_sbp(tuple(sbp))
 
 
-def kept_partial(src: Layout, dst: Layout) -> tuple[bool, ...]:
-    """Per axis of src: does a pending sum stay pending?"""
-    same = src.placement == dst.placement
-    return tuple(same and a.is_partial and a == b for a, b in zip(src.sbp, dst.sbp if same else src.sbp))
+GROUP = -1                                           # in a path between two placements: the copies that share
+
+
+class BoxingRoute:
+    """One step for a tensor of one shape: made by `route()`.
+
+    Per dim, `paths` lists the axes of src that split what a source sends, outermost first, those that share last, and
+    `sizes` into how many parts each.
+    """
+
+    def __init__(self, src: Layout, dst: Layout, shape: Shape) -> None:
+        self.src, self.dst, self.shape = src, dst, shape
+        self.roles = does = roles(src, dst, shape)
+        self.op = does.op
+        self.strides, self.dst_strides = _rank_strides(src.placement), _rank_strides(dst.placement)
+        self.num_terms = prod(src.placement.shape[axis] for axis in does.reduced)
+        self.paths = [(*cut, *sharing) for cut, sharing in zip(does.cut, does.sharing)]
+        self.sizes = [tuple(src.placement.shape[axis] for axis in path) for path in self.paths]
+        self.dst_sizes = [tuple(dst.placement.shape[axis] for axis in path) for path in does.cut_by_dst]
+        if not does.same and shape:
+            self._divide_among_copies()
+        self.holding = [axis for path in does.cut for axis in path]
+        decided = {*does.reduced, *(axis for path in self.paths for axis in path)}
+        self.own_axes = [axis for axis in range(src.placement.ndim) if axis not in decided] if does.same else []
+        cutting = {axis for path in does.cut_by_dst for axis in path}
+        self.uncut = [axis for axis in range(dst.placement.ndim) if axis not in cutting]
+        self._pieces: dict[int, tuple[SourcedRegion, ...]] = {}
+
+    @cached_property
+    def terms(self) -> list[int]:
+        """Where, in src's row of ranks, the sources of the terms of a sum are, counted from the first."""
+        return [sum(at) for at in product(*(
+            range(0, self.src.placement.shape[axis] * self.strides[axis], self.strides[axis])
+            for axis in self.roles.reduced))]
+
+    def _divide_among_copies(self) -> None:
+        """Copies that share divide the dim that dst splits most beyond src; of equals, the longest."""
+        shares = prod(self.src.placement.shape[axis] for axis in self.roles.copies) // self.roles.groups
+        if shares > 1:
+            d = max(range(len(self.shape)),
+                    key=lambda d: (prod(self.dst_sizes[d]) / prod(self.sizes[d]), self.shape[d]))
+            self.paths[d], self.sizes[d] = (*self.paths[d], GROUP), (*self.sizes[d], shares)
+
+    def wanted(self, rank: int) -> Region | None:
+        """What a rank of dst takes: its region, or its part of that where ranks share a sum; None where another takes
+        all."""
+        at = self.dst.placement.coords[rank]
+        if any(at[axis] for axis in self.roles.first):
+            return None
+        if isinstance(self.dst, RankRegions):
+            return self.dst.region(self.shape, rank)
+        return tuple(part_at(n, sizes, [at[axis] for axis in path])
+                     for n, sizes, path in zip(self.shape, self.dst_sizes, self.roles.cut_by_dst))
+
+    def pieces(self, rank: int) -> tuple[SourcedRegion, ...]:
+        """What this rank of dst takes; kept, as several of this process ask."""
+        known = self._pieces.get(rank)
+        if known is None:
+            known = self._pieces[rank] = tuple(self._list_pieces(rank))
+        return known
+
+    def _list_pieces(self, rank: int) -> Iterable[SourcedRegion]:
+        own, ranks = self.src.placement.coords.get(rank), self.src.placement.flat
+        mine = self.terms.index(self.own_term(own)) if own is not None else 0
+        for region, base, held in self.cells(rank):
+            sources = [ranks[base + term] for term in self.terms]
+            if held:
+                sources[mine] = rank
+            yield SourcedRegion(region, tuple(sources))
+
+    def own_term(self, at: Sequence[int]) -> int:
+        """Of the terms of a sum, the one at these coordinates of src."""
+        return sum(at[axis] * self.strides[axis] for axis in self.roles.reduced)
+
+    def cells(self, rank: int, fixed: Mapping[int, int] = MappingProxyType({})) -> Iterable[tuple[Region, int, bool]]:
+        """The regions of the pieces of a rank; where, in src's row of ranks, the source of the first term is; and is it
+        a part that the rank itself holds? With `fixed` digits of the paths, those regions only."""
+        at, own, wanted = self.dst.placement.coords[rank], self.src.placement.coords.get(rank), self.wanted(rank)
+        if wanted is None:
+            return
+        does = self.roles
+        fixed = {**{axis: at[axis] for axis in does.loose}, **fixed}
+        dims = []                                    # per dim: a range, where its source is, is it held, and its share
+        for n, within, path, sizes, cut in zip(self.shape, wanted, self.paths, self.sizes, does.cut):
+            weights = [self.strides[axis] if axis != GROUP else 0 for axis in path]
+            own_digits = tuple(own[axis] for axis in cut) if own is not None else None
+            dims.append([(ends, sum(map(mul, digits, weights)), digits[:len(cut)] == own_digits,
+                          digits[-1] if GROUP in path else 0)
+                         for ends, digits in parts_within((0, n), sizes, [fixed.get(axis) for axis in path], within)])
+        rest = sum(at[axis] * self.strides[axis] for axis in self.own_axes)
+        group = 0 if does.same else flat_index(at, does.free, self.dst.placement) % does.groups
+        for cell in product(*dims):
+            base = rest + sum(offset for _, offset, _, _ in cell)
+            if not does.same:
+                base += self._copy_offset(sum(share for *_, share in cell) * does.groups + group)
+            held = own is not None and all(held for _, _, held, _ in cell)
+            yield tuple(ends for ends, *_ in cell), base, held
+
+    def _copy_offset(self, copy: int) -> int:
+        """Where, in src's row of ranks, copy number `copy` is, counted from the first."""
+        offset = 0
+        for axis in reversed(self.roles.copies):
+            copy, i = divmod(copy, self.src.placement.shape[axis])
+            offset += i * self.strides[axis]
+        return offset
+
+    def source_part(self, at: Sequence[int]) -> Region:
+        """What the rank at these coordinates of src sends to whoever wants it: what it holds, or its share of that."""
+        digits = [*at, 0 if self.roles.same else self._copy(at) // self.roles.groups]        # the last one is GROUP
+        return tuple(part_at(n, sizes, [digits[axis] for axis in path])
+                     for n, sizes, path in zip(self.shape, self.sizes, self.paths))
+
+    def _copy(self, at: Sequence[int]) -> int:
+        """Between two placements: the number of the copy at these coordinates of src."""
+        return flat_index(at, self.roles.copies, self.src.placement)
+
+    def takers(self, rank: int) -> list[tuple[int, Region]]:
+        """The other ranks that have this one of src as a source, each with what it takes from it: one region."""
+        at, does = self.src.placement.coords[rank], self.roles
+        by_rank = isinstance(self.dst, RankRegions)
+        if not self.takers_alike(at):
+            return []
+        dims: list[list[tuple[Range, int]]] = []     # per dim: a range, and where the ranks are that want it
+        for d, (n, part) in enumerate(zip(self.shape, self.source_part(at))):
+            path = does.cut_by_dst[d]
+            dims.append([(ends, sum(i * self.dst_strides[axis] for axis, i in zip(path, digits)))
+                         for ends, digits in parts_within((0, n), self.dst_sizes[d], self.taking(at, d), part)])
+        among = [[i * self.dst_strides[axis] for i in self._taking_digits(at, axis)] for axis in self.uncut]
+        takers = []
+        for cell in product(*dims):
+            region, base = tuple(ends for ends, _ in cell), sum(offset for _, offset in cell)
+            for offsets in product(*among):
+                taker = self.dst.placement.flat[base + sum(offsets)]
+                if taker == rank or self._holds_alike(taker, at) or not self._takes_copy(taker, at):
+                    continue
+                taken = intersect(region, self.dst.region(self.shape, taker)) if by_rank and region else region
+                if taken is not None:
+                    takers.append((taker, taken))
+        return takers
+
+    def taking(self, at: Sequence[int], d: int) -> list[int | None]:
+        """The digits of the ranks that take from the source at these coordinates, on the axes that split dim d of dst:
+        its own where axes are matched."""
+        does = self.roles
+        return [at[axis] if does.same and axis in does.copies and axis not in does.sharing[d] else None
+                for axis in does.cut_by_dst[d]]
+
+    def _taking_digits(self, at: Sequence[int], axis: int) -> range:
+        """The same on an axis that does not split dst."""
+        does = self.roles
+        own = does.same and axis not in does.reduced and (axis in does.loose or not self.src.sbp[axis].is_split)
+        digits = range(at[axis], at[axis] + 1) if own else range(self.dst.placement.shape[axis])
+        return range(0 in digits) if axis in does.first else digits
+
+    def takers_alike(self, at: Sequence[int]) -> int:
+        """How many ranks want each element of what the source at these coordinates sends."""
+        alike = prod(len(self._taking_digits(at, axis)) for axis in self.uncut)
+        if self.roles.same:
+            return alike
+        # A tensor without dims cannot be shared: the first of those that share sends it.
+        return alike // self.roles.groups if self.shape or self._copy(at) < self.roles.groups else 0
+
+    def _holds_alike(self, rank: int, at: Sequence[int]) -> bool:
+        """Does this rank hold the same, the same term of a sum, as the source at these coordinates?"""
+        own = self.src.placement.coords.get(rank)
+        return own is not None and all(own[axis] == at[axis] for axis in (*self.holding, *self.roles.reduced))
+
+    def _takes_copy(self, taker: int, at: Sequence[int]) -> bool:
+        """Is the source at these coordinates among the copies from which this rank takes?"""
+        if self.roles.same:
+            return True
+        group = flat_index(self.dst.placement.coords[taker], self.roles.free, self.dst.placement)
+        return (self._copy(at) - group) % self.roles.groups == 0
+
+
+def _rank_strides(of: placement) -> list[int]:
+    """How far apart neighbours along each axis are in the row of ranks."""
+    return [prod(of.shape[axis + 1:]) for axis in range(of.ndim)]
+
+
+def flat_index(at: Sequence[int], axes: Sequence[int], of: placement) -> int:
+    """The coordinates on some axes as one number."""
+    index = 0
+    for axis in axes:
+        index = index * of.shape[axis] + at[axis]
+    return index
 
 
 @lru_cache(20_000)
-def route(src: Layout, dst: Layout, shape: Shape) -> BoxingRoute:
-    """The pieces of one step. All pending axes of src that do not stay pending must share one op."""
-    kept = kept_partial(src, dst)
-    ops = {s.op for s, k in zip(src.sbp, kept) if s.is_partial and not k}
-    assert len(ops) <= 1, f"one step cannot reduce {src.sbp}"
-    holders = _holders(src, shape)
-    sharing = _sharing(src, dst, kept)
-    cover = _overlay if isinstance(src, RankRegions) else _cover
-    pieces: dict[int, tuple[SourcedRegion, ...]] = {}
-    load: dict[int, int] = {}                        # elements that each rank sends so far
-    for rank in dst.placement.flat:
-        # A sum that stays pending is not added up: the rank keeps the term of its own coordinate there.
-        fixed = [src.placement.coords[rank][axis] if keep else None
-                 for axis, (s, keep) in enumerate(zip(src.sbp, kept)) if s.is_partial]
-        terms = [held for at, held in holders.items() if all(f is None or f == i for f, i in zip(fixed, at))]
-        pieces[rank] = tuple(cover(dst.region(shape, rank), rank, terms, holders, sharing.get(rank, []), load))
-    return BoxingRoute(pieces, ops.pop() if ops else "")
+def route(src: Layout, dst: Layout, shape: Shape) -> BoxingRoute | ListedRoute:
+    """One step. All pending axes of src that do not stay pending must share one op."""
+    return (ListedRoute if is_listed(src, dst) else BoxingRoute)(src, dst, shape)
 
 
-def _sharing(src: Layout, dst: Layout, kept: tuple[bool, ...]) -> dict[int, list[list[int]]]:
-    """Per destination rank, the ranks whose sum is the value there, itself among them: each piece goes to one.
-
-    Only where dst has axes that become a pending sum. Copies of the sum (on broadcast axes) must be divided alike, so
-    the lists are sets of ranks that take the same pieces. (Maxima of equal values need no such care.)
-    """
-    same = src.placement == dst.placement
-    loose = [axis for axis, s in enumerate(dst.sbp) if s.is_partial and s.op == "sum" and not (same and kept[axis])]
-    if not loose:
-        return {}
-    groups: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
-    # Ranks of one group hold terms of the same elements: those that differ only where dst is pending or broadcast.
-    for rank, at in dst.placement.coords.items():
-        group = tuple(0 if axis in loose or s.is_broadcast or s.op in ("max", "min") else i
-                      for axis, (i, s) in enumerate(zip(at, dst.sbp)))
-        groups.setdefault(group, {}).setdefault(tuple(at[axis] for axis in loose), []).append(rank)
-    return {rank: list(sets.values()) for sets in groups.values() for ranks in sets.values() for rank in ranks}
+def is_listed(src: Layout, dst: Layout) -> bool:
+    """Must the holders of each piece be searched for?"""
+    return isinstance(src, RankRegions) or (
+        src.placement != dst.placement and bool(summed_axes(src, dst)) and not disjoint(src.placement, dst.placement))
 
 
-def _holders(src: Layout, shape: Shape) -> Holders:
-    """The coordinates on the pending axes name a term of the sum."""
-    holders: Holders = {}
-    for rank in src.placement.flat:
-        at = tuple(i for i, s in zip(src.placement.coords[rank], src.sbp) if s.is_partial)
-        holders.setdefault(at, {}).setdefault(src.region(shape, rank), []).append(rank)
-    return holders
-
-
-def _cover(wanted: Region, rank: int, terms: list[dict[Region, list[int]]], holders: Holders, sharing: list[list[int]],
-           load: dict[int, int]) -> list[SourcedRegion]:
-    """`wanted` divided along the regions that src holds, each piece with one source per term of the reduction.
-
-    Of ranks that share a pending sum, one that holds a piece takes it: B -> P leaves the value with the first rank
-    of the axis, S -> P leaves each rank what it has.
-    """
-    pieces = []
-    for i, region in enumerate(terms[0]):
-        part = intersect(region, wanted) if region else wanted       # a 0-dim tensor has the empty region ()
-        if part is None:
-            continue
-        if sharing and rank not in _takers(sharing, {r for held in holders.values() for r in held[region]}, i):
-            continue
-        pieces.append(SourcedRegion(part, tuple(_pick(held[region], rank, volume(part), load) for held in terms)))
-    return pieces
-
-
-def _overlay(wanted: Region, rank: int, terms: list[dict[Region, list[int]]], holders: Holders,
-             sharing: list[list[int]], load: dict[int, int]) -> list[SourcedRegion]:
-    """The same where the terms are not divided alike: `wanted` divided along the regions of all of them."""
-    parts_of = [[(part, ranks) for region, ranks in held.items() if (part := intersect(region, wanted)) is not None]
-                for held in terms]
-    edges = [sorted({at for parts in parts_of for part, _ in parts for at in part[d]}) for d in range(len(wanted))]
-    pieces = []
-    for i, cell in enumerate(product(*map(pairwise, edges))):
-        holding = [[r for part, ranks in parts if intersect(part, cell) is not None for r in ranks]
-                   for parts in parts_of]
-        if sharing and rank not in _takers(sharing, {r for ranks in holding for r in ranks}, i):
-            continue
-        sources = tuple(_pick(ranks, rank, volume(cell), load) for ranks in holding if ranks)
-        if sources:
-            pieces.append(SourcedRegion(cell, sources))
-    return pieces
-
-
-def _takers(sharing: list[list[int]], holding: set[int], turn: int) -> list[int]:
-    """The set of ranks of which most hold the piece; where that is a tie, they take turns."""
-    near = [sum(r in holding for r in ranks) for ranks in sharing]
-    best = [ranks for ranks, n in zip(sharing, near) if n == max(near)]
-    return best[turn % len(best)]
-
-
-def _pick(ranks: list[int], rank: int, size: int, load: dict[int, int]) -> int:
-    """The rank itself if it holds the part, else the one that has sent least."""
-    if rank in ranks:
-        return rank
-    sender = min(ranks, key=lambda r: load.get(r, 0))
-    load[sender] = load.get(sender, 0) + size
-    return sender
-
-
-@lru_cache(100_000)
-def traffic(src: Layout, dst: Layout, shape: Shape) -> StepTraffic:
-    """What this step moves for a tensor of `shape`."""
-    sent: dict[int, int] = {}
-    most = touched = 0
-    for rank, pieces in route(src, dst, shape).pieces.items():
-        crossed = read = 0
-        for region, sources in pieces:
-            size = volume(region)
-            for source in sources:
-                read += size
-                if source != rank:
-                    crossed += size
-                    sent[source] = sent.get(source, 0) + size
-        most, touched = max(most, crossed), max(touched, read)
-    return StepTraffic(most, max(sent.values(), default=0), touched)
-
-
-def elements_received(src: Layout, dst: Layout, shape: Shape) -> dict[int, int]:
-    """Elements that each destination rank receives from others in this step."""
-    return {rank: sum(volume(region) for region, sources in pieces for source in sources if source != rank)
-            for rank, pieces in route(src, dst, shape).pieces.items()}
+@lru_cache(1_000)
+def disjoint(a: placement, b: placement) -> bool:
+    """Have two placements no rank in common?"""
+    return a.coords.keys().isdisjoint(b.coords)

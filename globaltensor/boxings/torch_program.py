@@ -64,7 +64,8 @@ def compile_step(src: Layout, dst: Layout, shape: Shape) -> TorchProgram:
         return SourcePart(source, None if held == region else slices(region, held), volume(region),
                           None if source in mine else source)
 
-    for rank, pieces in step.pieces.items():
+    for rank in dst.placement.flat:
+        pieces = step.pieces(rank)
         if rank not in mine:
             for region, sources in pieces:
                 for source in sources:

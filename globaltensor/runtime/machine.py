@@ -5,8 +5,10 @@ A `Machine` is a handful of rates. They need not be exact, only in proportion: a
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from globaltensor.layouts.placement import placement
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,25 @@ class Machine:
     host_bandwidth: float = 1e9
     hosts: tuple[int, ...] = ()
 
-    def link(self, ranks: Sequence[int]) -> tuple[float, float]:
-        """Latency and bandwidth of an exchange among `ranks`: the slowest link between them counts."""
-        if self.hosts and len({self.hosts[r] for r in ranks}) > 1:
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept, as `hosts` has an entry per rank and every price is looked up by machine."""
+        return hash((self.latency, self.bandwidth, self.memory, self.work, self.host_latency, self.host_bandwidth,
+                     self.hosts))
+
+    def link(self, *where: placement) -> tuple[float, float]:
+        """Latency and bandwidth of an exchange among the ranks of placements: the slowest link between them counts."""
+        if self.hosts and _spans_hosts(self, where):
             return self.host_latency, self.host_bandwidth
         return self.latency, self.bandwidth
+
+
+@lru_cache(1_000)
+def _spans_hosts(machine: Machine, where: tuple[placement, ...]) -> bool:
+    return len({machine.hosts[rank] for of in where for rank in of.flat}) > 1
 
 
 one_process = Machine(latency=1e-5, bandwidth=1e10)      # ranks that share a process copy through memory

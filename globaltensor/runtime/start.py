@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -78,7 +79,7 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
     nccl = "nccl" in (backends := dist.get_backend_config())     # such as "cpu:gloo,cuda:nccl"
     base = machine or (machines.nccl if nccl else machines.gloo)
     if hosts and not base.hosts:
-        base = Machine(**{**base.__dict__, "hosts": hosts})
+        base = replace(base, hosts=hosts)
     # what ranks agree on is small and lies on the CPU, from where NCCL does not send
     control = None if "cpu:" in backends else dist.new_group(backend="gloo", timeout=timeout)
     return World(size, (dist.get_rank(),), base, f"torch.distributed ({'nccl' if nccl else 'gloo'})", control, not nccl)
@@ -111,7 +112,7 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     new.host_peers = frozenset(here)
     new.transport = f"shared memory, then {new.transport}" if len(here) < new.size else "shared memory"
     if machine is None and "nccl" not in new.transport:
-        new.machine = Machine(**{**machines.shared_memory.__dict__, "hosts": new.machine.hosts})
+        new.machine = replace(machines.shared_memory, hosts=new.machine.hosts)
     torch_ext.install_allocator()
     atexit.register(torch_ext.close_transport)
     _leave_on_errors()
