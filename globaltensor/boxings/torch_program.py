@@ -18,7 +18,7 @@ from globaltensor.boxings.route import route
 from globaltensor.layouts.layout import Layout, Shape, Shards
 from globaltensor.layouts.regions import Region, slices, volume
 from globaltensor.runtime.dtypes import accumulation_dtype
-from globaltensor.runtime.world import world
+from globaltensor.runtime.world import local_ranks_of, world
 
 Index = tuple[slice, ...]
 
@@ -64,17 +64,14 @@ def compile_step(src: Layout, dst: Layout, shape: Shape) -> TorchProgram:
         return SourcePart(source, None if held == region else slices(region, held), volume(region),
                           None if source in mine else source)
 
-    for rank in dst.placement.flat:
-        pieces = step.pieces(rank)
-        if rank not in mine:
-            for region, sources in pieces:
-                for source in sources:
-                    if source in mine:
-                        outgoing.setdefault(rank, []).append(part(source, region))
-            continue
+    if not world().single_process:
+        for source in local_ranks_of(src.placement):
+            for rank, region in step.takers(source):
+                outgoing.setdefault(rank, []).append(part(source, region))
+    for rank in local_ranks_of(dst.placement):
         held = dst.region(shape, rank)
         covered, filled = 0, []
-        for region, sources in pieces:
+        for region, sources in step.pieces(rank):
             covered += volume(region)
             parts = tuple(part(source, region) for source in sources)
             at = None if region == held else slices(region, held)
