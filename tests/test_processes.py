@@ -186,6 +186,25 @@ def test_ranks_that_all_raise_show_one_traceback():
     assert "globaltensor: ranks 0, 1 failed: PlacementError: rank 9 is outside the world of 2 ranks" in err
 
 
+def test_a_rank_that_ends_early_is_named():
+    code, _, err, _ = failing("is early")
+    assert code == 1 and "globaltensor: rank 1 ended without an error, while others waited\n" in err, err
+
+
+def test_a_segmentation_fault_shows_the_line_of_the_program():
+    code, _, err, _ = failing("faults")
+    assert code == 128 + signal.SIGSEGV and "Segmentation fault" in err and "fails.py\", line" in err, err
+
+
+def test_ranks_that_are_ended_may_save(tmp_path):
+    job = Started([*RUN, "-n", 2, FAILS, "saves", tmp_path])
+    for _ in range(2):
+        assert "is process" in job.process.stdout.readline()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end(60)[0] == 128 + signal.SIGTERM
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["saved 0", "saved 1"]
+
+
 @pytest.mark.check
 def test_exit_codes_are_kept():
     started = [Started([*RUN, "-n", 2, FAILS, how]) for how in ("exits", "exits with a word")]

@@ -35,9 +35,12 @@ from globaltensor.runtime.secret import draw_secret
 
 def options(of: argparse.ArgumentParser) -> None:
     """The command line of `globaltensor run`."""
-    of.usage = "globaltensor run [-n N] [--nnodes N --rdzv-endpoint HOST:PORT] [-m] program [argument ...]"
+    of.usage = ("globaltensor run [-n N] [--nnodes N --rdzv-endpoint HOST:PORT] [--grace SECONDS] [-m] program "
+                "[argument ...]")
     of.add_argument("-n", "--nproc-per-node", dest="ranks", type=_positive, metavar="N",
                     help="ranks on this host (default: the GPUs there are, else 2)")
+    of.add_argument("--grace", type=_positive, default=30, metavar="SECONDS", help="from SIGTERM or Ctrl-C to SIGKILL, "
+                    "for ranks that save what they have (default 30)")
     of.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
     hosts = of.add_argument_group("several hosts", "the same command on each host")
     hosts.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="hosts that take part (default 1)")
@@ -61,6 +64,7 @@ def command(chosen: argparse.Namespace) -> int:
     _check_command(chosen)
     ranks = chosen.ranks or torch.cuda.device_count() or 2
     _environment(ranks, chosen.nnodes)
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(chosen.grace)
     with tempfile.TemporaryDirectory(prefix="globaltensor-") as folder:
         os.environ[worker.FOLDER] = folder
         program = ["-m", chosen.program] if chosen.module else [chosen.program]
@@ -89,7 +93,6 @@ def _environment(ranks: int, hosts: int) -> None:
         draw_secret()
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")     # seconds from Ctrl-C to SIGKILL
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")            # no warnings about names of sockets
 
 
@@ -134,6 +137,10 @@ def _report(failures: Mapping[int, Any], folder: str) -> int:
     fates: dict[tuple[int, str], list[int]] = {}
     for rank, failure in sorted(failures.items()):
         fates.setdefault(_fate(failure.exitcode, notes.get(rank)), []).append(rank)
+    if min(fates)[0] == _LOST_TOUCH:                 # of whom? Of a rank that did not fail, but ended before the others
+        ended = sorted(rank for rank, note in notes.items() if note["code"] == 0)
+        if ended:
+            print(f"globaltensor: {rank_names(ended)} ended without an error, while others waited", file=sys.stderr)
     for (_, fate), ranks in sorted(fates.items()):
         if len(ranks) > 1:
             fate = re.sub("^was", "were", fate)
@@ -143,10 +150,13 @@ def _report(failures: Mapping[int, Any], folder: str) -> int:
     return code if code > 0 else 128 - code
 
 
+_LOST_TOUCH = 2
+
+
 def _fate(code: int, note: dict[str, Any] | None) -> tuple[int, str]:
     """What happened to a rank, after a number that puts causes before what follows from them."""
     if note is not None and note["error"].startswith("TransportError"):
-        return 2, "then lost touch with others (TransportError)"
+        return _LOST_TOUCH, "then lost touch with others (TransportError)"
     if note is not None:
         return 0, f"failed: {note['error']}"
     if code > 0:

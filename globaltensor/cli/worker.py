@@ -7,6 +7,7 @@ the program must be the first to import torch, so that the environment variables
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import io
 import json
 import os
@@ -23,6 +24,7 @@ FOLDER = "GLOBALTENSOR_RUN_FOLDER"                   # names a folder that the l
 def main(argv: list[str]) -> None:
     """Run `program arguments...` or `-m module arguments...`."""
     _die_with_launcher()
+    faulthandler.enable()                            # a segmentation fault shows the line of the program
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):     # whole lines: ranks' lines do not mix
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -35,10 +37,10 @@ def main(argv: list[str]) -> None:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(argv[0], run_name="__main__")
+        _note("", 0)
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
-            if ended.code:
-                _note(f"exit code {ended.code}", ended.code)
+            _note(f"exit code {ended.code}" if ended.code else "", ended.code or 0)
             raise
         _tell(str(ended.code), f"{ended.code}\n")    # sys.exit("why")
         raise SystemExit(1) from None
@@ -71,6 +73,7 @@ def _tell(line: str, text: str) -> None:
 
 
 def _note(line: str, code: int = 1) -> None:
+    """How this rank ended: the launcher knows the exit code only, and of a rank that ended well not even when."""
     note = Path(os.environ[FOLDER], f"{os.environ['RANK']}.json")
     note.with_suffix(".new").write_text(json.dumps({"error": line, "code": code}))
     note.with_suffix(".new").rename(note)            # a rank may be ended at any moment; half a note is none

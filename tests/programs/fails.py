@@ -52,6 +52,19 @@ if how == "asks no thread":                          # of torch's; one such may 
     time.sleep(0.1)
     after = [(task / "status").read_text().partition("voluntary_ctxt_switches")[2] for task in threads]
     assert before and before == after
+if how == "is early" and odd:                        # ends well, but the others need it
+    sys.exit()
+if how == "faults" and odd:
+    os.kill(os.getpid(), signal.SIGSEGV)
+if how == "saves":                                   # when it is ended, for 7 seconds
+    def save(*_):
+        time.sleep(7)
+        Path(sys.argv[2], f"saved {gt.rank()}").touch()
+        sys.exit(1)
+
+    signal.signal(signal.SIGTERM, save)
+    print(f"rank {gt.rank()} is process {os.getpid()}", flush=True)
+    time.sleep(600)
 if how == "parts ways":                              # ranks that do different things
     if gt.rank() == 0:
         print(x.sum().item())
