@@ -35,7 +35,7 @@ MISTAKES = {                                         # name -> file, text, text 
                                     f"{LINE}[convolution]"),
     "a pending term beside a whole one": (LANGUAGE, "if len(kinds) > 1:", "if len(kinds) > 2:",
                                            "tests/test_numbers.py"),
-    "a pending sum enters nonlinearly": (LANGUAGE, "if linear and cuts[q] is None", "if cuts[q] is None",
+    "a pending sum enters nonlinearly": ("rules/parse.py", "tuple((q, False) for", "tuple((q, True) for",
                                          f"{LINE}[relu]"),
     "a maximum of parts is a sum": (LANGUAGE, "else LEAVES[of.leaves] if summed", "else partial_sum if summed",
                                     f"{LINE}[amax]"),
