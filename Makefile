@@ -13,10 +13,10 @@ ifneq ($(TORCH),$(INSTALLED))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help train check test test-all bench clean
+.PHONY: help train check test test-all test-peers bench clean
 
 help:  ## list these commands (the default)
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "Options: ARGS='...' is passed on; TORCH=torch==2.11.0 and PYTHON=python3.12 choose what .venv is made of."
 
 train: $(STAMP)  ## train a small GPT
@@ -41,6 +41,9 @@ test-all: $(STAMP)  ## run all the tests, a file at a time; go on where the last
 .tests/%.passed: tests/%.py $(SOURCES)
 	$(PYTEST) $< $(ARGS) || test $$? = 5
 	@mkdir -p .tests && touch $@
+
+test-peers: $(STAMP)  ## run OneFlow's own tests of global tensors: PEERS=FOLDER is a clone of it
+	OMP_NUM_THREADS=1 .venv/bin/python tests/peers/run.py $(PEERS)
 
 bench: $(STAMP)  ## run the benchmarks
 	.venv/bin/globaltensor bench $(ARGS)

@@ -286,7 +286,8 @@ def run_module(name: str, info: Any, _: Any) -> dict[str, Any]:
             made = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs)
             made.train(training)
             is_lazy = any(map(torch.nn.parameter.is_lazy, made.parameters()))     # what it draws, it draws from torch
-            inputs = (sample.forward_input.args, sample.forward_input.kwargs)
+            inputs = tree_map(lambda t: t.detach().requires_grad_(t.requires_grad) if is_tensor(t) else t,
+                              (sample.forward_input.args, sample.forward_input.kwargs))
             expected, other = (outcome(trained, ((deepcopy(made), deepcopy(inputs), seed), {})) for seed in (1, 2))
             for which, (of_parameters, of_inputs) in MODULES.items():
                 def ours() -> None:
