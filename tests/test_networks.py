@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -168,3 +169,30 @@ def test_torchs_own_encoder_layer():
         plain.train(mode), model.train(mode)
         with torch.set_grad_enabled(mode):
             torch.testing.assert_close(model(gt.from_full(x, TWO, S(0))).full_tensor(), plain(x))
+
+
+@pytest.mark.parametrize("channels_last", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_group_norm_between_convolutions_that_lie_differently(n, channels_last):
+    """Its kernel takes operand and gradient for alike in memory; a convolution gives what its operand was."""
+    torch.manual_seed(SEED)
+    print("seed", SEED)
+    x0, c0, w0, k = (torch.randn(*shape).double() for shape in ((n, 8, 4, 4), (8, 8, 3, 3), (8,), (n, 8, 4, 4)))
+
+    def step(x, c, w, k):
+        first, last = (torch.channels_last if one else torch.contiguous_format for one in channels_last)
+        y = F.conv2d(x.contiguous(memory_format=first), c, padding=1)
+        z = F.conv2d(F.group_norm(y, 4, w, w), c, padding=1).contiguous(memory_format=last)
+        (z * k).sum().backward()
+        return y.stride()
+
+    plain = [t.clone().requires_grad_() for t in (x0, c0, w0)]
+    stride = step(*plain, k)
+    for layouts in itertools.product((S(0), S(1), B), (S(0), B), (S(0), B), (S(1), B)):
+        for _ in range(2):                           # the second call is native
+            *leaves, at = (gt.from_full(t, TWO, sbp) for t, sbp in zip((x0, c0, w0, k), layouts))
+            leaves = [t.requires_grad_() for t in leaves]
+            got = step(*leaves, at)
+            assert got == stride or n == 1 or layouts[0] != B or layouts[1] != B, layouts
+            for t, want in zip(leaves, plain):
+                torch.testing.assert_close(t.grad.full_tensor(), want.grad)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from globaltensor.errors import OutOfRangeError
-from globaltensor.layouts.layout import Shape
+from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.regions import Range, Region
 from globaltensor.runtime.torch_internals import OpOverload, assert_async
 
@@ -30,6 +30,8 @@ class LocalRecipe(Protocol):
     def func(self) -> OpOverload: ...
     @property
     def ranks(self) -> Sequence[int]: ...
+    @property
+    def wants(self) -> Sequence[Layout | None]: ...
     @property
     def shapes(self) -> Sequence[Shape]: ...
     @property
@@ -70,9 +72,11 @@ def extremum(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, 
 
 
 def contiguous_group_norm(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Of one sample, whose strides torch's check and its kernel read in different ways (channels last, or not)."""
+    """Of one sample, whose strides torch's check and its kernel read in different ways (channels last, or not). And of
+    a gradient and an operand that lie differently, because one of them was boxed: the kernel takes them for alike."""
     n = 1 if recipe.func is aten.native_group_norm.default else 2
-    return recipe.func(*[t.contiguous() for t in args[:n]], *args[n:], **kwargs)
+    alike = args[0].shape[0] > 1 and args[0].stride() == args[n - 1].stride()
+    return recipe.func(*(args[:n] if alike else [t.contiguous() for t in args[:n]]), *args[n:], **kwargs)
 
 
 def lowest_value(dtype: torch.dtype) -> float | int:
@@ -285,7 +289,7 @@ def is_idle(recipe: LocalRecipe, args: Sequence[Any]) -> bool:
         indexed = [(dim, operand)]
     elif impl is contiguous_group_norm:
         samples = [recipe.regions[0][rank][0] for rank in recipe.ranks]
-        return all(stop - start > 1 for start, stop in samples)
+        return all(stop - start > 1 for start, stop in samples) and not any(recipe.wants)
     else:
         return impl is extremum and all(stop > start for rank in recipe.ranks
                                         for start, stop in recipe.regions[0][rank])

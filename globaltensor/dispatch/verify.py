@@ -2,6 +2,10 @@
 
 Native code reads shards by their specs. So a rule that does not fit its kernel, or an operand that is repeated where
 the rule does not know it, would read memory that is not its own; here it becomes an error that names op and rank.
+
+Strides are what the kernels returned: torch's shape functions tell those of some ops wrongly, as of a convolution of
+channels-last images. Ops above dispatch go by a spec's strides (the gradient of group norm: is this contiguous, or
+does its kernel need a copy?), so they must be the shards'.
 """
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import torch
 
 from globaltensor.dispatch.recipe import Recipe, output_spec
 from globaltensor.errors import RuleError
-from globaltensor.layouts.layout import Spec
+from globaltensor.layouts.layout import Spec, spec
 
 
 def verify(recipe: Recipe, results: Mapping[int, Any]) -> None:
@@ -32,6 +36,8 @@ def verify(recipe: Recipe, results: Mapping[int, Any]) -> None:
                 continue
             returned = _shape_and_dtype(tensor)
             if returned == (tuple(own.local_shape(rank)), own.dtype):
+                if not (recipe.boxes_view or recipe.written or _is_view(recipe)):
+                    outputs[k] = _strided_as(outputs[k] or own, tensor)
                 continue
             if own.layout is not recipe.home or recipe.boxes_view:
                 name = f"result {k}" if len(outputs) > 1 else "a result"
@@ -40,6 +46,26 @@ def verify(recipe: Recipe, results: Mapping[int, Any]) -> None:
     recipe.outputs = outputs
     if recipe.single is not None:
         recipe.single = outputs[0]
+
+
+def _is_view(recipe: Recipe) -> bool:
+    return any(returned.alias_info is not None for returned in recipe.func._schema.returns)
+
+
+def _strided_as(own: Spec, part: torch.Tensor) -> Spec:
+    """The spec with its dims in the order in memory that a rank's part has, if the part tells: if it is dense, and has
+    a size of 1 only where the whole has."""
+    dims = [d for d, n in enumerate(own.shape) if n > 1]
+    steps: tuple[int, ...] = part.stride()
+    in_memory = sorted(dims, key=lambda d: -steps[d])
+    if in_memory == sorted(dims, key=lambda d: -own.stride[d]) or any(part.shape[d] < 2 for d in dims):
+        return own
+    if not part.permute([*in_memory, *(d for d in range(part.dim()) if d not in dims)]).is_contiguous():
+        return own
+    strides, step = dict.fromkeys(range(part.dim()), 1), 1
+    for d in reversed(in_memory):
+        strides[d], step = step, step * own.shape[d]
+    return spec(own.layout, own.shape, tuple(strides.values()), own.dtype)
 
 
 def _shape_and_dtype(tensor: Any) -> tuple[Any, Any]:
