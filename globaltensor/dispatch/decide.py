@@ -53,6 +53,8 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
     where = _one_placement(cls, call)
     if call.get("device") is not None and torch.device(call["device"]).type == "meta" != where.type:
         return _without_memory
+    if func is torch.ops.aten.empty_like.default and call["device"] is not None and where.type == "meta":
+        return _allocate
     if line is not None and decomposition is not None and line.applies(call):
         return decomposition
     return _decide_by_rule(cls, call, line, where, len(args))
@@ -195,6 +197,17 @@ def _without_memory(call: Call, run: Run) -> Any:
             moved.append(t.to("meta"))
     args, kwargs = call.arguments_with(moved)
     return run(call.func, *args, **kwargs)
+
+
+def _allocate(call: Call, run: Run) -> Any:
+    """Memory for a tensor on the meta device, as `module.to_empty(device=...)` asks for it: on the same ranks, in the
+    same layout, each rank its own part."""
+    own = call.tensors[0].spec
+    where = placement(torch.device(call["device"]).type, own.placement.ranks, own.placement.axis_names)
+    dtype = call["dtype"] or own.dtype
+    shards = {r: torch.empty(own.local_shape(r), dtype=dtype, device=world().device(where.type, r))
+              for r in local_ranks_of(where)}
+    return run.wrap(spec(layout(where, own.sbp), own.shape, None, dtype), shards)
 
 
 def _check_device(call: Call, where: placement) -> None:

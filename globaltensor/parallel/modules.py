@@ -17,6 +17,7 @@ from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, SbpLike, broadcast, split
 from globaltensor.parallel.parameter_swap import check_convertible, convert, rnn_weights_found_again
 from globaltensor.tensors.convert import from_full
+from globaltensor.tensors.factories import empty
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tracebacks import api_boundary
 
@@ -51,9 +52,12 @@ def to_global(module: M, placement: Placement, sbp: SbpLike | Callable[[str, Any
 
 
 def _place(placement: Placement, sbp: Any, tensor: torch.Tensor) -> GlobalTensor:
-    """A tensor that every process holds whole, or a global one, in this layout."""
+    """A tensor that every process holds whole, or a global one, in this layout; one on the meta device stays there."""
     if isinstance(tensor, GlobalTensor):
         return tensor.to_global(placement, sbp)
+    if tensor.is_meta:
+        return empty(tensor.shape, placement=Placement("meta", placement.ranks, placement.axis_names), sbp=sbp,
+                     dtype=tensor.dtype)
     return from_full(tensor, placement, sbp)
 
 
