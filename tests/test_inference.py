@@ -174,3 +174,22 @@ def test_gradients_that_are_zero_by_torchs_lazy_zeros(name, ranks, sbp):
 
     for _ in range(2):
         compare(twice(spread(plain, ranks, sbp)), twice(plain))
+
+
+@pytest.mark.parametrize("ranks, sbp", LAYOUTS, ids=str)
+def test_views_that_torch_itself_ties_to_their_base(ranks, sbp):
+    """`chunk` and `narrow` are made of other views, and tied by torch all the same."""
+    plain = torch.arange(24.0).reshape(6, 4)
+    x = spread(plain, ranks, sbp) * 1
+    with torch.inference_mode():
+        for view in (lambda t: t.chunk(2)[1], lambda t: t.narrow(0, 1, 3), lambda t: t.diff(dim=0)):
+            compare(view(x), view(plain))
+
+
+@pytest.mark.parametrize("ranks, sbp", LAYOUTS, ids=str)
+def test_data_of_what_inference_mode_made(ranks, sbp):
+    with torch.inference_mode():
+        plain = torch.arange(24.0).reshape(6, 4)
+        x = spread(plain, ranks, sbp) * 1
+    compare(x.data.add_(1), plain.data.add_(1))
+    compare(x, plain)

@@ -85,6 +85,17 @@ case("glu", lambda x: (F.glu(x, 1), F.glu(x, 0)), (4, 6))
 case("bucketize", lambda x: torch.bucketize(x, torch.tensor([-1.0, 0, 1], dtype=torch.float64)), (5, 3), grad=False)
 case("bits", lambda x, y: (x & y, x | y, x ^ y, ~x, x & 3), ints(8, 5, 3), ints(8, 3, seed=1))
 
+case("0-dim indices and sources", lambda x, y: (
+    x.scatter_add(0, torch.tensor(1), y), x.scatter(0, torch.tensor([1]), y), x.gather(0, torch.tensor(2)),
+    x.index_put((torch.tensor(1),), y, accumulate=True), x.index_select(0, torch.tensor(1))), (5,), ())
+case("rows by a 0-dim index", lambda x: x.index_select(0, torch.tensor(1)), (4, 3))
+case("means of integers", lambda x: (F.avg_pool1d(x, 2), F.avg_pool2d(x, 2)), ints(9, 3, 5, 6), grad=False)
+case("mask: index_put", lambda m: m.index_put((torch.tensor([1, 0]),), torch.tensor(True), accumulate=True),
+     ints(2, 5).bool(), grad=False)
+case("mask: logsumexp", lambda m: m.logsumexp(0), ints(2, 5, 3).bool(), grad=False)
+case("group_norm of one channel, and of none", lambda x, y: (F.group_norm(x, 1), F.group_norm(y, 1)),
+     (4, 1, 3), (2, 0, 3), grad=False)
+
 # ---------------------------------------------------------------------------------------------------- contractions
 case("mm", torch.mm, (4, 5), (5, 6), draws=3)
 case("mm uneven", torch.mm, (3, 1), (1, 5))

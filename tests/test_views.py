@@ -162,12 +162,28 @@ def test_arrays_are_read_only():
     assert torch.equal(x.full_tensor(), views.plain_x())
 
 
-def test_as_strided_of_what_has_other_memory():
-    x = gt.from_full(views.plain_x(), THREE, S(0))
-    assert torch.equal(x.as_strided((3,), (5,), 1).full_tensor(), views.plain_x().as_strided((3,), (5,), 1))
-    for view in (x.t(), x[1:], x[2:4].t()):
-        with pytest.raises(PlacementError, match="strides speak of memory"):
-            view.as_strided((2,), (3,), 1).sum()
+@pytest.mark.parametrize("sbp", [S(0), S(1), B], ids=str)
+def test_as_strided_of_views(sbp):
+    """Of the memory at the end of the chain; also written to. Of a view, no offset in its memory."""
+    for view in (lambda x: x, lambda x: x.t(), lambda x: x[1:], lambda x: x[2:4].t(), lambda x: x[1:5].t()[1:]):
+        plain, x = plain_pair = views.plain_x(), gt.from_full(views.plain_x(), THREE, sbp)
+        for t in plain_pair:
+            view(t).as_strided((2, 2), (2, 5)).mul_(-1)
+        torch.testing.assert_close(x.full_tensor(), plain)
+    assert torch.equal(x.as_strided((3,), (5,), 1).full_tensor(), plain.as_strided((3,), (5,), 1))
+    if sbp != B:
+        for beyond in (lambda: x[1:].as_strided((2,), (3,), 1), lambda: x[:2].as_strided((30,), (3,))):
+            with pytest.raises((PlacementError, RuntimeError), match="strides speak of memory|out of bounds"):
+                beyond().sum()
+
+
+@pytest.mark.parametrize("change", [lambda x: x[:, 0:2].fill_diagonal_(-1), lambda x: x[1:5].fill_diagonal_(-1),
+                                    lambda x: x.fill_diagonal_(-1, True)])
+def test_diagonals_of_views(change):
+    for sbp in (S(0), S(1), B):
+        plain, x = views.plain_x(), gt.from_full(views.plain_x(), THREE, sbp)
+        change(plain), change(x)
+        torch.testing.assert_close(x.full_tensor(), plain)
 
 
 def test_errors():

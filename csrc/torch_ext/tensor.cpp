@@ -158,13 +158,11 @@ GlobalImpl::GlobalImpl(const Spec* spec, Shards held)
 }
 
 GlobalImpl::Pointer GlobalImpl::shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const {
-  std::optional<c10::InferenceMode> as_this;         // the copy is a tensor of inference mode where this one is
-  const bool inference = !key_set().has_any(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-  if (inference != c10::InferenceMode::is_enabled()) as_this.emplace(inference);
   at::Tensor copy = wrap(spec, shards_);
   auto* impl = global(copy);
+  impl->key_set_ = key_set_;                         // the copy is a tensor of inference mode where this one is
   impl->view = view;
-  impl->set_version_counter(version);
+  if (!impl->is_inference()) impl->set_version_counter(version);
   impl->set_allow_tensor_metadata_change(allow);
   return copy.getIntrusivePtr();
 }

@@ -147,6 +147,8 @@ def whole_extremum(call: Call, run: Run) -> Any:
 def logsumexp(call: Call, run: Run) -> Any:
     """log(sum(exp(x - m))) + m, with m the maximum, or 0 where that is infinite."""
     x, dims, keep = call.tensors[0], dims_of(call, call.tensors[0].dim()), bool(call["keepdim"])
+    if x.dtype == torch.bool:                        # which has no differences
+        x = run(aten._to_copy.default, x, dtype=torch.get_default_dtype())
     highest = _finite(run, run(aten.amax.default, x, dims, True))
     total = run(aten.sum.dim_IntList, run(aten.exp.default, run(aten.sub.Tensor, x, highest)), dims, keep)
     shift = highest if keep else run(aten.squeeze.dims, highest, dims)
@@ -191,8 +193,10 @@ def safe_softmax(call: Call, run: Run) -> Any:
 
 
 def _softmax_operand(call: Call, run: Run) -> tuple[GlobalLike, torch.dtype]:
-    """The operand in the dtype that kernels compute in, and the dtype of the result."""
+    """The operand, contiguous as the result will be and in the dtype that kernels compute in; the result's dtype."""
     x = call.tensors[0]
+    if not x.is_contiguous():
+        x = run(aten.clone.default, x, memory_format=torch.contiguous_format)
     wide = cast(run, x, accumulation_dtype(x.dtype))
     return wide, wide.dtype if call["half_to_float"] else x.dtype
 

@@ -167,7 +167,7 @@ def own_index_select(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: di
     if own is None:
         return recipe.func(*args)
     check_range(index, recipe.shapes[0][dim], "index")
-    return _look_up(x, dim % x.dim(), index, own, recipe.shapes[0][dim])
+    return _look_up(x, dim % x.dim(), index.reshape(-1), own, recipe.shapes[0][dim])
 
 
 def own_index(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -188,7 +188,12 @@ def _look_up(x: Tensor, dim: int, index: Tensor, own: Range, n: int) -> Tensor:
         return x.new_zeros(*x.shape[:dim], *index.shape, *x.shape[dim + 1:])
     inside, at = _within(index, own, n)
     rows = x[(slice(None),) * dim + (at,)]
-    return rows.masked_fill_(~inside.view(*inside.shape, *[1] * (x.dim() - dim - 1)), 0)
+    return rows.masked_fill_(~_with_dims(inside, x.dim() - dim - 1), 0)
+
+
+def _with_dims(mask: Tensor, n: int) -> Tensor:
+    """With n more dims of size 1."""
+    return mask[(..., *[None] * n)]
 
 
 def own_scatter(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -234,8 +239,9 @@ def own_index_put(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[
     if own[0] == own[1]:
         return _written(recipe, x, x.clone())
     inside, at = _within(index, own, n)
-    inside = inside.view(*inside.shape, *[1] * (x.dim() - dim - 1))
-    return recipe.func(x, [*indices[:dim], at, *indices[dim + 1:]], torch.where(inside, values, 0), True)
+    inside = _with_dims(inside, x.dim() - dim - 1)
+    own_values = torch.where(inside, values, values.new_zeros(()))
+    return recipe.func(x, [*indices[:dim], at, *indices[dim + 1:]], own_values, True)
 
 
 def _written(recipe: LocalRecipe, x: Tensor, value: Tensor) -> Tensor:

@@ -140,9 +140,18 @@ def remake(func: OpOverload, values: Sequence[Any]) -> list[Shards]:
     cls, names = type(values[0]), arguments(func)
     args = tuple(value for a, value in zip(names, values) if not a.keyword)
     kwargs = {a.name: value for a, value in zip(names, values) if a.keyword}
-    recipe = find(cls, func, args, kwargs)
-    assert isinstance(recipe, Recipe), func          # views have rules
+    decision = find(cls, func, args, kwargs)
+    recipe = decision if isinstance(decision, Recipe) else _by_rule(cls, func, args, kwargs)
     return view_shards(cls, recipe, args, kwargs)
+
+
+def _by_rule(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
+    """What the op's rule decides, where the op has a decomposition as well."""
+    key = ("plain", func, torch.get_default_dtype(), static(args, cls), static(kwargs, cls))
+    recipe = _decisions.get(key)
+    if not isinstance(recipe, Recipe):
+        recipe = _decisions[key] = decide_by_rule(cls, func, args, kwargs)
+    return recipe
 
 
 def _key(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -183,11 +192,7 @@ class _Run(Run):
 
     def plain(self, call: Call) -> Any:
         args, kwargs = call.full_arguments()
-        key = ("plain", call.func, torch.get_default_dtype(), static(args, self.cls), static(kwargs, self.cls))
-        recipe = _decisions.get(key)
-        if not isinstance(recipe, Recipe):
-            recipe = _decisions[key] = decide_by_rule(self.cls, call.func, args, kwargs)
-        return execute(self.cls, recipe, args, kwargs, remake)
+        return execute(self.cls, _by_rule(self.cls, call.func, tuple(args), kwargs), args, kwargs, remake)
 
     def redistribute(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[GlobalLike]:
         return redistribute(tensors, dsts, op)

@@ -25,7 +25,7 @@ from globaltensor.dispatch.recipe import (
     written_operands,
 )
 from globaltensor.dispatch.user_rules import results_by_rule
-from globaltensor.dispatch.view_writes import write_through, writes_view
+from globaltensor.dispatch.view_writes import restride, write_through, writes_view
 from globaltensor.errors import InPlaceError, MixedPlacementError, PlacementError
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Spec, contiguous, layout, replicated, spec
@@ -57,7 +57,8 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
         return _allocate
     if line is not None and decomposition is not None and line.applies(call):
         return decomposition
-    return _decide_by_rule(cls, call, line, where, len(args))
+    recipe = _decide_by_rule(cls, call, line, where, len(args))
+    return restride if func is _as_strided and recipe.boxes_view else recipe
 
 
 def decide_by_rule(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Recipe:
@@ -88,9 +89,6 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
     recipe.wants = tuple(None if type(t) is cls and want is own.layout else want
                          for t, want, own in zip(call.tensors, recipe.wants, operands))
     decide_aliases(recipe, operands)
-    if func is _as_strided and recipe.boxes_view and not _strides_over_itself(call, operands[0]):
-        raise PlacementError("as_strided of a tensor that must be boxed for it, and is a view or not contiguous",
-                             "strides speak of memory, and what is boxed has other memory", "x.contiguous() first")
     # an argument that the caller left out is not among the local call's positions
     recipe.local_args = {rank: tuple((_passed(func, at, positional), value) for at, value in own)
                          for rank, own in recipe.local_args.items()}
@@ -103,13 +101,6 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
 
 
 _as_strided = torch.ops.aten.as_strided.default
-
-
-def _strides_over_itself(call: Call, own: Spec) -> bool:
-    """Does a call of as_strided reach elements of its operand alone, by strides that it has in other memory too?"""
-    reach = sum((n - 1) * step for n, step in zip(call["size"], call["stride"]))
-    return own.stride == contiguous(own.shape) and (
-        not own.copied or call.get("storage_offset") is None and reach < max(own.numel, 1))
 
 
 def _check_call(cls: type[GlobalLike], call: Call) -> None:

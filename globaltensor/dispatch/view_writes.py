@@ -16,9 +16,9 @@ from torch import Tensor
 from globaltensor.algorithms.aliasing import value_spec
 from globaltensor.algorithms.run import Run
 from globaltensor.dispatch import foreach
-from globaltensor.errors import InPlaceError
+from globaltensor.errors import InPlaceError, PlacementError
 from globaltensor.layouts.global_like import GlobalLike, is_global
-from globaltensor.layouts.layout import Spec
+from globaltensor.layouts.layout import Spec, contiguous
 from globaltensor.layouts.rank_regions import rank_regions
 from globaltensor.layouts.regions import Region
 from globaltensor.layouts.view_parts import Straight, Strided, overlaps_itself, scattered_elements, straight
@@ -169,13 +169,45 @@ def _as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
         return t
     if t.dtype.is_complex and t.dtype.to_real() == dtype:
         return torch.view_as_real(t)
-    if dtype.is_complex and dtype.to_real() == t.dtype:
+    if dtype.is_complex and dtype.to_real() == t.dtype and t.shape[-1] == 2:     # else ranks have halves of pairs
         return torch.view_as_complex(t)
     if t.dtype.itemsize == dtype.itemsize:
         return t.view(dtype)
     raise InPlaceError(f"a write into a view of {t.dtype} as {dtype} that needs a boxing",
                        "its elements are parts of, or several of, those of the tensor it was made from",
                        "write into the tensor itself, or clone() the view first")
+
+
+def _base(view: Any) -> tuple[Any, _Position]:
+    """The tensor with memory at the end of the chain, and where the view is in it."""
+    steps: list[tuple[OpOverload, tuple[Any, ...], int]] = []
+    base = view
+    while (origin := base.origin) is not None:
+        values = tuple(tuple(v) if isinstance(v, list) else v for v in origin.values[1:])
+        steps.insert(0, (origin.func, values, origin.nth))
+        base = origin.base
+    return base, _position(base.spec, tuple(steps))
+
+
+def restride(call: Call, run: Run) -> Any:
+    """as_strided of a tensor that must be boxed: sizes and strides speak of the memory at the end of the chain, so they
+    are those of a view of it, with its dims in their order in memory.
+
+    Raises PlacementError where that has gaps, as what is boxed has none, for an offset in the memory of a view, and for
+    what is beyond it.
+    """
+    base, position = _base(call.tensors[0])
+    dense = run(aten.permute.default, base, sorted(range(base.dim()), key=lambda d: -base.stride(d)))
+    absolute, size, stride = call["storage_offset"], call["size"], call["stride"]
+    offset = position.view.offset if absolute is None else absolute
+    reach = offset + sum((n - 1) * step for n, step in zip(size, stride))
+    is_view = base is not call.tensors[0] or any(shard.untyped_storage().nbytes() != shard.nbytes
+                                                 for shard in base.shards.values() if shard.numel())
+    if dense.spec.stride != contiguous(dense.spec.shape) or position.dtype != base.dtype or position.lazy_bits or (
+            is_view and absolute is not None) or (reach >= base.numel() and 0 not in size):
+        raise PlacementError("as_strided of a tensor that must be boxed for it, and is a view",
+                             "strides speak of memory, and what is boxed has other memory", "x.contiguous() first")
+    return run.plain(Call(call.func, (dense, size, stride, offset), {}))
 
 
 class _Target:
@@ -188,20 +220,15 @@ class _Target:
     """
 
     def __init__(self, func: OpOverload, view: GlobalLike) -> None:
-        steps: list[tuple[OpOverload, tuple[Any, ...], int]] = []
-        base: Any = view
-        while (origin := base.origin) is not None:
-            values = tuple(tuple(v) if isinstance(v, list) else v for v in origin.values[1:])
-            steps.insert(0, (origin.func, values, origin.nth))
-            base = origin.base
-        self.view, self.base, self.position = view, base, _position(base.spec, tuple(steps))
-        self.pending = any(s.is_partial for s in base.spec.sbp)
+        self.view = view
+        self.base, self.position = _base(view)
+        self.pending = any(s.is_partial for s in self.base.spec.sbp)
         if overlaps_itself(self.position.memory) or overlaps_itself(self.position.view) and func not in _OVERWRITING:
             raise InPlaceError(f"{func} into a view of which several elements are one in memory",
                                "an expanded tensor cannot take a value for each of its elements",
                                "clone() the tensor first")
         pieces = {rank: _Piece(_as_dtype(shard, self.position.dtype), self._region(rank), self.position)
-                 for rank, shard in base.shards.items()} if view.spec.numel else {}
+                 for rank, shard in self.base.shards.items()} if view.spec.numel else {}
         self.pieces = {rank: piece for rank, piece in pieces.items() if not piece.empty}
 
     def holds_zeros(self, rank: int) -> bool:

@@ -75,6 +75,8 @@ def overlaps_itself(of: Strided) -> bool:
 
 def straight(base: Strided, view: Strided) -> Straight | None:
     """The view's dims as they run along those of the base; None where they do not."""
+    if overlaps_itself(base):
+        return None
     order = _outermost_first(base)
     start, rest = [0] * len(base.shape), view.offset - base.offset
     for d in order:

@@ -88,4 +88,4 @@ def group_counts(call: Call, operands: list[Spec], outputs: list[Spec], rank: in
     own = operands[0]
     n, c, *_ = own.local_shape(rank)
     return [(call.position("N"), n), (call.position("C"), c),
-            (call.position("group"), call["group"] * c // max(own.shape[1], 1))]
+            (call.position("group"), call["group"] * c // own.shape[1] if own.shape[1] else call["group"])]

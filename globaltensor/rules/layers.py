@@ -46,14 +46,17 @@ def convolved_backward(call: Call) -> Rule:
 
 
 def spatial(dims: int, algebra: str = "", *, operands: int = 1, outputs: int = 1) -> Family:
-    """Works on the last `dims` dims, which stay whole: pooling, upsampling, padding, and their gradients."""
+    """Works on the last `dims` dims, which stay whole: pooling, upsampling, padding, and their gradients. Means of
+    integers are rounded, so they are not linear."""
 
     def write(call: Call) -> Rule:
+        dtype = call.tensors[0].dtype
+        terms = algebra if dtype.is_floating_point or dtype.is_complex else algebra.upper()
         batch = [f"b{i}" for i in range(call.tensors[0].dim() - dims)]
         row = " ".join([*batch, *(f"y{i}!" for i in range(dims))])
         return rule(f"{', '.join([row] * operands)} -> {', '.join([row] * outputs)}",
                     # torch's kernels take an empty batch, but no empty channels, the last dim before space
-                    ";".join([algebra] * outputs) if algebra else "", nonempty=batch[-1])
+                    ";".join([terms] * outputs) if terms else "", nonempty=batch[-1])
 
     return write
 
@@ -95,7 +98,7 @@ def group_norm(dims: str, algebra: str) -> Family:
 
     def write(call: Call) -> Rule:
         if call["group"] == call["C"]:
-            return rule(dims.replace("(g c)", "g"), algebra, ndims=call.ndims)
+            return rule(dims.replace("(g c)", "g"), algebra, ndims=call.ndims, nonempty="g")
         return rule(dims, algebra, ndims=call.ndims, even=(("g", call["group"]),))
 
     return write

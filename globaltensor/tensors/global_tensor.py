@@ -369,6 +369,7 @@ def _at_our_key(func: OpOverload) -> None:
 
 _aten = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericWrapper")
 _aten.impl("one_hot", value_reads.one_hot)
+_aten.impl("fill_diagonal_", value_reads.fill_diagonal)
 _aten.impl("tensor_split.tensor_indices_or_sections", value_reads.tensor_split)
 for _func in READS_MEMORY:
     _aten.impl(_func.name(), partial(arrive, GlobalTensor, _func))

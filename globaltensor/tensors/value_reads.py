@@ -1,4 +1,4 @@
-"""Ops of which torch reads values before it dispatches them: taken at the key that only global tensors have."""
+"""Ops of which torch reads values, or strides, before it dispatches them: taken at the key of global tensors alone."""
 from __future__ import annotations
 
 from typing import Any
@@ -30,3 +30,12 @@ def tensor_split(x: Any, indices: Any, dim: int = 0) -> list[torch.Tensor]:
         require(indices, "the indices of tensor_split")
     with ExcludeDispatchKeys(OWN_KEYS):
         return torch.ops.aten.tensor_split.tensor_indices_or_sections(x, indices, dim)
+
+
+def fill_diagonal(x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tensor:
+    """As a view of x, where torch goes by the strides of memory, which not every view has here."""
+    if x.dim() == 2 and not (wrap and x.shape[0] > x.shape[1]):
+        x.diagonal().fill_(value)
+        return x
+    with ExcludeDispatchKeys(OWN_KEYS):
+        return torch.ops.aten.fill_diagonal_.default(x, value, wrap)
