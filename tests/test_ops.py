@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from shards import B, gather, layouts, scatter
+from torch.distributions import Multinomial, MultivariateNormal
 
 import globaltensor as gt
 from globaltensor.algorithms.fused_attention import rank_by_rank
@@ -203,7 +204,7 @@ case("as_strided", lambda x: x.as_strided((2, 2), (1, 2)), (5, 4))
 case("meshgrid", lambda x, y: torch.meshgrid(x, y, indexing="ij"), (5,), (3,))
 case("diff", torch.diff, (5, 4))
 case("factories", lambda x: (torch.zeros_like(x), torch.ones_like(x), torch.full_like(x, 2.0), x.new_zeros(5, 7),
-                             x.new_full((5, 4), 3.0), x.new_ones(2, 5, 4)), (5, 4), grad=False)
+                             x.new(2, 3).zero_(), x.new_full((5, 4), 3.0), x.new_ones(2, 5, 4)), (5, 4), grad=False)
 
 # --------------------------------------------------------------------------------------------------------- indexing
 case("embedding", F.embedding, ints(7, 5, 2), (7, 4), draws=3)
@@ -231,6 +232,13 @@ case("index_put accumulate", lambda x, i, s: x.index_put((i,), s, accumulate=Tru
 case("index_put two", lambda x, i, s: x.index_put((i, i % 3), s, accumulate=True), (5, 3), ints(5, 4), (4,))
 case("index_put mask", lambda x, s: x.index_put((x > 0,), s), (5, 3), ())
 case("masked_select", lambda x: x.masked_select(x > 0), (5, 3))
+case("uint8 masks", lambda x: (x[(x > 0).to(torch.uint8)], x[torch.tensor([1, 0, 1, 0, 1], dtype=torch.uint8)]), (5, 3))
+case("tensor_split by a tensor", lambda x, at: x.tensor_split(at), (5, 3), torch.tensor([1, 3]))
+case("combinations", lambda x: (torch.combinations(x), torch.combinations(x, 3, True)), (5,))
+case("vander", lambda x: (torch.vander(x, 3), torch.linalg.vander(x)), (5,), grad=False)
+case("packed sequences", lambda x: torch.nn.utils.rnn.pack_sequence([x, x[:3]]).data, (5, 3))
+case("multinomial density", lambda x: Multinomial(3, x).log_prob(torch.full((5, 4), 0.75).double()), positive(5, 4))
+case("normal density", lambda x: MultivariateNormal(x.sum(0), x.T @ x + torch.eye(4)).log_prob(x), (5, 4))
 case("nonzero", lambda x: (x > 0).nonzero(), (5, 3), grad=False)
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from scipy import stats
 from torch import nn
+from torch.distributions import Multinomial, MultivariateNormal
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -120,6 +121,14 @@ def test_every_layout(program):
     check(lambda place, sbp: program(empty((7, 5), place, sbp, F32)), 2)
 
 
+@pytest.mark.parametrize("sample", [
+    lambda x: Multinomial(3, x.uniform_(0.1, 1)).sample((2,)),
+    lambda x: MultivariateNormal(x.zero_(), torch.eye(5)).sample((3,)),
+], ids=["multinomial", "multivariate normal"])
+def test_samples_of_distributions(sample):
+    check(lambda place, sbp: sample(empty((7, 5), place, sbp, F32)), 2)
+
+
 @every_program
 @pytest.mark.parametrize("dtype", [F64, BF16, F16], ids=str)
 def test_every_dtype(program, dtype):
@@ -202,7 +211,7 @@ INITS = {
     "kaiming_normal_": nn.init.kaiming_normal_, "trunc_normal_": nn.init.trunc_normal_,
     "trunc_normal_, a tail": lambda x: nn.init.trunc_normal_(x, 0, 1, 1.5, 2.0), "orthogonal_": nn.init.orthogonal_,
     "eye_": nn.init.eye_, "constant_": lambda x: nn.init.constant_(x, 3.0), "ones_": nn.init.ones_,
-    "zeros_": nn.init.zeros_,
+    "zeros_": nn.init.zeros_, "sparse_": lambda x: nn.init.sparse_(x, 0.4),
 }
 
 

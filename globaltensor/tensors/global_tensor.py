@@ -250,8 +250,10 @@ class GlobalTensor(TensorMethods):
         """A plain tensor of this data, with this tensor's dtype and device."""
         return torch.tensor(data, dtype=dtype or self.dtype, **{"device": self.device, **options})
 
-    def new(self, *args: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]  # plain, not global
-        """A plain tensor, with this tensor's dtype and device."""
+    def new(self, *args: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]  # global, or plain
+        """Of sizes a global tensor, as `new_empty`; of data a plain one, with this tensor's dtype and device."""
+        if args and (isinstance(args[0], torch.Size) or all(isinstance(n, int) for n in args)):
+            return self.new_empty(*args)
         return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **options)
 
     def data_ptr(self) -> int:
