@@ -36,6 +36,7 @@ def found(*args):
 
 @pytest.mark.parametrize("name, rows, column", [
     ("dispatch", 10, "globaltensor us"), ("random", 9, "torch ns/element"), ("startup", 5, "ms"),
+    ("ranks", 5, "ms"),
     pytest.param("decision", 8, "dtensor ms", marks=pytest.mark.long)])
 def test_in_one_process(name, rows, column):
     said = found(name)

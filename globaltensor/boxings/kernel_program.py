@@ -22,6 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from globaltensor.boxings.listed_route import SourcedRegion
 from globaltensor.boxings.route import reduced_innermost, route
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.regions import Region, subtract, volume
@@ -106,16 +107,16 @@ def region_jobs(src: Layout, dst: Layout, shape: Shape, itemsize: int, shared: b
     sums: dict[tuple[Region, Terms], list[RegionJob]] = {}       # equal sums, of copies of the same terms
     step = route(src, dst, shape)
     for rank in dst.placement.flat:
-        rest = [dst.region(shape, rank)]
-        for region, sources in step.pieces(rank):
-            rest = [left for uncovered in rest for left in subtract(uncovered, region)]
+        wanted, pieces = dst.region(shape, rank), step.pieces(rank)
+        for region, sources in pieces:
             job = RegionJob(rank, region, sources, (rank,))
             large = volume(region) * itemsize * len(sources) >= SHARED_FROM
             if shared and large and len(sources) > 1:
                 sums.setdefault((region, _terms(src, sources)), []).append(job)
             else:
                 jobs.append(job)
-        jobs += [RegionJob(rank, region, (), (rank,)) for region in rest if volume(region)]
+        if sum(volume(region) for region, _ in pieces) < volume(wanted):
+            jobs += [RegionJob(rank, region, (), (rank,)) for region in _uncovered(wanted, pieces)]
     for equal in sums.values():
         # A rank that holds a term reads one shard less than the others. Between placements these might be too few.
         workers = [job for job in equal if same and job.rank in job.sources] or equal
@@ -124,6 +125,15 @@ def region_jobs(src: Layout, dst: Layout, shape: Shape, itemsize: int, shared: b
     return tuple(jobs)
 
 
+def _uncovered(wanted: Region, pieces: Sequence[SourcedRegion]) -> list[Region]:
+    """What no piece covers."""
+    rest = [wanted]
+    for region, _ in pieces:
+        rest = [left for uncovered in rest for left in subtract(uncovered, region)]
+    return [region for region in rest if volume(region)]
+
+
+@lru_cache(1_000)
 def _terms(src: Layout, sources: tuple[int, ...]) -> Terms:
     """What the shards of these ranks are: which terms of the pending sum. Two ranks may hold copies of one."""
     coords = src.placement.coords

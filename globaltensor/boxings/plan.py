@@ -19,7 +19,15 @@ from math import prod
 from typing import NamedTuple, TypeVar
 
 from globaltensor.boxings.route import reduced_innermost
-from globaltensor.boxings.traffic import BROADCAST, StepTraffic, axis_codes, elements_received, even_traffic, traffic
+from globaltensor.boxings.traffic import (
+    BROADCAST,
+    SUM,
+    StepTraffic,
+    axis_codes,
+    elements_received,
+    even_traffic,
+    traffic,
+)
 from globaltensor.layouts.layout import Layout, Shape, layout
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.sbp import Sbp, split
@@ -100,7 +108,7 @@ def _search_between(src: Layout, dst: Layout, shape: Shape, magnitude: int, mach
     dims = range(len(shape))
     choices = [tuple(dict.fromkeys((*dims, x, y) if x < BROADCAST and x != y else (x, y))) for x, y in zip(a, b)]
     for state in product(*choices):
-        if state in (a, b):
+        if state in (a, b) or _shares_while_moving(a, state) or _shares_while_moving(state, b):
             continue
         fixed, rate = cost(a, state)
         if fixed + rate * (1 << magnitude) + OF_STEP >= limit:
@@ -113,6 +121,11 @@ def _search_between(src: Layout, dst: Layout, shape: Shape, magnitude: int, mach
         return best
     state, fixed, rate = chosen
     return BoxingPlan((src, src.with_sbp(tuple(codes[code] for code in state)), dst), fixed, rate)
+
+
+def _shares_while_moving(src: tuple[int, ...], dst: tuple[int, ...]) -> bool:
+    """Does a split become a pending sum in the same step in which another axis changes? Alone, it moves nothing."""
+    return sum(x != y for x, y in zip(src, dst)) > 1 and any(x >= 0 and y == SUM for x, y in zip(src, dst))
 
 
 def _cost(src: Layout, dst: Layout, shape: Shape, machine: Machine) -> tuple[float, float]:

@@ -178,13 +178,13 @@ def extreme_ranks(step: BoxingRoute) -> tuple[list[int], list[int]]:
 
 
 def _extreme_digits(step: BoxingRoute, axis: int) -> list[int]:
-    """Where along an axis of the one placement the extremes are: at both ends, and where the larger parts end. But
-    anywhere, where a loose axis splits the same dim: how much a rank wants of its own part may depend on both."""
+    """Where along an axis of the one placement the extremes are: at both ends, and where the larger parts end; and near
+    the ends, where a loose axis splits the same dim: there the first may want what it holds, and the next may not."""
     parts, digits = step.src.placement.shape[axis], {0}
     for n, *paths in zip(step.shape, step.roles.cut, step.roles.cut_by_dst):
         for path in paths:
             if axis in path and any(other in step.roles.loose for other in paths[0]):
-                return [*range(parts)]
+                digits |= {*range(parts)[:3], *range(parts)[-3:]}
             if axis in path:
                 outer = prod(step.src.placement.shape[other] for other in path[:path.index(axis)])
                 more = -(-n // outer) % parts
