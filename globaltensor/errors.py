@@ -113,3 +113,11 @@ class DisagreementError(GlobalTensorError):
 
 class TransportError(GlobalTensorError):
     """Bytes that could not be moved: a peer that died, a device or a launcher that is not there."""
+
+
+def expect(value: object, kind: type, role: str, fix: str) -> None:
+    """Raise ArgumentError where an argument, in this role, is of another kind."""
+    if not isinstance(value, kind):
+        what = value.__name__ if isinstance(value, type) else repr(value)
+        raise ArgumentError(f"{role}: {what if len(what) < 40 else type(value).__name__}",
+                            f"it is a {type(value).__name__}, where a {kind.__name__} is wanted", fix)

@@ -19,7 +19,7 @@ from globaltensor.errors import OURS, TORCH, GlobalTensorError
 T = TypeVar("T", bound=Callable[..., Any])
 
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
-_OF_TORCH = "_globaltensor_of_torch"                 # set on an error of torch's, of which more was told
+_OF_TORCH = "_globaltensor_of_torch"                 # set on errors of torch's and Python's that are of the program
 _KERNEL_CALLS = f"{OURS}runtime{os.sep}torch_internals.py"
 
 
@@ -30,6 +30,8 @@ def api_boundary(function: T) -> T:
         try:
             return function(*args, **kwargs)
         except Exception as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                setattr(error, _OF_TORCH, True)      # the arguments did not fit, so that nothing of ours has run
             fold(error)
             raise                                    # bare: the frame of this function stays out as well
     return boundary  # type: ignore[return-value]  # it takes and gives what the function does

@@ -68,7 +68,7 @@ MISTAKES = {
     "a number of ranks": (lambda: gt.placement("cpu", 2), PlacementError, "ranks=2 is not a list of ranks",
                           "names its ranks", 'gt.placement("cpu", range(2)), or gt.placement("cpu", [2])'),
     "one device": (lambda: gt.placement("cpu:0", [0]), PlacementError, "a placement on the single device 'cpu:0'",
-                   "device type", 'gt.placement("cpu", ...)'),
+                   "device type", 'gt.placement("cpu", [0])'),
     "no device at all": (lambda: gt.placement("gpu", [0]), PlacementError, "no device of type 'gpu'", "torch", "cpu"),
     "axis names": (lambda: gt.placement("cpu", [0, 1], axis_names=("a", "b")), PlacementError, "for 1 axis",
                    "one name", ""),

@@ -71,7 +71,8 @@ def test_a_keyword_without_use_beside_a_placement_is_an_error(name):
                            "memory_format": torch.channels_last, "names": ("a", "b")}.items():
         error = told(name, f"{keyword}=", **{keyword: value})
         assert error.why and error.fix
-    assert told(name, "device=", device="cuda:1").fix == 'placement=gt.placement("cuda", [0, 1])'
+    assert told(name, "device=", device="meta").fix == 'placement=gt.placement("meta", [0, 1])'
+    assert told(name, "device=", device="cuad").fix == "the same without device="
     nothing = {"device": None, "out": None, "layout": torch.strided, "pin_memory": False, "names": None,
                "memory_format": torch.contiguous_format}
     plain = call(name, placement=TWO, sbp=broadcast)

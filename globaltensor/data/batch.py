@@ -60,17 +60,24 @@ class BatchCutter:
         description that must be the same on all ranks: the place, shape and dtype of each tensor."""
         start, stop = self.rows(total)
         described: list[str] = []
+        dims: list[int] = []
 
         def tensor(t: torch.Tensor, path: str) -> GlobalTensor:
             x = self._tensor_to_global(t, total, start, stop)
             described.append(f"{path} {list(x.shape)} {x.dtype}".lstrip())
+            dims.append(x.dim())
             return x
 
         def plain(values: Any, path: str) -> Any:
             one_for_none = start == stop and len(values) == 1          # the sample that was loaded for its shapes
             return values[:0] if one_for_none else values
 
-        return map_structure(loaded, tensor, plain), described
+        batch = map_structure(loaded, tensor, plain)
+        far = [s.dim for s in self.sbp if s.is_split and dims and s.dim >= max(dims)]
+        if far:
+            raise SbpError(f"a batch with split({far[0]})", f"none of its tensors has more than {max(dims)} dims",
+                           "gt.sbp.split(0)")
+        return batch, described
 
     def _tensor_to_global(self, t: torch.Tensor, total: int, start: int, stop: int) -> GlobalTensor:
         if isinstance(t, GlobalTensor):

@@ -17,7 +17,7 @@ from globaltensor.dispatch.choose import layouts, rank_choices
 from globaltensor.dispatch.decide import decide
 from globaltensor.dispatch.foreach import is_foreach
 from globaltensor.dispatch.recipe import Decision, Recipe, spec_of_plain
-from globaltensor.errors import where
+from globaltensor.errors import ArgumentError, where
 from globaltensor.layouts.layout import Spec, sbp_text
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions
@@ -82,6 +82,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     As any use of global tensors, it is called on every rank.
     """
+    if not callable(fn):
+        raise ArgumentError(f"gt.explain of a {type(fn).__name__}", "it calls a function, and tells of its ops",
+                            "gt.explain(lambda: x @ w), or gt.explain(torch.matmul, x, w)")
     with record() as moves, _Seeing(moves) as seeing:
         result = fn(*args, **kwargs)
         seeing.between()

@@ -41,7 +41,7 @@ class placement:
         if ":" in type:
             raise PlacementError(f"a placement on the single device {type!r}",
                                  "it takes a device type; each rank has a device of that type",
-                                 f'gt.placement("{type.partition(":")[0]}", ...)')
+                                 f'gt.placement("{type.partition(":")[0]}", {ranks!r})')
         if isinstance(ranks, int):
             raise PlacementError(f"ranks={ranks!r} is not a list of ranks", "a placement names its ranks",
                                  f'gt.placement("{type}", range({ranks})), or gt.placement("{type}", [{ranks}])')
@@ -51,7 +51,7 @@ class placement:
         if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
             raise PlacementError(f"axis_names={names} for {counted(len(shape), 'axis', 'axes')}",
                                  "each axis has one name, and no two have the same",
-                                 f"{len(shape)} different names")
+                                 f"axis_names={('dp', 'tp', 'pp', 'sp', 'ep')[:len(shape)]}")
         if len(set(flat)) != len(flat):
             twice = sorted({r for r in flat if flat.count(r) > 1})
             raise PlacementError(f"rank {twice[0]} appears more than once in {_lists(nested)}",

@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from globaltensor.errors import SbpError
+from globaltensor.errors import SbpError, expect
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, SbpLike, broadcast, split
 from globaltensor.parallel.parameter_swap import check_convertible, convert, rnn_weights_found_again
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.factories import empty
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.redistribution import resolve_layout
 from globaltensor.tracebacks import api_boundary
 
 M = TypeVar("M", bound=nn.Module)
@@ -35,6 +36,7 @@ def to_global(module: M, placement: Placement, sbp: SbpLike | Callable[[str, Any
     are boxed. Returns the module. Raises SbpError for a pattern that fits no name, GlobalTensorError for a parameter
     that a forward pass without its backward, or `gt.zero`, holds on to.
     """
+    check_module(module, placement, "to_global")
     if isinstance(sbp, Mapping) and not _by_axis(sbp, placement):
         _check_patterns(module, sbp)
     tensors = list(named_tensors(module))
@@ -49,6 +51,12 @@ def to_global(module: M, placement: Placement, sbp: SbpLike | Callable[[str, Any
                 converted[id(tensor)] = convert(tensor, partial(_place, placement, own))
             getattr(owner, kind)[key] = converted[id(tensor)]
     return module
+
+
+def check_module(module: Any, placement: Any, name: str) -> None:
+    """The errors of arguments that are something else, or in another order."""
+    expect(module, nn.Module, f"gt.{name} of no module", f"gt.{name}(module, placement)")
+    resolve_layout(placement, broadcast, 0)
 
 
 def _place(placement: Placement, sbp: Any, tensor: torch.Tensor) -> GlobalTensor:

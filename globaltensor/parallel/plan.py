@@ -35,12 +35,12 @@ from typing import Any
 
 from torch import nn
 
-from globaltensor.errors import SbpError
+from globaltensor.errors import SbpError, expect
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, broadcast, not_an_sbp, read_sbp, split, with_axes
 from globaltensor.parallel import experts as expert_layers, grids
 from globaltensor.parallel.grids import PlanRow, PlanRows
-from globaltensor.parallel.modules import M, first_fit, named_tensors, to_global
+from globaltensor.parallel.modules import M, check_module, first_fit, named_tensors, to_global
 from globaltensor.parallel.parameter_swap import swap_in, swap_out
 from globaltensor.runtime.text_table import aligned
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -67,6 +67,7 @@ class Plan(MutableMapping[str, PlanRow]):
 
     @api_boundary
     def __init__(self, rows: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        expect(rows or {}, Mapping, "a plan of no rows", "gt.Plan({'*.weight': {'tp': gt.sbp.split(0)}})")
         self._rows: PlanRows = {}
         for pattern, row in (rows or {}).items():
             self[pattern] = row
@@ -82,6 +83,7 @@ class Plan(MutableMapping[str, PlanRow]):
         sequence   along which, also, the activations between the pairs are split: dim 1 of [batch, sequence, hidden]
         experts    along which experts lie on different ranks; it may be the axis that splits the batch
         """
+        expect(module, nn.Module, "gt.Plan.of no module", "gt.Plan.of(model)")
         if not isinstance(axis, str):
             if len(axis) > 1:
                 return cls._on_grid(module, tuple(axis))
@@ -193,6 +195,7 @@ def parallelize(module: M, placement: Placement, plan: Mapping[str, Any] | None 
     Raises SbpError, before anything is changed, for a row that fits no name, an axis that the placement lacks, or a
     dim that a parameter lacks.
     """
+    check_module(module, placement, "parallelize")
     names = placement.names
     if plan is None:
         plan = Plan.of(module, *[axis if axis in names else "" for axis in ("tp", "sp", "ep")])

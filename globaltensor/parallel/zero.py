@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from globaltensor.boxings.redistribute import redistribute
-from globaltensor.errors import SbpError
+from globaltensor.errors import SbpError, expect
 from globaltensor.layouts.layout import Layout
 from globaltensor.layouts.sbp import split
 from globaltensor.parallel.zero3 import ShardedLayers
@@ -47,6 +47,8 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
     Raises SbpError for another stage, a model where it is not stage 3, an optimizer that has state, a parameter that is
     not global or lacks the axis.
     """
+    expect(optimizer, torch.optim.Optimizer, "gt.zero of no optimizer",
+           "gt.zero(torch.optim.AdamW(model.parameters()))")
     if stage not in (1, 2, 3):
         raise SbpError(f"ZeRO has no stage {stage!r}", "1 splits optimizer state, 2 gradients too, 3 parameters too",
                        "gt.zero(optimizer, stage=1)")

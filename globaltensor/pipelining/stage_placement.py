@@ -36,6 +36,9 @@ Slot = tuple[nn.Module, str]                         # a module, and the name of
 def rank_groups(placements: Sequence[placement]) -> list[frozenset[int]]:
     """The ranks of the world for each rank of a schedule, in the order of the placements."""
     groups: list[frozenset[int]] = []
+    if isinstance(placements, placement):
+        raise PlacementError(f"one placement for a pipeline: {placements}", "each rank of the schedule has its own",
+                             'a list: [gt.placement("cpu", [0]), gt.placement("cpu", [1])]')
     for where in placements:
         if not isinstance(where, placement):
             raise PlacementError(f"not a placement: {where!r}", "a pipeline takes one for each rank or each stage",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from globaltensor.errors import TransportError
+from globaltensor.errors import ArgumentError, TransportError
 from globaltensor.runtime import deadlock, machine as machines, native
 from globaltensor.runtime.agreement import broadcast_object, gather_unchecked
 from globaltensor.runtime.exchange import first_sentence
@@ -43,6 +43,8 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
     Raises TransportError where the world was started with another number of ranks, or the processes of the launcher
     cannot find each other.
     """
+    if timeout is not None and (not isinstance(timeout, (int, float)) or timeout <= 0):
+        raise ArgumentError(f"timeout={timeout!r}", "it is a number of seconds", "gt.init(timeout=300)")
     if (running := started()) is not None:
         if ranks not in (None, running.size):
             raise TransportError(f"the world has {running.size} ranks already, not {ranks}",

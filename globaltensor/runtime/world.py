@@ -107,14 +107,18 @@ def _device(of: World, type: str, rank: int) -> torch.device:
     return torch.device(type, index % count)
 
 
+def has_devices(type: str) -> bool:
+    """Has this host devices of that type?"""
+    try:
+        return type in ("cpu", "meta") or torch.get_device_module(type).is_available()
+    except (RuntimeError, AttributeError):           # a type that this torch does not know or was not built for
+        return False
+
+
 def _check_placement(created: placement) -> None:
     """Every new placement: are its ranks in the world, is its device type here?"""
     if created.type not in ("cpu", "meta"):
-        try:
-            available = torch.get_device_module(created.type).is_available()
-        except (RuntimeError, AttributeError):       # a type that this torch does not know or was not built for
-            available = False
-        if not available:
+        if not has_devices(created.type):
             accelerator = torch.accelerator.current_accelerator(check_available=True)
             usable = accelerator.type if accelerator is not None else "cpu"
             raise PlacementError(f"this host has no device of type {created.type!r}",

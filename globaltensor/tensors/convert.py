@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from globaltensor.boxings.redistribute import Move, move_shards
-from globaltensor.errors import GlobalTensorError, ShapeError
+from globaltensor.errors import GlobalTensorError, ShapeError, expect
 from globaltensor.layouts.layout import Layout, Shape, layout, sbp_text, spec
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.rank_regions import rank_regions
@@ -32,6 +32,7 @@ def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTens
 
     Raises SbpError for an sbp that does not fit, DisagreementError on every rank where `t` is not the same everywhere.
     """
+    expect(t, torch.Tensor, "from_full of no tensor", "gt.from_full(torch.tensor(...), placement, sbp)")
     dst = resolve_layout(placement, sbp, t.dim())
     require(innermost(t), f"from_full on {dst}")
     agree_on(innermost(t), f"from_full on {dst}")
@@ -45,6 +46,7 @@ def from_local(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTen
     A process that drives several ranks gives `t` to each of them. The parts must be cut as this library cuts (as
     equal as can be, larger first). Differentiable. Raises ShapeError on every rank where they do not fit together.
     """
+    expect(t, torch.Tensor, "from_local of no tensor", "gt.from_local(torch.tensor(...), placement, sbp)")
     mine = _mine(placement)
     if any(s.is_split and not -t.dim() <= s.dim < t.dim() for s in nd_sbp(sbp, placement.names, placement.ndim)):
         join_parts({r: t.detach() for r in mine}, placement, sbp)    # the others' parts may have the dim: all raise
@@ -77,6 +79,7 @@ def from_shards(shards: Mapping[int, torch.Tensor], placement: Placement, sbp: S
 
     Raises ShapeError on every rank where the parts do not fit together, GlobalTensorError for a missing rank.
     """
+    expect(shards, Mapping, "from_shards of no dict", "gt.from_shards({0: part, 1: other}, placement, sbp)")
     mine = _mine(placement)
     missing = [r for r in mine if r not in shards]
     if missing:

@@ -26,12 +26,13 @@ from typing import Any, Unpack, overload
 import torch
 
 from globaltensor.boxings.redistribute import Move, move_shards
-from globaltensor.errors import ArgumentError, GlobalTensorError
+from globaltensor.errors import ArgumentError, GlobalTensorError, where
 from globaltensor.layouts.layout import Layout, Shape, spec
+from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.regions import Region
 from globaltensor.runtime import philox
 from globaltensor.runtime.agreement import agree
-from globaltensor.runtime.world import local_ranks_of, world
+from globaltensor.runtime.world import has_devices, local_ranks_of, world
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.factory_types import (
     Arange,
@@ -48,7 +49,7 @@ from globaltensor.tensors.factory_types import (
 )
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.redistribution import resolve_layout
-from globaltensor.tracebacks import api_boundary
+from globaltensor.tracebacks import api_boundary, note_on_torch_error
 
 Make = Callable[[Region, torch.device], torch.Tensor]
 
@@ -77,8 +78,7 @@ def _checked(name: str, options: dict[str, Any], placement: Any, sbp: Any, *own:
                                 f"{near[0]}=..." if near else "")
         idle, why = _UNMET.get(key, (value, ""))
         if placement is not None and value is not None and value is not idle:
-            raise ArgumentError(f"gt.{name} with a placement and {key}=", why, f"no {key}=" if key != "device" else
-                                f'placement=gt.placement("{torch.device(value).type}", {list(placement.ranks)})')
+            raise ArgumentError(f"gt.{name} with a placement and {key}={value!r}", why, _without(key, value, placement))
     if sbp is None and placement is not None:
         raise GlobalTensorError(f"gt.{name} with a placement but no sbp", fix="sbp=gt.sbp.broadcast, or split(dim)")
     if sbp is not None and placement is None:
@@ -86,9 +86,27 @@ def _checked(name: str, options: dict[str, Any], placement: Any, sbp: Any, *own:
     return options if placement is None else {key: value for key, value in options.items() if key in own}
 
 
+def _without(key: str, value: Any, placement: Any) -> str:
+    """What to type instead of a keyword that a placement has no use for."""
+    device = str(value).partition(":")[0]
+    if key != "device" or device == placement.type or not has_devices(device):
+        return f"the same without {key}="
+    return f'placement=gt.placement("{device}", {list(placement.ranks)})'
+
+
+def _check_size(name: str, size: tuple[Any, ...]) -> None:
+    if any(isinstance(n, Placement) for n in size):
+        raise ArgumentError(f"gt.{name} with a placement among the sizes", "placement and sbp are given by name",
+                            f"gt.{name}(4, placement=P, sbp=gt.sbp.broadcast)")
+
+
 def _read(size: tuple[Any, ...], dtype: torch.dtype | None, extra: dict[str, Any]) -> tuple[Shape, torch.dtype]:
     """The shape and the dtype that arguments mean, and the errors of those that mean none: torch's own."""
-    asked = torch.empty(*size, **{k: v for k, v in extra.items() if k == "size"}, dtype=dtype, device="meta")
+    try:
+        asked = torch.empty(*size, **{k: v for k, v in extra.items() if k == "size"}, dtype=dtype, device="meta")
+    except (TypeError, RuntimeError) as error:
+        note_on_torch_error(error, f"  where: {where()}")
+        raise
     return tuple(asked.shape), asked.dtype
 
 
@@ -141,6 +159,7 @@ def _sized(name: str, what: str) -> Sized:
 
     def factory(*size: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
                 requires_grad: bool = False, **options: Any) -> torch.Tensor:
+        _check_size(name, size)
         extra = _checked(name, options, placement, sbp, "size")
         if placement is None:
             return make(*size, dtype=dtype, requires_grad=requires_grad, **extra)
@@ -218,6 +237,7 @@ def _drawn(name: str, what: str, draw: Callable[..., torch.Tensor]) -> Drawn:
     def factory(*size: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
                 generator: torch.Generator | None = None, requires_grad: bool = False,
                 **options: Any) -> torch.Tensor:
+        _check_size(name, size)
         extra = _checked(name, options, placement, sbp, "size", "generator")
         if placement is None:
             return make(*size, dtype=dtype, generator=generator, requires_grad=requires_grad, **extra)
