@@ -13,7 +13,11 @@ from pathlib import Path
 import model_families
 import model_steps
 import pytest
+import torch
 from harness import PYTHON, Started, environment
+
+import globaltensor as gt
+from globaltensor.errors import GlobalTensorError
 
 HANDWRITTEN = model_families.handwritten()
 LIBRARIES = {  # how many models are right at least, of those that can be built small
@@ -31,6 +35,25 @@ def test_a_model_trains_as_on_one_device(name):
     assert [o["layout"] for o in outcomes][0] == "dp" and len(outcomes) == 2
     for outcome in outcomes:
         assert outcome["status"] == "right", outcome
+
+
+def test_what_the_error_of_save_pretrained_says_works(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(model_steps.SEED)
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)     # whose first and last weight are one
+    want = {name: t.clone() for name, t in model.state_dict().items()}
+    model_steps.weights_split(model)
+    with pytest.raises(GlobalTensorError, match="state_dict=") as raised:
+        model.save_pretrained(tmp_path)
+    assert "gt.save_safetensors(model, folder)" in str(raised.value)
+    model.save_pretrained(tmp_path / "state", is_main_process=gt.rank() == 0,
+                          state_dict={k: t.full_tensor() for k, t in model.state_dict().items()})
+    gt.save_safetensors(model, tmp_path / "ours")
+    config.save_pretrained(tmp_path / "ours")
+    for folder in ("state", "ours"):
+        got = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / folder).state_dict()
+        assert got.keys() == want.keys() and all(torch.equal(got[name], t) for name, t in want.items())
 
 
 @pytest.mark.long
