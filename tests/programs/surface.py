@@ -390,7 +390,7 @@ def main(kinds: str, every: int, *chosen: str) -> None:
             if not chosen or name in chosen:
                 cases[name if kind != "without-memory" else f"{name} without memory"] = (run, name, *case)
     warm()
-    print(json.dumps(outcomes(cases, lambda name: cases[name][0](*cases[name][1:]))))
+    print(json.dumps(outcomes(cases, lambda name: cases[name][0](*cases[name][1:]), timeout=240)))
 
 
 if __name__ == "__main__":
