@@ -13,13 +13,13 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from shards import B, gather, layouts, scatter
+from shards import B, P, gather, layouts, scatter
 from torch.distributions import Multinomial, MultivariateNormal
 
 import globaltensor as gt
 from globaltensor.algorithms.fused_attention import rank_by_rank
 from globaltensor.dispatch.core import _Run
-from globaltensor.layouts.sbp import split
+from globaltensor.layouts.sbp import partial_max, partial_min, split
 from globaltensor.rules.call import Call
 
 SEED = int(os.environ.get("OPS_SEED") or 20_261_121)
@@ -555,6 +555,25 @@ QUIET = {
 @pytest.mark.parametrize("name", QUIET)
 def test_nothing_is_sent(name):
     assert moved(*QUIET[name]) == 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_extrema_of_pending_extrema_stay_pending(place):
+    """max(P, P), max(P, B) and amax(P), where P is pending by max; with a sum, or a minimum, they do not."""
+    generator, where = torch.Generator().manual_seed(SEED % 2**31), gt.placement("cpu", PLACES[place])
+    x, y = (torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in "xy")
+    for name, most in (("maximum", partial_max), ("minimum", partial_min)):
+        extremum, reduced = getattr(torch, name), getattr(torch, f"a{name[:3]}")
+        for b in (most, B):
+            for _ in range(3):                       # decided, taught to the native dispatcher, and run by it
+                given = [scatter(t, where, (s,) * where.ndim, generator) for t, s in ((x, most), (y, b))]
+                with gt.boxing("forbid"):
+                    got, row = extremum(*given), reduced(given[0], 1)
+                assert got.sbp == row.sbp == (most,) * where.ndim
+                same(got, extremum(x, y), name), same(row, reduced(x, 1), name)
+        same(extremum(scatter(x, where, (P,) * where.ndim, generator), given[0]), extremum(x, x), name)
+        other = scatter(y, where, (partial_min if most is partial_max else partial_max,) * where.ndim, generator)
+        same(extremum(given[0], other), extremum(x, y), name)
 
 
 STATISTICS = {                                       # name -> most bytes, function, inputs

@@ -44,6 +44,7 @@ from globaltensor.rules.families import (
     copied,
     copied_over,
     fixed,
+    keeping,
     loss,
     masked_outputs,
     pointwise,
@@ -121,7 +122,7 @@ lines("abs relu relu6 exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal 
       "eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar remainder.Scalar fmod.Scalar "
       "bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar where.ScalarSelf where.ScalarOther where.Scalar",
       pointwise())
-lines("div.Tensor_mode div.Scalar_mode pow.Tensor_Tensor atan2 maximum minimum fmax fmin eq.Tensor ne.Tensor lt.Tensor "
+lines("div.Tensor_mode div.Scalar_mode pow.Tensor_Tensor atan2 fmax fmin eq.Tensor ne.Tensor lt.Tensor "
       "le.Tensor gt.Tensor ge.Tensor logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor "
       "bitwise_xor.Tensor remainder.Tensor fmod.Tensor floor_divide clamp.Tensor clamp_min.Tensor clamp_max.Tensor "
       "hypot copysign.Tensor logaddexp logaddexp2 nextafter heaviside _prelu_kernel", pointwise())
@@ -172,8 +173,10 @@ lines("sum sum.dim_IntList", reduction("a"))
 lines("mean mean.dim", reduction("a", uncut=True), decomposition=decompositions.mean, applies=reduces_split)
 lines("count_nonzero count_nonzero.dim_IntList", reduction())
 lines("nansum", reduction(), decomposition=decompositions.of_all_dims, applies=lambda call: call["dim"] == [])
-lines("amax", reduction(leaves="max"), local_impl=local_impls.extremum)
-lines("amin", reduction(leaves="min"), local_impl=local_impls.extremum)
+lines("maximum", keeping("max", pointwise()))
+lines("minimum", keeping("min", pointwise()))
+lines("amax", keeping("max", reduction(leaves="max")), local_impl=local_impls.extremum)
+lines("amin", keeping("min", reduction(leaves="min")), local_impl=local_impls.extremum)
 lines("any any.dim any.dims", reduction(leaves="max"))
 lines("all all.dim all.dims", reduction(leaves="min"))
 lines("max min", reduction(uncut=True), decomposition=decompositions.whole_extremum, applies=reduces_split)

@@ -77,6 +77,11 @@ def broadcast_shape(shapes: list[Shape]) -> Shape:
     return tuple(reversed(out))
 
 
+def keeping(keeps: str, family: Family) -> Family:
+    """A rule by which operands that are pending by "max" or "min" leave a result that is."""
+    return lambda call: replace(family(call), keeps=keeps)
+
+
 def pointwise(algebra: str = "", *, outputs: int = 1) -> Family:
     """Element by element over operands that broadcast; left out, the algebra is nonlinear in all of them."""
 

@@ -52,6 +52,7 @@ class Rule:
     even: tuple[tuple[str, int], ...] = ()           # labels that must be cut evenly, with their sizes
     nonempty: tuple[str, ...] = ()                   # labels of which no part may be empty
     leads: int | None = None                         # an operand whose splits stay: the data, where it is small
+    keeps: str = ""                                  # operands pending by it ("max", "min") leave results so: max(P, x)
 
 
 class Signature(NamedTuple):
@@ -89,6 +90,10 @@ def signatures(of: Rule) -> tuple[Signature, ...]:
             outcomes = _outcomes(of, outs, states)
             if outcomes is not None:
                 legal.setdefault((states, outcomes), Signature(states, outcomes, label))
+    if of.keeps:                                     # whichever are pending: a maximum may count an operand many times
+        kept = LEAVES[of.keeps]
+        for states in list(product((broadcast, kept), repeat=len(of.inputs)))[1:]:
+            legal[states, (kept,) * len(of.outputs)] = Signature(states, (kept,) * len(of.outputs), None)
     return tuple(legal.values())
 
 
