@@ -20,11 +20,12 @@ from torch import Tensor
 from globaltensor.algorithms.decompositions import cast, is_split_or_partial
 from globaltensor.algorithms.run import Run
 from globaltensor.layouts.global_like import GlobalLike, is_global
-from globaltensor.layouts.layout import Shards, layout, spec
+from globaltensor.layouts.layout import Shards, layout, replicated, spec
 from globaltensor.layouts.sbp import broadcast, partial_sum, split
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import option
 from globaltensor.runtime.dtypes import accumulation_dtype
+from globaltensor.runtime.world import local_ranks_of
 
 aten = torch.ops.aten
 
@@ -43,10 +44,13 @@ def trained(call: Call) -> bool:
                                        for s in call[name].spec.sbp)
 
 
-def _reduced_alike(run: Run, tensors: list[GlobalLike]) -> list[GlobalLike]:
-    """All in the layout of the first, without pending sums."""
-    own = tensors[0].spec
-    dst = own.layout.without_partials
+def _reduced_alike(call: Call, run: Run, names: list[str]) -> list[GlobalLike]:
+    """Operands in the layout of the first, without pending sums; plain ones are broadcast."""
+    where = next(t for t in call.tensors if is_global(t)).spec.placement
+    tensors = [call[name] if is_global(call[name]) else
+               run.wrap(spec(replicated(where), tuple(call[name].shape), call[name].stride(), call[name].dtype),
+                        dict.fromkeys(local_ranks_of(where), call[name])) for name in names]
+    dst = tensors[0].spec.layout.without_partials
     return run.redistribute(tensors, [dst] * len(tensors), "batch_norm")
 
 
@@ -91,7 +95,7 @@ def _moments(run: Run, x: GlobalLike, n: int, dtype: torch.dtype) -> tuple[Globa
 
 def whole_batch_forward(call: Call, run: Run) -> tuple[GlobalLike, ...]:
     """native_batch_norm in training; the running statistics are updated in place."""
-    x, = _reduced_alike(run, [call["input"]])
+    x, = _reduced_alike(call, run, ["input"])
     dtype = accumulation_dtype(x.dtype)
     n = x.numel() // max(x.shape[1], 1)
     mean, var = _moments(run, x, n, dtype)
@@ -130,7 +134,7 @@ def as_native_backward(call: Call, run: Run) -> tuple[Any, ...]:
 
 def whole_batch_backward(call: Call, run: Run) -> tuple[GlobalLike | None, ...]:
     """native_batch_norm_backward in training."""
-    x, grad = _reduced_alike(run, [call["input"], call["grad_out"]])
+    x, grad = _reduced_alike(call, run, ["input", "grad_out"])
     dtype, weight, dims = accumulation_dtype(x.dtype), call["weight"], _reduced_dims(x)
     n = float(x.numel() // max(x.shape[1], 1))
     mean, invstd = call["save_mean"], call["save_invstd"]

@@ -95,15 +95,22 @@ def variance(call: Call, run: Run) -> Any:
     x = cast(run, x, accumulation_dtype(dtype))
     center = run(aten.mean.dim, x, dims, True)
     deviation = run(aten.sub.Tensor, x, center)
+    deviation = run(aten.abs.default, deviation) if dtype.is_complex else deviation
     total = run(aten.sum.dim_IntList, run(aten.mul.Tensor, deviation, deviation), dims, keep)
     var = run(aten.div.Tensor, total, float(max(n - correction, 0)))
     name = call.func._schema.name
     if "std" in name:
         var = run(aten.sqrt.default, var)
-    var = cast(run, var, dtype)
+    var = cast(run, var, dtype.to_real() if dtype.is_complex else dtype)
     if "mean" not in name:
         return var
     return var, cast(run, center if keep else run(aten.squeeze.dims, center, dims), dtype)
+
+
+@traceable
+def empty_cdist_backward(call: Call, run: Run) -> Any:
+    """Where there is no distance, torch gives zeros of the shape that x1 has before it is broadcast."""
+    return run(aten.zeros_like.default, call["x1"])
 
 
 @traceable
@@ -145,10 +152,10 @@ def whole_extremum(call: Call, run: Run) -> Any:
 
 @traceable
 def logsumexp(call: Call, run: Run) -> Any:
-    """log(sum(exp(x - m))) + m, with m the maximum, or 0 where that is infinite."""
+    """log(sum(exp(x - m))) + m, with m the maximum, or 0 where that is infinite; of integers as of floats."""
     x, dims, keep = call.tensors[0], dims_of(call, call.tensors[0].dim()), bool(call["keepdim"])
-    if x.dtype == torch.bool:                        # which has no differences
-        x = run(aten._to_copy.default, x, dtype=torch.get_default_dtype())
+    if not x.dtype.is_floating_point and not x.dtype.is_complex:
+        x = cast(run, x, torch.get_default_dtype())
     highest = _finite(run, run(aten.amax.default, x, dims, True))
     total = run(aten.sum.dim_IntList, run(aten.exp.default, run(aten.sub.Tensor, x, highest)), dims, keep)
     shift = highest if keep else run(aten.squeeze.dims, highest, dims)

@@ -44,10 +44,6 @@ class Elements(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    def pairs(self, dtype: torch.dtype) -> Elements:
-        """Two real numbers for each: element i is made of numbers 2 i and 2 i + 1."""
-        return Elements(self.key, (*self.shape, 2), (*self.region, (0, 2)), dtype, self.device)
-
 
 Draw = Callable[..., Tensor]                         # (call, elements, their part of each tensor parameter) -> values
 
@@ -57,28 +53,17 @@ Draw = Callable[..., Tensor]                         # (call, elements, their pa
 
 def draw_uniform(call: Call, elements: Elements) -> Tensor:
     """uniform_ and rand_like."""
-    low, high = call.get("from", 0.0), call.get("to", 1.0)
-    if not elements.dtype.is_complex:
-        return philox.uniform(*elements, low, high)
-    return torch.view_as_complex(philox.uniform(*elements.pairs(elements.dtype.to_real()), low, high))
-
-
-def _normal(elements: Elements, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """A complex number has half its variance in each part, and a mean that is real."""
-    if not elements.dtype.is_complex:
-        return philox.normal(*elements, mean, std)
-    parts = philox.normal(*elements.pairs(elements.dtype.to_real()), 0.0, std * math.sqrt(0.5))
-    return torch.view_as_complex(parts).add_(mean)
+    return philox.uniform(*elements, call.get("from", 0.0), call.get("to", 1.0))
 
 
 def draw_normal(call: Call, elements: Elements) -> Tensor:
     """normal_."""
-    return _normal(elements, call["mean"], call["std"])
+    return philox.normal(*elements, call["mean"], call["std"])
 
 
 def draw_standard_normal(call: Call, elements: Elements) -> Tensor:
     """randn_like."""
-    return _normal(elements)
+    return philox.normal(*elements)
 
 
 def draw_integers(call: Call, elements: Elements) -> Tensor:
@@ -125,7 +110,8 @@ def draw_geometric(call: Call, elements: Elements) -> Tensor:
 
 def draw_cauchy(call: Call, elements: Elements) -> Tensor:
     """The quotient of two normals; finite, as torch's is."""
-    pairs = philox.normal(*elements.pairs(_at_least_float32(elements.dtype)))
+    key, shape, region, dtype, device = elements
+    pairs = philox.normal(key, *philox.pairs(shape, region, _at_least_float32(dtype)), device)
     value = pairs[..., 0].div(pairs[..., 1]).mul_(call["sigma"]).add_(call["median"])
     largest = torch.finfo(elements.dtype).max
     return value.nan_to_num_().clamp_(-largest, largest)
@@ -255,13 +241,15 @@ def randint_like_tensor(call: Call, run: Run) -> GlobalLike:
 def normal_around(call: Call, run: Run) -> GlobalLike:
     """normal(mean, std) of which at least one is a tensor: z std + mean, in the dtype of the first tensor."""
     key = draw_key(call["generator"])
-    tensors = call.tensors
-    _check_std(call["std"])
+    tensors, std = call.tensors, call["std"]
+    if is_global(std):                               # terms of a pending sum may be negative
+        std, = run.redistribute([std], [std.spec.layout.without_partials], str(call.func))
+    _check_std(std)
     own = next(t for t in tensors if is_global(t))
     shape = torch.broadcast_shapes(*call.shapes)
     z = run(aten.new_empty.default, own, list(shape), dtype=tensors[0].dtype)
     _fill(call, run, z, key, draw_standard_normal)
-    return run(aten.add_.Tensor, run(aten.mul_.Tensor, z, call["std"]), call["mean"])
+    return run(aten.add_.Tensor, run(aten.mul_.Tensor, z, std), call["mean"])
 
 
 def _check_std(std: Tensor | GlobalLike | float) -> None:

@@ -188,6 +188,8 @@ class _Run(Run):
         self.cls = cls
 
     def __call__(self, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        if not any(type(t) is self.cls for t in _tensors(args, kwargs)):
+            return func(*args, **kwargs)             # of what is plain: the gradient of a mean, to be divided
         return dispatch(self.cls, func, args, kwargs)
 
     def plain(self, call: Call) -> Any:

@@ -160,7 +160,8 @@ TABLE[custom_ops.linear] = Line(fixed("b* k, n k, n -> b* n", "a*b+c"), decompos
       applies=summa.on_grid)
 lines("_cdist_forward", fixed("b* m d!, b* n d! -> b* m n"))
 # of an empty part the gradient's kernel forgets which dims were repeated
-lines("_cdist_backward", fixed("b* m n, b* m d, b* n d, b* m n -> b* m d", "a*B*C*D", nonempty="b* m n d"))
+lines("_cdist_backward", fixed("b* m n, b* m d, b* n d, b* m n -> b* m d", "a*B*C*D", nonempty="b* m n d"),
+      decomposition=decompositions.empty_cdist_backward, applies=lambda call: not call["grad"].numel())
 lines("linalg_cross", along("a*b", operands=2))
 decomposed("_grouped_mm", grouped_mm.grouped_mm)
 lines("convolution", layers.convolved, local_args=scaled("groups"), decomposition=halo.convolution,
@@ -285,6 +286,7 @@ decomposed("_native_batch_norm_legit _native_batch_norm_legit.no_stats _batch_no
 decomposed("batch_norm_backward cudnn_batch_norm_backward", batch_norm.as_native_backward)
 # Of split or pending tensors torch can make no nested one: its encoder then keeps the padding.
 decomposed("_nested_tensor_from_mask_left_aligned", lambda call, run: False)
+decomposed("_has_same_storage_numel", lambda call, run: True)        # forward AD asks; a global tensor has no memory
 lines("_weight_norm_interface", layers.weight_norm())
 lines("_weight_norm_interface_backward", layers.weight_norm(backward=True))
 lines("_scaled_dot_product_flash_attention_for_cpu", layers.attention(), decomposition=ring_attention.ring_forward,

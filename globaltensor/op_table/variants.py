@@ -21,7 +21,7 @@ from globaltensor.layouts.global_like import is_global
 from globaltensor.op_table.line import Line, always_decomposed
 from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call, arguments
-from globaltensor.runtime.torch_internals import OpOverload, counting_writes, has_kernel, is_composite
+from globaltensor.runtime.torch_internals import OpOverload, call_kernel, counting_writes, has_kernel, is_composite
 
 aten = torch.ops.aten
 # Composite ops that read memory before they call an op: they run on shards, as ops do that torch does not unfold.
@@ -67,12 +67,12 @@ def _other_memory(call: Call, run: Run) -> Any:
 def _by_torch(call: Call, run: Run) -> Any:
     """An op that torch itself makes of others: it arrives whole in inference mode, where no autograd unfolds it.
 
-    The others are called as torch calls them: past autograd, but not past what ties views to what they view, unless
-    torch ties the results of the op itself (`chunk`, `narrow`).
+    The others are called as torch calls them: past autograd, but not past what ties views to what they view, unless the
+    op itself is a view, which torch ties at its own door.
     """
     args, kwargs = call.full_arguments()
     with nullcontext() if has_kernel(call.func, "ADInplaceOrView") else counting_writes():
-        return call.func.decompose(*args, **kwargs)
+        return call_kernel(call.func, "CompositeImplicitAutograd", args, kwargs)
 
 
 def functional_of(func: OpOverload) -> OpOverload | None:

@@ -242,6 +242,11 @@ def _float(what: str, dtype: torch.dtype) -> tuple[torch.dtype, int, int]:
     return _FLOATS[dtype]
 
 
+def pairs(shape: Shape, region: Region, dtype: torch.dtype) -> tuple[Shape, Region, torch.dtype]:
+    """Two real numbers for each complex one: element i is made of numbers 2 i and 2 i + 1."""
+    return (*shape, 2), (*region, (0, 2)), dtype.to_real()
+
+
 @lru_cache
 def _bounds(dtype: torch.dtype, low: float, high: float) -> tuple[float, float, float]:
     """Both rounded to `dtype`, and its number below `high`."""
@@ -252,7 +257,10 @@ def _bounds(dtype: torch.dtype, low: float, high: float) -> tuple[float, float, 
 def uniform(key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Device,
             low: float = 0.0, high: float = 1.0) -> Tensor:
     """Uniform in [low, high), both first rounded to `dtype`: low + (high - low) n / 2**b, with n of as many bits b as
-    the significand has. Never `high` (unless low == high). Error: low > high, or `dtype` cannot hold high - low."""
+    the significand has. Never `high` (unless low == high). Error: low > high, or `dtype` cannot hold high - low.
+    Complex: both parts of a number."""
+    if dtype.is_complex:
+        return torch.view_as_complex(uniform(key, *pairs(shape, region, dtype), device, low, high))
     arithmetic, bits, _ = _float("uniform", dtype)
     start, end, below = _bounds(dtype, float(low), float(high))
     _demand(start <= end and end - start <= torch.finfo(dtype).max, f"uniform of dtype {dtype} needs low <= high "
@@ -265,7 +273,11 @@ def uniform(key: int, shape: Shape, region: Region, dtype: torch.dtype, device: 
 def normal(key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Device,
            mean: float = 0.0, std: float = 1.0) -> Tensor:
     """Normal, by Box and Muller (1958): sqrt(-2 log u) (cos a, sin a), u in (0, 1] and a from words 0, 2 and 1, 3 of
-    a block. float64 takes 53 bits for each, the others 32 and float32 arithmetic. Error: std < 0."""
+    a block. float64 takes 53 bits for each, the others 32 and float32 arithmetic. Error: std < 0.
+    Complex: half the variance in each part of a number, and a mean that is real."""
+    if dtype.is_complex:
+        parts = normal(key, *pairs(shape, region, dtype), device, 0.0, std * math.sqrt(0.5))
+        return torch.view_as_complex(parts).add_(mean)
     arithmetic, _, bits = _float("normal", dtype)
     _demand(std >= 0, f"normal needs std >= 0, got {std}")
 
