@@ -3,9 +3,9 @@
 Native code reads shards by their specs. So a rule that does not fit its kernel, or an operand that is repeated where
 the rule does not know it, would read memory that is not its own; here it becomes an error that names op and rank.
 
-Strides are what the kernels returned: torch's shape functions tell those of some ops wrongly, as of a convolution of
-channels-last images. Ops above dispatch go by a spec's strides (the gradient of group norm: is this contiguous, or
-does its kernel need a copy?), so they must be the shards'.
+Strides are what the kernels returned, where all parts have one size: torch's shape functions tell those of some ops
+wrongly, as of a convolution of channels-last images. Ops above dispatch go by a spec's strides (the gradient of group
+norm: is this contiguous, or does its kernel need a copy?), so they must be the shards'.
 """
 from __future__ import annotations
 
@@ -54,7 +54,13 @@ def _is_view(recipe: Recipe) -> bool:
 
 def _strided_as(own: Spec, part: torch.Tensor) -> Spec:
     """The spec with its dims in the order in memory that a rank's part has, if the part tells: if it is dense, and has
-    a size of 1 only where the whole has."""
+    a size of 1 only where the whole has.
+
+    All processes must come to one spec, and each sees its own parts only. So parts of several sizes change nothing:
+    kernels choose the order by the size, and a part of one sample does not tell it.
+    """
+    if any(n % own.layout.num_parts(d) for d, n in enumerate(own.shape)):
+        return own
     dims = [d for d, n in enumerate(own.shape) if n > 1]
     steps: tuple[int, ...] = part.stride()
     in_memory = sorted(dims, key=lambda d: -steps[d])
