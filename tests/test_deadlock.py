@@ -28,7 +28,9 @@ def test_what_is_a_deadlock(published, expected):
     assert deadlocked(published) is expected
 
 
-ELSEWHERE = encode_message((1, "zeros", (0,), 8, "program.py:3"), 1)           # what rank 1 has published
+def elsewhere(rank=1):
+    """What that rank publishes."""
+    return encode_message((1, "zeros", (0,), 8, "program.py:3"), rank)
 
 
 class Store(dict):
@@ -57,10 +59,10 @@ def test_who_goes_on_withdraws_what_it_published(pair):
         assert mine.publish(deadlock._current)
         assert "test_deadlock.py:" in mine.published.where
         assert other.waits() is None and other.busy == 1        # itself has published nothing
-        for unsigned in (b"null", b"", ELSEWHERE[:-1], encode_message((1, "zeros", (0,), 8, "program.py:3"), 0)):
+        for unsigned in (b"null", b"", elsewhere()[:-1], elsewhere(0)):
             other.store.set("globaltensor wait 1", unsigned)         # not written by rank 1
             assert other.waits() is None
-        other.store.set("globaltensor wait 1", ELSEWHERE)
+        other.store.set("globaltensor wait 1", elsewhere())
         assert other.waits()[0].what == "a boxing"
     assert mine.published is None and other.waits() is None and other.busy == 0
 
@@ -79,7 +81,7 @@ def test_a_deadlock_is_found_and_the_last_rank_ends(pair, monkeypatch):
     monkeypatch.setattr(deadlock.sys, "excepthook", lambda kind, error, at: shown.append(str(error)))
     with deadlock.waiting("a boxing", (1,), 7):
         assert mine.publish(deadlock._current)
-        other.store.set("globaltensor wait 1", ELSEWHERE)
+        other.store.set("globaltensor wait 1", elsewhere())
         looking = threading.Thread(target=other.look)            # takes this process's wait for its own
         monkeypatch.setattr(other, "publish", lambda now: True)
         looking.start()

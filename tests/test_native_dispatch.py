@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 import globaltensor as gt
 from globaltensor.algorithms.run import is_traceable
+from globaltensor.dispatch import core
 from globaltensor.dispatch.core import dispatch
 from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call, arguments
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.skipif(torch_ext is None, reason="the native code is no
 S, B = gt.sbp.split, gt.sbp.broadcast
 SEED = int(os.environ.get("NATIVE_SEED") or 20_261_121)
 print(f"tests/test_native_dispatch.py: NATIVE_SEED={SEED}")
-core = sys.modules["globaltensor.tensors.global_tensor"]
 OPS = [f for f in TABLE if name_of(f) in SAMPLES and name_of(f) not in ELSEWHERE | VALUELESS]
 PYTHONS = {name_of(f) for f, line in TABLE.items() if line.local_impl is not None
            or line.decomposition is not None and not is_traceable(line.decomposition)}
@@ -40,13 +39,13 @@ PYTHONS = {name_of(f) for f, line in TABLE.items() if line.local_impl is not Non
 def arrivals(monkeypatch):
     """The ops that come to Python."""
     seen = []
-    arrive = core.arrive
+    run = core._run_arrived
 
     def spy(cls, func, args, kwargs):
         seen.append(func)
-        return arrive(cls, func, args, kwargs)
+        return run(cls, func, args, kwargs)
 
-    monkeypatch.setattr(core, "arrive", spy)
+    monkeypatch.setattr(core, "_run_arrived", spy)
     return seen
 
 

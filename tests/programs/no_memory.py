@@ -200,7 +200,9 @@ def comes_in(door, kind, sbp):
 
 
 def fits(door, kind):
-    """Those of other shapes are refused for it, by torch."""
+    """Those of other shapes are refused for it, by torch. A module on the meta device is made global there."""
+    if door == "module" and "meta" in kind:
+        return False
     return kind not in ("csr", "nested", "jagged") or door not in ("linear", "einsum")
 
 
