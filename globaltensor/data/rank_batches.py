@@ -28,6 +28,7 @@ from globaltensor.errors import GlobalTensorError, SbpError, ShapeError
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import SbpLike, split
 from globaltensor.runtime.agreement import broadcast_object, gather_objects
+from globaltensor.runtime.codec import encode_message, message
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.convert import PartInfo, has_copies, heads_of, join_rows, part_info
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -37,6 +38,7 @@ T = TypeVar("T")
 _ROWS = split(0)
 
 
+@message
 class RankNote(NamedTuple):
     """What the others must know of a rank's next batch: the part of each tensor by its place, None where the rank's
     loader has ended; or why it could not be read."""
@@ -106,16 +108,22 @@ class RankBatches(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         iterators = {r: iter(own) for r, own in self._loaders.items()}
+        before, began = None, set[int]()             # this process's last batch, without rows; ranks that have read one
         while True:
             batches, tensors = self._read(iterators)
             notes = self._exchange_notes(iterators, tensors)
             if all(notes[r].parts is None for r in self._heads):
                 return
             source, structure = _common_structure(notes)
-            own: Any = next(iter(batches.values()), None)
-            if any(r not in notes or notes[r].parts is None for r in range(world().size)):
-                sent = broadcast_object(_without_rows(batches.get(source)), source, self._text)
-                own = own if batches else sent
+            own: Any = next(iter(batches.values()), before)
+            began |= {r for r, note in notes.items() if note.parts is not None}
+            if len(began) < world().size:            # others have never seen what a batch is
+                sent, unknown = broadcast_object(_to_send(batches.get(source)), source, self._text)
+                if own is None and unknown:
+                    raise GlobalTensorError(f"rank {world().rank} has no batch, and cannot know what one is", unknown,
+                                            "batches of tensors, numbers and text in tuples, lists and dicts")
+                own = sent if own is None else own
+            before = _without_rows(own)
             yield map_structure(own, partial(self._join, tensors, notes, structure), _same)
 
     def _read(self, iterators: Mapping[int, Iterator[T]]) -> tuple[dict[int, T], dict[int, dict[str, torch.Tensor]]]:
@@ -186,6 +194,17 @@ def _tensors_of(batch: Any) -> dict[str, torch.Tensor]:
 def _without_rows(batch: Any) -> Any:
     """The same structure without samples, for ranks that have none."""
     return map_structure(batch, lambda t, path: t[:0].clone(), lambda values, path: values[:0])
+
+
+def _to_send(batch: Any) -> tuple[Any, str]:
+    """The structure of a batch for ranks that have seen none, or why it cannot be sent: classes of the program's own
+    would have to be made from what stands in a message, which runs their code."""
+    empty = _without_rows(batch)
+    try:
+        encode_message(empty)
+    except TypeError as error:
+        return None, str(error)
+    return empty, ""
 
 
 def _same(values: Any, path: str) -> Any:
