@@ -29,6 +29,7 @@ from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import SbpLike, split
 from globaltensor.runtime.agreement import broadcast_object, gather_objects
 from globaltensor.runtime.codec import encode_message, message
+from globaltensor.runtime.deadlock import rank_names
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.convert import PartInfo, has_copies, heads_of, join_rows, part_info
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -117,10 +118,11 @@ class RankBatches(Generic[T]):
             source, structure = _common_structure(notes)
             own: Any = next(iter(batches.values()), before)
             began |= {r for r, note in notes.items() if note.parts is not None}
-            if len(began) < world().size:            # others have never seen what a batch is
+            if len(began) < world().size and not world().single_process:         # others never saw what a batch is
                 sent, unknown = broadcast_object(_to_send(batches.get(source)), source, self._text)
-                if own is None and unknown:
-                    raise GlobalTensorError(f"rank {world().rank} has no batch, and cannot know what one is", unknown,
+                if unknown:
+                    ranks = [r for r in range(world().size) if r not in began]
+                    raise GlobalTensorError(f"{rank_names(ranks)} had no batch, and cannot know what one is", unknown,
                                             "batches of tensors, numbers and text in tuples, lists and dicts")
                 own = sent if own is None else own
             before = _without_rows(own)
