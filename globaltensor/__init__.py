@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from globaltensor.checkpoint import dcp_protocol as _dcp_protocol
-from globaltensor.parallel.modules import to_global as _to_global
+from globaltensor.parallel import modules as _modules
 from globaltensor.runtime import (
     process_group as _process_group,  # registers the backend with torch.distributed
     start as _start,  # the world begins with the first placement
@@ -31,11 +31,14 @@ __version__ = "0.1.0"
 
 _plain.install_attributes()
 _dcp_protocol.install_dcp_protocol()
-torch.nn.Module.to_global = _to_global  # type: ignore[attr-defined]  # a module learns a method
+torch.nn.Module.to_global = _modules.to_global  # type: ignore[attr-defined]  # a module learns two methods
+torch.nn.Module.to_local = _modules.module_to_local  # type: ignore[attr-defined]
 
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn",
               "randperm", "tensor", "zeros")
-FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | {
+_LIKE_FACTORIES = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
+FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | dict.fromkeys(
+    _LIKE_FACTORIES, "globaltensor.tensors.like_factories") | {
     "GlobalTensor": "globaltensor.tensors.global_tensor",
     "GlobalTensorError": "globaltensor.errors",
     "RuleError": "globaltensor.errors",
@@ -109,6 +112,15 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
     )
     from globaltensor.tensors.global_tensor import GlobalTensor as GlobalTensor
     from globaltensor.tensors.gradients import set_grad_reduce_dtype as set_grad_reduce_dtype
+    from globaltensor.tensors.like_factories import (
+        empty_like as empty_like,
+        full_like as full_like,
+        ones_like as ones_like,
+        rand_like as rand_like,
+        randint_like as randint_like,
+        randn_like as randn_like,
+        zeros_like as zeros_like,
+    )
     from globaltensor.tensors.torch_names import *
 else:
     __all__ = sorted(FACE)

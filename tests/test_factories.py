@@ -143,6 +143,65 @@ def test_every_factory_is_in_the_table():
     assert takes == FACTORIES.keys()
 
 
+# ------------------------------------------------------------------------------------------------------------- like
+
+LIKE = {"zeros_like": (), "ones_like": (), "empty_like": (), "full_like": (2.5,), "rand_like": (), "randn_like": (),
+        "randint_like": (-3, 100)}                   # what each takes behind x
+OTHER = gt.placement("cpu", [[2, 0], [1, 3]])
+
+
+def of_same_name(name, x, values, **options):
+    """What the factory without `_like` makes of x's shape and dtype."""
+    sized = getattr(gt, name.removesuffix("_like"))
+    return sized(*values, x.shape, **options) if name == "randint_like" else sized(x.shape, *values, **options)
+
+
+def like(name, x, **options):
+    torch.manual_seed(5)
+    return getattr(gt, name)(x, *LIKE[name], **options)
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_a_tensor_like_another_is_laid_out_as_asked(name):
+    """Of a global tensor what is left out is its own; of a plain one nothing is."""
+    x = gt.ones(4, 6, placement=TWO, sbp=split(1), dtype=torch.float64)
+    for one in (x, gather(x)):
+        for asked, where, sbp in (
+                ({"placement": TWO, "sbp": split(0)}, TWO, (split(0),)), ({"sbp": partial_sum}, TWO, (partial_sum,)),
+                ({"placement": gt.placement("cpu", [3, 2])}, gt.placement("cpu", [3, 2]), (split(1),)),
+                ({"placement": OTHER}, OTHER, (broadcast, broadcast)),
+                ({"placement": OTHER, "sbp": (split(0), split(1))}, OTHER, (split(0), split(1)))):
+            if one is not x and len(asked) == 1:
+                with pytest.raises(GlobalTensorError, match="placement"):
+                    like(name, one, **asked)
+                continue
+            for more in ({}, {"dtype": torch.float32, "requires_grad": True}):
+                got = like(name, one, **asked, **more)
+                torch.manual_seed(5)
+                want = of_same_name(name, one, LIKE[name], placement=TWO, sbp=broadcast,
+                                    dtype=more.get("dtype", torch.float64))
+                assert (got.placement, got.sbp, got.dtype) == (where, sbp, want.dtype), asked
+                assert got.requires_grad == bool(more) and got.is_leaf and got.shape == x.shape
+                assert name == "empty_like" or torch.equal(gather(got), gather(want))
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_a_tensor_like_another_is_torch_s_without_a_layout(name):
+    x = gt.ones(4, 6, placement=TWO, sbp=split(1))
+    plain, here = like(name, gather(x)), like(name, x)
+    assert not plain.is_global and plain.shape == here.shape and here.sbp == x.sbp and plain.dtype == here.dtype
+    torch.manual_seed(5)
+    assert name == "empty_like" or torch.equal(plain, getattr(torch, name)(gather(x), *LIKE[name]))
+    with pytest.raises(ArgumentError, match="'dtyp'"):
+        like(name, x, sbp=broadcast, dtyp=torch.float64)
+    with pytest.raises(ArgumentError, match="of no tensor"):
+        like(name, [1.0])
+
+
+def test_every_factory_like_another_tensor_is_in_the_table():
+    assert {name for name in gt.FACE if name.endswith("_like")} == LIKE.keys()
+
+
 # ------------------------------------------------------------------------------------------------------- generators
 
 

@@ -115,3 +115,60 @@ class OfData(Protocol):
     @overload
     def __call__(self, data: Any, *, dtype: torch.dtype | None = None, device: torch.device | str | int | None = None,
                  requires_grad: bool = False, pin_memory: bool = False) -> torch.Tensor: ...
+
+
+class LikeOptions(AsTorch, total=False):
+    """The keywords of torch's `*_like`."""
+
+    memory_format: torch.memory_format | None
+
+
+class LaidOut(_Common, total=False):
+    """The keywords of a `*_like` of a global tensor, which gives what is left out."""
+
+    placement: Placement
+    sbp: SbpLike
+
+
+class Like(Protocol):
+    """zeros_like, ones_like, empty_like."""
+
+    @overload
+    def __call__(self, x: GlobalTensor, **options: Unpack[LaidOut]) -> GlobalTensor: ...
+    @overload
+    def __call__(self, x: torch.Tensor, **options: Unpack[Placed]) -> GlobalTensor: ...
+    @overload
+    def __call__(self, x: torch.Tensor, **options: Unpack[LikeOptions]) -> torch.Tensor: ...
+
+
+class FullLike(Protocol):
+    @overload
+    def __call__(self, x: GlobalTensor, fill_value: complex, **options: Unpack[LaidOut]) -> GlobalTensor: ...
+    @overload
+    def __call__(self, x: torch.Tensor, fill_value: complex, **options: Unpack[Placed]) -> GlobalTensor: ...
+    @overload
+    def __call__(self, x: torch.Tensor, fill_value: complex, **options: Unpack[LikeOptions]) -> torch.Tensor: ...
+
+
+class RandomLike(Protocol):
+    """rand_like, randn_like: also with a generator."""
+
+    @overload
+    def __call__(self, x: GlobalTensor, *, generator: torch.Generator | None = None, **options: Unpack[LaidOut]
+                 ) -> GlobalTensor: ...
+    @overload
+    def __call__(self, x: torch.Tensor, **options: Unpack[PlacedRandom]) -> GlobalTensor: ...
+    @overload
+    def __call__(self, x: torch.Tensor, **options: Unpack[LikeOptions]) -> torch.Tensor: ...
+
+
+class RandintLike(Protocol):
+    """Of [0, high) or [low, high)."""
+
+    @overload
+    def __call__(self, x: GlobalTensor, *bounds: int, generator: torch.Generator | None = None,
+                 **options: Unpack[LaidOut]) -> GlobalTensor: ...
+    @overload
+    def __call__(self, x: torch.Tensor, *bounds: int, **options: Unpack[PlacedRandom]) -> GlobalTensor: ...
+    @overload
+    def __call__(self, x: torch.Tensor, *bounds: int, **options: Unpack[LikeOptions]) -> torch.Tensor: ...

@@ -48,11 +48,17 @@ def box_from(x: Any, where: Any, sbp: Any, grad_sbp: Any) -> Any:
     """x.to_global(where, sbp, grad_sbp); x may be wrapped by torch.func."""
     own = layout_of(x)
     assert own is not None                           # else it is from_local
+    dst = resolve_layout(*filled_in(own, where, sbp), x.dim())
+    return to_layout(x, dst, resolve_layout(own.placement, grad_sbp, x.dim()) if grad_sbp is not None else None)
+
+
+def filled_in(own: Layout, where: Any, sbp: Any) -> tuple[Any, Any]:
+    """The placement and sbp that a user asked for, of a tensor laid out as `own`: that is where one is None. On a
+    placement of other axes the sbp is broadcast."""
     where = own.placement if where is None else where
     if sbp is None:
         sbp = own.sbp if getattr(where, "shape", None) == own.placement.shape else broadcast
-    dst = resolve_layout(where, sbp, x.dim())
-    return to_layout(x, dst, resolve_layout(own.placement, grad_sbp, x.dim()) if grad_sbp is not None else None)
+    return where, sbp
 
 
 def to_layout(x: Global, dst: Layout, grad_layout: Layout | None = None) -> Global:

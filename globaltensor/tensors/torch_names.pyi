@@ -343,7 +343,6 @@ from torch import einsum as einsum
 from torch import embedding as embedding
 from torch import embedding_bag as embedding_bag
 from torch import embedding_renorm_ as embedding_renorm_
-from torch import empty_like as empty_like
 from torch import empty_permuted as empty_permuted
 from torch import empty_quantized as empty_quantized
 from torch import empty_strided as empty_strided
@@ -411,7 +410,6 @@ from torch import frobenius_norm as frobenius_norm
 from torch import from_file as from_file
 from torch import from_numpy as from_numpy
 from torch import frombuffer as frombuffer
-from torch import full_like as full_like
 from torch import func as func
 from torch import functional as functional
 from torch import fused_moving_avg_obs_fake_quant as fused_moving_avg_obs_fake_quant
@@ -654,7 +652,6 @@ from torch import norm_except_dim as norm_except_dim
 from torch import not_equal as not_equal
 from torch import nuclear_norm as nuclear_norm
 from torch import numel as numel
-from torch import ones_like as ones_like
 from torch import onnx as onnx
 from torch import ops as ops
 from torch import optim as optim
@@ -722,9 +719,6 @@ from torch import quint4x2 as quint4x2
 from torch import quint8 as quint8
 from torch import rad2deg as rad2deg
 from torch import rad2deg_ as rad2deg_
-from torch import rand_like as rand_like
-from torch import randint_like as randint_like
-from torch import randn_like as randn_like
 from torch import random as random
 from torch import range as range
 from torch import ravel as ravel
@@ -935,4 +929,3 @@ from torch import xlogy as xlogy
 from torch import xlogy_ as xlogy_
 from torch import xpu as xpu
 from torch import zero_ as zero_
-from torch import zeros_like as zeros_like
