@@ -14,7 +14,7 @@ import model_families
 import model_steps
 import pytest
 import torch
-from harness import PYTHON, Started, environment
+from harness import PYTHON, RUN, Started, environment, good
 
 import globaltensor as gt
 from globaltensor.errors import GlobalTensorError
@@ -37,23 +37,60 @@ def test_a_model_trains_as_on_one_device(name):
         assert outcome["status"] == "right", outcome
 
 
-def test_what_the_error_of_save_pretrained_says_works(tmp_path):
+SAVES = """
+import os, sys, torch, transformers, globaltensor as gt
+transformers.logging.set_verbosity_error()
+torch.manual_seed(5)
+config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20, n_positions=8)
+model = transformers.GPT2LMHeadModel(config)         # whose first and last weight are one
+folder = sys.argv[1]
+for kind in ("plain", "global"):
+    if kind == "global":
+        model.to_global(gt.placement("cpu", [0, 1]), lambda name, t: gt.sbp.split(0) if t.dim() else gt.sbp.broadcast)
+    if kind == "global" or gt.rank() == 0:
+        model.save_pretrained(f"{folder}/{kind}")
+        model.save_pretrained(f"{folder}/{kind}, in parts", max_shard_size="1KB")
+        model.save_pretrained(f"{folder}/{kind}, of a state", state_dict=model.state_dict())
+assert model.lm_head.weight.is_global and model.state_dict()["lm_head.weight"].is_global
+try:                                                 # all ranks raise, and can go on
+    model.save_pretrained(f"{folder}/plain/model.safetensors/folder")
+except (NotADirectoryError, gt.GlobalTensorError) as error:
+    assert gt.rank() == 0 or "rank 0 could not save" in str(error)
+else:
+    raise AssertionError("nothing was raised")
+model.save_pretrained(f"{folder}/global")
+"""
+
+
+@pytest.mark.parametrize("start", [pytest.param([PYTHON], id="one process"), pytest.param(
+    [*RUN, "-n", "2"], id="two processes", marks=[pytest.mark.long, pytest.mark.processes])])
+def test_save_pretrained_of_a_global_model_writes_the_files_of_the_plain_one(tmp_path, start):
+    pytest.importorskip("transformers")
+    (tmp_path / "program.py").write_text(SAVES)
+    good([*start, tmp_path / "program.py", tmp_path], environment(), timeout=120)
+    for kind in ("", ", in parts", ", of a state"):
+        plain, ours = ({path.name: path.read_bytes() for path in (tmp_path / f"{side}{kind}").iterdir()}
+                       for side in ("plain", "global"))
+        assert plain == ours and len(plain) == (8 if "parts" in kind else 3), (plain.keys(), ours.keys())
+
+
+def test_our_safetensors_are_read_by_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(model_steps.SEED)
     config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20, n_positions=8)
-    model = transformers.GPT2LMHeadModel(config)     # whose first and last weight are one
+    model = transformers.GPT2LMHeadModel(config)
     want = {name: t.clone() for name, t in model.state_dict().items()}
     model_steps.weights_split(model)
-    with pytest.raises(GlobalTensorError, match="state_dict=") as raised:
-        model.save_pretrained(tmp_path)
-    assert "gt.save_safetensors(model, folder)" in str(raised.value)
-    model.save_pretrained(tmp_path / "state", is_main_process=gt.rank() == 0,
-                          state_dict={k: t.full_tensor() for k, t in model.state_dict().items()})
-    gt.save_safetensors(model, tmp_path / "ours")
-    config.save_pretrained(tmp_path / "ours")
-    for folder in ("state", "ours"):
-        got = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / folder).state_dict()
-        assert got.keys() == want.keys() and all(torch.equal(got[name], t) for name, t in want.items())
+    gt.save_safetensors(model, tmp_path)
+    config.save_pretrained(tmp_path)
+    got = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()
+    assert got.keys() == want.keys() and all(torch.equal(got[name], t) for name, t in want.items())
+
+
+def test_a_library_that_saves_by_address_is_told_what_to_type():
+    x = gt.ones(4, placement=gt.placement("cpu", [0, 1]), sbp=gt.sbp.broadcast)
+    with pytest.raises(GlobalTensorError, match=r"gt.save_safetensors\(model, folder\)"):
+        x.untyped_storage().data_ptr()
 
 
 @pytest.mark.long

@@ -5,9 +5,11 @@ import re
 
 import pytest
 import torch
-from harness import PROGRAMS, PYTHON, environment, good
+from harness import PROGRAMS, PYTHON, RUN, environment, good
 from torch import nn
 
+import globaltensor as gt
+from globaltensor.errors import GlobalTensorError
 from globaltensor.parallel.parameter_swap import swap_in, swap_out, swapped_in
 
 PROGRAM = PROGRAMS / "parameter_identity.py"
@@ -18,6 +20,33 @@ CHECKS = re.findall(r"(?m)^def (\w+)\(\):\n", PROGRAM.read_text())
 def test_parameters_stay_the_same_objects(native):
     passed = good([PYTHON, PROGRAM], environment(GLOBALTENSOR_NATIVE=native), timeout=300).split()
     assert len(passed) == len(CHECKS) - 1 >= 12, f"{set(CHECKS) - set(passed)} did not run"      # all but model()
+
+
+PLAIN_AGAIN = PROGRAMS / "plain_again.py"
+
+
+def passes(command, native):
+    passed = good([*command, PLAIN_AGAIN], environment(GLOBALTENSOR_NATIVE=native, GLOBALTENSOR_RANKS="1"), timeout=120)
+    assert len(passed.split()) == 4, passed
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_a_global_module_goes_on_plain(native):
+    passes([PYTHON], native)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_a_global_module_of_two_processes_goes_on_plain(native):
+    passes([*RUN, "-n", "2"], native)
+
+
+def test_a_process_with_several_ranks_has_no_one_local_module():
+    module = nn.Linear(4, 4).to_global(gt.placement("cpu", [0, 1]), gt.sbp.broadcast)
+    with pytest.raises(GlobalTensorError, match="drives several ranks"):
+        module.to_local()
+    assert module.weight.is_global
 
 
 def test_a_stand_in_is_what_the_forward_finds_and_nothing_else():

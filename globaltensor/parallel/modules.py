@@ -1,6 +1,7 @@
-"""Making the parameters of a module global: `gt.to_global(module, placement, sbp)` and `module.to_global(...)`.
+"""Making the parameters of a module global: `gt.to_global(module, placement, sbp)` and `module.to_global(...)`; and
+plain again: `module.to_local()`.
 
-The module stays what it is, and so do its parameters: the same objects, with a global value (parameter_swap.py).
+The module stays what it is, and so do its parameters: the same objects, with another value (parameter_swap.py).
 """
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from globaltensor.errors import SbpError, expect
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, SbpLike, broadcast, split
 from globaltensor.parallel.parameter_swap import check_convertible, convert, rnn_weights_found_again
+from globaltensor.parallel.pretrained import learn_save_pretrained
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.factories import empty
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.redistribution import resolve_layout
+from globaltensor.tensors.redistribution import resolve_layout, to_local
 from globaltensor.tracebacks import api_boundary
 
 M = TypeVar("M", bound=nn.Module)
@@ -49,6 +51,33 @@ def to_global(module: M, placement: Placement, sbp: SbpLike | Callable[[str, Any
             if id(tensor) not in converted:          # tied ones are converted once, and stay tied
                 own = _sbp_of(name, tensor, sbp, placement)
                 converted[id(tensor)] = convert(tensor, partial(_place, placement, own))
+            getattr(owner, kind)[key] = converted[id(tensor)]
+    learn_save_pretrained(module)
+    return module
+
+
+@api_boundary
+def module_to_local(module: M) -> M:
+    """Give every global parameter and buffer, in place, what its `to_local()` is: this rank's part, in its memory.
+
+    A module of broadcast parameters is plain then and whole, a copy on each rank that computes for itself. Of a weight
+    that is split it has the rank's rows or columns alone, which its forward may not fit; for whole weights load
+    `{name: t.full_tensor() for name, t in module.state_dict().items()}` into a plain module. Parameters stay the
+    objects that they are, with their optimizers, and their gradients become parts too. Returns the module.
+
+    Raises GlobalTensorError, before anything is changed, in a process that drives several ranks, or none of a tensor's,
+    and for a parameter that a forward pass without its backward, or `gt.zero`, holds on to.
+    """
+    expect(module, nn.Module, "to_local of no module", "module.to_local()")
+    tensors = [row for row in named_tensors(module) if isinstance(row[3], GlobalTensor)]
+    with rnn_weights_found_again(module):
+        for name, _, _, tensor, _ in tensors:
+            check_convertible(tensor, name, torch.Tensor)
+            tensor.to_local()                        # the errors of tensors that have no one local part
+        converted: dict[int, torch.Tensor] = {}
+        for _, owner, key, tensor, kind in tensors:
+            if id(tensor) not in converted:
+                converted[id(tensor)] = convert(tensor, to_local)
             getattr(owner, kind)[key] = converted[id(tensor)]
     return module
 

@@ -4,10 +4,10 @@ For a while: a module looks a parameter up last, after its own attributes. `swap
 is what the module's forward finds, until `swap_out`. Optimizers, `parameters()` and `state_dict()` go on seeing the
 parameter.
 
-For good: `convert` gives a parameter a global value and leaves it the same object. So an optimizer made before goes on
-training it, modules that share it go on sharing it, and its hooks and its gradient stay. A plain parameter cannot take
-global data; `torch.utils.swap_tensors` gives it what another object has, all but the hooks, which torch keeps with
-both the object and the data.
+For good: `convert` gives a parameter a global value, or a plain one, and leaves it the same object. So an optimizer
+made before goes on training it, modules that share it go on sharing it, and its hooks and its gradient stay. A plain
+parameter cannot take global data, nor a global one plain data; `torch.utils.swap_tensors` gives it what another object
+has, all but the hooks, which torch keeps with both the object and the data.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from globaltensor.errors import GlobalTensorError
 from globaltensor.tensors import gradients
-from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.global_tensor import GlobalTensor, user_attributes
 
 
 def swap_in(owner: nn.Module, key: str, tensor: Tensor) -> None:
@@ -46,17 +46,17 @@ def swapped_in(tensors: Iterable[tuple[nn.Module, str, Tensor]]) -> Iterator[Non
             swap_out(owner, key)
 
 
-def convert(tensor: Tensor, to_global: Callable[[Tensor], GlobalTensor]) -> Tensor:
-    """A parameter or buffer, made global by `to_global`: of a buffer what that gives, a parameter itself, with its
-    gradient made global likewise. `check_convertible` comes before, for all tensors that are to be converted."""
+def convert(tensor: Tensor, to_other: Callable[[Tensor], Tensor]) -> Tensor:
+    """A parameter or buffer, made global or plain by `to_other`: of a buffer what that gives, a parameter itself, with
+    its gradient made so likewise. `check_convertible` comes before, for all tensors that are to be converted."""
     if not isinstance(tensor, nn.Parameter):
         with torch.no_grad():
-            return to_global(tensor.detach())
+            return to_other(tensor.detach())
     with torch.no_grad():
-        value = to_global(tensor.detach())
-        grad = None if tensor.grad is None else to_global(tensor.grad.detach())
+        value = to_other(tensor.detach())
+        grad = None if tensor.grad is None else to_other(tensor.grad.detach())
     tensor.grad = None                               # of the old layout, which torch would compare with the new one
-    if isinstance(tensor, GlobalTensor):
+    if isinstance(tensor, GlobalTensor) and isinstance(value, GlobalTensor):
         tensor.data = value
     else:
         _become(tensor, value)
@@ -78,30 +78,30 @@ def rnn_weights_found_again(module: nn.Module) -> Iterator[None]:
             rnn._init_flat_weights()
 
 
-def check_convertible(parameter: Tensor, name: str) -> None:
-    """Raise GlobalTensorError for a parameter that a graph or a weak reference still knows as plain, and for one that
-    `gt.zero` has split. `name` is for the message."""
-    what = f"the parameter {name!r} cannot be made global, or laid out anew, now"
+def check_convertible(parameter: Tensor, name: str, to: type[Tensor] = GlobalTensor) -> None:
+    """Raise GlobalTensorError for a parameter that a graph or a weak reference still knows as what it was, and for one
+    that `gt.zero` has split. `name` is for the message, `to` is the class of its value to come."""
+    what = f"the parameter {name!r} cannot be made global, plain, or laid out anew, now"
     if is_lazy(parameter):
         raise GlobalTensorError(what, "its module is lazy: the first forward pass tells its shape",
                                 "module(x) once, on a plain x of the right shape, before module.to_global(...)")
     if gradients.has_part(parameter):
         raise GlobalTensorError(what, "gt.zero has split it, and its optimizer works on the parts",
                                 "module.to_global(...) before gt.zero(...)")
-    if isinstance(parameter, GlobalTensor) or not isinstance(parameter, nn.Parameter):
+    if isinstance(parameter, GlobalTensor) and to is GlobalTensor or not isinstance(parameter, nn.Parameter):
         return
     if weakref.getweakrefs(parameter):
-        raise GlobalTensorError(what, "a weak reference to it knows it as a plain tensor",
+        raise GlobalTensorError(what, "a weak reference to it knows it as what it was",
                                 "module.to_global(...) before what refers to its parameters weakly is made")
     # One use is the Python object's, one that of the node that accumulates its gradient, which swap_tensors allows.
     if parameter._use_count() > 2:                   # type: ignore[attr-defined]  # not in torch's stubs
-        raise GlobalTensorError(what, "a graph that waits for its backward pass has saved it as a plain tensor",
+        raise GlobalTensorError(what, "a graph that waits for its backward pass has saved it as what it was",
                                 "loss.backward() first, or module.to_global(...) before the forward pass")
 
 
-def _become(parameter: nn.Parameter, value: GlobalTensor) -> None:
-    """Let a plain parameter have this global value."""
-    attributes = dict(parameter.__dict__)            # a user's, which swap_tensors would leave with the other object
+def _become(parameter: nn.Parameter, value: Tensor) -> None:
+    """Let a plain parameter have this global value, or a global one this plain value."""
+    attributes = user_attributes(parameter)          # which swap_tensors would leave with the other object
     torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
     parameter.__dict__.update(attributes)
     gradients.keep_hooks(parameter)

@@ -50,8 +50,6 @@ class NoMemory(torch.UntypedStorage):
     def data_ptr(self) -> Any:
         raise GlobalTensorError("the address or the bytes of a global tensor's storage", "it has no memory of its own",
                                 "x.full_tensor(), x.to_local(), or its shards: x.shards[rank]; to save a model: "
-                                "gt.save_safetensors(model, folder), or model.save_pretrained(folder, state_dict="
-                                "{k: t.full_tensor() for k, t in model.state_dict().items()}, "
-                                "is_main_process=gt.rank() == 0)")
+                                "gt.save_safetensors(model, folder)")
 
     __reduce__ = data_ptr

@@ -321,7 +321,7 @@ class GlobalTensor(TensorMethods):
         where, own = self.placement, self.spec       # as plain values, which `torch.load(weights_only=True)` reads
         return _rebuild, (where.type, where.ranks, where.axis_names, [str(s) for s in self.sbp], dict(self.shards),
                           own.shape, own.stride, own.dtype, self.requires_grad,
-                          isinstance(self, torch.nn.Parameter), _attributes(self))
+                          isinstance(self, torch.nn.Parameter), user_attributes(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
         if id(self) not in memo:
@@ -333,11 +333,11 @@ class GlobalTensor(TensorMethods):
             else:
                 memo[id(self)] = value.requires_grad_(self.requires_grad)
                 value.grad = deepcopy(self.grad, memo)
-                value.__dict__.update(deepcopy(_attributes(self), memo))
+                value.__dict__.update(deepcopy(user_attributes(self), memo))
         return memo[id(self)]
 
 
-def _attributes(x: GlobalTensor) -> dict[str, Any]:
+def user_attributes(x: torch.Tensor) -> dict[str, Any]:
     """What users have set on a tensor."""
     return {name: value for name, value in x.__dict__.items() if name not in _OWN_ATTRIBUTES}
 
