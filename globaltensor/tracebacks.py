@@ -8,9 +8,10 @@ error. GLOBALTENSOR_TRACEBACK=full leaves everything in, as does an error that i
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import CodeType, TracebackType
 from typing import Any, TypeVar
 
@@ -24,7 +25,10 @@ _KERNEL_CALLS = f"{OURS}runtime{os.sep}torch_internals.py"
 
 
 def api_boundary(function: T) -> T:
-    """Decorate a function that programs call: errors that leave it are folded."""
+    """Decorate a function that programs call, or a generator that they iterate: errors that leave it are folded."""
+    if inspect.isgeneratorfunction(function):
+        return _boundary_of_generator(function)  # type: ignore[return-value]
+
     @functools.wraps(function)
     def boundary(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -35,6 +39,17 @@ def api_boundary(function: T) -> T:
             fold(error)
             raise                                    # bare: the frame of this function stays out as well
     return boundary  # type: ignore[return-value]  # it takes and gives what the function does
+
+
+def _boundary_of_generator(function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def boundary(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        try:
+            return (yield from function(*args, **kwargs))
+        except Exception as error:
+            fold(error)
+            raise
+    return boundary
 
 
 def fold(error: BaseException) -> None:

@@ -188,3 +188,9 @@ def test_gradients_may_be_reduced_in_16_bits(stage):
 def test_gradients_are_not_reduced_in_integers():
     with pytest.raises(TypeError, match="floating point"):
         gt.set_grad_reduce_dtype([], torch.int32)
+
+
+def test_a_plain_parameter_has_no_gradient_to_reduce():
+    model = nn.Sequential(nn.Linear(4, 4).to_global(place([0, 1]), B), nn.Linear(4, 4))
+    with pytest.raises(gt.GlobalTensorError, match="of a plain parameter"):
+        gt.set_grad_reduce_dtype(model.parameters(), torch.bfloat16)

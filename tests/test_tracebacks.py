@@ -126,6 +126,15 @@ def test_causes_are_kept_and_folded(tmp_path):
     assert chain[0] is not None and not [file for file in frames(chain[0]) if file.startswith(OURS)]
 
 
+@pytest.mark.parametrize("batches", [
+    lambda: gt.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 3)), 4, on(), S(0),
+                               collate_fn=lambda samples: torch.ones(1, 2)),
+    lambda: gt.data.from_ranks(lambda rank: [(torch.ones(2, 2), torch.ones(3))], on())])
+def test_no_frame_of_a_loader_is_seen(batches):
+    error = raised(lambda: list(batches()))
+    assert isinstance(error, GlobalTensorError) and set(frames(error)) == {__file__}, frames(error)
+
+
 def test_backward_errors_show_the_call_of_backward():
     z = ones(4, 4, sbp=S(0)).requires_grad_()
     loss = (z @ z).softmax(0).sum()

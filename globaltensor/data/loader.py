@@ -120,6 +120,7 @@ class DataLoader:
         """Batches in a whole epoch."""
         return len(self.sampler)
 
+    @api_boundary
     def __iter__(self) -> Iterator[Any]:
         batches = self.sampler.batches()
         state, s = self.sampler.state_dict(), self.sampler
@@ -150,6 +151,7 @@ class DataLoader:
         """Continue after so many samples, possibly on other ranks and with another batch size."""
         self.sampler.load_state_dict(state)
 
+    @api_boundary
     def _iterate(self, loaded: Iterator[Any], batches: Iterator[Batch]) -> Iterator[Any]:
         for batch in batches:
             total = len(batch.indices)

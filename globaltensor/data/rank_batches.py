@@ -34,6 +34,7 @@ from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.convert import PartInfo, has_copies, heads_of, join_rows, part_info
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.redistribution import resolve_layout
+from globaltensor.tracebacks import api_boundary
 
 T = TypeVar("T")
 _ROWS = split(0)
@@ -48,6 +49,7 @@ class RankNote(NamedTuple):
     error: str = ""
 
 
+@api_boundary
 def from_ranks(loader: Iterable[T] | Callable[[int], Iterable[T]], placement: Placement,
                sbp: SbpLike = _ROWS) -> RankBatches[T]:
     """Iterate over the batches of every rank's own loader as one global batch, the ranks' rows in their order.
@@ -107,6 +109,7 @@ class RankBatches(Generic[T]):
             raise TypeError("a loader of some rank has no len()")
         return max(sizes, default=0)
 
+    @api_boundary
     def __iter__(self) -> Iterator[T]:
         iterators = {r: iter(own) for r, own in self._loaders.items()}
         before, began = None, set[int]()             # this process's last batch, without rows; ranks that have read one

@@ -23,6 +23,8 @@ import torch
 from globaltensor.boxings import native
 from globaltensor.boxings.redistribute import Move, move_shards, redistribute
 from globaltensor.boxings.watch import watched
+from globaltensor.errors import GlobalTensorError
+from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Layout, spec
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import TensorBase
@@ -111,11 +113,17 @@ def set_grad_reduce_dtype(parameters: Iterable[Any], dtype: torch.dtype | None) 
     """Send the gradients of these parameters in another dtype when they are reduced, then bring them back to their own:
     half the bytes for bfloat16. What arrives is added up in float32. None: in their own dtype again.
 
-    Raises TypeError for a dtype that is not floating point.
+    Raises TypeError for a dtype that is not floating point, GlobalTensorError for a plain parameter.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"gradients cannot be reduced in {dtype}: they are floating point numbers")
-    for leaf in parameters:
+    leaves = list(parameters)
+    for leaf in leaves:
+        if not is_global(leaf):
+            raise GlobalTensorError("gt.set_grad_reduce_dtype of a plain parameter",
+                                    f"one of shape {list(leaf.shape)} is plain, and its gradient is never reduced",
+                                    "gt.parallelize(model, placement) before it")
+    for leaf in leaves:
         _notes(leaf).reduce_dtype = dtype
 
 
