@@ -263,7 +263,9 @@ samples("aminmax", *REDUCED)
 samples("cumsum", (w(6, 4),), rest=(0,), dtype=torch.int64)
 samples("flip", (r(6, 4),), (r(5, 3, 4),), rest=([0, -1],))
 samples("flip", (r(5, 3, 4),), rest=([1],))
-samples("rot90", (r(6, 4),), (r(5, 3, 4),), rest=(1, [0, 1]))
+for k in range(-1, 4):
+    samples("rot90", (r(6, 4),), (r(5, 3, 4),), rest=(k, [0, 1]))
+sample("rot90", r(5, 3, 4), 1, [-1, 1])
 samples("roll", (r(6, 4),), (r(5, 3, 4),), rest=([1], [0]))
 samples("roll", (r(5, 3),), rest=([2], []))
 
@@ -271,7 +273,8 @@ samples("roll", (r(5, 3),), rest=([2], []))
 for src, dst in (((6, 4), (24,)), ((6, 4), (2, 3, 4)), ((6, 4), (6, 2, 2)), ((6, 4), (4, 6)), ((5, 3), (15,)),
                  ((4, 3), (-1, 2)), ((6, 1, 4), (6, 4)), ((5, 3), (5, 1, 3)), ((1, 6), (6,)), ((2, 3, 4), (6, 4)),
                  ((6, 6), (36,)), ((3, 2, 5), (3, 10)), ((1, 5), (1, 5)), ((6, 0), (0, 6)), ((6, 0), (6, 0)),
-                 ((), (1, 1)), ((12, 5), (3, 4, 5))):
+                 ((), (1, 1)), ((12, 5), (3, 4, 5)), ((8, 4), (2, 4, 4)), ((4, 6), (8, 3)),
+                 ((8, 3), (2, 12))):
     sample("view _unsafe_view", r(*src), list(dst))
 samples("t", (r(6, 4),), (r(5,),), (r(),))
 for dims in ((0, 1), (-1, 0), (1, 1)):
@@ -525,7 +528,6 @@ def any_split(inputs, outputs):
 missing("masked_fill.Scalar", pending(0), "0.0 is not told from other floats: a decision holds for all of them")
 missing("nextafter", lambda inputs, outputs: True, "the change is less than the tolerance of the comparison")
 missing("_cdist_backward", pending(1, 2), "linear in both points together, but for p = 2 only")
-missing("rot90", any_split, "one of the two dims is flipped, the other not; which one depends on k")
 missing("gather scatter.src scatter_add index_put", any_split,
         "an index that is shorter than the operand, cut so that its parts begin where the operand's do")
 missing("scatter.reduce scatter.value_reduce", any_pending, "linear for some of the reductions")

@@ -7,6 +7,7 @@ layouts drawn from all combinations of S, B and P; what comes out is put togethe
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 
@@ -550,6 +551,35 @@ QUIET = {
     "dims that move": (lambda x: x.transpose(0, 1).unsqueeze(0).expand(2, -1, -1).permute(2, 0, 1), ((4, 6), S0)),
     "slices along another dim": (lambda x: torch.cat(x.chunk(2, 1)[::-1], 1)[:, 1:].flip(1), ((5, 6), S0)),
 }
+
+
+NESTED = [                                           # shape, its view, placement axes, sbp before, sbp after
+    ((8, 4), (2, 4, 4), (2, 2), (S0, S0), (S0, S1)),
+    ((2, 4, 4), (8, 4), (2, 2), (S0, S1), (S0, S0)),
+    ((8, 3), (2, 12), (2, 2), (S0, S0), (S0, S1)),
+    ((12, 4), (2, 6, 4), (2, 3), (S0, S0), (S0, S1)),
+    ((8, 4), (2, 2, 2, 4), (2, 2, 2), (S0, S0, S0), (S0, S1, S2)),
+]
+
+
+@pytest.mark.parametrize("shape, size, axes, before, after", NESTED)
+def test_an_inner_dim_is_split_where_the_outer_one_is_cut_up(shape, size, axes, before, after):
+    where = gt.placement("cpu", torch.arange(math.prod(axes)).view(axes))
+    t = torch.arange(float(math.prod(shape))).view(shape)
+    for _ in range(3):                               # decided, taught to the native dispatcher, and run by it
+        with gt.boxing("forbid"):
+            y = gt.from_full(t, where, before).requires_grad_().view(size)
+            assert y.sbp == after
+        torch.testing.assert_close(gather(y), t.view(size), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("k, before, after", [(1, S0, S1), (3, S1, S0), (0, S0, S0), (5, S0, S1)])
+def test_a_turn_keeps_the_dim_that_is_not_reversed(k, before, after):
+    t = torch.arange(20.).view(5, 4)
+    with gt.boxing("forbid"):
+        y = gt.from_full(t, gt.placement("cpu", [0, 1, 2]), before).rot90(k)
+    assert y.sbp == (after,)
+    torch.testing.assert_close(gather(y), t.rot90(k), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", QUIET)

@@ -46,7 +46,7 @@ class _Question(NamedTuple):
         return (nd for nd in product(*self.axes) if self.fits(nd))
 
     def fits(self, nd: tuple[Signature, ...]) -> bool:
-        return fits(nd, self.operands[0].placement.shape, self.sizes, dict(self.rule.even), self.rule.nonempty)
+        return fits(self.rule, nd, self.operands[0].placement.shape, self.sizes)
 
     def price(self, nd: tuple[Signature, ...], limit: float = inf) -> float:
         return _price(nd, self.operands, self.outputs, self.sizes, self.machine, limit)

@@ -71,6 +71,7 @@ from globaltensor.rules.shapes import (
     stacked,
     swapped,
     triangle,
+    turned,
     unbound,
     unfolded,
     unfolded_backward,
@@ -234,7 +235,7 @@ lines("unfold", unfolded)
 lines("unfold_backward", unfolded_backward, local_args=sized("input_sizes"))
 lines("constant_pad_nd", padded)
 lines("tril triu", triangle, local_args=shifted_diagonal)
-lines("rot90", along("a", name="dims"))
+lines("rot90", turned)
 lines("glu", halved())
 lines("glu_backward", halved(operands=2))
 lines("new_zeros new_ones new_full new_empty", factory_like, local_args=sized("size"))

@@ -8,7 +8,8 @@ upper-case one, and does not depend on one that is not named. Without an algebra
 every operand. In the dims
 
     k!        stays whole (softmax, sort)
-    (h w)     a dim made of several labels, outermost first: it can be cut at the first only, and evenly
+    (h w)     a dim made of several labels, outermost first: it can be cut at the first only, and evenly; at the next
+              one, if its size is known, on axes within those that have cut the first into parts of one
     1         a dim of size 1 that is repeated to fit
     b*        as many dims as are left, each with a label of its own
 
@@ -49,7 +50,7 @@ class Rule:
     outputs: tuple[Dims, ...]
     algebra: tuple[tuple[Term, ...], ...]            # per output its terms
     leaves: str = "sum"                              # what a label that is reduced away leaves pending
-    even: tuple[tuple[str, int], ...] = ()           # labels that must be cut evenly, with their sizes
+    even: tuple[tuple[str, int], ...] = ()           # labels of dims made of several, with sizes: they are cut evenly
     nonempty: tuple[str, ...] = ()                   # labels of which no part may be empty
     leads: int | None = None                         # an operand whose splits stay: the data, where it is small
     keeps: str = ""                                  # operands pending by it ("max", "min") leave results so: max(P, x)
@@ -63,26 +64,41 @@ class Signature(NamedTuple):
     label: str | None
 
 
-def cut_dim(tensor: Dims, label: str) -> int | None:
-    """The dim to cut when `label` is cut; None where the tensor lacks it. LookupError where it is not outermost."""
+def cut_dim(tensor: Dims, label: str, inner: bool) -> int | None:
+    """The dim to cut when `label` is cut; None where the tensor lacks it. LookupError where it is not outermost, unless
+    it may be an inner one."""
     for i, dim in enumerate(tensor):
         if label in dim:
-            if dim[0] != label:
+            if dim[0] != label and not inner:
                 raise LookupError(label)
             return i
     return None
 
 
 @lru_cache(10_000)
+def _outside(of: Rule) -> dict[str, set[str]]:
+    """Inner labels that can be cut, each with those outside it in some dim."""
+    sized = dict(of.even)
+    outside: dict[str, set[str]] = {}
+    for dim in chain(*of.inputs, *of.outputs):
+        for place, label in enumerate(dim):
+            if place and label in sized:
+                outside.setdefault(label, set()).update(dim[:place])
+    return outside
+
+
+@lru_cache(10_000)
 def signatures(of: Rule) -> tuple[Signature, ...]:
     """Every legal signature on one axis, all-B first."""
-    labels = dict.fromkeys(x for t in of.inputs for d in t for x in d[:1] if not x.endswith("!") and x != "1")
+    inner = _outside(of)
+    labels = dict.fromkeys(x for t in of.inputs for d in t for x in d
+                           if (x == d[0] or x in inner) and not x.endswith("!") and x != "1")
     legal: dict[tuple[NdSbp, NdSbp], Signature] = {}         # labels that cut the same dims are one signature
     for label in (None, *labels):
         try:
-            cuts = [cut_dim(t, label) if label else None for t in of.inputs]
-            outs = [cut_dim(t, label) if label else None for t in of.outputs]
-        except LookupError:                          # inner label of a composite dim somewhere
+            cuts = [cut_dim(t, label, label in inner) if label else None for t in of.inputs]
+            outs = [cut_dim(t, label, label in inner) if label else None for t in of.outputs]
+        except LookupError:                          # inner label, of unknown size, of a composite dim somewhere
             continue
         for pending in _pending_sets(of, cuts):
             states = tuple(split(d) if d is not None else partial_sum if q in pending else broadcast
@@ -178,14 +194,17 @@ def label_sizes(of: Rule, shapes: list[tuple[int, ...]]) -> Sizes:
     return sizes
 
 
-def fits(nd: tuple[Signature, ...], axes: tuple[int, ...], sizes: Sizes, even: Sizes,
-         nonempty: tuple[str, ...]) -> bool:
-    """Are labels that need it cut evenly, and none into empty parts where the kernel does not take them?"""
-    if not even and not nonempty:
+def fits(of: Rule, nd: tuple[Signature, ...], axes: tuple[int, ...], sizes: Sizes) -> bool:
+    """Are labels that need it cut evenly, inner ones where all outside them are cut up, and none into empty parts where
+    the kernel does not take them?"""
+    if not of.even and not of.nonempty:
         return True
+    even, outside = dict(of.even), _outside(of)
     ways: dict[str, int] = {}
     for sig, parts in zip(nd, axes):
         if sig.label is not None:
+            if any(ways.get(x, 1) != even.get(x) for x in outside.get(sig.label, ())):
+                return False
             ways[sig.label] = ways.get(sig.label, 1) * parts
-    return all((label not in even or even[label] % n == 0) and (label not in nonempty or sizes.get(label, 0) >= n)
+    return all((label not in even or even[label] % n == 0) and (label not in of.nonempty or sizes.get(label, 0) >= n)
                for label, n in ways.items())

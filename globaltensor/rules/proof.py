@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -133,9 +133,8 @@ class Case:
     def derived(self, nonempty: tuple[str, ...] | None = None) -> set[Sides]:
         """Signatures that are legal for these sizes."""
         of = label_sizes(self.rule, self.call.shapes)
-        full = self.rule.nonempty if nonempty is None else nonempty
-        return {(sig.inputs, sig.outputs) for sig in signatures(self.rule)
-                if fits((sig,), (self.parts,), of, dict(self.rule.even), full)}
+        rule = self.rule if nonempty is None else replace(self.rule, nonempty=nonempty)
+        return {(sig.inputs, sig.outputs) for sig in signatures(rule) if fits(rule, (sig,), (self.parts,), of)}
 
     def _single(self, inputs: tuple[Sbp, ...]) -> bool:
         """Is a dim cut that has one element or none and stays whole? Then one rank has it all."""

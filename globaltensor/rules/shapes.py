@@ -1,7 +1,8 @@
 """Families of views and of ops that only move elements: which dim of the operand becomes which of the result.
 
 Where dims are merged or split, elements keep their order: a part along the outermost label of a group is a part on both
-sides, provided the cut is even. A dim that is sliced, flipped, padded or concatenated stays whole.
+sides, provided the cut is even; and a part of such a part along the next label, where that has one element of the
+first. A dim that is sliced, flipped, padded or concatenated stays whole.
 """
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def grouped(src: Shape, dst: Shape) -> list[tuple[list[int], list[int]]]:
 
 
 def reshaped(src: Shape, dst: Shape) -> Rule:
-    """The rule of a view: within a group only the outermost dim that is longer than 1 can be cut, and evenly."""
+    """The rule of a view: within a group the outermost dim that is longer than 1 can be cut, evenly; once its parts are
+    one element long, the next one."""
     lhs, rhs, even = ["1"] * len(src), ["1"] * len(dst), []
     if 0 in src:
         # Without elements, sizes do not tell which dim has become which: nothing flows through but by the identity.
@@ -71,12 +73,40 @@ def reshaped(src: Shape, dst: Shape) -> Rule:
         if len(a) == len(b) == 1:
             lhs[a[0]] = rhs[b[0]] = f"g{g}"
             continue
-        # both sides share the outermost label; it can be cut into as many parts as divide both outermost dims
-        for side, group in ((lhs, a), (rhs, b)):
-            for place, k in enumerate(group):
-                side[k] = f"(g{g} r{g}.{place})" if place == 0 else f"r{g}.{k}!"
-        even.append((f"g{g}", gcd(src[a[0]], dst[b[0]])))
+        shared = _shared_sizes([src[k] for k in a], [dst[k] for k in b])
+        labels = [(f"g{g}.{i}", n) for i, n in enumerate(shared)]
+        even += labels
+        for side, group, shape, rest in ((lhs, a, src, "s"), (rhs, b, dst, "t")):
+            left = list(labels)
+            for k in group:
+                side[k] = _dim_of(left, shape[k], f"{rest}{g}.{k}")
     return rule(f"{' '.join(lhs)} -> {' '.join(rhs)}", "a", even=tuple(even))
+
+
+def _shared_sizes(src: list[int], dst: list[int]) -> list[int]:
+    """The sizes of the labels that both sides are made of, outermost first, as far as they go: each the largest that
+    divides what is left of the outermost dims of both."""
+    a, b = list(reversed(src)), list(reversed(dst))
+    shared = []
+    while a and b and (n := gcd(a[-1], b[-1])) > 1:
+        shared.append(n)
+        for side in (a, b):
+            side[-1] //= n
+            if side[-1] == 1:
+                side.pop()
+    return shared
+
+
+def _dim_of(left: list[tuple[str, int]], size: int, rest: str) -> str:
+    """The text of a dim of that size: the first of the labels that are left, and what they do not hold, `rest`."""
+    names = []
+    while left and size % left[0][1] == 0:
+        name, n = left.pop(0)
+        names.append(name)
+        size //= n
+    if not names:
+        return f"{rest}!"
+    return f"({' '.join([*names, rest] if size > 1 else names)})"
 
 
 def viewed(call: Call) -> Rule:
@@ -278,6 +308,19 @@ def scattered_into(call: Call) -> Rule:
     if call.tensors[1].dim() < n:
         del part[dim]
     return rule(f"{' '.join(row)}, {' '.join(part)} -> {' '.join(row)}", "a+b")
+
+
+def turned(call: Call) -> Rule:
+    """rot90: of two dims one is reversed and stays whole; both where they are not exchanged."""
+    n, k = call.tensors[0].dim(), call["k"] % 4
+    one, other = (d % n for d in call["dims"])
+    row = dim_labels(n)
+    for d in {0: (), 1: (other,), 2: (one, other), 3: (one,)}[k]:
+        row[d] += "!"
+    out = list(row)
+    if k % 2:
+        out[one], out[other] = row[other], row[one]
+    return rule(f"{' '.join(row)} -> {' '.join(out)}", "a")
 
 
 def unfolded(call: Call) -> Rule:
