@@ -276,6 +276,7 @@ for src, dst in (((6, 4), (24,)), ((6, 4), (2, 3, 4)), ((6, 4), (6, 2, 2)), ((6,
                  ((), (1, 1)), ((12, 5), (3, 4, 5)), ((8, 4), (2, 4, 4)), ((4, 6), (8, 3)),
                  ((8, 3), (2, 12))):
     sample("view _unsafe_view", r(*src), list(dst))
+sample("as_strided_scatter", r(6, 4), r(2, 3), [2, 3], [5, 2], 1)
 samples("t", (r(6, 4),), (r(5,),), (r(),))
 for dims in ((0, 1), (-1, 0), (1, 1)):
     samples("transpose.int", (r(6, 4),), (r(5, 3, 2),), rest=dims)

@@ -23,7 +23,7 @@ from shards import place
 import globaltensor as gt
 from globaltensor.boxings import kernel_program, torch_program
 from globaltensor.boxings.plan import bytes_received, plan
-from globaltensor.layouts.layout import layout
+from globaltensor.layouts.layout import layout, spec
 from globaltensor.layouts.regions import slices, volume
 from globaltensor.layouts.sbp import broadcast, partial_max, partial_min, partial_sum, split
 from globaltensor.runtime.machine import gloo, one_process
@@ -241,7 +241,8 @@ def shards_of(where, shape, dtype, r):
 
 def twin(src, dst, shape, dtype, shards):
     """One direct step as the Python version does it, in this process that drives all ranks."""
-    return torch_program.build_shards(torch_program.compile_step(src, dst, shape), shards, dtype, dst, {})
+    of = spec(src, shape, None, dtype)
+    return torch_program.build_shards(torch_program.compile_step(src, dst, shape), shards, of, dst, {})
 
 
 def native(kernel, src, dst, shape, dtype, shards, lone, shared):

@@ -142,8 +142,7 @@ py::list python_boxed_views(const py::list& specs, const std::string& name, cons
 // t is what the view is: its spec, its memory or its origin.
 void become(const at::Tensor& t, const at::Tensor& view) {
   auto *to = global(t), *from = global(view);
-  to->spec = from->spec;
-  to->set_sizes_and_strides(to->spec->sizes, to->spec->strides);
+  to->take_spec(from->spec);
   to->view = {};
   to->shards() = from->kept();
   to->view = from->view;

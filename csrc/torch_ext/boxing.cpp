@@ -21,8 +21,11 @@ std::atomic<bool> watched{false};
 
 at::Tensor empty_shard(const BoxingStep& step, size_t nth) {
   const auto& sizes = step.sizes[nth];
-  if (host_transport()) return arena_empty(sizes, step.result->dtype);  // also quicker than malloc
-  return at::detail::empty_cpu(sizes, step.result->dtype, false, std::nullopt);
+  at::Tensor shard = host_transport()                // also quicker than malloc
+                         ? arena_empty(sizes, step.result->dtype)
+                         : at::detail::empty_cpu(sizes, step.result->dtype, false, std::nullopt);
+  if (!step.strides.empty()) shard.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, step.strides[nth]);
+  return shard;
 }
 
 void fill_shard(gt_shard& shard, const at::Tensor& t) {
@@ -110,6 +113,7 @@ BoxingStep step_from(const py::dict& fields) {
   step.ties = fields["ties"].cast<std::vector<uint8_t>>();
   step.result = spec_of(py::object(fields["result"]).ptr());
   step.sizes = fields["sizes"].cast<std::vector<std::vector<int64_t>>>();
+  step.strides = fields["strides"].cast<std::vector<std::vector<int64_t>>>();
   return step;
 }
 
@@ -163,10 +167,9 @@ void redistribute_in_place(const std::vector<std::pair<std::shared_ptr<Boxing>, 
   auto moved = move_shards(moves, Purpose(what));
   for (size_t i = 0; i < moved.size(); i++) {
     GlobalImpl* impl = global(items[i].second);
-    impl->spec = moves[i].boxing->result();
+    impl->take_spec(moves[i].boxing->result());
     impl->view = {};
     impl->shards() = std::move(moved[i]);
-    impl->set_sizes_and_strides(impl->spec->sizes, impl->spec->strides);
   }
 }
 
@@ -202,6 +205,8 @@ std::vector<Shards> move_shards(const std::vector<ShardMove>& moves, const Purpo
   size_t steps = 0;
   for (const ShardMove& move : moves) {
     now.push_back(*move.shards);
+    for (at::Tensor& shard : now.back())             // what reads the memory knows no such bits
+      if (C10_UNLIKELY(shard.is_conj() || shard.is_neg())) shard = shard.resolve_conj().resolve_neg();
     steps = std::max(steps, move.boxing->steps.size());
   }
   uint64_t agreement = what.agreement;

@@ -21,6 +21,7 @@ struct BoxingStep {
   std::vector<uint8_t> ties;
   const Spec* result;                              // what is there after it
   std::vector<std::vector<int64_t>> sizes;         // of the new shards, in the order of result->ranks
+  std::vector<std::vector<int64_t>> strides;       // of them; none where they are contiguous
 };
 
 struct Boxing {

@@ -61,9 +61,8 @@ PyObject* get_spec(PyObject* self, void*) {
 int set_spec(PyObject* self, PyObject* value, void*) {
   HANDLE_TH_ERRORS
   auto* impl = global(THPVariable_Unpack(self));
-  impl->spec = spec_of(value);
+  impl->take_spec(spec_of(value));
   if (!impl->spec->copied) impl->view = {};
-  impl->set_sizes_and_strides(impl->spec->sizes, impl->spec->strides);
   return 0;
   END_HANDLE_TH_ERRORS_RET(-1)
 }
@@ -146,6 +145,8 @@ const Spec* spec_of(PyObject* object) {
   spec->copied = fields[5].cast<bool>();
   spec->dim0_split = fields[6].cast<bool>();
   spec->pending = fields[7].cast<bool>();
+  spec->conjugated = fields[8].cast<bool>();
+  spec->negated = fields[9].cast<bool>();
   Py_INCREF(object);
   return known[object] = spec;
 }
@@ -153,8 +154,15 @@ const Spec* spec_of(PyObject* object) {
 GlobalImpl::GlobalImpl(const Spec* spec, Shards held)
     : c10::TensorImpl(no_memory(spec, held), keys_of(spec->device), c10::scalarTypeToTypeMeta(spec->dtype)),
       spec(spec), shards_(std::move(held)) {
-  set_sizes_and_strides(spec->sizes, spec->strides);
+  take_spec(spec);
   set_python_dispatch(true);
+}
+
+void GlobalImpl::take_spec(const Spec* other) {
+  spec = other;
+  set_sizes_and_strides(spec->sizes, spec->strides);
+  _set_conj(spec->conjugated);
+  _set_neg(spec->negated);
 }
 
 GlobalImpl::Pointer GlobalImpl::shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const {

@@ -27,6 +27,8 @@ struct Spec {
   bool copied;                         // a boxed view
   bool dim0_split;                       // dim 0 is split
   bool pending;                        // a partial sum, max or min on some axis
+  bool conjugated;                     // a view whose elements torch conjugates when it reads them
+  bool negated;                        // the same for their sign
 };
 
 const Spec* spec_of(PyObject* object);  // with the interpreter's lock
@@ -47,6 +49,7 @@ struct GlobalImpl final : c10::TensorImpl {
   BoxedView view;                      // of other tensors without a call
 
   GlobalImpl(const Spec* spec, Shards shards);
+  void take_spec(const Spec* other);
   // The parts that this process drives. Those of a boxed view are made now, unless they were since the last write.
   Shards& shards() {
     if (C10_UNLIKELY(view.call != nullptr)) read_view();

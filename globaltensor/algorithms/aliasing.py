@@ -42,12 +42,12 @@ class Origin(NamedTuple):
 
 def view_spec(view: Spec) -> Spec:
     """The spec of a boxed view."""
-    return spec(view.layout, view.shape, view.stride, view.dtype, copied=True)
+    return spec(view.layout, view.shape, view.stride, view.dtype, copied=True, lazy_bits=view.lazy_bits)
 
 
 def value_spec(of: Spec) -> Spec:
-    """The spec of a tensor of its own that has the value of this one."""
-    return spec(of.layout, of.shape, of.stride, of.dtype)
+    """The spec of a tensor of its own that has the value of this one, as `clone` makes it."""
+    return spec(of.layout, of.shape, of.stride, of.dtype, lazy_bits=of.lazy_bits)
 
 
 def check_writable(t: Any, func: OpOverload, name: str) -> None:
@@ -166,6 +166,12 @@ def become(t: Any, view: Any) -> None:
 def take_memory(t: Any, of: Any) -> None:
     """The part of `become` that torch knows nothing of, without native code."""
     t.spec, t.shards, t.boxed_view = of.spec, {} if of.boxed_view else of.shards, of.boxed_view
+
+
+def has_own_memory(t: Any) -> bool:
+    """Is it all that its memory holds: no boxed view, and no view of a larger tensor?"""
+    return t.origin is None and all(shard.untyped_storage().nbytes() == shard.nbytes for shard in t.shards.values()
+                                    if shard.numel())
 
 
 def note_write(t: Any) -> None:

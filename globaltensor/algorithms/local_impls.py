@@ -48,11 +48,6 @@ def view(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]
         return aten.reshape.default(*args, **kwargs)
 
 
-def resolved(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    """conj() and the like without the lazy bit: kernels below the Python dispatch key do not look at it."""
-    return torch.conj_physical(args[0]) if recipe.func is aten._conj.default else torch.neg(args[0])
-
-
 def squeeze(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
     """Only dims that have size 1 in the whole tensor: a part may be 1 long where the whole is not."""
     shape = recipe.shapes[0]

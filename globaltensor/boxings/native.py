@@ -13,7 +13,7 @@ import torch
 
 from globaltensor.boxings.kernel_program import DIMS, compile_program, direct_steps
 from globaltensor.errors import DisagreementError, TransportError, where
-from globaltensor.layouts.layout import Layout, Spec, spec
+from globaltensor.layouts.layout import Layout, Spec, contiguous, dense
 from globaltensor.runtime import deadlock
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import local_ranks_of, world
@@ -36,10 +36,12 @@ def find_boxing(of: Spec, dst: Layout) -> Any:
     steps = []
     for a, b in pairwise(layouts):
         program = compile_program(a, b, of.shape, of.dtype.itemsize, here.local_ranks, index, True)
-        ranks = local_ranks_of(b.placement)
+        result = of.moved(b)
+        sizes = [b.local_shape(of.shape, r) for r in local_ranks_of(b.placement)]
+        in_order = result.stride == contiguous(of.shape)
         steps.append({"regions": program.regions, "corners": program.corners, "op": program.op,
-                      "partners": program.partners, "ties": program.ties, "result": spec(b, of.shape, None, of.dtype),
-                      "sizes": [list(b.local_shape(of.shape, r)) for r in ranks]})
+                      "partners": program.partners, "ties": program.ties, "result": result, "sizes": sizes,
+                      "strides": [] if in_order else [dense(own, result.stride) for own in sizes]})
     return torch_ext.Boxing(of, steps, f"{' -> '.join(map(str, layouts))} {of.shape} {of.dtype}")
 
 

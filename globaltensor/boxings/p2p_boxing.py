@@ -48,4 +48,4 @@ def _unpacked(program: TorchProgram, of: Spec, dst: Layout, received: Mapping[in
         (_, shape, (part,)), = fills
         assert part.owner is not None                # what was received has a sender
         return {rank: received[part.owner].read(shape, part.size, of.dtype)}
-    return build_shards(program, {}, of.dtype, dst, received)
+    return build_shards(program, {}, of, dst, received)

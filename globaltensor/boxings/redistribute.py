@@ -28,7 +28,7 @@ from globaltensor.boxings.torch_program import (
     pack,
 )
 from globaltensor.errors import call_site, where
-from globaltensor.layouts.layout import Layout, Shards, Spec, spec
+from globaltensor.layouts.layout import Layout, Shards, Spec
 from globaltensor.runtime.exchange import exchange
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import world
@@ -75,7 +75,7 @@ def move_shards(moves: Sequence[Move], op: str = watch.EXPLICIT, purpose: str = 
 def redistribute(tensors: Sequence[Any], dsts: Sequence[Layout], op: str) -> list[Any]:
     """Global tensors in other layouts, moved together; one whose layout does not change is itself."""
     moved = move_shards([Move(t.spec, t.shards, dst) for t, dst in zip(tensors, dsts)], op)
-    return [t if t.spec.layout is dst else type(t).wrap(spec(dst, t.spec.shape, None, t.spec.dtype), shards)
+    return [t if t.spec.layout is dst else type(t).wrap(t.spec.moved(dst), shards)
             for t, dst, shards in zip(tensors, dsts, moved)]
 
 
@@ -101,7 +101,7 @@ def _run_plans(moves: Sequence[Move], plans: list[tuple[Layout, ...]], purpose: 
         programs = [compile_step(plans[k][step], plans[k][step + 1], moves[k].spec.shape) for k in now]
         received = _exchange(programs, [shards[k] for k in now], [moves[k] for k in now], purpose)
         for k, program in zip(now, programs):
-            shards[k] = build_shards(program, shards[k], moves[k].spec.dtype, plans[k][step + 1], received)
+            shards[k] = build_shards(program, shards[k], moves[k].spec, plans[k][step + 1], received)
     return shards
 
 

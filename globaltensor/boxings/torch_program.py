@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from globaltensor.boxings.route import route
-from globaltensor.layouts.layout import Layout, Shape, Shards
+from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, dense
 from globaltensor.layouts.regions import Region, slices, volume
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.world import local_ranks_of, world
@@ -120,15 +120,17 @@ def incoming_bytes(programs: Sequence[TorchProgram], dtypes: Sequence[torch.dtyp
     return incoming
 
 
-def build_shards(program: TorchProgram, held: Shards, dtype: torch.dtype, dst: Layout,
-          received: Mapping[int, ByteStream]) -> Shards:
-    """The new shards of this process's ranks, from those that it holds and the bytes that came."""
+def build_shards(program: TorchProgram, held: Shards, of: Spec, dst: Layout,
+                 received: Mapping[int, ByteStream]) -> Shards:
+    """The new shards of this process's ranks, from those that it holds of a tensor and the bytes that came."""
     built: Shards = {}
     for rank, (shape, zero) in program.shapes.items():
         device = world().device(dst.placement.type, rank)
-        shard = (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=device)
+        shard = torch.empty_strided(shape, dense(shape, of.stride), dtype=of.dtype, device=device)
+        if zero:
+            shard.zero_()
         for at, size, parts in program.fills[rank]:
-            terms = [_source(held, p) if p.owner is None else received[p.owner].read(size, p.size, dtype)
+            terms = [_source(held, p) if p.owner is None else received[p.owner].read(size, p.size, of.dtype)
                      for p in parts]
             _reduce(shard if at is None else shard[at], terms, program.op)
         built[rank] = shard
@@ -136,7 +138,8 @@ def build_shards(program: TorchProgram, held: Shards, dtype: torch.dtype, dst: L
 
 
 def _source(held: Shards, part: SourcePart) -> torch.Tensor:
-    return held[part.rank] if part.at is None else held[part.rank][part.at]
+    shard = held[part.rank] if part.at is None else held[part.rank][part.at]
+    return shard.resolve_conj().resolve_neg()        # what is sent is memory
 
 
 def _reduce(into: torch.Tensor, terms: list[torch.Tensor], op: str) -> None:

@@ -34,7 +34,7 @@ from globaltensor.op_table.line import Line
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime.meta import meta
-from globaltensor.runtime.torch_internals import OpOverload, tree_flatten
+from globaltensor.runtime.torch_internals import OpOverload, neg_view, tree_flatten
 from globaltensor.runtime.world import local_ranks_of, world
 
 
@@ -124,8 +124,8 @@ def _choose(recipe: Recipe, line: Line, call: Call, operands: list[Spec], result
     wants, gives = layouts(recipe.signature, operands, len(rule.outputs))
     recipe.wants = tuple(wants)
     moved = [moved_spec(own, want) for own, want in zip(operands, wants)]
-    if any(want is not own.layout for want, own in zip(wants, operands)) and not call.func.is_view:
-        # strides follow those of the operands, and new shards are contiguous; but a view has those of its base
+    if any(new.stride != own.stride for new, own in zip(moved, operands)) and not call.func.is_view:
+        # strides follow those of the operands, and new shards have no gaps; but a view has those of its base
         results = _meta(call, moved) or results
     # by identity, as the rule has no output for what a mask left out
     layout_of = {id(r): give for r, give in zip(_ruled(results, len(gives)), gives)}
@@ -233,7 +233,7 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
     key = _alike_key(call, operands)
     if key in _alike:
         return [torch.empty(operands[0].shape, dtype=dtype, device="meta") for dtype in _alike[key]]
-    stand_ins = [torch.empty_strided(own.shape, own.stride, dtype=own.dtype, device="meta") for own in operands]
+    stand_ins = [_meta_operand(own) for own in operands]
     args, kwargs = call.arguments_with(stand_ins)
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
@@ -255,6 +255,13 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
     return flat if all(isinstance(r, torch.Tensor) or r is None for r in flat) else None
 
 
+def _meta_operand(own: Spec) -> torch.Tensor:
+    """A meta tensor with all that torch can ask of it."""
+    t = torch.empty_strided(own.shape, own.stride, dtype=own.dtype, device="meta")
+    t = t.conj() if "conj" in own.lazy_bits else t
+    return neg_view(t) if "neg" in own.lazy_bits else t
+
+
 _alike: dict[tuple[Any, ...], list[torch.dtype]] = {}
 
 
@@ -262,7 +269,7 @@ def _alike_key(call: Call, operands: list[Spec]) -> tuple[Any, ...] | None:
     """What a pointwise op on contiguous operands of one shape gives depends on dtypes alone: the key of such a call."""
     shape = operands[0].shape
     if torch.Tag.pointwise not in call.func.tags or not shape or any(
-            own.shape != shape or own.stride != contiguous(shape) for own in operands):
+            own.shape != shape or own.stride != contiguous(shape) or own.lazy_bits for own in operands):
         return None
     others = [type(v) if isinstance(v, (int, float, complex)) else v for v in call.values.values()
               if not isinstance(v, (torch.Tensor, list))]

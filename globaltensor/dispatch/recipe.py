@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from globaltensor.algorithms import local_impls
 from globaltensor.algorithms.aliasing import check_writable, view_spec
 from globaltensor.algorithms.run import Decomposition
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.global_like import GlobalLike
-from globaltensor.layouts.layout import Layout, Shape, Spec, replicated, spec
+from globaltensor.layouts.layout import Layout, Shape, Spec, lazy_bits_of, replicated, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.regions import Region
 from globaltensor.rules.call import Call, Slot, arguments
@@ -92,8 +91,7 @@ def decide_aliases(recipe: Recipe, operands: Sequence[Spec]) -> None:
     """Which written operands must be moved back, and whether the results are views, or boxed ones."""
     recipe.write_back = tuple(q for q in recipe.written if recipe.wants[q] is not None)
     tells = recipe.outputs is not None               # else it runs at once, as only running it tells what it views
-    recipe.boxes_view = tells and recipe.func.is_view and (any(recipe.wants) or operands[0].copied
-                                                 or recipe.local_impl is local_impls.resolved)
+    recipe.boxes_view = tells and recipe.func.is_view and (any(recipe.wants) or operands[0].copied)
     if recipe.boxes_view:
         recipe.outputs = [own and view_spec(own) for own in recipe.outputs or ()]
 
@@ -136,7 +134,7 @@ def _is_spelled(value: Any) -> bool:
 
 def spec_of_plain(t: torch.Tensor, where: placement) -> Spec:
     """A plain tensor counts as broadcast."""
-    return spec(replicated(where), tuple(t.shape), t.stride(), t.dtype)
+    return spec(replicated(where), tuple(t.shape), t.stride(), t.dtype, lazy_bits=lazy_bits_of(t))
 
 
 def output_spec(result: Any, where: Layout) -> Spec | None:
@@ -151,9 +149,9 @@ def output_spec(result: Any, where: Layout) -> Spec | None:
         raise GlobalTensorError(f"a tensor made of a global one would be {kind}",
                                 "the shards of a global tensor are parts of it, of its dtype, in plain memory",
                                 "the same of x.full_tensor(), which is a plain tensor")
-    return spec(where, tuple(result.shape), result.stride(), result.dtype)
+    return spec(where, tuple(result.shape), result.stride(), result.dtype, lazy_bits=lazy_bits_of(result))
 
 
 def moved_spec(of: Spec, dst: Layout | None) -> Spec:
-    """The spec after a boxing, None for no boxing: new shards are contiguous."""
-    return of if dst is None or dst is of.layout else spec(dst, of.shape, None, of.dtype)
+    """The spec after a boxing, None for no boxing."""
+    return of if dst is None else of.moved(dst)

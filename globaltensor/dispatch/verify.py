@@ -71,7 +71,7 @@ def _strided_as(own: Spec, part: torch.Tensor) -> Spec:
     strides, step = dict.fromkeys(range(part.dim()), 1), 1
     for d in reversed(in_memory):
         strides[d], step = step, step * own.shape[d]
-    return spec(own.layout, own.shape, tuple(strides.values()), own.dtype)
+    return spec(own.layout, own.shape, tuple(strides.values()), own.dtype, lazy_bits=own.lazy_bits)
 
 
 def _shape_and_dtype(tensor: Any) -> tuple[Any, Any]:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from globaltensor.algorithms.aliasing import value_spec
+from globaltensor.algorithms.aliasing import has_own_memory, value_spec
 from globaltensor.algorithms.run import Run
 from globaltensor.dispatch import foreach
 from globaltensor.errors import InPlaceError, PlacementError
 from globaltensor.layouts.global_like import GlobalLike, is_global
-from globaltensor.layouts.layout import Spec, contiguous
+from globaltensor.layouts.layout import Spec, contiguous, lazy_bits_of
 from globaltensor.layouts.rank_regions import rank_regions
 from globaltensor.layouts.regions import Region
 from globaltensor.layouts.view_parts import Straight, Strided, overlaps_itself, scattered_elements, straight
@@ -158,8 +158,7 @@ def _position(base: Spec, steps: tuple[tuple[OpOverload, tuple[Any, ...], int], 
     memory = _as_dtype(whole, view.dtype)
     of_memory = Strided(tuple(memory.shape), memory.stride())
     of_view = Strided(tuple(view.shape), view.stride(), int(view.storage_offset()))
-    bits = frozenset(name for name, is_set in (("conj", view.is_conj()), ("neg", view.is_neg())) if is_set)
-    return _Position(of_memory, of_view, straight(of_memory, of_view), view.dtype, bits)
+    return _Position(of_memory, of_view, straight(of_memory, of_view), view.dtype, lazy_bits_of(view))
 
 
 def _as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -201,8 +200,7 @@ def restride(call: Call, run: Run) -> Any:
     absolute, size, stride = call["storage_offset"], call["size"], call["stride"]
     offset = position.view.offset if absolute is None else absolute
     reach = offset + sum((n - 1) * step for n, step in zip(size, stride))
-    is_view = base is not call.tensors[0] or any(shard.untyped_storage().nbytes() != shard.nbytes
-                                                 for shard in base.shards.values() if shard.numel())
+    is_view = base is not call.tensors[0] or not has_own_memory(base)
     if dense.spec.stride != contiguous(dense.spec.shape) or position.dtype != base.dtype or position.lazy_bits or (
             is_view and absolute is not None) or (reach >= base.numel() and 0 not in size):
         raise PlacementError("as_strided of a tensor that must be boxed for it, and is a view",

@@ -23,7 +23,8 @@ Shape = tuple[int, ...]
 Shards = dict[int, torch.Tensor]                     # rank -> its part, for the ranks that this process drives
 
 _layouts: dict[tuple[placement, NdSbp], Layout] = {}
-_specs: dict[tuple[Layout, Shape, Shape | None, torch.dtype, bool], Spec] = {}
+_specs: dict[tuple[Layout, Shape, Shape | None, torch.dtype, bool, frozenset[str]], Spec] = {}
+_NO_BITS: frozenset[str] = frozenset()
 
 
 class Layout:
@@ -112,13 +113,16 @@ def sbp_text(sbp: NdSbp) -> str:
 class Spec:
     """Layout, global shape, global strides and dtype of a global tensor. Made by `spec()`, equal by identity.
 
-    `copied` marks a boxed view, whose shards are copies of what its base holds.
+    `copied` marks a boxed view, whose shards are copies of what its base holds. `lazy_bits` ("conj", "neg") are what
+    torch will do to the elements of a view when it reads them; the shards have these bits of their own.
     """
 
-    __slots__ = ("layout", "shape", "stride", "dtype", "ndim", "numel", "nbytes", "copied")
+    __slots__ = ("layout", "shape", "stride", "dtype", "ndim", "numel", "nbytes", "copied", "lazy_bits")
 
-    def __init__(self, where: Layout, shape: Shape, stride: Shape, dtype: torch.dtype, copied: bool = False) -> None:
+    def __init__(self, where: Layout, shape: Shape, stride: Shape, dtype: torch.dtype, copied: bool = False,
+                 lazy_bits: frozenset[str] = _NO_BITS) -> None:
         self.layout, self.shape, self.stride, self.dtype, self.copied = where, shape, stride, dtype, copied
+        self.lazy_bits = lazy_bits
         self.ndim, self.numel = len(shape), prod(shape)
         self.nbytes = self.numel * dtype.itemsize
 
@@ -135,7 +139,12 @@ class Spec:
 
     def on(self, where: Layout) -> Spec:
         """The same tensor in another layout."""
-        return self if where is self.layout else spec(where, self.shape, self.stride, self.dtype)
+        return self if where is self.layout else spec(where, self.shape, self.stride, self.dtype,
+                                                      lazy_bits=self.lazy_bits)
+
+    def moved(self, where: Layout) -> Spec:
+        """The same tensor after a boxing: new memory without gaps, its dims in the order of the old one."""
+        return self if where is self.layout else spec(where, self.shape, dense(self.shape, self.stride), self.dtype)
 
     def region(self, rank: int) -> Region:
         return self.layout.region(self.shape, rank)
@@ -144,18 +153,26 @@ class Spec:
         return self.layout.local_shape(self.shape, rank)
 
 
-def spec(where: Layout, shape: Shape, stride: Shape | None, dtype: torch.dtype, copied: bool = False) -> Spec:
+def spec(where: Layout, shape: Shape, stride: Shape | None, dtype: torch.dtype, copied: bool = False,
+         lazy_bits: frozenset[str] = _NO_BITS) -> Spec:
     """The one Spec object for these; `stride` None means contiguous."""
-    key = (where, shape, stride, dtype, copied)
+    key = (where, shape, stride, dtype, copied, lazy_bits)
     known = _specs.get(key)
     if known is None:
         if len(_specs) > 100_000:
             _specs.clear()                           # specs in use live on; equal new ones miss a cache once
-        known = Spec(where, shape, contiguous(shape) if stride is None else stride, dtype, copied)
+        known = Spec(where, shape, contiguous(shape) if stride is None else stride, dtype, copied, lazy_bits)
         # Also under its strides spelled out, so that None and the strides it stands for give the same object.
-        known = _specs.setdefault((where, shape, known.stride, dtype, copied), known)
+        known = _specs.setdefault((where, shape, known.stride, dtype, copied, lazy_bits), known)
         _specs[key] = known
     return known
+
+
+def lazy_bits_of(t: torch.Tensor) -> frozenset[str]:
+    """Which of "conj" and "neg" torch will do to the elements of a view when it reads them."""
+    if not t.is_conj() and not t.is_neg():
+        return _NO_BITS
+    return frozenset(name for name, is_set in (("conj", t.is_conj()), ("neg", t.is_neg())) if is_set)
 
 
 @lru_cache(10_000)
@@ -166,3 +183,13 @@ def contiguous(shape: Shape) -> Shape:
         strides.append(step)
         step *= max(n, 1)
     return tuple(reversed(strides))
+
+
+@lru_cache(10_000)
+def dense(shape: Shape, like: Shape) -> Shape:
+    """The strides of a tensor without gaps whose dims lie in memory in the order that the strides `like` tell, as those
+    of `torch.empty_like`. `like` may be of a larger tensor, of which this is a part."""
+    if like == contiguous(shape):
+        return like
+    with torch.no_grad():
+        return torch.empty_like(torch.empty_strided(shape, like, device="meta")).stride()

@@ -21,6 +21,7 @@ from globaltensor.algorithms import (
     random_ops,
     ring_attention,
     scans,
+    strided_memory,
     summa,
 )
 from globaltensor.algorithms.decompositions import reduces_split, reduces_split_elements
@@ -109,7 +110,7 @@ lines("mul.Tensor", pointwise("a*b"))
 lines("div.Tensor", pointwise("a*B"))
 lines("mul.Scalar div.Scalar neg clone alias detach lift_fresh conj_physical deg2rad rad2deg",
       pointwise("a"))
-lines("_conj _neg_view", pointwise("a"), local_impl=local_impls.resolved)
+lines("_conj _neg_view", pointwise("a"))
 lines("add.Scalar sub.Scalar rsub.Scalar", pointwise("A"))
 lines("lerp.Scalar", pointwise("a+b"))
 lines("lerp.Tensor", pointwise("a*C+b*C"))
@@ -234,6 +235,9 @@ lines("diagonal_scatter", diagonal_scattered)
 lines("unfold", unfolded)
 lines("unfold_backward", unfolded_backward, local_args=sized("input_sizes"))
 lines("constant_pad_nd", padded)
+decomposed("as_strided_copy", strided_memory.as_strided_copy)
+lines("as_strided_scatter", fixed("d*!, s*! -> d*!", "a+b"), decomposition=strided_memory.as_strided_scatter,
+      applies=strided_memory.must_be_boxed)
 lines("tril triu", triangle, local_args=shifted_diagonal)
 lines("rot90", turned)
 lines("glu", halved())

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from globaltensor.boxings.redistribute import Move, move_shards
-from globaltensor.layouts.layout import Layout, spec
+from globaltensor.layouts.layout import Layout
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.parallel.parameter_swap import swap_in, swap_out
 from globaltensor.runtime.torch_internals import call_after_backward, tree_flatten
@@ -145,7 +145,7 @@ class UnshardedParameter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, p: Any, unsharded: Layout, shards: dict[int, Tensor]) -> Any:
-        return GlobalTensor.wrap(spec(unsharded, p.spec.shape, None, p.spec.dtype), shards)
+        return GlobalTensor.wrap(p.spec.moved(unsharded), shards)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, None, None]:

@@ -33,6 +33,9 @@ DisableTorchDispatch = _c._DisableTorchDispatch
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 deny_data_ptr = _c._set_throw_on_mutable_data_ptr
 dispatch_key = _c._parse_dispatch_key
+CONJ: Any = dispatch_key("Conjugate")
+NEG: Any = dispatch_key("Negative")
+neg_view = torch._neg_view
 DispatchKeySet = _c.DispatchKeySet
 ExcludeDispatchKeys = _c._ExcludeDispatchKeyGuard
 OWN_KEY: Any = dispatch_key("TESTING_ONLY_GenericWrapper")       # no other tensor has it
@@ -125,6 +128,18 @@ def python_meta(func: OpOverload) -> Callable[..., Any] | None:
 def counting_writes() -> AbstractContextManager[Any]:
     """Inside it, ops that come from below autograd count writes and tie views to what they view, as those above it."""
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def keys_with(lazy_bits: frozenset[str]) -> Any:
+    """The dispatch keys of a global tensor, with those of lazy bits ("conj", "neg")."""
+    keys: Any = OWN_KEYS.add(CONJ) if "conj" in lazy_bits else OWN_KEYS
+    return keys.add(NEG) if "neg" in lazy_bits else keys
+
+
+def reading_lazy_bits() -> AbstractContextManager[Any]:
+    """Inside it, kernels see the bits of conj() and its like, which torch hides on its own way to Python."""
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(CONJ).remove(NEG)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 

@@ -24,16 +24,17 @@ from globaltensor.runtime.memory import NoMemory, require
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import (
     OWN_KEY,
-    OWN_KEYS,
     DisableTorchFunctionSubclass,
     OpOverload,
     TensorBase,
     deny_data_ptr,
     introduce_to_make_fx,
+    keys_with,
     make_wrapper_subclass,
     modes_active,
     no_torch_function,
     pass_higher_order_ops,
+    reading_lazy_bits,
 )
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import backward, gradients, lookup, multihead_attention, products, value_reads
@@ -92,7 +93,7 @@ class GlobalTensor(TensorMethods):
         """A global tensor of these shards; nothing is checked."""
         device = next(iter(shards.values())).device if shards else torch.device(of.placement.type)
         x = make_wrapper_subclass(cls, of.shape, strides=of.stride, dtype=of.dtype, device=device,
-                                  _extra_dispatch_keys=OWN_KEYS)
+                                  _extra_dispatch_keys=keys_with(of.lazy_bits))
         deny_data_ptr(x)
         x.spec = of
         x._shards = shards
@@ -128,7 +129,8 @@ class GlobalTensor(TensorMethods):
                            args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if modes_active() and introduce_to_make_fx(cls):
             return func(*args, **kwargs or {})       # once more, by way of the mode
-        return arrive(cls, func, *args, **kwargs or {})
+        with reading_lazy_bits():
+            return arrive(cls, func, *args, **kwargs or {})
 
     # ---------------------------------------------------------------------------------------------- what it is
 
@@ -319,7 +321,8 @@ class GlobalTensor(TensorMethods):
             raise GlobalTensorError("pickling a global tensor in one of several processes",
                                     "each process holds only its own shards", "gt.save, or x.full_tensor()")
         where, own = self.placement, self.spec       # as plain values, which `torch.load(weights_only=True)` reads
-        return _rebuild, (where.type, where.ranks, where.axis_names, [str(s) for s in self.sbp], dict(self.shards),
+        shards = {rank: shard.resolve_conj().resolve_neg() for rank, shard in self.shards.items()}
+        return _rebuild, (where.type, where.ranks, where.axis_names, [str(s) for s in self.sbp], shards,
                           own.shape, own.stride, own.dtype, self.requires_grad,
                           isinstance(self, torch.nn.Parameter), user_attributes(self))
 
@@ -361,7 +364,8 @@ def _describe(of: Spec) -> tuple[Any, ...]:
     ranks = local_ranks_of(of.placement)
     rows_cut = any(s.is_split and s.dim == 0 for s in of.sbp)
     pending = any(s.is_partial for s in of.sbp)
-    return list(of.shape), list(of.stride), of.dtype, of.placement.type, ranks, of.copied, rows_cut, pending
+    conj, neg = "conj" in of.lazy_bits, "neg" in of.lazy_bits
+    return list(of.shape), list(of.stride), of.dtype, of.placement.type, ranks, of.copied, rows_cut, pending, conj, neg
 
 
 def _at_our_key(func: OpOverload) -> None:

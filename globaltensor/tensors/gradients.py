@@ -255,7 +255,7 @@ def reduce_pending(of: Iterable[Any] | None = None) -> None:
     moved = move_shards([Move(spec(g.spec.layout, g.spec.shape, g.spec.stride, sent), _cast(g.shards, sent), dst)
                  for dst, g, sent in grads], "gradient")
     for (dst, g, _), shards in zip(grads, moved):
-        g.spec, g.shards = spec(dst, g.spec.shape, None, g.spec.dtype), _cast(shards, g.spec.dtype)
+        g.spec, g.shards = g.spec.moved(dst), _cast(shards, g.spec.dtype)
 
 
 def _cast(shards: dict[int, torch.Tensor], dtype: torch.dtype) -> dict[int, torch.Tensor]:

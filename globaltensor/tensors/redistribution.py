@@ -15,7 +15,7 @@ from globaltensor.boxings import native, watch
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.errors import GlobalTensorError, SbpError
 from globaltensor.layouts.global_like import GlobalLike, is_global
-from globaltensor.layouts.layout import Layout, Shape, Spec, layout, spec
+from globaltensor.layouts.layout import Layout, Shape, Spec, layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import Sbp, broadcast, in_range, nd_sbp
 from globaltensor.runtime import custom_ops
@@ -97,7 +97,7 @@ def box(x: Global, dst: Layout) -> Global:
     if dst is x.spec.layout:                         # asked for its grad_layout: the same value, on another way back
         return x.wrap(value_spec(x.spec), {r: shard.clone() for r, shard in x.shards.items()})
     shards = move_shards([Move(x.spec, x.shards, dst)])[0]
-    return x.wrap(spec(dst, x.spec.shape, None, x.spec.dtype), shards)
+    return x.wrap(x.spec.moved(dst), shards)
 
 
 def box_gradient(grad: Any, src: Layout, grad_layout: Layout | None) -> Any:

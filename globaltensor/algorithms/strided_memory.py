@@ -1,0 +1,45 @@
+"""Ops that name elements of memory, by sizes and strides: what as_strided views, copied or written.
+
+Strides speak of the memory that a tensor of one device would have. `aten.as_strided` knows where a rank has its part of
+that (dispatch/view_writes.py); here its kin are made of it.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from globaltensor.algorithms.aliasing import has_own_memory
+from globaltensor.algorithms.run import Run
+from globaltensor.errors import PlacementError
+from globaltensor.layouts.global_like import is_global
+from globaltensor.layouts.layout import dense
+from globaltensor.rules.call import Call
+
+aten = torch.ops.aten
+
+
+def as_strided_copy(call: Call, run: Run) -> Any:
+    """What as_strided views, in memory of its own."""
+    view = run(aten.as_strided.default, call["self"], call["size"], call["stride"], call["storage_offset"])
+    return run(aten.clone.default, view, memory_format=torch.contiguous_format)
+
+
+def must_be_boxed(call: Call) -> bool:
+    """Has no rank the whole memory that as_strided_scatter copies?"""
+    x = call["self"]
+    return is_global(x) and (x.spec.copied or any(not s.is_broadcast for s in x.spec.sbp))
+
+
+def as_strided_scatter(call: Call, run: Run) -> Any:
+    """A copy of x whose elements there are those of `src`. Raises PlacementError where the copy's memory would be
+    another one: of memory with gaps, and for an offset in the memory of a view."""
+    x = call["self"]
+    if x.spec.stride != dense(x.spec.shape, x.spec.stride) or (
+            call["storage_offset"] is not None and not has_own_memory(x)):
+        raise PlacementError("as_strided_scatter of a tensor that must be boxed for it, and is a view",
+                             "strides speak of memory, and what is boxed has other memory", "x.contiguous() first")
+    written = run(aten.clone.default, x)
+    view = run(aten.as_strided.default, written, call["size"], call["stride"], call["storage_offset"])
+    run(aten.copy_.default, view, call["src"])
+    return written
