@@ -53,7 +53,7 @@ std::shared_ptr<MemoryWrites> writes_of(GlobalImpl* base) {
 // Another tensor of the same memory, that no autograd knows.
 at::Tensor same_memory(const at::Tensor& t) {
   auto* impl = global(t);
-  at::Tensor same = wrap(impl->spec, impl->kept());
+  at::Tensor same = wrap(impl->spec, Shards(impl->kept()));
   global(same)->view = impl->view;
   return same;
 }
@@ -67,7 +67,7 @@ std::shared_ptr<ViewCall> view_call(const c10::OperatorHandle& op, Stack argumen
 }
 
 at::Tensor result_of(const std::shared_ptr<ViewCall>& call, size_t nth, const Spec* spec) {
-  at::Tensor view = wrap(spec, global(call->arguments[0].toTensor())->kept());  // for the device
+  at::Tensor view = wrap(spec, Shards(global(call->arguments[0].toTensor())->kept()));  // for the device
   global(view)->view = {call, nth, -1};
   return view;
 }

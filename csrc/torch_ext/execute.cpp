@@ -122,7 +122,7 @@ void run_ranks(const c10::OperatorHandle& op, const Recipe& recipe, const Operan
   local_op.callBoxed(stack);
 }
 
-at::Tensor wrapped(const Spec* spec, Shards shards) {
+at::Tensor wrapped(const Spec* spec, Shards&& shards) {
   if (!shards.empty() && !shards[0].defined()) return at::Tensor();  // left out, though its shape was told
   return wrap(spec, std::move(shards));
 }

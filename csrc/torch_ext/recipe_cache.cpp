@@ -1,6 +1,8 @@
 // Recipes by key: the op, the specs of global operands, shapes of plain ones, the values of static arguments. Floats
 // count by type alone, as no rule depends on one.
 #include <c10/core/DefaultDtype.h>
+#include <array>
+#include <atomic>
 #include <shared_mutex>
 #include <unordered_map>
 
@@ -17,8 +19,8 @@ enum Tag : uint64_t {
 void push_tensor(const at::Tensor& t, RecipeKey& key) {
   auto* impl = t.unsafeGetTensorImpl();
   if (is_global(impl)) {
-    key.push_back(kSpec);
-    key.push_back(reinterpret_cast<uint64_t>(static_cast<GlobalImpl*>(impl)->spec));
+    // one word: no address needs the upper byte, and no other tag is there
+    key.push_back(reinterpret_cast<uint64_t>(static_cast<GlobalImpl*>(impl)->spec) | uint64_t(kSpec) << 56);
     return;
   }
   key.push_back(kPlain | uint64_t(impl->dim()) << 8 | uint64_t(t.scalar_type()) << 16 |
@@ -78,22 +80,33 @@ bool push(const c10::IValue& v, RecipeKey& key) {
   return true;
 }
 
-struct RecipeKeyHash {
-  size_t operator()(const RecipeKey& key) const {
-    uint64_t h = 0x9E3779B97F4A7C15u ^ key.size();
-    for (uint64_t word : key) {
-      h = (h ^ word) * 0xD6E8FEB86659FD93u;
-      h ^= h >> 32;
-    }
-    return h;
+uint64_t hash_of(const RecipeKey& key) {
+  uint64_t h = 0x9E3779B97F4A7C15u ^ key.size();
+  for (uint64_t word : key) {
+    h = (h ^ word) * 0xD6E8FEB86659FD93u;
+    h ^= h >> 32;
   }
+  return h;
+}
+
+struct RecipeKeyHash {
+  size_t operator()(const RecipeKey& key) const { return hash_of(key); }
 };
 
 // Calls on several threads share them.
 struct Recipes {
   std::shared_mutex mutex;
   std::unordered_map<RecipeKey, std::shared_ptr<const Recipe>, RecipeKeyHash> known;
+  std::atomic<uint64_t> changes{1};                  // how often a recipe was replaced, or all were cleared
 };
+
+// What this thread ran last, by hash: it takes no lock.
+struct RecentRecipe {
+  uint64_t hash = 0, changes = 0;
+  RecipeKey key;
+  std::shared_ptr<const Recipe> recipe;
+};
+constexpr size_t kRecent = 256;
 
 Recipes& recipes() {
   static auto* all = new Recipes();
@@ -114,23 +127,33 @@ bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t cou
 }
 
 std::shared_ptr<const Recipe> find_recipe(const RecipeKey& key) {
+  static thread_local std::array<RecentRecipe, kRecent> recent;
   auto& all = recipes();
+  const uint64_t hash = hash_of(key);
+  RecentRecipe& last = recent[hash % kRecent];
+  const uint64_t changes = all.changes.load(std::memory_order_acquire);
+  if (last.hash == hash && last.changes == changes && last.key == key) return last.recipe;
   std::shared_lock lock(all.mutex);
   auto at = all.known.find(key);
-  return at == all.known.end() ? nullptr : at->second;
+  if (at == all.known.end()) return nullptr;
+  last = {hash, changes, key, at->second};
+  return at->second;
 }
 
 void cache_recipe(const RecipeKey& key, std::shared_ptr<const Recipe> recipe) {
   auto& all = recipes();
   std::unique_lock lock(all.mutex);
   if (all.known.size() >= kLimit) all.known.clear();
-  all.known[key] = std::move(recipe);
+  auto& at = all.known[key];
+  if (at) all.changes++;
+  at = std::move(recipe);
 }
 
 void clear_recipes() {
   auto& all = recipes();
   std::unique_lock lock(all.mutex);
   all.known.clear();
+  all.changes++;
 }
 
 RecipeKey key_from(const std::string& bytes) {

@@ -35,7 +35,7 @@ c10::Device device_of(const Spec* spec, const Shards& shards) {
 
 // Memory of the right size that is not there, as torch's own wrappers have it. Who would write to it gets an error.
 c10::Storage no_memory(const Spec* spec, const Shards& shards) {
-  const size_t bytes = c10::multiply_integers(spec->sizes) * c10::elementSize(spec->dtype);
+  const size_t bytes = spec->like->numel() * c10::elementSize(spec->dtype);
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device_of(spec, shards)), nullptr,
                        false);
   storage.unsafeGetStorageImpl()->set_throw_on_mutable_data_ptr();
@@ -148,13 +148,32 @@ const Spec* spec_of(PyObject* object) {
   spec->conjugated = fields[8].cast<bool>();
   spec->negated = fields[9].cast<bool>();
   Py_INCREF(object);
+  spec->like = new GlobalImpl(spec);
   return known[object] = spec;
 }
 
-GlobalImpl::GlobalImpl(const Spec* spec, Shards held)
-    : c10::TensorImpl(no_memory(spec, held), keys_of(spec->device), c10::scalarTypeToTypeMeta(spec->dtype)),
-      spec(spec), shards_(std::move(held)) {
+constexpr c10::DispatchKeySet kLazyBits({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+
+GlobalImpl::GlobalImpl(const Spec* spec)
+    : c10::TensorImpl(keys_of(spec->device), c10::scalarTypeToTypeMeta(spec->dtype), c10::Device(spec->device)),
+      spec(spec) {
   take_spec(spec);
+}
+
+// What follows from sizes and strides is worked out once for each spec, not for each result of a small op.
+GlobalImpl::GlobalImpl(const Spec* spec, Shards&& held)
+    : c10::TensorImpl(no_memory(spec, held), keys_of(spec->device), spec->like->dtype()),
+      spec(spec), shards_(std::move(held)) {
+  const GlobalImpl& like = *spec->like;
+  sizes_and_strides_ = like.sizes_and_strides_;
+  numel_ = like.numel_;
+  is_contiguous_ = like.is_contiguous_;
+  is_channels_last_ = like.is_channels_last_;
+  is_channels_last_contiguous_ = like.is_channels_last_contiguous_;
+  is_channels_last_3d_ = like.is_channels_last_3d_;
+  is_channels_last_3d_contiguous_ = like.is_channels_last_3d_contiguous_;
+  is_non_overlapping_and_dense_ = like.is_non_overlapping_and_dense_;
+  key_set_ = key_set_ | (like.key_set_ & kLazyBits);
   set_python_dispatch(true);
 }
 
@@ -166,7 +185,7 @@ void GlobalImpl::take_spec(const Spec* other) {
 }
 
 GlobalImpl::Pointer GlobalImpl::shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const {
-  at::Tensor copy = wrap(spec, shards_);
+  at::Tensor copy = wrap(spec, Shards(shards_));
   auto* impl = global(copy);
   impl->key_set_ = key_set_;                         // the copy is a tensor of inference mode where this one is
   impl->view = view;
@@ -195,7 +214,7 @@ void GlobalImpl::release_resources() {
   c10::TensorImpl::release_resources();
 }
 
-at::Tensor wrap(const Spec* spec, Shards shards) {
+at::Tensor wrap(const Spec* spec, Shards&& shards) {
   [[maybe_unused]] static const bool claimed = (claim_ops(), true);  // with the first one
   at::Tensor t(c10::make_intrusive<GlobalImpl>(spec, std::move(shards)));
   PyGILState_STATE state = PyGILState_Ensure();      // a call faster than pybind11's

@@ -17,6 +17,8 @@ namespace gt {
 
 constexpr auto kGlobal = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
+struct GlobalImpl;
+
 // What a global tensor is without its data: the twin of layout.Spec, one per Python object, kept for good.
 struct Spec {
   PyObject* object;                    // the Python Spec
@@ -25,10 +27,11 @@ struct Spec {
   c10::DeviceType device;
   std::vector<int64_t> ranks;          // the ranks of its placement that this process drives, ascending
   bool copied;                         // a boxed view
-  bool dim0_split;                       // dim 0 is split
+  bool dim0_split;                     // dim 0 is split
   bool pending;                        // a partial sum, max or min on some axis
   bool conjugated;                     // a view whose elements torch conjugates when it reads them
   bool negated;                        // the same for their sign
+  const GlobalImpl* like;              // a tensor of this spec, with no shards: what others copy
 };
 
 const Spec* spec_of(PyObject* object);  // with the interpreter's lock
@@ -48,7 +51,8 @@ struct GlobalImpl final : c10::TensorImpl {
   const Spec* spec;
   BoxedView view;                      // of other tensors without a call
 
-  GlobalImpl(const Spec* spec, Shards shards);
+  explicit GlobalImpl(const Spec* spec);             // a new spec's `like`
+  GlobalImpl(const Spec* spec, Shards&& shards);
   void take_spec(const Spec* other);
   // The parts that this process drives. Those of a boxed view are made now, unless they were since the last write.
   Shards& shards() {
@@ -80,7 +84,7 @@ inline bool is_transformed() {
 }
 
 Shards shards_from(const Spec* spec, PyObject* dict);  // a dict rank -> tensor; empty where there is none
-at::Tensor wrap(const Spec* spec, Shards shards);  // with its Python class; takes the interpreter's lock itself
+at::Tensor wrap(const Spec* spec, Shards&& shards);  // with its Python class; takes the interpreter's lock itself
 
 void bind_tensor(pybind11::module_& m);
 void bind_gradient_hook(pybind11::module_& m);
