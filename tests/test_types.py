@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from harness import PYTHON, ROOT, environment, good
 from test_readme import PROGRAMS
 from typed import generate
@@ -19,7 +20,23 @@ import globaltensor as gt
 TYPED = ROOT / "tests" / "typed"
 GLOBAL = "globaltensor.tensors.global_tensor.GlobalTensor"
 MYPY = [PYTHON, "-m", "mypy", "--no-error-summary", "--no-color-output", "--hide-error-context",
-        f"--cache-dir={ROOT / '.mypy_cache' / 'users'}", "--config-file="]
+        f"--cache-dir={ROOT / '.mypy_cache' / 'users'}"]
+STRICT = """
+[mypy]
+[mypy-programs]
+disallow_any_generics = True
+disallow_subclassing_any = True
+disallow_untyped_calls = True
+disallow_untyped_defs = True
+disallow_incomplete_defs = True
+check_untyped_defs = True
+disallow_untyped_decorators = True
+warn_unused_ignores = True
+warn_return_any = True
+implicit_reexport = False
+strict_equality = True
+extra_checks = True
+"""                                                  # what --strict means for one file
 
 SET_UP = """
 import torch
@@ -110,14 +127,6 @@ REVEALED = {                                         # what a user writes: its t
 }
 
 
-def mypy(folder: Path, *words: object) -> str:
-    """What mypy says, from outside the repository."""
-    run = subprocess.run([*map(str, [*MYPY, *words])], capture_output=True, text=True, cwd=folder, timeout=500,
-                         env=environment(MYPYPATH=str(ROOT)), check=False)
-    assert run.returncode in (0, 1) and not run.stderr, run.stdout + run.stderr
-    return run.stdout
-
-
 def about(said: str, name: str) -> list[str]:
     """The lines about one file."""
     return [line for line in said.splitlines() if re.match(rf"(\S*/)?{re.escape(name)}:\d+", line)]
@@ -139,18 +148,35 @@ def revealing(tmp_path_factory) -> Path:
     return file
 
 
+@pytest.fixture(scope="module")
+def said(revealing, tmp_path_factory) -> str:
+    """What mypy says about all the programs, from outside the repository. The first test process to come asks it, for
+    all: each time it would read torch anew."""
+    of_this_run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+    report = tmp_path_factory.getbasetemp().parent / f"mypy-{of_this_run}.txt"
+    with FileLock(report.with_suffix(".lock")):
+        if not report.exists():
+            (revealing.parent / "mypy.ini").write_text(STRICT)
+            files = [revealing, TYPED / "programs.py", TYPED / "mistakes.py", *pages(revealing.parent)]
+            run = subprocess.run([*MYPY, "--config-file=mypy.ini", *map(str, files)], capture_output=True, text=True,
+                                 cwd=revealing.parent, timeout=500, env=environment(MYPYPATH=str(ROOT)), check=False)
+            assert run.returncode in (0, 1) and not run.stderr, run.stdout + run.stderr
+            report.write_text(run.stdout)
+    return report.read_text()
+
+
 def plain(text: str) -> str:
     return text.replace("builtins.", "").replace("Union[", "").replace(", fallback=...", "")
 
 
-def test_no_public_function_gives_any_or_a_tensor_where_it_gives_a_global_one(revealing):
-    said = about(mypy(revealing.parent, revealing), revealing.name)
+def test_no_public_function_gives_any_or_a_tensor_where_it_gives_a_global_one(said):
+    lines = about(said, "revealing.py")
     first = SET_UP.count("\n") + 1
-    got = {int(line.split(":")[1]): plain(line.split('Revealed type is "')[1].rstrip('"')) for line in said
+    got = {int(line.split(":")[1]): plain(line.split('Revealed type is "')[1].rstrip('"')) for line in lines
            if "Revealed type" in line}
     wrong = [f"{text}: {got.get(first + i)}, not {want}" for i, (text, want) in enumerate(REVEALED.items())
              if got.get(first + i) != want]
-    assert not wrong and not [line for line in said if ": error:" in line], "\n".join([*wrong, *said])
+    assert not wrong and not [line for line in lines if ": error:" in line], "\n".join([*wrong, *lines])
 
 
 def test_every_name_of_ours_is_in_the_table():
@@ -160,27 +186,26 @@ def test_every_name_of_ours_is_in_the_table():
     assert set(gt.FACE) <= told | rest, sorted(set(gt.FACE) - told - rest)
 
 
-def test_programs_pass_mypy(tmp_path):
+def test_programs_pass_mypy(said, tmp_path):
     files = pages(tmp_path)
-    said = mypy(tmp_path, *files)
     wrong = [line for file in files for line in about(said, file.name) if ": error:" in line]
     assert not wrong, "\n".join(wrong)
 
 
-def test_users_programs_pass_mypy_at_its_strictest(tmp_path):
-    said = about(mypy(tmp_path, "--strict", TYPED / "programs.py"), "programs.py")
-    assert not said, "\n".join(said)
+def test_users_programs_pass_mypy_at_its_strictest(said):
+    lines = about(said, "programs.py")
+    assert not lines, "\n".join(lines)
 
 
 def test_users_programs_are_true():
     good([PYTHON, TYPED / "programs.py"], timeout=120)
 
 
-def test_mistakes_are_found(tmp_path):
+def test_mistakes_are_found(said):
     text = (TYPED / "mistakes.py").read_text().splitlines()
-    said = about(mypy(tmp_path, TYPED / "mistakes.py"), "mistakes.py")
-    errors = {int(line.split(":")[1]) for line in said if ": error:" in line}
-    assert errors == {n for n, line in enumerate(text, 1) if line.endswith("# error")}, "\n".join(said)
+    lines = about(said, "mistakes.py")
+    errors = {int(line.split(":")[1]) for line in lines if ": error:" in line}
+    assert errors == {n for n, line in enumerate(text, 1) if line.endswith("# error")}, "\n".join(lines)
 
 
 @pytest.mark.skipif(generate.VERSION not in (generate.ROOM / "tensor_methods.pyi").read_text()[:200],
