@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -82,10 +83,11 @@ def test_a_deadlock_is_found_and_the_last_rank_ends(pair, monkeypatch):
     with deadlock.waiting("a boxing", (1,), 7):
         assert mine.publish(deadlock._current)
         other.store.set("globaltensor wait 1", elsewhere())
-        looking = threading.Thread(target=other.look)            # takes this process's wait for its own
         monkeypatch.setattr(other, "publish", lambda now: True)
-        looking.start()
-        looking.join(10)
+        threading.Thread(target=other.look, daemon=True).start()     # takes this process's wait for its own
+        by = time.monotonic() + 10
+        while not ended and time.monotonic() < by:
+            time.sleep(0.01)
     assert ended == [1] and "rank 1 waits for rank 0 in zeros   at program.py:3" in shown[0]
     error = deadlock.detected()
     assert "rank 0 waits for rank 1 in a boxing" in str(error) and "test_deadlock.py" in error.where
