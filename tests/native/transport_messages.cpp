@@ -398,17 +398,13 @@ void killed(uint64_t seed, int rounds) {
         while (how == kStreams) mailbox.send(1);
         while (true) doze(1);
       }
-      board->number[kReady]++;
+      const int sends = how != kReceives ? 0 : rank == 1 ? GT_MESSAGES : rank == 2;  // rank 1: until there is no room
+      for (int i = 0; i < sends; ++i) mailbox.send(0);
+      board->number[kReady]++;                       // after what must be done before the mishap
       while (how == kSent && rank == 1 && !board->number[kGone]) doze(1e-3);
       int status = GT_OK;
-      if (how == kReceives && rank == 1) {  // until there is no room
-        for (int i = 0; i < GT_MESSAGES; ++i) mailbox.send(0);
-        return done(mailbox.try_send(0));
-      }
-      if (how == kReceives && rank == 2) {
-        mailbox.send(0);
-        return done(gt_wait_acked(t, 0, nullptr));
-      }
+      if (how == kReceives && rank == 1) return done(mailbox.try_send(0));
+      if (how == kReceives && rank == 2) return done(gt_wait_acked(t, 0, nullptr));
       if (rank == 1) {
         for (int i = 0; i < 20; ++i) mailbox.recv(0);
         while (status == GT_OK) status = mailbox.try_recv(0);
