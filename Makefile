@@ -28,8 +28,7 @@ check: $(STAMP)  ## lint, types, architecture and one test of every kind: before
 	$(PYTEST) -n 2 --one-of-each $(ARGS)
 
 test: $(STAMP)  ## run the tests, but for the long proofs
-	$(PYTEST) -n 2 --dist worksteal -m "not long and not processes" $(ARGS)
-	$(PYTEST) -m "processes and not long" $(ARGS)
+	$(PYTEST) -n 2 --dist worksteal -m "not long" $(ARGS)
 
 # One file at a time, so that a run that was cut off goes on where it was: what passed is noted until a source changes.
 PARTS = $(patsubst tests/%.py,.tests/%.passed,$(wildcard tests/test_*.py))

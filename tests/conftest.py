@@ -1,7 +1,7 @@
 """The tiers of the tests: which of them `make check`, `make test` and `make test-all` run.
 
     make check      one quick test of every file: of every kind, one
-    make test       all but the long proofs: those of one process in parallel, then those that start processes
+    make test       all but the long proofs, in two processes
     make test-all   everything, a file at a time; what passed is not run again until a source changes
 """
 from __future__ import annotations
