@@ -18,6 +18,8 @@ from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple, TypeVar
 
+from globaltensor.boxings.group_step import separate_axes
+from globaltensor.boxings.levels import boxings_in_levels
 from globaltensor.boxings.route import reduced_innermost
 from globaltensor.boxings.traffic import (
     BROADCAST,
@@ -29,6 +31,7 @@ from globaltensor.boxings.traffic import (
     traffic,
 )
 from globaltensor.layouts.layout import Layout, Shape, layout
+from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.sbp import Sbp, split
 from globaltensor.runtime.machine import Machine
@@ -39,11 +42,22 @@ OF_STEP = 1e-9                                       # seconds; among equals, th
 
 
 class BoxingPlan(NamedTuple):
-    """`layouts` from src to dst, a step between each two; `rate` and `fixed` give its seconds for a number of bytes."""
+    """`layouts` from src to dst, a step between each two; `rate` and `fixed` give its seconds for a number of bytes.
+
+    Of a boxing in two levels (levels.py), `levels` are such paths one after the other, for the view of the tensor that
+    has the shape `view`: where one ends and the next begins, every rank has the same.
+    """
 
     layouts: tuple[Layout, ...]
     fixed: float
     rate: float
+    levels: tuple[tuple[Layout, ...], ...] = ()
+    view: Shape | None = None
+
+    @property
+    def steps(self) -> list[tuple[Layout, Layout]]:
+        """The steps one after the other."""
+        return [step for path in self.levels or (self.layouts,) for step in pairwise(path)]
 
     def seconds(self, nbytes: int) -> float:
         return self.fixed + self.rate * nbytes
@@ -55,9 +69,29 @@ def plan(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) 
         return BoxingPlan((src,), 0.0, 0.0)
     if isinstance(src, RankRegions) or isinstance(dst, RankRegions):
         return BoxingPlan((src, dst), *_cost(src, dst, shape, machine))
-    # No dim is split into more parts than this, so that longer ones count as evenly divisible.
+    magnitude = nbytes.bit_length()
+    best = _search(src, dst, _nominal(src, dst, shape), magnitude, machine)
+    return best if not machine.hosts or src.placement != dst.placement else _best_over_hosts(
+        src, dst, shape, magnitude, machine, best)
+
+
+def _nominal(src: Layout, dst: Layout, shape: Shape) -> Shape:
+    """No dim is split into more parts than this, so that longer ones count as evenly divisible."""
     most = _num_ranks(src) * (1 if src.placement == dst.placement else _num_ranks(dst))
-    return _search(src, dst, tuple(n if n < most else most for n in shape), nbytes.bit_length(), machine)
+    return tuple(n if n < most else most for n in shape)
+
+
+@lru_cache(20_000)
+def _best_over_hosts(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Machine,
+                     best: BoxingPlan) -> BoxingPlan:
+    """The best of a plan in one level and those in two."""
+    for view, ends in boxings_in_levels(src, dst, shape, machine.hosts):
+        parts = [_search(a, b, _nominal(a, b, view), magnitude, machine) for a, b in ends if a is not b]
+        in_levels = BoxingPlan((src, dst), sum(part.fixed for part in parts), sum(part.rate for part in parts),
+                               tuple(part.layouts for part in parts), view)
+        if in_levels.seconds(1 << magnitude) + OF_STEP < best.seconds(1 << magnitude):
+            best = in_levels
+    return best
 
 
 def boxing_seconds(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> float:
@@ -65,8 +99,17 @@ def boxing_seconds(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine:
     return plan(src, dst, shape, nbytes, machine).seconds(nbytes)
 
 
+def plan_bytes(of: BoxingPlan, shape: Shape, itemsize: int) -> dict[int, int]:
+    """Bytes that each rank receives from others over all steps of a plan for a tensor of this shape."""
+    total: dict[int, int] = {}
+    for path in of.levels or (of.layouts,):
+        for rank, n in bytes_received(path, of.view or shape, itemsize).items():
+            total[rank] = total.get(rank, 0) + n
+    return total
+
+
 def bytes_received(layouts: tuple[Layout, ...], shape: Shape, itemsize: int) -> dict[int, int]:
-    """Bytes that each rank receives from others over all steps of a plan."""
+    """Bytes that each rank receives from others over all steps of a path."""
     total: dict[int, int] = {}
     for src, dst in pairwise(layouts):
         for rank, n in elements_received(src, dst, shape).items():
@@ -86,7 +129,8 @@ def _search(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Mac
         return _search_between(src, dst, shape, magnitude, machine)
     paths = _paths(src, dst, len(shape))
     costs = {step: _cost(*step, shape, machine) for step in _unique(step for path in paths for step in pairwise(path))}
-    plans = [BoxingPlan(path, *map(sum, zip(*(costs[step] for step in pairwise(path))))) for path in paths]
+    plans = [BoxingPlan(path, sum(costs[step][0] for step in pairwise(path)),
+                        sum(costs[step][1] for step in pairwise(path))) for path in paths]
     return min(plans, key=lambda plan: plan.seconds(1 << magnitude) + OF_STEP * len(plan.layouts))
 
 
@@ -94,14 +138,13 @@ def _search_between(src: Layout, dst: Layout, shape: Shape, magnitude: int, mach
     """The straight path on one placement, or that over the best state between. There may be hundreds of them, so they
     are no layouts yet but numbers, and are left as soon as they are too dear."""
     a, b, where = axis_codes(src.sbp), axis_codes(dst.sbp), src.placement
-    latency, bandwidth = machine.link(where)
     codes = dict(zip((*a, *b), (*src.sbp, *dst.sbp))) | {d: split(d) for d in range(len(shape))}
     whole = max(prod(shape), 1)
 
     def cost(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[float, float]:
         moved = even_traffic(one, other, where.shape, shape) or traffic(
             *(src.with_sbp(tuple(codes[code] for code in state)) for state in (one, other)), shape)
-        return _step_seconds(moved, whole, latency, bandwidth, machine)
+        return _step_seconds(moved, whole, *_link(where, one, other, machine), machine)
 
     best = BoxingPlan((src, dst), *cost(a, b))
     limit, chosen = best.seconds(1 << magnitude), None
@@ -123,6 +166,12 @@ def _search_between(src: Layout, dst: Layout, shape: Shape, magnitude: int, mach
     return BoxingPlan((src, src.with_sbp(tuple(codes[code] for code in state)), dst), fixed, rate)
 
 
+def _link(where: placement, src: tuple[int, ...], dst: tuple[int, ...], machine: Machine) -> tuple[float, float]:
+    """Latency and bandwidth of a step on one placement: of its groups, where these do not need each other."""
+    axes = separate_axes(src, dst, where.shape) if machine.hosts else None
+    return machine.link_along(where, axes) if axes else machine.link(where)
+
+
 def _shares_while_moving(src: tuple[int, ...], dst: tuple[int, ...]) -> bool:
     """Does a split become a pending sum in the same step in which another axis changes? Alone, it moves nothing."""
     return sum(x != y for x, y in zip(src, dst)) > 1 and any(x >= 0 and y == SUM for x, y in zip(src, dst))
@@ -130,8 +179,10 @@ def _shares_while_moving(src: tuple[int, ...], dst: tuple[int, ...]) -> bool:
 
 def _cost(src: Layout, dst: Layout, shape: Shape, machine: Machine) -> tuple[float, float]:
     """Seconds of one step: a fixed part, and seconds per byte of the whole tensor."""
-    latency, bandwidth = machine.link(src.placement, dst.placement)
-    return _step_seconds(traffic(src, dst, shape), max(prod(shape), 1), latency, bandwidth, machine)
+    by_rank = isinstance(src, RankRegions) or isinstance(dst, RankRegions)
+    link = (machine.link(src.placement, dst.placement) if by_rank or src.placement != dst.placement
+            else _link(src.placement, axis_codes(src.sbp), axis_codes(dst.sbp), machine))
+    return _step_seconds(traffic(src, dst, shape), max(prod(shape), 1), *link, machine)
 
 
 def _step_seconds(moved: StepTraffic, whole: int, latency: float, bandwidth: float, machine: Machine

@@ -7,7 +7,6 @@ their ranks, in float32 for the 16-bit floats, so that every rank gets the same 
 """
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -47,7 +46,6 @@ class TorchProgram(NamedTuple):
     fills: dict[int, tuple[Fill, ...]]
     outgoing: dict[int, tuple[SourcePart, ...]]      # per peer process, in the order that both sides agree on
     op: str
-    tag: int                                         # the same on all ranks, and seldom that of another step
 
 
 @lru_cache(20_000)
@@ -79,8 +77,7 @@ def compile_step(src: Layout, dst: Layout, shape: Shape) -> TorchProgram:
         # what no piece covers is zero: of a broadcast that becomes a pending sum, all ranks' but one
         shapes[rank] = (dst.local_shape(shape, rank), covered < volume(held))
         fills[rank] = tuple(filled)
-    tag = zlib.crc32(f"{src} {dst} {shape}".encode())
-    return TorchProgram(shapes, fills, {r: tuple(parts) for r, parts in outgoing.items()}, step.op, tag)
+    return TorchProgram(shapes, fills, {r: tuple(parts) for r, parts in outgoing.items()}, step.op)
 
 
 class ByteStream:

@@ -32,6 +32,7 @@ class BoxingRecord:
     bytes     received by the rank that receives most, by the plan; 0 for a local move. (Over shared memory one pass
               takes the place of the plan's steps; all ranks together never load and store more.)
     seconds   wall time in this process
+    calls     the collectives of torch.distributed that did it, in order: ("all_reduce",); none within a host
     """
 
     op: str
@@ -41,6 +42,7 @@ class BoxingRecord:
     bytes: int
     seconds: float
     tensors: int = 1
+    calls: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         many = f" x{self.tensors}" if self.tensors > 1 else ""

@@ -29,6 +29,12 @@ def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.
     `what` it is for goes into errors. `tag` must be the same on both sides, so that no message is taken for another.
     Raises TransportError where a peer died or did not take part in time.
     """
+    begin_exchange(outgoing, incoming, what, tag)()
+
+
+def begin_exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], what: str,
+                   tag: int) -> Callable[[], None]:
+    """Begin that; the function that is returned waits for it."""
     staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     if world().staged:
         outgoing = {r: t.cpu() for r, t in outgoing.items()}
@@ -37,15 +43,22 @@ def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.
     moves += [(dist.irecv, staged[r][1] if r in staged else t, r) for r, t in incoming.items()]
     moves += [(dist.isend, t, r) for r, t in outgoing.items()]
     if not moves:
-        return
+        return lambda: None
     group = world().control if moves[0][1].device.type == "cpu" else None
     ops = [dist.P2POp(move, t, r, group, tag) for move, t, r in moves]
-    with _waiting_for(what, tuple(sorted({*outgoing, *incoming})), tag) as lost:
-        for op, work in zip(ops, dist.batch_isend_irecv(ops)):
-            lost[:] = [op.peer]
-            work.wait()
-    for target, source in staged.values():
-        target.copy_(source)
+    peers = tuple(sorted({*outgoing, *incoming}))
+    with waiting_for(what, peers, tag):              # sending to a rank that has ended raises at once
+        works = dist.batch_isend_irecv(ops)
+
+    def finish() -> None:
+        with waiting_for(what, peers, tag) as lost:
+            for op, work in zip(ops, works):
+                lost[:] = [op.peer]
+                work.wait()
+        for target, source in staged.values():
+            target.copy_(source)
+
+    return finish
 
 
 def post(buffer: torch.Tensor, peer: int, receive: bool = False) -> dist.Work:
@@ -60,14 +73,14 @@ def wait(works: Mapping[int, dist.Work], what: str, peers: tuple[int, ...]) -> N
 
     Raises TransportError where a peer died or did not take part in time.
     """
-    with _waiting_for(what, peers, zlib.crc32(what.encode()) | 8) as lost:
+    with waiting_for(what, peers, zlib.crc32(what.encode()) | 8) as lost:
         for peer, work in works.items():
             lost[:] = [peer]
             work.wait()
 
 
 @contextmanager
-def _waiting_for(what: str, peers: tuple[int, ...], tag: int) -> Iterator[list[int]]:
+def waiting_for(what: str, peers: tuple[int, ...], tag: int) -> Iterator[list[int]]:
     """Around every wait for other processes: the deadlock watch knows who waits for whom, and errors name the peers.
 
     Yields the peers to blame for an error; a caller that knows which one it is narrows the list.

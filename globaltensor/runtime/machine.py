@@ -44,10 +44,23 @@ class Machine:
             return self.host_latency, self.host_bandwidth
         return self.latency, self.bandwidth
 
+    def link_along(self, where: placement, axes: tuple[int, ...]) -> tuple[float, float]:
+        """The same among ranks of a placement that differ on these axes only."""
+        if self.hosts and _lead_to_other_hosts(self, where, axes):
+            return self.host_latency, self.host_bandwidth
+        return self.latency, self.bandwidth
+
 
 @lru_cache(1_000)
 def _spans_hosts(machine: Machine, where: tuple[placement, ...]) -> bool:
     return len({machine.hosts[rank] for of in where for rank in of.flat}) > 1
+
+
+@lru_cache(10_000)
+def _lead_to_other_hosts(machine: Machine, where: placement, axes: tuple[int, ...]) -> bool:
+    first: dict[tuple[int, ...], int] = {}           # coordinates on the other axes -> host
+    return any(machine.hosts[rank] != first.setdefault(tuple(-1 if axis in axes else i for axis, i in enumerate(at)),
+                                                       machine.hosts[rank]) for rank, at in where.coords.items())
 
 
 one_process = Machine(latency=1e-5, bandwidth=1e10)      # ranks that share a process copy through memory

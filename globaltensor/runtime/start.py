@@ -84,7 +84,8 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
         base = replace(base, hosts=hosts)
     # what ranks agree on is small and lies on the CPU, from where NCCL does not send
     control = None if "cpu:" in backends else dist.new_group(backend="gloo", timeout=timeout)
-    return World(size, (dist.get_rank(),), base, f"torch.distributed ({'nccl' if nccl else 'gloo'})", control, not nccl)
+    return World(size, (dist.get_rank(),), base, f"torch.distributed ({'nccl' if nccl else 'gloo'})", control, timeout,
+                 not nccl)
 
 
 def _ranks_per_host(size: int) -> int:

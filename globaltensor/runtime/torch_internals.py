@@ -76,6 +76,16 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> Any:
     return group._get_backend(torch.device(device_type))
 
 
+def all_gather_flat(group: Any, result: torch.Tensor, source: torch.Tensor) -> dist.Work:
+    """Begin to gather flat buffers of one length, one after the other, in a backend's group."""
+    return group._allgather_base(result, source)
+
+
+def reduce_scatter_flat(group: Any, result: torch.Tensor, source: torch.Tensor) -> dist.Work:
+    """Begin to add up flat buffers, a part of the sum for each rank of a backend's group."""
+    return group._reduce_scatter_base(result, source)
+
+
 def overload_of(op: Any) -> OpOverload:
     """The one op that `op` names: an op of torch.ops, a custom op of torch.library, or "mine::twice".
 

@@ -1,0 +1,200 @@
+"""Boxings done step by step, a step of many tensors at a time: where the native kernel does not reach all ranks.
+
+Each step of a plan is what this process's group of ranks does in it (group_step.py), and goes the best way there is:
+
+    ranks that share memory        the native kernel, several tensors in one call
+    a pattern that has a name      a collective of torch.distributed (collectives.py), tensors of one dtype in one call
+    all else                       messages of our own (torch_program.py), what goes to one peer in one message
+
+A step is begun for all tensors before any of them is waited for. All members of a group come to the same way, as it
+follows from the group, the layouts and the dtype; and every rank begins the steps in the same order.
+"""
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from globaltensor.boxings import native, watch
+from globaltensor.boxings.collectives import Item, collective_name, pack_collective, unpack_collective
+from globaltensor.boxings.group_step import GroupStep, group_step
+from globaltensor.boxings.plan import BoxingPlan
+from globaltensor.boxings.torch_program import ByteStream, build_shards, compile_step, incoming_bytes, pack
+from globaltensor.errors import call_site
+from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, contiguous, dense, spec
+from globaltensor.runtime import collectives
+from globaltensor.runtime.exchange import begin_exchange
+from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.world import world
+
+
+class Step(NamedTuple):
+    """One step of a plan, or two of them that one call does at once: then it is `merged`."""
+
+    src: Layout
+    dst: Layout
+    merged: bool = False
+
+
+class Move(NamedTuple):
+    """A tensor to move: its spec, its shards on this process, and the layout to reach."""
+
+    spec: Spec
+    shards: Shards
+    dst: Layout
+
+
+class RunningBoxing:
+    """Boxings of many tensors, by their plans; the first step is begun when this is made.
+
+    `purpose` says what for: all ranks must mean the same. `calls` names the collectives that ran, in order.
+    """
+
+    def __init__(self, moves: Sequence[Move], plans: Sequence[BoxingPlan], purpose: str) -> None:
+        self.calls: list[str] = []
+        self._moves, self._plans, self._purpose = moves, plans, purpose
+        self._shapes = [plan.view or move.spec.shape for move, plan in zip(moves, plans)]
+        self._steps = [_merge_reductions(plan.steps, shape, move.spec.dtype)
+                       for move, plan, shape in zip(moves, plans, self._shapes)]
+        shards = [{rank: shard.resolve_conj().resolve_neg() for rank, shard in move.shards.items()} for move in moves]
+        self._shards = [_view_shards(own, plan.steps[0][0], plan.view) if plan.view else own
+                        for own, plan in zip(shards, plans)]
+        # k makes the tag depend on the order: ranks that box the same tensors in another order disagree.
+        self._tag = sum(k * _move_tag(move.spec, move.dst) for k, move in enumerate(moves, 1))
+        self._tag += call_site() if purpose == watch.EXPLICIT else zlib.crc32(purpose.encode())
+        self._run = self._run_steps()
+        next(self._run, None)
+
+    def finish(self) -> list[Shards]:
+        """Wait for it: the new shards of every tensor."""
+        for _ in self._run:
+            pass
+        return [_settle_shards(move, plan, shards) if plan.steps else move.shards
+                for move, plan, shards in zip(self._moves, self._plans, self._shards)]
+
+    def _run_steps(self) -> Iterator[None]:
+        for number in range(max(map(len, self._steps), default=0)):
+            tag = (self._tag + number) & 0x3FFFFFFF | 8        # 1 to 7 are not for boxings
+            finish = self._begin([k for k, steps in enumerate(self._steps) if len(steps) > number], number, tag)
+            yield
+            for k, shards in finish():
+                self._shards[k] = shards
+
+    def _begin(self, now: Sequence[int], number: int, tag: int) -> Callable[[], list[tuple[int, Shards]]]:
+        """Begin a step of these tensors; the function that is returned waits for their new shards."""
+        in_memory: list[tuple[int, Any]] = []
+        named: dict[tuple[str, tuple[int, ...], torch.dtype], list[tuple[int, Item]]] = {}
+        others: list[int] = []
+        for k in now:
+            group, dtype = self._group(k, number), self._moves[k].spec.dtype
+            boxing = _native_boxing(group, dtype) if group is not None else None
+            single = not self._steps[k][number].merged
+            name = collective_name(group, dtype, single) if group is not None and boxing is None else None
+            if boxing is not None:
+                in_memory.append((k, boxing))
+            elif group is not None and name is not None:
+                shard, = self._shards[k].values()
+                named.setdefault((name, tuple(sorted(group.ranks)), dtype), []).append((k, Item(group, shard)))
+            else:
+                others.append(k)
+        done = self._run_native(in_memory)
+        wait_for_named = self._begin_collectives(named, tag)
+        wait_for_others = self._begin_messages(others, number, tag)
+        return lambda: [*done, *wait_for_named(), *wait_for_others()]
+
+    def _group(self, k: int, number: int) -> GroupStep | None:
+        if world().single_process:
+            return None                              # it has all shards: there is nothing to divide
+        return group_step(*self._steps[k][number][:2], self._shapes[k], world().rank)
+
+    def _run_native(self, todo: Sequence[tuple[int, Any]]) -> list[tuple[int, Shards]]:
+        moved = torch_ext.move_shards([(boxing, self._shards[k]) for k, boxing in todo], self._purpose) if todo else []
+        return [(k, shards) for (k, _), shards in zip(todo, moved)]
+
+    def _begin_collectives(self, named: dict[tuple[str, tuple[int, ...], torch.dtype], list[tuple[int, Item]]],
+                           tag: int) -> Callable[[], list[tuple[int, Shards]]]:
+        rank = world().rank
+        calls = [pack_collective(name, [item for _, item in some], rank) for (name, _, _), some in named.items()]
+        self.calls += [call.name for call in calls]
+        wait = collectives.begin_collectives(calls, self._wait_text(), tag) if calls else None
+
+        def finish() -> list[tuple[int, Shards]]:
+            if wait is not None:
+                wait()
+            return [(k, {rank: shard}) for call, some in zip(calls, named.values())
+                    for (k, _), shard in zip(some, unpack_collective(call, [item for _, item in some], rank))]
+
+        return finish
+
+    def _begin_messages(self, todo: Sequence[int], number: int, tag: int) -> Callable[[], list[tuple[int, Shards]]]:
+        programs = [compile_step(*self._steps[k][number][:2], self._shapes[k]) for k in todo]
+        dtypes, shards = [self._moves[k].spec.dtype for k in todo], [self._shards[k] for k in todo]
+        outgoing, incoming = pack(programs, shards), incoming_bytes(programs, dtypes)
+        device = next((t.device for some in shards for t in some.values()), torch.device("cpu"))
+        buffers = {peer: torch.empty(n, dtype=torch.uint8, device=device) for peer, n in incoming.items()}
+        wait = begin_exchange({peer: torch.cat(parts) if len(parts) > 1 else parts[0]
+                               for peer, parts in outgoing.items()}, buffers, self._wait_text(), tag)
+
+        def finish() -> list[tuple[int, Shards]]:
+            wait()
+            streams = {peer: ByteStream(data) for peer, data in buffers.items()}
+            dsts = [self._steps[k][number].dst for k in todo]
+            return [(k, build_shards(program, self._shards[k], spec(dst, self._shapes[k], None, dtype), dst, streams))
+                    for k, program, dtype, dst in zip(todo, programs, dtypes, dsts)]
+
+        return finish
+
+    def _wait_text(self) -> str:
+        return _wait_text(self._purpose, self._moves[0].spec, self._moves[0].dst)
+
+
+def _merge_reductions(steps: Sequence[tuple[Layout, Layout]], shape: Shape, dtype: torch.dtype) -> list[Step]:
+    """The steps of a plan, the two halves of an all-reduction as one where one call does both."""
+    merged: list[Step] = []
+    for src, dst in steps:
+        if merged and merged[-1].dst is src and _in_one_call(merged[-1].src, dst, shape, dtype):
+            merged[-1] = Step(merged[-1].src, dst, merged=True)
+        else:
+            merged.append(Step(src, dst))
+    return merged
+
+
+def _in_one_call(src: Layout, dst: Layout, shape: Shape, dtype: torch.dtype) -> bool:
+    group = None if world().single_process else group_step(src, dst, shape, world().rank)
+    if group is None or not all(s.is_partial and t.is_broadcast for s, t in zip(group.src.sbp, group.dst.sbp)):
+        return False
+    return _native_boxing(group, dtype) is not None or collective_name(group, dtype) is not None
+
+
+def _native_boxing(group: GroupStep, dtype: torch.dtype) -> Any:
+    return native.find_boxing(spec(group.src, group.shape, None, dtype), group.dst)
+
+
+def _settle_shards(move: Move, plan: BoxingPlan, shards: Shards) -> Shards:
+    """The new shards as those of the tensor that moved, its dims in memory in their order."""
+    if plan.view:
+        shards = _view_shards(shards, move.dst, move.spec.shape)
+    stride = move.spec.moved(move.dst).stride
+    if stride == contiguous(move.spec.shape):
+        return shards
+    return {rank: shard.new_empty_strided(shard.shape, dense(tuple(shard.shape), stride)).copy_(shard)
+            for rank, shard in shards.items()}
+
+
+def _view_shards(shards: Shards, held: Layout, shape: Shape) -> Shards:
+    """The shards of a tensor as those of its view of this shape."""
+    return {rank: shard.reshape(held.local_shape(shape, rank)) for rank, shard in shards.items()}
+
+
+@lru_cache(20_000)
+def _move_tag(of: Spec, dst: Layout) -> int:
+    """The same on all ranks, and seldom that of another boxing."""
+    return zlib.crc32(f"{of.layout} {dst} {of.shape} {of.dtype}".encode())
+
+
+@lru_cache(10_000)
+def _wait_text(purpose: str, of: Spec, dst: Layout) -> str:
+    return f"the boxing for {purpose} of {of} -> {dst}"

@@ -1,0 +1,93 @@
+"""Boxings among processes of which some share no memory: every process checks its part of each against the whole value,
+and writes the collectives and bytes of those that name themselves to FOLDER/<rank>.json."""
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+
+import globaltensor as gt
+from globaltensor.boxings.redistribute import redistribute
+from globaltensor.layouts.layout import layout
+
+S, B, P, PMAX = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum, gt.sbp.partial_max
+SEED = 20_261_123
+generator = torch.Generator().manual_seed(SEED)
+
+
+def scattered(value, where, sbp):
+    """A global tensor of small whole numbers, which any order of additions sums alike; pending parts at random."""
+    y = gt.from_full(torch.zeros_like(value) if P in sbp else value, where, [B if s.is_partial else s for s in sbp])
+    if any(s.is_partial for s in sbp):
+        terms = [torch.randint(-4, 5, value.shape, generator=generator).to(value.dtype) for _ in where.flat]
+        at = {r: i for i, r in enumerate(where.flat)}
+        shards = {}
+        for r in y.shards:
+            region = tuple(slice(*ends) for ends in layout(where, sbp).region(tuple(value.shape), r))
+            shards[r] = terms[at[r]][region].clone()
+        return gt.GlobalTensor.wrap(y.spec.on(layout(where, sbp)), shards), terms
+    return y, None
+
+
+def expected(value, terms, where, sbp):
+    """The whole value of that: on axes that split, all ranks of a pending group hold their own region of a term."""
+    if terms is None:
+        return value
+    whole, ops = torch.zeros_like(value), {s.op for s in sbp if s.is_partial}
+    lay, groups = layout(where, sbp), {}
+    for r, term in zip(where.flat, terms):
+        at = tuple(i for i, s in zip(where.coords[r], sbp) if not s.is_broadcast)
+        groups.setdefault(at, (lay.region(tuple(value.shape), r), term))       # of copies the first one's counts
+    by_region = {}
+    for region, term in groups.values():
+        by_region.setdefault(region, []).append(term)
+    for region, parts in by_region.items():
+        index = tuple(slice(*ends) for ends in region)
+        stacked = torch.stack([part[index] for part in parts])
+        whole[index] = stacked.sum(0).to(value.dtype) if ops == {"sum"} else stacked.amax(0)
+    return whole
+
+
+def check(x, whole, dst):
+    for r, shard in x.shards.items():
+        region = tuple(slice(*ends) for ends in dst.region(tuple(whole.shape), r))
+        assert torch.equal(shard, whole[region]), f"rank {r}: {x.spec} is not what it should be"
+
+
+def boxings(where, dtype, shapes, notes, most):
+    """Pairs of layouts, the tensors of all shapes moved together."""
+    states = list(itertools.product([B, S(0), S(1), P], repeat=where.ndim)) + [(PMAX,) * where.ndim]
+    pairs = list(itertools.product(states, repeat=2))
+    for src, dst in random.Random(SEED).sample(pairs, min(most, len(pairs))):
+        if any(t.is_partial for t in dst) or any(s.is_broadcast for s in src) and any(s.is_partial for s in src):
+            continue
+        xs, wholes, to = [], [], layout(where, dst)
+        for shape in shapes:
+            value = torch.randint(-9, 10, shape, generator=generator).to(dtype)
+            x, terms = scattered(value, where, src)
+            xs.append(x)
+            wholes.append(expected(value, terms, where, src))
+        with gt.record() as moves:
+            ys = redistribute(xs, [to] * len(xs), "to_global")
+        for y, whole in zip(ys, wholes):
+            check(y, whole, to)
+        for move in moves:
+            notes[f"{list(where.shape)} {dtype} {src} -> {dst}"] = [move.bytes, list(move.calls)]
+
+
+def main(folder, most):
+    n, notes = gt.world_size(), {}
+    line, grid = gt.placement("cpu", range(n)), gt.placement("cpu", torch.arange(n).view(2, -1).tolist())
+    small, large = [(8, 16), (5, 3), (4, 12), (1, 7)], [(256, 512), (4, 12)]
+    boxings(line, torch.float32, large, notes, 100)
+    back = gt.placement("cpu", [*range(n)][::-1])
+    for where, dtype, shapes in ((grid, torch.float32, small), (back, torch.bfloat16, small),
+                                 (grid, torch.bfloat16, large), (line, torch.int64, large)):
+        boxings(where, dtype, shapes, notes, most)
+    Path(folder, f"{gt.rank()}.json").write_text(json.dumps(notes))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
