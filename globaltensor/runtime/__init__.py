@@ -2,6 +2,7 @@
 
     world           all ranks, those that this process drives, their devices
     start           how the world starts: alone, or with the other processes of a launcher
+    launchers       the environments of SLURM, Open MPI and Hydra
     exchange        flat buffers between processes: one primitive in which all sides meet
     agreement       small values that all processes must have, or must have alike
     p2p             messages that one process leaves for another

@@ -1,8 +1,8 @@
 """How the world starts: alone, or with the other processes of a launcher.
 
-Under a launcher (RANK and WORLD_SIZE are set) the world is torch.distributed's default group, which a user may also
-have started already; ranks of one host then share memory where all of them can. Without one, a single process drives
-all ranks.
+Under a launcher (launchers.py, or RANK and WORLD_SIZE are set) the world is torch.distributed's default group, which a
+user may also have started already; ranks of one host then share memory where all of them can. Without one, a single
+process drives all ranks.
 """
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ from globaltensor.errors import ArgumentError, TransportError
 from globaltensor.runtime import deadlock, machine as machines, native
 from globaltensor.runtime.agreement import broadcast_object, gather_unchecked
 from globaltensor.runtime.exchange import first_sentence
+from globaltensor.runtime.launchers import recognize_launcher
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.secret import share_secret
@@ -50,6 +52,8 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
             raise TransportError(f"the world has {running.size} ranks already, not {ranks}",
                                  "the first placement starts it", "gt.init(...) before anything else")
         return running
+    if dist.is_available() and not dist.is_initialized():
+        recognize_launcher()
     if dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()):
         new = _processes(patience := timedelta(seconds=timeout) if timeout else TIMEOUT, machine)
         begin(new)
@@ -105,7 +109,9 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     if torch_ext is not None:
         address = torch_ext.open_transport(new.rank - first, len(here), timeout.total_seconds())
     # All of them or none: a rank that cannot share memory would never come to the meetings of those that do.
-    addresses = gather_unchecked(address, "starting")
+    seats = gather_unchecked((address, per_host, int(os.environ.get("LOCAL_RANK", new.rank % per_host))), "starting")
+    _check_seats(seats)
+    addresses = [address for address, _, _ in seats]
     if None in addresses or len(here) == 1:
         if address is not None:
             torch_ext.close_transport()
@@ -119,6 +125,17 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     torch_ext.install_allocator()
     atexit.register(torch_ext.close_transport)
     _leave_on_errors()
+
+
+def _check_seats(seats: Sequence[tuple[str | None, int, int]]) -> None:
+    """Raise TransportError unless each host has as many ranks as others, and ranks of a host follow each other."""
+    for rank, (_, per_host, local_rank) in enumerate(seats):
+        if per_host != seats[0][1] or local_rank != rank % per_host:
+            raise TransportError(f"rank {rank} is rank {local_rank} of {per_host} on its host, rank 0 is rank "
+                                 f"{seats[0][2]} of {seats[0][1]}",
+                                 "every host runs as many ranks, and ranks of one host follow each other",
+                                 "srun --ntasks-per-node=N --distribution=block, mpirun --map-by ppr:N:node, or "
+                                 "LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them")
 
 
 def _leave_on_errors() -> None:

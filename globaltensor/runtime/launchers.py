@@ -1,0 +1,101 @@
+"""Launchers other than torch's: the environments of SLURM's `srun`, of Open MPI's and of Hydra's `mpirun`.
+
+Each tells its processes their rank in variables of its own. They are put into torch's (RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), so that all else knows one launcher. What torch's launcher, or the user,
+has set is left as it is. A world of one process is no launcher's: a lone process drives all ranks.
+
+Sources: "Output environment variables" of srun(1); "Environment variables" of Open MPI's mpirun(1); MPICH's Hydra.
+"""
+from __future__ import annotations
+
+import os
+import re
+import socket
+import zlib
+from collections.abc import Mapping, MutableMapping
+
+from globaltensor.errors import TransportError
+
+
+def recognize_launcher(env: MutableMapping[str, str] = os.environ) -> str | None:
+    """Set torch's variables from those of the launcher that started this process; its name, or None without one.
+
+    Raises TransportError where the launcher does not tell where the ranks are to meet.
+    """
+    if {"RANK", "WORLD_SIZE"} <= env.keys():
+        return None
+    for name, read in _LAUNCHERS.items():
+        if (variables := read(env)) is not None and int(variables["WORLD_SIZE"]) > 1:
+            for variable, value in variables.items():
+                env.setdefault(variable, value)
+            _check_address(env, name)
+            return name
+    return None
+
+
+def _check_address(env: Mapping[str, str], name: str) -> None:
+    """Raise TransportError where the ranks cannot know where to meet: torch would ask for minutes."""
+    fix = "mpirun -x MASTER_ADDR=HOST ..., or MASTER_ADDR=HOST srun ..., where HOST is that of rank 0"
+    if "MASTER_ADDR" not in env:
+        raise TransportError(f"{name} does not tell the ranks of several hosts where to meet", "MASTER_ADDR is not set",
+                             fix)
+    try:
+        socket.getaddrinfo(env["MASTER_ADDR"], None)
+    except OSError as error:
+        raise TransportError(f"the ranks cannot meet at {env['MASTER_ADDR']}", f"it has no address here: {error}",
+                             fix) from None
+
+
+def _slurm_step(env: Mapping[str, str]) -> dict[str, str] | None:
+    """A step of srun. A batch script without srun has SLURM_PROCID as well, but no step: it is one process."""
+    if not {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"} <= env.keys():
+        return None
+    per_node = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])
+    return {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"], "LOCAL_RANK": env["SLURM_LOCALID"],
+            "LOCAL_WORLD_SIZE": str(per_node[int(env["SLURM_NODEID"])]),
+            "MASTER_ADDR": "127.0.0.1" if len(per_node) == 1 else first_host(env["SLURM_STEP_NODELIST"]),
+            "MASTER_PORT": _port(f"{env.get('SLURM_JOB_ID')} {env.get('SLURM_STEP_ID')}")}
+
+
+def _open_mpi(env: Mapping[str, str]) -> dict[str, str] | None:
+    return _mpi(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"))
+
+
+def _hydra(env: Mapping[str, str]) -> dict[str, str] | None:
+    """MPICH and Intel MPI."""
+    return _mpi(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_PORT", "PMI_ID"))
+
+
+def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str,
+         job: tuple[str, ...]) -> dict[str, str] | None:
+    if not {rank, size, local_rank, local_size} <= env.keys():
+        return None
+    variables = {"RANK": env[rank], "WORLD_SIZE": env[size], "LOCAL_RANK": env[local_rank],
+                 "LOCAL_WORLD_SIZE": env[local_size],
+                 "MASTER_PORT": _port(next((env[name] for name in job if name in env), ""))}
+    return {**variables, "MASTER_ADDR": "127.0.0.1"} if env[size] == env[local_size] else variables
+
+
+_LAUNCHERS = {"SLURM": _slurm_step, "Open MPI": _open_mpi, "Hydra": _hydra}
+
+
+def _port(job: str) -> str:
+    """The same port in all processes of a job, and most likely another one in other jobs; below those that systems
+    give to outgoing connections."""
+    return str(20000 + zlib.crc32(job.encode()) % 10000)
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """SLURM's short form: "4(x2),3" is [4, 4, 3]."""
+    counts = []
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(tasks)] * int(times or 1)
+    return counts
+
+
+def first_host(text: str) -> str:
+    """The first of a list of hosts in SLURM's short form: "rack1n[07-09,12],login" begins with rack1n07."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", text)
+    assert first is not None                         # it matches the empty text
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
