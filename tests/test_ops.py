@@ -92,6 +92,8 @@ case("0-dim indices and sources", lambda x, y: (
     x.index_put((torch.tensor(1),), y, accumulate=True), x.index_select(0, torch.tensor(1))), (5,), ())
 case("rows by a 0-dim index", lambda x: x.index_select(0, torch.tensor(1)), (4, 3))
 case("means of integers", lambda x: (F.avg_pool1d(x, 2), F.avg_pool2d(x, 2)), ints(9, 3, 5, 6), grad=False)
+case("means of integers over edges", lambda x: (F.avg_pool1d(x, 7, 3, 3, True), F.avg_pool2d(x, 3, 2, 1)),
+     ints(19, 2, 4, 9) - 9, grad=False, draws=3)
 case("mask: index_put", lambda m: m.index_put((torch.tensor([1, 0]),), torch.tensor(True), accumulate=True),
      ints(2, 5).bool(), grad=False)
 case("mask: logsumexp", lambda m: m.logsumexp(0), ints(2, 5, 3).bool(), grad=False)
@@ -323,6 +325,7 @@ for n in (1, 2, 3):
     for mode in ("reflect", "replicate", "circular"):
         case(f"pad{n} {mode}", lambda x, m=mode, k=n: F.pad(x, (1, 2) * k, mode=m), (5, 3, *space), draws=0.4)
 case("depthwise", lambda x, w: F.conv2d(x, w, groups=6), (2, 6, 5, 5), (6, 1, 3, 3), draws=2)
+case("depthwise, fewer channels than ranks", lambda x, w: F.conv1d(x, w, groups=2), (2, 2, 4), (2, 1, 3), draws=2)
 case("interpolate bicubic", lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), (3, 2, 4, 4))
 case("unfold fold", lambda x: F.fold(F.unfold(x, 2), (5, 5), 2), (3, 4, 5, 5))
 case("pixel_shuffle", lambda x: (F.pixel_shuffle(x, 2), F.pixel_unshuffle(x, 2)), (3, 8, 4, 4))

@@ -139,9 +139,9 @@ def _counts(slide: Slide, ends: Range, rows: int, padded: bool) -> Tensor:
     return (start + slide.kernel).clamp(max=rows) - start.clamp(min=0)
 
 
-def _corrections(call: Call, pooling: Pooling, out_region: Region, like: Tensor) -> Tensor | None:
-    """The factors, for this part of the output, from means over whole kernels to means over what counts; None if all
-    are 1, as no kernel reaches over the edge."""
+def _edge_counts(call: Call, pooling: Pooling, out_region: Region) -> Tensor | None:
+    """Of how many rows and columns each mean in this part of the output is; None where each is of a whole kernel, as
+    none reaches over the edge, and where the call itself says the divisor."""
     if call["divisor_override"] is not None:
         return None
     padded = call["count_include_pad"]
@@ -149,10 +149,17 @@ def _corrections(call: Call, pooling: Pooling, out_region: Region, like: Tensor)
     counts = [_counts(slide, ends, n, padded) for slide, ends, n in rows]
     if all(bool((n == slide.kernel).all()) for n, slide in zip(counts, pooling.slides)):
         return None
-    factors = torch.ones((), dtype=torch.float64)
-    for n, slide in zip(counts, pooling.slides):        # the outer product over the spatial dims
-        factors = factors.unsqueeze(-1) * (slide.kernel / n.double())
-    return factors.to(like)
+    total = torch.ones((), dtype=torch.int64)
+    for n in counts:                                 # the outer product over the spatial dims
+        total = total.unsqueeze(-1) * n
+    return total
+
+
+def _edge_factors(call: Call, pooling: Pooling, out_region: Region, like: Tensor) -> Tensor | None:
+    """The factors, for this part of the output, from means over whole kernels to means over what counts; None if all
+    are 1."""
+    counts = _edge_counts(call, pooling, out_region)
+    return None if counts is None else (_divisor(call, pooling) / counts.double()).to(like)
 
 
 def _divisor(call: Call, pooling: Pooling) -> int:
@@ -169,13 +176,21 @@ def avg_pool(call: Call, run: Run) -> GlobalLike:
     means = {}
     for rank, part in parts.items():
         if part.numel():
-            mean = local_op(call, self=part, padding=pooling.padding,
-                            divisor_override=_divisor(call, pooling)).contiguous()
-            factors = _corrections(call, pooling, pooling.own.region(shape, rank), part)
-            means[rank] = mean if factors is None else mean * factors
+            means[rank] = _means_of_part(call, pooling, part, pooling.own.region(shape, rank))
         else:
             means[rank] = part.new_empty(pooling.own.local_shape(shape, rank))
     return run.wrap(spec(pooling.own, shape, None, x.dtype), means)
+
+
+def _means_of_part(call: Call, pooling: Pooling, part: Tensor, out_region: Region) -> Tensor:
+    """The means in one part of the output."""
+    if not part.is_floating_point() and (counts := _edge_counts(call, pooling, out_region)) is not None:
+        # a mean of integers is rounded, and cannot be corrected
+        sums = local_op(call, self=part, padding=pooling.padding, divisor_override=1)
+        return torch.div(sums, counts, rounding_mode="trunc").contiguous()
+    mean = local_op(call, self=part, padding=pooling.padding, divisor_override=_divisor(call, pooling)).contiguous()
+    factors = _edge_factors(call, pooling, out_region, part)
+    return mean if factors is None else mean * factors
 
 
 def avg_pool_backward(call: Call, run: Run) -> GlobalLike:
@@ -187,7 +202,7 @@ def avg_pool_backward(call: Call, run: Run) -> GlobalLike:
     parts = empty_parts(x, pooling.window)
     for rank, part in parts.items():
         if part.numel():
-            factors = _corrections(call, pooling, pooling.own.region(grad.spec.shape, rank), part)
+            factors = _edge_factors(call, pooling, pooling.own.region(grad.spec.shape, rank), part)
             own = grads[rank] if factors is None else grads[rank] * factors
             parts[rank] = local_op(call, self=part, grad_output=own, padding=pooling.padding,
                                      divisor_override=_divisor(call, pooling))

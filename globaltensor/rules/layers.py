@@ -36,13 +36,13 @@ def _conv_dims(call: Call, space: int) -> tuple[str, str, str, str, tuple[tuple[
 def convolved(call: Call) -> Rule:
     """convolution, transposed or not. Kernels take no empty channels."""
     x, weight, bias, out, even = _conv_dims(call, call.tensors[0].dim() - 2)
-    return rule(f"{x}, {weight}, {bias} -> {out}", "a*b+c", ndims=call.ndims, even=even, nonempty="c o")
+    return rule(f"{x}, {weight}, {bias} -> {out}", "a*b+c", ndims=call.ndims, even=even, nonempty="c o g")
 
 
 def convolved_backward(call: Call) -> Rule:
     """Gradients of input, weight and bias, each by a contraction of its own."""
     x, weight, bias, out, even = _conv_dims(call, call.tensors[1].dim() - 2)
-    return rule(f"{out}, {x}, {weight} -> {x}, {weight}, {bias}", "a*c;a*b;a", even=even, nonempty="n c o")
+    return rule(f"{out}, {x}, {weight} -> {x}, {weight}, {bias}", "a*c;a*b;a", even=even, nonempty="n c o g")
 
 
 def spatial(dims: int, algebra: str = "", *, operands: int = 1, outputs: int = 1) -> Family:

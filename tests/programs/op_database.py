@@ -61,17 +61,16 @@ VIEWS: dict[str, tuple[Callable, Callable, Callable]] = {
     "negated": (torch.neg, torch._neg_view, lambda t: t.is_floating_point() or t.is_complex()),
 }
 
-# Dims of results lie in another order: gaps are closed; what is made of other ops, or of parts with a halo, is as it is
-# made; torch's own shape functions differ from its kernels where memory is channels last.
+# Strides of results differ: gaps are closed, and what is made of other ops, or of parts with a halo, is as it is made.
 OTHER_ORDER = {
-    "as_strided_scatter", "diagonal_scatter", "log_softmax", "matmul", "torch.ops.aten._safe_softmax.default",
-    "max_pool2d_with_indices_backward", "select_scatter",
-    "slice_scatter", "softmax", *(f"nn.functional.{name}" for name in (
-        "avg_pool2d", "max_pool2d", "max_unpool2d", "max_unpool2d.grad", "one_hot", "pad.replicate", "softmin"))}
+    "__rmatmul__", "as_strided_scatter", "diagonal_scatter", "log_softmax", "matmul",
+    "max_pool2d_with_indices_backward", "select_scatter", "slice_scatter", "softmax",
+    "torch.ops.aten._safe_softmax.default", "unsafe_chunk", "unsafe_split", "nn.functional.one_hot",
+    "nn.functional.softmin"}
 # Kernels that say how operands must lie, or read them by other signs (torch's max_pool1d), and ops that speak of what
 # lies around them in memory.
 CONTIGUOUS_ONLY = {"as_strided", "as_strided_copy", "as_strided_scatter", "nn.functional.max_pool1d",
-                   "torch._scaled_mm", "torch._scaled_mm_v2"}
+                   "torch._scaled_mm", "torch._scaled_mm_v2", "native_group_norm"}
 UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 RANDOM = {
     "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "pca_lowrank", "rand",
@@ -215,6 +214,17 @@ class Call:
         return self.sample.output_process_fn_grad(out)
 
 
+def has_order(call: Call) -> bool:
+    """Do results lie as torch's own? Of images that are channels last, torch's shape functions tell otherwise than its
+    kernels, and parts of one sample or channel do not tell."""
+    last = any(operand.view == "channels last" or _is_channels_last(operand.t) for operand in call.operands)
+    return name_of(call.op) not in OTHER_ORDER and not (last and call.op.name.startswith("nn.functional."))
+
+
+def _is_channels_last(t: torch.Tensor) -> bool:
+    return t.dim() > 3 and t.layout is torch.strided and t.stride(1) < t.stride(-1)
+
+
 def _writes(op: Any) -> bool:
     return op.name in ("resize_", "resize_as_", "cauchy", "exponential", "geometric", "log_normal", "uniform",
                        "bernoulli", "normal")
@@ -229,7 +239,7 @@ def described(t: torch.Tensor) -> tuple:
     """All that can be asked of a tensor besides its values. Strides count where they say how memory is laid out."""
     strides = [stride for size, stride in zip(t.shape, t.stride()) if size > 1] if t.numel() and (
         t.layout is torch.strided) else []
-    return tuple(t.shape), t.dtype, strides, t.is_conj(), t.is_neg(), t.layout
+    return tuple(t.shape), t.dtype, t.layout, strides, t.is_conj(), t.is_neg()
 
 
 def whole(t: Any) -> Any:
@@ -275,11 +285,13 @@ def compare(got: Any, like: Any, values: Any, mode: str, strides: bool, valued: 
     else:
         assert isinstance(got, torch.Tensor), f"{got} is not a tensor"
         mine, torchs = described(got), described(like)
-        for name, one, other in zip(("shape", "dtype", "strides", "is_conj", "is_neg", "layout"), mine, torchs):
+        for name, one, other in zip(("shape", "dtype", "layout", "strides", "is_conj", "is_neg"), mine, torchs):
+            if name in ("is_conj", "is_neg") and mode in DERIVATIVES:
+                continue                             # torch's formulas for subclasses are others
             assert one == other or (name == "strides" and not strides), f"{name} {one} is not {other}"
         assert got.requires_grad == like.requires_grad or "inference" in mode, f"requires_grad is {got.requires_grad}"
         if valued:
-            near = NEAR.get(like.dtype, 1e-7)
+            near = NEAR.get(like.dtype, 1e-7) * (10 if mode == "double backward" else 1)
             torch.testing.assert_close(_wide(whole(got)), _wide(whole(values)), rtol=near * 10, atol=near,
                                        equal_nan=True, check_layout=False)
 
@@ -379,8 +391,10 @@ def judge(call: Call, mode: str) -> str:
         return "none"
     values = run(call, "one rank") if call.is_random else like
     got = run(call, "global")
-    compare(got, like, values, mode, mode not in DERIVATIVES and name_of(call.op) not in OTHER_ORDER,
-            call.op.name not in UNDEFINED)
+    if got is None:                                  # torch's formulas for subclasses see that nothing depends on them
+        assert all(not t.any() for t in like[0]), "no derivative, and torch has one that is not zero"
+        return "right"
+    compare(got, like, values, mode, mode not in DERIVATIVES and has_order(call), call.op.name not in UNDEFINED)
     if mode == "forward" and call.op.name in LAWS:
         first, args, kwargs = tree_unflatten(call.make("plain"), call.tree)
         assert LAWS[call.op.name](whole(got), first, *args, **kwargs), "the law of this random op does not hold"
