@@ -136,6 +136,17 @@ def test_a_tape_holds_for_its_floats(arrivals):
     assert [loss(delta) for delta in (0.5, 0.25, 0.5)] == [False, True, False]
 
 
+def test_a_tape_divides_a_plain_gradient():
+    """The gradient of a mean is divided before it meets what is global."""
+    t, weight = torch.randn(6, dtype=torch.float64), torch.tensor(3.0, dtype=torch.float64)
+    target = torch.ones(6, dtype=torch.float64)
+    for n in range(5):
+        x, plain = gt.from_full(t, gt.placement("cpu", [0, 1]), S(0)).requires_grad_(), t.clone().requires_grad_()
+        got, = torch.autograd.grad(torch.nn.functional.soft_margin_loss(x, target), x, weight * n)
+        want, = torch.autograd.grad(torch.nn.functional.soft_margin_loss(plain, target), plain, weight * n)
+        torch.testing.assert_close(got.full_tensor(), want)
+
+
 def test_foreach_and_fused_ops_need_no_python(arrivals):
     where = gt.placement("cpu", [0, 1])
     weights = [gt.randn(4, 5, placement=where, sbp=sbp) for sbp in (gt.sbp.split(0), gt.sbp.broadcast)]

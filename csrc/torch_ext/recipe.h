@@ -40,6 +40,7 @@ struct Trace {
     std::string name;
     Purpose purpose{""};                           // of a boxing
     std::optional<c10::OperatorHandle> op;         // none: a boxing
+    bool plain = false;                            // on plain tensors: the gradient of a mean, to be divided
     std::vector<Argument> arguments;
     std::vector<std::pair<int32_t, std::shared_ptr<const Boxing>>> moves;
   };

@@ -73,6 +73,7 @@ Trace::Step trace_step_from(const py::tuple& fields) {
     return step;
   }
   step.op = c10::Dispatcher::singleton().findSchemaOrThrow(step.name.c_str(), fields[1].cast<std::string>().c_str());
+  step.plain = fields[3].cast<bool>();
   size_t nth = 0;
   for (auto value : fields[2].cast<py::list>()) {
     const auto& argument = step.op->schema().arguments()[nth++];
@@ -119,7 +120,12 @@ void replay(const c10::OperatorHandle& op, const Recipe& recipe, c10::DispatchKe
     }
     own.clear();
     for (const auto& argument : step.arguments) own.push_back(argument_of(argument, registers));
-    dispatch(*step.op, keys, &own);
+    if (step.plain) {
+      c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
+      step.op->callBoxed(&own);
+    } else {
+      dispatch(*step.op, keys, &own);
+    }
     for (const auto& result : own) push_result(result, registers);
   }
   for (size_t k = 0; k < trace.results.size(); k++) {

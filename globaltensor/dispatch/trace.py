@@ -13,7 +13,7 @@ import torch
 from globaltensor.algorithms.run import Run
 from globaltensor.boxings import native
 from globaltensor.boxings.rows import RowExchange
-from globaltensor.layouts.global_like import GlobalLike
+from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.regions import Range
@@ -39,10 +39,12 @@ class Trace(Run):
 
     def __call__(self, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
         result = self._run(func, *args, **kwargs)
-        values = [self._argument(value) for value in Call(func, args, kwargs).values.values()]
+        call = Call(func, args, kwargs)
+        values = [self._argument(value) for value in call.values.values()]
         self._note(result if isinstance(result, (list, tuple)) else [result])
         if self.steps is not None:
-            self.steps.append((func._schema.name, func._schema.overload_name, values))
+            plain = not any(is_global(t) for t in call.tensors)
+            self.steps.append((func._schema.name, func._schema.overload_name, values, plain))
         return result
 
     def redistribute(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[GlobalLike]:
