@@ -198,6 +198,10 @@ for m, k, n in ((6, 4, 6), (5, 3, 2), (2, 1, 5)):
     sample("globaltensor.linear", r(m, k), r(n, k), None)
     sample("_cdist_forward", r(m, k), r(n, k), 2.0, None)
     sample("_cdist_backward", r(m, n), r(m, k), r(n, k), 2.0, u(m, n))
+samples("_linalg_det _linalg_slogdet", (r(3, 3),), (r(5, 2, 2),), (r(2, 3, 2, 2),))
+samples("_linalg_solve_ex", (r(3, 3), r(3)), (r(3, 3), r(3, 4)), (r(5, 2, 2), r(5, 2, 3)), (r(5, 2, 2), r(5, 2)),
+        (r(2, 2), r(4, 2, 3)))
+sample("_linalg_solve_ex", r(4, 2, 2), r(4, 3, 2), left=False)
 sample("linalg_cross", r(5, 3), r(5, 3))
 sample("linalg_cross", r(3, 4), r(3, 4), dim=0)
 
@@ -540,6 +544,7 @@ missing("binary_cross_entropy binary_cross_entropy_with_logits binary_cross_entr
         "operands of a loss that are pending sums are reduced first")
 missing("rrelu_with_noise_backward", lambda inputs, outputs: True, "in training the input does not matter")
 missing("view _unsafe_view", any_split, "a tensor without elements")
+missing("_linalg_solve_ex", any_split, "batches that broadcast")
 missing("slice.Tensor", any_split, "a step that divides the parts")
 missing("cat", any_split, "an operand without elements, which is skipped")
 missing("new_zeros new_ones new_full", any_split, "a result of another shape that is cut anew")

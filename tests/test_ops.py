@@ -91,6 +91,9 @@ case("0-dim indices and sources", lambda x, y: (
     x.scatter_add(0, torch.tensor(1), y), x.scatter(0, torch.tensor([1]), y), x.gather(0, torch.tensor(2)),
     x.index_put((torch.tensor(1),), y, accumulate=True), x.index_select(0, torch.tensor(1))), (5,), ())
 case("rows by a 0-dim index", lambda x: x.index_select(0, torch.tensor(1)), (4, 3))
+case("determinants of matrices with gaps", lambda x, y: (
+    x[..., ::2].det(), torch.linalg.slogdet(x[..., ::2])[1], torch.linalg.solve(x[..., ::2], y),
+    x[:, :, ::2][::2].det()), (3, 4, 8), (3, 4, 2), draws=2)
 case("means of integers", lambda x: (F.avg_pool1d(x, 2), F.avg_pool2d(x, 2)), ints(9, 3, 5, 6), grad=False)
 case("means of integers over edges", lambda x: (F.avg_pool1d(x, 7, 3, 3, True), F.avg_pool2d(x, 3, 2, 1)),
      ints(19, 2, 4, 9) - 9, grad=False, draws=3)

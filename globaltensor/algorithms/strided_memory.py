@@ -1,7 +1,10 @@
-"""Ops that name elements of memory, by sizes and strides: what as_strided views, copied or written.
+"""Ops to which it matters how operands lie in memory: the kin of as_strided, and factorizations.
 
 Strides speak of the memory that a tensor of one device would have. `aten.as_strided` knows where a rank has its part of
 that (dispatch/view_writes.py); here its kin are made of it.
+
+The kernels of det and solve factor the transpose of a real matrix that is contiguous, and the matrix itself otherwise.
+Their gradients are given the factors, and ask once more whether the matrix was contiguous, the whole one then.
 """
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from globaltensor.algorithms.aliasing import has_own_memory
 from globaltensor.algorithms.run import Run
 from globaltensor.errors import PlacementError
 from globaltensor.layouts.global_like import is_global
-from globaltensor.layouts.layout import dense
+from globaltensor.layouts.layout import contiguous, dense
 from globaltensor.rules.call import Call
 
 aten = torch.ops.aten
@@ -43,3 +46,17 @@ def as_strided_scatter(call: Call, run: Run) -> Any:
     view = run(aten.as_strided.default, written, call["size"], call["stride"], call["storage_offset"])
     run(aten.copy_.default, view, call["src"])
     return written
+
+
+def lies_otherwise(call: Call) -> bool:
+    """Is the matrix not contiguous, where a part of it may be: one that was boxed, or one of a batch with gaps?"""
+    a = call["A"]
+    return is_global(a) and not a.dtype.is_complex and a.spec.stride != contiguous(a.spec.shape)
+
+
+def factored_by_columns(call: Call, run: Run) -> Any:
+    """det and solve of a matrix that is not contiguous: laid out by columns it is not so on any rank either."""
+    by_rows = run(aten.clone.default, run(aten.transpose.int, call["A"], -1, -2), memory_format=torch.contiguous_format)
+    by_columns = run(aten.transpose.int, by_rows, -1, -2)
+    args, kwargs = call.arguments_with([by_columns, *call.tensors[1:]])
+    return run.plain(Call(call.func, tuple(args), kwargs))

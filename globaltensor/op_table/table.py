@@ -50,6 +50,7 @@ from globaltensor.rules.families import (
     masked_outputs,
     pointwise,
     reduction,
+    solved,
     zeroing,
 )
 from globaltensor.rules.shapes import (
@@ -165,6 +166,11 @@ lines("_cdist_forward", fixed("b* m d!, b* n d! -> b* m n"))
 lines("_cdist_backward", fixed("b* m n, b* m d, b* n d, b* m n -> b* m d", "a*B*C*D", nonempty="b* m n d"),
       decomposition=decompositions.empty_cdist_backward, applies=lambda call: not call["grad"].numel())
 lines("linalg_cross", along("a*b", operands=2))
+for _name, _values in (("det", "b*"), ("slogdet", "b*, b*")):
+    lines(f"_linalg_{_name}", fixed(f"b* m! n! -> {_values}, b* m! n!, b* p!"),
+          decomposition=strided_memory.factored_by_columns, applies=strided_memory.lies_otherwise)
+lines("_linalg_solve_ex", solved, decomposition=strided_memory.factored_by_columns,
+      applies=strided_memory.lies_otherwise)
 decomposed("_grouped_mm", grouped_mm.grouped_mm)
 lines("convolution", layers.convolved, local_args=scaled("groups"), decomposition=halo.convolution,
       applies=halo.cuts_space)
