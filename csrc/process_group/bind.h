@@ -6,5 +6,6 @@ namespace gt {
 
 void bind_backend(pybind11::module_& module);           // the backend "globaltensor"
 void bind_symmetric_memory(pybind11::module_& module);  // torch's symmetric memory, on CPUs
+void bind_liveness(pybind11::module_& module);          // hearts, and an end to waits
 
 }  // namespace gt

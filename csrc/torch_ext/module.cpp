@@ -30,4 +30,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   gt::bind_products(m);
   gt::bind_backend(m);
   gt::bind_symmetric_memory(m);
+  gt::bind_liveness(m);
 }

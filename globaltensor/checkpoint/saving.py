@@ -35,10 +35,12 @@ from globaltensor.checkpoint.tree import FlatState, flatten
 from globaltensor.errors import where
 from globaltensor.layouts.regions import slices
 from globaltensor.runtime.agreement import broadcast_object, checksum, gather_objects
+from globaltensor.runtime.liveness import lost_rank
 from globaltensor.runtime.world import world, world_size
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 TIMEOUT = 1800.0                                     # seconds for which a rank waits for the others to write
+_LOOK = 0.25                                         # seconds between looks whether they live
 _running: dict[Path, Saving] = {}                    # the last save into each directory, which may still be in progress
 
 
@@ -117,7 +119,7 @@ class Saving:
             if self._rank == 0:
                 self._commit()
             else:
-                self._await(self._published, "failed", "rank 0 to finish")
+                self._await(self._published, "failed", 0, "to finish")
         except CheckpointError as error:             # raised by wait(): a thread has no caller
             self._fail(error, None)
         except Exception as error:
@@ -167,7 +169,7 @@ class Saving:
         pieces: dict[str, list[SavedPiece]] = {}
         for rank in range(self._ranks):
             mark = self._temporary / f"rank-{rank}.done"
-            self._await(mark.exists, f"rank-{rank}.failed", f"rank {rank} to write")
+            self._await(mark.exists, f"rank-{rank}.failed", rank, "to write")
             for name, file, key, region, sha in json.loads(mark.read_bytes()):
                 pieces.setdefault(name, []).append(SavedPiece(file, key, tuple(map(tuple, region)), sha))
         entries = {name: Entry(name, *self._entries[name], tuple(pieces.get(first, ())))
@@ -180,16 +182,26 @@ class Saving:
         if self._keep is not None:
             folders.delete_old(self.path.parent, self._keep)
 
-    def _await(self, ready: Callable[[], bool], failure: str, what: str) -> None:
-        """Wait until it is `ready`. Raises the error that the file `failure` tells of, as soon as there is one."""
-        began = time.monotonic()
+    def _await(self, ready: Callable[[], bool], failure: str, rank: int, what: str) -> None:
+        """Wait for that rank until it is `ready`. Raises the error that the file `failure` tells of, as soon as there
+        is one, and where the rank is lost."""
+        began = looked = time.monotonic()
         while not ready():
             self._raise_if(failure)
-            waited = time.monotonic() - began
+            time_now = time.monotonic()
+            if time_now - looked > _LOOK:
+                looked = time_now
+                loss = lost_rank([rank])
+                # it may have finished, and its program too, since it was not ready
+                if loss is not None and not ready():
+                    raise CheckpointError(f"{self.path} was not written: {loss.how}",
+                                          f"rank {self._rank} waited for it {what}",
+                                          "look at its own error, and at what its host says of it", at=self._at)
+            waited = time_now - began
             if waited > TIMEOUT:
-                raise CheckpointError(f"{self.path} was not written: waited {TIMEOUT:.0f} seconds for {what}",
-                                      "a rank died, or its disk is slow or full", "look at the other ranks' errors",
-                                      at=self._at)
+                raise CheckpointError(f"{self.path} was not written: waited {TIMEOUT:.0f} seconds for rank {rank} "
+                                      f"{what}", "it lives, so its disk is slow, or hangs",
+                                      "`globaltensor stacks` shows where it is", at=self._at)
             time.sleep(min(max(0.001, waited / 50), 0.05))       # adds 2% at most
 
 

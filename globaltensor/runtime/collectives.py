@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from globaltensor.runtime.exchange import waiting_for
+from globaltensor.runtime.exchange import wait_for_works, waiting_for
 from globaltensor.runtime.torch_internals import all_gather_flat, default_store, reduce_scatter_flat
 from globaltensor.runtime.world import rank, world
 
@@ -62,13 +62,10 @@ def begin_collectives(calls: Sequence[Collective], what: str, tag: int) -> Calla
         works = [_start(call) for call in on_device]
 
     def finish() -> None:
-        with waiting_for(what, peers, tag):
+        with waiting_for(what, peers, tag) as lost:
             # First what cannot be mistaken: a collective that others take for another one may fail in any way.
-            for check in checks:
-                for work in check:
-                    work.wait()
-            for work in works:
-                work.wait()
+            wait_for_works([(peers, work) for check in checks for work in check] + [(peers, work) for work in works],
+                           lost)
         for call, done in zip(calls, on_device):
             if done.result is not call.result:
                 call.result.copy_(done.result)

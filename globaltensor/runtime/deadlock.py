@@ -1,4 +1,4 @@
-"""Deadlocks between ranks, found within seconds and reported as an error.
+"""The watch over waits: deadlocks, ranks that are lost, and ranks that keep others waiting, reported as an error.
 
 Where ranks run different programs (`if gt.rank() == 0: print(x.item())`), one waits for bytes that nobody sends. Each
 process notes what its main thread waits for; a thread of its own looks every `PERIOD` seconds. It publishes a wait that
@@ -10,12 +10,18 @@ lasts in the launcher's key-value store, and once all ranks have published one, 
     rank 3   waits for ranks 0, 1, 2 with tag 5     none is met: nothing can ever move again
 
 A transfer that is merely slow is met, and a rank that computes publishes nothing, so neither is taken for a deadlock.
-The wait itself happens inside torch and cannot be interrupted. So the last rank shows the DisagreementError and ends,
-which closes its connections: the others' waits fail, and they raise the same error at their own lines.
-"""
+
+The same thread asks whether the ranks that are waited for live (liveness.py). Of one that lives and keeps others
+waiting for `SHOW_STACK` seconds the stack is shown, once; after the timeout of `gt.init` the wait ends, with that
+stack in the error.
+
+A wait inside torch does not raise what another thread knows. Where native code can end it, it is ended, and raises
+then. Else a process shows the error and ends, which closes its connections: of a deadlock the last rank, whose end
+frees the others. """
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import threading
@@ -24,10 +30,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from globaltensor.errors import DisagreementError, TransportError, where
+from globaltensor.errors import DisagreementError, GlobalTensorError, TransportError, where
 from globaltensor.runtime.codec import decode_message, encode_message
+from globaltensor.runtime.liveness import lost_rank, process_of
+from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.stacks import stack_of
 
 PERIOD = 1.0
+SHOW_STACK = 120.0                                   # seconds
+DEAF = 10.0                                          # seconds until a wait that does not raise ends with the process
 
 
 class Wait(NamedTuple):
@@ -40,8 +51,26 @@ class Wait(NamedTuple):
     where: str = ""
 
 
+class Current:
+    """The wait in progress, in the thread that waits."""
+
+    def __init__(self, wait: Wait) -> None:
+        self.wait, self.thread, self.began = wait, threading.get_ident(), time.monotonic()
+        self.works: Sequence[Any] = ()               # of torch, whose end it waits for
+
+    def place(self) -> str:
+        """The program's line."""
+        return where(sys._current_frames().get(self.thread))
+
+    def abort(self) -> None:
+        """End the wait in torch, where native code can: it then returns, and raises what `detected` tells."""
+        for work in self.works if torch_ext is not None else ():
+            with suppress(RuntimeError):             # a collective: only sends and receives can be ended
+                torch_ext.abort_work(work)
+
+
 _serial = 0
-_current: tuple[Wait, int] | None = None             # the wait in progress and its thread
+_current: Current | None = None
 _watch: Watch | None = None
 
 
@@ -59,7 +88,13 @@ def enter(what: str, peers: Sequence[int], tag: int) -> None:
     """The wait begins."""
     global _serial, _current
     _serial += 1
-    _current = Wait(_serial, what, tuple(peers), tag), threading.get_ident()
+    _current = Current(Wait(_serial, what, tuple(peers), tag))
+
+
+def waits_for(works: Sequence[Any]) -> None:
+    """The wait in progress ends when these works of torch do."""
+    if _current is not None:
+        _current.works = works
 
 
 def leave() -> None:
@@ -70,9 +105,9 @@ def leave() -> None:
         _watch.withdraw()
 
 
-def raise_if_deadlocked() -> None:
-    """Raise where this wait is part of a deadlock: called from waits that can be interrupted."""
-    if _watch is not None and _watch.rows and (error := detected()) is not None:
+def raise_if_in_vain() -> None:
+    """Raise where this wait can never end: called from waits that can be interrupted."""
+    if _watch is not None and (_watch.rows or _watch.lost is not None) and (error := detected()) is not None:
         raise error
 
 
@@ -84,29 +119,32 @@ def deadlocked(waits: Mapping[int, Wait | None]) -> bool:
         for rank, wait in waits.items() if wait is not None)
 
 
-def watch(store: Any, rank: int, size: int) -> None:
-    """Start looking out for deadlocks, in a thread that ends with the process."""
+def watch(store: Any, rank: int, size: int, timeout: float = math.inf) -> None:
+    """Start looking out for waits in vain, in a thread that ends with the process; `timeout` seconds are too long for
+    any."""
     global _watch
-    _watch = Watch(store, rank, size)
-    thread = threading.Thread(target=_watch.run, daemon=True, name="globaltensor deadlock")
+    _watch = Watch(store, rank, size, timeout)
+    thread = threading.Thread(target=_watch.run, daemon=True, name="globaltensor watch")
     thread.start()
     atexit.register(_watch.end, thread)
 
 
-def detected() -> DisagreementError | None:
-    """The deadlock that this rank was freed from, if a wait failed because of one."""
+def detected() -> GlobalTensorError | None:
+    """Why the wait that this rank was freed from could not end, if the watch knows."""
     return _watch.verdict() if _watch is not None else None
 
 
 class Watch:
-    """The thread that looks for deadlocks. `published` is what the others can read that this rank waits for."""
+    """The thread that looks after waits. `published` is what the others can read that this rank waits for."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self.store, self.rank, self.size = store, rank, size
+    def __init__(self, store: Any, rank: int, size: int, timeout: float = math.inf) -> None:
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
         self.published: Wait | None = None
         self.lock = threading.Lock()
         self.busy = 0                                # a rank that did not wait when last looked
         self.rows = ""                               # the deadlock, once this rank has seen it
+        self.lost: TransportError | None = None      # why the wait ends otherwise
+        self.shown: set[int] = set()                 # the waits, by serial, whose culprits' stacks were shown
         self.ended = threading.Event()
 
     def end(self, thread: threading.Thread) -> None:
@@ -115,35 +153,81 @@ class Watch:
         thread.join(5)                               # a store that does not answer is not waited for
 
     def run(self) -> None:
-        try:
-            while not self.ended.is_set():
-                self.look()
-        except RuntimeError:                         # the store is gone, and with it the rank that kept it
-            return
+        while not self.ended.is_set():
+            self.look()
 
     def look(self) -> None:
-        """Follow one wait until it is over, or part of a deadlock."""
+        """Follow one wait until it is over, or cannot end."""
         self.ended.wait(PERIOD)
         current = _current
         self.ended.wait(PERIOD)
-        if current is None or self.ended.is_set() or not self.publish(current):
+        if current is None or self.ended.is_set() or _current is not current:
             return
         # Ranks are read one after the other, while they may go on: only what is read twice alike was true at one time.
         before = None
         while _current is current:
-            waits = self.waits()
-            if waits is not None and waits == before and deadlocked(waits):
-                self.end_process(current, waits)
-            before = waits
+            self.check_peers(current)
+            with suppress(RuntimeError):             # the store is gone, and with it the rank that kept it
+                if self.published is None and not self.publish(current):
+                    return
+                waits = self.waits()
+                if waits is not None and waits == before and deadlocked(waits):
+                    self.end_deadlock(current, waits)
+                before = waits
             if self.ended.wait(PERIOD):
                 return
 
-    def publish(self, current: tuple[Wait, int]) -> bool:
+    def check_peers(self, current: Current) -> None:
+        """End the wait for a rank that is lost, or for too long; show where those are that keep it waiting for long."""
+        wait, waited = current.wait, time.monotonic() - current.began
+        if (loss := lost_rank(wait.peers)) is not None:
+            self.give_up(current, f"{loss.how}, while rank {self.rank} waited for it in {wait.what}",
+                         "no rank can go on without it", "look at its own error, and at what its host says of it")
+        elif waited > self.timeout:
+            self.give_up(current, f"rank {self.rank} waited {waited:.0f} s for {self.culprits(wait)} in {wait.what}",
+                         self.stacks(wait), "gt.init(timeout=...) where a rank may take longer")
+        elif waited > SHOW_STACK and wait.serial not in self.shown:
+            self.shown.add(wait.serial)
+            if self.store.add(f"globaltensor shown {self.culprits(wait)}", 1) == 1:      # once, whoever waits for them
+                print(f"globaltensor: rank {self.rank} has waited {waited:.0f} s for {self.culprits(wait)} in "
+                      f"{wait.what}   at {current.place()}\n{self.stacks(wait)}", file=sys.stderr, flush=True)
+
+    def keeping(self, wait: Wait) -> list[int]:
+        """Of the ranks that are waited for those that do not wait themselves; all, where all do or nobody knows."""
+        try:
+            busy = [peer for peer in wait.peers if self.read(_store_key(peer), peer) is None]
+        except RuntimeError:
+            busy = []
+        return busy or list(wait.peers)
+
+    def culprits(self, wait: Wait) -> str:
+        return rank_names(self.keeping(wait))
+
+    def stacks(self, wait: Wait) -> str:
+        """Where the ranks are that keep this wait waiting, as far as this host can tell."""
+        rows = []
+        for peer in self.keeping(wait):
+            process = process_of(peer)
+            stack = stack_of(process.pid) if process is not None and process.here else ""
+            rows.append(f"rank {peer} lives, and is here:\n{stack}" if stack else
+                        f"rank {peer} lives; `globaltensor stacks` on its host shows where it is")
+        return "\n".join(rows)
+
+    def give_up(self, current: Current, what: str, why: str, fix: str) -> None:
+        """End the wait with an error, or the process where that does not work."""
+        self.lost = TransportError(what, why, fix, at=current.place())
+        limit = time.monotonic() + DEAF
+        while _current is current and time.monotonic() < limit and not self.ended.is_set():
+            current.abort()
+            self.ended.wait(PERIOD / 10)
+        if _current is current and not self.ended.is_set():
+            _end_process(self.lost)
+
+    def publish(self, current: Current) -> bool:
         """Let the others know of this wait, once; False where it is over meanwhile."""
-        wait, thread = current
         with self.lock:
             if _current is current:
-                self.published = wait._replace(where=where(sys._current_frames().get(thread)))
+                self.published = current.wait._replace(where=current.place())
                 self.store.set(_store_key(self.rank), encode_message(tuple(self.published), self.rank))
         if _current is not current:
             self.withdraw()
@@ -177,26 +261,33 @@ class Watch:
             waits[rank] = Wait(*wait)
         return waits
 
-    def end_process(self, current: tuple[Wait, int], waits: dict[int, Wait]) -> None:
-        """End this process if it is the last rank, or if the end of that one does not free it."""
+    def end_deadlock(self, current: Current, waits: dict[int, Wait]) -> None:
+        """End this wait, or this process if it is the last rank, or if the end of that one does not free it."""
         self.rows = _rows(waits)
         self.store.set(_DEADLOCK, encode_message(self.rows, _DEADLOCK))
-        freed_by = time.monotonic() + (0 if self.rank == self.size - 1 else 5 * PERIOD)
+        freed_by = time.monotonic() + (PERIOD if self.rank == self.size - 1 else 5 * PERIOD)
         while _current is current and time.monotonic() < freed_by:
+            current.abort()
             time.sleep(PERIOD / 10)
         if _current is current:
-            error = _error(self.rows, waits[self.rank].where)
-            sys.excepthook(type(error), error, None)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)                              # the main thread is inside torch: no exception reaches it
+            _end_process(_error(self.rows, waits[self.rank].where))
 
-    def verdict(self) -> DisagreementError | None:
+    def verdict(self) -> GlobalTensorError | None:
+        if self.lost is not None:
+            return self.lost
         with suppress(RuntimeError):
             self.rows = self.rows or self.read(_DEADLOCK, _DEADLOCK) or ""
         if self.rows and self.rank == 0:
             time.sleep(3 * PERIOD)                   # its process may hold the store, which the others still ask
         return _error(self.rows, "") if self.rows else None
+
+
+def _end_process(error: GlobalTensorError) -> None:
+    """The main thread is inside torch, and no exception reaches it."""
+    sys.excepthook(type(error), error, None)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 _DEADLOCK = "globaltensor deadlock"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,9 +52,7 @@ def begin_exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, 
 
     def finish() -> None:
         with waiting_for(what, peers, tag) as lost:
-            for op, work in zip(ops, works):
-                lost[:] = [op.peer]
-                work.wait()
+            wait_for_works([((op.peer,), work) for op, work in zip(ops, works)], lost)
         for target, source in staged.values():
             target.copy_(source)
 
@@ -74,9 +72,16 @@ def wait(works: Mapping[int, dist.Work], what: str, peers: tuple[int, ...]) -> N
     Raises TransportError where a peer died or did not take part in time.
     """
     with waiting_for(what, peers, zlib.crc32(what.encode()) | 8) as lost:
-        for peer, work in works.items():
-            lost[:] = [peer]
-            work.wait()
+        wait_for_works([((peer,), work) for peer, work in works.items()], lost)
+
+
+def wait_for_works(works: Sequence[tuple[tuple[int, ...], dist.Work]], lost: list[int]) -> None:
+    """Inside `waiting_for`: wait for works of torch, each with its ranks, which are in `lost` meanwhile."""
+    deadlock.waits_for([work for _, work in works])
+    for peers, work in works:
+        lost[:] = peers
+        if not work.wait():
+            raise RuntimeError("the wait was given up")
 
 
 @contextmanager
@@ -90,7 +95,7 @@ def waiting_for(what: str, peers: tuple[int, ...], tag: int) -> Iterator[list[in
         with deadlock.waiting(what, peers, tag):
             yield lost
     except RuntimeError as error:
-        # a rank that finds a deadlock ends, so that a lost connection may mean just that
+        # a rank that finds a deadlock may end, so that a lost connection may mean just that
         raise deadlock.detected() or TransportError(
             f"rank {rank()} lost touch with {deadlock.rank_names(lost)} in {what}",
             f"{first_sentence(error)}: a rank ended, or runs another program",

@@ -19,18 +19,21 @@ import torch
 import torch.distributed as dist
 
 from globaltensor.errors import ArgumentError, TransportError
-from globaltensor.runtime import deadlock, machine as machines, native
+from globaltensor.runtime import arrival, deadlock, liveness, machine as machines, native
 from globaltensor.runtime.agreement import broadcast_object, gather_unchecked
 from globaltensor.runtime.exchange import first_sentence
 from globaltensor.runtime.launchers import recognize_launcher
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.secret import share_secret
+from globaltensor.runtime.stacks import arm_stacks
 from globaltensor.runtime.torch_internals import default_store
 from globaltensor.runtime.world import World, begin, shared_gpu, start_with, started
 from globaltensor.tracebacks import api_boundary
 
-TIMEOUT = timedelta(seconds=300)
+TIMEOUT = timedelta(seconds=1800)
+# torch's own limits, and those of the shared memory, only act where the watch over waits (deadlock.py) does not.
+_BACKSTOP = timedelta(seconds=60)
 
 
 @api_boundary
@@ -39,14 +42,14 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
 
     ranks     how many ranks a lone process drives (default: GLOBALTENSOR_RANKS, else the number of GPUs, else 8);
               under a launcher its number of processes, and a different one is an error
-    timeout   seconds after which a rank that waits for another raises (default 300)
+    timeout   seconds after which a rank that waits for another raises, though that one lives (default 1,800)
     machine   the rates to plan with (default: those of the transport)
 
     Raises TransportError where the world was started with another number of ranks, or the processes of the launcher
     cannot find each other.
     """
     if timeout is not None and (not isinstance(timeout, (int, float)) or timeout <= 0):
-        raise ArgumentError(f"timeout={timeout!r}", "it is a number of seconds", "gt.init(timeout=300)")
+        raise ArgumentError(f"timeout={timeout!r}", "it is a number of seconds", "gt.init(timeout=1800)")
     if (running := started()) is not None:
         if ranks not in (None, running.size):
             raise TransportError(f"the world has {running.size} ranks already, not {ranks}",
@@ -77,19 +80,26 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
 
 def _processes(timeout: timedelta, machine: Machine | None) -> World:
     """One rank per process, over torch.distributed: NCCL for GPUs, gloo for the rest."""
-    if not dist.is_initialized():
+    arm_stacks()
+    running = dist.is_initialized()
+    size, rank = ((dist.get_world_size(), dist.get_rank()) if running else
+                  (int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])))
+    share_secret(_ranks_per_host(size) == size, rank == 0)
+    if not running:
         _start_torch(timeout)
-    size = dist.get_world_size()
-    share_secret(_ranks_per_host(size) == size, dist.get_rank() == 0)
+    processes = arrival.exchange_processes(store := liveness.own_connection(default_store()), rank, size)
+    liveness.set_liveness(liveness.Liveness(processes, store))
+    if any(not process.here for process in processes.values()):
+        liveness.start_heart(liveness.own_connection(store), rank)
     hosts = tuple(r // _ranks_per_host(size) for r in range(size)) if _ranks_per_host(size) < size else ()
     nccl = "nccl" in (backends := dist.get_backend_config())     # such as "cpu:gloo,cuda:nccl"
     base = machine or (machines.nccl if nccl else machines.gloo)
     if hosts and not base.hosts:
         base = replace(base, hosts=hosts)
     # what ranks agree on is small and lies on the CPU, from where NCCL does not send
-    control = None if "cpu:" in backends else dist.new_group(backend="gloo", timeout=timeout)
-    return World(size, (dist.get_rank(),), base, f"torch.distributed ({'nccl' if nccl else 'gloo'})", control, timeout,
-                 not nccl)
+    control = None if "cpu:" in backends else dist.new_group(backend="gloo", timeout=timeout + _BACKSTOP)
+    return World(size, (dist.get_rank(),), base, f"torch.distributed ({'nccl' if nccl else 'gloo'})", control,
+                 timeout + _BACKSTOP, not nccl)
 
 
 def _ranks_per_host(size: int) -> int:
@@ -102,12 +112,12 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     state = broadcast_object(torch.get_rng_state(), 0, "starting")
     assert isinstance(state, torch.Tensor)
     torch.set_rng_state(state)
-    deadlock.watch(default_store(), new.rank, new.size)
+    deadlock.watch(liveness.own_connection(default_store()), new.rank, new.size, timeout.total_seconds())
     first = new.rank - new.rank % (per_host := _ranks_per_host(new.size))
     here = range(first, min(first + per_host, new.size))
     address = None
     if torch_ext is not None:
-        address = torch_ext.open_transport(new.rank - first, len(here), timeout.total_seconds())
+        address = torch_ext.open_transport(new.rank - first, len(here), (timeout + _BACKSTOP).total_seconds())
     # All of them or none: a rank that cannot share memory would never come to the meetings of those that do.
     seats = gather_unchecked((address, per_host, int(os.environ.get("LOCAL_RANK", new.rank % per_host))), "starting")
     _check_seats(seats)
@@ -117,7 +127,7 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
             torch_ext.close_transport()
         return
     torch_ext.connect_transport(addresses[first:first + len(here)])
-    torch_ext.on_waiting(deadlock.enter, deadlock.leave, deadlock.raise_if_deadlocked)
+    torch_ext.on_waiting(deadlock.enter, deadlock.leave, deadlock.raise_if_in_vain)
     new.host_peers = frozenset(here)
     new.transport = f"shared memory, then {new.transport}" if len(here) < new.size else "shared memory"
     if machine is None and "nccl" not in new.transport:
@@ -150,11 +160,16 @@ def _leave_on_errors() -> None:
 
 
 def _start_torch(timeout: timedelta) -> None:
+    """Meet the other ranks, then let torch connect them."""
     gpus = torch.cuda.is_available() and not shared_gpu()
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")        # ranks of one host listen to nobody else
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timeout)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=arrival.meet(timeout),
+                                rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+                                timeout=timeout + _BACKSTOP)
+    except TransportError:
+        raise
     except (ValueError, RuntimeError) as error:
         raise TransportError("the ranks could not find each other", first_sentence(error),
                              "globaltensor run -n N program.py, or torchrun") from None

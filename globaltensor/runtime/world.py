@@ -29,7 +29,7 @@ class World:
     machine: Machine
     transport: str
     control: dist.ProcessGroup | None = None         # takes tensors on the CPU; None is the default group
-    timeout: timedelta = timedelta(seconds=300)      # after which a rank that waits for another raises
+    timeout: timedelta = timedelta(seconds=1800)     # after which a rank that waits for another raises
     staged: bool = False                             # tensors on a GPU are sent by way of the CPU
     host_peers: frozenset[int] = frozenset()         # ranks of this host whose memory this process can reach
     device_of: dict[tuple[str, int], torch.device] = field(default_factory=dict)

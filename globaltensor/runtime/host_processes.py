@@ -1,0 +1,106 @@
+"""What the kernel of this host tells of processes: whether they live or are stopped, and which are ranks of a job.
+
+A pid names a process only until it is used again, and only within its pid namespace. So a `ProcessId` also says on
+which host and in which namespace, and when the process began. All of it is read from /proc, at once and without the
+process's help: a rank that computes for a minute inside one C call is alive, and one that was killed is not, whatever
+it promised. """
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from globaltensor.runtime.codec import message
+
+RUNS, STOPPED, ENDED = "runs", "stopped", "ended"
+
+
+@message
+class ProcessId(NamedTuple):
+    """A process, for as long as computers run. `host` is empty where the system has no /proc."""
+
+    host: str
+    pid: int
+    began: int                                       # in ticks of the clock since the host started
+
+    @property
+    def here(self) -> bool:
+        """Can this process see that one?"""
+        return self.host != "" and self.host == host_id()
+
+
+class RankProcess(NamedTuple):
+    """A process of this user that a launcher, or a person, started as a rank of a job."""
+
+    process: ProcessId
+    rank: int
+    ranks: int
+    job: str                                         # the same for all ranks of a job and no others
+
+
+def host_id() -> str:
+    """The same for processes that see each other in /proc, and no others."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def process_id(pid: int) -> ProcessId | None:
+    """The process that has this pid now; None where there is none."""
+    stat = _stat(pid)
+    return None if stat is None else ProcessId(host_id(), pid, stat[1])
+
+
+@cache
+def _own(pid: int) -> ProcessId:
+    return process_id(pid) or ProcessId("", pid, 0)
+
+
+def own_process() -> ProcessId:
+    """This process."""
+    return _own(os.getpid())                         # a fork is another one
+
+
+def process_state(process: ProcessId) -> str:
+    """RUNS, STOPPED (by SIGSTOP, or a debugger) or ENDED, of a process of this host."""
+    stat = _stat(process.pid)
+    if stat is None or stat[1] != process.began or stat[0] in "ZX":
+        return ENDED
+    return STOPPED if stat[0] in "Tt" else RUNS
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """The kernel's letter for the state of a process, and when it began."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()         # the name, in parentheses, may hold anything
+    return fields[0], int(fields[19])
+
+
+def rank_processes(job: str = "") -> Iterator[RankProcess]:
+    """The ranks of this job, or of all jobs of this user, that run on this host; children that a rank forked, too."""
+    for entry in Path("/proc").iterdir() if host_id() else ():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            pairs = (item.partition(b"=") for item in (entry / "environ").read_bytes().split(b"\0"))
+        except OSError:                              # of another user, or ended
+            continue
+        env = {key.decode(errors="replace"): value.decode(errors="replace") for key, _, value in pairs}
+        its_job = job_name(env)
+        if its_job and job in ("", its_job) and (process := process_id(int(entry.name))) is not None:
+            yield RankProcess(process, int(env["RANK"]), int(env["WORLD_SIZE"]), its_job)
+
+
+def job_name(env: dict[str, str]) -> str:
+    """The job to which a process with this environment belongs; "" where it is no rank."""
+    if not all(env.get(name, "").isdecimal() for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")):
+        return ""
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return " ".join([env.get("MASTER_ADDR", ""), env["MASTER_PORT"], env.get("TORCHELASTIC_RUN_ID", ""), attempt])

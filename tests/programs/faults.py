@@ -1,0 +1,94 @@
+"""Something happens to rank 1 while the others wait for it: faults.py PLACE FAULT FOLDER.
+
+Rank 1 notes when, in FOLDER; every other rank notes in `<rank>.json` what it was told, and how long after. Without a
+fault, "none", it notes that nothing was raised.
+"""
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import globaltensor as gt
+from globaltensor.checkpoint import loading, saving
+from globaltensor.runtime import host_processes
+
+place, fault, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+rank = int(os.environ["RANK"])
+if "HOSTS" in os.environ:                            # as if each rank were on a host of its own
+    host_processes.host_id = lambda: f"host {rank}"
+if len(sys.argv) > 4:                                # seconds
+    gt.init(timeout=float(sys.argv[4]))
+
+
+def go_wrong(*_):
+    """What happens to rank 1; the other ranks go on."""
+    if rank != 1:
+        return
+    (folder / "when.new").write_text(str(time.time()))
+    (folder / "when.new").rename(folder / "when")
+    match fault:
+        case "KILL" | "SEGV" | "STOP":
+            os.kill(os.getpid(), getattr(signal, f"SIG{fault}"))
+        case "exit 0":
+            os._exit(0)
+        case "loop":
+            while True:                              # the line that must be named
+                pass
+        case "keeps the lock":                       # a C call of that many seconds, which keeps the interpreter's lock
+            ctypes.PyDLL(None).usleep(int(float(os.environ["SECONDS"]) * 1e6))
+
+
+def before(module, name):
+    """It goes wrong just before that function runs."""
+    then = getattr(module, name)
+    setattr(module, name, lambda *args, **keywords: (go_wrong(), then(*args, **keywords))[1])
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        go_wrong()
+        return torch.ones(2)
+
+
+def act():
+    if place == "start":
+        time.sleep(1)                                # so that the others have begun to wait
+        go_wrong()
+    where = gt.placement.all("cpu")
+    x = gt.ones(8, 5, placement=where, sbp=gt.sbp.split(0))
+    state = {"x": x}
+    match place:
+        case "boxing":
+            x.full_tensor()
+            go_wrong()
+            x.full_tensor()                          # the line where they wait
+        case "saving":
+            before(saving, "write_hashed")
+            gt.save(state, folder / "checkpoint")
+        case "loading":
+            gt.save(state, folder / "checkpoint")
+            before(loading, "read_manifest")
+            gt.load(state, folder / "checkpoint")
+        case "data":
+            for batch in gt.data.DataLoader(Samples(), 4, where, gt.sbp.split(0)):
+                batch.full_tensor()
+
+
+told = "nothing"
+try:
+    act()
+except gt.GlobalTensorError as error:
+    told = str(error)
+if rank != 1:
+    when = folder / "when"
+    after = time.time() - float(when.read_text()) if when.exists() else None
+    (folder / f"{rank}.json").write_text(json.dumps({"told": told, "after": after}))
+    os._exit(0)                                      # rank 1 may be stopped: nothing waits for it

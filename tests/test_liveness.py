@@ -1,0 +1,193 @@
+"""A rank that dies, stops or loops is noticed by the others wherever they wait for it, in time, and named; a slow one
+is left alone."""
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from harness import PROGRAMS, PYTHON, Started, by_hand, environment, results
+
+from globaltensor.runtime import host_processes, liveness, stacks
+from globaltensor.runtime.host_processes import (
+    ENDED,
+    RUNS,
+    STOPPED,
+    ProcessId,
+    process_id,
+    process_state,
+    rank_processes,
+)
+from globaltensor.runtime.liveness import Liveness
+
+PROGRAM = PROGRAMS / "faults.py"
+KERNEL = 2.0                                         # seconds, where the kernel tells of a death
+STOP = 10.0
+START = 5.0
+
+# place, fault, native code, seconds within which the others are told
+DEATHS = [(place, fault, native, START if place == "start" else KERNEL)
+          for place in ("start", "boxing", "saving", "loading", "data") for fault in ("KILL", "SEGV", "exit 0")
+          for native in ("1", "0")]
+STOPS = [(place, "STOP", native, STOP) for place in ("boxing", "saving", "loading", "data") for native in ("1", "0")]
+FEW = [("start", "exit 0", "1", START), ("saving", "KILL", "1", KERNEL), ("loading", "STOP", "1", STOP)]
+
+
+def happens(place: str, fault: str, native: str, folder: Path, *timeout: float, ranks: int = 2, seconds: float = 40,
+            **env: str) -> dict[int, dict]:
+    """What the other ranks of a job without a launcher were told."""
+    started = by_hand([PROGRAM, place, fault, folder, *timeout], ranks, GLOBALTENSOR_NATIVE=native, **env)
+    try:
+        for rank, one in enumerate(started):
+            if rank != 1:
+                code, out, err = one.end(seconds)
+                assert code == 0 or native == "0", f"{out}\n{err}"       # the watch may have to end the process
+    finally:
+        for one in started:
+            if one.process.poll() is None:
+                os.killpg(one.process.pid, signal.SIGKILL)
+            one.process.communicate()
+    return results(folder)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("place, fault, native, limit",
+                         FEW + [pytest.param(*row, marks=pytest.mark.long) for row in DEATHS + STOPS if row not in FEW])
+def test_a_rank_that_is_lost_is_named_in_time(place, fault, native, limit, tmp_path):
+    for rank, each in happens(place, fault, native, tmp_path).items():
+        assert "rank 1" in each["told"], f"rank {rank}: {each}"
+        assert each["after"] < limit, f"rank {rank}: {each}"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("place", ["loading", pytest.param("boxing", marks=pytest.mark.long)])
+def test_a_rank_that_loops_is_shown_where(place, tmp_path):
+    (told,) = happens(place, "loop", "1", tmp_path, 3).values()
+    assert "waited" in told["told"] and "for rank 1" in told["told"], told
+    assert "faults.py" in told["told"] and "in go_wrong" in told["told"], told
+    assert 2 < told["after"] < 8
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("place", ["boxing", "saving", "loading"])
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_who_keeps_the_interpreter_s_lock_for_30_seconds_is_waited_for(place, native, tmp_path):
+    (told,) = happens(place, "keeps the lock", native, tmp_path, SECONDS="30", seconds=90).values()
+    assert told["told"] == "nothing" and told["after"] > 29, told
+
+
+# ------------------------------------------------------------------------------------------------- on several hosts
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("fault, seconds, limit", [("KILL", "", KERNEL), ("STOP", "", 16), ("keeps the lock", "30", 0)])
+def test_a_rank_of_another_host_is_lost_when_its_heart_stands_still(fault, seconds, limit, tmp_path):
+    (told,) = happens("loading", fault, "1", tmp_path, seconds=90, HOSTS="1", LOCAL_WORLD_SIZE="1", SECONDS=seconds,
+                      GLOBALTENSOR_SECRET="x", GLOO_SOCKET_IFNAME="lo").values()
+    if limit:
+        assert "rank 1" in told["told"] and told["after"] < limit, told
+    else:
+        assert told["told"] == "nothing" and told["after"] > 29, told
+
+
+class Store(dict):
+    """Those calls of torch's store that are used."""
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time, to set."""
+    now = [1000.0]
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_heart_counts_as_long_as_it_beats(clock):
+    store = Store()
+    alive = Liveness({1: ProcessId("elsewhere", 5, 7), 2: ProcessId("", 5, 7)}, store)
+    for beat in range(5):
+        store[liveness.heart_key(1)] = str(beat).encode()
+        assert alive.lost([1, 2]) is None
+        clock[0] += 9
+    clock[0] += liveness.SILENCE_PYTHON
+    assert alive.lost([2]) is None, "nothing is known of a process without a host"
+    assert alive.lost([1]).rank == 1 and "silent" in alive.lost([1]).how
+    store[liveness.heart_key(1)] = b"99"
+    assert alive.lost([1]) is None, "it was only slow"
+
+
+# ----------------------------------------------------------------------------------------------- what the kernel tells
+
+
+@pytest.fixture
+def child():
+    """A process that sleeps, and is armed."""
+    code = "import sys, time; from runpy import run_path; run_path(sys.argv[1])['arm_stacks']()\n"
+    code += "def deep():\n    print(1, flush=True)\n    time.sleep(60)\ndeep()"
+    one = Started([PYTHON, "-c", code, stacks.__file__],
+                  environment(RANK="3", WORLD_SIZE="5", MASTER_PORT="1", MASTER_ADDR="test"))
+    assert one.process.stdout.readline() == "1\n"
+    yield one.process
+    one.process.kill()
+    one.process.communicate()
+
+
+def soon(predicate) -> bool:
+    """Does it hold within a second?"""
+    return any(predicate() or time.sleep(0.01) for _ in range(100))
+
+
+def test_a_process_runs_is_stopped_and_ends(child, clock):
+    process = process_id(child.pid)
+    assert process_state(process) == RUNS and process.here
+    assert process_state(process._replace(began=process.began + 1)) == ENDED, "another process has that pid"
+    alive = Liveness({1: process}, None)
+    child.send_signal(signal.SIGSTOP)
+    assert soon(lambda: process_state(process) == STOPPED)
+    for _ in range(4):
+        assert alive.lost([1]) is None
+        clock[0] += 1.5
+    assert f"kill -CONT {child.pid}" in alive.lost([1]).how
+    clock[0] += 10
+    assert alive.lost([1]) is None, "this process did not look for 10 seconds: it may have been stopped too"
+    child.send_signal(signal.SIGCONT)
+    assert soon(lambda: process_state(process) == RUNS) and alive.lost([1]) is None
+    child.kill()
+    assert soon(lambda: process_state(process) == ENDED), "though nobody has waited for it: it is a zombie"
+    assert alive.lost([1]).rank == 1
+
+
+def test_ranks_and_their_stacks_are_found_by_other_processes(child):
+    (each,) = [each for each in rank_processes() if each.job.startswith("test 1 ")]
+    assert (each.process, each.rank, each.ranks) == (process_id(child.pid), 3, 5)
+    stack = stacks.stack_of(child.pid).splitlines()
+    assert "in deep" in stack[0] and "in <module>" in stack[1], stack
+    assert stacks.stack_of(child.pid).splitlines() == stack, "again, and only the new one"
+
+
+def test_a_process_that_is_not_armed_is_left_alone():
+    one = Started(["sleep", "60"])
+    assert stacks.stack_of(one.process.pid) == "" and stacks.stack_of(2**22 + 1) == ""
+    time.sleep(0.1)
+    assert one.process.poll() is None
+    one.process.kill()
+    one.process.communicate()
+
+
+def test_this_process_is_known_after_a_fork():
+    assert host_processes.own_process() == process_id(os.getpid())
+    read, write = os.pipe()
+    if not os.fork():
+        os.write(write, str(host_processes.own_process().pid == os.getpid()).encode())
+        os._exit(0)
+    assert os.read(read, 10) == b"True"
+    os.wait()
