@@ -55,8 +55,11 @@ FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | dict.fromke
     "parallelize": "globaltensor.parallel.plan",
     "pipeline": "globaltensor.pipelining.runner",
     "placement": "globaltensor.layouts.placement",
+    "preempted": "globaltensor.runtime.preemption",
     "rank": "globaltensor.runtime.world",
     "record": "globaltensor.boxings.watch",
+    "REQUEUE": "globaltensor.runtime.preemption",
+    "resume": "globaltensor.checkpoint.resuming",
     "set_grad_reduce_dtype": "globaltensor.tensors.gradients",
     "save": "globaltensor.checkpoint.torch_files",
     "save_safetensors": "globaltensor.checkpoint.huggingface",
@@ -76,6 +79,7 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
         load_safetensors as load_safetensors,
         save_safetensors as save_safetensors,
     )
+    from globaltensor.checkpoint.resuming import resume as resume
     from globaltensor.checkpoint.torch_files import load as load, save as save
     from globaltensor.debug.explain import explain as explain
     from globaltensor.debug.show import show as show
@@ -87,6 +91,7 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
     from globaltensor.parallel.plan import Plan as Plan, parallelize as parallelize
     from globaltensor.parallel.zero import zero as zero
     from globaltensor.pipelining.runner import pipeline as pipeline
+    from globaltensor.runtime.preemption import REQUEUE as REQUEUE, preempted as preempted
     from globaltensor.runtime.start import init as init
     from globaltensor.runtime.world import rank as rank, world_size as world_size
     from globaltensor.tensors.convert import (

@@ -685,6 +685,8 @@ def test_left_overs_are_cleared_and_nothing_else(tmp_path):
     (left[0] / "rank-00000.safetensors").write_bytes(b"half")
     left[1].write_text("half")
     (tmp_path / "notes.tmp-x").write_text("mine")
+    for path in left:                                # new ones may be another job's
+        os.utime(path, (0, 0))
     save({"x": torch.ones(1)}, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "notes.tmp-x", "step-00000001", "step-00000002"]
 

@@ -9,18 +9,25 @@ rename is atomic: a crash at any moment leaves the previous version or the new o
 """
 from __future__ import annotations
 
+import errno
 import os
+import random
 import re
-import secrets
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 
+from globaltensor.checkpoint.files import read_regular, sync, temporary_name, write_atomically
+from globaltensor.checkpoint.lease import LEASE, Lease, is_new, writer
 from globaltensor.checkpoint.manifest import CheckpointError
+from globaltensor.errors import warn
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
+PATIENCE = 1800.0                                    # seconds that a job waits until another one has saved
 _VERSION = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"(step-\d{8,}|latest)\.tmp-[0-9a-f]{16}")
+_LEFTOVER = re.compile(r"\.?(step-\d{8,}|latest)\.tmp-[0-9a-f]{16}")
 _LINE = re.compile(r"(step-\d{8,}) ([0-9a-f]{64})\n")
 
 
@@ -34,48 +41,57 @@ def _version_number(name: str) -> int:
     return int(name.removeprefix("step-"))
 
 
-def start_version(directory: Path) -> tuple[str, Path]:
-    """Remove what failed saves left behind, choose the next version's name, and make a temporary folder for it."""
+def start_version(directory: Path) -> Lease:
+    """Remove what failed saves left behind, choose the next version's name, and make a temporary folder for it, with a
+    lease. Waits for another job that is writing into this folder.
+
+    Raises CheckpointError where that takes more than `PATIENCE` seconds.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     sync(directory.parent)                           # else the folder itself could be gone after a crash
+    limit, warned = time.monotonic() + PATIENCE, False
+    while True:
+        lease = None
+        if not (other := _other_writer(directory)):
+            taken = [_version_number(p.name) for p in directory.iterdir() if _VERSION.fullmatch(p.name)]
+            name = f"step-{max(taken, default=0) + 1:08d}"
+            folder = temporary_name(directory / name)
+            lease = Lease(folder)
+            other = _other_writer(directory, folder)
+        if not other:
+            assert lease is not None
+            return lease
+        if lease is not None:                        # two jobs that began at the same time: both step back
+            lease.give_up()
+            _remove(lease.folder)
+        if time.monotonic() > limit:
+            raise CheckpointError(f"{directory} is being written by {other}, for more than {PATIENCE:.0f} s",
+                                  "one save at a time goes into a folder", "another folder, or end that job")
+        if not warned:
+            warned = True
+            warn(f"{other} saves into {directory}, too: its versions and those of this job count as one row")
+        time.sleep(random.uniform(0.02, 0.2))
+
+
+def _other_writer(directory: Path, own: Path | None = None) -> str:
+    """Who else is writing a version into this folder; "" for nobody. What nobody writes any more is removed."""
+    # the newest version has a lease until `latest` names it
+    others = [writer(directory / name) for name in versions(directory)[-1:]]
     for path in list(directory.iterdir()):
-        if _LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    taken = [_version_number(p.name) for p in directory.iterdir() if _VERSION.fullmatch(p.name)]
-    name = f"step-{max(taken, default=0) + 1:08d}"
-    folder = temporary_name(directory / name)
-    folder.mkdir()
-    return name, folder
+        if _LEFTOVER.fullmatch(path.name) and path != own:
+            others.append(writer(path))
+            if not others[-1] and not is_new(path):
+                _remove(path)
+    return next(filter(None, others), "")
 
 
-def temporary_name(path: Path) -> Path:
-    """A name in the same folder that nobody else uses."""
-    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
-
-
-def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
-    """A file of these bytes, on the disk when this returns; a reader sees all of it or no file.
-
-    `durable` False: still atomic, but not fsynced; for what matters only while the writer is alive.
-    """
-    temporary = temporary_name(path)
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
-    if durable:
-        sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """fsync a file, or the names in a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _remove(path: Path) -> None:
+    """Delete a folder or file that another job may be deleting, too."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    while path.exists():
+        with suppress(FileNotFoundError):
+            shutil.rmtree(path)
 
 
 def publish(folder: Path, final: Path, manifest: bytes, digest: str) -> None:
@@ -85,22 +101,27 @@ def publish(folder: Path, final: Path, manifest: bytes, digest: str) -> None:
     os.rename(folder, final)
     sync(final.parent)
     write_atomically(final.parent / LATEST, f"{final.name} {digest}\n".encode())
+    (final / LEASE).unlink()                         # only now: until then no other job writes `latest`
 
 
 def delete_old(directory: Path, keep: int) -> None:
     """Delete all but the last `keep` versions; one that is partly deleted no longer has a version's name."""
     for name in versions(directory)[:-keep]:
         temporary = temporary_name(directory / name)
-        os.rename(directory / name, temporary)
-        shutil.rmtree(temporary)
+        with suppress(FileNotFoundError):            # another job has deleted it meanwhile
+            os.rename(directory / name, temporary)
+        _remove(temporary)
 
 
 def latest(directory: Path) -> tuple[Path, str] | None:
     """The folder that `latest` names and the hash of its manifest; None where there is no such file."""
     try:
-        line = (directory / LATEST).read_bytes().decode("latin-1")
+        line = read_regular(directory / LATEST).decode("latin-1")
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise CheckpointError(f"{directory / LATEST} cannot be read", error.strerror or str(error),
+                              f"name a version: load(state, '{directory}/step-...')") from None
     match = _LINE.fullmatch(line)
     if match is None:
         raise CheckpointError(f"{directory / LATEST} is damaged", f"it says {line!r:.80}, not a version and a hash",
@@ -119,7 +140,9 @@ def find_version(directory: Path) -> tuple[Path, bytes, str]:
         raise CheckpointError(f"no checkpoint in {directory}", why, "the directory that was passed to save")
     folder, digest = version
     try:
-        return folder, (folder / MANIFEST).read_bytes(), digest
+        if folder != directory and folder.is_symlink():
+            raise OSError(errno.ELOOP, f"{folder} is a link to a folder elsewhere")
+        return folder, read_regular(folder / MANIFEST), digest
     except OSError as error:
         raise CheckpointError(f"{folder / MANIFEST} cannot be read", error.strerror or str(error),
                               f"an older version: load(state, '{directory}/step-...')") from None

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from globaltensor.boxings.redistribute import Move, move_shards
-from globaltensor.checkpoint import folders
 from globaltensor.checkpoint.collective import collective_try
+from globaltensor.checkpoint.files import sync, temporary_name, write_atomically
 from globaltensor.checkpoint.loading import check_fit, check_names, needed
 from globaltensor.checkpoint.manifest import CheckpointError, Entry, SavedPiece
 from globaltensor.checkpoint.pieces import (
@@ -66,7 +66,7 @@ def _check_folder(module: nn.Module,
                   folder: Path) -> tuple[CheckpointFiles, dict[str, Entry], dict[str, torch.Tensor]]:
     """All that can go wrong, before anything is changed: names, shapes, files."""
     file_of = _weight_map(folder)
-    files = CheckpointFiles(folder)
+    files = CheckpointFiles(folder, links=True)
     own = {k: t for k, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     stored = {id(own[name]) for name in file_of if name in own}
     # a tied parameter need not be there under all of its names
@@ -105,7 +105,7 @@ def _tensor(files: CheckpointFiles, name: str, file: str) -> torch.Tensor:
 def _weight_map(folder: Path) -> dict[str, str]:
     """name -> file, of a folder of either kind."""
     if (folder / SINGLE).is_file():
-        return dict.fromkeys(CheckpointFiles(folder).open(SINGLE).keys(), SINGLE)
+        return dict.fromkeys(CheckpointFiles(folder, links=True).open(SINGLE).keys(), SINGLE)
     if not (folder / INDEX).is_file():
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}", fix="a folder that save_safetensors wrote")
     try:
@@ -189,7 +189,7 @@ def _write_temporary(path: Path, held: dict[str, torch.Tensor], rank: int) -> li
     """Where this process drives `rank`: write the file under another name; that, and the name that it is to get."""
     if rank not in world().local_ranks:
         return []
-    temporary = folders.temporary_name(path)
+    temporary = temporary_name(path)
     write_file(temporary, held, {"format": "pt"})
     return [(temporary, path)]
 
@@ -207,9 +207,9 @@ def _write_index(folder: Path, groups: dict[str, list[str]], tensors: dict[str, 
         total = sum(t.numel() * t.dtype.itemsize for t in tensors.values())
         index: dict[str, Any] = {"metadata": {"total_size": total},
                                  "weight_map": {name: file for file, names in groups.items() for name in names}}
-        folders.write_atomically(folder / INDEX, json.dumps(index, indent=2).encode() + b"\n")
+        write_atomically(folder / INDEX, json.dumps(index, indent=2).encode() + b"\n")
     for path in list(folder.iterdir()):
         stale = path.name == INDEX or _SHARD.fullmatch(path.name)
         if stale and path.name not in groups and not (path.name == INDEX and len(groups) > 1):
             path.unlink()
-    folders.sync(folder)
+    sync(folder)

@@ -57,8 +57,13 @@ def load_folder(state: Any, directory: str | os.PathLike[str]) -> Any:
     A tensor's dtype, shape and name must be as saved. Raises CheckpointError, on every process and before anything is
     changed, where something is missing, damaged, or does not fit; it names the piece and the rank that needs it.
     """
+    return load_version(state, Path(directory))[0]
+
+
+def load_version(state: Any, directory: Path) -> tuple[Any, Manifest]:
+    """The same, and the manifest of the version that was loaded."""
     need_safetensors()
-    checked = collective_try("loading a checkpoint", lambda: _check_loadable(state, Path(directory)),
+    checked = collective_try("loading a checkpoint", lambda: _check_loadable(state, directory),
                              lambda checked: checked.digest)
     entries, flat = checked.manifest.entries, checked.flat
 
@@ -76,7 +81,7 @@ def load_folder(state: Any, directory: str | os.PathLike[str]) -> Any:
     except BaseException as error:
         _undo_all(undo, error)
         raise
-    return _merged_state(state, _decoded(checked))
+    return _merged_state(state, _decoded(checked)), checked.manifest
 
 
 # ------------------------------------------------------------------------------------------------ before: checks

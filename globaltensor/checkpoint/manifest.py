@@ -1,6 +1,6 @@
 """The manifest: what a checkpoint holds and where. It is data, never code, and everything in it is checked.
 
-    {"sha256": "<of the bytes of body>", "manifest": {"format": 1, "state": ..., "tensors": {
+    {"sha256": "<of the bytes of body>", "manifest": {"format": 1, "state": ..., "random": "...", "tensors": {
         "model/0.weight": {"dtype": "float32", "shape": [7, 5], "global": true, "pieces": [
             {"file": "rank-00000.safetensors", "key": "...", "region": [[0, 4], [0, 5]], "sha256": "..."}, ...]}}}}
 
@@ -31,6 +31,7 @@ DTYPES = {str(d).removeprefix("torch."): d for d in (
 _HEAD, _MIDDLE, _TAIL = b'{"sha256": "', b'",\n"manifest": ', b"}\n"
 _FILE = re.compile(r"rank-\d{5,9}\.safetensors")     # no path: a manifest must not name other folders
 _HASH = re.compile(r"[0-9a-f]{64}")
+_BYTES = re.compile(r"([0-9a-f]{2})*")
 
 
 class CheckpointError(GlobalTensorError):
@@ -60,10 +61,11 @@ class Entry(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """The whole manifest: the tensors by name, and the rest of the state, encoded."""
+    """The whole manifest: the tensors by name, the rest of the state, encoded, and torch's random state, as hex."""
 
     entries: dict[str, Entry]
     state: Any
+    random: str = ""
 
 
 def region_text(region: Region) -> str:
@@ -77,7 +79,8 @@ def dump_manifest(manifest: Manifest) -> bytes:
                         "pieces": [{"file": p.file, "key": p.key, "region": p.region, "sha256": p.sha256}
                                    for p in e.pieces]}
                for e in manifest.entries.values()}
-    body = json.dumps({"format": FORMAT, "state": manifest.state, "tensors": tensors}, allow_nan=False).encode()
+    body = json.dumps({"format": FORMAT, "state": manifest.state, "random": manifest.random, "tensors": tensors},
+                      allow_nan=False).encode()
     return _HEAD + hashlib.sha256(body).hexdigest().encode() + _MIDDLE + body + _TAIL
 
 
@@ -100,7 +103,9 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         decode(raw.get("state"), lambda name: seen.add(_listed(name, entries)))
         if seen != entries.keys():
             raise ValueError(f"the tensor {min(entries.keys() - seen)!r} is not used in its state")
-        return Manifest(entries, raw.get("state"))
+        if not _BYTES.fullmatch(random := _field(raw, "random", str)):
+            raise ValueError("its random state is not in hexadecimal")
+        return Manifest(entries, raw.get("state"), random)
     except (ValueError, RecursionError) as error:
         if isinstance(error, GlobalTensorError):
             raise

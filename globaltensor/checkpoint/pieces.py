@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from globaltensor.algorithms.aliasing import note_write
-from globaltensor.checkpoint import folders
+from globaltensor.checkpoint.files import check_plain, sync
 from globaltensor.checkpoint.manifest import DTYPES, CheckpointError, Entry, SavedPiece, region_text
 from globaltensor.layouts.layout import spec
 from globaltensor.layouts.regions import Region, intersect, slices, volume
@@ -131,7 +131,7 @@ def write_file(path: Path, data: Mapping[str, torch.Tensor], metadata: dict[str,
     serialize_file({key: TensorSpec(dtype=str(t.dtype).removeprefix("torch."), shape=list(t.shape),
                                     data_ptr=t.data_ptr(), data_len=t.nbytes) for key, t in data.items()}, path,
                    metadata)
-    folders.sync(path)
+    sync(path)
 
 
 def digest(t: torch.Tensor) -> str:
@@ -140,10 +140,11 @@ def digest(t: torch.Tensor) -> str:
 
 
 class CheckpointFiles:
-    """The files of a version, opened when needed and kept open, so that the file checked is the file read."""
+    """The files of a version, opened when needed and kept open, so that the file checked is the file read. `links`:
+    they may be links to files elsewhere."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, links: bool = False) -> None:
+        self.folder, self.links = folder, links
         self._open: dict[str, Any] = {}
         self._verified: set[SavedPiece] = set()
 
@@ -151,6 +152,7 @@ class CheckpointFiles:
         """A safetensors file of the folder. Raises CheckpointError where it is missing or truncated."""
         if name not in self._open:
             try:
+                check_plain(self.folder / name, None if self.links else self.folder)
                 self._open[name] = safe_open(self.folder / name, "pt")
             except FileNotFoundError:
                 raise CheckpointError(f"{self.folder / name} is missing", "the checkpoint names it",

@@ -22,6 +22,8 @@ import torch
 from globaltensor.boxings.redistribute import redistribute
 from globaltensor.checkpoint import folders
 from globaltensor.checkpoint.collective import collective_try
+from globaltensor.checkpoint.files import write_atomically
+from globaltensor.checkpoint.lease import Lease
 from globaltensor.checkpoint.manifest import CheckpointError, Entry, Manifest, SavedPiece, dump_manifest, parse_manifest
 from globaltensor.checkpoint.pieces import (
     PieceToWrite,
@@ -64,17 +66,22 @@ def save_folder(state: Any, directory: str | os.PathLike[str], *, asynchronous: 
     _join_earlier(path)
     if keep is not None and (type(keep) is not int or keep < 1):
         raise CheckpointError(f"keep={keep!r}", "the new version is always kept", "keep=2")
-    flat = collective_try("saving a checkpoint", lambda: _checked_flat(state), _summary)
+    flat = collective_try("saving a checkpoint", lambda: _checked_flat(state),
+                          lambda flat: f"{_summary(flat)}, into {path}")
     _check_same_values(flat)
     tensors = _without_partials(flat.tensors)
     pieces = assign_writers(tensors, range(world_size()))
-    version = collective_try("making the folder of a checkpoint", lambda: _make_folder(path))
-    version = broadcast_object(version, 0, "naming a checkpoint")
-    assert version is not None                       # rank 0 has it
-    name, temporary = version[0], Path(version[1])
-    collective_try("finding the folder of a checkpoint", lambda: _check_folder_shared(temporary))
-    data = _data_to_write(tensors, pieces, asynchronous)
-    saving = _running[path] = Saving(flat, tensors, data, temporary, path / name, keep)
+    lease = collective_try("making the folder of a checkpoint",
+                           lambda: folders.start_version(path) if world().rank == 0 else None)
+    try:
+        temporary = Path(broadcast_object(str(lease.folder) if lease else "", 0, "naming a checkpoint"))
+        collective_try("finding the folder of a checkpoint", lambda: _check_folder_shared(temporary))
+        data = _data_to_write(tensors, pieces, asynchronous)
+    except BaseException:
+        if lease is not None:
+            lease.give_up()
+        raise
+    saving = _running[path] = Saving(flat, tensors, data, temporary, lease, keep)
     if not asynchronous:
         saving.wait()
     return saving
@@ -84,17 +91,18 @@ class Saving:
     """A save in progress. `path` is the version's folder."""
 
     def __init__(self, flat: FlatState, tensors: dict[str, torch.Tensor],
-                 data: dict[int, dict[PieceToWrite, torch.Tensor]], temporary: Path, path: Path,
+                 data: dict[int, dict[PieceToWrite, torch.Tensor]], temporary: Path, lease: Lease | None,
                  keep: int | None) -> None:
-        self.path, self._temporary, self._data, self._keep, self._at = path, temporary, data, keep, where()
+        self.path = temporary.with_name(temporary.name.partition(".")[0])
+        self._temporary, self._lease, self._data, self._keep, self._at = temporary, lease, data, keep, where()
         first: dict[int, str] = {}                   # tied tensors share the pieces of the first name
         self._names = {name: first.setdefault(id(t), name) for name, t in tensors.items()}
-        self._state = flat.state
+        self._state, self._random = flat.state, torch.get_rng_state().numpy().tobytes().hex()
         self._entries = {name: (t.dtype, tuple(t.shape), isinstance(t, GlobalTensor)) for name, t in tensors.items()}
         self._error: CheckpointError | None = None
         self._reported = False
         self._rank, self._ranks = world().rank, world_size()
-        self._thread = threading.Thread(target=self._run, name=f"saving {path.name}")
+        self._thread = threading.Thread(target=self._run, name=f"saving {self.path.name}")
         self._thread.start()                         # not a daemon: a program that ends waits for it
 
     def __repr__(self) -> str:
@@ -130,8 +138,9 @@ class Saving:
     def _fail(self, error: CheckpointError, cause: Exception | None) -> None:
         error.__cause__ = cause
         self._error = error
-        if self._rank == 0:
+        if self._lease is not None:
             self._mark("failed", error.what)
+            self._lease.give_up()
 
     def _write(self) -> None:
         """Write the file of each rank that this process drives, then its mark."""
@@ -145,7 +154,7 @@ class Saving:
                 self._mark(f"rank-{rank}.failed", f"{type(error).__name__}: {error}")
                 raise
             written = [[piece.name, file, piece.key, piece.region, hashes[piece.key]] for piece in data]
-            folders.write_atomically(self._temporary / f"rank-{rank}.done", json.dumps(written).encode(), durable=False)
+            write_atomically(self._temporary / f"rank-{rank}.done", json.dumps(written).encode(), durable=False)
 
     def _mark(self, name: str, text: str) -> None:
         try:                                         # on a full disk an empty file has to do
@@ -162,7 +171,9 @@ class Saving:
 
     def _published(self) -> bool:
         latest = folders.latest(self.path.parent)
-        return latest is not None and latest[0] == self.path
+        # or a later one: another job may have saved meanwhile
+        return latest is not None and latest[0].name >= self.path.name and (
+            latest[0] == self.path or self.path.is_dir())
 
     def _commit(self) -> None:
         """Wait for all ranks, assemble the manifest, publish."""
@@ -174,10 +185,12 @@ class Saving:
                 pieces.setdefault(name, []).append(SavedPiece(file, key, tuple(map(tuple, region)), sha))
         entries = {name: Entry(name, *self._entries[name], tuple(pieces.get(first, ())))
                    for name, first in self._names.items()}
-        data = dump_manifest(Manifest(entries, self._state))
+        data = dump_manifest(Manifest(entries, self._state, self._random))
         parse_manifest(data, str(self.path / folders.MANIFEST))      # never publish what could not be loaded
         for rank in range(self._ranks):
             (self._temporary / f"rank-{rank}.done").unlink()
+        assert self._lease is not None               # rank 0 has it
+        self._lease.stop()
         folders.publish(self._temporary, self.path, data, hashlib.sha256(data).hexdigest())
         if self._keep is not None:
             folders.delete_old(self.path.parent, self._keep)
@@ -197,6 +210,10 @@ class Saving:
                     raise CheckpointError(f"{self.path} was not written: {loss.how}",
                                           f"rank {self._rank} waited for it {what}",
                                           "look at its own error, and at what its host says of it", at=self._at)
+                if not (self._temporary.is_dir() or self.path.is_dir() or ready()):
+                    raise CheckpointError(f"{self.path} was not written: its folder has been removed",
+                                          "rank 0 gave it up, or somebody else deleted it",
+                                          "look at the first error of rank 0", at=self._at)
             waited = time_now - began
             if waited > TIMEOUT:
                 raise CheckpointError(f"{self.path} was not written: waited {TIMEOUT:.0f} seconds for rank {rank} "
@@ -261,13 +278,6 @@ def _without_partials(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     dsts = [t.spec.layout.without_partials for t in pending.values()]
     reduced = dict(zip(pending, redistribute(list(pending.values()), dsts, "save")))
     return {name: reduced.get(id(t), t) for name, t in tensors.items()}
-
-
-def _make_folder(path: Path) -> tuple[str, str] | None:
-    if world().rank != 0:
-        return None
-    name, temporary = folders.start_version(path)
-    return name, str(temporary)
 
 
 def _check_folder_shared(temporary: Path) -> None:

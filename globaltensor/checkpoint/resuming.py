@@ -1,0 +1,56 @@
+"""Going on where a job was ended: `state = gt.resume(state, folder)`, on any number of ranks.
+
+    state = gt.resume({"model": model, "optimizer": optimizer, "data": loader, "step": 0}, "run")
+    while state["step"] < steps:
+        ...
+        gt.save(state, "run", keep=2)
+
+The first time there is nothing in the folder, and the state stays as it is. Later it is that of the last whole version,
+with torch's random state, which every save keeps: numbers are drawn as if the job had never been ended.
+"""
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from globaltensor.checkpoint.folders import versions
+from globaltensor.checkpoint.loading import load_version
+from globaltensor.checkpoint.manifest import CheckpointError
+from globaltensor.errors import warn
+from globaltensor.runtime.agreement import broadcast_object
+from globaltensor.runtime.world import rank
+from globaltensor.tracebacks import api_boundary
+
+
+@api_boundary
+def resume(state: Any, directory: str | os.PathLike[str]) -> Any:
+    """The state of the last whole version in a folder that `gt.save` wrote; `state` itself where there is none.
+    Collective.
+
+    state      as it was passed to `save`; see `gt.load`
+    directory  as it was passed to `save`; need not exist
+
+    Sets torch's random state, too. A version that cannot be loaded is passed over with a warning, if one before it can.
+    Raises CheckpointError, on every process, where none can.
+    """
+    path = Path(directory)
+    # not by `latest`: a job may have been ended just before it wrote that, with a version that is whole
+    newest_first = versions(path)[::-1] if rank() == 0 and path.is_dir() else []
+    first: CheckpointError | None = None
+    for name in broadcast_object(newest_first, 0, "looking for a checkpoint"):
+        try:
+            state, manifest = load_version(state, path / name)
+        except CheckpointError as error:
+            first = first or error
+            continue
+        if first is not None and rank() == 0:
+            warn(f"resumed from {path / name}, because a newer version cannot be loaded: {first.what}")
+        if manifest.random:
+            torch.set_rng_state(torch.tensor(list(bytes.fromhex(manifest.random)), dtype=torch.uint8))
+        return state
+    if first is not None:
+        raise first
+    return state
