@@ -4,6 +4,11 @@
     globaltensor run -n 4 examples/train_gpt.py                 one process per rank
     torchrun --nproc-per-node 4 examples/train_gpt.py           likewise
 
+With --checkpoint FOLDER it saves every --every steps, goes on from the last step saved when it is started again, on as
+many ranks or others, and when a scheduler ends it (SIGTERM, SIGUSR1) it saves first, and asks to be started again:
+
+    globaltensor run -n 4 --max-restarts 3 examples/train_gpt.py --checkpoint run
+
 The parallelism is all in two functions, `spread` and `global_batch`; the model and the training loop are what they
 would be for one device. `--verify` trains the same model on plain torch beside it.
 
@@ -17,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 import os
 import re
@@ -71,11 +77,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = fail  # type: ignore[method-assign]  # one line instead of the usage
     for name, default, text in [
-            ("dp", 2, "ranks along which the batch is split"), ("tp", 2, "ranks along which the layers are split"),
+            ("tp", 2, "ranks along which the layers are split"),
             ("pp", 1, "stages of blocks"), ("steps", 300, "optimizer steps"), ("layers", 4, "blocks"),
             ("hidden", 128, "hidden size"), ("heads", 4, "attention heads"), ("seq", 64, "bytes in a sequence"),
             ("batch", 16, "sequences in a step"), ("accumulate", 1, "parts in which a step's batch is run")]:
         parser.add_argument(f"--{name}", type=positive, default=default, help=text, metavar="N")
+    parser.add_argument("--dp", type=positive, help="ranks along which the batch is split (default: as many as a "
+                        "launcher has started, else 2)", metavar="N")
+    parser.add_argument("--checkpoint", type=Path, help="save into this folder, and go on from there", metavar="FOLDER")
+    parser.add_argument("--every", type=positive, default=50, help="steps between two saves", metavar="N")
+    parser.add_argument("--log", type=Path, help="add a line of JSON per step to this file", metavar="FILE")
     parser.add_argument("--sp", action="store_true", help="split the sequence between the layers over the ranks of tp")
     parser.add_argument("--zero", type=int, choices=range(4), default=0, help="stage of ZeRO along dp", metavar="STAGE")
     parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where that is enough")
@@ -88,6 +99,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="a file to learn (default: Python's standard library)")
     parser.add_argument("--verify", action="store_true", help="train on plain torch beside it and compare the losses")
     options = parser.parse_args(argv)
+    options.dp = options.dp or max(1, int(os.environ.get("WORLD_SIZE", 4)) // (options.tp * options.pp))
     for wrong, text in [
             (options.hidden % options.heads, f"--heads {options.heads} does not divide --hidden {options.hidden}"),
             (options.batch % options.accumulate,
@@ -96,6 +108,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             (options.pp > 1 and options.tied, "--tied needs the embedding and the head on one stage: --pp 1"),
             (not 0 <= options.dropout < 1, f"--dropout {options.dropout} is not in [0, 1)"),
             (options.verify and options.dropout, "--verify needs --dropout 0: plain torch draws other random numbers"),
+            (options.verify and options.checkpoint, "--verify compares from the first step: no --checkpoint"),
             (options.data and not options.data.is_file(), f"--data {options.data} is not a file")]:
         if wrong:
             fail(text)
@@ -170,6 +183,10 @@ class Trainer:
 
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, share)
 
+    def state(self) -> dict[str, Any]:
+        """All that it remembers from one step to the next."""
+        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+
     def step(self, parts: Parts) -> float:
         """One optimizer step on the parts of a batch; the loss before it."""
         total = 0.0
@@ -200,9 +217,16 @@ def train(options: argparse.Namespace) -> tuple[list[float], float]:
     size = sum(p.numel() for p in model.parameters())
     say(f"{size:,} parameters, {len(text):,} bytes of text, dp {options.dp} x tp {options.tp} x pp {options.pp}")
 
-    losses, worst = [], 0.0
+    generator = torch.Generator().manual_seed(options.seed)
+    state = {"trainer": trainer.state(), "generator": generator.get_state(), "step": 0}
+    if options.checkpoint:
+        state = gt.resume(state, options.checkpoint)
+        generator.set_state(state["generator"])
+    losses: list[float] = []
+    moves, worst = [], 0.0
     with progress(options) as show:
-        for step, parts in enumerate(batches(text, options), 1):
+        for step in range(state["step"] + 1, options.steps + 1):
+            parts = batch(text, options, generator)
             watched: AbstractContextManager[list[Any]] = gt.record() if step == options.steps else nullcontext([])
             with watched as moves:
                 losses.append(trainer.step(global_batch(parts, places)))
@@ -212,7 +236,12 @@ def train(options: argparse.Namespace) -> tuple[list[float], float]:
                 difference = abs(losses[-1] - expected) / abs(expected)
                 worst = max(worst, difference) if math.isfinite(difference) else math.inf
                 say(f"step {step:4}   global {losses[-1]:.6f}   plain {expected:.6f}   difference {difference:.1e}")
-    report(model, moves, losses)
+            state |= {"generator": generator.get_state(), "step": step}
+            log(options, step, losses[-1])
+            if options.checkpoint:
+                save(state, options, step)
+    if losses:                                       # else the checkpoint was that of the last step
+        report(model, moves, losses)
     if options.sample:
         prompt = text[:options.seq].long().unsqueeze(0)
         written = model.generate(prompt, options.sample)
@@ -236,13 +265,28 @@ def read_text(path: Path | None) -> Tensor:
     return torch.frombuffer(bytearray(data[:TEXT_BYTES] if path is None else data), dtype=torch.uint8)
 
 
-def batches(text: Tensor, options: argparse.Namespace) -> Iterator[Parts]:
-    """Inputs and targets [b, t] of every step, in --accumulate parts, the same on every rank."""
-    generator = torch.Generator().manual_seed(options.seed)
-    for _ in range(options.steps):
-        starts = torch.randint(len(text) - options.seq, (options.batch, 1), generator=generator)
-        window = text[starts + torch.arange(options.seq + 1)].long()
-        yield [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in window.chunk(options.accumulate)]
+def batch(text: Tensor, options: argparse.Namespace, generator: torch.Generator) -> Parts:
+    """Inputs and targets [b, t] of the next step, in --accumulate parts, the same on every rank."""
+    starts = torch.randint(len(text) - options.seq, (options.batch, 1), generator=generator)
+    window = text[starts + torch.arange(options.seq + 1)].long()
+    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in window.chunk(options.accumulate)]
+
+
+def save(state: dict[str, Any], options: argparse.Namespace, step: int) -> None:
+    """Save now and then, and at the end; end the program where a scheduler wants that."""
+    asked_to_end = gt.preempted()
+    if asked_to_end or step % options.every == 0 or step == options.steps:
+        gt.save(state, options.checkpoint, keep=2)
+    if asked_to_end:
+        say(f"asked to end: saved step {step} in {options.checkpoint}")
+        sys.exit(gt.REQUEUE)
+
+
+def log(options: argparse.Namespace, step: int, loss: float) -> None:
+    """A line for programs that read what this one did: the loss to the last bit, and who computed it."""
+    if options.log and gt.rank() == 0:
+        with open(options.log, "a") as file:
+            file.write(json.dumps({"step": step, "loss": loss.hex(), "pid": os.getpid()}) + "\n")
 
 
 # -------------------------------------------------------------------------------------------------------- reporting

@@ -58,6 +58,8 @@ def test_without_a_command_it_shows_the_commands(capsys):
     (("run", "-m", "no_such_module"), "there is no module 'no_such_module'"),
     (("run", "--nnodes", "2", __file__), "2 hosts need a place to meet\n  try: globaltensor run --nnodes 2 --rdzv-end"),
     (("run", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--node-rank", "2", __file__), "--node-rank 2 of 2 hosts"),
+    (("run", "-n", "2", "--min-ranks", "3", __file__), "--min-ranks 3 of 2 ranks"),
+    (("run", "--max-restarts", "-1", __file__), "'-1' is not a number from 0 on"),
     (("bench", "nothing"), "there is no benchmark 'nothing'\n  there are: "),
 ])
 def test_what_cannot_be_done_is_said_in_a_line_or_two(capsys, args, text):
@@ -129,22 +131,23 @@ def failures(**codes):
     return {int(rank[1:]): SimpleNamespace(exitcode=code) for rank, code in codes.items()}
 
 
-@pytest.mark.parametrize("codes, notes, code, lines", [
-    (dict(r0=1, r1=1), {0: "ValueError: a", 1: "ValueError: a"}, 1, ["ranks 0, 1 failed: ValueError: a"]),
-    (dict(r0=1, r1=3, r2=-15), {0: "TransportError: b", 1: "exit code 3"}, 3,
+@pytest.mark.parametrize("codes, notes, code, causes, lines", [
+    (dict(r0=1, r1=1), {0: "ValueError: a", 1: "ValueError: a"}, 1, [0, 1], ["ranks 0, 1 failed: ValueError: a"]),
+    (dict(r0=1, r1=3, r2=-15), {0: "TransportError: b", 1: "exit code 3"}, 3, [1],
      ["rank 1 failed: exit code 3", "rank 0 then lost touch with others (TransportError)", "rank 2 ended with it"]),
-    (dict(r0=1, r1=-9), {0: "TransportError: b"}, 137,
+    (dict(r0=1, r1=-9), {0: "TransportError: b"}, 137, [1],
      ["rank 1 was killed by SIGKILL (did the host run out of memory?)",
       "rank 0 then lost touch with others (TransportError)"]),
-    (dict(r0=-15, r1=-15), {1: "KeyError: 'x'"}, 1, ["rank 1 failed: KeyError: 'x'", "rank 0 ended with it"]),
-    (dict(r0=-11), {}, 128 + signal.SIGSEGV, ["rank 0 was killed by SIGSEGV"]),
-    (dict(r0=5), {}, 5, ["rank 0 exited with code 5"]),
+    (dict(r0=-15, r1=-15), {1: "KeyError: 'x'"}, 1, [1], ["rank 1 failed: KeyError: 'x'", "rank 0 ended with it"]),
+    (dict(r0=-11), {}, 128 + signal.SIGSEGV, [0], ["rank 0 was killed by SIGSEGV"]),
+    (dict(r0=5), {}, 5, [0], ["rank 0 exited with code 5"]),
+    (dict(r0=99, r1=99), {0: "exit code 99"}, 99, [0, 1], ["ranks 0, 1 were asked to end, to go on later"]),
 ])
-def test_the_report_names_the_cause_first(tmp_path, capsys, codes, notes, code, lines):
+def test_the_report_names_the_cause_first(tmp_path, capsys, codes, notes, code, causes, lines):
     for rank, line in notes.items():
         exit_code = int(line.split()[-1]) if line.startswith("exit code") else 1
         (tmp_path / f"{rank}.json").write_text(json.dumps({"error": line, "code": exit_code}))
-    assert run._report(failures(**codes), str(tmp_path)) == code
+    assert run._report(failures(**codes), str(tmp_path)) == (code, causes)
     assert capsys.readouterr().err.splitlines() == [f"globaltensor: {line}" for line in lines]
 
 

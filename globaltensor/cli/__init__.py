@@ -1,6 +1,8 @@
 """The command `globaltensor`: run a program on several ranks, show the environment, run benchmarks, plan ahead.
 
     globaltensor run -n 4 train.py --steps 100     the program on 4 ranks of this host
+    globaltensor ps                                the jobs that run on this host, and their ranks
+    globaltensor stacks                            where in its program each rank is
     globaltensor info                              versions, devices, transports, the world
     globaltensor bench dispatch                    one of the benchmarks
     globaltensor simulate --schedule zb-h1 ...     a pipeline schedule, on any cluster, without running it

@@ -42,6 +42,8 @@ def options(of: argparse.ArgumentParser) -> None:
     own.add_argument("--fresh", action="store_true", default=None, help="write what is moved anew each time (boxing)")
     own.add_argument("--hidden", type=int, metavar="N",
                      help="hidden size of the model (train; default 128, then 256. pipeline; default 256)")
+    own.add_argument("--minutes", type=float, metavar="N", help="how long training is disturbed (soak; default 2)")
+    own.add_argument("--seed", type=int, metavar="N", help="of the moments at which that happens (soak; default 0)")
     own.add_argument("--plot", metavar="FILE", help="a picture of the steps, measured above simulated (pipeline)")
 
 
@@ -55,7 +57,8 @@ def command(chosen: argparse.Namespace) -> int:
     if chosen.list:
         print("\n".join(aligned([(name, known[name].question) for name in names])))
         return 0
-    keywords = {name: getattr(chosen, name) for name in ("quick", "ranks", "fresh", "hidden", "plot")}
+    keywords = {name: getattr(chosen, name)
+                for name in ("quick", "ranks", "fresh", "hidden", "plot", "minutes", "seed")}
     keywords = {name: value for name, value in keywords.items() if value is not None}
     for option in keywords:
         if not any(option in known[name].takes for name in names):

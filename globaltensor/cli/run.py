@@ -3,6 +3,7 @@
     globaltensor run -n 4 train.py --steps 100     4 ranks on this host
     globaltensor run -n 4 -m package.train         a module instead of a file
     globaltensor run -n 8 --nnodes 2 --rdzv-endpoint host0:29400 train.py    on each of 2 hosts: 16 ranks
+    globaltensor run -n 4 --max-restarts 3 train.py                          again after a crash, up to 3 times
 
 The same program runs without it, as one process that drives all ranks: python train.py
 
@@ -30,17 +31,22 @@ from globaltensor.cli import worker
 from globaltensor.cli.info import cores
 from globaltensor.cli.problem import Problem
 from globaltensor.runtime.deadlock import rank_names
+from globaltensor.runtime.preemption import REQUEUE
 from globaltensor.runtime.secret import draw_secret
 
 
 def options(of: argparse.ArgumentParser) -> None:
     """The command line of `globaltensor run`."""
-    of.usage = ("globaltensor run [-n N] [--nnodes N --rdzv-endpoint HOST:PORT] [--grace SECONDS] [-m] program "
-                "[argument ...]")
+    of.usage = ("globaltensor run [-n N] [--nnodes N --rdzv-endpoint HOST:PORT] [--max-restarts N [--min-ranks N]] "
+                "[--grace SECONDS] [-m] program [argument ...]")
     of.add_argument("-n", "--nproc-per-node", dest="ranks", type=_positive, metavar="N",
                     help="ranks on this host (default: the GPUs there are, else 2)")
     of.add_argument("--grace", type=_positive, default=30, metavar="SECONDS", help="from SIGTERM or Ctrl-C to SIGKILL, "
                     "for ranks that save what they have (default 30)")
+    of.add_argument("--max-restarts", type=_count, default=0, metavar="N", help="how often the program is started "
+                    "again when a rank fails; it goes on by gt.resume (default 0)")
+    of.add_argument("--min-ranks", type=_positive, metavar="N", help="leave out ranks, or hosts, that fail, as long as "
+                    "so many of the job are left (default: all are started again)")
     of.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
     hosts = of.add_argument_group("several hosts", "the same command on each host")
     hosts.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="hosts that take part (default 1)")
@@ -59,12 +65,17 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return int(text)
+
+
 def command(chosen: argparse.Namespace) -> int:
     """Launch, wait, report; the exit code."""
     _check_command(chosen)
     ranks = chosen.ranks or torch.cuda.device_count() or 2
     _environment(ranks, chosen.nnodes)
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(chosen.grace)
     with tempfile.TemporaryDirectory(prefix="globaltensor-") as folder:
         os.environ[worker.FOLDER] = folder
         program = ["-m", chosen.program] if chosen.module else [chosen.program]
@@ -82,6 +93,8 @@ def _check_command(chosen: argparse.Namespace) -> None:
     if chosen.nnodes > 1 and not chosen.rdzv_endpoint:
         raise Problem(f"{chosen.nnodes} hosts need a place to meet\n  try: globaltensor run "
                       f"--nnodes {chosen.nnodes} --rdzv-endpoint HOST:29400 ... on each of them")
+    if chosen.min_ranks is not None and chosen.ranks is not None and chosen.min_ranks > chosen.ranks * chosen.nnodes:
+        raise Problem(f"--min-ranks {chosen.min_ranks} of {chosen.ranks * chosen.nnodes} ranks: there are no more")
     if chosen.node_rank is not None and not 0 <= chosen.node_rank < chosen.nnodes:
         raise Problem(f"--node-rank {chosen.node_rank} of {chosen.nnodes} hosts: it is 0 to {chosen.nnodes - 1}")
 
@@ -97,43 +110,74 @@ def _environment(ranks: int, hosts: int) -> None:
 
 
 def _launch(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str]) -> int:
-    """torch's launcher, from start to end; it is imported here because the other commands do without."""
+    """torch's agent, from start to end; it is imported here because the other commands do without."""
     if "LOGLEVEL" not in os.environ:                 # what went wrong is told below, in fewer words
         logging.disable(logging.CRITICAL)
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous.api import RendezvousError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from globaltensor.cli import rendezvous
-
-    alone = chosen.nnodes == 1 and not chosen.rdzv_endpoint
-    rendezvous.register_rendezvous()
-    config = LaunchConfig(min_nodes=chosen.nnodes, max_nodes=chosen.nnodes, nproc_per_node=ranks, max_restarts=0,
-                          run_id=chosen.rdzv_id, rdzv_backend=rendezvous.NAME,
-                          rdzv_endpoint="127.0.0.1:0" if alone else chosen.rdzv_endpoint,
-                          rdzv_configs={"rank": chosen.node_rank},
-                          local_addr="127.0.0.1" if alone else chosen.local_addr,
-                          logs_specs=DefaultLogsSpecs(log_dir=folder))
     if chosen.nnodes > 1:
         print(f"globaltensor: waiting for {chosen.nnodes} hosts at {chosen.rdzv_endpoint}", file=sys.stderr)
+    agent = _agent(chosen, ranks, folder, line)
     try:
-        elastic_launch(config, sys.executable)(*line)
-    except ChildFailedError as failed:
-        return _report(failed.failures, folder)
+        result = agent.run()
     except SignalException as ended:
+        if _saved(folder, len(agent.pids())):
+            raise Problem(f"ended by {ended.sigval.name}; the ranks have saved, and can go on", REQUEUE) from None
         raise Problem(f"ended by {ended.sigval.name}, and the ranks with it", 128 + ended.sigval) from None
     except KeyboardInterrupt:
         raise Problem("ended by SIGINT before the ranks began", 128 + signal.SIGINT) from None
     except (RendezvousError, ValueError, OSError, RuntimeError) as error:
         place = f"at {chosen.rdzv_endpoint}" if chosen.rdzv_endpoint else "on this host"
         raise Problem(f"the ranks could not be started {place}\n  why: {str(error).splitlines()[0]}", 1) from None
-    return 0
+    if not result.is_failed():
+        return 0
+    return _report(result.failures, folder)[0]
 
 
-def _report(failures: Mapping[int, Any], folder: str) -> int:
-    """Say which ranks failed of what, first those that began it; `failures` as torch's launcher gives them."""
-    notes = {int(path.stem): json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
+def _agent(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str]) -> Any:
+    """The agent of this host, which meets those of the others."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    from globaltensor.cli.agent import RestartingAgent
+    from globaltensor.cli.rendezvous import Rendezvous
+
+    alone = chosen.nnodes == 1 and not chosen.rdzv_endpoint
+    fewest = chosen.min_ranks or ranks * chosen.nnodes
+    meeting = Rendezvous("127.0.0.1:0" if alone else chosen.rdzv_endpoint, chosen.rdzv_id, chosen.nnodes,
+                         -(-fewest // ranks), chosen.node_rank, "127.0.0.1" if alone else chosen.local_addr or "")
+    spec = WorkerSpec(role="default", local_world_size=ranks, entrypoint=sys.executable, args=tuple(line),
+                      rdzv_handler=meeting, max_restarts=chosen.max_restarts, monitor_interval=0.1,
+                      local_addr=meeting.name if alone else chosen.local_addr)
+
+    def report(failures: Mapping[int, Any]) -> list[int]:
+        causes = _report(failures, folder)[1]
+        for path in Path(folder).glob("*.json"):
+            path.unlink()
+        Path(folder, "first").unlink(missing_ok=True)
+        print("globaltensor: the program is started again", file=sys.stderr, flush=True)
+        return causes
+
+    # of the hosts of a job each may leave out some ranks of its own
+    here = max(1, fewest - ranks * (chosen.nnodes - 1))
+    return RestartingAgent(spec, folder, chosen.grace, here, report)
+
+
+def _notes(folder: str) -> dict[int, dict[str, Any]]:
+    """How the ranks ended that have said so."""
+    return {int(path.stem): json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
+
+
+def _saved(folder: str, ranks: int) -> bool:
+    """Have all ranks of this host ended by `sys.exit(gt.REQUEUE)`?"""
+    notes = _notes(folder)
+    return len(notes) == ranks and all(note["code"] == REQUEUE for note in notes.values())
+
+
+def _report(failures: Mapping[int, Any], folder: str) -> tuple[int, list[int]]:
+    """Say which ranks failed of what, first those that began it; `failures` as torch's agent gives them. Returns the
+    exit code of the first of them, and all that began it."""
+    notes = _notes(folder)
     fates: dict[tuple[int, str], list[int]] = {}
     for rank, failure in sorted(failures.items()):
         fates.setdefault(_fate(failure.exitcode, notes.get(rank)), []).append(rank)
@@ -147,7 +191,8 @@ def _report(failures: Mapping[int, Any], folder: str) -> int:
         print(f"globaltensor: {rank_names(ranks)} {fate}", file=sys.stderr)
     first = fates[min(fates)][0]
     code = notes[first]["code"] if first in notes else failures[first].exitcode
-    return code if code > 0 else 128 - code
+    causes = [rank for (what, _), ranks in fates.items() if what < _LOST_TOUCH for rank in ranks]
+    return code if code > 0 else 128 - code, causes
 
 
 _LOST_TOUCH = 2
@@ -157,6 +202,8 @@ def _fate(code: int, note: dict[str, Any] | None) -> tuple[int, str]:
     """What happened to a rank, after a number that puts causes before what follows from them."""
     if note is not None and note["error"].startswith("TransportError"):
         return _LOST_TOUCH, "then lost touch with others (TransportError)"
+    if code == REQUEUE:
+        return 0, "was asked to end, to go on later"
     if note is not None:
         return 0, f"failed: {note['error']}"
     if code > 0:

@@ -25,6 +25,8 @@ def main(argv: list[str]) -> None:
     """Run `program arguments...` or `-m module arguments...`."""
     _die_with_launcher()
     faulthandler.enable()                            # a segmentation fault shows the line of the program
+    # by its path: to import it would import torch
+    runpy.run_path(str(Path(__file__).parents[1] / "runtime" / "stacks.py"))["arm_stacks"]()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):     # whole lines: ranks' lines do not mix
             stream.reconfigure(line_buffering=True, write_through=False)

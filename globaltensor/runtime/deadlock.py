@@ -215,13 +215,16 @@ class Watch:
 
     def give_up(self, current: Current, what: str, why: str, fix: str) -> None:
         """End the wait with an error, or the process where that does not work."""
-        self.lost = TransportError(what, why, fix, at=current.place())
+        if self.verdict() is None:                   # else a rank is lost because it has seen a deadlock, and ended
+            self.lost = TransportError(what, why, fix, at=current.place())
         limit = time.monotonic() + DEAF
         while _current is current and time.monotonic() < limit and not self.ended.is_set():
             current.abort()
             self.ended.wait(PERIOD / 10)
         if _current is current and not self.ended.is_set():
-            _end_process(self.lost)
+            error = self.verdict()
+            assert error is not None
+            _end_process(error)
 
     def publish(self, current: Current) -> bool:
         """Let the others know of this wait, once; False where it is over meanwhile."""

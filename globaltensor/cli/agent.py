@@ -1,0 +1,69 @@
+"""The launcher of one host: torch's elastic agent, which says why it starts ranks again, and may leave some out.
+
+The agent starts the ranks, watches them, and where one fails ends the others. With restarts left it then meets the
+agents of the other hosts anew (rendezvous.py) and starts the ranks again, in a new job with new numbers.
+"""
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+from globaltensor.runtime.host_processes import STOPPED, process_id, process_state
+from globaltensor.runtime.preemption import REQUEUE
+
+
+class RestartingAgent(LocalElasticAgent):
+    """Runs the ranks of this host, of which those that fail are left out as long as `fewest` are left. `report` is told
+    of the failures before each restart, and gives the ranks that caused them."""
+
+    def __init__(self, spec: WorkerSpec, folder: str, grace: int, fewest: int,
+                 report: Callable[[Mapping[int, Any]], list[int]]) -> None:
+        super().__init__(spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=grace)
+        self.fewest, self.report = fewest, report
+        self.failures: Mapping[int, Any] = {}
+
+    def run(self, role: str = "default") -> RunResult:
+        """Until all ranks have ended well, or too often badly. SIGUSR1 is passed on to them meanwhile."""
+        before = signal.signal(signal.SIGUSR1, self.pass_on)
+        try:
+            return super().run(role)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def pids(self) -> list[int]:
+        """The processes of the ranks."""
+        return [] if self._pcontext is None else list(self._pcontext.pids().values())
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        self.failures = result.failures
+        if any(failure.exitcode == REQUEUE for failure in result.failures.values()):
+            self._remaining_restarts = 0             # it is the scheduler who starts this job again
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self._stop_workers(worker_group)             # first, so that all have said how they ended
+        if self.failures:                            # else another host had some, or has come
+            causes = self.report(self.failures)
+            spec = worker_group.spec
+            spec.local_world_size = max(self.fewest, spec.local_world_size - len(causes))
+        super()._restart_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        for process in map(process_id, self.pids()):
+            if process is not None and process_state(process) == STOPPED:
+                os.kill(process.pid, signal.SIGKILL)     # it would not hear of SIGTERM, and be waited for
+        super()._stop_workers(worker_group)
