@@ -24,7 +24,8 @@ class Payload:
 
 evil = pickle.dumps(Payload())
 KEYS = ["globaltensor wait 0", "globaltensor wait 1", "globaltensor deadlock", "globaltensor/host 0", "host 0",
-        "arrivals", "torch.rendezvous.none", "torch.rendezvous.globaltensor"]
+        "arrivals", "globaltensor/round 1/host 0", "globaltensor process 0", "globaltensor heart 1",
+        "torch.rendezvous.none", "torch.rendezvous.globaltensor"]
 for port in sys.argv[1:]:
     with socket.socket() as link:
         link.connect(("127.0.0.1", int(port)))
