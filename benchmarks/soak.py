@@ -8,7 +8,8 @@ At random moments, of a seed, one of
 
 each in turn, also while ranks start, save and load. The launcher starts the ranks again by itself (--max-restarts).
 Every step's loss, also of those that were done again, must have the bits of the undisturbed run, and nothing may be
-left behind: no process, no file in /dev/shm or the temporary folder. """
+left behind: no process and no temporary file.
+"""
 from __future__ import annotations
 
 import json as _json
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +42,12 @@ def main(json: bool = False, quick: bool = False, minutes: float | None = None, 
     steps = int(STEPS_PER_MINUTE * minutes)
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
-        before = _leavings()
         began = time.monotonic()
         _finish(_start(folder / "undisturbed", steps))
         undisturbed = time.monotonic() - began
         soak = Soak(folder / "disturbed", steps, random.Random(seed), minutes)
         soak.run()
-        left = sorted(_leavings() - before)
+        left = _leavings(folder)
         expected, done = _losses(folder / "undisturbed"), _losses(folder / "disturbed")
     wrong = [step for step in range(1, steps + 1) if expected.get(step) != done.get(step)]
     rows: list[dict[str, Any]] = [{
@@ -109,13 +110,13 @@ class Soak:
 
 
 def _start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
-    folder.mkdir(exist_ok=True)
+    (folder / "temporary").mkdir(parents=True, exist_ok=True)
     run = [sys.executable, "-m", "globaltensor.cli", "run", "-n", str(RANKS), "--max-restarts", "1000"]
     own = ["--steps", str(steps), "--checkpoint", str(folder / "checkpoint"), "--every", "20", "--log",
            str(folder / "log")]
     with open(folder / "errors", "ab") as errors:
         return subprocess.Popen([*run, str(EXAMPLE), *SMALL, *own], stdout=errors, stderr=errors,
-                                env=os.environ | {"OMP_NUM_THREADS": "1"})
+                                env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary")})
 
 
 def _finish(job: subprocess.Popen[bytes]) -> None:
@@ -133,12 +134,14 @@ def _losses(folder: Path) -> dict[int, str]:
     return losses
 
 
-def _leavings() -> set[str]:
-    """What a job could leave on this host: processes, shared memory, temporary files."""
-    processes = {f"process {each.process.pid}" for ranks in jobs() for each in ranks}
-    files = {str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).glob("*")
-             if path.name.startswith(("globaltensor", "torch", "gt", "psm_"))}
-    return processes | files
+def _leavings(folder: Path) -> list[str]:
+    """What the jobs left: ranks that name the folder in their command line, and temporary files."""
+    left = [str(path) for path in folder.glob("*/temporary/*")]
+    for each in (each for ranks in jobs() for each in ranks):
+        with suppress(OSError):                      # it has ended meanwhile
+            if str(folder) in Path(f"/proc/{each.process.pid}/cmdline").read_text():
+                left.append(f"process {each.process.pid}")
+    return left
 
 
 def _parent(pid: int) -> int:

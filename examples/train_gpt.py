@@ -218,7 +218,7 @@ def train(options: argparse.Namespace) -> tuple[list[float], float]:
     say(f"{size:,} parameters, {len(text):,} bytes of text, dp {options.dp} x tp {options.tp} x pp {options.pp}")
 
     generator = torch.Generator().manual_seed(options.seed)
-    state = {"trainer": trainer.state(), "generator": generator.get_state(), "step": 0}
+    state: dict[str, Any] = {"trainer": trainer.state(), "generator": generator.get_state(), "step": 0}
     if options.checkpoint:
         state = gt.resume(state, options.checkpoint)
         generator.set_state(state["generator"])

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import PROGRAMS, PYTHON, Started, by_hand, environment, results
+from harness import PROGRAMS, PYTHON, RUN, TORCHRUN, Started, by_hand, environment, results
 
 from globaltensor.runtime import host_processes, liveness, stacks
 from globaltensor.runtime.host_processes import (
@@ -59,6 +59,16 @@ def test_a_rank_that_is_lost_is_named_in_time(place, fault, native, limit, tmp_p
     for rank, each in happens(place, fault, native, tmp_path).items():
         assert "rank 1" in each["told"], f"rank {rank}: {each}"
         assert each["after"] < limit, f"rank {rank}: {each}"
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("launcher", [RUN, TORCHRUN])
+def test_a_rank_that_ends_well_before_the_others_have_met_is_named_under_a_launcher(launcher, tmp_path):
+    count = ["-n" if launcher is RUN else "--nproc-per-node", 3]
+    Started([*launcher, *count, PROGRAM, "start", "exit 0", tmp_path]).end(60)
+    for rank, each in results(tmp_path).items():
+        assert rank != 1 and "rank 1 ended before all ranks had met" in each["told"] and each["after"] < START, each
 
 
 @pytest.mark.long

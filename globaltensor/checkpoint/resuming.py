@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -24,9 +24,11 @@ from globaltensor.runtime.agreement import broadcast_object
 from globaltensor.runtime.world import rank
 from globaltensor.tracebacks import api_boundary
 
+T = TypeVar("T")
+
 
 @api_boundary
-def resume(state: Any, directory: str | os.PathLike[str]) -> Any:
+def resume(state: T, directory: str | os.PathLike[str]) -> T:
     """The state of the last whole version in a folder that `gt.save` wrote; `state` itself where there is none.
     Collective.
 

@@ -30,8 +30,10 @@ def command(chosen: argparse.Namespace) -> int:
     """Print them."""
     rows = [("job", "rank", "process", "state", "memory", "for", "program")]
     for number, ranks in enumerate(jobs(), 1):
-        rows += [(str(number), f"{each.rank} of {each.ranks}", str(each.process.pid), process_state(each.process),
-                  _memory(each.process.pid), _age(each.process.began), program(each.process.pid)) for each in ranks]
+        for each in ranks:
+            pid = each.process.pid
+            rows.append((str(number), f"{each.rank} of {each.ranks}", str(pid), process_state(each.process),
+                         _resident(pid), _age(each.process.began), program(pid)))
     print("\n".join(aligned(rows, gap="   ")) if len(rows) > 1 else "no job of this user runs on this host")
     return 0
 
@@ -60,20 +62,20 @@ def program(pid: int) -> str:
     return " ".join([os.path.relpath(word) if os.path.isabs(word) else word for word in words])
 
 
-def _status(pid: int, field: str) -> str:
+def _status_line(pid: int, name: str) -> str:
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{field}:")), "")
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{name}:")), "")
 
 
 def _parent(pid: int) -> int:
-    return int(_status(pid, "PPid") or 0)
+    return int(_status_line(pid, "PPid") or 0)
 
 
-def _memory(pid: int) -> str:
-    return f"{int((_status(pid, 'VmRSS') or '0').split()[0]) / 1000:,.0f} MB"
+def _resident(pid: int) -> str:
+    return f"{int((_status_line(pid, 'VmRSS') or '0').split()[0]) / 1000:,.0f} MB"
 
 
 def _age(began: int) -> str:

@@ -43,7 +43,7 @@ def options(of: argparse.ArgumentParser) -> None:
                     help="ranks on this host (default: the GPUs there are, else 2)")
     of.add_argument("--grace", type=_positive, default=30, metavar="SECONDS", help="from SIGTERM or Ctrl-C to SIGKILL, "
                     "for ranks that save what they have (default 30)")
-    of.add_argument("--max-restarts", type=_count, default=0, metavar="N", help="how often the program is started "
+    of.add_argument("--max-restarts", type=_natural, default=0, metavar="N", help="how often the program is started "
                     "again when a rank fails; it goes on by gt.resume (default 0)")
     of.add_argument("--min-ranks", type=_positive, metavar="N", help="leave out ranks, or hosts, that fail, as long as "
                     "so many of the job are left (default: all are started again)")
@@ -65,7 +65,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _count(text: str) -> int:
+def _natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
     return int(text)
@@ -163,21 +163,21 @@ def _agent(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str])
     return RestartingAgent(spec, folder, chosen.grace, here, report)
 
 
-def _notes(folder: str) -> dict[int, dict[str, Any]]:
+def _endings(folder: str) -> dict[int, dict[str, Any]]:
     """How the ranks ended that have said so."""
     return {int(path.stem): json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
 
 
 def _saved(folder: str, ranks: int) -> bool:
     """Have all ranks of this host ended by `sys.exit(gt.REQUEUE)`?"""
-    notes = _notes(folder)
+    notes = _endings(folder)
     return len(notes) == ranks and all(note["code"] == REQUEUE for note in notes.values())
 
 
 def _report(failures: Mapping[int, Any], folder: str) -> tuple[int, list[int]]:
     """Say which ranks failed of what, first those that began it; `failures` as torch's agent gives them. Returns the
     exit code of the first of them, and all that began it."""
-    notes = _notes(folder)
+    notes = _endings(folder)
     fates: dict[tuple[int, str], list[int]] = {}
     for rank, failure in sorted(failures.items()):
         fates.setdefault(_fate(failure.exitcode, notes.get(rank)), []).append(rank)

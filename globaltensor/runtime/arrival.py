@@ -35,6 +35,10 @@ def meet(timeout: timedelta) -> dist.Store:
 
     Raises TransportError where a rank has ended, or does not come in time.
     """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise TransportError(f"the ranks could not find each other: {' and '.join(missing)} not set",
+                             "RANK and WORLD_SIZE are", "globaltensor run -n N program.py, or torchrun")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     others = _Others(rank, size)
     limit = time.monotonic() + timeout.total_seconds()
