@@ -207,3 +207,15 @@ def test_processes_on_several_hosts(native, per_host, most, tmp_path):
         nbytes * (4 if per_host == 2 else 3) // 16, ["all_to_all"]]
     assert notes["[4] torch.float32 (P,) -> (S(0),)"] == [3 * nbytes // 4, []]           # gloo would move twice that
     assert notes["[4] torch.float32 (P(max),) -> (B,)"][1] == []
+
+
+@pytest.mark.processes
+def test_gradients_are_reduced_during_backward_where_a_link_is_waited_for(tmp_path):
+    """The same bits as when reduced at once, of two ranks; each is sent once, so not where gradients come twice."""
+    for one in by_hand([PROGRAMS / "overlap.py", tmp_path], 2, LOCAL_WORLD_SIZE="1", **HOSTS):
+        code, out, err = one.end(100)
+        assert code == 0, out + err
+    seen = check_notes(tmp_path, 2)
+    first, *middle, _ = seen["plain"]
+    assert first == 0 and all(n >= 3 for n in middle), seen
+    assert seen["zero"][0] == 0 and min(seen["zero"][1:3]) >= 2 and seen["micro-batches"] == [0, 0, 0, 0], seen

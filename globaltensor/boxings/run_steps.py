@@ -48,7 +48,7 @@ class Move(NamedTuple):
 
 
 class RunningBoxing:
-    """Boxings of many tensors, by their plans; the first step is begun when this is made.
+    """Boxings of many tensors, by their plans; the first step that takes a link is begun when this is made.
 
     `purpose` says what for: all ranks must mean the same. `calls` names the collectives that ran, in order.
     """
@@ -79,7 +79,8 @@ class RunningBoxing:
         for number in range(max(map(len, self._steps), default=0)):
             tag = (self._tag + number) & 0x3FFFFFFF | 8        # 1 to 7 are not for boxings
             finish = self._begin([k for k, steps in enumerate(self._steps) if len(steps) > number], number, tag)
-            yield
+            if self._sending:                        # what memory alone did is done
+                yield
             for k, shards in finish():
                 self._shards[k] = shards
 
@@ -100,7 +101,7 @@ class RunningBoxing:
                 named.setdefault((name, tuple(sorted(group.ranks)), dtype), []).append((k, Item(group, shard)))
             else:
                 others.append(k)
-        done = self._run_native(in_memory)
+        done, self._sending = self._run_native(in_memory), bool(named or others)
         wait_for_named = self._begin_collectives(named, tag)
         wait_for_others = self._begin_messages(others, number, tag)
         return lambda: [*done, *wait_for_named(), *wait_for_others()]

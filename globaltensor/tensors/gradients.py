@@ -7,6 +7,10 @@ gradients that wait into the layouts of their parameters, in one fused boxing.
 Every rank runs the same program, so all of them settle the same gradients: waiting leaves are held on to until then,
 and taken in the order in which they were made.
 
+Where a link between hosts is what a reduction waits for, it is begun while backward goes on, a bucket of gradients at a
+time, and waited for by that first read. That is done only where no gradient came twice between the last two reads: else
+each would be sent once per micro-batch. A gradient that comes again nevertheless is reduced anew.
+
 A leaf's gradient may be brought to another layout than the leaf's own (`set_grad_layout`), and then be handed over to
 the *part* of the leaf that an optimizer works on (`share_grad`): that is ZeRO (zero.py).
 """
@@ -21,13 +25,16 @@ from typing import Any
 import torch
 
 from globaltensor.boxings import native
-from globaltensor.boxings.redistribute import Move, move_shards, redistribute
+from globaltensor.boxings.plan import plan
+from globaltensor.boxings.redistribute import Move, move_shards, plan_together, redistribute
+from globaltensor.boxings.run_steps import RunningBoxing
 from globaltensor.boxings.watch import watched
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.global_like import is_global
-from globaltensor.layouts.layout import Layout, spec
+from globaltensor.layouts.layout import Layout, Spec, spec
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import TensorBase
+from globaltensor.runtime.world import world
 from globaltensor.tracebacks import api_boundary
 
 _grad: Any = TensorBase.grad                # a descriptor of C
@@ -36,6 +43,7 @@ _set = _grad.__set__
 _order = count()
 pending: dict[int, Any] = {}                         # leaves whose gradients lie elsewhere than they do, by their order
 EARLY = 25 << 20                                     # bytes of gradients that wait, at most, for leaves reduced early
+TIMES_LATENCY = 16                                   # how long a bucket takes to be sent, at least
 
 
 @dataclass(slots=True, eq=False)
@@ -203,7 +211,9 @@ def _accumulated(leaf: Any) -> bool:
     if grad.spec.layout is not grad_layout(leaf):
         notes = _noted(leaf)
         assert notes.order is not None               # only what is watched comes here
+        twice = notes.order in pending
         pending[notes.order] = leaf
+        _buckets.add(leaf, grad, twice)
         if notes.early and not _early_reduction_off and sum(some.spec.nbytes for some in pending.values()) >= EARLY:
             reduce_pending()
         return False
@@ -243,6 +253,7 @@ def restore(taken: Iterable[tuple[Any, Any]]) -> None:
 
 def reduce_pending(of: Iterable[Any] | None = None) -> None:
     """Bring every waiting gradient, or those of some leaves, into its leaf's layout, all in one go."""
+    _buckets.finish(whole=of is None)
     keys = sorted(pending) if of is None else sorted(pending.keys() & {_noted(leaf).order for leaf in of})
     leaves = [pending.pop(k) for k in keys]
     grads = [(dst, g, _noted(leaf).reduce_dtype or g.dtype) for leaf in leaves
@@ -252,16 +263,73 @@ def reduce_pending(of: Iterable[Any] | None = None) -> None:
     if None not in boxings:
         torch_ext.redistribute_in_place([(boxing, g) for boxing, (_, g, _) in zip(boxings, grads)], "gradient")
         return
-    moved = move_shards([Move(spec(g.spec.layout, g.spec.shape, g.spec.stride, sent), _cast(g.shards, sent), dst)
-                 for dst, g, sent in grads], "gradient")
+    moved = move_shards([_move_of(g, dst, sent) for dst, g, sent in grads], "gradient")
     for (dst, g, _), shards in zip(grads, moved):
         g.spec, g.shards = g.spec.moved(dst), _cast(shards, g.spec.dtype)
+
+
+def _move_of(grad: Any, dst: Layout, sent: torch.dtype) -> Move:
+    return Move(spec(grad.spec.layout, grad.spec.shape, grad.spec.stride, sent), _cast(grad.shards, sent), dst)
 
 
 def _cast(shards: dict[int, torch.Tensor], dtype: torch.dtype) -> dict[int, torch.Tensor]:
     return {rank: t.to(dtype) for rank, t in shards.items()}
 
 
+class BackwardBuckets:
+    """Reductions that go on during backward. All ranks run the same program, so they begin the same buckets."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Any] = []                 # leaves of the next bucket
+        self.transfer = 0.0                          # seconds that these take to be sent
+        self.under_way: list[tuple[RunningBoxing, list[tuple[Any, Any, Layout]]]] = []     # of leaf, gradient, layout
+        self.stale: set[int] = set()                 # ids of leaves whose gradients came again
+        self.each_once = False                       # was it so before the last read?
+        self.twice = False
+
+    def add(self, leaf: Any, grad: Any, twice: bool) -> None:
+        """A gradient came; `twice`: one waits already."""
+        if twice:
+            self.twice = True
+            self.stale.add(id(leaf))
+            self.waiting = [other for other in self.waiting if other is not leaf]
+        elif self.each_once and not _early_reduction_off and not watched() and _waits_for_link(
+                grad.spec, dst := grad_layout(leaf)):
+            own = plan(grad.spec.layout, dst, grad.spec.shape, EARLY, world().machine)
+            self.waiting.append(leaf)
+            self.transfer += own.rate * grad.spec.nbytes
+            if self.transfer >= TIMES_LATENCY * own.fixed:
+                self._begin()
+
+    def _begin(self) -> None:
+        grads = [(leaf, raw_grad(leaf), grad_layout(leaf)) for leaf in self.waiting]
+        moves = [_move_of(g, dst, _noted(leaf).reduce_dtype or g.dtype) for leaf, g, dst in grads]
+        self.under_way.append((RunningBoxing(moves, plan_together(moves), "gradient"), grads))
+        self.waiting, self.transfer = [], 0.0
+
+    def finish(self, whole: bool) -> None:
+        """Wait for what was begun. `whole`: all gradients are read."""
+        self.waiting, self.transfer = [], 0.0
+        for running, grads in self.under_way:
+            for (leaf, grad, dst), shards in zip(grads, running.finish()):
+                notes = _noted(leaf)
+                # One that came again, or was replaced or dropped, is not what was sent.
+                if id(leaf) in self.stale or raw_grad(leaf) is not grad or notes.order not in pending:
+                    continue
+                grad.spec, grad.shards = grad.spec.moved(dst), _cast(shards, grad.spec.dtype)
+                del pending[notes.order]
+        self.under_way = []
+        if whole:
+            self.each_once, self.twice = not self.twice, False
+        self.stale.clear()
+
+
+def _waits_for_link(of: Spec, dst: Layout) -> bool:
+    """Does this boxing pass a link between processes, which goes on while a core computes?"""
+    return not world().single_process and of.placement.type == "cpu" and native.find_boxing(of, dst) is None
+
+
+_buckets = BackwardBuckets()
 TAKEN: dict[Callable[..., Any], Callable[..., Any]] = {_hook: register_hook}
 
 if torch_ext is not None:

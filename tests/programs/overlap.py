@@ -1,0 +1,50 @@
+"""Gradients that are reduced while backward goes on: every process compares them with those reduced all at once."""
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+import globaltensor as gt
+from globaltensor.tensors import gradients
+
+SEED = 20_261_124
+WIDTH, LAYERS, STEPS = 256, 6, 4
+
+
+def train(where, times_latency, micro_batches=1, stage=0, drop=False):
+    """The parameters after some steps, and how many buckets were begun in each."""
+    gradients.TIMES_LATENCY, gradients._buckets = times_latency, gradients.BackwardBuckets()
+    torch.manual_seed(SEED)
+    net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    gt.to_global(net, where, gt.sbp.broadcast)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    optimizer = gt.zero(optimizer, stage=stage) if stage else optimizer
+    begun, generator = [], torch.Generator().manual_seed(SEED)
+    for step in range(STEPS):
+        for _ in range(micro_batches if step != STEPS - 1 else 2):         # twice in the last step, unforeseen
+            x = gt.from_full(torch.randn(16, WIDTH, generator=generator), where, gt.sbp.split(0))
+            net(x).square().mean().backward()
+        begun.append(len(gradients._buckets.under_way))
+        if drop and step == 1:
+            optimizer.zero_grad()                    # what is under way is for nobody
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor() for p in net.parameters()], begun
+
+
+def main(folder):
+    where, seen = gt.placement.all("cpu"), {}
+    for name, how in {"plain": {}, "micro-batches": {"micro_batches": 2}, "zero": {"stage": 2},
+                      "dropped": {"drop": True}}.items():
+        at_once, none = train(where, float("inf"), **how)
+        bucket_wise, seen[name] = train(where, 4, **how)
+        assert none == [0] * STEPS, none
+        for a, b in zip(at_once, bucket_wise, strict=True):
+            assert torch.equal(a, b), f"{name}: {(a - b).abs().max()}"
+    Path(folder, f"{gt.rank()}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
