@@ -29,17 +29,22 @@ MPI_SETTINGS = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM":
 
 
 class Workers:
-    """`function` is "module:name"; `threads` of torch each. `mpirun`, if given, starts them; only rank 0 may speak."""
+    """`function` is "module:name"; `threads` of torch each. `mpirun`, if given, starts them; only rank 0 may speak.
+
+    `own` has for each rank what its environment has more, and `prefixes` what stands before its command line.
+    """
 
     def __init__(self, function: str, ranks: int, settings: dict[str, Any], threads: int = 1,
-                 mpirun: str | None = None) -> None:
+                 mpirun: str | None = None, own: Sequence[dict[str, str]] = (),
+                 prefixes: Sequence[Sequence[str]] = ()) -> None:
         env = {**os.environ, **ONE_HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks),
                "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": str(threads)}
         line = [sys.executable, "-c", CODE, function, json.dumps(settings)]
         if mpirun:
             self.processes = [self._start([mpirun, "-n", str(ranks), *line], {**env, **MPI_SETTINGS})]
         else:
-            self.processes = [self._start(line, {**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(ranks)]
+            self.processes = [self._start([*prefix, *line], {**env, "RANK": str(r), "LOCAL_RANK": str(r), **more})
+                              for r, prefix, more in zip(range(ranks), prefixes or [()] * ranks, own or [{}] * ranks)]
 
     @staticmethod
     def _start(line: Sequence[str], env: dict[str, str]) -> subprocess.Popen:

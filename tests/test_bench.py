@@ -43,6 +43,18 @@ def test_in_one_process(name, rows, column):
     assert len(said["rows"]) == rows and all(row[column] > 0 for row in said["rows"] if column != "dtensor ms")
 
 
+@pytest.mark.long
+@pytest.mark.processes
+def test_hosts():
+    """With root rights and network namespaces; else it says why it is left out."""
+    code, out, err = run([*BENCH, "hosts", "--quick", "--json"], timeout=280)
+    assert code == 0, err
+    if "left out" in err:
+        pytest.skip(err)
+    row, = json.loads(out)["rows"]
+    assert row["hosts x ranks"] == "2 x 1" and min(row[name] for name in ("dp", "ZeRO 1", "ZeRO 2", "best DDP")) > 0
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("args, title", [
     ((), "boxing: 2 ranks, m"),

@@ -1,0 +1,170 @@
+"""How long is a training step over two hosts with a slow link, beside DDP at its best bucket size?
+
+Hosts are network namespaces of this machine, joined by a cable that `tc` makes as slow as a link: 1 or 10 Gbit/s each
+way, 50 us or 1 ms to the other side. That takes root, `ip` and `tc`; a kernel without netem cannot delay, so there only
+the rate is set, which each row says. The model and its training are those of train.py, one thread per rank. Each arm
+lives in processes of its own and trains in turns while the others wait; the link changes under them. A time is that of
+the median step, of the slowest rank.
+
+    DDP          torch's over gloo, buckets of 1, 2, 4 and 25 MB: the best of these
+    dp           ours: the batch split, parameters broadcast
+    ZeRO 1, 2    ours: `gt.zero(optimizer, stage)` on top
+"""
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import globaltensor as gt
+from benchmarks import train
+from benchmarks.processes import Workers
+from benchmarks.timing import show
+
+BUCKETS = [1, 2, 4, 25]                              # MB
+LINKS = [("1gbit", "50us"), ("1gbit", "1ms"), ("10gbit", "50us"), ("10gbit", "1ms")]
+HOSTS = 2
+
+
+class Host(NamedTuple):
+    """A network namespace: its end of the cable, and the address there."""
+
+    name: str
+    end: str
+    address: str
+
+
+def main(json: bool = False, quick: bool = False, hidden: int | None = None) -> None:
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if os.geteuid() != 0 or missing:
+        print(f"hosts: left out, as network namespaces need root{''.join(f', and {tool}' for tool in missing)}",
+              file=sys.stderr)
+        return
+    per_host, rounds, steps, links = ([1], 1, 2, LINKS[:1]) if quick else ([1, 2], 3, 5, LINKS)
+    rows = [row for n in per_host for row in compare(hidden or (64 if quick else 256), n, links, rounds, steps)]
+    show("hosts: ms of a step over two hosts", rows, json)
+
+
+def compare(hidden: int, per_host: int, links: list[tuple[str, str]], rounds: int, steps: int) -> list[dict[str, Any]]:
+    """All arms on each of these links, in turns of so many steps."""
+    ranks = HOSTS * per_host
+    arms = {f"DDP {mb} MB": {"kind": "ddp", "bucket": mb} for mb in BUCKETS} | {
+        name: {"kind": "ours", "stage": stage} for stage, name in enumerate(("dp", "ZeRO 1", "ZeRO 2"))}
+    rows = []
+    with cable() as hosts, ExitStack() as stack:
+        workers = {name: stack.enter_context(HostWorkers(hosts, per_host, {
+            **arm, "hidden": hidden, "ranks": ranks, "steps": steps})) for name, arm in arms.items()}
+        losses = {name: some.hear() for name, some in workers.items()}
+        for name, seen in losses.items():
+            train.verify(name, seen, losses["DDP 25 MB"][0])
+        if not can_delay(hosts[0]):
+            links = list(dict.fromkeys((rate, "") for rate, _ in links))
+        for rate, delay in links:
+            for host in hosts:
+                slow_down(host, rate, delay)
+            speed = train.in_turns(workers, rounds)
+            ms = {name: train.BATCH * train.SEQ / tokens * 1e3 for name, tokens in speed.items()}
+            best = min((name for name in ms if name.startswith("DDP")), key=ms.__getitem__)
+            rows.append({"hosts x ranks": f"{HOSTS} x {per_host}", "link": f"{rate}, {delay or 'no delay'}",
+                         "hidden": hidden, **{name: ms[name] for name in ms if not name.startswith("DDP")},
+                         "best DDP": ms[best], "its bucket": best.removeprefix("DDP "),
+                         "dp of DDP": ms["dp"] / ms[best]})
+    return rows
+
+
+@contextmanager
+def cable() -> Iterator[list[Host]]:
+    """Two hosts, joined; they are gone afterwards."""
+    hosts = [Host(f"gtbench{os.getpid()}{k}", f"gtbench{k}", f"10.213.78.{k + 1}") for k in range(HOSTS)]
+    try:
+        for host in hosts:
+            call("ip", "netns", "add", host.name)
+        one, other = hosts
+        call("ip", "link", "add", one.end, "netns", one.name, "type", "veth", "peer",
+             "name", other.end, "netns", other.name)
+        for host in hosts:
+            call("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.end)
+            for end in (host.end, "lo"):
+                call("ip", "-n", host.name, "link", "set", end, "up")
+        yield hosts
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
+
+
+def slow_down(host: Host, rate: str, delay: str) -> None:
+    """What this host sends takes so long to arrive (not at all longer, if that is ""), and no more than so many bits a
+    second."""
+    limits = ["netem", "delay", delay, "rate", rate, "limit", "100000"] if delay else [
+        "tbf", "rate", rate, "burst", "256kb", "latency", "200ms"]
+    call("ip", "netns", "exec", host.name, "tc", "qdisc", "replace", "dev", host.end, "root", *limits)
+
+
+def can_delay(host: Host) -> bool:
+    """Has this kernel netem?"""
+    return subprocess.run(["ip", "netns", "exec", host.name, "tc", "qdisc", "replace", "dev", host.end, "root", "netem",
+                           "delay", "1ms"], capture_output=True).returncode == 0
+
+
+def call(*words: str) -> None:
+    ended = subprocess.run(words, capture_output=True, text=True)
+    if ended.returncode:
+        raise SystemExit(f"{' '.join(words)}: {ended.stderr.strip()}")
+
+
+class HostWorkers(Workers):
+    """Workers in the namespaces of hosts, so many on each, with one thread."""
+
+    def __init__(self, hosts: list[Host], per_host: int, settings: dict[str, Any]) -> None:
+        lines = [["ip", "netns", "exec", host.name] for host in hosts for _ in range(per_host)]
+        own = [{"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": host.end, "LOCAL_RANK": str(k),
+                "LOCAL_WORLD_SIZE": str(per_host)} for host in hosts for k in range(per_host)]
+        super().__init__("benchmarks.hosts:worker", len(lines), settings, prefixes=lines, own=own)
+
+
+# -------------------------------------------------------------------------------------------------------- a worker
+
+
+def worker(settings: dict[str, Any]) -> Iterator[list[float]]:
+    """The losses of the first steps; then, at every turn, the seconds of some more."""
+    model, batches = train.made(settings["hidden"])
+    kind = ddp if settings["kind"] == "ddp" else ours
+    trainer = kind(model, batches, settings)
+    yield train.first_losses(trainer)
+    yield from train.turns(trainer, settings["steps"])
+
+
+def ddp(model: nn.Module, batches: list[tuple[Tensor, Tensor]], settings: dict[str, Any]) -> train.Trainer:
+    dist.init_process_group("gloo")
+    ranks = settings["ranks"]
+
+    def read(loss: Tensor) -> float:
+        """The mean over the ranks' parts of the batch."""
+        dist.all_reduce(loss)
+        return loss.item() / ranks
+
+    parts = [(a.chunk(ranks)[dist.get_rank()], b.chunk(ranks)[dist.get_rank()]) for a, b in batches]
+    whole = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=settings["bucket"])
+    return train.Trainer(whole, train.adamw(list(whole.parameters())), parts, read)
+
+
+def ours(model: nn.Module, batches: list[tuple[Tensor, Tensor]], settings: dict[str, Any]) -> train.Trainer:
+    where = gt.placement("cpu", torch.arange(settings["ranks"]).tolist(), axis_names=("dp",))
+    gt.to_global(model, where, gt.sbp.broadcast)
+    parts = [(gt.from_full(a, where, gt.sbp.split(0)), gt.from_full(b, where, gt.sbp.split(0))) for a, b in batches]
+    optimizer = train.adamw(list(model.parameters()))
+    if settings["stage"]:
+        optimizer = gt.zero(optimizer, stage=settings["stage"])
+    return train.Trainer(model, optimizer, parts)
+
+
+if __name__ == "__main__":
+    main()
