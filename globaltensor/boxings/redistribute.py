@@ -19,7 +19,9 @@ from globaltensor.boxings.plan import BoxingPlan, plan, plan_bytes
 from globaltensor.boxings.run_steps import Move as Move, RunningBoxing
 from globaltensor.errors import where
 from globaltensor.layouts.layout import Layout, Shards
+from globaltensor.runtime.memory import refuse_fake_mode
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.torch_internals import in_fake_mode, without_fake_mode
 from globaltensor.runtime.world import world
 
 
@@ -29,6 +31,11 @@ def move_shards(moves: Sequence[Move], op: str = watch.EXPLICIT, purpose: str = 
 
     Raises BoxingError where a `gt.boxing` block does not allow it, before anything moves.
     """
+    if in_fake_mode():
+        for move in moves:
+            refuse_fake_mode(move.dst.placement, f"the boxing for {purpose or op}")
+        with without_fake_mode():
+            return move_shards(moves, op, purpose)
     boxings = _native_boxings(moves)
     if boxings is not None:
         if not any(boxings):

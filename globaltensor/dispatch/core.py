@@ -26,9 +26,9 @@ from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, spec
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.regions import Range
 from globaltensor.rules.call import Call, arguments, written
-from globaltensor.runtime.memory import require
+from globaltensor.runtime.memory import refuse_fake_mode, require
 from globaltensor.runtime.native import torch_ext
-from globaltensor.runtime.torch_internals import OpOverload, tree_map_only
+from globaltensor.runtime.torch_internals import OpOverload, in_fake_mode, tree_map_only, without_fake_mode
 from globaltensor.tracebacks import api_boundary
 
 _decisions: dict[tuple[Any, ...], Decision] = {}
@@ -38,6 +38,8 @@ _LIMIT = 50_000
 def arrive(cls: type[GlobalLike], func: OpOverload, /, *args: Any, **kwargs: Any) -> Any:
     """An op from torch: run it. Errors leave folded, those of torch with what is known of the operands."""
     try:
+        if in_fake_mode():
+            return _run_without_memory(cls, func, args, kwargs)
         return _run_arrived(cls, func, args, kwargs)
     except Exception as error:
         add_operands(error, func, args, kwargs)
@@ -67,6 +69,18 @@ def _run_arrived(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...],
             _note_writes(call)
             return result
     return dispatch(cls, func, args, kwargs)
+
+
+def _run_without_memory(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...],
+                        kwargs: dict[str, Any]) -> Any:
+    """An op under FakeTensorMode: of global tensors on the meta device, and of plain ones as if they were there."""
+    for t in _tensors(args, kwargs):
+        if is_global(t):
+            refuse_fake_mode(t.placement, f"{func} of a global tensor")
+    with without_fake_mode():
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: t if is_global(t) else torch.empty_strided(
+            t.shape, t.stride(), dtype=t.dtype, device="meta"), (args, kwargs))
+        return _run_arrived(cls, func, args, kwargs)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

@@ -12,7 +12,7 @@ import torch
 
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.global_like import is_global
-from globaltensor.runtime.torch_internals import data_address
+from globaltensor.runtime.torch_internals import data_address, in_fake_mode
 
 
 def require(t: torch.Tensor, what: str) -> None:
@@ -42,6 +42,16 @@ def missing(t: torch.Tensor) -> tuple[str, str] | None:
         return ("a tensor on the meta device",
                 'torch.empty_like(t, device="cpu"), then filled; of a module: module.to_empty(device="cpu")')
     return "a tensor whose storage was freed", "t.clone(), taken before its storage was resized to 0"
+
+
+def refuse_fake_mode(placement: Any, what: str) -> None:
+    """Raise GlobalTensorError under FakeTensorMode, where the shards on a placement would be fake: boxings read memory.
+    On the meta device global tensors have none anyway."""
+    if placement.type != "meta" and in_fake_mode():
+        raise GlobalTensorError(f"{what} on {placement} under FakeTensorMode",
+                                "its shards are read from memory, and fake ones have none",
+                                f'gt.placement("meta", {list(placement.ranks)}), and modules that were made inside '
+                                'torch.device("meta") and global before: shapes and layouts, backward too')
 
 
 class NoMemory(torch.UntypedStorage):

@@ -40,7 +40,7 @@ from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shape
 from globaltensor.layouts.regions import Region
 from globaltensor.runtime.native import core_lib
-from globaltensor.runtime.torch_internals import num_dispatch_modes
+from globaltensor.runtime.torch_internals import num_dispatch_modes, without_fake_mode
 
 Device = torch.device | str
 _MASK = 0xFFFFFFFF
@@ -356,4 +356,5 @@ def draw_key(generator: torch.Generator | None = None) -> int:
     """The next key, from `generator` or torch's default one for the CPU: what seeds, saves or restores that (seeds,
     `get_rng_state`, `fork_rng`, recomputation in a checkpoint) does so for all that is made of keys."""
     device = "cpu" if generator is None else generator.device
-    return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
+    with without_fake_mode():
+        return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))

@@ -6,8 +6,8 @@ where they are needed. `docs/torch-internals.md` lists both and tells what we wo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -156,6 +156,25 @@ def reading_lazy_bits() -> AbstractContextManager[Any]:
 def modes_active() -> bool:
     """Does a dispatch mode look on: FakeTensorMode, make_fx, a FLOP counter?"""
     return num_dispatch_modes() > 0
+
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def in_fake_mode() -> bool:
+    """Does FakeTensorMode look on, under which torch's own tensors have no memory?"""
+    return modes_active() and torch._C._get_dispatch_mode(_FAKE) is not None
+
+
+@contextmanager
+def without_fake_mode() -> Iterator[None]:
+    """Inside, ops do not go by way of FakeTensorMode, where it is active."""
+    mode = torch._C._unset_dispatch_mode(_FAKE)
+    try:
+        yield
+    finally:
+        if mode is not None:
+            torch._C._set_dispatch_mode(mode)
 
 
 def introduce_to_make_fx(cls: type) -> bool:

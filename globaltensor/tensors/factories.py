@@ -32,6 +32,8 @@ from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.regions import Region
 from globaltensor.runtime import philox
 from globaltensor.runtime.agreement import agree
+from globaltensor.runtime.memory import refuse_fake_mode
+from globaltensor.runtime.torch_internals import without_fake_mode
 from globaltensor.runtime.world import has_devices, local_ranks_of, world
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.factory_types import (
@@ -144,8 +146,10 @@ def make_parts(shape: Shape, dtype: torch.dtype, dst: Layout, make: Make) -> Glo
 def _finish(name: str, shape: Shape, dtype: torch.dtype, where: Any, sbp: Any, requires_grad: bool,
             make: Make, key: int = 0) -> GlobalTensor:
     dst = resolve_layout(where, sbp, len(shape))
-    agree(f"{name}({list(shape)}, {dtype}) on {dst}" + (f", random state {key:x}" if key else ""))
-    x = make_parts(shape, dtype, dst, make)
+    refuse_fake_mode(dst.placement, f"gt.{name}")
+    with without_fake_mode():
+        agree(f"{name}({list(shape)}, {dtype}) on {dst}" + (f", random state {key:x}" if key else ""))
+        x = make_parts(shape, dtype, dst, make)
     return x.requires_grad_() if requires_grad else x
 
 
