@@ -112,10 +112,38 @@ def test_an_encoder_with_a_padding_mask_takes_no_nested_tensors(mode):
         compare(found.full_tensor()[~mask], expected[~mask])
 
 
-def test_a_nested_tensor_of_global_ones_is_refused():
-    x = spread(torch.randn(2, 3, 4), [0, 1, 2], (B,))
+def of_global(layout, make=torch.nested.nested_tensor):
+    x = spread(torch.randn(4, 3), [0, 1, 2], (B,))
+    return make([x, x[:2]], layout=layout)
+
+
+def plain_nested(layout):
+    return torch.nested.nested_tensor([torch.ones(4, 3), torch.ones(2, 3)], layout=layout)
+
+
+NESTED = {
+    "made of global ones": of_global,
+    "made as they are": lambda layout: of_global(layout, torch.nested.as_nested_tensor),
+    "an operand beside": lambda layout: spread(torch.randn(4, 3), [0, 1], (S(0),)) + plain_nested(layout),
+    "made global": lambda layout: gt.from_full(plain_nested(layout), place([0, 1]), B),
+    "a mask's": lambda layout: torch._nested_tensor_from_mask(spread(torch.randn(2, 3, 4), [0, 1, 2], (B,)),
+                                                              torch.ones(2, 3, dtype=torch.bool)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_tensors_are_refused(name, layout):
     with pytest.raises(GlobalTensorError, match="nested tensor"):
-        torch._nested_tensor_from_mask(x, torch.ones(2, 3, dtype=torch.bool))
+        NESTED[name](layout)
+
+
+def test_a_layer_takes_a_jagged_tensor():
+    """torch hands it the values alone, which are one tensor."""
+    layer = nn.Linear(3, 2)
+    want = layer(plain_nested(torch.jagged)).values().detach()
+    compare(layer.to_global(place([0, 1]), B)(plain_nested(torch.jagged)).values(), want)
 
 
 LINALG = {

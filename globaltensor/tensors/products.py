@@ -164,7 +164,7 @@ def _check_product(fits: bool, name: str, a: torch.Tensor, b: torch.Tensor) -> N
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
     """What autocast would do to the operands of a product."""
     kind = next(t.device.type for t in tensors if t is not None)
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
