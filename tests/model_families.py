@@ -20,9 +20,9 @@ def transformers() -> Family:
 class Named(nn.Module):
     """A model of images whose input is called x."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, size: int | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.size = model, size          # of the images it is built for
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.model(x)
@@ -34,15 +34,20 @@ TORCHVISION = {  # a small one of each kind of model -> the size of its inputs
     "mobilenet_v3_small": [32], "regnet_x_400mf": [64], "regnet_y_400mf": [64], "resnet18": [32],
     "resnext50_32x4d": [32], "shufflenet_v2_x0_5": [32], "squeezenet1_0": [32], "swin_t": [32], "swin_v2_t": [32],
     "vgg11_bn": [32], "vit_b_16": [32], "wide_resnet50_2": [32], "fcn_resnet50": [32],
-    "deeplabv3_mobilenet_v3_large": [32], "lraspp_mobilenet_v3_large": [32], "r3d_18": [4, 32], "swin3d_t": [4, 32]}
+    "deeplabv3_mobilenet_v3_large": [32], "lraspp_mobilenet_v3_large": [32], "r3d_18": [4, 32], "swin3d_t": [4, 32],
+    "mvit_v1": [4, 32], "mvit_v2": [4, 32]}
 
 
 def torchvision() -> Family:
     from torchvision import models
+    from torchvision.models import video
 
     def build(name: str) -> nn.Module:
+        model: nn.Module
         if name == "maxvit":
-            model: nn.Module = models.MaxVit((64, 64), 16, 2, [16, 32], [1, 1], 8, 0.0)
+            model = models.MaxVit((64, 64), 16, 2, [16, 32], [1, 1], 8, 0.0)
+        elif name.startswith("mvit"):
+            model = small_mvit(second=name == "mvit_v2")
         elif name in ("fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"):
             model = models.get_model(name, weights=None, weights_backbone=None)
         else:
@@ -50,6 +55,14 @@ def torchvision() -> Family:
             model = models.get_model(name, weights=None, **more)
         model.of_input = TORCHVISION[name]           # type: ignore[assignment]
         return Named(model)
+
+    def small_mvit(second: bool) -> nn.Module:
+        """Two blocks of the first or the second version; the library's own are for videos of 16 x 224 x 224."""
+        kernel = {"kernel_q": [3, 3, 3], "kernel_kv": [3, 3, 3]}
+        blocks = [video.mvit.MSBlockConfig(1, 16, 16, **kernel, stride_q=[1, 1, 1], stride_kv=[1, 2, 2]),
+                  video.mvit.MSBlockConfig(2, 16, 32, **kernel, stride_q=[1, 2, 2], stride_kv=[1, 1, 1])]
+        return video.MViT((32, 32), 4, blocks, residual_pool=second, residual_with_cls_embed=not second,
+                          rel_pos_embed=second, proj_after_attn=second, num_classes=7)
 
     def inputs(model: nn.Module, n: int, seed: int) -> dict[str, Any]:
         size: Any = model.model.of_input             # type: ignore[union-attr]
@@ -76,17 +89,14 @@ def timm() -> Family:
             count = sum(p.numel() for p in t.create_model(entry, num_classes=7, **more).parameters())
         if count > 35_000_000:
             raise ValueError(f"{count:,} parameters")
-        return Named(t.create_model(entry, num_classes=7, **more))
+        return Named(t.create_model(entry, num_classes=7, **more), more.get("img_size"))
 
     def inputs(model: nn.Module, n: int, seed: int) -> dict[str, Any]:
-        cfg = model.model.default_cfg
-        size = 64
-        embed = getattr(model.model, "patch_embed", None)
-        fixed = getattr(embed, "img_size", None)
-        if fixed is not None:
-            size = fixed[0] if isinstance(fixed, (tuple, list)) else fixed
-        elif cfg.get("fixed_input_size"):
-            size = cfg["input_size"][-1]
+        cfg: Any = model.model.default_cfg           # type: ignore[union-attr]
+        fixed = getattr(getattr(model.model, "patch_embed", None), "img_size", None)
+        if isinstance(fixed, (tuple, list)):
+            fixed = fixed[0]
+        size: Any = model.size or fixed or (cfg["input_size"][-1] if cfg.get("fixed_input_size") else 64)
         return {"x": torch.randn(n, cfg["input_size"][0], size, size,
                                  generator=torch.Generator().manual_seed(seed))}
 

@@ -5,6 +5,7 @@ lists shrink with it. `attempts` yields ways to shrink, the smallest first; the 
 """
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -21,8 +22,8 @@ SIZES = (  # names of whole words between underscores, the first that fits; the 
     (r"vocab_size|.*_vocab_size", 96),
     (r"num_key_value_heads|num_kv_heads|multi_query_group_num|.*_num_key_value_heads", 2),
     (r"(.*_)?(num_)?(attention_)?n?_?heads?|.*num_heads|.*_n_heads?|n_heads?|.*attention_heads", 4),
-    (r"head_dim|.*_head_dim|d_kv|dim_head|v_head_dim|attention_head_dim|attention_head_size|kv_channels", 8),
     (r"qk_head_dim", 16),
+    (r"head_dim|.*_head_dim|d_kv|dim_head|v_head_dim|attention_head_dim|attention_head_size|kv_channels", 8),
     (r"(.*_)?(num_)?(hidden_|encoder_|decoder_|residual_)?(n_)?layers?|depth|n_layer|.*_num_layers|.*_depth", 2),
     (r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|dim_feedforward|mlp_dim|intermediate_dim|d_inner)", 64),
     (r"q_lora_rank|kv_lora_rank|.*_lora_rank", 16),
@@ -36,6 +37,7 @@ SIZES = (  # names of whole words between underscores, the first that fits; the 
     (r"max_source_positions|max_target_positions|context_length", 64),
     (r"num_mel_bins|feature_size|mel_dim", 16),
     (r"num_queries", 6),
+    (r"upsample_initial_channel", 32),
     (r"n_embd|d_model|emb_dim|embed_dim|dim|width|(.*_)?(hidden_size|embed_dim|hidden_dim|embedding_size|d_embed)", 32),
     (r"(.*_)?(projection_dim|output_dim|proj_dim|embed_proj_dim|out_hidden_size|projection_size)", 32),
     (r"num_groups|.*_groups", 2),
@@ -65,8 +67,9 @@ def attempts(name: str) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
                 yield f"{one} by {how}", lambda one=one, how=how: build(name, one, how)
 
 
-def build(name: str, cls: str, how: str, largest: int = 12_000_000) -> nn.Module:
-    """A model with random weights; raises ValueError for one that would have too many."""
+def build(name: str, cls: str, how: str) -> nn.Module:
+    """A model with random weights; raises ValueError for one that would have too many, or be slow."""
+    largest = 12_000_000 if how == "layers" else 30_000_000
     config = transformers.CONFIG_MAPPING[name]()
     shrink(config, how)
     config._attn_implementation = "eager"
@@ -93,11 +96,26 @@ def shrink(config: Any, how: str) -> None:
                 setattr(config, key, new)
             except (TypeError, ValueError):          # what a config checks itself; the model may still be small
                 continue
+    fit_together(config)
+
+
+def fit_together(config: Any) -> None:
+    """Sizes that follow from others, which a config does not derive itself."""
+    values = vars(config)
     rope = values.get("rope_parameters")
     if isinstance(rope, dict):
         for one in [rope, *rope.values()]:
-            if isinstance(one, dict) and "mrope_section" in one:
-                one["mrope_section"] = [2, 1, 1]
+            if isinstance(one, dict) and "rope_theta" in one:
+                one["mrope_section"] = [2, 1, 1]     # of half a head of 8; some models have a default of their own
+    if {"qk_rope_head_dim", "num_key_value_heads"} <= values.keys():
+        config.num_key_value_heads = config.num_attention_heads      # latent attention has no groups
+    heads, width = values.get("num_heads"), values.get("embed_dim")
+    if isinstance(heads, (list, tuple)) and isinstance(width, int) and width % heads[0]:
+        config.embed_dim = 8 * heads[0]
+    if {"expand", "num_heads", "head_dim"} <= values.keys():
+        config.num_heads = config.expand * config.hidden_size // config.head_dim     # of a state space model
+    if "use_cache" in values:
+        config.use_cache = False                     # a cache wants layers of certain kinds
 
 
 def _layers_kept(values: dict[str, Any], layers: int | None) -> list[int]:
@@ -140,18 +158,39 @@ def _smaller(key: str, value: Any, how: str, layers: int | None, kept: list[int]
 
 
 def inputs(model: nn.Module, n: int, seed: int) -> dict[str, Any]:
-    """What the model's forward needs, a batch of n: random, but for a padded sample in a mask."""
+    """What the model's forward needs, a batch of n: random, but for a padded sample in a mask. The first of the ways to
+    make them that it takes, else the plainest."""
+    dtype = next(model.parameters()).dtype
+    for how in WAYS:
+        try:
+            batch = _batch(model, n, seed, how)
+            batch = {name: t.to(dtype) if t.is_floating_point() else t for name, t in batch.items()}
+            copy.deepcopy(model)(**batch)
+            return batch
+        except Exception:                            # whatever it says: another way may do
+            continue
+    return _batch(model, n, seed, WAYS[0])
+
+
+WAYS = (                                             # what is other than usual
+    (), ("images",), ("time first",), ("long",), ("long", "time first"), ("channel",), ("pairs",), ("bbox",))
+
+
+def _batch(model: nn.Module, n: int, seed: int, how: tuple[str, ...]) -> dict[str, Any]:
     g = torch.Generator().manual_seed(seed)
     config = model.config
     wanted = {name: p.default is p.empty for name, p in inspect.signature(model.forward).parameters.items()
               if p.kind is p.POSITIONAL_OR_KEYWORD}
     main = model.main_input_name
+    if "images" in how:
+        wanted |= {name: True for name in ("input_ids", "pixel_values") if name in wanted}
+    wanted |= {name: True for name in how if name in wanted}
     out: dict[str, Any] = {}
     vocab = _config(config, "vocab_size", 96)
     for name, required in wanted.items():
         if not (required or name in (main, "labels", "attention_mask", "decoder_input_ids", "pixel_values")):
             continue
-        t = _input(name, config, n, vocab, g, main)
+        t = _input(name, config, n, vocab, g, main if not required else name, how)
         if t is not None:
             out[name] = t
         elif required:
@@ -175,7 +214,7 @@ def _config(config: Any, key: str, default: Any) -> Any:
     return default
 
 
-def _input(name: str, config: Any, n: int, vocab: int, g: torch.Generator, main: str) -> Any:
+def _input(name: str, config: Any, n: int, vocab: int, g: torch.Generator, main: str, how: tuple[str, ...]) -> Any:
     def floats(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=g)
 
@@ -183,7 +222,8 @@ def _input(name: str, config: Any, n: int, vocab: int, g: torch.Generator, main:
         return torch.randint(3, max(vocab - 1, 4), shape, generator=g)
 
     if name in ("input_ids", "labels", "decoder_input_ids"):
-        special = {v for k, v in vars(config).items() if k.endswith(("_token_id", "_token_index"))}
+        special = {one for k, v in vars(config).items() if k.endswith(("_token_id", "_token_index"))
+                   for one in (v if isinstance(v, list) else [v])}
         t = ints(n, 8)
         return torch.where(sum((t == s for s in special if isinstance(s, int)), torch.zeros_like(t)) > 0, 3, t)
     if name == "attention_mask":
@@ -193,11 +233,22 @@ def _input(name: str, config: Any, n: int, vocab: int, g: torch.Generator, main:
     if name == "pixel_values" and main == name:
         size = getattr(config, "image_size", None) or _config(config, "image_size", 32)
         h, w = size if isinstance(size, (list, tuple)) else (size, size)
-        return floats(n, _config(config, "num_channels", 3), h, w)
+        if "patch_size" not in vars(config):         # convolutions take images of any size
+            h, w = min(h, 64), min(w, 64)
+        return floats(n, *[2] * ("pairs" in how), _config(config, "num_channels", 3), h, w)
     if name == "input_values":
-        return floats(n, 1600)
+        return floats(n, *[1] * ("channel" in how), 1920)
     if name == "input_features":
-        return floats(n, _config(config, "num_mel_bins", 16), 64)
+        bins = _config(config, "num_mel_bins", 16)
+        time = 128 if "long" in how else 64
+        return floats(n, time, bins) if "time first" in how else floats(n, bins, time)
+    if name == "past_values":
+        return floats(n, config.context_length, config.num_input_channels)
+    if name in ("hidden_states", "pixel_values") and hasattr(config, "spatial_merge_size"):
+        return floats(n * 16, _config(config, "in_channels", 3) * getattr(config, "temporal_patch_size", 1)
+                      * config.patch_size ** 2)      # of 4 x 4 patches each
+    if name in ("grid_thw", "image_grid_thw"):
+        return torch.tensor([[1, 4, 4]] * n)
     if name == "bbox":
         return torch.zeros(n, 8, 4, dtype=torch.int64)
     return None

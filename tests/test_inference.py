@@ -139,13 +139,6 @@ def test_nested_tensors_are_refused(name, layout):
         NESTED[name](layout)
 
 
-def test_a_layer_takes_a_jagged_tensor():
-    """torch hands it the values alone, which are one tensor."""
-    layer = nn.Linear(3, 2)
-    want = layer(plain_nested(torch.jagged)).values().detach()
-    compare(layer.to_global(place([0, 1]), B)(plain_nested(torch.jagged)).values(), want)
-
-
 LINALG = {
     "inv": torch.linalg.inv, "solve": lambda a: torch.linalg.solve(a, a.mT),
     "cholesky": lambda a: torch.linalg.cholesky(a @ a.mT),
