@@ -77,7 +77,9 @@ def by_hand(program: list, ranks: int, **more: str) -> list[Started]:
     """One process per rank with the environment that a launcher sets, and no launcher that would end them."""
     port = str(free_port())
     shared = dict(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **more)
-    return [Started([PYTHON, *program], environment(RANK=str(r), LOCAL_RANK=str(r), **shared)) for r in range(ranks)]
+    per_host = int(more.get("LOCAL_WORLD_SIZE", ranks))
+    return [Started([PYTHON, *program], environment(RANK=str(r), LOCAL_RANK=str(r % per_host), **shared))
+            for r in range(ranks)]
 
 
 def results(folder: Path) -> dict[int, dict]:
