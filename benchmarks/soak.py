@@ -114,9 +114,10 @@ def _start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
     run = [sys.executable, "-m", "globaltensor.cli", "run", "-n", str(RANKS), "--max-restarts", "1000"]
     own = ["--steps", str(steps), "--checkpoint", str(folder / "checkpoint"), "--every", "20", "--log",
            str(folder / "log")]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary"),
+                        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}     # torch keeps that
     with open(folder / "errors", "ab") as errors:
-        return subprocess.Popen([*run, str(EXAMPLE), *SMALL, *own], stdout=errors, stderr=errors,
-                                env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary")})
+        return subprocess.Popen([*run, str(EXAMPLE), *SMALL, *own], stdout=errors, stderr=errors, env=env)
 
 
 def _finish(job: subprocess.Popen[bytes]) -> None:

@@ -65,7 +65,7 @@ def test_a_rank_that_is_lost_is_named_in_time(place, fault, native, limit, tmp_p
 @pytest.mark.processes
 @pytest.mark.parametrize("launcher", [RUN, TORCHRUN])
 def test_a_rank_that_ends_well_before_the_others_have_met_is_named_under_a_launcher(launcher, tmp_path):
-    count = ["-n" if launcher is RUN else "--nproc-per-node", 3]
+    count = ["-n" if launcher is RUN else "--nproc-per-node", 2]
     Started([*launcher, *count, PROGRAM, "start", "exit 0", tmp_path]).end(60)
     for rank, each in results(tmp_path).items():
         assert rank != 1 and "rank 1 ended before all ranks had met" in each["told"] and each["after"] < START, each
