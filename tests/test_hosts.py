@@ -206,7 +206,7 @@ def test_processes_on_several_hosts(native, per_host, most, tmp_path):
     assert notes["[4] torch.float32 (S(0),) -> (S(1),)"] == [
         nbytes * (4 if per_host == 2 else 3) // 16, ["all_to_all"]]
     assert notes["[4] torch.float32 (P,) -> (S(0),)"] == [3 * nbytes // 4, []]           # gloo would move twice that
-    assert notes["[4] torch.float32 (P(max),) -> (B,)"][1] == []
+    assert "all_reduce" not in notes["[4] torch.float32 (P(max),) -> (B,)"][1]           # gloo would lose a NaN
 
 
 @pytest.mark.processes
