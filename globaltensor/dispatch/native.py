@@ -24,6 +24,7 @@ from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import OpOverload
 from globaltensor.runtime.world import world
 
+aten = torch.ops.aten
 
 def pending_key(func: OpOverload) -> bytes | None:
     """The key of the call that is to be decided; None where the native dispatcher did not see it."""
@@ -49,6 +50,7 @@ def cache_trace(key: bytes, decomposition: Decomposition, call: Call, run: Run) 
     if checking() or not is_traceable(decomposition) or not Trace.fits(call):
         torch_ext.cache_python_fallback(key)
         return decomposition(call, run)
+    call = _told_apart(call, run)
     trace = Trace(run, call)
     result = decomposition(call, trace)
     places = trace.results(result)
@@ -58,6 +60,18 @@ def cache_trace(key: bytes, decomposition: Decomposition, call: Call, run: Run) 
         floats = [(i, value) for i, value in enumerate(call.values.values()) if isinstance(value, float)]
         torch_ext.cache_trace(key, _slots(call), trace.steps, places, floats)
     return result
+
+
+def _told_apart(call: Call, run: Run) -> Call:
+    """The call with an alias for each tensor that stands there again: a trace tells operands by identity, and the next
+    call of this key may have different ones."""
+    if len(call.tensors) == len({id(t) for t in call.tensors}):
+        return call
+    tensors: list[Any] = []
+    for t in call.tensors:
+        tensors.append(run(aten.alias.default, t) if any(t is one for one in tensors) else t)
+    args, kwargs = call.arguments_with(tensors)
+    return Call(call.func, args, kwargs)
 
 
 class FlatRecipe(NamedTuple):

@@ -18,6 +18,7 @@ from globaltensor.layouts.layout import Layout, Shape, Shards, Spec
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.regions import Range
 from globaltensor.rules.call import Call
+from globaltensor.rules.language import NUMBER
 from globaltensor.runtime.torch_internals import OpOverload
 
 
@@ -33,9 +34,11 @@ class Trace(Run):
 
     @staticmethod
     def fits(call: Call) -> bool:
-        """Can a trace stand for this call? Not where the key leaves a value out (complex numbers, floats in lists)."""
-        return not any(isinstance(value, complex) or isinstance(value, (list, tuple))
-                                      and any(isinstance(v, float) for v in value) for value in call.values.values())
+        """Can a trace stand for this call? Not where the key leaves a value out: complex numbers, numbers in the place
+        of a tensor, floats in lists."""
+        return NUMBER not in call.ndims and not any(
+            isinstance(value, complex) or isinstance(value, (list, tuple)) and any(isinstance(v, float) for v in value)
+            for value in call.values.values())
 
     def __call__(self, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
         result = self._run(func, *args, **kwargs)
