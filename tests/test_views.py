@@ -20,6 +20,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 import globaltensor as gt
 from globaltensor.errors import InPlaceError, MixedPlacementError, PlacementError
+from globaltensor.runtime.native import torch_ext
 
 sys.path.insert(0, str(PROGRAMS))
 import views
@@ -211,6 +212,32 @@ def test_diagonals_of_views(change):
         plain, x = views.plain_x(), gt.from_full(views.plain_x(), THREE, sbp)
         change(plain), change(x)
         torch.testing.assert_close(x.full_tensor(), plain)
+
+
+TURNS = {"t_": lambda v: v.t_(), "transpose_": lambda v: v.transpose_(0, 1), "unsqueeze_": lambda v: v.unsqueeze_(0),
+         "squeeze_": lambda v: v.unsqueeze_(1).squeeze_(1)}
+
+
+@pytest.mark.skipif(torch_ext is None, reason="torch has no way to do it in Python")
+@pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("written_after", [False, True])
+def test_gradients_of_views_that_were_turned_in_place(turn, mode, written_after):
+    """As square ones, which would take a gradient that is not turned."""
+    def gradient(x):
+        y = x.requires_grad_() * 1
+        v = y[:].mT[1:]
+        with mode():
+            turn(v)
+        if written_after:
+            with torch.no_grad():
+                v.mul_(2)
+        return torch.autograd.grad((v * torch.arange(12.0, dtype=torch.float64).reshape(v.shape)).sum(), x)[0]
+
+    x = torch.rand(4, 4, dtype=torch.float64)
+    for sbp in (S(0), S(1), B, P):
+        found = gradient(gt.from_full(x.detach(), THREE, sbp))
+        torch.testing.assert_close(found.full_tensor(), gradient(x.clone()), msg=str(sbp))
 
 
 def test_errors():

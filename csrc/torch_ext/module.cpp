@@ -15,6 +15,7 @@
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   gt::bind_tensor(m);
   gt::bind_boxed_views(m);
+  gt::bind_turned_views(m);
   gt::bind_recipes(m);
   gt::bind_execute(m);
   gt::bind_op_errors(m);

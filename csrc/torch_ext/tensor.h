@@ -89,5 +89,6 @@ at::Tensor wrap(const Spec* spec, Shards&& shards);  // with its Python class; t
 void bind_tensor(pybind11::module_& m);
 void bind_gradient_hook(pybind11::module_& m);
 void bind_boxed_views(pybind11::module_& m);
+void bind_turned_views(pybind11::module_& m);
 
 }  // namespace gt

@@ -13,7 +13,7 @@ by (a view, `x.detach()`, `x.data`); only memory that has boxed views is counted
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -161,6 +161,18 @@ def become(t: Any, view: Any) -> None:
         with DisableTorchDispatch():                 # sizes and strides of the wrapper, which torch itself reads
             aten.set_.source_Tensor(t, view)
         take_memory(t, view)
+
+
+def note_turn(view: Any, func: OpOverload, rest: Sequence[Any]) -> None:
+    """Tell autograd that `view` becomes func(view, *rest): where it needs the view again, it does the call that made
+    it, and would have its gradient as it was. Raises InPlaceError without native code, as torch has no way in Python.
+    """
+    if torch_ext is not None:
+        torch_ext.note_turn(view, func._schema.name, func._schema.overload_name, list(rest))
+    elif view.requires_grad:
+        raise InPlaceError(f"{func._schema.name.split('::')[1]}_ of a view whose gradient is wanted",
+                           "without native code autograd cannot be told that a view was turned",
+                           f"view = view.{func._schema.name.split('::')[1]}(...)")
 
 
 def take_memory(t: Any, of: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from globaltensor.algorithms.aliasing import become
+from globaltensor.algorithms.aliasing import become, note_turn
 from globaltensor.algorithms.run import Decomposition, Run
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.global_like import is_global
@@ -109,7 +109,10 @@ def _reshaped(functional: OpOverload) -> Decomposition:
     def write(call: Call, run: Run) -> Any:
         target = call.tensors[0]
         args, kwargs = _as(functional, call).full_arguments()
-        become(target, run(functional, *args, **kwargs))             # of which a boxed view keeps an alias as it was
+        turned = run(functional, *args, **kwargs)
+        if target._is_view():
+            note_turn(target, functional, args[1:])
+        become(target, turned)                       # of which a boxed view keeps an alias as it was
         return target
 
     return write
