@@ -633,6 +633,24 @@ def test_only_statistics_are_sent(name):
     assert moved(function, *inputs) <= most
 
 
+OF_NOTHING = {
+    "matmul of two dtypes": lambda x, i: x.reshape(3, 0, 1).long().mT @ x.reshape(3, 0, 1),
+    "einsum of two dtypes": lambda x, i: torch.einsum("ij,kj->ik", x[:1].mT[:, :0], i[:, :0].long()),
+    "einsum of one term": lambda x, i: torch.einsum("ij,kj->ik", i[:, :1].double(), i[:, :1]),
+    "cdist of two dtypes": lambda x, i: torch.cdist(x.float(), i.double()),
+}
+
+
+@pytest.mark.parametrize("function", OF_NOTHING.values(), ids=OF_NOTHING)
+def test_dtypes_do_not_matter_where_there_is_nothing_to_add_up(function):
+    x, i = torch.rand(0, 3, dtype=torch.float64), torch.arange(12).reshape(4, 3)
+    plain = function(x, i)
+    where = gt.placement("cpu", [0, 1])
+    for a, b in itertools.product((S0, S1, B), repeat=2):
+        found = function(gt.from_full(x, where, a), gt.from_full(i, where, b))
+        torch.testing.assert_close(found.full_tensor(), plain, msg=f"{a} {b}")
+
+
 def test_inference_mode_runs_split():
     """There torch hands over ops that it otherwise takes apart first."""
     where = gt.placement("cpu", [0, 1])

@@ -171,15 +171,19 @@ std::pair<Tensor, std::string> without_ones(const Tensor& x, c10::IntArrayRef ba
   return {ones.empty() ? x : x.squeeze(ones), labels};
 }
 
-Tensor matmul(const Tensor& a, const Tensor& b) {
-  if (a.dim() < 2 || b.dim() < 2 || (a.dim() == 2 && b.dim() == 2) || beyond_backward(a, b)) {
+// Operands of several dtypes are torch's: it multiplies them where there is nothing to add up, and else complains.
+bool differ(const Tensor& a, const Tensor& b) { return a.scalar_type() != b.scalar_type(); }
+
+Tensor matmul(const Tensor& x, const Tensor& y) {
+  const Tensor a = cast(x), b = cast(y);
+  if (a.dim() < 2 || b.dim() < 2 || (a.dim() == 2 && b.dim() == 2) || differ(a, b) || beyond_backward(a, b)) {
     c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
-    return at::matmul(a, b);
+    return at::matmul(x, y);
   }
   if (a.size(-1) != b.size(-2)) misfit("matmul", "input", a, "other", b);
   auto batch = at::infer_size(a.sizes().slice(0, a.dim() - 2), b.sizes().slice(0, b.dim() - 2));
-  auto [left, of_left] = without_ones(cast(a), batch);
-  auto [right, of_right] = without_ones(cast(b), batch);
+  auto [left, of_left] = without_ones(a, batch);
+  auto [right, of_right] = without_ones(b, batch);
   return contract(of_left + "mk," + of_right + "kn->" + leading(batch.size()) + "mn", left, right);
 }
 
@@ -206,8 +210,10 @@ bool is_plain(const std::string& equation, const Tensor& a, const Tensor& b) {
 Tensor einsum(std::string_view text, at::TensorList operands, at::OptionalIntArrayRef path) {
   std::string equation(text);
   equation.erase(std::remove(equation.begin(), equation.end(), ' '), equation.end());
-  if (operands.size() == 2 && is_plain(equation, operands[0], operands[1]))
-    return contract(equation, cast(operands[0]), cast(operands[1]));
+  if (operands.size() == 2 && is_plain(equation, operands[0], operands[1])) {
+    const Tensor a = cast(operands[0]), b = cast(operands[1]);
+    if (!differ(a, b)) return contract(equation, a, b);
+  }
   c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
   return at::einsum(text, operands, path);
 }

@@ -34,7 +34,7 @@ from globaltensor.op_table.line import Line
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime.meta import meta
-from globaltensor.runtime.torch_internals import OpOverload, neg_view, tree_flatten
+from globaltensor.runtime.torch_internals import OpOverload, neg_view, tree_flatten, tree_map_only
 from globaltensor.runtime.world import local_ranks_of, world
 
 
@@ -248,7 +248,9 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
         # torch has no class of errors for "no shape function": only its words tell that from a user's mistake
         if any(word in str(error).lower() for word in ("meta", "data-dependent", "no fake impl", "not allocated")):
             return None
-        raise
+        if call.func._schema.is_mutable or all(own.numel for own in operands):
+            raise
+        result = _of_empty(call, operands)
     flat = tree_flatten(result)[0] if result is not None else []
     if key is not None and all(isinstance(r, torch.Tensor) for r in flat):
         _alike[key] = [r.dtype for r in flat]
@@ -260,6 +262,14 @@ def _meta_operand(own: Spec) -> torch.Tensor:
     t = torch.empty_strided(own.shape, own.stride, dtype=own.dtype, device="meta")
     t = t.conj() if "conj" in own.lazy_bits else t
     return neg_view(t) if "neg" in own.lazy_bits else t
+
+
+def _of_empty(call: Call, operands: list[Spec]) -> Any:
+    """What the op returns where an operand is empty: torch's kernels take then what its shape functions refuse, such as
+    a product of two dtypes."""
+    args, kwargs = call.arguments_with([torch.zeros((), dtype=own.dtype).expand(own.shape) for own in operands])
+    with torch.no_grad():
+        return tree_map_only(torch.Tensor, lambda t: t.to("meta"), call.func(*args, **kwargs))
 
 
 _alike: dict[tuple[Any, ...], list[torch.dtype]] = {}

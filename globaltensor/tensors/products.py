@@ -110,13 +110,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """torch.matmul, leading dims broadcast; two dims and fewer go torch's own way."""
-    if a.dim() < 2 or b.dim() < 2 or a.dim() == b.dim() == 2 or transforms_active():
+    """torch.matmul, leading dims broadcast; two dims and fewer go torch's own way. So do operands of several dtypes:
+    torch multiplies them where there is nothing to add up, and else complains."""
+    a, b = _autocast(a, b)
+    if a.dim() < 2 or b.dim() < 2 or a.dim() == b.dim() == 2 or a.dtype != b.dtype or transforms_active():
         return torch.matmul(a, b)
     _check_product(a.shape[-1] == b.shape[-2], "matmul", a, b)
     many = max(a.dim(), b.dim()) - 2
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    a, b = _autocast(a, b)
     a, left = _without_ones(a, batch, many)
     b, right = _without_ones(b, batch, many)
     return contract(f"{left}mk,{right}kn->{_LEADING[:many]}mn", a, b)
@@ -135,7 +136,8 @@ def einsum(equation: str, *operands: Any) -> torch.Tensor:
     """torch.einsum; two operands with plain labels are one contraction, the rest goes torch's own way."""
     if len(operands) == 2 and _is_plain(equation, operands):
         a, b = _autocast(*operands)
-        return contract(equation.replace(" ", ""), a, b)
+        if a.dtype == b.dtype:
+            return contract(equation.replace(" ", ""), a, b)
     return torch.einsum(equation, *operands)
 
 
