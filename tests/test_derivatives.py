@@ -64,6 +64,7 @@ PROGRAMS = {
     "boxings": lambda x, on: on.box(on.box(x ** 2, S(0), B).exp(), P, S(0)).sin(),
     "full_tensor": lambda x, on: on.full(x.sin() * x).pow(2).sum(-1),
     "from_full": lambda x, on: on.lift(x.exp()).cos() * x,
+    "a whole value beside its tensor": lambda x, on: on.full(x.sin()) * x,
     "linear": lambda x, on: F.linear(x, on.place(W), on.place(BIAS)).tanh(),
     "linear of a number of dims": lambda x, on: F.linear((x * x).unsqueeze(0).expand(2, *x.shape), on.place(W)),
     "matmul": lambda x, on: (x.sin() @ on.place(V)) @ on.place(V).T,

@@ -51,7 +51,7 @@ class FullTensor(LinearMap):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> GlobalLike:
-        return FromFull.of(grad, ctx.layout.without_partials)
+        return FromFull.of(plain_gradient(grad), ctx.layout.without_partials)
 
 
 class FromFull(LinearMap):
@@ -65,7 +65,12 @@ class FromFull(LinearMap):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None]:
-        return grad if layout_of(grad) is None else FullTensor.of(grad), None
+        return plain_gradient(grad), None
+
+
+def plain_gradient(grad: Any) -> torch.Tensor:
+    """The gradient of a plain tensor, which comes as a global one where that was an operand beside global ones."""
+    return grad if layout_of(grad) is None else FullTensor.of(grad)
 
 
 def place_full(whole: torch.Tensor, dst: Layout) -> tuple[Spec, Shards]:

@@ -22,7 +22,7 @@ from globaltensor.runtime import custom_ops
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import modes_active, transforms_active
 from globaltensor.runtime.world import world
-from globaltensor.tensors.full_value import FromFull
+from globaltensor.tensors.full_value import FromFull, plain_gradient
 from globaltensor.tensors.linear_maps import LinearMap, layout_of
 
 Global = TypeVar("Global", bound=GlobalLike)         # the tensor class, which stands above
@@ -146,7 +146,7 @@ class ToLocal(LinearMap):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> GlobalLike:
-        return Spread.of(grad, ctx.layout.dual, ctx.shape)
+        return Spread.of(plain_gradient(grad), ctx.layout.dual, ctx.shape)
 
 
 def own_part(x: GlobalLike) -> torch.Tensor:
@@ -181,7 +181,7 @@ class Part(LinearMap):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[GlobalLike, None, None]:
-        return Spread.of(grad, ctx.how[0], ctx.shape), None, None
+        return Spread.of(plain_gradient(grad), ctx.how[0], ctx.shape), None, None
 
 
 def sum_parts(x: GlobalLike, dst: Layout, shape: Shape) -> torch.Tensor:
