@@ -5,12 +5,14 @@ of all parts, concatenated in the order of the parts, are a small tensor that is
 tells every rank all that it needs.
 
     cumsum    summary: the sum of the part          result: own cumulative sum + the sums of the parts before it
+    prod      summary: the product of the part      result: the product of the summaries
     argmax    summary: the maximum and its index    result: the first of the largest summaries
     topk      summary: the k largest and indices    result: the k largest of the summaries
 """
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Layout, Shards, spec
 from globaltensor.layouts.sbp import broadcast, split
 from globaltensor.rules.call import Call
+from globaltensor.rules.families import dims_of
 
 
 def _split_axes(x: GlobalLike, dim: int) -> list[int]:
@@ -81,6 +84,20 @@ def cumulative(join: Callable[..., Tensor], total: Callable[..., Tensor]) -> Dec
 
 cumsum = cumulative(torch.add, torch.sum)
 cumprod = cumulative(torch.mul, torch.prod)
+
+
+def split_product(call: Call, run: Run) -> GlobalLike:
+    """prod: every rank multiplies its part, and the products are multiplied, once they are gathered."""
+    x = _reduced(run, call.tensors[0])
+    dims = dims_of(call, x.dim())
+    dtype = call["dtype"] or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
+    parts: Shards = dict(x.shards)
+    for d in dims:
+        parts = {rank: torch.prod(part, d, keepdim=True, dtype=dtype) for rank, part in parts.items()}
+    shape = tuple(x.spec.layout.num_parts(d) if d in dims else n for d, n in enumerate(x.shape))
+    summary: Any = run.wrap(spec(x.spec.layout, shape, None, dtype), parts)
+    args, kwargs = call.arguments_with([summary])
+    return run.plain(Call(call.func, args, kwargs))
 
 
 # -------------------------------------------------------------------------------------------------- extreme values

@@ -192,7 +192,8 @@ lines("max min", reduction(uncut=True), decomposition=decompositions.whole_extre
 lines("max.dim min.dim", reduction(outputs=2, uncut=True), decomposition=scans.extreme, applies=reduces_split)
 lines("argmax argmin", reduction(uncut=True), decomposition=scans.extreme, applies=scans.along_split)
 lines("logsumexp", reduction(uncut=True), decomposition=decompositions.logsumexp, applies=reduces_split)
-lines("prod prod.dim_int median nanmedian", reduction(uncut=True))
+lines("prod prod.dim_int", reduction(uncut=True), decomposition=scans.split_product, applies=reduces_split)
+lines("median nanmedian", reduction(uncut=True))
 lines("median.dim nanmedian.dim mode kthvalue aminmax", reduction(outputs=2, uncut=True))
 lines("var.correction std.correction", reduction(uncut=True), decomposition=decompositions.variance,
       applies=reduces_split)
