@@ -12,24 +12,23 @@ It is then run on global tensors, three times: decided, taught to the native dis
 statements are made of. Values are small integers as long as they can be, so that comparisons, sorts and indices do not
 depend on the rounding of sums, whose order layouts change: `exact` variables.
 
-Run as a program, it draws EXAMPLES programs by hypothesis from SEED on, and prints what came of them as JSON. The last
+Run as a program, it draws one program each of COUNT seeds from SEED on, and prints what came of them as JSON. The last
 program it began is in FILE, for the case that it dies.
 
-    python tests/programs/fuzz.py SEED EXAMPLES FILE
+    python tests/programs/fuzz.py SEED COUNT FILE
 """
 from __future__ import annotations
 
 import json
+import random
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, seed, settings, strategies
 
 import globaltensor as gt
 from globaltensor.errors import GlobalTensorError
@@ -155,6 +154,30 @@ SMOOTH = """
     torch.view_as_real(torch.complex({x}, {s}))
     {x}.real
     torch.vstack([{x}, {x}])
+    {x}[{m}]
+    {x}[{m}].sum()
+    {x}[{k}, {k}]
+    {x}[:, None, {k}]
+    {x}[-1:, {k}]
+    {x}[torch.tensor([{i}, -1])]
+    {x}.flip({d})[::2]
+    {x}.take_along_dim(torch.tensor({i}).expand({x}.shape) % {x}.shape[{d}], {d})
+    torch.cat([{x}, {w}], {d})
+    torch.cat([row.unsqueeze(0) * {n} for row in {x}])
+    sum(part.sum() for part in {x}.split({q}, {d}))
+    sum(row * {n} for row in {x})
+    torch.where({x} > {y}, {x}, {n})
+    torch.where({m}, torch.tensor({n}), {x})
+    {x} + torch.tensor({n})
+    {x} * torch.tensor({n}, dtype=torch.float64)
+    {x}.to({y}.dtype)
+    {x}.type_as({y})
+    {x}.to(torch.complex128)
+    {x}.sum(dtype=torch.float64)
+    {x}.sum({d}, dtype=torch.float32)
+    {x}.expand_as({x})
+    {x}.index_put(({k},), torch.tensor({n}, dtype={x}.dtype))
+    {x}.clone().detach().requires_grad_()
 """
 
 # Not exact.
@@ -207,7 +230,7 @@ ROUNDED = """
     torch.cdist({x} + 0.5, {w} * 2)
     torch.cov({x})
     torch.logaddexp({x}, {y})
-    torch.atan2({x}, {y} + 0.5)
+    torch.atan2({x} + 0.25, {y} + 0.5)
     torch.hypot({x} + 0.5, {y})
     torch.linalg.vector_norm({x} + 0.5, dim={d})
     torch.linalg.inv({x} @ {x}.mT + 50 * torch.eye({x}.shape[-2], dtype={x}.dtype))
@@ -306,6 +329,16 @@ VIEWS = """
     {x}.ravel()
     {x}.swapaxes({d}, {e})
     {x}.data
+    {x}[None]
+    {x}[-1]
+    {x}[-2:, ..., None]
+    {x}.T
+    {x}.chunk(2, {d})[-1][..., :1]
+    {x}[{a}:][::2]
+    {x}.view_as({s})
+    {x}.to({x}.dtype)
+    {x}.contiguous()
+    {x}.as_strided({x}.shape, {x}.stride())
 """
 
 WRITES = """
@@ -364,6 +397,39 @@ WRITES = """
     {x}.swapaxes({d}, {e})[{i}] = {n}
     {x}.diagonal().fill_({n})
     {x}.view(-1)[::2].add_({n})
+    for row in {x}: row.mul_({n})
+    for row in {x}.unbind({d}): row.fill_({n})
+    for i, row in enumerate({x}): row[..., 0] = i
+    for part in {x}.chunk(2, {d}): part.add_({n})
+    for part in {x}.split({q}, {d}): part[..., :1] = {n}
+    for part in {x}.split({q}, {d}): part.copy_(part.flip(0))
+    {x}[{i}][..., 0] = {n}
+    {x}[{a}:][..., ::2] = {n}
+    {x}[{a}:][..., -1].mul_({n})
+    {x}[{i}:].mT[0].zero_()
+    {x}.view(-1)[{a}:{b}].add_({n})
+    {x}.reshape(-1)[{a}] = {n}
+    {x}.narrow({d}, {i}, 1).zero_()
+    {x}.select({d}, {i}).copy_({w})
+    {x}.unsqueeze(0)[0, {i}] = {n}
+    {x}[None][..., {i}] = {n}
+    {x}.detach().mul_({n})
+    {x}.detach()[{i}] = {n}
+    {x}.data[{i}] = {n}
+    {x}.data = ({x} * {n}).detach()
+    {x}.detach_()
+    {x}.requires_grad_()
+    {x}.requires_grad_(False)
+    {x}[{m}] = {x}[{m}] * {n}
+    {x}[torch.tensor([{i}, -1])] = {n}
+    {x}[torch.tensor([{i}])] += {n}
+    {x}.masked_scatter_({m}, {w})
+    {x}[..., [0]] = {n}
+    {x}[-1] = {x}[0].clone()
+    {x}[..., ::2] = {x}[..., ::2].flip(0)
+    {x}.to({x}.dtype).add_({n})
+    {x}.contiguous().mul_({n})
+    {x}.real.add_({n})
 """
 
 
@@ -371,11 +437,12 @@ def lines(table: str) -> list[str]:
     return [line.strip() for line in table.strip().splitlines()]
 
 
-TURNS = ("{x}.t_", "{x}.unsqueeze_", "{x}.squeeze_", "{x}.transpose_")     # refused where there are views of x
 TABLE = {"smooth": lines(SMOOTH), "rounded": lines(ROUNDED), "exact": lines(EXACT), "view": lines(VIEWS),
          "write": lines(WRITES)}
 KINDS = ["smooth"] * 6 + ["rounded"] * 3 + ["exact"] * 3 + ["view"] * 6 + ["write"] * 5 + [
-    "leaf", "leaf", "plain", "box", "box", "box", "move", "read", "gradient"]
+    "leaf", "leaf", "plain", "box", "box", "box", "move", "read", "gradient", "local", "whole"]
+# What takes nothing but sizes or a dtype of its other operand.
+LIKE = ("torch.broadcast_tensors", "torch.meshgrid", "{x}.view_as", "{x}.to({y}", "{x}.type_as")
 BLOCKS = [""] * 12 + ["with torch.no_grad(): ", "with torch.inference_mode(): ", "with torch.enable_grad(): "]
 
 
@@ -412,6 +479,15 @@ class Plain:
     def move(self, t: torch.Tensor, place: int, sbp: list[str]) -> torch.Tensor:
         return t.clone(memory_format=torch.contiguous_format)
 
+    def local(self, t: torch.Tensor, place: int, sbp: list[str]) -> torch.Tensor:
+        """What ranks make together that have `t` each."""
+        for s, ranks in zip(sbp, torch.tensor(PLACES[place]).shape):
+            t = t if s == "B" else t * ranks if s == "P" else torch.cat([t] * ranks, int(s[2]))
+        return t.clone(memory_format=torch.contiguous_format)
+
+    def whole(self, t: torch.Tensor) -> torch.Tensor:
+        return t.clone(memory_format=torch.contiguous_format)
+
 
 class Global(Plain):
     """What they mean here."""
@@ -429,6 +505,12 @@ class Global(Plain):
     def move(self, t: Any, place: int, sbp: list[str]) -> Any:
         return self.own(t, t.to_global(placement(place), sbp))
 
+    def local(self, t: torch.Tensor, place: int, sbp: list[str]) -> Any:
+        return gt.from_local(t.clone(), placement(place), sbp)   # of `t` itself the first rank's part is the memory
+
+    def whole(self, t: Any) -> torch.Tensor:
+        return t.full_tensor().clone(memory_format=torch.contiguous_format)
+
     def own(self, t: Any, boxed: Any) -> Any:
         """With strides that no layout decides. (`to_global` of what is laid out so already is the tensor itself.)"""
         return boxed.clone(memory_format=torch.contiguous_format) if boxed is t else boxed.contiguous()
@@ -439,8 +521,8 @@ def placement(place: int) -> Any:
 
 
 def names_of(world: Plain) -> dict[str, Any]:
-    return {"torch": torch, "F": F, "leaf": world.leaf, "box": world.box, "move": world.move, "values": values,
-            "weights": weights, "loss": loss}
+    return {"torch": torch, "F": F, "leaf": world.leaf, "box": world.box, "move": world.move, "local": world.local,
+            "whole": world.whole, "values": values, "weights": weights, "loss": loss}
 
 
 # ------------------------------------------------------------------------------------------------- drawing a program
@@ -506,9 +588,12 @@ class Drawing:
             self.leaf()
         elif kind == "plain":
             shape, dtype = self.choose(SHAPES), self.choose(["float64", "float64", "int64", "bool"])
-            self.add(f"{{new}} = values({len(self.statements)}, {shape}, {dtype!r})", "plain", None)
+            grad = ".requires_grad_()" if dtype == "float64" and self.choose([True, False, False]) else ""
+            self.add(f"{{new}} = values({len(self.statements)}, {shape}, {dtype!r}){grad}", "plain", None)
         elif kind in ("box", "move"):
             self.boxing(kind)
+        elif kind in ("local", "whole"):
+            self.crossing(kind)
         elif kind == "read":
             self.statements.append(f"read({self.choose(list(self.tensors))})")
             self.templates.append("read")
@@ -527,6 +612,15 @@ class Drawing:
             sbp = ["B" if s == "P" else s for s in sbp]
         argument = "" if kind == "box" else f"{place}, "
         self.add(f"{{new}} = {kind}({name}, {argument}{sbp})", kind, place, name not in self.inexact)
+
+    def crossing(self, kind: str) -> None:
+        """Between plain tensors and global ones."""
+        names = [n for n, t in self.tensors.items() if (self.place[n] is None) == (kind == "local")
+                 and not (kind == "local" and t.dtype == torch.bool)]
+        if names:
+            name, place = self.choose(names), self.choose(self.places) if kind == "local" else None
+            how = f", {place}, {self.sbps(place, self.tensors[name].dim())}" if place is not None else ""
+            self.add(f"{{new}} = {kind}({name}{how})", kind, place, name not in self.inexact)
 
     def gradient(self) -> None:
         """A gradient in the midst of the program, sometimes one that can be differentiated again."""
@@ -558,13 +652,15 @@ class Drawing:
         if kind == "exact" and not exact:
             return True
         places = {self.place[name] for name in used} - {None}
+        if template.startswith(LIKE):                # such a result of a plain x is plain
+            places = {self.place[re.findall(r"\bt\d+\b", text)[0]]}
         if len(places) > 1:
             return True
         if kind == "write" and any(self.tensors[n].requires_grad for n in used) and not all(
                 self.tensors[n].is_floating_point() for n in used):
             return True                              # gradients of integers: torch refuses some of them, by kernel
         place = next(iter(places), None)
-        block = self.choose(BLOCKS)
+        block = self.choose(BLOCKS) if not text.startswith("for ") else self.choose(BLOCKS).replace(": ", ":\n    ")
         if kind != "write":
             return self.add(f"{block}{{new}} = {text}", template, place, exact) or True
         versions = {name: t._version for name, t in self.tensors.items() if not t.is_inference()}
@@ -582,10 +678,11 @@ class Drawing:
         at = {"x": self.choose(list(self.tensors))}
         x, used = self.tensors[at["x"]], {at["x"]}
         slots = set(re.findall(r"{(\w+)}", template))
-        if kind == "write" and (self.place[at["x"]] is None or overlaps_itself(x) or (
-                template.startswith(TURNS) and any(share_memory(t, x) for t in self.tensors.values() if t is not x))):
+        if kind == "write" and (self.place[at["x"]] is None or overlaps_itself(x)):
             return None, used
         ndim = x.dim()
+        if kind == "write" and "detach()" in template and x.is_inference():      # it can be written, as no other view
+            return None, used
         if "conv" in template and not x.numel():     # which torch gets wrong itself
             return None, used
         if slots & {"d", "e"} and not ndim:
@@ -772,30 +869,23 @@ def compare(name: str, plain: torch.Tensor, ours: torch.Tensor, statement: str) 
                                equal_nan=True, msg=lambda m: f"at {statement}, {name}: {m}")
 
 
-def main(of_seed: int, examples: int, file: Path) -> None:
-    """Programs that hypothesis draws; prints how many were run, and how often which refusal."""
-    refused: Counter[str] = Counter()
-    count = statements = 0
-
-    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @seed(of_seed)
-    @given(strategies.randoms())
-    def run(random: Any) -> None:
-        nonlocal count, statements
-        program = draw(random.choice)
-        text = "\n".join(program.statements)
-        file.write_text(text)
-        count, statements = count + 1, statements + len(program.statements)
+def main(first: int, count: int, file: Path) -> None:
+    """Programs of so many seeds; prints how many statements they had, and of the programs that were refused or failed
+    the seeds and why."""
+    statements = 0
+    refused: dict[int, str] = {}
+    failed: dict[int, str] = {}
+    for seed in range(first, first + count):
+        program = draw(random.Random(seed).choice)
+        statements += len(program.statements)
+        file.write_text(f"SEED={seed}\n" + "\n".join(program.statements))
         try:
             check(program)
         except Refused as refusal:
-            refused[str(refusal)] += 1
-        except Exception as error:
-            error.add_note(f"{text}\nSEED={of_seed}")
-            raise
-
-    run()
-    print(json.dumps({"programs": count, "statements": statements, "refused": refused}))
+            refused[seed] = str(refusal)
+        except Exception as error:                   # of any kind: what plain torch does not raise is a failure
+            failed[seed] = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    print(json.dumps({"programs": count, "statements": statements, "refused": refused, "failed": failed}))
 
 
 if __name__ == "__main__":
