@@ -62,6 +62,28 @@ def test_a_write_moves_no_more_than_it_writes(program, most):
     assert sum(move.bytes for move in moves) <= most
 
 
+@pytest.mark.parametrize("program, most", [("x[2]", 32), ("x[59]", 32), ("x[10:50][3:5]", 40 * 32), ("x[7:9]", 64),
+                                           ("x[::30, 1:]", 48), ("x.mT[:, 4]", 32)])
+def test_a_read_moves_no_more_than_it_reads(program, most):
+    """By way of Python, taught to the native dispatcher, and by it."""
+    plain = torch.rand(60, 4, dtype=torch.float64)
+    names = {"x": gt.from_full(plain, THREE, S(0))}
+    for _ in range(3):
+        with gt.record() as moves:
+            found = eval(program, names).clone()
+        assert sum(boxing.bytes for boxing in moves) <= most, list(moves)
+        torch.testing.assert_close((eval(program, names) + found).full_tensor(), 2 * eval(program, {"x": plain}))
+
+
+def test_a_base_of_views_is_not_turned():
+    y = gt.from_full(torch.rand(4, 4), THREE, S(0)).requires_grad_() * 1
+    y.unsqueeze_(0).squeeze_(0)
+    y[1:] + 1
+    with pytest.raises(InPlaceError, match="t_ of a tensor whose gradient is wanted, and that has views"):
+        y.t_()
+    y.detach_()
+
+
 def test_a_view_moves_nothing_until_it_is_read():
     x = gt.from_full(views.plain_x(), THREE, S(0))
     with gt.record() as moves:

@@ -103,11 +103,30 @@ at::Tensor in_order_of(const std::vector<int64_t>& strides, const at::Tensor& sh
   return shard.permute(order).contiguous().permute(back);
 }
 
+at::Tensor slice_of(const at::Tensor& shard, const Recipe::Slice& slice) {
+  int64_t first = shard.storage_offset();
+  for (size_t d = 0; d < slice.start.size(); d++) first += slice.start[d] * shard.stride(d);
+  std::vector<int64_t> strides;
+  for (size_t k = 0; k < slice.dims.size(); k++)
+    strides.push_back(slice.dims[k] < 0 ? 1 : slice.steps[k] * shard.stride(slice.dims[k]));
+  return shard.as_strided(slice.size, strides, first);
+}
+
+// Where a view runs straight along its base, slices of the shards are boxed, and not the base.
+std::vector<Shards> boxed_slices(const Recipe& recipe, const at::Tensor& base) {
+  const Shards& shards = global(base)->shards();
+  Shards held;
+  for (size_t nth = 0; nth < recipe.slices.size(); nth++) held.push_back(slice_of(shards[nth], recipe.slices[nth]));
+  return move_shards({{recipe.slices_boxing.get(), &held}}, recipe.purpose);
+}
+
 // The native way, below all that global tensors went through.
 std::vector<Shards> make_natively(ViewCall& call) {
   c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
   Stack arguments = call.arguments;
-  auto results = local_results(call.op, *call.recipe, arguments);
+  const bool sliced = call.recipe->slices_boxing != nullptr;
+  auto results = sliced ? boxed_slices(*call.recipe, arguments[0].toTensor())
+                        : local_results(call.op, *call.recipe, arguments);
   const auto& specs = call.recipe->outputs[0].specs;
   for (size_t i = 0; i < results.size(); i++)
     for (at::Tensor& shard : results[i]) shard = in_order_of(specs[i]->strides, shard);

@@ -63,6 +63,14 @@ void call_python(const c10::OperatorHandle& op, Stack* stack) {
   (*getPyInterpreter())->python_dispatcher(op, c10::DispatchKeySet(kGlobal), stack);
 }
 
+// A view op's base, which comes first, is noted as one: not every change of it is possible then.
+void note_view(const c10::OperatorHandle& op, const c10::IValue* args) {
+  const auto& returns = op.schema().returns();
+  if (returns.empty() || !returns[0].alias_info() || returns[0].alias_info()->isWrite() || !args[0].isTensor()) return;
+  auto* impl = args[0].toTensor().unsafeGetTensorImpl();
+  if (is_global(impl)) static_cast<GlobalImpl*>(impl)->viewed = true;
+}
+
 // May this recipe be run here and now? Boxings that someone watches go through Python, which tells the watcher.
 bool runs_natively(const Recipe& recipe, const c10::IValue* args) {
   if (recipe.trace) return recipe.trace->fits(args) && !(recipe.trace->has_boxings && boxing_watched());
@@ -107,6 +115,7 @@ void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   if (!c10::impl::TorchDispatchModeTLS::any_modes_set() && make_key(op, args, count, key)) {
     auto recipe = find_recipe(key);
     if (recipe && runs_natively(*recipe, args)) {
+      if (recipe->is_view) note_view(op, args);
       if (recipe->boxes_view) return push_boxed_views(op, recipe, stack);
       return recipe->trace ? replay(op, *recipe, keys, stack) : execute(op, *recipe, stack);
     }
@@ -115,6 +124,7 @@ void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
       is_pending = true;
     }
     PendingEnds ends;
+    note_view(op, args);
     call_python(op, stack);
   } else {
     is_pending = false;

@@ -34,7 +34,8 @@ std::string python_name(const std::string& name, const std::string& overload) {
 void cache_flat_recipe(const std::string& pending_key, const std::string& name, const std::string& overload,
                        std::vector<int64_t> ranks, const py::list& slots, const py::list& boxings,
                        const py::list& outputs, const std::vector<int32_t>& written, const py::list& local_args,
-                       const std::string& local_op, bool boxes_view, std::vector<int32_t> writes,
+                       const std::string& local_op, bool boxes_view, const py::object& slices_boxing,
+                       const py::list& slices, std::vector<int32_t> writes,
                        std::vector<int64_t> plain_ranks, const std::vector<std::string>& plain_keys,
                        const std::string& purpose) {
   auto recipe = std::make_shared<Recipe>();
@@ -64,6 +65,15 @@ void cache_flat_recipe(const std::string& pending_key, const std::string& name, 
     }
   }
   recipe->boxes_view = boxes_view;
+  if (!slices_boxing.is_none()) {
+    recipe->slices_boxing = boxing_from(slices_boxing);
+    recipe->has_boxings = true;
+  }
+  for (auto item : slices) {
+    auto fields = item.cast<py::tuple>();
+    auto numbers = [&](int at) { return fields[at].cast<std::vector<int64_t>>(); };
+    recipe->slices.push_back({numbers(0), numbers(1), numbers(2), numbers(3)});
+  }
   recipe->writes = std::move(writes);
   recipe->plain_ranks = std::move(plain_ranks);
   for (const auto& plain_key : plain_keys) {
@@ -90,8 +100,8 @@ std::vector<Slot> slots_from(const py::list& items) {
 void bind_recipes(py::module_& m) {
   m.def("cache_recipe", &cache_flat_recipe, py::arg("pending_key"), py::arg("name"), py::arg("overload"), py::kw_only(),
         py::arg("ranks"), py::arg("slots"), py::arg("boxings"), py::arg("outputs"), py::arg("written"),
-        py::arg("local_args"), py::arg("local_op"), py::arg("boxes_view"), py::arg("writes"), py::arg("plain_ranks"),
-        py::arg("plain_keys"), py::arg("purpose"),
+        py::arg("local_args"), py::arg("local_op"), py::arg("boxes_view"), py::arg("slices_boxing"),
+        py::arg("slices"), py::arg("writes"), py::arg("plain_ranks"), py::arg("plain_keys"), py::arg("purpose"),
         "Calls of this key are done by this recipe.");
   m.def("cache_python_fallback", [](const std::string& pending_key) {
     cache_recipe(key_from(pending_key), std::make_shared<Recipe>());

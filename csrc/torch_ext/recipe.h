@@ -61,6 +61,9 @@ struct Recipe {
     int32_t at;
     c10::IValue value;
   };
+  struct Slice {                                   // a view of a shard: Slice in layouts/view_parts.py
+    std::vector<int64_t> start, size, dims, steps;
+  };
   struct Output {                                  // a return
     std::vector<const Spec*> specs;                // several for a list; null for an undefined tensor
     int32_t written = -1;                          // it is this operand, which was written to; -1: a new tensor
@@ -82,6 +85,8 @@ struct Recipe {
   bool pending = false;                            // an output is a pending sum
   bool is_view = false;                            // the results are views of the first operand
   bool boxes_view = false;                         // and boxed ones: they are made when they are read
+  std::shared_ptr<const Boxing> slices_boxing;     // of slices of the base, where not the base itself is boxed
+  std::vector<Slice> slices;                       // per rank
   std::vector<int32_t> writes;                     // slots of the operands that are written to
   std::vector<int64_t> plain_ranks;                // of several processes, where an operand is plain; else none
   std::vector<PlainUses> plain_uses;               // per slot, where there are such ranks; null for a global operand

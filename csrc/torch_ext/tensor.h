@@ -50,6 +50,7 @@ struct BoxedView {
 struct GlobalImpl final : c10::TensorImpl {
   const Spec* spec;
   BoxedView view;                      // of other tensors without a call
+  bool viewed = false;                 // a view was made of it
 
   explicit GlobalImpl(const Spec* spec);             // a new spec's `like`
   GlobalImpl(const Spec* spec, Shards&& shards);

@@ -163,16 +163,23 @@ def become(t: Any, view: Any) -> None:
         take_memory(t, view)
 
 
-def note_turn(view: Any, func: OpOverload, rest: Sequence[Any]) -> None:
-    """Tell autograd that `view` becomes func(view, *rest): where it needs the view again, it does the call that made
-    it, and would have its gradient as it was. Raises InPlaceError without native code, as torch has no way in Python.
+def turn(target: Any, func: OpOverload, others: Sequence[Any], run: Callable[..., Any]) -> None:
+    """Let `target` become func(target, *others), a view of it, as `t_()` does, and autograd know of it.
+
+    autograd does the calls again that made a view, when its base was written to; this one is added to them. Raises
+    InPlaceError where the target is itself the base of views, whose calls would find it turned; without native code
+    where it is a view too, as torch has no way in Python.
     """
-    if torch_ext is not None:
-        torch_ext.note_turn(view, func._schema.name, func._schema.overload_name, list(rest))
-    elif view.requires_grad:
-        raise InPlaceError(f"{func._schema.name.split('::')[1]}_ of a view whose gradient is wanted",
-                           "without native code autograd cannot be told that a view was turned",
-                           f"view = view.{func._schema.name.split('::')[1]}(...)")
+    moves = func is not aten.detach.default
+    has_views = target.viewed if torch_ext is None else torch_ext.was_viewed(target)
+    if moves and target.requires_grad and (torch_ext is None if target._is_view() else has_views):
+        name = func._schema.name.split("::")[1]
+        raise InPlaceError(f"{name}_ of a tensor whose gradient is wanted, and that has views",
+                           "autograd makes views anew by calls that know nothing of it", f"x = x.{name}(...)")
+    turned = run(func, target, *others)
+    if moves and target._is_view() and torch_ext is not None:
+        torch_ext.note_turn(target, func._schema.name, func._schema.overload_name, list(others))
+    become(target, turned)                           # of which a boxed view keeps an alias as it was
 
 
 def take_memory(t: Any, of: Any) -> None:

@@ -25,6 +25,7 @@ from globaltensor.dispatch.recipe import (
     written_operands,
 )
 from globaltensor.dispatch.user_rules import results_by_rule
+from globaltensor.dispatch.view_reads import view_slices
 from globaltensor.dispatch.view_writes import restride, write_through, writes_view
 from globaltensor.errors import InPlaceError, MixedPlacementError, PlacementError
 from globaltensor.layouts.global_like import GlobalLike, is_global
@@ -49,6 +50,8 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
     if writes_plain(call):
         return write_whole
     if foreach.is_foreach(func):                     # whose elements may be on different placements
+        if decomposition is None and foreach.has_plain_element(call):
+            return foreach.one_by_one
         return decomposition or foreach.decide_foreach(cls, call)
     where = _one_placement(cls, call)
     if call.get("device") is not None and torch.device(call["device"]).type == "meta" != where.type:
@@ -89,6 +92,9 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
     recipe.wants = tuple(None if type(t) is cls and want is own.layout else want
                          for t, want, own in zip(call.tensors, recipe.wants, operands))
     decide_aliases(recipe, operands)
+    views = recipe.outputs or ()
+    if recipe.boxes_view and len(views) == 1 and views[0] is not None:
+        recipe.slices = view_slices(call, operands[0], views[0])
     # an argument that the caller left out is not among the local call's positions
     recipe.local_args = {rank: tuple((_passed(func, at, positional), value) for at, value in own)
                          for rank, own in recipe.local_args.items()}

@@ -16,11 +16,13 @@ from globaltensor.algorithms.random_ops import seeded
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, purpose_of, spec_of_plain
 from globaltensor.dispatch.verify import verify
+from globaltensor.dispatch.view_reads import read_slices
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Shape, Shards, Spec, spec
 from globaltensor.rules.call import Call, Slot, arguments, put, set_arguments
 from globaltensor.runtime.agreement import broadcast_object, compare_plain
 from globaltensor.runtime.codec import message
+from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.philox import draw_key
 from globaltensor.runtime.torch_internals import OpOverload
 from globaltensor.runtime.world import world
@@ -30,6 +32,8 @@ Remake = Callable[[OpOverload, Sequence[Any]], list[Shards]]
 
 def execute(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: dict[str, Any], remake: Remake) -> Any:
     """Run a recipe. A view that must be boxed is made when it is read, by `remake`."""
+    if torch_ext is None and recipe.func.is_view:
+        args[0].viewed = True                        # native code notes it itself
     if recipe.boxes_view:
         return _boxed_views(cls, recipe, Call(recipe.func, args, kwargs), remake)
     operands, held, results = _run_ranks(cls, recipe, args, kwargs)
@@ -46,7 +50,11 @@ def execute(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: 
 
 
 def view_shards(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Shards]:
-    """The shards of every result of a call that boxes its base."""
+    """The shards of every result of a call that makes boxed views."""
+    if recipe.slices is not None and recipe.outputs and recipe.outputs[0] is not None:
+        call, view = Call(recipe.func, args, kwargs), recipe.outputs[0]
+        shards = read_slices(recipe.slices, call.tensors[0].shards, view, str(recipe.func), purpose_of(call))
+        return [{rank: in_order_of(view.stride, shard) for rank, shard in shards.items()}]
     results = _run_ranks(cls, recipe, args, kwargs)[2]
     if not results:
         return [{} for _ in recipe.outputs or ()]

@@ -18,6 +18,7 @@ from globaltensor.dispatch.recipe import Recipe, purpose_of, spec_of_plain
 from globaltensor.dispatch.trace import Trace
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Spec
+from globaltensor.layouts.view_parts import Slice
 from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime.agreement import agree_on, checking, plain_key
 from globaltensor.runtime.native import torch_ext
@@ -88,6 +89,8 @@ class FlatRecipe(NamedTuple):
     local_args: list[list[tuple[int, Any]]] = []     # per rank: arguments that differ from the global ones
     local_op: str = ""                               # the op that ranks run, where it is another one
     boxes_view: bool = False                         # the results are boxed views
+    slices_boxing: Any = None                        # how a view is made of slices of the base, where it is
+    slices: list[tuple[Any, ...]] = []               # per rank: start, size, dims (-1: none) and steps
     writes: list[int] = []                           # the operands that are written to
     plain_ranks: Sequence[int] = ()                  # that compare plain operands, if there are any
     plain_keys: list[str] = []                       # per slot, if there are such ranks: what counts its uses, or ""
@@ -103,8 +106,16 @@ def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | Non
         return None
     if recipe.write_back or recipe.elements is not None:
         return None
-    boxings = []
+    boxings: list[Any] = []
+    slices, slices_boxing = recipe.slices, None
+    if slices is not None and recipe.outputs[0] is not None:
+        slices_boxing = find_boxing(slices.held, recipe.outputs[0].layout)
+        if slices_boxing is None:
+            return None
     for t, want in zip(call.tensors, recipe.wants):
+        if slices is not None:
+            boxings.append(None)
+            continue
         own = t.spec if type(t) is cls else spec_of_plain(t, recipe.home.placement)
         boxings.append(None if want is None or want is own.layout else find_boxing(own, want))
         if want is not None and want is not own.layout and boxings[-1] is None:
@@ -119,8 +130,14 @@ def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | Non
     keys = ["" if type(t) is cls else plain_key(t, f"a plain operand of {recipe.func}") for t in call.tensors]
     compared = not world().single_process and bool(recipe.ranks) and any(keys)
     return FlatRecipe(list(recipe.ranks), _slots(call), boxings, outputs, written,
-                      local_args if any(local_args) else [], local_op, recipe.boxes_view, list(recipe.written),
+                      local_args if any(local_args) else [], local_op, recipe.boxes_view, slices_boxing,
+                      [] if slices is None else [_flat_slice(slices.of_rank[rank]) for rank in recipe.ranks],
+                      list(recipe.written),
                       ranks if compared else (), keys if compared else [], purpose_of(call))
+
+
+def _flat_slice(of: Slice) -> tuple[Any, ...]:
+    return of.start, of.size, [-1 if d is None else d for d in of.dims], of.steps
 
 
 def _local(recipe: Recipe, call: Call) -> str | None:

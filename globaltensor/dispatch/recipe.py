@@ -23,6 +23,7 @@ from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Layout, Shape, Spec, lazy_bits_of, replicated, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.regions import Region
+from globaltensor.layouts.view_parts import ViewSlices
 from globaltensor.rules.call import Call, Slot, arguments
 from globaltensor.rules.language import Signature
 from globaltensor.runtime.torch_internals import OpOverload
@@ -43,6 +44,7 @@ class Recipe:
     written        operands that the op writes to, which are what it returns
     write_back     those of them that are boxed first, so that their new value must be moved back
     boxes_view     the results are boxed views: of operands that must be boxed, or are such views themselves
+    slices         of the one boxed view, what ranks hold of it; None where its base is boxed instead
     local_args     per rank, arguments by position or name that differ there: sizes of its part, offsets
     local_impl     runs instead of the op itself: local_impl(recipe, rank, args, kwargs)
     shapes         for local_impl, the global shapes of the operands, and `regions`, per rank, the parts it has of them
@@ -63,6 +65,7 @@ class Recipe:
     written: tuple[int, ...] = ()
     write_back: tuple[int, ...] = ()
     boxes_view: bool = False
+    slices: ViewSlices | None = None
     local_args: RankArgs = field(default_factory=dict)
     local_impl: Callable[..., Any] | None = None
     shapes: tuple[Shape, ...] = ()

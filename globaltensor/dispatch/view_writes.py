@@ -42,9 +42,7 @@ def writes_view(call: Call) -> bool:
 def write_through(call: Call, run: Run) -> Any:
     """An op that writes into boxed views."""
     if foreach.is_foreach(call.func) and len(call.values["self"]) > 1:
-        for args, kwargs in foreach.element_calls(call):       # one may see what another one wrote
-            run(call.func, *args, **kwargs)
-        return None
+        return foreach.one_by_one(call, run)         # one may see what another one wrote
     views = [t for t in written(call) if is_global(t) and t.spec.copied]
     if len(written(call)) == 1 and views[0] is call.tensors[0] and _is_elementwise(call):
         target = _Target(call.func, views[0])
@@ -109,7 +107,7 @@ class _Piece:
             self.part = position.line.part(region)
             self.empty = self.part is None
             if self.part is not None:
-                self.elements = position.line.of_shard(shard, region, self.part)
+                self.elements = position.line.slice_of(region, self.part).of(shard)
             return
         self._shape, self._shard = position.view.shape, shard
         self._mask, self._index = scattered_elements(position.memory, position.view, region)
@@ -188,6 +186,12 @@ def _base(view: Any) -> tuple[Any, _Position]:
     return base, _position(base.spec, tuple(steps))
 
 
+def position_of(base: Spec, call: Call) -> _Position:
+    """Where the elements of the view that a call makes of this base are."""
+    values = tuple(tuple(v) if isinstance(v, list) else v for v in list(call.values.values())[1:])
+    return _position(base, ((call.func, values, 0),))
+
+
 def restride(call: Call, run: Run) -> Any:
     """as_strided of a tensor that must be boxed: sizes and strides speak of the memory at the end of the chain, so they
     are those of a view of it, with its dims in their order in memory.
@@ -221,7 +225,8 @@ class _Target:
         self.view = view
         self.base, self.position = _base(view)
         self.pending = any(s.is_partial for s in self.base.spec.sbp)
-        if overlaps_itself(self.position.memory) or overlaps_itself(self.position.view) and func not in _OVERWRITING:
+        if view.spec.numel and (overlaps_itself(self.position.memory) or
+                                overlaps_itself(self.position.view) and func not in _OVERWRITING):
             raise InPlaceError(f"{func} into a view of which several elements are one in memory",
                                "an expanded tensor cannot take a value for each of its elements",
                                "clone() the tensor first")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from globaltensor.layouts.layout import Shape
+from globaltensor.layouts.layout import Shape, Spec
 from globaltensor.layouts.regions import Region
 
 
@@ -53,19 +53,40 @@ class Straight(NamedTuple):
             part.append((first, last))
         return tuple(part)
 
-    def of_shard(self, shard: Tensor, region: Region, part: Region) -> Tensor:
-        """That part of the view, as a view of the shard that holds the region."""
-        index: list[slice | int] = [start - low for start, (low, _) in zip(self.start, region)]
-        for (first, last), d, step in zip(part, self.dims, self.steps):
+    def slice_of(self, region: Region, part: Region) -> Slice:
+        """That part of the view in the shard that holds the region."""
+        start = [first - low for first, (low, _) in zip(self.start, region)]
+        for (first, _), d, step in zip(part, self.dims, self.steps):
             if d is not None:
-                at = self.start[d] - region[d][0]
-                index[d] = slice(at + first * step, at + (last - 1) * step + 1, step)
-        along = [d for d in self.dims if d is not None]
-        # indexing leaves the dims in the order of the base; the view may have been permuted
-        piece = shard[tuple(index)].permute([sorted(along).index(d) for d in along])
-        for k, d in enumerate(self.dims):
-            piece = piece.unsqueeze(k) if d is None else piece
-        return piece
+                start[d] += first * step
+        return Slice(tuple(start), tuple(stop - first for first, stop in part), self.dims, self.steps)
+
+
+class Slice(NamedTuple):
+    """A view of a shard.
+
+    start     per dim of the shard, the index of the first element
+    size, dims, steps   per dim of the view, as in Straight
+    """
+
+    start: Shape
+    size: Shape
+    dims: tuple[int | None, ...]
+    steps: Shape
+
+    def of(self, shard: Tensor) -> Tensor:
+        """The view."""
+        first = shard.storage_offset() + sum(i * step for i, step in zip(self.start, shard.stride()))
+        strides = [1 if d is None else step * shard.stride(d) for d, step in zip(self.dims, self.steps)]
+        return shard.as_strided(self.size, strides, first)
+
+
+class ViewSlices(NamedTuple):
+    """What ranks hold of a view: its spec there, in a layout with a region per rank, and the slices of the shards of
+    this process."""
+
+    held: Spec
+    of_rank: dict[int, Slice]
 
 
 def overlaps_itself(of: Strided) -> bool:

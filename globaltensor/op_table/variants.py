@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from globaltensor.algorithms.aliasing import become, note_turn
+from globaltensor.algorithms.aliasing import become, turn
 from globaltensor.algorithms.run import Decomposition, Run
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.global_like import is_global
@@ -107,13 +107,9 @@ def _reshaped(functional: OpOverload) -> Decomposition:
     """The functional op's view, which the operand then is."""
 
     def write(call: Call, run: Run) -> Any:
-        target = call.tensors[0]
-        args, kwargs = _as(functional, call).full_arguments()
-        turned = run(functional, *args, **kwargs)
-        if target._is_view():
-            note_turn(target, functional, args[1:])
-        become(target, turned)                       # of which a boxed view keeps an alias as it was
-        return target
+        args, _ = _as(functional, call).full_arguments()
+        turn(call.tensors[0], functional, args[1:], run)
+        return call.tensors[0]
 
     return write
 

@@ -70,7 +70,7 @@ _TAKEN: dict[Any, Callable[..., Any]] = {**products.TAKEN, **lookup.TAKEN, **gra
 # overrides stay in force inside these
 _WITHIN: dict[Any, Callable[..., Any]] = {**backward.TAKEN, **multihead_attention.TAKEN}
 _requires_grad: Any = TensorBase.requires_grad
-_OWN_ATTRIBUTES = {"spec", "_shards", "boxed_view", "_is_param", gradients.ATTRIBUTE}
+_OWN_ATTRIBUTES = {"spec", "_shards", "boxed_view", "viewed", "_is_param", gradients.ATTRIBUTE}
 
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class GlobalTensor(TensorMethods):
 
     spec: Spec
     boxed_view: BoxedView | None = None              # a boxed view: how it was made, without native code
+    viewed = False                                   # a view was made of it, without native code
     _shards: Shards
 
     @classmethod
@@ -177,8 +178,8 @@ class GlobalTensor(TensorMethods):
         what was moved.
 
         Raises, before anything moves, SbpError for a placement that is none, sbps that are not one per axis, or a split
-        dim that x lacks; on all ranks DisagreementError where they mean different layouts, and TransportError where
-        one of them died.
+        dim that x lacks; on all ranks DisagreementError where they mean different layouts or ask at different
+        lines of the program, and TransportError where one of them died.
         """
         try:
             return box_from(self, placement, sbp, grad_sbp)

@@ -1,0 +1,41 @@
+"""Reading boxed views: where a view runs straight along its base, its elements move and the rest of the base does not.
+
+Every rank has some slice of `x[2:5]` in its shard of x, most of them an empty one. Together they are the view, in a
+layout with a region per rank; what is left to do is a boxing from there.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from globaltensor.boxings.redistribute import Move, move_shards
+from globaltensor.dispatch.view_writes import position_of
+from globaltensor.layouts.layout import Shards, Spec, spec
+from globaltensor.layouts.rank_regions import rank_regions
+from globaltensor.layouts.view_parts import Slice, ViewSlices
+from globaltensor.rules.call import Call
+from globaltensor.runtime.world import local_ranks_of
+
+
+def view_slices(call: Call, base: Spec, view: Spec) -> ViewSlices | None:
+    """What ranks hold of the view that a call makes; None where it does not run straight, or its base is a boxed view
+    too, or a pending sum."""
+    if base.copied or base.lazy_bits or view.lazy_bits or base.dtype != view.dtype or not view.ndim or not view.numel:
+        return None
+    line = position_of(base, call).line
+    if line is None or any(s.is_partial for s in base.sbp):
+        return None
+    nothing = ((0, 0),) * view.ndim
+    parts = {rank: line.part(base.region(rank)) for rank in base.placement.flat}
+    empty = Slice((0,) * base.ndim, (0,) * view.ndim, line.dims, line.steps)
+    own = {rank: line.slice_of(base.region(rank), part) if (part := parts[rank]) else empty
+           for rank in local_ranks_of(base.placement)}
+    held = rank_regions(base.placement, {rank: part or nothing for rank, part in parts.items()})
+    return ViewSlices(spec(held, view.shape, view.stride, view.dtype), own)
+
+
+def read_slices(of: ViewSlices, shards: Mapping[int, torch.Tensor], view: Spec, op: str, purpose: str) -> Shards:
+    """The shards of the view, from those of its base."""
+    held = {rank: one.of(shards[rank]) for rank, one in of.of_rank.items()}
+    return move_shards([Move(of.held, held, view.layout)], op, purpose)[0]
