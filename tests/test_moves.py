@@ -69,17 +69,18 @@ def test_bytes_are_those_of_the_table():
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_what_dtensor_runs_without_communication_moves_nothing():
-    """At least 97% of it; or it reduces a pending operand at once, where that is no dearer than reducing the result
-    later, which DTensor leaves pending: y @ w of a pending y that is smaller than what comes out."""
+    """More than 99% of what it runs rightly; or it reduces a pending operand at once, where that is no dearer than
+    reducing the result later, which DTensor leaves pending: y @ w of a pending y that is smaller than what comes out.
+    """
     dtensor = json.loads(good([PYTHON, PROGRAMS / "dtensor_moves.py"], timeout=900).splitlines()[-1])
     quiet, now = dtensor["quiet"], measured()
     moving = [(name, " ".join(sbps), now[name, " ".join(sbps)], debt) for name, sbps, debt in quiet
               if now[name, " ".join(sbps)] != "0"]
     dearer = [case for case in moving if case[2] == "refused" or int(case[2]) > case[3]]
-    print(f"{dtensor['tried']} cases, of which DTensor refuses {dtensor['refused']} and runs {len(quiet)} without "
-          f"communication; of these {len(quiet) - len(moving)} move nothing here, {len(moving) - len(dearer)} reduce "
-          f"an operand at once, {len(dearer)} move more:", *dearer, sep="\n")
-    assert len(quiet) > 500 and len(dearer) <= 0.03 * len(quiet)
+    print(f"{dtensor['tried']} cases, of which DTensor refuses {dtensor['refused']}, gets {len(dtensor['wrong'])} "
+          f"wrong, and runs {len(quiet)} without communication; of these {len(quiet) - len(moving)} move nothing here, "
+          f"{len(moving) - len(dearer)} reduce an operand at once, {len(dearer)} move more:", *dearer, sep="\n")
+    assert len(quiet) > 500 and len(moving) <= 0.07 * len(quiet) and len(dearer) <= 0.006 * len(quiet)
 
 
 if __name__ == "__main__":

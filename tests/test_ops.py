@@ -637,6 +637,7 @@ OF_NOTHING = {
     "matmul of two dtypes": lambda x, i: x.reshape(3, 0, 1).long().mT @ x.reshape(3, 0, 1),
     "einsum of two dtypes": lambda x, i: torch.einsum("ij,kj->ik", x[:1].mT[:, :0], i[:, :0].long()),
     "einsum of one term": lambda x, i: torch.einsum("ij,kj->ik", i[:, :1].double(), i[:, :1]),
+    "einsum of bools": lambda x, i: torch.einsum("ij,kj->ik", i[:, :1] > 3, i[:, 1:2] > 3),
     "cdist of two dtypes": lambda x, i: torch.cdist(x.float(), i.double()),
 }
 

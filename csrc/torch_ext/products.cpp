@@ -171,12 +171,15 @@ std::pair<Tensor, std::string> without_ones(const Tensor& x, c10::IntArrayRef ba
   return {ones.empty() ? x : x.squeeze(ones), labels};
 }
 
-// Operands of several dtypes are torch's: it multiplies them where there is nothing to add up, and else complains.
-bool differ(const Tensor& a, const Tensor& b) { return a.scalar_type() != b.scalar_type(); }
+// Operands of several dtypes, and bools, are torch's: it multiplies them where there is nothing to add up, and else
+// complains.
+bool is_odd(const Tensor& a, const Tensor& b) {
+  return a.scalar_type() != b.scalar_type() || a.scalar_type() == c10::kBool;
+}
 
 Tensor matmul(const Tensor& x, const Tensor& y) {
   const Tensor a = cast(x), b = cast(y);
-  if (a.dim() < 2 || b.dim() < 2 || (a.dim() == 2 && b.dim() == 2) || differ(a, b) || beyond_backward(a, b)) {
+  if (a.dim() < 2 || b.dim() < 2 || (a.dim() == 2 && b.dim() == 2) || is_odd(a, b) || beyond_backward(a, b)) {
     c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
     return at::matmul(x, y);
   }
@@ -212,7 +215,7 @@ Tensor einsum(std::string_view text, at::TensorList operands, at::OptionalIntArr
   equation.erase(std::remove(equation.begin(), equation.end(), ' '), equation.end());
   if (operands.size() == 2 && is_plain(equation, operands[0], operands[1])) {
     const Tensor a = cast(operands[0]), b = cast(operands[1]);
-    if (!differ(a, b)) return contract(equation, a, b);
+    if (!is_odd(a, b)) return contract(equation, a, b);
   }
   c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
   return at::einsum(text, operands, path);

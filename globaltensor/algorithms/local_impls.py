@@ -173,7 +173,8 @@ def own_index(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str,
     if own is None:
         return recipe.func(*args)
     n = recipe.shapes[0][dims[0]]
-    check_range(indices[dims[0]], n, "index", lowest=-n)
+    if 0 not in recipe.shapes[0]:                    # where there is nothing to look up, torch does not look
+        check_range(indices[dims[0]], n, "index", lowest=-n)
     return _look_up(x, dims[0], indices[dims[0]], own, n)
 
 
@@ -230,7 +231,8 @@ def own_index_put(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[
         return recipe.func(*args, **kwargs)
     dim, index = dims[0], indices[dims[0]]
     n = recipe.shapes[0][dim]
-    check_range(index, n, "index", lowest=-n)
+    if 0 not in recipe.shapes[0]:
+        check_range(index, n, "index", lowest=-n)
     if own[0] == own[1]:
         return _written(recipe, x, x.clone())
     inside, at = _within(index, own, n)

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from globaltensor.algorithms.aliasing import memory_id
+from globaltensor.algorithms.run import Run
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import Recipe, decide_aliases, spec_of_plain, written_operands
 from globaltensor.errors import MixedPlacementError
-from globaltensor.layouts.global_like import GlobalLike
+from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Spec, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.op_table.variants import foreach_algebra
@@ -65,6 +66,18 @@ def decide_foreach(cls: type[GlobalLike], call: Call) -> Recipe:
                     [] if targets else results, targets, elements=None if everywhere else holds)
     decide_aliases(recipe, specs)
     return recipe
+
+
+def has_plain_element(call: Call) -> bool:
+    """Is any of several elements all plain, as where gradients of a global module and of a plain one are clipped?"""
+    elements = list(zip(*(call[a.name] for a in arguments(call.func) if a.tensors and call[a.name])))
+    return len(elements) > 1 and not all(any(map(is_global, tensors)) for tensors in elements)
+
+
+def one_by_one(call: Call, run: Run) -> list[Any] | None:
+    """The op on one element after the other; plain ones stay plain."""
+    results = [run(call.func, *args, **kwargs) for args, kwargs in element_calls(call)]
+    return [t for result in results for t in result] if call.func._schema.returns else None
 
 
 def share_memory(call: Call) -> bool:

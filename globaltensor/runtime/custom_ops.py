@@ -30,7 +30,7 @@ _library = torch.library.Library("globaltensor", "DEF")
 
 
 def _contract(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.einsum(equation, a, b)
+    return torch.einsum(equation, a, b).contiguous()
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

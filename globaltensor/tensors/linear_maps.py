@@ -97,5 +97,5 @@ def op_arguments(how: Sequence[Any]) -> list[Any]:
 
 def how_of(arguments: Sequence[Any]) -> list[Any]:
     """Names back to layouts, lists back to shapes."""
-    return [_named[one] if isinstance(one, str) else one and tuple(one) for one in arguments]
+    return [_named[one] if isinstance(one, str) else tuple(one) if isinstance(one, list) else one for one in arguments]
 

@@ -110,10 +110,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """torch.matmul, leading dims broadcast; two dims and fewer go torch's own way. So do operands of several dtypes:
-    torch multiplies them where there is nothing to add up, and else complains."""
+    """torch.matmul, leading dims broadcast; two dims and fewer go torch's own way."""
     a, b = _autocast(a, b)
-    if a.dim() < 2 or b.dim() < 2 or a.dim() == b.dim() == 2 or a.dtype != b.dtype or transforms_active():
+    if a.dim() < 2 or b.dim() < 2 or a.dim() == b.dim() == 2 or _is_odd(a, b) or transforms_active():
         return torch.matmul(a, b)
     _check_product(a.shape[-1] == b.shape[-2], "matmul", a, b)
     many = max(a.dim(), b.dim()) - 2
@@ -136,7 +135,7 @@ def einsum(equation: str, *operands: Any) -> torch.Tensor:
     """torch.einsum; two operands with plain labels are one contraction, the rest goes torch's own way."""
     if len(operands) == 2 and _is_plain(equation, operands):
         a, b = _autocast(*operands)
-        if a.dtype == b.dtype:
+        if not _is_odd(a, b):
             return contract(equation.replace(" ", ""), a, b)
     return torch.einsum(equation, *operands)
 
@@ -156,6 +155,12 @@ def _is_plain(equation: Any, operands: tuple[Any, ...]) -> bool:
     sizes = dict(zip(left, operands[0].shape))
     return (set(left) <= set(right + sides[1]) and set(right) <= set(left + sides[1])
             and all(sizes.get(c, n) == n for c, n in zip(right, operands[1].shape)))
+
+
+def _is_odd(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Operands of several dtypes, and bools, are torch's: it multiplies them where there is nothing to add up, and else
+    complains."""
+    return a.dtype != b.dtype or a.dtype == torch.bool
 
 
 def _check_product(fits: bool, name: str, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -338,7 +338,6 @@ VIEWS = """
     {x}.view_as({s})
     {x}.to({x}.dtype)
     {x}.contiguous()
-    {x}.as_strided({x}.shape, {x}.stride())
 """
 
 WRITES = """
@@ -441,9 +440,12 @@ TABLE = {"smooth": lines(SMOOTH), "rounded": lines(ROUNDED), "exact": lines(EXAC
          "write": lines(WRITES)}
 KINDS = ["smooth"] * 6 + ["rounded"] * 3 + ["exact"] * 3 + ["view"] * 6 + ["write"] * 5 + [
     "leaf", "leaf", "plain", "box", "box", "box", "move", "read", "gradient", "local", "whole"]
+# Refused of a tensor that has views; `requires_grad_` is torch's own error, once one is made anew.
+ON_BASES = ("{x}.t_", "{x}.unsqueeze_", "{x}.squeeze_", "{x}.transpose_", "{x}.requires_grad_(False)")
 # What takes nothing but sizes or a dtype of its other operand.
 LIKE = ("torch.broadcast_tensors", "torch.meshgrid", "{x}.view_as", "{x}.to({y}", "{x}.type_as")
-BLOCKS = [""] * 12 + ["with torch.no_grad(): ", "with torch.inference_mode(): ", "with torch.enable_grad(): "]
+IN_INFERENCE = "with torch.inference_mode(): "
+BLOCKS = [""] * 12 + ["with torch.no_grad(): ", IN_INFERENCE, "with torch.enable_grad(): "]
 
 
 # -------------------------------------------------------------------------------------------------- the two worlds
@@ -500,9 +502,11 @@ class Global(Plain):
         return gt.from_shards(dict(zip(where.flat, shards)), where, sbp).requires_grad_(grad)
 
     def box(self, t: Any, sbp: list[str]) -> Any:
-        return self.own(t, t.to_global(sbp=sbp))
+        return self.own(t, t.to_global(sbp=sbp)) if t.is_global else super().box(t, sbp)
 
     def move(self, t: Any, place: int, sbp: list[str]) -> Any:
+        if not t.is_global:                          # plain[global of no dims] is plain: torch reads it as a number
+            return gt.from_full(t, placement(place), sbp)
         return self.own(t, t.to_global(placement(place), sbp))
 
     def local(self, t: torch.Tensor, place: int, sbp: list[str]) -> Any:
@@ -660,7 +664,13 @@ class Drawing:
                 self.tensors[n].is_floating_point() for n in used):
             return True                              # gradients of integers: torch refuses some of them, by kernel
         place = next(iter(places), None)
-        block = self.choose(BLOCKS) if not text.startswith("for ") else self.choose(BLOCKS).replace(": ", ":\n    ")
+        block = self.choose(BLOCKS)
+        if kind == "write" and any(self.tensors[name].is_inference() for name in used):
+            block = IN_INFERENCE                     # elsewhere torch allows it by accident only
+        elif ".data =" in text:
+            block = ""
+        if text.startswith("for "):
+            block = block.replace(": ", ":\n    ")
         if kind != "write":
             return self.add(f"{block}{{new}} = {text}", template, place, exact) or True
         versions = {name: t._version for name, t in self.tensors.items() if not t.is_inference()}
@@ -680,9 +690,10 @@ class Drawing:
         slots = set(re.findall(r"{(\w+)}", template))
         if kind == "write" and (self.place[at["x"]] is None or overlaps_itself(x)):
             return None, used
-        ndim = x.dim()
-        if kind == "write" and "detach()" in template and x.is_inference():      # it can be written, as no other view
+        if template.startswith(ON_BASES) and not x._is_view() and any(
+                share_memory(t, x) for t in self.tensors.values() if t is not x):
             return None, used
+        ndim = x.dim()
         if "conv" in template and not x.numel():     # which torch gets wrong itself
             return None, used
         if slots & {"d", "e"} and not ndim:
