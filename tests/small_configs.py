@@ -244,7 +244,7 @@ def _input(name: str, config: Any, n: int, vocab: int, g: torch.Generator, main:
         return floats(n, time, bins) if "time first" in how else floats(n, bins, time)
     if name == "past_values":
         return floats(n, config.context_length, config.num_input_channels)
-    if name in ("hidden_states", "pixel_values") and hasattr(config, "spatial_merge_size"):
+    if name in ("hidden_states", "pixel_values") and {"spatial_merge_size", "patch_size"} <= vars(config).keys():
         return floats(n * 16, _config(config, "in_channels", 3) * getattr(config, "temporal_patch_size", 1)
                       * config.patch_size ** 2)      # of 4 x 4 patches each
     if name in ("grid_thw", "image_grid_thw"):
