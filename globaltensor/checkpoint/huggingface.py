@@ -32,6 +32,7 @@ from globaltensor.checkpoint.pieces import (
     whole_region,
     write_file,
 )
+from globaltensor.errors import expect
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
@@ -55,6 +56,7 @@ def load_safetensors(module: M, folder: str | os.PathLike[str]) -> M:
     Returns the module. Raises CheckpointError, on every process and before anything is changed, where a file is
     missing or damaged, or names or shapes do not fit.
     """
+    expect(module, nn.Module, "weights for no module", "gt.load_safetensors(model, folder)")
     need_safetensors()
     files, entries, own = collective_try("loading safetensors", lambda: _check_folder(module, Path(folder)))
     for name, entry in entries.items():
@@ -107,7 +109,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if (folder / SINGLE).is_file():
         return dict.fromkeys(CheckpointFiles(folder, links=True).open(SINGLE).keys(), SINGLE)
     if not (folder / INDEX).is_file():
-        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}", fix="a folder that save_safetensors wrote")
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}",
+                              "weights are read from files of these names", "a folder that save_safetensors wrote")
     try:
         file_of = json.loads((folder / INDEX).read_bytes())["weight_map"]
         invalid = [file for file in file_of.values() if not (isinstance(file, str) and _NAME.fullmatch(file))]
@@ -126,6 +129,7 @@ def save_safetensors(module: nn.Module, folder: str | os.PathLike[str], *, shard
     file is written by one rank, the ranks taking turns, which needs memory for all of it. The files of an earlier save
     are replaced when all are written. Raises CheckpointError on every process where a file cannot be written.
     """
+    expect(module, nn.Module, "weights of no module", "gt.save_safetensors(model, folder)")
     need_safetensors()
     folder = Path(folder)
     tensors = collective_try("saving safetensors", lambda: _tensors_to_save(module), _fingerprint)

@@ -46,6 +46,9 @@ def save(state: Any, target: PathLike | IO[bytes], **options: Any) -> Saving | N
     A file gets whole tensors, which plain torch loads: those in nested dicts, lists and tuples are gathered on every
     process, and rank 0 writes. Collective. A folder takes asynchronous= and keep=, a file the options of torch.save.
     """
+    if not isinstance(target, (str, os.PathLike)) and not hasattr(target, "write"):
+        raise ArgumentError(f"gt.save to {target!r}", "a state is saved to a folder or a file",
+                            'gt.save(state, "folder")')
     if not _is_file(target):
         return save_folder(state, target, **options)     # type: ignore[arg-type]  # not a file, hence a path
     for name in ("asynchronous", "keep"):

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from globaltensor.cli.problem import Problem
+from globaltensor.cli.problem import Problem, positive
 from globaltensor.runtime.text_table import aligned
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -37,10 +37,10 @@ def options(of: argparse.ArgumentParser) -> None:
     of.add_argument("--list", action="store_true", help="only say which there are")
     own = of.add_argument_group("options of some benchmarks")
     own.add_argument("--quick", action="store_true", default=None, help="few and small: to see that it works")
-    own.add_argument("--ranks", type=int, metavar="N",
+    own.add_argument("--ranks", type=positive, metavar="N",
                      help="processes (boxing; default 2. pipeline; default 2, then 4)")
     own.add_argument("--fresh", action="store_true", default=None, help="write what is moved anew each time (boxing)")
-    own.add_argument("--hidden", type=int, metavar="N",
+    own.add_argument("--hidden", type=positive, metavar="N",
                      help="hidden size of the model (train; default 128, then 256. pipeline; default 256)")
     own.add_argument("--minutes", type=float, metavar="N", help="how long training is disturbed (soak; default 2)")
     own.add_argument("--seed", type=int, metavar="N", help="of the moments at which that happens (soak; default 0)")

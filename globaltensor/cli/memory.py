@@ -15,9 +15,10 @@ import json
 from fractions import Fraction
 from typing import Any
 
-from globaltensor.cli.problem import Problem
+from globaltensor.cli.problem import Problem, positive
 from globaltensor.errors import GlobalTensorError
 from globaltensor.runtime.text_table import aligned
+from globaltensor.simulator.costs import exact
 from globaltensor.simulator.gpt import GPT, RECOMPUTE
 from globaltensor.simulator.memory import model_states
 
@@ -52,13 +53,6 @@ def parallel_options(of: argparse.ArgumentParser | argparse._ArgumentGroup, reco
     of.add_argument("--zero", type=int, choices=range(4), default=0, help="stage of ZeRO over dp (default 0)")
     of.add_argument("--recompute", choices=RECOMPUTE, default=recompute,
                     help=f"which activations are computed again (default {recompute})")
-
-
-def positive(text: str) -> int:
-    """A whole number from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
 
 
 def model(chosen: argparse.Namespace) -> GPT:
@@ -129,8 +123,8 @@ def _memory_text(summary: dict[str, Any]) -> str:
 def _count(text: str) -> Fraction:
     digits, scale = (text[:-1], _SIZES[text[-1].upper()]) if text[-1:].upper() in _SIZES else (text, 1)
     try:
-        count = Fraction(digits) * scale
-    except (ValueError, ZeroDivisionError):
+        count = exact(digits) * scale
+    except (ValueError, ArithmeticError):
         count = Fraction(0)
     if count < 1 or count.denominator != 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters: 7.5e9, or 7.5B")

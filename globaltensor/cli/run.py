@@ -29,7 +29,7 @@ import torch
 
 from globaltensor.cli import worker
 from globaltensor.cli.info import cores
-from globaltensor.cli.problem import Problem
+from globaltensor.cli.problem import Problem, positive
 from globaltensor.runtime.deadlock import rank_names
 from globaltensor.runtime.preemption import REQUEUE
 from globaltensor.runtime.secret import draw_secret
@@ -39,17 +39,17 @@ def options(of: argparse.ArgumentParser) -> None:
     """The command line of `globaltensor run`."""
     of.usage = ("globaltensor run [-n N] [--nnodes N --rdzv-endpoint HOST:PORT] [--max-restarts N [--min-ranks N]] "
                 "[--grace SECONDS] [-m] program [argument ...]")
-    of.add_argument("-n", "--nproc-per-node", dest="ranks", type=_positive, metavar="N",
+    of.add_argument("-n", "--nproc-per-node", dest="ranks", type=positive, metavar="N",
                     help="ranks on this host (default: the GPUs there are, else 2)")
-    of.add_argument("--grace", type=_positive, default=30, metavar="SECONDS", help="from SIGTERM or Ctrl-C to SIGKILL, "
+    of.add_argument("--grace", type=positive, default=30, metavar="SECONDS", help="from SIGTERM or Ctrl-C to SIGKILL, "
                     "for ranks that save what they have (default 30)")
     of.add_argument("--max-restarts", type=_natural, default=0, metavar="N", help="how often the program is started "
                     "again when a rank fails; it goes on by gt.resume (default 0)")
-    of.add_argument("--min-ranks", type=_positive, metavar="N", help="leave out ranks, or hosts, that fail, as long as "
+    of.add_argument("--min-ranks", type=positive, metavar="N", help="leave out ranks, or hosts, that fail, as long as "
                     "so many of the job are left (default: all are started again)")
     of.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
     hosts = of.add_argument_group("several hosts", "the same command on each host")
-    hosts.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="hosts that take part (default 1)")
+    hosts.add_argument("--nnodes", type=positive, default=1, metavar="N", help="hosts that take part (default 1)")
     hosts.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts meet: an address of one of them")
     hosts.add_argument("--rdzv-id", default="globaltensor", metavar="ID", help="tells runs at one endpoint apart")
     hosts.add_argument("--node-rank", type=int, metavar="I", help="fix this host's place among the hosts, from 0; "
@@ -57,12 +57,6 @@ def options(of: argparse.ArgumentParser) -> None:
     hosts.add_argument("--local-addr", metavar="ADDRESS", help="this host's address, where its name does not tell")
     of.add_argument("program", help="a Python file, or a module with -m")
     of.add_argument("args", nargs=argparse.REMAINDER, metavar="argument", help="the program's own arguments")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
 
 
 def _natural(text: str) -> int:
@@ -90,6 +84,11 @@ def _check_command(chosen: argparse.Namespace) -> None:
             raise Problem(f"there is no module {chosen.program!r}\n  looked in {os.getcwd()} and where Python looks")
     elif not Path(chosen.program).exists():
         raise Problem(f"there is no program {chosen.program!r}\n  looked in {os.getcwd()}")
+    elif Path(chosen.program).is_dir() and not Path(chosen.program, "__main__.py").exists():
+        raise Problem(f"{chosen.program!r} is a folder\n  try: a file in it, or -m and the name of a module")
+    if chosen.rdzv_endpoint and not re.fullmatch(r".+:\d{1,5}", chosen.rdzv_endpoint):
+        raise Problem(f"--rdzv-endpoint {chosen.rdzv_endpoint} has no port\n  try: --rdzv-endpoint "
+                      f"{chosen.rdzv_endpoint}:29400")
     if chosen.nnodes > 1 and not chosen.rdzv_endpoint:
         raise Problem(f"{chosen.nnodes} hosts need a place to meet\n  try: globaltensor run "
                       f"--nnodes {chosen.nnodes} --rdzv-endpoint HOST:29400 ... on each of them")

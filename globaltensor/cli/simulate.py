@@ -22,10 +22,11 @@ import argparse
 import json
 import os
 import shutil
+from fractions import Fraction
 from typing import Any
 
-from globaltensor.cli.memory import model, model_options, number, parallel_options, positive, problem
-from globaltensor.cli.problem import Problem
+from globaltensor.cli.memory import model, model_options, number, parallel_options, problem
+from globaltensor.cli.problem import Problem, positive
 from globaltensor.errors import GlobalTensorError
 from globaltensor.runtime.text_table import aligned
 from globaltensor.schedules import text, timetable
@@ -34,7 +35,7 @@ from globaltensor.schedules.communication import routes
 from globaltensor.schedules.generators import GENERATORS, generate
 from globaltensor.schedules.schedule import Schedule
 from globaltensor.simulator.cluster import cluster
-from globaltensor.simulator.costs import Costs
+from globaltensor.simulator.costs import Costs, exact
 from globaltensor.simulator.engine import SimulatedRun, simulate
 from globaltensor.simulator.training import SimulatedStep, TrainingPlan, simulate_training
 
@@ -54,7 +55,7 @@ def options(of: argparse.ArgumentParser) -> None:
     times.add_argument("--stages", type=positive, metavar="P", help="ranks of the pipeline")
     times.add_argument("--micro-batches", type=positive, metavar="M", help="micro-batches in a step")
     times.add_argument("--times", metavar="TF,TB,TW,TCOMM", help="numbers or fractions: 18.522 or 1/3; TB without TW")
-    times.add_argument("--weight-share", default="1", metavar="SHARE",
+    times.add_argument("--weight-share", type=_share, default="1", metavar="SHARE",
                        help="of the activations, what an input gradient leaves for the weights' (default 1)")
     own = of.add_argument_group("with a model")
     model_options(own)
@@ -99,12 +100,16 @@ def _with_times(chosen: argparse.Namespace, own: Schedule | None,
             raise Problem(f"which --{name.replace('_', '-')}?\n  try: --schedule 1f1b --stages 4 --micro-batches 8")
     schedule = own or generate(chosen.schedule, chosen.stages, chosen.micro_batches, chosen.chunks)
     run = simulate(schedule, Costs.exact(chosen.times.split(","), schedule.stages, schedule.chunks), record)
-    try:
-        peaks = peak_activations(schedule, chosen.weight_share)
-    except (ValueError, ZeroDivisionError):
-        raise Problem(f"--weight-share {chosen.weight_share} is not a number") from None
+    peaks = peak_activations(schedule, chosen.weight_share)
     return run, None, _facts(run) | {"step_time": number(run.makespan),
                                      "peak_activations": [number(peak) for peak in peaks], "links": _links(schedule)}
+
+
+def _share(text: str) -> Fraction:
+    try:
+        return exact(text)
+    except (ValueError, ArithmeticError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def _with_model(chosen: argparse.Namespace, own: Schedule | None,

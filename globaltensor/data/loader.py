@@ -24,7 +24,7 @@ import torch.utils.data
 from globaltensor.data.batch import BatchCutter
 from globaltensor.data.sampler import Batch, Sampler
 from globaltensor.data.seeding import SeededDataset, UnwrapDataset, mix, random_streams
-from globaltensor.errors import DisagreementError, GlobalTensorError
+from globaltensor.errors import ArgumentError, DisagreementError, GlobalTensorError
 from globaltensor.layouts.layout import sbp_text
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import SbpLike
@@ -96,6 +96,9 @@ class DataLoader:
                  worker_init_fn: Callable[[int], None] | None = None, multiprocessing_context: Any = None,
                  generator: torch.Generator | None = None, check: bool = True) -> None:
         _check_dataset(dataset)
+        if not isinstance(num_workers, int) or num_workers < 0:
+            raise ArgumentError(f"num_workers={num_workers!r}", "it is how many processes load the samples of a rank",
+                                "num_workers=2; 0: none")
         if sampler is None:
             _check_len(dataset)
             sampler = Sampler(len(dataset), batch_size, shuffle=shuffle, seed=seed, tail=tail)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from globaltensor.errors import RuleError
+from globaltensor.errors import RuleError, expect
 from globaltensor.layouts.layout import Spec
 from globaltensor.op_table.line import TABLE, Line
 from globaltensor.op_table.variants import line_of
@@ -32,6 +32,8 @@ def give(op: Any, dims: str, algebra: str = "", *, leaves: str = "sum", nonempty
     Raises RuleError where the rule is malformed or does not fit the op's schema, or the op is torch's own.
     """
     func = overload_of(op)
+    for text in (dims, algebra):
+        expect(text, str, f"a rule of {text!r}", 'gt.rule(op, "m k, k n -> m n", "a*b")')
     parsed = parse_rule(dims, algebra)
     check_leaves(leaves, dims)
     _check_fits(func, parsed, dims)

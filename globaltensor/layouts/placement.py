@@ -8,7 +8,7 @@ the same: [0, 1] is neither [1, 0] nor [[0, 1]].
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -48,6 +48,9 @@ class placement:
         nested, shape = _nest(ranks)
         flat = tuple(_flatten(nested))
         names = tuple(axis_names) if axis_names is not None else None
+        if names is not None and not all(isinstance(name, str) and name for name in names):
+            raise PlacementError(f"axis_names={names}", "an axis is asked for by its name, a text",
+                                 f"axis_names={('dp', 'tp', 'pp', 'sp', 'ep')[:len(shape)]}")
         if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
             raise PlacementError(f"axis_names={names} for {counted(len(shape), 'axis', 'axes')}",
                                  "each axis has one name, and no two have the same",
@@ -111,11 +114,12 @@ def _nest(ranks: Any) -> tuple[Any, tuple[int, ...]]:
         ranks = ranks.tolist()
     if isinstance(ranks, int) and not isinstance(ranks, bool):
         return ranks, ()
-    if not isinstance(ranks, Iterable) or isinstance(ranks, str):
-        raise PlacementError(f"ranks are ints in nested lists, not {ranks!r}", fix="ranks=[0, 1]")
+    if not isinstance(ranks, Iterable) or isinstance(ranks, (str, Mapping, Set)):
+        raise PlacementError(f"ranks are ints in nested lists, not {ranks!r}",
+                             "their order, and how they are nested, is which rank is where on the axes", "ranks=[0, 1]")
     parts = [_nest(part) for part in ranks]
     if not parts:
-        raise PlacementError("a placement without ranks", fix="ranks=[0]")
+        raise PlacementError("a placement without ranks", "a tensor has to live somewhere", "ranks=[0]")
     shapes = {shape for _, shape in parts}
     if len(shapes) > 1:
         raise PlacementError(f"ragged ranks: {_lists(tuple(p for p, _ in parts))}",

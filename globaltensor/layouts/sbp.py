@@ -73,7 +73,8 @@ partial_min = Sbp("P", op="min")
 def split(dim: int) -> Sbp:
     """Split along tensor dim `dim`; negative dims count from the end. Raises SbpError where `dim` is no int."""
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise SbpError(f"split takes a dim, an int, not {dim!r}", fix="gt.sbp.split(0)")
+        raise SbpError(f"split takes a dim, an int, not {dim!r}", "each rank gets a part of that dim",
+                       "gt.sbp.split(0)")
     return Sbp("S", dim)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -140,6 +140,9 @@ def _layer_index(name: str, layers: Sequence[tuple[str, nn.Module]]) -> int:
 
 def as_modules(stages: Sequence[Any]) -> list[nn.Module]:
     """Stages as modules: a list of modules becomes one that runs them in order."""
+    if not isinstance(stages, Iterable):
+        raise StageError(f"a pipeline of a {type(stages).__name__}", "its stages are modules",
+                         "gt.pipeline([first, second], placements), or an nn.Sequential")
     modules = []
     for k, stage in enumerate(stages):
         if isinstance(stage, (list, tuple)) and stage and all(isinstance(m, nn.Module) for m in stage):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from math import lcm
 from typing import NamedTuple
@@ -58,9 +59,19 @@ class Costs:
 
 def _fraction(time: str | Number) -> Fraction:
     try:
-        exact = Fraction(time)
-    except (ValueError, ZeroDivisionError, OverflowError):
-        exact = Fraction(-1)
-    if exact < 0:
+        known = exact(time)
+    except (ValueError, ArithmeticError):
+        known = Fraction(-1)
+    if known < 0:
         raise ScheduleError(f"{time!r} is not a time", "a time is a number, 0 or more", "18.522, or 1/3")
-    return exact
+    return known
+
+
+def exact(number: str | Number) -> Fraction:
+    """A number as it is written. Raises ValueError or ArithmeticError where it is none, or has more than 30 digits
+    before or behind the point: 1e999999999 would be written out."""
+    if isinstance(number, str) and "/" not in number:
+        digits = Decimal(number)
+        if not digits.is_finite() or digits.adjusted() > 30 or int(digits.as_tuple().exponent) < -30:
+            raise ValueError(number)
+    return Fraction(number)
