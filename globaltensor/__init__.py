@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib as _difflib
 import importlib as _importlib
+import os as _os
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,15 +35,21 @@ _dcp_protocol.install_dcp_protocol()
 torch.nn.Module.to_global = _modules.to_global  # type: ignore[attr-defined]  # a module learns two methods
 torch.nn.Module.to_local = _modules.module_to_local  # type: ignore[attr-defined]
 
+_ERRORS = ("ArgumentError", "BoxingError", "DisagreementError", "GlobalTensorError", "InPlaceError",
+           "MixedPlacementError", "OutOfRangeError", "PlacementError", "RuleError", "RuleSyntaxError", "SbpError",
+           "ShapeError", "TransportError")
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn",
               "randperm", "tensor", "zeros")
 _LIKE_FACTORIES = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
 FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | dict.fromkeys(
-    _LIKE_FACTORIES, "globaltensor.tensors.like_factories") | {
+    _LIKE_FACTORIES, "globaltensor.tensors.like_factories") | dict.fromkeys(_ERRORS, "globaltensor.errors") | {
+    "CheckpointError": "globaltensor.checkpoint.manifest",
     "GlobalTensor": "globaltensor.tensors.global_tensor",
-    "GlobalTensorError": "globaltensor.errors",
-    "RuleError": "globaltensor.errors",
     "Plan": "globaltensor.parallel.plan",
+    "ScheduleError": "globaltensor.schedules.schedule",
+    "StageError": "globaltensor.pipelining.stages",
+    "StateError": "globaltensor.checkpoint.tree",
+    "audit": "globaltensor.debug.audit",
     "boxing": "globaltensor.boxings.watch",
     "data": "globaltensor",                          # a room that is public as it stands, as is rules
     "explain": "globaltensor.debug.explain",
@@ -79,21 +86,40 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
         load_safetensors as load_safetensors,
         save_safetensors as save_safetensors,
     )
+    from globaltensor.checkpoint.manifest import CheckpointError as CheckpointError
     from globaltensor.checkpoint.resuming import resume as resume
     from globaltensor.checkpoint.torch_files import load as load, save as save
+    from globaltensor.checkpoint.tree import StateError as StateError
+    from globaltensor.debug.audit import audit as audit
     from globaltensor.debug.explain import explain as explain
     from globaltensor.debug.show import show as show
     from globaltensor.dispatch.core import rule as rule
-    from globaltensor.errors import GlobalTensorError as GlobalTensorError, RuleError as RuleError
+    from globaltensor.errors import (
+        ArgumentError as ArgumentError,
+        BoxingError as BoxingError,
+        DisagreementError as DisagreementError,
+        GlobalTensorError as GlobalTensorError,
+        InPlaceError as InPlaceError,
+        MixedPlacementError as MixedPlacementError,
+        OutOfRangeError as OutOfRangeError,
+        PlacementError as PlacementError,
+        RuleError as RuleError,
+        RuleSyntaxError as RuleSyntaxError,
+        SbpError as SbpError,
+        ShapeError as ShapeError,
+        TransportError as TransportError,
+    )
     from globaltensor.layouts import sbp as sbp
     from globaltensor.layouts.placement import placement as placement
     from globaltensor.parallel.modules import to_global as to_global
     from globaltensor.parallel.plan import Plan as Plan, parallelize as parallelize
     from globaltensor.parallel.zero import zero as zero
     from globaltensor.pipelining.runner import pipeline as pipeline
+    from globaltensor.pipelining.stages import StageError as StageError
     from globaltensor.runtime.preemption import REQUEUE as REQUEUE, preempted as preempted
     from globaltensor.runtime.start import init as init
     from globaltensor.runtime.world import rank as rank, world_size as world_size
+    from globaltensor.schedules.schedule import ScheduleError as ScheduleError
     from globaltensor.tensors.convert import (
         from_full as from_full,
         from_local as from_local,
@@ -146,3 +172,6 @@ else:
 
     def __dir__():
         return sorted({*FACE, "__version__", *(name for name in dir(torch) if not name.startswith("_"))})
+
+if _os.environ.get("GLOBALTENSOR_AUDIT"):
+    _importlib.import_module("globaltensor.debug.audit").audit_as_asked()

@@ -245,7 +245,7 @@ GPT_TINY = "--model gpt --layers 4 --hidden 64 --heads 4 --seq 32"
     ("simulate --times 1,1,1 --schedule zbh1 --stages 2 --micro-batches 2", "try: zb-h1 or zb-h2 or zb-v"),
     ("simulate --times 1,1,1 --schedule gone.txt", "the schedule gone.txt could not be read"),
     ("simulate --times 1,1,1 --schedule 1f1b --stages 0 --micro-batches 2", "'0' is not a number from 1 on"),
-    ("simulate --times 1,1,1 --schedule 1f1b --stages 2 --micro-batches 2 --weight-share x", "--weight-share x is not"),
+    ("simulate --times 1,1,1 --schedule 1f1b --stages 2 --micro-batches 2 --weight-share x", "'x' is not a number"),
     ("simulate --times 1,1,1 --schedule 1f1b --stages 100 --micro-batches 2000 --text", "400,000 actions are too many"),
     ("simulate --model gpt --layers 4", "--model gpt needs --hidden"),
     (f"simulate {GPT_TINY}", "which --global-batch?"),

@@ -15,7 +15,7 @@ import secrets
 import shlex
 from pathlib import PurePath
 
-from globaltensor.cli.memory import positive
+from globaltensor.cli.problem import positive
 from globaltensor.cli.problem import Problem
 
 # The step's own environment says who is which rank (runtime/launchers.py). All of them must share one secret, and

@@ -1,1 +1,1 @@
-"""Looking at global tensors: who holds what (`gt.show`), and why an op ran as it did (`gt.explain`)."""
+"""Looking at global tensors: who holds what (`gt.show`), why an op ran so (`gt.explain`), what differs (`gt.audit`)."""
