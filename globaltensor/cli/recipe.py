@@ -15,8 +15,7 @@ import secrets
 import shlex
 from pathlib import PurePath
 
-from globaltensor.cli.problem import positive
-from globaltensor.cli.problem import Problem
+from globaltensor.cli.problem import Problem, positive
 
 # The step's own environment says who is which rank (runtime/launchers.py). All of them must share one secret, and
 # batch scripts run on one node only: so it is drawn here, where srun takes it from.
