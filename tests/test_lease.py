@@ -26,7 +26,7 @@ def temporary(folder: Path, number: int = 2, **values) -> Path:
     """A version that a process is writing, says its lease."""
     path = folder / f"step-{number:08d}.tmp-0123456789abcdef"
     path.mkdir(parents=True)
-    own = {**own_process()._asdict(), "name": "here", "time": time.time()}
+    own = {**own_process()._asdict(), "name": "here", "time": time.time() - values.pop("age", 0)}
     (path / lease.LEASE).write_text(json.dumps(own | values))
     return path
 
@@ -40,8 +40,8 @@ def ended() -> int:
 
 @pytest.mark.parametrize("live, values", [
     (True, {}), (False, {"pid": ended()}), (False, {"began": 1}),
-    (True, {"host": "elsewhere"}), (True, {"host": "elsewhere", "time": time.time() - lease.STALE / 2}),
-    (False, {"host": "elsewhere", "time": time.time() - 2 * lease.STALE}), (False, {"pid": "x"}),
+    (True, {"host": "elsewhere"}), (True, {"host": "elsewhere", "age": lease.STALE / 2}),
+    (False, {"host": "elsewhere", "age": 2 * lease.STALE}), (False, {"pid": "x"}),
     (False, {"pid": None})])
 def test_a_lease_lives_as_long_as_its_process_or_as_it_is_renewed(live, values, tmp_path):
     path = temporary(tmp_path, **values)

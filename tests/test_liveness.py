@@ -180,9 +180,9 @@ def test_a_process_runs_is_stopped_and_ends(child, clock):
 def test_ranks_and_their_stacks_are_found_by_other_processes(child):
     (each,) = [each for each in rank_processes() if each.job.startswith("test 1 ")]
     assert (each.process, each.rank, each.ranks) == (process_id(child.pid), 3, 5)
-    stack = stacks.stack_of(child.pid).splitlines()
-    assert "in deep" in stack[0] and "in <module>" in stack[1], stack
-    assert stacks.stack_of(child.pid).splitlines() == stack, "again, and only the new one"
+    for _ in range(2):                               # the second time, only the new one
+        stack = stacks.stack_of(child.pid).splitlines()
+        assert len(stack) == 2 and "in deep" in stack[0] and "in <module>" in stack[1], stack
 
 
 def test_a_process_that_is_not_armed_is_left_alone():

@@ -148,7 +148,7 @@ Tensor linear_in_graph(const Tensor& x, const Tensor& weight, const std::optiona
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const bool biased = bias && bias->defined();
-  if (x.dim() < 2 || weight.dim() != 2 || (biased && bias->dim() != 1) ||
+  if (x.is_nested() || x.dim() < 2 || weight.dim() != 2 || (biased && bias->dim() != 1) ||
       beyond_backward(x, weight, biased ? *bias : Tensor())) {
     c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
     return at::linear(x, weight, bias);

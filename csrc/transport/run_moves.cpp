@@ -97,6 +97,8 @@ int await_entries(MovesCall& c) {
     int32_t rank = c.t.wanted[i].rank;
     Peer& p = c.t.peers[at(rank)];
     const Entry& e = entry_of(p);
+    if (p.checked + 1 < p.seq)
+      if (int status = compare_unread(c.t, rank)) return status;
     bool same_site = e.site == c.site || !e.site || !c.site;
     bool same = e.agreement.load(std::memory_order_relaxed) == c.agreement;
     if (!same || e.moves != c.count || !same_site)

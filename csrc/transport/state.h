@@ -109,6 +109,9 @@ void wake(gt_transport&, int rank);
 int begin(gt_transport&, std::unique_lock<std::mutex>&, const gt_hooks*);
 
 // ---- watching, while a wait lasts (watch.cpp)
+// Entries that this rank had no need to read, because it only sent: are they of the same boxings as mine? Looked at
+// when an entry is read again, and while a wait lasts, of which they tell more than that it is endless.
+int compare_unread(gt_transport&, int rank);
 struct Watch {
   explicit Watch(gt_transport&, const gt_hooks*);
   int look(size_t from, size_t to);  // at the ranks of these wanted; GT_OK: go on waiting

@@ -15,10 +15,24 @@
 #include "state.h"
 
 namespace gt {
+
+int compare_unread(gt_transport& t, int rank) {
+  constexpr uint64_t kUnread = 6;  // entries back that are compared: fewer than a ring holds
+  Peer& p = t.peers[static_cast<size_t>(rank)];
+  uint64_t k = p.seq > kUnread ? p.seq - kUnread : 1;
+  for (k = k > p.checked ? k : p.checked + 1; k <= p.seq; ++k) {
+    const Entry &its = p.in->ring[k % kRing], &mine = p.out->ring[k % kRing];
+    if (its.seq.load(std::memory_order_acquire) != k || mine.seq.load(std::memory_order_relaxed) != k) continue;
+    bool same = its.agreement.load(std::memory_order_relaxed) == mine.agreement.load(std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (!same && its.seq.load(std::memory_order_relaxed) == k) return disagreed(t, rank, its, mine);
+  }
+  return GT_OK;
+}
+
 namespace {
 
 constexpr double kEnded = 0.005, kTick = 0.05, kStops = 0.5, kStopped = 6, kRings = 1;
-constexpr uint64_t kUnread = 6;  // entries back that are compared: fewer than a ring holds
 
 Control& control_of(gt_transport& t, int rank) {
   return rank == t.rank ? *t.own : *t.peers[static_cast<size_t>(rank)].control;
@@ -29,20 +43,6 @@ std::string how_it_ended(gt_transport& t, int rank) {
   char how[512];
   if (p.control->how.get(how, sizeof(how))) return how;
   return "was killed, or crashed (process " + std::to_string(p.pid) + ")";
-}
-
-// Entries that this rank had no need to read, because it only sent. They tell more than an endless wait does.
-int compare_unread(gt_transport& t, const Wanted& w) {
-  Peer& p = t.peers[static_cast<size_t>(w.rank)];
-  uint64_t k = p.seq > kUnread ? p.seq - kUnread : 1;
-  for (k = k > p.checked ? k : p.checked + 1; k <= p.seq; ++k) {
-    const Entry &its = p.in->ring[k % kRing], &mine = p.out->ring[k % kRing];
-    if (its.seq.load(std::memory_order_acquire) != k || mine.seq.load(std::memory_order_relaxed) != k) continue;
-    bool same = its.agreement.load(std::memory_order_relaxed) == mine.agreement.load(std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_acquire);
-    if (!same && its.seq.load(std::memory_order_relaxed) == k) return disagreed(t, w.rank, its, mine);
-  }
-  return GT_OK;
 }
 
 // The state that /proc shows: R, S, D, T, t, Z, ...; 0 where it cannot be told.
@@ -150,7 +150,7 @@ int Watch::look_at_ranks(size_t from, size_t to, double time) {
   for (size_t i = from; i < to; ++i) {
     const Wanted& w = t.wanted[i];
     if (w.met()) continue;
-    if (int status = compare_unread(t, w)) return status;
+    if (int status = compare_unread(t, w.rank)) return status;
     if (rank_ended(t, w.rank) && !w.met()) {
       if (aborted(t)) return usable(t);  // it ended because another rank failed first
       return fail(t, GT_DIED, w.rank, "rank %d %s", w.rank, how_it_ended(t, w.rank).c_str());

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from globaltensor.boxings.listed_route import SourcedRegion
 from globaltensor.boxings.route import reduced_innermost, route
 from globaltensor.layouts.layout import Layout, Shape
+from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.regions import Region, subtract, volume
 
 DIMS = 8                                             # GT_DIMS: tensors of more dims are boxed in Python
@@ -86,6 +87,10 @@ def compile_program(src: Layout, dst: Layout, shape: Shape, itemsize: int, mine:
                 start = (a - b for (a, _), (b, _) in zip(job.region, held.region(shape, rank)))
                 corners += _corner.pack(place(rank), *start, *pad)
     bits = ties(all_jobs, *mine) if len(mine) == 1 else {}
+    if isinstance(src, RankRegions) and not isinstance(dst, RankRegions):
+        # Ranks that hold the parts of a view say by that which part they mean. One that only gives must ask the others
+        # whether they mean the same: of x[0] and of x[7], each might give and none take.
+        bits = {rank: bit | I_READ | IT_READS for rank, bit in bits.items()}
     partners = sorted((place(rank), tie) for rank, tie in bits.items())
     return KernelProgram(bytes(regions), bytes(corners), len(jobs), OPS[route(src, dst, shape).op],
                          tuple(p for p, _ in partners), tuple(tie for _, tie in partners))

@@ -189,7 +189,21 @@ def contiguous(shape: Shape) -> Shape:
 def dense(shape: Shape, like: Shape) -> Shape:
     """The strides of a tensor without gaps whose dims lie in memory in the order that the strides `like` tell, as those
     of `torch.empty_like`. `like` may be of a larger tensor, of which this is a part."""
-    if like == contiguous(shape):
-        return like
-    with torch.no_grad():
-        return torch.empty_like(torch.empty_strided(shape, like, device="meta")).stride()
+    plain = contiguous(shape)
+    if 0 in shape or all(n == 1 or step == its for n, step, its in zip(shape, like, plain)):
+        return plain
+    # Not torch.empty_like on the meta device: its formula is Python, and loads sympy.
+    order = list(range(len(shape) - 1, -1, -1))      # dims from the innermost on
+    for at in range(1, len(order)):                  # sorted by insertion: broadcast dims compare with no other
+        for j in range(at - 1, -1, -1):
+            inner, outer = order[j], order[at]
+            if not like[inner] or not like[outer] or like[inner] == like[outer] and shape[inner] <= shape[outer]:
+                continue
+            if like[inner] < like[outer]:
+                break
+            order[j], order[at], at = outer, inner, j
+    strides, step = [0] * len(shape), 1
+    for d in order:
+        strides[d] = step
+        step *= shape[d]
+    return tuple(strides)
