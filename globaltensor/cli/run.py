@@ -177,13 +177,16 @@ def _report(failures: Mapping[int, Any], folder: str) -> tuple[int, list[int]]:
     """Say which ranks failed of what, first those that began it; `failures` as torch's agent gives them. Returns the
     exit code of the first of them, and all that began it."""
     notes = _endings(folder)
+    well = sorted(rank for rank, note in notes.items() if note["code"] == 0)
+    notes = {rank: note for rank, note in notes.items() if rank not in well}
+    # one that ended well, and was still at its last lines when the others were ended, is no cause
+    failed = {rank: f for rank, f in failures.items() if rank not in well or f.exitcode != -signal.SIGTERM}
     fates: dict[tuple[int, str], list[int]] = {}
-    for rank, failure in sorted(failures.items()):
+    for rank, failure in sorted((failed or failures).items()):
         fates.setdefault(_fate(failure.exitcode, notes.get(rank)), []).append(rank)
     if min(fates)[0] == _LOST_TOUCH:                 # of whom? Of a rank that did not fail, but ended before the others
-        ended = sorted(rank for rank, note in notes.items() if note["code"] == 0)
-        if ended:
-            print(f"globaltensor: {rank_names(ended)} ended without an error, while others waited", file=sys.stderr)
+        if well:
+            print(f"globaltensor: {rank_names(well)} ended without an error, while others waited", file=sys.stderr)
     for (_, fate), ranks in sorted(fates.items()):
         if len(ranks) > 1:
             fate = re.sub("^was", "were", fate)
