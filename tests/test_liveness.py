@@ -136,6 +136,17 @@ def test_a_heart_counts_as_long_as_it_beats(clock):
     assert alive.lost([1]) is None, "it was only slow"
 
 
+def test_a_store_that_is_gone_tells_nothing_of_ranks(clock):
+    class Gone(Store):
+        def check(self, keys):
+            raise RuntimeError("failed to recv, got 0 bytes")
+
+    alive = Liveness({1: ProcessId("elsewhere", 5, 7)}, Gone())
+    for _ in range(3):
+        assert alive.lost([1]) is None
+        clock[0] += 2 * liveness.SILENCE_PYTHON
+
+
 # ----------------------------------------------------------------------------------------------- what the kernel tells
 
 

@@ -1,7 +1,8 @@
 """Files that appear whole or not at all, and files that are read only where they are plain files.
 
 What stands in the folder of a checkpoint may have been put there by somebody else: a FIFO in a file's place would make
-the reader wait for ever, and a link could lead it to any file of this user. """
+the reader wait for ever, and a link could lead it to any file of this user.
+"""
 from __future__ import annotations
 
 import errno

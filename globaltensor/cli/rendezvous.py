@@ -7,7 +7,8 @@ nothing from it but signed messages (runtime/codec.py).
 They meet in *rounds*: the first when the job starts, and another whenever ranks fail or a host comes back. The
 launcher that keeps the store, the *keeper*, closes a round: the first when all hosts have come, a later one as well
 once enough of them have and nobody else came for a while. It opens a store for the ranks of each round, so that
-nothing of an earlier one is in it. """
+nothing of an earlier one is in it.
+"""
 from __future__ import annotations
 
 import errno

@@ -5,7 +5,7 @@
 
 A broadcast tensor is one value of which every rank has a copy, and every rank updates its own. Nothing moves where all
 do the same, so nothing shows where one does not: a wrong bit of a device, memory that something else wrote to, a
-program that goes another way on one rank (what such a program boxes is noticed anyway: runtime/lineage.py).
+program that goes another way on one rank.
 
 Ranks compare checksums of their parts. Of what differs the first element is found by halving: checksums of pieces, then
 of pieces of the first piece that differs. `GLOBALTENSOR_AUDIT=100` audits every 100 steps of each optimizer, a sample
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -179,10 +180,7 @@ def _first_element(parts: dict[int, torch.Tensor], head: int, rank: int, shape: 
                       ) -> tuple[int, tuple[Any, Any]]:
     """The first element in which the parts of two ranks differ, counted in row-major order, and its values."""
     flat = {r: parts[r].detach().reshape(-1) for r in (head, rank) if r in parts}
-    size = 1
-    for n in shape:
-        size *= n
-    start, stop = 0, size
+    start, stop = 0, prod(shape)
     while stop - start > 1:
         step = max(1, -(-(stop - start) // _PIECES))
         bounds = [(i, min(i + step, stop)) for i in range(start, stop, step)]

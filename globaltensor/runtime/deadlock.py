@@ -17,7 +17,8 @@ stack in the error.
 
 A wait inside torch does not raise what another thread knows. Where native code can end it, it is ended, and raises
 then. Else a process shows the error and ends, which closes its connections: of a deadlock the last rank, whose end
-frees the others. """
+frees the others.
+"""
 from __future__ import annotations
 
 import atexit
@@ -188,9 +189,10 @@ class Watch:
                          self.stacks(wait), "gt.init(timeout=...) where a rank may take longer")
         elif waited > SHOW_STACK and wait.serial not in self.shown:
             self.shown.add(wait.serial)
-            if self.store.add(f"globaltensor shown {self.culprits(wait)}", 1) == 1:      # once, whoever waits for them
-                print(f"globaltensor: rank {self.rank} has waited {waited:.0f} s for {self.culprits(wait)} in "
-                      f"{wait.what}   at {current.place()}\n{self.stacks(wait)}", file=sys.stderr, flush=True)
+            with suppress(RuntimeError):             # the store is gone: nobody knows who has shown it
+                if self.store.add(f"globaltensor shown {self.culprits(wait)}", 1) == 1:      # once, whoever waits
+                    print(f"globaltensor: rank {self.rank} has waited {waited:.0f} s for {self.culprits(wait)} in "
+                          f"{wait.what}   at {current.place()}\n{self.stacks(wait)}", file=sys.stderr, flush=True)
 
     def keeping(self, wait: Wait) -> list[int]:
         """Of the ranks that are waited for those that do not wait themselves; all, where all do or nobody knows."""

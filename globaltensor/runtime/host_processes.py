@@ -3,7 +3,8 @@
 A pid names a process only until it is used again, and only within its pid namespace. So a `ProcessId` also says on
 which host and in which namespace, and when the process began. All of it is read from /proc, at once and without the
 process's help: a rank that computes for a minute inside one C call is alive, and one that was killed is not, whatever
-it promised. """
+it promised.
+"""
 from __future__ import annotations
 
 import os
@@ -40,6 +41,7 @@ class RankProcess(NamedTuple):
     job: str                                         # the same for all ranks of a job and no others
 
 
+@cache
 def host_id() -> str:
     """The same for processes that see each other in /proc, and no others."""
     try:

@@ -73,7 +73,10 @@ class Liveness:
         if self.store is None or not self.processes[rank].host:
             return None
         key = heart_key(rank)
-        beat = int(self.store.get(key)) if self.store.check([key]) else 0
+        try:
+            beat = int(self.store.get(key)) if self.store.check([key]) else 0
+        except RuntimeError:                         # the store is gone: its silence is not that of the rank
+            return None
         last, since = self._beats.get(rank, (-1, time_now))
         if beat != last:
             self._beats[rank] = beat, time_now

@@ -2,7 +2,8 @@
 
 A scheduler that wants its machines back sends SIGTERM, or SIGUSR1 some time before. It may reach one rank earlier than
 another, or one rank only. So ranks ask each other, but not at every step: how many steps there are between two
-questions they decide together, by the time of the last ones, so that they ask about once a second. """
+questions they decide together, by the time of the last ones, so that they ask about once a second.
+"""
 from __future__ import annotations
 
 import signal

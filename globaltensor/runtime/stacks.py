@@ -4,7 +4,8 @@ asked.
 A process that is `armed` writes the stack of its main thread into a file in memory whenever it gets a certain signal,
 from inside the signal handler: also while an endless loop or a C call keeps the interpreter's lock. Who asks reads the
 file by way of /proc, so that nothing lies on a disk. Free of imports of ours and of torch's: `globaltensor run` arms
-its ranks before their program begins. """
+its ranks before their program begins.
+"""
 from __future__ import annotations
 
 import faulthandler
