@@ -28,14 +28,14 @@ check: $(STAMP)  ## lint, types, architecture and one test of every kind: before
 	$(PYTEST) -n 2 --one-of-each $(ARGS)
 
 test: $(STAMP)  ## run the tests, but for the long proofs
-	$(PYTEST) -n 2 --dist worksteal -m "not long" $(ARGS)
+	$(PYTEST) -n 2 --dist worksteal --forks -m "not long" $(ARGS)
 
-# One file at a time, so that a run that was cut off goes on where it was: what passed is noted until a source changes.
+# Two files at a time, so that a run that was cut off goes on where it was: what passed is noted until a source changes.
 PARTS = $(patsubst tests/%.py,.tests/%.passed,$(wildcard tests/test_*.py))
 SOURCES = pyproject.toml $(shell git ls-files globaltensor csrc tests benchmarks examples docs README.md 2>/dev/null)
 
-test-all: $(STAMP)  ## run all the tests, a file at a time; go on where the last run stopped
-	@$(MAKE) --no-print-directory --keep-going $(PARTS)
+test-all: $(STAMP)  ## run all the tests, file by file; go on where the last run stopped
+	@$(MAKE) --no-print-directory --keep-going -j 2 --output-sync $(PARTS)
 
 .tests/%.passed: tests/%.py $(SOURCES)
 	$(PYTEST) $< $(ARGS) || test $$? = 5

@@ -54,10 +54,11 @@ class BuildPy(build_py):
     """Copies the benchmarks into the package, where `globaltensor bench` finds them without a checkout."""
 
     def bundled(self) -> dict[str, str]:
-        """What is copied, by its target. `device.py` compiles csrc/ itself, which only a checkout has."""
+        """What is copied, by its target. Only a checkout has csrc/, which `device.py` compiles, and tests/, whose
+        programs `faults.py` runs."""
         files = [file for pattern in ("benchmarks/*.py", "benchmarks/*.c", "examples/*.py") for file in glob(pattern)]
         return {f"{self.build_lib}/globaltensor/bundled/{file}": file for file in sorted(files)
-                if file != "benchmarks/device.py"}
+                if file not in ("benchmarks/device.py", "benchmarks/faults.py")}
 
     def run(self) -> None:
         super().run()

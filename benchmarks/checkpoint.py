@@ -4,13 +4,16 @@ Matrices of 384 MB in all, split over 4 ranks, a process each. All ranks at once
 
     disk           each rank writes its bytes to a plain file of its own and brings it to the disk (fsync), or reads
                    that file into memory it has: what the disk and its file system do, and no more
-    globaltensor   gt.save, which also hashes every byte and keeps the one before until the new one is whole; gt.load,
-                   which reads every byte twice, to check it before anything is changed, and then to copy it
+    one file       the same by one process for all bytes, while the other ranks wait
+    globaltensor   gt.save, which also hashes every byte and keeps the one before until the new one is whole, and then
+                   deletes it after it has returned (not counted; the other ways write over their files); gt.load, which
+                   reads every byte twice, to check it before anything is changed, and then to copy it
     torch DCP      torch.distributed.checkpoint of the same global tensors, which checks nothing
 
 Loading from the cache: the kernel still holds all pages of the files, so this is a rate of memory, not of a disk. From
 the disk: the kernel was told to drop the pages just before (a disk of a virtual machine may have a cache of its own).
-"4 -> 2": what 4 ranks saved, loaded by 2. The slowest rank counts, in the median round.
+"4 -> 2": what 4 ranks saved, loaded by 2. First save: the first of each process, into an empty folder, once. The
+slowest rank counts, in the median round.
 """
 from __future__ import annotations
 
@@ -31,9 +34,10 @@ import torch.distributed.checkpoint as dcp
 import globaltensor as gt
 from benchmarks.processes import Workers
 from benchmarks.timing import show
+from globaltensor.checkpoint.saving import Saving
 
 RANKS, FEWER, MATRICES = 4, 2, 24
-WAYS = ("disk", "globaltensor", "torch DCP")
+WAYS = ("disk", "one file", "globaltensor", "torch DCP")
 
 
 def main(json: bool = False, quick: bool = False) -> None:
@@ -44,44 +48,53 @@ def main(json: bool = False, quick: bool = False) -> None:
         for ranks in (RANKS, FEWER):                 # the second find what the first have saved
             workers = stack.enter_context(Workers("benchmarks.checkpoint:worker", ranks,
                                                   {"folder": folder, "megabytes": megabytes}))
-            workers.hear()
+            _note(laps, workers)
             all_workers.append(workers)
         for _ in range(rounds):
             for workers in all_workers:
                 workers.tell()
-                told = workers.hear()
-                for name in told[0]:
-                    laps.setdefault(name, []).append(max(one[name] for one in told))
+                _note(laps, workers)
     seconds = {name: statistics.median(found) for name, found in laps.items()}
     rows = [_row(what, way, seconds, megabytes << 20) for what in dict.fromkeys(name.split(": ")[0] for name in laps)
             for way in WAYS]
     show(f"checkpoint: {megabytes} MB, {RANKS} ranks", rows, json)
 
 
+def _note(laps: dict[str, list[float]], workers: Workers) -> None:
+    told = workers.hear()
+    for name in told[0]:
+        laps.setdefault(name, []).append(max(one[name] for one in told))
+
+
 def _row(what: str, way: str, seconds: dict[str, float], nbytes: int) -> dict[str, Any]:
     own = seconds[f"{what}: {way}"]
-    return {"what": what, "way": way, "GB/s": nbytes / own / 1e9, "of disk": seconds[f"{what}: disk"] / own}
+    return {"what": what, "way": way, "GB/s": nbytes / own / 1e9, "of disk": seconds[f"{what}: disk"] / own,
+            "of one file": seconds[f"{what}: one file"] / own, "of torch DCP": seconds[f"{what}: torch DCP"] / own}
 
 
 # -------------------------------------------------------------------------------------------------------- a worker
 
 
 def worker(settings: dict[str, Any]) -> Iterator[Any]:
-    """A word when all is written and verified, then at every turn the seconds of each deed."""
+    """The seconds of the first saves, when all is written and verified, then at every turn those of each deed."""
     folder, ranks = Path(settings["folder"]), gt.world_size()
     state, into = _tensors(settings["megabytes"], gt.rand), _tensors(settings["megabytes"], gt.zeros)
+    whole = torch.zeros(settings["megabytes"] << 20 if gt.rank() == 0 else 0, dtype=torch.uint8)
     buffer = torch.zeros(settings["megabytes"] << 20 >> ranks.bit_length() - 1, dtype=torch.uint8)
-    writes = {"disk": lambda: _write(folder, buffer), "globaltensor": lambda: gt.save(state, folder / "ours", keep=1),
+    writes = {"disk": lambda: _write(folder / f"plain-{gt.rank()}", buffer),
+              "one file": lambda: _write(folder / f"one-{gt.rank()}", whole),
+              "globaltensor": lambda: gt.save(state, folder / "ours", keep=1),
               "torch DCP": lambda: dcp.save(state, checkpoint_id=folder / "torch")}
-    reads = {"disk": lambda: _read(folder, buffer), "globaltensor": lambda: gt.load(into, folder / "ours"),
+    reads = {"disk": lambda: _read(folder, buffer),
+             "one file": lambda: _read_into(folder / f"one-{gt.rank()}", whole),
+             "globaltensor": lambda: gt.load(into, folder / "ours"),
              "torch DCP": lambda: dcp.load(into, checkpoint_id=folder / "torch")}
     title = "" if ranks == RANKS else f", {RANKS} -> {ranks}"
-    for do in writes.values() if ranks == RANKS else ():
-        do()
+    first = {f"first save: {way}": _timed(do) for way, do in writes.items()} if ranks == RANKS else {}
     dist.barrier()
     for way, do in reads.items():
         _verify(way, do, state, into)
-    yield "ready"
+    yield first
     for _ in sys.stdin:
         took = {f"save: {way}": _timed(do) for way, do in writes.items()} if ranks == RANKS else {}
         took |= {f"load{title}, from the cache: {way}": _timed(do, do) for way, do in reads.items()}
@@ -100,7 +113,7 @@ def _tensors(megabytes: int, make: Callable) -> dict[str, torch.Tensor]:
 def _verify(way: str, do: Callable, state: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
     """End where what is loaded is not what was saved; leaves zeros."""
     do()
-    for name, t in into.items() if way != "disk" else ():
+    for name, t in into.items() if way in ("globaltensor", "torch DCP") else ():
         shard = t.shards[gt.rank()]
         if not torch.equal(shard, state[name].shards[gt.rank()]):
             raise SystemExit(f"{way} does not load {name!r} as it was saved")
@@ -112,14 +125,16 @@ def _timed(do: Callable, before: Callable = lambda: None) -> float:
     before()
     dist.barrier()
     began = time.perf_counter()
-    do()
+    result = do()
     took = time.perf_counter() - began
+    if isinstance(result, Saving):
+        result.wait()
     dist.barrier()
     return took
 
 
-def _write(folder: Path, data: torch.Tensor) -> None:
-    with open(folder / f"plain-{gt.rank()}", "wb") as file:
+def _write(path: Path, data: torch.Tensor) -> None:
+    with open(path, "wb") as file:
         file.write(data.numpy())
         file.flush()
         os.fsync(file.fileno())
@@ -129,10 +144,14 @@ def _read(folder: Path, into: torch.Tensor) -> None:
     """This rank's share of the plain files."""
     count = RANKS // gt.world_size()
     for k, part in enumerate(into.chunk(count)):
-        with open(folder / f"plain-{gt.rank() * count + k}", "rb", buffering=0) as file:
-            view, done = memoryview(part.numpy()), 0
-            while done < len(view):
-                done += file.readinto(view[done:]) or sys.exit("a plain file is too short")
+        _read_into(folder / f"plain-{gt.rank() * count + k}", part)
+
+
+def _read_into(path: Path, into: torch.Tensor) -> None:
+    with open(path, "rb", buffering=0) as file:
+        view, done = memoryview(into.numpy()), 0
+        while done < len(view):
+            done += file.readinto(view[done:]) or sys.exit("a plain file is too short")
 
 
 def _drop(folder: Path) -> None:

@@ -9,6 +9,8 @@ the median step, of the slowest rank.
     DDP          torch's over gloo, buckets of 1, 2, 4 and 25 MB: the best of these
     dp           ours: the batch split, parameters broadcast
     ZeRO 1, 2    ours: `gt.zero(optimizer, stage)` on top
+
+And how much of a transfer is hidden behind a backward pass that takes as long, but no core: each layer sleeps.
 """
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +31,12 @@ import globaltensor as gt
 from benchmarks import train
 from benchmarks.processes import Workers
 from benchmarks.timing import show
+from globaltensor.tensors import gradients
 
 BUCKETS = [1, 2, 4, 25]                              # MB
 LINKS = [("1gbit", "50us"), ("1gbit", "1ms"), ("10gbit", "50us"), ("10gbit", "1ms")]
 HOSTS = 2
+SLEEPER_LAYERS, SLEEPER_WIDTH = 16, 400
 
 
 class Host(NamedTuple):
@@ -43,14 +48,12 @@ class Host(NamedTuple):
 
 
 def main(json: bool = False, quick: bool = False, hidden: int | None = None) -> None:
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if os.geteuid() != 0 or missing:
-        print(f"hosts: left out, as network namespaces need root{''.join(f', and {tool}' for tool in missing)}",
-              file=sys.stderr)
+    if no_hosts := lacking():
+        print(f"hosts: left out: {no_hosts}", file=sys.stderr)
         return
     per_host, rounds, steps, links = ([1], 1, 2, LINKS[:1]) if quick else ([1, 2], 3, 5, LINKS)
     rows = [row for n in per_host for row in compare(hidden or (64 if quick else 256), n, links, rounds, steps)]
-    show("hosts: ms of a step over two hosts", rows, json)
+    show("hosts: ms of a step over two hosts", rows, json, overlap=overlap(steps))
 
 
 def compare(hidden: int, per_host: int, links: list[tuple[str, str]], rounds: int, steps: int) -> list[dict[str, Any]]:
@@ -78,6 +81,16 @@ def compare(hidden: int, per_host: int, links: list[tuple[str, str]], rounds: in
                          "best DDP": ms[best], "its bucket": best.removeprefix("DDP "),
                          "dp of DDP": ms["dp"] / ms[best]})
     return rows
+
+
+def overlap(steps: int, rate: str = "800mbit") -> dict[str, Any]:
+    """The least ms, of so many steps, of a transfer, of a backward pass that takes as long, and of both together."""
+    with cable() as hosts, HostWorkers(hosts, 1, {"steps": steps}, "benchmarks.hosts:sleeper") as workers:
+        for host in hosts:
+            slow_down(host, rate, "")
+        transfer, backward, both = (min(map(max, zip(*workers.hear()))) * 1e3 for _ in range(3))
+    return {"link": rate, "MB": SLEEPER_LAYERS * SLEEPER_WIDTH**2 * 4 / 1e6, "transfer": transfer,
+            "backward": backward, "both": both, "of the longer": both / max(transfer, backward)}
 
 
 @contextmanager
@@ -108,6 +121,23 @@ def slow_down(host: Host, rate: str, delay: str) -> None:
     call("ip", "netns", "exec", host.name, "tc", "qdisc", "replace", "dev", host.end, "root", *limits)
 
 
+def cut(host: Host) -> None:
+    """Until `mend`, nothing passes the cable."""
+    call("ip", "-n", host.name, "link", "set", host.end, "down")
+
+
+def mend(host: Host) -> None:
+    call("ip", "-n", host.name, "link", "set", host.end, "up")
+
+
+def lacking() -> str:
+    """Why there can be no such hosts; "" where there can."""
+    missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    return f"not installed: {', '.join(missing)}" if missing else ""
+
+
 def can_delay(host: Host) -> bool:
     """Has this kernel netem?"""
     return subprocess.run(["ip", "netns", "exec", host.name, "tc", "qdisc", "replace", "dev", host.end, "root", "netem",
@@ -123,11 +153,12 @@ def call(*words: str) -> None:
 class HostWorkers(Workers):
     """Workers in the namespaces of hosts, so many on each, with one thread."""
 
-    def __init__(self, hosts: list[Host], per_host: int, settings: dict[str, Any]) -> None:
+    def __init__(self, hosts: list[Host], per_host: int, settings: dict[str, Any],
+                 function: str = "benchmarks.hosts:worker") -> None:
         lines = [["ip", "netns", "exec", host.name] for host in hosts for _ in range(per_host)]
         own = [{"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": host.end, "LOCAL_RANK": str(k),
                 "LOCAL_WORLD_SIZE": str(per_host)} for host in hosts for k in range(per_host)]
-        super().__init__("benchmarks.hosts:worker", len(lines), settings, prefixes=lines, own=own)
+        super().__init__(function, len(lines), settings, prefixes=lines, own=own)
 
 
 # -------------------------------------------------------------------------------------------------------- a worker
@@ -164,6 +195,49 @@ def ours(model: nn.Module, batches: list[tuple[Tensor, Tensor]], settings: dict[
     if settings["stage"]:
         optimizer = gt.zero(optimizer, stage=settings["stage"])
     return train.Trainer(model, optimizer, parts)
+
+
+def sleeper(settings: dict[str, Any]) -> Iterator[list[float]]:
+    """The seconds of steps that do nothing but send gradients; then of backward passes that sleep for as long and send
+    nothing, in turns with steps that do both, and of these. Other processes of this machine have to wait, where that
+    is allowed: a core that sleeps is to be had when it wakes up."""
+    with suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    where = gt.placement("cpu", list(range(HOSTS)))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(SLEEPER_WIDTH, SLEEPER_WIDTH, bias=False) for _ in range(SLEEPER_LAYERS)))
+    gt.to_global(model, where, gt.sbp.broadcast)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = gt.from_full(torch.randn(HOSTS, SLEEPER_WIDTH), where, gt.sbp.split(0))
+    nap = 0.0
+    for layer in model:
+        layer.register_forward_hook(lambda *call: call[-1].register_hook(lambda _: time.sleep(nap)) and None)
+
+    def lap(sends: bool) -> float:
+        """The seconds of a step; one that is not to send anything drops its gradients."""
+        model(x).sum().item()                        # here the hosts meet
+        loss = model(x).sum()
+        began = time.perf_counter()
+        with nullcontext() if sends else gradients.no_early_reduction():
+            loss.backward()
+        if sends:
+            optimizer.step()
+        for p in model.parameters():
+            p.grad = None                            # zero_grad() would read it first
+        return time.perf_counter() - began
+
+    def longest(laps: list[float]) -> float:
+        """The least of these, of the rank where that is largest."""
+        return gt.from_local(torch.tensor([min(laps)]), where, gt.sbp.partial_max).item()
+
+    steps = settings["steps"]
+    yield (sent := [lap(True) for _ in range(steps + 2)][2:])
+    transfer = nap = longest(sent)
+    nap /= SLEEPER_LAYERS
+    nap *= 1 - (longest([lap(False) for _ in range(steps)]) - transfer) / transfer       # what else a layer takes
+    alone, both = zip(*((lap(False), lap(True)) for _ in range(steps)))
+    yield list(alone)
+    yield list(both)
 
 
 if __name__ == "__main__":

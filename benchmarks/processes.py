@@ -15,6 +15,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -84,6 +86,16 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def left_behind(folder: Path) -> list[str]:
+    """What jobs with this folder in their environment left: processes, and files in its `temporary`."""
+    left = [str(path) for path in folder.glob("**/temporary/*")]
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):                      # it has ended meanwhile, or is another user's
+            if os.fsencode(folder) in (process / "environ").read_bytes():
+                left.append(f"process {process.name}: {(process / 'cmdline').read_bytes()!r:.80}")
+    return left
 
 
 def find_mpirun() -> tuple[str | None, str]:

@@ -114,7 +114,7 @@ def _native(case: Case, source: torch.Tensor, shared: bool) -> Way:
     x = _global(case, source)
     boxing = native.find_boxing(x.spec, layout(x.placement, (BOXINGS[case.boxing][1],)))
     items, what = [(boxing, {case.rank: source})], f"bench {case.boxing}"
-    return Way(source, lambda: torch_ext.move_shards(items, what), lambda made: made[0][case.rank],
+    return Way(source, lambda: torch_ext.move_shards(items, what, [0]), lambda made: made[0][case.rank],
                loop=lambda times, fresh: torch_ext.time_moves(items, what, times, fresh))
 
 

@@ -84,7 +84,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=positive, default=default, help=text, metavar="N")
     parser.add_argument("--dp", type=positive, help="ranks along which the batch is split (default: as many as a "
                         "launcher has started, else 2)", metavar="N")
-    parser.add_argument("--checkpoint", type=Path, help="save into this folder, and go on from there", metavar="FOLDER")
+    parser.add_argument("--checkpoint", help="save into this folder or URL, and go on from there", metavar="FOLDER")
     parser.add_argument("--every", type=positive, default=50, help="steps between two saves", metavar="N")
     parser.add_argument("--log", type=Path, help="add a line of JSON per step to this file", metavar="FILE")
     parser.add_argument("--sp", action="store_true", help="split the sequence between the layers over the ranks of tp")

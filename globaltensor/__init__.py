@@ -27,6 +27,7 @@ from globaltensor.runtime import (
     start as _start,  # the world begins with the first placement
 )
 from globaltensor.tensors import plain as _plain
+from globaltensor.tensors.global_tensor import GlobalTensor as _GlobalTensor
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,8 @@ _plain.install_attributes()
 _dcp_protocol.install_dcp_protocol()
 torch.nn.Module.to_global = _modules.to_global  # type: ignore[attr-defined]  # a module learns two methods
 torch.nn.Module.to_local = _modules.module_to_local  # type: ignore[attr-defined]
+_GlobalTensor.to_dtensor = lambda x, mesh=None: _importlib.import_module(  # type: ignore[attr-defined]  # and tensors one
+    "globaltensor.dtensor.conversion").to_dtensor(x, mesh)
 
 _ERRORS = ("ArgumentError", "BoxingError", "DisagreementError", "GlobalTensorError", "InPlaceError",
            "MixedPlacementError", "OutOfRangeError", "PlacementError", "RuleError", "RuleSyntaxError", "SbpError",
@@ -52,14 +55,19 @@ FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | dict.fromke
     "audit": "globaltensor.debug.audit",
     "boxing": "globaltensor.boxings.watch",
     "data": "globaltensor",                          # a room that is public as it stands, as is rules
+    "dtensor": "globaltensor",
     "explain": "globaltensor.debug.explain",
+    "from_dtensor": "globaltensor.dtensor.conversion",
     "from_full": "globaltensor.tensors.convert",
     "from_local": "globaltensor.tensors.convert",
     "from_shards": "globaltensor.tensors.convert",
+    "from_mesh": "globaltensor.dtensor.conversion",
     "init": "globaltensor.runtime.start",
     "load": "globaltensor.checkpoint.torch_files",
     "load_safetensors": "globaltensor.checkpoint.huggingface",
+    "materialize": "globaltensor.tensors.materialize",
     "parallelize": "globaltensor.parallel.plan",
+    "partition_activations": "globaltensor.parallel.partitioned",
     "pipeline": "globaltensor.pipelining.runner",
     "placement": "globaltensor.layouts.placement",
     "preempted": "globaltensor.runtime.preemption",
@@ -75,12 +83,13 @@ FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | dict.fromke
     "sbp": "globaltensor.layouts",
     "show": "globaltensor.debug.show",
     "to_global": "globaltensor.parallel.modules",
+    "to_mesh": "globaltensor.dtensor.conversion",
     "world_size": "globaltensor.runtime.world",
     "zero": "globaltensor.parallel.zero",
 }
 
 if TYPE_CHECKING:                                    # ours, and all of torch's with torch's types
-    from globaltensor import data as data, rules as rules
+    from globaltensor import data as data, dtensor as dtensor, rules as rules
     from globaltensor.boxings.watch import boxing as boxing, record as record
     from globaltensor.checkpoint.huggingface import (
         load_safetensors as load_safetensors,
@@ -94,6 +103,11 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
     from globaltensor.debug.explain import explain as explain
     from globaltensor.debug.show import show as show
     from globaltensor.dispatch.core import rule as rule
+    from globaltensor.dtensor.conversion import (
+        from_dtensor as from_dtensor,
+        from_mesh as from_mesh,
+        to_mesh as to_mesh,
+    )
     from globaltensor.errors import (
         ArgumentError as ArgumentError,
         BoxingError as BoxingError,
@@ -112,6 +126,7 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
     from globaltensor.layouts import sbp as sbp
     from globaltensor.layouts.placement import placement as placement
     from globaltensor.parallel.modules import to_global as to_global
+    from globaltensor.parallel.partitioned import partition_activations as partition_activations
     from globaltensor.parallel.plan import Plan as Plan, parallelize as parallelize
     from globaltensor.parallel.zero import zero as zero
     from globaltensor.pipelining.runner import pipeline as pipeline
@@ -152,6 +167,7 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
         randn_like as randn_like,
         zeros_like as zeros_like,
     )
+    from globaltensor.tensors.materialize import materialize as materialize
     from globaltensor.tensors.torch_names import *
 else:
     __all__ = sorted(FACE)

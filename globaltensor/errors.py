@@ -6,6 +6,7 @@ own line: the innermost frame that is neither this package's nor torch's.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 import zlib
@@ -49,6 +50,11 @@ def call_site() -> int:
 def counted(n: int, one: str, many: str = "") -> str:
     """`1 axis`, `2 axes`: a number and its noun."""
     return f"{n} {one if n == 1 else many or one + 's'}"
+
+
+def first_sentence(error: Exception) -> str:
+    """The first sentence of what torch says, without the place in its source."""
+    return re.sub(r"^\[\S+\.(cc|cpp|h):\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
 
 
 class GlobalTensorError(RuntimeError):

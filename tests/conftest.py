@@ -1,8 +1,8 @@
 """The tiers of the tests: which of them `make check`, `make test` and `make test-all` run.
 
     make check      one quick test of every file: of every kind, one
-    make test       all but the long proofs, in two processes
-    make test-all   everything, a file at a time; what passed is not run again until a source changes
+    make test       all but the long proofs, in two processes; those that tests start are forks of one
+    make test-all   everything, two files at a time; what passed is not run again until a source changes
 """
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+LONG = 1800                                          # seconds a long test may take, beside another one
 collect_ignore = ["peers"]                           # a stand-in for oneflow, which changes torch when it is imported
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-of-each", action="store_true",
                      help="of every file, the test marked `check`, or else the first that is quick")
+    parser.addoption("--forks", action="store_true", help="Python processes are forks of one that has imported torch")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG))
     if not config.getoption("--one-of-each"):
         return
     chosen: dict[str, pytest.Item] = {}
@@ -30,6 +35,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             chosen.setdefault(str(item.path), item)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen.values()])
     items[:] = chosen.values()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The process that is forked, in which torch is imported: see forks.py."""
+    if not request.config.getoption("--forks"):
+        yield
+        return
+    from forks import start_forking
+
+    server = start_forking(tmp_path_factory.mktemp("forks") / "socket")
+    yield
+    server.stdin.close()
+    server.wait()
+
+
+@pytest.fixture
+def real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is about the start of a process: no forks."""
+    monkeypatch.setenv("TEST_FORKS", "")
 
 
 @pytest.fixture(scope="session")

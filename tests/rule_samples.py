@@ -198,6 +198,7 @@ for m, k, n in ((6, 4, 6), (5, 3, 2), (2, 1, 5)):
     sample("globaltensor.linear", r(m, k), r(n, k), None)
     sample("_cdist_forward", r(m, k), r(n, k), 2.0, None)
     sample("_cdist_backward", r(m, n), r(m, k), r(n, k), 2.0, u(m, n))
+    sample("_pdist_backward", r(m * (m - 1) // 2), r(m, k), 2.0, u(m * (m - 1) // 2))
 samples("_linalg_det _linalg_slogdet", (r(3, 3),), (r(5, 2, 2),), (r(2, 3, 2, 2),))
 samples("_linalg_solve_ex", (r(3, 3), r(3)), (r(3, 3), r(3, 4)), (r(5, 2, 2), r(5, 2, 3)), (r(5, 2, 2), r(5, 2)),
         (r(2, 2), r(4, 2, 3)))
@@ -500,7 +501,7 @@ VALUELESS = {"empty_like", "new_empty", "new_empty_strided"}
 # Kernels that read beyond operands whose shapes do not fit together: only those that do are tried.
 # (Of contractions, einsum takes sizes 1 and 0 for equal.)
 UNCHECKED = {
-    "globaltensor.contract", "convolution_backward", "_cdist_backward",
+    "globaltensor.contract", "convolution_backward", "_cdist_backward", "_pdist_backward",
     "native_layer_norm_backward", "native_batch_norm", "native_batch_norm_backward", "native_group_norm_backward",
     "_weight_norm_interface", "_weight_norm_interface_backward", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward", "grid_sampler_2d", "grid_sampler_2d_backward",
@@ -533,6 +534,7 @@ def any_split(inputs, outputs):
 missing("masked_fill.Scalar", pending(0), "0.0 is not told from other floats: a decision holds for all of them")
 missing("nextafter", lambda inputs, outputs: True, "the change is less than the tolerance of the comparison")
 missing("_cdist_backward", pending(1, 2), "linear in both points together, but for p = 2 only")
+missing("_pdist_backward", pending(1), "linear in the points, but for p = 2 only")
 missing("gather scatter.src scatter_add index_put", any_split,
         "an index that is shorter than the operand, cut so that its parts begin where the operand's do")
 missing("scatter.reduce scatter.value_reduce", any_pending, "linear for some of the reductions")

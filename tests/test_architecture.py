@@ -26,7 +26,7 @@ LAYERS = [                                           # low to high; rooms on one
     {"dispatch"},
     {"tensors"},
     {"parallel", "checkpoint", "data", "debug"},
-    {"pipelining", "simulator"},
+    {"pipelining", "simulator", "dtensor", "trainers"},
     {"__init__"},
     {"cli"},
 ]
@@ -215,6 +215,7 @@ def test_a_function_name_stands_once():
     assert not twice, f"a function says by its name which one it is: {twice}"
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_importing_starts_nothing():
     code = ("import globaltensor, torch, sys; from globaltensor.runtime.world import started;"
             "assert started() is None and not torch.distributed.is_initialized();"

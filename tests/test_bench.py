@@ -122,9 +122,27 @@ def test_checkpoint():
     rows = found("checkpoint")["rows"]
     loads = [f"load{ranks}, from the {where}" for ranks in ("", ", 4 -> 2") for where in ("cache", "disk")]
     assert [(row["what"], row["way"]) for row in rows] == [
-        (what, way) for what in ("save", *loads) for way in ("disk", "globaltensor", "torch DCP")]
-    assert all(row["GB/s"] > 0 and row["of disk"] > 0 for row in rows)
-    assert all(row["of disk"] == 1 for row in rows if row["way"] == "disk")
+        (what, way) for what in ("first save", "save", *loads)
+        for way in ("disk", "one file", "globaltensor", "torch DCP")]
+    assert all(row["GB/s"] > 0 for row in rows)
+    for way in ("disk", "one file", "torch DCP"):
+        assert all(row[f"of {way}"] > 0 and (row["way"] != way or row[f"of {way}"] == 1) for row in rows)
+
+
+@pytest.mark.processes
+@pytest.mark.long
+@pytest.mark.parametrize("more", [(), ("--min-ranks", "2")])
+def test_soak(more):
+    rows = found("soak", *more)["rows"]
+    assert rows[0]["on"] == "one host" and rows[0]["faults"] >= 1
+    assert all(row["different"] == 0 == row["left behind"] for row in rows), rows
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_faults():
+    rows = found("faults", "--runs", "1")["rows"]
+    assert len(rows) == 3 and all(row["noticed"] == row["named"] == 1 and not row["left"] for row in rows), rows
 
 
 # --------------------------------------------------------------------------------------- what they are made of

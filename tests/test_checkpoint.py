@@ -22,7 +22,7 @@ from shards import B, P, fulls, gather, lay, place
 from torch import nn
 
 import globaltensor as gt
-from globaltensor.checkpoint import folders, manifest, pieces, saving
+from globaltensor.checkpoint import folders, hashes, manifest, pieces, saving
 from globaltensor.checkpoint.manifest import CheckpointError
 from globaltensor.checkpoint.torch_files import load, save
 from globaltensor.layouts.sbp import split as S
@@ -540,8 +540,9 @@ EVIL = [
         "../rank-00000.safetensors", "/etc/passwd", "..", "", "rank-00000.safetensors\n", "a/rank-00000.safetensors",
         "rank-00000.safetensors\0", "latest")],
     (put(["tensors", "model/weight", "pieces", 0, "file"], 3), "not a str"),
-    (put(["tensors", "model/weight", "pieces", 0, "sha256"], "0" * 63), "not a sha256"),
-    (put(["tensors", "model/weight", "pieces", 0, "sha256"], "0" * 64), "is damaged: rank 0 needs it"),
+    *[(put(["tensors", "model/weight", "pieces", 0, "hash"], text), "is not a hash") for text in (
+        "sha256:" + "0" * 63, "xxh3-128:" + "0" * 64, "md5:" + "0" * 32, "0" * 64, "", ":")],
+    (put(["tensors", "model/weight", "pieces", 0, "hash"], "sha256:" + "0" * 64), "is damaged: rank 0 needs it"),
     (put(["tensors", "model/weight", "pieces", 0, "key"], "other"), "missing or damaged"),
     (put(["tensors", "model/weight", "pieces", 0, "region"], [[0, 9], [0, 6]]), "not inside"),
     (put(["tensors", "model/weight", "pieces", 0, "region"], [[-1, 2], [0, 6]]), "not a size"),
@@ -578,6 +579,25 @@ def test_a_manifest_is_not_believed(k, tmp_path):
     rewrite(tmp_path, change)
     message = refused(small(1), tmp_path)
     assert words in message, message
+
+
+def test_each_kind_of_hash_finds_a_flipped_bit_and_a_kind_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    known = {"xxh3-128": "xxh3-128:99aa06d3014798d86001c324468d497f", "sha256":     # of no bytes, as published
+             "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}
+    for kind in list(hashes.KINDS):
+        assert hashes.piece_hash(torch.empty(0), kind) == known[kind]
+        monkeypatch.setattr(pieces, "piece_hash", lambda t, kind=kind: hashes.piece_hash(t, kind))
+        save(small(), tmp_path / kind)
+        monkeypatch.setattr(pieces, "piece_hash", hashes.piece_hash)
+        load(small(1), tmp_path / kind)
+        path = read_manifest(tmp_path / kind)[0] / "rank-00001.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+        message = refused(small(1), tmp_path / kind)
+        assert "is damaged: rank 1 needs it" in message and f"{kind}:" in message, message
+        with monkeypatch.context() as patch:
+            patch.delitem(hashes.KINDS, kind)
+            message = refused(small(1), tmp_path / kind)
+        assert f"are of the kind {kind}" in message and "pip install xxhash" in message, message
 
 
 def test_latest_names_no_folder_elsewhere(tmp_path):

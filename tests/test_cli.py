@@ -1,6 +1,7 @@
 """The command line, without starting ranks: what is asked for, what is said, and with which exit code."""
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from harness import good
 
 import globaltensor
 from globaltensor.cli import bench, info, main, run
+from globaltensor.cli.torchrun import translate
 
 
 def said(capsys, *args):
@@ -60,11 +62,57 @@ def test_without_a_command_it_shows_the_commands(capsys):
     (("run", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--node-rank", "2", __file__), "--node-rank 2 of 2 hosts"),
     (("run", "-n", "2", "--min-ranks", "3", __file__), "--min-ranks 3 of 2 ranks"),
     (("run", "--max-restarts", "-1", __file__), "'-1' is not a number from 0 on"),
+    (("run", "--standalone", "--nnodes", "2", __file__), "--standalone is for one host"),
+    (("run", "--nnodes=1:4", __file__), "'1:4' is a range; try: --nnodes 4 --min-ranks R"),
+    (("run", "--nproc_per_node=gpus", __file__), "'gpus' is not a number from 1 on"),
+    (("run", "--rdzv_backend", "etcd", __file__), "invalid choice: 'etcd'"),
+    *((("run", flag, "3", __file__), f"{flag} is torchrun's, and does nothing here\n  try: ") for flag in
+      ("--rdzv_conf", "--rdzv-conf", "--log-dir", "--log_dir", "-r", "-t", "--tee", "--role", "--start-method",
+       "--monitor_interval", "--no-python", "--run_path", "--local-ranks-filter", "--numa_binding")),
     (("bench", "nothing"), "there is no benchmark 'nothing'\n  there are: "),
 ])
 def test_what_cannot_be_done_is_said_in_a_line_or_two(capsys, args, text):
     code, out, err = said(capsys, *args)
     assert code == 2 and out == "" and text in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("flags, wanted", [
+    ("--nproc-per-node 3", {"ranks": 3}), ("--nproc_per_node=3", {"ranks": 3}), ("-n 3", {"ranks": 3}),
+    ("--nproc_per_node cpu", {"ranks": len(os.sched_getaffinity(0))}),
+    ("--standalone --nproc_per_node 2", {"ranks": 2, "nnodes": 1, "rdzv_endpoint": None}),
+    ("--nnodes 2 --rdzv_backend c10d --rdzv_endpoint h:1 --rdzv_id j --local_addr a",
+     {"nnodes": 2, "rdzv_endpoint": "h:1", "rdzv_id": "j", "local_addr": "a"}),
+    ("--nnodes 2 --node_rank 1 --master_addr h --master_port 7", {"node_rank": 1, "rdzv_endpoint": "h:7"}),
+    ("--nnodes 2 --master-addr h", {"rdzv_endpoint": "h:29500"}),
+    ("--max_restarts 2 --shutdown_timeout 5", {"max_restarts": 2, "grace": 5}),
+    ("", {"ranks": None, "grace": 30, "max_restarts": 0, "nnodes": 1, "node_rank": None}),
+])
+def test_flags_of_torchrun_mean_here_what_they_mean_there(flags, wanted):
+    parser = argparse.ArgumentParser()
+    run.options(parser)
+    chosen = parser.parse_args([*flags.split(), "program.py", "--nproc_per_node", "its own"])
+    translate(chosen)
+    assert {name: getattr(chosen, name) for name in wanted} == wanted
+    assert chosen.program == "program.py" and chosen.args == ["--nproc_per_node", "its own"]
+
+
+def test_every_flag_of_torchrun_is_known(capsys):
+    """Taken, or refused with what to type: none is a surprise."""
+    from torch.distributed.run import get_args_parser
+
+    parser = argparse.ArgumentParser()
+    run.options(parser)
+    ours = {name for action in parser._actions for name in action.option_strings}
+    assert {name for action in get_args_parser()._actions for name in action.option_strings} <= ours
+
+
+def test_what_follows_the_program_is_its_own():
+    of = argparse.ArgumentParser()
+    run.options(of)
+    for own in (["--log", "file"], ["--m", "1"], ["--steps", "3", "--rdzv", "x"], ["--log-dir", "x"],
+                ["-n", "3", "--", "-m"], ["--grace"], ["--max-restarts=x"]):
+        chosen = of.parse_args(["-n", "2", "train.py", *own])
+        assert (chosen.ranks, chosen.program, chosen.args) == (2, "train.py", own), own
 
 
 def test_info_has_the_same_facts_as_text_and_as_json(capsys):
@@ -138,6 +186,10 @@ def failures(**codes):
     (dict(r0=1, r1=-9), {0: "TransportError: b"}, 137, [1],
      ["rank 1 was killed by SIGKILL (did the host run out of memory?)",
       "rank 0 then lost touch with others (TransportError)"]),
+    (dict(r0=1, r1=-9, r2=1), {0: "CheckpointError: a/step-1 was not written: rank 1 was killed (process 7)",
+                               2: "CheckpointError: a/step-1 was not written: rank 1 was killed (process 7)"},
+     137, [1], ["rank 1 was killed by SIGKILL (did the host run out of memory?)",
+                "ranks 0, 2 could not save then (CheckpointError)"]),
     (dict(r0=-15, r1=-15), {1: "KeyError: 'x'"}, 1, [1], ["rank 1 failed: KeyError: 'x'", "rank 0 ended with it"]),
     (dict(r0=-11), {}, 128 + signal.SIGSEGV, [0], ["rank 0 was killed by SIGSEGV"]),
     (dict(r0=5), {}, 5, [0], ["rank 0 exited with code 5"]),
@@ -151,6 +203,7 @@ def test_the_report_names_the_cause_first(tmp_path, capsys, codes, notes, code, 
     assert capsys.readouterr().err.splitlines() == [f"globaltensor: {line}" for line in lines]
 
 
+@pytest.mark.usefixtures("real_processes")
 @pytest.mark.parametrize("arguments, expected", [
     ([], "usage: globaltensor"), (["--help"], "    run       Run a program"),
     (["--version"], f"globaltensor {globaltensor.__version__}")])
@@ -164,6 +217,7 @@ sys.exit(main({arguments}))"""
     assert expected in out and out.endswith("\nFalse\n"), out
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_the_commands_leave_torch_s_launcher_alone_until_it_is_needed():
     code = ("import sys, globaltensor.cli;"
             "heavy = ('torch.distributed.launcher', 'torch.distributed.run', 'rich');"

@@ -10,29 +10,42 @@ import os
 from pathlib import Path
 
 import pytest
-from harness import PROGRAMS, PYTHON, environment, run
+from harness import PROGRAMS, PYTHON, RUN, environment, run
 
 SEED = int(os.environ.get("SEED") or 20_261_122)
 BATCH, BATCHES = 500, 20
+RANKS = 7                                            # on which programs/fuzz.py has placements
 print(f"tests/test_fuzz_programs.py: SEED={SEED}")
 
 
-def fuzz(seed: int, count: int, native: bool, folder: Path, timeout: float) -> dict[str, str]:
-    """Run the programs of so many seeds; which were refused, and why."""
+def fuzz(seed: int, count: int, native: bool, folder: Path, timeout: float, processes: int = 1) -> dict[str, str]:
+    """Run the programs of so many seeds; which were refused, and why: the same on every process."""
     began = folder / "program.txt"
-    code, out, err = run([PYTHON, PROGRAMS / "fuzz.py", seed, count, began],
+    launcher = [PYTHON] if processes == 1 else [*RUN, "-n", processes]
+    code, out, err = run([*launcher, PROGRAMS / "fuzz.py", seed, count, began],
                          environment(GLOBALTENSOR_NATIVE="1" if native else "0"), timeout)
     assert code == 0, f"SEED={seed}, exit code {code}, in\n{began.read_text()}\n{out[-2000:]}\n{err[-6000:]}"
-    result = json.loads(out.splitlines()[-1])
-    print(f"seeds {seed} to {seed + count - 1}, native {native}: {result}")
-    assert not result["failed"], "\n\n".join(f"SEED={one}: {why}" for one, why in result["failed"].items())
-    return result["refused"]
+    results = [json.loads(line) for line in out.splitlines() if line.startswith('{"programs"')]
+    print(f"seeds {seed} to {seed + count - 1}, native {native}, processes {processes}: {results[0]}")
+    for result in results:
+        assert not result["failed"], "\n\n".join(f"SEED={one}: {why}" for one, why in result["failed"].items())
+        assert result["refused"].keys() == results[0]["refused"].keys(), results
+    assert len(results) == processes
+    return results[0]["refused"]
 
 
 @pytest.mark.parametrize("native, count", [(True, 160), (False, 40)])
 def test_some_programs(native, count, tmp_path):
     refused = fuzz(SEED if native else SEED + 1000, count, native, tmp_path, 240)
     assert len(refused) <= 2, refused
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.timeout(900)
+def test_programs_on_processes(tmp_path):
+    """One process a rank: what is the same program for all must not be taken for a disagreement."""
+    assert len(fuzz(SEED + 2000, 60, True, tmp_path, 800, RANKS)) <= 2
 
 
 @pytest.mark.long

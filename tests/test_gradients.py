@@ -94,6 +94,39 @@ def test_a_tensor_parallel_block_needs_four_reductions():
         torch.testing.assert_close(g.full_tensor(), p.grad)
 
 
+FACTORS = {"linear": (F.linear, (4, 6), (6, 6)), "linear of sequences": (F.linear, (2, 4, 6), (6, 6)),
+           "matmul": (torch.matmul, (4, 6), (6, 6)), "batched matmul": (torch.matmul, (2, 4, 6), (2, 6, 4)),
+           "einsum": (lambda x, w: torch.einsum("bij,jk->bik", x, w), (2, 4, 6), (6, 4))}
+
+
+def gradients_after_a_write(function, factors, wanted, written):
+    """Of a product whose factor of this number was written to; None where autograd raises, as it saved that one."""
+    leaves = [t.requires_grad_() for i, t in enumerate(factors) if i in wanted]
+    product = function(*factors)
+    with torch.no_grad():
+        factors[written].add_(1)
+    try:
+        return torch.autograd.grad(product.sum(), leaves)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        return None
+
+
+@pytest.mark.parametrize("written", [0, 1])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("name", FACTORS)
+def test_a_factor_that_no_gradient_needs_may_be_written_to(name, wanted, written):
+    function, *shapes = FACTORS[name]
+    plain = [torch.arange(1.0, 1 + torch.Size(shape).numel(), dtype=torch.float64).reshape(shape) for shape in shapes]
+    expected = gradients_after_a_write(function, [t.clone() for t in plain], wanted, written)
+    for sbps in ((gt.sbp.split(0), gt.sbp.broadcast), (gt.sbp.split(1), gt.sbp.split(0))):
+        factors = [gt.from_full(t.clone(), gt.placement("cpu", [0, 1]), sbp) for t, sbp in zip(plain, sbps)]
+        got = gradients_after_a_write(function, factors, wanted, written)
+        assert (got is None) == (expected is None), f"written {written}, wanted {wanted}, layouts {sbps}"
+        for mine, its in zip(got or (), expected or ()):
+            torch.testing.assert_close(mine.full_tensor(), its)
+
+
 @pytest.mark.parametrize("k", [1, 4])
 def test_micro_batches_communicate_once(k):
     where = gt.placement("cpu", [0, 1])

@@ -2,12 +2,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import shutil
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from harness import PROGRAMS, by_hand, results
+from harness import PROGRAMS, ROOT, by_hand, results
 from shards import cut, place
 
 import globaltensor as gt
@@ -21,6 +24,9 @@ from globaltensor.layouts.regions import volume
 from globaltensor.layouts.sbp import broadcast as B, partial_max, partial_sum as P, split as S
 from globaltensor.runtime import world
 from globaltensor.runtime.machine import nccl, shared_memory
+
+sys.path.insert(0, str(ROOT))                        # benchmarks/ is part of a checkout, not of the package
+from benchmarks.hosts import overlap
 
 SEED = 20_261_123
 STATES = [B, P, S(0), S(1)]
@@ -218,4 +224,17 @@ def test_gradients_are_reduced_during_backward_where_a_link_is_waited_for(tmp_pa
     seen = check_notes(tmp_path, 2)
     first, *middle, _ = seen["plain"]
     assert first == 0 and all(n >= 3 for n in middle), seen
+    assert seen["recorded by one"] == seen["plain"], seen
     assert seen["zero"][0] == 0 and min(seen["zero"][1:3]) >= 2 and seen["micro-batches"] == [0, 0, 0, 0], seen
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.skipif(os.geteuid() != 0 or None in (shutil.which("ip"), shutil.which("tc")),
+                    reason="network namespaces need root, ip and tc")
+def test_a_transfer_is_hidden_behind_computation_that_takes_as_long():
+    """100 ms of transfer beside 100 ms of backward take at most 120 ms: the least of some steps, as load only adds."""
+    row = overlap(steps=10)
+    print(row)
+    assert 0.8 <= row["backward"] / row["transfer"] <= 1.25, row
+    assert row["of the longer"] <= 1.2, row

@@ -139,6 +139,24 @@ def test_nested_tensors_are_refused(name, layout):
         NESTED[name](layout)
 
 
+MULTIPLIED = {
+    "linear": lambda t, y: F.linear(t, y[0].mT), "linear with a bias": lambda t, y: F.linear(t, y[0].mT, y[0, 0]),
+    "matmul of each": lambda t, y: t @ y[0], "matmul": lambda t, y: t @ y, "bmm": torch.bmm,
+    "matmul from the left": lambda t, y: y.mT @ t.transpose(1, 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", MULTIPLIED)
+def test_products_of_nested_tensors_are_refused(name, grad):
+    """These are taken before torch looks at their operands, and a nested one has no sizes to ask for."""
+    plain = torch.randn(2, 3, 5)
+    for ranks, sbp in LAYOUTS[:3]:
+        with pytest.raises(GlobalTensorError, match="nested tensor"):
+            MULTIPLIED[name](plain_nested(torch.strided), spread(plain, ranks, sbp).requires_grad_(grad))
+
+
 LINALG = {
     "inv": torch.linalg.inv, "solve": lambda a: torch.linalg.solve(a, a.mT),
     "cholesky": lambda a: torch.linalg.cholesky(a @ a.mT),

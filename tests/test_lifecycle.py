@@ -48,31 +48,31 @@ def undisturbed(tmp_path_factory) -> dict[int, str]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("fault, words", [
     ("KILL", "rank 1 was killed by SIGKILL"), *(pytest.param(*row, marks=pytest.mark.long) for row in [
         ("SEGV", "rank 1 was killed by SIGSEGV"), ("raise", "rank 1 failed: ValueError: bad luck"),
         ("STOP", "rank 1 is stopped")])])
 def test_a_crash_restarts_the_job_which_goes_on_bit_by_bit(fault, words, undisturbed, tmp_path):
-    code, out, err = run([*RUN, "-n", 2, "--max-restarts", 1, PROGRAM, tmp_path, STEPS, fault, 1, 6], timeout=100)
+    code, out, err = run([*RUN, "-n", 2, "--max-restarts", 1, PROGRAM, tmp_path, STEPS, fault, 1, 6], timeout=200)
     assert code == 0 and words in err and "the program is started again" in err, err
     assert losses(tmp_path) == undisturbed and starts(tmp_path) == [(2, 0), (2, 3)]
 
 
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_restarts_come_to_an_end(tmp_path):
-    code, out, err = run([*RUN, "-n", 2, "--max-restarts", 2, PROGRAMS / "fails.py", "raises"], timeout=100)
+    code, out, err = run([*RUN, "-n", 2, "--max-restarts", 2, PROGRAMS / "fails.py", "raises"], timeout=200)
     assert code == 1 and err.count("started again") == 2 and err.count("rank 1 failed: ValueError: bad luck") == 3, err
 
 
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_with_fewer_ranks_losses_are_the_same_but_for_rounding(undisturbed, tmp_path):
     code, out, err = run([*RUN, "-n", 3, "--max-restarts", 1, "--min-ranks", 2, PROGRAM, tmp_path, STEPS, "KILL", 1, 6],
-                         timeout=100)
+                         timeout=200)
     assert code == 0 and starts(tmp_path) == [(3, 0), (2, 3)], err
     last = {each["step"]: each["loss"] for each in said(tmp_path) if "step" in each}
     for step, loss in undisturbed.items():
@@ -81,10 +81,10 @@ def test_with_fewer_ranks_losses_are_the_same_but_for_rounding(undisturbed, tmp_
 
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_torchrun_restarts_it_too(undisturbed, tmp_path):
     code, out, err = run([*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 1, PROGRAM, tmp_path,
-                          STEPS, "KILL", 1, 6], timeout=100)
+                          STEPS, "KILL", 1, 6], timeout=200)
     assert code == 0, err
     assert losses(tmp_path) == undisturbed and starts(tmp_path) == [(2, 0), (2, 3)]
 
@@ -104,14 +104,14 @@ def test_a_crash_on_one_host_restarts_those_of_all(undisturbed, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("fault", ["launcher TERM", "launcher USR1", "TERM", "USR1"])
 def test_a_job_that_is_preempted_saves_and_is_to_be_started_again(fault, undisturbed, tmp_path):
     env = environment(SAVES_FOR="8" if fault == "launcher TERM" else "0")
-    code, out, err = run([*RUN, "-n", 2, "--max-restarts", 1, PROGRAM, tmp_path, STEPS, fault, 1, 5], env, timeout=100)
+    code, out, err = run([*RUN, "-n", 2, "--max-restarts", 1, PROGRAM, tmp_path, STEPS, fault, 1, 5], env, timeout=200)
     assert code == REQUEUE, err
     (ended,) = [each["ended"] for each in said(tmp_path) if "ended" in each]
-    code, out, err = run([*RUN, "-n", 2, PROGRAM, tmp_path, STEPS], timeout=100)
+    code, out, err = run([*RUN, "-n", 2, PROGRAM, tmp_path, STEPS], timeout=200)
     assert code == 0 and losses(tmp_path) == undisturbed and starts(tmp_path) == [(2, 0), (2, ended)], err
 
 

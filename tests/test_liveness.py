@@ -11,6 +11,7 @@ import pytest
 from harness import PROGRAMS, PYTHON, RUN, TORCHRUN, Started, by_hand, environment, results
 
 from globaltensor.runtime import host_processes, liveness, stacks
+from globaltensor.runtime.codec import encode_message
 from globaltensor.runtime.host_processes import (
     ENDED,
     RUNS,
@@ -125,14 +126,18 @@ def clock(monkeypatch):
 def test_a_heart_counts_as_long_as_it_beats(clock):
     store = Store()
     alive = Liveness({1: ProcessId("elsewhere", 5, 7), 2: ProcessId("", 5, 7)}, store)
+    key = liveness.heart_key(1)
     for beat in range(5):
-        store[liveness.heart_key(1)] = str(beat).encode()
+        store[key] = encode_message(beat, key)
         assert alive.lost([1, 2]) is None
         clock[0] += 9
     clock[0] += liveness.SILENCE_PYTHON
     assert alive.lost([2]) is None, "nothing is known of a process without a host"
     assert alive.lost([1]).rank == 1 and "silent" in alive.lost([1]).how
-    store[liveness.heart_key(1)] = b"99"
+    for forged in (b"99", encode_message(99, liveness.heart_key(2)), encode_message(3, key)):
+        store[key] = forged
+        assert alive.lost([1]).rank == 1, "it is of another rank, or an old one"
+    store[key] = encode_message(99, key)
     assert alive.lost([1]) is None, "it was only slow"
 
 
@@ -188,6 +193,7 @@ def test_a_process_runs_is_stopped_and_ends(child, clock):
     assert alive.lost([1]).rank == 1
 
 
+@pytest.mark.usefixtures("real_processes")           # whose stacks begin with the program
 def test_ranks_and_their_stacks_are_found_by_other_processes(child):
     (each,) = [each for each in rank_processes() if each.job.startswith("test 1 ")]
     assert (each.process, each.rank, each.ranks) == (process_id(child.pid), 3, 5)

@@ -17,11 +17,11 @@ import torch
 from harness import ROOT
 
 from globaltensor.boxings import kernel_program, native as boxings_native
-from globaltensor.dispatch import core
 from globaltensor.dispatch.native import FlatRecipe
+from globaltensor.layouts import recent
 from globaltensor.runtime import p2p, philox
 from globaltensor.runtime.native import torch_ext
-from globaltensor.tensors import global_tensor
+from globaltensor.tensors import native_specs
 
 CSRC = ROOT / "csrc"
 FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".cpp", ".h", ".cu"))
@@ -206,7 +206,7 @@ def strings_compared_with(name: str, function: object) -> set[str]:
 
 
 def described() -> int:
-    returned, = [node.value for node in ast.walk(ast.parse(inspect.getsource(global_tensor._describe)))
+    returned, = [node.value for node in ast.walk(ast.parse(inspect.getsource(native_specs._describe)))
                  if isinstance(node, ast.Return)]
     return len(returned.elts)
 
@@ -229,8 +229,8 @@ MIRRORED = {
         dtype: dtypes()[signed(dtype)] for dtype in philox._CODES if dtype not in dtypes()}),
     "DTYPES": lambda: ([dtypes()[dtype] for dtype in cuda_library.DTYPES], [*range(len(cuda_library.DTYPES))]),
     "MAX_PENDING": lambda: (2 * p2p.MAX_PENDING <= constant("transport/transport.h", "GT_MESSAGES"), True),
-    "_LIMIT": lambda: (core._LIMIT, constant("torch_ext/recipe_cache.cpp", "kLimit")),
-    "_describe": lambda: (described(), len(fields("torch_ext/tensor.h", "Spec")) - 1),
+    "KEPT": lambda: (recent.KEPT, constant("torch_ext/recipe_cache.cpp", "kKept")),
+    "_describe": lambda: (described(), len({*fields("torch_ext/spec.h", "SpecTraits"), "sizes", "strides"})),
     "FlatRecipe": lambda: (list(FlatRecipe._fields), re.findall(
         r'py::arg\("(\w+)"\)', code(CSRC / "torch_ext/recipe.cpp").partition("kw_only()")[2])),
     "find_boxing": lambda: (keys_of_a_boxing_step(), {"op", "partners", "ties", "result", "sizes", "strides"} | set(
@@ -273,9 +273,9 @@ def test_the_philox_library_is_called_as_it_is_declared():
 def test_the_numbers_are_read_as_a_compiler_reads_them():
     assert enum("common/dtype.h", "gt_op") == {"GT_SUM": 0, "GT_MAX": 1, "GT_MIN": 2}
     assert enum("kernels/reduce_cuda.h", "gt_cuda_status")["GT_CUDA_DTYPE"] == -1
-    assert constant("torch_ext/recipe_cache.cpp", "kLimit") == 50_000
+    assert constant("torch_ext/recipe_cache.cpp", "kKept") == 2_000
     assert struct.calcsize(f"={layout_of('kernels/region.h', 'gt_region')}") == kernel_program._region.size
-    assert fields("torch_ext/tensor.h", "Spec")[:3] == ["object", "sizes", "strides"]
+    assert fields("torch_ext/spec.h", "SpecTraits")[1:3] == ["dtype", "device"]
 
 
 # --------------------------------------------------------------------------------------------------- torch

@@ -344,10 +344,13 @@ def test_no_direct_step_moves_more_than_the_plan(ranks):
 
 
 @pytest.mark.long
-def test_no_byte_outside_and_nothing_undefined(tmp_path):
-    """A program of its own under the address and undefined-behaviour sanitizers."""
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sanitizer, regions", [("address,undefined", 4000), ("thread", 400)])
+def test_no_byte_outside_nothing_undefined_and_no_byte_written_by_two_ranks(sanitizer, regions, tmp_path):
+    """A program of its own under the sanitizers."""
     binary = tmp_path / "kernel_values"
-    subprocess.run(["g++", "-O1", "-g", "-std=c++17", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
-                    "-ffp-contract=off", "-o", binary, ROOT / "tests/native/kernel_values.cpp",
+    subprocess.run(["g++", "-O1", "-g", "-std=c++17", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all",
+                    "-ffp-contract=off", "-pthread", "-o", binary, ROOT / "tests/native/kernel_values.cpp",
                     *(ROOT / "csrc/kernels").glob("*.cpp")], check=True, timeout=290)
-    subprocess.run([binary, str(SEED)], check=True, timeout=290)
+    subprocess.run([binary, str(SEED), str(regions)], check=True, timeout=600,
+                   env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1"})

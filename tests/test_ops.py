@@ -14,6 +14,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import PYTHON, environment, good
 from shards import B, P, gather, layouts, scatter
 from torch.distributions import Multinomial, MultivariateNormal
 
@@ -80,6 +81,9 @@ case("clamp tensor", lambda x, low: torch.clamp(x, low, low + 1), (4, 5), (5,))
 case("to", lambda x: (x.to(torch.float32), x.to(torch.complex128), (x * 3).to(torch.int64), x > 0), (4, 5))
 case("to from int", lambda x: (x.double(), x.to(torch.int32), x.bool()), ints(9, 5, 3))
 case("complex", lambda x: torch.view_as_real(torch.view_as_complex(x) * torch.view_as_complex(x).conj()), (5, 3, 2))
+case("pairs of empty parts", lambda x: torch.view_as_real(torch.view_as_complex(F.pad(x, (0, -3)))) ** 2, (1, 4, 5),
+     draws=4)
+case("logsumexp of complex", lambda x: torch.view_as_real(torch.view_as_complex(x).logsumexp(0)), (5, 3, 2))
 case("polar", lambda r, t: torch.view_as_real(torch.polar(r, t)), positive(4, 3), (4, 3))
 case("prelu", F.prelu, (4, 5, 2), (5,))
 case("threshold", lambda x: F.threshold(x, 0.1, 0.2), (4, 5))
@@ -124,6 +128,8 @@ case("linear", F.linear, (4, 3, 6), (8, 6), (8,), draws=3)
 case("linear 2d", F.linear, (5, 6), (4, 6), (4,), draws=2)
 case("linear no bias", F.linear, (4, 3, 6), (8, 6))
 case("einsum", lambda q, k: torch.einsum("bqhd,bshd->bhqs", q, k), (2, 3, 4, 5), (2, 3, 4, 5), draws=2)
+case("einsum permuted", lambda q, k: torch.einsum("bhqs,bshd->bqhd", q, k), (2, 4, 3, 5), (2, 5, 4, 3), draws=2)
+case("einsum outer", lambda x, y: torch.einsum("bi,bj->jbi", x, y), (3, 4), (3, 5), draws=2)
 case("einsum trace", lambda x, y: torch.einsum("ijk,kl->jl", x, y), (2, 3, 4), (4, 5))
 case("tensordot", lambda x, y: torch.tensordot(x, y, 2), (2, 3, 4), (3, 4, 5))
 case("cdist", torch.cdist, (4, 3), (5, 3))
@@ -140,6 +146,7 @@ case("a sparse embedding", lambda w: F.embedding(ints(5, 3), w, sparse=True).squ
 # an operand that is repeated along a dim of size 1, or that lacks the dim
 case("cross of a row", torch.linalg.cross, (4, 3), (1, 3))
 case("cross of a row and a column", torch.linalg.cross, (1, 5, 3), (4, 1, 3))
+case("pdist", F.pdist, (4, 3))
 case("cdist of batches and one", torch.cdist, (1, 4, 3), (5, 3, 3))
 case("cdist of batches and none", torch.cdist, (4, 3), (5, 2, 3))
 case("cdist of batches of batches", torch.cdist, (2, 3, 4, 3), (3, 5, 3))
@@ -467,6 +474,19 @@ def test_op(name, place):
 
 
 # ------------------------------------------------------------------------- ops of devices that are not here, on CPU
+
+
+NO_POINTS = """
+import torch, globaltensor as gt
+x = gt.from_full(torch.zeros(0, 3), gt.placement("cpu", [0, 1]), gt.sbp.split(0)).requires_grad_()
+torch.pdist(x).sum().backward()
+assert x.grad.shape == (0, 3)
+"""
+
+
+def test_distances_of_no_points():
+    """In a child: torch's kernel dies of them, on plain tensors too."""
+    good([PYTHON, "-c", NO_POINTS], environment())
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -10,7 +10,7 @@ from torch import nn
 
 import globaltensor as gt
 from globaltensor.errors import GlobalTensorError
-from globaltensor.parallel.parameter_swap import swap_in, swap_out, swapped_in
+from globaltensor.tensors.parameter_swap import swap_in, swap_out, swapped_in
 
 PROGRAM = PROGRAMS / "parameter_identity.py"
 CHECKS = re.findall(r"(?m)^def (\w+)\(\):\n", PROGRAM.read_text())

@@ -238,3 +238,58 @@ def test_attention_over_a_split_sequence_takes_one_all_to_all(batch_size, dealt)
     assert [(b.src.sbp, b.dst.sbp, b.tensors) for b in boxings] == [((S(2),), (S(dealt),), 3)]
     assert boxings[0].bytes == 3 * plain[0].nbytes // 4 and mixed.sbp == (S(dealt),)
     torch.testing.assert_close(mixed.full_tensor(), F.scaled_dot_product_attention(*plain, is_causal=True))
+
+
+# ------------------------------------------------------------------------------------------------ others' plans
+
+
+class Fused(nn.Module):
+    """nanoGPT's attention, whose q, k and v lie in one matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.ModuleDict({"c_attn": nn.Linear(8, 24), "c_proj": nn.Linear(8, 8)})
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(8, 32), "c_proj": nn.Linear(32, 8)})
+        self.conv, self.words = nn.Conv1d(8, 8, 3), nn.Embedding(9, 8)
+
+
+def test_a_plan_prints_what_it_left_whole_and_why():
+    plan = gt.Plan.of(nn.ModuleDict({"h": nn.ModuleList([Fused(), Fused()])}))
+    assert set(plan) == {"h.*.mlp.c_fc.weight", "h.*.mlp.c_fc.bias", "h.*.mlp.c_proj.weight"}
+    assert str(plan).splitlines()[-4:] == [
+        "# whole: h.*.attn.c_attn.weight   one matrix of several: split along its outputs, heads of one would be "
+        "parted; a layer for each",
+        "# whole: h.*.attn.c_proj.weight   it follows c_attn, which is whole",
+        "# whole: h.*.conv.weight          a Conv1d, of which no row is ready made",
+        "# whole: h.*.words.weight         an embedding whose name is not one of a vocabulary's: split(0) for one of "
+        "tokens"]
+    assert str(gt.Plan.parse(str(plan))) == str(plan)
+
+
+def test_styles_of_torch_are_read_as_a_plan():
+    import globaltensor.dtensor as ours
+
+    parallel = pytest.importorskip("torch.distributed.tensor.parallel")
+    for T in (parallel, ours):
+        plan = gt.Plan.of_styles(gpt(), {
+            "token": T.RowwiseParallel(output_layouts=ours.Shard(1)), "blocks.*.mlp.up": T.ColwiseParallel(),
+            "blocks.*.mlp.down": T.RowwiseParallel(output_layouts=ours.Shard(1)), "norm": T.SequenceParallel(),
+            "blocks.*.mlp": T.PrepareModuleInput(input_layouts=(ours.Shard(1),),
+                                                 desired_input_layouts=(ours.Replicate(),))})
+        assert plan == {"token.weight": {"tp": S(0)}, "token ->": {"tp": S(1)}, "blocks.*.mlp.up.weight": {"tp": S(0)},
+                        "blocks.*.mlp.up.bias": {"tp": S(0)}, "blocks.*.mlp.down.weight": {"tp": S(1)},
+                        "blocks.*.mlp.down ->": {"tp": S(1)}, "norm ->": {"tp": S(1)}, "blocks.*.mlp <-": {"tp": B}}
+    with pytest.raises(gt.SbpError, match="fits no module"):
+        gt.Plan.of_styles(gpt(), {"no.such": parallel.ColwiseParallel()})
+    with pytest.raises(gt.ArgumentError, match="has no plan of its own"):
+        gt.Plan.of_styles(gpt())
+
+
+def test_the_plan_of_a_llama_is_transformers_own():
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2))
+    assert gt.Plan.of_styles(model) == gt.Plan.of(model)
+    assert gt.Plan.of_styles(model, {"lm_head": "packed_colwise"}).whole == {
+        "lm_head": "packed_colwise, for which there is no row"}

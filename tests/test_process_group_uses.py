@@ -248,6 +248,7 @@ def one_waits(seconds=None):
 
 def interrupted():
     if dist.get_rank() == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)     # background jobs of a shell ignore it
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     one_waits()
 

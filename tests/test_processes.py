@@ -280,6 +280,16 @@ def test_ranks_that_mean_something_else_get_no_value(how, native):
         assert how == "swapped in a line" or rows[0][1] != rows[1][1], err
 
 
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_lengths_that_differ_end_no_process_of_gloo(native):
+    """gloo throws in a thread of its own where more comes than was asked for."""
+    ranks = by_hand([PROGRAMS / "disagreements.py", "lengths"], 2, GLOBALTENSOR_NATIVE=native, LOCAL_WORLD_SIZE="1",
+                    GLOO_SOCKET_IFNAME="lo", GLOBALTENSOR_SECRET="of tests")
+    for rank, (code, out, err) in enumerate([one.end(45) for one in ranks]):
+        assert code == 1 and "the value is" not in out and "terminate called" not in err, f"{rank}: {code} {out}{err}"
+        assert "DisagreementError: deadlock" in err and "[4000, 4]" in err and "[8, 4]" in err, err
+
+
 @pytest.mark.parametrize("native", [pytest.param("0", marks=pytest.mark.long), "1"])
 def test_a_rank_that_records_is_in_step(native):
     ended = [r.end(45) for r in by_hand([PROGRAMS / "disagreements.py", "in step"], 2, GLOBALTENSOR_NATIVE=native)]

@@ -102,6 +102,7 @@ def test_one_axis_needs_no_name():
     assert torch.allclose(model.weight.full_tensor(), plain.weight, atol=1e-5)
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_torchs_words_are_known_without_importing_them():
     code = ("import sys, globaltensor as gt; gt.ones(4, placement=gt.placement('cpu', [0, 1]), sbp='S(0)');"
             "assert 'torch.distributed.tensor' not in sys.modules")

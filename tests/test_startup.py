@@ -13,6 +13,7 @@ from harness import PYTHON, good
 
 from globaltensor.runtime.native import torch_ext
 
+pytestmark = pytest.mark.usefixtures("real_processes")
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes",
          "sympy", "pandas", "transformers")
 

@@ -153,6 +153,7 @@ def test_every_function_of_the_face_is_a_boundary():
     assert open_ones == {"rank", "world_size"}, open_ones
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_the_default_hook_prints_the_user_s_line_alone(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import globaltensor as gt\nP = gt.placement('cpu', [0, 1])\n"

@@ -1,6 +1,8 @@
 // Boxed views: making them, reading them, and counting the writes that make what was read out of date.
 #include "boxed_view.h"
 
+#include "lineage.h"
+
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
@@ -55,6 +57,7 @@ at::Tensor same_memory(const at::Tensor& t) {
   auto* impl = global(t);
   at::Tensor same = wrap(impl->spec, Shards(impl->kept()));
   global(same)->view = impl->view;
+  global(same)->lineage = impl->lineage;
   return same;
 }
 
@@ -63,7 +66,8 @@ std::shared_ptr<ViewCall> view_call(const c10::OperatorHandle& op, Stack argumen
   at::Tensor base = same_memory(arguments[0].toTensor());
   auto memory = writes_of(global(base));
   arguments[0] = std::move(base);
-  return std::make_shared<ViewCall>(ViewCall{op, std::move(arguments), std::move(recipe), std::move(memory), {}, {}});
+  return std::make_shared<ViewCall>(ViewCall{op, std::move(arguments), std::move(recipe), std::move(memory), {}, {},
+                                             call_lineage});
 }
 
 at::Tensor result_of(const std::shared_ptr<ViewCall>& call, size_t nth, const Spec* spec) {
@@ -135,6 +139,7 @@ std::vector<Shards> make_natively(ViewCall& call) {
 
 // Does the call. `spec` is that of one of its results, all of which are on the same ranks.
 void make_results(ViewCall& call, const Spec* spec, int64_t now) {
+  LineageScope as_called(call.lineage);
   if (call.recipe && !(call.recipe->has_boxings && boxing_watched())) {
     call.results = make_natively(call);
   } else {
@@ -165,6 +170,7 @@ void become(const at::Tensor& t, const at::Tensor& view) {
   to->view = {};
   to->shards() = from->kept();
   to->view = from->view;
+  to->lineage = from->lineage;
 }
 
 }  // namespace

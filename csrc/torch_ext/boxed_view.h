@@ -22,6 +22,7 @@ struct ViewCall {
   std::shared_ptr<MemoryWrites> memory;            // at the end of the chain of bases
   std::vector<Shards> results;                     // those that nobody has taken yet
   std::vector<bool> taken;
+  uint64_t lineage = 0;
   int64_t writes_when_made = -1;                   // how many writes there had been; -1: never made
 };
 

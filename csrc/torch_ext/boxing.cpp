@@ -11,6 +11,7 @@
 #include "../common/tensor_memory.h"
 #include "call_site.h"
 #include "host.h"
+#include "lineage.h"
 
 namespace py = pybind11;
 
@@ -52,8 +53,8 @@ void move_within_process(const BoxingStep& step, const Spec* before, const Shard
 std::string text_of_moves(const std::vector<ShardMove>& moves) {
   py::gil_scoped_acquire lock;
   const Boxing& first = *moves[0].boxing;
-  const py::object source = py::reinterpret_borrow<py::object>(first.source->object);
-  const py::object result = py::reinterpret_borrow<py::object>(first.result()->object);
+  const py::object source = py::reinterpret_borrow<py::object>(first.source->object());
+  const py::object result = py::reinterpret_borrow<py::object>(first.result()->object());
   const std::string more = moves.size() > 1 ? ", and " + std::to_string(moves.size() - 1) + " more" : "";
   return " of " + std::string(py::str(source)) + " -> " + std::string(py::str(result.attr("layout"))) + more;
 }
@@ -89,7 +90,9 @@ struct HostMoves {
     WatchedWait wait(what.text, agreement, programs);
     const uint64_t site = call_site(what.is_explicit ? CallSite::outside : CallSite::innermost);
     const int status = gt_run_moves(host_transport(), moves.data(), moves.size(), agreement, site, wait.hooks());
-    if (status != GT_OK) raise_if_failed(status, what.text + text_of_moves(of), &wait);
+    if (status == GT_OK) return;
+    note_boxed(of);
+    raise_if_failed(status, what.text + text_of_moves(of), &wait);
   }
 };
 
@@ -152,8 +155,10 @@ struct MoveItems {
   }
 };
 
-py::list python_move_shards(const py::list& items, const std::string& what) {
+py::list python_move_shards(const py::list& items, const std::string& what, const std::vector<uint64_t>& lineages) {
   MoveItems parsed(items);
+  TORCH_CHECK_VALUE(lineages.size() == parsed.moves.size(), "a lineage for each move");
+  for (size_t i = 0; i < lineages.size(); i++) parsed.moves[i].lineage = lineages[i];
   auto moved = move_shards(parsed.moves, Purpose(what));
   py::list results;
   for (size_t i = 0; i < moved.size(); i++) results.append(dict_of(parsed.moves[i].boxing->result(), moved[i]));
@@ -163,7 +168,7 @@ py::list python_move_shards(const py::list& items, const std::string& what) {
 void redistribute_in_place(const std::vector<std::pair<std::shared_ptr<Boxing>, at::Tensor>>& items,
                            const std::string& what) {
   std::vector<ShardMove> moves;
-  for (const auto& [boxing, t] : items) moves.push_back({boxing.get(), &global(t)->shards()});
+  for (const auto& [boxing, t] : items) moves.push_back({boxing.get(), &global(t)->shards(), global(t)->lineage});
   auto moved = move_shards(moves, Purpose(what));
   for (size_t i = 0; i < moved.size(); i++) {
     GlobalImpl* impl = global(items[i].second);
@@ -210,7 +215,11 @@ std::vector<Shards> move_shards(const std::vector<ShardMove>& moves, const Purpo
     steps = std::max(steps, move.boxing->steps.size());
   }
   uint64_t agreement = what.agreement;
-  for (const ShardMove& move : moves) agreement = agreement * 0x9E3779B97F4A7C15u + move.boxing->agreement;
+  for (const ShardMove& move : moves) {
+    agreement = agreement * 0x9E3779B97F4A7C15u + move.boxing->agreement;
+    if (lineages_kept && !call_lineage) mix(agreement, move.lineage);
+  }
+  if (call_lineage) mix(agreement, call_lineage);
   for (size_t k = 0; k < steps; k++) {
     HostMoves together;
     next = now;

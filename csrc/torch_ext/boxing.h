@@ -19,13 +19,13 @@ struct BoxingStep {
   int op;
   std::vector<int32_t> partners;
   std::vector<uint8_t> ties;
-  const Spec* result;                              // what is there after it
+  SpecRef result;                                  // what is there after it
   std::vector<std::vector<int64_t>> sizes;         // of the new shards, in the order of result->ranks
   std::vector<std::vector<int64_t>> strides;       // of them; none where they are contiguous
 };
 
 struct Boxing {
-  const Spec* source;
+  SpecRef source;
   std::vector<BoxingStep> steps;
   uint64_t agreement;                              // the same number on all ranks that mean the same
   const Spec* result() const { return steps.back().result; }
@@ -34,6 +34,7 @@ struct Boxing {
 struct ShardMove {
   const Boxing* boxing;
   const Shards* shards;
+  uint64_t lineage = 0;                            // of the tensor; counts where no op asks for the boxing
 };
 
 // What shards are moved for: all ranks must mean the same, and errors show it.

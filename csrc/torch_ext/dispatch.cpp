@@ -15,6 +15,7 @@
 #include <unordered_set>
 
 #include "boxed_view.h"
+#include "lineage.h"
 #include "recipe.h"
 
 namespace py = pybind11;
@@ -22,8 +23,8 @@ namespace py = pybind11;
 namespace gt {
 namespace {
 
-// The call that is on its way to Python to be decided, until Python asks for its key.
-thread_local RecipeKey pending;
+// The call that is on its way to Python to be decided, until Python asks for its keys.
+thread_local RecipeKey pending, pending_kind;
 thread_local bool is_pending = false;
 
 // No call is on its way once this one has ended, by an error too.
@@ -77,6 +78,47 @@ bool runs_natively(const Recipe& recipe, const c10::IValue* args) {
   return !recipe.to_python && (recipe.boxes_view || !(recipe.has_boxings && boxing_watched()));
 }
 
+void run_natively(const c10::OperatorHandle& op, const std::shared_ptr<const Recipe>& recipe, c10::DispatchKeySet keys,
+                  Stack* stack) {
+  if (recipe->boxes_view)
+    push_boxed_views(op, recipe, stack);
+  else if (recipe->trace)
+    replay(op, *recipe, keys, stack);
+  else
+    execute(op, *recipe, stack);
+}
+
+void call_torch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  is_pending = false;
+  torch_kernel().callBoxed(op, keys, stack);
+}
+
+// Is one of these torch's DTensor? Asked only where another subclass is among the operands.
+bool is_dtensor(const at::Tensor& t) {
+  if (!t.unsafeGetTensorImpl()->is_python_dispatch() || is_global(t.unsafeGetTensorImpl())) return false;
+  py::gil_scoped_acquire lock;
+  const py::dict modules = py::module_::import("sys").attr("modules");
+  if (!modules.contains("torch.distributed.tensor")) return false;  // then nobody has made one
+  return py::isinstance(py::reinterpret_steal<py::object>(THPVariable_Wrap(t)),
+                        modules["torch.distributed.tensor"].attr("DTensor"));
+}
+
+// A DTensor beside a global tensor: DTensor would refuse it in words that do not know of us.
+bool mixes_in_dtensor(const c10::IValue* args, size_t count) {
+  bool global = false, dtensor = false;
+  const auto look = [&](const at::Tensor& t) {
+    if (!t.defined()) return;
+    global = global || is_global(t.unsafeGetTensorImpl());
+    dtensor = dtensor || is_dtensor(t);
+  };
+  for (size_t i = 0; i < count; ++i) {
+    if (args[i].isTensor()) look(args[i].toTensor());
+    if (args[i].isTensorList())
+      for (const at::Tensor& t : args[i].toTensorVector()) look(t);
+  }
+  return global && dtensor;
+}
+
 // Stands at the Python key of an op, once.
 void claim_op(const c10::OperatorName& name) {
   static std::mutex mutex;
@@ -93,10 +135,14 @@ void claim_op(const c10::OperatorName& name) {
                 torch::CppFunction::makeFromBoxedFunction<&dispatch>());
 }
 
-py::object pending_key() {
+py::bytes bytes_of(const RecipeKey& key) {
+  return py::bytes(reinterpret_cast<const char*>(key.data()), key.size() * sizeof(uint64_t));
+}
+
+py::object pending_keys() {
   if (!is_pending) return py::none();
   is_pending = false;
-  return py::bytes(reinterpret_cast<const char*>(pending.data()), pending.size() * sizeof(uint64_t));
+  return py::make_tuple(bytes_of(pending), bytes_of(pending_kind));
 }
 
 }  // namespace
@@ -109,27 +155,36 @@ void claim_ops() {
 }
 
 void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  static thread_local RecipeKey key;
+  static thread_local RecipeKey key, kind;
   const size_t count = op.schema().arguments().size();
-  const c10::IValue* args = stack->data() + stack->size() - count;
-  if (!c10::impl::TorchDispatchModeTLS::any_modes_set() && make_key(op, args, count, key)) {
-    auto recipe = find_recipe(key);
-    if (recipe && runs_natively(*recipe, args)) {
-      if (recipe->is_view) note_view(op, args);
-      if (recipe->boxes_view) return push_boxed_views(op, recipe, stack);
-      return recipe->trace ? replay(op, *recipe, keys, stack) : execute(op, *recipe, stack);
-    }
+  const size_t first = stack->size() - count;
+  const c10::IValue* args = stack->data() + first;
+  if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return call_torch(op, keys, stack);
+  CallLineage lineage;
+  if (!make_key(op, args, count, key, lineage)) {
+    if (C10_UNLIKELY(mixes_in_dtensor(args, count))) return call_python(op, stack);
+    return call_torch(op, keys, stack);
+  }
+  auto recipe = find_recipe(key);
+  if (C10_UNLIKELY(!recipe)) {
+    make_kind_key(op, args, count, kind);
+    recipe = recipe_of_sibling(kind, key, args);
+  }
+  if (lineage) lineage.enter(op, args, recipe ? recipe->lineage : op_lineage(op.schema()));
+  if (recipe && runs_natively(*recipe, args)) {
+    if (recipe->is_view) note_view(op, args);
+    run_natively(op, recipe, keys, stack);
+  } else {
     if (!recipe) {
       pending = key;
+      pending_kind = kind;
       is_pending = true;
     }
     PendingEnds ends;
     note_view(op, args);
     call_python(op, stack);
-  } else {
-    is_pending = false;
-    torch_kernel().callBoxed(op, keys, stack);
   }
+  if (lineage) lineage.leave(*stack, first);
 }
 
 void bind_dispatch(py::module_& m) {
@@ -137,8 +192,8 @@ void bind_dispatch(py::module_& m) {
         "Stand at the Python key of an op that is not torch's, such as mine::twice.");
   m.def("on_arrival", [](py::object hook) { on_arrival = hook.release(); },
         "What gives an op its function in Python, when a global tensor first meets it.");
-  m.def("pending_key", &pending_key,
-        "The key of the call that is to be decided; None where it did not come through here.");
+  m.def("pending_keys", &pending_keys,
+        "The keys of the call that is to be decided, and of its kind; None where it did not come through here.");
 }
 
 }  // namespace gt

@@ -127,7 +127,7 @@ at::Tensor wrapped(const Spec* spec, Shards&& shards) {
   return wrap(spec, std::move(shards));
 }
 
-c10::IValue wrapped_list(const std::vector<const Spec*>& specs, std::vector<Shards>& shards) {
+c10::IValue wrapped_list(const std::vector<SpecRef>& specs, std::vector<Shards>& shards) {
   c10::List<at::Tensor> list;
   list.reserve(specs.size());
   for (size_t i = 0; i < specs.size(); i++) list.push_back(wrapped(specs[i], std::move(shards[i])));

@@ -16,7 +16,7 @@ namespace {
 PyObject* on_accumulated = nullptr;                  // (leaf) -> has its gradient the layout that it shall have?
 
 struct GradientHook final : torch::autograd::PostAccumulateGradHook {
-  const Spec* wanted = nullptr;                      // a gradient of this spec needs nothing more
+  SpecRef wanted;                                    // a gradient of this spec needs nothing more
 
   void operator()(const at::Tensor& leaf) override {
     const at::Tensor& grad = leaf.grad();
@@ -25,7 +25,7 @@ struct GradientHook final : torch::autograd::PostAccumulateGradHook {
     auto self = py::reinterpret_steal<py::object>(THPVariable_Wrap(leaf));
     auto as_wanted = py::reinterpret_steal<py::object>(PyObject_CallOneArg(on_accumulated, self.ptr()));
     if (!as_wanted) throw python_error();
-    wanted = as_wanted.ptr() == Py_True ? global(leaf.grad())->spec : nullptr;
+    wanted = as_wanted.ptr() == Py_True ? global(leaf.grad())->spec : SpecRef();
   }
 };
 

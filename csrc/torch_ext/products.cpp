@@ -9,6 +9,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/library.h>
 
 #include <mutex>
@@ -52,13 +53,16 @@ struct DeferredProducts {
 std::mutex deferred_lock;
 std::optional<DeferredProducts> deferred;
 
-// Defers the gradient of this operand, contract(equation, a, b), where it may be.
-bool defer(const Tensor& leaf, const std::string& equation, const Tensor& a, const Tensor& b) {
+// Defers the gradient of this operand of the product whose backward runs, contract(equation, a, b), where it may be.
+bool defer(size_t operand, const std::string& equation, const Tensor& a, const Tensor& b) {
   std::lock_guard<std::mutex> guard(deferred_lock);  // backward passes on devices run on threads of their own
-  if (!deferred || !leaf.is_leaf()) return false;
+  if (!deferred) return false;
+  const auto& next = torch::autograd::get_current_node()->next_edge(operand).function;
+  auto* end = dynamic_cast<torch::autograd::AccumulateGrad*>(next.get());
+  if (!end) return false;                            // no leaf
   for (const Tensor& t : deferred->inputs)
-    if (t.is_same(leaf)) return false;
-  deferred->products.emplace_back(leaf, equation, a, b);
+    if (t.is_same(end->variable)) return false;
+  deferred->products.emplace_back(end->variable, equation, a, b);
   return true;
 }
 
@@ -72,19 +76,24 @@ bool beyond_backward(const Tensors&... operands) {
 
 bool needs_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
 
+// Of two factors those that the gradients need: the other may be written to before they are made.
+void save_factors(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
+  ctx->save_for_backward({needs_grad(b) ? a : Tensor(), needs_grad(a) ? b : Tensor()});
+}
+
 struct Contract : torch::autograd::Function<Contract> {
   static Tensor forward(AutogradContext* ctx, const std::string& equation, const Tensor& a, const Tensor& b) {
     ctx->saved_data["equation"] = equation;
-    ctx->save_for_backward({a, b});
+    save_factors(ctx, a, b);
     return contract_op(equation, a, b);
   }
   static tensor_list backward(AutogradContext* ctx, tensor_list grads) {
     const EquationSides sides = *sides_of(ctx->saved_data["equation"].toStringRef());
     const auto& [left, right, out] = sides;
     auto saved = ctx->get_saved_variables();
-    auto gradient = [&](int of, const std::string& equation) {
+    auto gradient = [&](size_t of, const std::string& equation) {
       const Tensor other = conjugate(saved[1 - of]);
-      return defer(saved[of], equation, grads[0], other) ? Tensor() : contract(equation, grads[0], other);
+      return defer(of, equation, grads[0], other) ? Tensor() : contract(equation, grads[0], other);
     };
     Tensor a, b;
     if (ctx->needs_input_grad(0)) a = gradient(0, out + "," + right + "->" + left);
@@ -98,19 +107,19 @@ std::string leading(int64_t dims) { return std::string("ABCDEFGHIJKLMNOPQRSTUVWX
 struct Linear : torch::autograd::Function<Linear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const std::optional<Tensor>& bias) {
-    ctx->save_for_backward({x, weight});
+    save_factors(ctx, x, weight);
     ctx->saved_data["biased"] = bias && bias->defined();
     return linear_op(x, weight, bias);
   }
   static tensor_list backward(AutogradContext* ctx, tensor_list grads) {
     auto saved = ctx->get_saved_variables();
     const Tensor &grad = grads[0], &x = saved[0], &weight = saved[1];
-    const std::string lead = leading(x.dim() - 1);
+    const std::string lead = leading(grad.dim() - 1);
     Tensor dx, dweight, dbias;
     if (ctx->needs_input_grad(0)) dx = contract(lead + "n,nk->" + lead + "k", grad, conjugate(weight));
     if (ctx->needs_input_grad(1)) {
       const std::string equation = lead + "n," + lead + "k->nk";
-      if (!defer(weight, equation, grad, conjugate(x))) dweight = contract(equation, grad, conjugate(x));
+      if (!defer(1, equation, grad, conjugate(x))) dweight = contract(equation, grad, conjugate(x));
     }
     if (ctx->saved_data["biased"].toBool() && ctx->needs_input_grad(2)) {
       std::vector<int64_t> dims(grad.dim() - 1);
@@ -172,9 +181,9 @@ std::pair<Tensor, std::string> without_ones(const Tensor& x, c10::IntArrayRef ba
 }
 
 // Operands of several dtypes, and bools, are torch's: it multiplies them where there is nothing to add up, and else
-// complains.
+// complains. So are nested tensors, which have no sizes to ask for.
 bool is_odd(const Tensor& a, const Tensor& b) {
-  return a.scalar_type() != b.scalar_type() || a.scalar_type() == c10::kBool;
+  return a.is_nested() || b.is_nested() || a.scalar_type() != b.scalar_type() || a.scalar_type() == c10::kBool;
 }
 
 Tensor matmul(const Tensor& x, const Tensor& y) {
@@ -190,10 +199,14 @@ Tensor matmul(const Tensor& x, const Tensor& y) {
   return contract(of_left + "mk," + of_right + "kn->" + leading(batch.size()) + "mn", left, right);
 }
 
-// Labels are letters, none twice in a tensor, each kept or shared, and no size is broadcast.
+bool has_memory(const Tensor& t) {
+  return is_global(t.unsafeGetTensorImpl()) || !t.numel() || (t.has_storage() && t.storage().data());
+}
+
+// Labels are letters, none twice in a tensor, each kept or shared, one summed, and no size is broadcast.
 bool is_plain(const std::string& equation, const Tensor& a, const Tensor& b) {
   const auto sides = sides_of(equation);
-  if (!sides) return false;
+  if (!sides || a.is_nested() || b.is_nested()) return false;
   const auto& [left, right, out] = *sides;
   for (const auto& side : {left, right, out})
     for (size_t i = 0; i < side.size(); i++)
@@ -207,7 +220,31 @@ bool is_plain(const std::string& equation, const Tensor& a, const Tensor& b) {
     if (left.find(label) == std::string::npos && out.find(label) == std::string::npos) return false;
   for (char label : out)
     if (left.find(label) == std::string::npos && right.find(label) == std::string::npos) return false;
-  return true;
+  for (char label : left)
+    if (out.find(label) == std::string::npos) return true;
+  // A product of elements is torch's, but ours says what is wrong with an operand without memory.
+  return !has_memory(a) || !has_memory(b);
+}
+
+// The labels of a product as torch has them in memory: those of both operands first, then those of one each.
+std::string memory_order(const EquationSides& sides) {
+  std::string shared, left, right;
+  for (char label : sides.out) {
+    const bool in_left = sides.left.find(label) != std::string::npos;
+    const bool in_right = sides.right.find(label) != std::string::npos;
+    (in_left && in_right ? shared : in_left ? left : right) += label;
+  }
+  const bool swapped = !left.empty() && !right.empty() && sides.out.find(right.back()) < sides.out.find(left.front());
+  return shared + (swapped ? right + left : left + right);
+}
+
+Tensor contract_in_order(const std::string& equation, const Tensor& a, const Tensor& b) {
+  const EquationSides sides = *sides_of(equation);
+  const std::string order = memory_order(sides);
+  if (order == sides.out) return contract(equation, a, b);
+  std::vector<int64_t> dims;
+  for (char label : sides.out) dims.push_back(order.find(label));
+  return contract(sides.left + "," + sides.right + "->" + order, a, b).permute(dims);
 }
 
 Tensor einsum(std::string_view text, at::TensorList operands, at::OptionalIntArrayRef path) {
@@ -215,7 +252,7 @@ Tensor einsum(std::string_view text, at::TensorList operands, at::OptionalIntArr
   equation.erase(std::remove(equation.begin(), equation.end(), ' '), equation.end());
   if (operands.size() == 2 && is_plain(equation, operands[0], operands[1])) {
     const Tensor a = cast(operands[0]), b = cast(operands[1]);
-    if (!is_odd(a, b)) return contract(equation, a, b);
+    if (!is_odd(a, b)) return contract_in_order(equation, a, b);
   }
   c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
   return at::einsum(text, operands, path);

@@ -60,7 +60,7 @@ void cache_flat_recipe(const std::string& pending_key, const std::string& name, 
     output.is_list = returns[k].type()->kind() == c10::TypeKind::ListType;
     recipe->returns_lists |= output.is_list;
     for (auto spec : outputs[k].cast<py::list>()) {
-      output.specs.push_back(spec.is_none() ? nullptr : spec_of(spec.ptr()));
+      output.specs.push_back(spec.is_none() ? SpecRef() : spec_of(spec.ptr()));
       recipe->pending |= output.specs.back() && output.specs.back()->pending;
     }
   }

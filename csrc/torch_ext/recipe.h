@@ -2,6 +2,7 @@
 //
 //     dispatch.cpp        an op arrives: make its key, look for its recipe, or go to Python
 //     recipe_cache.cpp    keys, and the recipes by key
+//     siblings.cpp        recipes for sizes that were never seen
 //     execute.cpp         run a recipe
 //     boxed_view.cpp      views that must be boxed, which are made when they are read
 //     trace.cpp           replay a trace: the recipe of a decomposition
@@ -16,11 +17,13 @@
 #include <vector>
 
 #include "boxing.h"
+#include "generations.h"
 #include "tensor.h"
 
 namespace gt {
 
-using RecipeKey = c10::SmallVector<uint64_t, 48>;
+class CallLineage;
+using RecipeKey = CacheKey;
 using torch::jit::Stack;
 
 // Where an operand is in a call.
@@ -56,6 +59,14 @@ struct Trace {
 using PlainUses = std::shared_ptr<std::atomic<uint32_t>>;
 PlainUses plain_uses(const std::vector<int64_t>& ranks, const std::string& key);  // null: not counted yet, or dropped
 
+// What an op adds to lineages (lineage.h).
+struct OpLineage {
+  uint64_t hash = 0;                               // of its name
+  int keeps = -1;                                  // the value of which operand its result has; -1: of none
+  bool writes = false;                             // it writes to operands
+};
+OpLineage op_lineage(const c10::FunctionSchema& schema);
+
 struct Recipe {
   struct LocalArg {                                // an argument that differs from the global one on a rank
     int32_t at;
@@ -65,11 +76,12 @@ struct Recipe {
     std::vector<int64_t> start, size, dims, steps;
   };
   struct Output {                                  // a return
-    std::vector<const Spec*> specs;                // several for a list; null for an undefined tensor
+    std::vector<SpecRef> specs;                    // several for a list; null for an undefined tensor
     int32_t written = -1;                          // it is this operand, which was written to; -1: a new tensor
     bool is_list = false;
   };
   std::string name;                                // of the op
+  OpLineage lineage;
   Purpose purpose{""};                             // of its boxings: the op, with what ranks must mean alike
   bool to_python = true;                           // decompositions, local_impls and what must look at values
   std::vector<int64_t> ranks;                      // local ranks of the placement
@@ -98,12 +110,20 @@ inline const at::Tensor& operand(const c10::IValue* args, Slot slot) {
 }
 
 // The key of a call, or false where it is none of ours: another subclass, a symbolic size, a type we do not know.
-bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& key);
+// It looks at each argument once, and so tells the lineage of the call as well.
+bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& key,
+              CallLineage& lineage);
+// The key of all calls that differ from this one, which has a key, in the sizes of global operands alone.
+void make_kind_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& kind);
 RecipeKey key_from(const std::string& bytes);
 
 std::shared_ptr<const Recipe> find_recipe(const RecipeKey& key);  // null: not decided yet
-void cache_recipe(const RecipeKey& key, std::shared_ptr<const Recipe> recipe);
-void clear_recipes();
+void cache_recipe(const RecipeKey& key, std::shared_ptr<Recipe> recipe, bool is_resized = false);
+void clear_recipes();                              // and what siblings are made of
+
+// The recipe of a call that is new, from one of its kind at other sizes; null where there is none. It is cached.
+std::shared_ptr<const Recipe> recipe_of_sibling(const RecipeKey& kind, const RecipeKey& key, const c10::IValue* args);
+void clear_siblings();
 
 // What stands above the kernels of a device: for shards it was done already, with the global tensors.
 const c10::DispatchKeySet kAboveKernels = c10::autograd_dispatch_keyset_with_ADInplaceOrView |
@@ -119,6 +139,7 @@ void replay(const c10::OperatorHandle& op, const Recipe& recipe, c10::DispatchKe
 
 std::vector<Slot> slots_from(const pybind11::list& slots);
 void bind_recipes(pybind11::module_& m);
+void bind_siblings(pybind11::module_& m);
 void bind_execute(pybind11::module_& m);
 void bind_traces(pybind11::module_& m);
 void bind_dispatch(pybind11::module_& m);

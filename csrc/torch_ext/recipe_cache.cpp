@@ -4,9 +4,11 @@
 #include <array>
 #include <atomic>
 #include <shared_mutex>
-#include <unordered_map>
 
 #include "../common/tensor_memory.h"
+#include "generations.h"
+#include "host.h"
+#include "lineage.h"
 #include "recipe.h"
 
 namespace gt {
@@ -16,11 +18,16 @@ enum Tag : uint64_t {
   kNone = 1, kInt, kBool, kDouble, kComplex, kString, kDevice, kGenerator, kList, kUndefined, kPlain, kSpec
 };
 
+// What a key says of global operands: all, or all but their sizes.
+enum class Of { call, kind };
+
+template <Of of>
 void push_tensor(const at::Tensor& t, RecipeKey& key) {
   auto* impl = t.unsafeGetTensorImpl();
   if (is_global(impl)) {
-    // one word: no address needs the upper byte, and no other tag is there
-    key.push_back(reinterpret_cast<uint64_t>(static_cast<GlobalImpl*>(impl)->spec) | uint64_t(kSpec) << 56);
+    const Spec* spec = static_cast<GlobalImpl*>(impl)->spec;
+    // one word: no count gets to the upper byte, and no other tag is there
+    key.push_back((of == Of::call ? spec->id : spec->kind->id) | uint64_t(kSpec) << 56);
     return;
   }
   key.push_back(kPlain | uint64_t(impl->dim()) << 8 | uint64_t(t.scalar_type()) << 16 |
@@ -46,57 +53,71 @@ void push_string(const std::string& text, RecipeKey& key) {
   }
 }
 
-bool push(const c10::IValue& v, RecipeKey& key) {
+template <Of of>
+bool push(const c10::IValue& v, RecipeKey& key, CallLineage& lineage, const c10::Argument& argument) {
   if (v.isTensor()) {
     const at::Tensor& t = v.toTensor();
     if (!t.defined()) return key.push_back(kUndefined), true;
     if (foreign(t)) return false;
-    push_tensor(t, key);
+    push_tensor<of>(t, key);
+    if (!lineage) return true;
+    if (is_global(t.unsafeGetTensorImpl()))
+      lineage.operand(global(t)->lineage);
+    else if (!argument.alias_info() || !argument.alias_info()->isWrite())  // else nobody may have set its memory
+      lineage.plain(t);
   } else if (v.isNone()) {
     key.push_back(kNone);
   } else if (v.isInt()) {
     key.push_back(kInt);
     key.push_back(v.toInt());
+    if (lineage) lineage.number(double(v.toInt()));
   } else if (v.isBool()) {
     key.push_back(kBool | uint64_t(v.toBool()) << 8);
+    if (lineage) lineage.word(key.back());
   } else if (v.isDouble()) {
     key.push_back(kDouble);
+    if (lineage) lineage.number(v.toDouble());
   } else if (v.isString()) {
     push_string(v.toStringRef(), key);
+    if (lineage) lineage.word(hash_text(v.toStringRef()));
   } else if (v.isDevice()) {
     key.push_back(kDevice | uint64_t(v.toDevice().type()) << 8 | uint64_t(uint8_t(v.toDevice().index())) << 16);
   } else if (v.isComplexDouble()) {
     key.push_back(kComplex);
+    if (lineage) lineage.number(v.toComplexDouble().real()), lineage.number(v.toComplexDouble().imag());
   } else if (v.isGenerator()) {
     key.push_back(kGenerator);
   } else if (v.isList()) {
     auto items = v.toListRef();
     key.push_back(kList | uint64_t(items.size()) << 8);
+    if (lineage) lineage.word(key.back());
     for (const c10::IValue& item : items)
-      if (!push(item, key)) return false;
+      if (!push<of>(item, key, lineage, argument)) return false;
   } else {
     return false;
   }
   return true;
 }
 
-uint64_t hash_of(const RecipeKey& key) {
-  uint64_t h = 0x9E3779B97F4A7C15u ^ key.size();
-  for (uint64_t word : key) {
-    h = (h ^ word) * 0xD6E8FEB86659FD93u;
-    h ^= h >> 32;
-  }
-  return h;
+template <Of of>
+bool push_call(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& key,
+               CallLineage& lineage) {
+  key.clear();
+  // i / 2 of integers gives the default dtype; no address needs the upper byte
+  key.push_back(reinterpret_cast<uint64_t>(&op.schema()) ^ uint64_t(c10::get_default_dtype_as_scalartype()) << 56);
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < count; i++)
+    if (!push<of>(args[i], key, lineage, arguments[i])) return false;
+  return true;
 }
 
-struct RecipeKeyHash {
-  size_t operator()(const RecipeKey& key) const { return hash_of(key); }
-};
+constexpr size_t kKept = 2'000;                      // recipes of either kind
 
 // Calls on several threads share them.
 struct Recipes {
   std::shared_mutex mutex;
-  std::unordered_map<RecipeKey, std::shared_ptr<const Recipe>, RecipeKeyHash> known;
+  // Siblings' are kept apart: they are many, and quickly made again.
+  Generations<std::shared_ptr<const Recipe>> decided{kKept}, resized{kKept};
   std::atomic<uint64_t> changes{1};                  // how often a recipe was replaced, or all were cleared
 };
 
@@ -113,17 +134,20 @@ Recipes& recipes() {
   return *all;
 }
 
-constexpr size_t kLimit = 50'000;                    // shapes that change with every call would pile up without end
+const c10::FunctionSchema& schema_of(const RecipeKey& key) {
+  return *reinterpret_cast<const c10::FunctionSchema*>(key[0] & (~uint64_t{0} >> 8));
+}
 
 }  // namespace
 
-bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& key) {
-  key.clear();
-  // i / 2 of integers gives the default dtype; no address needs the upper byte
-  key.push_back(reinterpret_cast<uint64_t>(&op.schema()) ^ uint64_t(c10::get_default_dtype_as_scalartype()) << 56);
-  for (size_t i = 0; i < count; i++)
-    if (!push(args[i], key)) return false;
-  return true;
+bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& key,
+              CallLineage& lineage) {
+  return push_call<Of::call>(op, args, count, key, lineage);
+}
+
+void make_kind_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& kind) {
+  CallLineage none(nullptr);
+  push_call<Of::kind>(op, args, count, kind, none);
 }
 
 std::shared_ptr<const Recipe> find_recipe(const RecipeKey& key) {
@@ -133,26 +157,39 @@ std::shared_ptr<const Recipe> find_recipe(const RecipeKey& key) {
   RecentRecipe& last = recent[hash % kRecent];
   const uint64_t changes = all.changes.load(std::memory_order_acquire);
   if (last.hash == hash && last.changes == changes && last.key == key) return last.recipe;
-  std::shared_lock lock(all.mutex);
-  auto at = all.known.find(key);
-  if (at == all.known.end()) return nullptr;
-  last = {hash, changes, key, at->second};
-  return at->second;
+  std::shared_ptr<const Recipe> recipe;
+  {
+    std::shared_lock lock(all.mutex);
+    if (const auto* known = all.decided.young(key)) recipe = *known;
+    else if (const auto* known = all.resized.young(key)) recipe = *known;
+  }
+  if (!recipe) {
+    std::unique_lock lock(all.mutex);
+    if (const auto* known = all.decided.find(key)) recipe = *known;
+    else if (const auto* known = all.resized.find(key)) recipe = *known;
+  }
+  if (recipe) last = {hash, changes, key, recipe};
+  return recipe;
 }
 
-void cache_recipe(const RecipeKey& key, std::shared_ptr<const Recipe> recipe) {
+void cache_recipe(const RecipeKey& key, std::shared_ptr<Recipe> recipe, bool is_resized) {
+  recipe->lineage = op_lineage(schema_of(key));
   auto& all = recipes();
   std::unique_lock lock(all.mutex);
-  if (all.known.size() >= kLimit) all.known.clear();
-  auto& at = all.known[key];
-  if (at) all.changes++;
-  at = std::move(recipe);
+  if (is_resized) {                                  // nothing else was known
+    all.resized.put(key, std::move(recipe));
+    return;
+  }
+  if (all.decided.find(key)) all.changes++;
+  all.decided.put(key, std::move(recipe));
 }
 
 void clear_recipes() {
+  clear_siblings();
   auto& all = recipes();
   std::unique_lock lock(all.mutex);
-  all.known.clear();
+  all.decided.clear();
+  all.resized.clear();
   all.changes++;
 }
 

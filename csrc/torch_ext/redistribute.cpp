@@ -5,10 +5,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <map>
-#include <tuple>
-
 #include "boxing.h"
+#include "generations.h"
 
 namespace py = pybind11;
 
@@ -26,42 +24,66 @@ Tensor move(const Tensor& x, const Boxing& boxing) {
   auto* impl = global(x);
   TORCH_CHECK(impl->spec == boxing.source, "a boxing for another spec");
   static const Purpose explicit_boxing("to_global");
-  return wrap(boxing.result(), std::move(move_shards({{&boxing, &impl->shards()}}, explicit_boxing)[0]));
+  auto shards = move_shards({{&boxing, &impl->shards(), impl->lineage}}, explicit_boxing);
+  Tensor moved = wrap(boxing.result(), std::move(shards[0]));
+  global(moved)->lineage = impl->lineage;
+  return moved;
 }
 
 // The boxing that a gradient of this spec takes on its way back; null: none.
 std::shared_ptr<const Boxing> backward_boxing(const Spec* gradient, const Spec* source, PyObject* layout) {
-  static std::map<std::tuple<const Spec*, const Spec*, PyObject*>, std::shared_ptr<const Boxing>> known;
+  struct Planned {
+    std::shared_ptr<const Boxing> boxing;
+    py::object layout;                               // held, so that no other gets its address
+  };
+  static auto* known = new Generations<Planned>(1024);
   py::gil_scoped_acquire lock;
-  auto key = std::make_tuple(gradient, source, layout);
-  auto at = known.find(key);
-  if (at != known.end()) return at->second;
-  const py::handle plan(plan_backward);
-  auto planned = plan(py::handle(gradient->object), py::handle(source->object), py::handle(layout));
-  return known[key] = planned.is_none() ? nullptr : boxing_from(planned);
+  const CacheKey key{gradient->id, source->id, reinterpret_cast<uint64_t>(layout)};
+  if (const Planned* before = known->find(key)) return before->boxing;
+  auto planned = py::handle(plan_backward)(py::handle(gradient->object()), py::handle(source->object()),
+                                           py::handle(layout));
+  auto boxing = planned.is_none() ? nullptr : boxing_from(planned);
+  known->put(key, {boxing, py::reinterpret_borrow<py::object>(layout)});
+  return boxing;
 }
 
 Tensor redistribute(const Tensor& x, std::shared_ptr<const Boxing> boxing, PyObject* grad_layout);
 
+// What backward needs to know: of which spec x was, and the layout that its gradient shall have, or None.
+struct SourceOfGradient final : torch::CustomClassHolder {
+  SpecRef spec;
+  py::object layout;
+  SourceOfGradient(const Spec* spec, PyObject* layout) : spec(spec) {
+    py::gil_scoped_acquire lock;
+    this->layout = py::reinterpret_borrow<py::object>(layout);
+  }
+  ~SourceOfGradient() override {
+    py::gil_scoped_acquire lock;
+    layout = py::object();
+  }
+};
+
 struct Redistribute : torch::autograd::Function<Redistribute> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::shared_ptr<const Boxing>& boxing,
                         PyObject* grad_layout) {
-    ctx->saved_data["source"] = reinterpret_cast<int64_t>(global(x)->spec);
-    ctx->saved_data["grad_layout"] = reinterpret_cast<int64_t>(grad_layout);  // interned: layouts are never freed
+    auto source = c10::make_intrusive<SourceOfGradient>(global(x)->spec, grad_layout);
+    ctx->saved_data["source"] = c10::IValue::make_capsule(std::move(source));
     return move(x, *boxing);
   }
   static tensor_list backward(AutogradContext* ctx, tensor_list grads) {
     return {grads[0].defined() ? gradient_of_x(ctx, grads[0]) : Tensor(), Tensor(), Tensor()};
   }
   static Tensor gradient_of_x(AutogradContext* ctx, const Tensor& grad) {
-    const auto* source = reinterpret_cast<const Spec*>(ctx->saved_data["source"].toInt());
-    auto* layout = reinterpret_cast<PyObject*>(ctx->saved_data["grad_layout"].toInt());
+    const auto capsule = ctx->saved_data["source"].toCapsule();
+    const auto& of = static_cast<const SourceOfGradient&>(*capsule);
+    const Spec* source = of.spec;
+    PyObject* layout = of.layout.ptr();
     // Python takes what is watched or traced, what more is asked of than a backward pass, and plain gradients.
-    const auto* spec = is_global(grad.unsafeGetTensorImpl()) ? global(grad)->spec : nullptr;
+    const Spec* spec = is_global(grad.unsafeGetTensorImpl()) ? global(grad)->spec : SpecRef();
     if (!spec || boxing_watched() || has_tangent(grad) || is_transformed() ||
         c10::impl::TorchDispatchModeTLS::any_modes_set()) {
       py::gil_scoped_acquire lock;
-      return py::handle(run_backward)(grad, py::handle(source->object), py::handle(layout)).cast<Tensor>();
+      return py::handle(run_backward)(grad, py::handle(source->object()), py::handle(layout)).cast<Tensor>();
     }
     auto boxing = backward_boxing(spec, source, layout);
     return boxing ? redistribute(grad, boxing, Py_None) : grad;

@@ -8,19 +8,36 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
-#include <unordered_map>
-
 namespace py = pybind11;
 
 namespace gt {
 namespace {
 
 PyTypeObject* python_class = nullptr;  // GlobalTensor
-PyObject* describe = nullptr;          // Spec -> the fields of the native Spec but the first, as a tuple
 
-std::unordered_map<PyObject*, const Spec*>& specs() {
-  static auto* known = new std::unordered_map<PyObject*, const Spec*>();
-  return *known;
+// While torch.compile traces, a global tensor is a wrapper made in Python, whose sizes may be symbols. It has the class
+// but not our key: what it is made of stands in its __dict__, and its properties are those of Python.
+PyObject* python_shards = nullptr;     // the properties that ours stand before
+PyObject* python_origin = nullptr;
+PyObject* wrap_traced = nullptr;       // (spec, shards) -> such a wrapper
+
+bool is_traced(PyObject* self) { return !is_global(THPVariable_Unpack(self).unsafeGetTensorImpl()); }
+
+PyObject* traced_item(PyObject* self, const char* name) {
+  auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(self, nullptr));
+  PyObject* item = dict ? PyDict_GetItemString(dict.ptr(), name) : nullptr;
+  if (!item) PyErr_Format(PyExc_AttributeError, "a global tensor without %s", name);
+  Py_XINCREF(item);
+  return item;
+}
+
+int set_traced_item(PyObject* self, const char* name, PyObject* value) {
+  auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(self, nullptr));
+  return dict ? PyDict_SetItemString(dict.ptr(), name, value) : -1;
+}
+
+PyObject* traced_property(PyObject* self, PyObject* property) {
+  return PyObject_CallMethod(property, "__get__", "O", self);
 }
 
 c10::DispatchKeySet keys_of(c10::DeviceType device) {
@@ -53,13 +70,17 @@ void attach(const at::Tensor& t) {
 }
 
 PyObject* get_spec(PyObject* self, void*) {
-  PyObject* spec = global(THPVariable_Unpack(self))->spec->object;
+  HANDLE_TH_ERRORS
+  if (C10_UNLIKELY(is_traced(self))) return traced_item(self, "spec");
+  PyObject* spec = global(THPVariable_Unpack(self))->spec->object();
   Py_INCREF(spec);
   return spec;
+  END_HANDLE_TH_ERRORS
 }
 
 int set_spec(PyObject* self, PyObject* value, void*) {
   HANDLE_TH_ERRORS
+  if (is_traced(self)) return set_traced_item(self, "spec", value);
   auto* impl = global(THPVariable_Unpack(self));
   impl->take_spec(spec_of(value));
   if (!impl->spec->copied) impl->view = {};
@@ -69,6 +90,7 @@ int set_spec(PyObject* self, PyObject* value, void*) {
 
 PyObject* get_shards(PyObject* self, void*) {
   HANDLE_TH_ERRORS
+  if (C10_UNLIKELY(is_traced(self))) return traced_property(self, python_shards);
   auto* impl = global(THPVariable_Unpack(self));
   py::dict shards;
   const Shards& held = impl->shards();
@@ -95,6 +117,7 @@ namespace {
 
 int set_shards(PyObject* self, PyObject* value, void*) {
   HANDLE_TH_ERRORS
+  if (is_traced(self)) return set_traced_item(self, "_shards", value);
   auto* impl = global(THPVariable_Unpack(self));
   impl->view = {};
   impl->shards() = shards_from(impl->spec, value);
@@ -104,22 +127,46 @@ int set_shards(PyObject* self, PyObject* value, void*) {
 
 PyObject* get_origin(PyObject* self, void*) {
   HANDLE_TH_ERRORS
+  if (is_traced(self)) return traced_property(self, python_origin);
   const BoxedView& view = global(THPVariable_Unpack(self))->view;
   if (!view.call) Py_RETURN_NONE;
   return origin_of(view).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* get_lineage(PyObject* self, void*) {
+  if (is_traced(self)) return PyLong_FromLong(0);    // nothing is known of what a graph computes
+  return PyLong_FromUnsignedLongLong(global(THPVariable_Unpack(self))->lineage);
+}
+
+int set_lineage(PyObject* self, PyObject* value, void*) {
+  if (is_traced(self)) return 0;
+  const uint64_t lineage = PyLong_AsUnsignedLongLong(value);
+  if (PyErr_Occurred()) return -1;
+  global(THPVariable_Unpack(self))->lineage = lineage;
+  return 0;
+}
+
 PyGetSetDef properties[] = {
     {"spec", get_spec, set_spec, "layout, shape, stride and dtype", nullptr},
     {"shards", get_shards, set_shards, "the parts this process drives, rank -> plain tensor", nullptr},
+    {"lineage", get_lineage, set_lineage, "a hash of all that made the value; 0 where nothing is known", nullptr},
     {"origin", get_origin, nullptr, "the call that made a boxed view; None of other tensors", nullptr},
 };
+
+// Are these shards fake, or functional? Then torch.compile traces.
+bool is_of_a_trace(PyObject* shards) {
+  PyObject *rank, *shard;
+  Py_ssize_t at = 0;
+  return PyDict_Check(shards) && PyDict_Next(shards, &at, &rank, &shard) && THPVariable_Check(shard) &&
+         THPVariable_Unpack(shard).unsafeGetTensorImpl()->is_python_dispatch();
+}
 
 PyObject* python_wrap(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 2, "wrap(spec, shards)");
-  const Spec* spec = spec_of(args[0]);
+  if (C10_UNLIKELY(is_of_a_trace(args[1]))) return PyObject_CallFunctionObjArgs(wrap_traced, args[0], args[1], nullptr);
+  const SpecRef spec = spec_of(args[0]);
   return THPVariable_Wrap(wrap(spec, shards_from(spec, args[1])));
   END_HANDLE_TH_ERRORS
 }
@@ -129,42 +176,18 @@ PyMethodDef wrap_method = {"wrap", reinterpret_cast<PyCFunction>(reinterpret_cas
 
 }  // namespace
 
-const Spec* spec_of(PyObject* object) {
-  auto& known = specs();
-  auto at = known.find(object);
-  if (at != known.end()) return at->second;
-  auto fields = py::reinterpret_steal<py::tuple>(PyObject_CallOneArg(describe, object));
-  if (!fields) throw python_error();
-  auto* spec = new Spec;
-  spec->object = object;
-  spec->sizes = fields[0].cast<std::vector<int64_t>>();
-  spec->strides = fields[1].cast<std::vector<int64_t>>();
-  spec->dtype = fields[2].cast<c10::ScalarType>();
-  spec->device = c10::Device(fields[3].cast<std::string>()).type();
-  spec->ranks = fields[4].cast<std::vector<int64_t>>();
-  spec->copied = fields[5].cast<bool>();
-  spec->dim0_split = fields[6].cast<bool>();
-  spec->pending = fields[7].cast<bool>();
-  spec->conjugated = fields[8].cast<bool>();
-  spec->negated = fields[9].cast<bool>();
-  Py_INCREF(object);
-  spec->like = new GlobalImpl(spec);
-  return known[object] = spec;
-}
-
 constexpr c10::DispatchKeySet kLazyBits({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
 
 GlobalImpl::GlobalImpl(const Spec* spec)
-    : c10::TensorImpl(keys_of(spec->device), c10::scalarTypeToTypeMeta(spec->dtype), c10::Device(spec->device)),
-      spec(spec) {
-  take_spec(spec);
+    : c10::TensorImpl(keys_of(spec->device), c10::scalarTypeToTypeMeta(spec->dtype), c10::Device(spec->device)) {
+  lie_as(spec);
 }
 
 // What follows from sizes and strides is worked out once for each spec, not for each result of a small op.
 GlobalImpl::GlobalImpl(const Spec* spec, Shards&& held)
     : c10::TensorImpl(no_memory(spec, held), keys_of(spec->device), spec->like->dtype()),
       spec(spec), shards_(std::move(held)) {
-  const GlobalImpl& like = *spec->like;
+  const auto& like = static_cast<const GlobalImpl&>(*spec->like);
   sizes_and_strides_ = like.sizes_and_strides_;
   numel_ = like.numel_;
   is_contiguous_ = like.is_contiguous_;
@@ -177,11 +200,15 @@ GlobalImpl::GlobalImpl(const Spec* spec, Shards&& held)
   set_python_dispatch(true);
 }
 
+void GlobalImpl::lie_as(const Spec* other) {
+  set_sizes_and_strides(other->sizes, other->strides);
+  _set_conj(other->conjugated);
+  _set_neg(other->negated);
+}
+
 void GlobalImpl::take_spec(const Spec* other) {
+  lie_as(other);
   spec = other;
-  set_sizes_and_strides(spec->sizes, spec->strides);
-  _set_conj(spec->conjugated);
-  _set_neg(spec->negated);
 }
 
 GlobalImpl::Pointer GlobalImpl::shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const {
@@ -189,6 +216,7 @@ GlobalImpl::Pointer GlobalImpl::shallow_copy_and_detach(const c10::VariableVersi
   auto* impl = global(copy);
   impl->key_set_ = key_set_;                         // the copy is a tensor of inference mode where this one is
   impl->view = view;
+  impl->lineage = lineage;
   if (!impl->is_inference()) impl->set_version_counter(version);
   impl->set_allow_tensor_metadata_change(allow);
   return copy.getIntrusivePtr();
@@ -206,6 +234,7 @@ void GlobalImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& fr
   spec = other->spec;
   shards_ = other->shards_;
   view = other->view;
+  lineage = other->lineage;
 }
 
 void GlobalImpl::release_resources() {
@@ -224,9 +253,11 @@ at::Tensor wrap(const Spec* spec, Shards&& shards) {
 }
 
 void bind_tensor(py::module_& m) {
-  m.def("bind_class", [](py::object cls, py::object describe_spec) {
+  m.def("bind_class", [](py::object cls, py::object traced) {
+    python_shards = py::object(cls.attr("shards")).release().ptr();
+    python_origin = py::object(cls.attr("origin")).release().ptr();
+    wrap_traced = traced.release().ptr();
     python_class = reinterpret_cast<PyTypeObject*>(cls.release().ptr());
-    describe = describe_spec.release().ptr();
     for (auto& property : properties) {
       py::object descriptor = py::reinterpret_steal<py::object>(PyDescr_NewGetSet(python_class, &property));
       auto* cls = reinterpret_cast<PyObject*>(python_class);

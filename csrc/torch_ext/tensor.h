@@ -13,28 +13,11 @@
 #include <memory>
 #include <vector>
 
+#include "spec.h"
+
 namespace gt {
 
 constexpr auto kGlobal = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
-
-struct GlobalImpl;
-
-// What a global tensor is without its data: the twin of layout.Spec, one per Python object, kept for good.
-struct Spec {
-  PyObject* object;                    // the Python Spec
-  std::vector<int64_t> sizes, strides;
-  c10::ScalarType dtype;
-  c10::DeviceType device;
-  std::vector<int64_t> ranks;          // the ranks of its placement that this process drives, ascending
-  bool copied;                         // a boxed view
-  bool dim0_split;                     // dim 0 is split
-  bool pending;                        // a partial sum, max or min on some axis
-  bool conjugated;                     // a view whose elements torch conjugates when it reads them
-  bool negated;                        // the same for their sign
-  const GlobalImpl* like;              // a tensor of this spec, with no shards: what others copy
-};
-
-const Spec* spec_of(PyObject* object);  // with the interpreter's lock
 
 using Shards = c10::SmallVector<at::Tensor, 1>;  // in the order of the spec's ranks; empty on ranks without any
 
@@ -48,9 +31,10 @@ struct BoxedView {
 };
 
 struct GlobalImpl final : c10::TensorImpl {
-  const Spec* spec;
+  SpecRef spec;                        // none in a spec's `like`, which the spec holds
   BoxedView view;                      // of other tensors without a call
   bool viewed = false;                 // a view was made of it
+  uint64_t lineage = 0;                // of its value (lineage.h); 0: nothing is known of it
 
   explicit GlobalImpl(const Spec* spec);             // a new spec's `like`
   GlobalImpl(const Spec* spec, Shards&& shards);
@@ -70,6 +54,7 @@ struct GlobalImpl final : c10::TensorImpl {
 
  private:
   void read_view();
+  void lie_as(const Spec* other);      // sizes, strides and lazy bits
 
   Shards shards_;
 };

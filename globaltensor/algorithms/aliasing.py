@@ -22,6 +22,7 @@ import torch
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Shards, Spec, spec
+from globaltensor.runtime import lineage
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import DisableTorchDispatch, OpOverload, storage_id
 
@@ -76,13 +77,15 @@ class ViewCall:
     def __init__(self, func: OpOverload, values: tuple[Any, ...], memory: _Memory,
                  run: Callable[..., list[Shards]]) -> None:
         self.func, self.values, self.memory, self._run = func, values, memory, run
+        self._lineage = lineage.current()
         self._results: list[Shards | None] = []
         self._made = -1
 
     def result(self, nth: int) -> Shards:
         """The shards of result `nth`, made now unless they were for another one."""
         if self._made != self.memory.writes or self._results[nth] is None:
-            self._results = list(self._run(self.func, self.values))
+            with lineage.within(self._lineage):
+                self._results = list(self._run(self.func, self.values))
             self._made = self.memory.writes
         # Handed over, not kept: the view holds on to them, and the call would keep their memory alive beyond it.
         shards, self._results[nth] = self._results[nth], None
@@ -134,11 +137,11 @@ def boxed_views(cls: Any, specs: list[Spec], func: OpOverload, values: tuple[Any
                 ) -> list[Any]:
     """The results of a call of a view op that boxes its base, which come first in `values`; nothing is done yet.
     `run(func, values)` does the call."""
-    if torch_ext is not None:
+    if torch_ext is not None and not values[0].traced:
         return torch_ext.boxed_views(specs, func._schema.name, func._schema.overload_name, values)
     base = alias(values[0])
     call = ViewCall(func, (base, *values[1:]), _memory(base), run)
-    views = [cls.wrap(own, {}) for own in specs]
+    views = [_wrapper(base)(own, {}) for own in specs]
     for nth, view in enumerate(views):
         view.boxed_view = BoxedView(call, nth)
     return views
@@ -146,21 +149,41 @@ def boxed_views(cls: Any, specs: list[Spec], func: OpOverload, values: tuple[Any
 
 def alias(t: Any) -> Any:
     """Another tensor of the same memory, that no autograd knows."""
-    if t.boxed_view is None:
-        return type(t).wrap(t.spec, t.shards)
-    same = type(t).wrap(t.spec, {})
-    same.boxed_view = t.boxed_view
+    same = _wrapper(t)(t.spec, t.shards if t.boxed_view is None else {})
+    same.boxed_view, same.lineage = t.boxed_view, t.lineage
     return same
+
+
+def _wrapper(like: Any) -> Callable[[Spec, Shards], Any]:
+    """What makes tensors beside this one."""
+    return type(like).wrap_traced if like.traced else type(like).wrap
 
 
 def become(t: Any, view: Any) -> None:
     """Let `t` be what `view` is: its spec, and its memory or its origin."""
-    if torch_ext is not None:
+    if torch_ext is not None and not t.traced:
         torch_ext.become(t, view)
     else:
         with DisableTorchDispatch():                 # sizes and strides of the wrapper, which torch itself reads
             aten.set_.source_Tensor(t, view)
         take_memory(t, view)
+
+
+def _was_viewed(target: Any) -> bool:
+    return target.viewed if torch_ext is None or target.traced else torch_ext.was_viewed(target)
+
+
+def _forget_views(target: Any) -> None:
+    if torch_ext is None or target.traced:
+        target.viewed = False
+    else:
+        torch_ext.forget_views(target)
+
+
+def _has_views(target: Any) -> bool:
+    """Of a tensor that the dispatcher was called with. Autograd has views hold their base, and a view may be gone."""
+    own = 3                                          # its Python object, and the dispatcher's arguments twice
+    return _was_viewed(target) and target._use_count() > own
 
 
 def turn(target: Any, func: OpOverload, others: Sequence[Any], run: Callable[..., Any]) -> None:
@@ -171,19 +194,23 @@ def turn(target: Any, func: OpOverload, others: Sequence[Any], run: Callable[...
     where it is a view too, as torch has no way in Python.
     """
     moves = func is not aten.detach.default
-    has_views = target.viewed if torch_ext is None else torch_ext.was_viewed(target)
-    if moves and target.requires_grad and (torch_ext is None if target._is_view() else has_views):
+    in_python = torch_ext is None or target.traced
+    if moves and target.requires_grad and (in_python if target._is_view() else _has_views(target)):
         name = func._schema.name.split("::")[1]
         raise InPlaceError(f"{name}_ of a tensor whose gradient is wanted, and that has views",
                            "autograd makes views anew by calls that know nothing of it", f"x = x.{name}(...)")
+    was_viewed = _was_viewed(target)
     turned = run(func, target, *others)
-    if moves and target._is_view() and torch_ext is not None:
+    if not was_viewed:                               # but by this call, whose result nobody gets
+        _forget_views(target)
+    if moves and target._is_view() and not in_python:
         torch_ext.note_turn(target, func._schema.name, func._schema.overload_name, list(others))
     become(target, turned)                           # of which a boxed view keeps an alias as it was
 
 
 def take_memory(t: Any, of: Any) -> None:
     """The part of `become` that torch knows nothing of, without native code."""
+    t.lineage = of.lineage
     t.spec, t.shards, t.boxed_view = of.spec, {} if of.boxed_view else of.shards, of.boxed_view
 
 
@@ -195,7 +222,7 @@ def has_own_memory(t: Any) -> bool:
 
 def note_write(t: Any) -> None:
     """Count a write to the memory of `t`, that of its base where it is a boxed view."""
-    if torch_ext is not None:
+    if torch_ext is not None and not t.traced:
         torch_ext.note_write(t)
     elif t.boxed_view is not None:
         t.boxed_view.call.memory.writes += 1

@@ -108,9 +108,9 @@ def variance(call: Call, run: Run) -> Any:
 
 
 @traceable
-def empty_cdist_backward(call: Call, run: Run) -> Any:
-    """Where there is no distance, torch gives zeros of the shape that x1 has before it is broadcast."""
-    return run(aten.zeros_like.default, call["x1"])
+def empty_distances_backward(call: Call, run: Run) -> Any:
+    """Where there is no distance, torch gives zeros of the shape that the points have before they are broadcast."""
+    return run(aten.zeros_like.default, call.tensors[1])
 
 
 @traceable

@@ -18,7 +18,8 @@ from torch import Tensor
 from globaltensor.errors import OutOfRangeError
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.regions import Range, Region
-from globaltensor.runtime.torch_internals import OpOverload, assert_async
+from globaltensor.runtime import custom_ops
+from globaltensor.runtime.torch_internals import OpOverload, assert_async, is_of_a_trace, order_effects
 
 aten = torch.ops.aten
 
@@ -66,6 +67,13 @@ def extremum(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, 
     return x.new_full(shape, lowest_value(x.dtype) if recipe.func is aten.amax.default else highest_value(x.dtype))
 
 
+def complex_pairs(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    """view_as_complex: of an empty part, which kernels return with any strides, those that the op wants of pairs."""
+    x = args[0]
+    pairs = x if x.numel() else x.as_strided(x.shape, x.new_empty(x.shape).stride())
+    return recipe.func(pairs)
+
+
 def contiguous_group_norm(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Of one sample, whose strides torch's check and its kernel read in different ways (channels last, or not). And of
     a gradient and an operand that lie differently, because one of them was boxed: the kernel takes them for alike."""
@@ -95,7 +103,11 @@ def _own_range(recipe: LocalRecipe, rank: int, dim: int, operand: int = 0) -> Ra
 
 def check_range(index: Tensor, n: int, what: str, *, lowest: int = 0) -> None:
     """Raises OutOfRangeError for an index that is not in [lowest, n): no rank's kernel would look for it. On a GPU it
-    is an assertion of the device, as torch's own kernels make it, since reading it here would wait for the GPU."""
+    is an assertion of the device, as torch's own kernels make it, since reading it here would wait for the GPU. In a
+    graph of torch.compile it is an op."""
+    if is_of_a_trace(index):
+        custom_ops.check_range(index, n, what, lowest)
+        return
     if not index.numel():
         return
     least, greatest = index.aminmax()
@@ -105,6 +117,15 @@ def check_range(index: Tensor, n: int, what: str, *, lowest: int = 0) -> None:
         value = int(least if least < lowest else greatest)
         raise OutOfRangeError(f"{what} {value} is out of bounds for a dim of size {n}",
                               f"the smallest that there is is {lowest}, the largest {n - 1}")
+
+
+def _check_in_graph(index: Tensor, n: int, what: str, least: int) -> None:
+    check_range(index, n, what, lowest=least)
+
+
+custom_ops.implement(custom_ops.check_range, _check_in_graph)
+custom_ops.tell_shapes(custom_ops.check_range, lambda index, n, what, least: None)
+order_effects(custom_ops.check_range)
 
 
 def _within(index: Tensor, own: Range, n: int) -> tuple[Tensor, Tensor]:
@@ -257,7 +278,9 @@ def own_nll(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, A
         return recipe.func(*args, **kwargs)
     target, ignore = args[operand + 1].long(), args[operand + 4]
     if operand == 0:                                 # the loss was asked before its gradient
-        check_range(target[target != ignore], recipe.shapes[0][dim], "target")
+        wanted = target != ignore                    # how many there are is not known where a graph is traced
+        asked = torch.where(wanted, target, 0) if is_of_a_trace(target) else target[wanted]
+        check_range(asked, recipe.shapes[0][dim], "target")
     inside = (target >= own[0]) & (target < own[1]) & (target != ignore)
     args = [*args]
     args[operand + 1], args[operand + 4] = torch.where(inside, target - own[0], IGNORED), IGNORED
@@ -294,6 +317,6 @@ def is_idle(recipe: LocalRecipe, args: Sequence[Any]) -> bool:
         samples = [recipe.regions[0][rank][0] for rank in recipe.ranks]
         return all(stop - start > 1 for start, stop in samples) and not any(recipe.wants)
     else:
-        return impl is extremum and all(stop > start for rank in recipe.ranks
+        return impl in (extremum, complex_pairs) and all(stop > start for rank in recipe.ranks
                                         for start, stop in recipe.regions[0][rank])
     return all(_own_range(recipe, rank, dim, operand) is None for rank in recipe.ranks for dim, operand in indexed)

@@ -10,15 +10,20 @@ process draws the key, even one that holds no part of the tensor: their generato
     *_dropout, ...      ops made of these and of ops that are not random
     seeded              an op without a line (multinomial, poisson): every rank runs all of it, from one seed
 
+In a graph of torch.compile, drawing a key is an op with an ordered effect, and making elements of it one without: the
+same numbers as outside, and backward may make a mask again instead of keeping it.
+
 Of a pending sum, the first rank of the axis holds the values and the others hold zeros. Values are made by sums,
 products, comparisons and conversions only, which IEEE 754 defines to the last bit: the results of torch's `exp` or
 `tan` depend on where in a shard an element is.
 """
 from __future__ import annotations
 
+import ast
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,11 +34,25 @@ from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.regions import Region, slices
 from globaltensor.rules.call import Call, arguments
-from globaltensor.runtime import philox
+from globaltensor.runtime import custom_ops, philox
 from globaltensor.runtime.philox import draw_key
-from globaltensor.runtime.torch_internals import OpOverload
+from globaltensor.runtime.torch_internals import (
+    OpOverload,
+    break_graph,
+    is_of_a_trace,
+    modes_active,
+    order_effects,
+    without_modes,
+)
 
 aten = torch.ops.aten
+
+class Arguments(Protocol):
+    """What a draw reads of its call: arguments by name."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
+    def get(self, name: str, default: Any = None, /) -> Any: ...
+
 
 class Elements(NamedTuple):
     """The elements to make: a region of a tensor of this shape, from a key. In the order of philox's parameters."""
@@ -51,22 +70,22 @@ Draw = Callable[..., Tensor]                         # (call, elements, their pa
 # ------------------------------------------------------------------------------------------------ distributions
 
 
-def draw_uniform(call: Call, elements: Elements) -> Tensor:
+def draw_uniform(call: Arguments, elements: Elements) -> Tensor:
     """uniform_ and rand_like."""
     return philox.uniform(*elements, call.get("from", 0.0), call.get("to", 1.0))
 
 
-def draw_normal(call: Call, elements: Elements) -> Tensor:
+def draw_normal(call: Arguments, elements: Elements) -> Tensor:
     """normal_."""
     return philox.normal(*elements, call["mean"], call["std"])
 
 
-def draw_standard_normal(call: Call, elements: Elements) -> Tensor:
+def draw_standard_normal(call: Arguments, elements: Elements) -> Tensor:
     """randn_like."""
     return philox.normal(*elements)
 
 
-def draw_integers(call: Call, elements: Elements) -> Tensor:
+def draw_integers(call: Arguments, elements: Elements) -> Tensor:
     """random_ (without bounds: every integer >= 0 that the dtype holds exactly) and randint_like."""
     low, high = call.get("from", call.get("low")) or 0, call.get("to", call.get("high"))
     high = _last_exact(elements.dtype) + 1 if high is None else int(high)
@@ -82,33 +101,38 @@ def _last_exact(dtype: torch.dtype) -> int:
     return 1 if dtype is torch.bool else torch.iinfo(dtype).max
 
 
-def draw_bernoulli(call: Call, elements: Elements) -> Tensor:
+def draw_bernoulli(call: Arguments, elements: Elements) -> Tensor:
     """With one probability for all."""
     return philox.bernoulli(*elements, call.get("p", 0.5))
 
 
-def draw_bernoulli_each(call: Call, elements: Elements, p: Tensor) -> Tensor:
+def draw_bernoulli_each(call: Arguments, elements: Elements, p: Tensor) -> Tensor:
     """With a probability for each element."""
     return philox.bernoulli(*elements, 0.5 if p.is_meta else p)
 
 
-def kept(call: Call, elements: Elements) -> Tensor:
+def kept(call: Arguments, elements: Elements) -> Tensor:
     """The mask of dropout: which elements it keeps."""
     return philox.bernoulli(*elements, 1 - call["p"])
 
 
-def draw_exponential(call: Call, elements: Elements) -> Tensor:
+def draw_slopes(call: Arguments, elements: Elements) -> Tensor:
+    """The slopes of rrelu."""
+    return philox.uniform(*elements, float(call["lower"]), float(call["upper"]))
+
+
+def draw_exponential(call: Arguments, elements: Elements) -> Tensor:
     """exponential_."""
     return philox.exponential(*elements, call["lambd"])
 
 
-def draw_geometric(call: Call, elements: Elements) -> Tensor:
+def draw_geometric(call: Arguments, elements: Elements) -> Tensor:
     """The number of trials until one succeeds: an exponential, rounded up. p in (0, 1)."""
     rate = -math.log1p(-call["p"])
     return philox.exponential(*elements._replace(dtype=torch.float64), rate).ceil_()
 
 
-def draw_cauchy(call: Call, elements: Elements) -> Tensor:
+def draw_cauchy(call: Arguments, elements: Elements) -> Tensor:
     """The quotient of two normals; finite, as torch's is."""
     key, shape, region, dtype, device = elements
     pairs = philox.normal(key, *philox.pairs(shape, region, _at_least_float32(dtype)), device)
@@ -117,7 +141,7 @@ def draw_cauchy(call: Call, elements: Elements) -> Tensor:
     return value.nan_to_num_().clamp_(-largest, largest)
 
 
-def draw_log_normal(call: Call, elements: Elements) -> Tensor:
+def draw_log_normal(call: Arguments, elements: Elements) -> Tensor:
     """exp of a normal."""
     return _exp(philox.normal(*elements._replace(dtype=_at_least_float32(elements.dtype)), call["mean"], call["std"]))
 
@@ -150,7 +174,7 @@ def fill(draw: Draw, *names: str) -> Decomposition:
     """An in-place op: its target filled by `draw`, which also gets the arguments `names`, which may be tensors."""
 
     def decomposition(call: Call, run: Run) -> GlobalLike:
-        key = draw_key(call["generator"])
+        key = _next_key(call)
         _raise_torchs_errors(call)
         return _fill(call, run, call.tensors[0], key, draw, *[call[name] for name in names])
 
@@ -161,7 +185,7 @@ def like(draw: Draw, *names: str) -> Decomposition:
     """A new tensor, laid out as the first operand."""
 
     def decomposition(call: Call, run: Run) -> GlobalLike:
-        key = draw_key(call.get("generator"))
+        key = _next_key(call)
         _raise_torchs_errors(call)
         options = {name: call[name] for name in ("dtype", "layout", "device", "pin_memory", "memory_format")
                    if call.get(name) is not None}
@@ -171,7 +195,17 @@ def like(draw: Draw, *names: str) -> Decomposition:
     return decomposition
 
 
-def _fill(call: Call, run: Run, target: GlobalLike, key: int, draw: Draw, *parameters: Tensor | GlobalLike
+def _next_key(call: Call) -> int | Tensor:
+    """The next key; in a graph that is being traced, what draws it."""
+    generator = call.get("generator")
+    if not any(is_global(t) and t.traced for t in call.tensors):
+        return draw_key(generator)
+    if generator is not None:
+        break_graph(call.func)
+    return custom_ops.draw_key()
+
+
+def _fill(call: Call, run: Run, target: GlobalLike, key: int | Tensor, draw: Draw, *parameters: Tensor | GlobalLike
           ) -> GlobalLike:
     """Write into the target's shards; ranks of this process that hold the same part share the work."""
     check_writable(target, call.func, "self")
@@ -184,10 +218,36 @@ def _fill(call: Call, run: Run, target: GlobalLike, key: int, draw: Draw, *param
             continue
         region, device = own.region(rank), shard.device
         if (region, device) not in drawn:
-            elements = Elements(key, own.shape, region, own.dtype, device)
-            drawn[region, device] = draw(call, elements, *[part(rank) for part in parts])
+            of_rank = [part(rank) for part in parts]
+            if isinstance(key, Tensor):
+                edges = [edge for edges in region for edge in edges]
+                drawn[region, device] = custom_ops.fill(key, own.shape, edges, own.dtype, device, _law(draw, call),
+                                                        of_rank)
+            else:
+                drawn[region, device] = draw(call, Elements(key, own.shape, region, own.dtype, device), *of_rank)
         shard.copy_(drawn[region, device])
     return target
+
+
+def _law(draw: Draw, call: Call) -> str:
+    """A draw and the numbers of its call, as a text."""
+    numbers = {name: value for name, value in call.values.items() if isinstance(value, (int, float))}
+    return repr((draw.__name__, numbers))
+
+
+def _fill_in_graph(key: Tensor, shape: Shape, edges: Sequence[int], dtype: torch.dtype, device: torch.device, law: str,
+                   parts: Sequence[Tensor]) -> Tensor:
+    name, numbers = ast.literal_eval(law)
+    elements = Elements(int(key), tuple(shape), tuple(zip(edges[::2], edges[1::2])), dtype, device)
+    return globals()[name](numbers, elements, *parts).to(dtype)
+
+
+custom_ops.implement(custom_ops.draw_key, lambda: torch.tensor(draw_key()))
+custom_ops.tell_shapes(custom_ops.draw_key, lambda: torch.empty((), dtype=torch.int64))
+order_effects(custom_ops.draw_key)
+custom_ops.implement(custom_ops.fill, _fill_in_graph)
+custom_ops.tell_shapes(custom_ops.fill, lambda key, shape, edges, dtype, device, law, parts: torch.empty(
+    [stop - start for start, stop in zip(edges[::2], edges[1::2])], dtype=dtype, device=device))
 
 
 def _holds_zeros(of: Layout, rank: int) -> bool:
@@ -214,14 +274,16 @@ def _raise_torchs_errors(call: Call) -> None:
     for a in arguments(call.func):
         value = call[a.name]
         if isinstance(value, Tensor):
-            value = torch.zeros(int("generator" in call.values), dtype=value.dtype, device="cpu")
+            with without_modes() if modes_active() else nullcontext():
+                value = torch.zeros(int("generator" in call.values), dtype=value.dtype, device="cpu")
         elif a.name in ("generator", "device", "memory_format"):
             value = _unused if a.name == "generator" else None
         if a.keyword:
             kwargs[a.name] = value
         else:
             args.append(value)
-    call.func(*args, **kwargs)
+    with without_modes() if modes_active() else nullcontext():
+        call.func(*args, **kwargs)
 
 
 _unused = torch.Generator()
@@ -240,7 +302,7 @@ def randint_like_tensor(call: Call, run: Run) -> GlobalLike:
 
 def normal_around(call: Call, run: Run) -> GlobalLike:
     """normal(mean, std) of which at least one is a tensor: z std + mean, in the dtype of the first tensor."""
-    key = draw_key(call["generator"])
+    key = _next_key(call)
     tensors, std = call.tensors, call["std"]
     if is_global(std):                               # terms of a pending sum may be negative
         std, = run.redistribute([std], [std.spec.layout.without_partials], str(call.func))
@@ -255,7 +317,7 @@ def normal_around(call: Call, run: Run) -> GlobalLike:
 def _check_std(std: Tensor | GlobalLike | float) -> None:
     """torch's own error, which depends on the values."""
     parts = std.shards.values() if is_global(std) else [std] if isinstance(std, Tensor) else []
-    if any(not s.is_meta and bool((s < 0).any()) for s in parts):
+    if any(not s.is_meta and not is_of_a_trace(s) and bool((s < 0).any()) for s in parts):
         raise RuntimeError("normal expects all elements of std >= 0.0")
 
 
@@ -265,7 +327,7 @@ def native_dropout(call: Call, run: Run) -> tuple[GlobalLike, GlobalLike]:
     mask = run(aten.empty_like.default, x, dtype=torch.bool)
     if call["train"] is False:
         return run(aten.clone.default, x), run(aten.fill_.Scalar, mask, 1)
-    mask = _fill(call, run, mask, draw_key(), kept)
+    mask = _fill(call, run, mask, _next_key(call), kept)
     dropped = run(aten.mul.Tensor, x, mask)
     return run(aten.mul.Tensor, dropped, 1 / (1 - p) if p < 1 else 0.0), mask
 
@@ -276,13 +338,9 @@ def rrelu(call: Call, run: Run) -> GlobalLike:
     if not call["training"]:
         out = run(aten.leaky_relu.default, x, (lower + upper) / 2)
     else:
-        key = draw_key(call["generator"])
+        key = _next_key(call)
         x, = run.redistribute([x], [x.spec.layout.without_partials], str(call.func))
-
-        def slopes(call: Call, elements: Elements) -> Tensor:
-            return philox.uniform(*elements, lower, upper)
-
-        slope = _fill(call, run, run(aten.empty_like.default, x), key, slopes)
+        slope = _fill(call, run, run(aten.empty_like.default, x), key, draw_slopes)
         slope = run(aten.where.ScalarOther, run(aten.le.Scalar, x, 0), slope, 1.0)
         run(aten.copy_.default, call["noise"], slope)
         out = run(aten.mul.Tensor, x, slope)

@@ -68,7 +68,7 @@ def is_profitable(call: Call) -> bool:
     own = spec_of(q)
     if own is None or not _fits(q, k, v) or call["is_causal"] and call["attn_mask"] is not None:
         return False
-    ring = [axis for axis, parts in enumerate(own.placement.shape) if own.sbp[axis] == SEQUENCE and parts > 1]
+    ring = _ring_axes(own.layout)
     if not ring:
         return False
     if all(_is_whole(t, axis) for t in (k, v) for axis in ring):
@@ -77,6 +77,16 @@ def is_profitable(call: Call) -> bool:
     if resplit_seconds < inf:
         return ring_seconds < resplit_seconds
     return bool(call["is_causal"]) or ring_seconds <= gather_seconds * (1 + EXTRA)
+
+
+def cuts_queries(call: Call) -> bool:
+    """Is the sequence of queries split? Else no ring is profitable, whatever the sizes."""
+    own = spec_of(call["query"])
+    return own is not None and bool(_ring_axes(own.layout))
+
+
+def _ring_axes(of: Layout) -> list[int]:
+    return [axis for axis, parts in enumerate(of.placement.shape) if of.sbp[axis] == SEQUENCE and parts > 1]
 
 
 def _fits(q: GlobalLike, k: GlobalLike, v: GlobalLike) -> bool:

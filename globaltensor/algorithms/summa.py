@@ -25,6 +25,7 @@ from globaltensor.algorithms.run import Run
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, layout, spec
 from globaltensor.layouts.rank_regions import RankRegions, rank_regions
+from globaltensor.layouts.recent import KEPT
 from globaltensor.layouts.regions import Range, Region, intersect, slices, split_range, volume
 from globaltensor.layouts.sbp import NdSbp, Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
@@ -96,7 +97,7 @@ def _of_call(call: Call) -> GridProduct | None:
     return grid_product(equation(call), call.tensors[0].spec, call.tensors[1].spec)
 
 
-@lru_cache(10_000)
+@lru_cache(KEPT)
 def grid_product(terms: tuple[str, str, str], of_a: Spec, of_b: Spec) -> GridProduct | None:
     """The product that communicates the fewest bytes; None if the operands are not on a grid."""
     where = of_a.placement

@@ -7,9 +7,9 @@
 
 Trees, rings and switches that add are the engine's business, not ours. Many tensors of one dtype go through one call.
 All else (maxima, whose NaN gloo loses; several axes that change in several ways; two placements) has no such name, and
-is done by messages of our own (torch_program.py). So are, over gloo, sums of more than two ranks that are planned as a
-single step, as they are small and its ring takes a message per rank one after the other; and those of 16-bit floats, as
-it rounds after each addition.
+is done by messages of our own (torch_program.py), as is everything where an engine is not torch's own, since its groups
+are not ours to make. So are, over gloo, small sums, as its ring takes a message per rank one after the other and wakes
+threads of its own; and those of 16-bit floats, as it rounds after each addition.
 """
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ import torch
 from globaltensor.boxings.group_step import GroupStep
 from globaltensor.layouts.layout import Shape
 from globaltensor.layouts.regions import Region, intersect, slices, volume
+from globaltensor.runtime.accelerators import engine_class
 from globaltensor.runtime.collectives import Collective
 from globaltensor.runtime.world import world
 
@@ -31,6 +32,7 @@ from globaltensor.runtime.world import world
 ADDED = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8}
 _SIXTEEN = {torch.float16, torch.bfloat16}
 _ALIGNED = 4                                         # elements: where a tensor may start in a common buffer
+_SMALL = 4096                                        # bytes that two ranks add up by messages
 
 
 class Item(NamedTuple):
@@ -41,17 +43,22 @@ class Item(NamedTuple):
 
 
 @lru_cache(20_000)
-def collective_name(step: GroupStep, dtype: torch.dtype, single: bool = False) -> str | None:
+def collective_name(step: GroupStep, dtype: torch.dtype, merged: bool = True, nbytes: int = 0) -> str | None:
     """The collective that does this step of a tensor of that dtype, the same on all ranks of the group; else None.
-    `single`: the plan has no step in between."""
+
+    `merged`: the plan has two steps for it, as it has where more than two ranks add up what is not small. `nbytes` is
+    the size of all tensors that move with it.
+    """
     src, dst = step.src.sbp, step.dst.sbp
     gloo = step.src.placement.type == "cpu" or world().staged
+    if not gloo and engine_class(world().engine) is None:
+        return None
     if all(s.is_partial for s in src):
         n = len(step.ranks)
         if {s.op for s in src} != {"sum"} or not (dtype in ADDED or dtype in _SIXTEEN and (n == 2 or not gloo)):
             return None
         if all(t.is_broadcast for t in dst):
-            return None if single and n > 2 and gloo else "all_reduce"
+            return None if gloo and not merged and (n > 2 or nbytes <= _SMALL) else "all_reduce"
         return "reduce_scatter" if not gloo and all(t.is_split for t in dst) else None
     if not all(s.is_split for s in src):
         return None

@@ -14,7 +14,9 @@ import torch
 from globaltensor.boxings.kernel_program import DIMS, compile_program, direct_steps
 from globaltensor.errors import DisagreementError, TransportError, where
 from globaltensor.layouts.layout import Layout, Spec, contiguous, dense
-from globaltensor.runtime import deadlock
+from globaltensor.layouts.recent import KEPT
+from globaltensor.runtime import deadlock, lineage
+from globaltensor.runtime.liveness import Loss, first_lost
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import local_ranks_of, world
 
@@ -22,7 +24,7 @@ from globaltensor.runtime.world import local_ranks_of, world
 NOT_REDUCED = {torch.complex32, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
 
 
-@lru_cache(20_000)
+@lru_cache(KEPT)
 def find_boxing(of: Spec, dst: Layout) -> Any:
     """The native boxing of a tensor of this spec to `dst`; None where there is none."""
     if torch_ext is None or of.ndim > DIMS or not _reachable(of.layout, dst):
@@ -58,7 +60,8 @@ def _failed(how: str, what: str, rank: int, text: str) -> None:
     blame (-1: none), and what the transport says."""
     if how == "lost" and (error := deadlock.detected()):  # else a stopped rank may keep the store
         raise error
-    torch_ext.report(f"{what}   at {where()}")
+    apart = lineage.difference(world().rank, sorted(world().host_peers)) if how == "disagreed" else ""
+    torch_ext.report(f"{what}   at {where()}{apart}")
     replies = torch_ext.collect_reports(len(world().host_peers), 0.5)
     ranks = sorted(world().host_peers)
     rows = "".join(f"\n    rank {r}: {reply or 'elsewhere'}" for r, reply in zip(ranks, replies))
@@ -66,6 +69,8 @@ def _failed(how: str, what: str, rank: int, text: str) -> None:
         raise DisagreementError("the ranks disagree about what to do" + rows,
                                 f"{text}: every rank runs the same program",
                                 "no global op under a condition that differs between ranks, such as gt.rank() == 0")
+    if rank >= 0:
+        first_lost(Loss(ranks[rank], text))          # for the ranks of other hosts
     lost = f"rank {ranks[rank]}" if rank >= 0 else "the others"
     raise TransportError(f"rank {world().rank} lost touch with {lost} in the boxing for {what}" + rows, text,
                          "look at the first error of the other ranks")

@@ -33,6 +33,7 @@ from globaltensor.boxings.traffic import (
 from globaltensor.layouts.layout import Layout, Shape, layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions
+from globaltensor.layouts.recent import KEPT
 from globaltensor.layouts.sbp import Sbp, split
 from globaltensor.runtime.machine import Machine
 
@@ -81,7 +82,7 @@ def _nominal(src: Layout, dst: Layout, shape: Shape) -> Shape:
     return tuple(n if n < most else most for n in shape)
 
 
-@lru_cache(20_000)
+@lru_cache(KEPT)
 def _best_over_hosts(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Machine,
                      best: BoxingPlan) -> BoxingPlan:
     """The best of a plan in one level and those in two."""
@@ -117,7 +118,7 @@ def bytes_received(layouts: tuple[Layout, ...], shape: Shape, itemsize: int) -> 
     return total
 
 
-@lru_cache(100_000)
+@lru_cache(KEPT)
 def _search(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Machine) -> BoxingPlan:
     between = reduced_innermost(src) if src is not dst else None
     if between is dst:

@@ -10,19 +10,24 @@ small tensors cost as many messages as one, and are planned so.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from globaltensor.boxings import native, watch
+from globaltensor.boxings.graph_op import any_of_a_trace, box_in_graph, implement_box
 from globaltensor.boxings.plan import BoxingPlan, plan, plan_bytes
 from globaltensor.boxings.run_steps import Move as Move, RunningBoxing
 from globaltensor.errors import where
-from globaltensor.layouts.layout import Layout, Shards
+from globaltensor.layouts.layout import Layout, Shards, dense
+from globaltensor.layouts.recent import KEPT
 from globaltensor.runtime.memory import refuse_fake_mode
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import in_fake_mode, without_fake_mode
-from globaltensor.runtime.world import world
+from globaltensor.runtime.world import local_ranks_of, world
 
 
 def move_shards(moves: Sequence[Move], op: str = watch.EXPLICIT, purpose: str = "") -> list[Shards]:
@@ -31,6 +36,8 @@ def move_shards(moves: Sequence[Move], op: str = watch.EXPLICIT, purpose: str = 
 
     Raises BoxingError where a `gt.boxing` block does not allow it, before anything moves.
     """
+    if any_of_a_trace(moves):
+        return box_in_graph(moves, op, purpose or op)
     if in_fake_mode():
         for move in moves:
             refuse_fake_mode(move.dst.placement, f"the boxing for {purpose or op}")
@@ -44,22 +51,66 @@ def move_shards(moves: Sequence[Move], op: str = watch.EXPLICIT, purpose: str = 
             return _run_native(moves, boxings, purpose or op)
     # Plans are needed to count bytes as well, for whoever watches; nothing else needs them beside the native kernel.
     plans = plan_together(moves)
-    changing = [k for k, move in enumerate(moves) if move.spec.layout is not move.dst]
-    if not changing:
+    if all(move.spec.layout is move.dst for move in moves):
         return [move.shards for move in moves]
-    watched, first = watch.watched(), moves[changing[0]]
-    if watched:
-        began, nbytes, place = time.perf_counter(), _most_received(moves, plans), where()
-        watch.permit(op, first.spec.layout, first.dst, nbytes)
-    if boxings is not None:
-        shards, calls = _run_native(moves, boxings, purpose or op), []
-    else:
+    with _seen_by_watch(op, moves, plans) as calls:
+        if boxings is not None:
+            return _run_native(moves, boxings, purpose or op)
+        if all(move.dst.placement.type == "meta" for move in moves):
+            return [_moved_on_meta(move) for move in moves]
         running = RunningBoxing(moves, plans, purpose or op)
-        shards, calls = running.finish(), running.calls
-    if watched and watch.recording():
-        watch.note(watch.BoxingRecord(op, place, first.spec.layout, first.dst, nbytes, time.perf_counter() - began,
-                                      len(changing), tuple(calls)))
-    return shards
+        shards = running.finish()
+        calls += running.calls
+        return shards
+
+
+class BegunBoxing:
+    """Tensors whose boxing goes on while the program does something else. `seconds`: how long it took to begin it."""
+
+    def __init__(self, moves: Sequence[Move], op: str) -> None:
+        began = time.perf_counter()
+        self.moves, self.plans = moves, plan_together(moves)
+        self.running = RunningBoxing(moves, self.plans, op, check=False)
+        self.seconds = time.perf_counter() - began
+
+
+def finish_boxings(begun: Sequence[BegunBoxing], moves: Sequence[Move], op: str) -> list[list[Shards]]:
+    """Wait for boxings, and do one more with them: the shards of each, and of `moves`. Whoever watches sees them now,
+    as one.
+
+    Raises BoxingError where a `gt.boxing` block does not allow them; they can be waited for again then.
+    """
+    if not begun:
+        return [move_shards(moves, op)]
+    plans = plan_together(moves)
+    together = [*(move for one in begun for move in one.moves), *moves]
+    with _seen_by_watch(op, together, [*(of for one in begun for of in one.plans), *plans],
+                        sum(one.seconds for one in begun)) as calls:
+        # begun before the others are waited for, as what it checks is theirs too
+        running = [RunningBoxing(moves, plans, op)] if moves else []
+        running = [*(one.running for one in begun), *running]
+        shards = [one.finish() for one in running]
+        calls += [call for one in running for call in one.calls]
+    return shards if moves else [*shards, []]
+
+
+@contextmanager
+def _seen_by_watch(op: str, moves: Sequence[Move], plans: Sequence[BoxingPlan], seconds: float = 0.0
+                   ) -> Iterator[list[str]]:
+    """Around a boxing that moves something: whoever watches permits it first, and gets its record. The list is for the
+    collectives that do it; `seconds` went into it before."""
+    if not watch.watched():
+        yield []
+        return
+    changing = [move for move in moves if move.spec.layout is not move.dst]
+    src, dst = changing[0].spec.layout, changing[0].dst
+    calls: list[str] = []
+    began, nbytes, place = time.perf_counter() - seconds, _most_received(moves, plans), where()
+    watch.permit(op, src, dst, nbytes)
+    yield calls
+    if watch.recording():
+        watch.note(watch.BoxingRecord(op, place, src, dst, nbytes, time.perf_counter() - began, len(changing),
+                                      tuple(calls)))
 
 
 def plan_together(moves: Sequence[Move]) -> list[BoxingPlan]:
@@ -72,9 +123,15 @@ def plan_together(moves: Sequence[Move]) -> list[BoxingPlan]:
 
 def redistribute(tensors: Sequence[Any], dsts: Sequence[Layout], op: str) -> list[Any]:
     """Global tensors in other layouts, moved together; one whose layout does not change is itself."""
-    moved = move_shards([Move(t.spec, t.shards, dst) for t, dst in zip(tensors, dsts)], op)
-    return [t if t.spec.layout is dst else type(t).wrap(t.spec.moved(dst), shards)
-            for t, dst, shards in zip(tensors, dsts, moved)]
+    moved = move_shards([Move(t.spec, t.shards, dst, t.lineage) for t, dst in zip(tensors, dsts)], op)
+    return [t if t.spec.layout is dst else in_layout(t, dst, shards) for t, dst, shards in zip(tensors, dsts, moved)]
+
+
+def in_layout(t: Any, dst: Layout, shards: Shards) -> Any:
+    """A tensor of the value of `t`, and so of its lineage, in another layout."""
+    moved = type(t).wrap(t.spec.moved(dst), shards)
+    moved.lineage = t.lineage
+    return moved
 
 
 def _native_boxings(moves: Sequence[Move]) -> list[Any] | None:
@@ -87,11 +144,22 @@ def _native_boxings(moves: Sequence[Move]) -> list[Any] | None:
 
 def _run_native(moves: Sequence[Move], boxings: list[Any], purpose: str) -> list[Shards]:
     todo = [(boxing, move.shards) for boxing, move in zip(boxings, moves) if boxing is not None]
-    moved = iter(torch_ext.move_shards(todo, purpose))
+    lineages = [move.lineage for boxing, move in zip(boxings, moves) if boxing is not None]
+    moved = iter(torch_ext.move_shards(todo, purpose, lineages))
     return [m.shards if boxing is None else next(moved) for boxing, m in zip(boxings, moves)]
 
 
-_plan_bytes = lru_cache(10_000)(plan_bytes)
+def _moved_on_meta(move: Move) -> Shards:
+    """On the meta device nothing moves: each process makes what its ranks would hold."""
+    if move.spec.layout is move.dst:
+        return move.shards
+    own = move.spec.moved(move.dst)
+    sizes = {rank: own.local_shape(rank) for rank in local_ranks_of(move.dst.placement)}
+    return {rank: torch.empty_strided(size, dense(size, own.stride), dtype=own.dtype, device="meta")
+            for rank, size in sizes.items()}
+
+
+_plan_bytes = lru_cache(KEPT)(plan_bytes)
 
 
 def _most_received(moves: Sequence[Move], plans: Sequence[BoxingPlan]) -> int:
@@ -101,3 +169,6 @@ def _most_received(moves: Sequence[Move], plans: Sequence[BoxingPlan]) -> int:
         for rank, n in _plan_bytes(its, move.spec.shape, move.spec.dtype.itemsize).items():
             total[rank] = total.get(rank, 0) + n
     return max(total.values(), default=0)
+
+
+implement_box(move_shards)

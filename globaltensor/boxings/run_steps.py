@@ -25,8 +25,10 @@ from globaltensor.boxings.plan import BoxingPlan
 from globaltensor.boxings.torch_program import ByteStream, build_shards, compile_step, incoming_bytes, pack
 from globaltensor.errors import call_site
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, contiguous, dense, spec
+from globaltensor.layouts.recent import KEPT
 from globaltensor.runtime import collectives
 from globaltensor.runtime.exchange import begin_exchange
+from globaltensor.runtime.lineage import of_boxing
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import world
 
@@ -40,21 +42,24 @@ class Step(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A tensor to move: its spec, its shards on this process, and the layout to reach."""
+    """A tensor to move: its spec, its shards on this process, the layout to reach, and its lineage (lineage.py)."""
 
     spec: Spec
     shards: Shards
     dst: Layout
+    lineage: int = 0
 
 
 class RunningBoxing:
     """Boxings of many tensors, by their plans; the first step that takes a link is begun when this is made.
 
-    `purpose` says what for: all ranks must mean the same. `calls` names the collectives that ran, in order.
+    `purpose` says what for: all ranks must mean the same, which is checked at once, or, without `check`, when others
+    are (collectives.py). `calls` names the collectives that ran, in order.
     """
 
-    def __init__(self, moves: Sequence[Move], plans: Sequence[BoxingPlan], purpose: str) -> None:
+    def __init__(self, moves: Sequence[Move], plans: Sequence[BoxingPlan], purpose: str, check: bool = True) -> None:
         self.calls: list[str] = []
+        self._check, self._nbytes = check, sum(move.spec.nbytes for move in moves)
         self._moves, self._plans, self._purpose = moves, plans, purpose
         self._shapes = [plan.view or move.spec.shape for move, plan in zip(moves, plans)]
         self._steps = [_merge_reductions(plan.steps, shape, move.spec.dtype)
@@ -64,6 +69,7 @@ class RunningBoxing:
                         for own, plan in zip(shards, plans)]
         # k makes the tag depend on the order: ranks that box the same tensors in another order disagree.
         self._tag = sum(k * _move_tag(move.spec, move.dst) for k, move in enumerate(moves, 1))
+        self._tag += of_boxing([move.lineage for move in moves])
         self._tag += call_site() if purpose == watch.EXPLICIT else zlib.crc32(purpose.encode())
         self._run = self._run_steps()
         next(self._run, None)
@@ -92,8 +98,9 @@ class RunningBoxing:
         for k in now:
             group, dtype = self._group(k, number), self._moves[k].spec.dtype
             boxing = _native_boxing(group, dtype) if group is not None else None
-            single = not self._steps[k][number].merged
-            name = collective_name(group, dtype, single) if group is not None and boxing is None else None
+            merged = self._steps[k][number].merged
+            name = (collective_name(group, dtype, merged, self._nbytes) if group is not None and boxing is None else
+                    None)
             if boxing is not None:
                 in_memory.append((k, boxing))
             elif group is not None and name is not None:
@@ -112,7 +119,10 @@ class RunningBoxing:
         return group_step(*self._steps[k][number][:2], self._shapes[k], world().rank)
 
     def _run_native(self, todo: Sequence[tuple[int, Any]]) -> list[tuple[int, Shards]]:
-        moved = torch_ext.move_shards([(boxing, self._shards[k]) for k, boxing in todo], self._purpose) if todo else []
+        if not todo:
+            return []
+        moved = torch_ext.move_shards([(boxing, self._shards[k]) for k, boxing in todo], self._purpose,
+                                      [self._moves[k].lineage for k, _ in todo])
         return [(k, shards) for (k, _), shards in zip(todo, moved)]
 
     def _begin_collectives(self, named: dict[tuple[str, tuple[int, ...], torch.dtype], list[tuple[int, Item]]],
@@ -120,7 +130,7 @@ class RunningBoxing:
         rank = world().rank
         calls = [pack_collective(name, [item for _, item in some], rank) for (name, _, _), some in named.items()]
         self.calls += [call.name for call in calls]
-        wait = collectives.begin_collectives(calls, self._wait_text(), tag) if calls else None
+        wait = collectives.begin_collectives(calls, self._wait_text(), tag, self._check) if calls else None
 
         def finish() -> list[tuple[int, Shards]]:
             if wait is not None:
@@ -134,10 +144,11 @@ class RunningBoxing:
         programs = [compile_step(*self._steps[k][number][:2], self._shapes[k]) for k in todo]
         dtypes, shards = [self._moves[k].spec.dtype for k in todo], [self._shards[k] for k in todo]
         outgoing, incoming = pack(programs, shards), incoming_bytes(programs, dtypes)
-        device = next((t.device for some in shards for t in some.values()), torch.device("cpu"))
+        device = self._message_device(todo, number)
         buffers = {peer: torch.empty(n, dtype=torch.uint8, device=device) for peer, n in incoming.items()}
-        wait = begin_exchange({peer: torch.cat(parts) if len(parts) > 1 else parts[0]
-                               for peer, parts in outgoing.items()}, buffers, self._wait_text(), tag)
+        wait = begin_exchange({peer: torch.cat([part.to(device) for part in parts]) if len(parts) > 1 else
+                               parts[0].to(device) for peer, parts in outgoing.items()},
+                              buffers, self._wait_text(), tag)
 
         def finish() -> list[tuple[int, Shards]]:
             wait()
@@ -147,6 +158,14 @@ class RunningBoxing:
                     for k, program, dtype, dst in zip(todo, programs, dtypes, dsts)]
 
         return finish
+
+    def _message_device(self, now: Sequence[int], number: int) -> torch.device:
+        """Where messages of a step lie on both sides: the engines of two kinds of devices never meet. On the device of
+        this process's rank where all tensors come from such devices, whether or not this rank holds any."""
+        types = {self._steps[k][number].src.placement.type for k in now}
+        if world().single_process or world().staged or len(types) > 1:
+            return torch.device("cpu")
+        return world().device(types.pop(), world().rank) if types else torch.device("cpu")
 
     def _wait_text(self) -> str:
         return _wait_text(self._purpose, self._moves[0].spec, self._moves[0].dst)
@@ -190,12 +209,12 @@ def _view_shards(shards: Shards, held: Layout, shape: Shape) -> Shards:
     return {rank: shard.reshape(held.local_shape(shape, rank)) for rank, shard in shards.items()}
 
 
-@lru_cache(20_000)
+@lru_cache(KEPT)
 def _move_tag(of: Spec, dst: Layout) -> int:
     """The same on all ranks, and seldom that of another boxing."""
     return zlib.crc32(f"{of.layout} {dst} {of.shape} {of.dtype}".encode())
 
 
-@lru_cache(10_000)
+@lru_cache(KEPT)
 def _wait_text(purpose: str, of: Spec, dst: Layout) -> str:
     return f"the boxing for {purpose} of {of} -> {dst}"

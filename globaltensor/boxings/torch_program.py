@@ -15,6 +15,7 @@ import torch
 
 from globaltensor.boxings.route import route
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, dense
+from globaltensor.layouts.recent import KEPT
 from globaltensor.layouts.regions import Region, slices, volume
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.world import local_ranks_of, world
@@ -48,7 +49,7 @@ class TorchProgram(NamedTuple):
     op: str
 
 
-@lru_cache(20_000)
+@lru_cache(KEPT)
 def compile_step(src: Layout, dst: Layout, shape: Shape) -> TorchProgram:
     """One step from src to dst as the ranks of this process do it."""
     mine = set(world().local_ranks)

@@ -24,6 +24,7 @@ from globaltensor.boxings.route import BoxingRoute, disjoint, is_listed, route
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.paths import overlap
 from globaltensor.layouts.rank_regions import RankRegions
+from globaltensor.layouts.recent import KEPT
 from globaltensor.layouts.regions import volume
 from globaltensor.layouts.sbp import NdSbp
 
@@ -35,7 +36,7 @@ class StepTraffic(NamedTuple):
     touched: int
 
 
-@lru_cache(100_000)
+@lru_cache(KEPT)
 def traffic(src: Layout, dst: Layout, shape: Shape) -> StepTraffic:
     """What this step moves for a tensor of `shape`."""
     by_rank = isinstance(src, RankRegions) or isinstance(dst, RankRegions)

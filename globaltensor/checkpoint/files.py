@@ -8,20 +8,39 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shutil
 import stat
+from contextlib import suppress
 from pathlib import Path
+from typing import overload
+
+from globaltensor.checkpoint.remote import Folder, RemotePath
 
 
-def temporary_name(path: Path) -> Path:
-    """A name in the same folder that nobody else uses."""
-    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
+@overload
+def temporary_name(path: Path) -> Path: ...
 
 
-def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
+@overload
+def temporary_name(path: RemotePath) -> RemotePath: ...
+
+
+def temporary_name(path: Folder) -> Folder:
+    """A name in the same folder that nobody else uses; in a store it is the last one, as nothing can be renamed."""
+    token = secrets.token_hex(8)
+    if isinstance(path, RemotePath):
+        return path.parent / f"{path.name}-{token}"
+    return path.with_name(f"{path.name}.tmp-{token}")
+
+
+def write_atomically(path: Folder, data: bytes, durable: bool = True) -> None:
     """A file of these bytes, on the disk when this returns; a reader sees all of it or no file.
 
     `durable` False: still atomic, but not fsynced; for what matters only while the writer is alive.
     """
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)
+        return
     temporary = temporary_name(path)
     with open(temporary, "wb") as file:
         file.write(data)
@@ -33,6 +52,17 @@ def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
         sync(path.parent)
 
 
+def make_folder(folder: Folder, name: str, data: bytes) -> None:
+    """A new folder, which appears with a file of these bytes in it; not durable."""
+    if isinstance(folder, RemotePath):
+        write_atomically(folder / name, data)
+        return
+    hidden = folder.with_name(f".{folder.name}")
+    hidden.mkdir()
+    write_atomically(hidden / name, data, durable=False)
+    os.rename(hidden, folder)
+
+
 def sync(path: Path) -> None:
     """fsync a file, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY)
@@ -42,8 +72,22 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def read_regular(path: Path) -> bytes:
+def remove(path: Folder) -> None:
+    """Delete a folder or file that another job may be deleting, too."""
+    if isinstance(path, RemotePath):
+        path.remove()
+        return
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    while path.exists():
+        with suppress(FileNotFoundError):
+            shutil.rmtree(path)
+
+
+def read_regular(path: Folder) -> bytes:
     """The bytes of a file. OSError where it is a link, or no plain file: nothing is waited for."""
+    if isinstance(path, RemotePath):
+        return path.read_bytes()
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):

@@ -6,6 +6,8 @@
 
 A version is written to a temporary folder, fsynced and renamed; then `latest` is replaced, which is a rename too. A
 rename is atomic: a crash at any moment leaves the previous version or the new one intact.
+
+In a store (remote.py) a version is written where it stays, step-00000004-1f3a..., and is one once it has a manifest.
 """
 from __future__ import annotations
 
@@ -13,42 +15,43 @@ import errno
 import os
 import random
 import re
-import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from globaltensor.checkpoint.files import read_regular, sync, temporary_name, write_atomically
+from globaltensor.checkpoint.files import read_regular, remove, sync, temporary_name, write_atomically
 from globaltensor.checkpoint.lease import LEASE, Lease, is_new, writer
 from globaltensor.checkpoint.manifest import CheckpointError
+from globaltensor.checkpoint.remote import Folder, RemotePath
 from globaltensor.errors import warn
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 PATIENCE = 1800.0                                    # seconds that a job waits until another one has saved
-_VERSION = re.compile(r"step-(\d{8,})")
+_VERSION = re.compile(r"step-(\d{8,})(-[0-9a-f]{16})?")
 _LEFTOVER = re.compile(r"\.?(step-\d{8,}|latest)\.tmp-[0-9a-f]{16}")
-_LINE = re.compile(r"(step-\d{8,}) ([0-9a-f]{64})\n")
+_LINE = re.compile(r"(step-\d{8,}(?:-[0-9a-f]{16})?) ([0-9a-f]{64})\n")
 
 
-def versions(directory: Path) -> list[str]:
+def versions(directory: Folder) -> list[str]:
     """The complete versions, oldest first."""
     complete = [p.name for p in directory.iterdir() if _VERSION.fullmatch(p.name) and (p / MANIFEST).is_file()]
     return sorted(complete, key=_version_number)
 
 
 def _version_number(name: str) -> int:
-    return int(name.removeprefix("step-"))
+    return int(name.split("-")[1])
 
 
-def start_version(directory: Path) -> Lease:
+def start_version(directory: Folder) -> Lease:
     """Remove what failed saves left behind, choose the next version's name, and make a temporary folder for it, with a
     lease. Waits for another job that is writing into this folder.
 
     Raises CheckpointError where that takes more than `PATIENCE` seconds.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    sync(directory.parent)                           # else the folder itself could be gone after a crash
+    if isinstance(directory, Path):
+        directory.mkdir(parents=True, exist_ok=True)
+        sync(directory.parent)                       # else the folder itself could be gone after a crash
     limit, warned = time.monotonic() + PATIENCE, False
     while True:
         lease = None
@@ -63,7 +66,7 @@ def start_version(directory: Path) -> Lease:
             return lease
         if lease is not None:                        # two jobs that began at the same time: both step back
             lease.give_up()
-            _remove(lease.folder)
+            remove(lease.folder)
         if time.monotonic() > limit:
             raise CheckpointError(f"{directory} is being written by {other}, for more than {PATIENCE:.0f} s",
                                   "one save at a time goes into a folder", "another folder, or end that job")
@@ -73,47 +76,52 @@ def start_version(directory: Path) -> Lease:
         time.sleep(random.uniform(0.02, 0.2))
 
 
-def _other_writer(directory: Path, own: Path | None = None) -> str:
+def _other_writer(directory: Folder, own: Folder | None = None) -> str:
     """Who else is writing a version into this folder; "" for nobody. What nobody writes any more is removed."""
     # the newest version has a lease until `latest` names it
     others = [writer(directory / name) for name in versions(directory)[-1:]]
-    for path in list(directory.iterdir()):
-        if _LEFTOVER.fullmatch(path.name) and path != own:
+    paths: list[Folder] = list(directory.iterdir())
+    for path in paths:
+        if _is_unfinished(path) and path != own:
             others.append(writer(path))
             if not others[-1] and not is_new(path):
-                _remove(path)
+                remove(path)
     return next(filter(None, others), "")
 
 
-def _remove(path: Path) -> None:
-    """Delete a folder or file that another job may be deleting, too."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-    while path.exists():
-        with suppress(FileNotFoundError):
-            shutil.rmtree(path)
+def _is_unfinished(path: Folder) -> bool:
+    if isinstance(path, RemotePath):
+        return _VERSION.fullmatch(path.name) is not None and not (path / MANIFEST).is_file()
+    return _LEFTOVER.fullmatch(path.name) is not None
 
 
-def publish(folder: Path, final: Path, manifest: bytes, digest: str) -> None:
+def publish(folder: Folder, final: Folder, manifest: bytes, digest: str) -> None:
     """The version in `folder`, whose other files are on the disk, becomes the latest one."""
     write_atomically(folder / MANIFEST, manifest)
     # from here on the version can be named; `load(directory)` still takes the one before, until `latest` is replaced
-    os.rename(folder, final)
-    sync(final.parent)
+    if isinstance(final, Path):
+        os.rename(str(folder), final)
+        sync(final.parent)
     write_atomically(final.parent / LATEST, f"{final.name} {digest}\n".encode())
     (final / LEASE).unlink()                         # only now: until then no other job writes `latest`
 
 
-def delete_old(directory: Path, keep: int) -> None:
-    """Delete all but the last `keep` versions; one that is partly deleted no longer has a version's name."""
-    for name in versions(directory)[:-keep]:
-        temporary = temporary_name(directory / name)
+def retire_old(directory: Folder, keep: int) -> list[Folder]:
+    """All but the last `keep` versions are no longer versions. Their folders, which are left to `remove`."""
+    retired: list[Folder] = []
+    for folder in [directory / name for name in versions(directory)[:-keep]]:
         with suppress(FileNotFoundError):            # another job has deleted it meanwhile
-            os.rename(directory / name, temporary)
-        _remove(temporary)
+            if isinstance(folder, RemotePath):
+                (folder / MANIFEST).unlink()
+                retired.append(folder)
+            else:
+                temporary = temporary_name(folder)
+                os.rename(folder, temporary)
+                retired.append(temporary)
+    return retired
 
 
-def latest(directory: Path) -> tuple[Path, str] | None:
+def latest(directory: Folder) -> tuple[Folder, str] | None:
     """The folder that `latest` names and the hash of its manifest; None where there is no such file."""
     try:
         line = read_regular(directory / LATEST).decode("latin-1")
@@ -129,7 +137,7 @@ def latest(directory: Path) -> tuple[Path, str] | None:
     return directory / match[1], match[2]
 
 
-def find_version(directory: Path) -> tuple[Path, bytes, str]:
+def find_version(directory: Folder) -> tuple[Folder, bytes, str]:
     """The version to load, the bytes of its manifest, and their hash where `latest` names one, else "".
 
     `directory` may be a version itself. Raises CheckpointError where there is none.

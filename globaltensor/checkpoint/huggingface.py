@@ -22,12 +22,12 @@ from torch import nn
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.checkpoint.collective import collective_try
 from globaltensor.checkpoint.files import sync, temporary_name, write_atomically
+from globaltensor.checkpoint.hashes import piece_hash
 from globaltensor.checkpoint.loading import check_fit, check_names, needed
 from globaltensor.checkpoint.manifest import CheckpointError, Entry, SavedPiece
 from globaltensor.checkpoint.pieces import (
     CheckpointFiles,
     check_dtype,
-    digest,
     need_safetensors,
     whole_region,
     write_file,
@@ -38,6 +38,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.runtime.world import world, world_size
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.materialize import fill_unloaded
 from globaltensor.tracebacks import api_boundary
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -52,20 +53,23 @@ M = TypeVar("M", bound=nn.Module)
 def load_safetensors(module: M, folder: str | os.PathLike[str]) -> M:
     """Load the weights in `folder` into the parameters and buffers of a module, in place; collective.
 
-    Each rank reads only its parts. Values are converted to the module's dtypes, as torch's load_state_dict does.
-    Returns the module. Raises CheckpointError, on every process and before anything is changed, where a file is
+    Each rank reads only its parts. Values are converted to the module's dtypes, as torch's load_state_dict does. A
+    module on the meta device gets its memory first, and what no file has (buffers that are not saved) its initial
+    values. Returns the module. Raises CheckpointError, on every process and before anything is changed, where a file is
     missing or damaged, or names or shapes do not fit.
     """
     expect(module, nn.Module, "weights for no module", "gt.load_safetensors(model, folder)")
     need_safetensors()
-    files, entries, own = collective_try("loading safetensors", lambda: _check_folder(module, Path(folder)))
+    files, entries = collective_try("loading safetensors", lambda: _check_folder(module, Path(folder)))
+    fill_unloaded(module, entries)
+    own = module.state_dict(keep_vars=True)
     for name, entry in entries.items():
         files.fill(entry, own[name])
     return module
 
 
 def _check_folder(module: nn.Module,
-                  folder: Path) -> tuple[CheckpointFiles, dict[str, Entry], dict[str, torch.Tensor]]:
+                  folder: Path) -> tuple[CheckpointFiles, dict[str, Entry]]:
     """All that can go wrong, before anything is changed: names, shapes, files."""
     file_of = _weight_map(folder)
     files = CheckpointFiles(folder, links=True)
@@ -77,13 +81,13 @@ def _check_folder(module: nn.Module,
     entries = {}
     for name, file in file_of.items():
         tensor = _tensor(files, name, file)
-        pieces = (SavedPiece(file, name, whole_region(tensor), None),) if tensor.numel() else ()
+        pieces = (SavedPiece(file, name, whole_region(tensor), ""),) if tensor.numel() else ()
         entries[name] = Entry(name, tensor.dtype, tuple(tensor.shape), False, pieces)
         check_fit(entries[name], own[name], dtype=False)
     for entry, piece, _ in needed({name: own[name] for name in entries}, entries):
         files.view(entry, piece)                     # raises where the piece is not there
     _check_tied_weights(files, entries, own)
-    return files, entries, own
+    return files, entries
 
 
 def _check_tied_weights(files: CheckpointFiles, entries: dict[str, Entry], own: dict[str, torch.Tensor]) -> None:
@@ -91,8 +95,8 @@ def _check_tied_weights(files: CheckpointFiles, entries: dict[str, Entry], own: 
     first: dict[int, str] = {}
     for name, entry in entries.items():
         other = entries[first.setdefault(id(own[name]), name)]
-        if other is not entry and [digest(files.view(other, p)) for p in other.pieces] != [
-                digest(files.view(entry, p)) for p in entry.pieces]:
+        if other is not entry and [piece_hash(files.view(other, p)) for p in other.pieces] != [
+                piece_hash(files.view(entry, p)) for p in entry.pieces]:
             raise CheckpointError(f"{other.name!r} and {name!r} are one tensor in the module, two in the folder",
                                   "their values differ there", "untie them, load, and decide which one to keep")
 
@@ -195,6 +199,7 @@ def _write_temporary(path: Path, held: dict[str, torch.Tensor], rank: int) -> li
         return []
     temporary = temporary_name(path)
     write_file(temporary, held, {"format": "pt"})
+    sync(temporary)
     return [(temporary, path)]
 
 

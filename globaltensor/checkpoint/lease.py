@@ -16,7 +16,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from globaltensor.checkpoint.files import read_regular, write_atomically
+from globaltensor.checkpoint.files import make_folder, read_regular, write_atomically
+from globaltensor.checkpoint.remote import Folder, RemotePath
 from globaltensor.runtime.host_processes import ENDED, ProcessId, own_process, process_state
 
 LEASE = "lease"
@@ -27,26 +28,17 @@ RENEW = 10.0
 class Lease:
     """This process writes into a folder, which is made with the lease in it, until `stop` or `give_up`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.with_name(f".{folder.name}")
-        self.folder.mkdir()
-        self.write()
-        os.rename(self.folder, folder)
+    def __init__(self, folder: Folder) -> None:
         self.folder = folder
+        make_folder(folder, LEASE, lease_text())
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.renew, daemon=True, name=f"lease of {folder.name}")
         self.thread.start()
 
-    def write(self) -> None:
-        own = own_process()
-        text = json.dumps({"host": own.host, "pid": own.pid, "began": own.began, "name": socket.gethostname(),
-                           "time": time.time()})
-        write_atomically(self.folder / LEASE, text.encode(), durable=False)
-
     def renew(self) -> None:
         while not self.ended.wait(RENEW):
-            with suppress(OSError):                  # a full disk: the save fails of it, and says so
-                self.write()
+            with suppress(Exception):                # a full disk, a lost store: the save fails of it, and says so
+                write_atomically(self.folder / LEASE, lease_text(), durable=False)
 
     def stop(self) -> None:
         """The folder is about to be renamed; the lease in it counts for some time yet."""
@@ -56,12 +48,19 @@ class Lease:
     def give_up(self) -> None:
         """The folder may be deleted at once. Needs no room on the disk."""
         self.stop()
-        with suppress(OSError):                      # the folder may be gone, which is as good
+        with suppress(Exception):                    # the folder may be gone, or its store: which is as good
             (self.folder / LEASE).unlink(missing_ok=True)
-            os.utime(self.folder, (0, 0))
+            if isinstance(self.folder, Path):
+                os.utime(self.folder, (0, 0))
 
 
-def writer(path: Path) -> str:
+def lease_text() -> bytes:
+    own = own_process()
+    return json.dumps({"host": own.host, "pid": own.pid, "began": own.began, "name": socket.gethostname(),
+                       "time": time.time()}).encode()
+
+
+def writer(path: Folder) -> str:
     """Who writes into this folder, in a few words; "" for nobody."""
     try:
         values = json.loads(read_regular(path / LEASE))
@@ -73,8 +72,10 @@ def writer(path: Path) -> str:
     return f"process {process.pid} on {name}" if live else ""
 
 
-def is_new(path: Path) -> bool:
+def is_new(path: Folder) -> bool:
     """Has this folder or file changed within the last `STALE` seconds? False where it is gone."""
+    if isinstance(path, RemotePath):
+        return False                                 # its first object is a lease: without one it is being deleted
     try:
         return time.time() - path.lstat().st_mtime < STALE
     except FileNotFoundError:

@@ -13,7 +13,6 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +29,11 @@ from globaltensor.checkpoint.pieces import (
     need_safetensors,
     overlaps,
 )
+from globaltensor.checkpoint.remote import Folder, folder_at
 from globaltensor.checkpoint.tree import FlatState, at_path, decode, flatten, is_object, join_path, state_of
 from globaltensor.runtime.torch_internals import has_internal_overlap
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.materialize import fill_unloaded
 
 
 class CheckedState(NamedTuple):
@@ -49,23 +50,26 @@ def load_folder(state: Any, directory: str | os.PathLike[str]) -> Any:
     """Load the latest version in `directory` into `state`; collective.
 
     state      as it was passed to `save`, under any layout and number of ranks: its tensors are written in place (they
-               stay the same objects), its objects get load_state_dict. A fresh optimizer needs no state yet: its new
-               tensors are laid out like the parameters they belong to
+               stay the same objects; modules on the meta device get memory), its objects get load_state_dict. A fresh
+               optimizer needs no state yet: its new tensors are laid out like the parameters they belong to
     directory  as it was passed to `save`, or one version in it, such as run/checkpoint/step-00000003
 
     Returns a state of the same structure, with these same tensors and objects, and the plain values that were saved.
     A tensor's dtype, shape and name must be as saved. Raises CheckpointError, on every process and before anything is
     changed, where something is missing, damaged, or does not fit; it names the piece and the rank that needs it.
     """
-    return load_version(state, Path(directory))[0]
+    return load_version(state, folder_at(directory))[0]
 
 
-def load_version(state: Any, directory: Path) -> tuple[Any, Manifest]:
+def load_version(state: Any, directory: Folder) -> tuple[Any, Manifest]:
     """The same, and the manifest of the version that was loaded."""
     need_safetensors()
     checked = collective_try("loading a checkpoint", lambda: _check_loadable(state, directory),
                              lambda checked: checked.digest)
     entries, flat = checked.manifest.entries, checked.flat
+    for value in flat.objects.values():
+        if isinstance(value, nn.Module):             # one on the meta device gets its memory
+            fill_unloaded(value, value.state_dict(keep_vars=True))
 
     undo: list[Callable[[], None]] = []
     try:
@@ -87,7 +91,7 @@ def load_version(state: Any, directory: Path) -> tuple[Any, Manifest]:
 # ------------------------------------------------------------------------------------------------ before: checks
 
 
-def read_manifest(directory: Path) -> tuple[Path, Manifest, str]:
+def read_manifest(directory: Folder) -> tuple[Folder, Manifest, str]:
     """The folder of the version to load, its manifest, and the manifest's hash."""
     folder, data, expected = folders.find_version(directory)
     actual = hashlib.sha256(data).hexdigest()
@@ -98,7 +102,7 @@ def read_manifest(directory: Path) -> tuple[Path, Manifest, str]:
     return folder, parse_manifest(data, str(folder / folders.MANIFEST)), actual
 
 
-def _check_loadable(state: Any, directory: Path) -> CheckedState:
+def _check_loadable(state: Any, directory: Folder) -> CheckedState:
     """Everything that can go wrong, before anything is changed."""
     folder, manifest, digest = read_manifest(directory)
     flat = flatten(state)
@@ -108,6 +112,10 @@ def _check_loadable(state: Any, directory: Path) -> CheckedState:
     check_names(targets, manifest.entries, f"the checkpoint in {folder}")
     for name, t in targets.items():
         check_fit(manifest.entries[name], t)
+        if t.is_meta and not isinstance(_owner(name, flat)[1], nn.Module):
+            raise CheckpointError(f"{name!r} of the state is on the meta device",
+                                  "it has no memory to load into; modules are given theirs as they are loaded",
+                                  'gt.load({"model": model}, folder), or gt.materialize(model) before')
     _check_tied_tensors(targets, manifest.entries)
     _check_keys(state, decode(manifest.state, lambda name: None), "", f"the checkpoint in {folder}")
     files.verify(needed(targets, manifest.entries))
@@ -163,7 +171,7 @@ def _check_tied_tensors(targets: dict[str, torch.Tensor], entries: dict[str, Ent
     first: dict[int, str] = {}
     for name, t in targets.items():
         other = first.setdefault(id(t), name)
-        a, b = ({(p.region, p.sha256) for p in entries[n].pieces} for n in (name, other))
+        a, b = ({(p.region, p.hash) for p in entries[n].pieces} for n in (name, other))
         if a != b:
             raise CheckpointError(f"{other!r} and {name!r} are one tensor in the state, two in the checkpoint",
                                   "they were not tied when it was saved, and their values differ",
@@ -202,9 +210,9 @@ def _has_tensors(own: Any) -> bool:
 
 
 def _owner(name: str, flat: FlatState) -> tuple[str, Any]:
-    """The object, not a module, to which a tensor belongs, and its path; None for those written in place."""
+    """The object to which a tensor belongs, and its path; None for a tensor of the state itself."""
     for path, value in flat.objects.items():
-        if not isinstance(value, nn.Module) and (not path or name.startswith(path + "/")):
+        if not path or name.startswith(path + "/"):
             return path, value
     return "", None
 
@@ -214,8 +222,8 @@ def _new_tensors(manifest: Manifest, flat: FlatState) -> dict[str, torch.Tensor]
     new = {}
     for name, entry in manifest.entries.items():
         path, owner = _owner(name, flat)
-        if owner is None:
-            continue
+        if owner is None or isinstance(owner, nn.Module):
+            continue                                 # written in place
         if name in flat.tensors:
             check_fit(entry, flat.tensors[name])
             new[name] = empty_copy(flat.tensors[name])

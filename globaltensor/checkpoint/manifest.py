@@ -2,7 +2,7 @@
 
     {"sha256": "<of the bytes of body>", "manifest": {"format": 1, "state": ..., "random": "...", "tensors": {
         "model/0.weight": {"dtype": "float32", "shape": [7, 5], "global": true, "pieces": [
-            {"file": "rank-00000.safetensors", "key": "...", "region": [[0, 4], [0, 5]], "sha256": "..."}, ...]}}}}
+            {"file": "rank-00000.safetensors", "key": "...", "region": [[0, 4], [0, 5]], "hash": "..."}, ...]}}}}
 
 A *piece* is a region of a tensor, (start, stop) per dim, stored as one tensor of one file. The pieces of a tensor tile
 it: every element is in exactly one of them. `state` is everything that is not a tensor (tree.py).
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from globaltensor.checkpoint.hashes import hash_kind
 from globaltensor.checkpoint.tree import decode
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shape
@@ -30,7 +31,6 @@ DTYPES = {str(d).removeprefix("torch."): d for d in (
     torch.complex64)}                                # those of the safetensors format
 _HEAD, _MIDDLE, _TAIL = b'{"sha256": "', b'",\n"manifest": ', b"}\n"
 _FILE = re.compile(r"rank-\d{5,9}\.safetensors")     # no path: a manifest must not name other folders
-_HASH = re.compile(r"[0-9a-f]{64}")
 _BYTES = re.compile(r"([0-9a-f]{2})*")
 
 
@@ -47,7 +47,7 @@ class SavedPiece(NamedTuple):
     file: str
     key: str
     region: Region
-    sha256: str | None                               # None: the format has no hashes
+    hash: str                                        # see hashes.py; "": the format has none
 
 
 class Entry(NamedTuple):
@@ -76,7 +76,7 @@ def region_text(region: Region) -> str:
 def dump_manifest(manifest: Manifest) -> bytes:
     """The bytes of manifest.json."""
     tensors = {e.name: {"dtype": str(e.dtype).removeprefix("torch."), "shape": list(e.shape), "global": e.is_global,
-                        "pieces": [{"file": p.file, "key": p.key, "region": p.region, "sha256": p.sha256}
+                        "pieces": [{"file": p.file, "key": p.key, "region": p.region, "hash": p.hash}
                                    for p in e.pieces]}
                for e in manifest.entries.values()}
     body = json.dumps({"format": FORMAT, "state": manifest.state, "random": manifest.random, "tensors": tensors},
@@ -156,18 +156,17 @@ def _entry(name: str, raw: Any) -> Entry:
 
 
 def _piece(name: str, shape: Shape, raw: Any) -> SavedPiece:
-    file, key, sha = (_field(raw, k, str) for k in ("file", "key", "sha256"))
+    file, key, hash_text = (_field(raw, k, str) for k in ("file", "key", "hash"))
     if not _FILE.fullmatch(file):
         raise ValueError(f"a piece of {name!r} is in a file {file!r:.80}, which is not the name of a rank's file")
-    if not _HASH.fullmatch(sha):
-        raise ValueError(f"a piece of {name!r} has a hash {sha!r:.80}, which is not a sha256")
+    hash_kind(hash_text)
     raw_region = _field(raw, "region", list)
     if len(raw_region) != len(shape) or not all(isinstance(b, list) and len(b) == 2 for b in raw_region):
         raise ValueError(f"a piece of {name!r} has the region {raw_region!r:.80} in a shape {list(shape)}")
     region = tuple((_size(a), _size(b)) for a, b in raw_region)
     if not all(a < b <= n for (a, b), n in zip(region, shape)):
         raise ValueError(f"a piece of {name!r} is {region_text(region)}, which is not inside {list(shape)}")
-    return SavedPiece(file, key, region, sha)
+    return SavedPiece(file, key, region, hash_text)
 
 
 def is_tiling(regions: Iterable[Region], whole: Region) -> bool:

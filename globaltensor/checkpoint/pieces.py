@@ -7,17 +7,19 @@ memory-mapped when they are read, so that only the pages that are needed are rea
 """
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 
 from globaltensor.algorithms.aliasing import note_write
 from globaltensor.checkpoint.files import check_plain, sync
+from globaltensor.checkpoint.hashes import KINDS, hash_kind, piece_hash
 from globaltensor.checkpoint.manifest import DTYPES, CheckpointError, Entry, SavedPiece, region_text
+from globaltensor.checkpoint.remote import Folder, RemotePath
 from globaltensor.layouts.layout import spec
 from globaltensor.layouts.regions import Region, intersect, slices, volume
 from globaltensor.runtime.world import local_ranks_of, world
@@ -114,11 +116,17 @@ def _holders_by_region(t: torch.Tensor, ranks: list[int]) -> dict[Region, list[i
     return holders
 
 
-def write_hashed(path: Path, data: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def write_hashed(path: Folder, data: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Write a file of these tensors (on the CPU, contiguous), on the disk when this returns; hashes by key."""
     with ThreadPoolExecutor(_threads()) as pool:     # hashes while it writes: both release the GIL
-        hashes = pool.map(digest, data.values())
-        write_file(path, data)
+        hashes = pool.map(piece_hash, data.values())
+        if isinstance(path, RemotePath):
+            with TemporaryDirectory(prefix="globaltensor-") as folder:
+                write_file(Path(folder, path.name), data)
+                path.upload(Path(folder, path.name))
+        else:
+            write_file(path, data)
+            sync(path)
         return dict(zip(data, hashes))
 
 
@@ -127,23 +135,17 @@ def _threads() -> int:
 
 
 def write_file(path: Path, data: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """The same without hashes; other threads can run meanwhile."""
+    """The same without hashes, and not yet synced; other threads can run meanwhile."""
     serialize_file({key: TensorSpec(dtype=str(t.dtype).removeprefix("torch."), shape=list(t.shape),
                                     data_ptr=t.data_ptr(), data_len=t.nbytes) for key, t in data.items()}, path,
                    metadata)
-    sync(path)
-
-
-def digest(t: torch.Tensor) -> str:
-    """The sha256 of the bytes of a contiguous tensor on the CPU."""
-    return hashlib.sha256(t.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 class CheckpointFiles:
     """The files of a version, opened when needed and kept open, so that the file checked is the file read. `links`:
-    they may be links to files elsewhere."""
+    they may be links to files elsewhere. Those of a store are downloaded whole, into files without a name."""
 
-    def __init__(self, folder: Path, links: bool = False) -> None:
+    def __init__(self, folder: Folder, links: bool = False) -> None:
         self.folder, self.links = folder, links
         self._open: dict[str, Any] = {}
         self._verified: set[SavedPiece] = set()
@@ -152,8 +154,7 @@ class CheckpointFiles:
         """A safetensors file of the folder. Raises CheckpointError where it is missing or truncated."""
         if name not in self._open:
             try:
-                check_plain(self.folder / name, None if self.links else self.folder)
-                self._open[name] = safe_open(self.folder / name, "pt")
+                self._open[name] = self._opened(self.folder, name)
             except FileNotFoundError:
                 raise CheckpointError(f"{self.folder / name} is missing", "the checkpoint names it",
                                       "another version: load(state, '<directory>/step-...')") from None
@@ -161,6 +162,14 @@ class CheckpointFiles:
                 raise CheckpointError(f"{self.folder / name} is damaged", str(error),
                                       "another version: load(state, '<directory>/step-...')") from None
         return self._open[name]
+
+    def _opened(self, folder: Folder, name: str) -> Any:
+        if isinstance(folder, RemotePath):
+            with TemporaryDirectory(prefix="globaltensor-") as local:
+                (folder / name).download(Path(local, name))
+                return safe_open(Path(local, name), "pt")        # it is mapped, and outlives its name
+        check_plain(folder / name, None if self.links else folder)
+        return safe_open(folder / name, "pt")
 
     def view(self, entry: Entry, piece: SavedPiece) -> torch.Tensor:
         """The piece, a view of the mapped file."""
@@ -181,13 +190,16 @@ class CheckpointFiles:
         """Check the hash of every piece, each once, on several threads. Raises CheckpointError, naming the piece and
         the rank that needs it. Reads every byte of these pieces once."""
         new = {piece: (entry, rank) for entry, piece, rank in needed if piece not in self._verified}
-        views = {piece: self.view(entry, piece) for piece, (entry, _) in new.items()}
+        views = [self.view(entry, piece) for piece, (entry, _) in new.items()]
+        kinds = [hash_kind(piece.hash) for piece in new]
+        for kind in set(kinds) - KINDS.keys():
+            raise CheckpointError(f"the hashes in {self.folder} are of the kind {kind}",
+                                  "the package xxhash, which computes them, is not installed", "pip install xxhash")
         with ThreadPoolExecutor(_threads()) as pool:
-            for (piece, (entry, rank)), actual in zip(new.items(), pool.map(digest, views.values())):
-                if piece.sha256 not in (None, actual):
+            for (piece, (entry, rank)), actual in zip(new.items(), pool.map(piece_hash, views, kinds)):
+                if piece.hash != actual:
                     raise CheckpointError(f"{self._name(entry, piece)} is damaged: rank {rank} needs it",
-                                          f"its bytes hash to {actual[:12]}..., "
-                                          f"the manifest says {piece.sha256[:12]}...",
+                                          f"its bytes hash to {actual[:20]}..., the manifest says {piece.hash[:20]}...",
                                           "another version: load(state, '<directory>/step-...')")
         self._verified.update(new)
 

@@ -11,14 +11,15 @@ with torch's random state, which every save keeps: numbers are drawn as if the j
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from globaltensor.checkpoint.collective import collective_try
 from globaltensor.checkpoint.folders import versions
 from globaltensor.checkpoint.loading import load_version
 from globaltensor.checkpoint.manifest import CheckpointError
+from globaltensor.checkpoint.remote import folder_at
 from globaltensor.errors import warn
 from globaltensor.runtime.agreement import broadcast_object
 from globaltensor.runtime.world import rank
@@ -38,9 +39,10 @@ def resume(state: T, directory: str | os.PathLike[str]) -> T:
     Sets torch's random state, too. A version that cannot be loaded is passed over with a warning, if one before it can.
     Raises CheckpointError, on every process, where none can.
     """
-    path = Path(directory)
+    path = folder_at(directory)
     # not by `latest`: a job may have been ended just before it wrote that, with a version that is whole
-    newest_first = versions(path)[::-1] if rank() == 0 and path.is_dir() else []
+    newest_first = collective_try("looking for a checkpoint", lambda: versions(path)[::-1] if rank() == 0 and
+                                  path.is_dir() else [])
     first: CheckpointError | None = None
     for name in broadcast_object(newest_first, 0, "looking for a checkpoint"):
         try:

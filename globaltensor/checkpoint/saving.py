@@ -2,7 +2,8 @@
 
 Ranks report that they are done by files, not by messages: rank N writes `rank-N.done`, with its part of the manifest,
 and rank 0 waits for all of them. So a thread can finish a save while the program goes on and uses the transport; a
-synchronous save is the same, waited for.
+synchronous save is the same, waited for until the version is complete. Old versions lose their names before that, and
+their bytes after it: a file system takes a third as long to free them as to write new ones.
 """
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import torch
 from globaltensor.boxings.redistribute import redistribute
 from globaltensor.checkpoint import folders
 from globaltensor.checkpoint.collective import collective_try
-from globaltensor.checkpoint.files import write_atomically
+from globaltensor.checkpoint.files import remove, write_atomically
 from globaltensor.checkpoint.lease import Lease
 from globaltensor.checkpoint.manifest import CheckpointError, Entry, Manifest, SavedPiece, dump_manifest, parse_manifest
 from globaltensor.checkpoint.pieces import (
@@ -33,17 +35,20 @@ from globaltensor.checkpoint.pieces import (
     need_safetensors,
     write_hashed,
 )
+from globaltensor.checkpoint.remote import Folder, folder_at
 from globaltensor.checkpoint.tree import FlatState, flatten
 from globaltensor.errors import where
 from globaltensor.layouts.regions import slices
 from globaltensor.runtime.agreement import broadcast_object, checksum, gather_objects
-from globaltensor.runtime.liveness import lost_rank
+from globaltensor.runtime.deadlock import patience, stacks_of
+from globaltensor.runtime.liveness import first_lost, lost_rank
 from globaltensor.runtime.world import world, world_size
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 TIMEOUT = 1800.0                                     # seconds for which a rank waits for the others to write
+_GRACE = 2.0
 _LOOK = 0.25                                         # seconds between looks whether they live
-_running: dict[Path, Saving] = {}                    # the last save into each directory, which may still be in progress
+_running: dict[Folder, Saving] = {}                  # the last save into each directory, which may still be in progress
 
 
 def save_folder(state: Any, directory: str | os.PathLike[str], *, asynchronous: bool = False,
@@ -53,16 +58,18 @@ def save_folder(state: Any, directory: str | os.PathLike[str], *, asynchronous: 
     state         nested dicts, lists and tuples of global and plain tensors, numbers, strings, None, and objects with
                   a state_dict (modules, optimizers, schedulers, samplers). Plain tensors and values must be the same on
                   all processes. A pending sum is reduced first; no other tensors are communicated
-    directory     must be the same folder for all processes; each save makes a new version in it
+    directory     must be the same folder for all processes; each save makes a new version in it. Or a URL of a store
+                  that fsspec knows, s3://bucket/run: each rank writes its file to its disk and uploads it
     asynchronous  copy the parts and return at once; a thread writes them. `wait()` on the result raises its errors
-    keep          delete all but so many of the last versions, once the new one is complete
+    keep          take their names from all but so many of the last versions, once the new one is complete; a thread
+                  deletes them
 
     Each rank writes about as many bytes as the others, each piece once. A crash at any moment leaves the previous
     version or the new one intact. Raises CheckpointError for a state that cannot be saved and for processes that
     disagree, on every process and before anything is written; and where files cannot be written.
     """
     need_safetensors()
-    path = Path(os.path.abspath(directory))
+    path = folder_at(directory)
     _join_earlier(path)
     if keep is not None and (type(keep) is not int or keep < 1):
         raise CheckpointError(f"keep={keep!r}", "the new version is always kept", "keep=2")
@@ -74,7 +81,7 @@ def save_folder(state: Any, directory: str | os.PathLike[str], *, asynchronous: 
     lease = collective_try("making the folder of a checkpoint",
                            lambda: folders.start_version(path) if world().rank == 0 else None)
     try:
-        temporary = Path(broadcast_object(str(lease.folder) if lease else "", 0, "naming a checkpoint"))
+        temporary = path / broadcast_object(lease.folder.name if lease else "", 0, "naming a checkpoint")
         collective_try("finding the folder of a checkpoint", lambda: _check_folder_shared(temporary))
         data = _data_to_write(tensors, pieces, asynchronous)
     except BaseException:
@@ -83,7 +90,7 @@ def save_folder(state: Any, directory: str | os.PathLike[str], *, asynchronous: 
         raise
     saving = _running[path] = Saving(flat, tensors, data, temporary, lease, keep)
     if not asynchronous:
-        saving.wait()
+        saving.wait_until_written()
     return saving
 
 
@@ -91,9 +98,9 @@ class Saving:
     """A save in progress. `path` is the version's folder."""
 
     def __init__(self, flat: FlatState, tensors: dict[str, torch.Tensor],
-                 data: dict[int, dict[PieceToWrite, torch.Tensor]], temporary: Path, lease: Lease | None,
+                 data: dict[int, dict[PieceToWrite, torch.Tensor]], temporary: Folder, lease: Lease | None,
                  keep: int | None) -> None:
-        self.path = temporary.with_name(temporary.name.partition(".")[0])
+        self.path = temporary.parent / temporary.name.partition(".")[0]
         self._temporary, self._lease, self._data, self._keep, self._at = temporary, lease, data, keep, where()
         first: dict[int, str] = {}                   # tied tensors share the pieces of the first name
         self._names = {name: first.setdefault(id(t), name) for name, t in tensors.items()}
@@ -102,6 +109,7 @@ class Saving:
         self._error: CheckpointError | None = None
         self._reported = False
         self._rank, self._ranks = world().rank, world_size()
+        self._written = threading.Event()            # or failed
         self._thread = threading.Thread(target=self._run, name=f"saving {self.path.name}")
         self._thread.start()                         # not a daemon: a program that ends waits for it
 
@@ -113,33 +121,46 @@ class Saving:
         """Has it ended, with or without an error? Does not wait."""
         return not self._thread.is_alive()
 
-    def wait(self) -> Path:
+    def wait_until_written(self) -> Folder:
         """Wait until all ranks have written the checkpoint. Returns its folder; raises the error if there was one."""
-        self._thread.join()
+        self._written.wait()
         self._reported = True
         if self._error is not None:
             raise self._error
         return self.path
 
+    def wait(self) -> Folder:
+        """The same, and until old versions are deleted."""
+        self._thread.join()
+        return self.wait_until_written()
+
     def _run(self) -> None:
         try:
             self._write()
+            old: list[Folder] = []
             if self._rank == 0:
-                self._commit()
+                old = self._commit()
             else:
                 self._await(self._published, "failed", 0, "to finish")
+            self._written.set()
+            for folder in old:
+                remove(folder)
         except CheckpointError as error:             # raised by wait(): a thread has no caller
             self._fail(error, None)
-        except Exception as error:
+        except BaseException as error:               # SystemExit, too, would end the thread as if all were well
             self._fail(CheckpointError(f"{self.path} could not be written: {type(error).__name__}: {error}",
                                        at=self._at), error)
-        self._data = {}
+        finally:
+            self._data = {}
+            self._written.set()
 
-    def _fail(self, error: CheckpointError, cause: Exception | None) -> None:
+    def _fail(self, error: CheckpointError, cause: BaseException | None) -> None:
         error.__cause__ = cause
         self._error = error
         if self._lease is not None:
-            self._mark("failed", error.what)
+            of_rank = f"rank {self._rank}: {type(cause).__name__}: {cause}"
+            what = of_rank if cause else error.what.removeprefix(f"{self.path} was not written: ")
+            self._mark("failed", f"{what}\n{error.why or ''}")
             self._lease.give_up()
 
     def _write(self) -> None:
@@ -150,39 +171,40 @@ class Saving:
             try:
                 by_key = {piece.key: t for piece, t in data.items()}
                 hashes = write_hashed(self._temporary / file, by_key) if data else {}
-            except Exception as error:
-                self._mark(f"rank-{rank}.failed", f"{type(error).__name__}: {error}")
+            except BaseException as error:
+                self._mark(f"rank-{rank}.failed", f"rank {rank}: {type(error).__name__}: {error}")
                 raise
             written = [[piece.name, file, piece.key, piece.region, hashes[piece.key]] for piece in data]
             write_atomically(self._temporary / f"rank-{rank}.done", json.dumps(written).encode(), durable=False)
 
     def _mark(self, name: str, text: str) -> None:
-        try:                                         # on a full disk an empty file has to do
-            with open(self._temporary / name, "w") as file:
-                file.write(text)
-        except OSError:
-            pass
+        with suppress(Exception):                    # it only tells others sooner
+            try:
+                write_atomically(self._temporary / name, text.encode(), durable=False)
+            except OSError:                          # of a full disk, on which there is still room for a name
+                (self._temporary / name).write_bytes(b"")
 
     def _raise_if(self, name: str) -> None:
         if (self._temporary / name).exists():
-            text = (self._temporary / name).read_text() or "without a message"
-            raise CheckpointError(f"{self.path} was not written: {text}", f"the file {name} is in {self._temporary}",
-                                  at=self._at)
+            text = (self._temporary / name).read_bytes().decode() or "without a message"
+            what, _, why = text.partition("\n")
+            raise CheckpointError(f"{self.path} was not written: {what}",
+                                  why or f"the file {name} is in {self._temporary}", at=self._at)
 
     def _published(self) -> bool:
         latest = folders.latest(self.path.parent)
         # or a later one: another job may have saved meanwhile
         return latest is not None and latest[0].name >= self.path.name and (
-            latest[0] == self.path or self.path.is_dir())
+            latest[0] == self.path or (self.path / folders.MANIFEST).is_file())
 
-    def _commit(self) -> None:
-        """Wait for all ranks, assemble the manifest, publish."""
+    def _commit(self) -> list[Folder]:
+        """Wait for all ranks, assemble the manifest, publish. Returns what is left of old versions, to be deleted."""
         pieces: dict[str, list[SavedPiece]] = {}
         for rank in range(self._ranks):
             mark = self._temporary / f"rank-{rank}.done"
             self._await(mark.exists, f"rank-{rank}.failed", rank, "to write")
-            for name, file, key, region, sha in json.loads(mark.read_bytes()):
-                pieces.setdefault(name, []).append(SavedPiece(file, key, tuple(map(tuple, region)), sha))
+            for name, file, key, region, hash_text in json.loads(mark.read_bytes()):
+                pieces.setdefault(name, []).append(SavedPiece(file, key, tuple(map(tuple, region)), hash_text))
         entries = {name: Entry(name, *self._entries[name], tuple(pieces.get(first, ())))
                    for name, first in self._names.items()}
         data = dump_manifest(Manifest(entries, self._state, self._random))
@@ -192,8 +214,7 @@ class Saving:
         assert self._lease is not None               # rank 0 has it
         self._lease.stop()
         folders.publish(self._temporary, self.path, data, hashlib.sha256(data).hexdigest())
-        if self._keep is not None:
-            folders.delete_old(self.path.parent, self._keep)
+        return folders.retire_old(self.path.parent, self._keep) if self._keep is not None else []
 
     def _await(self, ready: Callable[[], bool], failure: str, rank: int, what: str) -> None:
         """Wait for that rank until it is `ready`. Raises the error that the file `failure` tells of, as soon as there
@@ -207,7 +228,8 @@ class Saving:
                 loss = lost_rank([rank])
                 # it may have finished, and its program too, since it was not ready
                 if loss is not None and not ready():
-                    raise CheckpointError(f"{self.path} was not written: {loss.how}",
+                    self._raise_if(failure)
+                    raise CheckpointError(f"{self.path} was not written: {first_lost(loss).how}",
                                           f"rank {self._rank} waited for it {what}",
                                           "look at its own error, and at what its host says of it", at=self._at)
                 if not (self._temporary.is_dir() or self.path.is_dir() or ready()):
@@ -215,14 +237,16 @@ class Saving:
                                           "rank 0 gave it up, or somebody else deleted it",
                                           "look at the first error of rank 0", at=self._at)
             waited = time_now - began
-            if waited > TIMEOUT:
-                raise CheckpointError(f"{self.path} was not written: waited {TIMEOUT:.0f} seconds for rank {rank} "
-                                      f"{what}", "it lives, so its disk is slow, or hangs",
-                                      "`globaltensor stacks` shows where it is", at=self._at)
-            time.sleep(min(max(0.001, waited / 50), 0.05))       # adds 2% at most
+            # rank 0 says which rank it waited for in vain: the others, who wait for rank 0, let it
+            if waited > min(TIMEOUT, patience()) + (0 if self._rank == 0 else _GRACE):
+                raise CheckpointError(f"{self.path} was not written: waited {waited:.0f} seconds for rank {rank} "
+                                      f"{what}", stacks_of([rank]), "gt.init(timeout=...) where its disk may take "
+                                      "longer", at=self._at)
+            # adds 2% at most; a store is asked over a network, and may charge for it
+            time.sleep(min(max(0.001, waited / 50), 0.05 if isinstance(self.path, Path) else 1.0))
 
 
-def _join_earlier(path: Path) -> None:
+def _join_earlier(path: Folder) -> None:
     """One save at a time into a directory; the error of one that nobody waited for becomes a warning."""
     earlier = _running.pop(path, None)
     if earlier is not None:
@@ -280,10 +304,10 @@ def _without_partials(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     return {name: reduced.get(id(t), t) for name, t in tensors.items()}
 
 
-def _check_folder_shared(temporary: Path) -> None:
+def _check_folder_shared(temporary: Folder) -> None:
     if not temporary.is_dir():
         raise CheckpointError(f"{temporary} does not exist", "rank 0 made it: the processes do not share this folder",
-                              "a directory on a file system that all hosts share")
+                              "a directory on a file system, or a store, that all of them share")
 
 
 def _data_to_write(tensors: dict[str, torch.Tensor], pieces: list[PieceToWrite],

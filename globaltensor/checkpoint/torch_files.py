@@ -81,6 +81,9 @@ def _is_file(target: Any) -> bool:
     if not isinstance(target, (str, os.PathLike)):
         return hasattr(target, "write") or hasattr(target, "read")
     name = os.fspath(target)
+    if "://" in name and name.endswith(SUFFIXES):
+        raise ArgumentError(f"{name} as a checkpoint", "a URL names a folder, and this ends as a file of torch's does",
+                            f'with fsspec.open("{name}", "wb") as file: gt.save(state, file)')
     # Mostly what is there decides. Of what is still to be written the name does.
     return not os.path.isdir(name) and (os.path.isfile(name) or name.endswith(SUFFIXES))
 

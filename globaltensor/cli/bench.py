@@ -44,6 +44,9 @@ def options(of: argparse.ArgumentParser) -> None:
                      help="hidden size of the model (train; default 128, then 256. pipeline; default 256)")
     own.add_argument("--minutes", type=float, metavar="N", help="how long training is disturbed (soak; default 2)")
     own.add_argument("--seed", type=int, metavar="N", help="of the moments at which that happens (soak; default 0)")
+    own.add_argument("--min-ranks", type=positive, metavar="N",
+                     help="ranks that fail are left out, as long as so many are left (soak; default: none are)")
+    own.add_argument("--runs", type=positive, metavar="N", help="of each fault (faults; default 20)")
     own.add_argument("--plot", metavar="FILE", help="a picture of the steps, measured above simulated (pipeline)")
 
 
@@ -58,11 +61,11 @@ def command(chosen: argparse.Namespace) -> int:
         print("\n".join(aligned([(name, known[name].question) for name in names])))
         return 0
     keywords = {name: getattr(chosen, name)
-                for name in ("quick", "ranks", "fresh", "hidden", "plot", "minutes", "seed")}
+                for name in ("quick", "ranks", "fresh", "hidden", "plot", "minutes", "seed", "min_ranks", "runs")}
     keywords = {name: value for name, value in keywords.items() if value is not None}
     for option in keywords:
         if not any(option in known[name].takes for name in names):
-            raise Problem(f"{', '.join(names)} does not know --{option}")
+            raise Problem(f"{', '.join(names)} does not know --{option.replace('_', '-')}")
     failed = [name for name in names if not _run(name, {"json": chosen.json, **{
         option: value for option, value in keywords.items() if option in known[name].takes}})]
     if failed:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import globaltensor
 from globaltensor.runtime import native
+from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count, engine_of
 from globaltensor.runtime.text_table import aligned
 from globaltensor.runtime.world import world_size
 
@@ -54,21 +55,29 @@ def _versions() -> dict[str, str]:
 def _host() -> dict[str, Any]:
     host: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cores": cores(),
                             "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
-                            "gpus": torch.cuda.device_count()}
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        host[f"cuda:{index}"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
+                            "accelerators": accelerator_count()}
+    type = accelerator()
+    for index in range(accelerator_count()):
+        host[f"{type}:{index}"] = _device_text(f"{type}:{index}")
     return host
+
+
+def _device_text(device: str) -> str:
+    """Name and memory, where the backend's module tells them."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
+    memory = getattr(properties, "total_memory", None)
+    return getattr(properties, "name", "there") + (f", {memory / 2**30:.0f} GiB" if memory else "")
 
 
 def _transports() -> dict[str, str]:
     """In the order in which they are tried."""
-    built = dist.is_available()
+    built, type = dist.is_available(), accelerator()
     return {
         "memory of one process": "yes: a lone process drives all ranks",
         "shared memory": "no: it is native code" if native.torch_ext is None else "yes, between the ranks of a host",
-        "torch.distributed nccl": "yes" if built and dist.is_nccl_available() and torch.cuda.is_available() else
-                                  "no: it needs GPUs, and a torch built for them",
+        "torch.distributed, devices": "no: it needs accelerators, and a torch built for them" if type is None else
+                                      "no: torch has no engine for them, so bytes go through the CPU"
+                                      if engine_of(type) == GLOO else f"yes, by {engine_of(type)}",
         "torch.distributed gloo": "yes" if built and dist.is_gloo_available() else "no: torch was built without it",
     }
 
@@ -80,7 +89,8 @@ def _world() -> dict[str, Any]:
                 "because": "a launcher set RANK and WORLD_SIZE"}
     size = world_size()
     why = ("GLOBALTENSOR_RANKS is set" if "GLOBALTENSOR_RANKS" in os.environ else
-           "one for each GPU" if torch.cuda.device_count() else "no launcher, no GPU: GLOBALTENSOR_RANKS sets another")
+           "one for each accelerator" if accelerator_count() else
+           "no launcher, no accelerator: GLOBALTENSOR_RANKS sets another")
     return {"ranks": size, "driven by this process": "all", "because": why}
 
 

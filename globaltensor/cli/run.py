@@ -5,6 +5,8 @@
     globaltensor run -n 8 --nnodes 2 --rdzv-endpoint host0:29400 train.py    on each of 2 hosts: 16 ranks
     globaltensor run -n 4 --max-restarts 3 train.py                          again after a crash, up to 3 times
 
+torchrun's flags are taken too, spelled --nproc-per-node or --nproc_per_node; the others say what to type.
+
 The same program runs without it, as one process that drives all ranks: python train.py
 
 The first rank that fails shows its error, once; the others are ended, and the exit code is that rank's. Ctrl-C ends
@@ -25,11 +27,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from globaltensor.cli import worker
 from globaltensor.cli.info import cores
 from globaltensor.cli.problem import Problem, positive
+from globaltensor.cli.torchrun import add_flag, add_torchrun_flags, host_count, rank_count, translate
+from globaltensor.runtime.accelerators import accelerator_count
 from globaltensor.runtime.deadlock import rank_names
 from globaltensor.runtime.preemption import REQUEUE
 from globaltensor.runtime.secret import draw_secret
@@ -39,22 +41,25 @@ def options(of: argparse.ArgumentParser) -> None:
     """The command line of `globaltensor run`."""
     of.usage = ("globaltensor run [-n N] [--nnodes N --rdzv-endpoint HOST:PORT] [--max-restarts N [--min-ranks N]] "
                 "[--grace SECONDS] [-m] program [argument ...]")
-    of.add_argument("-n", "--nproc-per-node", dest="ranks", type=positive, metavar="N",
-                    help="ranks on this host (default: the GPUs there are, else 2)")
-    of.add_argument("--grace", type=positive, default=30, metavar="SECONDS", help="from SIGTERM or Ctrl-C to SIGKILL, "
-                    "for ranks that save what they have (default 30)")
-    of.add_argument("--max-restarts", type=_natural, default=0, metavar="N", help="how often the program is started "
-                    "again when a rank fails; it goes on by gt.resume (default 0)")
-    of.add_argument("--min-ranks", type=positive, metavar="N", help="leave out ranks, or hosts, that fail, as long as "
-                    "so many of the job are left (default: all are started again)")
+    of.allow_abbrev = False                          # a program's own --log is not short for --log-dir
+    add_flag(of, "-n", "--nproc-per-node", dest="ranks", type=rank_count, metavar="N",
+             help="ranks on this host (default: the GPUs there are, else 2)")
+    add_flag(of, "--grace", type=positive, default=30, metavar="SECONDS", help="from SIGTERM or Ctrl-C to SIGKILL, "
+             "for ranks that save what they have (default 30)")
+    add_flag(of, "--shutdown-timeout", dest="grace", type=positive, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add_flag(of, "--max-restarts", type=_natural, default=0, metavar="N", help="how often the program is started "
+             "again when a rank fails; it goes on by gt.resume (default 0)")
+    add_flag(of, "--min-ranks", type=positive, metavar="N", help="leave out ranks, or hosts, that fail, as long as "
+             "so many of the job are left (default: all are started again)")
+    add_torchrun_flags(of)
     of.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
     hosts = of.add_argument_group("several hosts", "the same command on each host")
-    hosts.add_argument("--nnodes", type=positive, default=1, metavar="N", help="hosts that take part (default 1)")
-    hosts.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts meet: an address of one of them")
-    hosts.add_argument("--rdzv-id", default="globaltensor", metavar="ID", help="tells runs at one endpoint apart")
-    hosts.add_argument("--node-rank", type=int, metavar="I", help="fix this host's place among the hosts, from 0; "
-                       "host 0 must be the endpoint's (default: in the order of their names)")
-    hosts.add_argument("--local-addr", metavar="ADDRESS", help="this host's address, where its name does not tell")
+    add_flag(hosts, "--nnodes", type=host_count, default=1, metavar="N", help="hosts that take part (default 1)")
+    add_flag(hosts, "--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts meet: an address of one of them")
+    add_flag(hosts, "--rdzv-id", default="globaltensor", metavar="ID", help="tells runs at one endpoint apart")
+    add_flag(hosts, "--node-rank", type=int, metavar="I", help="fix this host's place among the hosts, from 0; "
+             "host 0 must be the endpoint's (default: in the order of their names)")
+    add_flag(hosts, "--local-addr", metavar="ADDRESS", help="this host's address, where its name does not tell")
     of.add_argument("program", help="a Python file, or a module with -m")
     of.add_argument("args", nargs=argparse.REMAINDER, metavar="argument", help="the program's own arguments")
 
@@ -67,8 +72,9 @@ def _natural(text: str) -> int:
 
 def command(chosen: argparse.Namespace) -> int:
     """Launch, wait, report; the exit code."""
+    translate(chosen)
     _check_command(chosen)
-    ranks = chosen.ranks or torch.cuda.device_count() or 2
+    ranks = chosen.ranks or accelerator_count() or 2
     _environment(ranks, chosen.nnodes)
     with tempfile.TemporaryDirectory(prefix="globaltensor-") as folder:
         os.environ[worker.FOLDER] = folder
@@ -204,6 +210,8 @@ def _fate(code: int, note: dict[str, Any] | None) -> tuple[int, str]:
     """What happened to a rank, after a number that puts causes before what follows from them."""
     if note is not None and note["error"].startswith("TransportError"):
         return _LOST_TOUCH, "then lost touch with others (TransportError)"
+    if note is not None and re.match(r"CheckpointError: .* was not written: rank \d+", note["error"]):
+        return _LOST_TOUCH, "could not save then (CheckpointError)"
     if code == REQUEUE:
         return 0, "was asked to end, to go on later"
     if note is not None:

@@ -23,6 +23,7 @@ from globaltensor.errors import GlobalTensorError, SbpError, ShapeError
 from globaltensor.layouts.layout import Layout, layout, spec
 from globaltensor.layouts.regions import slices
 from globaltensor.layouts.sbp import NdSbp, broadcast, nd_sbp
+from globaltensor.runtime import lineage
 from globaltensor.runtime.memory import require
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -99,7 +100,7 @@ class BatchCutter:
             # Two ranks with the same rows must not share memory: an op in place would run on it twice.
             shards[r] = part.clone() if region in used and part.device == source.device else part
             used.add(region)
-        return GlobalTensor.wrap(of, shards)
+        return lineage.begin_lineage(GlobalTensor.wrap(of, shards))
 
 
 def map_structure(value: Any, tensor: Callable[[torch.Tensor, str], Any], plain: Callable[[Any, str], Any],

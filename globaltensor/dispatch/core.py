@@ -8,6 +8,7 @@ A recipe is found by op, operand specs and static arguments. Ops arrive below au
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,22 +25,35 @@ from globaltensor.dispatch.recipe import Decision, Recipe, static
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, spec
 from globaltensor.layouts.rank_regions import RankRegions
+from globaltensor.layouts.recent import Recent
 from globaltensor.layouts.regions import Range
 from globaltensor.rules.call import Call, arguments, written
+from globaltensor.runtime import lineage
 from globaltensor.runtime.memory import refuse_fake_mode, require
 from globaltensor.runtime.native import torch_ext
-from globaltensor.runtime.torch_internals import OpOverload, in_fake_mode, tree_map_only, without_fake_mode
+from globaltensor.runtime.torch_internals import (
+    OpOverload,
+    in_fake_mode,
+    modes_active,
+    tree_map_only,
+    without_fake_mode,
+    without_modes,
+)
 from globaltensor.tracebacks import api_boundary
 
-_decisions: dict[tuple[Any, ...], Decision] = {}
-_LIMIT = 50_000
+_decisions: Recent[tuple[Any, ...], Decision] = Recent()
 
 
 def arrive(cls: type[GlobalLike], func: OpOverload, /, *args: Any, **kwargs: Any) -> Any:
     """An op from torch: run it. Errors leave folded, those of torch with what is known of the operands."""
     try:
+        if traced_operand(args, kwargs):
+            args, kwargs = tree_map_only(torch.SymInt, lambda n: int(n), (args, kwargs))
+            return dispatch(cls, func, args, kwargs)
         if in_fake_mode():
             return _run_without_memory(cls, func, args, kwargs)
+        if lineage.kept_here():
+            return lineage.call_with_lineage(func, args, kwargs, lambda: _run_arrived(cls, func, args, kwargs))
         return _run_arrived(cls, func, args, kwargs)
     except Exception as error:
         add_operands(error, func, args, kwargs)
@@ -49,26 +63,33 @@ def arrive(cls: type[GlobalLike], func: OpOverload, /, *args: Any, **kwargs: Any
 def _run_arrived(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op, and cache its recipe in the native dispatcher where that asked for one.
 
-    Only what comes a second time is cached: a shape that is seen once is not worth it. An operand without memory always
-    comes here, and is refused.
+    At once where it is good for calls of other sizes; else when it comes a second time, as a shape that is seen once is
+    not worth it. An operand without memory always comes here, and is refused.
     """
     if any(t._is_zerotensor() for t in _tensors(args, kwargs)):
         args, kwargs = tree_map_only(torch.Tensor, _with_memory, (args, kwargs))
     for t in _tensors(args, kwargs):
         if type(t) is not cls and not (t.is_meta and _on_meta(cls, args, kwargs)):
             require(t, f"an operand of {func}")
-    pending_key = native.pending_key(func) if torch_ext is not None else None
-    if pending_key is not None:
-        decision = _decisions.get(_key(cls, func, args, kwargs))
-        if isinstance(decision, Recipe):
-            native.cache_recipe(pending_key, cls, decision, func, args, kwargs)
-        elif decision is not None:
-            call = Call(func, args, kwargs)
-            # what is traced is this call itself, so it is done by that
-            result = native.cache_trace(pending_key, decision, call, _Run(cls))
-            _note_writes(call)
-            return result
-    return dispatch(cls, func, args, kwargs)
+    keys = native.pending_keys(func) if torch_ext is not None else None
+    if keys is None:
+        return dispatch(cls, func, args, kwargs)
+    key = _key(cls, func, args, kwargs)
+    decision = _decisions.get(key)
+    if decision is None:
+        result = dispatch(cls, func, args, kwargs)
+        decision = _decisions.get(key)
+        if isinstance(decision, Recipe):             # which has run, so its results are verified
+            native.cache_siblings(keys, cls, decision, func, args, kwargs)
+        return result
+    if isinstance(decision, Recipe):
+        native.cache_recipe(keys.call, cls, decision, func, args, kwargs)
+        return _run_decided(cls, decision, func, args, kwargs)
+    call = Call(func, args, kwargs)
+    # what is traced is this call itself, so it is done by that
+    result = native.cache_trace(keys.call, decision, call, _Run(cls))
+    _note_writes(call)
+    return result
 
 
 def _run_without_memory(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...],
@@ -89,6 +110,11 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
         for t in value if type(value) in (list, tuple) else (value,):
             if isinstance(t, torch.Tensor):
                 yield t
+
+
+def traced_operand(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Does torch.compile trace this call? Then the shards of its operands are fake."""
+    return any(is_global(t) and t.traced for t in _tensors(args, kwargs or {}))
 
 
 def _with_memory(t: torch.Tensor) -> torch.Tensor:
@@ -119,15 +145,18 @@ def rule(op: Any, dims: str, algebra: str = "", *, leaves: str = "sum", nonempty
     rule is malformed or does not fit the op, or the op is torch's own and has a rule.
     """
     func = user_rules.give(op, dims, algebra, leaves=leaves, nonempty=nonempty)
-    for key in [key for key in _decisions if func in key[:2]]:
-        del _decisions[key]                          # decided before there was a rule
+    _decisions.forget(lambda key: func in key[:2])   # decided before there was a rule
     if torch_ext is not None:
         torch_ext.clear_recipes()
 
 
 def dispatch(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on operands of which at least one is a `cls`, a global tensor."""
-    decision = find(cls, func, args, kwargs)
+    return _run_decided(cls, find(cls, func, args, kwargs), func, args, kwargs)
+
+
+def _run_decided(cls: type[GlobalLike], decision: Decision, func: OpOverload, args: tuple[Any, ...],
+                 kwargs: dict[str, Any]) -> Any:
     if isinstance(decision, Recipe):
         # Elements that are boxed are copies: written back together, one would undo what another wrote to memory they
         # share.
@@ -164,7 +193,8 @@ def _by_rule(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwa
     key = ("plain", func, torch.get_default_dtype(), static(args, cls), static(kwargs, cls))
     recipe = _decisions.get(key)
     if not isinstance(recipe, Recipe):
-        recipe = _decisions[key] = decide_by_rule(cls, func, args, kwargs)
+        with without_modes() if modes_active() else nullcontext():
+            recipe = _decisions[key] = decide_by_rule(cls, func, args, kwargs)
     return recipe
 
 
@@ -188,10 +218,8 @@ def find(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs:
     key = _key(cls, func, args, kwargs)
     decision = _decisions.get(key)
     if decision is None:
-        decision = decide(cls, func, args, kwargs)
-        if len(_decisions) > _LIMIT:
-            _decisions.clear()
-        _decisions[key] = decision
+        with without_modes() if modes_active() else nullcontext():     # which would note what deciding takes
+            decision = _decisions[key] = decide(cls, func, args, kwargs)
     return decision
 
 

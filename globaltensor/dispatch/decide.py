@@ -31,6 +31,7 @@ from globaltensor.errors import InPlaceError, MixedPlacementError, PlacementErro
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Spec, contiguous, layout, replicated, spec
 from globaltensor.layouts.placement import placement
+from globaltensor.layouts.recent import Recent
 from globaltensor.op_table.line import Line
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, arguments
@@ -173,12 +174,24 @@ def _one_placement(cls: type[GlobalLike], call: Call) -> placement:
     for t, name in zip(call.tensors, call.names):
         if type(t) is cls:
             places.setdefault(t.spec.placement, name)
+    without = next((name for place, name in places.items() if place.type == "meta"), None)
+    if without is not None:
+        with_values = [name for t, name in zip(call.tensors, call.names) if t.dim() and not t.is_meta]
+        if with_values:
+            raise _without_values(call, without, with_values[0])
     if len(places) > 1:
         (first, a), (second, b) = list(places.items())[:2]
         raise MixedPlacementError(f"{call.func}: {a} is on {first}, {b} on {second}",
                                   "the operands of one op live on one placement",
                                   f"{b}.to_global(gt.{first})")
     return next(iter(places))
+
+
+def _without_values(call: Call, name: str, other: str) -> MixedPlacementError:
+    return MixedPlacementError(f"{call.func}: {name} has no values, as {other} has",
+                               f"{name} is on the meta device; a model that was built there gets its memory last",
+                               'gt.materialize(model), gt.load_safetensors(model, folder) or gt.load({"model": model}, '
+                               f'folder), before the model runs; for shapes alone: {other}.to("meta")')
 
 
 def _without_memory(call: Call, run: Run) -> Any:
@@ -237,8 +250,8 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
     A user's mistake (shapes that do not fit, a dim out of range) raises torch's own error here, about global shapes.
     """
     key = _alike_key(call, operands)
-    if key in _alike:
-        return [torch.empty(operands[0].shape, dtype=dtype, device="meta") for dtype in _alike[key]]
+    if key is not None and (dtypes := _alike.get(key)) is not None:
+        return [torch.empty(operands[0].shape, dtype=dtype, device="meta") for dtype in dtypes]
     stand_ins = [_meta_operand(own) for own in operands]
     args, kwargs = call.arguments_with(stand_ins)
     if "device" in kwargs:
@@ -278,7 +291,7 @@ def _of_empty(call: Call, operands: list[Spec]) -> Any:
         return tree_map_only(torch.Tensor, lambda t: t.to("meta"), call.func(*args, **kwargs))
 
 
-_alike: dict[tuple[Any, ...], list[torch.dtype]] = {}
+_alike: Recent[tuple[Any, ...], list[torch.dtype]] = Recent()
 
 
 def _alike_key(call: Call, operands: list[Spec]) -> tuple[Any, ...] | None:

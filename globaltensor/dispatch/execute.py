@@ -17,14 +17,15 @@ from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, purpose_of, spec_of_plain
 from globaltensor.dispatch.verify import verify
 from globaltensor.dispatch.view_reads import read_slices
-from globaltensor.layouts.global_like import GlobalLike
+from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Shape, Shards, Spec, spec
 from globaltensor.rules.call import Call, Slot, arguments, put, set_arguments
 from globaltensor.runtime.agreement import broadcast_object, compare_plain
 from globaltensor.runtime.codec import message
+from globaltensor.runtime.custom_ops import MADE_OF
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.philox import draw_key
-from globaltensor.runtime.torch_internals import OpOverload
+from globaltensor.runtime.torch_internals import OpOverload, break_graph, is_of_a_trace
 from globaltensor.runtime.world import world
 
 Remake = Callable[[OpOverload, Sequence[Any]], list[Shards]]
@@ -32,7 +33,7 @@ Remake = Callable[[OpOverload, Sequence[Any]], list[Shards]]
 
 def execute(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: dict[str, Any], remake: Remake) -> Any:
     """Run a recipe. A view that must be boxed is made when it is read, by `remake`."""
-    if torch_ext is None and recipe.func.is_view:
+    if recipe.func.is_view and (torch_ext is None or args[0].traced):
         args[0].viewed = True                        # native code notes it itself
     if recipe.boxes_view:
         return _boxed_views(cls, recipe, Call(recipe.func, args, kwargs), remake)
@@ -83,12 +84,16 @@ def _run_ranks(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwarg
          ) -> tuple[Sequence[Any], list[Shards], dict[int, Any]]:
     """The operands, what was held of them where the recipe wants them, and per rank what the local op returned."""
     func, simple, local_impl, seed = recipe.func, recipe.simple, recipe.local_impl, None
+    # inductor fuses what an op is made of
+    local_op: Callable[..., Any] = MADE_OF.get(func, func) if torch.compiler.is_compiling() else func
     operands: Sequence[Any] = ()
     held: list[Shards] = []
     if simple is None or func.is_view:               # else there is nothing to look for, to check or to move
         operands = [_operand(args, kwargs, slot) for slot in recipe.slots]
     if simple is None:
         held = _move(cls, recipe, operands, args, kwargs)
+        if recipe.seeded and any(is_global(t) and t.traced for t in operands):
+            break_graph(func)                        # what it draws depends on the key's value
         if recipe.seeded:                            # drawn by every process, so that their generators stay in step
             seed = draw_key(Call(func, args, kwargs).get("generator"))
     results: dict[int, Any] = {}
@@ -106,7 +111,7 @@ def _run_ranks(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwarg
         elif seed is not None:
             results[rank] = seeded(func, seed, _device_of(recipe, rank), local_args, local_kwargs)
         else:
-            results[rank] = func(*local_args, **local_kwargs)
+            results[rank] = local_op(*local_args, **local_kwargs)
     if not recipe.verified and (func._schema.returns or recipe.written):
         verify(recipe, results)
         recipe.verified = True
@@ -122,6 +127,11 @@ def _device_of(recipe: Recipe, rank: int) -> torch.device:
     return world().device(recipe.home.placement.type, rank)
 
 
+def _on_device(plain: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A plain operand for a rank: among accelerators on the rank's own. One on the CPU is torch's to take or refuse."""
+    return plain.to(device) if plain.device.type == device.type not in ("cpu", "meta") else plain
+
+
 def _move(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
           ) -> list[Shards]:
     """The shards of every operand in the layout that the recipe wants, all moved in one go."""
@@ -133,8 +143,9 @@ def _move(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any], args: 
             held.append(t.shards)
             own = t.spec
         else:
-            compare_plain(t, f"a plain operand of {recipe.func}", recipe.home.placement.flat)
-            held.append(dict.fromkeys(recipe.ranks, t))
+            if not is_of_a_trace(t):
+                compare_plain(t, f"a plain operand of {recipe.func}", recipe.home.placement.flat)
+            held.append({rank: _on_device(t, _device_of(recipe, rank)) for rank in recipe.ranks})
             own = spec_of_plain(t, (want or recipe.home).placement)
         if want is not None and want is not own.layout:
             items.append(Move(own, held[q], want))

@@ -15,6 +15,7 @@ from globaltensor.algorithms import local_impls
 from globaltensor.algorithms.run import Decomposition, Run, is_traceable
 from globaltensor.boxings.native import find_boxing
 from globaltensor.dispatch.recipe import Recipe, purpose_of, spec_of_plain
+from globaltensor.dispatch.siblings import siblings_of
 from globaltensor.dispatch.trace import Trace
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Spec
@@ -27,12 +28,19 @@ from globaltensor.runtime.world import world
 
 aten = torch.ops.aten
 
-def pending_key(func: OpOverload) -> bytes | None:
-    """The key of the call that is to be decided; None where the native dispatcher did not see it."""
-    key = torch_ext.pending_key()
-    if key is None:
+class PendingKeys(NamedTuple):
+    """The keys of the call that is to be decided: its own, and that of all calls like it at other sizes."""
+
+    call: bytes
+    kind: bytes
+
+
+def pending_keys(func: OpOverload) -> PendingKeys | None:
+    """None where the native dispatcher did not see the call."""
+    keys = torch_ext.pending_keys()
+    if keys is None:
         torch_ext.claim_op(func._schema.name, func._schema.overload_name)
-    return key
+    return keys and PendingKeys(*keys)
 
 
 def cache_recipe(key: bytes, cls: type[GlobalLike], recipe: Recipe, func: OpOverload, args: tuple[Any, ...],
@@ -75,6 +83,22 @@ def _told_apart(call: Call, run: Run) -> Call:
     return Call(call.func, args, kwargs)
 
 
+def cache_siblings(keys: PendingKeys, cls: type[GlobalLike], recipe: Recipe, func: OpOverload, args: tuple[Any, ...],
+                   kwargs: dict[str, Any]) -> None:
+    """Cache the recipe of a call for calls of other sizes, and so for this one too, if it is good for them."""
+    call = Call(func, args, kwargs)
+    siblings = siblings_of(recipe, call)
+    if siblings is None:
+        return
+    flat = _flat(cls, recipe, call)
+    if flat is None or any(len(specs) > 1 for specs in flat.outputs):
+        return
+    torch_ext.cache_recipe(keys.call, func._schema.name, func._schema.overload_name, **flat._asdict())
+    outputs = [[siblings.outputs[k]] if specs else [] for k, specs in enumerate(flat.outputs)]
+    torch_ext.cache_sibling(keys.kind, keys.call, operands=siblings.operands, outputs=outputs, least=siblings.least,
+                            no_larger=siblings.no_larger)
+
+
 class FlatRecipe(NamedTuple):
     """A recipe as the native dispatcher keeps it (csrc/torch_ext/recipe.h): per slot (operand), return or local rank.
 
@@ -104,7 +128,8 @@ def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | Non
         return None
     if checking() and any(type(t) is not cls for t in call.tensors):
         return None
-    if recipe.write_back or recipe.elements is not None:
+    if recipe.write_back or recipe.elements is not None or any(_travels(t, recipe) for t in call.tensors
+                                                               if type(t) is not cls):
         return None
     boxings: list[Any] = []
     slices, slices_boxing = recipe.slices, None
@@ -147,6 +172,13 @@ def _local(recipe: Recipe, call: Call) -> str | None:
     if recipe.local_impl is local_impls.view:
         return "aten::reshape"                       # a view where the shard's strides allow one
     return "" if local_impls.is_idle(recipe, call.full_arguments()[0]) else None
+
+
+def _travels(plain: torch.Tensor, recipe: Recipe) -> bool:
+    """Is a plain operand on an accelerator that is not that of every rank? Then execute.py copies it to them."""
+    type = recipe.home.placement.type
+    return plain.device.type == type not in ("cpu", "meta") and any(
+        world().device(type, rank) != plain.device for rank in recipe.ranks)
 
 
 def _placed(call: Call, recipe: Recipe) -> bool:

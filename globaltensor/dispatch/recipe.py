@@ -115,7 +115,8 @@ def static(value: Any, cls: type[GlobalLike]) -> Any:
     if kind is list or kind is tuple:
         return (list, *[static(v, cls) for v in value])
     if isinstance(value, torch.Tensor):
-        return "plain", tuple(value.shape), value.stride(), value.dtype, value.device
+        sizes = tuple(map(int, value.shape)), tuple(map(int, value.stride()))      # symbols, where torch.compile traces
+        return "plain", *sizes, value.dtype, value.device
     if kind is dict:
         return (dict, *[(k, static(v, cls)) for k, v in value.items()])
     return value

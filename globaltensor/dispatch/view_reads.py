@@ -19,12 +19,14 @@ from globaltensor.runtime.world import local_ranks_of
 
 
 def view_slices(call: Call, base: Spec, view: Spec) -> ViewSlices | None:
-    """What ranks hold of the view that a call makes; None where it does not run straight, or its base is a boxed view
-    too, or a pending sum."""
+    """What ranks hold of the view that a call makes; None where it does not run straight, its base is a boxed view too
+    or a pending sum, or the call has another operand (slice_inverse)."""
     if base.copied or base.lazy_bits or view.lazy_bits or base.dtype != view.dtype or not view.ndim or not view.numel:
         return None
+    if len(call.slots) > 1 or any(s.is_partial for s in base.sbp):
+        return None
     line = position_of(base, call).line
-    if line is None or any(s.is_partial for s in base.sbp):
+    if line is None:
         return None
     nothing = ((0, 0),) * view.ndim
     parts = {rank: line.part(base.region(rank)) for rank in base.placement.flat}

@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
 
 class GlobalLike(Protocol):
-    """A global tensor. `origin` is the call that made it, where it is a boxed view (algorithms/aliasing.py)."""
+    """A global tensor. `origin` is the call that made it, where it is a boxed view (algorithms/aliasing.py);
+    `lineage` tells values apart (runtime/lineage.py); `traced`: torch.compile traces, and the shards are fake."""
 
     spec: Spec
     shards: Shards
+    lineage: int
+    traced: bool
 
     @property
     def origin(self) -> Any: ...
@@ -38,6 +41,9 @@ class GlobalLike(Protocol):
 
     @classmethod
     def wrap(cls, of: Spec, shards: Shards) -> Self: ...
+
+    @classmethod
+    def wrap_traced(cls, of: Spec, shards: Shards) -> Self: ...
 
     def dim(self) -> int: ...
 

@@ -12,30 +12,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
+from weakref import WeakValueDictionary
 
 import torch
 
 from globaltensor.layouts.placement import placement
+from globaltensor.layouts.recent import KEPT, Recent
 from globaltensor.layouts.regions import Region, split_range
 from globaltensor.layouts.sbp import NdSbp, Sbp, broadcast, with_axes
 
 Shape = tuple[int, ...]
 Shards = dict[int, torch.Tensor]                     # rank -> its part, for the ranks that this process drives
 
-_layouts: dict[tuple[placement, NdSbp], Layout] = {}
-_specs: dict[tuple[Layout, Shape, Shape | None, torch.dtype, bool, frozenset[str]], Spec] = {}
+# what nobody holds any more is released
+_layouts: WeakValueDictionary[tuple[placement, NdSbp], Layout] = WeakValueDictionary()
+_specs: WeakValueDictionary[tuple[Layout, Shape, Shape | None, torch.dtype, bool, frozenset[str]], Spec] = (
+    WeakValueDictionary())
 _NO_BITS: frozenset[str] = frozenset()
 
 
 class Layout:
     """A placement and one sbp per axis, split dims counted from the start. Made by `layout()`, equal by identity."""
 
-    __slots__ = ("placement", "sbp", "partial", "_regions")
+    __slots__ = ("placement", "sbp", "partial", "_regions", "__weakref__")
 
     def __init__(self, where: placement, sbp: NdSbp) -> None:
         self.placement, self.sbp = where, sbp
         self.partial = any(s.is_partial for s in sbp)
-        self._regions: dict[tuple[Shape, int], Region] = {}
+        self._regions: Recent[tuple[Shape, int], Region] = Recent()
 
     def __repr__(self) -> str:
         return f"{self.placement} {sbp_text(self.sbp)}"
@@ -43,12 +47,13 @@ class Layout:
     def __reduce__(self) -> tuple[object, ...]:
         return layout, (self.placement, self.sbp)    # interned where it is unpickled: equal is identical
 
+    def __deepcopy__(self, memo: object) -> Layout:
+        return self
+
     def region(self, shape: Shape, rank: int) -> Region:
         """The part of a tensor of `shape` that `rank` holds; ranks of the placement only."""
         known = self._regions.get((shape, rank))
         if known is None:
-            if len(self._regions) > 10_000:
-                self._regions.clear()
             known = self._regions[shape, rank] = self._split(shape, rank)
         return known
 
@@ -117,7 +122,8 @@ class Spec:
     torch will do to the elements of a view when it reads them; the shards have these bits of their own.
     """
 
-    __slots__ = ("layout", "shape", "stride", "dtype", "ndim", "numel", "nbytes", "copied", "lazy_bits")
+    __slots__ = ("layout", "shape", "stride", "dtype", "ndim", "numel", "nbytes", "copied", "lazy_bits",
+                 "__weakref__")
 
     def __init__(self, where: Layout, shape: Shape, stride: Shape, dtype: torch.dtype, copied: bool = False,
                  lazy_bits: frozenset[str] = _NO_BITS) -> None:
@@ -128,6 +134,12 @@ class Spec:
 
     def __repr__(self) -> str:
         return f"{list(self.shape)} {self.dtype} on {self.layout}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return spec, (self.layout, self.shape, self.stride, self.dtype, self.copied, self.lazy_bits)
+
+    def __deepcopy__(self, memo: object) -> Spec:
+        return self
 
     @property
     def placement(self) -> placement:
@@ -155,12 +167,17 @@ class Spec:
 
 def spec(where: Layout, shape: Shape, stride: Shape | None, dtype: torch.dtype, copied: bool = False,
          lazy_bits: frozenset[str] = _NO_BITS) -> Spec:
-    """The one Spec object for these; `stride` None means contiguous."""
+    """The one Spec object for these; `stride` None means contiguous.
+
+    Sizes that torch.compile takes for symbols become numbers here, of which it takes note: decisions depend on sizes.
+    """
+    if any(type(n) is not int for n in shape):
+        shape = tuple(map(int, shape))
+    if stride is not None and any(type(n) is not int for n in stride):
+        stride = tuple(map(int, stride))
     key = (where, shape, stride, dtype, copied, lazy_bits)
     known = _specs.get(key)
     if known is None:
-        if len(_specs) > 100_000:
-            _specs.clear()                           # specs in use live on; equal new ones miss a cache once
         known = Spec(where, shape, contiguous(shape) if stride is None else stride, dtype, copied, lazy_bits)
         # Also under its strides spelled out, so that None and the strides it stands for give the same object.
         known = _specs.setdefault((where, shape, known.stride, dtype, copied, lazy_bits), known)
@@ -175,7 +192,7 @@ def lazy_bits_of(t: torch.Tensor) -> frozenset[str]:
     return frozenset(name for name, is_set in (("conj", t.is_conj()), ("neg", t.is_neg())) if is_set)
 
 
-@lru_cache(10_000)
+@lru_cache(KEPT)
 def contiguous(shape: Shape) -> Shape:
     """The strides of a contiguous tensor, as torch counts them (a size of 0 counts as 1)."""
     strides, step = [], 1
@@ -185,7 +202,7 @@ def contiguous(shape: Shape) -> Shape:
     return tuple(reversed(strides))
 
 
-@lru_cache(10_000)
+@lru_cache(KEPT)
 def dense(shape: Shape, like: Shape) -> Shape:
     """The strides of a tensor without gaps whose dims lie in memory in the order that the strides `like` tell, as those
     of `torch.empty_like`. `like` may be of a larger tensor, of which this is a part."""

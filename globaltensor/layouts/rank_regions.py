@@ -7,13 +7,14 @@ moves tensors from and to such layouts; tensors themselves never have one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from weakref import WeakValueDictionary
 
 from globaltensor.layouts.layout import Layout, Shape, replicated
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.regions import Region
 from globaltensor.layouts.sbp import NdSbp
 
-_interned: dict[tuple[placement, NdSbp, tuple[Region, ...]], RankRegions] = {}
+_interned: WeakValueDictionary[tuple[placement, NdSbp, tuple[Region, ...]], RankRegions] = WeakValueDictionary()
 
 
 class RankRegions(Layout):
@@ -39,7 +40,5 @@ def rank_regions(where: placement, regions: Mapping[int, Region], sbp: NdSbp | N
     key = (where, sbp or replicated(where).sbp, tuple(regions[rank] for rank in where.flat))
     known = _interned.get(key)
     if known is None:
-        if len(_interned) > 10_000:
-            _interned.clear()                        # layouts in use live on; equal new ones miss a cache once
         known = _interned[key] = RankRegions(*key)
     return known

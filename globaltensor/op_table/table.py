@@ -140,7 +140,7 @@ lines("fill.Scalar zero zeros_like ones_like full_like empty_like", factory_like
 lines("fill.Tensor", pointwise("b"))
 lines("bucketize.Tensor", fixed("d*, k -> d*"))
 lines("view_as_real", fixed("d* -> d* r!", "a"))
-lines("view_as_complex", fixed("d* r! -> d*", "a"))
+lines("view_as_complex", fixed("d* r! -> d*", "a"), local_impl=local_impls.complex_pairs)
 lines("threshold_backward gelu_backward sigmoid_backward tanh_backward silu_backward leaky_relu_backward "
       "hardtanh_backward hardswish_backward hardsigmoid_backward softplus_backward mish_backward elu_backward "
       "softshrink_backward hardshrink_backward logit_backward", pointwise("a*B"))
@@ -164,7 +164,10 @@ TABLE[custom_ops.linear] = Line(fixed("b* k, n k, n -> b* n", "a*b+c"), decompos
 lines("_cdist_forward", fixed("b* m d!, b* n d! -> b* m n"))
 # of an empty part the gradient's kernel forgets which dims were repeated
 lines("_cdist_backward", fixed("b* m n, b* m d, b* n d, b* m n -> b* m d", "a*B*C*D", nonempty="b* m n d"),
-      decomposition=decompositions.empty_cdist_backward, applies=lambda call: not call["grad"].numel())
+      decomposition=decompositions.empty_distances_backward, applies=lambda call: not call["grad"].numel())
+# of no points the kernel dies
+lines("_pdist_backward", fixed("p!, m! d, p! -> m! d", "a*B*C"),
+      decomposition=decompositions.empty_distances_backward, applies=lambda call: not call["grad"].numel())
 lines("linalg_cross", along("a*b", operands=2))
 for _name, _values in (("det", "b*"), ("slogdet", "b*, b*")):
     lines(f"_linalg_{_name}", fixed(f"b* m! n! -> {_values}, b* m! n!, b* p!"),
@@ -191,7 +194,8 @@ lines("all all.dim all.dims", reduction(leaves="min"))
 lines("max min", reduction(uncut=True), decomposition=decompositions.whole_extremum, applies=reduces_split)
 lines("max.dim min.dim", reduction(outputs=2, uncut=True), decomposition=scans.extreme, applies=reduces_split)
 lines("argmax argmin", reduction(uncut=True), decomposition=scans.extreme, applies=scans.along_split)
-lines("logsumexp", reduction(uncut=True), decomposition=decompositions.logsumexp, applies=reduces_split)
+lines("logsumexp", reduction(uncut=True), decomposition=decompositions.logsumexp,
+      applies=lambda call: reduces_split(call) and not call.tensors[0].dtype.is_complex)
 lines("prod prod.dim_int", reduction(uncut=True), decomposition=scans.split_product, applies=reduces_split)
 lines("median nanmedian", reduction(uncut=True))
 lines("median.dim nanmedian.dim mode kthvalue aminmax", reduction(outputs=2, uncut=True))
@@ -208,7 +212,7 @@ lines("cumsum", along("a"), decomposition=scans.cumsum, applies=reduces_split)
 lines("cumprod", along(), decomposition=scans.cumprod, applies=reduces_split)
 lines("logcumsumexp", along())
 lines("cummax cummin sort sort.stable", along(outputs=2))
-lines("topk", along(outputs=2), decomposition=scans.topk, applies=reduces_split)
+lines("topk", along(outputs=2, resizes=True), decomposition=scans.topk, applies=reduces_split)
 lines("argsort argsort.stable", along())
 lines("flip roll", along("a", name="dims"))
 lines("_softmax", along(), decomposition=decompositions.softmax, applies=reduces_split_elements)

@@ -107,6 +107,8 @@ def _reshaped(functional: OpOverload) -> Decomposition:
     """The functional op's view, which the operand then is."""
 
     def write(call: Call, run: Run) -> Any:
+        if not is_global(call.tensors[0]):           # a plain tensor gets the shape of a global one
+            return call.tensors[0].resize_(call.tensors[1].shape)
         args, _ = _as(functional, call).full_arguments()
         turn(call.tensors[0], functional, args[1:], run)
         return call.tensors[0]

@@ -4,5 +4,6 @@
     grids       the rows of a plan for grids of two and three dims
     experts     whole experts on different ranks
     zero, zero3 optimizer state, gradients and parameters split along data parallelism
-    modules     the parameters of a module made global, or swapped for a while
+    partitioned what recomputation keeps, split
+    modules     the parameters of a module made global, or plain again
 """

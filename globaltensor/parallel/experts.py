@@ -34,10 +34,10 @@ from globaltensor.layouts.layout import Layout, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.regions import split_range
 from globaltensor.layouts.sbp import broadcast, split
-from globaltensor.parallel.modules import named_tensors
-from globaltensor.parallel.parameter_swap import swap_in, swap_out
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.materialize import named_tensors
+from globaltensor.tensors.parameter_swap import swap_in, swap_out
 
 
 class Slots(NamedTuple):

@@ -16,11 +16,12 @@ from torch import nn
 from globaltensor.errors import SbpError, expect
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, SbpLike, broadcast, split
-from globaltensor.parallel.parameter_swap import check_convertible, convert, rnn_weights_found_again
 from globaltensor.parallel.pretrained import learn_save_pretrained
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.factories import empty
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.materialize import named_tensors, set_device_to_be
+from globaltensor.tensors.parameter_swap import check_convertible, convert, rnn_weights_found_again
 from globaltensor.tensors.redistribution import resolve_layout, to_local
 from globaltensor.tracebacks import api_boundary
 
@@ -50,7 +51,9 @@ def to_global(module: M, placement: Placement, sbp: SbpLike | Callable[[str, Any
         for name, owner, key, tensor, kind in tensors:
             if id(tensor) not in converted:          # tied ones are converted once, and stay tied
                 own = _sbp_of(name, tensor, sbp, placement)
-                converted[id(tensor)] = convert(tensor, partial(_place, placement, own))
+                converted[id(tensor)] = new = convert(tensor, partial(_place, placement, own))
+                if new.is_meta:
+                    set_device_to_be(new, placement.type)
             getattr(owner, kind)[key] = converted[id(tensor)]
     learn_save_pretrained(module)
     return module
@@ -73,7 +76,7 @@ def module_to_local(module: M) -> M:
     with rnn_weights_found_again(module):
         for name, _, _, tensor, _ in tensors:
             check_convertible(tensor, name, torch.Tensor)
-            tensor.to_local()                        # the errors of tensors that have no one local part
+            to_local(tensor)                         # the errors of tensors that have no one local part
         converted: dict[int, torch.Tensor] = {}
         for _, owner, key, tensor, kind in tensors:
             if id(tensor) not in converted:
@@ -90,21 +93,12 @@ def check_module(module: Any, placement: Any, name: str) -> None:
 
 def _place(placement: Placement, sbp: Any, tensor: torch.Tensor) -> GlobalTensor:
     """A tensor that every process holds whole, or a global one, in this layout; one on the meta device stays there."""
-    if isinstance(tensor, GlobalTensor):
-        return tensor.to_global(placement, sbp)
     if tensor.is_meta:
         return empty(tensor.shape, placement=Placement("meta", placement.ranks, placement.axis_names), sbp=sbp,
                      dtype=tensor.dtype)
+    if isinstance(tensor, GlobalTensor):
+        return tensor.to_global(placement, sbp)
     return from_full(tensor, placement, sbp)
-
-
-def named_tensors(module: nn.Module) -> Any:
-    """(name, owner, key, tensor, "_parameters" or "_buffers") of everything a module holds, tied ones each time."""
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        for kind in ("_parameters", "_buffers"):
-            for key, tensor in getattr(owner, kind).items():
-                if tensor is not None:
-                    yield f"{prefix}.{key}" if prefix else key, owner, key, tensor, kind
 
 
 def _by_axis(sbp: Mapping[str, Any], placement: Any) -> bool:

@@ -31,7 +31,7 @@ import fnmatch
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -40,22 +40,21 @@ from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, broadcast, not_an_sbp, read_sbp, split, with_axes
 from globaltensor.parallel import experts as expert_layers, grids
 from globaltensor.parallel.grids import PlanRow, PlanRows
-from globaltensor.parallel.modules import M, check_module, first_fit, named_tensors, to_global
-from globaltensor.parallel.parameter_swap import swap_in, swap_out
+from globaltensor.parallel.modules import M, check_module, first_fit, to_global
+from globaltensor.parallel.recognition import layer_kind, output_between, split_dims, whole_layers
+from globaltensor.parallel.style_rows import rows_of_styles
 from globaltensor.runtime.text_table import aligned
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.materialize import named_tensors
+from globaltensor.tensors.parameter_swap import swap_in, swap_out
 from globaltensor.tracebacks import api_boundary
 
 _OUT, _IN, _EXPERTS, _UNCHANGED = " ->", " <-", " =>", "-"
 _OF_MODULES = (_OUT, _IN, _EXPERTS)
+_WHOLE = "# whole: "
 
-# The last parts of names, as torch, transformers (Llama, Mixtral, GPT-2, BERT) and this library's examples call them.
-_FIRST = ("q", "k", "v", "q_proj", "k_proj", "v_proj", "query", "key", "value", "up", "fc1",
-          "gate_proj", "up_proj", "w1", "w3", "linear1", "intermediate.dense", "c_fc", "wi", "wi_0", "wi_1")
-_SECOND = ("o", "o_proj", "attention.output.dense", "down", "fc2", "down_proj", "w2", "linear2", "output.dense", "wo")
-_MLP_OF_GPT2 = "mlp.c_proj"                          # attn.c_proj follows q, k and v that lie in one matrix
-_VOCABULARY = ("token", "wte", "embed_tokens", "word_embeddings", "tok_embeddings", "shared")
-_HEADS = ("head", "lm_head", "output_projection")
+
+R = TypeVar("R")
 
 
 class Plan(MutableMapping[str, PlanRow]):
@@ -69,6 +68,7 @@ class Plan(MutableMapping[str, PlanRow]):
     def __init__(self, rows: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         expect(rows or {}, Mapping, "a plan of no rows", "gt.Plan({'*.weight': {'tp': gt.sbp.split(0)}})")
         self._rows: PlanRows = {}
+        self.whole: dict[str, str] = {}              # what `of` left whole, and why
         for pattern, row in (rows or {}).items():
             self[pattern] = row
 
@@ -92,25 +92,49 @@ class Plan(MutableMapping[str, PlanRow]):
         outputs: PlanRows = {}
         travels: PlanRows = {}
         for name, layer in module.named_modules():
-            kind = _kind(name, layer, module)
+            kind = layer_kind(name, layer, module)
             if kind and axis:
-                weights |= {f"{name}.{key}".lstrip("."): {axis: split(dim)} for key, dim in _dims(kind, layer).items()}
-            if sequence and (brought := _between(kind, layer, sequence == axis)):
+                dims = split_dims(kind, layer)
+                weights |= {f"{name}.{key}".lstrip("."): {axis: split(dim)} for key, dim in dims.items()}
+            if sequence and (brought := output_between(kind, layer, sequence == axis)):
                 outputs[name] = {sequence: brought}
             if experts and (stacked := expert_layers.stacked_parameters(name, layer)):
                 weights |= {f"{name}.{key}".lstrip("."): {experts: split(0)} for key in stacked}
                 travels |= {name: {experts: split(0)}} if expert_layers.takes_choices(layer) else {}
-        weights = _merged(weights, [name for name, *_ in named_tensors(module)])
+        parameters = [name for name, *_ in named_tensors(module)]
+        whole = _merged(dict(whole_layers(module, weights)) if axis else {}, parameters)
+        weights = _merged(weights, parameters)
         names = [name for name, _ in module.named_modules()]
-        return cls(weights | {f"{pattern}{suffix}": row for suffix, rows in ((_EXPERTS, travels), (_OUT, outputs))
+        plan = cls(weights | {f"{pattern}{suffix}": row for suffix, rows in ((_EXPERTS, travels), (_OUT, outputs))
                               for pattern, row in _merged(rows, names).items()})
+        plan.whole = whole
+        return plan
+
+    @classmethod
+    @api_boundary
+    def of_styles(cls, module: nn.Module, styles: Mapping[str, Any] | None = None, axis: str = "tp") -> Plan:
+        """A plan from one in torch's, torchtitan's or `transformers`' form.
+
+        styles   a dict of names to styles: `ColwiseParallel()` and the like of torch or of gt.dtensor, or "colwise" and
+                 the like of transformers; default: the model's own, `model.tp_plan`
+        What has no row (packed matrices, quantization) is left whole, and `print(plan)` says so. Raises ArgumentError
+        where a model has no plan of its own, SbpError for a name that fits no module.
+        """
+        expect(module, nn.Module, "gt.Plan.of_styles of no module", "gt.Plan.of_styles(model)")
+        plan = cls()
+        for pattern, row, why in rows_of_styles(module, styles, axis):
+            if why:
+                plan.whole[pattern] = why
+            else:
+                plan[pattern] = row
+        return plan
 
     @classmethod
     def _on_grid(cls, module: nn.Module, axes: tuple[str, ...]) -> Plan:
         if len(axes) > 3:
             raise SbpError(f"a plan along {len(axes)} axes: {', '.join(axes)}",
                            "layers are cut along one, two or three", f"gt.Plan.of(model, {axes[:3]})")
-        tensors, moved = grids.plan_rows([(name, layer, _kind(name, layer, module))
+        tensors, moved = grids.plan_rows([(name, layer, layer_kind(name, layer, module))
                                      for name, layer in module.named_modules()], axes)
         named = [name for name, *_ in named_tensors(module)]
         parts = [*named, *[name for name, _ in module.named_modules()]]
@@ -134,6 +158,8 @@ class Plan(MutableMapping[str, PlanRow]):
         axes, plan = lines[0][1].lstrip("#").split()[1:], cls()
         for k, line in lines[1:]:
             if line.lstrip().startswith("#"):
+                if note := re.match(rf"{re.escape(_WHOLE)}(\S+) +(.*)", line.strip()):
+                    plan.whole[note[1]] = note[2]
                 continue
             words = line.split()
             # from the right, as a pattern may have blanks: "block.0 ->"
@@ -180,7 +206,8 @@ class Plan(MutableMapping[str, PlanRow]):
         table = [("# name", *self.axes)]
         table += [(pattern, *[str(row.get(axis, _default_of(pattern))) for axis in self.axes])
                   for pattern, row in self.items()]
-        return "\n".join(aligned(table, gap="   "))
+        whole = [(f"{_WHOLE}{pattern}", why) for pattern, why in self.whole.items() if pattern not in self._rows]
+        return "\n".join([*aligned(table, gap="   "), *aligned(whole, gap="   ")])
 
     def __repr__(self) -> str:
         return f"Plan({self._rows})"
@@ -310,65 +337,9 @@ def _parsed(value: Any, at: str = "") -> Sbp:
     return sbp
 
 
-# ----------------------------------------------------------------------------------------------- recognising layers
-
-
-def _kind(name: str, layer: nn.Module, root: nn.Module) -> str | None:
-    """columns: cut along the outputs; rows: along the inputs; vocabulary: along dim 0; None: broadcast."""
-    if isinstance(layer, nn.Embedding):
-        return "vocabulary" if _ends(name, _VOCABULARY) else None
-    if not _is_linear(layer):
-        return None
-    if _ends(name, _HEADS) or _ends(name, _FIRST):
-        return "columns"
-    if _ends(name, (*_SECOND, _MLP_OF_GPT2)):
-        return "rows"
-    return _in_pair(name, layer, root)
-
-
-def _between(kind: str | None, layer: nn.Module, same_ranks: bool) -> Sbp | None:
-    """How what a layer gives lies along the sequence's axis. Where that also cuts the layers, the first of a pair needs
-    all of the sequence: it is gathered once, behind the norm, and each sum is scattered instead of being reduced."""
-    if kind == "vocabulary" or kind == "rows" and same_ranks:
-        return split(1)
-    return broadcast if same_ranks and type(layer).__name__.endswith("Norm") else None
-
-
-def _in_pair(name: str, layer: nn.Module, root: nn.Module) -> str | None:
-    """Two linear layers of one module, the second undoing the sizes of the first, are a pair whatever their names."""
-    parent = root.get_submodule(name.rpartition(".")[0])
-    linears = [child for child in parent.children() if isinstance(child, nn.Linear)]
-    if isinstance(parent, nn.MultiheadAttention) or len(linears) != 2:
-        return None
-    first, second = linears
-    # two square layers may be anything; one that widens and one that narrows again are an MLP
-    if first.out_features != second.in_features or first.in_features == first.out_features:
-        return None
-    return "columns" if layer is first else "rows"
-
-
-def _is_linear(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
-
-
-def _dims(kind: str, layer: nn.Module) -> dict[str, int]:
-    """Which dim of which of its parameters is split. A weight is [outputs, inputs], that of a Conv1D transposed."""
-    if kind == "vocabulary":
-        return {"weight": 0}
-    transposed = not isinstance(layer, nn.Linear)
-    dims = {"weight": int((kind == "rows") != transposed)}
-    if kind == "columns" and getattr(layer, "bias", None) is not None:
-        dims["bias"] = 0
-    return dims
-
-
-def _ends(name: str, endings: tuple[str, ...]) -> bool:
-    return any(name == end or name.endswith(f".{end}") for end in endings)
-
-
-def _merged(rows: PlanRows, names: list[str]) -> PlanRows:
+def _merged(rows: Mapping[str, R], names: list[str]) -> dict[str, R]:
     """Layers that differ by their number in a list share one row, where that fits nothing else."""
-    merged = {}
+    merged: dict[str, R] = {}
     for name, row in rows.items():
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
         same = all(rows.get(other) == row for other in names if fnmatch.fnmatchcase(other, pattern))

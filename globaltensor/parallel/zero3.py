@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from globaltensor.boxings.redistribute import Move, move_shards
+from globaltensor.boxings.redistribute import Move, in_layout, move_shards
 from globaltensor.layouts.layout import Layout
 from globaltensor.layouts.sbp import broadcast
-from globaltensor.parallel.parameter_swap import swap_in, swap_out
 from globaltensor.runtime.torch_internals import call_after_backward, tree_flatten
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.parameter_swap import swap_in, swap_out
 
 
 class ShardedLayers:
@@ -126,7 +126,8 @@ class ShardedLayer:
 def unshard(layers: list[ShardedLayer]) -> None:
     """Gather what is not gathered of these layers' parameters, in one move."""
     sharded = [layer for layer in layers if layer.is_sharded()]
-    moves = [Move(p.spec, p.shards, dst) for layer in sharded for (_, _, p), dst in zip(layer.slots, layer.layouts)]
+    moves = [Move(p.spec, p.shards, dst, p.lineage) for layer in sharded
+             for (_, _, p), dst in zip(layer.slots, layer.layouts)]
     unsharded = iter(move_shards(moves, "zero"))
     for layer in sharded:
         layer.set_unsharded([next(unsharded) for _ in layer.slots])
@@ -145,7 +146,7 @@ class UnshardedParameter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, p: Any, unsharded: Layout, shards: dict[int, Tensor]) -> Any:
-        return GlobalTensor.wrap(p.spec.moved(unsharded), shards)
+        return in_layout(p, unsharded, shards)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, None, None]:

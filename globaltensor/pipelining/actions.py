@@ -22,17 +22,16 @@ import torch
 from torch import nn
 
 from globaltensor.errors import ShapeError
-from globaltensor.layouts.layout import Layout
 from globaltensor.layouts.placement import placement
 from globaltensor.pipelining.split_backward import backward_full, backward_input, backward_weight
 from globaltensor.pipelining.stage_comm import (
     PREFETCHED,
     ActivationBundle,
     BundleMeta,
+    Layouts,
     PendingReceive,
     StageComm,
     StageLink,
-    activations,
     backward_layout,
     bundle,
     forward_layout,
@@ -78,18 +77,19 @@ class PipelineStep:
 
     inputs, targets   for each micro-batch a tuple of global tensors, on the first and on the last placement
     keys              for each micro-batch, what the shapes inside the stages follow from
+    names             of those inputs that the first stage takes by name, the last ones
     autocast          (dtype, enabled) of the caller, in force inside the stages only
     """
 
     def __init__(self, model: PipelineModel, schedule: Schedule, comm: StageComm | None,
                  inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...] | None],
                  keys: Sequence[Hashable], seeds: Sequence[int], train: bool,
-                 autocast: tuple[torch.dtype, bool]) -> None:
+                 autocast: tuple[torch.dtype, bool], names: tuple[str, ...] = ()) -> None:
         self.model, self.schedule, self.comm, self.train, self.autocast = model, schedule, comm, train, autocast
-        self.targets, self.keys = targets, keys
+        self.targets, self.keys, self.names = targets, keys, names
         self.last = schedule.stages - 1
         self.inbox: dict[tuple[int, str, int], ActivationBundle] = {}              # (stage, "F" or "B", micro-batch)
-        self.outbox: dict[tuple[int, str, int], tuple[ActivationBundle, list[Layout]]] = {}
+        self.outbox: dict[tuple[int, str, int], tuple[ActivationBundle, Layouts]] = {}
         self.saved: dict[tuple[int, int], SavedForBackward] = {}                   # (stage, micro-batch)
         self.posted: dict[Action, PendingReceive] = {}               # receives that are posted and not yet waited for
         self.results: dict[int, Any] = {}            # by micro-batch: the outputs of the last stage, or its loss
@@ -165,7 +165,7 @@ class PipelineStep:
         """The rank that sends what this receives."""
         return self.schedule.rank_of[receive.stage + (-1 if receive.kind == "RECV_F" else 1)]
 
-    def _pass_on(self, stage: int, direction: str, mb: int, outgoing: ActivationBundle, layouts: list[Layout]) -> None:
+    def _pass_on(self, stage: int, direction: str, mb: int, outgoing: ActivationBundle, layouts: Layouts) -> None:
         """Put what a stage computed into the inbox of the stage that needs it, in these layouts; or into the outbox."""
         to = stage + (1 if direction == "F" else -1)
         if self.schedule.rank_of[to] == self.schedule.rank_of[stage]:
@@ -227,7 +227,7 @@ class PipelineStep:
         random = torch.get_rng_state()
         meta: BundleMeta = ()
         if stage == self.last:
-            self.results[mb] = tuple(y.detach() for y in outputs)
+            self.results[mb] = tuple(y if y is None else y.detach() for y in outputs)
         else:
             outgoing = bundle(outputs, random)
             if self.train and not with_graph:        # without a graph, outputs do not know whether they need a gradient
@@ -274,21 +274,25 @@ class PipelineStep:
         """Run a stage from the random state that came with its input; its inputs as leaves, and its outputs. The last
         stage's output, in training, is the micro-batch's part of the loss."""
         assert received.random is not None           # a bundle that goes forward has it
-        inputs = [t.detach() for t in received.tensors]
-        for leaf, part in zip(inputs, activations(received.meta)):
-            if grad and part.needs_grad:
+        inputs = [t if t is None else t.detach() for t in received.tensors]
+        for leaf, part in zip(inputs, received.meta):
+            if grad and part is not None and part.needs_grad:
                 TensorBase.requires_grad_(leaf, True)
         torch.set_rng_state(received.random)
         dtype, enabled = self.autocast
         device_type = self.model.placements[stage].type
         with torch.set_grad_enabled(grad), torch.autocast(device_type, dtype, enabled, cache_enabled=False):
-            outputs = _checked_outputs(self.model.stages[stage](*inputs), stage)
+            names = self.names if stage == 0 else ()
+            positional, named = inputs[:len(inputs) - len(names)], inputs[len(inputs) - len(names):]
+            outputs = _checked_outputs(self.model.stages[stage](*positional, **dict(zip(names, named))), stage)
             if stage == self.last and (self.train or self.targets[mb] is not None):
                 outputs = (self._loss(outputs, mb),)
         return inputs, outputs
 
     def _loss(self, outputs: tuple[Any, ...], mb: int) -> Any:
-        loss, target = outputs[0], self.targets[mb]
+        # without a function for it, the loss is what the last stage returns: alone, or beside logits and the like
+        numbers = [y for y in outputs if y is not None and y.numel() == 1]
+        loss, target = numbers[0] if len(numbers) == 1 else outputs[0], self.targets[mb]
         if self.model.loss is not None:
             output = outputs if len(outputs) > 1 else outputs[0]
             loss = self.model.loss(output) if target is None else self.model.loss(output, *target)
@@ -302,32 +306,33 @@ class PipelineStep:
                     received: ActivationBundle) -> BundleMeta:
         """Which outputs need a gradient, without a graph: an input that is passed through does if it did; others that
         are not integers do if any input or parameter does."""
-        of_input = {id(x): part.needs_grad for x, part in zip(inputs, activations(received.meta))}
+        of_input = {id(x): part.needs_grad for x, part in zip(inputs, received.meta) if part is not None}
         anything = any(of_input.values()) or any(p.requires_grad for p in self.model.stages[stage].parameters())
-        return tuple(part._replace(needs_grad=of_input.get(id(y), anything and (y.is_floating_point()
-                                                                               or y.is_complex())))
-                     for part, y in zip(activations(meta), outputs))
+        return tuple(part and part._replace(needs_grad=of_input.get(id(y), anything and (y.is_floating_point()
+                                                                                        or y.is_complex())))
+                     for part, y in zip(meta, outputs))
 
 
-def layouts_forward(meta: BundleMeta, where: placement) -> list[Layout]:
+def layouts_forward(meta: BundleMeta, where: placement) -> Layouts:
     """The layouts of the tensors of such a bundle on the next stage."""
-    return [forward_layout(part.layout, where) for part in activations(meta)]
+    return [part and forward_layout(part.layout, where) for part in meta]
 
 
-def layouts_backward(meta: BundleMeta) -> list[Layout]:
+def layouts_backward(meta: BundleMeta) -> Layouts:
     """The layouts in which gradients of tensors of such a bundle arrive."""
-    return [backward_layout(part.layout) for part in activations(meta)]
+    return [part and backward_layout(part.layout) for part in meta]
 
 
 def _checked_outputs(value: Any, stage: int) -> tuple[Any, ...]:
-    """The outputs of a stage as a tuple of global tensors."""
-    outputs = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    """The outputs of a stage as a tuple of global tensors, with None where it has None."""
+    values = value.values() if isinstance(value, dict) else value    # such as an output of transformers
+    outputs = tuple(values) if isinstance(value, (tuple, list, dict)) else (value,)
     for output in outputs:
-        if not isinstance(output, GlobalTensor):
+        if not isinstance(output, GlobalTensor) and (output is not None or len(outputs) == 1):
             raise ShapeError(f"stage {stage} returned {_describe_output(output)}",
                              "stages pass global tensors to each other",
-                             "a stage that returns a tensor, or a tuple of tensors, computed from its inputs and "
-                             "parameters")
+                             "a stage that returns a tensor, or a tuple of tensors and None, computed from its inputs "
+                             "and parameters")
     return outputs
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from globaltensor.pipelining.actions import PipelineStep, buffers_left_alone, layouts_forward
-from globaltensor.pipelining.stage_comm import ActivationBundle, BundleMeta, activations, bundle, describe, move_bundle
+from globaltensor.pipelining.stage_comm import ActivationBundle, BundleMeta, bundle, describe, move_bundle
 from globaltensor.pipelining.stages import StageError
 from globaltensor.runtime.agreement import gather_objects, uncoordinated
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -46,7 +46,7 @@ def dry_run(step: PipelineStep, mb: int, inputs: Sequence[Any], own_stages: Sequ
             return
         meta = next(meta for meta, _ in outcomes if meta is not None)
         # A process without this stage has no outputs: tensors without shards stand for them.
-        tensors = tuple(y.detach() for y in outputs) or tuple(GlobalTensor.wrap(part.spec, {})
-                                                              for part in activations(meta))
+        tensors = tuple(y if y is None else y.detach() for y in outputs) or tuple(
+            part and GlobalTensor.wrap(part.spec, {}) for part in meta)
         received = move_bundle(ActivationBundle(tensors, meta, received.random),
                                layouts_forward(meta, model.placements[stage + 1]))

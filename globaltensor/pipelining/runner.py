@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from globaltensor.boxings.redistribute import redistribute
-from globaltensor.errors import GlobalTensorError, ShapeError
+from globaltensor.errors import ArgumentError, GlobalTensorError, ShapeError, expect
 from globaltensor.layouts.layout import layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast, split
@@ -38,6 +38,7 @@ from globaltensor.pipelining.stage_comm import StageComm, TensorMeta
 from globaltensor.pipelining.stage_placement import StageParameters, rank_groups, stage_placements
 from globaltensor.pipelining.stages import StageError, as_modules, cut_sequence
 from globaltensor.pipelining.tracing import cut_traced
+from globaltensor.runtime import lineage
 from globaltensor.runtime.agreement import compare_plain, gather_objects
 from globaltensor.runtime.p2p import MAX_PENDING
 from globaltensor.runtime.world import world
@@ -59,7 +60,7 @@ from globaltensor.tracebacks import api_boundary
 def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.PathLike[str] | Schedule = "1f1b",
              micro_batches: int | None = None, loss: Callable[..., Any] | None = None, *, chunks: int | None = None,
              starts: Sequence[str] | None = None, cost: Callable[[nn.Module], float] | None = None, batch: str = "dp",
-             reduction: str = "mean", recompute: bool = False) -> PipelineRunner:
+             reduction: str = "mean", recompute: bool = False, inputs: Sequence[str] = ()) -> PipelineRunner:
     """A model in stages, ready to be trained by a schedule. Its parameters become global, on the stages' placements,
     and stay the same objects. Those that are global already keep their sbp.
 
@@ -69,24 +70,34 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
     schedule       a name (gpipe, 1f1b, interleaved, bfs, zb-h1, zb-h2, zb-v, dualpipe-v), a file, or a Schedule. One
                    with a name may send gradients early (schedules/early_send.py), others are run as they are
     micro_batches  into how many a batch is cut (default: 4, or those of the schedule)
-    loss           of the last stage's output and the targets, a scalar (default: the last stage returns it itself)
+    loss           of the last stage's output and the targets, a scalar (default: the last stage returns it itself,
+                   alone or beside others that are no scalars: `return logits, loss`)
     chunks         stages on each rank, where the schedule leaves a choice
     starts, cost   of a module that is cut: the names of the layers with which later stages begin; the cost of a layer
                    (default: its parameters; `globaltensor.pipelining.stages.measured(model, inputs)` measures)
     batch          the axis along which plain inputs and targets are split, where a placement has it
     reduction      "mean": the loss of a step is the mean of those of its micro-batches; "sum": their sum
     recompute      keep only the inputs of stages, and run the stages again before their backward passes
+    inputs         of a module that is cut by tracing: which of its inputs with a default value, such as labels=None,
+                   will be passed; the others keep theirs
     Raises ScheduleError, StageError and PlacementError, on every rank, for arguments that do not fit together.
     """
     if reduction not in ("mean", "sum"):
         raise GlobalTensorError(f"reduction={reduction!r}", "losses of micro-batches are added or averaged",
                                 'reduction="mean" or "sum"')
+    for name, number in (("micro_batches", micro_batches), ("chunks", chunks)):
+        if number is not None:
+            expect(number, int, f"{name}={number!r}", f"{name}=4")
+    if loss is not None and not callable(loss):
+        raise ArgumentError(f"loss={loss!r}", "it is called with the output of the last stage and the targets",
+                            "loss=torch.nn.functional.cross_entropy")
     plain_schedule = _resolve_schedule(schedule, len(rank_groups(placements)), micro_batches, chunks, model)
     program = check_schedule(plain_schedule, MAX_PENDING).program
     by_stage = stage_placements(plain_schedule, placements)
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
-        cut = cut_sequence if isinstance(model, nn.Sequential) else cut_traced
-        stages = cut(model, plain_schedule.stages if starts is None else starts, cost)
+        where_to = plain_schedule.stages if starts is None else starts
+        stages = (cut_sequence(model, where_to, cost) if isinstance(model, nn.Sequential) else
+                  cut_traced(model, where_to, cost, inputs))
     else:
         stages = as_modules(model)
     if len(stages) != plain_schedule.stages:
@@ -118,6 +129,8 @@ def _resolve_schedule(schedule: Any, ranks: int, micro_batches: int | None, chun
         if chunks is None and any_chunks and isinstance(model, (list, tuple)):
             chunks = max(len(model) // ranks, 1)
         return send_gradients_early(generate(schedule, ranks, 4 if micro_batches is None else micro_batches, chunks))
+    if not isinstance(schedule, (str, os.PathLike, Schedule)):
+        raise ArgumentError(f"schedule={schedule!r}", "it is a name, a file or a Schedule", 'gt.pipeline(..., "1f1b")')
     own = schedule if isinstance(schedule, Schedule) else read_schedule(schedule)
     if micro_batches not in (None, own.micro_batches):
         raise StageError(f"{micro_batches} micro-batches for {own.name}", f"it has {own.micro_batches}",
@@ -142,31 +155,48 @@ class PipelineRunner:
         self.events: list[Event] = []
         self.seeds: list[int] = []
         by_rank = [model.placements[stages[0]] for stages in schedule.stages_of]
-        everyone = sorted({rank for where in by_rank for rank in where.flat})
-        self._comm = None if here.single_process else StageComm(everyone)
+        self._everyone = sorted({rank for where in by_rank for rank in where.flat})
+        self._comm = None if here.single_process else StageComm(self._everyone)
         self._ranks = [r for r, where in enumerate(by_rank) if here.single_process or here.rank in where.coords]
         self._dry_run_kinds: set[Hashable] = set()
         self._agreed: dict[Hashable, tuple[Any, ...]] = {}       # by shapes of a step, what all processes know of it
 
     @api_boundary
-    def step(self, inputs: Any, targets: Any = None) -> GlobalTensor:
+    def step(self, inputs: Any = (), targets: Any = None, **named: Any) -> GlobalTensor:
         """Forward and backward of a batch: gradients are left in the parameters. The loss, on the last placement.
 
         inputs, targets   a tensor, or a tuple of several, cut into micro-batches along dim 0; or a list that has a
                           tensor or tuple for each micro-batch. Plain ones are the same on every process
+        named             more inputs, tensors that the first stage takes by name and that are cut likewise; None: not
+                          passed. Without a loss function, targets are such an input, called so
         """
-        results = self._run(inputs, targets, True, self.schedule)
-        return self._total(results)
+        targets, named = self._who_takes(targets, named)
+        with lineage.paused():
+            return self._total(self._run(inputs, targets, named, True, self.schedule))
 
     @api_boundary
-    def eval(self, inputs: Any, targets: Any = None) -> Any:
+    def eval(self, inputs: Any = (), targets: Any = None, **named: Any) -> Any:
         """Forward only, without gradients: the output of the last stage, the micro-batches concatenated again along
-        dim 0; with targets, the loss. Call `eval()` of the modules first where they behave differently then."""
-        results = self._run(inputs, targets, False, self.evaluation)
-        if targets is not None or self.model.loss is None and all(len(r) == 1 and not r[0].dim() for r in results):
+        dim 0, and scalars, such as a loss that the stage returns, reduced as those of a step; with targets, the loss.
+        Arguments as those of `step`. Call `eval()` of the modules first where they behave differently then."""
+        targets, named = self._who_takes(targets, named)
+        with lineage.paused():
+            results = self._run(inputs, targets, named, False, self.evaluation)
+        if targets is not None:
             return self._total(results)
-        outputs = tuple(torch.cat(parts) for parts in zip(*results))
+        outputs = tuple(self._joined(parts) for parts in zip(*results))
         return outputs if len(outputs) > 1 else outputs[0]
+
+    def _who_takes(self, targets: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What the loss function takes, and what the first stage takes by name."""
+        return (targets, named) if self.model.loss is not None else (None, {"targets": targets, **named})
+
+    def _joined(self, parts: Sequence[Any]) -> Any:
+        """One of the outputs of the last stage, of all micro-batches."""
+        if parts[0] is None or parts[0].dim():
+            return None if parts[0] is None else torch.cat(list(parts))
+        total = self._total([(part,) for part in parts])
+        return total / len(parts) if self.model.reduction == "mean" else total
 
     @api_boundary
     def gathered_events(self) -> list[Event]:
@@ -178,22 +208,24 @@ class PipelineRunner:
 
     # -------------------------------------------------------------------------------------------------------- one step
 
-    def _run(self, inputs: Any, targets: Any, train: bool, schedule: Schedule) -> list[tuple[Any, ...]]:
+    def _run(self, inputs: Any, targets: Any, named: dict[str, Any], train: bool,
+             schedule: Schedule) -> list[tuple[Any, ...]]:
         """The output of the last stage, or the loss, for each micro-batch, on every process."""
         first, last = self.model.placements[0], self.model.placements[-1]
         autocast = torch.get_autocast_dtype(first.type), torch.is_autocast_enabled(first.type)
         with torch.autocast(first.type, enabled=False), torch.no_grad():
-            micro_inputs = self._micro_batches(inputs, first, "inputs")
+            names = tuple(name for name, value in named.items() if value is not None)
+            micro_inputs = self._micro_batches(_with_named(inputs, [named[name] for name in names]), first, "inputs")
             micro_targets = ([None] * len(micro_inputs) if targets is None
                              else self._micro_batches(targets, last, "targets"))
-        mode = train, autocast, tuple(m.training for m in self.stages)
+        mode = train, autocast, names, tuple(m.training for m in self.stages)
         keys = [(mode, _shapes(x), _shapes(y or ())) for x, y in zip(micro_inputs, micro_targets)]
         base = int(torch.randint(1 << 62, ()))
         self.seeds = [base + j for j in range(len(micro_inputs))]
         random_after = torch.get_rng_state()         # the program draws one number a step, whatever the stages draw
         step = PipelineStep(self.model, schedule, self._comm,
                             micro_inputs if 0 in self._ranks or self._has(0) else (), micro_targets, keys, self.seeds,
-                            train, autocast)
+                            train, autocast, names)
         if self._comm is not None:
             self._comm.begin_step()
         try:
@@ -234,7 +266,8 @@ class PipelineRunner:
                             if gradients.raw_grad(p) is None} if train else set()
             unused = self.model.parameters.unused(own) if train else set()
             metas = None if results is None else [
-                [TensorMeta(y.spec.layout, y.spec.shape, y.spec.dtype, False) for y in result] for result in results]
+                [y if y is None else TensorMeta(y.spec.layout, y.spec.shape, y.spec.dtype, False) for y in result]
+                for result in results]
             replies = gather_objects((without_grad, unused, metas), "the results of a step of a pipeline")
             self._agreed[keys] = (set().union(*(r[0] for r in replies)), set().union(*(r[1] for r in replies)),
                                   next(r[2] for r in replies if r[2] is not None))
@@ -244,7 +277,7 @@ class PipelineRunner:
             self._set_grads_elsewhere(own, without_grad)
         if results is None:
             # No shards here, but the value can be read: `if loss.item() > 3` takes the same branch on every process.
-            results = [tuple(GlobalTensor.wrap(part.spec, {}) for part in meta) for meta in metas]
+            results = [tuple(part and GlobalTensor.wrap(part.spec, {}) for part in meta) for meta in metas]
         return results
 
     def _set_grads_elsewhere(self, own: Sequence[int], without_grad: set[tuple[int, int]]) -> None:
@@ -288,6 +321,7 @@ class PipelineRunner:
         return t.tensor_split(m)
 
     def _to_placement(self, t: torch.Tensor, where: placement, what: str) -> GlobalTensor:
+        expect(t, torch.Tensor, f"{what} of a pipeline", "runner.step(inputs, targets)")
         if t.requires_grad:
             raise GlobalTensorError(f"{what} that require a gradient", "a step leaves gradients in parameters only",
                                     f"{what}.detach()")
@@ -296,8 +330,18 @@ class PipelineRunner:
                                   for name in where.axis_names or ("",) * where.ndim))
         if isinstance(t, GlobalTensor):
             return to_layout(t, dst)
-        compare_plain(t, f"the {what} of a pipeline", where.flat)
+        compare_plain(t, f"the {what} of a pipeline", self._everyone)
         return GlobalTensor.wrap(*place_full(t, dst))
+
+
+def _with_named(inputs: Any, values: list[Any]) -> Any:
+    """The inputs of a batch, and behind them those that have names."""
+    if not values:
+        return inputs
+    if isinstance(inputs, list):
+        raise ArgumentError("named inputs beside a list of micro-batches", "the list is not cut, and they would be",
+                            "tensors of the whole batch, which are all cut alike")
+    return (*(inputs if isinstance(inputs, tuple) else (inputs,)), *values)
 
 
 def _shapes(tensors: Sequence[Any]) -> Hashable:

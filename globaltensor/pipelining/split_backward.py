@@ -22,16 +22,16 @@ from globaltensor.tensors.products import DeferredGrad, defer_weight_grads
 def backward_full(outputs: Sequence[torch.Tensor], grads: Sequence[Any], inputs: Sequence[torch.Tensor]) -> list[Any]:
     """A whole backward pass from these outputs. The gradients of the inputs, which are leaves; None where none
     arrives."""
-    pairs = [(y, g) for y, g in zip(outputs, grads) if y.requires_grad and g is not None]
+    pairs = [(y, g) for y, g in zip(outputs, grads) if y is not None and g is not None and y.requires_grad]
     if pairs:
         backward.backward([y for y, _ in pairs], [g for _, g in pairs])
-    return [gradients.raw_grad(x) for x in inputs]
+    return [None if x is None else gradients.raw_grad(x) for x in inputs]
 
 
 def backward_input(outputs: Sequence[torch.Tensor], grads: Sequence[Any],
                    inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[DeferredGrad]]:
     """The same without the products that only weights wait for, and what `backward_weight` needs to compute these."""
-    with defer_weight_grads([x for x in inputs if x.requires_grad]) as deferred:
+    with defer_weight_grads([x for x in inputs if x is not None and x.requires_grad]) as deferred:
         input_grads = backward_full(outputs, grads, inputs)
     return input_grads, deferred
 

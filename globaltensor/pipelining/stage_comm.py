@@ -25,6 +25,7 @@ from globaltensor.boxings.redistribute import Move, move_shards, redistribute
 from globaltensor.errors import ShapeError
 from globaltensor.layouts.layout import Layout, Shape, Spec, layout, replicated, spec
 from globaltensor.layouts.placement import placement
+from globaltensor.layouts.recent import KEPT
 from globaltensor.runtime.agreement import as_bytes, from_bytes
 from globaltensor.runtime.codec import message
 from globaltensor.runtime.p2p import P2PGroup
@@ -49,7 +50,10 @@ class TensorMeta(NamedTuple):
         return spec(self.layout, self.shape, None, self.dtype)
 
 
-BundleMeta = tuple["TensorMeta | None", ...]         # None where there is no tensor: an input that got no gradient
+BundleMeta = tuple["TensorMeta | None", ...]         # None where there is no tensor: no gradient, or a stage's own None
+
+
+Layouts = Sequence["Layout | None"]                  # of the tensors of a bundle
 
 
 class ActivationBundle(NamedTuple):
@@ -67,14 +71,7 @@ def bundle(tensors: Sequence[Any], random: torch.Tensor | None = None) -> Activa
     return ActivationBundle(tuple(None if t is None else t.detach() for t in tensors), meta, random)
 
 
-def activations(meta: BundleMeta) -> tuple[TensorMeta, ...]:
-    """The meta of a bundle that goes forward: outputs are all there, only gradients may be missing."""
-    parts = tuple(part for part in meta if part is not None)
-    assert len(parts) == len(meta), meta
-    return parts
-
-
-@lru_cache(10_000)
+@lru_cache(KEPT)
 def forward_layout(src: Layout, where: placement) -> Layout:
     """The layout of an output on the next stage: its sbp is kept along axes of the same name, or of the same position
     where axes have no names; along others, and where it was partial, it is broadcast."""
@@ -90,11 +87,16 @@ def backward_layout(src: Layout) -> Layout:
     return src.dual.without_partials
 
 
-def move_bundle(bundle: ActivationBundle, dsts: Sequence[Layout]) -> ActivationBundle:
+def move_bundle(bundle: ActivationBundle, dsts: Layouts) -> ActivationBundle:
     """The same on another placement, where one process drives all ranks of both, or both are on the same ranks."""
     present = [k for k, t in enumerate(bundle.tensors) if t is not None]
-    moved = redistribute([bundle.tensors[k] for k in present], [dsts[k] for k in present], _BOXING) if present else []
+    moved = redistribute([bundle.tensors[k] for k in present], _layouts_at(dsts, present), _BOXING) if present else []
     return bundle._replace(tensors=_with_gaps(len(bundle.tensors), present, moved))
+
+
+def _layouts_at(layouts: Layouts, present: Sequence[int]) -> list[Layout]:
+    """The layouts of the tensors that are there."""
+    return [own for own in (layouts[k] for k in present) if own is not None]
 
 
 def _with_gaps(length: int, present: Sequence[int], tensors: Sequence[Any]) -> tuple[Any, ...]:
@@ -131,10 +133,10 @@ class TransferPlan:
     `received`, then among the receivers to the layout in `dsts`.
     """
 
-    def __init__(self, meta: BundleMeta, dsts: Sequence[Layout], link: StageLink) -> None:
+    def __init__(self, meta: BundleMeta, dsts: Layouts, link: StageLink) -> None:
         self.meta, self.link = meta, link
         self.present = [k for k, part in enumerate(meta) if part is not None]
-        self.specs, self.dsts = [part.spec for part in meta if part is not None], [dsts[k] for k in self.present]
+        self.specs, self.dsts = [part.spec for part in meta if part is not None], _layouts_at(dsts, self.present)
         crossings = [_crossing(own, dst) for own, dst in zip(self.specs, self.dsts)]
         self.sent, self.received = [src for src, _ in crossings], [dst for _, dst in crossings]
         self.message = P2PBoxing([own.on(src) for own, src in zip(self.specs, self.sent)], self.received)
@@ -183,7 +185,7 @@ class StageComm:
         self.steps += 1
         self.messages.what = f"step {self.steps} of a pipeline"
 
-    def send(self, key: Hashable, bundle: ActivationBundle, dsts: Sequence[Layout], link: StageLink,
+    def send(self, key: Hashable, bundle: ActivationBundle, dsts: Layouts, link: StageLink,
              tag: Hashable) -> None:
         """Send a bundle without waiting for its receivers.
 
@@ -202,7 +204,7 @@ class StageComm:
             self.messages.send(tensors, receiver, tag)
 
     def plan(self, key: Hashable, link: StageLink,
-             dsts: Callable[[BundleMeta], Sequence[Layout]]) -> TransferPlan:
+             dsts: Callable[[BundleMeta], Layouts]) -> TransferPlan:
         """For a kind of bundle that this process receives; its meta is received from the lead where it is not known."""
         if key not in self.plans:
             meta = from_bytes(self.messages.recv(link.lead, "meta")(), link.lead)

@@ -21,13 +21,13 @@ from globaltensor.errors import PlacementError
 from globaltensor.layouts.layout import Layout, layout, replicated
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
-from globaltensor.parallel.modules import named_tensors
-from globaltensor.parallel.parameter_swap import check_convertible, convert, rnn_weights_found_again, swapped_in
 from globaltensor.runtime.torch_internals import TensorBase
 from globaltensor.schedules.schedule import Schedule
 from globaltensor.tensors import backward, gradients
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.materialize import named_tensors
+from globaltensor.tensors.parameter_swap import check_convertible, convert, rnn_weights_found_again, swapped_in
 from globaltensor.tensors.redistribution import to_layout
 
 Slot = tuple[nn.Module, str]                         # a module, and the name of a parameter or buffer in it

@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,16 +40,21 @@ _FIX = "an nn.Sequential, or the stages by hand: [first, second]"
 
 
 def cut_traced(model: nn.Module, stages: int | Sequence[str],
-               cost: Callable[[nn.Module], float] | None = None) -> list[nn.Module]:
+               cost: Callable[[nn.Module], float] | None = None, inputs: Sequence[str] = ()) -> list[nn.Module]:
     """The stages of any module: each takes what the one before it returns; the first takes the model's inputs, and the
-    last returns what the model returns. Inputs that have a default value keep it.
+    last returns what the model returns. Inputs that have a default value keep it, but for those named.
 
     stages   how many, or the names of the modules with which the second, third, ... stage begins
     cost     of one module, in any unit
-    Raises StageError where the forward cannot be traced or depends on whether the model is in training, where there
-    are fewer layers than stages, and where no module has a given name.
+    inputs   names of inputs that have a default value and are passed nevertheless
+    Raises StageError where the forward lacks such an input, cannot be traced or depends on whether the model is in
+    training, where there are fewer layers than stages, and where no module has a given name.
     """
-    graph = _graph(model)
+    known = inspect.signature(model.forward).parameters
+    if strange := [name for name in inputs if name not in known]:
+        raise StageError(f"a {type(model).__name__} has no input {strange[0]!r}",
+                         f"its forward takes {', '.join(known)}", "inputs=[...], some of these")
+    graph = _graph(model, frozenset(inputs))
     plain = _plain_nodes(graph)
     work = [node for node in graph.nodes if node.op.startswith("call_") and node not in plain]
     starts = _by_cost(model, work, stages, cost) if isinstance(stages, int) else _by_names(work, stages)
@@ -69,8 +74,9 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, inputs: Collection[str]) -> None:
         super().__init__()
+        self.inputs = inputs
         self.blocks = {block for several in model.modules()
                        if isinstance(several, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
                        for block in several.children()}
@@ -81,11 +87,18 @@ class _Tracer(fx.Tracer):
                 or super().is_leaf_module(m, module_qualified_name))
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Proxies for the inputs that have no default value."""
-        _, *inputs = inspect.signature(root_fn).parameters.values()
-        needed = [p.name for p in inputs if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY,
-                                                                                p.POSITIONAL_OR_KEYWORD)]
-        return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in needed)]
+        """Proxies for the inputs that have no default value, or are passed nevertheless."""
+        _, *declared = inspect.signature(root_fn).parameters.values()
+        needed = [p.name in self.inputs or p.default is p.empty and p.kind in (
+            p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in declared]
+        names = [p.name for p, is_needed in zip(declared, needed) if is_needed]
+        proxies = [self.create_proxy("placeholder", name, (), {}) for name in names]
+        leading = (*needed, False).index(False)      # one that is left out has those behind it passed by name
+
+        def by_name(root: nn.Module, *values: Any) -> Any:
+            return root_fn(root, *values[:leading], **dict(zip(names[leading:], values[leading:])))
+
+        return by_name, [self.root, *proxies]
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """An assert becomes a node; any other branch on a tensor cannot be traced."""
@@ -96,7 +109,7 @@ class _Tracer(fx.Tracer):
         return super().to_bool(obj)
 
 
-def _graph(model: nn.Module) -> fx.Graph:
+def _graph(model: nn.Module, inputs: Collection[str]) -> fx.Graph:
     """The graph of the forward. It is traced in training and in evaluation, as a branch on `self.training` outside the
     nodes would be fixed to one side."""
     modes = [(m, m.training) for m in model.modules()]
@@ -105,7 +118,7 @@ def _graph(model: nn.Module) -> fx.Graph:
         for mode in (True, False):
             for m, _ in modes:
                 m.training = mode
-            graphs.append(_traced_graph(model))
+            graphs.append(_traced_graph(model, inputs))
     finally:
         for m, mode in modes:
             m.training = mode
@@ -118,8 +131,8 @@ def _graph(model: nn.Module) -> fx.Graph:
     return graphs[0]
 
 
-def _traced_graph(model: nn.Module) -> fx.Graph:
-    tracer, before = _Tracer(model), set(vars(model))
+def _traced_graph(model: nn.Module, inputs: Collection[str]) -> fx.Graph:
+    tracer, before = _Tracer(model, inputs), set(vars(model))
     try:
         with _factories_traced(tracer):
             graph = tracer.trace(model)

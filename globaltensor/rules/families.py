@@ -20,11 +20,23 @@ from globaltensor.rules.language import NUMBER, Dims, Rule
 from globaltensor.rules.parse import rule
 
 Family = Callable[[Call], Rule]
+_regardless_of_size: set[Family] = set()
+
+
+def regardless_of_size(family: Family) -> Family:
+    """Marks a family whose rules depend on no size, but for which sizes are 1, and have one size for each label."""
+    _regardless_of_size.add(family)
+    return family
+
+
+def is_regardless_of_size(family: Family) -> bool:
+    """Is it marked so?"""
+    return family in _regardless_of_size
 
 
 def fixed(dims: str, algebra: str = "", *, leaves: str = "sum", nonempty: str = "") -> Family:
     """A rule that does not depend on the arguments, apart from `b*` and absent operands."""
-    return lambda call: rule(dims, algebra, ndims=call.ndims, leaves=leaves, nonempty=nonempty)
+    return regardless_of_size(lambda call: rule(dims, algebra, ndims=call.ndims, leaves=leaves, nonempty=nonempty))
 
 
 def kept_whole(of: Rule) -> Rule:
@@ -45,7 +57,7 @@ def masked_outputs(family: Family, mask: str) -> Family:
         return replace(of, outputs=tuple(d for d, yes in zip(of.outputs, flags) if yes),
                        algebra=tuple(a for a, yes in zip(of.algebra, flags) if yes))
 
-    return write
+    return regardless_of_size(write) if is_regardless_of_size(family) else write
 
 
 def dim_labels(n: int) -> list[str]:
@@ -79,7 +91,7 @@ def broadcast_shape(shapes: list[Shape]) -> Shape:
 
 def keeping(keeps: str, family: Family) -> Family:
     """A rule by which operands that are pending by "max" or "min" leave a result that is."""
-    return lambda call: replace(family(call), keeps=keeps)
+    return regardless_of_size(lambda call: replace(family(call), keeps=keeps))
 
 
 def pointwise(algebra: str = "", *, outputs: int = 1) -> Family:
@@ -94,12 +106,13 @@ def pointwise(algebra: str = "", *, outputs: int = 1) -> Family:
         rhs = ", ".join([" ".join(dim_labels(len(out)))] * outputs)
         return rule(f"{dims} -> {rhs}", ";".join([algebra] * outputs) if algebra else "", ndims=call.ndims)
 
-    return write
+    return regardless_of_size(write)
 
 
 def zeroing(value: str, linear: str, other: str) -> Family:
     """Fills some elements: linear where argument `value` is the int 0. (0.0 is a float: no float decides a rule.)"""
-    return lambda call: pointwise(linear if type(call[value]) in (int, bool) and call[value] == 0 else other)(call)
+    return regardless_of_size(
+        lambda call: pointwise(linear if type(call[value]) in (int, bool) and call[value] == 0 else other)(call))
 
 
 def keeps_sums(src: torch.dtype, dst: torch.dtype) -> bool:
@@ -108,12 +121,14 @@ def keeps_sums(src: torch.dtype, dst: torch.dtype) -> bool:
     return src == dst or (dst.is_floating_point or dst.is_complex) and src != torch.bool
 
 
+@regardless_of_size
 def copied(call: Call) -> Rule:
     """_to_copy: linear if the cast is."""
     src = call.tensors[0].dtype
     return pointwise("a" if keeps_sums(src, call["dtype"] or src) else "A")(call)
 
 
+@regardless_of_size
 def copied_over(call: Call) -> Rule:
     """copy: the second operand, a tensor or a number, takes the shape and the dtype of the first."""
     target, *sources = [t.dtype for t in call.tensors]
@@ -140,7 +155,7 @@ def reduction(algebra: str = "A", *, leaves: str = "sum", outputs: int = 1, uncu
         return rule(f"{lhs} -> {', '.join([rhs] * outputs)}", ";".join([_sum_algebra(call, algebra)] * outputs),
                     leaves=leaves)
 
-    return write
+    return regardless_of_size(write)
 
 
 def _sum_algebra(call: Call, algebra: str) -> str:
@@ -149,19 +164,23 @@ def _sum_algebra(call: Call, algebra: str) -> str:
     return algebra if keeps_sums(src, call.get("dtype") or src) else algebra.upper()
 
 
-def along(algebra: str = "A", *, name: str = "dim", operands: int = 1, outputs: int = 1) -> Family:
-    """Works along one dim, which stays whole, on operands of the same shape: softmax, sort, cumsum."""
+def along(algebra: str = "A", *, name: str = "dim", operands: int = 1, outputs: int = 1, resizes: bool = False
+          ) -> Family:
+    """Works along one dim, which stays whole, on operands of the same shape: softmax, sort, cumsum. `resizes`: it has
+    another size in the results, as that of topk."""
 
     def write(call: Call) -> Rule:
         ndim = call.tensors[0].dim()
         uncut = dims_of(call, ndim, name) if ndim else []
         dims = " ".join(f"d{i}!" if i in uncut else f"d{i}" for i in range(ndim))
-        return rule(f"{', '.join([dims] * operands)} -> {', '.join([dims] * outputs)}",
+        out = " ".join(f"o{i}!" if i in uncut else f"d{i}" for i in range(ndim)) if resizes else dims
+        return rule(f"{', '.join([dims] * operands)} -> {', '.join([out] * outputs)}",
                     ";".join([_sum_algebra(call, algebra)] * outputs))
 
-    return write
+    return regardless_of_size(write)
 
 
+@regardless_of_size
 def contraction(call: Call) -> Rule:
     """globaltensor::contract, an einsum of two tensors: its equation is its rule."""
     sides = [" ".join(t) for t in call["equation"].replace("->", ",").split(",")]
@@ -191,7 +210,7 @@ def broadcasting_addmm(left: str, right: str, out: str) -> Family:
         first = " ".join("1" if n == 1 and sizes[x] != 1 else x for x, n in zip(full, shape))
         return rule(f"{first}, {left}, {right} -> {out}", "a+b*c")
 
-    return write
+    return regardless_of_size(write)
 
 
 def loss(*, backward: bool = False) -> Family:
@@ -206,7 +225,7 @@ def loss(*, backward: bool = False) -> Family:
         of = each if backward else replace(each, outputs=((),))
         return kept_whole(of) if call["reduction"] == MEAN else of
 
-    return write
+    return regardless_of_size(write)
 
 
 NONE, MEAN, SUM = 0, 1, 2                            # torch's numbers for a loss's `reduction`

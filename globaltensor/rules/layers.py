@@ -11,7 +11,15 @@ from __future__ import annotations
 from math import prod
 
 from globaltensor.rules.call import Call
-from globaltensor.rules.families import MEAN, NONE, Family, broadcast_labels, kept_whole, with_nonlinear
+from globaltensor.rules.families import (
+    MEAN,
+    NONE,
+    Family,
+    broadcast_labels,
+    kept_whole,
+    regardless_of_size,
+    with_nonlinear,
+)
 from globaltensor.rules.language import Rule
 from globaltensor.rules.parse import rule
 
@@ -89,8 +97,14 @@ def columns(*, apart: bool) -> Family:
 
 
 def normalized(dims: str, algebra: str) -> Family:
-    """layer_norm and rms_norm: over the last dims, d*, as many as `normalized_shape` has."""
-    return lambda call: rule(dims, algebra, ndims=call.ndims, stars=(("d", len(call["normalized_shape"])),))
+    """layer_norm and rms_norm: over the last dims, d*, as many as `normalized_shape` has; statistics have as many, o*.
+    """
+
+    def write(call: Call) -> Rule:
+        count = len(call["normalized_shape"])
+        return rule(dims, algebra, ndims=call.ndims, stars=(("d", count), ("o", count)))
+
+    return regardless_of_size(write)
 
 
 def group_norm(dims: str, algebra: str) -> Family:
@@ -151,7 +165,7 @@ def attention(*, backward: bool = False) -> Family:
         mask = "*D" if len(lhs) > 3 else ""
         return rule(f"{', '.join(lhs)} -> {out}, {log}", f"A*B*c{mask};A*B{mask}", even=even, nonempty=ATTENDED)
 
-    return write
+    return regardless_of_size(write)
 
 
 ATTENDED = "b h q s"                                 # fused attention kernels take none of these empty

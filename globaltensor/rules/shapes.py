@@ -12,7 +12,7 @@ from math import gcd, prod
 
 from globaltensor.layouts.layout import Shape
 from globaltensor.rules.call import Call
-from globaltensor.rules.families import Family, dim_labels, dims_of
+from globaltensor.rules.families import Family, dim_labels, dims_of, regardless_of_size
 from globaltensor.rules.language import Rule
 from globaltensor.rules.parse import rule
 
@@ -24,7 +24,7 @@ def permuted(order: Callable[[Call, int], list[int]]) -> Family:
         n = call.tensors[0].dim()
         return rule(f"{' '.join(dim_labels(n))} -> {' '.join(f'd{i}' for i in order(call, n))}", "a")
 
-    return write
+    return regardless_of_size(write)
 
 
 def swapped(call: Call, n: int) -> list[int]:
@@ -129,6 +129,7 @@ def expanded(call: Call) -> Rule:
     return rule(f"{' '.join(lhs)} -> {' '.join(rhs)}", "a")
 
 
+@regardless_of_size
 def unsqueezed(call: Call) -> Rule:
     """unsqueeze: a dim of size 1 more."""
     n = call.tensors[0].dim()

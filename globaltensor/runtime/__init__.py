@@ -5,6 +5,7 @@
     launchers       the environments of SLURM, Open MPI and Hydra
     exchange        flat buffers between processes: one primitive in which all sides meet
     agreement       small values that all processes must have, or must have alike
+    lineage         a hash of all that made a tensor's value, by which ranks notice that theirs differ
     p2p             messages that one process leaves for another
     deadlock        deadlocks between ranks, found within seconds
     machine         what moving and computing cost

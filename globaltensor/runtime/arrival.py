@@ -14,16 +14,17 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from globaltensor.errors import TransportError
+from globaltensor.errors import GlobalTensorError, TransportError, first_sentence
 from globaltensor.runtime.codec import decode_message, encode_message
 from globaltensor.runtime.deadlock import rank_names
 from globaltensor.runtime.host_processes import ProcessId, host_id, job_name, own_process, rank_processes
-from globaltensor.runtime.liveness import Liveness
+from globaltensor.runtime.liveness import Liveness, Loss
 
 _PERIOD = 0.02
 _SCANS = 0.5                                         # seconds between looks at the processes of this host
@@ -43,13 +44,28 @@ def meet(timeout: timedelta) -> dist.Store:
     others = _Others(rank, size)
     limit = time.monotonic() + timeout.total_seconds()
     store = _open_store(rank, timeout, limit, others)
-    _tell_process(store, rank)
-    if store.add("globaltensor arrivals", 1) == size:
-        store.set("globaltensor all", "here")
-    while not store.check(["globaltensor all"]):
-        others.raise_if_gone(limit, store)
-        time.sleep(_PERIOD)
+    with in_touch():
+        _tell_process(store, rank)
+        if store.add("globaltensor arrivals", 1) == size:
+            store.set("globaltensor all", "here")
+        while not store.check(["globaltensor all"]):
+            others.raise_if_gone(limit, store)
+            time.sleep(_PERIOD)
     return store
+
+
+@contextmanager
+def in_touch() -> Iterator[None]:
+    """Around each talk with the store while ranks start: it ends where the rank that keeps the store does, by an error
+    of its own, and what torch then says does not tell."""
+    try:
+        yield
+    except GlobalTensorError:
+        raise
+    except RuntimeError as error:
+        raise TransportError(f"rank {os.environ.get('RANK', '?')} lost touch with the others while they started",
+                             f"{first_sentence(error)}: a rank has ended",
+                             "look at the first error of the other ranks") from None
 
 
 def exchange_processes(store: dist.Store, rank: int, size: int) -> dict[int, ProcessId]:
@@ -73,15 +89,19 @@ def _process_key(rank: int) -> str:
 def _open_store(rank: int, timeout: timedelta, limit: float, others: _Others) -> dist.Store:
     """torch's launchers keep the store themselves; else rank 0 does."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    while not keeps:
+    while not others.keeps:
         try:
             socket.create_connection((host, port), 5).close()
             break
         except OSError:
             others.raise_if_gone(limit, None)
             time.sleep(_PERIOD)
-    return dist.TCPStore(host, port, is_master=keeps, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    try:
+        return dist.TCPStore(host, port, is_master=others.keeps, timeout=timeout, wait_for_workers=False,
+                             multi_tenant=True)
+    except (ValueError, RuntimeError) as error:
+        raise TransportError("the ranks could not find each other", first_sentence(error),
+                             "globaltensor run -n N program.py, or torchrun") from None
 
 
 class _Others:
@@ -94,6 +114,7 @@ class _Others:
         first = rank - rank % per_host
         self.here = set(range(first, first + per_host)) - {rank}
         self.launched = "TORCHELASTIC_RUN_ID" in os.environ
+        self.keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.began, self.scanned = time.monotonic(), 0.0
         self.seen: set[int] = set()
         self.missing: set[int] = set()
@@ -105,14 +126,21 @@ class _Others:
             self.scanned = time_now
             gone = self._came_and_ended(store) | self._never_came(time_now)
             if gone:
-                raise TransportError(f"{rank_names(sorted(gone))} ended before all ranks had met",
-                                     f"rank {self.rank} waited for {'it' if len(gone) == 1 else 'them'}",
-                                     "look at the first error of that rank; every rank runs the same program")
+                raise self._ended(gone, store)
         if time_now > limit:
             missing = sorted(set(range(self.size)) - self._came(store).keys() - {self.rank})
             raise TransportError(f"{rank_names(missing)} did not come within {limit - self.began:.0f} s",
                                  f"rank {self.rank} of {self.size} waited at {os.environ['MASTER_ADDR']}:"
                                  f"{os.environ['MASTER_PORT']}", "globaltensor run -n N program.py, or torchrun")
+
+    def _ended(self, gone: set[int], store: dist.Store | None) -> TransportError:
+        """Of the ranks that are gone some may have raised this themselves: the first to see one gone notes which."""
+        loss = Loss(min(gone), f"{rank_names(sorted(gone))} ended before all ranks had met")
+        loss = Liveness({}, store).first_lost(loss)
+        if self.keeps:                               # the others still ask
+            time.sleep(3 * _SCANS)
+        return TransportError(loss.how, f"rank {self.rank} waited for it",
+                              "look at the first error of that rank; every rank runs the same program")
 
     def _came(self, store: dist.Store | None) -> dict[int, ProcessId]:
         ranks = [r for r in range(self.size) if store is not None and store.check([_process_key(r)])]

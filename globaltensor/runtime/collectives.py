@@ -13,23 +13,37 @@ process has, and members of different numbers never meet; without, it needs all 
 
 torch.distributed does not notice that ranks call different collectives, but hands over wrong numbers. So each rank
 sends the next one in the group, beside the collective, a message with the boxing's tag: one that expects another tag
-never gets it, and the deadlock watch tells all ranks what each of them does.
+never gets it, and the deadlock watch tells all ranks what each of them does. Collectives that are waited for much later
+share such a message: its tag is a hash of all that were begun in the group since the last one. Where lengths differ, a
+thread of gloo fails, which would end the process: native code stops that thread instead, so that the watch has its say.
+Without native code a collective begins after that message.
 """
 from __future__ import annotations
 
 import atexit
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from globaltensor.errors import GlobalTensorError
+from globaltensor.runtime import deadlock
+from globaltensor.runtime.accelerators import engine_class
 from globaltensor.runtime.exchange import wait_for_works, waiting_for
+from globaltensor.runtime.gloo import gloo_error, keep_for_ever
+from globaltensor.runtime.liveness import tell_end
+from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import all_gather_flat, default_store, reduce_scatter_flat
 from globaltensor.runtime.world import rank, world
 
+_LOOK = timedelta(seconds=0.2)
 _groups: dict[tuple[tuple[int, ...], str], Any] = {}       # by ranks and device type: backends of torch.distributed
+_lost_groups: set[tuple[int, ...]] = set()           # in which torch still works on a collective that was given up
+_unchecked: dict[tuple[int, ...], int] = {}          # by ranks: a hash of the tags of which no message was sent yet
 
 
 class Collective(NamedTuple):
@@ -47,25 +61,33 @@ class Collective(NamedTuple):
     received: tuple[int, ...] = ()
 
 
-def begin_collectives(calls: Sequence[Collective], what: str, tag: int) -> Callable[[], None]:
+def begin_collectives(calls: Sequence[Collective], what: str, tag: int, check: bool = True) -> Callable[[], None]:
     """Begin these collectives; the function that is returned waits for all of them, and fills their results.
 
-    `what` they are for goes into errors; `tag`, of 8 or more, must be the same on all ranks of each group. Raises
-    TransportError where a peer died or did not take part in time.
+    `what` they are for goes into errors; `tag`, of 8 or more, must be the same on all ranks of each group. That is
+    checked at once, or, without `check`, with the next collectives of the group that are, or that are waited for.
+    Raises TransportError where a peer died or did not take part in time.
     """
     on_device = [_staged(call) for call in calls]
     peers = tuple(sorted({r for call in calls for r in call.ranks} - {rank()}))
     with waiting_for(what, peers, tag):
         for ranks, type in sorted({(call.ranks, call.source.device.type) for call in on_device}):
             _group_of(ranks, type)
-        checks = [_check_next(call.ranks, tag) for call in on_device]
+        for ranks in {call.ranks for call in on_device}:
+            _unchecked[ranks] = _join_tags(_unchecked[ranks], tag) if ranks in _unchecked else tag
+        checked = _check_tags(on_device) if check or torch_ext is None else None
+        if checked and torch_ext is None:
+            wait_for_works([(peers, work) for work in checked[1]], list(peers))
+            checked[1].clear()
         works = [_start(call) for call in on_device]
 
     def finish() -> None:
-        with waiting_for(what, peers, tag) as lost:
+        joined, checks = checked or _check_tags(on_device)
+        with waiting_for(what, peers, joined or tag) as lost:
             # First what cannot be mistaken: a collective that others take for another one may fail in any way.
-            wait_for_works([(peers, work) for check in checks for work in check] + [(peers, work) for work in works],
-                           lost)
+            wait_for_works([(peers, work) for work in checks], lost)
+            for call, work in zip(on_device, works):
+                _wait_for_collective(call, work)
         for call, done in zip(calls, on_device):
             if done.result is not call.result:
                 call.result.copy_(done.result)
@@ -85,21 +107,61 @@ def _staged(call: Collective) -> Collective:
 def _group_of(ranks: tuple[int, ...], type: str) -> Any:
     known = _groups.get((ranks, type))
     if known is None:
+        if ranks in _lost_groups:
+            raise RuntimeError("an earlier wait for these ranks was given up")
         if not _groups:
             atexit.register(_end_groups)
         store = dist.PrefixStore(f"globaltensor {type} {ranks}/", default_store())
         if type == "cpu":
             known = dist.ProcessGroupGloo(store, ranks.index(rank()), len(ranks), world().timeout)
         else:
-            options = dist.ProcessGroupNCCL.Options()
-            known = dist.ProcessGroupNCCL(store, ranks.index(rank()), len(ranks), options)
+            group = engine_class(world().engine)     # such as NCCL's
+            known = group(store, ranks.index(rank()), len(ranks), group.Options())
         _groups[ranks, type] = known
     return known
 
 
+def _wait_for_collective(call: Collective, work: dist.Work) -> None:
+    """Until it is done. Nobody can end a collective of gloo: where the watch over waits finds that this one is waited
+    for in vain, its error is raised, and torch is left alone with the collective and its group."""
+    if call.source.device.type != "cpu":
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(_LOOK)
+            return
+        except RuntimeError:                         # it failed, or was not done in time
+            if work.is_completed():
+                raise
+        try:
+            deadlock.raise_if_in_vain()
+        except GlobalTensorError:
+            # A thread of torch works on them. Ending the group would wait for that thread, and it would need the
+            # interpreter to free the others, which may have ended by then.
+            keep_for_ever([_groups.pop((call.ranks, "cpu")), work, call.source, call.result])
+            _lost_groups.add(call.ranks)
+            raise
+
+
 def _end_groups() -> None:
+    tell_end(rank())
+    if gloo_error():
+        keep_for_ever(_groups.values())
     time.sleep(0.05)                                 # lets gloo's threads end first: agreement.py says why
     _groups.clear()
+
+
+def _join_tags(one: int, other: int) -> int:
+    """A tag that depends on both and their order."""
+    return (one * 31 + other) & 0x3FFFFFFF | 8
+
+
+def _check_tags(calls: Sequence[Collective]) -> tuple[int, list[dist.Work]]:
+    """Send the tags of all that was begun in the groups of these calls; with one tag for all of them, 0 for none."""
+    tags = {ranks: _unchecked.pop(ranks) for ranks in sorted({call.ranks for call in calls}) if ranks in _unchecked}
+    return (reduce(_join_tags, tags.values()) if tags else 0,
+            [work for ranks, tag in tags.items() for work in _check_next(ranks, tag)])
 
 
 def _check_next(ranks: tuple[int, ...], tag: int) -> list[dist.Work]:
@@ -118,8 +180,9 @@ def _start(call: Collective) -> dist.Work:
             return group.allreduce([call.result])
         case "reduce_scatter":
             return reduce_scatter_flat(group, call.result, call.source)
-        case "all_gather":
-            return all_gather_flat(group, call.result, call.source)
+        case "all_gather":                           # bytes: not every engine knows every dtype
+            return all_gather_flat(group, call.result.view(torch.uint8), call.source.view(torch.uint8))
         case "all_to_all":
-            return group.alltoall_base(call.result, call.source, list(call.received), list(call.sent))
+            received, sent = ([n * call.source.itemsize for n in counts] for counts in (call.received, call.sent))
+            return group.alltoall_base(call.result.view(torch.uint8), call.source.view(torch.uint8), received, sent)
     raise AssertionError(call.name)

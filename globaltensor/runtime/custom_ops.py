@@ -12,6 +12,12 @@ text:
     from_full(t, layout)         full_tensor(x)
     from_local(t, layout)        to_local(x)
     spread(t, layout, shape)     part(x, layout, shape)
+
+And what stands in the graphs of torch.compile (boxings/graph_op.py):
+
+    box(shards, layouts, sizes, op, purpose)
+    draw_key()                                    of random numbers, fill(key, ...) makes them (random_ops.py)
+    check_range(index, n, what, lowest)           raises for an index that no rank has
 """
 from __future__ import annotations
 
@@ -54,11 +60,21 @@ for _map in ("redistribute(Tensor x, str layout, str? grad_layout=None)", "full_
              "from_full(Tensor t, str layout)", "to_local(Tensor x)", "from_local(Tensor t, str layout)",
              "spread(Tensor t, str layout, SymInt[] shape)", "part(Tensor x, str layout, SymInt[] shape)"):
     _library.define(f"{_map} -> Tensor")
+_library.define("box(Tensor[] shards, str layouts, SymInt[] sizes, str op, str purpose) -> Tensor[]")
+_library.define("draw_key() -> Tensor")
+_library.define("fill(Tensor key, SymInt[] shape, SymInt[] edges, ScalarType dtype, Device device, str law, "
+                "Tensor[] parts) -> Tensor")
+_library.define("check_range(Tensor index, SymInt n, str what, SymInt lowest) -> ()")
 
 
-def implement(op: OpOverload, kernel: Callable[..., torch.Tensor], key: str = "CompositeExplicitAutograd") -> None:
+def implement(op: OpOverload, kernel: Callable[..., Any], key: str = "CompositeExplicitAutograd") -> None:
     """Give an op of ours what it does at a dispatch key."""
     _library.impl(op._schema.name.partition("::")[2], kernel, key)
+
+
+def tell_shapes(op: OpOverload, fake: Callable[..., Any]) -> None:
+    """Give an op of ours what tells its results without memory."""
+    torch.library.register_fake(op, fake, lib=_library)
 
 
 contract = torch.ops.globaltensor.contract.default
@@ -71,6 +87,13 @@ to_local = torch.ops.globaltensor.to_local.default
 from_local = torch.ops.globaltensor.from_local.default
 spread = torch.ops.globaltensor.spread.default
 part = torch.ops.globaltensor.part.default
+box = torch.ops.globaltensor.box.default
+draw_key = torch.ops.globaltensor.draw_key.default
+fill = torch.ops.globaltensor.fill.default
+check_range = torch.ops.globaltensor.check_range.default
+# What an op of ours is made of, for the graphs of torch.compile: torch's own ops, which inductor fuses.
+MADE_OF: dict[OpOverload, Callable[..., torch.Tensor]] = {
+    contract: _contract, linear: _linear, embedding_backward: _embedding_backward}
 LINEAR_MAPS = {redistribute, full_tensor, from_full, to_local, from_local, spread, part}
 
 

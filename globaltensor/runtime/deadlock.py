@@ -32,12 +32,14 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from globaltensor.errors import DisagreementError, GlobalTensorError, TransportError, where
+from globaltensor.runtime import lineage
 from globaltensor.runtime.codec import decode_message, encode_message
-from globaltensor.runtime.liveness import lost_rank, process_of
+from globaltensor.runtime.gloo import gloo_error
+from globaltensor.runtime.liveness import feed_heart, first_lost, lost_rank, process_of
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.stacks import stack_of
 
-PERIOD = 1.0
+PERIOD = 0.5
 SHOW_STACK = 120.0                                   # seconds
 DEAF = 10.0                                          # seconds until a wait that does not raise ends with the process
 
@@ -135,6 +137,28 @@ def detected() -> GlobalTensorError | None:
     return _watch.verdict() if _watch is not None else None
 
 
+def keep_store() -> None:
+    """Before an error that may end this process: let the others ask the store, if this process holds it."""
+    if _watch is not None:
+        _watch.keep_store(PERIOD)
+
+
+def patience() -> float:
+    """After so many seconds, a wait for a rank that lives ends too."""
+    return math.inf if _watch is None else _watch.timeout
+
+
+def stacks_of(ranks: Sequence[int]) -> str:
+    """Where these ranks, which live, are, as far as this host can tell."""
+    rows = []
+    for rank in ranks:
+        process = process_of(rank)
+        stack = stack_of(process.pid) if process is not None and process.here else ""
+        rows.append(f"rank {rank} lives, and is here:\n{stack}" if stack else
+                    f"rank {rank} lives; `globaltensor stacks` on its host shows where it is")
+    return "\n".join(rows)
+
+
 class Watch:
     """The thread that looks after waits. `published` is what the others can read that this rank waits for."""
 
@@ -155,6 +179,7 @@ class Watch:
 
     def run(self) -> None:
         while not self.ended.is_set():
+            feed_heart()
             self.look()
 
     def look(self) -> None:
@@ -167,6 +192,7 @@ class Watch:
         # Ranks are read one after the other, while they may go on: only what is read twice alike was true at one time.
         before = None
         while _current is current:
+            feed_heart()
             self.check_peers(current)
             with suppress(RuntimeError):             # the store is gone, and with it the rank that kept it
                 if self.published is None and not self.publish(current):
@@ -182,17 +208,22 @@ class Watch:
         """End the wait for a rank that is lost, or for too long; show where those are that keep it waiting for long."""
         wait, waited = current.wait, time.monotonic() - current.began
         if (loss := lost_rank(wait.peers)) is not None:
+            loss = first_lost(loss)
             self.give_up(current, f"{loss.how}, while rank {self.rank} waited for it in {wait.what}",
                          "no rank can go on without it", "look at its own error, and at what its host says of it")
         elif waited > self.timeout:
             self.give_up(current, f"rank {self.rank} waited {waited:.0f} s for {self.culprits(wait)} in {wait.what}",
-                         self.stacks(wait), "gt.init(timeout=...) where a rank may take longer")
+                         stacks_of(self.keeping(wait)), "gt.init(timeout=...) where a rank may take longer")
+        elif (error := gloo_error()) and waited > 6 * PERIOD:     # by now it would have been found to be a deadlock
+            self.give_up(current, f"rank {self.rank} was sent more than it asked for in {wait.what}", error,
+                         "look at the first error of the other ranks; every rank runs the same program")
         elif waited > SHOW_STACK and wait.serial not in self.shown:
             self.shown.add(wait.serial)
             with suppress(RuntimeError):             # the store is gone: nobody knows who has shown it
                 if self.store.add(f"globaltensor shown {self.culprits(wait)}", 1) == 1:      # once, whoever waits
                     print(f"globaltensor: rank {self.rank} has waited {waited:.0f} s for {self.culprits(wait)} in "
-                          f"{wait.what}   at {current.place()}\n{self.stacks(wait)}", file=sys.stderr, flush=True)
+                          f"{wait.what}   at {current.place()}\n{stacks_of(self.keeping(wait))}",
+                          file=sys.stderr, flush=True)
 
     def keeping(self, wait: Wait) -> list[int]:
         """Of the ranks that are waited for those that do not wait themselves; all, where all do or nobody knows."""
@@ -204,16 +235,6 @@ class Watch:
 
     def culprits(self, wait: Wait) -> str:
         return rank_names(self.keeping(wait))
-
-    def stacks(self, wait: Wait) -> str:
-        """Where the ranks are that keep this wait waiting, as far as this host can tell."""
-        rows = []
-        for peer in self.keeping(wait):
-            process = process_of(peer)
-            stack = stack_of(process.pid) if process is not None and process.here else ""
-            rows.append(f"rank {peer} lives, and is here:\n{stack}" if stack else
-                        f"rank {peer} lives; `globaltensor stacks` on its host shows where it is")
-        return "\n".join(rows)
 
     def give_up(self, current: Current, what: str, why: str, fix: str) -> None:
         """End the wait with an error, or the process where that does not work."""
@@ -268,7 +289,7 @@ class Watch:
 
     def end_deadlock(self, current: Current, waits: dict[int, Wait]) -> None:
         """End this wait, or this process if it is the last rank, or if the end of that one does not free it."""
-        self.rows = _rows(waits)
+        self.rows = _rows(waits, self.apart(waits))
         self.store.set(_DEADLOCK, encode_message(self.rows, _DEADLOCK))
         freed_by = time.monotonic() + (PERIOD if self.rank == self.size - 1 else 5 * PERIOD)
         while _current is current and time.monotonic() < freed_by:
@@ -277,14 +298,29 @@ class Watch:
         if _current is current:
             _end_process(_error(self.rows, waits[self.rank].where))
 
+    def apart(self, waits: Mapping[int, Wait]) -> dict[int, str]:
+        """By rank, in what its program differs from the others'. All of them look at the same waits, and so ask."""
+        own, until = lineage.difference(self.rank, sorted(waits), PERIOD), time.monotonic() + 2 * PERIOD
+        self.store.set(_apart_key(self.rank), encode_message(own, self.rank))
+        known = {self.rank: own}
+        while len(known) < len(waits) and time.monotonic() < until:
+            time.sleep(PERIOD / 50)
+            known |= {r: text for r in waits if (text := self.read(_apart_key(r), r)) is not None}
+        return known
+
     def verdict(self) -> GlobalTensorError | None:
         if self.lost is not None:
             return self.lost
         with suppress(RuntimeError):
             self.rows = self.rows or self.read(_DEADLOCK, _DEADLOCK) or ""
-        if self.rows and self.rank == 0:
-            time.sleep(3 * PERIOD)                   # its process may hold the store, which the others still ask
+        if self.rows:
+            self.keep_store(3 * PERIOD)
         return _error(self.rows, "") if self.rows else None
+
+    def keep_store(self, seconds: float) -> None:
+        """Before an error: rank 0 may hold the store, which the others still ask."""
+        if self.rank == 0:
+            time.sleep(seconds)
 
 
 def _end_process(error: GlobalTensorError) -> None:
@@ -302,9 +338,13 @@ def _store_key(rank: int) -> str:
     return f"globaltensor wait {rank}"
 
 
-def _rows(waits: Mapping[int, Wait]) -> str:
+def _apart_key(rank: int) -> str:
+    return f"globaltensor apart {rank}"
+
+
+def _rows(waits: Mapping[int, Wait], apart: Mapping[int, str]) -> str:
     return "".join(f"\n    rank {rank} waits for {rank_names(wait.peers)} in {wait.what}   at {wait.where}"
-                   for rank, wait in sorted(waits.items()))
+                   f"{apart.get(rank, '')}" for rank, wait in sorted(waits.items()))
 
 
 def _error(rows: str, at: str) -> DisagreementError:

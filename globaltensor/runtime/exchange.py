@@ -5,7 +5,6 @@ deadlock watch, and a peer that ended is named. Ranks of one process reach each 
 """
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from globaltensor.errors import TransportError
+from globaltensor.errors import TransportError, first_sentence
 from globaltensor.runtime import deadlock
+from globaltensor.runtime.liveness import lost_connection
 from globaltensor.runtime.world import rank, world
 
 AGREE, GATHER, BROADCAST, _POST = 1, 2, 3, 4          # tags; boxings have larger ones
@@ -96,12 +96,11 @@ def waiting_for(what: str, peers: tuple[int, ...], tag: int) -> Iterator[list[in
             yield lost
     except RuntimeError as error:
         # a rank that finds a deadlock may end, so that a lost connection may mean just that
-        raise deadlock.detected() or TransportError(
-            f"rank {rank()} lost touch with {deadlock.rank_names(lost)} in {what}",
-            f"{first_sentence(error)}: a rank ended, or runs another program",
-            "look at the first error of the other ranks") from None
-
-
-def first_sentence(error: Exception) -> str:
-    """The first sentence of what torch says, without the place in its source."""
-    return re.sub(r"^\[\S+\.(cc|cpp|h):\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
+        if (verdict := deadlock.detected()) is not None:
+            raise verdict from None
+        loss = lost_connection(lost, first_sentence(error))
+        deadlock.keep_store()
+        names, how = (f"rank {loss.rank}", loss.how) if loss is not None else (
+            deadlock.rank_names(lost), f"{first_sentence(error)}: a rank ended, or runs another program")
+        raise TransportError(f"rank {rank()} lost touch with {names} in {what}", how,
+                             "look at the first error of the other ranks") from None

@@ -35,7 +35,7 @@ def missing(t: torch.Tensor) -> tuple[str, str] | None:
     if t.device.type != "meta" and (data_address(t) or not t.numel()):
         return None
     if hasattr(t, "full_tensor"):
-        return f"a {type(t).__name__}", "t.full_tensor(), or gt.from_local(t.to_local(), placement, sbp)"
+        return f"a {type(t).__name__}", "gt.from_dtensor(t), or x.to_dtensor() of the global tensors beside it"
     if type(t) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(t).__name__}, a wrapper of other tensors", "the tensor that it stands for"
     if t.device.type == "meta":

@@ -219,6 +219,7 @@ _FUNCTIONS: dict[OpOverload, ShapeFunction] = {
     aten.addbmm.default: _addbmm,
     aten._cdist_forward.default: _cdist,
     aten._cdist_backward.default: _cdist_backward,
+    aten._pdist_backward.default: _as_operand(1),
     aten.soft_margin_loss.default: _soft_margin_loss,
     aten.binary_cross_entropy.default: _binary_cross_entropy,
     aten.binary_cross_entropy_backward.default: _as_operand(1),

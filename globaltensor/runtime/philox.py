@@ -39,6 +39,7 @@ from torch import Tensor
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shape
 from globaltensor.layouts.regions import Region
+from globaltensor.runtime import lineage
 from globaltensor.runtime.native import core_lib
 from globaltensor.runtime.torch_internals import num_dispatch_modes, without_fake_mode
 
@@ -357,4 +358,6 @@ def draw_key(generator: torch.Generator | None = None) -> int:
     `get_rng_state`, `fork_rng`, recomputation in a checkpoint) does so for all that is made of keys."""
     device = "cpu" if generator is None else generator.device
     with without_fake_mode():
-        return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
+        key = int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
+    lineage.note_draw(key)
+    return key

@@ -18,16 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from globaltensor.errors import ArgumentError, TransportError
-from globaltensor.runtime import arrival, deadlock, liveness, machine as machines, native
+from globaltensor.errors import ArgumentError, TransportError, expect
+from globaltensor.runtime import arrival, deadlock, lineage, liveness, machine as machines, native
+from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count, engine_in, engine_of
 from globaltensor.runtime.agreement import broadcast_object, gather_unchecked
-from globaltensor.runtime.exchange import first_sentence
+from globaltensor.runtime.gloo import gloo_error, keep_for_ever
 from globaltensor.runtime.launchers import recognize_launcher
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.secret import share_secret
 from globaltensor.runtime.stacks import arm_stacks
-from globaltensor.runtime.torch_internals import default_store
+from globaltensor.runtime.torch_internals import default_store, process_groups
 from globaltensor.runtime.world import World, begin, shared_gpu, start_with, started
 from globaltensor.tracebacks import api_boundary
 
@@ -40,16 +41,18 @@ _BACKSTOP = timedelta(seconds=60)
 def init(ranks: int | None = None, *, timeout: float | None = None, machine: Machine | None = None) -> World:
     """Start the world. Optional: the first placement does it.
 
-    ranks     how many ranks a lone process drives (default: GLOBALTENSOR_RANKS, else the number of GPUs, else 8);
-              under a launcher its number of processes, and a different one is an error
+    ranks     how many ranks a lone process drives (default: GLOBALTENSOR_RANKS, else the number of GPUs or other
+              accelerators, else 8); under a launcher its number of processes, and a different one is an error
     timeout   seconds after which a rank that waits for another raises, though that one lives (default 1,800)
     machine   the rates to plan with (default: those of the transport)
 
     Raises TransportError where the world was started with another number of ranks, or the processes of the launcher
     cannot find each other.
     """
-    if timeout is not None and (not isinstance(timeout, (int, float)) or timeout <= 0):
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise ArgumentError(f"timeout={timeout!r}", "it is a number of seconds", "gt.init(timeout=1800)")
+    if machine is not None:
+        expect(machine, Machine, f"machine={machine!r}", "machine=globaltensor.runtime.machine.gloo")
     if (running := started()) is not None:
         if ranks not in (None, running.size):
             raise TransportError(f"the world has {running.size} ranks already, not {ranks}",
@@ -67,11 +70,11 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
             raise TransportError(f"the launcher started {new.size} ranks, the program asks for {ranks}",
                                  fix=f"globaltensor run -n {ranks} ...")
     else:
-        gpus = torch.cuda.device_count() if ranks is None and "GLOBALTENSOR_RANKS" not in os.environ else 0
+        devices = accelerator_count() if ranks is None and "GLOBALTENSOR_RANKS" not in os.environ else 0
         text = os.environ.get("GLOBALTENSOR_RANKS", "") if ranks is None else str(ranks)
         if text and not (text.isdecimal() and int(text) > 0):
             raise TransportError(f"{text!r} is not a number of ranks", fix="GLOBALTENSOR_RANKS=4")
-        size = int(text) if text else gpus or 8
+        size = int(text) if text else devices or 8
         new = World(size, tuple(range(size)), machine or machines.one_process, "memory of one process")
         begin(new)
     native.say_if_slow()
@@ -79,7 +82,7 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
 
 
 def _processes(timeout: timedelta, machine: Machine | None) -> World:
-    """One rank per process, over torch.distributed: NCCL for GPUs, gloo for the rest."""
+    """One rank per process, over torch.distributed: NCCL for GPUs, others for their devices, gloo for the rest."""
     arm_stacks()
     running = dist.is_initialized()
     size, rank = ((dist.get_world_size(), dist.get_rank()) if running else
@@ -87,19 +90,22 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
     share_secret(_ranks_per_host(size) == size, rank == 0)
     if not running:
         _start_torch(timeout)
-    processes = arrival.exchange_processes(store := liveness.own_connection(default_store()), rank, size)
+    if torch_ext is not None:
+        torch_ext.outlive_gloo()
+    with arrival.in_touch():
+        processes = arrival.exchange_processes(store := liveness.own_connection(default_store()), rank, size)
+        if any(not process.here for process in processes.values()):
+            liveness.start_heart(liveness.own_connection(store), rank)
     liveness.set_liveness(liveness.Liveness(processes, store))
-    if any(not process.here for process in processes.values()):
-        liveness.start_heart(liveness.own_connection(store), rank)
     hosts = tuple(r // _ranks_per_host(size) for r in range(size)) if _ranks_per_host(size) < size else ()
-    nccl = "nccl" in (backends := dist.get_backend_config())     # such as "cpu:gloo,cuda:nccl"
-    base = machine or (machines.nccl if nccl else machines.gloo)
+    engine = engine_in(backends := dist.get_backend_config(), accelerator())
+    base = machine or (machines.gloo if engine == GLOO else machines.nccl)
     if hosts and not base.hosts:
         base = replace(base, hosts=hosts)
-    # what ranks agree on is small and lies on the CPU, from where NCCL does not send
+    # what ranks agree on is small and lies on the CPU, from where no other engine sends
     control = None if "cpu:" in backends else dist.new_group(backend="gloo", timeout=timeout + _BACKSTOP)
-    return World(size, (dist.get_rank(),), base, f"torch.distributed ({'nccl' if nccl else 'gloo'})", control,
-                 timeout + _BACKSTOP, not nccl)
+    return World(size, (dist.get_rank(),), base, f"torch.distributed ({engine})", control,
+                 timeout + _BACKSTOP, engine)
 
 
 def _ranks_per_host(size: int) -> int:
@@ -112,7 +118,8 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     state = broadcast_object(torch.get_rng_state(), 0, "starting")
     assert isinstance(state, torch.Tensor)
     torch.set_rng_state(state)
-    deadlock.watch(liveness.own_connection(default_store()), new.rank, new.size, timeout.total_seconds())
+    with arrival.in_touch():
+        deadlock.watch(liveness.own_connection(default_store()), new.rank, new.size, timeout.total_seconds())
     first = new.rank - new.rank % (per_host := _ranks_per_host(new.size))
     here = range(first, min(first + per_host, new.size))
     address = None
@@ -122,6 +129,7 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     seats = gather_unchecked((address, per_host, int(os.environ.get("LOCAL_RANK", new.rank % per_host))), "starting")
     _check_seats(seats)
     addresses = [address for address, _, _ in seats]
+    lineage.keep((None in addresses) == (torch_ext is None))     # not between native code and its twin
     if None in addresses or len(here) == 1:
         if address is not None:
             torch_ext.close_transport()
@@ -130,7 +138,7 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     torch_ext.on_waiting(deadlock.enter, deadlock.leave, deadlock.raise_if_in_vain)
     new.host_peers = frozenset(here)
     new.transport = f"shared memory, then {new.transport}" if len(here) < new.size else "shared memory"
-    if machine is None and "nccl" not in new.transport:
+    if machine is None and new.staged:
         new.machine = replace(machines.shared_memory, hosts=new.machine.hosts)
     torch_ext.install_allocator()
     atexit.register(torch_ext.close_transport)
@@ -161,23 +169,24 @@ def _leave_on_errors() -> None:
 
 def _start_torch(timeout: timedelta) -> None:
     """Meet the other ranks, then let torch connect them."""
-    gpus = torch.cuda.is_available() and not shared_gpu()
+    type = None if shared_gpu() else accelerator()
+    engine = GLOO if type is None else engine_of(type)
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")        # ranks of one host listen to nobody else
-    try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=arrival.meet(timeout),
+    store = arrival.meet(timeout)
+    with arrival.in_touch():
+        dist.init_process_group(GLOO if engine == GLOO else f"cpu:gloo,{type}:{engine}", store=store,
                                 rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
                                 timeout=timeout + _BACKSTOP)
-    except TransportError:
-        raise
-    except (ValueError, RuntimeError) as error:
-        raise TransportError("the ranks could not find each other", first_sentence(error),
-                             "globaltensor run -n N program.py, or torchrun") from None
     atexit.register(_end_torch)
 
 
 def _end_torch() -> None:
     if dist.is_initialized():
+        liveness.tell_end(dist.get_rank())
+        if gloo_error():
+            keep_for_ever(process_groups())
+            return
         time.sleep(0.05)                             # lets gloo's threads end first: agreement.py says why
         dist.destroy_process_group()
 

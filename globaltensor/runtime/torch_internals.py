@@ -8,15 +8,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from types import CodeType
+from typing import Any, NoReturn
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
+from torch._library import simple_registry
+from torch._library.effects import EffectType
 from torch._ops import OpOverload as OpOverload, OpOverloadPacket, _higher_order_ops
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten as tree_flatten, tree_leaves as tree_leaves, tree_map_only as tree_map_only
 
 from globaltensor.errors import RuleError
@@ -40,6 +43,9 @@ DispatchKeySet = _c.DispatchKeySet
 ExcludeDispatchKeys = _c._ExcludeDispatchKeyGuard
 OWN_KEY: Any = dispatch_key("TESTING_ONLY_GenericWrapper")       # no other tensor has it
 OWN_KEYS = DispatchKeySet(OWN_KEY)
+# What global tensors have in its place while torch.compile traces.
+TRACED_KEY: Any = dispatch_key("TESTING_ONLY_GenericMode")
+TRACED_KEYS = DispatchKeySet(TRACED_KEY)
 
 data_address: Callable[[torch.Tensor], int] = _c._data_address       # 0 for a tensor without memory
 num_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
@@ -69,6 +75,11 @@ def foreach_supported_types() -> list[list[Any]]:
 def default_store() -> Any:
     """The key-value store of torch.distributed's default group."""
     return dist.distributed_c10d._get_default_store()
+
+
+def process_groups() -> list[Any]:
+    """All process groups of torch.distributed in this process, the default one too."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> Any:
@@ -141,9 +152,9 @@ def counting_writes() -> AbstractContextManager[Any]:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
-def keys_with(lazy_bits: frozenset[str]) -> Any:
+def keys_with(lazy_bits: frozenset[str], own: Any = OWN_KEYS) -> Any:
     """The dispatch keys of a global tensor, with those of lazy bits ("conj", "neg")."""
-    keys: Any = OWN_KEYS.add(CONJ) if "conj" in lazy_bits else OWN_KEYS
+    keys: Any = own.add(CONJ) if "conj" in lazy_bits else own
     return keys.add(NEG) if "neg" in lazy_bits else keys
 
 
@@ -177,18 +188,59 @@ def without_fake_mode() -> Iterator[None]:
             torch._C._set_dispatch_mode(mode)
 
 
-def introduce_to_make_fx(cls: type) -> bool:
-    """Let make_fx, where it traces, take tensors of this class that it did not see being made; true where it is new.
-
-    It hands other subclasses back to be traced as what they are made of, and then knows their results as constants.
-    """
+def make_fx_traces(cls: type) -> bool:
+    """Does make_fx trace, and not yet take tensors of this class that it did not see being made?"""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
         return False
+    return cls not in sys.modules["torch.fx.experimental.proxy_tensor"].HANDLED_TYPES
+
+
+@contextmanager
+def introduced_to_make_fx(cls: type) -> Iterator[None]:
+    """Inside, it takes them.
+
+    It hands other subclasses back to be traced as what they are made of, and then knows their results as constants.
+    That is what torch.compile wants of it, so it is not for ever.
+    """
     tracing: Any = sys.modules["torch.fx.experimental.proxy_tensor"]
-    if cls in tracing.HANDLED_TYPES:
-        return False
-    tracing.HANDLED_TYPES += (cls,)
-    return True
+    before = tracing.HANDLED_TYPES
+    tracing.HANDLED_TYPES = (*before, cls)
+    try:
+        yield
+    finally:
+        tracing.HANDLED_TYPES = before
+
+
+def is_of_a_trace(t: torch.Tensor) -> bool:
+    """Is this a tensor by which torch.compile traces: a FakeTensor, or a FunctionalTensor?"""
+    return type(t) is not torch.Tensor and type(t).__name__ in ("FakeTensor", "FunctionalTensor")
+
+
+def break_graph(func: OpOverload) -> NoReturn:
+    """End the graph that is being traced before this op, which then runs as it does outside of graphs. Where the user
+    asked for one graph, that is an error which names the op."""
+    fake: Any = sys.modules["torch._subclasses.fake_tensor"]
+    raise fake.DataDependentOutputException(func)
+
+
+def leave_alone(code: CodeType) -> None:
+    """Let torch.compile leave this function alone, and those in it, where it is called outside of what is compiled."""
+    alone, inside = _c._dynamo.eval_frame._FrameAction.SKIP, _c._dynamo.eval_frame._FrameAction.DEFAULT
+    strategy = _c._dynamo.eval_frame._FrameExecStrategy(alone, inside)
+    _c._dynamo.eval_frame.set_code_exec_strategy(code, strategy)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            leave_alone(inner)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Inside, no dispatch mode looks on."""
+    return _disable_current_modes()
+
+
+def order_effects(op: OpOverload) -> None:
+    """In a graph, calls of this op stay in order, and none is left out or done twice."""
+    simple_registry.singleton.find(op._schema.name).effect.register(EffectType.ORDERED)
 
 
 def pass_higher_order_ops(key: torch._C.DispatchKey) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from globaltensor.errors import PlacementError
 from globaltensor.layouts import placement as placements
 from globaltensor.layouts.placement import placement
+from globaltensor.runtime.accelerators import GLOO, accelerator
 from globaltensor.runtime.machine import Machine
 
 
@@ -30,9 +31,14 @@ class World:
     transport: str
     control: dist.ProcessGroup | None = None         # takes tensors on the CPU; None is the default group
     timeout: timedelta = timedelta(seconds=1800)     # after which a rank that waits for another raises
-    staged: bool = False                             # tensors on a GPU are sent by way of the CPU
+    engine: str = GLOO                               # of torch.distributed, for tensors on accelerators
     host_peers: frozenset[int] = frozenset()         # ranks of this host whose memory this process can reach
     device_of: dict[tuple[str, int], torch.device] = field(default_factory=dict)
+
+    @property
+    def staged(self) -> bool:
+        """Tensors on an accelerator are sent by way of the CPU."""
+        return self.engine == GLOO
 
     @property
     def single_process(self) -> bool:
@@ -121,8 +127,7 @@ def _check_placement(created: placement) -> None:
     """Every new placement: are its ranks in the world, is its device type here?"""
     if created.type not in ("cpu", "meta"):
         if not has_devices(created.type):
-            accelerator = torch.accelerator.current_accelerator(check_available=True)
-            usable = accelerator.type if accelerator is not None else "cpu"
+            usable = accelerator() or "cpu"
             raise PlacementError(f"this host has no device of type {created.type!r}",
                                  "torch sees the CPU only" if usable == "cpu" else f"torch sees {usable} devices",
                                  f'gt.placement("{usable}", {list(created.flat)})')

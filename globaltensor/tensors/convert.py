@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 import torch
 
 from globaltensor.boxings.redistribute import Move, move_shards
-from globaltensor.errors import GlobalTensorError, ShapeError, expect
+from globaltensor.errors import ArgumentError, GlobalTensorError, ShapeError, expect
 from globaltensor.layouts.layout import Layout, Shape, layout, sbp_text, spec
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.rank_regions import rank_regions
 from globaltensor.layouts.regions import Range
 from globaltensor.layouts.sbp import NdSbp, SbpLike, broadcast, nd_sbp
-from globaltensor.runtime import custom_ops
+from globaltensor.runtime import custom_ops, lineage
 from globaltensor.runtime.agreement import agree_on, checksum, gather_objects
 from globaltensor.runtime.codec import message
 from globaltensor.runtime.memory import missing, require
-from globaltensor.runtime.torch_internals import innermost, modes_active
+from globaltensor.runtime.torch_internals import break_graph, innermost, modes_active
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.full_value import FromFull
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -34,9 +34,11 @@ def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTens
     """
     expect(t, torch.Tensor, "from_full of no tensor", "gt.from_full(torch.tensor(...), placement, sbp)")
     dst = resolve_layout(placement, sbp, t.dim())
+    if torch.compiler.is_compiling():                # no values to compare
+        return FromFull.of(t, dst)
     require(innermost(t), f"from_full on {dst}")
     agree_on(innermost(t), f"from_full on {dst}")
-    return FromFull.of(t, dst)
+    return lineage.begin_lineage(FromFull.of(t, dst))
 
 
 @api_boundary
@@ -50,7 +52,7 @@ def from_local(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTen
     mine = _mine(placement)
     if any(s.is_split and not -t.dim() <= s.dim < t.dim() for s in nd_sbp(sbp, placement.names, placement.ndim)):
         join_parts({r: t.detach() for r in mine}, placement, sbp)    # the others' parts may have the dim: all raise
-    return FromLocal.of(t, resolve_layout(placement, sbp, t.dim()))
+    return lineage.begin_lineage(FromLocal.of(t, resolve_layout(placement, sbp, t.dim())))
 
 
 class FromLocal(LinearMap):
@@ -70,6 +72,8 @@ class FromLocal(LinearMap):
 
 def join_alike(t: torch.Tensor, dst: Layout) -> GlobalTensor:
     """`t` as the part of every rank that this process drives."""
+    if torch.compiler.is_compiling():
+        break_graph(FromLocal.op)                    # all ranks tell their shapes first
     return join_parts({r: t.detach() for r in _mine(dst.placement)}, dst.placement, dst.sbp)
 
 
@@ -85,7 +89,12 @@ def from_shards(shards: Mapping[int, torch.Tensor], placement: Placement, sbp: S
     if missing:
         raise GlobalTensorError(f"from_shards without a part for ranks {missing}",
                                 f"this process drives ranks {mine} of the placement", "{rank: tensor} for each of them")
-    return join_parts({r: shards[r].detach() for r in mine}, placement, sbp)
+    for r, part in shards.items():
+        if r not in placement.coords:
+            raise ArgumentError(f"from_shards with a part for rank {r!r}", f"it is none of the ranks of {placement}",
+                                f"the keys {list(placement.flat)}")
+        expect(part, torch.Tensor, f"from_shards of no tensor for rank {r}", "{rank: torch.tensor(...)}")
+    return lineage.begin_lineage(join_parts({r: shards[r].detach() for r in mine}, placement, sbp))
 
 
 def _mine(where: Any) -> list[int]:
@@ -145,7 +154,7 @@ def join_rows(mine: dict[int, torch.Tensor], parts: Mapping[int, PartInfo], wher
     if any(dst.local_shape(shape, r)[0] != last - start for r, (start, last) in held.items()):
         src = rank_regions(where, {r: (ends, *((0, n) for n in shape[1:])) for r, ends in held.items()})
         shards, = move_shards([Move(spec(src, shape, None, first.dtype), shards, dst)])
-    return GlobalTensor.wrap(spec(dst, shape, None, first.dtype), shards)
+    return lineage.begin_lineage(GlobalTensor.wrap(spec(dst, shape, None, first.dtype), shards))
 
 
 def has_copies(where: Any, nd: NdSbp) -> bool:
@@ -231,5 +240,5 @@ def plain_to_global(t: torch.Tensor, placement: Any = None, sbp: Any = None, gra
         return box_from(t, placement, sbp, grad_sbp)
     if placement is None or sbp is None:
         raise GlobalTensorError("a plain tensor has no placement and sbp of its own to keep",
-                                fix="t.to_global(placement, sbp)")
+                                "it becomes each rank's part of a global one", "t.to_global(placement, sbp)")
     return from_local(t, placement, sbp)

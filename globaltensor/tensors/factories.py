@@ -19,18 +19,19 @@ use for (`device`, `out`, ...) is an error, and so is a name that torch does not
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, Unpack, overload
 
 import torch
 
 from globaltensor.boxings.redistribute import Move, move_shards
-from globaltensor.errors import ArgumentError, GlobalTensorError, where
+from globaltensor.errors import ArgumentError, GlobalTensorError, expect, where
 from globaltensor.layouts.layout import Layout, Shape, spec
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.regions import Region
-from globaltensor.runtime import philox
+from globaltensor.runtime import lineage, philox
 from globaltensor.runtime.agreement import agree
 from globaltensor.runtime.memory import refuse_fake_mode
 from globaltensor.runtime.torch_internals import without_fake_mode
@@ -82,9 +83,11 @@ def _checked(name: str, options: dict[str, Any], placement: Any, sbp: Any, *own:
         if placement is not None and value is not None and value is not idle:
             raise ArgumentError(f"gt.{name} with a placement and {key}={value!r}", why, _without(key, value, placement))
     if sbp is None and placement is not None:
-        raise GlobalTensorError(f"gt.{name} with a placement but no sbp", fix="sbp=gt.sbp.broadcast, or split(dim)")
+        raise GlobalTensorError(f"gt.{name} with a placement but no sbp", "which rank holds what is not known",
+                                "sbp=gt.sbp.broadcast, or split(dim)")
     if sbp is not None and placement is None:
-        raise GlobalTensorError("an sbp without a placement", fix="placement=gt.placement(...)")
+        raise GlobalTensorError("an sbp without a placement", "an sbp says how a tensor lies on the ranks of one",
+                                'placement=gt.placement("cpu", [0, 1])')
     return options if placement is None else {key: value for key, value in options.items() if key in own}
 
 
@@ -102,13 +105,20 @@ def _check_size(name: str, size: tuple[Any, ...]) -> None:
                             f"gt.{name}(4, placement=P, sbp=gt.sbp.broadcast)")
 
 
-def _read(size: tuple[Any, ...], dtype: torch.dtype | None, extra: dict[str, Any]) -> tuple[Shape, torch.dtype]:
-    """The shape and the dtype that arguments mean, and the errors of those that mean none: torch's own."""
+@contextmanager
+def _with_line() -> Iterator[None]:
+    """Around a call of torch's own: its errors are told the program's line."""
     try:
-        asked = torch.empty(*size, **{k: v for k, v in extra.items() if k == "size"}, dtype=dtype, device="meta")
+        yield
     except (TypeError, RuntimeError) as error:
         note_on_torch_error(error, f"  where: {where()}")
         raise
+
+
+def _read(size: tuple[Any, ...], dtype: torch.dtype | None, extra: dict[str, Any]) -> tuple[Shape, torch.dtype]:
+    """The shape and the dtype that arguments mean, and the errors of those that mean none: torch's own."""
+    with _with_line():
+        asked = torch.empty(*size, **{k: v for k, v in extra.items() if k == "size"}, dtype=dtype, device="meta")
     return tuple(asked.shape), asked.dtype
 
 
@@ -143,14 +153,22 @@ def make_parts(shape: Shape, dtype: torch.dtype, dst: Layout, make: Make) -> Glo
     return GlobalTensor.wrap(of.on(dst), shards)
 
 
+def _with_grad(x: GlobalTensor, requires_grad: Any) -> GlobalTensor:
+    expect(requires_grad, bool, f"requires_grad={requires_grad!r}", "requires_grad=True")
+    if requires_grad and not (x.is_floating_point() or x.is_complex()):
+        raise GlobalTensorError(f"requires_grad=True of {x.dtype}", "only floating point and complex numbers have "
+                                "gradients", "dtype=torch.float32")
+    return x.requires_grad_() if requires_grad else x
+
+
 def _finish(name: str, shape: Shape, dtype: torch.dtype, where: Any, sbp: Any, requires_grad: bool,
             make: Make, key: int = 0) -> GlobalTensor:
     dst = resolve_layout(where, sbp, len(shape))
     refuse_fake_mode(dst.placement, f"gt.{name}")
     with without_fake_mode():
         agree(f"{name}({list(shape)}, {dtype}) on {dst}" + (f", random state {key:x}" if key else ""))
-        x = make_parts(shape, dtype, dst, make)
-    return x.requires_grad_() if requires_grad else x
+        x = lineage.begin_lineage(make_parts(shape, dtype, dst, make))
+    return _with_grad(x, requires_grad)
 
 
 def _extent(part: Region) -> list[int]:
@@ -207,8 +225,9 @@ def _from_plain(name: str, *names: str) -> Any:
         extra = _checked(name, options, placement, sbp, *names)
         if placement is None:
             return make(*args, dtype=dtype, requires_grad=requires_grad, **extra)
-        x = from_full(make(*args, dtype=dtype, **extra), placement, sbp)
-        return x.requires_grad_() if requires_grad else x
+        with _with_line():
+            whole = make(*args, dtype=dtype, **extra)
+        return _with_grad(from_full(whole, placement, sbp), requires_grad)
 
     return _with_doc(factory, name, "Every process makes the whole value, torch's to the last bit, and cuts it.")
 
@@ -225,6 +244,8 @@ tensor: OfData = _from_plain("tensor", "data")
 
 def _random(name: str, shape: Shape, dtype: torch.dtype, where: Any, sbp: Any, requires_grad: bool,
             generator: torch.Generator | None, draw: Callable[..., torch.Tensor]) -> GlobalTensor:
+    if generator is not None:
+        expect(generator, torch.Generator, f"generator={generator!r}", "generator=torch.Generator().manual_seed(0)")
     key = philox.draw_key(generator)
     return _finish(name, shape, dtype, where, sbp, requires_grad,
                    lambda part, device: draw(key, shape, part, dtype, device), key)
@@ -320,7 +341,8 @@ def randint(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dty
     extra = _checked("randint", options, placement, sbp, "low", "high", "size", "generator")
     if placement is None:
         return torch.randint(*args, dtype=dtype, generator=generator, requires_grad=requires_grad, **extra)
-    torch.randint(*args, **extra, dtype=dtype, device="meta")        # the errors of arguments that do not fit
+    with _with_line():
+        torch.randint(*args, **extra, dtype=dtype, device="meta")    # the errors of arguments that do not fit
     values = list(args)                              # the last of them is the size, the first may be missing
     size, high, low = (extra[key] if key in extra else values.pop() if values else 0 for key in ("size", "high", "low"))
     shape, dtype = _read((size,), dtype or torch.int64, {})

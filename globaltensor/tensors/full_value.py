@@ -17,7 +17,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.runtime import custom_ops
 from globaltensor.runtime.memory import require
-from globaltensor.runtime.torch_internals import modes_active
+from globaltensor.runtime.torch_internals import is_of_a_trace, modes_active
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.linear_maps import LinearMap, layout_of
 
@@ -30,7 +30,7 @@ def gather_full(x: GlobalLike) -> Shards:
         return x.shards
     ranks = [here.rank] if alone else range(here.size)
     everywhere = layout(placement(own.placement.type, ranks), (broadcast,))
-    return move_shards([Move(own, x.shards, everywhere)], "full_tensor")[0]
+    return move_shards([Move(own, x.shards, everywhere, x.lineage)], "full_tensor")[0]
 
 
 def whole_value(x: GlobalLike) -> torch.Tensor:
@@ -79,7 +79,8 @@ def place_full(whole: torch.Tensor, dst: Layout) -> tuple[Spec, Shards]:
     home = dst.replicated
     of = spec(home, tuple(whole.shape), None, whole.dtype)
     devices = {r: world().device(dst.placement.type, r) for r in ranks}
-    require(whole, f"a plain tensor on {dst}")
+    if not is_of_a_trace(whole):
+        require(whole, f"a plain tensor on {dst}")
     source = whole.detach().resolve_conj().resolve_neg()         # what reads the memory knows no such bits
     if dst.placement.type == "cpu":
         source = source.cpu()

@@ -7,37 +7,50 @@ above any tensor; ops arrive below, at `__torch_dispatch__`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from globaltensor.algorithms.aliasing import BoxedView, Origin, take_memory
-from globaltensor.dispatch.core import arrive, remake
+from globaltensor.dispatch.core import arrive, remake, traced_operand
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shape, Shards, Spec, spec
 from globaltensor.layouts.placement import placement, placement as Placement
 from globaltensor.layouts.sbp import NdSbp, SbpLike
 from globaltensor.op_table.variants import READS_MEMORY
-from globaltensor.runtime.memory import NoMemory, require
+from globaltensor.runtime.memory import NoMemory
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import (
     OWN_KEY,
+    OWN_KEYS,
+    TRACED_KEYS,
     DisableTorchFunctionSubclass,
     OpOverload,
     TensorBase,
     deny_data_ptr,
-    introduce_to_make_fx,
+    introduced_to_make_fx,
+    is_of_a_trace,
     keys_with,
+    make_fx_traces,
     make_wrapper_subclass,
     modes_active,
     no_torch_function,
     pass_higher_order_ops,
     reading_lazy_bits,
 )
-from globaltensor.runtime.world import local_ranks_of, world
-from globaltensor.tensors import backward, gradients, lookup, multihead_attention, products, value_reads
+from globaltensor.runtime.world import world
+from globaltensor.tensors import (
+    backward,
+    copying,
+    flatten,
+    gradients,
+    lookup,
+    multihead_attention,
+    native_specs,
+    products,
+    value_reads,
+)
 from globaltensor.tensors.full_value import FullTensor
 from globaltensor.tensors.printing import format_of, text_of
 from globaltensor.tensors.redistribution import (
@@ -53,24 +66,11 @@ from globaltensor.tracebacks import api_boundary, fold
 _data: Any = torch.Tensor.data                       # a descriptor of C, as is requires_grad
 
 
-def _may_take_data(x: Any, value: Any) -> bool:
-    """May `x.data = value` be done, and may a module change its parameter that way?"""
-    return isinstance(x, GlobalTensor) and isinstance(value, GlobalTensor)
-
-
-def _assign(x: Any, index: Any, value: Any) -> None:
-    """x[index] = value, as torch does it; but of a value without memory it would look at the sizes."""
-    if isinstance(value, torch.Tensor) and not isinstance(value, GlobalTensor):
-        require(value, "the value of an assignment x[...] = t")
-    torch.Tensor.__setitem__(x, index, value)
-
-
 _TAKEN: dict[Any, Callable[..., Any]] = {**products.TAKEN, **lookup.TAKEN, **gradients.TAKEN,
-                                         torch.Tensor.__setitem__: _assign}
+                                         torch.Tensor.__setitem__: value_reads.assign}
 # overrides stay in force inside these
 _WITHIN: dict[Any, Callable[..., Any]] = {**backward.TAKEN, **multihead_attention.TAKEN}
 _requires_grad: Any = TensorBase.requires_grad
-_OWN_ATTRIBUTES = {"spec", "_shards", "boxed_view", "viewed", "_is_param", gradients.ATTRIBUTE}
 
 
 if TYPE_CHECKING:
@@ -87,18 +87,31 @@ class GlobalTensor(TensorMethods):
     spec: Spec
     boxed_view: BoxedView | None = None              # a boxed view: how it was made, without native code
     viewed = False                                   # a view was made of it, without native code
+    traced = False                                   # its shards are those of a trace (flatten.py)
+    lineage: int = 0                                 # of its value: what ranks agree on (runtime/lineage.py)
     _shards: Shards
 
     @classmethod
-    def wrap(cls, of: Spec, shards: Shards) -> GlobalTensor:
+    def wrap(cls, of: Spec, shards: Shards, keys: Any = OWN_KEYS) -> GlobalTensor:
         """A global tensor of these shards; nothing is checked."""
-        device = next(iter(shards.values())).device if shards else torch.device(of.placement.type)
+        first = next(iter(shards.values()), None)
+        if first is not None and keys is OWN_KEYS and is_of_a_trace(first):
+            return cls.wrap_traced(of, shards)
+        device = torch.device(of.placement.type) if first is None else first.device
         x = make_wrapper_subclass(cls, of.shape, strides=of.stride, dtype=of.dtype, device=device,
-                                  _extra_dispatch_keys=keys_with(of.lazy_bits))
+                                  _extra_dispatch_keys=keys_with(of.lazy_bits, keys))
         deny_data_ptr(x)
-        x.spec = of
-        x._shards = shards
+        x.spec, x._shards = of, shards
         return x
+
+    @classmethod
+    def wrap_traced(cls, of: Spec, shards: Shards) -> GlobalTensor:
+        """One by which torch.compile traces: of fake shards, or of none."""
+        x = cls._wrap_in_python(of, shards, TRACED_KEYS)
+        x.traced = True
+        return x
+
+    _wrap_in_python = wrap                           # native code has a `wrap` of its own
 
     @property
     def shards(self) -> Shards:
@@ -128,8 +141,9 @@ class GlobalTensor(TensorMethods):
     @api_boundary
     def __torch_dispatch__(cls, func: Any, types: Any,  # type: ignore[override]  # torch declares a function of C
                            args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if modes_active() and introduce_to_make_fx(cls):
-            return func(*args, **kwargs or {})       # once more, by way of the mode
+        if modes_active() and make_fx_traces(cls) and not traced_operand(args, kwargs):
+            with introduced_to_make_fx(cls):
+                return func(*args, **kwargs or {})   # once more, by way of the mode
         with reading_lazy_bits():
             return arrive(cls, func, *args, **kwargs or {})
 
@@ -325,25 +339,10 @@ class GlobalTensor(TensorMethods):
         shards = {rank: shard.resolve_conj().resolve_neg() for rank, shard in self.shards.items()}
         return _rebuild, (where.type, where.ranks, where.axis_names, [str(s) for s in self.sbp], shards,
                           own.shape, own.stride, own.dtype, self.requires_grad,
-                          isinstance(self, torch.nn.Parameter), user_attributes(self))
+                          isinstance(self, torch.nn.Parameter), copying.user_attributes(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
-        if id(self) not in memo:
-            if not self.is_leaf:
-                raise RuntimeError("Only leaf tensors can be deep-copied")
-            value = self.detach().clone()
-            if isinstance(self, torch.nn.Parameter):     # of which torch copies the value alone
-                memo[id(self)] = torch.nn.Parameter(value, self.requires_grad)
-            else:
-                memo[id(self)] = value.requires_grad_(self.requires_grad)
-                value.grad = deepcopy(self.grad, memo)
-                value.__dict__.update(deepcopy(user_attributes(self), memo))
-        return memo[id(self)]
-
-
-def user_attributes(x: torch.Tensor) -> dict[str, Any]:
-    """What users have set on a tensor."""
-    return {name: value for name, value in x.__dict__.items() if name not in _OWN_ATTRIBUTES}
+        return copying.deep_copy(self, memo)
 
 
 def _rebuild(device_type: str, ranks: Any, axis_names: Any, sbps: list[str], shards: Shards, shape: Shape,
@@ -360,20 +359,12 @@ def _rebuild(device_type: str, ranks: Any, axis_names: Any, sbps: list[str], sha
 torch.serialization.add_safe_globals([_rebuild])     # it runs nothing that the file says
 
 
-def _describe(of: Spec) -> tuple[Any, ...]:
-    """What the native code keeps of a spec."""
-    ranks = local_ranks_of(of.placement)
-    rows_cut = any(s.is_split and s.dim == 0 for s in of.sbp)
-    pending = any(s.is_partial for s in of.sbp)
-    conj, neg = "conj" in of.lazy_bits, "neg" in of.lazy_bits
-    return list(of.shape), list(of.stride), of.dtype, of.placement.type, ranks, of.copied, rows_cut, pending, conj, neg
-
-
 def _at_our_key(func: OpOverload) -> None:
     """Give an op its function in Python, at our own key: what the native dispatcher calls where it has no recipe."""
     func.py_impl(OWN_KEY)(partial(arrive, GlobalTensor, func))       # a partial has no frame
 
 
+flatten.let_torch_trace(GlobalTensor)
 _aten = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericWrapper")
 _aten.impl("one_hot", value_reads.one_hot)
 _aten.impl("fill_diagonal_", value_reads.fill_diagonal)
@@ -385,13 +376,14 @@ pass_higher_order_ops(OWN_KEY)
 if torch_ext is None:
     _everything = torch.library.Library("_", "IMPL", "TESTING_ONLY_GenericWrapper")
     _everything.fallback(torch.library.fallthrough_kernel)
-    _aten.impl("_has_compatible_shallow_copy_type", _may_take_data)
+    _aten.impl("_has_compatible_shallow_copy_type", value_reads.may_take_data)
 else:                                                # the same class, with its memory and its ways in C++
-    torch_ext.bind_class(GlobalTensor, _describe)
+    native_specs.bind_specs()
+    torch_ext.bind_class(GlobalTensor, GlobalTensor.wrap_traced)
     native_class: Any = GlobalTensor
     native_class.wrap = torch_ext.wrap
     native_class.__torch_function__ = no_torch_function
-    native_class.__setitem__ = _assign
+    native_class.__setitem__ = value_reads.assign
     torch_ext.on_view_read(api_boundary(remake))
     torch_ext.on_arrival(_at_our_key)
     torch_ext.on_lookup(api_boundary(lookup.Lookup.apply))

@@ -8,8 +8,9 @@ Every rank runs the same program, so all of them settle the same gradients: wait
 and taken in the order in which they were made.
 
 Where a link between hosts is what a reduction waits for, it is begun while backward goes on, a bucket of gradients at a
-time, and waited for by that first read. That is done only where no gradient came twice between the last two reads: else
-each would be sent once per micro-batch. A gradient that comes again nevertheless is reduced anew.
+time, and waited for by that first read, which is also when `gt.record()` and `gt.boxing(...)` see it. That is done only
+where no gradient came twice between the last two reads: else each would be sent once per micro-batch. A gradient that
+comes again nevertheless is reduced anew.
 
 A leaf's gradient may be brought to another layout than the leaf's own (`set_grad_layout`), and then be handed over to
 the *part* of the leaf that an optimizer works on (`share_grad`): that is ZeRO (zero.py).
@@ -19,19 +20,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
-from typing import Any
+from functools import lru_cache
+from itertools import chain, count
+from typing import Any, NamedTuple
 
 import torch
 
 from globaltensor.boxings import native
 from globaltensor.boxings.plan import plan
-from globaltensor.boxings.redistribute import Move, move_shards, plan_together, redistribute
-from globaltensor.boxings.run_steps import RunningBoxing
+from globaltensor.boxings.redistribute import BegunBoxing, Move, finish_boxings, redistribute
 from globaltensor.boxings.watch import watched
-from globaltensor.errors import GlobalTensorError
+from globaltensor.errors import ArgumentError, BoxingError, GlobalTensorError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Layout, Spec, spec
+from globaltensor.layouts.recent import KEPT
+from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import TensorBase
 from globaltensor.runtime.world import world
@@ -43,7 +46,8 @@ _set = _grad.__set__
 _order = count()
 pending: dict[int, Any] = {}                         # leaves whose gradients lie elsewhere than they do, by their order
 EARLY = 25 << 20                                     # bytes of gradients that wait, at most, for leaves reduced early
-TIMES_LATENCY = 16                                   # how long a bucket takes to be sent, at least
+TIMES_LATENCY = 8                                    # how long a bucket takes to be sent, at least
+BUCKETS = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -80,10 +84,10 @@ def _notes(leaf: Any) -> LeafGradient:
 
 
 def read_grad(leaf: Any) -> Any:
-    """The gradient of a leaf, settled."""
-    if pending:
-        reduce_pending()
+    """The gradient of a leaf, settled; or as it lies, for torch.compile, which reads all while it traces."""
     noted = _noted(leaf)
+    if pending and not (noted.part is None and torch.compiler.is_compiling()):
+        reduce_pending()
     return raw_grad(leaf) if noted.part is None else _handed_over(noted.whole, noted.part)
 
 
@@ -121,10 +125,15 @@ def set_grad_reduce_dtype(parameters: Iterable[Any], dtype: torch.dtype | None) 
     """Send the gradients of these parameters in another dtype when they are reduced, then bring them back to their own:
     half the bytes for bfloat16. What arrives is added up in float32. None: in their own dtype again.
 
-    Raises TypeError for a dtype that is not floating point, GlobalTensorError for a plain parameter.
+    Raises ArgumentError for a dtype that is not floating point and for what are no parameters, GlobalTensorError for a
+    plain parameter.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise TypeError(f"gradients cannot be reduced in {dtype}: they are floating point numbers")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentError(f"gradients cannot be reduced in {dtype!r}", "they are floating point numbers",
+                            "gt.set_grad_reduce_dtype(model.parameters(), torch.bfloat16)")
+    if not isinstance(parameters, Iterable):
+        raise ArgumentError(f"gradients of a {type(parameters).__name__}", "they belong to parameters",
+                            "gt.set_grad_reduce_dtype(model.parameters(), dtype)")
     leaves = list(parameters)
     for leaf in leaves:
         if not is_global(leaf):
@@ -153,7 +162,7 @@ def grad_layout(leaf: Any) -> Layout:
 
 def watch_leaf(leaf: Any) -> None:
     """Watch what backward accumulates in this leaf."""
-    if leaf.is_leaf and _noted(leaf).order is None:
+    if leaf.is_leaf and not leaf.traced and _noted(leaf).order is None:
         _notes(leaf).order = next(_order)
         if _watched_natively(leaf):
             torch_ext.watch_gradient(leaf)
@@ -252,37 +261,90 @@ def restore(taken: Iterable[tuple[Any, Any]]) -> None:
 
 
 def reduce_pending(of: Iterable[Any] | None = None) -> None:
-    """Bring every waiting gradient, or those of some leaves, into its leaf's layout, all in one go."""
-    _buckets.finish(whole=of is None)
-    keys = sorted(pending) if of is None else sorted(pending.keys() & {_noted(leaf).order for leaf in of})
-    leaves = [pending.pop(k) for k in keys]
-    grads = [(dst, g, _noted(leaf).reduce_dtype or g.dtype) for leaf in leaves
-             if (g := raw_grad(leaf)) is not None and g.spec.layout is not (dst := grad_layout(leaf))]
-    at_once = torch_ext is not None and not watched() and all(sent == g.dtype for _, g, sent in grads)
-    boxings = [native.find_boxing(g.spec, dst) for dst, g, _ in grads] if at_once else [None]
-    if None not in boxings:
-        torch_ext.redistribute_in_place([(boxing, g) for boxing, (_, g, _) in zip(boxings, grads)], "gradient")
-        return
-    moved = move_shards([_move_of(g, dst, sent) for dst, g, sent in grads], "gradient")
-    for (dst, g, _), shards in zip(grads, moved):
-        g.spec, g.shards = g.spec.moved(dst), _cast(shards, g.spec.dtype)
+    """Bring all waiting gradients, or those of some leaves and all that are under way, to where they shall lie."""
+    begun = _buckets.under_way
+    arriving = [one if _buckets.is_current(one) else None for bucket in begun for one in bucket.reductions]
+    orders = {k for one in arriving if one is not None and (k := _noted(one.leaf).order) is not None}
+    keys = sorted((pending.keys() if of is None else pending.keys() & {_noted(leaf).order for leaf in of}) - orders)
+    waiting = [one for key in keys if (one := Reduction.of(pending[key])) is not None]
+    if begun or waiting and not _reduce_natively(waiting):
+        _buckets.under_way = []
+        try:
+            moved = finish_boxings([bucket.boxing for bucket in begun], [one.move() for one in waiting], "gradient")
+        except BoxingError:                          # not allowed here: nothing was waited for
+            _buckets.under_way = begun
+            raise
+        for one, shards in zip([*arriving, *waiting], chain(*moved), strict=True):
+            if one is not None:
+                one.settle(shards)
+    for order in (*orders, *keys):
+        del pending[order]
+    _buckets.note_read(whole=of is None)
 
 
-def _move_of(grad: Any, dst: Layout, sent: torch.dtype) -> Move:
-    return Move(spec(grad.spec.layout, grad.spec.shape, grad.spec.stride, sent), _cast(grad.shards, sent), dst)
+class Reduction(NamedTuple):
+    """A gradient of a leaf, and the layout that it is brought to."""
+
+    leaf: Any
+    grad: Any
+    dst: Layout
+
+    @classmethod
+    def of(cls, leaf: Any) -> Reduction | None:
+        """What the gradient of a leaf needs; None where it lies where it shall."""
+        grad, dst = raw_grad(leaf), grad_layout(leaf)
+        return None if grad is None or grad.spec.layout is dst else cls(leaf, grad, dst)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is sent."""
+        return _noted(self.leaf).reduce_dtype or self.grad.dtype
+
+    def move(self) -> Move:
+        """The boxing that does it."""
+        of = self.grad.spec
+        return Move(spec(of.layout, of.shape, of.stride, self.dtype), _cast(self.grad.shards, self.dtype), self.dst,
+                    self.grad.lineage)
+
+    def settle(self, shards: dict[int, torch.Tensor]) -> None:
+        """These have come out of it."""
+        self.grad.spec, self.grad.shards = self.grad.spec.moved(self.dst), _cast(shards, self.grad.spec.dtype)
 
 
 def _cast(shards: dict[int, torch.Tensor], dtype: torch.dtype) -> dict[int, torch.Tensor]:
     return {rank: t.to(dtype) for rank, t in shards.items()}
 
 
+def _reduce_natively(waiting: list[Reduction]) -> bool:
+    """Where memory does it, and nobody watches, these gradients are reduced where they lie."""
+    if torch_ext is None or watched() or any(one.dtype != one.grad.dtype for one in waiting):
+        return False
+    boxings = [native.find_boxing(one.grad.spec, one.dst) for one in waiting]
+    if None in boxings:
+        return False
+    torch_ext.redistribute_in_place([(boxing, one.grad) for boxing, one in zip(boxings, waiting)], "gradient")
+    return True
+
+
+class Bucket(NamedTuple):
+    """Reductions that are under way together."""
+
+    boxing: BegunBoxing
+    reductions: list[Reduction]
+
+
 class BackwardBuckets:
-    """Reductions that go on during backward. All ranks run the same program, so they begin the same buckets."""
+    """Reductions that go on during backward. All ranks run the same program, so they begin the same buckets.
+
+    What is sent when backward is over is not hidden, nor is the wait for what is sent first. So both buckets are small;
+    there are some `BUCKETS`, by what came before the last read, as each costs a core some time.
+    """
 
     def __init__(self) -> None:
         self.waiting: list[Any] = []                 # leaves of the next bucket
-        self.transfer = 0.0                          # seconds that these take to be sent
-        self.under_way: list[tuple[RunningBoxing, list[tuple[Any, Any, Layout]]]] = []     # of leaf, gradient, layout
+        self.transfer = self.before = 0.0            # seconds that these take to be sent, and the last bucket took
+        self.sum = self.expected = 0.0               # the same of all gradients since the last read, and before it
+        self.under_way: list[Bucket] = []
         self.stale: set[int] = set()                 # ids of leaves whose gradients came again
         self.each_once = False                       # was it so before the last read?
         self.twice = False
@@ -293,40 +355,42 @@ class BackwardBuckets:
             self.twice = True
             self.stale.add(id(leaf))
             self.waiting = [other for other in self.waiting if other is not leaf]
-        elif self.each_once and not _early_reduction_off and not watched() and _waits_for_link(
-                grad.spec, dst := grad_layout(leaf)):
-            own = plan(grad.spec.layout, dst, grad.spec.shape, EARLY, world().machine)
-            self.waiting.append(leaf)
-            self.transfer += own.rate * grad.spec.nbytes
-            if self.transfer >= TIMES_LATENCY * own.fixed:
-                self._begin()
+        elif (link := _link_seconds(grad.spec, grad_layout(leaf), world().machine)) and not _early_reduction_off:
+            latency, transfer = link
+            self.sum += transfer
+            if self.each_once:
+                self.waiting.append(leaf)
+                self.transfer += transfer
+                enough = min(2 * self.before, self.expected / BUCKETS, self.expected - self.sum)
+                if self.transfer >= max(TIMES_LATENCY * latency, enough):
+                    self._begin()
 
     def _begin(self) -> None:
-        grads = [(leaf, raw_grad(leaf), grad_layout(leaf)) for leaf in self.waiting]
-        moves = [_move_of(g, dst, _noted(leaf).reduce_dtype or g.dtype) for leaf, g, dst in grads]
-        self.under_way.append((RunningBoxing(moves, plan_together(moves), "gradient"), grads))
-        self.waiting, self.transfer = [], 0.0
+        reductions = [one for leaf in self.waiting if (one := Reduction.of(leaf)) is not None]
+        self.under_way.append(Bucket(BegunBoxing([one.move() for one in reductions], "gradient"), reductions))
+        self.waiting, self.transfer, self.before = [], 0.0, self.transfer
 
-    def finish(self, whole: bool) -> None:
-        """Wait for what was begun. `whole`: all gradients are read."""
-        self.waiting, self.transfer = [], 0.0
-        for running, grads in self.under_way:
-            for (leaf, grad, dst), shards in zip(grads, running.finish()):
-                notes = _noted(leaf)
-                # One that came again, or was replaced or dropped, is not what was sent.
-                if id(leaf) in self.stale or raw_grad(leaf) is not grad or notes.order not in pending:
-                    continue
-                grad.spec, grad.shards = grad.spec.moved(dst), _cast(shards, grad.spec.dtype)
-                del pending[notes.order]
-        self.under_way = []
+    def is_current(self, one: Reduction) -> bool:
+        """Is this still to be read? What came again, or was replaced or dropped, is not what was sent."""
+        leaf = one.leaf
+        return id(leaf) not in self.stale and raw_grad(leaf) is one.grad and _noted(leaf).order in pending
+
+    def note_read(self, whole: bool) -> None:
+        """Gradients are read; `whole`: all of them."""
+        self.waiting, self.transfer, self.before = [], 0.0, 0.0
         if whole:
-            self.each_once, self.twice = not self.twice, False
+            self.expected, self.sum, self.each_once, self.twice = self.sum, 0.0, not self.twice, False
         self.stale.clear()
 
 
-def _waits_for_link(of: Spec, dst: Layout) -> bool:
-    """Does this boxing pass a link between processes, which goes on while a core computes?"""
-    return not world().single_process and of.placement.type == "cpu" and native.find_boxing(of, dst) is None
+@lru_cache(KEPT)
+def _link_seconds(of: Spec, dst: Layout, machine: Machine) -> tuple[float, float] | None:
+    """Latency and transfer, in seconds, of a boxing that passes a link between processes, which goes on while a core
+    computes; None for any other."""
+    if world().single_process or of.placement.type != "cpu" or native.find_boxing(of, dst) is not None:
+        return None
+    own = plan(of.layout, dst, of.shape, EARLY, machine)
+    return own.fixed, own.rate * of.nbytes
 
 
 _buckets = BackwardBuckets()

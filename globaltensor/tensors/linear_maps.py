@@ -5,12 +5,14 @@ tangent; the gradient is that of the adjoint, which is one of these maps too, so
 and under vmap a batch dim is a dim like any other, by which those that a layout names are counted on.
 
 Each is an op as well (map_ops.py), which names layouts by their text. It is called where a dispatch mode looks on
-(make_fx, a FLOP counter), and does its work there; a graph that was traced so is differentiable.
+(make_fx, a FLOP counter), and does its work there; a graph that was traced so is differentiable. torch.compile traces
+what the op does instead.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -22,19 +24,22 @@ from globaltensor.runtime.torch_internals import (
     batch_dim,
     below_autograd,
     is_stand_in,
+    modes_active,
     transforms_active,
     unwrapped,
 )
 from globaltensor.tracebacks import api_boundary
 
-# a schema has no type for layouts; these are few, and live on anyway
-_named: dict[str, Layout] = {}
+# a schema has no type for layouts; a traced graph knows the name alone, so what it may name lives on
+_named: WeakValueDictionary[str, Layout] = WeakValueDictionary()
+_traced: set[Layout] = set()
 
 
 class LinearMap(torch.autograd.Function):
     """Linear in x. A subclass has forward(x, *how), where `how` are layouts and shapes, its backward, and its op."""
 
     op: OpOverload
+    kernel: Callable[..., Any]                       # what the op does
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -63,6 +68,8 @@ class LinearMap(torch.autograd.Function):
     @classmethod
     def call_op(cls, x: Any, *how: Any) -> Any:
         """The op, from within this function of autograd: not by way of it again."""
+        if torch.compiler.is_compiling():
+            return cls.kernel(x, *how)
         with below_autograd():
             return cls.op(x, *op_arguments(how))
 
@@ -92,6 +99,8 @@ def op_arguments(how: Sequence[Any]) -> list[Any]:
     for one in how:
         if isinstance(one, Layout):
             _named[str(one)] = one
+            if modes_active():
+                _traced.add(one)
     return [str(one) if isinstance(one, Layout) else one for one in how]
 
 

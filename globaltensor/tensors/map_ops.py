@@ -36,7 +36,7 @@ _ON_PLAIN: dict[OpOverload, Callable[..., torch.Tensor]] = {
     Spread.op: _spread,
 }
 _ON_GLOBAL: dict[OpOverload, Callable[..., Any]] = {
-    Redistribute.op: lambda x, dst, grad_layout: box(x, dst),
+    Redistribute.op: lambda x, dst, grad_layout=None: box(x, dst),
     FullTensor.op: whole_value,
     ToLocal.op: own_part,
     Part.op: sum_parts,
@@ -52,6 +52,7 @@ def register_maps() -> None:
     for function in (Redistribute, FullTensor, FromFull, ToLocal, FromLocal, Spread, Part):
         # so that a traced graph, which calls ops, is differentiated as what was traced
         custom_ops.implement(function.op, _read_names(function.of), "Autograd")
+        function.kernel = staticmethod((_ON_PLAIN | _ON_GLOBAL)[function.op])
 
 
 def _read_names(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -57,7 +57,7 @@ def _text_of_value(x: Any) -> str:
     if world().single_process and x.numel() > PRINT_OPTIONS.threshold and PRINT_OPTIONS.edgeitems > 0:
         with print_options(threshold=0):             # what stands for the whole is small
             return repr(_edges(x.spec, x.detach().shards))
-    return repr(known_value(x))
+    return repr(known_value(x).cpu())                # the placement says where it is
 
 
 def _edges(of: Spec, shards: dict[int, torch.Tensor]) -> torch.Tensor:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from globaltensor.layouts.global_like import is_global
 from globaltensor.runtime import custom_ops
+from globaltensor.runtime.memory import missing
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import below_autograd, transforms_active
 
@@ -51,10 +53,19 @@ def contract(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.einsum(equation, a, b) if transforms_active() else Contract.apply(equation, a, b)
 
 
-def _gradient(leaf: torch.Tensor, equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
-    if _deferring is not None and leaf.is_leaf and not any(leaf is one for one in _deferring[0]):
-        _deferring[1].append((leaf, equation, a, b))
-        return None
+def _save_factors(ctx: Any, needs: Sequence[bool], a: torch.Tensor, b: torch.Tensor) -> None:
+    """Of two factors those that the gradients need: the other may be written to before they are made."""
+    need_a, need_b = needs
+    ctx.save_for_backward(a if need_b else None, b if need_a else None)
+
+
+def _gradient(ctx: Any, operand: int, equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of an operand of the product whose backward runs."""
+    if _deferring is not None:
+        leaf = getattr(ctx.next_functions[operand][0], "variable", None)   # what AccumulateGrad has
+        if leaf is not None and not any(leaf is one for one in _deferring[0]):
+            _deferring[1].append((leaf, equation, a, b))
+            return None
     return contract(equation, a, b)
 
 
@@ -67,7 +78,7 @@ class Contract(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         ctx.equation = equation
-        ctx.save_for_backward(a, b)
+        _save_factors(ctx, ctx.needs_input_grad[1:], a, b)
         with below_autograd():
             return _contract(equation, a, b)
 
@@ -77,8 +88,8 @@ class Contract(torch.autograd.Function):
         operands, out = ctx.equation.split("->")
         left, right = operands.split(",")
         _, need_a, need_b = ctx.needs_input_grad
-        return (None, _gradient(a, f"{out},{right}->{left}", grad, b.conj()) if need_a else None,
-                _gradient(b, f"{out},{left}->{right}", grad, a.conj()) if need_b else None)
+        return (None, _gradient(ctx, 0, f"{out},{right}->{left}", grad, b.conj()) if need_a else None,
+                _gradient(ctx, 1, f"{out},{left}->{right}", grad, a.conj()) if need_b else None)
 
 
 class Linear(torch.autograd.Function):
@@ -86,23 +97,23 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        _save_factors(ctx, ctx.needs_input_grad[:2], x, weight)
         with below_autograd():
             return _linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        lead = _LEADING[:x.dim() - 1]
+        lead = _LEADING[:grad.dim() - 1]
         need_x, need_weight, need_bias = ctx.needs_input_grad
         return (contract(f"{lead}n,nk->{lead}k", grad, weight.conj()) if need_x else None,
-                _gradient(weight, f"{lead}n,{lead}k->nk", grad, x.conj()) if need_weight else None,
+                _gradient(ctx, 1, f"{lead}n,{lead}k->nk", grad, x.conj()) if need_weight else None,
                 grad.sum(list(range(grad.dim() - 1))) if need_bias else None)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear; vectors go torch's own way."""
-    if x.dim() < 2 or weight.dim() != 2 or bias is not None and bias.dim() != 1 or transforms_active():
+    if x.is_nested or x.dim() < 2 or weight.dim() != 2 or bias is not None and bias.dim() != 1 or transforms_active():
         return F.linear(x, weight, bias)
     _check_product(x.shape[-1] == weight.shape[1], "linear", x, weight)
     x, weight, bias = _autocast(x, weight, bias)
@@ -136,15 +147,32 @@ def einsum(equation: str, *operands: Any) -> torch.Tensor:
     if len(operands) == 2 and _is_plain(equation, operands):
         a, b = _autocast(*operands)
         if not _is_odd(a, b):
-            return contract(equation.replace(" ", ""), a, b)
+            return _contract_in_order(equation.replace(" ", ""), a, b)
     return torch.einsum(equation, *operands)
 
 
+def _contract_in_order(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    operands, out = equation.split("->")
+    left, right = operands.split(",")
+    order = _einsum_memory_order(left, right, out)
+    product = contract(f"{operands}->{order}", a, b)
+    return product if order == out else product.permute([order.index(label) for label in out])
+
+
+def _einsum_memory_order(left: str, right: str, out: str) -> str:
+    """The labels of a product as torch has them in memory: those of both operands first, then those of one each."""
+    shared = "".join(label for label in out if label in left and label in right)
+    of_left = "".join(label for label in out if label not in right)
+    of_right = "".join(label for label in out if label not in left)
+    swapped = of_left and of_right and out.index(of_right[-1]) < out.index(of_left[0])
+    return shared + (of_right + of_left if swapped else of_left + of_right)
+
+
 def _is_plain(equation: Any, operands: tuple[Any, ...]) -> bool:
-    """Letters only, none twice in a tensor, every label kept or shared, and no size broadcast."""
+    """Letters only, none twice in a tensor, every label kept or shared, one summed, and no size broadcast."""
     text = equation.replace(" ", "") if isinstance(equation, str) else ""
     sides = text.split("->")
-    if len(sides) != 2 or sides[0].count(",") != 1:
+    if len(sides) != 2 or sides[0].count(",") != 1 or any(t.is_nested for t in operands):
         return False
     left, right = sides[0].split(",")
     tensors = (left, right, sides[1])
@@ -153,14 +181,17 @@ def _is_plain(equation: Any, operands: tuple[Any, ...]) -> bool:
     if len(left) != operands[0].dim() or len(right) != operands[1].dim():
         return False
     sizes = dict(zip(left, operands[0].shape))
+    if set(left) | set(right) == set(sides[1]):      # a product of elements, which torch multiplies
+        # ours says what is wrong with an operand without memory
+        return any(not is_global(t) and missing(t) is not None for t in operands)
     return (set(left) <= set(right + sides[1]) and set(right) <= set(left + sides[1])
             and all(sizes.get(c, n) == n for c, n in zip(right, operands[1].shape)))
 
 
 def _is_odd(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Operands of several dtypes, and bools, are torch's: it multiplies them where there is nothing to add up, and else
-    complains."""
-    return a.dtype != b.dtype or a.dtype == torch.bool
+    complains. So are nested tensors, which have no sizes to ask for."""
+    return a.is_nested or b.is_nested or a.dtype != b.dtype or a.dtype == torch.bool
 
 
 def _check_product(fits: bool, name: str, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from globaltensor.algorithms.aliasing import value_spec
 from globaltensor.boxings import native, watch
-from globaltensor.boxings.redistribute import Move, move_shards
+from globaltensor.boxings.redistribute import Move, in_layout, move_shards
 from globaltensor.errors import GlobalTensorError, SbpError
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Spec, layout
@@ -37,7 +37,8 @@ def resolve_layout(where: Any, sbp: Any, ndim: int) -> Layout:
 
 def _read_layout(where: Any, sbp: Any, ndim: int) -> Layout:
     if not isinstance(where, placement):
-        raise SbpError(f"not a placement: {where!r}", fix='gt.placement("cpu", [0, 1])')
+        raise SbpError(f"not a placement: {where!r}", "a placement names a device type and the ranks",
+                       'gt.placement("cpu", [0, 1])')
     return layout(where, in_range(nd_sbp(sbp, where.names, where.ndim), ndim))
 
 
@@ -95,9 +96,10 @@ class Redistribute(LinearMap):
 def box(x: Global, dst: Layout) -> Global:
     """A new tensor in that layout."""
     if dst is x.spec.layout:                         # asked for its grad_layout: the same value, on another way back
-        return x.wrap(value_spec(x.spec), {r: shard.clone() for r, shard in x.shards.items()})
-    shards = move_shards([Move(x.spec, x.shards, dst)])[0]
-    return x.wrap(x.spec.moved(dst), shards)
+        same = x.wrap(value_spec(x.spec), {r: shard.clone() for r, shard in x.shards.items()})
+        same.lineage = x.lineage
+        return same
+    return in_layout(x, dst, move_shards([Move(x.spec, x.shards, dst, x.lineage)])[0])
 
 
 def box_gradient(grad: Any, src: Layout, grad_layout: Layout | None) -> Any:

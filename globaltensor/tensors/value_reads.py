@@ -7,10 +7,22 @@ import torch
 
 from globaltensor.layouts.global_like import is_global
 from globaltensor.runtime.memory import require
-from globaltensor.runtime.torch_internals import OWN_KEYS, ExcludeDispatchKeys
+from globaltensor.runtime.torch_internals import OWN_KEYS, ExcludeDispatchKeys, is_of_a_trace
 from globaltensor.tensors.full_value import whole_value
 from globaltensor.tensors.lookup import check_classes
 from globaltensor.tensors.redistribution import to_layout
+
+
+def may_take_data(x: Any, value: Any) -> bool:
+    """May `x.data = value` be done, and may a module change its parameter that way?"""
+    return is_global(x) and is_global(value)
+
+
+def assign(x: Any, index: Any, value: Any) -> None:
+    """x[index] = value, as torch does it; but of a value without memory it would look at the sizes."""
+    if isinstance(value, torch.Tensor) and not is_global(value) and not is_of_a_trace(value):
+        require(value, "the value of an assignment x[...] = t")
+    torch.Tensor.__setitem__(x, index, value)
 
 
 def one_hot(x: Any, num_classes: int = -1) -> torch.Tensor:
@@ -19,7 +31,8 @@ def one_hot(x: Any, num_classes: int = -1) -> torch.Tensor:
         x = to_layout(x, x.spec.layout.without_partials)
     check_classes(x, num_classes)
     with ExcludeDispatchKeys(OWN_KEYS):
-        return torch.ops.aten.one_hot.default(x, num_classes)
+        # torch compares where it cannot scatter, and a comparison has the strides of what is compared
+        return torch.ops.aten.one_hot.default(torch.ops.aten.contiguous.default(x), num_classes)
 
 
 def tensor_split(x: Any, indices: Any, dim: int = 0) -> list[torch.Tensor]:

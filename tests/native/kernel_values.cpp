@@ -1,14 +1,17 @@
 // Random regions against the plainest possible loop over elements, to be built with sanitizers: every operand lies in
-// a block of memory of just its size, so that a byte too far is found.
+// a block of memory of just its size, so that a byte too far is found. Each part of a region has a thread, as each is
+// the work of another rank, so that parts that write the same bytes are found.
 //
-//     g++ -g -std=c++17 -fsanitize=address,undefined tests/native/kernel_values.cpp csrc/kernels/*.cpp
-//     ./a.out [seed]
+//     g++ -g -std=c++17 -pthread -fsanitize=address,undefined tests/native/kernel_values.cpp csrc/kernels/*.cpp
+//     g++ -g -std=c++17 -pthread -fsanitize=thread tests/native/kernel_values.cpp csrc/kernels/*.cpp
+//     ./a.out [seed [regions]]
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include <algorithm>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "../../csrc/kernels/loops.h"
@@ -145,11 +148,14 @@ static void once(bool large) {
       else memcpy(at, all[0].at(i, item), item);
     });
   }
-  for (int part = region.parts - 1; part >= 0; part--) {
-    region.part = part;
-    if (gt_reduce(&region, 1, corners.data(), GT_SUM, shards.data(), source, shards.data() + region.sources, target))
-      fail("refused", region, source, target);
-  }
+  std::vector<std::thread> ranks;
+  for (int part = 0; part < region.parts; part++)
+    ranks.emplace_back([&, part, own = region]() mutable {
+      own.part = part;
+      if (gt_reduce(&own, 1, corners.data(), GT_SUM, shards.data(), source, shards.data() + own.sources, target))
+        fail("refused", own, source, target);
+    });
+  for (std::thread& rank : ranks) rank.join();
   for (int t = 0; t < region.targets; t++)
     if (!expected[t].empty() && memcmp(expected[t].data(), all[region.sources + t].memory, expected[t].size()))
       fail("wrong", region, source, target);
@@ -157,12 +163,13 @@ static void once(bool large) {
 
 int main(int argc, char** argv) {
   const unsigned seed = argc > 1 ? static_cast<unsigned>(atoll(argv[1])) : 1;
+  const int regions = argc > 2 ? atoi(argv[2]) : 4000, large = regions / 1000 + 2;
   printf("seed %u\n", seed);
   for (int level = 0; level < 4; level++) {
     if (gt_use_vectors(level) != level) break;
     random_bits.seed(seed);
-    for (int i = 0; i < 4000; i++) once(false);
-    for (int i = 0; i < 6; i++) once(true);
-    printf("level %d: 4006 regions\n", level);
+    for (int i = 0; i < regions; i++) once(false);
+    for (int i = 0; i < large; i++) once(true);
+    printf("level %d: %d regions\n", level, regions + large);
   }
 }

@@ -1,4 +1,4 @@
-"""Something happens to rank 1 while the others wait for it: faults.py PLACE FAULT FOLDER.
+"""Something happens to rank 1 while the others wait for it: faults.py PLACE FAULT FOLDER [TIMEOUT].
 
 Rank 1 notes when, in FOLDER; every other rank notes in `<rank>.json` what it was told, and how long after. Without a
 fault, "none", it notes that nothing was raised.
@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import globaltensor as gt
 from globaltensor.checkpoint import loading, saving
@@ -36,6 +37,14 @@ def go_wrong(*_):
             os.kill(os.getpid(), getattr(signal, f"SIG{fault}"))
         case "exit 0":
             os._exit(0)
+        case "sys.exit":
+            sys.exit(0)
+        case "exit 3":
+            os._exit(3)
+        case "raise":
+            raise ValueError("bad luck")
+        case "MemoryError":
+            raise MemoryError
         case "loop":
             while True:                              # the line that must be named
                 pass
@@ -58,6 +67,15 @@ class Samples(torch.utils.data.Dataset):
         return torch.ones(2)
 
 
+class Layer(nn.Linear):
+    armed = False
+
+    def forward(self, x):
+        if self.armed:
+            go_wrong()
+        return super().forward(x)
+
+
 def act():
     if place == "start":
         waits = folder / "waits"
@@ -71,10 +89,24 @@ def act():
     x = gt.ones(8, 5, placement=where, sbp=gt.sbp.split(0))
     state = {"x": x}
     match place:
-        case "boxing":
+        case "boxing" | "large boxing":
+            x = x if place == "boxing" else gt.ones(1024, 1024, placement=where, sbp=gt.sbp.split(0))
             x.full_tensor()
             go_wrong()
             x.full_tensor()                          # the line where they wait
+        case "pipeline":
+            half = gt.world_size() // 2
+            stages = [gt.placement("cpu", list(range(half))), gt.placement("cpu", list(range(half, 2 * half)))]
+            runner = gt.pipeline(nn.Sequential(Layer(4, 4), nn.Linear(4, 4)), stages, "1f1b", 4,
+                                 loss=lambda y, t: (y - t).square().mean())
+            for _ in range(20):                      # in the second of many steps
+                runner.step(torch.ones(8, 4), torch.zeros(8, 4))
+                Layer.armed = True
+        case "end":                                  # nobody needs rank 1 any more
+            x.full_tensor()
+            time.sleep(1)
+            go_wrong()
+            print("the value is", x.to_local().sum().item())
         case "saving":
             before(saving, "write_hashed")
             gt.save(state, folder / "checkpoint")
@@ -87,13 +119,15 @@ def act():
                 batch.full_tensor()
 
 
-told = "nothing"
+caught = None
 try:
     act()
 except gt.GlobalTensorError as error:
-    told = str(error)
+    caught = error
 if rank != 1:
     when = folder / "when"
     after = time.time() - float(when.read_text()) if when.exists() else None
-    (folder / f"{rank}.json").write_text(json.dumps({"told": told, "after": after}))
+    (folder / f"{rank}.json").write_text(json.dumps({"told": str(caught or "nothing"), "after": after}))
+    if "TORCHELASTIC_RUN_ID" in os.environ and caught is not None:
+        raise caught                                 # the launcher is to say whose fault it was
     os._exit(0)                                      # rank 1 may be stopped: nothing waits for it

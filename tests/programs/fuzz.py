@@ -13,13 +13,14 @@ statements are made of. Values are small integers as long as they can be, so tha
 depend on the rounding of sums, whose order layouts change: `exact` variables.
 
 Run as a program, it draws one program each of COUNT seeds from SEED on, and prints what came of them as JSON. The last
-program it began is in FILE, for the case that it dies.
+program it began is in FILE, for the case that it dies. It runs on several processes too, each of which prints that.
 
     python tests/programs/fuzz.py SEED COUNT FILE
 """
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import sys
@@ -31,12 +32,13 @@ import torch
 import torch.nn.functional as F
 
 import globaltensor as gt
-from globaltensor.errors import GlobalTensorError
+from globaltensor.errors import DisagreementError, GlobalTensorError, TransportError
 from globaltensor.rules.proof import cut
 
 Choose = Callable[[Sequence], Any]
 PLACES = [[0, 1], [0, 1, 2], [1, 0, 2], [3], [[0, 1], [2, 3]], [[4, 5, 6], [1, 2, 3]], [[2], [0]]]
 SHAPES = [(6, 4), (5, 3), (4, 4), (2, 3, 4), (3, 1, 4), (2, 2, 3, 2), (7,), (4,), (1, 5), (), (0, 3), (8, 6), (3, 4)]
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))     # each has a gradient of its own of what it had as its part
 LARGEST, ELEMENTS = 1e6, 400                         # values and sizes beyond these are not drawn
 
 # What statements are made of, a line each: `{x}` a tensor; `{y}`, `{z}` others that broadcast with it; `{s}` another of
@@ -178,6 +180,83 @@ SMOOTH = """
     {x}.expand_as({x})
     {x}.index_put(({k},), torch.tensor({n}, dtype={x}.dtype))
     {x}.clone().detach().requires_grad_()
+    torch.addr({x}, {y}, {w})
+    {x}.mv({w})
+    {x}.inner({w})
+    {x}.cumsum({d}).diff(dim={d}, prepend={x}.narrow({d}, {i}, 1))
+    torch.trapezoid({x}, dim={d})
+    torch.cross({x}, {y}, dim={d})
+    torch.block_diag({x}, {w})
+    torch.cartesian_prod({x}, {w})
+    torch.combinations({x}, 2)
+    torch.rot90({x}, {a}, ({d}, {e}))
+    {x}.fliplr()
+    torch.hstack([{x}, {s}])
+    torch.dstack([{x}, {s}])
+    torch.column_stack([{x}, {w}])
+    torch.concat([{x}.mT, {s}.mT], {d})
+    {x}.scatter_reduce({d}, {k}, {w}, "amax")
+    {x}.scatter_reduce({d}, {k}, {w}, "sum", include_self=False)
+    {x}.index_reduce({d}, torch.tensor([{i}]), {w}, "amin")
+    {x}.aminmax(dim={d})[1]
+    {x}.amax(({d}, {e}))
+    {x}.sum().expand({size})
+    {x}.new_ones(3).cumsum(0) + {x}.sum()
+    F.pad({x}, ({a}, 1), mode="replicate")
+    F.pad({x}, (1, {a}), mode="circular")
+    F.pad({x}, (-1, {a}))
+    F.max_pool2d({x}, 2)
+    F.leaky_relu({x}, 0.5)
+    F.hinge_embedding_loss({x}, {s}.sign(), reduction="sum")
+    F.conv1d({x}, {x}[:1])
+    F.fold(F.unfold({x}.reshape(1, 1, *{x}.shape), 2), {x}.shape, 2)
+    F.embedding_bag({k}, {x}, mode="sum")
+    F.bilinear({x}, {s}, {w})
+    F.feature_alpha_dropout({x}, 0.5, training=False)
+    F.dropout({x}, 0.5, training=False)
+    {x}.addcdiv({y}, {q} + torch.zeros_like({z}))
+    {x}.squeeze().unsqueeze({d})
+    {x}.where({m}, 0)
+    torch.where({x} > 0)[0]
+    {x}.view({x}.shape)[..., None].expand(*{x}.shape, 2).reshape(-1)
+    {x}.T.reshape({size})
+    {x}.mT.contiguous().view(-1)
+    {x}.transpose({d}, {e}).reshape(-1)[{a}:{b}]
+    {x}.unfold({d}, 2, 2).sum(-1)
+    {x}.as_strided((2, 2), (1, 2))
+    {x}.to(memory_format=torch.contiguous_format)
+    {x}.cpu()
+    {x}.type(torch.float64)
+    {x}.numel() * {x}
+    {x}.shape[{d}] - {x}
+    {x}.masked_fill({m}, {x}.sum())
+    torch.stack([{x}, {s}, {x}])[1:, ..., 0]
+    torch.split({x}, [1, {x}.shape[{d}] - 1], {d})[1]
+    torch.cumulative_trapezoid({x}, dim={d})
+    torch.chain_matmul({x}, {x}.mT, {x})
+    torch.einsum("i...->...", {x})
+    torch.einsum("ij,ij->ij", {x}, {s})
+    torch.einsum("ij,i->j", {x}, {w})
+    torch.einsum("ii->i", {x})
+    torch.einsum("ij,jk,kl->il", {x}, {w}, {w}.mT)
+    {x}[..., None, :] * {x}[..., :, None]
+    {x} @ {x}[0]
+    {x}[0] @ {x}.mT
+    {x}.mT @ {x}
+    {x}[({i},)]
+    {x}[{i}:{i}]
+    {x}[{x}.sum({d}) > 0]
+    {x}[torch.arange({x}.shape[0]) % 2 == 0]
+    {x}[..., torch.tensor([True, False]).repeat({x}.shape[-1])[:{x}.shape[-1]]]
+    {x}[None, {i}, ..., None]
+    {x}[torch.tensor([[{i}, {j}], [{j}, {i}]])]
+    {x}.index_put(({k},), {w})
+    {x}.logsumexp({d}).detach() * 0 + {x}.sum({d})
+    torch.utils.checkpoint.checkpoint(lambda v: v * v + v, {x}, use_reentrant=False)
+    torch.vmap(lambda v: v * 2 + v.sum())({x})
+    torch.vmap(torch.dot)({x}, {s})
+    torch.func.grad(lambda v: (v ** 2).sum())({x})
+    torch.func.jvp(lambda v: v * v, ({x},), ({s},))[1]
 """
 
 # Not exact.
@@ -237,6 +316,51 @@ ROUNDED = """
     torch.addcdiv({x}, {y}, {z}.abs() + 1)
     {x}.cumprod({d}) / 64
     {x}.logcumsumexp({d})
+    F.conv2d({x}, {w})
+    F.conv1d({x}, {w}, padding=1)
+    F.conv_transpose1d({x}, {x}[:1].transpose(0, 1))
+    F.batch_norm({x}, None, None, training=True)
+    F.instance_norm({x})
+    F.adaptive_avg_pool1d({x}, {q})
+    F.avg_pool2d({x}, 2)
+    F.interpolate({x}, size=5, mode="linear")
+    F.pairwise_distance({x} + 0.5, {s})
+    F.multi_margin_loss({x}, {k})
+    F.nll_loss({x}.log_softmax(1), {k})
+    F.huber_loss({x}, {s})
+    F.poisson_nll_loss({x} / 8, {s}.abs())
+    F.softmin({x}, {d})
+    F.hardswish({x} + 0.25)
+    F.mish({x})
+    F.selu({x})
+    F.scaled_dot_product_attention({x}, {s}, {x}, is_causal=True)
+    F.multilabel_soft_margin_loss({x}, {m}.to({x}.dtype))
+    {x}.var(({d}, {e}))
+    torch.var_mean({x}, {d}, keepdim=True)[0]
+    {x}.norm(p=1, dim={d})
+    {x}.norm(p=3)
+    torch.linalg.norm({x} + 0.5)
+    torch.linalg.solve({x} @ {x}.mT + 50 * torch.eye({x}.shape[-2], dtype={x}.dtype), {x})
+    torch.linalg.cholesky({x} @ {x}.mT + 50 * torch.eye({x}.shape[-2], dtype={x}.dtype))
+    torch.linalg.det({x} @ {x}.mT + 5 * torch.eye({x}.shape[-2], dtype={x}.dtype))
+    torch.corrcoef({x} + torch.arange({x}.shape[-1], dtype={x}.dtype) ** 2)
+    torch.renorm({x} + 0.5, 2, {d}, 1.0)
+    torch.quantile({x} + 0.1 * torch.arange({x}.numel(), dtype={x}.dtype).reshape({x}.shape), 0.3, dim={d})
+    torch.fft.rfft({x}, dim={d}).abs()
+    torch.fft.fft({x}, dim={d}).real
+    torch.func.vjp(torch.sin, {x})[1]({s})[0]
+    torch.func.hessian(lambda v: (v ** 3).sum())({x}.flatten()[:4] / 4)
+    torch.func.jacrev(lambda v: v.sin().sum(0))({x})
+    {x}.sinc()
+    {x}.erf()
+    {x}.expm1() / 8
+    torch.special.xlogy({x}, {y}.abs() + 1)
+    {x}.float_power(2)
+    {x}.true_divide({q})
+    {x}.mean(dtype=torch.float64)
+    {x}.nanmean({d})
+    F.layer_norm({x}.mT, {x}.mT.shape[-1:])
+    F.linear({x}, {x}, {y}).softmax(-1)
 """
 
 # Of exact operands only: what rounding would change.
@@ -440,8 +564,8 @@ TABLE = {"smooth": lines(SMOOTH), "rounded": lines(ROUNDED), "exact": lines(EXAC
          "write": lines(WRITES)}
 KINDS = ["smooth"] * 6 + ["rounded"] * 3 + ["exact"] * 3 + ["view"] * 6 + ["write"] * 5 + [
     "leaf", "leaf", "plain", "box", "box", "box", "move", "read", "gradient", "local", "whole"]
-# Refused of a tensor that has views; `requires_grad_` is torch's own error, once one is made anew.
-ON_BASES = ("{x}.t_", "{x}.unsqueeze_", "{x}.squeeze_", "{x}.transpose_", "{x}.requires_grad_(False)")
+# Refused of a tensor that has views; the last two are torch's own error, once one is made anew.
+ON_BASES = ("{x}.t_", "{x}.unsqueeze_", "{x}.squeeze_", "{x}.transpose_", "{x}.detach_()", "{x}.requires_grad_(False)")
 # What takes nothing but sizes or a dtype of its other operand.
 LIKE = ("torch.broadcast_tensors", "torch.meshgrid", "{x}.view_as", "{x}.to({y}", "{x}.type_as")
 IN_INFERENCE = "with torch.inference_mode(): "
@@ -620,7 +744,7 @@ class Drawing:
     def crossing(self, kind: str) -> None:
         """Between plain tensors and global ones."""
         names = [n for n, t in self.tensors.items() if (self.place[n] is None) == (kind == "local")
-                 and not (kind == "local" and t.dtype == torch.bool)]
+                 and not (kind == "local" and (t.dtype == torch.bool or PROCESSES > 1 and t.requires_grad))]
         if names:
             name, place = self.choose(names), self.choose(self.places) if kind == "local" else None
             how = f", {place}, {self.sbps(place, self.tensors[name].dim())}" if place is not None else ""
@@ -667,8 +791,8 @@ class Drawing:
         block = self.choose(BLOCKS)
         if kind == "write" and any(self.tensors[name].is_inference() for name in used):
             block = IN_INFERENCE                     # elsewhere torch allows it by accident only
-        elif ".data =" in text:
-            block = ""
+        elif ".data =" in text or block == IN_INFERENCE and "requires_grad_()" in text:
+            block = ""                               # of a leaf made there, kernels of torch record what they happen to
         if text.startswith("for "):
             block = block.replace(": ", ":\n    ")
         if kind != "write":
@@ -832,6 +956,8 @@ def check(program: Drawing, times: int = 3) -> None:
                     with gt.record() as moves:
                         exec(statement, ours)
                     boxing |= {statement} if moves else set()
+            except (DisagreementError, TransportError):
+                raise
             except GlobalTensorError as error:
                 raise Refused(f"{error.what}  [{statement}]") from error
             except Exception as error:
@@ -889,7 +1015,8 @@ def main(first: int, count: int, file: Path) -> None:
     for seed in range(first, first + count):
         program = draw(random.Random(seed).choice)
         statements += len(program.statements)
-        file.write_text(f"SEED={seed}\n" + "\n".join(program.statements))
+        if gt.rank() == 0:
+            file.write_text(f"SEED={seed}\n" + "\n".join(program.statements))
         try:
             check(program)
         except Refused as refusal:

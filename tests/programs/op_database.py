@@ -396,7 +396,8 @@ def judge(call: Call, mode: str) -> str:
     values = run(call, "one rank") if call.is_random else like
     got = run(call, "global")
     if got is None:                                  # torch's formulas for subclasses see that nothing depends on them
-        assert all(not t.any() for t in like[0]), "no derivative, and torch has one that is not zero"
+        # where a formula of torch divides, zero has an error of rounding
+        assert all((t.abs() < 1e-12).all() for t in like[0]), "no derivative, and torch has one that is not zero"
         return "right"
     compare(got, like, values, mode, mode not in DERIVATIVES and has_order(call), call.op.name not in UNDEFINED)
     if mode == "forward" and call.op.name in LAWS:

@@ -1,6 +1,7 @@
 """Gradients that are reduced while backward goes on: every process compares them with those reduced all at once."""
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -12,8 +13,8 @@ SEED = 20_261_124
 WIDTH, LAYERS, STEPS = 256, 6, 4
 
 
-def train(where, times_latency, micro_batches=1, stage=0, drop=False):
-    """The parameters after some steps, and how many buckets were begun in each."""
+def train(where, times_latency, micro_batches=1, stage=0, drop=False, record=False):
+    """The parameters after some steps, and how many buckets were begun in each. `record`: by rank 0 alone."""
     gradients.TIMES_LATENCY, gradients._buckets = times_latency, gradients.BackwardBuckets()
     torch.manual_seed(SEED)
     net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
@@ -22,10 +23,13 @@ def train(where, times_latency, micro_batches=1, stage=0, drop=False):
     optimizer = gt.zero(optimizer, stage=stage) if stage else optimizer
     begun, generator = [], torch.Generator().manual_seed(SEED)
     for step in range(STEPS):
-        for _ in range(micro_batches if step != STEPS - 1 else 2):         # twice in the last step, unforeseen
-            x = gt.from_full(torch.randn(16, WIDTH, generator=generator), where, gt.sbp.split(0))
-            net(x).square().mean().backward()
-        begun.append(len(gradients._buckets.under_way))
+        with gt.record() if record and gt.rank() == 0 else nullcontext() as moves:
+            for _ in range(micro_batches if step != STEPS - 1 else 2):         # twice in the last step, unforeseen
+                x = gt.from_full(torch.randn(16, WIDTH, generator=generator), where, gt.sbp.split(0))
+                net(x).square().mean().backward()
+            begun.append(len(gradients._buckets.under_way))
+            if moves is not None:
+                check_watch(net, moves, step != STEPS - 1)
         if drop and step == 1:
             optimizer.zero_grad()                    # what is under way is for nobody
             continue
@@ -34,12 +38,29 @@ def train(where, times_latency, micro_batches=1, stage=0, drop=False):
     return [p.full_tensor() for p in net.parameters()], begun
 
 
+def check_watch(net, moves, each_once):
+    """The watch sees the reduction when gradients are read, as one boxing, and may forbid it then."""
+    first = next(net.parameters())
+    del moves[:]
+    try:
+        with gt.boxing("forbid"):
+            print(first.grad)
+    except gt.BoxingError:
+        pass
+    else:
+        raise AssertionError("it was not forbidden")
+    assert first.grad.sbp == (gt.sbp.broadcast,) and len(moves) == 1, moves
+    assert moves[0].op == "gradient" and set(moves[0].calls) == {"all_reduce"}, moves
+    if each_once:
+        assert moves[0].tensors == 2 * LAYERS and moves[0].bytes == sum(p.nbytes for p in net.parameters()), moves
+
+
 def main(folder):
     where, seen = gt.placement.all("cpu"), {}
     for name, how in {"plain": {}, "micro-batches": {"micro_batches": 2}, "zero": {"stage": 2},
-                      "dropped": {"drop": True}}.items():
+                      "dropped": {"drop": True}, "recorded by one": {"record": True}}.items():
         at_once, none = train(where, float("inf"), **how)
-        bucket_wise, seen[name] = train(where, 4, **how)
+        bucket_wise, seen[name] = train(where, 1, **how)
         assert none == [0] * STEPS, none
         for a, b in zip(at_once, bucket_wise, strict=True):
             assert torch.equal(a, b), f"{name}: {(a - b).abs().max()}"

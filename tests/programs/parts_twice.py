@@ -1,4 +1,4 @@
-"""Gradients of gradients through `to_local` and `from_local`, one rank a process, beside plain torch."""
+"""Gradients of gradients through `to_local` and `from_local`, and by torch.func, one rank a process."""
 import torch
 
 import globaltensor as gt
@@ -24,6 +24,15 @@ expected = twice(lambda x: (x ** 3).sum(), whole.clone().requires_grad_())
 for sbp in (S(0), S(1)):
     found = twice(through_parts, gt.from_full(whole, place, sbp).requires_grad_())
     torch.testing.assert_close(found.full_tensor(), expected)
+
+# of which torch works out shapes on the meta device, where a plain operand has no values to compare
+found = torch.func.hessian(lambda v: (v ** 3).sum())(gt.from_full(whole[0], place, S(0)))
+torch.testing.assert_close(found.full_tensor(), torch.diag(6 * whole[0]))
+on_meta = gt.placement("meta", range(gt.world_size()))
+pieces = gt.zeros(6, 5, placement=on_meta, sbp=P)
+for sbp in (S(0), S(1), B):
+    assert pieces.to_global(sbp=sbp).to_local().shape == gt.zeros(6, 5, placement=place, sbp=sbp).to_local().shape
+assert (pieces + torch.ones(5, device="meta")).shape == (6, 5)
 
 part = whole[gt.rank()::gt.world_size()].clone()
 for sbp in (S(0), P, B):

@@ -6,8 +6,9 @@ parameter.
 
 For good: `convert` gives a parameter a global value, or a plain one, and leaves it the same object. So an optimizer
 made before goes on training it, modules that share it go on sharing it, and its hooks and its gradient stay. A plain
-parameter cannot take global data, nor a global one plain data; `torch.utils.swap_tensors` gives it what another object
-has, all but the hooks, which torch keeps with both the object and the data.
+parameter cannot take global data, nor a global one plain data, nor one on the meta device data that are elsewhere;
+`torch.utils.swap_tensors` gives it what another object has, all but the hooks, which torch keeps with both the object
+and the data.
 """
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from torch.nn.parameter import is_lazy
 
 from globaltensor.errors import GlobalTensorError
 from globaltensor.tensors import gradients
-from globaltensor.tensors.global_tensor import GlobalTensor, user_attributes
+from globaltensor.tensors.copying import user_attributes
+from globaltensor.tensors.global_tensor import GlobalTensor
 
 
 def swap_in(owner: nn.Module, key: str, tensor: Tensor) -> None:
@@ -56,7 +58,7 @@ def convert(tensor: Tensor, to_other: Callable[[Tensor], Tensor]) -> Tensor:
         value = to_other(tensor.detach())
         grad = None if tensor.grad is None else to_other(tensor.grad.detach())
     tensor.grad = None                               # of the old layout, which torch would compare with the new one
-    if isinstance(tensor, GlobalTensor) and isinstance(value, GlobalTensor):
+    if isinstance(tensor, GlobalTensor) and isinstance(value, GlobalTensor) and tensor.is_meta == value.is_meta:
         tensor.data = value
     else:
         _become(tensor, value)
@@ -100,7 +102,7 @@ def check_convertible(parameter: Tensor, name: str, to: type[Tensor] = GlobalTen
 
 
 def _become(parameter: nn.Parameter, value: Tensor) -> None:
-    """Let a plain parameter have this global value, or a global one this plain value."""
+    """Let a parameter have a value of another class, or on another type of device."""
     attributes = user_attributes(parameter)          # which swap_tensors would leave with the other object
     torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
     parameter.__dict__.update(attributes)

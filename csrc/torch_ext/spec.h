@@ -1,0 +1,83 @@
+// What a global tensor is without its data: the twin of layout.Spec.
+//
+// Equal ones are one, so that the hot paths compare them by address. One that nobody holds any more is freed when there
+// are many: shapes that change with every step leave nothing behind.
+#pragma once
+#include <c10/core/TensorImpl.h>
+#include <pybind11/pybind11.h>
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+namespace gt {
+
+struct GlobalImpl;
+
+struct SpecTraits {
+  PyObject* layout;
+  c10::ScalarType dtype;
+  c10::DeviceType device;
+  std::vector<int64_t> ranks;          // the ranks of its placement that this process drives, ascending
+  bool copied;                         // a boxed view
+  bool dim0_split;                     // dim 0 is split
+  bool pending;                        // a partial sum, max or min on some axis
+  bool conjugated;                     // a view whose elements torch conjugates when it reads them
+  bool negated;                        // the same for their sign
+};
+
+// All of a spec but its sizes. Of two specs of one kind, one is the other at other sizes.
+struct SpecKind : SpecTraits {
+  uint64_t id;                         // never used again
+  size_t ndim;
+  // The dims from the outermost in memory to the innermost, where there are no gaps; else the strides themselves.
+  std::vector<int64_t> order, strides;
+
+  SpecKind(const SpecTraits& traits, uint64_t id);
+  ~SpecKind();                         // with the interpreter's lock: it holds the layout
+};
+
+struct Spec : SpecTraits {
+  uint64_t id;                         // never used again: keys of caches have it, which may outlive the spec
+  std::shared_ptr<const SpecKind> kind;
+  std::vector<int64_t> sizes, strides;
+  c10::intrusive_ptr<c10::TensorImpl> like;  // a tensor of this spec, with no shards: what others copy
+  mutable std::atomic<int64_t> holders{0};
+
+  PyObject* object() const;            // the Python Spec, which is made when it is first asked for; with the lock
+
+ private:
+  friend class Specs;
+  mutable PyObject* object_ = nullptr;
+};
+
+// Holds a spec.
+class SpecRef {
+ public:
+  SpecRef() = default;
+  SpecRef(const Spec* spec) : spec_(spec) {
+    if (spec_) spec_->holders.fetch_add(1, std::memory_order_relaxed);
+  }
+  SpecRef(const SpecRef& other) : SpecRef(other.spec_) {}
+  SpecRef(SpecRef&& other) noexcept : spec_(other.spec_) { other.spec_ = nullptr; }
+  SpecRef& operator=(SpecRef other) noexcept {
+    std::swap(spec_, other.spec_);
+    return *this;
+  }
+  ~SpecRef() {
+    if (spec_) spec_->holders.fetch_sub(1, std::memory_order_release);
+  }
+  operator const Spec*() const { return spec_; }
+  const Spec* operator->() const { return spec_; }
+
+ private:
+  const Spec* spec_ = nullptr;
+};
+
+SpecRef spec_of(PyObject* object);     // with the interpreter's lock
+// The same at other sizes; null where memory has gaps, as its strides do not follow from sizes then.
+SpecRef sized_like(const Spec* spec, std::vector<int64_t> sizes);
+
+void bind_specs(pybind11::module_& m);
+
+}  // namespace gt

@@ -1,0 +1,139 @@
+"""A boxing as one op of a graph: what torch.compile finds where shards move.
+
+    globaltensor::box(shards, layouts, sizes, op, purpose) -> shards
+
+`shards` are those of all tensors that move together, tensor by tensor, ranks ascending; so are the results. `layouts`
+is a text, as the graphs that torch keeps on disk outlive this process: per tensor src, dst and dtype, read once.
+`sizes` are shape and strides of each tensor, and may be symbols. Autograd is above it, as above every boxing.
+
+The op has an ordered effect. So boxings happen in the order of the program on every rank, whatever else its graph
+holds; none is merged with another one, computed again in backward, or dropped where a rank only sends.
+
+What moves nothing (B to S, B to P) is no boxing in a graph: it is slices and zeros, which inductor fuses.
+"""
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from globaltensor.boxings.run_steps import Move
+from globaltensor.boxings.watch import EXPLICIT
+from globaltensor.layouts.layout import Layout, Shape, Shards, dense, layout, spec
+from globaltensor.layouts.placement import placement
+from globaltensor.layouts.rank_regions import RankRegions, rank_regions
+from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.sbp import nd_sbp
+from globaltensor.runtime import custom_ops
+from globaltensor.runtime.torch_internals import is_of_a_trace, order_effects
+from globaltensor.runtime.world import local_ranks_of
+
+Moved = tuple[Layout, Layout, torch.dtype, int]      # src, dst, dtype and number of dims of a tensor
+
+
+def any_of_a_trace(moves: Sequence[Move]) -> bool:
+    """Are these the shards of a trace?"""
+    return any(is_of_a_trace(shard) for move in moves for shard in move.shards.values())
+
+
+def box_in_graph(moves: Sequence[Move], op: str, purpose: str) -> list[Shards]:
+    """What `move_shards` does, as ops of the graph that is being traced."""
+    placed = [_locally(move) for move in moves]
+    todo = [move for move, shards in zip(moves, placed) if shards is None]
+    if todo:
+        shards = [move.shards[rank].resolve_conj().resolve_neg()
+                  for move in todo for rank in _own_ranks(move.spec.layout)]
+        sizes = [n for move in todo for n in (*move.spec.shape, *move.spec.stride)]
+        if purpose == EXPLICIT:                      # else agreed on by the line of code, and each rank has its own
+            purpose = f"to_global({todo[0].dst}) in a compiled graph"
+        results = iter(custom_ops.box(shards, _text_of_layouts(todo), sizes, op, purpose))
+    return [{rank: next(results) for rank in _own_ranks(move.dst)} if shards is None else shards
+            for move, shards in zip(moves, placed)]
+
+
+def _own_ranks(of: Layout) -> list[int]:
+    return sorted(local_ranks_of(of.placement))
+
+
+def _locally(move: Move) -> Shards | None:
+    """The new shards where no rank needs another one's; None where one does."""
+    own, dst = move.spec, move.dst
+    if own.layout is dst:
+        return move.shards
+    regions = isinstance(own.layout, RankRegions) or isinstance(dst, RankRegions)
+    if regions or own.placement != dst.placement or not all(s == d or s.is_broadcast
+                                                            for s, d in zip(own.sbp, dst.sbp)):
+        return None
+    parts: Shards = {}
+    for rank, shard in move.shards.items():
+        for dim, ((start, stop), (first, last)) in enumerate(zip(own.region(rank), dst.region(own.shape, rank))):
+            if (start, stop) != (first, last):
+                shard = shard.narrow(dim, first - start, last - first)
+        others = any(i and d.is_partial and d.op == "sum" and s.is_broadcast
+                     for i, s, d in zip(dst.placement.coords[rank], own.sbp, dst.sbp))
+        parts[rank] = torch.zeros_like(shard) if others else shard.clone()
+    return parts
+
+
+def _text_of_layouts(moves: Sequence[Move]) -> str:
+    return repr([(_layout_text(move.spec.layout), _layout_text(move.dst), str(move.spec.dtype).partition(".")[2],
+                  move.spec.ndim) for move in moves])
+
+
+def _layout_text(of: Layout) -> tuple[Any, ...]:
+    where = of.placement
+    regions = tuple(of.regions[rank] for rank in where.flat) if isinstance(of, RankRegions) else None
+    return where.type, where.ranks, where.axis_names, tuple(map(repr, of.sbp)), regions
+
+
+@lru_cache(KEPT)
+def _read_layouts(text: str) -> list[Moved]:
+    return [(_layout_from_text(src), _layout_from_text(dst), getattr(torch, dtype), ndim)
+            for src, dst, dtype, ndim in ast.literal_eval(text)]
+
+
+def _layout_from_text(text: tuple[Any, ...]) -> Layout:
+    kind, ranks, names, sbps, regions = text
+    where = placement(kind, ranks, names)
+    sbp = nd_sbp(sbps, where.names, where.ndim)
+    return layout(where, sbp) if regions is None else rank_regions(where, dict(zip(where.flat, regions)), sbp)
+
+
+def _moves(shards: Sequence[torch.Tensor], layouts: str, sizes: Sequence[int]) -> list[Move]:
+    moves, left, numbers = [], iter(shards), iter(sizes)
+    for src, dst, dtype, ndim in _read_layouts(layouts):
+        own = dict(zip(_own_ranks(src), left))
+        shape, stride = (tuple(next(numbers) for _ in range(ndim)) for _ in range(2))
+        moves.append(Move(spec(src, shape, stride, dtype), own, dst))
+    return moves
+
+
+def _new_shape(move: Move, rank: int) -> tuple[Shape, Shape]:
+    size = move.dst.local_shape(move.spec.shape, rank)
+    return size, dense(size, dense(move.spec.shape, move.spec.stride))
+
+
+def _fake(shards: Sequence[torch.Tensor], layouts: str, sizes: Sequence[int], op: str, purpose: str
+          ) -> list[torch.Tensor]:
+    """What comes out, as every process can tell it of its own ranks."""
+    moves = _moves(shards, layouts, sizes)
+    device = shards[0].device if shards else torch.device(moves[0].dst.placement.type)
+    return [torch.empty_strided(*_new_shape(move, rank), dtype=move.spec.dtype, device=device)
+            for move in moves for rank in _own_ranks(move.dst)]
+
+
+def implement_box(move_shards: Any) -> None:
+    """Register the op; `move_shards` moves shards that are there."""
+
+    def run(shards: Sequence[torch.Tensor], layouts: str, sizes: Sequence[int], op: str, purpose: str
+            ) -> list[torch.Tensor]:
+        moves = _moves(shards, layouts, sizes)
+        return [moved[rank] for move, moved in zip(moves, move_shards(moves, op, purpose))
+                for rank in _own_ranks(move.dst)]
+
+    custom_ops.implement(custom_ops.box, run)
+    custom_ops.tell_shapes(custom_ops.box, _fake)
+    order_effects(custom_ops.box)

@@ -1,0 +1,265 @@
+"""`DTensor`, `distribute_tensor`, `distribute_module`, `local_map` and `loss_parallel`, as torch has them.
+
+Three things differ from the functions of `gt`: a tensor is scattered from one rank (`distribute_tensor`), parts are
+taken as they are, without a word to others (`DTensor.from_local`), and the gradient of a part belongs to that rank
+alone, so that what is broadcast has the same gradient on every rank, which is not summed (`to_local`).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Placement
+
+from globaltensor.dtensor.conversion import placements_of, torch_cut, wrap_part
+from globaltensor.dtensor.device_mesh import DeviceMesh
+from globaltensor.errors import ArgumentError, ShapeError, expect
+from globaltensor.layouts.layout import Layout, Shape, layout, spec
+from globaltensor.layouts.placement import placement
+from globaltensor.layouts.sbp import broadcast
+from globaltensor.runtime import lineage
+from globaltensor.runtime.world import local_ranks_of, world
+from globaltensor.tensors import convert
+from globaltensor.tensors.full_value import FromFull, plain_gradient
+from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.redistribution import resolve_layout, to_layout, to_local
+from globaltensor.tracebacks import api_boundary
+
+Placements = Sequence[Placement]
+
+
+def on_mesh(x: object) -> TypeGuard[GlobalTensor]:
+    """Is this a global tensor on a `DeviceMesh`?"""
+    return isinstance(x, GlobalTensor) and isinstance(x.spec.placement, DeviceMesh)
+
+
+class _OnAMesh(type):
+    def __instancecheck__(cls, x: object) -> bool:
+        return on_mesh(x)
+
+
+class DTensor(metaclass=_OnAMesh):
+    """A global tensor on a `DeviceMesh`. Made by `distribute_tensor` and `DTensor.from_local`."""
+
+    @staticmethod
+    @api_boundary
+    def from_local(local_tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Placements | None = None, *,
+                   run_check: bool = False, shape: Shape | None = None, stride: Any = None) -> GlobalTensor:
+        """This rank's own part of a tensor, in its memory; differentiable.
+
+        shape       of the whole (default: as many times the part's as the mesh has ranks along what is split)
+        run_check   compare the parts of all ranks of the world, and take the first rank's where they are to be copies
+        Raises ShapeError for a part that is cut neither as this library cuts `shape` nor as torch does.
+        """
+        expect(local_tensor, torch.Tensor, "from_local of no tensor", "DTensor.from_local(t, mesh, [Shard(0)])")
+        dst = _layout_on_mesh(device_mesh, placements, local_tensor.dim())
+        if run_check or len(world().local_ranks) > 1:
+            return convert.from_local(local_tensor, device_mesh, dst.sbp)
+        whole = tuple(shape) if shape is not None else tuple(
+            n * dst.num_parts(d) for d, n in enumerate(local_tensor.shape))
+        return lineage.begin_lineage(OwnPart.apply(local_tensor, dst, whole))
+
+
+@api_boundary
+def distribute_tensor(tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Placements | None = None, *,
+                      src_data_rank: int | None = 0) -> GlobalTensor:
+    """A tensor of which every rank has one of that shape becomes one on the mesh. A leaf.
+
+    src_data_rank   the rank of the mesh (0: its first) whose values count, which it sends to the others; None: each
+                    rank cuts its part from its own, and nothing moves
+    Raises SbpError for placements that do not fit, ArgumentError for a rank that the mesh lacks.
+    """
+    expect(tensor, torch.Tensor, "distribute_tensor of no tensor", "distribute_tensor(t, mesh, [Shard(0)])")
+    dst = _layout_on_mesh(device_mesh, placements, tensor.dim())
+    if isinstance(tensor, GlobalTensor):
+        return tensor.to_global(device_mesh, dst.sbp)
+    with torch.no_grad():
+        if src_data_rank is None:
+            x = lineage.begin_lineage(FromFull.of(tensor.detach(), dst))
+        else:
+            x = to_layout(_on_rank(tensor.detach(), device_mesh, src_data_rank), dst)
+    return x.requires_grad_(tensor.requires_grad)
+
+
+def _on_rank(t: torch.Tensor, mesh: DeviceMesh, index: int) -> GlobalTensor:
+    """The tensor of one rank of the mesh."""
+    if not 0 <= index < len(mesh.flat):
+        raise ArgumentError(f"src_data_rank={index} of a mesh of {len(mesh.flat)} ranks", "it is a rank of the mesh",
+                            "src_data_rank=0")
+    src = layout(placement(mesh.type, [mesh.flat[index]]), (broadcast,))
+    shards = {r: t.to(world().device(mesh.type, r)).contiguous() for r in local_ranks_of(src.placement)}
+    return lineage.begin_lineage(GlobalTensor.wrap(spec(src, tuple(t.shape), None, t.dtype), shards))
+
+
+@api_boundary
+def distribute_module(module: nn.Module, device_mesh: DeviceMesh,
+                      partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+                      input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+                      output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None) -> nn.Module:
+    """Let `partition_fn` distribute the parameters of every submodule; those that are plain still are broadcast.
+
+    input_fn, output_fn   what to do with a module's positional arguments, and with what it gives
+    """
+    expect(module, nn.Module, "distribute_module of no module", "distribute_module(model, mesh)")
+    for name, owner in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, owner, device_mesh)
+        for key, p in owner._parameters.items():
+            if p is not None and not isinstance(p, GlobalTensor):
+                set_parameter(owner, key, distribute_tensor(p, device_mesh))
+        for key, b in owner._buffers.items():
+            if b is not None and not isinstance(b, GlobalTensor):
+                owner._buffers[key] = distribute_tensor(b, device_mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(api_boundary(lambda own, args: input_fn(own, args, device_mesh)))
+    if output_fn is not None:
+        module.register_forward_hook(api_boundary(lambda own, args, out: output_fn(own, out, device_mesh)))
+    return module
+
+
+def set_parameter(owner: nn.Module, key: str, value: torch.Tensor) -> None:
+    """A new parameter of this value in the place of the old one."""
+    old = owner._parameters[key]
+    owner.register_parameter(key, nn.Parameter(value.detach(), requires_grad=old is None or old.requires_grad))
+
+
+@contextmanager
+def loss_parallel() -> Iterator[None]:
+    """torch's block in which cross entropy takes logits that are split along the classes. Here it always does, so the
+    block changes nothing: only maxima, sums and the targets' logits move."""
+    yield
+
+
+@api_boundary
+def local_map(func: Callable[..., Any], out_placements: Any, in_placements: Any = None, in_grad_placements: Any = None,
+              device_mesh: DeviceMesh | None = None, *, redistribute_inputs: bool = False) -> Callable[..., Any]:
+    """A function of parts made one of whole tensors: it is called with each rank's own, and gives its own.
+
+    out_placements, in_placements, in_grad_placements   for each result, argument, or gradient of one, its placements,
+                                                        None where it is no tensor; one for a function of one result
+    redistribute_inputs   bring arguments that lie otherwise to lie so, where else they are refused with ArgumentError
+    """
+
+    @api_boundary
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        mesh, parts = device_mesh, []
+        for i, x in enumerate(args):
+            if on_mesh(x):
+                mesh = mesh or x.spec.placement  # type: ignore[assignment]  # it is a mesh
+                want = in_placements[i] if in_placements is not None else None
+                if want is not None and (dst := _layout_on_mesh(mesh, want, x.dim())) is not x.spec.layout:
+                    if not redistribute_inputs:
+                        raise ArgumentError(f"local_map: argument {i} lies {x.sbp}", f"in_placements say {dst.sbp}",
+                                            "redistribute_inputs=True, or x.redistribute(placements=...)")
+                    x = to_layout(x, dst)
+                x = local_part(x, in_grad_placements[i] if in_grad_placements is not None else None)
+            parts.append(x)
+        out = func(*parts, **kwargs)
+        several = isinstance(out, tuple)
+        how = out_placements if several else [out_placements]
+        if mesh is None:
+            raise ArgumentError("local_map without a mesh", "no argument is on one", "device_mesh=mesh")
+        whole = [t if p is None else DTensor.from_local(t, mesh, p) for t, p in zip(out if several else [out], how)]
+        return tuple(whole) if several else whole[0]
+
+    return mapped
+
+
+# ------------------------------------------------------------------------------------------- what a tensor is asked
+
+
+@api_boundary
+def local_part(x: GlobalTensor, grad_placements: Placements | None = None) -> torch.Tensor:
+    """This rank's part, in its memory; without elements in a process outside the mesh. Its gradient lies as the part
+    does, unless `grad_placements` say otherwise; a pending sum's is whole on every rank."""
+    own = x.spec.layout
+    if len(world().local_ranks) > 1:
+        return to_local(x)                           # which refuses
+    back = own.without_partials if grad_placements is None else _layout_on_mesh(own.placement, grad_placements, x.dim())
+    return PartOnMesh.apply(x, back)
+
+
+class PartOnMesh(torch.autograd.Function):
+    """The part of a tensor on a mesh. Its gradient is the part of the tensor's, in the layout `back`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: GlobalTensor, back: Layout) -> torch.Tensor:
+        ctx.back, ctx.of = back, x.spec.layout
+        ctx.shape = tuple(x.shape)
+        part = x.shards.get(world().rank)
+        return x.new_tensor([]) if part is None else part.view_as(part)
+
+    @staticmethod
+    @api_boundary
+    def backward(ctx: Any, grad: Any) -> tuple[GlobalTensor, None]:
+        shards = {r: plain_gradient(grad).contiguous() for r in local_ranks_of(ctx.back.placement)}
+        x = GlobalTensor.wrap(spec(ctx.back, ctx.shape, None, grad.dtype), shards)
+        return lineage.begin_lineage(x), None
+
+
+class OwnPart(torch.autograd.Function):
+    """A tensor on a mesh of this rank's part. The part's gradient is the part of the tensor's."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, dst: Layout, shape: Shape) -> GlobalTensor:
+        ctx.dst, rank = dst, world().rank
+        inside = rank in dst.placement.coords
+        if inside and dst.local_shape(shape, rank) == t.shape:
+            return GlobalTensor.wrap(spec(dst, shape, None, t.dtype), {rank: t.detach().contiguous()})
+        if inside and _shape_by_torch(dst, shape, rank) != t.shape:
+            raise ShapeError(f"a part of {list(t.shape)} on rank {rank}, of {list(shape)} in all, {dst.sbp}",
+                             f"its part would be {list(dst.local_shape(shape, rank))}", "shape=... of the whole")
+        return wrap_part(t.detach(), dst, shape)
+
+    @staticmethod
+    @api_boundary
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None]:
+        return local_part(to_layout(grad, ctx.dst.without_partials)), None, None
+
+
+def _shape_by_torch(dst: Layout, shape: Shape, rank: int) -> Shape:
+    cut = torch_cut(dst, shape)
+    return (cut or dst).local_shape(shape, rank)
+
+
+def _layout_on_mesh(mesh: Any, placements: Placements | None, ndim: int) -> Layout:
+    """The layout that a mesh and torch's placements mean; without placements, broadcast."""
+    expect(mesh, DeviceMesh, "no DeviceMesh of gt.dtensor", 'init_device_mesh("cpu", (2,)), of globaltensor.dtensor')
+    return resolve_layout(mesh, tuple(placements) if placements is not None else broadcast, ndim)
+
+
+@api_boundary
+def _to_local(x: GlobalTensor, *, grad_placements: Placements | None = None) -> torch.Tensor:
+    """This rank's part, sharing its memory; differentiable. On a `DeviceMesh` of gt.dtensor as torch has it: the
+    gradient is that of the part alone, in `grad_placements`, and outside of the mesh the part has no elements. On a
+    placement the gradients of the parts lie dual to x. Raises GlobalTensorError in a process that drives several ranks,
+    or, on a placement, none of x's.
+    """
+    if isinstance(x.spec.placement, DeviceMesh):
+        return local_part(x, grad_placements)
+    if grad_placements is not None:
+        raise ArgumentError("to_local(grad_placements=...) of a tensor on a placement",
+                            "it is for tensors on a mesh of gt.dtensor", "x.to_global(grad_sbp=...).to_local()")
+    return to_local(x)
+
+
+@api_boundary
+def _redistribute(x: GlobalTensor, device_mesh: DeviceMesh | None = None, placements: Placements | None = None, *,
+                  async_op: bool = False) -> GlobalTensor:
+    """A boxing to a mesh, or to other placements on its own (default: all broadcast). `async_op`, by which torch may go
+    on meanwhile, changes nothing."""
+    return x.to_global(device_mesh or x.placement, tuple(placements) if placements is not None else broadcast)
+
+
+def _teach_global_tensors() -> None:
+    """What torch's programs ask a DTensor."""
+    learner: Any = GlobalTensor                      # a class learns attributes, which its stubs cannot know
+    learner.to_local, learner.redistribute = _to_local, _redistribute
+    learner.device_mesh = property(lambda x: x.placement)
+    learner.placements = property(lambda x: tuple(placements_of(x.sbp)))
+
+
+_teach_global_tensors()

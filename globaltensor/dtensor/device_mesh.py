@@ -1,0 +1,114 @@
+"""A placement that answers to torch's names: what `gt.dtensor` makes lies on one, and gives its part as in torch.
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh["tp"]                                       the ranks of this process's row, and `mesh` as its root
+
+A `DeviceMesh` is no equal of the placement of the same ranks. So a tensor's placement says which meaning `to_local()`
+has: here the gradient of the part is that of the part alone, as in torch; of a placement it is that of the sum over all
+ranks of what they compute. `x.to_global(placement, sbp)` goes from one to the other.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from globaltensor.errors import PlacementError, expect
+from globaltensor.layouts.placement import placement
+from globaltensor.runtime.world import world
+from globaltensor.tracebacks import api_boundary
+
+
+class DeviceMesh(placement):
+    """torch's class, of a placement: `DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))`."""
+
+    root: DeviceMesh
+
+    def __init__(self, device_type: str, mesh: Any, mesh_dim_names: Sequence[str] | None = None,
+                 root: DeviceMesh | None = None) -> None:
+        super().__init__(device_type, mesh, mesh_dim_names)
+        object.__setattr__(self, "root", root or self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DeviceMesh) and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return super().__hash__()
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("placement(", "DeviceMesh(", 1).replace("axis_names", "mesh_dim_names")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return DeviceMesh, (self.type, self.ranks, self.axis_names)
+
+    @property
+    def device_type(self) -> str:
+        return self.type
+
+    @property
+    def mesh(self) -> torch.Tensor:
+        """The ranks, as a tensor."""
+        return torch.tensor(self.ranks)
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        return self.axis_names
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """The number of ranks, or of those along one dim."""
+        return len(self.flat) if mesh_dim is None else self.shape[mesh_dim]
+
+    def get_rank(self) -> int:
+        return world().rank
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """Where this process's rank is on the mesh; None where it is not."""
+        return self.coords.get(world().rank)
+
+    @api_boundary
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """This process's index along one dim. Raises PlacementError for a rank outside, or a dim that is not there."""
+        index = self.get_coordinate()
+        if index is None:
+            raise PlacementError(f"rank {world().rank} is not on {self}", "it has no index there",
+                                 "mesh.get_coordinate(), which is None there")
+        if mesh_dim is None and self.ndim > 1:
+            raise PlacementError(f"get_local_rank of a mesh of {self.ndim} dims", "it has an index along each",
+                                 f"mesh.get_local_rank({(self.axis_names or (0,))[0]!r})")
+        return index[self._dim(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0]
+
+    @api_boundary
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """The sub-mesh along these dims that this process's rank is on; along all of them, the mesh itself.
+
+        Raises PlacementError for names that it does not have, and in a process that drives several ranks, which would
+        be on several.
+        """
+        dims = [self._dim(name) for name in ((names,) if isinstance(names, str) else names)]
+        if dims == list(range(self.ndim)):
+            return self
+        if len(world().local_ranks) > 1:
+            raise PlacementError(f"mesh[{names!r}] in a process that drives {len(world().local_ranks)} ranks",
+                                 "they are on different parts of the mesh",
+                                 f"globaltensor run -n {world().size} ..., or torchrun")
+        index = self.get_coordinate() or (0,) * self.ndim
+        ranks = self.mesh[tuple(slice(None) if d in dims else i for d, i in enumerate(index))]
+        ranks = ranks.permute([sorted(dims).index(d) for d in dims])
+        return DeviceMesh(self.type, ranks, [(self.axis_names or ())[d] for d in dims], self.root)
+
+    def _dim(self, name: str) -> int:
+        names = self.axis_names or ()
+        if name not in names:
+            raise PlacementError(f"the mesh has no dim {name!r}", f"it has {', '.join(names) or 'dims without names'}",
+                                 f"init_device_mesh(..., mesh_dim_names=({name!r}, ...))")
+        return names.index(name)
+
+
+@api_boundary
+def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *,
+                     mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
+    """The first ranks of the world, in a mesh of this shape."""
+    expect(mesh_shape, Sequence, f"init_device_mesh of shape {mesh_shape!r}", 'init_device_mesh("cpu", (2, 2))')
+    ranks = torch.arange(torch.Size(mesh_shape).numel()).view(*mesh_shape)
+    return DeviceMesh(device_type, ranks, mesh_dim_names)

@@ -1,0 +1,31 @@
+"""Deep copies of global tensors, and what users have set on them."""
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from globaltensor.tensors import gradients
+
+_OURS = {"spec", "lineage", "_shards", "boxed_view", "viewed", "traced", "_is_param", gradients.ATTRIBUTE}
+
+
+def user_attributes(x: torch.Tensor) -> dict[str, Any]:
+    """What users have set on a tensor."""
+    return {name: value for name, value in x.__dict__.items() if name not in _OURS}
+
+
+def deep_copy(x: Any, memo: dict[int, Any]) -> Any:
+    """copy.deepcopy of a global tensor. Of a parameter torch copies the value alone."""
+    if id(x) not in memo:
+        if not x.is_leaf:
+            raise RuntimeError("Only leaf tensors can be deep-copied")
+        value = x.detach().clone()
+        if isinstance(x, torch.nn.Parameter):
+            memo[id(x)] = torch.nn.Parameter(value, x.requires_grad)
+        else:
+            memo[id(x)] = value.requires_grad_(x.requires_grad)
+            value.grad = deepcopy(x.grad, memo)
+            value.__dict__.update(deepcopy(user_attributes(x), memo))
+    return memo[id(x)]

@@ -1,0 +1,157 @@
+"""How torch.compile sees a global tensor: as the shards that this process drives, and a spec.
+
+torch's protocol for such tensors has two halves. Flattened, a tensor is its shards, one attribute per rank (`_s0`,
+`_s1`, ...), and its spec; a graph takes and returns those. Unflattened of fake shards, it is a tensor by which torch
+traces: our dispatch runs then as ever, and what it does with shards (ops of torch, boxings, random draws) is the graph.
+
+So a graph is made for layouts, dtypes and sizes, and for this process's ranks. Another layout of an input makes another
+graph; a graph that torch finds on disk is one of a process that drives the same ranks (`_stable_hash_for_caching`).
+
+A tensor of a trace is a wrapper made in Python, whatever native code there is: its sizes may be symbols. It has a
+dispatch key of its own, by which products and lookups are taken before torch decomposes them.
+"""
+from __future__ import annotations
+
+import gc
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from globaltensor.algorithms.aliasing import value_spec
+from globaltensor.errors import OURS, GlobalTensorError
+from globaltensor.layouts.global_like import is_global
+from globaltensor.layouts.layout import Shards, Spec, spec
+from globaltensor.runtime.torch_internals import (
+    TRACED_KEYS,
+    ExcludeDispatchKeys,
+    is_of_a_trace,
+    leave_alone,
+    storage_id,
+)
+from globaltensor.runtime.world import local_ranks_of, world
+from globaltensor.tensors import lookup, products
+from globaltensor.tensors.redistribution import to_layout
+
+
+def let_torch_trace(cls: Any) -> None:
+    """Give the class of global tensors torch's protocol."""
+
+    @lru_cache(None)
+    def names(count: int) -> list[str]:
+        for nth in range(count):
+            setattr(cls, f"_s{nth}", _nth_shard(nth))
+        return [f"_s{nth}" for nth in range(count)]
+
+    def flattened(x: Any) -> tuple[list[str], Spec]:
+        own = x.spec
+        if torch.compiler.is_compiling():
+            _keep_dynamo_out(len(sys.modules))
+        if not local_ranks_of(own.placement):
+            raise GlobalTensorError(f"torch.compile of a tensor on {own.placement}, of which this process has no part",
+                                    "what is traced are the shards of a process, and it has none",
+                                    "this outside of what is compiled, or a placement of all ranks")
+        return names(len(x.shards)), value_spec(own) if x.traced and x.origin is not None else own
+
+    def unflattened(inner: Mapping[str, torch.Tensor], of: Spec, size: Sequence[Any], stride: Sequence[Any]) -> Any:
+        shards = dict(zip(sorted(local_ranks_of(of.placement)), inner.values()))
+        traced = any(map(is_of_a_trace, inner.values()))
+        own = spec(of.layout, tuple(size), tuple(stride), of.dtype, of.copied and traced, of.lazy_bits)
+        return cls.wrap(own, shards if traced else _apart(shards))
+
+    cls.__tensor_flatten__, cls.__tensor_unflatten__ = flattened, staticmethod(unflattened)
+    cls.__metadata_guard__ = classmethod(_same_but_for_sizes)
+    cls.__coerce_tangent_metadata__ = lambda x: to_layout(x, x.spec.layout.without_partials)
+    cls.__coerce_same_metadata_as_tangent__ = _in_layout_of
+    cls._stable_hash_for_caching = _name_for_cache
+    _library.impl("linear", _here(products.linear))
+    _library.impl("matmul", _here(products.matmul))
+    _library.impl("einsum", _here(lambda equation, operands, path=None: products.einsum(equation, *operands)))
+    _library.impl("embedding", _here(_embedding))
+
+
+@lru_cache(1)
+def _keep_dynamo_out(modules: int) -> None:
+    """Let torch compile no function of this package by itself, as it would where the user's graph ends and the program
+    goes on: in a hook, in dispatch, in a factory. Inside the user's functions it may follow what it can. Done again
+    where there are other `modules`."""
+    for one in gc.get_objects():
+        if type(one) is FunctionType and one.__code__.co_filename.startswith(OURS):
+            leave_alone(one.__code__)
+
+
+def _nth_shard(nth: int) -> property:
+
+    def get(x: Any) -> torch.Tensor:
+        shards = x.shards
+        return shards[sorted(shards)[nth]]
+
+    def replace(x: Any, value: torch.Tensor) -> None:
+        shards = x.shards
+        shards[sorted(shards)[nth]] = value
+        x.shards = shards
+
+    return property(get, replace)
+
+
+_library = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericMode")
+_passed_by = torch.library.Library("_", "IMPL", "TESTING_ONLY_GenericMode")
+_passed_by.fallback(torch.library.fallthrough_kernel)
+
+
+def _here(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function at the key of traced tensors, which calls torch's own where it wants that."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with ExcludeDispatchKeys(TRACED_KEYS):
+            return function(*args, **kwargs)
+
+    return kernel
+
+
+def _embedding(weight: Any, indices: Any, padding: int = -1, scale_grad_by_freq: bool = False,
+               sparse: bool = False) -> torch.Tensor:
+    return lookup.embedding(indices, weight, None if padding < 0 else padding,
+                            scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+
+
+def _apart(shards: Shards) -> Shards:
+    """The shards, none of which share memory: a graph may compute once what several ranks hold alike, and a write to
+    one shard would be a write to all."""
+    apart: Shards = {}
+    memories: set[int] = set()
+    for rank, shard in shards.items():
+        apart[rank] = shard.clone() if storage_id(shard) in memories else shard
+        memories.add(storage_id(apart[rank]))
+    return apart
+
+
+def _same_but_for_sizes(cls: type, ours: Spec, theirs: Spec) -> bool:
+    """Is a graph that was made for a tensor of one spec good for one of the other? torch itself looks at sizes."""
+    return ((ours.layout, ours.dtype, ours.copied, ours.lazy_bits, ours.ndim)
+            == (theirs.layout, theirs.dtype, theirs.copied, theirs.lazy_bits, theirs.ndim))
+
+
+def _in_layout_of(x: Any, of: Any, kind: type | None = None) -> Any:
+    """A gradient as the graph of a backward pass wants it; None where it wants none of our kind."""
+    return to_layout(x, of.layout) if is_global(x) and isinstance(of, Spec) else None
+
+
+def _name_for_cache(x: Any) -> str:
+    """What a graph on disk depends on, but for the ops: ranks share that disk, and each has a graph of its own."""
+    own, here = x.spec, world()
+    return repr((own, own.stride, own.copied, sorted(own.lazy_bits), x.requires_grad, here.local_ranks, here.size,
+                 here.machine, _code()))
+
+
+@lru_cache(None)
+def _code() -> int:
+    """Tells versions of this package apart, those between releases too."""
+    package = Path(__file__).parent.parent
+    files = sorted(path for kind in ("*.py", "*.so") for path in package.rglob(kind))
+    return zlib.crc32(repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]).encode())

@@ -1,0 +1,198 @@
+"""torch.compile of programs on global tensors: one graph, the values and the boxings of eager.
+
+Oracle: the same program without torch.compile, on global tensors and on plain ones.
+"""
+from __future__ import annotations
+
+import copy
+import os
+import sys
+
+import pytest
+import torch
+from harness import PROGRAMS, ROOT, RUN, environment, good
+from torch import nn
+from torch.nn import functional as F
+
+import globaltensor as gt
+from globaltensor.errors import OutOfRangeError
+
+sys.path.insert(0, os.fspath(ROOT / "examples"))
+from gpt import GPT
+
+SEED = 31
+S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
+TWO = gt.placement("cpu", [0, 1])
+THREE = gt.placement("cpu", [2, 0, 1])
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    print(f"seed {SEED}")
+    torch.manual_seed(SEED)
+    torch.compiler.reset()
+
+
+class Counted:
+    """A backend that counts the graphs and the ops in them."""
+
+    def __init__(self, backend="aot_eager"):
+        self.backend, self.graphs = backend, 0
+
+    def __call__(self, module, inputs, **options):
+        self.graphs += 1
+        return torch._dynamo.lookup_backend(self.backend)(module, inputs, **options)
+
+
+def compiled(f, backend="aot_eager", **options):
+    counter = Counted(backend)
+    return torch.compile(f, backend=counter, fullgraph=True, **options), counter
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return self.down(self.dropout(F.gelu(self.up(x)))).square().mean()
+
+
+LAYOUTS = {"data": ({}, S(0)), "tensor": ({"up.weight": S(0), "up.bias": S(0), "down.weight": S(1)}, B)}
+
+
+def step(model, f, *args):
+    """Loss, gradients, and what was moved for them."""
+    gt.manual_seed(SEED)
+    with gt.record() as moves:
+        loss = f(*args)
+        loss.backward()
+        grads = [p.grad.full_tensor() for p in model.parameters()]
+    model.zero_grad()
+    return [loss.full_tensor(), *grads], [(m.op, str(m.src), str(m.dst), m.bytes) for m in moves if m.bytes]
+
+
+def same_as_eager(model, args, backend="aot_eager"):
+    want, moved = step(model, model, *args)
+    f, counter = compiled(model, backend)
+    for _ in range(2):
+        got, moved_too = step(model, f, *args)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert sum(nbytes for *_, nbytes in moved_too) <= sum(nbytes for *_, nbytes in moved)
+        assert len(moved_too) <= len(moved)
+    assert counter.graphs == 1
+    return got
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_is_one_graph_and_equals_eager(layout):
+    rows, sbp = LAYOUTS[layout]
+    model = Mlp().to_global(TWO, lambda name, _: rows.get(name, B))
+    x = torch.randn(5, 6)
+    same_as_eager(model, [gt.from_full(x, TWO, sbp)])
+    plain = copy.deepcopy(model).eval()
+    for module in plain.modules():
+        for name, p in [*module._parameters.items()]:
+            module._parameters[name] = nn.Parameter(p.full_tensor().detach())
+    got = step(model.eval(), compiled(model)[0], gt.from_full(x, TWO, sbp))[0]
+    loss = plain(x)
+    loss.backward()
+    for a, b in zip(got, [loss, *(p.grad for p in plain.parameters())], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_another_layout_is_another_graph_and_the_first_is_used_again():
+    f, counter = compiled(lambda x: (x * 2).sum(0))
+    for sbp, graphs in ((S(0), 1), (B, 2), (P, 3), (S(0), 3), (B, 3)):
+        x = gt.from_full(torch.arange(15.0).reshape(5, 3), THREE, sbp)
+        torch.testing.assert_close(f(x).full_tensor(), (x * 2).sum(0).full_tensor())
+        assert counter.graphs == graphs, sbp
+
+
+def test_each_size_has_a_graph_and_is_right():
+    f, counter = compiled(lambda x: x.softmax(0).sum(1))
+    for rows, graphs in ((6, 1), (8, 2), (7, 3), (8, 3)):
+        x = gt.from_full(torch.randn(rows, 3), TWO, S(0))
+        torch.testing.assert_close(f(x).full_tensor(), x.softmax(0).sum(1).full_tensor())
+        assert counter.graphs <= graphs, rows
+
+
+def test_where_a_graph_ends_the_program_is_right(recwarn):
+    def program(x):
+        y = x * 2
+        if y.sum().item() > 0:
+            y = y + 1
+        return y * torch.multinomial(weights, 3, replacement=True)
+
+    weights, x = gt.from_full(torch.ones(4), TWO, B), gt.from_full(torch.ones(3), TWO, S(0))
+    gt.manual_seed(SEED)
+    want = program(x)
+    gt.manual_seed(SEED)
+    torch.testing.assert_close(torch.compile(program, backend="aot_eager")(x).full_tensor(), want.full_tensor())
+    assert not recwarn
+
+
+def test_boxings_writes_and_views_inside():
+    def program(x, y):
+        z = x.to_global(sbp=B) + y
+        z[1] += 1.0
+        y.mul_(2)
+        return z.to_global(sbp=S(1)), x.full_tensor().sum(), z[0].clone()
+
+    x, y = gt.from_full(torch.randn(5, 4), THREE, S(0)), gt.from_full(torch.randn(5, 4), THREE, S(1))
+    kept = y.clone()
+    want = [t.clone() if t.is_global else t for t in program(x, y)]
+    f, counter = compiled(program)
+    got = f(x, kept)
+    for a, b in zip([*got, kept], [*want, y], strict=True):
+        assert a.is_global == b.is_global and (not a.is_global or a.sbp == b.sbp)
+        torch.testing.assert_close(*(t.full_tensor() if t.is_global else t for t in (a, b)))
+    assert counter.graphs == 1
+
+
+def test_errors_of_the_values_are_raised_in_graphs_too():
+    table = gt.from_full(torch.randn(7, 2), TWO, S(0))
+    f, _ = compiled(lambda i: F.embedding(i, table))
+    assert f(gt.from_full(torch.tensor([6, 0]), TWO, B)).shape == (2, 2)
+    with pytest.raises(OutOfRangeError, match="index 7"):
+        f(gt.from_full(torch.tensor([7, 0]), TWO, B))
+
+
+class Trained(nn.Module):
+    """The example GPT with its loss."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.gpt = GPT(vocab=32, context=8, hidden=16, layers=2, heads=4, **options)
+
+    def forward(self, ids, labels):
+        return F.cross_entropy(self.gpt(ids).flatten(0, 1), labels.flatten())
+
+
+def gpt_of(kind, **options):
+    """The model, global, and a batch."""
+    model = Trained(**options)
+    if kind == "tensor":
+        model = gt.parallelize(model, gt.placement("cpu", [0, 1], ("tp",)), gt.Plan.of(model))
+    else:
+        model = model.to_global(TWO, B)
+    where = next(model.parameters()).placement
+    sbp = {"data": S(0), "tensor": B, "sequence": S(1)}[kind]
+    return model, [gt.from_full(torch.randint(32, (3, 8)), where, sbp) for _ in range(2)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("kind", ["data", "tensor", "sequence"])
+def test_the_example_gpt(kind, backend):
+    same_as_eager(*gpt_of(kind, dropout=0.1, tied=kind == "data"), backend)
+
+
+@pytest.mark.long
+def test_two_processes_that_share_a_cache(tmp_path):
+    """Their graphs differ where their parts do: what one leaves on disk is not for the other."""
+    more = environment(TORCHINDUCTOR_CACHE_DIR=os.fspath(tmp_path))
+    for _ in range(2):                               # cold, then warm
+        assert good([*RUN, "-n", "2", PROGRAMS / "compiled.py"], more, timeout=900).count("equal") == 2

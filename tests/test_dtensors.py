@@ -1,0 +1,87 @@
+"""torch's DTensor beside global tensors (programs/dtensors.py), and programs in its style on them (torch_style.py)."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from harness import PROGRAMS, RUN, good
+
+import globaltensor as gt
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_dtensors_become_global_tensors_and_come_back(n):
+    assert good([*RUN, "-n", n, PROGRAMS / "dtensors.py"], timeout=400).count("all is well") == n
+
+
+def test_a_process_of_several_ranks_refuses():
+    x = gt.ones(4, placement=gt.placement("cpu", [0, 1]), sbp=gt.sbp.split(0))
+    for refused in (x.to_dtensor, lambda: gt.to_mesh(x.placement)):
+        with pytest.raises(gt.GlobalTensorError, match="drives 8 ranks(.|\n)*globaltensor run -n 8"):
+            refused()
+
+
+@pytest.mark.parametrize("n", range(9))
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_the_cut_of_torch(n, p):
+    from globaltensor.dtensor.conversion import torch_cut
+    from globaltensor.layouts.layout import layout
+
+    of = layout(gt.placement("cpu", range(p)), (gt.sbp.split(0),))
+    sizes = [len(t) for t in torch.arange(n).chunk(p)] if n else []
+    sizes += [0] * (p - len(sizes))
+    assert [(torch_cut(of, (n,)) or of).local_shape((n,), r)[0] for r in range(p)] == sizes
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("n, programs", [
+    (2, ["sequence_parallel", "parts"]), pytest.param(2, [], marks=pytest.mark.long),
+    pytest.param(4, [], marks=pytest.mark.long)], ids=str)
+def test_programs_in_the_style_of_torch_give_what_torch_gives(n, programs):
+    said = good([*RUN, "-n", n, PROGRAMS / "torch_style.py", *programs], timeout=400)
+    assert said.count("is the same") == n * (len(programs) or 6)
+
+
+def test_a_process_of_several_ranks_runs_a_program_in_the_style_of_torch():
+    from globaltensor.dtensor import (
+        ColwiseParallel,
+        DTensor,
+        PrepareModuleInput,
+        Replicate,
+        RowwiseParallel,
+        Shard,
+        distribute_tensor,
+        init_device_mesh,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.GELU(), torch.nn.Linear(7, 5))
+    plain, x = copy.deepcopy(model), torch.randn(6, 4)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    out = model(x)
+    out.pow(2).sum().backward()
+    plain(x).pow(2).sum().backward()
+    assert isinstance(out, DTensor) and isinstance(model[0].weight, torch.nn.Parameter)
+    torch.testing.assert_close(out.full_tensor(), plain(x))
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    d = distribute_tensor(x, mesh, [Shard(0)])
+    assert d.device_mesh == mesh == gt.dtensor.DeviceMesh("cpu", [0, 1, 2], ("tp",)) and d.placements == (Shard(0),)
+    assert mesh != gt.placement("cpu", [0, 1, 2], ("tp",)) and repr(mesh).startswith("DeviceMesh(")
+    with pytest.raises(gt.GlobalTensorError, match="drives several ranks"):
+        d.to_local()
+    with pytest.raises(gt.SbpError, match="fits no module"):
+        parallelize_module(model, mesh, {"layers.*": ColwiseParallel()})
+    with pytest.raises(gt.ArgumentError, match="it is for Linear and Embedding"):
+        parallelize_module(model, mesh, {"1": ColwiseParallel()})
+    with pytest.raises(gt.PlacementError, match="no dim 'dp'"):
+        mesh["dp"]
+    where = init_device_mesh("cpu", (2,))
+    with pytest.raises(gt.ArgumentError, match="fully_shard of a parameter(.|\n)*gt.parallelize"):
+        gt.dtensor.fully_shard(model, mesh=where)
+    with pytest.raises(gt.ArgumentError, match="input_layouts and 0 layouts"):
+        PrepareModuleInput(input_layouts=(Replicate(),))

@@ -1,0 +1,75 @@
+"""Trainers of others on global models, as they are installed: losses equal those of the program on one device."""
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import PYTHON, ROOT, RUN, environment, good, run
+
+import globaltensor as gt
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate: pip install 'globaltensor[hf]'")
+EXAMPLE = ROOT / "examples" / "trainer.py"
+sys.path.insert(0, str(EXAMPLE.parent))
+
+
+def said(text: str):
+    """What the example prints at its end: losses, and the words that the model goes on with."""
+    return ast.literal_eval(text.splitlines()[-1])
+
+
+def same(ours, plain, bf16=False):
+    assert ours[0] == pytest.approx(plain[0], rel=2e-2 if bf16 else 1e-4)
+    assert bf16 or ours[1] == plain[1]
+
+
+@pytest.mark.parametrize("options", [["--accumulate=2"], pytest.param(["--bf16"], marks=pytest.mark.long)], ids=str)
+def test_transformers_trainer_in_one_process(options, tmp_path):
+    import trainer
+
+    plain = trainer.main(["--plain", "--steps=3", "--out", str(tmp_path / "plain"), *options])
+    ours = trainer.main(["--steps=3", "--out", str(tmp_path / "ours"), *options])
+    same(ours, plain, "--bf16" in options)
+    import transformers
+
+    loaded = [dict(transformers.LlamaForCausalLM.from_pretrained(tmp_path / name).named_parameters())
+              for name in ("plain", "ours")]
+    if "--bf16" not in options:
+        torch.testing.assert_close(loaded[1], loaded[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("n, grid", [(2, ("--dp=1", "--tp=2")), (4, ())])
+def test_transformers_trainer_goes_on_after_it_was_killed(n, grid, tmp_path):
+    """Ended after the third step, with a checkpoint of the second: the losses are those of one plain run."""
+    options = ["--out", tmp_path / "out", *grid]
+    code, _, _ = run([*RUN, "-n", n, EXAMPLE, *options, "--kill=3"], environment(), 400)
+    assert code != 0 and (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").is_file()
+    ours = said(good([*RUN, "-n", n, EXAMPLE, *options, "--resume"], timeout=400))
+    plain = said(good([PYTHON, EXAMPLE, "--plain", "--out", tmp_path / "plain"], timeout=400))
+    same(ours, plain)
+    state = torch.load(tmp_path / "out" / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    assert not any(getattr(t, "is_global", False) for one in state["state"].values() for t in one.values())
+
+
+def test_what_a_trainer_cannot_do_says_what_to_type(tmp_path):
+    import transformers
+
+    from globaltensor.trainers import huggingface
+
+    with pytest.raises(gt.ArgumentError, match=r"deepspeed(.|\n)*gt.zero"):
+        huggingface.TrainingArguments(tmp_path, deepspeed={"zero_optimization": {"stage": 2}}, use_cpu=True)
+    arguments = huggingface.TrainingArguments(tmp_path, use_cpu=True, report_to=[])
+    with pytest.raises(gt.GlobalTensorError, match=r"plain parameters(.|\n)*gt.parallelize"):
+        huggingface.Trainer(torch.nn.Linear(2, 2), arguments)
+    with pytest.raises(gt.ArgumentError, match="TrainingArguments of transformers"):
+        huggingface.Trainer(torch.nn.Linear(2, 2), transformers.TrainingArguments(tmp_path, use_cpu=True, report_to=[]))
+
+
+def test_the_example_changes_three_lines():
+    lines = [line for line in Path(EXAMPLE).read_text().splitlines() if line.rstrip().endswith(("# 1", "# 2", "# 3"))]
+    assert len(lines) == 3
