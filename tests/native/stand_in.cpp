@@ -284,6 +284,12 @@ class Drawing {
   static at::Generator of_cpu() { return at::detail::getDefaultCPUGenerator(); }
 };
 
+template <class F> c10::List<at::Tensor> each(const c10::IValue& tensors, const F& f) {
+  c10::List<at::Tensor> results;
+  for (const at::Tensor& t : tensors.toTensorVector()) results.push_back(f(t));
+  return results;
+}
+
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t count = op.schema().arguments().size(), first = stack->size() - count;
   check_devices(op, c10::ArrayRef<c10::IValue>(stack->data() + first, count));
@@ -294,9 +300,7 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (arg.isTensor()) {
       arg = lent.cpu(arg.toTensor());
     } else if (arg.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& t : arg.toTensorVector()) list.push_back(lent.cpu(t));
-      arg = list;
+      arg = each(arg, [&](const at::Tensor& t) { return lent.cpu(t); });
     } else if (arg.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> list;
       for (const std::optional<at::Tensor>& t : arg.toOptionalTensorVector())
@@ -319,9 +323,7 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (result.isTensor()) {
       result = lent.own(result.toTensor());
     } else if (result.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& t : result.toTensorVector()) list.push_back(lent.own(t));
-      result = list;
+      result = each(result, [&](const at::Tensor& t) { return lent.own(t); });
     }
   }
 }

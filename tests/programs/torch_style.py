@@ -33,7 +33,14 @@ def whole(t):
 
 
 def trained(model, optimizer, losses):
-    return losses, [whole(p).detach().clone() for p in model.parameters()]
+    """The loss of each step, and the parameters after the last one; `losses` yields a step's loss before its backward."""
+    seen = []
+    for loss in losses:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(whole(loss).detach())
+    return seen, [whole(p).detach().clone() for p in model.parameters()]
 
 
 class ToyModel(nn.Module):
@@ -49,15 +56,13 @@ def tensor_parallel(T):
     mesh = T.init_device_mesh("cpu", (N,))
     model = T.parallelize_module(ToyModel(), mesh, {"net1": T.ColwiseParallel(), "net2": T.RowwiseParallel()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25, foreach=True)
-    losses = []
-    for i in range(3):
-        torch.manual_seed(i)                         # every rank has the same rows
-        loss = model(torch.rand(20, 10)).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return trained(model, optimizer, losses)
+
+    def losses():
+        for i in range(3):
+            torch.manual_seed(i)                     # every rank has the same rows
+            yield model(torch.rand(20, 10)).sum()
+
+    return trained(model, optimizer, losses())
 
 
 def sequence_parallel(T):
@@ -65,16 +70,14 @@ def sequence_parallel(T):
     model = T.parallelize_module(ToyModel(), mesh, {
         "net1": T.ColwiseParallel(input_layouts=T.Shard(0)), "net2": T.RowwiseParallel(output_layouts=T.Shard(0))})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25, foreach=True)
-    losses = []
-    for i in range(3):
-        torch.manual_seed(10 * i + dist.get_rank())  # every rank has rows of its own
-        out = model(torch.rand(8, 10))
-        loss = (out * out).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return trained(model, optimizer, losses)
+
+    def losses():
+        for i in range(3):
+            torch.manual_seed(10 * i + dist.get_rank())          # every rank has rows of its own
+            out = model(torch.rand(8, 10))
+            yield (out * out).sum()
+
+    return trained(model, optimizer, losses())
 
 
 @dataclass
@@ -158,18 +161,15 @@ def llama(T):
     model = Transformer(Sizes())
     llama_plan(T, model, mesh["tp"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for i in range(2):
-        torch.manual_seed(i)
-        tokens = torch.randint(0, 24, (3, 8))
-        with T.loss_parallel():
-            logits = model(tokens)
-            loss = F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(whole(loss).detach())
-    return trained(model, optimizer, losses)
+
+    def losses():
+        for i in range(2):
+            torch.manual_seed(i)
+            tokens = torch.randint(0, 24, (3, 8))
+            with T.loss_parallel():                  # backward runs in it, too
+                yield F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+    return trained(model, optimizer, losses())
 
 
 def parts(T):
@@ -208,16 +208,14 @@ def sharded(T):
         T.fully_shard(block, mesh=mesh)
     T.fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    losses = []
-    for i in range(2):
-        torch.manual_seed(10 * i + dist.get_rank())
-        tokens = torch.randint(0, 24, (3, 8))
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return trained(model, optimizer, losses)
+
+    def losses():
+        for i in range(2):
+            torch.manual_seed(10 * i + dist.get_rank())
+            tokens = torch.randint(0, 24, (3, 8))
+            yield F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+    return trained(model, optimizer, losses())
 
 
 def uneven(T):
