@@ -10,6 +10,7 @@ A test that is about the start of a process asks for the fixture `real_processes
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import random
@@ -260,6 +261,9 @@ if __name__ == "__main__":
 
     subprocess.Popen = ForkedPopen                   # type: ignore[misc]
     torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.Popen = ForkedPopen
+    signal.signal(signal.SIGINT, signal.default_int_handler)         # background jobs of a shell ignore it
+    gc.collect()
+    gc.freeze()                                      # a fork that looked for garbage would copy all that torch has made
     its_request = Children(sys.argv[1]).serve()
     become(its_request, its_paths)
     sys.excepthook = show

@@ -118,6 +118,7 @@ def test_what_the_simulator_is_told_is_what_was_measured(name, chunks):
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_checkpoint():
     rows = found("checkpoint")["rows"]
     loads = [f"load{ranks}, from the {where}" for ranks in ("", ", 4 -> 2") for where in ("cache", "disk")]

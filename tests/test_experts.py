@@ -368,7 +368,8 @@ def test_a_call_that_fails_leaves_nothing_behind():
 # ------------------------------------------------------------------------------------------------ real processes
 
 
-@pytest.mark.parametrize("native", ["1", "0"], ids=["native", "python"])
+@pytest.mark.parametrize("native", [pytest.param("1", id="native"),
+                                    pytest.param("0", id="python", marks=pytest.mark.long)])
 def test_in_two_processes(native, tmp_path):
     good([*RUN, "-n", "2", PROGRAMS / "experts.py", tmp_path], environment(GLOBALTENSOR_NATIVE=native), timeout=180)
     lone = tmp_path / "lone"

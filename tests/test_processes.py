@@ -120,6 +120,7 @@ def network():
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
 
 
+@pytest.mark.long
 def test_two_hosts_with_a_network_each(alone, tmp_path):
     with network() as (names, addresses):
         port = free_port()

@@ -106,6 +106,7 @@ def check_rest_on_others(last: list[dict], uninterrupted: list[dict]) -> None:
         assert abs(loss - other) <= 1e-5 * other, f"step {number}"
 
 
+@pytest.mark.long
 def test_killed_runs_go_on_bit_by_bit(tmp_path):
     seed, count = 37, 24
     print("seed", seed)

@@ -98,7 +98,7 @@ def test_threads_have_no_data_race(build, ranks):
     run(build("transport_values", "tsan"), "threads", ranks, SEED, 200)
 
 
-@pytest.mark.parametrize("kind, ranks", [("threads", 3), ("processes", 4)])
+@pytest.mark.parametrize("kind, ranks", [pytest.param("threads", 3, marks=pytest.mark.long), ("processes", 4)])
 def test_no_undefined_behaviour(build, kind, ranks):
     run(build("transport_values", "asan"), kind, ranks, SEED, 200)
 
@@ -143,8 +143,9 @@ def test_messages(build, kind, ranks):
     run(build("transport_messages"), "values", kind, ranks, SEED, 400)
 
 
-@pytest.mark.parametrize("flavour, kind, ranks", [("tsan", "threads", 2), ("tsan", "threads", 4),
-                                                  ("asan", "threads", 3), ("asan", "processes", 4)])
+@pytest.mark.parametrize("flavour, kind, ranks", [
+    ("tsan", "threads", 2), pytest.param("tsan", "threads", 4, marks=pytest.mark.long),
+    pytest.param("asan", "threads", 3, marks=pytest.mark.long), ("asan", "processes", 4)])
 def test_messages_under_a_sanitizer(build, flavour, kind, ranks):
     run(build("transport_messages", flavour), "values", kind, ranks, SEED, 100)
 
@@ -211,6 +212,7 @@ def test_arena(build, case):
     run(build("transport_arena"), case, SEED)
 
 
-@pytest.mark.parametrize("flavour, case", [("tsan", "threads"), ("asan", "mixed"), ("asan", "held"), ("asan", "forks")])
+@pytest.mark.parametrize("flavour, case", [
+    ("tsan", "threads"), pytest.param("asan", "mixed", marks=pytest.mark.long), ("asan", "held"), ("asan", "forks")])
 def test_arena_under_a_sanitizer(build, flavour, case):
     run(build("transport_arena", flavour), case, SEED)

@@ -33,7 +33,7 @@ def whole(t):
 
 
 def trained(model, optimizer, losses):
-    """The loss of each step, and the parameters after the last one; `losses` yields a step's loss before its backward."""
+    """The loss of each step, and the parameters after the last. `losses` yields a loss before its backward."""
     seen = []
     for loss in losses:
         loss.backward()
