@@ -2,8 +2,9 @@
 
 `make test` starts hundreds of processes, each of which imports torch for more than a second. With `pytest --forks` one
 process per worker imports it, and `subprocess.Popen` asks that one for a fork wherever a new Python would start: in
-tests, in launchers and in benchmarks. A fork has torch but nothing of ours, and an environment, a folder, arguments and
-streams of its own. `make test-all` starts real processes.
+tests, in launchers and in benchmarks. A fork has torch and this library, or torch alone where it wants another import
+of this library (without native code, say), and an environment, a folder, arguments and streams of its own.
+`make test-all` starts real processes.
 
 A test that is about the start of a process asks for the fixture `real_processes`.
 """
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 SOCKET = "TEST_FORKS"                                # names the socket at which forks are asked for
+PATHS = "TEST_FORKS_PYTHONPATH"                      # where they have this library from
+_READ_AT_IMPORT = {"GLOBALTENSOR_NATIVE": "1", "GLOBALTENSOR_AUDIT": "", "TORCHELASTIC_RESTART_COUNT": "0"}
 _AT_THE_START = ("PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONMALLOC", "LD_PRELOAD", "TORCH_LOGS")       # read but once
 _NUMBER = struct.Struct("<i")
 _Popen = subprocess.Popen
@@ -51,7 +54,7 @@ class ForkedPopen(_Popen):
                    "session": bool(start_new_session)}
         text = json.dumps(request).encode()
         with socket.socket(socket.AF_UNIX) as link:
-            link.connect(environment[SOCKET])
+            link.connect(_socket(environment))
             socket.send_fds(link, [_NUMBER.pack(len(text))],
                             [n if fd == -1 else fd for n, fd in enumerate((p2cread, c2pwrite, errwrite))])
             link.sendall(text)
@@ -101,12 +104,20 @@ def _program(args: Any, environment: dict[str, str]) -> dict[str, Any] | None:
     return {"words": words, "unbuffered": unbuffered, "quiet": quiet}
 
 
+def _socket(environment: dict[str, str]) -> str:
+    """Of the process that has what this environment would import."""
+    same = environment.get("PYTHONPATH", "") == environment.get(PATHS) and all(
+        environment.get(name, usual) == usual for name, usual in _READ_AT_IMPORT.items())
+    return environment[SOCKET] + (".ours" if same else "")
+
+
 def start_forking(path: Path) -> subprocess.Popen[bytes]:
     """From now on subprocess.Popen forks, in this process and in those that it starts, until what this gives ends."""
     server = _Popen([sys.executable, __file__, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                     env={**os.environ, "OMP_NUM_THREADS": "1", "ROOM": " " * 65_536})
-    server.stdout.read(1)                            # it listens
+    server.stdout.read(2)                            # both listen
     os.environ[SOCKET] = str(path)
+    os.environ[PATHS] = os.environ.get("PYTHONPATH", "")
     subprocess.Popen = ForkedPopen                   # type: ignore[misc]
     return server
 
@@ -262,9 +273,13 @@ if __name__ == "__main__":
     subprocess.Popen = ForkedPopen                   # type: ignore[misc]
     torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.Popen = ForkedPopen
     signal.signal(signal.SIGINT, signal.default_int_handler)         # background jobs of a shell ignore it
+    its_socket = sys.argv[1]
+    if not os.fork():
+        import globaltensor  # noqa: F401
+        its_socket += ".ours"
     gc.collect()
     gc.freeze()                                      # a fork that looked for garbage would copy all that torch has made
-    its_request = Children(sys.argv[1]).serve()
+    its_request = Children(its_socket).serve()
     become(its_request, its_paths)
     sys.excepthook = show
     run(its_request["words"])
