@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 SOCKET = "TEST_FORKS"                                # names the socket at which forks are asked for
-PATHS = "TEST_FORKS_PYTHONPATH"                      # where they have this library from
+PATHS = "TEST_FORKS_PYTHONPATH"                      # of the process that has this library, and has it from ROOT
+ROOT = str(Path(__file__).parent.parent)
 _READ_AT_IMPORT = {"GLOBALTENSOR_NATIVE": "1", "GLOBALTENSOR_AUDIT": "", "TORCHELASTIC_RESTART_COUNT": "0"}
 _AT_THE_START = ("PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONMALLOC", "LD_PRELOAD", "TORCH_LOGS")       # read but once
 _NUMBER = struct.Struct("<i")
@@ -106,9 +107,14 @@ def _program(args: Any, environment: dict[str, str]) -> dict[str, Any] | None:
 
 def _socket(environment: dict[str, str]) -> str:
     """Of the process that has what this environment would import."""
-    same = environment.get("PYTHONPATH", "") == environment.get(PATHS) and all(
+    same = _others(environment.get("PYTHONPATH", "")) == environment.get(PATHS) and all(
         environment.get(name, usual) == usual for name, usual in _READ_AT_IMPORT.items())
     return environment[SOCKET] + (".ours" if same else "")
+
+
+def _others(paths: str) -> str:
+    """Of the folders of this PYTHONPATH those that are not this library's."""
+    return os.pathsep.join(path for path in paths.split(os.pathsep) if path != ROOT)
 
 
 def start_forking(path: Path) -> subprocess.Popen[bytes]:
@@ -117,7 +123,7 @@ def start_forking(path: Path) -> subprocess.Popen[bytes]:
                     env={**os.environ, "OMP_NUM_THREADS": "1", "ROOM": " " * 65_536})
     server.stdout.read(2)                            # both listen
     os.environ[SOCKET] = str(path)
-    os.environ[PATHS] = os.environ.get("PYTHONPATH", "")
+    os.environ[PATHS] = _others(os.environ.get("PYTHONPATH", ""))
     subprocess.Popen = ForkedPopen                   # type: ignore[misc]
     return server
 
@@ -275,6 +281,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)         # background jobs of a shell ignore it
     its_socket = sys.argv[1]
     if not os.fork():
+        sys.path.insert(0, ROOT)
         import globaltensor  # noqa: F401
         its_socket += ".ours"
     gc.collect()

@@ -17,7 +17,10 @@ from harness import ROOT
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 FILES = ROOT / "docs" / "files.md"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def programs() -> dict[str, tuple[str, str]]:
@@ -39,7 +42,7 @@ def test_programs_print_what_the_page_says(name, tmp_path):
     code, output = PROGRAMS[name]
     (tmp_path / "program.py").write_text(code)
     run = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True, timeout=120, cwd=tmp_path,
-                         env=ENVIRONMENT)
+                         env=environment())
     assert run.returncode == 0, run.stderr
     assert run.stdout == output
 
@@ -53,7 +56,7 @@ def test_the_first_program_runs_with_either_launcher(launcher, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(once + code)
     run = subprocess.run([f"{os.path.dirname(sys.executable)}/{launcher[0]}", *launcher[1:], "2", program],
-                         capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+                         capture_output=True, text=True, timeout=120, env=environment())
     assert run.returncode == 0, run.stderr
     assert run.stdout == output
 

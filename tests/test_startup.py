@@ -9,11 +9,10 @@ DTensor, which it loads to know. So the plain program then has a subclass, too.
 from __future__ import annotations
 
 import pytest
-from harness import PYTHON, good
+from harness import PYTHON, environment, good
 
 from globaltensor.runtime.native import torch_ext
 
-pytestmark = pytest.mark.usefixtures("real_processes")
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes",
          "sympy", "pandas", "transformers")
 
@@ -126,8 +125,9 @@ REPORT = f"\nprint('loaded', *[m for m in {HEAVY} if m in sys.modules])"
 
 
 def loaded(setting: str, program: str) -> set[str]:
-    """The heavy modules that a program has loaded when it ends."""
-    return set(good([PYTHON, "-c", setting + MODELS + PROGRAMS[program] + REPORT]).splitlines()[-1].split()[1:])
+    """The heavy modules that a program has loaded when it ends; a plain one is no fork that has loaded this library."""
+    env = environment() if setting is GLOBAL else environment(GLOBALTENSOR_NATIVE="0")
+    return set(good([PYTHON, "-c", setting + MODELS + PROGRAMS[program] + REPORT], env).splitlines()[-1].split()[1:])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -138,7 +138,7 @@ def test_a_global_program_loads_what_a_plain_one_does(program):
     assert not more
 
 
-def test_what_is_for_later_is_loaded_later():
+def test_what_is_for_later_is_loaded_later(real_processes):
     program = """
 x = given(torch.ones(4, 6)).requires_grad_()
 x.to_global(sbp=gt.sbp.broadcast).sum().backward()
