@@ -126,7 +126,7 @@ def test_a_package_without_its_native_code_says_so_at_the_users_line(installed, 
 
 
 @pytest.mark.skipif(torch_ext is None, reason="no native code")
-def test_native_code_for_another_torch_is_left_alone(tmp_path):
+def test_native_code_for_another_torch_is_left_alone(tmp_path, real_processes):
     code = """
 import torch
 torch.__version__ = "2.0.1"
