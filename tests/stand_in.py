@@ -2,6 +2,8 @@
 
     load()              the device "privateuseone", of as many as STAND_IN_DEVICES says (4)
     load("npu")         the same under a name of its own, as backends have them
+    thread_kernels()    the kernels of csrc/ for it: the GPU's, run as threads
+    plant("GT_BAD_COPY")     a mistake in one of them, of enum gt_plant; plant("GT_NO_PLANT") takes it away
 
 `native/stand_in.cpp` says what it is. One process can load it once, and autograd counts devices when it starts: before
 anything else runs backward.
@@ -11,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import subprocess
 import types
 from collections.abc import Iterator
@@ -19,28 +22,42 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cuda_library import GXX, SOURCES
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "tests/native/stand_in.cpp"
-_FLAGS = ["-std=c++20", "-O1", "-fPIC", "-shared", "-Wall",
+THREADS = ROOT / "tests/native/cuda_threads.cpp"
+_FLAGS = ["-std=c++20", "-O1", "-Wall",
           f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
 _LIBRARIES = [f"-L{cpp_extension.TORCH_LIB_PATH}", "-ltorch_cpu", "-lc10"]
 
 
-def built() -> Path:
-    """The library, compiled where it was not, for this torch."""
-    key = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {_FLAGS} {_LIBRARIES}".encode()).hexdigest()[:16]
-    path = ROOT / "build" / f"stand_in_{key}.so"
+def _compiled(name: str, sources: list[Path], flags: list[Any], libraries: list[str]) -> Path:
+    """The library of the last source, compiled where it was not, for these sources and this torch."""
+    content = b"".join(source.read_bytes() for source in sources)
+    key = hashlib.sha256(content + f"{torch.__version__} {flags} {libraries}".encode()).hexdigest()[:16]
+    path = ROOT / "build" / f"{name}_{key}.so"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
-        includes = [word for folder in cpp_extension.include_paths() for word in ("-isystem", folder)]
-        done = subprocess.run(["g++", *_FLAGS, *includes, SOURCE, *_LIBRARIES, "-o", part], capture_output=True,
+        done = subprocess.run([*flags, "-fPIC", "-shared", sources[-1], *libraries, "-o", part], capture_output=True,
                               text=True)
         assert done.returncode == 0, done.stderr
         part.rename(path)
     return path
+
+
+def built() -> Path:
+    """The library of the device."""
+    includes = [word for folder in cpp_extension.include_paths() for word in ("-isystem", folder)]
+    return _compiled("stand_in", [SOURCE], ["g++", *_FLAGS, *includes], _LIBRARIES)
+
+
+def built_kernels() -> Path:
+    """The library of its kernels. A block has few threads, as each is one of the operating system."""
+    headers = sorted((ROOT / "csrc").rglob("*.h"))
+    return _compiled("threads", [*headers, *SOURCES, THREADS], [*GXX, "-DGT_PLANTS", "-DGT_THREADS=2"], ["-lpthread"])
 
 
 def load(name: str = "privateuseone") -> str:
@@ -64,6 +81,31 @@ def memory_lent() -> Iterator[None]:
         yield
     finally:
         _library.stand_in_lend(-1)
+
+
+def thread_kernels(type: str) -> Any:
+    """The kernels of csrc/ as threads, for devices of this type; to be had by provide_kernels."""
+    from globaltensor.runtime.kernel_library import KernelLibrary  # after the device
+
+    class ThreadKernels(KernelLibrary):
+        calls: list[str] = []
+
+        def call(self, function: str, *args: Any) -> int:
+            self.calls.append(function)
+            with memory_lent():
+                return super().call(function, *args)
+
+        def stream(self, index: int) -> None:
+            return None
+
+    return ThreadKernels(built_kernels(), type)
+
+
+def plant(fault: str) -> None:
+    """Plant a mistake in the kernels."""
+    faults = re.search(r"enum gt_plant {(.*?)}", (ROOT / "csrc/common/device.h").read_text(), re.S)
+    names = re.findall(r"(?m)\bGT_\w+", re.sub("//.*", "", faults[1]))
+    ctypes.CDLL(str(built_kernels())).gt_plant_fault(names.index(fault))
 
 
 def _module(name: str) -> types.ModuleType:

@@ -10,7 +10,11 @@
 #include <string.h>
 
 // A mistake that a test plants, to prove that it would be found; nothing without GT_PLANTS.
-enum gt_plant { GT_NO_PLANT, GT_NO_ENTRY, GT_NO_EXIT, GT_NO_SYNC, GT_RELAXED_STORE, GT_RELAXED_LOAD, GT_NO_TURN_SYNC };
+enum gt_plant {
+  GT_NO_PLANT, GT_NO_ENTRY, GT_NO_EXIT, GT_NO_SYNC, GT_RELAXED_STORE, GT_RELAXED_LOAD, GT_NO_TURN_SYNC,
+  GT_BAD_COPY, GT_BAD_TURN, GT_BAD_FLOATS, GT_BAD_INTEGERS, GT_BAD_UPLOAD, GT_BAD_END,  // for the self-test to find
+  GT_BAD_WORDS, GT_BAD_UNIFORM, GT_BAD_NORMAL, GT_BAD_EXPONENTIAL, GT_BAD_RANDOM_INTEGERS, GT_BAD_BERNOULLI
+};
 #if defined(GT_PLANTS)
 inline int gt_planted_now = GT_NO_PLANT;
 #define gt_planted(plant) (gt_planted_now == (plant))

@@ -171,6 +171,7 @@ int upload(const std::vector<uint64_t>& words, void* room, void* stream) {
     piece.to = (uint64_t*)room + done;
     piece.count = (uint32_t)std::min<size_t>(PIECE, words.size() - done);
     memcpy(piece.words, words.data() + done, piece.count * 8);
+    if (gt_planted(GT_BAD_UPLOAD) && !done) piece.words[1] = piece.words[0];
     if (int error = gt_launch(gt_upload_kernel, 1, GT_THREADS, stream, piece)) return error;
   }
   return GT_CUDA_OK;

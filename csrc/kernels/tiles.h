@@ -113,11 +113,19 @@ template <int width> GT_DEVICE void copy(const gt_job& job, uint32_t unit) {
     char* target = job.places()[job.sources + t];
 #pragma unroll
     for (int u = 0; u < U; u++)
-      if (unit + u * GT_THREADS < units) gt_write<width>(target + at[u], words[u]);
+      if (unit + u * GT_THREADS < units && !(gt_planted(GT_BAD_COPY) && unit == 5)) {
+        gt_write<width>(target + at[u], words[u]);
+        if (gt_planted(GT_BAD_END) && unit + u * GT_THREADS == units - 1) gt_write<width>(target + at[u] + width, {});
+      }
   }
 }
 
 template <class T> constexpr int lanes = gt_lanes(sizeof(T), !std::is_integral_v<T>);
+
+// Where a test plants it: the last source is forgotten.
+template <class T> GT_DEVICE int bad_last() {
+  return gt_planted(std::is_integral_v<T> ? GT_BAD_INTEGERS : GT_BAD_FLOATS) ? 1 : 0;
+}
 
 // A unit is V values. The loads of two sources, of U units each, are on their way at the same time.
 template <class T, int V, bool extreme> GT_DEVICE void reduce(const gt_job& job, uint32_t first) {
@@ -135,7 +143,7 @@ template <class T, int V, bool extreme> GT_DEVICE void reduce(const gt_job& job,
     for (auto& values : total)
       for (A& value : values) value = nothing<extreme, A>(least);
 #pragma unroll 2
-    for (int s = 0; s < sources; s++) {
+    for (int s = 0; s < sources - bad_last<T>(); s++) {
       if (s == 0 || job.each & 1) offsets(job, job.source_strides(s), unit, at);
       const char* source = job.places()[s];
       gt_word<width> words[U] = {};
@@ -219,7 +227,7 @@ template <class Store> GT_DEVICE void turn(const gt_job& job, uint32_t tile, Squ
     char* target = job.places()[1 + t] + begin(strides) + quick * strides[x] + slow * step;
 #pragma unroll 4
     for (uint32_t i = slow; i < side; i += rows, target += rows * step)
-      if (i < ys) Store::store(to, target, held[quick * row + i]);
+      if (i < ys) Store::store(to, target, held[quick * row + (gt_planted(GT_BAD_TURN) ? 0 : i)]);
   }
 }
 

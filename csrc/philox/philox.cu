@@ -226,12 +226,14 @@ using namespace gt::random;
 
 int gt_cuda_fill_words(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* slice,
                        uint64_t words_of) {
+  key += gt_planted(GT_BAD_WORDS);
   const int itemsize = dtype == GT_I64 ? 8 : 0;
   return fill_slice(device, stream, to, dtype, key, ndim, slice, words_law{}, itemsize, (uint32_t)words_of);
 }
 
 int gt_cuda_fill_uniform(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* slice,
                          double low, double range, double below) {
+  key += gt_planted(GT_BAD_UNIFORM);
   const int bits = dtype == GT_F64 ? 53 : dtype == GT_F32 ? 24 : dtype == GT_F16 ? 11 : 8;
   if (dtype == GT_F64)
     return fill_slice(device, stream, to, dtype, key, ndim, slice, uniform_law<double>(bits, range, low, below), 8);
@@ -241,6 +243,7 @@ int gt_cuda_fill_uniform(int device, void* stream, void* to, int dtype, uint64_t
 
 int gt_cuda_fill_normal(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* slice,
                         double mean, double std) {
+  key += gt_planted(GT_BAD_NORMAL);
   if (dtype == GT_F64) return fill_slice(device, stream, to, dtype, key, ndim, slice, normal_law<double>(mean, std), 8);
   return fill_slice(device, stream, to, dtype, key, ndim, slice, normal_law<float>(mean, std), size_of_float(dtype));
 }
@@ -248,6 +251,7 @@ int gt_cuda_fill_normal(int device, void* stream, void* to, int dtype, uint64_t 
 int gt_cuda_fill_exponential(int device, void* stream, void* to, int dtype, uint64_t key, int ndim,
                              const int64_t* slice,
                              double scale, double smallest) {
+  key += gt_planted(GT_BAD_EXPONENTIAL);
   if (dtype == GT_F64)
     return fill_slice(device, stream, to, dtype, key, ndim, slice, exponential_law<double>(scale, smallest), 8);
   return fill_slice(device, stream, to, dtype, key, ndim, slice, exponential_law<float>(scale, smallest),
@@ -256,6 +260,7 @@ int gt_cuda_fill_exponential(int device, void* stream, void* to, int dtype, uint
 
 int gt_cuda_fill_integers(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* slice,
                           uint64_t span_high, uint64_t span_low, uint64_t low) {
+  key += gt_planted(GT_BAD_RANDOM_INTEGERS);
   const int size = size_of_integer(dtype);
   if (!span_high || (span_high == 1 && !span_low))
     return fill_slice(device, stream, to, dtype, key, ndim, slice, integers_law<2>{span_high, span_low, low}, size);
@@ -264,6 +269,7 @@ int gt_cuda_fill_integers(int device, void* stream, void* to, int dtype, uint64_
 
 int gt_cuda_fill_bernoulli(int device, void* stream, void* to, int dtype, uint64_t key, int ndim, const int64_t* slice,
                            uint64_t threshold) {
+  key += gt_planted(GT_BAD_BERNOULLI);
   const int size = dtype == GT_C64 ? 8 : size_of_integer(dtype);
   return fill_slice(device, stream, to, dtype, key, ndim, slice, bernoulli_law(threshold), size);
 }

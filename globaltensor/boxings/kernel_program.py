@@ -78,15 +78,15 @@ def compile_program(src: Layout, dst: Layout, shape: Shape, itemsize: int, mine:
     jobs = _merge_targets(jobs, src) if len(mine) > 1 else _rotate(jobs)
     place = index.__getitem__ if index is not None else int
     regions, corners = bytearray(), bytearray()
-    first, pad = 0, (0,) * (DIMS - len(shape))
+    first = 0
     for job in jobs:
         size = tuple(stop - start for start, stop in job.region)
-        regions += _region.pack(len(shape), len(job.sources), len(job.targets), job.part, job.parts, first, *size, *pad)
+        regions += pack_region(len(job.sources), len(job.targets), job.part, job.parts, first, size)
         first += len(job.sources) + len(job.targets)
         for held, ranks in ((src, job.sources), (dst, job.targets)):
             for rank in ranks:
-                start = (a - b for (a, _), (b, _) in zip(job.region, held.region(shape, rank)))
-                corners += _corner.pack(place(rank), *start, *pad)
+                start = [a - b for (a, _), (b, _) in zip(job.region, held.region(shape, rank))]
+                corners += pack_corner(place(rank), start)
     bits = ties(all_jobs, *mine) if len(mine) == 1 else {}
     if isinstance(src, RankRegions) and not isinstance(dst, RankRegions):
         # Ranks that hold the parts of a view say by that which part they mean. One that only gives must ask the others
@@ -95,6 +95,16 @@ def compile_program(src: Layout, dst: Layout, shape: Shape, itemsize: int, mine:
     partners = sorted((place(rank), tie) for rank, tie in bits.items())
     return KernelProgram(bytes(regions), bytes(corners), len(jobs), OPS[route(src, dst, shape).op],
                          tuple(p for p, _ in partners), tuple(tie for _, tie in partners))
+
+
+def pack_region(sources: int, targets: int, part: int, parts: int, first: int, size: Sequence[int]) -> bytes:
+    """A gt_region: its corners are those from `first` on."""
+    return _region.pack(len(size), sources, targets, part, parts, first, *size, *(0,) * (DIMS - len(size)))
+
+
+def pack_corner(shard: int, start: Sequence[int]) -> bytes:
+    """A gt_corner: a place in a table of shards, and where in that shard the region begins."""
+    return _corner.pack(shard, *start, *(0,) * (DIMS - len(start)))
 
 
 def direct_steps(src: Layout, dst: Layout) -> list[Layout]:

@@ -3,14 +3,14 @@
     move_shards     shards in, shards out: the one place through which every boxing of this library goes
     redistribute    the same for global tensors
 
-Where the native kernel reaches all shards, it does each boxing in one pass (native.py). Elsewhere the steps of a plan
-are done one after the other (plan.py, run_steps.py), the first steps of all tensors together, then the second: many
-small tensors cost as many messages as one, and are planned so.
+Where a kernel of ours reaches all shards, it does each boxing in one pass: the CPU's (native.py), or those of devices
+(device_boxing.py). Elsewhere the steps of a plan are done one after the other (plan.py, run_steps.py), the first steps
+of all tensors together, then the second: many small tensors cost as many messages as one, and are planned so.
 """
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from globaltensor.boxings import native, watch
+from globaltensor.boxings.device_boxing import find_device_boxing, run_device_boxings
 from globaltensor.boxings.graph_op import any_of_a_trace, box_in_graph, implement_box
 from globaltensor.boxings.plan import BoxingPlan, plan, plan_bytes
 from globaltensor.boxings.run_steps import Move as Move, RunningBoxing
@@ -43,19 +44,16 @@ def move_shards(moves: Sequence[Move], op: str = watch.EXPLICIT, purpose: str = 
             refuse_fake_mode(move.dst.placement, f"the boxing for {purpose or op}")
         with without_fake_mode():
             return move_shards(moves, op, purpose)
-    boxings = _native_boxings(moves)
-    if boxings is not None:
-        if not any(boxings):
-            return [move.shards for move in moves]
-        if not watch.watched():
-            return _run_native(moves, boxings, purpose or op)
-    # Plans are needed to count bytes as well, for whoever watches; nothing else needs them beside the native kernel.
-    plans = plan_together(moves)
     if all(move.spec.layout is move.dst for move in moves):
         return [move.shards for move in moves]
+    run = _in_one_pass(moves, purpose or op)
+    if run is not None and not watch.watched():
+        return run()
+    # Plans are needed to count bytes as well, for whoever watches; nothing else needs them beside kernels of ours.
+    plans = plan_together(moves)
     with _seen_by_watch(op, moves, plans) as calls:
-        if boxings is not None:
-            return _run_native(moves, boxings, purpose or op)
+        if run is not None:
+            return run()
         if all(move.dst.placement.type == "meta" for move in moves):
             return [_moved_on_meta(move) for move in moves]
         running = RunningBoxing(moves, plans, purpose or op)
@@ -134,19 +132,31 @@ def in_layout(t: Any, dst: Layout, shards: Shards) -> Any:
     return moved
 
 
-def _native_boxings(moves: Sequence[Move]) -> list[Any] | None:
-    """What the native kernel would run for each tensor (None: nothing to do); None unless it can do all of them."""
-    if torch_ext is None or not moves:
-        return None
-    boxings = [None if m.spec.layout is m.dst else native.find_boxing(m.spec, m.dst) for m in moves]
-    return boxings if all(b is not None or m.spec.layout is m.dst for b, m in zip(boxings, moves)) else None
+def _in_one_pass(moves: Sequence[Move], purpose: str) -> Callable[[], list[Shards]] | None:
+    """What does all of these moves by kernels of ours, those of the CPU or those of devices; None where none can."""
+    changing = [move for move in moves if move.spec.layout is not move.dst]
+    if torch_ext is not None:
+        boxings = [native.find_boxing(move.spec, move.dst) for move in changing]
+        if all(boxing is not None for boxing in boxings):
+            return lambda: _among_unmoved(moves, _run_native(changing, boxings, purpose))
+    on_devices = []
+    for move in changing:
+        boxing = find_device_boxing(move.spec, move.dst)
+        if boxing is None:
+            return None
+        on_devices.append((boxing, move.shards))
+    return lambda: _among_unmoved(moves, run_device_boxings(on_devices))
 
 
 def _run_native(moves: Sequence[Move], boxings: list[Any], purpose: str) -> list[Shards]:
-    todo = [(boxing, move.shards) for boxing, move in zip(boxings, moves) if boxing is not None]
-    lineages = [move.lineage for boxing, move in zip(boxings, moves) if boxing is not None]
-    moved = iter(torch_ext.move_shards(todo, purpose, lineages))
-    return [m.shards if boxing is None else next(moved) for boxing, m in zip(boxings, moves)]
+    return torch_ext.move_shards([(boxing, move.shards) for boxing, move in zip(boxings, moves)], purpose,
+                                 [move.lineage for move in moves])
+
+
+def _among_unmoved(moves: Sequence[Move], moved: Sequence[Shards]) -> list[Shards]:
+    """The shards of all moves, from those of the moves that change a layout."""
+    new = iter(moved)
+    return [move.shards if move.spec.layout is move.dst else next(new) for move in moves]
 
 
 def _moved_on_meta(move: Move) -> Shards:

@@ -20,8 +20,9 @@ contracts two of them; `_log`, `_sqrt` and `_cos_sin` are built of these. Known 
 A region is a tuple of (start, stop), one per dim of the global shape. Work is done in pieces that fit the cache: memory
 beyond the result is a few MB (on a GPU, some 200 MB), whatever the global shape.
 
-**This file is the reference.** On CPU, csrc/philox does the same where it was built, 20 times as fast: every op here
-hands its checked parameters to the native function, and to its own `make` where there is none.
+**This file is the reference.** csrc/philox does the same where it was built, on CPU 20 times as fast, and on devices
+where it passed a self-test (device_kernels.py): every op here hands its checked parameters to the native function, and
+to its own `make` where there is none.
 """
 from __future__ import annotations
 
@@ -40,6 +41,7 @@ from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shape
 from globaltensor.layouts.regions import Region
 from globaltensor.runtime import lineage
+from globaltensor.runtime.device_kernels import kernel_verdict, kernels_that_pass
 from globaltensor.runtime.native import core_lib
 from globaltensor.runtime.torch_internals import num_dispatch_modes, without_fake_mode
 
@@ -75,26 +77,33 @@ def _bind(library: CDLL | None) -> dict[str, Any]:
 
 
 _laws = _bind(core_lib)
+_in_twin = False
 
 
 @contextmanager
 def twin() -> Iterator[None]:
     """The torch ops below instead of native code, as where that is not built."""
-    global _laws
-    before, _laws = _laws, {}
+    global _in_twin
+    before, _in_twin = _in_twin, True
     try:
         yield
     finally:
-        _laws = before
+        _in_twin = before
 
 
 def _filled_natively(out: Tensor, key: int, shape: Shape, region: Region, law: str, *parameters: float) -> bool:
     """Did native code fill the region? Not while a mode traces: it would see a tensor that nobody fills."""
-    if law not in _laws or out.device.type != "cpu" or num_dispatch_modes() \
-            or torch.compiler.is_compiling():
+    on_cpu = out.device.type == "cpu"
+    if _in_twin or (on_cpu and law not in _laws) or num_dispatch_modes() or torch.compiler.is_compiling():
+        return False
+    if not on_cpu and law not in kernels_that_pass(out.device):
         return False
     numbers = struct.pack(f"{3 * len(shape)}q", *shape, *[edge for edges in region for edge in edges])
-    return not _laws[law](out.data_ptr(), _CODES.get(out.dtype, -1), key, len(shape), numbers, *parameters)
+    code = _CODES.get(out.dtype, -1)
+    if on_cpu:
+        return not _laws[law](out.data_ptr(), code, key, len(shape), numbers, *parameters)
+    verdict = kernel_verdict(out.device)
+    return verdict is not None and verdict.library.fill(verdict.device.index, law, out, code, key, numbers, parameters)
 
 
 # ------------------------------------------------------------------ words

@@ -30,6 +30,7 @@ thread_local c10::DeviceIndex current = 0;
 // ---- memory
 struct Block { size_t bytes; int users; };
 std::mutex mutex;
+int lent_whole = 0;                                  // calls of kernels that get bare addresses
 std::map<char*, Block>& blocks() {
   static auto* all = new std::map<char*, Block>();
   return *all;
@@ -60,7 +61,8 @@ struct Allocator final : c10::Allocator {
     void* at = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK_WITH(OutOfMemoryError, at != MAP_FAILED, "the stand-in has no memory for ", bytes, " bytes");
     std::lock_guard<std::mutex> lock(mutex);
-    blocks()[static_cast<char*>(at)] = {bytes, 0};
+    blocks()[static_cast<char*>(at)] = {bytes, lent_whole};
+    if (lent_whole) mprotect(at, bytes, PROT_READ | PROT_WRITE);
     return {at, at, &release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -429,10 +431,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 // For kernels that get bare addresses: all memory is lent between the two.
 extern "C" __attribute__((visibility("default"))) void stand_in_lend(int users) {
-  std::vector<char*> all;
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    for (const auto& [at, _] : blocks()) all.push_back(at);
+  std::lock_guard<std::mutex> lock(mutex);
+  lent_whole += users;
+  for (auto& [at, block] : blocks()) {
+    const bool before = block.users > 0;
+    block.users += users;
+    if (before != (block.users > 0)) mprotect(at, block.bytes, block.users > 0 ? PROT_READ | PROT_WRITE : PROT_NONE);
   }
-  for (char* at : all) lend(at, users);
 }

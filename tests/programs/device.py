@@ -36,7 +36,7 @@ def two(type: str = NAME) -> gt.placement:
 
 
 if "RANK" not in os.environ:
-    gt.init(ranks=8)                                 # of 4 devices
+    gt.init(ranks=8)                                 # of 4 devices, if nobody says otherwise
 
 
 def same(got: torch.Tensor, want: torch.Tensor, what: object = "", **tolerance: float) -> None:
