@@ -113,7 +113,7 @@ template <int width> GT_DEVICE void copy(const gt_job& job, uint32_t unit) {
     char* target = job.places()[job.sources + t];
 #pragma unroll
     for (int u = 0; u < U; u++)
-      if (unit + u * GT_THREADS < units && !(gt_planted(GT_BAD_COPY) && unit == 5)) {
+      if (unit + u * GT_THREADS < units && !(gt_planted(GT_BAD_COPY) && unit + u * GT_THREADS == 5)) {
         gt_write<width>(target + at[u], words[u]);
         if (gt_planted(GT_BAD_END) && unit + u * GT_THREADS == units - 1) gt_write<width>(target + at[u] + width, {});
       }
