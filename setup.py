@@ -7,12 +7,12 @@
 build_backend.py sees to it that torch is there, in an isolated build too. Without torch, or without a compiler, the
 package installs and works, slower. A wheel also carries the benchmarks, with the examples that they train.
 """
+import importlib.util
 import os
-import shutil
-import subprocess
 import sys
 from glob import glob
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
@@ -25,7 +25,14 @@ except ImportError:
     torch = None
 
 FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-Wall"]
-GPUS = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"]
+
+
+def kernel_build() -> ModuleType:
+    """runtime/kernel_build.py of the package, which is not imported."""
+    spec = importlib.util.spec_from_file_location("kernel_build", "globaltensor/runtime/kernel_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def sources(*folders: str) -> list[str]:
@@ -51,12 +58,14 @@ def headers() -> list[str]:
 
 
 class BuildPy(build_py):
-    """Copies the benchmarks into the package, where `globaltensor bench` finds them without a checkout."""
+    """Copies into the package what is used without a checkout: benchmarks, and the sources of kernels for GPUs, which
+    are compiled at first use where they are not at install."""
 
     def bundled(self) -> dict[str, str]:
-        """What is copied, by its target. Only a checkout has csrc/, which `device.py` compiles, and tests/, whose
-        programs `faults.py` runs."""
+        """What is copied, by its target. Only a checkout has tests/, of which `device.py` takes the calls of
+        kernels, and whose programs `faults.py` runs."""
         files = [file for pattern in ("benchmarks/*.py", "benchmarks/*.c", "examples/*.py") for file in glob(pattern)]
+        files += map(str, kernel_build().kernel_sources(Path("csrc")))
         return {f"{self.build_lib}/globaltensor/bundled/{file}": file for file in sorted(files)
                 if file not in ("benchmarks/device.py", "benchmarks/faults.py")}
 
@@ -83,12 +92,11 @@ else:
 
         def run(self) -> None:
             super().run()
-            nvcc = shutil.which("nvcc")
+            build = kernel_build()
+            nvcc = build.find_nvcc()
             if torch.version.cuda and nvcc:
                 target = Path("globaltensor" if self.inplace else f"{self.build_lib}/globaltensor") / "_cuda.so"
-                kernels = sorted(glob("csrc/**/*.cu", recursive=True))
-                subprocess.run([nvcc, "-O3", "-std=c++17", "--fmad=false", "-shared", "-Xcompiler",
-                                "-fPIC,-fvisibility=hidden", *GPUS, "-o", str(target), *kernels], check=True)
+                build.compile_kernels(nvcc, Path("csrc"), build.INSTALLED, target)
 
         def build_extension(self, ext: Extension) -> None:
             try:

@@ -5,11 +5,21 @@ which must find every mistake that is planted in a kernel. The checks are those 
 """
 from __future__ import annotations
 
+import argparse
+import json
 import re
 import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
-from harness import PROGRAMS, PYTHON, environment, good
+import torch
+from harness import PROGRAMS, PYTHON, ROOT, environment, good
+from stand_in import built_kernels
+
+from globaltensor.cli import doctor
+from globaltensor.runtime import cuda_kernels
+from globaltensor.runtime.device_kernels import MissingKernels
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 PROGRAM = PROGRAMS / "device_kernels.py"
@@ -50,3 +60,52 @@ def test_a_planted_fault_is_found_and_named_and_its_kernel_is_not_used(faults: d
 def test_every_fault_of_the_self_test_is_planted() -> None:
     names = re.findall(r"GT_BAD_\w+", (PROGRAM.parents[2] / "csrc/common/device.h").read_text())
     assert set(names) == FAULTS.keys() | MORE_FAULTS.keys()
+
+
+# ------------------------------------------------------------------ how kernels get built on a user's machine
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A host of two GPUs of one kind, nothing compiled yet, and the folder of its nvcc, which is not there."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: (9, 0))
+    monkeypatch.setattr(cuda_kernels, "find_nvcc", lambda: str(nvcc) if nvcc.exists() else None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    nvcc = tmp_path / "nvcc"
+    return nvcc
+
+
+def compiler(nvcc: Path, does: str) -> None:
+    nvcc.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit\necho $@ >>{nvcc}.calls\n{does}\n")
+    nvcc.chmod(0o755)
+
+
+def test_kernels_are_compiled_once_for_the_gpus_of_the_host(gpus: Path) -> None:
+    compiler(gpus, f'while [ $1 != -o ]; do shift; done; cp {built_kernels()} $2')
+    first, again = cuda_kernels.find_cuda_kernels(), cuda_kernels.find_cuda_kernels()
+    assert first.path == again.path and first.path.parent == gpus.parent / "cache/globaltensor"
+    call, = Path(f"{gpus}.calls").read_text().splitlines()
+    assert "code=sm_90" in call and call.count("sm_90") == 1 and call.count(".cu") == 3 and "--fmad=false" in call
+
+
+def test_what_cannot_be_compiled_says_why_and_what_to_type(gpus: Path) -> None:
+    with pytest.raises(MissingKernels, match="no nvcc in PATH(.|\n)*toolkit of CUDA 13.0(.|\n)*GPU_KERNELS=0"):
+        cuda_kernels.find_cuda_kernels()
+    compiler(gpus, "echo 'x.cu(3): error: no such thing' >&2; exit 2")
+    with pytest.raises(MissingKernels, match="nvcc cannot compile them: x.cu.3.: error: no such thing"):
+        cuda_kernels.find_cuda_kernels()
+    compiler(gpus, "while [ $1 != -o ]; do shift; done; echo rubbish >$2")
+    with pytest.raises(MissingKernels, match="file too short|invalid ELF header"):
+        cuda_kernels.find_cuda_kernels()
+    (gpus.parent / "cache/globaltensor").chmod(0o777)
+    with pytest.raises(MissingKernels, match="others can write to"):
+        cuda_kernels.find_cuda_kernels()
+
+
+def test_the_doctor_finds_nothing_wrong_here_but_what_is(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [PYTHON, "-m", "globaltensor.cli", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(), cwd=ROOT)
+    assert done.returncode == ("try:" in done.stdout) and not done.stderr, done.stdout + done.stderr
+    assert all(f"\n{name} " in f"\n{done.stdout}" for name in ("torch", "native code", "nvcc", "accelerators"))
+    assert doctor.command(argparse.Namespace(json=True)) == done.returncode
+    assert json.loads(capsys.readouterr().out)["torch"]["state"].startswith(torch.__version__)

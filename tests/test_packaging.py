@@ -20,6 +20,7 @@ import pytest
 from harness import ROOT, environment
 
 import globaltensor
+from globaltensor.runtime.kernel_build import kernel_sources
 from globaltensor.runtime.native import torch_ext
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; sys.argv = ['setup.py']\n"
@@ -145,6 +146,12 @@ def test_every_installed_benchmark_finds_what_it_imports(installed):
     bundled = installed / "globaltensor" / "bundled"
     modules = [f"benchmarks.{path.stem}" for path in sorted((bundled / "benchmarks").glob("*.py"))]
     ran(installed, "-c", f"import sys; sys.path.insert(0, {str(bundled)!r})\nfor m in {modules}: __import__(m)")
+
+
+def test_an_installed_package_can_compile_its_kernels(installed):
+    csrc = installed / "globaltensor" / "bundled" / "csrc"
+    carried = {path.relative_to(csrc) for path in kernel_sources(csrc)}
+    assert carried == {path.relative_to(ROOT / "csrc") for path in kernel_sources(ROOT / "csrc")} and carried
 
 
 def test_an_editable_install_is_a_path_that_type_checkers_can_read(unpacked, tmp_path):

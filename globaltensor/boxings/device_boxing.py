@@ -24,7 +24,8 @@ from globaltensor.boxings.kernel_program import DIMS, compile_program, direct_st
 from globaltensor.boxings.self_test import kernel_faults
 from globaltensor.layouts.layout import Layout, Shards, Spec, dense
 from globaltensor.layouts.recent import KEPT
-from globaltensor.runtime.device_kernels import devices_reach, kernel_verdict, set_self_test
+from globaltensor.runtime.cuda_kernels import find_cuda_kernels
+from globaltensor.runtime.device_kernels import devices_reach, kernel_verdict, provide_kernels, set_self_test
 from globaltensor.runtime.kernel_library import REDUCED
 from globaltensor.runtime.world import local_ranks_of, world
 
@@ -130,3 +131,5 @@ def _wait_for_each_other(done: dict[torch.device, torch.Stream], waiting: dict[t
 
 
 set_self_test(kernel_faults)
+if torch.version.cuda:
+    provide_kernels("cuda", find_cuda_kernels)

@@ -4,6 +4,7 @@
     globaltensor ps                                the jobs that run on this host, and their ranks
     globaltensor stacks                            where in its program each rank is
     globaltensor info                              versions, devices, transports, the world
+    globaltensor doctor                            what an installation lacks, and what to type
     globaltensor bench dispatch                    one of the benchmarks
     globaltensor simulate --schedule zb-h1 ...     a pipeline schedule, on any cluster, without running it
     globaltensor memory --params 7.5e9 --zero 2    the memory of a rank

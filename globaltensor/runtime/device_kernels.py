@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from globaltensor.errors import GlobalTensorError, warn
+from globaltensor.errors import GlobalTensorError, first_sentence, warn
 from globaltensor.runtime import native
 from globaltensor.runtime.kernel_library import LAWS, KernelLibrary
 
@@ -57,7 +57,7 @@ _providers: dict[str, Callable[[], KernelLibrary]] = {}
 _self_test: Callable[[KernelLibrary, int], dict[str, str]]       # set by boxings/self_test.py
 _verdicts: dict[torch.device, KernelVerdict | None] = {}
 _on_trial: dict[torch.device, KernelVerdict] = {}
-_libraries: dict[str, KernelLibrary | None] = {}
+_libraries: dict[str, KernelLibrary | MissingKernels] = {}
 _reached: dict[tuple[str, int, int], bool] = {}
 _lock = threading.RLock()
 
@@ -108,7 +108,7 @@ def devices_reach(devices: tuple[torch.device, ...]) -> bool:
             key = (a.type, a.index, b.index)
             if a != b and key not in _reached:
                 library = _libraries[a.type]
-                assert library is not None
+                assert isinstance(library, KernelLibrary)
                 _reached[key] = library.reaches(a.index, b.index)
                 if not _reached[key]:
                     _log.warning("globaltensor: %s cannot read the memory of %s (no peer access), so boxings between "
@@ -118,15 +118,27 @@ def devices_reach(devices: tuple[torch.device, ...]) -> bool:
     return True
 
 
+def are_provided(type: str) -> bool:
+    """Are there kernels at all for devices of a type?"""
+    return type in _providers
+
+
+def why_missing(type: str) -> MissingKernels | None:
+    """Why there is no library for these devices, once it was looked for; None where there is one."""
+    library = _libraries.get(type)
+    return library if isinstance(library, MissingKernels) else None
+
+
 def _library_for(type: str) -> KernelLibrary | None:
     if type not in _libraries:
-        _libraries[type] = None
         try:
             _libraries[type] = _providers[type]()
         except MissingKernels as missing:
+            _libraries[type] = missing
             if os.environ.get("LOCAL_RANK", "0") == "0":             # once on a host
                 warn(f"{missing}")
-    return _libraries[type]
+    library = _libraries[type]
+    return library if isinstance(library, KernelLibrary) else None
 
 
 def _try_kernels(device: torch.device) -> KernelVerdict | None:
@@ -139,7 +151,10 @@ def _try_kernels(device: torch.device) -> KernelVerdict | None:
         _on_trial[device] = KernelVerdict(library, device, {}, 0.0)
         failed = _self_test(library, device.index)
     except GlobalTensorError as error:               # a launch that failed: nothing after it can be trusted
-        failed = dict.fromkeys(KERNELS, str(error).splitlines()[0])
+        failed = dict.fromkeys(KERNELS, error.what)
+    except RuntimeError as error:                    # of torch: where a kernel was ended, all after it is, too
+        raise GlobalTensorError(f"the self-test of kernels was ended by {device}", first_sentence(error),
+                                "GLOBALTENSOR_GPU_KERNELS=0, and please report it") from error
     finally:
         _on_trial.pop(device, None)
     verdict = KernelVerdict(library, device, failed, time.perf_counter() - began)

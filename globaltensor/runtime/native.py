@@ -77,11 +77,19 @@ def how_to_build() -> str:
     return f"{'' if shutil.which('g++') else 'install g++, then '}{sys.executable} -m pip install {what}"
 
 
+def why_slow() -> str:
+    """Why the native code is not used; empty where it is."""
+    if torch_ext is not None:
+        return ""
+    return _trouble or ("it was not built: no compiler while it was installed"
+                        if os.environ.get("GLOBALTENSOR_NATIVE", "1") != "0" else "turned off by GLOBALTENSOR_NATIVE=0")
+
+
 def say_if_slow() -> None:
     """Warn, once, at the user's line, where the native code is wanted but not there."""
     global WANTED
     if WANTED and torch_ext is None:
         WANTED = False
         warn("globaltensor runs without its native code, so every op takes several times as long"
-             f"\n  why:   {_trouble or 'it was not built: no compiler while it was installed'}"
+             f"\n  why:   {why_slow()}"
              f"\n  try:   {how_to_build()}, or GLOBALTENSOR_NATIVE=0 to do without it")

@@ -7,6 +7,9 @@ the program computes must be right all the same. Prints the name of each check t
 """
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 import itertools
 import sys
 import warnings
@@ -21,6 +24,7 @@ from stand_in import plant, thread_kernels  # noqa: E402
 import globaltensor as gt  # noqa: E402
 from globaltensor.boxings import device_boxing, redistribute  # noqa: E402
 from globaltensor.boxings.run_steps import RunningBoxing  # noqa: E402
+from globaltensor.cli import doctor  # noqa: E402
 from globaltensor.runtime import device_kernels  # noqa: E402
 
 kernels = thread_kernels(device.NAME)
@@ -106,9 +110,36 @@ def the_self_test_is_quick_and_said_once():
     assert "10 of 10 kernels passed" in str(verdict) and verdict.seconds < 20, verdict.seconds
 
 
+def doctor_says(*expected: str) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = doctor.command(argparse.Namespace(json=False))
+    assert code == ("is not used" in expected[0]) and all(text in printed.getvalue() for text in expected), (
+        code, printed.getvalue())
+
+
+def doctor_prints_the_verdict():
+    doctor_says("10 of 10 kernels passed", "4 of type npu", f"kernels on {WHERE}", "through the CPU")
+
+
+def what_is_missing_is_said_once_and_done_by_torch_ops():
+    def missing():
+        raise device_kernels.MissingKernels("no kernels", "there is no compiler", "install one")
+
+    device_kernels.provide_kernels(device.NAME, missing)
+    device_boxing.find_device_boxing.cache_clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        x = gt.randn(5, 4, placement=device.two(), sbp=gt.sbp.split(0))
+        device.same(x.to_global(sbp=gt.sbp.split(1)).full_tensor(), x.full_tensor().cpu())
+    assert len(told) == 1 and "there is no compiler" in str(told[0].message), [str(w.message) for w in told]
+    device_kernels.provide_kernels(device.NAME, lambda: kernels)
+    device_boxing.find_device_boxing.cache_clear()
+
+
 CHECKS = [the_self_test_is_quick_and_said_once, boxings_run_on_the_kernels, boxings_of_all_pairs,
           large_sums_are_divided_among_the_devices, tensors_of_all_strides, streams_are_those_of_the_devices,
-          random_numbers_run_on_the_kernels, device.data_parallel_training]
+          random_numbers_run_on_the_kernels, device.data_parallel_training, doctor_prints_the_verdict,
+          what_is_missing_is_said_once_and_done_by_torch_ops]
 AGAIN = [device.every_boxing, device.tensor_parallel_training, device.zero_of_both, device.parts_and_whole_values,
          device.views_indices_and_writes, device.derivatives]
 
@@ -123,7 +154,7 @@ def found(fault: str, kernel: str) -> None:
         device_kernels.kernel_verdict(WHERE)
     assert verdict is not None and set(verdict.failed) == {kernel}, verdict
     assert len(told) == 1 and f"{kernel} is not used" in str(told[0].message), told
-    kernels.calls.clear()
+    doctor_says(f"{kernel} is not used")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")              # of the other device
         full = torch.arange(70).view(10, 7)
