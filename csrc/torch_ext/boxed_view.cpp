@@ -39,19 +39,6 @@ WatchedMemory& watched_memory() {
 
 py::handle do_call;                                // (op, arguments) -> the shards of every result
 
-std::shared_ptr<MemoryWrites> writes_of(GlobalImpl* base) {
-  if (base->view.call) return base->view.call->memory;
-  if (base->kept().empty()) return std::make_shared<MemoryWrites>(nullptr);  // this process holds nothing of it
-  const auto* storage = base->kept()[0].storage().unsafeGetStorageImpl();
-  auto& all = watched_memory();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  auto& known = all.by_storage[storage];
-  auto memory = known.lock();
-  if (!memory) known = memory = std::make_shared<MemoryWrites>(storage);
-  all.size = all.by_storage.size();
-  return memory;
-}
-
 // Another tensor of the same memory, that no autograd knows.
 at::Tensor same_memory(const at::Tensor& t) {
   auto* impl = global(t);
@@ -64,7 +51,7 @@ at::Tensor same_memory(const at::Tensor& t) {
 std::shared_ptr<ViewCall> view_call(const c10::OperatorHandle& op, Stack arguments,
                                     std::shared_ptr<const Recipe> recipe) {
   at::Tensor base = same_memory(arguments[0].toTensor());
-  auto memory = writes_of(global(base));
+  auto memory = watched_writes(global(base));
   arguments[0] = std::move(base);
   return std::make_shared<ViewCall>(ViewCall{op, std::move(arguments), std::move(recipe), std::move(memory), {}, {},
                                              call_lineage});
@@ -183,6 +170,21 @@ MemoryWrites::~MemoryWrites() {
   if (at != all.by_storage.end() && at->second.expired()) all.by_storage.erase(at);
   all.size = all.by_storage.size();
 }
+
+std::shared_ptr<MemoryWrites> watched_writes(GlobalImpl* base) {
+  if (base->view.call) return base->view.call->memory;
+  if (base->kept().empty()) return std::make_shared<MemoryWrites>(nullptr);  // this process holds nothing of it
+  const auto* storage = base->kept()[0].storage().unsafeGetStorageImpl();
+  auto& all = watched_memory();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  auto& known = all.by_storage[storage];
+  auto memory = known.lock();
+  if (!memory) known = memory = std::make_shared<MemoryWrites>(storage);
+  all.size = all.by_storage.size();
+  return memory;
+}
+
+int64_t writes_to(const MemoryWrites& memory) { return memory.count; }
 
 void GlobalImpl::read_view() {
   ViewCall& call = *view.call;

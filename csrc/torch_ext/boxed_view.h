@@ -29,6 +29,8 @@ struct ViewCall {
 // The results of such a call; nothing is done yet. The arguments are on the stack.
 void push_boxed_views(const c10::OperatorHandle& op, std::shared_ptr<const Recipe> recipe, Stack* stack);
 
+std::shared_ptr<MemoryWrites> watched_writes(GlobalImpl* base);    // of its memory, which is watched as long as held
+int64_t writes_to(const MemoryWrites& memory);
 void note_write(const at::Tensor& t);              // to its memory; to that of its base, where it is a boxed view
 
 // A view is a tensor of inference mode where its base is one.

@@ -120,11 +120,13 @@ BoxingStep step_from(const py::dict& fields) {
   return step;
 }
 
-std::shared_ptr<Boxing> make_boxing(const py::object& source, const py::list& steps, const std::string& agreed) {
+std::shared_ptr<Boxing> make_boxing(const py::object& source, const py::list& steps, const std::string& agreed,
+                                    bool completes) {
   auto boxing = std::make_shared<Boxing>();
   boxing->source = spec_of(source.ptr());
   for (auto step : steps) boxing->steps.push_back(step_from(step.cast<py::dict>()));
   boxing->agreement = hash_text(agreed);
+  boxing->completes = completes;
   return boxing;
 }
 

@@ -28,6 +28,7 @@ struct Boxing {
   SpecRef source;
   std::vector<BoxingStep> steps;
   uint64_t agreement;                              // the same number on all ranks that mean the same
+  bool completes;                                  // it leaves nothing pending, and changes nothing else
   const Spec* result() const { return steps.back().result; }
 };
 

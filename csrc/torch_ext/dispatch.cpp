@@ -15,6 +15,7 @@
 #include <unordered_set>
 
 #include "boxed_view.h"
+#include "completed.h"
 #include "lineage.h"
 #include "recipe.h"
 
@@ -165,6 +166,7 @@ void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
     if (C10_UNLIKELY(mixes_in_dtensor(args, count))) return call_python(op, stack);
     return call_torch(op, keys, stack);
   }
+  if (C10_UNLIKELY(lineage.saw_completed) && take_completed(op, stack)) return dispatch(op, keys, stack);
   auto recipe = find_recipe(key);
   if (C10_UNLIKELY(!recipe)) {
     make_kind_key(op, args, count, kind);

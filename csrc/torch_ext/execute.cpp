@@ -12,6 +12,7 @@
 
 #include "allocator.h"
 #include "boxed_view.h"
+#include "completed.h"
 #include "op_errors.h"
 #include "recipe.h"
 
@@ -67,7 +68,12 @@ void box_operands(const Recipe& recipe, Operands& operands, std::vector<Shards>&
     places.push_back(q);
   }
   moved = move_shards(moves, recipe.purpose);
-  for (size_t i = 0; i < places.size(); i++) operands[places[i]].shards = &moved[i];
+  for (size_t i = 0; i < places.size(); i++) {
+    operands[places[i]].shards = &moved[i];
+    const Boxing& boxing = *moves[i].boxing;
+    if (boxing.completes && recipe.completes[places[i]])
+      keep_completed(operands[places[i]].owner, boxing.result(), moved[i]);
+  }
 }
 
 // Puts the operands of one rank into a call's arguments.

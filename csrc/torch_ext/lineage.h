@@ -33,6 +33,7 @@ constexpr uint64_t kResultBits = 0xFF;
 // A call of an op while its arguments are looked at, and until its results have their lineage.
 class CallLineage {
  public:
+  bool saw_completed = false;                        // an operand is completed: another call is to be looked at
   CallLineage() {
     if (lineages_kept && !call_lineage) begin();
   }

@@ -60,8 +60,10 @@ bool push(const c10::IValue& v, RecipeKey& key, CallLineage& lineage, const c10:
     if (!t.defined()) return key.push_back(kUndefined), true;
     if (foreign(t)) return false;
     push_tensor<of>(t, key);
+    const bool ours = is_global(t.unsafeGetTensorImpl());
+    if (ours && C10_UNLIKELY(global(t)->is_completed.load(std::memory_order_relaxed))) lineage.saw_completed = true;
     if (!lineage) return true;
-    if (is_global(t.unsafeGetTensorImpl()))
+    if (ours)
       lineage.operand(global(t)->lineage);
     else if (!argument.alias_info() || !argument.alias_info()->isWrite())  // else nobody may have set its memory
       lineage.plain(t);

@@ -2,6 +2,7 @@
 #include "tensor.h"
 
 #include "boxed_view.h"
+#include "completed.h"
 #include "recipe.h"
 
 #include <c10/core/InferenceMode.h>
@@ -120,6 +121,7 @@ int set_shards(PyObject* self, PyObject* value, void*) {
   if (is_traced(self)) return set_traced_item(self, "_shards", value);
   auto* impl = global(THPVariable_Unpack(self));
   impl->view = {};
+  impl->forget_completed();
   impl->shards() = shards_from(impl->spec, value);
   return 0;
   END_HANDLE_TH_ERRORS_RET(-1)
@@ -206,9 +208,12 @@ void GlobalImpl::lie_as(const Spec* other) {
   _set_neg(other->negated);
 }
 
+GlobalImpl::~GlobalImpl() = default;
+
 void GlobalImpl::take_spec(const Spec* other) {
   lie_as(other);
   spec = other;
+  forget_completed();
 }
 
 GlobalImpl::Pointer GlobalImpl::shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const {
@@ -235,10 +240,12 @@ void GlobalImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& fr
   shards_ = other->shards_;
   view = other->view;
   lineage = other->lineage;
+  forget_completed();
 }
 
 void GlobalImpl::release_resources() {
   shards_.clear();
+  forget_completed();
   view = {};
   c10::TensorImpl::release_resources();
 }
@@ -253,6 +260,7 @@ at::Tensor wrap(const Spec* spec, Shards&& shards) {
 }
 
 void bind_tensor(py::module_& m) {
+  bind_completed(m);
   m.def("bind_class", [](py::object cls, py::object traced) {
     python_shards = py::object(cls.attr("shards")).release().ptr();
     python_origin = py::object(cls.attr("origin")).release().ptr();

@@ -10,6 +10,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -22,6 +23,7 @@ constexpr auto kGlobal = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 using Shards = c10::SmallVector<at::Tensor, 1>;  // in the order of the spec's ranks; empty on ranks without any
 
 struct ViewCall;
+struct Completed;
 
 // What a boxed view knows (boxed_view.h): of which call it is which result, and as of which write its shards are.
 struct BoxedView {
@@ -35,10 +37,14 @@ struct GlobalImpl final : c10::TensorImpl {
   BoxedView view;                      // of other tensors without a call
   bool viewed = false;                 // a view was made of it
   uint64_t lineage = 0;                // of its value (lineage.h); 0: nothing is known of it
+  std::atomic<bool> is_completed{false};
+  std::unique_ptr<Completed> completed;  // of a pending one, with nothing pending (completed.h)
 
   explicit GlobalImpl(const Spec* spec);             // a new spec's `like`
   GlobalImpl(const Spec* spec, Shards&& shards);
+  ~GlobalImpl() override;
   void take_spec(const Spec* other);
+  void forget_completed();
   // The parts that this process drives. Those of a boxed view are made now, unless they were since the last write.
   Shards& shards() {
     if (C10_UNLIKELY(view.call != nullptr)) read_view();

@@ -61,20 +61,21 @@ def check_writable(t: Any, func: OpOverload, name: str) -> None:
                            "x.full_tensor() for a plain operand")
 
 
-class _Memory:
+class MemoryWrites:
     """How often a piece of memory was written to."""
 
     def __init__(self) -> None:
-        self.writes = 0
+        self.count = 0
 
 
-_watched: WeakValueDictionary[int, _Memory] = WeakValueDictionary()      # by storage, as long as it has boxed views
+# by storage, as long as it has boxed views, or belongs to a pending tensor that was completed
+_watched: WeakValueDictionary[int, MemoryWrites] = WeakValueDictionary()
 
 
 class ViewCall:
     """A call of a view op that boxes its base: done when one of its results is read, for all of them."""
 
-    def __init__(self, func: OpOverload, values: tuple[Any, ...], memory: _Memory,
+    def __init__(self, func: OpOverload, values: tuple[Any, ...], memory: MemoryWrites,
                  run: Callable[..., list[Shards]]) -> None:
         self.func, self.values, self.memory, self._run = func, values, memory, run
         self._lineage = lineage.current()
@@ -83,10 +84,10 @@ class ViewCall:
 
     def result(self, nth: int) -> Shards:
         """The shards of result `nth`, made now unless they were for another one."""
-        if self._made != self.memory.writes or self._results[nth] is None:
+        if self._made != self.memory.count or self._results[nth] is None:
             with lineage.within(self._lineage):
                 self._results = list(self._run(self.func, self.values))
-            self._made = self.memory.writes
+            self._made = self.memory.count
         # Handed over, not kept: the view holds on to them, and the call would keep their memory alive beyond it.
         shards, self._results[nth] = self._results[nth], None
         assert shards is not None
@@ -103,9 +104,9 @@ class BoxedView:
 
     def read(self) -> Shards:
         """The view's shards, as of the last write to the memory at the end of the chain."""
-        if self._made != self.call.memory.writes:
+        if self._made != self.call.memory.count:
             # as of before the call: a write that another thread does meanwhile is not lost
-            writes = self.call.memory.writes
+            writes = self.call.memory.count
             self._shards, self._made = self.call.result(self.nth), writes
         return self._shards
 
@@ -121,15 +122,15 @@ def memory_id(t: Any) -> int:
     return storage_id(t.shards[min(t.shards)])
 
 
-def _memory(base: Any) -> _Memory:
+def watched_writes(base: Any) -> MemoryWrites:
     if base.boxed_view is not None:
         return base.boxed_view.call.memory
     if not base.shards:
-        return _Memory()                             # of a process that holds nothing of it
+        return MemoryWrites()                        # of a process that holds nothing of it
     key = memory_id(base)
     memory = _watched.get(key)
     if memory is None:
-        memory = _watched[key] = _Memory()
+        memory = _watched[key] = MemoryWrites()
     return memory
 
 
@@ -140,7 +141,7 @@ def boxed_views(cls: Any, specs: list[Spec], func: OpOverload, values: tuple[Any
     if torch_ext is not None and not values[0].traced:
         return torch_ext.boxed_views(specs, func._schema.name, func._schema.overload_name, values)
     base = alias(values[0])
-    call = ViewCall(func, (base, *values[1:]), _memory(base), run)
+    call = ViewCall(func, (base, *values[1:]), watched_writes(base), run)
     views = [_wrapper(base)(own, {}) for own in specs]
     for nth, view in enumerate(views):
         view.boxed_view = BoxedView(call, nth)
@@ -225,8 +226,8 @@ def note_write(t: Any) -> None:
     if torch_ext is not None and not t.traced:
         torch_ext.note_write(t)
     elif t.boxed_view is not None:
-        t.boxed_view.call.memory.writes += 1
+        t.boxed_view.call.memory.count += 1
     elif _watched and t.shards:
         memory = _watched.get(memory_id(t))
         if memory is not None:
-            memory.writes += 1
+            memory.count += 1

@@ -13,7 +13,7 @@ import torch
 
 from globaltensor.boxings.kernel_program import DIMS, compile_program, direct_steps
 from globaltensor.errors import DisagreementError, TransportError, where
-from globaltensor.layouts.layout import Layout, Spec, contiguous, dense
+from globaltensor.layouts.layout import Layout, Spec, completes, contiguous, dense
 from globaltensor.layouts.recent import KEPT
 from globaltensor.runtime import deadlock, lineage
 from globaltensor.runtime.liveness import Loss, first_lost
@@ -44,7 +44,8 @@ def find_boxing(of: Spec, dst: Layout) -> Any:
         steps.append({"regions": program.regions, "corners": program.corners, "op": program.op,
                       "partners": program.partners, "ties": program.ties, "result": result, "sizes": sizes,
                       "strides": [] if in_order else [dense(own, result.stride) for own in sizes]})
-    return torch_ext.Boxing(of, steps, f"{' -> '.join(map(str, layouts))} {of.shape} {of.dtype}")
+    return torch_ext.Boxing(of, steps, f"{' -> '.join(map(str, layouts))} {of.shape} {of.dtype}",
+                            completes(of.layout, dst))
 
 
 def _reachable(src: Layout, dst: Layout) -> bool:

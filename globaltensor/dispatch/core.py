@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from globaltensor.algorithms.aliasing import note_write
+from globaltensor.algorithms.completed import with_completed
 from globaltensor.algorithms.run import Run
 from globaltensor.boxings.redistribute import Move, move_shards, redistribute
 from globaltensor.boxings.rows import RowExchange, row_exchange
@@ -152,6 +153,7 @@ def rule(op: Any, dims: str, algebra: str = "", *, leaves: str = "sum", nonempty
 
 def dispatch(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on operands of which at least one is a `cls`, a global tensor."""
+    args, kwargs = with_completed(func, args, kwargs)
     return _run_decided(cls, find(cls, func, args, kwargs), func, args, kwargs)
 
 

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 
 from globaltensor.algorithms.aliasing import boxed_views, note_write
+from globaltensor.algorithms.completed import keep_completed
 from globaltensor.algorithms.random_ops import seeded
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, purpose_of, spec_of_plain
 from globaltensor.dispatch.verify import verify
 from globaltensor.dispatch.view_reads import read_slices
 from globaltensor.layouts.global_like import GlobalLike, is_global
-from globaltensor.layouts.layout import Shape, Shards, Spec, spec
+from globaltensor.layouts.layout import Shape, Shards, Spec, completes, spec
 from globaltensor.rules.call import Call, Slot, arguments, put, set_arguments
 from globaltensor.runtime.agreement import broadcast_object, compare_plain
 from globaltensor.runtime.codec import message
@@ -152,9 +153,17 @@ def _move(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any], args: 
             places.append(q)
     if items:
         purpose = purpose_of(Call(recipe.func, args, kwargs))
-        for q, shards in zip(places, move_shards(items, str(recipe.func), purpose)):
+        for q, item, shards in zip(places, items, move_shards(items, str(recipe.func), purpose)):
             held[q] = shards
+            if completes(item.spec.layout, item.dst) and not _is_aliased(recipe, q):
+                keep_completed(operands[q], moved_spec(item.spec, item.dst), shards)
     return held
+
+
+def _is_aliased(recipe: Recipe, q: int) -> bool:
+    """Is this operand written to, or a result a view of it?"""
+    at = recipe.slots[q].at
+    return next(a for i, a in enumerate(arguments(recipe.func)) if at in (i, a.name)).aliased
 
 
 def _local_call(recipe: Recipe, rank: int, held: list[Shards], args: Sequence[Any], kwargs: dict[str, Any]

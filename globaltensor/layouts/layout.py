@@ -110,6 +110,11 @@ def replicated(where: placement) -> Layout:
     return layout(where, (broadcast,) * where.ndim)
 
 
+def completes(src: Layout, dst: Layout) -> bool:
+    """Does a boxing between these leave nothing pending, and change nothing else?"""
+    return src.partial and dst is src.without_partials
+
+
 def sbp_text(sbp: NdSbp) -> str:
     """S(0) for one axis, (S(0), B) for several: as it is written."""
     return repr(sbp[0]) if len(sbp) == 1 else repr(tuple(sbp))

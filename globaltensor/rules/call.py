@@ -20,6 +20,7 @@ class Argument(NamedTuple):
     tensor: bool                                     # a Tensor or Tensor?
     tensors: bool                                    # a list of (optional) tensors
     written: bool                                    # the op writes to it
+    aliased: bool                                    # or gives a view of it
 
 
 @lru_cache(None)
@@ -31,7 +32,8 @@ def arguments(func: OpOverload) -> tuple[Argument, ...]:
         is_tensor = kind in ("Tensor", "Optional[Tensor]")
         is_list = kind.startswith(("List[", "Optional[List[")) and "Tensor" in kind
         schema.append(Argument(a.name, a.default_value if a.has_default_value() else None, a.kwarg_only, is_tensor,
-                               is_list, a.alias_info is not None and a.alias_info.is_write))
+                               is_list, a.alias_info is not None and a.alias_info.is_write,
+                               a.alias_info is not None))
     return tuple(schema)
 
 

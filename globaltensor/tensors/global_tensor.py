@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from globaltensor.algorithms.aliasing import BoxedView, Origin, take_memory
+from globaltensor.algorithms.completed import Completed
 from globaltensor.dispatch.core import arrive, remake, traced_operand
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shape, Shards, Spec, spec
@@ -88,6 +89,7 @@ class GlobalTensor(TensorMethods):
     boxed_view: BoxedView | None = None              # a boxed view: how it was made, without native code
     viewed = False                                   # a view was made of it, without native code
     traced = False                                   # its shards are those of a trace (flatten.py)
+    completed: Completed | None = None               # of a pending one, with nothing pending, without native code
     lineage: int = 0                                 # of its value: what ranks agree on (runtime/lineage.py)
     _shards: Shards
 

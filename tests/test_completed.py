@@ -1,0 +1,151 @@
+"""A pending tensor is completed once: what ops move, and that what was kept is never out of date.
+
+After it was completed it is written to, by every alias that it may have: plain torch on one device is the oracle.
+"""
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import PROGRAMS, RUN, environment, good
+from torch import nn
+from torch.nn import functional as F
+
+import globaltensor as gt
+
+P = gt.placement("cpu", [0, 1, 2], ("tp",))
+
+
+def pending(whole: torch.Tensor) -> gt.GlobalTensor:
+    parts = {1: torch.full_like(whole, 2.0), 2: torch.arange(whole.numel(), dtype=whole.dtype).view_as(whole)}
+    return gt.from_shards({0: whole - parts[1] - parts[2], **parts}, P, gt.sbp.partial_sum)
+
+
+def bytes_of(call):
+    with gt.record() as boxings:
+        result = call()
+    return result, sum(boxing.bytes for boxing in boxings)
+
+
+WRITES = {
+    "in place": lambda x: x.add_(1),
+    "an element": lambda x: x.__setitem__((2, 1), 9.0),
+    "a view": lambda x: x.view(-1).mul_(3),
+    "a view of a view": lambda x: x.t()[1:].t().zero_(),
+    "a slice": lambda x: x[1:].fill_(4.0),
+    "detach": lambda x: x.detach().sub_(2),
+    "data": lambda x: x.data.mul_(2),
+    "another's data": lambda x: setattr(x, "data", x.data * 5),
+    "foreach": lambda x: torch._foreach_add_([x], 1.0),
+    "out": lambda x: torch.add(x, 3.0, out=x),
+    "copy": lambda x: x.copy_(torch.ones_like(x)),
+    "nothing": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_ends_it(write, mode):
+    with mode():
+        plain = torch.arange(12, dtype=torch.float64).view(4, 3) / 7
+        x = pending(plain.clone())
+        for number in range(3):                      # completed, written to, completed anew
+            torch.testing.assert_close(x.relu().full_tensor(), plain.relu())
+            assert bytes_of(lambda: x.exp())[1] == 0, "it was completed"
+            WRITES[write](x)
+            WRITES[write](plain)
+            torch.testing.assert_close(x.exp().full_tensor(), plain.exp(), msg=f"{write} {number}")
+            torch.testing.assert_close(torch.stack([x, x]).full_tensor(), torch.stack([plain, plain]))
+            torch.testing.assert_close(x.full_tensor(), plain)
+            assert x.sbp == (gt.sbp.partial_sum,) or write == "another's data"
+
+
+def test_the_tensor_stays_as_it_is():
+    whole = torch.randn(4, 3)
+    x = pending(whole)
+    before = {rank: shard.clone() for rank, shard in x.shards.items()}
+    x.exp()
+    assert x.sbp == (gt.sbp.partial_sum,)
+    assert all(torch.equal(x.shards[rank], shard) for rank, shard in before.items())
+    y = x.view(12)
+    assert y.sbp == (gt.sbp.partial_sum,) and y.shards[1].data_ptr() == x.shards[1].data_ptr()
+
+
+def test_only_what_was_pending_is_kept():
+    """Gathering a split tensor for an op would keep all of it where a rank is to hold a part."""
+    x = gt.from_full(torch.randn(6, 4), P, gt.sbp.split(0))
+    rows = torch.randperm(6)
+    assert all(bytes_of(lambda: x[rows])[1] > 0 for _ in range(2))
+
+
+class RMSNorm(nn.Module):
+    """In small ops, as models of `transformers` have it."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Block(nn.Module):
+    def __init__(self, features, heads):
+        super().__init__()
+        self.heads, self.norm, self.norm_2 = heads, RMSNorm(features), RMSNorm(features)
+        self.q, self.k, self.v, self.o = (nn.Linear(features, features, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(features, 2 * features, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * features, features, bias=False)
+
+    def forward(self, x):
+        b, s, d = x.shape
+        h = self.norm(x)
+        q, k, v = (w(h).view(b, s, self.heads, -1).transpose(1, 2) for w in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, d))
+        h = self.norm_2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Llama(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.words = nn.Embedding(24, 16)
+        self.blocks = nn.Sequential(*(Block(16, 4) for _ in range(layers)))
+        self.norm = RMSNorm(16)
+
+    def forward(self, ids):
+        return self.norm(self.blocks(self.words(ids)))
+
+
+SPLIT = {"words.weight": 0, "q": 0, "k": 0, "v": 0, "o": 1, "gate": 0, "up": 0, "down": 1}
+
+
+@pytest.mark.parametrize("ranks, layers", [(2, 1), (2, 3), (4, 2)])
+def test_a_llama_moves_what_megatron_moves(ranks, layers):
+    """Two all-reduces a layer forward and two backward, and one for the lookup (Shoeybi et al. 2019, section 3), of
+    activations that are whole; and small ones, a number per token."""
+    torch.manual_seed(0)
+    plain, ids = Llama(layers), torch.randint(24, (3, 5))
+    target = torch.randn(3, 5, 16)
+    F.mse_loss(plain(ids), target).backward()
+    torch.manual_seed(0)
+    model, where = Llama(layers), gt.placement("cpu", list(range(ranks)), ("tp",))
+    plan = {"words.weight": {"tp": gt.sbp.split(0)}}
+    plan |= {f"*.{name}.weight": {"tp": gt.sbp.split(dim)} for name, dim in SPLIT.items() if "." not in name}
+    gt.parallelize(model, where, plan)
+    whole = gt.sbp.broadcast
+    loss, forward = bytes_of(lambda: F.mse_loss(model(gt.from_full(ids, where, whole)),
+                                                gt.from_full(target, where, whole)))
+    _, backward = bytes_of(loss.backward)
+    for (name, p), q in zip(plain.named_parameters(), model.parameters()):
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad, msg=name, rtol=1e-4, atol=1e-5)
+    reduced, small = (bytes_of(lambda: gt.zeros(size, placement=where, sbp="P").to_global(sbp=whole))[1]
+                      for size in (target.shape, target.shape[:2]))
+    assert (2 * layers + 1) * reduced <= forward <= (2 * layers + 1) * reduced + (2 * layers + 2) * small
+    assert 2 * layers * reduced <= backward <= 2 * layers * reduced + (6 * layers + 4) * small
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("native", ["1", pytest.param("0", marks=pytest.mark.long)])
+def test_ranks_decide_alike(native):
+    """Of processes, one watches what is boxed, and one holds parts and views."""
+    good([*RUN, "-n", 3, PROGRAMS / "completed.py"], environment(GLOBALTENSOR_NATIVE=native))
