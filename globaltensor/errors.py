@@ -16,7 +16,8 @@ import torch
 
 OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-AUTOGRAD_FUNCTION = os.path.join(TORCH, "autograd", "function.py")     # it stands between ours and ours
+# Files of torch between the program and us: a rank may run under a dispatch mode, to count or to debug, alone.
+BETWEEN = tuple(TORCH + os.path.join(*name) for name in (("autograd", "function.py"), ("_ops.py",), ("utils", "")))
 _SKIP = (OURS, TORCH, os.path.dirname(os.__file__) + os.sep + "contextlib", "<frozen", "<string>")
 
 
@@ -40,7 +41,7 @@ def warn(text: str) -> None:
 def call_site() -> int:
     """A number for the instruction of the program that led here, by its file's name: the same on every host."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((OURS, AUTOGRAD_FUNCTION)):
+    while frame is not None and frame.f_code.co_filename.startswith((OURS, *BETWEEN)):
         frame = frame.f_back
     if frame is None:
         return 0

@@ -147,5 +147,5 @@ def test_a_llama_moves_what_megatron_moves(ranks, layers):
 @pytest.mark.processes
 @pytest.mark.parametrize("native", ["1", pytest.param("0", marks=pytest.mark.long)])
 def test_ranks_decide_alike(native):
-    """Of processes, one watches what is boxed, and one holds parts and views."""
+    """Of processes, one watches what is boxed, one runs under a mode of torch's, and one holds parts and views."""
     good([*RUN, "-n", 3, PROGRAMS / "completed.py"], environment(GLOBALTENSOR_NATIVE=native))

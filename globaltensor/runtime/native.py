@@ -21,7 +21,7 @@ from typing import Any
 
 import torch  # its libraries must be there before ours
 
-from globaltensor.errors import AUTOGRAD_FUNCTION, OURS, warn
+from globaltensor.errors import BETWEEN, OURS, warn
 
 WANTED = os.environ.get("GLOBALTENSOR_NATIVE", "1") != "0"
 _trouble = ""
@@ -55,7 +55,7 @@ def _load_torch_ext() -> Any:
     except ImportError as error:                     # for another build of torch, or another machine
         _trouble = str(error)
         return None
-    extension.set_library_paths([OURS, AUTOGRAD_FUNCTION])
+    extension.set_library_paths([OURS, *BETWEEN])
     return extension
 
 

@@ -2,6 +2,7 @@
 from contextlib import ExitStack
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import globaltensor as gt
 
@@ -17,6 +18,8 @@ for where in (P, here):
     with ExitStack() as beside:
         if gt.rank() == 0:
             beside.enter_context(gt.record())
+        if gt.rank() == 1:
+            beside.enter_context(FlopCounterMode(display=False))
         if gt.rank() == 2:
             kept = (x.shards, x.detach(), x.view(-1))
         for _ in range(3):
