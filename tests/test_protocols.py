@@ -107,6 +107,7 @@ def test_formatting_a_number_moves_what_item_moves():
         loss = gt.from_full(torch.tensor(2.0), where, sbp)
         with gt.record() as formatted:
             assert f"{loss:.4f} {loss:.1e}" == "2.0000 2.0e+00"
+        again = gt.from_full(torch.tensor(2.0), where, sbp)
         with gt.record() as asked:
-            loss.item(), loss.item()
+            again.item(), again.item()
         assert [(e.op, e.bytes) for e in formatted] == [(e.op, e.bytes) for e in asked]
