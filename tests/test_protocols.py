@@ -106,8 +106,9 @@ def test_formatting_a_number_moves_what_item_moves():
     for sbp in (broadcast, partial_sum):
         loss = gt.from_full(torch.tensor(2.0), where, sbp)
         with gt.record() as formatted:
-            assert f"{loss:.4f} {loss:.1e}" == "2.0000 2.0e+00"
+            assert f"{loss:.4f}" == "2.0000"
+        assert f"{loss:.1e}" == "2.0e+00"
         again = gt.from_full(torch.tensor(2.0), where, sbp)
         with gt.record() as asked:
-            again.item(), again.item()
+            again.item()
         assert [(e.op, e.bytes) for e in formatted] == [(e.op, e.bytes) for e in asked]
