@@ -123,6 +123,9 @@ API = {
     "parallelize along no axis": lambda: gt.parallelize(net(), GRID, {"weight": {"pp": S(0)}}),
     "Plan of a number": lambda: gt.Plan.of(3),
     "Plan of None": lambda: gt.Plan.of(None),
+    "Plan along no axis": lambda: gt.Plan.of(nn.Linear(2, 2), sequence=True),
+    "Plan of experts along an axis": lambda: gt.Plan.of(nn.Linear(2, 2), experts=1),
+    "Plan along a number": lambda: gt.Plan.of(nn.Linear(2, 2), 0),
     # optimizers and gradients
     "zero of None": lambda: gt.zero(None),
     "zero of stage text": lambda: gt.zero(global_sgd(), stage="2"),

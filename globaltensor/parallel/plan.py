@@ -84,6 +84,9 @@ class Plan(MutableMapping[str, PlanRow]):
         experts    along which experts lie on different ranks; it may be the axis that splits the batch
         """
         expect(module, nn.Module, "gt.Plan.of no module", "gt.Plan.of(model)")
+        one_axis = "" if isinstance(axis, (tuple, list)) else axis
+        for name, along in {"axis": one_axis, "sequence": sequence, "experts": experts}.items():
+            expect(along, str, f"gt.Plan.of along no axis, {name}", f"gt.Plan.of(model, {name}='tp')")
         if not isinstance(axis, str):
             if len(axis) > 1:
                 return cls._on_grid(module, tuple(axis))
