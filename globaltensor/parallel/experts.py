@@ -108,7 +108,7 @@ class TokenExchange:
         for _, owner, key, parameter, _ in named_tensors(module):
             swap_in(owner, key, reordered.relabel(parameter))
         experts = from_full(slots.expert[:, None], reordered.placement, broadcast)
-        return reordered.relabel(tokens[picked]), experts, reordered.relabel(weights)
+        return reordered.reorder_rows(tokens[picked]), experts, reordered.reorder_rows(weights)
 
     def combine(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """A forward hook: what the experts of a token gave, added up where the token was."""
@@ -156,6 +156,10 @@ class ReorderedAxes:
         if self.placement is self.home:
             return x
         return Relabel.apply(x, layout(self.placement, tuple(x.sbp[axis] for axis in self.order)), self.order)
+
+    def reorder_rows(self, x: Any) -> Any:
+        """The same of rows, which must lie at home as `deal` dealt them, however they came to be."""
+        return self.relabel(x if self.placement is self.home else x.to_global(sbp=self._restored(self.rows)))
 
     def restore(self, x: Any) -> Any:
         """Rows on the reordered placement as a tensor at home: the same shards."""
