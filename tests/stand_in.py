@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import os
 import re
+import struct
 import subprocess
 import types
 from collections.abc import Iterator
@@ -87,6 +89,8 @@ def thread_kernels(type: str) -> Any:
     """The kernels of csrc/ as threads, for devices of this type; to be had by provide_kernels."""
     from globaltensor.runtime.kernel_library import KernelLibrary  # after the device
 
+    opened: list[mmap.mmap] = []
+
     class ThreadKernels(KernelLibrary):
         calls: list[str] = []
 
@@ -97,6 +101,23 @@ def thread_kernels(type: str) -> Any:
 
         def stream(self, index: int) -> None:
             return None
+
+        def host_words(self, count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int32)
+
+        # What CUDA IPC is between GPUs: files of memory, which other processes map.
+        def export_memory(self, t: torch.Tensor) -> bytes:
+            offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+            _library.stand_in_file.argtypes = [ctypes.c_void_p] * 3
+            file = _library.stand_in_file(t.data_ptr(), ctypes.byref(offset), ctypes.byref(size))
+            assert file >= 0
+            return struct.pack("=qqqq", os.getpid(), file, offset.value, size.value).ljust(80, b"\0")
+
+        def open_memory(self, index: int, handle: bytes) -> int:
+            pid, file, offset, size = struct.unpack("=qqqq", handle[:32])
+            with open(f"/proc/{pid}/fd/{file}", "r+b") as shared:
+                opened.append(mmap.mmap(shared.fileno(), size))
+            return ctypes.addressof(ctypes.c_char.from_buffer(opened[-1])) + offset
 
     return ThreadKernels(built_kernels(), type)
 

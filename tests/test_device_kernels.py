@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import PROGRAMS, PYTHON, ROOT, environment, good
+from harness import PROGRAMS, PYTHON, ROOT, RUN, environment, good
 from stand_in import built_kernels
 
 from globaltensor.cli import doctor
@@ -55,6 +55,17 @@ def test_the_checks_of_any_device_pass_on_kernels() -> None:
 def test_a_planted_fault_is_found_and_named_and_its_kernel_is_not_used(faults: dict[str, str]) -> None:
     words = [f"{plant}={kernel}" for plant, kernel in faults.items()]
     assert passed(*words, STAND_IN_DEVICES="1", GLOBALTENSOR_SHARE_GPU="1") == words
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("fault", ["", *(pytest.param(fault, marks=pytest.mark.long) for fault in
+                                         ("wrong=0", "wrong=1", "none=1", "closed=0", "closed=1"))])
+def test_processes_of_a_host_box_on_the_kernels(fault: str) -> None:
+    done = subprocess.run([*RUN, "-n", "2", PROGRAMS / "process_kernels.py", *filter(None, [fault])], timeout=300,
+                          capture_output=True, text=True, env=environment())
+    assert done.returncode == 0 and done.stdout.split() == ["right"] * 2, done.stdout + done.stderr
+    why = {"wrong": "read wrong numbers", "closed": "not by kernels", "none": "not by kernels", "": ""}
+    assert why[fault.partition("=")[0]] in done.stderr and ("not by kernels" in done.stderr) == bool(fault)
 
 
 def test_every_fault_of_the_self_test_is_planted() -> None:

@@ -16,10 +16,10 @@ import pytest
 import torch
 from harness import ROOT
 
-from globaltensor.boxings import kernel_program, native as boxings_native
+from globaltensor.boxings import kernel_program, native as boxings_native, process_boxing
 from globaltensor.dispatch.native import FlatRecipe
 from globaltensor.layouts import recent
-from globaltensor.runtime import p2p, philox
+from globaltensor.runtime import kernel_library, p2p, philox
 from globaltensor.runtime.native import torch_ext
 from globaltensor.tensors import native_specs
 
@@ -227,7 +227,8 @@ MIRRORED = {
     "_corner": lambda: (expanded(kernel_program._corner.format), layout_of("kernels/region.h", "gt_corner")),
     "_CODES": lambda: (philox._CODES, {dtype: code for dtype, code in dtypes().items() if dtype in philox._CODES} | {
         dtype: dtypes()[signed(dtype)] for dtype in philox._CODES if dtype not in dtypes()}),
-    "DTYPES": lambda: ([dtypes()[dtype] for dtype in cuda_library.DTYPES], [*range(len(cuda_library.DTYPES))]),
+    "DTYPES": lambda: ([dtypes()[dtype] for dtype in (*cuda_library.DTYPES, *kernel_library.REDUCED)],
+                       [*range(len(cuda_library.DTYPES))] * 2),
     "MAX_PENDING": lambda: (2 * p2p.MAX_PENDING <= constant("transport/transport.h", "GT_MESSAGES"), True),
     "KEPT": lambda: (recent.KEPT, constant("torch_ext/recipe_cache.cpp", "kKept")),
     "_describe": lambda: (described(), len({*fields("torch_ext/spec.h", "SpecTraits"), "sizes", "strides"})),
@@ -237,8 +238,8 @@ MIRRORED = {
         re.findall(r'structs_from<\w+>\(fields, "(\w+)"\)', code(CSRC / "torch_ext/boxing.cpp")))),
     "_failed": lambda: (strings_compared_with("how", boxings_native._failed) <= set(
         re.findall(r'"(\w+)"', re.search(r"const char\* how = [^;]+", code(CSRC / "torch_ext/host.cpp"))[0])), True),
-    "RANKS": lambda: ([cuda_library.RANKS, cuda_library.BLOCKS],
-                      [constant("kernels/reduce_cuda.h", f"GT_CUDA_{name}") for name in ("RANKS", "BLOCKS")]),
+    "RANKS": lambda: ([cuda_library.RANKS, cuda_library.BLOCKS, process_boxing.RANKS, process_boxing.BLOCKS],
+                      [constant("kernels/reduce_cuda.h", f"GT_CUDA_{name}") for name in ("RANKS", "BLOCKS")] * 2),
     "BAD_DTYPE": lambda: ([cuda_library.BAD_DTYPE, cuda_library.NEEDS_ROOM, cuda_library.MISALIGNED],
                           [*enum("kernels/reduce_cuda.h", "gt_cuda_status").values()][1:4]),
 }

@@ -37,10 +37,16 @@ class CopyPlan:
 
     def at(self, sources: Mapping[int, torch.Tensor], targets: Mapping[int, torch.Tensor]) -> CopyMove:
         """The move between these shards, by their places in the tables. They must live until it has been launched."""
+        return self.at_addresses(*({place: (t.data_ptr(), t.stride()) for place, t in shards.items()}
+                                   for shards in (sources, targets)))
+
+    def at_addresses(self, sources: Mapping[int, tuple[int, Sequence[int]]],
+                     targets: Mapping[int, tuple[int, Sequence[int]]]) -> CopyMove:
+        """The same of shards that are given by their addresses and strides."""
         tables = [(ShardPlace * self._size)() for _ in range(2)]
         for table, shards in zip(tables, (sources, targets)):
-            for place, shard in shards.items():
-                table[place] = ShardPlace(shard.data_ptr(), Strides(*shard.stride()))
+            for place, (data, stride) in shards.items():
+                table[place] = ShardPlace(data, Strides(*stride))
         address = ctypes.addressof
         move = CopyMove(address(self._regions), self._count, address(self._corners), address(tables[0]),
                         address(tables[1]), self._dtype, self._dtype, self._op)

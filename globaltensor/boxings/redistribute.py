@@ -4,8 +4,9 @@
     redistribute    the same for global tensors
 
 Where a kernel of ours reaches all shards, it does each boxing in one pass: the CPU's (native.py), or those of devices
-(device_boxing.py). Elsewhere the steps of a plan are done one after the other (plan.py, run_steps.py), the first steps
-of all tensors together, then the second: many small tensors cost as many messages as one, and are planned so.
+(device_boxing.py, process_boxing.py). Elsewhere the steps of a plan are done one after the other (plan.py,
+run_steps.py), the first steps of all tensors together, then the second: many small tensors cost as many messages as
+one, and are planned so.
 """
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from globaltensor.boxings import native, watch
 from globaltensor.boxings.device_boxing import find_device_boxing, run_device_boxings
 from globaltensor.boxings.graph_op import any_of_a_trace, box_in_graph, implement_box
 from globaltensor.boxings.plan import BoxingPlan, plan, plan_bytes
+from globaltensor.boxings.process_boxing import find_meeting, run_process_boxings
 from globaltensor.boxings.run_steps import Move as Move, RunningBoxing
 from globaltensor.errors import where
 from globaltensor.layouts.layout import Layout, Shards, dense
@@ -139,6 +141,8 @@ def _in_one_pass(moves: Sequence[Move], purpose: str) -> Callable[[], list[Shard
         boxings = [native.find_boxing(move.spec, move.dst) for move in changing]
         if all(boxing is not None for boxing in boxings):
             return lambda: _among_unmoved(moves, _run_native(changing, boxings, purpose))
+    if (meeting := find_meeting(changing)) is not None:
+        return lambda: _among_unmoved(moves, run_process_boxings(meeting, changing, purpose))
     on_devices = []
     for move in changing:
         boxing = find_device_boxing(move.spec, move.dst)

@@ -67,10 +67,7 @@ class RunningBoxing:
         shards = [{rank: shard.resolve_conj().resolve_neg() for rank, shard in move.shards.items()} for move in moves]
         self._shards = [_view_shards(own, plan.steps[0][0], plan.view) if plan.view else own
                         for own, plan in zip(shards, plans)]
-        # k makes the tag depend on the order: ranks that box the same tensors in another order disagree.
-        self._tag = sum(k * _move_tag(move.spec, move.dst) for k, move in enumerate(moves, 1))
-        self._tag += of_boxing([move.lineage for move in moves])
-        self._tag += call_site() if purpose == watch.EXPLICIT else zlib.crc32(purpose.encode())
+        self._tag = boxing_tag(moves, purpose)
         self._run = self._run_steps()
         next(self._run, None)
 
@@ -168,7 +165,7 @@ class RunningBoxing:
         return world().device(types.pop(), world().rank) if types else torch.device("cpu")
 
     def _wait_text(self) -> str:
-        return _wait_text(self._purpose, self._moves[0].spec, self._moves[0].dst)
+        return move_wait_text(self._purpose, self._moves[0].spec, self._moves[0].dst)
 
 
 def _merge_reductions(steps: Sequence[tuple[Layout, Layout]], shape: Shape, dtype: torch.dtype) -> list[Step]:
@@ -209,6 +206,14 @@ def _view_shards(shards: Shards, held: Layout, shape: Shape) -> Shards:
     return {rank: shard.reshape(held.local_shape(shape, rank)) for rank, shard in shards.items()}
 
 
+def boxing_tag(moves: Sequence[Move], purpose: str) -> int:
+    """By what ranks notice that they do not mean the same boxing."""
+    # k makes the tag depend on the order: ranks that box the same tensors in another order disagree.
+    tag = sum(k * _move_tag(move.spec, move.dst) for k, move in enumerate(moves, 1))
+    tag += of_boxing([move.lineage for move in moves])
+    return tag + (call_site() if purpose == watch.EXPLICIT else zlib.crc32(purpose.encode()))
+
+
 @lru_cache(KEPT)
 def _move_tag(of: Spec, dst: Layout) -> int:
     """The same on all ranks, and seldom that of another boxing."""
@@ -216,5 +221,6 @@ def _move_tag(of: Spec, dst: Layout) -> int:
 
 
 @lru_cache(KEPT)
-def _wait_text(purpose: str, of: Spec, dst: Layout) -> str:
+def move_wait_text(purpose: str, of: Spec, dst: Layout) -> str:
+    """What ranks that wait in a boxing say that they wait for."""
     return f"the boxing for {purpose} of {of} -> {dst}"

@@ -24,6 +24,7 @@ from globaltensor.errors import GlobalTensorError
 REDUCED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32,
            torch.int64, torch.uint8, torch.bool, torch.complex64, torch.complex128)
 NEEDS_ROOM = -2                                      # of enum gt_cuda_status
+IPC_BYTES = 80                                       # of gt_cuda_ipc
 LAWS: dict[str, list[Any]] = {                       # the parameters of gt_cuda_fill_<law>, after those of all
     "words": [c_uint64], "uniform": 3 * [c_double], "normal": 2 * [c_double], "exponential": 2 * [c_double],
     "integers": 3 * [c_uint64], "bernoulli": [c_uint64]}
@@ -43,6 +44,11 @@ class KernelLibrary:
         self._lib.gt_cuda_message.restype = c_char_p
         self._lib.gt_cuda_reduce.argtypes = [c_int, c_void_p, c_int64, c_void_p, c_size_t, c_void_p]
         self._lib.gt_cuda_room.argtypes = [c_void_p, c_int64, c_void_p]
+        self._lib.gt_cuda_reduce_in_sync.argtypes = [c_int, c_void_p, c_int, c_void_p, c_int64, c_void_p, c_size_t,
+                                                     c_void_p]
+        for function in ("gt_cuda_ipc_export", "gt_cuda_ipc_open"):
+            if hasattr(self._lib, function):         # not of threads
+                getattr(self._lib, function).argtypes = [c_int, c_void_p, c_void_p]
         for law, parameters in LAWS.items():
             function = getattr(self._lib, f"gt_cuda_fill_{law}")
             function.argtypes = [c_int, c_void_p, c_void_p, c_int, c_uint64, c_int, c_char_p, *parameters]
@@ -50,6 +56,36 @@ class KernelLibrary:
     def call(self, function: str, *args: Any) -> int:
         """Call a function of the library; its status. Every use of a device goes through here."""
         return getattr(self._lib, function)(*args)
+
+    def blocks(self, index: int) -> int:
+        """How many blocks of a kernel with barriers run at the same time on a device."""
+        count = c_int()
+        self.check(self.call("gt_cuda_blocks", index, ctypes.byref(count)), "asking for blocks")
+        return count.value
+
+    def export_memory(self, t: torch.Tensor) -> bytes:
+        """The memory of a tensor, for another process of this host (gt_cuda_ipc)."""
+        handle = ctypes.create_string_buffer(IPC_BYTES)
+        self.check(self.call("gt_cuda_ipc_export", t.device.index, t.data_ptr(), handle), "sharing memory")
+        return handle.raw
+
+    def open_memory(self, index: int, handle: bytes) -> int:
+        """The address here of memory that another process exported; it stays open for as long as this process lives."""
+        data = c_void_p()
+        status = self.call("gt_cuda_ipc_open", index, handle, ctypes.byref(data))
+        self.check(status, "opening memory of another process")
+        return data.value or 0
+
+    def host_words(self, count: int) -> torch.Tensor:
+        """Zeroed words in the memory of the host, which kernels can read and write."""
+        return torch.zeros(count, dtype=torch.int32, device="cpu").pin_memory()
+
+    def reduce_in_sync(self, index: int, group: ctypes.Structure, blocks: int, moves: ctypes.Array[Any]) -> None:
+        """Do the moves between two barriers of the ranks of a group (gt_cuda_group), which all do so."""
+        room = self.room(moves)
+        table = torch.empty(room // 8, dtype=torch.int64, device=torch.device(self.type, index))
+        self.check(self.call("gt_cuda_reduce_in_sync", index, ctypes.byref(group), blocks, moves, len(moves),
+                             table.data_ptr() if room else None, room, self.stream(index)), "boxing between processes")
 
     def check(self, status: int, what: str) -> None:
         """Raise GlobalTensorError where a status says that a call could not be done."""

@@ -5,6 +5,7 @@
 
 int gt_cuda_load(int) { return GT_CUDA_OK; }
 int gt_cuda_reach(int, int) { return GT_CUDA_OK; }
+int gt_cuda_blocks(int, int* blocks) { return *blocks = 2, GT_CUDA_OK; }
 const char* gt_cuda_message(int status) { return status == GT_CUDA_DTYPE ? "these dtypes cannot be reduced so" : "no"; }
 
 #if defined(GT_PLANTS)

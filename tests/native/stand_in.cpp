@@ -11,6 +11,7 @@
 #include <ATen/ops/convolution_backward.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <sys/mman.h>
+#include <unistd.h>
 #include <torch/library.h>
 
 #include <cstdlib>
@@ -28,7 +29,8 @@ c10::DeviceIndex device_count() {
 thread_local c10::DeviceIndex current = 0;
 
 // ---- memory
-struct Block { size_t bytes; int users; };
+struct Block { size_t bytes; int users, file; };
+constexpr size_t kShared = 1 << 20;                  // from here on, memory is of a file, which others can map
 std::mutex mutex;
 int lent_whole = 0;                                  // calls of kernels that get bare addresses
 std::map<char*, Block>& blocks() {
@@ -50,6 +52,7 @@ void release(void* at) {
   std::lock_guard<std::mutex> lock(mutex);
   auto found = blocks().find(static_cast<char*>(at));
   munmap(at, found->second.bytes);
+  if (found->second.file >= 0) close(found->second.file);
   blocks().erase(found);
 }
 
@@ -58,10 +61,12 @@ struct Allocator final : c10::Allocator {
     const c10::Device device(kDevice, current);
     if (!bytes) return {nullptr, device};
     bytes = (bytes + 4095) / 4096 * 4096;
-    void* at = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const int file = bytes < kShared ? -1 : memfd_create("stand-in", MFD_CLOEXEC);
+    TORCH_CHECK(file < 0 || ftruncate(file, static_cast<off_t>(bytes)) == 0, "the stand-in cannot share memory");
+    void* at = mmap(nullptr, bytes, PROT_NONE, file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, file, 0);
     TORCH_CHECK_WITH(OutOfMemoryError, at != MAP_FAILED, "the stand-in has no memory for ", bytes, " bytes");
     std::lock_guard<std::mutex> lock(mutex);
-    blocks()[static_cast<char*>(at)] = {bytes, lent_whole};
+    blocks()[static_cast<char*>(at)] = {bytes, lent_whole, file};
     if (lent_whole) mprotect(at, bytes, PROT_READ | PROT_WRITE);
     return {at, at, &release, device};
   }
@@ -438,4 +443,14 @@ extern "C" __attribute__((visibility("default"))) void stand_in_lend(int users) 
     block.users += users;
     if (before != (block.users > 0)) mprotect(at, block.bytes, block.users > 0 ? PROT_READ | PROT_WRITE : PROT_NONE);
   }
+}
+
+// The file of the block that an address is in, and where in it that is; -1: others cannot map it.
+extern "C" __attribute__((visibility("default"))) int stand_in_file(char* at, size_t* offset, size_t* bytes) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = blocks().upper_bound(at);
+  if (found == blocks().begin()) return -1;
+  --found;
+  *offset = static_cast<size_t>(at - found->first), *bytes = found->second.bytes;
+  return *offset < *bytes ? found->second.file : -1;
 }
