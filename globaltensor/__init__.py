@@ -66,6 +66,7 @@ FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | dict.fromke
     "load": "globaltensor.checkpoint.torch_files",
     "load_safetensors": "globaltensor.checkpoint.huggingface",
     "materialize": "globaltensor.tensors.materialize",
+    "metrics": "globaltensor.debug.metrics",
     "parallelize": "globaltensor.parallel.plan",
     "partition_activations": "globaltensor.parallel.partitioned",
     "pipeline": "globaltensor.pipelining.runner",
@@ -101,6 +102,7 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
     from globaltensor.checkpoint.tree import StateError as StateError
     from globaltensor.debug.audit import audit as audit
     from globaltensor.debug.explain import explain as explain
+    from globaltensor.debug.metrics import metrics as metrics
     from globaltensor.debug.show import show as show
     from globaltensor.dispatch.core import rule as rule
     from globaltensor.dtensor.conversion import (

@@ -161,7 +161,7 @@ py::list python_move_shards(const py::list& items, const std::string& what, cons
   MoveItems parsed(items);
   TORCH_CHECK_VALUE(lineages.size() == parsed.moves.size(), "a lineage for each move");
   for (size_t i = 0; i < lineages.size(); i++) parsed.moves[i].lineage = lineages[i];
-  auto moved = move_shards(parsed.moves, Purpose(what));
+  auto moved = move_shards_unseen(parsed.moves, Purpose(what));
   py::list results;
   for (size_t i = 0; i < moved.size(); i++) results.append(dict_of(parsed.moves[i].boxing->result(), moved[i]));
   return results;
@@ -195,7 +195,7 @@ double time_moves(const py::list& items, const std::string& what, int64_t times,
   began = now();
   for (int64_t i = 0; i < times; i++) {
     if (fresh) write();
-    move_shards(parsed.moves, purpose);
+    move_shards_unseen(parsed.moves, purpose);
   }
   return now() - began - writing;
 }
@@ -207,7 +207,7 @@ bool boxing_watched() { return watched.load(std::memory_order_relaxed); }
 Purpose::Purpose(std::string text)
     : text(std::move(text)), agreement(hash_text(this->text)), is_explicit(this->text == "to_global") {}
 
-std::vector<Shards> move_shards(const std::vector<ShardMove>& moves, const Purpose& what) {
+std::vector<Shards> move_shards_unseen(const std::vector<ShardMove>& moves, const Purpose& what) {
   std::vector<Shards> now, next;
   size_t steps = 0;
   for (const ShardMove& move : moves) {

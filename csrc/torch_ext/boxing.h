@@ -46,12 +46,15 @@ struct Purpose {
   Purpose(std::string text);
 };
 
-// The new shards of every move, all moved together, step by step.
+// The new shards of every move, all moved together, step by step: a boxing, as profilers show it (boxing_watch.cpp).
 std::vector<Shards> move_shards(const std::vector<ShardMove>& moves, const Purpose& what);
+// The same, as a part of a boxing that is shown already.
+std::vector<Shards> move_shards_unseen(const std::vector<ShardMove>& moves, const Purpose& what);
 
 bool boxing_watched();                             // someone records or restricts boxings: they go through Python
 std::shared_ptr<const Boxing> boxing_from(pybind11::object object);
 void bind_boxing(pybind11::module_& m);
+void bind_boxing_watch(pybind11::module_& m);
 void bind_redistribute(pybind11::module_& m);
 
 }  // namespace gt

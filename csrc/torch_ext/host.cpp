@@ -11,6 +11,7 @@ namespace gt {
 namespace {
 
 gt_transport* transport = nullptr;
+bool waits_counted = false;
 PyObject* failure_hook = nullptr;                    // (how, what, rank to blame, text): raises
 PyObject *enter_hook = nullptr, *leave_hook = nullptr, *check_hook = nullptr;
 
@@ -24,6 +25,7 @@ std::string open_transport(int rank, int ranks, double timeout) {
   char error[512] = "";
   transport = gt_open(rank, ranks, timeout, error, sizeof error);
   TORCH_CHECK(transport, error);
+  count_waits(waits_counted);
   return gt_address(transport);
 }
 
@@ -53,6 +55,13 @@ std::vector<std::string> collect_reports(int ranks, double seconds) {
 }  // namespace
 
 gt_transport* host_transport() { return transport; }
+
+void count_waits(bool on) {
+  waits_counted = on;
+  if (transport) gt_count_waits(transport, on);
+}
+
+double seconds_waited() { return transport ? gt_waited(transport) : 0; }
 
 void WatchedWait::on_enter() {
   if (!enter_hook) return;

@@ -36,6 +36,9 @@ class WatchedWait final : public GilFreeWait {
 // Raises what a failed call of the transport means: what the wait raised, or what the Python hook makes of the status.
 void raise_if_failed(int status, const std::string& what, const GilFreeWait* wait = nullptr);
 
+void count_waits(bool on);                           // of this process's transport, now or to come
+double seconds_waited();
+
 uint64_t hash_text(const std::string& text);         // the same number in every process
 
 void bind_host(pybind11::module_& m);

@@ -29,6 +29,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   gt::bind_call_site(m);
   gt::bind_host(m);
   gt::bind_boxing(m);
+  gt::bind_boxing_watch(m);
   gt::bind_p2p(m);
   gt::bind_allocator(m);
   gt::bind_redistribute(m);

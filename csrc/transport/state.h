@@ -82,6 +82,9 @@ struct gt_transport {
   uint64_t staged_bytes = 0;
   std::vector<std::unique_ptr<gt::StagedCopy>> idle_copies, staged_copies;
 
+  std::atomic<bool> waits_counted{false};
+  std::atomic<double> waited{0};  // seconds, while they are counted
+
   int failed = GT_OK;            // what ended this rank's use of the transport
   int culprit = -1;
   char blame[512] = "";

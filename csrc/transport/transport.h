@@ -101,6 +101,10 @@ int gt_probe(gt_transport*, int rank, uint64_t* bytes, const gt_hooks*);
 // GT_DISAGREED.
 int gt_recv(gt_transport*, int rank, const gt_run* runs, int32_t count, uint64_t tag, const gt_hooks*);
 
+// ---- how long this rank waited for others, in boxings and messages: counted once that is asked for
+void gt_count_waits(gt_transport*, int on);
+double gt_waited(const gt_transport*);           // seconds
+
 // ---- what went wrong
 int gt_blame(const gt_transport*, char* text, size_t size);  // the rank to blame (-1: none) and a sentence about it
 void gt_report(gt_transport*, const char* text);  // what this rank was doing, for the others to show

@@ -119,9 +119,16 @@ double now() {
 int wait_all(gt_transport& t, size_t count, double busy_ns, const gt_hooks* hooks) {
   int pauses = kPausesCrowded;
   if (!t.crowded) pauses = static_cast<int>(std::min(busy_ns + kSpin, kSpinLongest) / t.pause_ns);
-  for (size_t i = 0; i < count; ++i)
-    if (!spin(t.wanted[i], pauses)) return outlast(t, i, count, pauses, hooks);
-  return GT_OK;
+  const bool counted = t.waits_counted.load(std::memory_order_relaxed);
+  const double began = counted ? now() : 0;
+  int status = GT_OK;
+  for (size_t i = 0; i < count; ++i) {
+    if (spin(t.wanted[i], pauses)) continue;
+    status = outlast(t, i, count, pauses, hooks);
+    break;
+  }
+  if (counted) t.waited.store(t.waited.load(std::memory_order_relaxed) + now() - began, std::memory_order_relaxed);
+  return status;
 }
 
 int begin(gt_transport& t, std::unique_lock<std::mutex>& lock, const gt_hooks* hooks) {
@@ -144,3 +151,7 @@ void wake(gt_transport& t, int rank) {
 }
 
 }  // namespace gt
+
+void gt_count_waits(gt_transport* t, int on) { t->waits_counted.store(on != 0, std::memory_order_relaxed); }
+
+double gt_waited(const gt_transport* t) { return t->waited.load(std::memory_order_relaxed); }

@@ -11,9 +11,7 @@ one, and are planned so.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,16 +19,14 @@ import torch
 from globaltensor.boxings import native, watch
 from globaltensor.boxings.device_boxing import find_device_boxing, run_device_boxings
 from globaltensor.boxings.graph_op import any_of_a_trace, box_in_graph, implement_box
-from globaltensor.boxings.plan import BoxingPlan, plan, plan_bytes
 from globaltensor.boxings.process_boxing import find_meeting, run_process_boxings
 from globaltensor.boxings.run_steps import Move as Move, RunningBoxing
-from globaltensor.errors import where
+from globaltensor.boxings.seen import plan_together, seen, seen_moves
 from globaltensor.layouts.layout import Layout, Shards, dense
-from globaltensor.layouts.recent import KEPT
 from globaltensor.runtime.memory import refuse_fake_mode
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import in_fake_mode, without_fake_mode
-from globaltensor.runtime.world import local_ranks_of, world
+from globaltensor.runtime.world import local_ranks_of
 
 
 def move_shards(moves: Sequence[Move], op: str = watch.EXPLICIT, purpose: str = "") -> list[Shards]:
@@ -49,11 +45,11 @@ def move_shards(moves: Sequence[Move], op: str = watch.EXPLICIT, purpose: str = 
     if all(move.spec.layout is move.dst for move in moves):
         return [move.shards for move in moves]
     run = _in_one_pass(moves, purpose or op)
-    if run is not None and not watch.watched():
+    if run is not None and not seen():
         return run()
     # Plans are needed to count bytes as well, for whoever watches; nothing else needs them beside kernels of ours.
     plans = plan_together(moves)
-    with _seen_by_watch(op, moves, plans) as calls:
+    with seen_moves(op, moves, plans) as calls:
         if run is not None:
             return run()
         if all(move.dst.placement.type == "meta" for move in moves):
@@ -84,41 +80,14 @@ def finish_boxings(begun: Sequence[BegunBoxing], moves: Sequence[Move], op: str)
         return [move_shards(moves, op)]
     plans = plan_together(moves)
     together = [*(move for one in begun for move in one.moves), *moves]
-    with _seen_by_watch(op, together, [*(of for one in begun for of in one.plans), *plans],
-                        sum(one.seconds for one in begun)) as calls:
+    with seen_moves(op, together, [*(of for one in begun for of in one.plans), *plans],
+                    sum(one.seconds for one in begun)) as calls:
         # begun before the others are waited for, as what it checks is theirs too
         running = [RunningBoxing(moves, plans, op)] if moves else []
         running = [*(one.running for one in begun), *running]
         shards = [one.finish() for one in running]
         calls += [call for one in running for call in one.calls]
     return shards if moves else [*shards, []]
-
-
-@contextmanager
-def _seen_by_watch(op: str, moves: Sequence[Move], plans: Sequence[BoxingPlan], seconds: float = 0.0
-                   ) -> Iterator[list[str]]:
-    """Around a boxing that moves something: whoever watches permits it first, and gets its record. The list is for the
-    collectives that do it; `seconds` went into it before."""
-    if not watch.watched():
-        yield []
-        return
-    changing = [move for move in moves if move.spec.layout is not move.dst]
-    src, dst = changing[0].spec.layout, changing[0].dst
-    calls: list[str] = []
-    began, nbytes, place = time.perf_counter() - seconds, _most_received(moves, plans), where()
-    watch.permit(op, src, dst, nbytes)
-    yield calls
-    if watch.recording():
-        watch.note(watch.BoxingRecord(op, place, src, dst, nbytes, time.perf_counter() - began, len(changing),
-                                      tuple(calls)))
-
-
-def plan_together(moves: Sequence[Move]) -> list[BoxingPlan]:
-    """The plan of each of these tensors, which move together: they share the latency of their steps, so that each is
-    planned as if it were as large as all."""
-    machine = world().machine
-    nbytes = sum(move.spec.nbytes for move in moves if move.spec.layout is not move.dst)
-    return [plan(move.spec.layout, move.dst, move.spec.shape, nbytes, machine) for move in moves]
 
 
 def redistribute(tensors: Sequence[Any], dsts: Sequence[Layout], op: str) -> list[Any]:
@@ -171,18 +140,6 @@ def _moved_on_meta(move: Move) -> Shards:
     sizes = {rank: own.local_shape(rank) for rank in local_ranks_of(move.dst.placement)}
     return {rank: torch.empty_strided(size, dense(size, own.stride), dtype=own.dtype, device="meta")
             for rank, size in sizes.items()}
-
-
-_plan_bytes = lru_cache(KEPT)(plan_bytes)
-
-
-def _most_received(moves: Sequence[Move], plans: Sequence[BoxingPlan]) -> int:
-    """Bytes received by the rank that receives most."""
-    total: dict[int, int] = {}
-    for move, its in zip(moves, plans):
-        for rank, n in _plan_bytes(its, move.spec.shape, move.spec.dtype.itemsize).items():
-            total[rank] = total.get(rank, 0) + n
-    return max(total.values(), default=0)
 
 
 implement_box(move_shards)

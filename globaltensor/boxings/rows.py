@@ -13,7 +13,6 @@ are read in place, the others reached by `exchange`. Nothing is cached between c
 """
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,8 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from globaltensor.boxings import watch
-from globaltensor.errors import where
+from globaltensor.boxings.seen import seen, shown
 from globaltensor.layouts.layout import Layout, Shards
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.regions import Range
@@ -155,8 +153,8 @@ def _flat_bytes(t: Tensor) -> Tensor:
 
 @contextmanager
 def _recorded(of: RowExchange, held: Shards, back: bool) -> Iterator[None]:
-    """Around an exchange: policies are asked before it, recorders get it afterwards."""
-    if not watch.watched():
+    """Around an exchange: whoever looks at boxings sees it as one."""
+    if not seen():
         yield
         return
     itemsize = next(iter(held.values())).element_size()
@@ -165,8 +163,5 @@ def _recorded(of: RowExchange, held: Shards, back: bool) -> Iterator[None]:
         for owner, (start, stop) in parts.items():
             if owner != rank:
                 received[owner if back else rank] += (stop - start) * prod(of.row[rank]) * itemsize
-    nbytes, place, began = max(received.values()), where(), time.perf_counter()
-    watch.permit(of.op, of.src, of.dst, nbytes)
-    yield
-    if watch.recording():
-        watch.note(watch.BoxingRecord(of.op, place, of.src, of.dst, nbytes, time.perf_counter() - began))
+    with shown(of.op, of.src, of.dst, max(received.values())):
+        yield

@@ -9,6 +9,7 @@ A tensor is never split between files. Tied parameters, one tensor under several
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import zlib
@@ -32,7 +33,7 @@ from globaltensor.checkpoint.pieces import (
     whole_region,
     write_file,
 )
-from globaltensor.errors import expect
+from globaltensor.errors import counted, expect
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
@@ -42,6 +43,7 @@ from globaltensor.tensors.materialize import fill_unloaded
 from globaltensor.tracebacks import api_boundary
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_log = logging.getLogger(__name__)
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.tmp-[0-9a-f]{16})?")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*\.safetensors")    # no path: an index must not name other folders
 
@@ -65,6 +67,7 @@ def load_safetensors(module: M, folder: str | os.PathLike[str]) -> M:
     own = module.state_dict(keep_vars=True)
     for name, entry in entries.items():
         files.fill(entry, own[name])
+    _log.info("loaded %s from %s", counted(len(entries), "tensor"), folder)
     return module
 
 
@@ -149,6 +152,7 @@ def save_safetensors(module: nn.Module, folder: str | os.PathLike[str], *, shard
     # Only once all are written: a full disk leaves the files of the earlier save as they were.
     collective_try("renaming safetensors", lambda: _rename(written))
     collective_try("finishing safetensors", lambda: _write_index(folder, dict(zip(names, groups)), tensors))
+    _log.info("saved %s into %s", counted(len(tensors), "tensor"), folder)
 
 
 def _fingerprint(tensors: dict[str, torch.Tensor]) -> int:

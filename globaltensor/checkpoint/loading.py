@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -31,9 +32,12 @@ from globaltensor.checkpoint.pieces import (
 )
 from globaltensor.checkpoint.remote import Folder, folder_at
 from globaltensor.checkpoint.tree import FlatState, at_path, decode, flatten, is_object, join_path, state_of
+from globaltensor.errors import counted
 from globaltensor.runtime.torch_internals import has_internal_overlap
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.materialize import fill_unloaded
+
+_log = logging.getLogger(__name__)
 
 
 class CheckedState(NamedTuple):
@@ -85,6 +89,7 @@ def load_version(state: Any, directory: Folder) -> tuple[Any, Manifest]:
     except BaseException as error:
         _undo_all(undo, error)
         raise
+    _log.info("loaded %s from %s", counted(len(entries), "tensor"), directory)
     return _merged_state(state, _decoded(checked)), checked.manifest
 
 

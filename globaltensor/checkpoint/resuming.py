@@ -10,6 +10,7 @@ with torch's random state, which every save keeps: numbers are drawn as if the j
 """
 from __future__ import annotations
 
+import logging
 import os
 from typing import TypeVar
 
@@ -24,6 +25,8 @@ from globaltensor.errors import warn
 from globaltensor.runtime.agreement import broadcast_object
 from globaltensor.runtime.world import rank
 from globaltensor.tracebacks import api_boundary
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -54,7 +57,9 @@ def resume(state: T, directory: str | os.PathLike[str]) -> T:
             warn(f"resumed from {path / name}, because a newer version cannot be loaded: {first.what}")
         if manifest.random:
             torch.set_rng_state(torch.tensor(list(bytes.fromhex(manifest.random)), dtype=torch.uint8))
+        _log.info("resumed from %s", path / name)
         return state
     if first is not None:
         raise first
+    _log.info("nothing to resume from in %s", path)
     return state

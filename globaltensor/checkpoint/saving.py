@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import threading
 import time
@@ -37,13 +38,15 @@ from globaltensor.checkpoint.pieces import (
 )
 from globaltensor.checkpoint.remote import Folder, folder_at
 from globaltensor.checkpoint.tree import FlatState, flatten
-from globaltensor.errors import where
+from globaltensor.errors import counted, where
 from globaltensor.layouts.regions import slices
 from globaltensor.runtime.agreement import broadcast_object, checksum, gather_objects
 from globaltensor.runtime.deadlock import patience, stacks_of
 from globaltensor.runtime.liveness import first_lost, lost_rank
 from globaltensor.runtime.world import world, world_size
 from globaltensor.tensors.global_tensor import GlobalTensor
+
+_log = logging.getLogger(__name__)
 
 TIMEOUT = 1800.0                                     # seconds for which a rank waits for the others to write
 _GRACE = 2.0
@@ -88,6 +91,8 @@ def save_folder(state: Any, directory: str | os.PathLike[str], *, asynchronous: 
         if lease is not None:
             lease.give_up()
         raise
+    _log.info("saving %s into %s%s", counted(len(tensors), "tensor"), path,
+              " while the program goes on" if asynchronous else "")
     saving = _running[path] = Saving(flat, tensors, data, temporary, lease, keep)
     if not asynchronous:
         saving.wait_until_written()
@@ -142,6 +147,7 @@ class Saving:
                 old = self._commit()
             else:
                 self._await(self._published, "failed", 0, "to finish")
+            _log.info("saved %s", self.path)
             self._written.set()
             for folder in old:
                 remove(folder)
@@ -156,6 +162,7 @@ class Saving:
 
     def _fail(self, error: CheckpointError, cause: BaseException | None) -> None:
         error.__cause__ = cause
+        _log.info("not saved: %s", error.what)
         self._error = error
         if self._lease is not None:
             of_rank = f"rank {self._rank}: {type(cause).__name__}: {cause}"

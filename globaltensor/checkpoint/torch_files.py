@@ -9,6 +9,7 @@ A file object, an existing file and a name that ends as torch's files do (`SUFFI
 """
 from __future__ import annotations
 
+import logging
 import os
 from collections import OrderedDict
 from typing import IO, Any, Literal, TypeAlias, overload
@@ -22,6 +23,8 @@ from globaltensor.errors import ArgumentError
 from globaltensor.runtime.world import rank
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tracebacks import api_boundary
+
+_log = logging.getLogger(__name__)
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
@@ -58,6 +61,7 @@ def save(state: Any, target: PathLike | IO[bytes], **options: Any) -> Saving | N
     # by all processes, as gathering takes all of them; only rank 0 writes
     plain = _with_whole_tensors(state, {})
     collective_try("saving a file", lambda: torch.save(plain, target, **options) if rank() == 0 else None)
+    _log.info("saved %s, whole", target)
     return None
 
 
@@ -74,7 +78,9 @@ def load(state: Any, target: Any = None, /, **options: Any) -> Any:
     """Load a folder into a state (see `globaltensor.checkpoint.loading.load_folder`), or a file as torch.load does."""
     if target is not None and not _is_file(state):
         return load_folder(state, target, **options)
-    return torch.load(state, **options) if target is None else torch.load(state, target, **options)
+    loaded = torch.load(state, **options) if target is None else torch.load(state, target, **options)
+    _log.info("loaded %s", state)
+    return loaded
 
 
 def _is_file(target: Any) -> bool:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from globaltensor.boxings.watch import BoxingRecord, record
 from globaltensor.dispatch.choose import layouts, rank_choices
 from globaltensor.dispatch.decide import decide
+from globaltensor.dispatch.decision_log import signature_text
 from globaltensor.dispatch.foreach import is_foreach
 from globaltensor.dispatch.recipe import Decision, Recipe, spec_of_plain
 from globaltensor.errors import ArgumentError, where
@@ -139,7 +139,7 @@ def _row(decision: Decision, call: Call) -> Row:
     boxed = ", ".join(f"{n}: {sbp_text(own.sbp)} -> {sbp_text(want.sbp)}"
                       for n, own, want in zip(call.names, operands, decision.wants)
                       if want is not None and want is not own.layout)
-    chosen = _signature([(want or own.layout).sbp for own, want in zip(operands, decision.wants)],
+    chosen = signature_text([(want or own.layout).sbp for own, want in zip(operands, decision.wants)],
                         [o.sbp for o in decision.outputs or () if o is not None])
     line = line_of(call.func)
     if line is None or not decision.signature:
@@ -153,7 +153,7 @@ def _finished(row: Row, before: list[Any], result: Any, moves: tuple[BoxingRecor
     chosen, boxed = row.chosen, row.boxed
     if not chosen:
         after = [t.spec.sbp for t in tree_leaves(result) if type(t) is GlobalTensor]
-        chosen = _signature(before, after)
+        chosen = signature_text(before, after)
         boxed = ", ".join(dict.fromkeys(_move_text(move) for move in moves))
     return Row(row.where, row.op, row.placement, chosen, boxed, moves, row.second, row.dearer)
 
@@ -172,23 +172,12 @@ def _second(recipe: Recipe, rule: Rule, operands: list[Spec]) -> tuple[str, floa
         return "", 0.0
     price, nd = min(prices.values(), key=lambda choice: choice[0])
     wants, gives = layouts(nd, operands, len(rule.outputs))
-    return _signature([w.sbp for w in wants], [g.sbp for g in gives]), max(price - own, 0.0)
+    return signature_text([w.sbp for w in wants], [g.sbp for g in gives]), max(price - own, 0.0)
 
 
 def _inputs(nd: tuple[Signature, ...]) -> tuple[Sides, ...]:
     """Choices of the same layouts are one choice, whatever label they cut."""
     return tuple((sig.inputs, sig.outputs) for sig in nd)
-
-
-def _signature(inputs: list[Any], outputs: list[Any]) -> str:
-    return f"{_sbps(inputs)} -> {_sbps(outputs) or '?'}"
-
-
-def _sbps(of: list[Any]) -> str:
-    """Long lists, of foreach ops, with counts instead of repetitions."""
-    if len(of) <= 5:
-        return ", ".join(map(sbp_text, of))
-    return ", ".join(f"{text} x{len(list(same))}" for text, same in groupby(map(sbp_text, of)))
 
 
 def _table(rows: tuple[Row, ...]) -> str:

@@ -20,6 +20,7 @@ from globaltensor.boxings.redistribute import Move, move_shards, redistribute
 from globaltensor.boxings.rows import RowExchange, row_exchange
 from globaltensor.dispatch import foreach, native, user_rules
 from globaltensor.dispatch.decide import decide, decide_by_rule
+from globaltensor.dispatch.decision_log import log_decision
 from globaltensor.dispatch.execute import execute, view_shards
 from globaltensor.dispatch.op_errors import add_operands
 from globaltensor.dispatch.recipe import Decision, Recipe, static
@@ -222,6 +223,7 @@ def find(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs:
     if decision is None:
         with without_modes() if modes_active() else nullcontext():     # which would note what deciding takes
             decision = _decisions[key] = decide(cls, func, args, kwargs)
+        log_decision(func, decision, args, kwargs)
     return decision
 
 

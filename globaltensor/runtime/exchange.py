@@ -5,6 +5,7 @@ deadlock watch, and a peer that ended is named. Ranks of one process reach each 
 """
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from globaltensor.errors import TransportError, first_sentence
-from globaltensor.runtime import deadlock
+from globaltensor.runtime import counters, deadlock
 from globaltensor.runtime.liveness import lost_connection
 from globaltensor.runtime.world import rank, world
 
@@ -91,6 +92,7 @@ def waiting_for(what: str, peers: tuple[int, ...], tag: int) -> Iterator[list[in
     Yields the peers to blame for an error; a caller that knows which one it is narrows the list.
     """
     lost = list(peers)
+    began = time.perf_counter() if counters.counting() else None
     try:
         with deadlock.waiting(what, peers, tag):
             yield lost
@@ -104,3 +106,6 @@ def waiting_for(what: str, peers: tuple[int, ...], tag: int) -> Iterator[list[in
             deadlock.rank_names(lost), f"{first_sentence(error)}: a rank ended, or runs another program")
         raise TransportError(f"rank {rank()} lost touch with {names} in {what}", how,
                              "look at the first error of the other ranks") from None
+    finally:
+        if began is not None:
+            counters.add(waiting=time.perf_counter() - began)

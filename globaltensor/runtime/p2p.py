@@ -8,12 +8,14 @@ Between hosts it goes through torch.distributed, where a receive that is posted 
 """
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from globaltensor.runtime import counters
 from globaltensor.runtime.exchange import post, wait
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import world
@@ -49,8 +51,8 @@ class P2PGroup:
 
         Raises TransportError where the sender has ended, DisagreementError where its message has another tag."""
         if peer in self._local:
-            return lambda: torch_ext.recv(self._local[peer], -1 if nbytes is None else nbytes, _tag_number(tag),
-                                          self.what, self._local_numbers)
+            return lambda: _counted(lambda: torch_ext.recv(
+                self._local[peer], -1 if nbytes is None else nbytes, _tag_number(tag), self.what, self._local_numbers))
         if nbytes is None:
             nbytes = int(self.recv(peer, tag, 8)().view(torch.int64))
         buffer = torch.empty(nbytes, dtype=torch.uint8)
@@ -60,7 +62,7 @@ class P2PGroup:
             wait({peer: work}, self.what, tuple(self.peers))
             return buffer
 
-        return finish
+        return lambda: _counted(finish)
 
     def wait_sent(self, tag: Hashable) -> None:
         """Wait until messages of this tag to other hosts are sent; their memory is free again."""
@@ -73,6 +75,13 @@ class P2PGroup:
             self.wait_sent(tag)
         for number in self._local_numbers:
             torch_ext.wait_acked(number, self.what, self._local_numbers)
+
+
+def _counted(receive: Callable[[], torch.Tensor]) -> torch.Tensor:
+    began = time.perf_counter()
+    message = receive()
+    counters.add(received=message.numel(), seconds=time.perf_counter() - began)
+    return message
 
 
 def _tag_number(tag: Hashable) -> int:

@@ -7,6 +7,7 @@ process drives all ranks.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from globaltensor.errors import ArgumentError, TransportError, expect
+from globaltensor.errors import ArgumentError, TransportError, counted, expect
 from globaltensor.runtime import arrival, deadlock, lineage, liveness, machine as machines, native
 from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count, engine_in, engine_of
 from globaltensor.runtime.agreement import broadcast_object, gather_unchecked
@@ -31,6 +32,8 @@ from globaltensor.runtime.stacks import arm_stacks
 from globaltensor.runtime.torch_internals import default_store, process_groups
 from globaltensor.runtime.world import World, begin, shared_gpu, start_with, started
 from globaltensor.tracebacks import api_boundary
+
+_log = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(seconds=1800)
 # torch's own limits, and those of the shared memory, only act where the watch over waits (deadlock.py) does not.
@@ -78,6 +81,9 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
         new = World(size, tuple(range(size)), machine or machines.one_process, "memory of one process")
         begin(new)
     native.say_if_slow()
+    drives = f"rank {new.rank}" if len(new.local_ranks) == 1 else "all ranks"
+    _log.info("the world has %s, this process drives %s; transport: %s; %s native code", counted(new.size, "rank"),
+              drives, new.transport, "without" if torch_ext is None else "with")
     return new
 
 
@@ -87,6 +93,8 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
     running = dist.is_initialized()
     size, rank = ((dist.get_world_size(), dist.get_rank()) if running else
                   (int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])))
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    _log.info("rank %d of %d starts%s", rank, size, f" again, restart {again}" if again else "")
     share_secret(_ranks_per_host(size) == size, rank == 0)
     if not running:
         _start_torch(timeout)

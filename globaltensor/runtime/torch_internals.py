@@ -281,6 +281,14 @@ def batch_dim(t: torch.Tensor) -> int:
     return torch._C._functorch.maybe_get_bdim(t)
 
 
+record_function = torch.autograd.profiler.record_function
+
+
+def profiling() -> bool:
+    """Is torch's profiler on?"""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
 class UntracedMode(TorchDispatchMode):
     """A dispatch mode that torch does not import dynamo for, to tell it to keep out of there."""
 

@@ -1,0 +1,106 @@
+"""Who looks at boxings while they are done: recorders and policies (watch.py), torch's profiler, and counts.
+
+    with torch.profiler.profile() as prof: step()    each boxing is a range: what for, layouts, bytes, the user's line
+    gt.metrics()                                     how many bytes and seconds they took
+
+A profiler and counts leave boxings to native code, which asks here how a range is called and what it moves. Where none
+of them looks, a boxing pays for a look at flags.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+
+from globaltensor.boxings import watch
+from globaltensor.boxings.plan import BoxingPlan, plan, plan_bytes
+from globaltensor.boxings.run_steps import Move
+from globaltensor.errors import where
+from globaltensor.layouts.layout import Layout, Spec, sbp_text
+from globaltensor.layouts.rank_regions import RankRegions
+from globaltensor.layouts.recent import KEPT
+from globaltensor.runtime import counters
+from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.torch_internals import profiling, record_function
+from globaltensor.runtime.world import world
+
+
+def seen() -> bool:
+    """Does anyone look?"""
+    return watch.watched() or profiling() or counters.counting()
+
+
+def range_name(op: str, src: Layout, dst: Layout, tensors: int, nbytes: int, place: str) -> str:
+    """How a profiler shows a boxing: `boxing for aten.mm.default: placement("cpu", [0, 1]) S(0) -> B, 32 bytes,
+    train.py:7`. Where the layouts are of two placements, both are told."""
+    to = sbp_text(dst.sbp) if src.placement == dst.placement and not isinstance(dst, RankRegions) else dst
+    many = f" x{tensors}" if tensors > 1 else ""
+    return f"boxing for {op}: {src}{many} -> {to}, {nbytes:,} bytes, {place}"
+
+
+@contextmanager
+def shown(op: str, src: Layout, dst: Layout, nbytes: int, tensors: int = 1, seconds: float = 0.0
+          ) -> Iterator[list[str]]:
+    """Around a boxing that moves something, where someone looks: whoever watches permits it first, and gets its record.
+    The list is for the collectives that do it; `seconds` went into it before."""
+    calls: list[str] = []
+    place = where() if watch.recording() or profiling() else ""
+    watch.permit(op, src, dst, nbytes)
+    with record_function(range_name(op, src, dst, tensors, nbytes, place)) if profiling() else nullcontext():
+        began = time.perf_counter() - seconds
+        yield calls
+        seconds = time.perf_counter() - began
+    counters.add(boxings=1, bytes=nbytes, seconds=seconds)
+    if watch.recording():
+        watch.note(watch.BoxingRecord(op, place, src, dst, nbytes, seconds, tensors, tuple(calls)))
+
+
+@contextmanager
+def seen_moves(op: str, moves: Sequence[Move], plans: Sequence[BoxingPlan], seconds: float = 0.0
+               ) -> Iterator[list[str]]:
+    """The same around tensors that move together."""
+    if not seen():
+        yield []
+        return
+    changing = [move for move in moves if move.spec.layout is not move.dst]
+    with shown(op, changing[0].spec.layout, changing[0].dst, most_received(moves, plans), len(changing),
+               seconds) as calls:
+        yield calls
+
+
+def plan_together(moves: Sequence[Move]) -> list[BoxingPlan]:
+    """The plan of each of these tensors, which move together: they share the latency of their steps, so that each is
+    planned as if it were as large as all."""
+    machine = world().machine
+    nbytes = sum(move.spec.nbytes for move in moves if move.spec.layout is not move.dst)
+    return [plan(move.spec.layout, move.dst, move.spec.shape, nbytes, machine) for move in moves]
+
+
+_plan_bytes = lru_cache(KEPT)(plan_bytes)
+
+
+def most_received(moves: Sequence[Move], plans: Sequence[BoxingPlan]) -> int:
+    """Bytes received by the rank that receives most."""
+    total: dict[int, int] = {}
+    for move, its in zip(moves, plans):
+        for rank, n in _plan_bytes(its, move.spec.shape, move.spec.dtype.itemsize).items():
+            total[rank] = total.get(rank, 0) + n
+    return max(total.values(), default=0)
+
+
+def _bytes_of(specs: list[tuple[Spec, Spec]]) -> int:
+    """What a boxing in native code moves; of each tensor the spec before and after."""
+    moves = [Move(before, {}, after.layout) for before, after in specs]
+    return most_received(moves, plan_together(moves))
+
+
+def _name_of(purpose: str, specs: list[tuple[Spec, Spec]]) -> str:
+    """How its range is called. A purpose is an op, with the numbers of its arguments in brackets."""
+    before, after = specs[0]
+    return range_name(purpose.partition("(")[0], before.layout, after.layout, len(specs), _bytes_of(specs),
+                      where())
+
+
+if torch_ext is not None:
+    torch_ext.on_seen_boxing(_name_of, _bytes_of)
