@@ -9,6 +9,9 @@ many ranks or others, and when a scheduler ends it (SIGTERM, SIGUSR1) it saves f
 
     globaltensor run -n 4 --max-restarts 3 examples/train_gpt.py --checkpoint run
 
+With --tensorboard FOLDER it writes the loss and `gt.metrics` (tokens/s, MFU, communication, waiting, memory) for
+TensorBoard: pip install 'globaltensor[tensorboard]', then tensorboard --logdir FOLDER.
+
 The parallelism is all in two functions, `spread` and `global_batch`; the model and the training loop are what they
 would be for one device. `--verify` trains the same model on plain torch beside it.
 
@@ -55,6 +58,7 @@ Parts = list[tuple[Tensor, Tensor]]                  # inputs and targets, [b, t
 VOCAB = 256                                          # every byte is a token
 TOLERANCE = 1e-4                                     # of --verify, relative; with --amp, as numbers of 8 bits allow
 TOLERANCE_AMP = 2e-2
+NOTED = 10                                           # steps between two notes of --tensorboard
 TEXT_BYTES = 1_000_000                               # of the standard library's sources, when no --data is given
 
 
@@ -87,6 +91,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", help="save into this folder or URL, and go on from there", metavar="FOLDER")
     parser.add_argument("--every", type=positive, default=50, help="steps between two saves", metavar="N")
     parser.add_argument("--log", type=Path, help="add a line of JSON per step to this file", metavar="FILE")
+    parser.add_argument("--tensorboard", help="write metrics for TensorBoard into this folder", metavar="FOLDER")
     parser.add_argument("--sp", action="store_true", help="split the sequence between the layers over the ranks of tp")
     parser.add_argument("--zero", type=int, choices=range(4), default=0, help="stage of ZeRO along dp", metavar="STAGE")
     parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where that is enough")
@@ -109,6 +114,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             (not 0 <= options.dropout < 1, f"--dropout {options.dropout} is not in [0, 1)"),
             (options.verify and options.dropout, "--verify needs --dropout 0: plain torch draws other random numbers"),
             (options.verify and options.checkpoint, "--verify compares from the first step: no --checkpoint"),
+            (options.tensorboard and find_spec("tensorboard") is None,
+             "--tensorboard needs tensorboard, which is not installed: pip install 'globaltensor[tensorboard]'"),
             (options.data and not options.data.is_file(), f"--data {options.data} is not a file")]:
         if wrong:
             fail(text)
@@ -224,13 +231,14 @@ def train(options: argparse.Namespace) -> tuple[list[float], float]:
         generator.set_state(state["generator"])
     losses: list[float] = []
     moves, worst = [], 0.0
-    with progress(options) as show:
+    with progress(options) as show, board(options, size) as note:
         for step in range(state["step"] + 1, options.steps + 1):
             parts = batch(text, options, generator)
             watched: AbstractContextManager[list[Any]] = gt.record() if step == options.steps else nullcontext([])
             with watched as moves:
                 losses.append(trainer.step(global_batch(parts, places)))
             show(step, losses[-1])
+            note(step, losses[-1])
             if plain is not None:
                 expected = plain.step(parts)
                 difference = abs(losses[-1] - expected) / abs(expected)
@@ -316,6 +324,32 @@ def progress(options: argparse.Namespace) -> Iterator[Any]:
                       TextColumn("{task.fields[speed]}"), TimeRemainingColumn()) as bar:
             task = bar.add_task("", total=options.steps, loss=math.nan, speed="")
             yield lambda step, loss: bar.update(task, completed=step, loss=loss, speed=speed(step))
+
+
+@contextmanager
+def board(options: argparse.Namespace, parameters: int) -> Iterator[Any]:
+    """A function note(step, loss), which every rank calls: now and then rank 0 writes the metrics of all of them."""
+    if not options.tensorboard:
+        yield lambda step, loss: None
+        return
+    from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(options.tensorboard) if gt.rank() == 0 else None
+    noted = 0                                        # steps since the last note
+
+    def note(step: int, loss: float) -> None:
+        nonlocal noted
+        noted += 1
+        if step % NOTED == 0 or step == options.steps:
+            tokens = noted * options.batch * options.seq
+            now = gt.metrics(tokens=tokens, flops=6 * parameters * tokens, every_rank=True)
+            noted = 0
+            for name, value in ({"loss": loss} | now).items() if writer is not None else ():
+                writer.add_scalar(name, value, step)
+
+    gt.metrics()                                     # begins to count
+    yield note
+    if writer is not None:
+        writer.close()
 
 
 def report(model: GPT, moves: list[Any], losses: list[float]) -> None:

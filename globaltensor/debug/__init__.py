@@ -1,1 +1,1 @@
-"""Looking at global tensors: who holds what (`gt.show`), why an op ran so (`gt.explain`), what differs (`gt.audit`)."""
+"""Looking at global tensors and runs: `gt.show` (who holds what), `gt.explain` (why), `gt.audit`, `gt.metrics`."""

@@ -73,7 +73,7 @@ def metrics(tokens: float | None = None, flops: float | None = None, peak_flops:
     else:
         counters.count()
     _last = now, counts
-    numbers |= _memory()
+    numbers |= _memory_in_use()
     if every_rank:
         own = {name: numbers[name] for name in _OF_RANKS if name in numbers}
         for rank, its in enumerate(gather_objects(own, "the metrics of every rank")):
@@ -102,8 +102,8 @@ def _since(seconds: float, counted: Counts, tokens: float | None, flops: float |
                       "communication_seconds": counted.seconds, "waiting_seconds": counted.waiting}
 
 
-def _memory() -> dict[str, float]:
-    numbers: dict[str, float] = {"peak_memory_bytes": _peak_memory()}
+def _memory_in_use() -> dict[str, float]:
+    numbers: dict[str, float] = {"peak_memory_bytes": _peak_memory_in_use()}
     if devices := _devices():
         numbers["peak_device_memory_bytes"] = sum(map(torch.accelerator.max_memory_allocated, devices))
     return numbers
@@ -115,7 +115,7 @@ def _devices() -> set[torch.device]:
     return set() if type is None else {here.device(type, rank) for rank in here.local_ranks}
 
 
-def _peak_memory() -> int:
+def _peak_memory_in_use() -> int:
     status = Path("/proc/self/status")
     if status.exists():                              # getrusage tells that of the process that started this one, too
         line, = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))

@@ -51,7 +51,7 @@ class P2PGroup:
 
         Raises TransportError where the sender has ended, DisagreementError where its message has another tag."""
         if peer in self._local:
-            return lambda: _counted(lambda: torch_ext.recv(
+            return lambda: _receive_counted(lambda: torch_ext.recv(
                 self._local[peer], -1 if nbytes is None else nbytes, _tag_number(tag), self.what, self._local_numbers))
         if nbytes is None:
             nbytes = int(self.recv(peer, tag, 8)().view(torch.int64))
@@ -62,7 +62,7 @@ class P2PGroup:
             wait({peer: work}, self.what, tuple(self.peers))
             return buffer
 
-        return lambda: _counted(finish)
+        return lambda: _receive_counted(finish)
 
     def wait_sent(self, tag: Hashable) -> None:
         """Wait until messages of this tag to other hosts are sent; their memory is free again."""
@@ -77,7 +77,7 @@ class P2PGroup:
             torch_ext.wait_acked(number, self.what, self._local_numbers)
 
 
-def _counted(receive: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _receive_counted(receive: Callable[[], torch.Tensor]) -> torch.Tensor:
     began = time.perf_counter()
     message = receive()
     counters.add(received=message.numel(), seconds=time.perf_counter() - began)
