@@ -16,10 +16,9 @@ from shards import cut, place
 import globaltensor as gt
 from globaltensor.boxings.group_step import group_step
 from globaltensor.boxings.plan import plan, plan_bytes
-from globaltensor.boxings.redistribute import Move
+from globaltensor.boxings.redistribute import Move, plan_together
 from globaltensor.boxings.route import route
 from globaltensor.boxings.run_steps import RunningBoxing
-from globaltensor.boxings.seen import plan_together
 from globaltensor.layouts.layout import layout, spec
 from globaltensor.layouts.regions import volume
 from globaltensor.layouts.sbp import broadcast as B, partial_max, partial_sum as P, split as S

@@ -4,13 +4,18 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import time
+import types
 
 import pytest
 import torch
-from harness import PROGRAMS, PYTHON, RUN, environment, good, run
+from harness import PROGRAMS, PYTHON, ROOT, RUN, environment, good, run
 
 import globaltensor as gt
+
+sys.path.insert(0, str(ROOT / "examples"))
+import train_gpt
 
 P = gt.placement("cpu", [0, 1])
 S, B = gt.sbp.split, gt.sbp.broadcast
@@ -129,6 +134,45 @@ def test_who_waits_for_whom(native, tmp_path):
     assert first > 0.3 and first > second + 0.2
     assert first <= of_ranks[0]["communication_seconds/rank_0"] + 0.01
     assert all(now["communication_bytes"] == 64 * 64 * 4 // 2 for now in both)
+
+
+SMALL = ("--dp 2 --tp 2 --steps 12 --layers 2 --hidden 16 --heads 2 --seq 12 --batch 4 --sample 4 "
+         "--tensorboard=board").split()
+
+
+class Board:
+    """In the place of tensorboard's SummaryWriter."""
+
+    def __init__(self, folder):
+        self.folder, self.scalars, self.closed = folder, {}, False
+        Board.made = self
+
+    def add_scalar(self, name, value, step):
+        self.scalars.setdefault(name, []).append((step, value))
+
+    def close(self):
+        self.closed = True
+
+
+def test_tensorboard_gets_the_loss_and_the_metrics(monkeypatch):
+    monkeypatch.setattr(train_gpt, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Board))
+    losses, _ = train_gpt.train(train_gpt.parse(SMALL))
+    scalars = Board.made.scalars
+    assert (Board.made.folder, Board.made.closed) == ("board", True)
+    assert scalars["loss"] == [(10, losses[9]), (12, losses[11])]
+    tokens, seconds = ([value for _, value in scalars[name]] for name in ("tokens_per_second", "seconds"))
+    assert [rate * time for rate, time in zip(tokens, seconds)] == pytest.approx([10 * 4 * 12, 2 * 4 * 12])
+    assert all(value > 0 for name in ("mfu", "communication_bytes", "peak_memory_bytes/rank_0")
+               for _, value in scalars[name])
+
+
+def test_without_tensorboard_the_example_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(train_gpt, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as end:
+        train_gpt.parse(SMALL)
+    assert end.value.code == ("train_gpt.py: --tensorboard needs tensorboard, which is not installed: "
+                              "pip install 'globaltensor[tensorboard]'")
 
 
 # ------------------------------------------------------------------------------------------------------------- logs
