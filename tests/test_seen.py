@@ -37,7 +37,7 @@ def test_ranges_and_counts_are_what_is_recorded(native, ranks):
         assert line["boxings"] > line["cases"]
 
 
-def test_ranges_enclose_what_the_op_does():
+def test_ranges_enclose_what_the_op_does(tmp_path):
     x, w = gt.randn(4, 6, placement=P, sbp=S(0)), gt.randn(6, 8, placement=P, sbp=S(0))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         x @ w
@@ -45,6 +45,9 @@ def test_ranges_enclose_what_the_op_does():
     ops = [event.time_range for event in profile.events() if event.name == "aten::mm"]
     assert any(op.start <= boxing.time_range.start and boxing.time_range.end <= op.end for op in ops)
     assert not boxing.is_async and boxing.cpu_time > 0
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))        # which torch writes without escaping names
+    names = [row["name"] for row in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
+    assert names.count(boxing.name) == 1
 
 
 def test_a_boxing_that_is_forbidden_has_no_range():

@@ -32,11 +32,13 @@ def seen() -> bool:
 
 
 def range_name(op: str, src: Layout, dst: Layout, tensors: int, nbytes: int, place: str) -> str:
-    """How a profiler shows a boxing: `boxing for aten.mm.default: placement("cpu", [0, 1]) S(0) -> B, 32 bytes,
-    train.py:7`. Where the layouts are of two placements, both are told."""
+    """How a profiler shows a boxing: `boxing for aten.mm.default: placement('cpu', [0, 1]) S(0) -> B, 32 bytes,
+    train.py:7`. Where the layouts are of two placements, both are told. Without what torch, which writes names as they
+    are, would write as JSON that nobody can read."""
     to = sbp_text(dst.sbp) if src.placement == dst.placement and not isinstance(dst, RankRegions) else dst
     many = f" x{tensors}" if tensors > 1 else ""
-    return f"boxing for {op}: {src}{many} -> {to}, {nbytes:,} bytes, {place}"
+    name = f"boxing for {op}: {src}{many} -> {to}, {nbytes:,} bytes, {place}"
+    return name.replace('"', "'").replace("\\", "/")
 
 
 @contextmanager

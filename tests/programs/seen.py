@@ -63,7 +63,7 @@ def text(move):
     inside = move.src.placement == move.dst.placement and "regions" not in str(move.dst)
     many = f" x{move.tensors}" if move.tensors > 1 else ""
     dst = str(move.dst).removeprefix(f"{move.dst.placement} ") if inside else move.dst
-    return f"boxing for {move.op}: {move.src}{many} -> {dst}, {move.bytes:,} bytes, {move.where}"
+    return f"boxing for {move.op}: {move.src}{many} -> {dst}, {move.bytes:,} bytes, {move.where}".replace('"', "'")
 
 
 def ranges(of):
