@@ -343,8 +343,9 @@ def board(options: argparse.Namespace, parameters: int) -> Iterator[Any]:
             tokens = noted * options.batch * options.seq
             now = gt.metrics(tokens=tokens, flops=6 * parameters * tokens, every_rank=True)
             noted = 0
-            for name, value in ({"loss": loss} | now).items() if writer is not None else ():
-                writer.add_scalar(name, value, step)
+            if writer is not None:
+                for name, value in ({"loss": loss} | now).items():
+                    writer.add_scalar(name, value, step)
 
     gt.metrics()                                     # begins to count
     yield note
