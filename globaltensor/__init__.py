@@ -57,6 +57,7 @@ FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | dict.fromke
     "data": "globaltensor",                          # a room that is public as it stands, as is rules
     "dtensor": "globaltensor",
     "explain": "globaltensor.debug.explain",
+    "export_chrome_trace": "globaltensor.debug.merged_trace",
     "from_dtensor": "globaltensor.dtensor.conversion",
     "from_full": "globaltensor.tensors.convert",
     "from_local": "globaltensor.tensors.convert",
@@ -102,6 +103,7 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
     from globaltensor.checkpoint.tree import StateError as StateError
     from globaltensor.debug.audit import audit as audit
     from globaltensor.debug.explain import explain as explain
+    from globaltensor.debug.merged_trace import export_chrome_trace as export_chrome_trace
     from globaltensor.debug.metrics import metrics as metrics
     from globaltensor.debug.show import show as show
     from globaltensor.dispatch.core import rule as rule

@@ -98,6 +98,7 @@ REVEALED = {                                         # what a user writes: its t
     "gt.world_size()": "int",
     "gt.audit(linear, adam)": "int",
     "gt.metrics(tokens=1, every_rank=True)": "dict[str, float]",
+    "gt.export_chrome_trace(None, 'trace.json')": "None",
     "gt.init()": "globaltensor.runtime.world.World",
     "gt.record().__enter__()": "list[globaltensor.boxings.watch.BoxingRecord]",
     "gt.boxing('forbid').__enter__()": "None",

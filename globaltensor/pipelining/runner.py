@@ -200,11 +200,15 @@ class PipelineRunner:
 
     @api_boundary
     def gathered_events(self) -> list[Event]:
-        """The events of all processes, for `timetable`. Where several ranks run the same stages, those of the first."""
+        """The events of all processes, for `timetable`."""
+        own: Any = tuple(map(tuple, self.own_events()))
+        return [Event(*event) for events in gather_objects(own, "the events of a pipeline") for event in events]
+
+    def own_events(self) -> list[Event]:
+        """Those that this process tells of. Where several ranks run the same stages, the first does."""
         lead = not self._ranks or world().rank == self.model.placements[
             self.schedule.stages_of[self._ranks[0]][0]].flat[0]
-        own: Any = tuple(map(tuple, self.events)) if lead or world().single_process else ()
-        return [Event(*event) for events in gather_objects(own, "the events of a pipeline") for event in events]
+        return self.events if lead or world().single_process else []
 
     # -------------------------------------------------------------------------------------------------------- one step
 
