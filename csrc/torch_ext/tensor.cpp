@@ -118,7 +118,7 @@ namespace {
 
 int set_shards(PyObject* self, PyObject* value, void*) {
   HANDLE_TH_ERRORS
-  if (is_traced(self)) return set_traced_item(self, "_shards", value);
+  if (is_traced(self)) return set_traced_item(self, "_shards", value) | set_traced_item(self, "completed", Py_None);
   auto* impl = global(THPVariable_Unpack(self));
   impl->view = {};
   impl->forget_completed();

@@ -23,6 +23,7 @@ from globaltensor.rules.call import arguments
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import OpOverload
 
+# Ops of ours that want values; the others want what each rank holds.
 _OF_VALUES = {"globaltensor::linear", "globaltensor::contract"}
 
 
@@ -66,7 +67,7 @@ def with_completed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
                    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with completed operands where there are some, but for those that are written to or viewed."""
     if func.namespace == "globaltensor" and func._schema.name not in _OF_VALUES:
-        return args, kwargs                          # of what each rank holds
+        return args, kwargs
     by_name = {a.name: a for a in arguments(func)}
     of_args = tuple(value if a.aliased else _with_completed(value) for a, value in zip(by_name.values(), args))
     return of_args, {name: value if by_name[name].aliased else _with_completed(value) for name, value in kwargs.items()}

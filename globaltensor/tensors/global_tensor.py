@@ -122,7 +122,7 @@ class GlobalTensor(TensorMethods):
 
     @shards.setter
     def shards(self, value: Shards) -> None:
-        self._shards = value
+        self._shards, self.completed = value, None
 
     @property
     def origin(self) -> Origin | None:
