@@ -21,7 +21,14 @@ from globaltensor.layouts.global_like import is_global
 from globaltensor.op_table.line import Line, always_decomposed
 from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call, arguments
-from globaltensor.runtime.torch_internals import OpOverload, call_kernel, counting_writes, has_kernel, is_composite
+from globaltensor.runtime.torch_internals import (
+    OpOverload,
+    break_graph,
+    call_kernel,
+    counting_writes,
+    has_kernel,
+    is_composite,
+)
 
 aten = torch.ops.aten
 # Composite ops that read memory before they call an op: they run on shards, as ops do that torch does not unfold.
@@ -57,6 +64,8 @@ def _other_memory(call: Call, run: Run) -> Any:
     """x.set_(y): x becomes what y is, with y's layout; of global tensors only."""
     if call.func is aten.set_.source_Tensor and all(is_global(t) for t in call.tensors):
         x, y = call.tensors
+        if x.traced:
+            break_graph(call.func)                   # `x.data = y`, which a graph would do to what stands for x alone
         become(x, y)
         return x
     raise InPlaceError(f"{call.func}: a tensor and the memory of another one, where one of them is global",
