@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import PROGRAMS, RUN, environment, good
+from harness import PROGRAMS, PYTHON, RUN, environment, good
 from torch import nn
 from torch.nn import functional as F
 
 import globaltensor as gt
+from globaltensor.runtime.native import torch_ext
 
 P = gt.placement("cpu", [0, 1, 2], ("tp",))
 
@@ -57,6 +58,30 @@ def test_a_write_ends_it(write, mode):
             torch.testing.assert_close(torch.stack([x, x]).full_tensor(), torch.stack([plain, plain]))
             torch.testing.assert_close(x.full_tensor(), plain)
             assert x.sbp == (gt.sbp.partial_sum,) or write == "another's data"
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_ends_it_in_what_is_compiled(write):
+    def program(arg):
+        x = arg * 2
+        before = x.relu(), arg.relu()
+        WRITES[write](x)
+        WRITES[write](arg)
+        return *before, x.exp(), arg.exp(), arg
+
+    torch.compiler.reset()
+    plain = torch.arange(12, dtype=torch.float64).view(4, 3) / 7
+    x = pending(plain.clone())
+    seen = torch.compile(program, backend="aot_eager")(x)
+    for got, right in zip([*seen, x], [*program(plain), plain], strict=True):
+        torch.testing.assert_close(got.full_tensor(), right)
+
+
+@pytest.mark.skipif(torch_ext is None, reason="no native code")
+def test_without_native_code():
+    chosen = "not compiled and not ranks_decide"
+    command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, __file__]
+    assert "passed" in good(command, environment(GLOBALTENSOR_NATIVE="0"), timeout=120)
 
 
 def test_the_tensor_stays_as_it_is():
