@@ -20,10 +20,11 @@ import torch
 
 import globaltensor as gt
 from benchmarks.timing import show
+from globaltensor.boxings.copy_plan import CopyMove, Strides
 from globaltensor.boxings.kernel_program import compile_program
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
-from tests.cuda_library import Corner, Library, Move, Numbers, Region, build, move, shard
+from tests.cuda_library import Corner, Library, Region, build, move, shard
 
 RANKS, MEGABYTES, CALLS, ROUNDS = 4, (64, 512), 10, 7
 PATHS = [(split(0), split(1)), (split(1), split(0)), (split(0), broadcast), (partial_sum, split(0)),
@@ -32,7 +33,7 @@ PATHS = [(split(0), split(1)), (split(1), split(0)), (split(0), broadcast), (par
 
 class Pass(NamedTuple):
     name: str
-    moves: list[Move]
+    moves: list[CopyMove]
     nbytes: int                                      # read and written
     right: Callable[[], bool]
     plain: Callable[[], object] | None = None        # what torch does for it, where that is one call
@@ -68,7 +69,7 @@ def single(name: str, sources: list[torch.Tensor], target: torch.Tensor, plain: 
            expected: Callable[[], torch.Tensor] | None = None) -> Pass:
     """One region: the sum of all of these, cast."""
     n, shape = len(sources), target.shape
-    region = Region(len(shape), n, 1, 0, 1, 0, Numbers(*shape))
+    region = Region(len(shape), n, 1, 0, 1, 0, Strides(*shape))
     asked = move([region], [*[Corner(i) for i in range(n)], Corner(0)], [shard(t) for t in sources], [shard(target)],
                  sources[0].dtype, target.dtype)
 

@@ -9,7 +9,9 @@ import os
 import random
 
 import torch
-from cuda_library import Corner, Move, Numbers, Region, Shard, move
+from cuda_library import Corner, Region, move
+
+from globaltensor.boxings.copy_plan import CopyMove, ShardPlace, Strides
 
 SEED = int(os.environ.get("CUDA_SEED") or 20_261_121)
 
@@ -102,13 +104,13 @@ class Job:
         moved = {id(t): memory_of(t).to(device, copy=True) for t in tensors}
         self.made = [moved[id(t)] for t in tensors]
 
-    def move(self) -> Move:
-        held = [Shard(m.data_ptr() + t.storage_offset() * t.itemsize, Numbers(*t.stride()))
+    def move(self) -> CopyMove:
+        held = [ShardPlace(m.data_ptr() + t.storage_offset() * t.itemsize, Strides(*t.stride()))
                 for t, m in zip(self.tensors, self.made)]
-        corners = [Corner(i if i < self.count else i - self.count, Numbers(*start))
+        corners = [Corner(i if i < self.count else i - self.count, Strides(*start))
                    for i, start in enumerate(self.starts)]
         regions = [Region(len(self.sizes), self.count, len(self.tensors) - self.count, part, self.parts, 0,
-                          Numbers(*self.sizes)) for part in range(self.parts)]
+                          Strides(*self.sizes)) for part in range(self.parts)]
         return move(regions, corners, held[:self.count], held[self.count:], self.src, self.dst, self.op)
 
     def check(self, what: object) -> None:

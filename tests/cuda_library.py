@@ -1,4 +1,4 @@
-"""The library of CUDA kernels as Python sees it: its structs, its calls, how it is built.
+"""The library of CUDA kernels as Python sees it: its calls, how it is built.
 
     library = Library(build(folder), "cuda")         # or Library(build_threads(folder), "cpu"): threads for a GPU
     library.reduce([move(regions, corners, sources, targets, op="sum")])
@@ -16,6 +16,11 @@ from pathlib import Path
 
 import torch
 
+from globaltensor.boxings.copy_plan import CopyMove, ShardPlace, Strides
+from globaltensor.boxings.kernel_program import OPS
+from globaltensor.boxings.process_boxing import BarrierGroup
+from globaltensor.runtime.kernel_library import NEEDS_ROOM, REDUCED
+
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "csrc").rglob("*.cu"))
 GXX = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing",
@@ -23,54 +28,33 @@ GXX = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-un
 NVCC = ["nvcc", "-std=c++17", "-O3", "--fmad=false", "-Xcompiler",
         "-fPIC,-Wall,-Wextra,-Wno-unknown-pragmas,-fvisibility=hidden"]
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32,
-          torch.int64, torch.uint8, torch.bool, torch.complex64, torch.complex128]           # as in enum gt_dtype
-OPS = {"sum": 0, "max": 1, "min": 2}                                           # enum gt_op
-DIMS, RANKS, BLOCKS = 8, 16, 256                     # GT_DIMS, GT_CUDA_RANKS, GT_CUDA_BLOCKS
-BAD_DTYPE, NEEDS_ROOM, MISALIGNED = -1, -2, -3       # enum gt_cuda_status
-
-Numbers = ctypes.c_int64 * DIMS
+BAD_DTYPE, MISALIGNED = -1, -3                       # enum gt_cuda_status
 
 
 class Corner(ctypes.Structure):
-    _fields_ = [("shard", ctypes.c_int64), ("start", Numbers)]
+    _fields_ = [("shard", ctypes.c_int64), ("start", Strides)]
 
 
 class Region(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int32) for name in ("ndim", "sources", "targets", "part", "parts", "first")]
-    _fields_ += [("size", Numbers)]
+    _fields_ += [("size", Strides)]
 
 
-class Shard(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("stride", Numbers)]
+def shard(t: torch.Tensor) -> ShardPlace:
+    return ShardPlace(t.data_ptr(), Strides(*t.stride()))
 
 
-class Move(ctypes.Structure):
-    _fields_ = [("regions", ctypes.c_void_p), ("count", ctypes.c_int64), ("corners", ctypes.c_void_p),
-                ("sources", ctypes.c_void_p), ("targets", ctypes.c_void_p),
-                ("source_dtype", ctypes.c_int32), ("target_dtype", ctypes.c_int32), ("op", ctypes.c_int32)]
-
-
-class Group(ctypes.Structure):
-    _fields_ = [("pad", ctypes.c_void_p * RANKS), ("epoch", ctypes.c_void_p), ("abort", ctypes.c_void_p),
-                ("gave_up", ctypes.c_void_p), ("rank", ctypes.c_int32), ("ranks", ctypes.c_int32)]
-
-
-def shard(t: torch.Tensor) -> Shard:
-    return Shard(t.data_ptr(), Numbers(*t.stride()))
-
-
-def move(regions: Sequence[Region] | bytes, corners: Sequence[Corner] | bytes, sources: Sequence[Shard],
-         targets: Sequence[Shard], source: torch.dtype, target: torch.dtype, op: str | int = "sum") -> Move:
+def move(regions: Sequence[Region] | bytes, corners: Sequence[Corner] | bytes, sources: Sequence[ShardPlace],
+         targets: Sequence[ShardPlace], source: torch.dtype, target: torch.dtype, op: str | int = "sum") -> CopyMove:
     """One tensor's boxing. Regions and corners may also be packed, as boxings/kernel_program.py has them."""
     def packed(what: Sequence | bytes, of: type) -> ctypes.Array:
         return (ctypes.create_string_buffer(what, max(len(what), 1)) if isinstance(what, bytes) else
                 (of * max(len(what), 1))(*what))
 
-    held = packed(regions, Region), packed(corners, Corner), packed(sources, Shard), packed(targets, Shard)
+    held = packed(regions, Region), packed(corners, Corner), packed(sources, ShardPlace), packed(targets, ShardPlace)
     count = len(regions) // ctypes.sizeof(Region) if isinstance(regions, bytes) else len(regions)
     at = [ctypes.addressof(x) for x in held]
-    made = Move(at[0], count, *at[1:], DTYPES.index(source), DTYPES.index(target), OPS.get(op, op))
+    made = CopyMove(at[0], count, *at[1:], REDUCED.index(source), REDUCED.index(target), OPS.get(op, op))
     made.held = held                                 # lives as long as the move does
     return made
 
@@ -97,9 +81,9 @@ class Library:
         if status:
             raise RuntimeError(self.lib.gt_cuda_message(status).decode() if self.on_gpu else f"status {status}")
 
-    def reduce(self, moves: Sequence[Move], give_room: bool = True) -> int:
+    def reduce(self, moves: Sequence[CopyMove], give_room: bool = True) -> int:
         """gt_cuda_reduce, with room for the table where it asks for it; its status."""
-        table, count, none = (Move * len(moves))(*moves), ctypes.c_int64(len(moves)), ctypes.c_size_t(0)
+        table, count, none = (CopyMove * len(moves))(*moves), ctypes.c_int64(len(moves)), ctypes.c_size_t(0)
         status = self.lib.gt_cuda_reduce(self.number, table, count, None, none, self.stream)
         if status == NEEDS_ROOM and give_room:
             size = ctypes.c_size_t()
@@ -109,17 +93,18 @@ class Library:
                                              self.stream)
         return status
 
-    def box(self, group: Group, blocks: int, moves: Sequence[Move]) -> int:
+    def box(self, group: BarrierGroup, blocks: int, moves: Sequence[CopyMove]) -> int:
         """gt_cuda_reduce_in_sync of a table that needs no room; its status."""
-        return self.lib.gt_cuda_reduce_in_sync(self.number, ctypes.byref(group), blocks, (Move * len(moves))(*moves),
-                                    ctypes.c_int64(len(moves)), None, ctypes.c_size_t(0), self.stream)
+        table, no_room = (CopyMove * len(moves))(*moves), ctypes.c_size_t(0)
+        return self.lib.gt_cuda_reduce_in_sync(self.number, ctypes.byref(group), blocks, table,
+                                               ctypes.c_int64(len(moves)), None, no_room, self.stream)
 
     def fill(self, law: str, key: int, shape: Sequence[int], box: Sequence[tuple[int, int]], out: torch.Tensor,
              *parameters: float | int) -> None:
         """Random numbers of the box into `out`, contiguous, by gt_cuda_fill_<law>, with parameters as in fill.h."""
         numbers = [*shape, *itertools.chain(*box)]
         self.check(getattr(self.lib, f"gt_cuda_fill_{law}")(
-            self.number, self.stream, ctypes.c_void_p(out.data_ptr()), DTYPES.index(out.dtype), ctypes.c_uint64(key),
+            self.number, self.stream, ctypes.c_void_p(out.data_ptr()), REDUCED.index(out.dtype), ctypes.c_uint64(key),
             len(shape), (ctypes.c_int64 * max(len(numbers), 1))(*numbers),
             *[ctypes.c_double(p) if isinstance(p, float) else ctypes.c_uint64(p) for p in parameters]))
 

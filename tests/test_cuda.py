@@ -23,22 +23,14 @@ import torch
 from cuda_cases import SEED, Job, memory_of, reduced, same, sizes_at_random, strange
 from cuda_library import (
     BAD_DTYPE,
-    BLOCKS,
-    DTYPES,
     GXX,
     MISALIGNED,
-    NEEDS_ROOM,
     NVCC,
-    RANKS,
     ROOT,
     SOURCES,
     Corner,
-    Group,
     Library,
-    Move,
-    Numbers,
     Region,
-    Shard,
     build,
     build_threads,
     command,
@@ -47,15 +39,18 @@ from cuda_library import (
 )
 from shards import cut, join, place, random_like
 
+from globaltensor.boxings.copy_plan import CopyMove, ShardPlace, Strides
 from globaltensor.boxings.kernel_program import compile_program
+from globaltensor.boxings.process_boxing import BLOCKS, RANKS, BarrierGroup
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.sbp import broadcast, partial_max, partial_sum, split
 from globaltensor.runtime import philox
+from globaltensor.runtime.kernel_library import NEEDS_ROOM, REDUCED
 from globaltensor.runtime.native import core_lib
 
 print(f"tests/test_cuda.py: CUDA_SEED={SEED}")
-FLOATS = DTYPES[:4]
-PAIRS = [(a, b) for a in FLOATS for b in FLOATS] + [(d, d) for d in DTYPES[4:]]
+FLOATS = REDUCED[:4]
+PAIRS = [(a, b) for a in FLOATS for b in FLOATS] + [(d, d) for d in REDUCED[4:]]
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
@@ -102,7 +97,7 @@ def test_any_region_is_what_torch_makes_of_it(machine: Library, src: torch.dtype
         job.check(i)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("dtype", REDUCED, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("sizes", [[1000], [7, 1000], [37, 70], [64, 64], [3, 65, 66], [9, 2, 40], [20011]], ids=str)
 def test_contiguous_aligned_and_not(machine: Library, dtype: torch.dtype, sizes: list[int]) -> None:
     """Words of every width, with a head and a tail or without; and all ways to turn."""
@@ -151,14 +146,14 @@ def test_what_cannot_be_done_is_said(machine: Library) -> None:
             setattr(asked, name, value)
         return machine.reduce([asked])
 
-    raw4 = len(DTYPES) + 2
-    assert status(torch.float32, 1, target_dtype=DTYPES.index(torch.int32)) == BAD_DTYPE
+    raw4 = len(REDUCED) + 2
+    assert status(torch.float32, 1, target_dtype=REDUCED.index(torch.int32)) == BAD_DTYPE
     assert status(torch.float32, 1, source_dtype=raw4, target_dtype=raw4) == 0       # raw words are copied
     assert status(torch.float32, 2, source_dtype=raw4, target_dtype=raw4) == BAD_DTYPE
     assert status(torch.complex64, 2, op=1) == BAD_DTYPE
     odd = torch.zeros(20, dtype=torch.uint8, device=machine.device)
-    table = [Shard(odd.data_ptr() + 1, Numbers(1))]
-    region, corners = Region(1, 1, 1, 0, 1, 0, Numbers(3)), [Corner(0), Corner(0)]
+    table = [ShardPlace(odd.data_ptr() + 1, Strides(1))]
+    region, corners = Region(1, 1, 1, 0, 1, 0, Strides(3)), [Corner(0), Corner(0)]
     assert machine.reduce([move([region], corners, table, table, torch.float32, torch.float32)]) == MISALIGNED
 
 
@@ -231,7 +226,7 @@ def laws() -> dict:
         "exponential": (FLOATS, (0.7,), lambda d: [1 / 0.7, smallest(d)]),
         "integers": ([torch.int64, torch.int32, torch.int16, torch.int8, *FLOATS], (-3, 100), lambda d: whole(-3, 100)),
         "integers of 96 bits": ([torch.int64], (-2**63, 2**63 - 1), lambda d: whole(-2**63, 2**63 - 1)),
-        "bernoulli": ([*DTYPES[:10], torch.complex64], (0.3,), lambda d: [math.ceil(0.3 * 2**32)]),
+        "bernoulli": ([*REDUCED[:10], torch.complex64], (0.3,), lambda d: [math.ceil(0.3 * 2**32)]),
     }
 
 
@@ -310,9 +305,9 @@ def gpu(machine: Library) -> Library:
     return machine
 
 
-def sum_of(tensors: list[torch.Tensor], into: torch.Tensor, part: int, parts: int) -> Move:
+def sum_of(tensors: list[torch.Tensor], into: torch.Tensor, part: int, parts: int) -> CopyMove:
     """The sum of vectors, of which a part is made."""
-    region = Region(1, len(tensors), 1, part, parts, 0, Numbers(into.numel()))
+    region = Region(1, len(tensors), 1, part, parts, 0, Strides(into.numel()))
     return move([region], [*[Corner(i) for i in range(len(tensors))], Corner(0)], [shard(t) for t in tensors],
                 [shard(into)], into.dtype, into.dtype)
 
@@ -328,8 +323,8 @@ def test_ranks_on_streams_of_one_gpu_meet(gpu: Library) -> None:
     result = torch.empty(n, device="cuda")
     streams = [torch.cuda.Stream() for _ in range(ranks)]
     moves = [sum_of(inputs, result, r, ranks) for r in range(ranks)]
-    groups = [Group((ctypes.c_void_p * RANKS)(*[p.data_ptr() for p in pads]), epochs[r].data_ptr(), words.data_ptr(),
-                    words.data_ptr() + 4, r, ranks) for r in range(ranks)]
+    groups = [BarrierGroup((ctypes.c_void_p * RANKS)(*[p.data_ptr() for p in pads]), epochs[r].data_ptr(),
+                           words.data_ptr(), words.data_ptr() + 4, r, ranks) for r in range(ranks)]
     torch.cuda.synchronize()
     watchdog = threading.Timer(30, lambda: words.fill_(1))                     # a hang becomes a failure
     watchdog.start()
@@ -384,9 +379,9 @@ def test_memory_of_another_process(gpu: Library, folder: Path) -> None:
     data = ctypes.c_void_p()
     assert gpu.lib.gt_cuda_ipc_open(0, memory, ctypes.byref(data)) == 0
     here, sevens = torch.empty(1000, device="cuda"), torch.full((500,), 7.0, device="cuda")
-    theirs = Shard(data.value, Numbers(1))
+    theirs = ShardPlace(data.value, Strides(1))
     for source, target, count in ((theirs, shard(here), 1000), (shard(sevens), theirs, 500)):
-        region = Region(1, 1, 1, 0, 1, 0, Numbers(count))
+        region = Region(1, 1, 1, 0, 1, 0, Strides(count))
         gpu.check(gpu.reduce([move([region], [Corner(0)] * 2, [source], [target], torch.float32, torch.float32)]))
     assert torch.equal(here.cpu(), torch.arange(1000, 2000).float())
     torch.cuda.synchronize()

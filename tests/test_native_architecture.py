@@ -218,17 +218,16 @@ def signed(dtype: torch.dtype) -> torch.dtype:
 
 # name on the page of twins -> (Python's, C++'s)
 MIRRORED = {
-    "DIMS": lambda: ({kernel_program.DIMS, cuda_library.DIMS}, {constant("kernels/region.h", "GT_DIMS")}),
-    "OPS": lambda: ([kernel_program.OPS[op] for op in ("sum", "max", "min")] + [*cuda_library.OPS.values()],
-                    [*enum("common/dtype.h", "gt_op").values()] * 2),
+    "DIMS": lambda: (kernel_program.DIMS, constant("kernels/region.h", "GT_DIMS")),
+    "OPS": lambda: ([kernel_program.OPS[op] for op in ("sum", "max", "min")],
+                    [*enum("common/dtype.h", "gt_op").values()]),
     "I_READ": lambda: ({f"GT_{name}": getattr(kernel_program, name) for name in
                         ("I_READ", "IT_READS", "I_WRITE", "IT_WRITES")}, enum("transport/transport.h", "gt_tie")),
     "_region": lambda: (expanded(kernel_program._region.format), layout_of("kernels/region.h", "gt_region")),
     "_corner": lambda: (expanded(kernel_program._corner.format), layout_of("kernels/region.h", "gt_corner")),
     "_CODES": lambda: (philox._CODES, {dtype: code for dtype, code in dtypes().items() if dtype in philox._CODES} | {
         dtype: dtypes()[signed(dtype)] for dtype in philox._CODES if dtype not in dtypes()}),
-    "DTYPES": lambda: ([dtypes()[dtype] for dtype in (*cuda_library.DTYPES, *kernel_library.REDUCED)],
-                       [*range(len(cuda_library.DTYPES))] * 2),
+    "REDUCED": lambda: ([dtypes()[dtype] for dtype in kernel_library.REDUCED], [*range(len(kernel_library.REDUCED))]),
     "MAX_PENDING": lambda: (2 * p2p.MAX_PENDING <= constant("transport/transport.h", "GT_MESSAGES"), True),
     "KEPT": lambda: (recent.KEPT, constant("torch_ext/recipe_cache.cpp", "kKept")),
     "_describe": lambda: (described(), len({*fields("torch_ext/spec.h", "SpecTraits"), "sizes", "strides"})),
@@ -238,9 +237,9 @@ MIRRORED = {
         re.findall(r'structs_from<\w+>\(fields, "(\w+)"\)', code(CSRC / "torch_ext/boxing.cpp")))),
     "_failed": lambda: (strings_compared_with("how", boxings_native._failed) <= set(
         re.findall(r'"(\w+)"', re.search(r"const char\* how = [^;]+", code(CSRC / "torch_ext/host.cpp"))[0])), True),
-    "RANKS": lambda: ([cuda_library.RANKS, cuda_library.BLOCKS, process_boxing.RANKS, process_boxing.BLOCKS],
-                      [constant("kernels/reduce_cuda.h", f"GT_CUDA_{name}") for name in ("RANKS", "BLOCKS")] * 2),
-    "BAD_DTYPE": lambda: ([cuda_library.BAD_DTYPE, cuda_library.NEEDS_ROOM, cuda_library.MISALIGNED],
+    "RANKS": lambda: (process_boxing.RANKS, constant("kernels/reduce_cuda.h", "GT_CUDA_RANKS")),
+    "BLOCKS": lambda: (process_boxing.BLOCKS, constant("kernels/reduce_cuda.h", "GT_CUDA_BLOCKS")),
+    "NEEDS_ROOM": lambda: ([cuda_library.BAD_DTYPE, kernel_library.NEEDS_ROOM, cuda_library.MISALIGNED],
                           [*enum("kernels/reduce_cuda.h", "gt_cuda_status").values()][1:4]),
 }
 
@@ -255,9 +254,8 @@ def test_every_pair_on_the_page_of_twins_is_compared():
     table = (ROOT / "docs" / "native-twins.md").read_text().partition("## Constants")[2].partition("\n## ")[0]
     names = set(itertools.chain.from_iterable(
         re.findall(r"`(\w+)`", row.split("|")[1]) for row in table.splitlines() if row.startswith("| [")))
-    tests_only = {"DTYPES", "RANKS", "BAD_DTYPE"}    # of tests/cuda_library.py
     ties = {"IT_READS", "I_WRITE", "IT_WRITES"}      # compared with I_READ
-    assert names - ties == MIRRORED.keys() - tests_only
+    assert names - ties == MIRRORED.keys()
 
 
 def test_the_philox_library_is_called_as_it_is_declared():

@@ -47,7 +47,8 @@ from globaltensor.runtime.exchange import exchange
 from globaltensor.runtime.kernel_library import IPC_BYTES, KernelLibrary
 from globaltensor.runtime.world import shared_gpu, world
 
-RANKS, BLOCKS = 16, 256                              # GT_CUDA_RANKS, GT_CUDA_BLOCKS
+RANKS = 16                                           # GT_CUDA_RANKS
+BLOCKS = 256                                         # GT_CUDA_BLOCKS
 GROUPS = 32                                          # of ranks that box together; each has barriers of its own
 STAGING = 64 << 20                                   # bytes for shards
 LARGE_SUM = 512 << 10                                # bytes of a sum, above which ranks would read too much
