@@ -242,7 +242,11 @@ def _fill_in_graph(key: Tensor, shape: Shape, edges: Sequence[int], dtype: torch
     return globals()[name](numbers, elements, *parts).to(dtype)
 
 
-custom_ops.implement(custom_ops.draw_key, lambda: torch.tensor(draw_key()))
+def _draw_key_in_graph() -> Tensor:
+    return torch.tensor(draw_key())
+
+
+custom_ops.implement(custom_ops.draw_key, _draw_key_in_graph)
 custom_ops.tell_shapes(custom_ops.draw_key, lambda: torch.empty((), dtype=torch.int64))
 order_effects(custom_ops.draw_key)
 custom_ops.implement(custom_ops.fill, _fill_in_graph)

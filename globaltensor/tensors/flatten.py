@@ -15,10 +15,10 @@ from __future__ import annotations
 import gc
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from types import FunctionType
+from types import CellType, FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -80,9 +80,33 @@ def _keep_dynamo_out(modules: int) -> None:
     """Let torch compile no function of this package by itself, as it would where the user's graph ends and the program
     goes on: in a hook, in dispatch, in a factory. Inside the user's functions it may follow what it can. Done again
     where there are other `modules`."""
-    for one in gc.get_objects():
-        if type(one) is FunctionType and one.__code__.co_filename.startswith(OURS):
-            leave_alone(one.__code__)
+    for function in _package_functions():
+        leave_alone(function.__code__)
+
+
+def _package_functions() -> Iterator[FunctionType]:
+    """All that this package's modules lead to. (Of all objects, gc.get_objects hides what a program froze.)"""
+    seen: set[int] = set()
+    todo: list[Any] = [vars(module) for name, module in list(sys.modules.items()) if _is_of_package(name)]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, FunctionType):
+            if one.__code__.co_filename.startswith(OURS):
+                yield one
+            todo += [one.__closure__, vars(one)]     # not its globals: other modules' are not ours
+        elif isinstance(one, _HOLDERS) or _is_of_package((one if isinstance(one, type) else type(one)).__module__):
+            todo += gc.get_referents(one)
+
+
+_HOLDERS = (dict, list, tuple, set, frozenset, CellType, MappingProxyType, property, staticmethod, classmethod, partial,
+            cached_property, type(lru_cache(print)))
+
+
+def _is_of_package(module: object) -> bool:
+    return str(module).partition(".")[0] == __name__.partition(".")[0]
 
 
 def _nth_shard(nth: int) -> property:

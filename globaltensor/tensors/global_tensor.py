@@ -366,6 +366,10 @@ def _at_our_key(func: OpOverload) -> None:
     func.py_impl(OWN_KEY)(partial(arrive, GlobalTensor, func))       # a partial has no frame
 
 
+def _box_gradient_of(grad: Any, x: Any, dst: Any) -> Any:
+    return box_gradient(grad, x.layout, dst)
+
+
 flatten.let_torch_trace(GlobalTensor)
 _aten = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericWrapper")
 _aten.impl("one_hot", value_reads.one_hot)
@@ -389,5 +393,4 @@ else:                                                # the same class, with its 
     torch_ext.on_view_read(api_boundary(remake))
     torch_ext.on_arrival(_at_our_key)
     torch_ext.on_lookup(api_boundary(lookup.Lookup.apply))
-    torch_ext.on_redistribute_backward(find_gradient_boxing,
-                                       api_boundary(lambda grad, x, dst: box_gradient(grad, x.layout, dst)))
+    torch_ext.on_redistribute_backward(find_gradient_boxing, api_boundary(_box_gradient_of))
