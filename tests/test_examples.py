@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import RUN, TORCHRUN, good
 
 import globaltensor as gt
 
@@ -172,33 +173,22 @@ def test_the_model_knows_nothing_of_parallelism():
 
 # --------------------------------------------------------------------------------------------------------- processes
 
-RUN = [str(Path(sys.executable).with_name("globaltensor")), "run", "-n"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-
-
-def launch(*command):
-    """What the command printed; it must end well."""
-    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True, text=True,
-                          timeout=200)
-    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}{done.stderr}"
-    return done.stdout
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("n", [2, 4])
 def test_programs_in_processes(n):
     names = [name for name in CHECKS if (name == "hybrid_matmul") == (n == 4)]
-    said = launch(*RUN, str(n), __file__, *names)
+    said = good([*RUN, "-n", n, __file__, *names])
     assert all(f"{name} is right on rank 0" in said for name in names)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("launcher, grid, more", [
-    (RUN, (2, 2, 1), ()), pytest.param(TORCHRUN, (2, 1, 2), (), marks=pytest.mark.long),
-    pytest.param(RUN, (2, 2, 1), ("--sp", "--zero=2", "--recompute"), marks=pytest.mark.long)])
+    ([*RUN, "-n"], (2, 2, 1), ()),
+    pytest.param([*TORCHRUN, "--standalone", "--nproc-per-node"], (2, 1, 2), (), marks=pytest.mark.long),
+    pytest.param([*RUN, "-n"], (2, 2, 1), ("--sp", "--zero=2", "--recompute"), marks=pytest.mark.long)])
 def test_training_in_processes(launcher, grid, more):
     axes = [word for name, n in zip(("--dp", "--tp", "--pp"), grid) for word in (name, str(n))]
-    said = launch(*launcher, "4", str(EXAMPLES / "train_gpt.py"), *TINY, *axes, *more, "--verify")
+    said = good([*launcher, 4, EXAMPLES / "train_gpt.py", *TINY, *axes, *more, "--verify"], timeout=200)
     assert said.count("The largest relative difference to plain torch") == 1     # one rank prints
 
 
@@ -244,7 +234,7 @@ def test_a_llama_is_fine_tuned_as_by_plain_torch(finetune_llama, grid, tmp_path)
 
 @pytest.mark.processes
 def test_a_llama_is_fine_tuned_in_processes(finetune_llama):
-    said = launch(*RUN, "2", str(EXAMPLES / "finetune_llama.py"), "--steps", "3", "--dp", "1")
+    said = good([*RUN, "-n", 2, EXAMPLES / "finetune_llama.py", "--steps", 3, "--dp", 1])
     assert said.count("step   3") == 1
 
 
