@@ -42,11 +42,13 @@ WRITES = {
     "nothing": lambda x: x,
 }
 
+MODES = {mode.__name__: mode for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad)}
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda m: m.__name__)
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_ends_it(write, mode):
-    with mode():
+    with MODES[mode]():
         plain = torch.arange(12, dtype=torch.float64).view(4, 3) / 7
         x = pending(plain.clone())
         for number in range(3):                      # completed, written to, completed anew
@@ -174,3 +176,32 @@ def test_a_llama_moves_what_megatron_moves(ranks, layers):
 def test_ranks_decide_alike(native):
     """Of processes, one watches what is boxed, one runs under a mode of torch's, and one holds parts and views."""
     good([*RUN, "-n", 3, PROGRAMS / "completed.py"], environment(GLOBALTENSOR_NATIVE=native))
+
+
+# What gives the operand itself, or a view of it, without a word of that in its schema.
+ALIASES = {
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x, torch.ones(3, dtype=x.dtype))[0],
+    "type_as": lambda x: x.type_as(x),
+    "atleast_1d": torch.atleast_1d,
+    "atleast_2d": torch.atleast_2d,
+    "dropout in evaluation": lambda x: F.dropout(x, training=False),
+    "contiguous": lambda x: x.contiguous(),
+    "reshape": lambda x: x.reshape(12),
+    "to": lambda x: x.to(x.dtype),
+    "_unsafe_view": lambda x: torch.ops.aten._unsafe_view(x, [2, 6]),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("alias", ALIASES)
+def test_what_shares_memory_shares_that_of_the_pending_tensor(alias, mode):
+    def program(x):
+        with MODES[mode]():
+            before = x.relu()
+            y = ALIASES[alias](x)
+            y[0] = 7.0
+            return before, x.exp(), y.exp()
+
+    plain = torch.arange(12, dtype=torch.float64).view(4, 3) / 7
+    for got, right in zip(program(pending(plain.clone())), program(plain.clone()), strict=True):
+        torch.testing.assert_close(got.full_tensor(), right)

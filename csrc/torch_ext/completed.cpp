@@ -32,10 +32,13 @@ at::Tensor completed(const at::Tensor& t) {
   return kept->whole;
 }
 
-// Does this op want the value of its operands, and not what each rank holds of it?
+// Does this op want the value of its operands, and not their memory, or what each rank holds? What an op that torch
+// makes of others does with its operands, those will tell.
 bool wants_values(const c10::OperatorHandle& op) {
   const std::string& name = op.schema().name();
-  return name.rfind("globaltensor::", 0) != 0 || name == "globaltensor::linear" || name == "globaltensor::contract";
+  if (name.rfind("globaltensor::", 0) == 0) return name == "globaltensor::linear" || name == "globaltensor::contract";
+  return name != "aten::_unsafe_view" && name != "aten::lift" &&
+         !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
 }  // namespace

@@ -21,10 +21,12 @@ from globaltensor.layouts.global_like import is_global, spec_of
 from globaltensor.layouts.layout import Shards, Spec
 from globaltensor.rules.call import arguments
 from globaltensor.runtime.native import torch_ext
-from globaltensor.runtime.torch_internals import OpOverload
+from globaltensor.runtime.torch_internals import OpOverload, is_composite
 
 # Ops of ours that want values; the others want what each rank holds.
 _OF_VALUES = {"globaltensor::linear", "globaltensor::contract"}
+# Their schemas do not say so, but what they give shares the operand's memory.
+_SHARES_MEMORY = {"aten::_unsafe_view", "aten::lift"}
 
 
 class Completed(NamedTuple):
@@ -65,8 +67,10 @@ def _version(t: Any) -> int:
 
 def with_completed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
                    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with completed operands where there are some, but for those that are written to or viewed."""
-    if func.namespace == "globaltensor" and func._schema.name not in _OF_VALUES:
+    """The arguments with completed operands where there are some, but for those that are written to or viewed. What an
+    op that torch makes of others does with its operands, those will tell."""
+    name = func._schema.name
+    if func.namespace == "globaltensor" and name not in _OF_VALUES or name in _SHARES_MEMORY or is_composite(func):
         return args, kwargs
     by_name = {a.name: a for a in arguments(func)}
     of_args = tuple(value if a.aliased else _with_completed(value) for a, value in zip(by_name.values(), args))
