@@ -4,11 +4,14 @@ After it was completed it is written to, by every alias that it may have: plain 
 """
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from harness import PROGRAMS, PYTHON, RUN, environment, good
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
 
 import globaltensor as gt
 from globaltensor.runtime.native import torch_ext
@@ -188,6 +191,9 @@ ALIASES = {
     "contiguous": lambda x: x.contiguous(),
     "reshape": lambda x: x.reshape(12),
     "to": lambda x: x.to(x.dtype),
+    "unsafe_split": lambda x: x.unsafe_split(2)[1],
+    "unsafe_split_with_sizes": lambda x: x.unsafe_split_with_sizes([1, 3])[1],
+    "unsafe_chunk": lambda x: x.unsafe_chunk(2)[1],
     "_unsafe_view": lambda x: torch.ops.aten._unsafe_view(x, [2, 6]),
 }
 
@@ -205,3 +211,40 @@ def test_what_shares_memory_shares_that_of_the_pending_tensor(alias, mode):
     plain = torch.arange(12, dtype=torch.float64).view(4, 3) / 7
     for got, right in zip(program(pending(plain.clone())), program(plain.clone()), strict=True):
         torch.testing.assert_close(got.full_tensor(), right)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch_ext is None, reason="asks native code what was completed")
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_no_op_of_torchs_database_gives_memory_of_what_was_completed(mode):
+    """Else a write to what it gave would be one to the operand, without a word."""
+    from torch.testing._internal.common_methods_invocations import op_db  # which takes seconds
+
+    counts = {"calls": 0, "completed": 0}
+    sharing = set()
+    for op in op_db:
+        for sample in itertools.islice(op.sample_inputs("cpu", torch.float32), 3) if torch.float32 in op.dtypes else ():
+            with MODES[mode]():
+                memories = {}                        # by address: what is there, so that it stays
+
+                def global_operand(value, memories=memories):
+                    if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or value.is_sparse:
+                        return value
+                    x = pending(value.detach())
+                    x.exp()
+                    if (whole := torch_ext.completed(x)) is not x:
+                        memories.update({t.untyped_storage().data_ptr(): t for t in whole.shards.values() if t.numel()})
+                    return x
+
+                try:
+                    call = tree_map(global_operand, (sample.input, sample.args, sample.kwargs))
+                    results = op.op(call[0], *call[1], **call[2])
+                except Exception:
+                    continue                         # test_op_database.py judges these
+                counts["calls"] += 1
+                counts["completed"] += bool(memories)
+                if any(t.numel() and t.untyped_storage().data_ptr() in memories for result in tree_leaves(results)
+                       if isinstance(result, gt.GlobalTensor) for t in result.shards.values()):
+                    sharing.add(op.name)
+    print(counts)
+    assert not sharing and counts["completed"] > 1500
