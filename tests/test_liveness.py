@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from harness import PROGRAMS, PYTHON, RUN, TORCHRUN, Started, by_hand, environment, results
 
 from globaltensor.runtime import host_processes, liveness, stacks
@@ -219,3 +220,13 @@ def test_this_process_is_known_after_a_fork():
         os._exit(0)
     assert os.read(read, 10) == b"True"
     os.wait()
+
+
+@pytest.mark.parametrize("connect", [liveness.of_this_start, lambda store: liveness.own_connection(
+    dist.PrefixStore("default_pg", store))], ids=["arrival", "own connection"])
+def test_a_restarted_job_reads_nothing_of_its_former_start(connect, monkeypatch):
+    store = dist.HashStore()                         # torchrun's agent keeps it from start to start
+    connect(store).set("address of rank 1", "of a process that has ended")
+    assert connect(store).check(["address of rank 1"])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not connect(store).check(["address of rank 1"])

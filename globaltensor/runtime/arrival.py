@@ -24,7 +24,7 @@ from globaltensor.errors import GlobalTensorError, TransportError, first_sentenc
 from globaltensor.runtime.codec import decode_message, encode_message
 from globaltensor.runtime.deadlock import rank_names
 from globaltensor.runtime.host_processes import ProcessId, host_id, job_name, own_process, rank_processes
-from globaltensor.runtime.liveness import Liveness, Loss
+from globaltensor.runtime.liveness import Liveness, Loss, of_this_start
 
 _PERIOD = 0.02
 _SCANS = 0.5                                         # seconds between looks at the processes of this host
@@ -97,8 +97,8 @@ def _open_store(rank: int, timeout: timedelta, limit: float, others: _Others) ->
             others.raise_if_gone(limit, None)
             time.sleep(_PERIOD)
     try:
-        return dist.TCPStore(host, port, is_master=others.keeps, timeout=timeout, wait_for_workers=False,
-                             multi_tenant=True)
+        return of_this_start(dist.TCPStore(host, port, is_master=others.keeps, timeout=timeout, wait_for_workers=False,
+                                           multi_tenant=True))
     except (ValueError, RuntimeError) as error:
         raise TransportError("the ranks could not find each other", first_sentence(error),
                              "globaltensor run -n N program.py, or torchrun") from None

@@ -36,8 +36,7 @@ SILENCE_PYTHON = 90.0                                # without native code the h
 PATIENCE = 6.0
 _WRITING = 0.5                                      # seconds for which a rank that notes a loss is waited for
 _ENDING = 0.5                                        # seconds from the end of a rank's connections to that of the rank
-# of this start of the job: torchrun keeps the store when it starts ranks again
-_LOST = f"globaltensor lost {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+_LOST = "globaltensor lost"
 _LOOKS = 2.0                                         # seconds: looks that are further apart do not count
 
 
@@ -180,15 +179,21 @@ def feed_heart() -> None:
 
 
 def own_connection(store: Any, patience: float = 10.0) -> Any:
-    """The store below all prefixes, by a connection of its own where that is a matter of connections: an op that waits
-    in one keeps all others in it waiting. Ops wait for `patience` seconds at most."""
+    """The store below all prefixes but for that of this start, by a connection of its own where that is a matter of
+    connections: an op that waits in one keeps all others in it waiting. Ops wait for `patience` seconds at most."""
     inner = store
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store
-    if not isinstance(inner, dist.TCPStore):
-        return inner
-    return dist.TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False,
-                         timeout=timedelta(seconds=patience))
+    if isinstance(inner, dist.TCPStore):
+        inner = dist.TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False,
+                              timeout=timedelta(seconds=patience))
+    return of_this_start(inner)
+
+
+def of_this_start(store: dist.Store) -> dist.Store:
+    """What ranks say that were started together: torchrun keeps the store when it starts ranks again, and with it the
+    addresses of those that have ended."""
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 _liveness: Liveness | None = None

@@ -33,7 +33,7 @@ for port in sys.argv[1:]:
     if (child := os.fork()) == 0:
         signal.alarm(5)                              # gloo's ports take what they get, and never answer
         store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False)
-        for prefix in ("", "default_pg/0/", "globaltensor/", "/"):
+        for prefix in ("", "default_pg/0/", "globaltensor/", "/", "start 0/", "start 0/default_pg/0/"):
             for key in KEYS:
                 store.set(prefix + key, evil)
         os._exit(0)
