@@ -6,6 +6,7 @@ pieces of all ranks, counted one by one, are the oracle of `traffic`, of `elemen
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from dataclasses import replace
 from math import prod
@@ -21,7 +22,7 @@ from globaltensor.boxings.roles import summed_axes
 from globaltensor.boxings.route import BoxingRoute, is_listed, route
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.paths import overlap, part_at, parts_within
-from globaltensor.layouts.rank_regions import rank_regions
+from globaltensor.layouts.rank_regions import RankRegions, rank_regions
 from globaltensor.layouts.regions import intersect, volume
 from globaltensor.layouts.sbp import broadcast, partial_max, partial_sum, split
 from globaltensor.runtime import world
@@ -110,6 +111,9 @@ def check_step(src, dst, shape):
     received = received_in(pieces)
     assert closed.elements_received(src, dst, shape) == received, f"{src} -> {dst} {shape}"
     assert closed.traffic(src, dst, shape) == closed.counted_traffic(src, dst, shape), f"{src} -> {dst} {shape}"
+    if src.placement == dst.placement and not isinstance(dst, RankRegions):
+        least = closed.least_traffic(*(closed.axis_codes(of.sbp) for of in (src, dst)), src.placement.shape, shape)
+        assert all(map(operator.le, least, closed.traffic(src, dst, shape))), f"{src} -> {dst} {shape}: {least}"
     listed = ListedRoute(src, dst, shape)
     enumerated = received_in({rank: listed.pieces(rank) for rank in dst.placement.flat})
     if summed_axes(src, dst):                        # where ranks share a sum, there are many ways to divide it
@@ -213,6 +217,7 @@ def enumerated(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(plans, "even_traffic", lambda *args: None)
             patch.setattr(plans, "traffic", closed.counted_traffic)
+            patch.setattr(plans, "least_traffic", lambda *args: (0.0, 0.0))
             plans._search.cache_clear()
             best = plans.plan(*args)
         plans._search.cache_clear()
@@ -225,6 +230,7 @@ def check_plans(enumerated, pair, most):
         for shape, machine, nbytes in itertools.product(SHAPES[:6], (gloo, one_process), (400, 1 << 24)):
             best = plans.plan(src, dst, shape, nbytes, machine)
             assert best == enumerated(src, dst, shape, nbytes, machine), f"{src} -> {dst} {shape}"
+            assert plans.least_seconds(src, dst, shape, nbytes, machine) <= best.seconds(nbytes) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)

@@ -24,10 +24,11 @@ from globaltensor.boxings.route import reduced_innermost
 from globaltensor.boxings.traffic import (
     BROADCAST,
     SUM,
-    StepTraffic,
     axis_codes,
     elements_received,
     even_traffic,
+    least_received,
+    least_traffic,
     traffic,
 )
 from globaltensor.layouts.layout import Layout, Shape, layout
@@ -100,6 +101,19 @@ def boxing_seconds(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine:
     return plan(src, dst, shape, nbytes, machine).seconds(nbytes)
 
 
+def least_seconds(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> float:
+    """`boxing_seconds` or less, without a plan: what no plan can do better. 0 where that is not known."""
+    if src is dst or isinstance(src, RankRegions) or isinstance(dst, RankRegions) or (
+            machine.hosts or src.placement != dst.placement):
+        return 0.0
+    shape = _nominal(src, dst, shape)
+    received = least_received(axis_codes(src.sbp), axis_codes(dst.sbp), src.placement.shape, shape)
+    if received <= 0:
+        return 0.0
+    latency, bandwidth = machine.link(src.placement)
+    return latency + received / max(prod(shape), 1) / bandwidth * nbytes
+
+
 def plan_bytes(of: BoxingPlan, shape: Shape, itemsize: int) -> dict[int, int]:
     """Bytes that each rank receives from others over all steps of a plan for a tensor of this shape."""
     total: dict[int, int] = {}
@@ -137,7 +151,7 @@ def _search(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Mac
 
 def _search_between(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Machine) -> BoxingPlan:
     """The straight path on one placement, or that over the best state between. There may be hundreds of them, so they
-    are no layouts yet but numbers, and are left as soon as they are too dear."""
+    are no layouts yet but numbers, and are left as soon as they are too dear, or must be: that is asked first."""
     a, b, where = axis_codes(src.sbp), axis_codes(dst.sbp), src.placement
     codes = dict(zip((*a, *b), (*src.sbp, *dst.sbp))) | {d: split(d) for d in range(len(shape))}
     whole = max(prod(shape), 1)
@@ -145,7 +159,11 @@ def _search_between(src: Layout, dst: Layout, shape: Shape, magnitude: int, mach
     def cost(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[float, float]:
         moved = even_traffic(one, other, where.shape, shape) or traffic(
             *(src.with_sbp(tuple(codes[code] for code in state)) for state in (one, other)), shape)
-        return _step_seconds(moved, whole, *_link(where, one, other, machine), machine)
+        return _step_seconds(*moved, whole, *_link(where, one, other, machine), machine)
+
+    def least(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[float, float]:
+        moved = least_traffic(one, other, where.shape, shape)
+        return _step_seconds(*moved, whole, *_link(where, one, other, machine), machine)
 
     best = BoxingPlan((src, dst), *cost(a, b))
     limit, chosen = best.seconds(1 << magnitude), None
@@ -154,17 +172,24 @@ def _search_between(src: Layout, dst: Layout, shape: Shape, magnitude: int, mach
     for state in product(*choices):
         if state in (a, b) or _shares_while_moving(a, state) or _shares_while_moving(state, b):
             continue
+        if _total(least(a, state), least(state, b), magnitude) >= limit:
+            continue
         fixed, rate = cost(a, state)
         if fixed + rate * (1 << magnitude) + OF_STEP >= limit:
             continue
         more_fixed, more_rate = cost(state, b)
-        seconds = (fixed + more_fixed) + (rate + more_rate) * (1 << magnitude) + OF_STEP
+        seconds = _total((fixed, rate), (more_fixed, more_rate), magnitude)
         if seconds < limit:
             limit, chosen = seconds, (state, fixed + more_fixed, rate + more_rate)
     if chosen is None:
         return best
     state, fixed, rate = chosen
     return BoxingPlan((src, src.with_sbp(tuple(codes[code] for code in state)), dst), fixed, rate)
+
+
+def _total(first: tuple[float, float], then: tuple[float, float], magnitude: int) -> float:
+    """Seconds of two steps."""
+    return (first[0] + then[0]) + (first[1] + then[1]) * (1 << magnitude) + OF_STEP
 
 
 def _link(where: placement, src: tuple[int, ...], dst: tuple[int, ...], machine: Machine) -> tuple[float, float]:
@@ -183,16 +208,16 @@ def _cost(src: Layout, dst: Layout, shape: Shape, machine: Machine) -> tuple[flo
     by_rank = isinstance(src, RankRegions) or isinstance(dst, RankRegions)
     link = (machine.link(src.placement, dst.placement) if by_rank or src.placement != dst.placement
             else _link(src.placement, axis_codes(src.sbp), axis_codes(dst.sbp), machine))
-    return _step_seconds(traffic(src, dst, shape), max(prod(shape), 1), *link, machine)
+    return _step_seconds(*traffic(src, dst, shape), max(prod(shape), 1), *link, machine)
 
 
-def _step_seconds(moved: StepTraffic, whole: int, latency: float, bandwidth: float, machine: Machine
+def _step_seconds(crossing: float, touched: float, whole: int, latency: float, bandwidth: float, machine: Machine
                   ) -> tuple[float, float]:
-    local = moved.touched / whole / machine.memory
-    if not moved.crossing:
+    local = touched / whole / machine.memory
+    if not crossing:
         return 0.0, local
     # a link carries both directions at once, so the busier one counts
-    return latency, moved.crossing / whole / bandwidth + local
+    return latency, crossing / whole / bandwidth + local
 
 
 def _paths(src: Layout, dst: Layout, ndim: int) -> list[tuple[Layout, ...]]:

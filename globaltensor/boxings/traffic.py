@@ -22,7 +22,7 @@ from typing import NamedTuple
 from globaltensor.boxings.roles import tied_dim
 from globaltensor.boxings.route import BoxingRoute, disjoint, is_listed, route
 from globaltensor.layouts.layout import Layout, Shape
-from globaltensor.layouts.paths import overlap
+from globaltensor.layouts.paths import overlap, part_at
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.recent import KEPT
 from globaltensor.layouts.regions import volume
@@ -48,6 +48,8 @@ def traffic(src: Layout, dst: Layout, shape: Shape) -> StepTraffic:
         return counted_traffic(src, dst, shape)
     step = route(src, dst, shape)
     assert isinstance(step, BoxingRoute)
+    if step.roles.same:
+        return _traffic_within(step)
     takers, senders = extreme_ranks(step)
     received, touched = zip(*(_received(step, rank) for rank in takers))
     return StepTraffic(max(*received, *_sent(step, senders)), max(touched))
@@ -106,6 +108,47 @@ def even_traffic(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int], s
     return StepTraffic(terms * wanted - own, terms * wanted) if moving else StepTraffic(0, near)
 
 
+def least_traffic(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int], shape: Shape) -> tuple[float, float]:
+    """The same of a step on one placement, or less, by arithmetic on its sizes: of the rank that wants most, which
+    receives all terms of that but what it may hold."""
+    terms = shares = 1
+    cut, cut_by_dst = [1] * len(shape), [1] * len(shape)
+    for s, t, parts in zip(src, dst, sizes):
+        if s >= 0:
+            cut[s] *= parts
+        elif s < BROADCAST and s != t:
+            terms *= parts
+        if t >= 0:
+            cut_by_dst[t] *= parts
+        elif t == SUM != s:
+            shares *= parts
+    wanted, held = (prod(-(-n // parts) for n, parts in zip(shape, by)) for by in (cut_by_dst, cut))
+    share = wanted / shares
+    return terms * share - min(share, held), terms * share
+
+
+def least_received(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int], shape: Shape) -> float:
+    """Elements that some rank receives at least, by whatever steps: who holds a part in the end and did not before has
+    got it. Of a sum, all ranks together receive each term but one, and the sum once for each that has it but one."""
+    terms = kept = shares = 1
+    cut, cut_by_dst = [1] * len(shape), [1] * len(shape)
+    for s, t, parts in zip(src, dst, sizes):
+        if s >= 0:
+            cut[s] *= parts
+        elif s < BROADCAST:
+            terms, kept = (terms, kept * parts) if s == t else (terms * parts, kept)
+        if t >= 0:
+            cut_by_dst[t] *= parts
+        elif t < BROADCAST and s != t:
+            shares *= parts
+    wanted, held = (prod(-(-n // parts) for n, parts in zip(shape, by)) for by in (cut_by_dst, cut))
+    share = wanted / shares
+    if terms == 1:
+        return share - min(share, held)
+    holders = prod(sizes) / (prod(cut_by_dst) * kept * shares)
+    return max(share, prod(shape) * kept * (terms - 1 + max(holders - 1, 0)) / prod(sizes))
+
+
 def counted_traffic(src: Layout, dst: Layout, shape: Shape) -> StepTraffic:
     """The same, of the pieces of all ranks."""
     step, sent, most, touched = route(src, dst, shape), dict.fromkeys(src.placement.flat, 0), 0, 0
@@ -136,10 +179,8 @@ def _received(step: BoxingRoute, rank: int) -> tuple[int, int]:
 
 
 def _sent(step: BoxingRoute, senders: Sequence[int]) -> list[int]:
-    """Elements that each of these ranks of src sends."""
+    """Elements that each of these ranks of src sends to another placement."""
     coords, ranks = step.src.placement.coords, step.src.placement.flat
-    if step.roles.same:
-        return [_wanted_of(step, coords[rank]) - _held_alike(step, coords[rank]) for rank in senders]
     sent = {rank: _wanted_of(step, coords[rank]) for rank in senders}
     for rank in step.dst.placement.flat:
         own = coords.get(rank)
@@ -156,23 +197,42 @@ def _wanted_of(step: BoxingRoute, at: Sequence[int]) -> int:
         for d, (n, part) in enumerate(zip(step.shape, step.source_part(at))))
 
 
-def _held_alike(step: BoxingRoute, at: Sequence[int]) -> int:
-    """How many of them are wanted by ranks, of the one placement, that hold the same."""
-    does = step.roles
-    if any(at[axis] for axis in does.first):
-        return 0
-    return prod(overlap(n, step.dst_sizes[d], [None if axis in does.sharing[d] else at[axis]
-                                               for axis in does.cut_by_dst[d]], part)
-                for d, (n, part) in enumerate(zip(step.shape, step.source_part(at))))
+def _traffic_within(step: BoxingRoute) -> StepTraffic:
+    """Of a step on one placement. What a dim adds depends on the digits of the axes that split it, so many ranks share
+    that."""
+    along = [sorted({*path, *cut_by_dst}) for path, cut_by_dst in zip(step.paths, step.roles.cut_by_dst)]
+    known: list[dict[tuple[int, ...], tuple[int, ...]]] = [{} for _ in along]
+    crossing = touched = 0
+    for at in product(*(_extreme_digits(step, axis) for axis in range(step.src.placement.ndim))):
+        factors = []
+        for d, axes in enumerate(along):
+            digits = tuple(at[axis] for axis in axes)
+            if digits not in known[d]:
+                known[d][digits] = _sizes_along(step, d, at)
+            factors.append(known[d][digits])
+        read, held, sent, alike = map(prod, zip(*factors)) if factors else (1, 1, 1, 1)
+        if any(at[axis] for axis in step.roles.first):         # another takes all
+            read = held = alike = 0
+        crossing = max(crossing, step.num_terms * read - held, step.takers_alike(at) * sent - alike)
+        touched = max(touched, step.num_terms * read)
+    return StepTraffic(crossing, touched)
+
+
+def _sizes_along(step: BoxingRoute, d: int, at: Sequence[int]) -> tuple[int, int, int, int]:
+    """Along a dim, how much of a term the rank at these coordinates reads, and how much of that it holds; how much of
+    what it sends ranks want, and how much of that they hold themselves."""
+    does, n, sizes, path, by_dst = step.roles, step.shape[d], step.sizes[d], step.paths[d], step.roles.cut_by_dst[d]
+    wanted = part_at(n, step.dst_sizes[d], [at[axis] for axis in by_dst])
+    part = part_at(n, sizes, [at[axis] for axis in path])
+    return (overlap(n, sizes, [at[axis] if axis in does.loose else None for axis in path], wanted),
+            overlap(n, sizes, [at[axis] if axis in does.cut[d] else None for axis in path], wanted),
+            overlap(n, step.dst_sizes[d], step.taking(at, d), part),
+            overlap(n, step.dst_sizes[d], [None if axis in does.sharing[d] else at[axis] for axis in by_dst], part))
 
 
 def extreme_ranks(step: BoxingRoute) -> tuple[list[int], list[int]]:
     """Ranks of dst and of src among which are those that receive, read and send most."""
     a, b = step.src.placement, step.dst.placement
-    if step.roles.same:
-        coords = product(*(_extreme_digits(step, axis) for axis in range(a.ndim)))
-        ranks = [a.flat[sum(i * stride for i, stride in zip(at, step.strides))] for at in coords]
-        return ranks, ranks
     if disjoint(a, b):
         return [b.flat[0]], [a.flat[0]]              # on every axis the first parts are the largest
     return list(b.flat), list(a.flat)

@@ -14,13 +14,13 @@ Where a rule names an operand that leads (the indices of an embedding), its spli
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from math import inf, prod
 from typing import NamedTuple
 
-from globaltensor.boxings.plan import boxing_seconds
-from globaltensor.layouts.layout import Layout, Spec, layout
+from globaltensor.boxings.plan import boxing_seconds, least_seconds
+from globaltensor.layouts.layout import Layout, Shape, Spec, layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import Sbp, broadcast
 from globaltensor.rules.language import Rule, Signature, Sizes, fits, label_sizes, signatures
@@ -28,6 +28,9 @@ from globaltensor.runtime.machine import Machine
 
 Size = tuple[tuple[int, ...], int]                   # shape and bytes of an output
 
+Seconds = Callable[[Layout, Layout, Shape, int, Machine], float]      # of a boxing of a tensor of a shape and bytes
+
+_EQUAL = 1e-15                                       # seconds by which sums differ that are equal but for rounding
 _NUDGE = 1e-9                                        # seconds; settles ties, below any real cost
 
 
@@ -50,6 +53,20 @@ class _Question(NamedTuple):
 
     def price(self, nd: tuple[Signature, ...], limit: float = inf) -> float:
         return _price(nd, self.operands, self.outputs, self.sizes, self.machine, limit)
+
+    def cheapest(self) -> tuple[Signature, ...] | None:
+        """The best choice, the first of equals; None where there is none. What a choice costs at least is known without
+        a plan of its boxings: so those that may be cheap are priced first, and most others never."""
+        choices = list(self.fitting())
+        bounds = [_price(nd, self.operands, self.outputs, self.sizes, self.machine, inf, least_seconds)
+                  for nd in choices]
+        prices, least = [inf] * len(choices), inf
+        for nth in sorted(range(len(choices)), key=bounds.__getitem__):
+            if bounds[nth] > least * (1 + 1e-9):
+                break
+            prices[nth] = self.price(choices[nth], least + _EQUAL)
+            least = min(least, prices[nth])
+        return next((nd for nd, price in zip(choices, prices) if price <= least + _EQUAL), None)
 
     def unmoved(self) -> tuple[Signature, ...] | None:
         """The choice that moves nothing, where it cannot be beaten: no operand is pending, or it is the only one and
@@ -88,11 +105,7 @@ def choose(rule: Rule, operands: list[Spec], outputs: list[Size], machine: Machi
         unmoved = question.unmoved()
         if unmoved is not None:
             return unmoved
-        best, least = None, inf
-        for nd in question.fitting():
-            price = question.price(nd, least)
-            if best is None or price < least - 1e-15:                # the first of equals, on every process
-                best, least = nd, price
+        best = question.cheapest()
         if best is not None:
             return best
     raise AssertionError(f"all-B is always legal: {rule}")
@@ -127,7 +140,7 @@ def _candidates(rule: Rule, states: list[Sbp], target: int | None, may_move: boo
 
 
 def _price(nd: tuple[Signature, ...], operands: list[Spec], outputs: list[Size], sizes: Sizes, machine: Machine,
-           limit: float) -> float:
+           limit: float, seconds: Seconds = boxing_seconds) -> float:
     """Seconds of one choice; stops counting beyond `limit`."""
     where = operands[0].placement
     cut = prod(parts for sig, parts in zip(nd, where.shape) if sig.label is not None)
@@ -137,18 +150,18 @@ def _price(nd: tuple[Signature, ...], operands: list[Spec], outputs: list[Size],
     for q, spec in enumerate(operands):
         want = tuple(sig.inputs[q] for sig in nd)
         if want != spec.sbp:
-            total += boxing_seconds(spec.layout, layout(where, want), spec.shape, spec.nbytes, machine)
+            total += seconds(spec.layout, layout(where, want), spec.shape, spec.nbytes, machine)
             if total > limit:
                 return total
         for axis, (s, w) in enumerate(zip(spec.sbp, want)):
             moved_on[axis] |= s != w and not s.is_broadcast
             carried[axis] |= s.is_partial and w.is_partial
             total += _NUDGE * ((w.is_partial and not s.is_partial) + 0.01 * (s != w))
-    return total + _debt(nd, where, outputs, machine, carried, moved_on)
+    return total + _debt(nd, where, outputs, machine, carried, moved_on, seconds)
 
 
 def _debt(nd: tuple[Signature, ...], where: placement, outputs: list[Size], machine: Machine,
-          carried: list[bool], moved_on: list[bool]) -> float:
+          carried: list[bool], moved_on: list[bool], seconds: Seconds) -> float:
     """What reducing the pending outputs will cost, on the axes where that is the choice's own doing."""
     total = 0.0
     for k, (shape, nbytes) in enumerate(outputs):
@@ -156,7 +169,7 @@ def _debt(nd: tuple[Signature, ...], where: placement, outputs: list[Size], mach
                        for axis, sig in enumerate(nd))
         if nbytes and any(s.is_partial for s in states):
             done = tuple(broadcast if s.is_partial else s for s in states)
-            total += boxing_seconds(layout(where, states), layout(where, done), shape, nbytes, machine)
+            total += seconds(layout(where, states), layout(where, done), shape, nbytes, machine)
     return total
 
 
