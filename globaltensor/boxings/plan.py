@@ -172,10 +172,11 @@ def _search_between(src: Layout, dst: Layout, shape: Shape, magnitude: int, mach
     for state in product(*choices):
         if state in (a, b) or _shares_while_moving(a, state) or _shares_while_moving(state, b):
             continue
-        if _total(least(a, state), least(state, b), magnitude) >= limit:
+        then = least(state, b)
+        if _total(least(a, state), then, magnitude) >= limit:
             continue
         fixed, rate = cost(a, state)
-        if fixed + rate * (1 << magnitude) + OF_STEP >= limit:
+        if _total((fixed, rate), then, magnitude) >= limit:
             continue
         more_fixed, more_rate = cost(state, b)
         seconds = _total((fixed, rate), (more_fixed, more_rate), magnitude)
