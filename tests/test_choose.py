@@ -21,7 +21,8 @@ from globaltensor.runtime.machine import gloo, one_process
 
 SEED = 20_261_123
 PLACES = [[0, 1], [2, 0, 1], [[0, 1], [2, 3]], [[3, 1, 5], [0, 2, 4]], torch.arange(8).reshape(2, 2, 2).tolist(),
-          torch.arange(64).reshape(4, 4, 4).tolist(), torch.arange(1024).reshape(8, 4, 8, 4).tolist()]
+          torch.arange(64).reshape(4, 4, 4).tolist(),
+          pytest.param(torch.arange(1024).reshape(8, 4, 8, 4).tolist(), marks=pytest.mark.long)]
 # rule -> shapes of the operands and of what comes out
 RULES = {
     "add": (rule("m n, m n -> m n", "a+b"), [("m", "n")] * 2, [("m", "n")]),
