@@ -112,7 +112,7 @@ def ran(installed: Path, *command: str) -> str:
 def test_the_benchmarks_run_from_an_installed_package(installed):
     listed = ran(installed, "-m", "globaltensor.cli", "bench", "--list").splitlines()
     ours = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if re.search(r"(?m)^def main\(", path.read_text())]
-    assert [line.split()[0] for line in listed] == sorted({*ours} - {"device"})     # that one compiles csrc/
+    assert [line.split()[0] for line in listed] == sorted({*ours} - {"device", "faults"})        # of a checkout only
     found = json.loads(ran(installed, "-m", "globaltensor.cli", "bench", "startup", "--quick", "--json"))
     assert [row["what"] for row in found["rows"]][:2] == ["import torch", "import globaltensor"]
 
