@@ -23,6 +23,8 @@ MYPY = [PYTHON, "-m", "mypy", "--no-error-summary", "--no-color-output", "--hide
         f"--cache-dir={ROOT / '.mypy_cache' / 'users'}"]
 STRICT = """
 [mypy]
+[mypy-accelerate.*,lightning.*]
+ignore_missing_imports = True
 [mypy-programs]
 disallow_any_generics = True
 disallow_subclassing_any = True

@@ -59,7 +59,7 @@ def save(state: Any, target: PathLike | IO[bytes], **options: Any) -> Saving | N
             raise ArgumentError(f"gt.save into a file takes no {name}=", "a file is written by torch.save",
                                 'gt.save(state, "folder")')
     # by all processes, as gathering takes all of them; only rank 0 writes
-    plain = _with_whole_tensors(state, {})
+    plain = with_whole_tensors(state)
     collective_try("saving a file", lambda: torch.save(plain, target, **options) if rank() == 0 else None)
     _log.info("saved %s, whole", target)
     return None
@@ -94,14 +94,15 @@ def _is_file(target: Any) -> bool:
     return not os.path.isdir(name) and (os.path.isfile(name) or name.endswith(SUFFIXES))
 
 
-def _with_whole_tensors(value: Any, known: dict[int, torch.Tensor]) -> Any:
-    """The same state with plain tensors; tied ones stay tied."""
+def with_whole_tensors(value: Any, known: dict[int, torch.Tensor] | None = None) -> Any:
+    """The same state with plain tensors; tied ones stay tied. Collective."""
+    known = {} if known is None else known
     if isinstance(value, GlobalTensor):
         if id(value) not in known:
             known[id(value)] = value.detach().full_tensor()
         return known[id(value)]
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, _with_whole_tensors(one, known)) for key, one in value.items())
+        return type(value)((key, with_whole_tensors(one, known)) for key, one in value.items())
     if type(value) in (list, tuple):
-        return type(value)(_with_whole_tensors(one, known) for one in value)
+        return type(value)(with_whole_tensors(one, known) for one in value)
     return value

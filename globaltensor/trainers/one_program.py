@@ -18,7 +18,7 @@ from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "NODE_RANK",
-             "TORCHELASTIC_RUN_ID")
+             "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 @contextmanager
@@ -66,3 +66,18 @@ def globalize_state(optimizer: torch.optim.Optimizer) -> None:
             for key, t in state.items():
                 if isinstance(t, torch.Tensor) and not isinstance(t, GlobalTensor) and t.shape == p.shape and t.dim():
                     state[key] = from_full(t, p.placement, p.sbp)  # type: ignore[index]  # a dict of torch's
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raises GlobalTensorError for an optimizer of plain parameters only."""
+    if not any(isinstance(p, GlobalTensor) for group in optimizer.param_groups for p in group["params"]):
+        raise GlobalTensorError(f"a {type(optimizer).__name__} of plain parameters", "this trainer steps global ones",
+                                "gt.parallelize(model, placement), and then the optimizer of model.parameters()")
+
+
+def load_plain_state(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Load whole, plain tensors, which every process has, into a global module. A tied parameter need not be there
+    under all of its names."""
+    own = module.state_dict(keep_vars=True)
+    known = {id(own[name]): t for name, t in state.items() if name in own}
+    module.load_state_dict({**{name: known[id(t)] for name, t in own.items() if id(t) in known}, **state})
