@@ -21,7 +21,8 @@ PACKAGE = pathlib.Path(gt.__file__).parent
 MODULES = sorted(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
                  for path in PACKAGE.rglob("*.py") if "bundled" not in path.parts and path.stem != "__main__")
 ROOMS = {name.split(".")[1] for name in MODULES if "." in name}
-OF_AN_EXTRA = {"globaltensor.trainers.huggingface": "transformers", "globaltensor.trainers.accelerate": "accelerate"}
+OF_AN_EXTRA = {"globaltensor.trainers.huggingface": "transformers", "globaltensor.trainers.accelerate": "accelerate",
+               "globaltensor.trainers.lightning": "lightning"}
 GRID = gt.placement("cpu", [0, 1])
 
 
