@@ -148,6 +148,50 @@ def test_it_goes_on_from_a_state_bit_for_bit(order, dtype):
         assert p.full_tensor().equal(q.full_tensor())
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("ranks", PLACES)
+def test_it_goes_on_from_the_state_of_one_device(ranks, optimizer, stage):
+    where, plain = place(*PLACES[ranks]), net().double()         # Adam makes much of a rounding
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+    before = OPTIMIZERS[optimizer](plain.parameters())
+
+    def steps(model, optimizer, x):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+
+    steps(plain, before, x)
+    model, gx = spread(plain, where, x)
+    after = gt.zero(OPTIMIZERS[optimizer](model.parameters()), stage=stage)
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    for p, state in after.state.items():
+        assert all(value.sbp == p.sbp for value in state.values() if value is not None and value.shape == p.shape != ())
+    steps(plain, before, x)
+    steps(model, after, gx)
+    same(model, plain)
+
+
+@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")], ids=str)
+def test_weights_of_16_bits_go_on_from_the_state_of_one_device(order):
+    """It has no master weights: they begin as what the parameters are."""
+    where, plain = place([0, 1], ("dp",)), net().to(torch.bfloat16)
+    before = torch.optim.SGD(plain.parameters(), lr=0.0, momentum=0.9)
+    plain(torch.ones(5, 6, dtype=torch.bfloat16)).sum().backward()
+    before.step()
+    model, _ = spread(net().to(torch.bfloat16), where, torch.ones(5, 6))
+    with torch.no_grad():
+        plain[0].weight.fill_(0.25)
+    after = gt.zero(torch.optim.SGD(model.parameters(), lr=0.0))
+    ours, theirs = {"model": model, "optimizer": after}, {"model": plain, "optimizer": before}
+    for name in order:
+        ours[name].load_state_dict(copy.deepcopy(theirs[name].state_dict()))
+    model(gt.ones(5, 6, placement=where, sbp=S(0), dtype=torch.bfloat16)).sum().backward()
+    after.step()
+    same(model, plain)
+
+
 def test_other_weights_are_taken_over():
     where = place([0, 1], ("dp",))
     model, gx = spread(net(), where, torch.randn(5, 6))

@@ -30,6 +30,7 @@ from globaltensor.parallel.zero3 import ShardedLayers
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.torch_internals import foreach_copy_
 from globaltensor.tensors import gradients
+from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tracebacks import api_boundary
 
@@ -64,13 +65,22 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
         group["params"] = [p if dst is None else _part_to_step(p, dst, stage, pairs) for p, dst in layouts]
     if model is not None:
         ShardedLayers(model, axis)
+    optimizer.register_load_state_dict_post_hook(_lay_out_state)
     if pairs:
         pairs.note_versions()
         optimizer.register_step_pre_hook(lambda *_: pairs.refresh())
         optimizer.register_step_post_hook(lambda *_: pairs.gather())
         optimizer.register_state_dict_post_hook(lambda _, state: state.update(masters=pairs.masters()))
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: pairs.load(state["masters"]))
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: pairs.load(state.get("masters")))
     return optimizer
+
+
+def _lay_out_state(optimizer: torch.optim.Optimizer) -> None:
+    """The state of an optimizer on one device, which is whole and plain, is laid out as what is stepped."""
+    for p, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(p, GlobalTensor) and type(value) is torch.Tensor and value.shape == p.shape and value.ndim:
+                state[name] = from_full(value, p.placement, p.sbp)
 
 
 def _zero_layout(p: torch.Tensor, axis: str) -> Layout | None:
@@ -121,9 +131,13 @@ class MasterParams(list[tuple[Any, Any]]):
         """The parts that say more than their parameters do, those of 16 bits: they belong to the optimizer's state."""
         return [part.detach() for p, part in self if part.dtype != p.dtype]
 
-    def load(self, masters: list[Any]) -> None:
+    def load(self, masters: list[Any] | None) -> None:
+        """Take saved ones. An optimizer on one device has none: its parameters say what it had."""
         with torch.no_grad():
-            for own, saved in zip((part for p, part in self if part.dtype != p.dtype), masters, strict=True):
+            wide = [(p, part) for p, part in self if part.dtype != p.dtype]
+            if masters is None:
+                masters = redistribute([p for p, _ in wide], [part.spec.layout for _, part in wide], "zero")
+            for (_, own), saved in zip(wide, masters, strict=True):
                 own.copy_(saved)
 
 
