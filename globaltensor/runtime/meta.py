@@ -206,6 +206,12 @@ def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Ten
     return out, x.new_empty(0), x.new_empty(0)       # kernels leave them empty
 
 
+def _index_fill(x: Tensor, dim: int, *_: Any) -> Tensor:
+    """Where elements of x share memory, torch's own word of the strides is not what its kernels give."""
+    x.sum(dim)                                       # which checks it
+    return torch.empty_like(x)
+
+
 AS: dict[OpOverload, Callable[..., Any]] = {
     aten.addmm.default: _addmm,
     aten.mv.default: lambda a, b: (a @ b.unsqueeze(1)).squeeze(1),
@@ -221,5 +227,7 @@ AS: dict[OpOverload, Callable[..., Any]] = {
     aten.native_batch_norm.default: _batch_norm,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.index_fill.int_Tensor: _index_fill,
+    aten.index_fill.int_Scalar: _index_fill,
     **SHAPES,
 }

@@ -192,8 +192,6 @@ _FUNCTIONS: dict[OpOverload, ShapeFunction] = {
     aten.fill.Tensor: _as_operand(0),
     aten.flip.default: _as_operand(0, dims=1),
     aten.roll.default: _roll,
-    aten.index_fill.int_Tensor: _as_operand(0, dims=1),
-    aten.index_fill.int_Scalar: _as_operand(0, dims=1),
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.native_group_norm.default: _group_norm,
