@@ -30,7 +30,7 @@ from typing import Any
 SOCKET = "TEST_FORKS"                                # names the socket at which forks are asked for
 PATHS = "TEST_FORKS_PYTHONPATH"                      # of the process that has this library, and has it from ROOT
 ROOT = str(Path(__file__).parent.parent)
-_READ_AT_IMPORT = {"GLOBALTENSOR_NATIVE": "1", "GLOBALTENSOR_AUDIT": ""}
+_READ_AT_IMPORT = {"GLOBALTENSOR_NATIVE": "1", "GLOBALTENSOR_AUDIT": "", "TORCHELASTIC_RESTART_COUNT": "0"}
 _AT_THE_START = ("PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONMALLOC", "LD_PRELOAD", "TORCH_LOGS")       # read but once
 _NUMBER = struct.Struct("<i")
 _Popen = subprocess.Popen

@@ -36,7 +36,8 @@ SILENCE_PYTHON = 90.0                                # without native code the h
 PATIENCE = 6.0
 _WRITING = 0.5                                      # seconds for which a rank that notes a loss is waited for
 _ENDING = 0.5                                        # seconds from the end of a rank's connections to that of the rank
-_LOST = "globaltensor lost"
+# of this start of the job: torchrun keeps the store when it starts ranks again
+_LOST = f"globaltensor lost {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _LOOKS = 2.0                                         # seconds: looks that are further apart do not count
 
 
@@ -192,8 +193,10 @@ def own_connection(store: Any, patience: float = 10.0) -> Any:
 
 def of_this_start(store: dist.Store) -> dist.Store:
     """What ranks say that were started together: torchrun keeps the store when it starts ranks again, and with it the
-    addresses of those that have ended."""
-    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    addresses of those that have ended. Of several hosts each counts its own restarts, so there the number says nothing;
+    `globaltensor run` opens a store for each start."""
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if one_host else 0}", store)
 
 
 _liveness: Liveness | None = None
