@@ -247,7 +247,8 @@ def test_pyright_agrees(revealing, tmp_path):
              for d in json.loads(run.stdout)["generalDiagnostics"]]
     text = (TYPED / "mistakes.py").read_text().splitlines()
     expected = {n for n, line in enumerate(text, 1) if line.endswith("# error")}
-    errors = [d for d in found if d[2] == "error"]
+    optional = r'Import "(accelerate|lightning)[\w.]*" could not be resolved'
+    errors = [d for d in found if d[2] == "error" and not re.match(optional, d[3])]
     assert {n for name, n, *_ in errors if name == "mistakes.py"} >= expected
     assert not [d for d in errors if d[0] != "mistakes.py"], errors
     unknown = [d for d in found if d[0] == "revealing.py" and re.search(r'is "(Unknown|Any)"', d[3])]
