@@ -656,6 +656,10 @@ def names_of(world: Plain) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- drawing a program
 
 
+def is_as_before(t: torch.Tensor, before: torch.Tensor) -> bool:
+    return t.shape == before.shape and bool(((t == before) | (t != t) & (before != before)).all())
+
+
 class Drawing:
     """A program as it is drawn, and what plain torch has of its variables."""
 
@@ -798,8 +802,10 @@ class Drawing:
         if kind != "write":
             return self.add(f"{block}{{new}} = {text}", template, place, exact) or True
         versions = {name: t._version for name, t in self.tensors.items() if not t.is_inference()}
-        if not self.add(f"{block}{text}", template):
-            return all(t._version == versions[n] for n, t in self.tensors.items() if n in versions)
+        before = {name: t.detach().clone() for name, t in self.tensors.items()}
+        if not self.add(f"{block}{text}", template):             # some kernels write before they refuse
+            return all(t._version == versions[n] for n, t in self.tensors.items() if n in versions) and all(
+                is_as_before(t, before[n]) for n, t in self.tensors.items())
         if not all(self.is_small(t) for t in self.tensors.values() if is_usable(t)):
             self.statements.pop(), self.templates.pop()
             return False
@@ -937,11 +943,6 @@ class Refused(Exception):
     """A structured error of the library's, at a statement."""
 
 
-class Undrawable(Exception):
-    """Plain torch raises at a statement, which it did not when that was drawn: one that it refused just before had
-    written something."""
-
-
 def check(program: Drawing, times: int = 3) -> None:
     """Run a program here as in plain torch. AssertionError where they differ; Refused."""
     boxing: set[str] = set()                         # statements that box something
@@ -953,10 +954,7 @@ def check(program: Drawing, times: int = 3) -> None:
                 name = statement[5:-1]
                 compare(name, plain[name], ours[name], statement)
                 continue
-            try:
-                exec(statement, plain)
-            except Exception as error:
-                raise Undrawable(statement) from error
+            exec(statement, plain)
             try:
                 if nth:
                     exec(statement, ours)
@@ -1017,7 +1015,7 @@ def compare(name: str, plain: torch.Tensor, ours: torch.Tensor, statement: str) 
 def main(first: int, count: int, file: Path) -> None:
     """Programs of so many seeds; prints how many statements they had, and of the programs that were refused or failed
     the seeds and why."""
-    statements = undrawable = 0
+    statements = 0
     refused: dict[int, str] = {}
     failed: dict[int, str] = {}
     for seed in range(first, first + count):
@@ -1027,15 +1025,11 @@ def main(first: int, count: int, file: Path) -> None:
             file.write_text(f"SEED={seed}\n" + "\n".join(program.statements))
         try:
             check(program)
-        except Undrawable:
-            undrawable += 1
         except Refused as refusal:
             refused[seed] = str(refusal)
         except Exception as error:                   # of any kind: what plain torch does not raise is a failure
             failed[seed] = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-    assert undrawable <= 1 + count // 200
-    print(json.dumps({"programs": count, "statements": statements, "undrawable": undrawable, "refused": refused,
-                      "failed": failed}))
+    print(json.dumps({"programs": count, "statements": statements, "refused": refused, "failed": failed}))
 
 
 if __name__ == "__main__":
