@@ -17,6 +17,7 @@ Parameters of 16 bits get parts of float32, master weights: bytes per rank for P
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -65,7 +66,7 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
         group["params"] = [p if dst is None else _part_to_step(p, dst, stage, pairs) for p, dst in layouts]
     if model is not None:
         ShardedLayers(model, axis)
-    optimizer.register_load_state_dict_post_hook(_lay_out_state)
+    optimizer.register_load_state_dict_post_hook(globalize_state)
     if pairs:
         pairs.note_versions()
         optimizer.register_step_pre_hook(lambda *_: pairs.refresh())
@@ -75,12 +76,13 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
     return optimizer
 
 
-def _lay_out_state(optimizer: torch.optim.Optimizer) -> None:
-    """The state of an optimizer on one device, which is whole and plain, is laid out as what is stepped."""
+def globalize_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer's state that was loaded from one device, plain and whole, the layouts of what it steps."""
     for p, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(p, GlobalTensor) and type(value) is torch.Tensor and value.shape == p.shape and value.ndim:
-                state[name] = from_full(value, p.placement, p.sbp)
+        if isinstance(p, GlobalTensor) and isinstance(state, Mapping):
+            for key, t in state.items():
+                if isinstance(t, torch.Tensor) and not isinstance(t, GlobalTensor) and t.shape == p.shape and t.dim():
+                    state[key] = from_full(t, p.placement, p.sbp)  # type: ignore[index]  # a dict of torch's
 
 
 def _zero_layout(p: torch.Tensor, axis: str) -> Layout | None:

@@ -31,12 +31,12 @@ from torch import nn
 from globaltensor.checkpoint.torch_files import with_whole_tensors
 from globaltensor.errors import ArgumentError, GlobalTensorError
 from globaltensor.layouts.placement import placement
+from globaltensor.parallel.zero import globalize_state
 from globaltensor.runtime.agreement import gather_objects
 from globaltensor.runtime.world import rank
 from globaltensor.tracebacks import api_boundary
 from globaltensor.trainers.one_program import (
     check_optimizer,
-    globalize_state,
     load_plain_state,
     placement_of,
     seen_as_one_process,

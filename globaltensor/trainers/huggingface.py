@@ -21,10 +21,11 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 from globaltensor.checkpoint.huggingface import load_safetensors
 from globaltensor.checkpoint.torch_files import save
 from globaltensor.errors import ArgumentError
+from globaltensor.parallel.zero import globalize_state
 from globaltensor.runtime.agreement import gather_objects
 from globaltensor.runtime.world import rank
 from globaltensor.tracebacks import api_boundary
-from globaltensor.trainers.one_program import globalize_state, placement_of, seen_as_one_process, to_batch, to_plain
+from globaltensor.trainers.one_program import placement_of, seen_as_one_process, to_batch, to_plain
 
 _INSTEAD = {"deepspeed": "gt.zero(optimizer, stage=1), in Trainer(optimizers=(optimizer, None))",
             "fsdp": "gt.zero(optimizer, stage=3), in Trainer(optimizers=(optimizer, None))",

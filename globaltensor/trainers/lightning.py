@@ -21,12 +21,13 @@ from globaltensor.checkpoint.torch_files import with_whole_tensors
 from globaltensor.errors import ArgumentError, expect
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.parallel.plan import Plan, parallelize
+from globaltensor.parallel.zero import globalize_state
 from globaltensor.runtime.agreement import gather_objects
 from globaltensor.runtime.start import init
 from globaltensor.runtime.world import rank
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tracebacks import api_boundary
-from globaltensor.trainers.one_program import globalize_state, placement_of, to_batch, to_plain
+from globaltensor.trainers.one_program import placement_of, to_batch, to_plain
 
 
 class GlobalTensorStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # it is Any to mypy

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,15 +57,6 @@ def to_plain(values: Any) -> Any:
     """Global tensors as whole, plain ones."""
     return map_structure(values, lambda t, path: t.full_tensor() if isinstance(t, GlobalTensor) else t,
                          lambda values, path: values)
-
-
-def globalize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer's state that was loaded from a plain file the layouts of its parameters."""
-    for p, state in optimizer.state.items():
-        if isinstance(p, GlobalTensor) and isinstance(state, Mapping):
-            for key, t in state.items():
-                if isinstance(t, torch.Tensor) and not isinstance(t, GlobalTensor) and t.shape == p.shape and t.dim():
-                    state[key] = from_full(t, p.placement, p.sbp)  # type: ignore[index]  # a dict of torch's
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
