@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -80,3 +81,15 @@ def ranks() -> Iterator[Callable[[int], object]]:
     yield of
     for pool in pools.values():
         pool.end()
+
+
+@pytest.fixture(scope="module")
+def many_ranks() -> Iterator[None]:
+    """A world in which placements of 1,024 ranks may be named; nothing runs on them."""
+    import globaltensor as gt
+    from globaltensor.runtime import world
+
+    own = gt.init()
+    world.begin(replace(own, size=1024, local_ranks=tuple(range(1024))))
+    yield
+    world.begin(own)

@@ -5,21 +5,19 @@ Oracle: the price of every choice.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 from shards import place
 
-import globaltensor as gt
 from globaltensor.dispatch import choose as choosing
 from globaltensor.layouts.layout import layout, spec
 from globaltensor.layouts.sbp import broadcast, partial_max, partial_sum, split
 from globaltensor.rules.parse import rule
-from globaltensor.runtime import world
 from globaltensor.runtime.machine import gloo, one_process
 
 SEED = 20_261_123
+pytestmark = pytest.mark.usefixtures("many_ranks")
 PLACES = [[0, 1], [2, 0, 1], [[0, 1], [2, 3]], [[3, 1, 5], [0, 2, 4]], torch.arange(8).reshape(2, 2, 2).tolist(),
           torch.arange(64).reshape(4, 4, 4).tolist(),
           pytest.param(torch.arange(1024).reshape(8, 4, 8, 4).tolist(), marks=pytest.mark.long)]
@@ -33,15 +31,6 @@ RULES = {
     "exp": (rule("m n -> m n", ""), [("m", "n")], [("m", "n")]),
     "sum": (rule("m n -> m", "a"), [("m", "n")], [("m",)]),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def many_ranks():
-    """A world in which placements of 1,024 ranks may be named; nothing runs on them."""
-    own = gt.init()
-    world.begin(replace(own, size=1024, local_ranks=tuple(range(1024))))
-    yield
-    world.begin(own)
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -8,14 +8,12 @@ from __future__ import annotations
 import itertools
 import operator
 import random
-from dataclasses import replace
 from math import prod
 
 import pytest
 import torch
 from shards import place
 
-import globaltensor as gt
 from globaltensor.boxings import plan as plans, traffic as closed
 from globaltensor.boxings.listed_route import ListedRoute
 from globaltensor.boxings.roles import summed_axes
@@ -25,21 +23,12 @@ from globaltensor.layouts.paths import overlap, part_at, parts_within
 from globaltensor.layouts.rank_regions import RankRegions, rank_regions
 from globaltensor.layouts.regions import intersect, volume
 from globaltensor.layouts.sbp import broadcast, partial_max, partial_sum, split
-from globaltensor.runtime import world
 from globaltensor.runtime.machine import gloo, one_process
 
 SEED = 20_261_122
+pytestmark = pytest.mark.usefixtures("many_ranks")
 STATES = [broadcast, partial_sum, split(0), split(1)]
 SHAPES = [(16, 8), (6, 4), (5, 3), (1, 7), (0, 3), (11, 13), (24, 36)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def many_ranks():
-    """A world in which placements of 1,024 ranks may be named; nothing runs on them."""
-    own = gt.init()
-    world.begin(replace(own, size=1024, local_ranks=tuple(range(1024))))
-    yield
-    world.begin(own)
 
 
 def test_parts_along_a_path():
