@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 import warnings
 import zlib
 from types import FrameType
@@ -30,6 +31,13 @@ def where(frame: FrameType | None = None) -> str:
             return f"{os.path.relpath(name) if os.path.isabs(name) else name}:{frame.f_lineno}"
         frame = frame.f_back
     return "<unknown>"
+
+
+def raised_at(error: BaseException) -> str:
+    """`file:line` of the program, where an error that has been raised comes from."""
+    steps = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in steps if not file.startswith(_SKIP)]
+    return "{}:{}".format(*(own or steps or [("<unknown>", 0)])[-1])
 
 
 def warn(text: str) -> None:

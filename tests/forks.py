@@ -163,12 +163,14 @@ class Children:
         if not pid:
             for standard, fd in enumerate(streams):
                 os.dup2(fd, standard)
-            self.close(link, *streams)
             self.request = json.loads(text)
+            if self.request["session"]:
+                os.setsid()
+            _tell(link, os.getpid())                 # not before: who asked may kill all of that session
+            self.close(link, *streams)
             return
         for fd in streams:
             os.close(fd)
-        _tell(link, pid)
         child = os.pidfd_open(pid)
         self.ready.register(child, selectors.EVENT_READ, lambda: self.ended(pid, child, link))
         self.ready.register(link, selectors.EVENT_READ, lambda: self.abandoned(pid, link))
@@ -222,8 +224,6 @@ def _tell(link: socket.socket, number: int) -> None:
 
 def become(request: dict[str, Any], paths: list[str]) -> None:
     """What a new Python does before it runs the program."""
-    if request["session"]:
-        os.setsid()
     os.environ.clear()
     show_environment(request["environment"])
     os.environ.update(request["environment"])

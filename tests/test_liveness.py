@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from harness import PROGRAMS, PYTHON, RUN, TORCHRUN, Started, by_hand, environment, results
 
-from globaltensor.runtime import host_processes, liveness, stacks
+from globaltensor.runtime import deadlock, host_processes, liveness, stacks
 from globaltensor.runtime.codec import encode_message
 from globaltensor.runtime.host_processes import (
     ENDED,
@@ -76,11 +75,27 @@ def test_a_rank_that_ends_well_before_the_others_have_met_is_named_under_a_launc
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("place", ["loading", "boxing"])
-def test_a_rank_that_loops_is_shown_where(place, tmp_path):
-    (told,) = happens(place, "loop", "1", tmp_path, 3).values()
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_a_rank_that_loops_is_shown_where(place, native, tmp_path):
+    (told,) = happens(place, "loop", native, tmp_path, 6).values()
     assert "waited" in told["told"] and "for rank 1" in told["told"], told
     assert "faults.py" in told["told"] and "in go_wrong" in told["told"], told
-    assert 2 < told["after"] < 8
+    assert 5 < told["after"] < 12
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("hosts", [{}, dict(HOSTS="1", LOCAL_WORLD_SIZE="1", GLOBALTENSOR_SECRET="x",
+                                            GLOO_SOCKET_IFNAME="lo")], ids=["one host", "a host each"])
+@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("fault, timeout", [("raise", []), ("KILL", []), ("loop", [6])])
+def test_who_waits_for_a_rank_that_failed_by_another_is_told_of_the_first(fault, timeout, native, hosts, tmp_path):
+    told = happens("bystander", fault, native, tmp_path, *timeout, ranks=3, **hosts)
+    assert told.keys() == {0, 2}                     # rank 2 waits for rank 0, which waits for rank 1
+    for each in told.values():
+        assert "rank 1" in each["told"] and each["after"] < 15, each
+        if fault == "raise":
+            assert "rank 1 raised ValueError: bad luck   at" in each["told"], each
 
 
 @pytest.mark.long
@@ -112,8 +127,20 @@ def test_a_rank_of_another_host_is_lost_when_its_heart_stands_still(fault, secon
 class Store(dict):
     """Those calls of torch's store that are used."""
 
+    get = dict.__getitem__
+    set = dict.__setitem__
+
     def check(self, keys):
         return all(key in self for key in keys)
+
+    def add(self, key, more):
+        self[key] = dict.get(self, key, 0) + more
+        return self[key]
+
+
+class Gone(Store):
+    def check(self, keys):
+        raise RuntimeError("failed to recv, got 0 bytes")
 
 
 @pytest.fixture
@@ -142,11 +169,28 @@ def test_a_heart_counts_as_long_as_it_beats(clock):
     assert alive.lost([1]) is None, "it was only slow"
 
 
-def test_a_store_that_is_gone_tells_nothing_of_ranks(clock):
-    class Gone(Store):
-        def check(self, keys):
-            raise RuntimeError("failed to recv, got 0 bytes")
+def test_the_first_failure_is_told_by_all_also_when_the_store_is_gone():
+    store = Store()
+    ranks = [Liveness({}, store) for _ in range(3)]
+    first, other = liveness.Loss(1, "rank 1 raised ValueError"), liveness.Loss(0, "rank 0 has ended")
+    assert ranks[2].first_loss() is None and ranks[1].first_lost(first) == first
+    assert ranks[0].first_lost(other) == first and ranks[2].first_loss() == first
+    ranks[2].store = Gone()
+    assert ranks[2].first_lost(other) == first, "it was read before"
 
+
+def test_the_rank_that_keeps_others_waiting_is_found_behind_those_that_wait_too():
+    def watch(*waits):
+        look = deadlock.Watch(Store({f"globaltensor wait {rank}": encode_message((1, "boxing", peers, 8, "x:1"), rank)
+                                     for rank, peers in waits}), 0, 5)
+        return look.keeping(deadlock.Wait(1, "boxing", (1, 4), 8))
+
+    assert watch() == [1, 4] and watch((1, (0, 2))) == [4]
+    assert watch((1, (0, 2)), (4, (0, 1))) == [2] and watch((1, (0, 2)), (4, (3,)), (3, (1,))) == [2]
+    assert watch((1, (0,)), (4, (1,))) == [1, 4], "all wait"
+
+
+def test_a_store_that_is_gone_tells_nothing_of_ranks(clock):
     alive = Liveness({1: ProcessId("elsewhere", 5, 7)}, Gone())
     for _ in range(3):
         assert alive.lost([1]) is None
@@ -220,16 +264,3 @@ def test_this_process_is_known_after_a_fork():
         os._exit(0)
     assert os.read(read, 10) == b"True"
     os.wait()
-
-
-@pytest.mark.parametrize("connect", [liveness.of_this_start, lambda store: liveness.own_connection(
-    dist.PrefixStore("default_pg", store))], ids=["arrival", "own connection"])
-def test_a_restarted_job_reads_nothing_of_its_former_start(connect, monkeypatch):
-    store = dist.HashStore()                         # torchrun's agent keeps it from start to start
-    connect(store).set("address of rank 1", "of a process that has ended")
-    assert connect(store).check(["address of rank 1"])
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert not connect(store).check(["address of rank 1"])
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")      # of several hosts, one may count no restart where another does
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert connect(store).check(["address of rank 1"])

@@ -152,9 +152,9 @@ def test_messages(build, kind, ranks):
     run(build("transport_messages"), "values", kind, ranks, SEED, 150)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flavour, kind, ranks", [
-    ("tsan", "threads", 2), pytest.param("tsan", "threads", 4, marks=pytest.mark.long),
-    pytest.param("asan", "threads", 3, marks=pytest.mark.long), ("asan", "processes", 4)])
+    ("tsan", "threads", 2), ("tsan", "threads", 4), ("asan", "threads", 3), ("asan", "processes", 4)])
 def test_messages_under_a_sanitizer(build, flavour, kind, ranks):
     run(build("transport_messages", flavour), "values", kind, ranks, SEED, 100)
 
@@ -222,6 +222,6 @@ def test_arena(build, case):
 
 
 @pytest.mark.parametrize("flavour, case", [
-    ("tsan", "threads"), pytest.param("asan", "mixed", marks=pytest.mark.long), ("asan", "held"), ("asan", "forks")])
+    ("tsan", "threads"), *(pytest.param("asan", case, marks=pytest.mark.long) for case in ("mixed", "held", "forks"))])
 def test_arena_under_a_sanitizer(build, flavour, case):
     run(build("transport_arena", flavour), case, SEED)

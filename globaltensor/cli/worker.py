@@ -59,6 +59,8 @@ def show_failure(kind: type[BaseException], error: BaseException, at: TracebackT
     while at is not None and at.tb_frame.f_code.co_filename in ours:
         at = at.tb_next
     line = traceback.format_exception_only(kind, error)[0].splitlines()[0]
+    if (library := sys.modules.get("globaltensor.runtime.liveness")) is not None:
+        library.tell_failure(int(os.environ["RANK"]), error)
     _tell(line.removeprefix("globaltensor.errors."), "".join(traceback.format_exception(kind, error, at)))
 
 

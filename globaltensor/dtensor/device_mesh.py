@@ -30,12 +30,6 @@ class DeviceMesh(placement):
         super().__init__(device_type, mesh, mesh_dim_names)
         object.__setattr__(self, "root", root or self)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DeviceMesh) and super().__eq__(other)
-
-    def __hash__(self) -> int:
-        return super().__hash__()
-
     def __repr__(self) -> str:
         return super().__repr__().replace("placement(", "DeviceMesh(", 1).replace("axis_names", "mesh_dim_names")
 

@@ -72,7 +72,8 @@ class placement:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, placement) and self._hash == other._hash
+        # no name of this module: weak dictionaries compare as the interpreter ends, when modules are empty
+        return self is other or (type(other) is type(self) and self._hash == other._hash
                                  and (self.type, self.ranks, self.axis_names)
                                  == (other.type, other.ranks, other.axis_names))
 

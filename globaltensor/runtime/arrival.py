@@ -4,54 +4,111 @@ can.
 torch's own start waits inside C++ for ranks that may have died before they ever spoke. Here nothing is waited for
 there: ranks meet first, in a store that answers at once, and only then does torch connect them.
 
-    a rank that came and ended        is known by its process
+    a rank that ends by itself        says so, in the store, and to the ranks of its host by a name of its process
     a rank that was seen in /proc and is gone
     a rank that no launcher started, though it started all others of this host long ago
+    a rank that came, and whose process has ended (where launchers set no variables, so that /proc does not tell)
     a rank that nobody has seen       may still be on its way: it is waited for, and named when time is over
+
+torchrun keeps the store when it starts ranks again, and with it all that ended ranks have said, their addresses too;
+and of several hosts each counts its own restarts, so there is no number that tells starts apart. So nothing is
+believed because it is there. Every rank writes a *challenge*, a random number. Its parent in the tree (store_tree.py)
+answers with that number and with the name of this start, which rank 0 draws. An answer to one's own challenge was
+written after it: by a rank that lives. All else is said under that name. Whoever notices that a rank is gone answers
+the challenges of all with that.
 """
 from __future__ import annotations
 
+import atexit
 import os
+import secrets
 import socket
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from globaltensor.errors import GlobalTensorError, TransportError, first_sentence
-from globaltensor.runtime.codec import decode_message, encode_message
+from globaltensor.runtime.codec import decode_message
 from globaltensor.runtime.deadlock import rank_names
-from globaltensor.runtime.host_processes import ProcessId, host_id, job_name, own_process, rank_processes
-from globaltensor.runtime.liveness import Liveness, Loss, of_this_start
+from globaltensor.runtime.host_processes import (
+    ENDED,
+    ProcessId,
+    host_id,
+    is_of_a_rank,
+    job_name,
+    mark_ended,
+    own_process,
+    process_state,
+    rank_processes,
+)
+from globaltensor.runtime.launchers import recognize_launcher
+from globaltensor.runtime.liveness import Loss, name_start, of_this_start
+from globaltensor.runtime.store_tree import (
+    LAST_LOOK,
+    children_of,
+    gather_in_store,
+    looks,
+    parent_of,
+    read_message,
+    write_message,
+)
 
 _PERIOD = 0.02
 _SCANS = 0.5                                         # seconds between looks at the processes of this host
 _TOGETHER = 2.0                                      # seconds within which a launcher has started all ranks of a host
+_AFTER = 4                                           # so many ranks after itself each rank looks after
+_PATIENCE = timedelta(seconds=2)                     # for which a rank that ends waits for the store
 
 
-def meet(timeout: timedelta) -> dist.Store:
-    """The store of this job, once all ranks have come to it; by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+class _StartedAnew(Exception):
+    """Rank 0 was started again: this meeting has another name."""
 
-    Raises TransportError where a rank has ended, or does not come in time.
+
+def open_store(timeout: timedelta) -> dist.Store:
+    """The store of this job, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Raises TransportError where the rank that keeps it has ended, or does not come in time.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise TransportError(f"the ranks could not find each other: {' and '.join(missing)} not set",
                              "RANK and WORLD_SIZE are", "globaltensor run -n N program.py, or torchrun")
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    others = _Others(rank, size)
-    limit = time.monotonic() + timeout.total_seconds()
-    store = _open_store(rank, timeout, limit, others)
-    with in_touch():
-        _tell_process(store, rank)
-        if store.add("globaltensor arrivals", 1) == size:
-            store.set("globaltensor all", "here")
-        while not store.check(["globaltensor all"]):
-            others.raise_if_gone(limit, store)
+    others = _Others(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, timeout.total_seconds())
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    while not others.keeps:
+        try:
+            socket.create_connection((host, port), 5).close()
+            break
+        except OSError:
+            others.raise_if_gone()
             time.sleep(_PERIOD)
-    return store
+    try:
+        return dist.TCPStore(host, port, is_master=others.keeps, timeout=timeout, wait_for_workers=False,
+                             multi_tenant=True)
+    except (ValueError, RuntimeError) as error:
+        raise TransportError("the ranks could not find each other", first_sentence(error),
+                             "globaltensor run -n N program.py, or torchrun") from None
+
+
+def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, dict[int, ProcessId]]:
+    """Wait for all ranks to come to this store; what they say from now on is in the store that is returned, beside the
+    processes of all. Raises TransportError where a rank has ended, or does not come in time."""
+    others = _Others(rank, size, store, timeout.total_seconds())
+    with in_touch():
+        others.come()
+        while True:
+            with suppress(_StartedAnew):
+                name = others.name_of_start()
+                fresh = of_this_start(store, name)
+                processes = gather_in_store(fresh, "globaltensor process", own_process(), rank, size, others.look)
+                break
+    name_start(name)
+    _end_meeting()
+    return fresh, dict(enumerate(processes))
 
 
 @contextmanager
@@ -68,95 +125,170 @@ def in_touch() -> Iterator[None]:
                              "look at the first error of the other ranks") from None
 
 
-def exchange_processes(store: dist.Store, rank: int, size: int) -> dict[int, ProcessId]:
-    """The processes of all ranks; waits for theirs. For a job whose ranks have met, here or elsewhere."""
-    _tell_process(store, rank)
-    return _read_processes(store, range(size))
+def _challenge_key(rank: int) -> str:
+    return f"globaltensor challenge {rank}"
 
 
-def _tell_process(store: dist.Store, rank: int) -> None:
-    store.set(_process_key(rank), encode_message(own_process(), rank))  # type: ignore[arg-type]  # bytes do as well
+def _answer_key(rank: int) -> str:
+    return f"globaltensor answer {rank}"
 
 
-def _read_processes(store: dist.Store, ranks: Iterable[int]) -> dict[int, ProcessId]:
-    return {rank: decode_message(store.get(_process_key(rank)), rank) for rank in ranks}
+def _ended_before(ranks: set[int]) -> Loss:
+    return Loss(min(ranks), f"{rank_names(sorted(ranks))} ended before all ranks had met")
 
 
-def _process_key(rank: int) -> str:
-    return f"globaltensor process {rank}"
+def _tell_of_loss(store: dist.Store, rank: int, size: int, loss: Loss) -> None:
+    """Answer whatever challenges there are, also those of ranks that have ended since."""
+    for other in range(size):
+        if other != rank and (challenge := read_message(store, _challenge_key(other))) is not None:
+            write_message(store, _answer_key(other), (challenge[0], "", tuple(loss)))
 
 
-def _open_store(rank: int, timeout: timedelta, limit: float, others: _Others) -> dist.Store:
-    """torch's launchers keep the store themselves; else rank 0 does."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    while not others.keeps:
-        try:
-            socket.create_connection((host, port), 5).close()
-            break
-        except OSError:
-            others.raise_if_gone(limit, None)
-            time.sleep(_PERIOD)
-    try:
-        return of_this_start(dist.TCPStore(host, port, is_master=others.keeps, timeout=timeout, wait_for_workers=False,
-                                           multi_tenant=True))
-    except (ValueError, RuntimeError) as error:
-        raise TransportError("the ranks could not find each other", first_sentence(error),
-                             "globaltensor run -n N program.py, or torchrun") from None
+def _keep_open(store: dist.Store) -> None:
+    """The store ends when nobody holds it any more."""
+    time.sleep(_PATIENCE.total_seconds())
 
 
 class _Others:
-    """The ranks that this one waits for when it starts."""
+    """The ranks that this one waits for when it starts, in a store (None: until there is one)."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, store: dist.Store | None, patience: float) -> None:
+        self.rank, self.size, self.store = rank, size, store
         self.job = job_name(dict(os.environ))
         per_host = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         first = rank - rank % per_host
         self.here = set(range(first, first + per_host)) - {rank}
         self.launched = "TORCHELASTIC_RUN_ID" in os.environ
         self.keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self.began, self.scanned = time.monotonic(), 0.0
+        self.began, self.scanned, self.patience = time.monotonic(), 0.0, patience
         self.seen: set[int] = set()
         self.missing: set[int] = set()
+        self.came: dict[int, ProcessId] = {}         # of those that this rank looks after
+        self.challenge, self.name = secrets.token_hex(8), secrets.token_hex(8) if rank == 0 else ""
+        self.texts: dict[str, bytes] = {}            # by key, what this rank has read there and done what follows
 
-    def raise_if_gone(self, limit: float, store: dist.Store | None) -> None:
+    def come(self) -> None:
+        assert self.store is not None
+        write_message(self.store, _challenge_key(self.rank), (self.challenge, own_process()))
+
+    def name_of_start(self) -> str:
+        """Of the one that this rank's parent belongs to."""
+        for _ in looks(self.raise_if_gone):
+            with suppress(_StartedAnew):             # this rank had no name before
+                self.hear()
+            if self.name:
+                break
+        return self.name
+
+    def look(self) -> None:
+        """While this rank waits: answer its children, and raise where a rank will not come."""
+        assert self.store is not None
+        for child in children_of(self.rank, self.size):
+            if (challenge := self.news(_challenge_key(child))) is not None:
+                write_message(self.store, _answer_key(child), (challenge[0], self.name, None))
+        self.hear()
+        self.raise_if_gone()
+
+    def news(self, key: str) -> Any:
+        """What is written there; None where nothing is, or what was there at the last look."""
+        assert self.store is not None
+        if not self.store.check([key]) or (text := self.store.get(key)) == self.texts.get(key):
+            return None
+        self.texts[key] = text
+        return decode_message(text, key)
+
+    def hear(self) -> None:
+        """What the others have answered: the name of this start, or that a rank is gone."""
+        answer = self.news(_answer_key(self.rank))
+        if answer is None or answer[0] != self.challenge:            # of an earlier start
+            return
+        _, name, loss = answer
+        if loss is not None:
+            raise self._gone(Loss(*loss))
+        if name != self.name:
+            self.name = name
+            self.texts.clear()                       # the children have to be told
+            raise _StartedAnew
+
+    def raise_if_gone(self) -> None:
         """Raise for ranks that will not come, and for those that have not come when time is over."""
         time_now = time.monotonic()
         if time_now - self.scanned >= _SCANS:
             self.scanned = time_now
-            gone = self._came_and_ended(store) | self._never_came(time_now)
-            if gone:
-                raise self._ended(gone, store)
-        if time_now > limit:
-            missing = sorted(set(range(self.size)) - self._came(store).keys() - {self.rank})
-            raise TransportError(f"{rank_names(missing)} did not come within {limit - self.began:.0f} s",
-                                 f"rank {self.rank} of {self.size} waited at {os.environ['MASTER_ADDR']}:"
-                                 f"{os.environ['MASTER_PORT']}", "globaltensor run -n N program.py, or torchrun")
+            if gone := self._never_came(time_now) | self._came_and_ended():
+                loss = _ended_before(gone)
+                if self.store is not None:
+                    self.hear()                      # perhaps of the one with which it began
+                    _tell_of_loss(self.store, self.rank, self.size, loss)
+                raise self._gone(loss)
+        if time_now > self.began + self.patience:
+            _end_meeting()                           # for all of them: none need say that it ends
+            place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+            raise TransportError(f"{rank_names(self._awaited())} did not come within {self.patience:.0f} s",
+                                 f"rank {self.rank} of {self.size} waited at {place}",
+                                 "globaltensor run -n N program.py, or torchrun")
 
-    def _ended(self, gone: set[int], store: dist.Store | None) -> TransportError:
-        """Of the ranks that are gone some may have raised this themselves: the first to see one gone notes which."""
-        loss = Loss(min(gone), f"{rank_names(sorted(gone))} ended before all ranks had met")
-        loss = Liveness({}, store).first_lost(loss)
-        if self.keeps:                               # the others still ask
-            time.sleep(3 * _SCANS)
+    def _gone(self, loss: Loss) -> TransportError:
+        _end_meeting()                               # all who came know of that one: this rank need not tell of itself
+        if self.keeps and self.store is not None:    # the others still look, on a busy host for longer
+            time.sleep(4 * LAST_LOOK)
+            atexit.register(_keep_open, self.store)
         return TransportError(loss.how, f"rank {self.rank} waited for it",
                               "look at the first error of that rank; every rank runs the same program")
 
-    def _came(self, store: dist.Store | None) -> dict[int, ProcessId]:
-        ranks = [r for r in range(self.size) if store is not None and store.check([_process_key(r)])]
-        return {} if store is None else _read_processes(store, ranks)
+    def _awaited(self) -> list[int]:
+        """Those that have said nothing; where all have, now or before, the one that has not answered."""
+        ranks = sorted(set(range(self.size)) - {self.rank})
+        silent = [r for r in ranks if self.store is None or not self.store.check([_challenge_key(r)])]
+        return silent or [parent_of(self.rank)] if self.rank and not self.name else silent or ranks
 
-    def _came_and_ended(self, store: dist.Store | None) -> set[int]:
-        came = self._came(store)
-        loss = Liveness(came, None).lost(came)
-        return set() if loss is None else {loss.rank}
+    def _came_and_ended(self) -> set[int]:
+        """Of some ranks after this one on this host. Where torchrun keeps the store, they may be of an earlier start:
+        there /proc tells."""
+        if self.launched or self.store is None:
+            return set()
+        after = sorted(self.here, key=lambda r: (r - self.rank) % self.size)[:_AFTER]
+        for rank in after:
+            if rank not in self.came and (challenge := read_message(self.store, _challenge_key(rank))) is not None:
+                self.came[rank] = challenge[1]
+        return {rank for rank, process in self.came.items() if process.here and process_state(process) == ENDED}
 
     def _never_came(self, time_now: float) -> set[int]:
         """Ranks of this host that were seen, or must have been started, and are not there at two looks."""
-        if not host_id():
+        if not host_id() or not self.job:
             return set()
         present = {each.rank for each in rank_processes(self.job)}
         expected = self.here if self.launched and time_now - self.began > _TOGETHER else self.seen
         self.seen |= present & self.here
         before, self.missing = self.missing, expected - present
         return self.missing & before
+
+
+_over = False                                        # the meeting, well or not
+
+
+def _end_meeting() -> None:
+    global _over
+    _over = True
+
+
+def _last_words() -> None:
+    """A rank that ends before the meeting, by an error or well, says so: what follows, the end of the interpreter, may
+    take seconds on a busy host."""
+    env = dict(os.environ)
+    with suppress(OSError, ValueError, RuntimeError):            # nobody is there to be told
+        recognize_launcher(env)
+        rank, size, job = env.get("RANK", ""), env.get("WORLD_SIZE", ""), job_name(env)
+        if not job or is_of_a_rank(os.getppid(), job):           # no rank, or a child that one has started
+            return
+        mark_ended()
+        if _over or dist.is_initialized() or not env.get("MASTER_ADDR"):
+            return
+        host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+        socket.create_connection((host, port), _PATIENCE.total_seconds()).close()
+        store = dist.TCPStore(host, port, is_master=False, timeout=_PATIENCE, wait_for_workers=False)
+        _tell_of_loss(store, int(rank), int(size), _ended_before({int(rank)}))
+
+
+if dist.is_available():
+    atexit.register(_last_words)

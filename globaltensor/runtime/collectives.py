@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import reduce
 from typing import Any, NamedTuple
@@ -30,13 +30,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from globaltensor.errors import GlobalTensorError
 from globaltensor.runtime import deadlock
 from globaltensor.runtime.accelerators import engine_class
 from globaltensor.runtime.exchange import wait_for_works, waiting_for
 from globaltensor.runtime.gloo import gloo_error, keep_for_ever
 from globaltensor.runtime.liveness import tell_end
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.store_tree import looks
 from globaltensor.runtime.torch_internals import all_gather_flat, default_store, reduce_scatter_flat
 from globaltensor.runtime.world import rank, world
 
@@ -84,10 +84,14 @@ def begin_collectives(calls: Sequence[Collective], what: str, tag: int, check: b
     def finish() -> None:
         joined, checks = checked or _check_tags(on_device)
         with waiting_for(what, peers, joined or tag) as lost:
-            # First what cannot be mistaken: a collective that others take for another one may fail in any way.
-            wait_for_works([(peers, work) for work in checks], lost)
-            for call, work in zip(on_device, works):
-                _wait_for_collective(call, work)
+            try:
+                # First what cannot be mistaken: a collective that others take for another one may fail in any way.
+                wait_for_works([(peers, work) for work in checks], lost)
+                for call, work in zip(on_device, works):
+                    _wait_for_collective(call, work)
+            except RuntimeError:
+                _abandon(zip(on_device, works))
+                raise
         for call, done in zip(calls, on_device):
             if done.result is not call.result:
                 call.result.copy_(done.result)
@@ -112,6 +116,7 @@ def _group_of(ranks: tuple[int, ...], type: str) -> Any:
         if not _groups:
             atexit.register(_end_groups)
         store = dist.PrefixStore(f"globaltensor {type} {ranks}/", default_store())
+        _await_members(store, len(ranks))
         if type == "cpu":
             known = dist.ProcessGroupGloo(store, ranks.index(rank()), len(ranks), world().timeout)
         else:
@@ -123,7 +128,7 @@ def _group_of(ranks: tuple[int, ...], type: str) -> Any:
 
 def _wait_for_collective(call: Collective, work: dist.Work) -> None:
     """Until it is done. Nobody can end a collective of gloo: where the watch over waits finds that this one is waited
-    for in vain, its error is raised, and torch is left alone with the collective and its group."""
+    for in vain, its error is raised."""
     if call.source.device.type != "cpu":
         work.wait()
         return
@@ -134,14 +139,25 @@ def _wait_for_collective(call: Collective, work: dist.Work) -> None:
         except RuntimeError:                         # it failed, or was not done in time
             if work.is_completed():
                 raise
-        try:
-            deadlock.raise_if_in_vain()
-        except GlobalTensorError:
-            # A thread of torch works on them. Ending the group would wait for that thread, and it would need the
-            # interpreter to free the others, which may have ended by then.
-            keep_for_ever([_groups.pop((call.ranks, "cpu")), work, call.source, call.result])
+        deadlock.raise_if_in_vain()
+
+
+def _abandon(begun: Iterable[tuple[Collective, dist.Work]]) -> None:
+    """Leave torch alone with what it still works on. Ending a group would wait for the thread that does so, and that
+    thread would need the interpreter to free the others, which may have ended by then."""
+    for call, work in begun:
+        if call.source.device.type == "cpu" and not work.is_completed():
+            keep_for_ever([_groups.pop((call.ranks, "cpu"), None), work, call.source, call.result])
             _lost_groups.add(call.ranks)
-            raise
+
+
+def _await_members(store: dist.Store, size: int) -> None:
+    """Until all members of a group have come to make it: inside torch, nothing would end the wait for one that does not
+    come."""
+    store.add("members", 1)
+    for _ in looks(deadlock.raise_if_in_vain):
+        if store.add("members", 0) >= size:
+            return
 
 
 def _end_groups() -> None:

@@ -15,9 +15,9 @@ The same thread asks whether the ranks that are waited for live (liveness.py). O
 waiting for `SHOW_STACK` seconds the stack is shown, once; after the timeout of `gt.init` the wait ends, with that
 stack in the error.
 
-A wait inside torch does not raise what another thread knows. Where native code can end it, it is ended, and raises
-then. Else a process shows the error and ends, which closes its connections: of a deadlock the last rank, whose end
-frees the others.
+A wait inside torch does not raise what another thread knows. Native code ends it, and it raises then; without native
+code this process closes its connections for that. Where neither helps, the process shows the error and ends, which
+closes its connections too: of a deadlock the last rank, whose end frees the others.
 """
 from __future__ import annotations
 
@@ -34,8 +34,16 @@ from typing import Any, NamedTuple
 from globaltensor.errors import DisagreementError, GlobalTensorError, TransportError, where
 from globaltensor.runtime import lineage
 from globaltensor.runtime.codec import decode_message, encode_message
-from globaltensor.runtime.gloo import gloo_error
-from globaltensor.runtime.liveness import feed_heart, first_lost, lost_rank, process_of
+from globaltensor.runtime.gloo import close_connections, gloo_error
+from globaltensor.runtime.liveness import (
+    Loss,
+    ended_after_a_failure,
+    feed_heart,
+    first_lost,
+    known_loss,
+    lost_rank,
+    process_of,
+)
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.stacks import stack_of
 
@@ -66,7 +74,9 @@ class Current:
         return where(sys._current_frames().get(self.thread))
 
     def abort(self) -> None:
-        """End the wait in torch, where native code can: it then returns, and raises what `detected` tells."""
+        """End the wait in torch: it then returns or raises, and what `detected` tells is raised."""
+        if torch_ext is None and self.works:
+            close_connections(self.wait.peers)
         for work in self.works if torch_ext is not None else ():
             with suppress(RuntimeError):             # a collective: only sends and receives can be ended
                 torch_ext.abort_work(work)
@@ -180,6 +190,7 @@ class Watch:
     def run(self) -> None:
         while not self.ended.is_set():
             feed_heart()
+            known_loss()                             # remembered: the store may end before this rank asks for it
             self.look()
 
     def look(self) -> None:
@@ -193,6 +204,7 @@ class Watch:
         before = None
         while _current is current:
             feed_heart()
+            known_loss()
             self.check_peers(current)
             with suppress(RuntimeError):             # the store is gone, and with it the rank that kept it
                 if self.published is None and not self.publish(current):
@@ -207,13 +219,18 @@ class Watch:
     def check_peers(self, current: Current) -> None:
         """End the wait for a rank that is lost, or for too long; show where those are that keep it waiting for long."""
         wait, waited = current.wait, time.monotonic() - current.began
-        if (loss := lost_rank(wait.peers)) is not None:
+        if (loss := lost_rank(wait.peers) or ended_after_a_failure(wait.peers)) is not None:
             loss = first_lost(loss)
-            self.give_up(current, f"{loss.how}, while rank {self.rank} waited for it in {wait.what}",
+            whom = "it" if loss.rank in wait.peers else rank_names(wait.peers)
+            self.give_up(current, f"{loss.how}, while rank {self.rank} waited for {whom} in {wait.what}",
                          "no rank can go on without it", "look at its own error, and at what its host says of it")
         elif waited > self.timeout:
-            self.give_up(current, f"rank {self.rank} waited {waited:.0f} s for {self.culprits(wait)} in {wait.what}",
-                         stacks_of(self.keeping(wait)), "gt.init(timeout=...) where a rank may take longer")
+            keeping = self.keeping(wait)
+            what, why = (f"rank {self.rank} waited {waited:.0f} s for {rank_names(keeping)} in {wait.what}",
+                         stacks_of(keeping))
+            first = first_lost(Loss(keeping[0], f"{what}; {why}"))   # else of one that gave up before
+            self.give_up(current, what, why if first.rank in (keeping[0], self.rank) else first.how,
+                         "gt.init(timeout=...) where a rank may take longer")
         elif (error := gloo_error()) and waited > 6 * PERIOD:     # by now it would have been found to be a deadlock
             self.give_up(current, f"rank {self.rank} was sent more than it asked for in {wait.what}", error,
                          "look at the first error of the other ranks; every rank runs the same program")
@@ -226,12 +243,17 @@ class Watch:
                           file=sys.stderr, flush=True)
 
     def keeping(self, wait: Wait) -> list[int]:
-        """Of the ranks that are waited for those that do not wait themselves; all, where all do or nobody knows."""
-        try:
-            busy = [peer for peer in wait.peers if self.read(_store_key(peer), peer) is None]
-        except RuntimeError:
-            busy = []
-        return busy or list(wait.peers)
+        """The ranks that are waited for and do not wait themselves; where all do, of those that they wait for, and so
+        on. All that are waited for, where none is found or nobody knows."""
+        peers, seen = list(wait.peers), {self.rank}
+        with suppress(RuntimeError):
+            while peers:
+                waits = {peer: self.read(_store_key(peer), peer) for peer in peers}
+                if busy := [peer for peer, other in waits.items() if other is None]:
+                    return busy
+                seen |= waits.keys()
+                peers = sorted({peer for other in waits.values() for peer in Wait(*other).peers} - seen)
+        return list(wait.peers)
 
     def culprits(self, wait: Wait) -> str:
         return rank_names(self.keeping(wait))

@@ -102,8 +102,9 @@ def waiting_for(what: str, peers: tuple[int, ...], tag: int) -> Iterator[list[in
             raise verdict from None
         loss = lost_connection(lost, first_sentence(error))
         deadlock.keep_store()
-        names, how = (f"rank {loss.rank}", loss.how) if loss is not None else (
-            deadlock.rank_names(lost), f"{first_sentence(error)}: a rank ended, or runs another program")
+        others = [loss.rank] if loss is not None and loss.rank != rank() else lost     # they may have given this one up
+        names, how = deadlock.rank_names(others), loss.how if loss is not None else (
+            f"{first_sentence(error)}: a rank ended, or runs another program")
         raise TransportError(f"rank {rank()} lost touch with {names} in {what}", how,
                              "look at the first error of the other ranks") from None
     finally:

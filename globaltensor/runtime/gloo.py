@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.world import world
+
+_NOBODY_SENDS = 7                                    # a tag
 
 
 def gloo_error() -> str:
@@ -23,3 +31,14 @@ def keep_for_ever(objects: Iterable[Any]) -> None:
     needs an interpreter that may have ended to free the others."""
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+def close_connections(ranks: Iterable[int]) -> None:
+    """Close all connections of this process to the others: waits for messages of these ranks then raise. gloo does that
+    when one that is waited for has not come in time. Native code, where it is built, ends a wait and closes nothing."""
+    for rank in ranks:
+        with suppress(RuntimeError):                 # that it did not come
+            message = torch.empty(1, dtype=torch.uint8, device="cpu")
+            work = dist.irecv(message, rank, world().control, _NOBODY_SENDS)
+            assert work is not None                  # this rank is a member
+            work.wait(timedelta(milliseconds=1))

@@ -7,7 +7,9 @@ it promised.
 """
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,8 @@ from typing import NamedTuple
 from globaltensor.runtime.codec import message
 
 RUNS, STOPPED, ENDED = "runs", "stopped", "ended"
+_ENDS = "globaltensor -"                             # the name of a process that does nothing any more but end
+_PR_SET_NAME = 15
 
 
 @message
@@ -81,23 +85,38 @@ def _stat(pid: int) -> tuple[str, int] | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()         # the name, in parentheses, may hold anything
-    return fields[0], int(fields[19])
+    name, _, rest = text.partition("(")[2].rpartition(")")       # the name, in parentheses, may hold anything
+    fields = rest.split()
+    return None if name == _ENDS else (fields[0], int(fields[19]))
+
+
+def mark_ended() -> None:
+    """From now on this process counts as ended on its host, where Linux can tell: called by its main thread, last."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, _ENDS.encode())
 
 
 def rank_processes(job: str = "") -> Iterator[RankProcess]:
     """The ranks of this job, or of all jobs of this user, that run on this host; children that a rank forked, too."""
     for entry in Path("/proc").iterdir() if host_id() else ():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            pairs = (item.partition(b"=") for item in (entry / "environ").read_bytes().split(b"\0"))
-        except OSError:                              # of another user, or ended
-            continue
-        env = {key.decode(errors="replace"): value.decode(errors="replace") for key, _, value in pairs}
+        env = _environment_of(int(entry.name)) if entry.name.isdecimal() else {}
         its_job = job_name(env)
         if its_job and job in ("", its_job) and (process := process_id(int(entry.name))) is not None:
             yield RankProcess(process, int(env["RANK"]), int(env["WORLD_SIZE"]), its_job)
+
+
+def is_of_a_rank(pid: int, job: str) -> bool:
+    """Was that process started as a rank of this job, or by one?"""
+    return job_name(_environment_of(pid)) == job
+
+
+def _environment_of(pid: int) -> dict[str, str]:
+    """What a process was started with; nothing where it has ended, or is another user's."""
+    try:
+        pairs = [item.partition(b"=") for item in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+    except OSError:
+        return {}
+    return {key.decode(errors="replace"): value.decode(errors="replace") for key, _, value in pairs}
 
 
 def job_name(env: dict[str, str]) -> str:

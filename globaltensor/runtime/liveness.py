@@ -7,16 +7,17 @@ Beats are signed, so that nobody else keeps a dead rank alive, and an old one is
 
 A rank that is stopped (SIGSTOP, a debugger) for `PATIENCE` seconds counts as lost too, as nothing says that it goes on.
 
-Where a rank is lost, others raise and end, and are lost to those who wait for them. So a rank that is about to raise
-notes in the store whom it lost, unless another one has: the first to be lost is named by all.
+Where a rank fails, others raise and end, and are lost to those who wait for them. So a rank that is about to raise
+notes in the store which rank failed and how (itself by an error of the program, another that is lost or that it has
+waited for too long), unless there is such a note: the first is told by all. Every rank reads it now and then, and knows
+it when the store has ended with the rank that kept it, which gives them time to.
 """
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -25,10 +26,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from globaltensor.errors import TransportError
+from globaltensor.errors import TransportError, raised_at
 from globaltensor.runtime.codec import decode_message, encode_message
 from globaltensor.runtime.host_processes import ENDED, RUNS, STOPPED, ProcessId, process_state
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.store_tree import read_message, write_message
 
 BEAT = 2.0                                           # seconds between two beats of a heart
 SILENCE = 10.0
@@ -36,8 +38,9 @@ SILENCE_PYTHON = 90.0                                # without native code the h
 PATIENCE = 6.0
 _WRITING = 0.5                                      # seconds for which a rank that notes a loss is waited for
 _ENDING = 0.5                                        # seconds from the end of a rank's connections to that of the rank
-# of this start of the job: torchrun keeps the store when it starts ranks again
-_LOST = f"globaltensor lost {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+_LOST = "globaltensor lost"
+_READING = 2.0                                       # seconds within which every rank looks for such a note
+_AFTER = 4                                           # while ranks start, each looks after so many
 _LOOKS = 2.0                                         # seconds: looks that are further apart do not count
 
 
@@ -56,12 +59,13 @@ class Loss(NamedTuple):
 class Liveness:
     """The processes of all ranks of the job, by rank. Any thread may ask."""
 
-    def __init__(self, processes: Mapping[int, ProcessId], store: dist.Store | None) -> None:
+    def __init__(self, processes: Mapping[int, ProcessId], store: dist.Store | None, own: int = -1) -> None:
         self.processes = dict(processes)
-        self.store = store
+        self.store, self.own = store, own            # rank
         self.lock = threading.Lock()
         self._stopped: dict[int, tuple[float, float]] = {}           # rank -> since when, and when last seen so
         self._beats: dict[int, tuple[int, float]] = {}               # rank -> the last beat, and when it was new
+        self._first: Loss | None = None              # once it was read
 
     def lost(self, ranks: Iterable[int]) -> Loss | None:
         """The first of these ranks that is lost."""
@@ -76,15 +80,32 @@ class Liveness:
         if self.store is None:
             return loss
         with suppress(RuntimeError, TransportError):  # the store is gone, or somebody else writes to it
-            if self.store.add(f"{_LOST} by", 1) == 1:
-                self.store.set(_LOST, encode_message(tuple(loss), _LOST))  # type: ignore[arg-type]  # bytes do as well
-                return loss
+            if self.first_loss() is None and self.store.add(f"{_LOST} by", 1) == 1:
+                write_message(self.store, _LOST, tuple(loss))
             until = time.monotonic() + _WRITING
-            while not self.store.check([_LOST]) and time.monotonic() < until:
+            while (first := self.first_loss()) is None and time.monotonic() < until:
                 time.sleep(0.005)
-            if self.store.check([_LOST]):
-                return Loss(*decode_message(self.store.get(_LOST), _LOST))
+            return first or loss
         return loss
+
+    def first_loss(self) -> Loss | None:
+        """The rank of which that was noted; once it was read, also where the store is gone."""
+        if self._first is None and self.store is not None:
+            with suppress(RuntimeError):             # it is gone, or somebody else has written there
+                note = read_message(self.store, _LOST)
+                if note is not None:
+                    self._first = Loss(*note)
+                    write_message(self.store, _read_key(self.own), True)
+        return self._first
+
+    def await_readers(self) -> None:
+        """Until every other rank has read that, or has ended, but not for long."""
+        waiting, until = set(self.processes) - {self.own}, time.monotonic() + _READING
+        with suppress(RuntimeError):
+            while self.store is not None and waiting and time.monotonic() < until:
+                time.sleep(0.02)
+                waiting -= {rank for rank in waiting if self.ending([rank]) or self.lost([rank])
+                            or self.store.check([_read_key(rank)])}
 
     def ends(self, rank: int) -> None:
         """This rank is about to close its connections, well or by an error of its own."""
@@ -138,6 +159,10 @@ class Liveness:
         return Loss(rank, f"rank {rank} has been silent for {limit:.0f} s: its process, host or network is gone")
 
 
+def _read_key(rank: int) -> str:
+    return f"{_LOST}: read {rank}"
+
+
 def _end_key(rank: int) -> str:
     return f"{_LOST}: end {rank}"
 
@@ -180,23 +205,33 @@ def feed_heart() -> None:
 
 
 def own_connection(store: Any, patience: float = 10.0) -> Any:
-    """The store below all prefixes but for that of this start, by a connection of its own where that is a matter of
-    connections: an op that waits in one keeps all others in it waiting. Ops wait for `patience` seconds at most."""
-    inner = store
-    while isinstance(inner, dist.PrefixStore):
-        inner = inner.underlying_store
-    if isinstance(inner, dist.TCPStore):
-        inner = dist.TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False,
-                              timeout=timedelta(seconds=patience))
-    return of_this_start(inner)
+    """What ranks say that were started together, by a connection of its own: an op that waits in one keeps all others
+    in it waiting. Ops wait for `patience` seconds at most."""
+    return of_this_start(connected_to(store, patience))
 
 
-def of_this_start(store: dist.Store) -> dist.Store:
-    """What ranks say that were started together: torchrun keeps the store when it starts ranks again, and with it the
-    addresses of those that have ended. Of several hosts each counts its own restarts, so there the number says nothing;
-    `globaltensor run` opens a store for each start."""
-    one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if one_host else 0}", store)
+def connected_to(store: Any, patience: float = 10.0) -> Any:
+    """The store below all prefixes, by a connection of its own where that is a matter of connections."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False,
+                             timeout=timedelta(seconds=patience))
+    return store
+
+
+_start_name = ""
+
+
+def name_start(name: str) -> None:
+    """What `arrival.meet` has found out: how the ranks that were started together call that."""
+    global _start_name
+    _start_name = name
+
+
+def of_this_start(store: dist.Store, name: str = "") -> dist.Store:
+    """What ranks say that were started together (arrival.py tells why); `name`: of another start than this one."""
+    return dist.PrefixStore(f"globaltensor start {name or _start_name}", store)
 
 
 _liveness: Liveness | None = None
@@ -213,9 +248,55 @@ def lost_rank(ranks: Iterable[int]) -> Loss | None:
     return None if _liveness is None else _liveness.lost(ranks)
 
 
+def known_loss() -> Loss | None:
+    """The rank that failed first, where that was noted."""
+    return None if _liveness is None else _liveness.first_loss()
+
+
+def ended_after_a_failure(ranks: Iterable[int]) -> Loss | None:
+    """The first of these ranks that ends, where one has failed: no error of it will tell them, if they wait for it."""
+    return None if _liveness is None or known_loss() is None else _liveness.ending(ranks)
+
+
 def first_lost(loss: Loss) -> Loss:
     """Before an error that names a rank that is lost: the one with which it began, for all ranks the same."""
     return loss if _liveness is None else _liveness.first_lost(loss)
+
+
+def tell_failure(rank: int, error: BaseException) -> None:
+    """Before this rank ends by an error that nobody has caught: the others are told which, unless a rank had failed
+    before. One of ranks that are lost tells of them, and is no cause."""
+    if _liveness is not None and not isinstance(error, TransportError):
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        _liveness.first_lost(Loss(rank, f"rank {rank} raised {text}   at {raised_at(error)}"))
+
+
+def keep_store_for_readers(store: dist.Store) -> None:
+    """The last that the rank does that keeps the store, which ends when nobody holds it any more: where a rank has
+    failed, the others read of it meanwhile."""
+    if _liveness is not None and known_loss() is not None:
+        _liveness.await_readers()
+
+
+def raise_if_one_is_lost(rank: int, size: int, patience: float) -> Callable[[], None]:
+    """While ranks start: to be called again and again. Each looks after some, and all look for what others have noted.
+
+    Raises TransportError where a rank is lost, or `patience` seconds are over.
+    """
+    after, limit = [(rank + k) % size for k in range(1, min(size, _AFTER + 1))], time.monotonic() + patience
+
+    def look() -> None:
+        loss = lost_rank(after)
+        if (loss := known_loss() if loss is None else first_lost(loss)) is not None:
+            if rank == 0:                            # the others still look
+                time.sleep(_WRITING)
+            raise TransportError(loss.how, f"rank {rank} waited for it while they started",
+                                 "look at its own error, and at what its host says of it")
+        if time.monotonic() > limit:
+            raise TransportError(f"ranks did not start within {patience:.0f} s", f"rank {rank} waited for them",
+                                 "gt.init(timeout=...) where they may take longer")
+
+    return look
 
 
 def lost_connection(ranks: Sequence[int], how: str) -> Loss | None:
@@ -224,7 +305,8 @@ def lost_connection(ranks: Sequence[int], how: str) -> Loss | None:
     if _liveness is None:
         return None
     until = time.monotonic() + _ENDING
-    while (loss := _liveness.ending(ranks) or _liveness.lost(ranks)) is None and time.monotonic() < until:
+    while (loss := known_loss() or _liveness.ending(ranks) or _liveness.lost(ranks)) is None \
+            and time.monotonic() < until:
         time.sleep(0.01)
     if loss is None and len(ranks) == 1:
         loss = Loss(ranks[0], f"rank {ranks[0]} has closed its connection ({how})")

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from globaltensor.errors import ArgumentError, TransportError, counted, expect
 from globaltensor.runtime import arrival, deadlock, lineage, liveness, machine as machines, native
 from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count, engine_in, engine_of
-from globaltensor.runtime.agreement import broadcast_object, gather_unchecked
 from globaltensor.runtime.gloo import gloo_error, keep_for_ever
 from globaltensor.runtime.launchers import recognize_launcher
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.secret import share_secret
 from globaltensor.runtime.stacks import arm_stacks
+from globaltensor.runtime.store_tree import gather_in_store
 from globaltensor.runtime.torch_internals import default_store, process_groups
 from globaltensor.runtime.world import World, begin, shared_gpu, start_with, started
 from globaltensor.tracebacks import api_boundary
@@ -96,15 +96,19 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     _log.info("rank %d of %d starts%s", rank, size, f" again, restart {again}" if again else "")
     share_secret(_ranks_per_host(size) == size, rank == 0)
+    meeting = liveness.connected_to(default_store()) if running else arrival.open_store(timeout)
+    store, processes = arrival.meet(meeting, rank, size, timeout)
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        atexit.register(liveness.keep_store_for_readers, store)
     if not running:
-        _start_torch(timeout)
+        _start_torch(store, rank, size, timeout)
     if torch_ext is not None:
         torch_ext.outlive_gloo()
     with arrival.in_touch():
-        processes = arrival.exchange_processes(store := liveness.own_connection(default_store()), rank, size)
+        liveness.set_liveness(liveness.Liveness(processes, liveness.own_connection(default_store()), rank))
+        _leave_on_errors(rank)
         if any(not process.here for process in processes.values()):
-            liveness.start_heart(liveness.own_connection(store), rank)
-    liveness.set_liveness(liveness.Liveness(processes, store))
+            liveness.start_heart(liveness.own_connection(default_store()), rank)
     hosts = tuple(r // _ranks_per_host(size) for r in range(size)) if _ranks_per_host(size) < size else ()
     engine = engine_in(backends := dist.get_backend_config(), accelerator())
     base = machine or (machines.gloo if engine == GLOO else machines.nccl)
@@ -122,19 +126,21 @@ def _ranks_per_host(size: int) -> int:
 
 def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     """Agree on a random state, look out for deadlocks, share memory with the ranks of this host where all can."""
-    # Without this each process has a random state of its own.
-    state = broadcast_object(torch.get_rng_state(), 0, "starting")
-    assert isinstance(state, torch.Tensor)
-    torch.set_rng_state(state)
     with arrival.in_touch():
-        deadlock.watch(liveness.own_connection(default_store()), new.rank, new.size, timeout.total_seconds())
+        deadlock.watch(store := liveness.own_connection(default_store()), new.rank, new.size, timeout.total_seconds())
     first = new.rank - new.rank % (per_host := _ranks_per_host(new.size))
     here = range(first, min(first + per_host, new.size))
     address = None
     if torch_ext is not None:
         address = torch_ext.open_transport(new.rank - first, len(here), (timeout + _BACKSTOP).total_seconds())
     # All of them or none: a rank that cannot share memory would never come to the meetings of those that do.
-    seats = gather_unchecked((address, per_host, int(os.environ.get("LOCAL_RANK", new.rank % per_host))), "starting")
+    seat = address, per_host, int(os.environ.get("LOCAL_RANK", new.rank % per_host))
+    state = torch.get_rng_state() if new.rank == 0 else None     # without this each process has one of its own
+    with arrival.in_touch():
+        rows = gather_in_store(store, "globaltensor seat", (seat, state), new.rank, new.size,
+                               liveness.raise_if_one_is_lost(new.rank, new.size, timeout.total_seconds()))
+    torch.set_rng_state(rows[0][1])
+    seats = [seat for seat, _ in rows]
     _check_seats(seats)
     addresses = [address for address, _, _ in seats]
     lineage.keep((None in addresses) == (torch_ext is None))     # not between native code and its twin
@@ -150,7 +156,6 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
         new.machine = replace(machines.shared_memory, hosts=new.machine.hosts)
     torch_ext.install_allocator()
     atexit.register(torch_ext.close_transport)
-    _leave_on_errors()
 
 
 def _check_seats(seats: Sequence[tuple[str | None, int, int]]) -> None:
@@ -164,28 +169,28 @@ def _check_seats(seats: Sequence[tuple[str | None, int, int]]) -> None:
                                  "LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them")
 
 
-def _leave_on_errors() -> None:
+def _leave_on_errors(rank: int) -> None:
     """A process that ends by an exception lets its peers know at once: they raise instead of waiting for it."""
     hook = sys.excepthook
 
     def leaving(kind: type, error: BaseException, trace: Any) -> None:
-        torch_ext.leave_transport(f"raised {kind.__name__}")
+        liveness.tell_failure(rank, error)
+        if torch_ext is not None:
+            torch_ext.leave_transport(f"raised {kind.__name__}")
         hook(kind, error, trace)
 
     sys.excepthook = leaving
 
 
-def _start_torch(timeout: timedelta) -> None:
-    """Meet the other ranks, then let torch connect them."""
+def _start_torch(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    """Let torch connect the ranks, which have met in this store."""
     type = None if shared_gpu() else accelerator()
     engine = GLOO if type is None else engine_of(type)
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")        # ranks of one host listen to nobody else
-    store = arrival.meet(timeout)
     with arrival.in_touch():
-        dist.init_process_group(GLOO if engine == GLOO else f"cpu:gloo,{type}:{engine}", store=store,
-                                rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
-                                timeout=timeout + _BACKSTOP)
+        dist.init_process_group(GLOO if engine == GLOO else f"cpu:gloo,{type}:{engine}", store=store, rank=rank,
+                                world_size=size, timeout=timeout + _BACKSTOP)
     atexit.register(_end_torch)
 
 

@@ -188,6 +188,17 @@ def without_fake_mode() -> Iterator[None]:
             torch._C._set_dispatch_mode(mode)
 
 
+def let_sizes_be_symbols(t: torch.Tensor) -> None:
+    """Let dynamo have symbols for all sizes of a tensor, as far as it has any; nothing is guarded for that."""
+    t._dynamo_propagated_dynamic_indices = set(range(t.dim()))  # type: ignore[attr-defined]  # which is dynamo's
+
+
+def graph_inputs_by_symbol() -> dict[Any, Any] | None:
+    """By symbol of a size, what stands for it in the graph that make_fx traces; None where it traces none."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return None if mode is None else mode.tracer.sympy_expr_tracker
+
+
 def make_fx_traces(cls: type) -> bool:
     """Does make_fx trace, and not yet take tensors of this class that it did not see being made?"""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
@@ -209,6 +220,12 @@ def introduced_to_make_fx(cls: type) -> Iterator[None]:
         yield
     finally:
         tracing.HANDLED_TYPES = before
+
+
+def shapes_of_symbols(n: Any) -> AbstractContextManager[Any]:
+    """Inside it, ops on tensors without memory tell shapes in symbols, of the trace that a symbol belongs to."""
+    fake: Any = sys.modules["torch._subclasses.fake_tensor"]
+    return fake.FakeTensorMode(shape_env=n.node.shape_env, static_shapes=False)
 
 
 def is_of_a_trace(t: torch.Tensor) -> bool:

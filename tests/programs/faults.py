@@ -94,6 +94,12 @@ def act():
             x.full_tensor()
             go_wrong()
             x.full_tensor()                          # the line where they wait
+        case "bystander":                            # rank 2 waits for rank 0, which waits for rank 1
+            pairs = [gt.ones(8, placement=gt.placement("cpu", [0, r]), sbp=gt.sbp.split(0)) for r in (1, 2)]
+            pairs[0].to_global(sbp=gt.sbp.broadcast)
+            go_wrong()
+            for pair in pairs:
+                pair.to_global(sbp=gt.sbp.broadcast)
         case "pipeline":
             half = gt.world_size() // 2
             stages = [gt.placement("cpu", list(range(half))), gt.placement("cpu", list(range(half, 2 * half)))]
@@ -130,4 +136,5 @@ if rank != 1:
     (folder / f"{rank}.json").write_text(json.dumps({"told": str(caught or "nothing"), "after": after}))
     if "TORCHELASTIC_RUN_ID" in os.environ and caught is not None:
         raise caught                                 # the launcher is to say whose fault it was
-    os._exit(0)                                      # rank 1 may be stopped: nothing waits for it
+    if rank:
+        os._exit(0)                                  # rank 0 has the store, and ends as programs do

@@ -1,0 +1,213 @@
+"""How ranks meet: by few messages, whoever comes when, whatever ranks that were there before have left in the store."""
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from harness import PROGRAMS, TORCHRUN, Started, by_hand, environment, free_port, results
+
+from globaltensor.errors import TransportError
+from globaltensor.runtime import arrival, store_tree
+from globaltensor.runtime.host_processes import own_process
+from globaltensor.runtime.liveness import Loss
+
+PATIENCE = timedelta(seconds=600)
+
+
+class Counting:
+    """A store, for one rank, that counts which messages the rank writes and reads; looks for what is not there and
+    repeated looks at what has not changed are no messages."""
+
+    def __init__(self, store, prefix=""):
+        self.store, self.prefix, self.messages = store, prefix, Counter()
+
+    def set(self, key, text):
+        self.messages["write", self.prefix + key, bytes(text)] += 1
+        self.store.set(self.prefix + key, text)
+
+    def get(self, key):
+        text = self.store.get(self.prefix + key)
+        self.messages["read", self.prefix + key, bytes(text)] += 1
+        return text
+
+    def check(self, keys):
+        return self.store.check([self.prefix + key for key in keys])
+
+    def under(self, name):
+        inner = Counting(self.store, f"{name}/")
+        inner.messages = self.messages
+        return inner
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """Ranks are threads here, and this process goes on afterwards."""
+    monkeypatch.setattr(arrival, "_end_meeting", lambda: None)
+    monkeypatch.setattr(arrival, "name_start", lambda name: None)
+    monkeypatch.setattr(arrival, "of_this_start", lambda store, name: store.under(name))
+
+
+def in_threads(size, act):
+    """What `act(rank)` gives or raises for every rank, each in a thread."""
+    ended = {}
+
+    def run(rank):
+        try:
+            ended[rank] = act(rank)
+        except TransportError as error:
+            ended[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [ended[rank] for rank in range(size)]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", [2, 9, 64, pytest.param(256, marks=pytest.mark.long)])
+def test_a_rank_of_a_large_world_has_as_few_messages_as_one_of_a_small_world(size):
+    store = dist.HashStore()
+    own = [Counting(store) for _ in range(size)]
+
+    def act(rank):
+        fresh, processes = arrival.meet(own[rank], rank, size, PATIENCE)
+        assert processes == dict.fromkeys(range(size), own_process())
+        return store_tree.gather_in_store(fresh, "seat", -rank, rank, size, lambda: None)
+
+    assert all(told == [-rank for rank in range(size)] for told in in_threads(size, act))
+    # its challenge and the answer, those of 4 children, a value each way for both gatherings, a look at 4 others
+    assert max(len(one.messages) for one in own) <= 2 + 4 * 2 + 2 * (4 + 2) + 4
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.long) for k in range(1, 4))])
+def test_nothing_that_an_earlier_start_left_is_believed(seed):
+    """Ranks come in any order to a store in which former ones left all they said, as where torchrun starts the ranks
+    of several hosts again, each of which counts its own restarts."""
+    store, size, names = dist.HashStore(), 7, []
+    print("seed", seed)
+    draw = random.Random(seed)
+    for start in range(4):
+        late = [draw.choice([0, 0, 0.05, 0.3]) for _ in range(size)]
+
+        def act(rank, start=start, late=late):
+            time.sleep(late[rank])
+            fresh, _ = arrival.meet(Counting(store), rank, size, PATIENCE)
+            assert not fresh.check([f"address {rank}"]), "of an earlier start"
+            fresh.set(f"address {rank}", str(start).encode())
+            return fresh.prefix
+
+        told = in_threads(size, act)
+        assert len(set(told)) == 1, told
+        names.append(told[0])
+    assert len(set(names)) == 4
+
+
+def test_a_rank_follows_rank_0_that_was_started_again():
+    """Where launchers of several hosts start their ranks again without a word to each other, ranks may be answered by
+    one that is about to end. They follow the new one as soon as it is there."""
+    store, size, began = dist.HashStore(), 2, threading.Event()
+
+    def act(rank):
+        if rank == 0:                                # a former rank 0 answers, and ends
+            former = arrival._Others(0, size, Counting(store), 60)
+            former.come()
+            began.wait()
+            former.look()
+            time.sleep(0.1)
+        else:
+            threading.Timer(0.2, began.set).start()
+        return arrival.meet(Counting(store), rank, size, PATIENCE)[0].prefix
+
+    first, second = in_threads(size, act)
+    assert first == second
+
+
+def test_whoever_notices_that_a_rank_is_gone_tells_all_who_wait():
+    store, size = dist.HashStore(), 6
+
+    def act(rank):
+        if rank == 1:
+            while not store.check([arrival._challenge_key(other) for other in range(size) if other != 1]):
+                time.sleep(0.01)
+            arrival._tell_of_loss(Counting(store), 1, size, arrival._ended_before({1}))
+            return None
+        return arrival.meet(Counting(store), rank, size, PATIENCE)
+
+    began = time.monotonic()
+    told = in_threads(size, act)
+    assert told.pop(1) is None
+    assert all("rank 1 ended before all ranks had met" in str(error) for error in told), told
+    assert time.monotonic() - began < 5
+
+
+def test_who_does_not_come_is_named():
+    store, size = dist.HashStore(), 6
+    told = in_threads(size, lambda rank: rank in (2, 4) or arrival.meet(Counting(store), rank, size,
+                                                                        timedelta(seconds=2)))
+    assert all("ranks 2, 4 did not come within 2 s" in str(told[rank]) for rank in (0, 1, 3, 5)), told
+
+
+def test_an_answer_to_another_challenge_is_none():
+    store = Counting(dist.HashStore())
+    others = arrival._Others(1, 2, store, 60)
+    for answer in (("of another", "a name", None), ("of another", "", tuple(Loss(0, "rank 0 ended")))):
+        store_tree.write_message(store, arrival._answer_key(1), answer)
+        others.hear()
+        assert others.name == ""
+    store_tree.write_message(store, arrival._answer_key(1), (others.challenge, "", (0, "rank 0 ended")))
+    with pytest.raises(TransportError, match="rank 0 ended"):
+        others.hear()
+    store.set(arrival._answer_key(1), b"nonsense")   # which nobody of this job has signed
+    with pytest.raises(TransportError, match="wrong signature"):
+        others.hear()
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+def test_two_hosts_of_which_each_counts_its_own_restarts(tmp_path):
+    """torchrun keeps one store for both starts. Its launchers are told apart by their counts."""
+    place = f"127.0.0.1:{free_port()}"
+    line = [*TORCHRUN, "--nnodes", 2, "--nproc-per-node", 1, "--max-restarts", 2, "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", place, "--rdzv-id", "two", "--local-addr", "127.0.0.1", "--monitor-interval", 0.2,
+            PROGRAMS / "started_again.py", tmp_path]
+    hosts = [Started(line, environment(GLOO_SOCKET_IFNAME="lo", GLOBALTENSOR_SECRET="x")) for _ in range(2)]
+    for host in hosts:
+        code, out, err = host.end(200)
+        assert code == 0, out + err
+    told = results(tmp_path)
+    assert sorted(each["restarts"] for each in told.values()) == ["0", "1"], told
+    assert all(each["value"] == 28 * 21 for each in told.values()), told
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("real_processes")           # a fork has imported this library before the program begins
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_before_the_meeting_says_so_before_it_has_ended(rank, tmp_path):
+    """As where the end of the interpreter takes long on a busy host."""
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import atexit, os, time
+if os.environ["RANK"] == "{rank}":
+    atexit.register(time.sleep, 30)                  # the first that is registered is called last
+import globaltensor as gt
+if os.environ["RANK"] == "{rank}":
+    time.sleep(2)
+    raise ValueError("bad luck")
+gt.placement.all("cpu")
+""")
+    began, started = time.monotonic(), by_hand([program], 3)
+    for other, one in enumerate(started):
+        if other != rank:
+            assert f"rank {rank} ended before all ranks had met" in one.end(25)[2]
+    assert started[rank].process.poll() is None and time.monotonic() - began < 25
+    started[rank].process.kill()
+    assert "bad luck" in started[rank].end()[2]
