@@ -3,7 +3,9 @@
 One model in all arms: examples/gpt.py with torch's fused attention (scaled_dot_product_attention, causal), 4 layers,
 heads of 32, batches of 8 x 128 tokens of 512; AdamW, fused, a rate of 1e-3. One process per rank with one thread each;
 plain torch is one process with as many threads. Every arm lives in processes of its own, trains in turns while the
-others wait, and must get plain torch's losses first. Tokens by the median step, of the slowest rank.
+others wait, and must get plain torch's losses first. Tokens by the median step, of the slowest rank. The peak of memory
+is that of the steps before, of the rank that has most, without what the process had before its model was spread: the
+kernel's VmHWM, less pages of other ranks that it reads in place, which are counted where they belong.
 
     DDP        torch's DistributedDataParallel over gloo
     DTensor    torch's plan over gloo: q, k, v and up by columns, o and down by rows, the rest on every rank. Attention
@@ -77,8 +79,9 @@ def compare(arms: dict[str, Arm], hidden: int, rounds: int, steps: int) -> list[
         losses = {name: some.hear() for name, some in workers.items()}
         for name, found in losses.items():
             verify(name, found, next(iter(losses.values()))[0])
+        peaks = {name: max(some.hear()) for name, some in workers.items()}
         speed = in_turns(workers, rounds)
-    return [row(name, arm, hidden, speed) for name, arm in arms.items()]
+    return [row(name, arm, hidden, speed, peaks) for name, arm in arms.items()]
 
 
 def in_turns(workers: dict[str, Workers], rounds: int) -> dict[str, float]:
@@ -91,11 +94,13 @@ def in_turns(workers: dict[str, Workers], rounds: int) -> dict[str, float]:
     return {name: BATCH * SEQ / statistics.median(found) for name, found in times.items()}
 
 
-def row(name: str, arm: Arm, hidden: int, speed: dict[str, float]) -> dict[str, Any]:
+def row(name: str, arm: Arm, hidden: int, speed: dict[str, float], peaks: dict[str, float]) -> dict[str, Any]:
     ours = arm.kind == "ours"
     return {"hidden": hidden, "arm": f"globaltensor {name}" if ours else name, "tokens/s": speed[name],
             "of plain": speed[name] / speed[f"plain, {arm.ranks} threads"],
-            "beside": f"{speed[name] / speed[arm.beside]:.2f} x {arm.beside}" if arm.beside else ""}
+            "beside": f"{speed[name] / speed[arm.beside]:.2f} x {arm.beside}" if arm.beside else "",
+            "peak MB": peaks[name],
+            "beside, peak": f"{peaks[name] / peaks[arm.beside]:.2f} x {arm.beside}" if arm.beside else ""}
 
 
 def verify(name: str, found: list[list[float]], plain: list[float]) -> None:
@@ -125,11 +130,21 @@ class Trainer(NamedTuple):
         return loss
 
 
-def worker(settings: dict[str, Any]) -> Iterator[list[float]]:
-    """The losses of the first steps; then, at every turn, the seconds of some more."""
-    trainer = KINDS[settings["kind"]](*made(settings["hidden"]), settings["dp"], settings["tp"])
+def worker(settings: dict[str, Any]) -> Iterator[Any]:
+    """The losses of the first steps, and the peak of memory in MB; then, at every turn, the seconds of some more."""
+    model, batches = made(settings["hidden"])
+    before = _kilobytes("status", "VmRSS")
+    trainer = KINDS[settings["kind"]](model, batches, settings["dp"], settings["tp"])
     yield first_losses(trainer)
+    of_others = _kilobytes("status", "RssShmem") - _kilobytes("smaps_rollup", "Pss_Shmem")
+    yield (_kilobytes("status", "VmHWM") - of_others - before) / 1024
     yield from turns(trainer, settings["steps"])
+
+
+def _kilobytes(file: str, field: str) -> int:
+    """What the kernel says of this process."""
+    lines = (Path("/proc/self") / file).read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
 
 def made(hidden: int) -> tuple[GPT, list[tuple[Tensor, Tensor]]]:

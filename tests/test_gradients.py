@@ -1,6 +1,9 @@
 """Gradients accumulate without communication and are reduced once; how often is counted."""
 from __future__ import annotations
 
+import ctypes
+from itertools import product
+
 import pytest
 import torch
 from shards import place
@@ -8,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import globaltensor as gt
-from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.native import core_lib, torch_ext
 from globaltensor.runtime.world import world
 from globaltensor.tensors import gradients
 
@@ -220,3 +223,129 @@ def test_pending_sums_lie_where_peers_read_them():
     assert gradients.raw_grad(w).sbp == (gt.sbp.partial_sum,)
     assert all(torch_ext.in_arena(shard) for shard in gradients.raw_grad(w).shards.values())
     assert not any(torch_ext.in_arena(shard) for shard in (x @ w).detach().shards.values())
+
+
+class ArenaUse(ctypes.Structure):
+    """gt::ArenaUse, in bytes: `top` is what was ever in use, with what lies between."""
+
+    _fields_ = [("used", ctypes.c_uint64), ("free", ctypes.c_uint64), ("top", ctypes.c_uint64)]
+
+
+def arena_use():
+    use = core_lib._ZN2gt9arena_useEv                # gt::arena_use()
+    use.restype = ArenaUse
+    return use()
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_gradients_that_are_reduced_take_no_more_memory(backwards):
+    here = world()
+    if torch_ext is None or here.size < 2 or len(here.host_peers) < 2:
+        pytest.skip("for processes that share memory")
+    where = gt.placement("cpu", [0, 1])
+    x = gt.ones(4, 256, placement=where, sbp=gt.sbp.split(0))
+    leaves = [gt.ones(256, 384 + 64 * backwards, placement=where, sbp=gt.sbp.broadcast).requires_grad_()
+              for _ in range(12)]
+    size = sum(w.numel() * 4 for w in leaves)
+
+    def step(some):
+        for w in some:
+            w.grad = None
+        for _ in range(backwards):
+            for w in some:
+                (x @ w).sum().backward()
+        return some[0].grad
+
+    for _ in range(3):                               # from then on without Python
+        step(leaves[:1])
+    used = arena_use().used
+    step(leaves)
+    step(leaves)
+    most = arena_use().top - used                    # gradients once, and little that was free in between
+    assert all(gradients.raw_grad(w).sbp == (gt.sbp.broadcast,) for w in leaves)
+    assert most < 1.6 * size, f"{most} bytes for gradients of {size}"
+
+
+def held_by_hooks(part):
+    """A hook that keeps what shares the gradient's memory, but not the gradient: else autograd makes a copy."""
+    def hold(weights, x):
+        held = []
+        for w in weights:
+            w.register_hook(lambda g: held.append(part(g)))
+        (x @ weights[0] + x @ weights[1]).square().sum().backward()
+        return held
+
+    return hold
+
+
+def held_by_autograd(weights, x):
+    between = [w.view_as(w) for w in weights]
+    for t in between:
+        t.retain_grad()
+    (x @ between[0] + x @ between[1]).square().sum().backward(create_graph=True)
+    first = [w.grad for w in weights]                # read, so reduced
+    return [*first, *(t.grad for t in between), *torch.autograd.grad(sum(g.square().sum() for g in first), weights)]
+
+
+def one_for_two_leaves(weights, x):
+    weights[0].register_hook(lambda g: held.append(g))
+    held = []
+    (weights[0] + weights[1]).mul(x[:1].t()).sum().backward()
+    return held
+
+
+def kept_by_an_operand(weights, x):
+    """What autograd saves of a gradient while it is pending, or what is made of it."""
+    made = []
+    for w in weights:
+        w.register_hook(lambda g: made.extend([g * 2, g.t() * g.t(), g.expand(2, *g.shape)]))
+    for k in range(2):
+        (x @ weights[k]).sum().backward()
+        (x @ weights[k]).square().sum().backward()
+    return made
+
+
+def parts_of(g):
+    return gt.from_shards(g.shards, g.placement, g.sbp) if g.is_global else g
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("hold", [
+    held_by_hooks(lambda g: g), held_by_hooks(lambda g: g.detach()), held_by_hooks(lambda g: g.t()),
+    held_by_hooks(lambda g: g.view(-1)[40:]), held_by_hooks(parts_of),
+    held_by_autograd, one_for_two_leaves, kept_by_an_operand])
+def test_who_holds_a_pending_gradient_keeps_its_value(hold):
+    torch.manual_seed(SEED)
+    where = gt.placement("cpu", [0, 1])
+    full = [torch.randn(96, 96, dtype=torch.float64) for _ in range(2)]
+    rows = torch.randn(6, 96, dtype=torch.float64)
+    plain = [t.clone().requires_grad_() for t in full]
+    expected = [*hold(plain, rows), *(w.grad for w in plain)]
+    for _ in range(3):                               # the third time without Python
+        weights = [gt.from_full(t.clone(), where, gt.sbp.broadcast).requires_grad_() for t in full]
+        held = hold(weights, gt.from_full(rows, where, gt.sbp.split(0)))
+        for got, wanted in zip([*held, *(w.grad for w in weights)], expected, strict=True):
+            torch.testing.assert_close(got.full_tensor(), wanted)
+            torch.testing.assert_close(got.full_tensor(), wanted)
+        for got, wanted in zip(held, expected):      # after all gradients were reduced
+            torch.testing.assert_close(got.full_tensor(), wanted)
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (1, 3), (5, 2)])
+def test_reduced_shards_have_the_sizes_of_their_layout(shape):
+    """Where a dim is shorter than an axis, some new shards are empty, and the old ones were not."""
+    if world().size > 1:
+        pytest.skip("one process drives four ranks")
+    where = gt.placement("cpu", [[0, 1], [2, 3]])
+    torch.manual_seed(SEED)
+    full = torch.randn(shape, dtype=torch.float64)
+    rows = torch.randn(6, shape[0], dtype=torch.float64)
+    splits = [gt.sbp.split(0), gt.sbp.split(1), gt.sbp.broadcast]
+    for of_rows, of_leaf in product(product(splits, repeat=2), repeat=2):
+        x, w = gt.from_full(rows, where, of_rows), gt.from_full(full, where, of_leaf).requires_grad_()
+        for _ in range(2):
+            w.grad = None
+            (x @ w).sum().backward()
+            torch.testing.assert_close(w.grad.full_tensor(), rows.sum(0)[:, None].expand(shape))
+            for rank, shard in w.grad.shards.items():
+                assert tuple(shard.shape) == w.grad.spec.local_shape(rank), f"{of_rows}, {of_leaf}, rank {rank}"

@@ -233,7 +233,8 @@ MIRRORED = {
     "_describe": lambda: (described(), len({*fields("torch_ext/spec.h", "SpecTraits"), "sizes", "strides"})),
     "FlatRecipe": lambda: (list(FlatRecipe._fields), re.findall(
         r'py::arg\("(\w+)"\)', code(CSRC / "torch_ext/recipe.cpp").partition("kw_only()")[2])),
-    "find_boxing": lambda: (keys_of_a_boxing_step(), {"op", "partners", "ties", "result", "sizes", "strides"} | set(
+    "find_boxing": lambda: (keys_of_a_boxing_step(), {"op", "partners", "ties", "result", "sizes", "strides",
+                                                           "reusable"} | set(
         re.findall(r'structs_from<\w+>\(fields, "(\w+)"\)', code(CSRC / "torch_ext/boxing.cpp")))),
     "_failed": lambda: (strings_compared_with("how", boxings_native._failed) <= set(
         re.findall(r'"(\w+)"', re.search(r"const char\* how = [^;]+", code(CSRC / "torch_ext/host.cpp"))[0])), True),

@@ -103,7 +103,7 @@ std::vector<T> structs_from(const py::dict& fields, const char* name) {
   const auto packed = fields[name].cast<std::string>();
   TORCH_CHECK(packed.size() % sizeof(T) == 0, "a program of ", packed.size(), " bytes does not fit its structs");
   std::vector<T> structs(packed.size() / sizeof(T));
-  memcpy(structs.data(), packed.data(), packed.size());
+  if (!packed.empty()) memcpy(structs.data(), packed.data(), packed.size());
   return structs;
 }
 
@@ -117,6 +117,7 @@ BoxingStep step_from(const py::dict& fields) {
   step.result = spec_of(py::object(fields["result"]).ptr());
   step.sizes = fields["sizes"].cast<std::vector<std::vector<int64_t>>>();
   step.strides = fields["strides"].cast<std::vector<std::vector<int64_t>>>();
+  step.reusable = fields["reusable"].cast<bool>();
   return step;
 }
 
@@ -167,10 +168,27 @@ py::list python_move_shards(const py::list& items, const std::string& what, cons
   return results;
 }
 
+// Does nobody else see the memory of these shards, and do they lie as the new ones would?
+bool may_write_over(const GlobalImpl* impl, const Boxing& boxing) {
+  if (impl->view.call || boxing.steps.size() != 1 || !boxing.steps[0].reusable) return false;
+  const BoxingStep& step = boxing.steps[0];
+  for (size_t nth = 0; nth < impl->kept().size(); nth++) {
+    const at::Tensor& t = impl->kept()[nth];
+    if (t.use_count() != 1 || t.storage().use_count() != 1 || t.is_conj() || t.is_neg()) return false;
+    if (host_transport() && t.numel() && !gt_in_arena(t.const_data_ptr())) return false;  // partners write there
+    if (step.strides.empty() ? !t.is_contiguous() : !t.strides().equals(step.strides[nth])) return false;
+  }
+  return true;
+}
+
+// A gradient is mostly its own only holder: then it is reduced where it lies, and takes no more memory.
 void redistribute_in_place(const std::vector<std::pair<std::shared_ptr<Boxing>, at::Tensor>>& items,
                            const std::string& what) {
   std::vector<ShardMove> moves;
-  for (const auto& [boxing, t] : items) moves.push_back({boxing.get(), &global(t)->shards(), global(t)->lineage});
+  for (const auto& [boxing, t] : items) {
+    const bool in_place = may_write_over(global(t), *boxing);
+    moves.push_back({boxing.get(), &global(t)->shards(), global(t)->lineage, in_place});
+  }
   auto moved = move_shards(moves, Purpose(what));
   for (size_t i = 0; i < moved.size(); i++) {
     GlobalImpl* impl = global(items[i].second);
@@ -228,8 +246,10 @@ std::vector<Shards> move_shards_unseen(const std::vector<ShardMove>& moves, cons
     for (size_t i = 0; i < moves.size(); i++) {
       if (moves[i].boxing->steps.size() <= k) continue;
       const BoxingStep& step = moves[i].boxing->steps[k];
-      next[i].clear();
-      for (size_t nth = 0; nth < step.result->ranks.size(); nth++) next[i].push_back(empty_shard(step, nth));
+      if (!moves[i].in_place) {
+        next[i].clear();
+        for (size_t nth = 0; nth < step.result->ranks.size(); nth++) next[i].push_back(empty_shard(step, nth));
+      }
       const Spec* before = k ? moves[i].boxing->steps[k - 1].result : moves[i].boxing->source;
       if (host_transport())
         together.add(step, before, now[i], next[i]);

@@ -22,6 +22,7 @@ struct BoxingStep {
   SpecRef result;                                  // what is there after it
   std::vector<std::vector<int64_t>> sizes;         // of the new shards, in the order of result->ranks
   std::vector<std::vector<int64_t>> strides;       // of them; none where they are contiguous
+  bool reusable;                                   // they may be the old shards, written over (kernel_program.py)
 };
 
 struct Boxing {
@@ -36,6 +37,7 @@ struct ShardMove {
   const Boxing* boxing;
   const Shards* shards;
   uint64_t lineage = 0;                            // of the tensor; counts where no op asks for the boxing
+  bool in_place = false;                           // the only step writes over the shards
 };
 
 // What shards are moved for: all ranks must mean the same, and errors show it.

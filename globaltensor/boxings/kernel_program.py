@@ -50,6 +50,7 @@ class KernelProgram(NamedTuple):
     op: int                                          # enum gt_op
     partners: tuple[int, ...]
     ties: tuple[int, ...]
+    reusable: bool = False                           # new shards may be the old ones: an element is read where written
 
 
 class RegionJob(NamedTuple):
@@ -94,7 +95,19 @@ def compile_program(src: Layout, dst: Layout, shape: Shape, itemsize: int, mine:
         bits = {rank: bit | I_READ | IT_READS for rank, bit in bits.items()}
     partners = sorted((place(rank), tie) for rank, tie in bits.items())
     return KernelProgram(bytes(regions), bytes(corners), len(jobs), OPS[route(src, dst, shape).op],
-                         tuple(p for p, _ in partners), tuple(tie for _, tie in partners))
+                         tuple(p for p, _ in partners), tuple(tie for _, tie in partners),
+                         _reads_what_it_writes(all_jobs if len(mine) == 1 else jobs, src, dst, shape))
+
+
+def _reads_what_it_writes(jobs: Sequence[RegionJob], src: Layout, dst: Layout, shape: Shape) -> bool:
+    """Is all that is read of a shard also written in its place, by the one job that reads it? Each element of the new
+    shards is written once, and jobs read before they write, so these may be the old ones."""
+    if not any(len(job.sources) > 1 for job in jobs):
+        return False                                 # a copy in its place would be none
+    coords = src.placement.coords                    # also of ranks with no job: a new shard may be empty
+    return src.placement.flat == dst.placement.flat and all(
+        src.region(shape, rank) == dst.region(shape, rank) for rank in coords) and all(
+        set(job.sources) <= set(job.targets) for job in jobs)
 
 
 def pack_region(sources: int, targets: int, part: int, parts: int, first: int, size: Sequence[int]) -> bytes:

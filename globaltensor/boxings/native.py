@@ -27,7 +27,7 @@ NOT_REDUCED = {torch.complex32, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torc
 @lru_cache(KEPT)
 def find_boxing(of: Spec, dst: Layout) -> Any:
     """The native boxing of a tensor of this spec to `dst`; None where there is none."""
-    if torch_ext is None or of.ndim > DIMS or not _reachable(of.layout, dst):
+    if torch_ext is None or of.ndim > DIMS or not reachable(of.layout, dst):
         return None
     if any(s.is_partial for s in of.sbp) and of.dtype in NOT_REDUCED:
         return None
@@ -43,12 +43,13 @@ def find_boxing(of: Spec, dst: Layout) -> Any:
         in_order = result.stride == contiguous(of.shape)
         steps.append({"regions": program.regions, "corners": program.corners, "op": program.op,
                       "partners": program.partners, "ties": program.ties, "result": result, "sizes": sizes,
-                      "strides": [] if in_order else [dense(own, result.stride) for own in sizes]})
+                      "strides": [] if in_order else [dense(own, result.stride) for own in sizes],
+                      "reusable": program.reusable})
     return torch_ext.Boxing(of, steps, f"{' -> '.join(map(str, layouts))} {of.shape} {of.dtype}",
                             completes(of.layout, dst))
 
 
-def _reachable(src: Layout, dst: Layout) -> bool:
+def reachable(src: Layout, dst: Layout) -> bool:
     """Can all ranks of the two placements read each other's memory?"""
     if src.placement.type != "cpu" or dst.placement.type != "cpu":
         return False
@@ -70,9 +71,10 @@ def _failed(how: str, what: str, rank: int, text: str) -> None:
         raise DisagreementError("the ranks disagree about what to do" + rows,
                                 f"{text}: every rank runs the same program",
                                 "no global op under a condition that differs between ranks, such as gt.rank() == 0")
-    if rank >= 0:
-        first_lost(Loss(ranks[rank], text))          # for the ranks of other hosts
-    lost = f"rank {ranks[rank]}" if rank >= 0 else "the others"
+    lost = "the others"
+    if rank >= 0:                                    # it may have ended because of another, or given this one up
+        first = first_lost(Loss(ranks[rank], text))
+        lost, text = f"rank {ranks[rank] if first.rank == world().rank else first.rank}", first.how
     raise TransportError(f"rank {world().rank} lost touch with {lost} in the boxing for {what}" + rows, text,
                          "look at the first error of the other ranks")
 
