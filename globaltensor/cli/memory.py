@@ -43,6 +43,7 @@ def model_options(of: argparse.ArgumentParser | argparse._ArgumentGroup) -> None
                        ("seq", "length of a sequence")):
         of.add_argument(f"--{name}", type=positive, metavar="N", help=what)
     of.add_argument("--vocab", type=positive, default=51200, metavar="N", help="vocabulary (default 51200)")
+    of.add_argument("--flash", action="store_true", help="flash attention, which keeps no seq x seq matrix")
 
 
 def parallel_options(of: argparse.ArgumentParser | argparse._ArgumentGroup, recompute: str) -> None:
@@ -61,7 +62,7 @@ def model(chosen: argparse.Namespace) -> GPT:
     if missing:
         raise Problem(f"--model {chosen.model} needs --{missing[0]}\n  try: --layers 24 --hidden 2304 --heads 24 "
                       "--seq 2048")
-    return GPT(chosen.layers, chosen.hidden, chosen.heads, chosen.seq, chosen.vocab)
+    return GPT(chosen.layers, chosen.hidden, chosen.heads, chosen.seq, chosen.vocab, chosen.flash)
 
 
 def problem(error: GlobalTensorError, source: str = "") -> Problem:

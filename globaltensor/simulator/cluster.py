@@ -4,9 +4,11 @@
     mine.json               your own: a JSON object with the names of `Cluster`'s fields, `local` and `remote` being
                             {"latency": seconds, "bandwidth": bytes per second}
 
-`efficiency` is the only number that is not on a data sheet: the share of `flops` that large matrix products reach. With
-0.66 for dgx-a100 the ten rows of arXiv:2104.04473, table 1, are reproduced within 8% of the times measured on up to
-3,072 devices. That of dgx-h100 is an assumption: use it to compare plans, not machines.
+Of the known ones `efficiency` is the only number that is not on a data sheet: the share of `flops` that large matrix
+products reach. With 0.68 for dgx-a100 the ten rows of arXiv:2104.04473, table 1, are reproduced within 8% of the times
+measured on up to 3,072 devices. That of dgx-h100 is an assumption: use it to compare plans, not machines. What small
+models spend besides (`kernel_launch` and what follows it) is none of them: `globaltensor calibrate` finds it, and the
+rates that programs reach, from steps that were measured.
 """
 from __future__ import annotations
 
@@ -43,6 +45,10 @@ class Cluster:
     flops    operations per second of a device in 16 bits, by its data sheet
     memory   bytes of a device; `memory_bandwidth` in bytes per second
     hosts    how many there are (0: as many as needed)
+
+    kernel_launch          seconds that a host takes to start a kernel: devices that compute for less wait for it
+    micro_batch_overhead   seconds that a rank spends on each micro-batch besides
+    step_overhead          seconds that a step takes besides
     """
 
     name: str
@@ -54,6 +60,9 @@ class Cluster:
     local: Link
     remote: Link
     hosts: int = 0
+    kernel_launch: float = 0.0
+    micro_batch_overhead: float = 0.0
+    step_overhead: float = 0.0
 
     def machine(self, devices: int) -> Machine:
         """The rates by which boxings are planned, for the first `devices` of the cluster."""
@@ -67,7 +76,7 @@ class Cluster:
 
 # By data sheet NVLink has 300 and 450 GB/s a direction, one HCA per GPU 25 and 50 GB/s; here about 80% to 90% of that.
 KNOWN = {one.name: one for one in (
-    Cluster("dgx-a100", 8, 312e12, 0.66, 80e9, 2.0e12, Link(1e-5, 2.4e11), Link(1.5e-5, 2.2e10)),
+    Cluster("dgx-a100", 8, 312e12, 0.68, 80e9, 2.0e12, Link(1e-5, 2.4e11), Link(1.5e-5, 2.2e10)),
     Cluster("dgx-h100", 8, 989e12, 0.55, 80e9, 3.35e12, Link(1e-5, 3.6e11), Link(1.5e-5, 4.4e10)),
 )}
 

@@ -10,6 +10,7 @@
         + sequence parallel     the plain one / t
         selective               without its 5 a s/h term: attention is recomputed
         full                    2 s b h: only the layer's input is kept
+        flash attention         without the 5 a s/h term, whatever is recomputed                      arXiv:2205.14135
 
 All are integers or fractions, exact.
 """
@@ -25,17 +26,18 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class GPT:
-    """The sizes of the model. `inner`, the width of the MLP, is 4 h."""
+    """The sizes of the model. `inner`, the width of the MLP, is 4 h. `flash`: attention keeps no s x s matrix."""
 
     layers: int
     hidden: int
     heads: int
     sequence: int
     vocabulary: int = 51200
+    flash: bool = False
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
-            if size < 1:
+            if name != "flash" and size < 1:
                 raise ShapeError(f"a GPT with {name} = {size}", "every size is at least 1")
         if self.hidden % self.heads:
             raise ShapeError(f"hidden {self.hidden} over {self.heads} heads", "the heads divide the hidden size",
@@ -83,4 +85,4 @@ class GPT:
         attention = Fraction(5 * self.heads * self.sequence, self.hidden * tensor)
         # 10: norms, dropouts and the inputs of the pairs, which every rank keeps whole unless the sequence is split
         rest = Fraction(34, tensor) if sequence_parallel else 10 + Fraction(24, tensor)
-        return sbh * (rest + (attention if recompute == "none" else 0))
+        return sbh * (rest + (attention if recompute == "none" and not self.flash else 0))

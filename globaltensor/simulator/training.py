@@ -8,10 +8,10 @@ communication is what this library would do: every transfer is a boxing, and its
     between stages       the output [b s, h] to the next stage's ranks, its gradient back
     at the end           gradients P -> B on dp (ZeRO: P -> S(0), and the new parameters S(0) -> B), concurrent with
                          the backwards of other stages, once a stage has done its last; until then gradients are whole
-    ZeRO 3               before every F, and again before every B or I, the stage's parameters S(0) -> B on dp. The
-                         action waits until all of them have arrived, and frees them; W, computed from activations and
-                         gradients alone, needs none. So a rank has one whole stage at a time: with one stage on each
-                         rank that saves nothing over ZeRO 2. At the end gradients P -> S(0), and nothing else
+    ZeRO 3               before every F, and again before every B or I, the stage's parameters S(0) -> B on dp, a layer
+                         at a time and one layer ahead. What a layer takes is the slower of its pass and of gathering
+                         the next; W, computed from activations and gradients alone, needs none. At the end gradients
+                         P -> S(0), and nothing else
 
 All replicas of dp do the same at the same time, and so do the ranks of tp: one pipeline is simulated for all of them.
 Left out, being small: embedding lookups, norms of gradients, the loss's reduction over a split vocabulary.
@@ -41,6 +41,7 @@ from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import SimulatedRun, simulate
 from globaltensor.simulator.gpt import GPT
 from globaltensor.simulator.memory import model_states
+from globaltensor.simulator.stage_times import layer_times, output_times, with_gathers
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,12 @@ class TransferCost:
 
 
 class DataParallelCost(NamedTuple):
-    """What data parallelism transfers for a stage: parameters before each use of them, and once at the end."""
+    """What data parallelism transfers for a stage: parameters before each use of them, and once at the end. `gathers`:
+    seconds of the former, for each part of the stage."""
 
     use: TransferCost
     end: TransferCost
+    gathers: list[float]
 
 
 @dataclass(frozen=True)
@@ -127,17 +130,14 @@ def simulate_training(gpt: GPT, plan: TrainingPlan, cluster: Cluster, record: bo
                          f"--pp {gpt.layers // schedule.chunks or 1}, or fewer chunks")
     ranges = [split_range(gpt.layers, schedule.stages, s) for s in range(schedule.stages)]
     layers = [stop - start for start, stop in ranges]
-    parameters = [gpt.parameters_per_layer * n // plan.tp for n in layers]
-    parameters[0] += gpt.embeddings // plan.tp
-    # The output layer shares the embedding's weight; on another stage it is a copy.
-    parameters[-1] += gpt.vocabulary * gpt.hidden // plan.tp if schedule.stages > 1 else 0
+    parts = _stage_parts(gpt, plan.tp, layers)
     with hypothetical_placements():
         machine = cluster.machine(plan.devices)
         reduction, hops, transfer = _transfer_costs(gpt, plan, machine, schedule)
-        by_size = {n: _data_parallel_cost(plan, machine, n) for n in set(parameters)}
-    data_costs = [by_size[n] for n in parameters]
+        by_parts = {one: _data_parallel_cost(plan, machine, one) for one in set(parts)}
+    data_costs = [by_parts[one] for one in parts]
     run = simulate(schedule, _costs(gpt, plan, cluster, layers, reduction, hops, data_costs), record)
-    seconds, data = _end_of_step(run, plan, cluster, parameters, data_costs)
+    seconds, data = _end_of_step(run, plan, cluster, parts, data_costs)
     per_rank = [sum(layers[stage] for stage in stages) for stages in schedule.stages_of]
     per_layer = gpt.activations_per_layer(plan.micro_batch, plan.tp, plan.sequence_parallel, plan.recompute)
     without_recompute = gpt.activations_per_layer(plan.micro_batch, plan.tp, plan.sequence_parallel)
@@ -147,34 +147,25 @@ def simulate_training(gpt: GPT, plan: TrainingPlan, cluster: Cluster, record: bo
     reductions_per_layer = 6 if plan.recompute == "full" else 4
     most = max(per_rank) * plan.micro_batches * reductions_per_layer
     return SimulatedStep(run, plan, seconds, gpt.operations(plan.global_batch, plan.recompute),
-                         [_model_bytes(plan, [parameters[stage] for stage in stages])
+                         [_model_bytes(plan, [parts[stage] for stage in stages])
                           for stages in schedule.stages_of],
                          activations, [float(n * per_layer) for n in per_rank], reduction * most, transfer, data)
 
 
 def _costs(gpt: GPT, plan: TrainingPlan, cluster: Cluster, layers: list[int], reduction: TransferCost,
            hops: tuple[Hop, ...], data_costs: list[DataParallelCost]) -> Costs:
-    """Seconds of each action of each stage, including those in which it waits for what it gathers or reduces.
-
-    A layer takes the time of its products at the cluster's rate, plus that of its activations through memory: each is
-    written once and read once. Those of attention alone are the difference that selective recomputation makes.
-    """
-    rate = cluster.flops * cluster.efficiency
-    weighted, attention = (float(n) / rate for n in gpt.layer_forward(plan.micro_batch, plan.tp))
-    logits = float(gpt.logits_forward(plan.micro_batch, plan.tp)) / rate
-    all_bytes, bytes_outside_attention = (
-        gpt.activations_per_layer(plan.micro_batch, plan.tp, plan.sequence_parallel, recompute)
-        for recompute in ("none", "selective"))
-    memory, memory_outside = (2 * float(n) / cluster.memory_bandwidth for n in (all_bytes, bytes_outside_attention))
-    attention, outside = attention + memory - memory_outside, memory_outside + 2 * reduction.seconds
-    again = {"none": 0.0, "selective": attention, "full": weighted + attention + outside}[plan.recompute]
-    output = [0.0] * (len(layers) - 1) + [logits]
-    gather = [stage.use.seconds for stage in data_costs]
-    return Costs(tuple(n * (weighted + attention + outside) + logit + use
-                       for n, logit, use in zip(layers, output, gather)),
-                 tuple(n * (weighted + 2 * attention + outside + again) + logit + use
-                       for n, logit, use in zip(layers, output, gather)),
-                 tuple(n * weighted + logit for n, logit in zip(layers, output)), hops)
+    """Seconds of each action of each stage, including those in which it waits for what it gathers or reduces."""
+    layer = layer_times(gpt, cluster, plan.micro_batch, plan.tp, plan.sequence_parallel, plan.recompute,
+                        reduction.seconds)
+    output = output_times(gpt, cluster, plan.micro_batch, plan.tp)
+    last = len(layers) - 1
+    forward, inputs, weights = (
+        [[0.0] * (stage == 0) + [own] * n + [at_end] * (stage == last) for stage, n in enumerate(layers)]
+        for own, at_end in zip(layer, output))        # of each stage, its parts: embeddings, layers, output
+    more = cluster.micro_batch_overhead * plan.pp / len(layers) / 2
+    return Costs(tuple(with_gathers(own, of.gathers) + more for own, of in zip(forward, data_costs)),
+                 tuple(with_gathers(own[::-1], of.gathers[::-1]) + more for own, of in zip(inputs, data_costs)),
+                 tuple(map(sum, weights)), hops)
 
 
 def _boxing_cost(src_ranks: list[int], dst_ranks: list[int], before: Sbp, after: Sbp, shape: Shape,
@@ -208,29 +199,46 @@ def _transfer_costs(gpt: GPT, plan: TrainingPlan, machine: Machine,
     return reduction, hops, max(by_pair.values(), key=lambda one: one.seconds, default=TransferCost())
 
 
-def _data_parallel_cost(plan: TrainingPlan, machine: Machine, parameters: int) -> DataParallelCost:
-    """What data parallelism transfers for a stage of so many parameters."""
-    group = [i * plan.tp for i in range(plan.dp)]
-    cost = partial(_boxing_cost, group, group, shape=(parameters,), machine=machine)
+def _stage_parts(gpt: GPT, tensor: int, layers: list[int]) -> list[tuple[int, ...]]:
+    """Parameters of the parts of each stage: the embeddings, of the first; layers; the output layer, of the last."""
+    # It shares the embedding's weight; on another stage it is a copy.
+    output = gpt.vocabulary * gpt.hidden // tensor if len(layers) > 1 else 0
+    return [(gpt.embeddings // tensor,) * (stage == 0) + (gpt.parameters_per_layer // tensor,) * n
+            + (output,) * (stage == len(layers) - 1) for stage, n in enumerate(layers)]
+
+
+def _data_parallel_cost(plan: TrainingPlan, machine: Machine, parts: tuple[int, ...]) -> DataParallelCost:
+    """What data parallelism transfers for a stage whose parts have so many parameters."""
+    group, none = [i * plan.tp for i in range(plan.dp)], TransferCost()
+    waits = [0.0] * len(parts)
+
+    def cost(before: Sbp, after: Sbp, parameters: int = sum(parts)) -> TransferCost:
+        return _boxing_cost(group, group, before, after, (parameters,), machine) if parameters else none
+
     if plan.dp == 1:
-        return DataParallelCost(TransferCost(), TransferCost())
+        return DataParallelCost(none, none, waits)
     if not plan.zero:
-        return DataParallelCost(TransferCost(), cost(partial_sum, broadcast))
-    reduced, gathered = cost(partial_sum, split(0)), cost(split(0), broadcast)
-    return (DataParallelCost(gathered, reduced) if plan.zero == 3
-            else DataParallelCost(TransferCost(), reduced + gathered))
+        return DataParallelCost(none, cost(partial_sum, broadcast), waits)
+    reduced = cost(partial_sum, split(0))
+    if plan.zero < 3:
+        return DataParallelCost(none, reduced + cost(split(0), broadcast), waits)
+    by_size = {n: cost(split(0), broadcast, n) for n in set(parts)}
+    return DataParallelCost(sum((by_size[n] for n in parts), none), reduced, [by_size[n].seconds for n in parts])
 
 
-def _model_bytes(plan: TrainingPlan, parameters: list[int]) -> float:
-    """Bytes of parameters, gradients and optimizer state on a rank with stages of so many parameters, at the most."""
-    states = model_states(sum(parameters), plan.zero, plan.dp)
-    gathered = 2 * max(parameters) if plan.zero == 3 and plan.dp > 1 else 0
+def _model_bytes(plan: TrainingPlan, stages: list[tuple[int, ...]]) -> float:
+    """Bytes of parameters, gradients and optimizer state on a rank with stages of such parts, at the most."""
+    parameters = sum(map(sum, stages))
+    states = model_states(parameters, plan.zero, plan.dp)
+    # of the part that is computed and of the next
+    gathered = 2 * max(map(sum, (pair for parts in stages for pair in pairwise((*parts, 0)))))
+    gathered = gathered if plan.zero == 3 and plan.dp > 1 else 0
     # In a pipeline gradients are reduced, and so sharded, after the last backward only.
-    unreduced = 2 * sum(parameters) - states.gradients if plan.pp > 1 else 0
+    unreduced = 2 * parameters - states.gradients if plan.pp > 1 else 0
     return float(states.total + gathered + unreduced)
 
 
-def _end_of_step(run: SimulatedRun, plan: TrainingPlan, cluster: Cluster, parameters: list[int],
+def _end_of_step(run: SimulatedRun, plan: TrainingPlan, cluster: Cluster, parts: list[tuple[int, ...]],
                  data_costs: list[DataParallelCost]) -> tuple[float, TransferCost]:
     """When the last rank has reduced its gradients and stepped, and what data parallelism transferred in the step."""
     ends, totals = [], []
@@ -239,8 +247,8 @@ def _end_of_step(run: SimulatedRun, plan: TrainingPlan, cluster: Cluster, parame
         for stage in sorted(stages, key=run.done.__getitem__):
             now = max(now, run.done[stage]) + data_costs[stage].end.seconds
             total += data_costs[stage].use * (2 * plan.micro_batches) + data_costs[stage].end
-        own = model_states(sum(parameters[stage] for stage in stages), 1 if plan.zero else 0, plan.dp)
+        own = model_states(sum(sum(parts[stage]) for stage in stages), 1 if plan.zero else 0, plan.dp)
         optimizer = 2 * float(own.optimizer) / cluster.memory_bandwidth       # every state is read and written
-        ends.append(max(now, run.last[rank]) + optimizer - min(run.first))
+        ends.append(max(now, run.last[rank]) + optimizer - min(run.first) + cluster.step_overhead)
         totals.append(total)
     return max(ends), max(totals, key=lambda one: one.bytes)
