@@ -91,6 +91,29 @@ def test_train():
 
 @pytest.mark.long
 @pytest.mark.processes
+def test_compile():
+    rows = found("compile")["rows"]
+    assert [row["arm"] for row in rows] == [
+        "plain", "plain compiled", "globaltensor dp 2", "globaltensor dp 2 compiled"]
+    assert all(row["tokens/s"] > 0 and row["cold s"] > 0 for row in rows)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_generate():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    said = found("generate")
+    assert [(row["model"], row["arm"]) for row in said["rows"]] == [
+        ("Llama", "plain, 2 threads"), ("Llama", "DTensor 2"), ("Llama", "globaltensor tp 2"),
+        ("GPT-2", "plain, 2 threads"), ("GPT-2", "globaltensor tp 2")]
+    for row in said["rows"]:
+        assert row["tokens/s"] > 0
+        if "globaltensor" in row["arm"]:
+            assert row["bytes a token"] > 0 and row["more at the end"] == 0, row
+
+
+@pytest.mark.long
+@pytest.mark.processes
 def test_pipeline(tmp_path):
     said = found("pipeline", "--ranks", "2", "--plot", str(tmp_path / "steps.png"))
     assert [row["schedule"] for row in said["rows"]] == list(pipeline.SCHEDULES)

@@ -111,12 +111,50 @@ def test_another_layout_is_another_graph_and_the_first_is_used_again():
         assert counter.graphs == graphs, sbp
 
 
-def test_each_size_has_a_graph_and_is_right():
-    f, counter = compiled(lambda x: x.softmax(0).sum(1))
-    for rows, graphs in ((6, 1), (8, 2), (7, 3), (8, 3)):
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("options, first", [({}, 1), pytest.param({"dynamic": True}, 0, marks=LONG)])
+def test_sizes_that_divide_evenly_share_a_graph_and_others_have_one_each(options, first):
+    f, counter = compiled(lambda x: x.softmax(0).sum(1), **options)
+    for rows, graphs in ((6, 1), (8, 1 + first), (20, 1 + first), (7, 2 + first), (10, 2 + first), (8, 2 + first)):
         x = gt.from_full(torch.randn(rows, 3), TWO, S(0))
         torch.testing.assert_close(f(x).full_tensor(), x.softmax(0).sum(1).full_tensor())
-        assert counter.graphs <= graphs, rows
+        assert counter.graphs == graphs, rows
+
+
+@pytest.mark.parametrize("layout", ["data", pytest.param("tensor", marks=LONG)])
+def test_steps_of_twenty_sizes_are_two_graphs(layout):
+    """The first size has its own; the second makes one for all that divide evenly, and as split as they are."""
+    rows, sbp = LAYOUTS[layout]
+    model = Mlp().to_global(TWO, lambda name, _: rows.get(name, B))
+    f, counter = compiled(model)
+    for n in range(4, 44, 2) if layout == "data" else range(4, 24):
+        x = gt.from_full(torch.randn(n, 6), TWO, sbp)
+        (want, moved), (got, moved_too) = step(model, model, x), step(model, f, x)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        assert sum(nbytes for *_, nbytes in moved_too) <= sum(nbytes for *_, nbytes in moved)
+    assert counter.graphs == 2
+
+
+@LONG
+def test_a_dim_that_is_marked_dynamic_needs_one_graph():
+    """Shapes that are computed of it, and a view."""
+    f, counter = compiled(lambda x: x.view(x.shape[0], 2, 3).transpose(1, 2).reshape(-1, 2).square().mean())
+    for n in (4, 6, 2 * 17):
+        x = gt.from_full(torch.randn(n, 6), TWO, S(0))
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(f(x).full_tensor(), x.full_tensor().square().mean())
+    assert counter.graphs == 1
+
+
+@LONG
+def test_what_knows_no_symbols_has_a_graph_for_each_size():
+    f, counter = compiled(lambda x: x.sort(1).values.var(0) + x[0])
+    for nth, n in enumerate((4, 6, 8), 1):
+        x = gt.from_full(torch.randn(n, 3), TWO, S(0))
+        torch.testing.assert_close(f(x).full_tensor(), (x.sort(1).values.var(0) + x[0]).full_tensor())
+        assert counter.graphs == nth
 
 
 def test_where_a_graph_ends_the_program_is_right(recwarn):
@@ -171,7 +209,7 @@ class Trained(nn.Module):
         return F.cross_entropy(self.gpt(ids).flatten(0, 1), labels.flatten())
 
 
-def gpt_of(kind, **options):
+def gpt_of(kind, shape=(3, 8), **options):
     """The model, global, and a batch."""
     model = Trained(**options)
     if kind == "tensor":
@@ -180,7 +218,7 @@ def gpt_of(kind, **options):
         model = model.to_global(TWO, B)
     where = next(model.parameters()).placement
     sbp = {"data": S(0), "tensor": B, "sequence": S(1)}[kind]
-    return model, [gt.from_full(torch.randint(32, (3, 8)), where, sbp) for _ in range(2)]
+    return model, [gt.from_full(torch.randint(32, shape), where, sbp) for _ in range(2)]
 
 
 @pytest.mark.long
@@ -188,6 +226,27 @@ def gpt_of(kind, **options):
 @pytest.mark.parametrize("kind", ["data", "tensor", "sequence"])
 def test_the_example_gpt(kind, backend):
     same_as_eager(*gpt_of(kind, dropout=0.1, tied=kind == "data"), backend)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("kind", ["data", "tensor"])
+def test_the_example_gpt_of_many_batches_and_lengths(kind, backend):
+    model, _ = gpt_of(kind, dropout=0.1, tied=kind == "data")
+    f, counter = compiled(model, backend)
+    where, sbp = next(model.parameters()).placement, S(0) if kind == "data" else B
+    for shape in ((6, 5), (8, 7), (10, 3), (4, 6), (20, 8), (12, 4), (2 * 9, 2)):
+        args = [gt.from_full(torch.randint(32, shape), where, sbp) for _ in range(2)]
+        torch.testing.assert_close(step(model, f, *args)[0], step(model, model, *args)[0], rtol=1e-5, atol=1e-6)
+    assert counter.graphs == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_processes_make_their_graphs_at_the_same_calls(backend):
+    """Of even sizes and uneven ones, of parts that grow on one rank only, and of one row."""
+    said = good([*RUN, "-n", "2", PROGRAMS / "compiled_sizes.py", backend], timeout=900).split()
+    assert said == ["1,2,3,3,3,3,4,4,5"] * 2
 
 
 @pytest.mark.long

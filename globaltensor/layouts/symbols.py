@@ -1,0 +1,45 @@
+"""Sizes that are symbols: torch.compile has them where it traces one graph for many sizes.
+
+A symbol computes as a number does. What is asked of it (`n % 2 == 0`, `n == m`) becomes a condition of the graph, and
+`int(n)` the condition that it has this size; torch traces anew where a condition does not hold. It has no hash.
+"""
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_Symbol = torch.SymInt
+
+
+def has_symbols(sizes: Sequence[Any]) -> bool:
+    """Is any of these a symbol?"""
+    return _Symbol in map(type, sizes)
+
+
+def known_sizes(sizes: Sequence[Any]) -> tuple[int, ...]:
+    """The sizes, as plain ints where torch knows the number by now. A size that only values tell ends the graph."""
+    return tuple(map(_known, sizes)) if has_symbols(sizes) else tuple(map(int, sizes))
+
+
+def _known(n: Any) -> Any:
+    if type(n) is not _Symbol:
+        return int(n)
+    return int(n) if n.node.maybe_as_int() is not None or not _torchs().has_guarding_hint(n) else n
+
+
+def expected(sizes: Sequence[Any]) -> tuple[int, ...]:
+    """The numbers that torch traces with; asks for no condition."""
+    return tuple(_torchs().guarding_hint_or_throw(n) if type(n) is _Symbol else n for n in sizes)
+
+
+def surely_equal(a: Any, b: Any) -> bool:
+    """Are these equal whatever the symbols are? Asks for no condition."""
+    return _torchs().statically_known_true(a == b) if has_symbols((a, b)) else bool(a == b)
+
+
+def _torchs() -> Any:
+    """What torch offers for symbols, which it has imported where there are some."""
+    return sys.modules["torch.fx.experimental.symbolic_shapes"]
