@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import PROGRAMS, RUN, good
 from torch import nn
 
 import globaltensor as gt
@@ -141,3 +142,90 @@ def test_what_does_not_fit_says_so():
         runner.step(ids, targets=targets)
     with pytest.raises(gt.ArgumentError, match="named inputs beside a list"):
         runner.step(list(ids.tensor_split(MICRO)), targets=targets)
+
+
+# ------------------------------------------------------------------------------------------------ by the list of layers
+
+
+def causal_lm(name, dropout=0.0):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(SEED)
+    if name == "Llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, pad_token_id=0, max_position_embeddings=16))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_embd=16, n_layer=4, n_head=4, vocab_size=24, n_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        attn_pdrop=dropout, embd_pdrop=dropout, resid_pdrop=dropout))
+
+
+@pytest.mark.parametrize("name", [pytest.param("Llama", marks=pytest.mark.long), "GPT-2"])
+def test_models_of_transformers_train_and_generate_in_stages(name):
+    """GPT-2's head is its embedding, of another stage."""
+    model = causal_lm(name)
+    one = copy.deepcopy(model)
+    ids = torch.randint(3, 24, (6, 5), generator=torch.Generator().manual_seed(SEED))
+    want = sum(one(part, labels=part).loss for part in ids.tensor_split(MICRO)) / MICRO
+    want.backward()
+    runner = gt.pipeline(model, PLACES, "1f1b", MICRO, inputs=["labels"])
+    torch.testing.assert_close(runner.step(ids, labels=ids).full_tensor(), want.detach())
+    for (key, p), q in zip(model.named_parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=lambda m, key=key: f"{key}: {m}")
+    model.eval()
+    words = ids
+    for _ in range(3):
+        words = torch.cat([words, runner.eval(words).full_tensor()[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(words, one.eval().generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False,
+                                                  suppress_tokens=None))
+
+
+def test_dropout_before_the_layers_is_drawn_once():
+    model = causal_lm("GPT-2", dropout=0.3)
+    one = copy.deepcopy(model)
+    ids = torch.randint(3, 24, (6, 5), generator=torch.Generator().manual_seed(SEED))
+    single = [gt.placement("cpu", [0]), gt.placement("cpu", [1])]
+    runner = gt.pipeline(model, single, "1f1b", MICRO, inputs=["labels"], starts=["transformer.h.1"])
+    ours = runner.step(ids, labels=ids)
+    one.to_global(gt.placement("cpu", [0]), gt.sbp.broadcast)
+    losses = []
+    for part, seed in zip(ids.tensor_split(MICRO), runner.seeds):
+        torch.manual_seed(seed)
+        part = gt.from_full(part, gt.placement("cpu", [0]), gt.sbp.broadcast)
+        losses.append(one(part, labels=part).loss.item())
+    assert ours.item() == pytest.approx(sum(losses) / MICRO, rel=1e-5)
+
+
+class Layered(nn.Module):
+    """Of a forward that torch.fx does not follow."""
+
+    def __init__(self, order=(0, 1, 2, 3), both=False):
+        super().__init__()
+        self.words, self.layers = nn.Embedding(11, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.order, self.both = order, both
+
+    def forward(self, ids):
+        first = x = self.words(ids)
+        if ids.max() > 10:
+            raise IndexError
+        for k in self.order:
+            x = self.layers[k](x)
+        return (x + first if self.both else x).sum()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 3, 2), (0, 1, 2, 3, 3), (0, 1)], ids=str)
+def test_layers_in_another_order_are_refused(order):
+    ids = batch()[0]
+    gt.pipeline(Layered(), PLACES, "1f1b", MICRO).step(ids)
+    with pytest.raises(gt.StageError, match=r"stage [01] of 2 fails(.|\n)*(does not run|SkippedLayer)"):
+        gt.pipeline(Layered(order), PLACES, "1f1b", MICRO).step(ids)
+
+
+def test_what_a_later_stage_cannot_know_is_nan():
+    assert gt.pipeline(Layered(both=True), PLACES, "1f1b", MICRO).step(batch()[0]).isnan().item()
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_gpt2_in_stages_that_are_processes():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    assert good([*RUN, "-n", "3", PROGRAMS / "pipeline_gpt2.py"], timeout=300).count("equal") == 3

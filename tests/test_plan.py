@@ -244,26 +244,77 @@ def test_attention_over_a_split_sequence_takes_one_all_to_all(batch_size, dealt)
 
 
 class Fused(nn.Module):
-    """nanoGPT's attention, whose q, k and v lie in one matrix."""
+    """nanoGPT's block, whose q, k and v lie in one matrix."""
 
-    def __init__(self):
+    def __init__(self, parts=3):
         super().__init__()
-        self.attn = nn.ModuleDict({"c_attn": nn.Linear(8, 24), "c_proj": nn.Linear(8, 8)})
+        self.attn = nn.ModuleDict({"c_attn": nn.Linear(8, 8 * parts), "c_proj": nn.Linear(8, 8)})
         self.mlp = nn.ModuleDict({"c_fc": nn.Linear(8, 32), "c_proj": nn.Linear(32, 8)})
         self.conv, self.words = nn.Conv1d(8, 8, 3), nn.Embedding(9, 8)
+
+    def forward(self, x):
+        q, k, v = (t.view(*x.shape[:2], 4, 2).transpose(1, 2) for t in self.attn.c_attn(x).split(8, dim=2))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attn.c_proj(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.mlp.c_proj(F.gelu(self.mlp.c_fc(x)))
 
 
 def test_a_plan_prints_what_it_left_whole_and_why():
     plan = gt.Plan.of(nn.ModuleDict({"h": nn.ModuleList([Fused(), Fused()])}))
-    assert set(plan) == {"h.*.mlp.c_fc.weight", "h.*.mlp.c_fc.bias", "h.*.mlp.c_proj.weight"}
-    assert str(plan).splitlines()[-4:] == [
-        "# whole: h.*.attn.c_attn.weight   one matrix of several: split along its outputs, heads of one would be "
-        "parted; a layer for each",
-        "# whole: h.*.attn.c_proj.weight   it follows c_attn, which is whole",
-        "# whole: h.*.conv.weight          a Conv1d, of which no row is ready made",
-        "# whole: h.*.words.weight         an embedding whose name is not one of a vocabulary's: split(0) for one of "
-        "tokens"]
+    assert dict(plan) == {
+        "h.*.attn.c_attn.weight": {"tp": S(0)}, "h.*.attn.c_attn.bias": {"tp": S(0)},
+        "h.*.attn.c_proj.weight": {"tp": S(1)}, "h.*.mlp.c_fc.weight": {"tp": S(0)}, "h.*.mlp.c_fc.bias": {"tp": S(0)},
+        "h.*.mlp.c_proj.weight": {"tp": S(1)}, "h.*.attn.c_attn />": {"tp": S(-1)}}
+    assert str(plan).splitlines()[-2:] == [
+        "# whole: h.*.conv.weight    a Conv1d, of which no row is ready made",
+        "# whole: h.*.words.weight   an embedding whose name is not one of a vocabulary's: split(0) for one of tokens"]
     assert str(gt.Plan.parse(str(plan))) == str(plan)
+    assert gt.Plan.of(Fused(5)).whole["attn.c_attn.weight"].startswith("one matrix of several, of other sizes")
+
+
+@pytest.mark.parametrize("shape, names", [((2,), ("tp",)), ((3,), ("tp",)), ((2, 2), ("dp", "tp"))], ids=str)
+def test_q_k_and_v_of_one_matrix_are_dealt_out_by_heads(shape, names):
+    """Each element moves once at most, in one all-to-all forward and one backward; the rest is Megatron-LM's."""
+    torch.manual_seed(SEED)
+    plain, place = Fused(), where(*shape, names=names)
+    x = torch.randn(4, 5, 8)
+    model, one = copy.deepcopy(plain), x.clone().requires_grad_()
+    gt.parallelize(model, place)
+    ours = gt.from_full(x, place, {"dp": S(0)} if "dp" in names else B).requires_grad_()
+    seen = []
+    model.attn.c_proj.register_forward_pre_hook(lambda layer, args: seen.append(args[0].sbp[-1]))
+    plain(one).square().sum().backward()
+    with gt.record() as moves:
+        model(ours).square().sum().backward()
+    torch.testing.assert_close(ours.grad.full_tensor(), one.grad)
+    for p, q in zip(model.parameters(), plain.parameters()):
+        assert (p.grad is None) == (q.grad is None)
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-5)
+    tp, y = shape[-1], 3 * x.nbytes // (shape[0] if "dp" in names else 1)
+    dealt = [move for move in moves if move.op == "parts of one matrix"]
+    assert len(dealt) == 2 and all(0 < move.bytes < y / tp for move in dealt)
+    if tp == 2:                                      # of q and v half each, which the other rank has
+        assert seen == [S(2)] and [move.bytes for move in dealt] == [y // 6, y // 6]
+
+
+def test_what_is_dealt_out_can_be_differentiated_again_and_looked_at_whole():
+    place = where(2, names=("tp",))
+    layer = gt.parallelize(nn.ModuleDict({"c_attn": nn.Linear(4, 8)}), place)["c_attn"]
+    weight, bias = (p.full_tensor().detach().requires_grad_() for p in layer.parameters())
+    x = torch.randn(3, 4)
+
+    def twice(y, w, split):
+        a, b = split(y)
+        first, = torch.autograd.grad((a.square() * b).sum(), w, create_graph=True)
+        second, = torch.autograd.grad(first.square().sum(), w)
+        return second
+
+    for split in (lambda y: y.chunk(2, 1), lambda y: torch.split(y, 4, dim=-1), lambda y: (y[:, :4], y[:, 4:]),
+                  lambda y: y.split([4, 4], 1)):
+        want = twice(F.linear(x, weight, bias), weight, split)
+        got = twice(layer(gt.from_full(x, place, B)), layer.weight, split)
+        torch.testing.assert_close(got.full_tensor(), want)
 
 
 def test_styles_of_torch_are_read_as_a_plan():

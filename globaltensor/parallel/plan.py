@@ -15,7 +15,9 @@
 A row is a pattern as in fnmatch; the first that fits a parameter or buffer says how it lies, and what none fits is
 broadcast. `module ->` is about activations instead: what those modules give is brought to lie so, `module <-` what they
 take, and `parameter ->` is how a parameter lies while its module works. Tokens given to `module =>` travel to the ranks
-that hold the experts they chose, and back (experts.py). The model stays what it is; no wrapper is put around it.
+that hold the experts they chose, and back (experts.py). What `module />` gives is several tensors in one, each dealt
+out along the axis when it is split or chunked (tensors/dealt_parts.py). The model stays what it is; no wrapper is put
+around it.
 
 The ready-made rows are Megatron-LM's (Shoeybi et al., arXiv:1909.08053): a pair of linear layers is cut along the
 outputs of the first and the inputs of the second, so that only the second leaves a sum behind; attention by heads;
@@ -41,7 +43,7 @@ from globaltensor.layouts.sbp import Sbp, broadcast, not_an_sbp, read_sbp, split
 from globaltensor.parallel import experts as expert_layers, grids
 from globaltensor.parallel.grids import PlanRow, PlanRows
 from globaltensor.parallel.modules import M, check_module, first_fit, to_global
-from globaltensor.parallel.recognition import layer_kind, output_between, split_dims, whole_layers
+from globaltensor.parallel.recognition import is_fused, layer_kind, output_between, split_dims, whole_layers
 from globaltensor.parallel.style_rows import rows_of_styles
 from globaltensor.runtime.text_table import aligned
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -49,8 +51,8 @@ from globaltensor.tensors.materialize import named_tensors
 from globaltensor.tensors.parameter_swap import swap_in, swap_out
 from globaltensor.tracebacks import api_boundary
 
-_OUT, _IN, _EXPERTS, _UNCHANGED = " ->", " <-", " =>", "-"
-_OF_MODULES = (_OUT, _IN, _EXPERTS)
+_OUT, _IN, _EXPERTS, _PARTS, _UNCHANGED = " ->", " <-", " =>", " />", "-"
+_OF_MODULES = (_OUT, _IN, _EXPERTS, _PARTS)
 _WHOLE = "# whole: "
 
 
@@ -94,11 +96,13 @@ class Plan(MutableMapping[str, PlanRow]):
         weights: PlanRows = {}
         outputs: PlanRows = {}
         travels: PlanRows = {}
+        dealt: PlanRows = {}
         for name, layer in module.named_modules():
             kind = layer_kind(name, layer, module)
             if kind and axis:
                 dims = split_dims(kind, layer)
                 weights |= {f"{name}.{key}".lstrip("."): {axis: split(dim)} for key, dim in dims.items()}
+                dealt |= {name: {axis: split(-1)}} if is_fused(name, layer) else {}
             if sequence and (brought := output_between(kind, layer, sequence == axis)):
                 outputs[name] = {sequence: brought}
             if experts and (stacked := expert_layers.stacked_parameters(name, layer)):
@@ -108,7 +112,8 @@ class Plan(MutableMapping[str, PlanRow]):
         whole = _merged(dict(whole_layers(module, weights)) if axis else {}, parameters)
         weights = _merged(weights, parameters)
         names = [name for name, _ in module.named_modules()]
-        plan = cls(weights | {f"{pattern}{suffix}": row for suffix, rows in ((_EXPERTS, travels), (_OUT, outputs))
+        plan = cls(weights | {f"{pattern}{suffix}": row for suffix, rows in
+                              ((_PARTS, dealt), (_EXPERTS, travels), (_OUT, outputs))
                               for pattern, row in _merged(rows, names).items()})
         plan.whole = whole
         return plan
@@ -139,9 +144,11 @@ class Plan(MutableMapping[str, PlanRow]):
                            "layers are cut along one, two or three", f"gt.Plan.of(model, {axes[:3]})")
         tensors, moved = grids.plan_rows([(name, layer, layer_kind(name, layer, module))
                                      for name, layer in module.named_modules()], axes)
+        moved |= {f"{name}{_PARTS}": {axes[-1]: split(-1)} for name, layer in module.named_modules()
+                  if is_fused(name, layer)}
         named = [name for name, *_ in named_tensors(module)]
         parts = [*named, *[name for name, _ in module.named_modules()]]
-        moving = [f"{name}{suffix}" for name in parts for suffix in (_IN, _OUT)]
+        moving = [f"{name}{suffix}" for name in parts for suffix in (_IN, _OUT, _PARTS)]
         return cls(_merged(tensors, named) | _merged(moved, moving))
 
     @classmethod
@@ -256,6 +263,9 @@ def _register_hooks(module: nn.Module, pattern: str, row: PlanRow) -> None:
             layer.register_forward_pre_hook(exchange.to_experts)
             # always: where the module raises, its parameters must be swapped out all the same
             layer.register_forward_hook(exchange.combine, always_call=True)
+    elif pattern.endswith(_PARTS):
+        for layer in fitting:
+            layer.register_forward_hook(lambda layer, args, output: _deal_parts(output))
     elif pattern.endswith(_OUT):
         for layer in fitting:
             layer.register_forward_hook(api_boundary(lambda layer, args, output: _laid_out_as(row, output)))
@@ -263,6 +273,12 @@ def _register_hooks(module: nn.Module, pattern: str, row: PlanRow) -> None:
             owner.register_forward_pre_hook(lambda owner, args, key=key: swap_in(
                 owner, key, _laid_out_as(row, owner._parameters[key])))
             owner.register_forward_hook(lambda owner, args, output, key=key: swap_out(owner, key), always_call=True)
+
+
+def _deal_parts(output: Any) -> None:
+    """Mark what a module gave."""
+    if isinstance(output, GlobalTensor):
+        output.deals_parts = True
 
 
 def _laid_out_as(row: PlanRow, value: Any) -> Any:

@@ -4,6 +4,8 @@
     rows         along its inputs: the second of a pair
     vocabulary   an embedding is cut along what it can look up
 
+GPT-2's and nanoGPT's `c_attn`, whose outputs are q, k and v one after the other, is cut as it stands (dealt_parts.py).
+
 Where a name says nothing, two linear layers of one module of which the first widens and the second narrows are a pair.
 """
 from __future__ import annotations
@@ -15,14 +17,15 @@ from torch import nn
 from globaltensor.layouts.sbp import Sbp, broadcast, split
 
 # The last parts of names, as torch, transformers (Llama, Mixtral, GPT-2, BERT) and this library's examples call them.
-_FIRST = ("q", "k", "v", "q_proj", "k_proj", "v_proj", "query", "key", "value", "up", "fc1",
+_FIRST = ("q", "k", "v", "q_proj", "k_proj", "v_proj", "query", "key", "value", "q_attn", "up", "fc1",
           "gate_proj", "up_proj", "w1", "w3", "linear1", "intermediate.dense", "c_fc", "wi", "wi_0", "wi_1")
 _SECOND = ("o", "o_proj", "attention.output.dense", "down", "fc2", "down_proj", "w2", "linear2", "output.dense", "wo")
-_MLP_OF_GPT2 = "mlp.c_proj"                          # attn.c_proj follows q, k and v that lie in one matrix
+_MLP_OF_GPT2 = "mlp.c_proj"                          # attn.c_proj follows c_attn, in which q, k and v lie
 _VOCABULARY = ("token", "wte", "embed_tokens", "word_embeddings", "tok_embeddings", "shared")
 _HEADS = ("head", "lm_head", "output_projection")
-# Layers whose one matrix stands for several, of GPT-2 and nanoGPT, GPT-NeoX, Falcon, Phi, GLM and others.
-_FUSED = ("c_attn", "query_key_value", "qkv", "qkv_proj", "Wqkv", "in_proj", "W_pack", "gate_up_proj")
+# Layers whose one matrix stands for several, of GPT-NeoX, Falcon, Phi, GLM and others.
+_FUSED = ("query_key_value", "qkv", "qkv_proj", "Wqkv", "in_proj", "W_pack", "gate_up_proj")
+_FUSED_BY_PARTS = "c_attn"                           # one after the other, taken apart by split(): q, k, v, or k and v
 _POSITIONS = ("wpe", "position", "position_embeddings", "pos_embed", "embed_positions")
 
 
@@ -32,11 +35,28 @@ def layer_kind(name: str, layer: nn.Module, root: nn.Module) -> str | None:
         return "vocabulary" if _ends(name, _VOCABULARY) else None
     if not _is_linear(layer):
         return None
-    if _ends(name, _HEADS) or _ends(name, _FIRST):
+    if _ends(name, _HEADS) or _ends(name, _FIRST) or is_fused(name, layer):
         return "columns"
-    if _ends(name, (*_SECOND, _MLP_OF_GPT2)):
+    if _ends(name, (*_SECOND, _MLP_OF_GPT2)) or _follows_fused(name, root):
         return "rows"
     return _in_pair(name, layer, root)
+
+
+def is_fused(name: str, layer: nn.Module) -> bool:
+    """Does one matrix stand for two or three as large, whose outputs lie one after the other?"""
+    if not _ends(name, (_FUSED_BY_PARTS,)) or not _is_linear(layer):
+        return False
+    sizes: tuple[int, ...] = tuple(layer._parameters["weight"].shape)  # type: ignore[union-attr]  # a linear layer's
+    return max(sizes) in (2 * min(sizes), 3 * min(sizes))
+
+
+def _follows_fused(name: str, root: nn.Module) -> bool:
+    """Does the layer mix the heads of a matrix that was dealt out by heads?"""
+    parent, _, own = name.rpartition(".")
+    if own != "c_proj":
+        return False
+    fused = dict(root.get_submodule(parent).named_children()).get(_FUSED_BY_PARTS)
+    return fused is not None and is_fused(_FUSED_BY_PARTS, fused)
 
 
 def output_between(kind: str | None, layer: nn.Module, same_ranks: bool) -> Sbp | None:
@@ -93,8 +113,10 @@ def _why_whole(name: str, layer: nn.Module, root: nn.Module) -> str:
     if own in _FUSED or isinstance(layer, nn.MultiheadAttention):
         return "one matrix of several: split along its outputs, heads of one would be parted; a layer for each"
     siblings = [key for key, _ in root.get_submodule(parent).named_children()] if name else []
-    if own == "c_proj" and any(key in _FUSED for key in siblings):
-        return f"it follows {next(key for key in siblings if key in _FUSED)}, which is whole"
+    if own == _FUSED_BY_PARTS:
+        return "one matrix of several, of other sizes than its inputs': its parts are not known"
+    if own == "c_proj" and any(key in (*_FUSED, _FUSED_BY_PARTS) for key in siblings):
+        return "it follows a matrix of q, k and v, which is whole"
     if isinstance(layer, nn.Embedding):
         return "an embedding whose name is not one of a vocabulary's: split(0) for one of tokens"
     if not _is_linear(layer):

@@ -17,6 +17,7 @@ Parameters of 16 bits get parts of float32, master weights: bytes per rank for P
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from globaltensor.boxings.redistribute import redistribute
 from globaltensor.errors import SbpError, expect
 from globaltensor.layouts.layout import Layout
 from globaltensor.layouts.sbp import split
+from globaltensor.parallel.offload import offload_state
 from globaltensor.parallel.zero3 import ShardedLayers
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.torch_internals import foreach_copy_
@@ -39,15 +41,17 @@ O = TypeVar("O", bound=torch.optim.Optimizer)
 
 
 @api_boundary
-def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None = None) -> O:
+def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None = None,
+         offload: str | os.PathLike[str] | None = None) -> O:
     """Split an optimizer's state (1), the gradients (2) and the parameters (3) along an axis. Returns the optimizer.
 
     optimizer   new: it has taken no step yet. One that works element by element, as Adam and SGD do, moves nothing in
                 its step; one that looks at whole matrices, as Muon does, gathers what it needs
     axis        a name that the parameters' placements have; parameters that are split along it already stay as they are
     model       of stage 3: gather its parameters layer by layer, one layer ahead (zero3.py), not op by op
+    offload     a folder on a disk: the state is in files there, and in memory only while it is stepped (offload.py)
     Raises SbpError for another stage, a model where it is not stage 3, an optimizer that has state, a parameter that is
-    not global or lacks the axis.
+    not global or lacks the axis; ArgumentError for offload of what is not in the host's memory, or of LBFGS.
     """
     expect(optimizer, torch.optim.Optimizer, "gt.zero of no optimizer",
            "gt.zero(torch.optim.AdamW(model.parameters()))")
@@ -66,6 +70,8 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
         group["params"] = [p if dst is None else _part_to_step(p, dst, stage, pairs) for p, dst in layouts]
     if model is not None:
         ShardedLayers(model, axis)
+    if offload is not None:
+        offload_state(optimizer, offload)
     optimizer.register_load_state_dict_post_hook(globalize_state)
     if pairs:
         pairs.note_versions()

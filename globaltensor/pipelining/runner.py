@@ -34,10 +34,11 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast, split
 from globaltensor.pipelining.actions import PipelineModel, PipelineStep
 from globaltensor.pipelining.dry_run import dry_run
+from globaltensor.pipelining.layer_lists import cut_by_layers, has_layer_list
 from globaltensor.pipelining.stage_comm import StageComm, TensorMeta
 from globaltensor.pipelining.stage_placement import StageParameters, rank_groups, stage_placements
 from globaltensor.pipelining.stages import StageError, as_modules, cut_sequence
-from globaltensor.pipelining.tracing import cut_traced
+from globaltensor.pipelining.tracing import UntraceableError, cut_traced
 from globaltensor.runtime import lineage
 from globaltensor.runtime.agreement import compare_plain, gather_objects
 from globaltensor.runtime.p2p import MAX_PENDING
@@ -65,7 +66,8 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
     and stay the same objects. Those that are global already keep their sbp.
 
     model          the stages, as a list of modules; or a module, which is cut into stages of equal cost: an
-                   nn.Sequential, or any other whose forward torch.fx can trace (inside its blocks anything may happen)
+                   nn.Sequential; any other whose forward torch.fx can trace (inside its blocks anything may happen);
+                   or one with an nn.ModuleList of layers that run one after the other, as transformers' have
     placements     one for each rank of the schedule, or one for each stage; of any sizes and layouts
     schedule       a name (gpipe, 1f1b, interleaved, bfs, zb-h1, zb-h2, zb-v, dualpipe-v), a file, or a Schedule. One
                    with a name may send gradients early (schedules/early_send.py), others are run as they are
@@ -97,7 +99,7 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
         where_to = plain_schedule.stages if starts is None else starts
         stages = (cut_sequence(model, where_to, cost) if isinstance(model, nn.Sequential) else
-                  cut_traced(model, where_to, cost, inputs))
+                  _cut_module(model, where_to, cost, inputs))
     else:
         stages = as_modules(model)
     if len(stages) != plain_schedule.stages:
@@ -106,6 +108,20 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
                          f"{plain_schedule.stages} modules, or an nn.Sequential")
     parameters = StageParameters(stages, by_stage)
     return PipelineRunner(PipelineModel(stages, by_stage, parameters, loss, reduction, recompute), program, batch)
+
+
+def _cut_module(model: nn.Module, stages: int | Sequence[str], cost: Callable[[nn.Module], float] | None,
+                inputs: Sequence[str]) -> list[nn.Module]:
+    """By its graph; where torch.fx does not follow its forward, by its list of layers."""
+    try:
+        return cut_traced(model, stages, cost, inputs)
+    except UntraceableError as untraceable:
+        if not has_layer_list(model):
+            raise
+        try:
+            return cut_by_layers(model, stages, cost, inputs)
+        except StageError as error:
+            raise untraceable from error             # what a traced model must be says more
 
 
 @contextmanager

@@ -39,6 +39,10 @@ _ONCE = re.compile("rand|normal|bernoulli|multinomial|poisson|dropout|_assert") 
 _FIX = "an nn.Sequential, or the stages by hand: [first, second]"
 
 
+class UntraceableError(StageError):
+    """A forward that torch.fx does not follow."""
+
+
 def cut_traced(model: nn.Module, stages: int | Sequence[str],
                cost: Callable[[nn.Module], float] | None = None, inputs: Sequence[str] = ()) -> list[nn.Module]:
     """The stages of any module: each takes what the one before it returns; the first takes the model's inputs, and the
@@ -124,10 +128,10 @@ def _graph(model: nn.Module, inputs: Collection[str]) -> fx.Graph:
             m.training = mode
     for training, evaluation in zip(*(str(graph).splitlines() for graph in graphs)):
         if training != evaluation:
-            raise StageError(f"the forward of {type(model).__name__} depends on self.training, in training "
-                             f"{training.strip()}", "a stage would do so in evaluation, too",
-                             "a module for what depends on it, such as nn.Dropout, or the stages by hand: "
-                             "[first, second]")
+            raise UntraceableError(f"the forward of {type(model).__name__} depends on self.training, in training "
+                                   f"{training.strip()}", "a stage would do so in evaluation, too",
+                                   "a module for what depends on it, such as nn.Dropout, or the stages by hand: "
+                                   "[first, second]")
     return graphs[0]
 
 
@@ -139,16 +143,16 @@ def _traced_graph(model: nn.Module, inputs: Collection[str]) -> fx.Graph:
     except Exception as error:                       # anything may be raised by a forward that gets proxies for tensors
         *_, (last, _) = traceback.walk_tb(error.__traceback__)
         message = (str(error).splitlines() or [""])[0]
-        raise StageError(f"a {type(model).__name__} cannot be cut: its forward cannot be traced",
-                         f"at {where(last)} {type(error).__name__}: {message}", _FIX) from error
+        raise UntraceableError(f"a {type(model).__name__} cannot be cut: its forward cannot be traced",
+                               f"at {where(last)} {type(error).__name__}: {message}", _FIX) from error
     finally:
         added = [name for name in vars(model) if name not in before]
         for name in added:
             delattr(model, name)
     if added:                                        # fx stores tensors there whose creation it did not see
-        raise StageError(f"a {type(model).__name__} cannot be cut: its forward leaves {', '.join(added)} in it",
-                         "a tensor that the forward creates, or keeps, would stay as it was when the model was cut",
-                         "self.register_buffer(...) in __init__, or the stages by hand: [first, second]")
+        raise UntraceableError(f"a {type(model).__name__} cannot be cut: its forward leaves {', '.join(added)} in it",
+                               "a tensor that the forward creates, or keeps, would stay as it was when the model was "
+                               "cut", "self.register_buffer(...) in __init__, or the stages by hand: [first, second]")
     return graph
 
 

@@ -6,6 +6,9 @@ traces: our dispatch runs then as ever, and what it does with shards (ops of tor
 
 So a graph is made for layouts, dtypes and sizes, and for this process's ranks. Another layout of an input makes another
 graph; a graph that torch finds on disk is one of a process that drives the same ranks (`_stable_hash_for_caching`).
+Where torch has symbols for sizes, one graph is for many (dispatch/symbolic.py): the sizes of the whole are symbols, and
+those of its shards are told by them. All ranks must make their graphs at the same calls, as what they decide may depend
+on the sizes that they make them with; so none may ask what is so on one rank alone.
 
 A tensor of a trace is a wrapper made in Python, whatever native code there is: its sizes may be symbols. It has a
 dispatch key of its own, by which products and lookups are taken before torch decomposes them.
@@ -26,12 +29,16 @@ import torch
 from globaltensor.algorithms.aliasing import value_spec
 from globaltensor.errors import OURS, GlobalTensorError
 from globaltensor.layouts.global_like import is_global
-from globaltensor.layouts.layout import Shards, Spec, spec
+from globaltensor.layouts.layout import Layout, Shards, Spec, spec
+from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.symbols import has_symbols
+from globaltensor.runtime.graph_symbols import in_graph
 from globaltensor.runtime.torch_internals import (
     TRACED_KEYS,
     ExcludeDispatchKeys,
     is_of_a_trace,
     leave_alone,
+    let_sizes_be_symbols,
     storage_id,
 )
 from globaltensor.runtime.world import local_ranks_of, world
@@ -42,26 +49,36 @@ from globaltensor.tensors.redistribution import to_layout
 def let_torch_trace(cls: Any) -> None:
     """Give the class of global tensors torch's protocol."""
 
-    @lru_cache(None)
-    def names(count: int) -> list[str]:
-        for nth in range(count):
+    @lru_cache(KEPT)
+    def names(of: Layout) -> list[str]:
+        ranks = local_ranks_of(of.placement)
+        if not ranks:
+            raise GlobalTensorError(f"torch.compile of a tensor on {of.placement}, of which this process has no part",
+                                    "what is traced are the shards of a process, and it has none",
+                                    "this outside of what is compiled, or a placement of all ranks")
+        for nth in range(len(ranks)):
             setattr(cls, f"_s{nth}", _nth_shard(nth))
-        return [f"_s{nth}" for nth in range(count)]
+        return [f"_s{nth}" for nth in range(len(ranks))]
 
     def flattened(x: Any) -> tuple[list[str], Spec]:
+        """Guards call it twice for every parameter, whenever a graph is called."""
         own = x.spec
         if torch.compiler.is_compiling():
             _keep_dynamo_out(len(sys.modules))
-        if not local_ranks_of(own.placement):
-            raise GlobalTensorError(f"torch.compile of a tensor on {own.placement}, of which this process has no part",
-                                    "what is traced are the shards of a process, and it has none",
-                                    "this outside of what is compiled, or a placement of all ranks")
-        return names(len(x.shards)), value_spec(own) if x.traced and x.origin is not None else own
+            for shard in x.shards.values() if not isinstance(x, torch.nn.Parameter) else ():
+                let_sizes_be_symbols(shard)          # of parameters it would only be more to guard
+        if not x.traced:
+            return names(own.layout), own
+        # symbols stand for sizes within one trace, and this outlives it: torch hands sizes back by themselves
+        return names(own.layout), (value_spec(own) if x.origin is not None else own).expected
 
     def unflattened(inner: Mapping[str, torch.Tensor], of: Spec, size: Sequence[Any], stride: Sequence[Any]) -> Any:
         shards = dict(zip(sorted(local_ranks_of(of.placement)), inner.values()))
         traced = any(map(is_of_a_trace, inner.values()))
-        own = spec(of.layout, tuple(size), tuple(stride), of.dtype, of.copied and traced, of.lazy_bits)
+        sizes, strides = in_graph((tuple(size), tuple(stride))) if traced else (tuple(size), tuple(stride))
+        own = spec(of.layout, sizes, strides, of.dtype, of.copied and traced, of.lazy_bits)
+        if traced:
+            _tie_sizes(own, shards)
         return cls.wrap(own, shards if traced else _apart(shards))
 
     cls.__tensor_flatten__, cls.__tensor_unflatten__ = flattened, staticmethod(unflattened)
@@ -73,6 +90,17 @@ def let_torch_trace(cls: Any) -> None:
     _library.impl("matmul", _here(products.matmul))
     _library.impl("einsum", _here(lambda equation, operands, path=None: products.einsum(equation, *operands)))
     _library.impl("embedding", _here(_embedding))
+
+
+def _tie_sizes(own: Spec, shards: Shards) -> None:
+    """Tell torch of every symbol of a shard what it is of those of the whole: all that is asked is asked of these,
+    which are the same on all ranks. Where the whole has a number, or parts are uneven, the shard has a number."""
+    for rank, shard in shards.items():
+        if has_symbols(shard.shape) or own.symbolic:
+            part = own.local_shape(rank)
+            if tuple(shard.shape) != part:
+                raise GlobalTensorError(f"rank {rank} holds a shard of shape {list(shard.shape)} in a trace",
+                                        f"its part of {own} is of shape {list(part)}", "mark_dynamic of fewer dims")
 
 
 @lru_cache(1)
@@ -113,7 +141,7 @@ def _nth_shard(nth: int) -> property:
 
     def get(x: Any) -> torch.Tensor:
         shards = x.shards
-        return shards[sorted(shards)[nth]]
+        return shards[sorted(shards)[nth] if len(shards) > 1 else next(iter(shards))]
 
     def replace(x: Any, value: torch.Tensor) -> None:
         shards = x.shards
@@ -169,8 +197,9 @@ def _in_layout_of(x: Any, of: Any, kind: type | None = None) -> Any:
 def _name_for_cache(x: Any) -> str:
     """What a graph on disk depends on, but for the ops: ranks share that disk, and each has a graph of its own."""
     own, here = x.spec, world()
-    return repr((own, own.stride, own.copied, sorted(own.lazy_bits), x.requires_grad, here.local_ranks, here.size,
-                 here.machine, _code()))
+    # a graph for many sizes too is one that was decided with these: other ranks find theirs, or make it, with them
+    return repr((own, own.expected, own.stride, own.copied, sorted(own.lazy_bits), x.requires_grad, here.local_ranks,
+                 here.size, here.machine, _code()))
 
 
 @lru_cache(None)
