@@ -9,15 +9,17 @@ import re
 import pytest
 from harness import ROOT, TORCHRUN, environment, run
 
-MOVING = ("boxing", "gradients", "layer_norm", "zero")     # of these, every test moves bytes in a way of its own
-ALL = (*MOVING, "grids", "networks", "optim", "zero3", "recompute", "traps")
+FEW = ("boxing", "gradients")
+SOME = (*FEW, "layer_norm", "zero", "zero3", "grids", "networks")
+ALL = (*SOME, "optim", "recompute", "traps")
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks, native, names", [
-    pytest.param(2, "0", MOVING, id="2-python-moving"), pytest.param(2, "1", ALL, id="2-native"),
-    pytest.param(2, "0", ALL[len(MOVING):], id="2-python-others", marks=pytest.mark.long),
+    pytest.param(2, "0", FEW, id="2-python-few"), pytest.param(2, "1", SOME, id="2-native-some"),
+    pytest.param(2, "0", ALL[len(FEW):], id="2-python-others", marks=pytest.mark.long),
+    pytest.param(2, "1", ALL[len(SOME):], id="2-native-others", marks=pytest.mark.long),
     pytest.param(4, "1", ALL, id="4-native", marks=pytest.mark.long)])
 def test_on_processes(ranks, native, names):
     command = [*TORCHRUN, "--nproc-per-node", ranks, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m",

@@ -34,6 +34,14 @@ def spread(t):
     return t.repeat_interleave(2, -1)[..., ::2] if t.dim() else t
 
 
+def overlapping(t):
+    """Of its first column only: elements of a row share memory."""
+    return t[..., :1].expand_as(t) if t.dim() else t
+
+
+LAYS = (torch.clone, transposed, spread, overlapping)
+
+
 def on_meta(t):
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
@@ -68,9 +76,10 @@ def wrong(func, args, kwargs, result):
 @pytest.mark.parametrize("func", OPS, ids=name_of)
 def test_line(func):
     generator = torch.Generator().manual_seed(SEED % 2**31)
-    for (args, kwargs), lay in itertools.product(SAMPLES[name_of(func)], (torch.clone, transposed, spread)):
-        args, kwargs = tree_map_only(torch.Tensor, lay, (made(args, generator), made(kwargs, generator)))
-        given = tree_map_only(torch.Tensor, lambda t: t.clone(memory_format=torch.preserve_format), (args, kwargs))
+    for (args, kwargs), lay in itertools.product(SAMPLES[name_of(func)], LAYS):
+        drawn = made(args, generator), made(kwargs, generator)
+        args, kwargs = tree_map_only(torch.Tensor, lay, drawn)
+        given = tree_map_only(torch.Tensor, lambda t: lay(t.clone()), drawn)
         try:
             result = func(*given[0], **given[1])
         except RuntimeError:

@@ -18,6 +18,7 @@ import globaltensor as gt
 from globaltensor.algorithms import ring_attention
 from globaltensor.boxings.traffic import elements_received
 from globaltensor.dispatch.core import _Run
+from globaltensor.dispatch.decide import decide
 from globaltensor.errors import BoxingError
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.op_table.table import TABLE
@@ -333,6 +334,10 @@ def test_a_rank_holds_one_block_at_a_time(causal):
 # ---------------------------------------------------------------------------------------------------- when it is taken
 
 
+def takes_turns(func, *args):
+    return decide(gt.GlobalTensor, func, args, {}) is TABLE[func].decomposition
+
+
 @pytest.mark.parametrize("taken, parts, nd, q_shape, k_shape, options", [
     (False, 2, S(2), (1, 4, 64, 8), (1, 4, 64, 8), {"is_causal": True}),      # heads are dealt
     (False, 2, S(2), (2, 1, 64, 8), (2, 1, 64, 8), {"is_causal": True}),      # samples are
@@ -351,9 +356,8 @@ def test_a_rank_holds_one_block_at_a_time(causal):
 def test_when_turns_are_taken(taken, parts, nd, q_shape, k_shape, options):
     where, causal = place(list(range(parts))), options.get("is_causal", False)
     q, k, v = (gt.zeros(s, placement=where, sbp=nd) for s in (q_shape, k_shape, k_shape))
-    assert ring_attention.is_profitable(Call(FORWARD, (q, k, v, 0.0, causal), {})) is taken
-    assert ring_attention.is_profitable(Call(BACKWARD, (q, q, k, v, q, q[..., 0], 0.0, causal), {})) is taken
-    assert TABLE[FORWARD].applies is TABLE[BACKWARD].applies is ring_attention.is_profitable
+    assert takes_turns(FORWARD, q, k, v, 0.0, causal) is taken
+    assert takes_turns(BACKWARD, q, q, k, v, q, q[..., 0], 0.0, causal) is taken
 
 
 def test_keys_that_are_whole_leave_it_to_the_rule_or_to_one_turn():
@@ -362,7 +366,7 @@ def test_keys_that_are_whole_leave_it_to_the_rule_or_to_one_turn():
     k = gt.zeros(1, 1, 64, 8, placement=where, sbp=B)
     for keys in ((k, k), (torch.zeros(1, 1, 64, 8),) * 2):
         for causal in (False, True):
-            assert ring_attention.is_profitable(Call(FORWARD, (q, *keys, 0.0, causal), {})) == causal
+            assert takes_turns(FORWARD, q, *keys, 0.0, causal) == causal
 
 
 @pytest.mark.parametrize("shapes", [
@@ -370,8 +374,19 @@ def test_keys_that_are_whole_leave_it_to_the_rule_or_to_one_turn():
     [(1, 1, 6, 8), (2, 1, 6, 8), (2, 1, 6, 8)]], ids=str)
 def test_sizes_that_do_not_fit_are_left_to_torch(shapes):
     q, k, v = (gt.zeros(s, placement=place([0, 1]), sbp=S(2)) for s in shapes)
-    assert not ring_attention.is_profitable(Call(FORWARD, (q, k, v, 0.0, True), {}))
-    assert ring_attention.is_profitable(Call(FORWARD, (q, q, q, 0.0, True), {}))
+    assert ring_attention.offer_forward(Call(FORWARD, (q, k, v, 0.0, True), {}), [q.spec, k.spec, v.spec]) is None
+    assert takes_turns(FORWARD, q, q, q, 0.0, True)
+
+
+def test_the_runner_up_is_told():
+    """Where heads can be dealt, the ring is dearer; where they cannot, a gathering, or, causal, all on every rank."""
+    where = place([0, 1])
+    for heads, causal, algorithm, second in (
+            (4, True, "", "S(2), S(2), S(2) -> S(2), S(2) by ring attention"),
+            (1, False, "ring attention", "S(2), B, B -> S(2), S(2)"), (1, True, "ring attention", "B, B, B -> B, B")):
+        x = gt.zeros(1, heads, 64, 8, placement=where, sbp=S(2))
+        row, = (row for row in gt.explain(attend, x, x, x, is_causal=causal).rows if "attention" in row.op)
+        assert (row.algorithm, row.second) == (algorithm, second)
 
 
 def test_dropout_draws_as_without_turns():

@@ -308,6 +308,10 @@ def test_in_place_ops_of_torch_on_views():
     assert calls > 600 and not wrong, wrong
 
 
+def test_a_gradient_that_is_a_view():
+    views.check_gradient_that_is_a_view()
+
+
 def test_without_native_code():
     good([PYTHON, PROGRAMS / "views.py", SEED, 20], environment(GLOBALTENSOR_NATIVE="0"), timeout=120)
 

@@ -9,5 +9,6 @@
     scans             results that depend on the order of the parts: cumsum, argmax, topk
     random_ops        the same numbers in every layout
     fused_attention   attention kernels that return more than tensors
+    offer, reduction_offers, halo_offers  what an algorithm would take, to compete with the op's signatures
     local_impls       local kernels that stand in for the op itself on a rank
 """

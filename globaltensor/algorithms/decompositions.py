@@ -17,6 +17,7 @@ from globaltensor.layouts.global_like import GlobalLike, is_global, spec_of
 from globaltensor.layouts.layout import layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import partial_max
+from globaltensor.layouts.symbols import has_symbols
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import MEAN, SUM, dims_of, option
 from globaltensor.runtime.agreement import compare_plain
@@ -36,15 +37,18 @@ def is_split_or_partial(call: Call) -> bool:
     return any(not s.is_broadcast for t in call.tensors if is_global(t) for s in t.spec.sbp)
 
 
-def reduces_split_elements(call: Call) -> bool:
-    """The same, of a tensor that has elements: there is no maximum of none."""
-    return reduces_split(call) and call.tensors[0].numel() > 0
-
-
 def reduced_numel(call: Call) -> int:
     """How many elements a reduction puts together for one of its results."""
     shape = call.tensors[0].shape
     return math.prod(shape[d] for d in dims_of(call, len(shape))) if len(shape) else 1
+
+
+def divisor(count: int | float, of: Tensor) -> Any:
+    """A number of elements, NaN for none, to divide by. A symbol divides as a tensor: of one that stands for a scalar
+    torch makes a number."""
+    if has_symbols([count]):
+        return torch.full((), count, dtype=of.dtype, device=of.device)
+    return float(count or math.nan)
 
 
 def as_global(run: Run, t: Tensor | GlobalLike, like: GlobalLike, op: str) -> GlobalLike:
@@ -74,7 +78,7 @@ def mean(call: Call, run: Run) -> Any:
         return run.plain(call)                       # torch's own error
     dims = dims_of(call, x.dim()) if x.dim() else []
     total = run(aten.sum.dim_IntList, x, dims, bool(call.get("keepdim", False)), dtype=accumulation_dtype(dtype))
-    return cast(run, run(aten.div.Tensor, total, float(reduced_numel(call) or math.nan)), dtype)
+    return cast(run, run(aten.div.Tensor, total, divisor(reduced_numel(call), total)), dtype)
 
 
 @traceable
@@ -241,20 +245,21 @@ def _as_sum(call: Call) -> list[Any]:
 @traceable
 def mean_loss(call: Call, run: Run) -> Any:
     """loss(mean) = loss(sum) / global numel"""
-    return run(aten.div.Tensor, run(call.func, *_as_sum(call)), float(_numel(call)))
+    total = run(call.func, *_as_sum(call))
+    return run(aten.div.Tensor, total, divisor(_numel(call), total))
 
 
 @traceable
 def mean_loss_backward(call: Call, run: Run) -> Any:
     """backward(mean) of grad = backward(sum) of grad / global numel"""
     args = _as_sum(call)
-    args[0] = run(aten.div.Tensor, args[0], float(_numel(call)))
+    args[0] = run(aten.div.Tensor, args[0], divisor(_numel(call), args[0]))
     return run(call.func, *args)
 
 
-def _numel(call: Call) -> int | float:
-    """The global number of elements; NaN for none, as a mean of nothing is."""
-    return max((math.prod(t.shape) for t in call.tensors), default=1) or math.nan
+def _numel(call: Call) -> int:
+    """The global number of elements."""
+    return max((math.prod(t.shape) for t in call.tensors), default=1)
 
 
 @traceable

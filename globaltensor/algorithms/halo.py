@@ -91,7 +91,7 @@ WHOLE = AxisSbps(broadcast, broadcast, broadcast, broadcast)
 def cuts_space(call: Call) -> bool:
     """Is the image of a convolution or a pooling cut along a spatial dim?
 
-    It stays cut as the user laid it out, small as it may be, even where splitting the batch instead would move less. A
+    It then stays cut as the user laid it out, but where splitting the batch instead is cheaper (halo_offers.py). A
     transposed convolution is left to its rule: each of its input rows makes several rows of the output.
     """
     own = spec_of(_image(call))
@@ -217,7 +217,7 @@ def _axis_sbps(x: Layout, weight: Layout, channels: int, groups: int) -> list[Ax
 
 
 @lru_cache(KEPT)
-def _conv_layouts(x: Layout, weight: Layout, channels: int, groups: int) -> tuple[ConvLayouts, ConvLayouts]:
+def conv_layouts(x: Layout, weight: Layout, channels: int, groups: int) -> tuple[ConvLayouts, ConvLayouts]:
     """The layouts of operands and output, and those of their gradients."""
     axes = _axis_sbps(x, weight, channels, groups)
     forward, backward = (ConvLayouts(*(layout(x.placement, nd) for nd in zip(*sbps)))
@@ -234,7 +234,7 @@ def convolution(call: Call, run: Run) -> GlobalLike:
     """Each rank convolves its window. The result is contiguous."""
     op, x, slides, (shape,) = str(call.func), call["input"], slides_of(call), result_shapes(call)
     operands = [as_global(run, t, x, op) for t in call.tensors]
-    want, _ = _conv_layouts(x.spec.layout.without_partials, operands[1].spec.layout, x.shape[1], call["groups"])
+    want, _ = conv_layouts(x.spec.layout.without_partials, operands[1].spec.layout, x.shape[1], call["groups"])
     window = window_of(want.x, x.spec.shape, shape[2:], slides)
     images, *parameters = run.gather_regions(operands, [window, want.weight, want.bias][:len(operands)], op)
     padding, out = local_padding(want.x, x.dim(), slides), {}
@@ -252,7 +252,7 @@ def convolution_backward(call: Call, run: Run) -> tuple[GlobalLike | None, ...]:
     """Gradients of the image, the weight and the bias, those that are wanted."""
     op, x, slides, wanted = str(call.func), call["input"], slides_of(call), call["output_mask"]
     grad, weight = (as_global(run, call[name], x, op) for name in ("grad_output", "weight"))
-    forward, backward = _conv_layouts(x.spec.layout.without_partials, weight.spec.layout, x.shape[1], call["groups"])
+    forward, backward = conv_layouts(x.spec.layout.without_partials, weight.spec.layout, x.shape[1], call["groups"])
     window = window_of(forward.x, x.spec.shape, tuple(grad.shape[2:]), slides)
     # the image itself is read for the gradient of the weight only
     grads, weights, *images = run.gather_regions([grad, weight, x][:2 + wanted[1]],

@@ -8,30 +8,72 @@ With y = (x - mean) * r and r = 1 / sqrt(var + eps), for layer norm (RMS norm ha
 """
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 from globaltensor.algorithms.decompositions import cast
+from globaltensor.algorithms.offer import Offer, Offers, PricedBoxing, boxings_to, largest_part
 from globaltensor.algorithms.run import Run, traceable
-from globaltensor.layouts.global_like import GlobalLike, spec_of
+from globaltensor.layouts.global_like import GlobalLike
+from globaltensor.layouts.layout import Spec
+from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
 from globaltensor.runtime.dtypes import accumulation_dtype
 
 aten = torch.ops.aten
 
 
-def features_cut(call: Call) -> bool:
-    """Are features split along the last axis that splits anything, and samples along an earlier one?
+def offer_statistics(boxings: int = 0, *, together: int = 0) -> Offers:
+    """What the norm takes where features are split along the last axis that splits anything, and samples along an
+    earlier one: so many boxings of a number per sample, or one of several `together`.
 
-    So it is on a grid of ranks (`parallel/grids.py`), where the layers that follow want them to stay so. If features
+    Then it is on a grid of ranks (`parallel/grids.py`), where the layers that follow want features to stay so. If these
     alone are split, by a parameter that ZeRO cut, say, the plain rule moves the activations back to split samples.
     """
-    first = call["input"].dim() - len(call["normalized_shape"])
-    for name in ("input", "grad_out"):
-        own = spec_of(call.get(name))
-        cuts = [s.dim for s in own.sbp if s.is_split] if own is not None else []
-        if cuts and cuts[-1] >= first and min(cuts) < first:
-            return True
-    return False
+
+    def offer(call: Call, operands: list[Spec]) -> Offer | None:
+        specs = dict(zip(call.names, operands))
+        first = call["input"].dim() - len(call["normalized_shape"])
+        cut = [specs[name] for name in ("input", "grad_out") if name in specs and _cuts_features(specs[name], first)]
+        if not cut:
+            return None
+        own = cut[0]
+        home = own.layout.without_partials
+        per_sample, per_feature, pending = (home.with_sbp(tuple(change(s, first) for s in home.sbp))
+                                            for change in (_of_sample, _of_feature, _of_gradient))
+        shape = (*own.shape[:first], *[1] * (own.ndim - first))
+        terms = home.with_sbp(tuple(partial_sum if s.is_split and s.dim >= first else s for s in home.sbp))
+        statistic = PricedBoxing(terms, per_sample, shape,
+                                 prod(shape) * accumulation_dtype(own.dtype).itemsize)
+        wants = tuple(per_feature if name in ("weight", "bias") else per_sample if name in ("mean", "rstd") else home
+                      for name in call.names)
+        gives = (home, *[per_sample] * (len(call.func._schema.returns) - 1))
+        if together:
+            gives = tuple(to for to, wanted in zip((home, pending, pending), call["output_mask"]) if wanted)
+        turns = [(statistic,) * together] if together else [(statistic,)] * boxings
+        return Offer("statistics of the parts", wants, gives, 8 * largest_part(home, own.shape),
+                     (boxings_to(operands, wants), *turns))
+
+    return offer
+
+
+def _cuts_features(own: Spec, first: int) -> bool:
+    cuts = [s.dim for s in own.sbp if s.is_split]
+    return bool(cuts) and cuts[-1] >= first and min(cuts) < first
+
+
+def _of_sample(s: Sbp, first: int) -> Sbp:
+    return broadcast if s.is_split and s.dim >= first else s
+
+
+def _of_feature(s: Sbp, first: int) -> Sbp:
+    return split(s.dim - first) if s.is_split and s.dim >= first else broadcast
+
+
+def _of_gradient(s: Sbp, first: int) -> Sbp:
+    """Of a parameter: a sum over the samples."""
+    return _of_feature(s, first) if not s.is_split or s.dim >= first else partial_sum
 
 
 def _samples_and_features(call: Call) -> tuple[list[int], list[int]]:

@@ -211,21 +211,21 @@ def _fill(call: Call, run: Run, target: GlobalLike, key: int | Tensor, draw: Dra
     check_writable(target, call.func, "self")
     own = target.spec
     parts = [_parts_of(run, parameter, own.shape, own.layout.without_partials) for parameter in parameters]
-    drawn: dict[tuple[Region, torch.device], Tensor] = {}
+    drawn: dict[tuple[Region | str, torch.device], Tensor] = {}
     for rank, shard in target.shards.items():
         if _holds_zeros(own.layout, rank):
             shard.zero_()
             continue
         region, device = own.region(rank), shard.device
-        if (region, device) not in drawn:
+        where = str(region) if own.symbolic else region, device      # symbols have no hash
+        if where not in drawn:
             of_rank = [part(rank) for part in parts]
             if isinstance(key, Tensor):
                 edges = [edge for edges in region for edge in edges]
-                drawn[region, device] = custom_ops.fill(key, own.shape, edges, own.dtype, device, _law(draw, call),
-                                                        of_rank)
+                drawn[where] = custom_ops.fill(key, own.shape, edges, own.dtype, device, _law(draw, call), of_rank)
             else:
-                drawn[region, device] = draw(call, Elements(key, own.shape, region, own.dtype, device), *of_rank)
-        shard.copy_(drawn[region, device])
+                drawn[where] = draw(call, Elements(key, own.shape, region, own.dtype, device), *of_rank)
+        shard.copy_(drawn[where])
     return target
 
 

@@ -33,33 +33,31 @@ import torch
 from torch import Tensor
 
 from globaltensor.algorithms.decompositions import as_global
+from globaltensor.algorithms.offer import Offer, boxings_to, largest_part
 from globaltensor.algorithms.run import Run
 from globaltensor.layouts.global_like import GlobalLike, is_global, spec_of
-from globaltensor.layouts.layout import Layout, Shape, Shards, layout, spec
+from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, layout, spec
 from globaltensor.layouts.rank_regions import rank_regions
 from globaltensor.layouts.regions import Range, volume
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.meta import Asking
-from globaltensor.runtime.world import world
 
 SEQUENCE = split(2)                                  # of [batch, heads, sequence, features]
 EXTRA = 0.1                                          # the ring may take this share more time, for less memory
 
 
-# ----------------------------------------------------------------------------------------------- when it is profitable
+# -------------------------------------------------------------------------------------------------- what it would take
 
 
-def is_profitable(call: Call) -> bool:
-    """Is the ring the way to run this call? The same for forward and backward, as it depends on q, k and v only.
-
-    The alternatives, and what is compared, in seconds on the machine:
+def _ring_offer(call: Call, operands: list[Spec], backward: bool = False) -> Offer | None:
+    """What the ring takes, beside the signatures of the rule:
 
         k and v are whole              nothing moves. But a causal kernel must know the positions of its queries: then a
                                        ring of one block
         heads or samples can be split  all of q, k and v moves once, 1/n of it to each rank (DeepSpeed-Ulysses): the
-                                       better of the two by bytes, latency and work
+                                       better of the two by bytes, latency and work. The result may stay split so
         neither can be split           k and v are gathered, and for causal attention q too, which every rank then
                                        computes whole: the ring, but for short sequences that are not causal, where
                                        n - 1 moves take longer than one
@@ -67,70 +65,43 @@ def is_profitable(call: Call) -> bool:
     q, k, v = (call[name] for name in ("query", "key", "value"))
     own = spec_of(q)
     if own is None or not _fits(q, k, v) or call["is_causal"] and call["attn_mask"] is not None:
-        return False
-    ring = _ring_axes(own.layout)
-    if not ring:
-        return False
-    if all(_is_whole(t, axis) for t in (k, v) for axis in ring):
-        return bool(call["is_causal"])
-    ring_seconds, resplit_seconds, gather_seconds = _seconds(call, _query_layout(call), ring)
-    if resplit_seconds < inf:
-        return ring_seconds < resplit_seconds
-    return bool(call["is_causal"]) or ring_seconds <= gather_seconds * (1 + EXTRA)
+        return None
+    ring = [axis for axis, parts in enumerate(own.placement.shape) if own.sbp[axis] == SEQUENCE and parts > 1]
+    if not ring or not call["is_causal"] and all(_is_whole(t, axis) for t in (k, v) for axis in ring):
+        return None
+    queries = _query_layout(call)
+    keys = _key_layout(call, queries)
+    blocks, ends = keys.num_parts(2), queries.num_parts(2)
+    kv = 2 * largest_part(keys, tuple(k.shape)) * k.dtype.itemsize
+    # multiply-adds of all pairs of rows and columns; and which share of them is computed, and by the last rank, which
+    # takes longest
+    work = 2.0 * q.numel() * k.shape[2] * (2.5 if backward else 1)
+    computed, of_last = (0.5, 1 - 0.5 / ends) if call["is_causal"] else (1.0, 1.0)
+    wants = _wanted_layouts(call, queries, keys)
+    of_keys = _key_grad_layout(queries, keys)
+    return Offer("ring attention", tuple(wants[name] for name in call.names),
+                 (queries, of_keys, of_keys) if backward else (queries, queries),
+                 work * of_last * largest_part(queries, tuple(q.shape)) / q.numel(),
+                 (boxings_to(operands, tuple(wants[name] for name in call.names)),),
+                 # starts are counted as forward, so that what goes around forward is seldom gathered backward
+                 exchanges=blocks - 1, received=kv * (blocks - 1) * (1 + backward),
+                 op_work=work * computed, extra=inf if call["is_causal"] else EXTRA, returns=False)
 
 
-def cuts_queries(call: Call) -> bool:
-    """Is the sequence of queries split? Else no ring is profitable, whatever the sizes."""
-    own = spec_of(call["query"])
-    return own is not None and bool(_ring_axes(own.layout))
+def offer_forward(call: Call, operands: list[Spec]) -> Offer | None:
+    """Of the ring, for the output."""
+    return _ring_offer(call, operands)
 
 
-def _ring_axes(of: Layout) -> list[int]:
-    return [axis for axis, parts in enumerate(of.placement.shape) if of.sbp[axis] == SEQUENCE and parts > 1]
+def offer_backward(call: Call, operands: list[Spec]) -> Offer | None:
+    """Of the ring, for the gradients: as many moves again, of those of keys and values."""
+    return _ring_offer(call, operands, backward=True)
 
 
 def _fits(q: GlobalLike, k: GlobalLike, v: GlobalLike) -> bool:
     """Are the operands of sizes that the kernel takes, and not empty? (It raises the errors for others itself.)"""
     return bool(q.dim() == k.dim() == 4 and q.numel() and k.numel() and k.shape == v.shape
                 and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3]))
-
-
-def _seconds(call: Call, queries: Layout, ring: list[int]) -> tuple[float, float, float]:
-    """Of the ring; with heads or samples split instead (infinite where they cannot be); and with k and v gathered."""
-    where, machine = queries.placement, world().machine
-    n = prod(where.shape[axis] for axis in ring)
-    latency, bandwidth = machine.link(where)
-    others = prod(parts for axis, (s, parts) in enumerate(zip(queries.sbp, where.shape))
-                  if s.is_split and axis not in ring)
-    q, kv = (sum(call[name].numel() * call[name].dtype.itemsize for name in names) / others / bandwidth * (n - 1) / n
-             for names in (("query",), ("key", "value")))
-    work = 2 * call["query"].numel() * call["key"].shape[2] / others / machine.work
-    # the share of all pairs of rows and columns that are computed, and of those of the last rank, which takes longest
-    computed, of_last = (0.5, 1 - 0.5 / n) if call["is_causal"] else (1.0, 1.0)
-    share = _largest_share(call, queries, ring)
-    return ((n - 1) * latency + kv + work / n * of_last,
-            latency + (q + kv + work * computed) * share if share is not None else inf,
-            latency + kv + work / n * of_last)
-
-
-def _largest_share(call: Call, queries: Layout, ring: list[int]) -> float | None:
-    """The part of q, k and v that one rank gets if their heads, evenly, or else samples are split along the ring; None
-    where neither can be."""
-    samples, heads = call["key"].shape[:2]
-    for axis, (s, parts) in enumerate(zip(queries.sbp, queries.placement.shape)):
-        if axis not in ring and s.is_split:
-            samples, heads = (samples // parts if s.dim == 0 else samples, heads // parts if s.dim == 1 else heads)
-    share = 1.0
-    for axis in ring:
-        parts = queries.placement.shape[axis]
-        if heads % parts == 0:
-            heads, share = heads // parts, share / parts
-        elif samples >= parts:
-            share *= -(-samples // parts) / samples
-            samples //= parts
-        else:
-            return None
-    return share
 
 
 def _is_whole(t: Tensor | GlobalLike, axis: int) -> bool:
@@ -170,6 +141,14 @@ def _mask_layout(shape: Shape, queries: Layout) -> Layout:
     """Of a mask that broadcasts to [batch, heads, queries, keys]: cut as the queries, where it has such a dim."""
     dims = [s.dim - 4 + len(shape) if s.is_split else -1 for s in queries.sbp]
     return queries.with_sbp(tuple(split(d) if d >= 0 and shape[d] > 1 else broadcast for d in dims))
+
+
+def _wanted_layouts(call: Call, queries: Layout, keys: Layout) -> dict[str, Layout]:
+    """Of all operands."""
+    wanted = {name: keys if name in ("key", "value") else queries for name in call.names}
+    if "attn_mask" in wanted:
+        wanted["attn_mask"] = _mask_layout(tuple(call["attn_mask"].shape), queries)
+    return wanted
 
 
 class RingStep(NamedTuple):
@@ -245,9 +224,7 @@ class RingCall:
         self.call, self.run, self.op, self.causal = call, run, str(call.func), bool(call["is_causal"])
         self.queries = _query_layout(call)
         self.keys = _key_layout(call, self.queries)
-        wanted = {name: self.keys if name in ("key", "value") else self.queries for name in call.names}
-        if "attn_mask" in wanted:
-            wanted["attn_mask"] = _mask_layout(tuple(call["attn_mask"].shape), self.queries)
+        wanted = _wanted_layouts(call, self.queries, self.keys)
         operands = [as_global(run, call[name], call["query"], self.op) for name in wanted]
         moved = run.redistribute(operands, list(wanted.values()), self.op)
         self.operands = dict(zip(wanted, moved))

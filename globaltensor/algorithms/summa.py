@@ -18,15 +18,16 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import permutations
-from math import prod
 from typing import NamedTuple
 
+from globaltensor.algorithms.offer import Offer, boxings_to, largest_part
 from globaltensor.algorithms.run import Run
+from globaltensor.boxings.traffic import received_at_most
 from globaltensor.layouts.global_like import GlobalLike, is_global
-from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, layout, spec
+from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, layout, replicated, spec
 from globaltensor.layouts.rank_regions import RankRegions, rank_regions
 from globaltensor.layouts.recent import KEPT
-from globaltensor.layouts.regions import Range, Region, intersect, slices, split_range, volume
+from globaltensor.layouts.regions import Range, Region, slices, split_range, volume
 from globaltensor.layouts.sbp import NdSbp, Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
 from globaltensor.runtime import custom_ops
@@ -47,6 +48,7 @@ class GridProduct(NamedTuple):
     work: Layout                                     # of the work, whose dims are the labels in the order of `sizes`
     panel: str                                       # the label in whose ranges parts pass
     passing: int                                     # bytes of what passes by a rank, in all
+    received: int                                    # bytes, by the rank that receives most
     terms_sbp: NdSbp                                 # of what ranks make of C: pending where it is to be summed
     out: Layout
 
@@ -88,9 +90,17 @@ def equation(call: Call) -> tuple[str, str, str]:
     return f"{lead}k", "nk", f"{lead}n"
 
 
-def on_grid(call: Call) -> bool:
-    """Are both operands on a grid, so that their layouts say where the output is wanted?"""
-    return all(is_global(t) for t in call.tensors) and _of_call(call) is not None
+def offer(call: Call, operands: list[Spec]) -> Offer | None:
+    """What the product takes, if both operands are on a grid, so that their layouts say where the output is wanted."""
+    plan = _of_call(call) if all(is_global(t) for t in call.tensors) else None
+    if plan is None:
+        return None
+    wants = tuple(own.layout for own in operands[:2])
+    if len(operands) > 2:
+        wants = (*wants, _bias_layout(plan))
+    work = largest_part(plan.work, tuple(n for _, n in plan.sizes))
+    return Offer("panels of SUMMA", wants, (plan.out,), work, (boxings_to(operands, wants),),
+                 exchanges=len(_panels(plan)) * (1 + plan.moves_result), received=plan.received)
 
 
 def _of_call(call: Call) -> GridProduct | None:
@@ -118,35 +128,32 @@ def grid_product(terms: tuple[str, str, str], of_a: Spec, of_b: Spec) -> GridPro
         axes = [labels.get(axis, x or y) for axis, (x, y) in enumerate(cuts)]
         work = layout(where, tuple(split(list(sizes).index(x)) if x else broadcast for x in axes))
         terms_sbp = tuple(partial_sum if _output_sbp(x, terms[2]).is_partial else broadcast for x in axes)
-        products.append(_priced(GridProduct(terms, tuple(sizes.items()), work, panel, 0, terms_sbp,
+        products.append(_priced(GridProduct(terms, tuple(sizes.items()), work, panel, 0, 0, terms_sbp,
                                             layout(where, out)), of_a, of_b))
-    return min(products, key=lambda priced: priced[0])[1]
+    return min(products, key=lambda plan: plan.received)
 
 
-def _priced(plan: GridProduct, of_a: Spec, of_b: Spec) -> tuple[int, GridProduct]:
-    """The bytes that the rank receives that receives most; and the product, with the bytes that pass by a rank."""
-    full = 0, dict(plan.sizes)[plan.panel]
+def _priced(plan: GridProduct, of_a: Spec, of_b: Spec) -> GridProduct:
+    """The product, with the bytes that pass by a rank, and those that the rank receives that receives most."""
     received = passing = 0
+    first = plan.work.placement.flat[0]              # no rank's parts are larger
     for labels, own in zip(plan.terms, (of_a, of_b)):
-        want = plan.rank_regions(labels, full).regions
-        received += _most_elements({rank: own.region(rank) for rank in want}, want) * own.dtype.itemsize
-        passing += max(map(volume, want.values())) * own.dtype.itemsize * (plan.panel in labels)
+        want = _projected_work(plan, labels)
+        received += received_at_most(own.layout, want, own.shape) * own.dtype.itemsize
+        passing += volume(want.region(own.shape, first)) * own.dtype.itemsize * (plan.panel in labels)
     if plan.moves_result:
-        shape, axes = plan.shape(plan.terms[2]), plan.out.placement.shape
-        terms = prod(n for n, own, s in zip(axes, plan.terms_sbp, plan.out.sbp) if own.is_partial and not s.is_partial)
-        products = plan.rank_regions(plan.terms[2], full).regions
-        received += _most_elements(products, {rank: plan.out.region(shape, rank) for rank in products},
-                                   terms) * of_a.dtype.itemsize
-    return received, plan._replace(passing=passing)
+        received += received_at_most(_projected_work(plan, plan.terms[2], plan.terms_sbp), plan.out,
+                                  plan.shape(plan.terms[2])) * of_a.dtype.itemsize
+    return plan._replace(passing=passing, received=received)
 
 
-def _most_elements(own: dict[int, Region], wanted: dict[int, Region], terms: int = 1) -> int:
-    """Elements that the rank receives that receives most, if every element is a sum of so many ranks' terms."""
-    received = []
-    for rank, region in wanted.items():
-        held = intersect(own[rank], region)
-        received.append(terms * volume(region) - (volume(held) if held else 0))
-    return max(received)
+def _projected_work(plan: GridProduct, labels: str, others: NdSbp | None = None) -> Layout:
+    """A rank's part of the work, projected on these labels, as a layout; on axes that cut none of them as in `others`,
+    else broadcast."""
+    names = [x for x, _ in plan.sizes]
+    cuts = [names[s.dim] if s.is_split else "" for s in plan.work.sbp]
+    return layout(plan.work.placement, tuple(split(labels.index(x)) if x and x in labels else other for x, other in
+                                             zip(cuts, others or replicated(plan.work.placement).sbp)))
 
 
 def _wanted(terms: tuple[str, str, str], cuts: list[Cuts]) -> dict[int, str] | None:
@@ -184,15 +191,20 @@ def _output_sbp(label: str | None, out: str) -> Sbp:
 def product(call: Call, run: Run) -> GlobalLike:
     """The product, in panels, and its bias."""
     plan = _of_call(call)
-    assert plan is not None                          # `on_grid` said so
+    assert plan is not None                          # there was an offer
     out = (_sum_terms if plan.moves_result else _accumulate)(call, run, plan)
     if call.get("bias") is None:
         return out
-    last = tuple(split(0) if s == split(out.dim() - 1) else broadcast for s in plan.out.sbp)
-    bias, = run.redistribute([call["bias"]], [layout(plan.out.placement, last)], str(call.func))
+    bias, = run.redistribute([call["bias"]], [_bias_layout(plan)], str(call.func))
     for rank, shard in out.shards.items():
         shard += bias.shards[rank]
     return out
+
+
+def _bias_layout(plan: GridProduct) -> Layout:
+    """Of a bias: as the last dim of what comes out."""
+    last = split(len(plan.terms[2]) - 1)
+    return plan.out.with_sbp(tuple(split(0) if s == last else broadcast for s in plan.out.sbp))
 
 
 def _panels(plan: GridProduct) -> list[Range]:

@@ -40,6 +40,7 @@ from globaltensor.runtime.machine import Machine
 
 T = TypeVar("T")
 
+State = tuple[int, ...]                              # an nd-sbp as numbers (`axis_codes`)
 OF_STEP = 1e-9                                       # seconds; among equals, the path of the fewest steps
 
 
@@ -96,22 +97,23 @@ def _best_over_hosts(src: Layout, dst: Layout, shape: Shape, magnitude: int, mac
     return best
 
 
-def boxing_seconds(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> float:
-    """How long the boxing takes, by its plan."""
-    return plan(src, dst, shape, nbytes, machine).seconds(nbytes)
+def boxing_cost(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> tuple[float, float]:
+    """How long the boxing takes, by its plan: seconds until its steps have started, and those of its bytes."""
+    best = plan(src, dst, shape, nbytes, machine)
+    return best.fixed, best.rate * nbytes
 
 
-def least_seconds(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> float:
-    """`boxing_seconds` or less, without a plan: what no plan can do better. 0 where that is not known."""
+def least_cost(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> tuple[float, float]:
+    """`boxing_cost` or less, without a plan: what no plan can do better. 0 where that is not known."""
     if src is dst or isinstance(src, RankRegions) or isinstance(dst, RankRegions) or (
             machine.hosts or src.placement != dst.placement):
-        return 0.0
+        return 0.0, 0.0
     shape = _nominal(src, dst, shape)
     received = least_received(axis_codes(src.sbp), axis_codes(dst.sbp), src.placement.shape, shape)
     if received <= 0:
-        return 0.0
+        return 0.0, 0.0
     latency, bandwidth = machine.link(src.placement)
-    return latency + received / max(prod(shape), 1) / bandwidth * nbytes
+    return latency, received / max(prod(shape), 1) / bandwidth * nbytes
 
 
 def plan_bytes(of: BoxingPlan, shape: Shape, itemsize: int) -> dict[int, int]:
@@ -150,8 +152,9 @@ def _search(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Mac
 
 
 def _search_between(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Machine) -> BoxingPlan:
-    """The straight path on one placement, or that over the best state between. There may be hundreds of them, so they
-    are no layouts yet but numbers, and are left as soon as they are too dear, or must be: that is asked first."""
+    """The straight path on one placement, or that over the best state between, the first of equals. There may be
+    hundreds of them, so they are no layouts yet but numbers; and those that cost least at least are priced first, so
+    that most others are never."""
     a, b, where = axis_codes(src.sbp), axis_codes(dst.sbp), src.placement
     codes = dict(zip((*a, *b), (*src.sbp, *dst.sbp))) | {d: split(d) for d in range(len(shape))}
     whole = max(prod(shape), 1)
@@ -167,21 +170,29 @@ def _search_between(src: Layout, dst: Layout, shape: Shape, magnitude: int, mach
 
     best = BoxingPlan((src, dst), *cost(a, b))
     limit, chosen = best.seconds(1 << magnitude), None
+    bounds: list[tuple[float, int, State]] = []
     dims = range(len(shape))
     choices = [tuple(dict.fromkeys((*dims, x, y) if x < BROADCAST and x != y else (x, y))) for x, y in zip(a, b)]
-    for state in product(*choices):
+    for nth, state in enumerate(product(*choices)):
         if state in (a, b) or _shares_while_moving(a, state) or _shares_while_moving(state, b):
             continue
-        then = least(state, b)
-        if _total(least(a, state), then, magnitude) >= limit:
+        bound = _total(least(a, state), least(state, b), magnitude)
+        if bound < limit:
+            bounds.append((bound, nth, state))
+    priced: list[tuple[int, State, float, float]] = []
+    lowest = limit
+    for bound, nth, state in sorted(bounds):
+        if bound > lowest * (1 + 1e-9):
+            break
+        first = cost(a, state)
+        if _total(first, least(state, b), magnitude) > lowest * (1 + 1e-9):
             continue
-        fixed, rate = cost(a, state)
-        if _total((fixed, rate), then, magnitude) >= limit:
-            continue
-        more_fixed, more_rate = cost(state, b)
-        seconds = _total((fixed, rate), (more_fixed, more_rate), magnitude)
-        if seconds < limit:
-            limit, chosen = seconds, (state, fixed + more_fixed, rate + more_rate)
+        then = cost(state, b)
+        priced.append((nth, state, first[0] + then[0], first[1] + then[1]))
+        lowest = min(lowest, _total(first, then, magnitude))
+    for _, state, fixed, rate in sorted(priced):
+        if (seconds := fixed + rate * (1 << magnitude) + OF_STEP) < limit:
+            limit, chosen = seconds, (state, fixed, rate)
     if chosen is None:
         return best
     state, fixed, rate = chosen

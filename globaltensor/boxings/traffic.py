@@ -13,9 +13,9 @@ the first and the last of an axis, and where the larger parts end.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import NamedTuple
 
@@ -49,7 +49,8 @@ def traffic(src: Layout, dst: Layout, shape: Shape) -> StepTraffic:
     step = route(src, dst, shape)
     assert isinstance(step, BoxingRoute)
     if step.roles.same:
-        return _traffic_within(step)
+        got, gave, read = _extremes_within(step)
+        return StepTraffic(max(got, gave), read)
     takers, senders = extreme_ranks(step)
     received, touched = zip(*(_received(step, rank) for rank in takers))
     return StepTraffic(max(*received, *_sent(step, senders)), max(touched))
@@ -197,37 +198,80 @@ def _wanted_of(step: BoxingRoute, at: Sequence[int]) -> int:
         for d, (n, part) in enumerate(zip(step.shape, step.source_part(at))))
 
 
-def _traffic_within(step: BoxingRoute) -> StepTraffic:
-    """Of a step on one placement. What a dim adds depends on the digits of the axes that split it, so many ranks share
-    that."""
-    along = [sorted({*path, *cut_by_dst}) for path, cut_by_dst in zip(step.paths, step.roles.cut_by_dst)]
-    known: list[dict[tuple[int, ...], tuple[int, ...]]] = [{} for _ in along]
-    crossing = touched = 0
-    for at in product(*(_extreme_digits(step, axis) for axis in range(step.src.placement.ndim))):
-        factors = []
-        for d, axes in enumerate(along):
-            digits = tuple(at[axis] for axis in axes)
-            if digits not in known[d]:
-                known[d][digits] = _sizes_along(step, d, at)
-            factors.append(known[d][digits])
-        read, held, sent, alike = map(prod, zip(*factors)) if factors else (1, 1, 1, 1)
-        if any(at[axis] for axis in step.roles.first):         # another takes all
-            read = held = alike = 0
-        crossing = max(crossing, step.num_terms * read - held, step.takers_alike(at) * sent - alike)
+@lru_cache(KEPT)
+def received_at_most(src: Layout, dst: Layout, shape: Shape) -> int:
+    """Elements that the rank receives that receives most, in a step on one placement."""
+    even = even_traffic(axis_codes(src.sbp), axis_codes(dst.sbp), src.placement.shape, shape)
+    if even is not None:
+        return even.crossing
+    step = route(src, dst, shape)
+    assert isinstance(step, BoxingRoute)             # as on one placement
+    return _extremes_within(step)[0]
+
+
+def _extremes_within(step: BoxingRoute) -> tuple[int, int, int]:
+    """Elements that are received, sent and read on one placement, by the ranks that do that most. What a dim adds
+    depends on the digits of the axes that split it, and is seldom more than a few different sizes: so those of dims
+    that share no axis are multiplied, not those of all ranks."""
+    along = [tuple(sorted({*path, *by_dst})) for path, by_dst in zip(step.paths, step.roles.cut_by_dst)]
+    digits = {axis: tuple(_extreme_digits(step, axis)) for axis in {*chain(*along)}}
+    factors = [_sizes_together(step, dims, along, digits) for dims in _joined_dims(along)]
+    alike_takers = step.takers_alike((0,) * step.src.placement.ndim)   # on axes that split nothing the first is extreme
+    received = most_sent = touched = 0
+    for sizes in product(*factors):
+        read, held, sent, alike = map(prod, zip(*sizes)) if sizes else (1, 1, 1, 1)
+        received = max(received, step.num_terms * read - held)
+        most_sent = max(most_sent, alike_takers * sent - alike)
         touched = max(touched, step.num_terms * read)
-    return StepTraffic(crossing, touched)
+    return received, most_sent, touched
 
 
-def _sizes_along(step: BoxingRoute, d: int, at: Sequence[int]) -> tuple[int, int, int, int]:
-    """Along a dim, how much of a term the rank at these coordinates reads, and how much of that it holds; how much of
-    what it sends ranks want, and how much of that they hold themselves."""
-    does, n, sizes, path, by_dst = step.roles, step.shape[d], step.sizes[d], step.paths[d], step.roles.cut_by_dst[d]
-    wanted = part_at(n, step.dst_sizes[d], [at[axis] for axis in by_dst])
-    part = part_at(n, sizes, [at[axis] for axis in path])
-    return (overlap(n, sizes, [at[axis] if axis in does.loose else None for axis in path], wanted),
-            overlap(n, sizes, [at[axis] if axis in does.cut[d] else None for axis in path], wanted),
-            overlap(n, step.dst_sizes[d], step.taking(at, d), part),
-            overlap(n, step.dst_sizes[d], [None if axis in does.sharing[d] else at[axis] for axis in by_dst], part))
+def _joined_dims(along: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """The dims, those that share an axis, by way of others too, together."""
+    joined: list[list[int]] = []
+    for d, axes in enumerate(along):
+        meeting = [dims for dims in joined if any(not set(axes).isdisjoint(along[e]) for e in dims)]
+        joined = [dims for dims in joined if dims not in meeting] + [[*chain(*meeting), d]]
+    return joined
+
+
+def _sizes_together(step: BoxingRoute, dims: Sequence[int], along: Sequence[tuple[int, ...]],
+                    digits: Mapping[int, tuple[int, ...]]) -> Collection[Sizes]:
+    """The different sizes of these dims, multiplied (`_sizes_along`)."""
+    does, tables = step.roles, []
+    for d in dims:
+        path, by_dst, sharing = step.paths[d], does.cut_by_dst[d], does.sharing[d]
+        tables.append(_sizes_along(
+            step.shape[d], path, step.sizes[d], by_dst, step.dst_sizes[d], tuple([a for a in path if a in does.loose]),
+            does.cut[d], tuple([a for a in by_dst if a in does.copies and a not in sharing]), sharing,
+            tuple([digits[a] for a in along[d]])))
+    if len(dims) == 1:
+        return set(tables[0].values())
+    axes = sorted({*chain(*(along[d] for d in dims))})
+    places = [[axes.index(a) for a in along[d]] for d in dims]
+    different = {tuple([table[tuple([at[place] for place in own])] for table, own in zip(tables, places)])
+                 for at in product(*(digits[a] for a in axes))}
+    return {(prod(a), prod(b), prod(c), prod(e)) for a, b, c, e in (zip(*sizes) for sizes in different)}
+
+
+Sizes = tuple[int, int, int, int]
+Axes = tuple[int, ...]
+
+
+@lru_cache(KEPT)
+def _sizes_along(n: int, path: Axes, sizes: Axes, by_dst: Axes, dst_sizes: Axes, read: Axes, cut: Axes, matched: Axes,
+                 sharing: Axes, digits: tuple[Axes, ...]) -> dict[tuple[int, ...], Sizes]:
+    """Along a dim, how much of a term a rank reads, and how much of that it holds; how much of what it sends ranks
+    want, and how much of that they hold themselves: by the rank's digits on the axes that split the dim."""
+    axes, table = sorted({*path, *by_dst}), {}
+    for own in product(*digits):
+        at = dict(zip(axes, own))
+        wanted, part = part_at(n, dst_sizes, [at[a] for a in by_dst]), part_at(n, sizes, [at[a] for a in path])
+        table[own] = (overlap(n, sizes, [at[a] if a in read else None for a in path], wanted),
+                      overlap(n, sizes, [at[a] if a in cut else None for a in path], wanted),
+                      overlap(n, dst_sizes, [at[a] if a in matched else None for a in by_dst], part),
+                      overlap(n, dst_sizes, [None if a in sharing else at[a] for a in by_dst], part))
+    return table
 
 
 def extreme_ranks(step: BoxingRoute) -> tuple[list[int], list[int]]:

@@ -11,24 +11,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from globaltensor.algorithms.offer import Offer
 from globaltensor.boxings.watch import BoxingRecord, record
-from globaltensor.dispatch.choose import layouts, rank_choices
-from globaltensor.dispatch.decide import decide
+from globaltensor.dispatch.choose import Choice, Contest, Ranked, layouts
+from globaltensor.dispatch.decide import contest_of, decide
 from globaltensor.dispatch.decision_log import signature_text
 from globaltensor.dispatch.foreach import is_foreach
 from globaltensor.dispatch.recipe import Decision, Recipe, spec_of_plain
 from globaltensor.errors import ArgumentError, where
-from globaltensor.layouts.layout import Spec, sbp_text
+from globaltensor.layouts.layout import sbp_text
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions
-from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call
-from globaltensor.rules.language import Rule, Signature
-from globaltensor.rules.proof import Sides
 from globaltensor.runtime.custom_ops import LINEAR_MAPS
 from globaltensor.runtime.text_table import aligned
 from globaltensor.runtime.torch_internals import TorchDispatchMode, tree_leaves
-from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tracebacks import api_boundary
 
@@ -37,10 +34,12 @@ from globaltensor.tracebacks import api_boundary
 class Row:
     """One op, or one boxing that was asked for.
 
-    chosen   the signature: sbp of the operands -> of the results
-    moves    the boxings done for it
-    boxed    the operands that were boxed, and how
-    second   the next best signature, empty where there is none; `dearer` by so many seconds
+    chosen      the signature: sbp of the operands -> of the results
+    moves       the boxings done for it
+    boxed       the operands that were boxed, and how
+    second      the next best signature or algorithm, empty where there is none; `dearer` by so many seconds, or by less
+                than none, where a rank would hold more of an operand
+    algorithm   its name, where no signature was chosen
     """
 
     where: str
@@ -51,6 +50,7 @@ class Row:
     moves: tuple[BoxingRecord, ...] = field(compare=False, default=())
     second: str = ""
     dearer: float = 0.0
+    algorithm: str = ""
 
     @property
     def bytes(self) -> int:
@@ -133,19 +133,22 @@ def _row(decision: Decision, call: Call) -> Row:
     """What can be told before the op runs."""
     home = next(t.spec.placement for t in call.tensors if type(t) is GlobalTensor)
     name = str(call.func).removeprefix("aten.").removesuffix(".default")
-    if not isinstance(decision, Recipe) or is_foreach(call.func):
+    if is_foreach(call.func):
         return Row(where(), name, home, "", "")
+    contest = contest_of(GlobalTensor, call)
+    if not isinstance(decision, Recipe):
+        if contest is None or contest.offer is None:
+            return Row(where(), name, home, "", "")
+        return Row(where(), name, home, "", "", (), *_second(contest, contest.offer), contest.offer.name)
     operands = [t.spec if type(t) is GlobalTensor else spec_of_plain(t, home) for t in call.tensors]
     boxed = ", ".join(f"{n}: {sbp_text(own.sbp)} -> {sbp_text(want.sbp)}"
                       for n, own, want in zip(call.names, operands, decision.wants)
                       if want is not None and want is not own.layout)
     chosen = signature_text([(want or own.layout).sbp for own, want in zip(operands, decision.wants)],
                         [o.sbp for o in decision.outputs or () if o is not None])
-    line = line_of(call.func)
-    if line is None or not decision.signature:
+    if contest is None or not decision.signature:
         return Row(where(), name, home, chosen + "   (no rule)", boxed)
-    second, dearer = _second(decision, line.rule(call), operands)
-    return Row(where(), name, home, chosen, boxed, (), second, dearer)
+    return Row(where(), name, home, chosen, boxed, (), *_second(contest, decision.signature))
 
 
 def _finished(row: Row, before: list[Any], result: Any, moves: tuple[BoxingRecord, ...]) -> Row:
@@ -154,30 +157,35 @@ def _finished(row: Row, before: list[Any], result: Any, moves: tuple[BoxingRecor
     if not chosen:
         after = [t.spec.sbp for t in tree_leaves(result) if type(t) is GlobalTensor]
         chosen = signature_text(before, after)
+        chosen += f" by {row.algorithm}" if row.algorithm else ""
         boxed = ", ".join(dict.fromkeys(_move_text(move) for move in moves))
-    return Row(row.where, row.op, row.placement, chosen, boxed, moves, row.second, row.dearer)
+    return Row(row.where, row.op, row.placement, chosen, boxed, moves, row.second, row.dearer,
+               row.algorithm)
 
 
-def _second(recipe: Recipe, rule: Rule, operands: list[Spec]) -> tuple[str, float]:
-    """The cheapest choice that is not the one taken, and by how much it is dearer."""
-    outputs = [(o.shape, o.nbytes) for o in recipe.outputs or () if o is not None]
-    outputs += [((), 0)] * (len(rule.outputs) - len(outputs))
-    taken = _inputs(recipe.signature)
-    target = recipe.written[0] if recipe.written and rule.outputs else None
-    prices: dict[tuple[Sides, ...], tuple[float, tuple[Signature, ...]]] = {}
-    for price, nd in rank_choices(rule, operands, outputs, world().machine, target):
-        prices.setdefault(_inputs(nd), (price, nd))
-    own = prices.pop(taken)[0] if taken in prices else 0.0
-    if not prices:
+def _second(contest: Contest, taken: Choice) -> tuple[str, float]:
+    """The best choice that is not the one taken, and by how much it is dearer: less than 0 where memory decided."""
+    best: dict[Any, Ranked] = {}
+    for one in contest.ranking():
+        best.setdefault(_kind(one.choice), one)
+    own = best.pop(_kind(taken), None)
+    if not best:
         return "", 0.0
-    price, nd = min(prices.values(), key=lambda choice: choice[0])
-    wants, gives = layouts(nd, operands, len(rule.outputs))
-    return signature_text([w.sbp for w in wants], [g.sbp for g in gives]), max(price - own, 0.0)
+    second = min(best.values(), key=lambda one: one[:2])
+    dearer = second.seconds - own.seconds if own is not None else 0.0
+    if isinstance(second.choice, Offer):
+        return _offer_text(second.choice), dearer
+    wants, gives = layouts(second.choice, contest.operands, len(contest.rule.outputs))
+    return signature_text([w.sbp for w in wants], [g.sbp for g in gives]), dearer
 
 
-def _inputs(nd: tuple[Signature, ...]) -> tuple[Sides, ...]:
+def _offer_text(offer: Offer) -> str:
+    return f"{signature_text([w.sbp for w in offer.wants], [g.sbp for g in offer.gives])} by {offer.name}"
+
+
+def _kind(choice: Choice) -> Any:
     """Choices of the same layouts are one choice, whatever label they cut."""
-    return tuple((sig.inputs, sig.outputs) for sig in nd)
+    return None if isinstance(choice, Offer) else tuple((sig.inputs, sig.outputs) for sig in choice)
 
 
 def _table(rows: tuple[Row, ...]) -> str:
@@ -203,7 +211,13 @@ def _table(rows: tuple[Row, ...]) -> str:
 
 
 def _dearer(seconds: float) -> str:
-    if seconds < 1e-9:                               # what settles ties is no cost
+    if abs(seconds) < 1e-9:                          # what settles ties is no cost
         return "costs the same"
+    if seconds < -1e-9:
+        return f"{_spelled(-seconds)} sooner, but ranks would hold more"
+    return f"+ {_spelled(seconds)}"
+
+
+def _spelled(seconds: float) -> str:
     us = seconds * 1e6
-    return f"+ {us:.3g} us" if us < 1e3 else f"+ {us / 1e3:.3g} ms" if us < 1e6 else f"+ {us / 1e6:.3g} s"
+    return f"{us:.3g} us" if us < 1e3 else f"{us / 1e3:.3g} ms" if us < 1e6 else f"{us / 1e6:.3g} s"

@@ -11,31 +11,33 @@ The price of a choice is, in seconds on the machine:
 Dispatch never starts a split of its own: a label may be cut on an axis only if an operand is split there. So
 broadcast operands stay broadcast, and where the split dim of an operand must be whole another one takes its place.
 Where a rule names an operand that leads (the indices of an embedding), its splits stay.
+
+An algorithm for the op (ring attention, a softmax of maxima and sums) competes with the signatures by what it offers
+(algorithms/offer.py). Where nothing would have to move, it is not asked.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from math import inf, prod
 from typing import NamedTuple
 
-from globaltensor.boxings.plan import boxing_seconds, least_seconds
-from globaltensor.layouts.layout import Layout, Shape, Spec, layout
-from globaltensor.layouts.placement import placement
+from globaltensor.algorithms.offer import Cost, Offer, largest_part, seconds_together
+from globaltensor.boxings.plan import boxing_cost, least_cost
+from globaltensor.layouts.layout import Layout, Spec, layout
 from globaltensor.layouts.sbp import Sbp, broadcast
 from globaltensor.rules.language import Rule, Signature, Sizes, fits, label_sizes, signatures
 from globaltensor.runtime.machine import Machine
 
 Size = tuple[tuple[int, ...], int]                   # shape and bytes of an output
 
-Seconds = Callable[[Layout, Layout, Shape, int, Machine], float]      # of a boxing of a tensor of a shape and bytes
-
 _EQUAL = 1e-15                                       # seconds by which sums differ that are equal but for rounding
 _NUDGE = 1e-9                                        # seconds; settles ties, below any real cost
 
 
 class _Question(NamedTuple):
-    """What is to be chosen: a signature per axis, from the candidates on each, for operands and outputs like these."""
+    """What is to be chosen: a signature per axis, from the candidates on each, for operands and outputs like these; or
+    the algorithm that is offered."""
 
     rule: Rule
     operands: list[Spec]
@@ -43,6 +45,7 @@ class _Question(NamedTuple):
     machine: Machine
     axes: list[list[Signature]]
     sizes: Sizes
+    offer: Offer | None = None
 
     def fitting(self) -> Iterator[tuple[Signature, ...]]:
         """The choices that these sizes allow."""
@@ -51,22 +54,41 @@ class _Question(NamedTuple):
     def fits(self, nd: tuple[Signature, ...]) -> bool:
         return fits(self.rule, nd, self.operands[0].placement.shape, self.sizes)
 
-    def price(self, nd: tuple[Signature, ...], limit: float = inf) -> float:
-        return _price(nd, self.operands, self.outputs, self.sizes, self.machine, limit)
+    def price(self, nd: tuple[Signature, ...], limit: float = inf, parts: _Parts | None = None) -> float:
+        """What the choice counts as: its seconds, or more, where a rank would hold more than by the algorithm."""
+        if self.offer is None or not self.holds_more(nd):
+            return self.seconds(nd, limit, parts)
+        return inf if self.offer.extra == inf else self.seconds(nd, limit, parts) * (1 + self.offer.extra)
 
-    def cheapest(self) -> tuple[Signature, ...] | None:
-        """The best choice, the first of equals; None where there is none. What a choice costs at least is known without
-        a plan of its boxings: so those that may be cheap are priced first, and most others never."""
-        choices = list(self.fitting())
-        bounds = [_price(nd, self.operands, self.outputs, self.sizes, self.machine, inf, least_seconds)
-                  for nd in choices]
-        prices, least = [inf] * len(choices), inf
+    def seconds(self, nd: tuple[Signature, ...], limit: float = inf, parts: _Parts | None = None) -> float:
+        parts = parts or _Parts(self, boxing_cost)
+        if self.offer is not None:
+            return _price_beside(self.offer, nd, self, parts)
+        return _price(nd, self, limit, parts)
+
+    def holds_more(self, nd: tuple[Signature, ...]) -> bool:
+        """Would a rank hold a larger part of an operand than it has now, or than the algorithm takes?"""
+        assert self.offer is not None
+        for q, (own, other) in enumerate(zip(self.operands, self.offer.wants)):
+            want = layout(own.placement, tuple(sig.inputs[q] for sig in nd))
+            if largest_part(want, own.shape) > max(largest_part(at, own.shape) for at in (own.layout, other)):
+                return True
+        return False
+
+    def cheapest(self, below: float = inf) -> tuple[Signature, ...] | None:
+        """The best choice, the first of equals; None where none is below a price. What a choice costs at least is known
+        without a plan of its boxings: so those that may be cheap are priced first, and most others never."""
+        choices, bound, exact = list(self.fitting()), _Parts(self, least_cost), _Parts(self, boxing_cost)
+        bounds = [self.price(nd, inf, bound) for nd in choices]
+        prices, least = [inf] * len(choices), below
         for nth in sorted(range(len(choices)), key=bounds.__getitem__):
-            if bounds[nth] > least * (1 + 1e-9):
+            if bounds[nth] > least * (1 + 1e-9) or bounds[nth] == inf:
                 break
-            prices[nth] = self.price(choices[nth], least + _EQUAL)
+            prices[nth] = self.price(choices[nth], least + _EQUAL, exact)
             least = min(least, prices[nth])
-        return next((nd for nd, price in zip(choices, prices) if price <= least + _EQUAL), None)
+        if least == below:
+            return None
+        return next(nd for nd, price in zip(choices, prices) if price <= least + _EQUAL)
 
     def unmoved(self) -> tuple[Signature, ...] | None:
         """The choice that moves nothing, where it cannot be beaten: no operand is pending, or it is the only one and
@@ -84,41 +106,80 @@ class _Question(NamedTuple):
         return tuple(nd) if self.fits(tuple(nd)) else None
 
 
-def _questions(rule: Rule, operands: list[Spec], outputs: list[Size], machine: Machine, target: int | None
-               ) -> Iterator[_Question]:
+def _questions(rule: Rule, operands: list[Spec], outputs: list[Size], machine: Machine, target: int | None,
+               offer: Offer | None = None) -> Iterator[_Question]:
     """The question, strictly; and for an op that writes, once more with its target free to move.
 
     The target and output 0 are one memory. So it is written as it is laid out, if that is legal; else it is moved to
-    where that is legal, written, and moved back.
+    where that is legal, written, and moved back. Beside an algorithm, axes stay on which nothing must move.
     """
     sizes = label_sizes(rule, [own.shape for own in operands])
     for may_move in (False, True) if target is not None else (True,):
         axes = [_candidates(rule, [own.sbp[axis] for own in operands], target, may_move)
                 for axis in range(operands[0].placement.ndim)]
-        yield _Question(rule, operands, outputs, machine, axes, sizes)
+        question = _Question(rule, operands, outputs, machine, axes, sizes, offer)
+        if offer is not None:
+            settled = question._replace(axes=[_settled(candidates, tuple(own.sbp[axis] for own in operands))
+                                              for axis, candidates in enumerate(axes)])
+            if next(settled.fitting(), None) is not None:
+                question = settled
+        yield question
+
+
+Choice = tuple[Signature, ...] | Offer               # the signature of each axis, or an algorithm
+
+
+class Ranked(NamedTuple):
+    """A choice and its seconds; it `counts` as more, where a rank would hold more than by the algorithm beside it."""
+
+    counts: float
+    seconds: float
+    choice: Choice
+
+
+class Contest(NamedTuple):
+    """What a choice is made of: the rule, the operands, shapes and bytes of what comes out. `target` is the operand
+    that output 0 is written into, `offer` that of the op's algorithm."""
+
+    rule: Rule
+    operands: list[Spec]
+    outputs: list[Size]
+    machine: Machine
+    target: int | None = None
+    offer: Offer | None = None
+
+    def choice(self) -> Choice:
+        """The cheapest legal signature of each axis; or the algorithm, where none is cheaper."""
+        for question in _questions(*self):
+            unmoved = question.unmoved()
+            if unmoved is not None:
+                return unmoved
+            if next(question.fitting(), None) is not None:
+                below = inf if self.offer is None else self.offer.seconds(self.machine, boxing_cost)
+                best = question.cheapest(below) or self.offer
+                assert best is not None              # there is one that fits
+                return best
+        raise AssertionError(f"all-B is always legal: {self.rule}")
+
+    def ranking(self) -> list[Ranked]:
+        """All that is chosen from, the best first."""
+        for question in _questions(*self):
+            choices = [Ranked(question.price(nd), question.seconds(nd), nd)
+                       for nd in question.fitting()]
+            if choices and self.offer is not None:
+                seconds = self.offer.seconds(self.machine, boxing_cost)
+                choices.insert(0, Ranked(seconds, seconds, self.offer))
+            if choices:
+                return sorted(choices, key=lambda one: one[:2])
+        raise AssertionError(f"all-B is always legal: {self.rule}")
 
 
 def choose(rule: Rule, operands: list[Spec], outputs: list[Size], machine: Machine, target: int | None = None
            ) -> tuple[Signature, ...]:
-    """The cheapest legal signature of each axis. `target` is the operand that output 0 is written into."""
-    for question in _questions(rule, operands, outputs, machine, target):
-        unmoved = question.unmoved()
-        if unmoved is not None:
-            return unmoved
-        best = question.cheapest()
-        if best is not None:
-            return best
-    raise AssertionError(f"all-B is always legal: {rule}")
-
-
-def rank_choices(rule: Rule, operands: list[Spec], outputs: list[Size], machine: Machine, target: int | None = None
-                 ) -> list[tuple[float, tuple[Signature, ...]]]:
-    """What `choose` chooses from: the seconds of every choice, the cheapest first."""
-    for question in _questions(rule, operands, outputs, machine, target):
-        choices = [(question.price(nd), nd) for nd in question.fitting()]
-        if choices:
-            return sorted(choices, key=lambda choice: choice[0])
-    raise AssertionError(f"all-B is always legal: {rule}")
+    """The cheapest legal signature of each axis."""
+    best = Contest(rule, operands, outputs, machine, target).choice()
+    assert not isinstance(best, Offer)               # as there was none
+    return best
 
 
 def _candidates(rule: Rule, states: list[Sbp], target: int | None, may_move: bool) -> list[Signature]:
@@ -139,38 +200,117 @@ def _candidates(rule: Rule, states: list[Sbp], target: int | None, may_move: boo
     return worthwhile
 
 
-def _price(nd: tuple[Signature, ...], operands: list[Spec], outputs: list[Size], sizes: Sizes, machine: Machine,
-           limit: float, seconds: Seconds = boxing_seconds) -> float:
+def _settled(candidates: list[Signature], states: tuple[Sbp, ...]) -> list[Signature]:
+    """The candidate that moves nothing, if there is one and nothing is pending; else all."""
+    same = [] if any(s.is_partial for s in states) else [sig for sig in candidates if sig.inputs == states]
+    return same[:1] or candidates
+
+
+class _OfOperand(NamedTuple):
+    """What a choice does to one operand: the seconds of its boxing; on which axes it is boxed and was not broadcast,
+    and on which it stays pending, a bit each; and the seconds by which that settles ties."""
+
+    seconds: float
+    moves: int
+    carries: int
+    nudge: float
+
+
+class _Parts:
+    """What choices cost by their parts, by one kind of `cost`: hundreds of choices want few layouts of each operand,
+    and give few. Each part is known by the states of the axes in it, as numbers: those hash faster."""
+
+    def __init__(self, question: _Question, cost: Cost) -> None:
+        self.operands, self.outputs, self.machine, self.cost = (
+            question.operands, question.outputs, question.machine, cost)
+        self.where = question.operands[0].placement
+        first: dict[Sbp, int] = {}
+        self._numbers = {id(s): first.setdefault(s, len(first)) for candidates in question.axes for sig in candidates
+                         for s in (*sig.inputs, *sig.outputs)}
+        self._of_operand: list[dict[tuple[int, ...], _OfOperand]] = [{} for _ in question.operands]
+        self._debts: list[dict[tuple[int, ...], float]] = [{} for _ in question.outputs]
+
+    def of_operand(self, q: int, nd: tuple[Signature, ...]) -> _OfOperand:
+        known, numbers = self._of_operand[q], self._numbers
+        key = tuple([numbers[id(sig.inputs[q])] for sig in nd])
+        part = known.get(key)
+        if part is None:
+            part = known[key] = self._price_operand(self.operands[q], tuple(sig.inputs[q] for sig in nd))
+        return part
+
+    def _price_operand(self, own: Spec, want: tuple[Sbp, ...]) -> _OfOperand:
+        moves, carries, nudge = 0, 0, 0.0
+        for axis, (s, t) in enumerate(zip(own.sbp, want)):
+            moves |= (s != t and not s.is_broadcast) << axis
+            carries |= (s.is_partial and t.is_partial) << axis
+            nudge += _NUDGE * ((t.is_partial and not s.is_partial) + 0.01 * (s != t))
+        seconds = 0.0 if want == own.sbp else sum(
+            self.cost(own.layout, layout(self.where, want), own.shape, own.nbytes, self.machine))
+        return _OfOperand(seconds, moves, carries, nudge)
+
+    def changes(self, nd: tuple[Signature, ...]) -> tuple[int, float]:
+        """The axes on which what is pending in the end is the choice's own doing, and the seconds that settle ties."""
+        parts = [self.of_operand(q, nd) for q in range(len(self.operands))]
+        own = 0
+        for part in parts:
+            own |= part.moves | part.carries
+        return own, sum(part.nudge for part in parts)
+
+    def debt(self, nd: tuple[Signature, ...], own: int) -> float:
+        """What reducing the pending outputs will cost, on the axes where that is the choice's own doing."""
+        total = 0.0
+        for k, (shape, nbytes) in enumerate(self.outputs):
+            states_after = [sig.outputs[k] for sig in nd]
+            if not nbytes or not any(s.is_partial for s in states_after):
+                continue
+            key = (own, *[self._numbers[id(s)] for s in states_after])
+            if key not in self._debts[k]:
+                states = tuple(s if not s.is_partial or own >> axis & 1 else broadcast
+                               for axis, s in enumerate(states_after))
+                done = tuple(broadcast if s.is_partial else s for s in states)
+                self._debts[k][key] = 0.0 if states == done else sum(self.cost(
+                    layout(self.where, states), layout(self.where, done), shape, nbytes, self.machine))
+            total += self._debts[k][key]
+        return total
+
+
+def _price(nd: tuple[Signature, ...], question: _Question, limit: float, parts: _Parts) -> float:
     """Seconds of one choice; stops counting beyond `limit`."""
-    where = operands[0].placement
-    cut = prod(parts for sig, parts in zip(nd, where.shape) if sig.label is not None)
-    total = prod(sizes.values()) / cut / machine.work
-    moved_on = [False] * where.ndim                  # was an operand boxed there that was not broadcast?
-    carried = [False] * where.ndim                   # does an operand stay pending there?
-    for q, spec in enumerate(operands):
-        want = tuple(sig.inputs[q] for sig in nd)
-        if want != spec.sbp:
-            total += seconds(spec.layout, layout(where, want), spec.shape, spec.nbytes, machine)
-            if total > limit:
-                return total
-        for axis, (s, w) in enumerate(zip(spec.sbp, want)):
-            moved_on[axis] |= s != w and not s.is_broadcast
-            carried[axis] |= s.is_partial and w.is_partial
-            total += _NUDGE * ((w.is_partial and not s.is_partial) + 0.01 * (s != w))
-    return total + _debt(nd, where, outputs, machine, carried, moved_on, seconds)
+    cut = prod([n for sig, n in zip(nd, parts.where.shape) if sig.label is not None])
+    total = prod(question.sizes.values()) / cut / question.machine.work
+    own, nudge = 0, 0.0
+    for q in range(len(question.operands)):
+        seconds, moves, carries, more = parts.of_operand(q, nd)
+        total += seconds
+        if seconds and total > limit:
+            return total
+        own |= moves | carries
+        nudge += more
+    return total + nudge + parts.debt(nd, own)
 
 
-def _debt(nd: tuple[Signature, ...], where: placement, outputs: list[Size], machine: Machine,
-          carried: list[bool], moved_on: list[bool], seconds: Seconds) -> float:
-    """What reducing the pending outputs will cost, on the axes where that is the choice's own doing."""
-    total = 0.0
-    for k, (shape, nbytes) in enumerate(outputs):
-        states = tuple(sig.outputs[k] if carried[axis] or moved_on[axis] or not sig.outputs[k].is_partial else broadcast
-                       for axis, sig in enumerate(nd))
-        if nbytes and any(s.is_partial for s in states):
-            done = tuple(broadcast if s.is_partial else s for s in states)
-            total += seconds(layout(where, states), layout(where, done), shape, nbytes, machine)
-    return total
+def _price_beside(offer: Offer, nd: tuple[Signature, ...], question: _Question, parts: _Parts) -> float:
+    """Seconds of a choice beside an algorithm: until its results lie where the algorithm leaves them, if they must. As
+    an algorithm tells what goes together, operands do, and so do results; and the work is that of the largest part."""
+    _, operands, outputs, machine, _, sizes, _ = question
+    where, (own_doing, nudge), cost = parts.where, parts.changes(nd), parts.cost
+    wants, gives = layouts(nd, operands, len(outputs))
+    total = (offer.op_work or prod(sizes.values())) * _work_share(nd, where.shape, sizes) / machine.work
+    total += nudge + seconds_together([cost(own.layout, want, own.shape, own.nbytes, machine)
+                                       for own, want in zip(operands, wants) if own.layout is not want])
+    if not offer.returns:
+        return total + parts.debt(nd, own_doing)
+    return total + seconds_together([cost(gets, wanted, shape, nbytes, machine) for gets, wanted, (shape, nbytes)
+                                     in zip(gives, offer.gives, outputs) if gets is not wanted and nbytes])
+
+
+def _work_share(nd: tuple[Signature, ...], axes: tuple[int, ...], sizes: Sizes) -> float:
+    """The part of the work that the rank does that does most."""
+    ways: dict[str, int] = {}
+    for sig, parts in zip(nd, axes):
+        if sig.label is not None:
+            ways[sig.label] = ways.get(sig.label, 1) * parts
+    return prod(-(-sizes[label] // n) / sizes[label] if sizes.get(label) else 1 / n for label, n in ways.items())
 
 
 def layouts(nd: tuple[Signature, ...], operands: list[Spec], outputs: int) -> tuple[list[Layout], list[Layout]]:

@@ -18,7 +18,7 @@ from globaltensor.algorithms.completed import with_completed
 from globaltensor.algorithms.run import Run
 from globaltensor.boxings.redistribute import Move, move_shards, redistribute
 from globaltensor.boxings.rows import RowExchange, row_exchange
-from globaltensor.dispatch import foreach, native, user_rules
+from globaltensor.dispatch import foreach, native, symbolic, user_rules
 from globaltensor.dispatch.decide import decide, decide_by_rule
 from globaltensor.dispatch.decision_log import log_decision
 from globaltensor.dispatch.execute import execute, view_shards
@@ -50,7 +50,6 @@ def arrive(cls: type[GlobalLike], func: OpOverload, /, *args: Any, **kwargs: Any
     """An op from torch: run it. Errors leave folded, those of torch with what is known of the operands."""
     try:
         if traced_operand(args, kwargs):
-            args, kwargs = tree_map_only(torch.SymInt, lambda n: int(n), (args, kwargs))
             return dispatch(cls, func, args, kwargs)
         if in_fake_mode():
             return _run_without_memory(cls, func, args, kwargs)
@@ -155,6 +154,13 @@ def rule(op: Any, dims: str, algebra: str = "", *, leaves: str = "sum", nonempty
 def dispatch(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on operands of which at least one is a `cls`, a global tensor."""
     args, kwargs = with_completed(func, args, kwargs)
+    if traced_operand(args, kwargs):
+        args, kwargs = symbolic.settled(func, args, kwargs)
+        if symbolic.concerned(args, kwargs):
+            decision = symbolic.decide_by_symbols(cls, func, args, kwargs)
+            if decision is not None:
+                return _run_decided(cls, decision, func, args, kwargs)
+            args, kwargs = symbolic.with_numbers(func, args, kwargs)
     return _run_decided(cls, find(cls, func, args, kwargs), func, args, kwargs)
 
 

@@ -7,13 +7,15 @@ global shapes. An op without a line in the table, and one whose output only runn
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 
+from globaltensor.algorithms.offer import Offer
 from globaltensor.algorithms.run import Run
 from globaltensor.dispatch import foreach
-from globaltensor.dispatch.choose import choose, layouts
+from globaltensor.dispatch.choose import Contest, layouts
 from globaltensor.dispatch.plain_writes import write_whole, writes_plain
 from globaltensor.dispatch.recipe import (
     Decision,
@@ -32,11 +34,21 @@ from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Spec, contiguous, layout, replicated, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.recent import Recent
-from globaltensor.op_table.line import Line
+from globaltensor.layouts.symbols import expected, has_symbols
+from globaltensor.op_table.line import Line, always_decomposed
 from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, arguments
+from globaltensor.rules.language import Signature, expected_rule, fits, label_sizes
+from globaltensor.runtime.custom_ops import MADE_OF
 from globaltensor.runtime.meta import meta
-from globaltensor.runtime.torch_internals import OpOverload, neg_view, tree_flatten, tree_map_only
+from globaltensor.runtime.torch_internals import (
+    OpOverload,
+    neg_view,
+    shapes_of_symbols,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+)
 from globaltensor.runtime.world import local_ranks_of, world
 
 
@@ -59,20 +71,23 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
         return _without_memory
     if func is torch.ops.aten.empty_like.default and call["device"] is not None and where.type == "meta":
         return _allocate
-    if line is not None and decomposition is not None and line.applies(call):
+    if line is not None and decomposition is not None and line.offer is None and line.applies(call):
         return decomposition
-    recipe = _decide_by_rule(cls, call, line, where, len(args))
-    return restride if func is _as_strided and recipe.boxes_view else recipe
+    decision = _decide_by_rule(cls, call, line, where, len(args), beside=True)
+    return restride if func is _as_strided and isinstance(decision, Recipe) and decision.boxes_view else decision
 
 
 def decide_by_rule(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Recipe:
     """How this call runs on its own, even if a decomposition applies; of no foreach op."""
     call = Call(func, args, kwargs)
-    return _decide_by_rule(cls, call, line_of(func), _one_placement(cls, call), len(args))
+    recipe = _decide_by_rule(cls, call, line_of(func), _one_placement(cls, call), len(args))
+    assert isinstance(recipe, Recipe)                # nothing else was asked
+    return recipe
 
 
-def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where: placement, positional: int) -> Recipe:
-    """The recipe of a call with so many positional arguments."""
+def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where: placement, positional: int,
+                    beside: bool = False) -> Decision:
+    """The recipe of a call with so many positional arguments; `beside`: or its algorithm, where that is cheaper."""
     func = call.func
     _check_device(call, where)
     operands = [t.spec if type(t) is cls else spec_of_plain(t, where) for t in call.tensors]
@@ -89,12 +104,16 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
     if line is None or results is None:
         recipe.outputs = None if results is None else [output_spec(r, home) for r in results]
     else:
-        _choose(recipe, line, call, operands, results)
+        choice = _contest(line, call, operands, results, written, beside).choice()
+        if isinstance(choice, Offer):
+            assert line.decomposition is not None    # which made the offer
+            return line.decomposition
+        _follow(choice, recipe, line, call, operands, results)
     recipe.wants = tuple(None if type(t) is cls and want is own.layout else want
                          for t, want, own in zip(call.tensors, recipe.wants, operands))
     decide_aliases(recipe, operands)
     views = recipe.outputs or ()
-    if recipe.boxes_view and len(views) == 1 and views[0] is not None:
+    if recipe.boxes_view and len(views) == 1 and views[0] is not None and not views[0].symbolic:
         recipe.slices = view_slices(call, operands[0], views[0])
     # an argument that the caller left out is not among the local call's positions
     recipe.local_args = {rank: tuple((_passed(func, at, positional), value) for at, value in own)
@@ -121,13 +140,36 @@ def _check_call(cls: type[GlobalLike], call: Call) -> None:
         _check_written(call, written_operands(call), results)
 
 
-def _choose(recipe: Recipe, line: Line, call: Call, operands: list[Spec], results: list[Any]) -> None:
-    """Fill in what the rule says: layouts of operands and outputs, and how local arguments differ from global ones."""
-    rule = line.rule(call)
-    ruled = _ruled(results, len(rule.outputs))
-    sizes = [(tuple(r.shape), r.nbytes) if r is not None else ((), 0) for r in ruled]
-    target = recipe.written[0] if recipe.written and rule.outputs else None
-    recipe.signature = choose(rule, operands, sizes, world().machine, target)
+def contest_of(cls: type[GlobalLike], call: Call) -> Contest | None:
+    """What there is to choose from for a call; None where there is no rule, or nothing tells what comes out."""
+    line, where = line_of(call.func), _one_placement(cls, call)
+    if line is None or line.family is always_decomposed:
+        return None
+    operands = [t.spec if type(t) is cls else spec_of_plain(t, where) for t in call.tensors]
+    results = _meta(call, operands)
+    return None if results is None else _contest(line, call, operands, results, written_operands(call), beside=True)
+
+
+def _contest(line: Line, call: Call, operands: list[Spec], results: list[Any], written: tuple[int, ...], beside: bool
+             ) -> Contest:
+    """The same, of a line; `beside`: the algorithm too."""
+    rule = expected_rule(line.rule(call))
+    operands = [own.expected for own in operands]
+    sizes = []
+    for r in _ruled(results, len(rule.outputs)):
+        shape = expected(r.shape) if r is not None else ()
+        sizes.append((shape, prod(shape) * r.dtype.itemsize if r is not None else 0))
+    offer = line.offer(call, operands) if beside and line.offer is not None else None
+    return Contest(rule, operands, sizes, world().machine, written[0] if written and rule.outputs else None, offer)
+
+
+def _follow(signature: tuple[Signature, ...], recipe: Recipe, line: Line, call: Call, operands: list[Spec],
+            results: list[Any]) -> None:
+    """Fill in what a signature says: layouts of operands and outputs, and how local arguments differ on the ranks."""
+    rule, recipe.signature = line.rule(call), signature
+    if has_symbols([n for _, n in rule.even]):       # legal for these sizes; now a condition of the graph
+        shapes = [own.shape for own in operands]
+        assert fits(rule, signature, operands[0].placement.shape, label_sizes(rule, shapes))
     wants, gives = layouts(recipe.signature, operands, len(rule.outputs))
     recipe.wants = tuple(wants)
     moved = [moved_spec(own, want) for own, want in zip(operands, wants)]
@@ -249,6 +291,10 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
 
     A user's mistake (shapes that do not fit, a dim out of range) raises torch's own error here, about global shapes.
     """
+    symbol = next((n for sizes in (*[own.shape + own.stride for own in operands], tree_leaves(call.values))
+                   for n in sizes if type(n) is torch.SymInt), None)
+    if symbol is not None:
+        return _symbolic_meta(call, operands, symbol)
     key = _alike_key(call, operands)
     if key is not None and (dtypes := _alike.get(key)) is not None:
         return [torch.empty(operands[0].shape, dtype=dtype, device="meta") for dtype in dtypes]
@@ -274,6 +320,15 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
     if key is not None and all(isinstance(r, torch.Tensor) for r in flat):
         _alike[key] = [r.dtype for r in flat]
     return flat if all(isinstance(r, torch.Tensor) or r is None for r in flat) else None
+
+
+def _symbolic_meta(call: Call, operands: list[Spec], symbol: Any) -> list[Any]:
+    """The same in symbols, as torch's own tracer tells it. (Ops that only running tells come with numbers.)"""
+    with shapes_of_symbols(symbol), torch.no_grad():
+        stand_ins = [torch.empty_strided(own.shape, own.stride, dtype=own.dtype, device=own.placement.type)
+                     for own in operands]
+        args, kwargs = call.arguments_with(stand_ins)
+        return tree_flatten(MADE_OF.get(call.func, call.func)(*args, **kwargs))[0]
 
 
 def _meta_operand(own: Spec) -> torch.Tensor:

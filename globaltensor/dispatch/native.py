@@ -13,7 +13,7 @@ import torch
 
 from globaltensor.algorithms import local_impls
 from globaltensor.algorithms.run import Decomposition, Run, is_traceable
-from globaltensor.boxings.native import find_boxing
+from globaltensor.boxings.native import find_boxing, reachable
 from globaltensor.dispatch.recipe import Recipe, purpose_of, spec_of_plain
 from globaltensor.dispatch.siblings import siblings_of
 from globaltensor.dispatch.trace import Trace
@@ -134,7 +134,8 @@ def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | Non
     boxings: list[Any] = []
     slices, slices_boxing = recipe.slices, None
     if slices is not None and recipe.outputs[0] is not None:
-        slices_boxing = find_boxing(slices.held, recipe.outputs[0].layout)
+        dst = recipe.outputs[0].layout
+        slices_boxing = find_boxing(slices.held, dst) if reachable(dst, dst) else None
         if slices_boxing is None:
             return None
     for t, want in zip(call.tensors, recipe.wants):

@@ -125,8 +125,8 @@ def static(value: Any, cls: type[GlobalLike]) -> Any:
 def purpose_of(call: Call) -> str:
     """An op with the numbers and texts of its arguments, `aten.select.int(dim=0, index=7)`: what all ranks must mean
     alike where operands are boxed for it. Floats are not told, as recipes know nothing of them."""
-    spelled = [f"{a.name}={value}" for a in arguments(call.func) if (value := call.values[a.name]) != a.default
-               and _is_spelled(value)]
+    spelled = [f"{a.name}={value}" for a in arguments(call.func)
+               if _is_spelled(value := call.values[a.name]) and value != a.default]
     return f"{call.func}({', '.join(spelled)})" if spelled else str(call.func)
 
 

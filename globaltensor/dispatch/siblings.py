@@ -9,7 +9,7 @@ recipe, for what is cached differs between ranks: so a price, which depends on s
 
     the rule             knows no sizes, but for which of them are 1 (`families.regardless_of_size`); sizes of 0 and 1
                          are never taken for others
-    the decomposition    applies at no size, if there is one
+    the decomposition    applies at no size, if there is one; where it makes an offer, it is not asked if
     the signature        moves nothing, which cannot be beaten (`choose`)
     the rank's call      is the op itself, with its own arguments
     the results          have one size for each label. Where the op makes dims itself, or a label stays whole and is in
@@ -17,11 +17,10 @@ recipe, for what is cached differs between ranks: so a price, which depends on s
 """
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
-from globaltensor.algorithms import decompositions, layer_norm, ring_attention, summa
+from globaltensor.algorithms import decompositions
 from globaltensor.dispatch.recipe import Recipe
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Spec
@@ -30,16 +29,6 @@ from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import is_regardless_of_size
 from globaltensor.rules.language import Dims, Rule, signatures
-
-# What decides whether a decomposition applies -> could it apply at some size?
-_AT_SOME_SIZE: dict[Callable[[Call], bool], Callable[[Call], bool]] = {
-    decompositions.reduces_split: decompositions.reduces_split,
-    decompositions.reduces_split_elements: decompositions.reduces_split,
-    decompositions.is_mean: decompositions.is_mean,
-    layer_norm.features_cut: layer_norm.features_cut,
-    summa.on_grid: summa.on_grid,
-    ring_attention.is_profitable: ring_attention.cuts_queries,
-}
 
 
 class Siblings(NamedTuple):
@@ -93,8 +82,8 @@ def _runs_the_op(recipe: Recipe) -> bool:
 def _holds_at_all_sizes(line: Line, call: Call) -> bool:
     if not is_regardless_of_size(line.family):
         return False
-    at_some_size = _AT_SOME_SIZE.get(line.applies)
-    return line.decomposition is None or at_some_size is not None and not at_some_size(call)
+    return (line.decomposition is None or line.offer is not None
+            or line.applies is decompositions.is_mean and not decompositions.is_mean(call))
 
 
 def _free_labels(rule: Rule, call: Call) -> dict[str, int] | None:

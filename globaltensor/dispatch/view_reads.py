@@ -13,6 +13,7 @@ from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.dispatch.view_writes import position_of
 from globaltensor.layouts.layout import Shards, Spec, spec
 from globaltensor.layouts.rank_regions import rank_regions
+from globaltensor.layouts.regions import Region
 from globaltensor.layouts.view_parts import Slice, ViewSlices
 from globaltensor.rules.call import Call
 from globaltensor.runtime.world import local_ranks_of
@@ -29,12 +30,22 @@ def view_slices(call: Call, base: Spec, view: Spec) -> ViewSlices | None:
     if line is None:
         return None
     nothing = ((0, 0),) * view.ndim
-    parts = {rank: line.part(base.region(rank)) for rank in base.placement.flat}
     empty = Slice((0,) * base.ndim, (0,) * view.ndim, line.dims, line.steps)
-    own = {rank: line.slice_of(base.region(rank), part) if (part := parts[rank]) else empty
+    own = {rank: line.slice_of(base.region(rank), part) if (part := line.part(base.region(rank))) else empty
            for rank in local_ranks_of(base.placement)}
-    held = rank_regions(base.placement, {rank: part or nothing for rank, part in parts.items()})
-    return ViewSlices(spec(held, view.shape, view.stride, view.dtype), own)
+
+    def held() -> Spec:
+        splits = [axis for axis, s in enumerate(base.sbp) if s.is_split]
+        alike: dict[tuple[int, ...], Region] = {}    # by the coordinates that tell a region
+        regions = {}
+        for rank, at in base.placement.coords.items():
+            key = tuple([at[axis] for axis in splits])
+            if key not in alike:
+                alike[key] = line.part(base.region(rank)) or nothing
+            regions[rank] = alike[key]
+        return spec(rank_regions(base.placement, regions), view.shape, view.stride, view.dtype)
+
+    return ViewSlices(own, held)
 
 
 def read_slices(of: ViewSlices, shards: Mapping[int, torch.Tensor], view: Spec, op: str, purpose: str) -> Shards:

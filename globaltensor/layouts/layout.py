@@ -20,6 +20,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.recent import KEPT, Recent
 from globaltensor.layouts.regions import Region, split_range
 from globaltensor.layouts.sbp import NdSbp, Sbp, broadcast, with_axes
+from globaltensor.layouts.symbols import expected, has_symbols, known_sizes
 
 Shape = tuple[int, ...]
 Shards = dict[int, torch.Tensor]                     # rank -> its part, for the ranks that this process drives
@@ -52,6 +53,8 @@ class Layout:
 
     def region(self, shape: Shape, rank: int) -> Region:
         """The part of a tensor of `shape` that `rank` holds; ranks of the placement only."""
+        if has_symbols(shape):
+            return self._split(shape, rank)
         known = self._regions.get((shape, rank))
         if known is None:
             known = self._regions[shape, rank] = self._split(shape, rank)
@@ -125,15 +128,19 @@ class Spec:
 
     `copied` marks a boxed view, whose shards are copies of what its base holds. `lazy_bits` ("conj", "neg") are what
     torch will do to the elements of a view when it reads them; the shards have these bits of their own.
+
+    `symbolic`: sizes or strides are symbols, as torch.compile has them where it traces for many sizes. Such a spec is
+    equal to no other one. What is asked of a symbol (is it even? is it that of another dim?) is a condition of the
+    graph, under which alone torch uses it again; `int()` makes it a graph for this size.
     """
 
-    __slots__ = ("layout", "shape", "stride", "dtype", "ndim", "numel", "nbytes", "copied", "lazy_bits",
+    __slots__ = ("layout", "shape", "stride", "dtype", "ndim", "numel", "nbytes", "copied", "lazy_bits", "symbolic",
                  "__weakref__")
 
     def __init__(self, where: Layout, shape: Shape, stride: Shape, dtype: torch.dtype, copied: bool = False,
                  lazy_bits: frozenset[str] = _NO_BITS) -> None:
         self.layout, self.shape, self.stride, self.dtype, self.copied = where, shape, stride, dtype, copied
-        self.lazy_bits = lazy_bits
+        self.lazy_bits, self.symbolic = lazy_bits, False
         self.ndim, self.numel = len(shape), prod(shape)
         self.nbytes = self.numel * dtype.itemsize
 
@@ -163,6 +170,14 @@ class Spec:
         """The same tensor after a boxing: new memory without gaps, its dims in the order of the old one."""
         return self if where is self.layout else spec(where, self.shape, dense(self.shape, self.stride), self.dtype)
 
+    @property
+    def expected(self) -> Spec:
+        """The same with numbers for symbols: those that torch traces with. No graph depends on them, so they may decide
+        what an op costs, and never what it gives."""
+        if not self.symbolic:
+            return self
+        return spec(self.layout, expected(self.shape), expected(self.stride), self.dtype, self.copied, self.lazy_bits)
+
     def region(self, rank: int) -> Region:
         return self.layout.region(self.shape, rank)
 
@@ -172,14 +187,14 @@ class Spec:
 
 def spec(where: Layout, shape: Shape, stride: Shape | None, dtype: torch.dtype, copied: bool = False,
          lazy_bits: frozenset[str] = _NO_BITS) -> Spec:
-    """The one Spec object for these; `stride` None means contiguous.
-
-    Sizes that torch.compile takes for symbols become numbers here, of which it takes note: decisions depend on sizes.
-    """
-    if any(type(n) is not int for n in shape):
-        shape = tuple(map(int, shape))
-    if stride is not None and any(type(n) is not int for n in stride):
-        stride = tuple(map(int, stride))
+    """The one Spec object for these; `stride` None means contiguous. Where torch.compile has symbols for sizes, it is a
+    symbolic one of its own."""
+    if any(type(n) is not int for n in (shape if stride is None else shape + stride)):
+        shape, stride = known_sizes(shape), None if stride is None else known_sizes(stride)
+        if has_symbols(shape) or stride is not None and has_symbols(stride):
+            own = Spec(where, shape, contiguous(shape) if stride is None else stride, dtype, copied, lazy_bits)
+            own.symbolic = True
+            return own
     key = (where, shape, stride, dtype, copied, lazy_bits)
     known = _specs.get(key)
     if known is None:
@@ -197,9 +212,13 @@ def lazy_bits_of(t: torch.Tensor) -> frozenset[str]:
     return frozenset(name for name, is_set in (("conj", t.is_conj()), ("neg", t.is_neg())) if is_set)
 
 
-@lru_cache(KEPT)
 def contiguous(shape: Shape) -> Shape:
     """The strides of a contiguous tensor, as torch counts them (a size of 0 counts as 1)."""
+    return (_contiguous.__wrapped__ if has_symbols(shape) else _contiguous)(shape)
+
+
+@lru_cache(KEPT)
+def _contiguous(shape: Shape) -> Shape:
     strides, step = [], 1
     for n in reversed(shape):
         strides.append(step)
@@ -207,10 +226,14 @@ def contiguous(shape: Shape) -> Shape:
     return tuple(reversed(strides))
 
 
-@lru_cache(KEPT)
 def dense(shape: Shape, like: Shape) -> Shape:
     """The strides of a tensor without gaps whose dims lie in memory in the order that the strides `like` tell, as those
     of `torch.empty_like`. `like` may be of a larger tensor, of which this is a part."""
+    return (_dense.__wrapped__ if has_symbols(shape + like) else _dense)(shape, like)
+
+
+@lru_cache(KEPT)
+def _dense(shape: Shape, like: Shape) -> Shape:
     plain = contiguous(shape)
     if 0 in shape or all(n == 1 or step == its for n, step, its in zip(shape, like, plain)):
         return plain

@@ -13,8 +13,11 @@ Region = tuple[Range, ...]
 
 
 def split_range(n: int, parts: int, index: int) -> Range:
-    """Start and stop of part `index` of n things in `parts` parts: n // parts + (index < n % parts) of them."""
-    size, more = divmod(n, parts)
+    """Start and stop of part `index` of n things in `parts` parts: n // parts + (index < n % parts) of them. (Where n
+    is a symbol of torch.compile's, the graph is one for sizes that divide evenly, or else for this size alone.)"""
+    if n % parts == 0:
+        return index * (n // parts), (index + 1) * (n // parts)
+    size, more = divmod(int(n), parts)
     start = index * size + min(index, more)
     return start, start + size + (index < more)
 

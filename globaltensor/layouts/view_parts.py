@@ -6,6 +6,8 @@ diagonal, or a part of a flattened tensor, is not like that; such elements are f
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -81,12 +83,16 @@ class Slice(NamedTuple):
         return shard.as_strided(self.size, strides, first)
 
 
-class ViewSlices(NamedTuple):
-    """What ranks hold of a view: its spec there, in a layout with a region per rank, and the slices of the shards of
-    this process."""
+class ViewSlices:
+    """What ranks hold of a view: the slices of the shards of this process, and the view's spec there, in a layout with
+    a region per rank, which is made when the view is first read."""
 
-    held: Spec
-    of_rank: dict[int, Slice]
+    def __init__(self, of_rank: dict[int, Slice], make_held: Callable[[], Spec]) -> None:
+        self.of_rank, self._make_held = of_rank, make_held
+
+    @cached_property
+    def held(self) -> Spec:
+        return self._make_held()
 
 
 def overlaps_itself(of: Strided) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from globaltensor.algorithms.offer import Offers
 from globaltensor.algorithms.run import Decomposition
 from globaltensor.layouts.layout import Spec
 from globaltensor.rules import proof
@@ -26,7 +27,9 @@ class Line:
     """family          writes the rule of a call
     local_args      (call, operand specs, output specs, rank) -> [(position, value)]: arguments that differ on a rank
     local_impl      runs on every rank instead of the op: (recipe, rank, args, kwargs) -> result
-    decomposition   the op by other global ops: (call, run) -> result; taken for the calls that it `applies` to
+    decomposition   the op by other global ops: (call, run) -> result
+    offer           what that takes: (call, operand specs) -> Offer or None; then it competes with the rule's signatures
+    applies         without an offer, the calls for which the decomposition is taken, whatever the rule allows
     """
 
     family: Family
@@ -34,6 +37,7 @@ class Line:
     local_impl: Callable[..., Any] | None = None
     decomposition: Decomposition | None = None
     applies: Callable[[Call], bool] = lambda call: True
+    offer: Offers | None = None
 
     def rule(self, call: Call) -> Rule:
         """The rule of a call, for operands of these sizes."""

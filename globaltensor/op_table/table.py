@@ -24,8 +24,10 @@ from globaltensor.algorithms import (
     strided_memory,
     summa,
 )
-from globaltensor.algorithms.decompositions import reduces_split, reduces_split_elements
+from globaltensor.algorithms.halo_offers import offer_convolution, offer_convolution_backward, offer_pooling
+from globaltensor.algorithms.reduction_offers import of_logsumexp, of_norm, of_reduction, of_scan, of_softmax
 from globaltensor.algorithms.run import Decomposition
+from globaltensor.layouts.sbp import broadcast, partial_max, partial_min, partial_sum
 from globaltensor.op_table.line import (
     TABLE,
     Line,
@@ -158,9 +160,9 @@ lines("baddbmm", broadcasting_addmm("b m k", "b k n", "b m n"))
 lines("addbmm", broadcasting_addmm("b m k", "b k n", "m n"))
 lines("addmv", broadcasting_addmm("m k", "k", "m"))
 lines("addr", broadcasting_addmm("m", "n", "m n"))
-TABLE[custom_ops.contract] = Line(contraction, decomposition=summa.product, applies=summa.on_grid)
+TABLE[custom_ops.contract] = Line(contraction, decomposition=summa.product, offer=summa.offer)
 TABLE[custom_ops.linear] = Line(fixed("b* k, n k, n -> b* n", "a*b+c"), decomposition=summa.product,
-      applies=summa.on_grid)
+      offer=summa.offer)
 lines("_cdist_forward", fixed("b* m d!, b* n d! -> b* m n"))
 # of an empty part the gradient's kernel forgets which dims were repeated
 lines("_cdist_backward", fixed("b* m n, b* m d, b* n d, b* m n -> b* m d", "a*B*C*D", nonempty="b* m n d"),
@@ -176,13 +178,14 @@ lines("_linalg_solve_ex", solved, decomposition=strided_memory.factored_by_colum
       applies=strided_memory.lies_otherwise)
 decomposed("_grouped_mm", grouped_mm.grouped_mm)
 lines("convolution", layers.convolved, local_args=scaled("groups"), decomposition=halo.convolution,
-      applies=halo.cuts_space)
+      offer=offer_convolution)
 lines("convolution_backward", masked_outputs(layers.convolved_backward, "output_mask"), local_args=scaled("groups"),
-      decomposition=halo.convolution_backward, applies=halo.cuts_space)
+      decomposition=halo.convolution_backward, offer=offer_convolution_backward)
 
 # ---------------------------------------------------------------------------------------------- reductions
 lines("sum sum.dim_IntList", reduction("a"))
-lines("mean mean.dim", reduction("a", uncut=True), decomposition=decompositions.mean, applies=reduces_split)
+lines("mean mean.dim", reduction("a", uncut=True), decomposition=decompositions.mean,
+      offer=of_reduction(left=[partial_sum], passes=1))
 lines("count_nonzero count_nonzero.dim_IntList", reduction())
 lines("nansum", reduction(), decomposition=decompositions.of_all_dims, applies=lambda call: call["dim"] == [])
 lines("maximum", keeping("max", pointwise()))
@@ -191,37 +194,47 @@ lines("amax", keeping("max", reduction(leaves="max")), local_impl=local_impls.ex
 lines("amin", keeping("min", reduction(leaves="min")), local_impl=local_impls.extremum)
 lines("any any.dim any.dims", reduction(leaves="max"))
 lines("all all.dim all.dims", reduction(leaves="min"))
-lines("max min", reduction(uncut=True), decomposition=decompositions.whole_extremum, applies=reduces_split)
-lines("max.dim min.dim", reduction(outputs=2, uncut=True), decomposition=scans.extreme, applies=reduces_split)
-lines("argmax argmin", reduction(uncut=True), decomposition=scans.extreme, applies=scans.along_split)
-lines("logsumexp", reduction(uncut=True), decomposition=decompositions.logsumexp,
-      applies=lambda call: reduces_split(call) and not call.tensors[0].dtype.is_complex)
-lines("prod prod.dim_int", reduction(uncut=True), decomposition=scans.split_product, applies=reduces_split)
+lines("max", reduction(uncut=True), decomposition=decompositions.whole_extremum,
+      offer=of_reduction(left=[partial_max], passes=1))
+lines("min", reduction(uncut=True), decomposition=decompositions.whole_extremum,
+      offer=of_reduction(left=[partial_min], passes=1))
+lines("max.dim min.dim", reduction(outputs=2, uncut=True), decomposition=scans.extreme,
+      offer=of_scan(summaries=2, reduces=True))
+lines("argmax argmin", reduction(uncut=True), decomposition=scans.extreme,
+      offer=of_scan(summaries=2, reduces=True, applies=scans.along_split))
+lines("logsumexp", reduction(uncut=True), decomposition=decompositions.logsumexp, offer=of_logsumexp())
+lines("prod prod.dim_int", reduction(uncut=True), decomposition=scans.split_product,
+      offer=of_scan(reduces=True))
 lines("median nanmedian", reduction(uncut=True))
 lines("median.dim nanmedian.dim mode kthvalue aminmax", reduction(outputs=2, uncut=True))
-lines("var.correction std.correction", reduction(uncut=True), decomposition=decompositions.variance,
-      applies=reduces_split)
-lines("var_mean.correction std_mean.correction", reduction(outputs=2, uncut=True),
-      decomposition=decompositions.variance, applies=reduces_split)
+lines("var.correction", reduction(uncut=True), decomposition=decompositions.variance,
+      offer=of_reduction(lambda call: (partial_sum,), left=[partial_sum]))
+lines("std.correction", reduction(uncut=True), decomposition=decompositions.variance,
+      offer=of_reduction(lambda call: (partial_sum, partial_sum)))
+lines("var_mean.correction", reduction(outputs=2, uncut=True), decomposition=decompositions.variance,
+      offer=of_reduction(lambda call: (partial_sum,), left=[partial_sum, partial_sum]))
+lines("std_mean.correction", reduction(outputs=2, uncut=True), decomposition=decompositions.variance,
+      offer=of_reduction(lambda call: (partial_sum, partial_sum), left=[broadcast, partial_sum]))
 lines("linalg_vector_norm norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype", reduction(uncut=True),
-      decomposition=decompositions.vector_norm, applies=reduces_split)
+      decomposition=decompositions.vector_norm, offer=of_reduction(of_norm, passes=3))
 decomposed("_foreach_norm.Scalar", decompositions.foreach_norm)
 decomposed("_amp_foreach_non_finite_check_and_unscale_", decompositions.unscale)
 decomposed("_foreach_max", lambda call, run: [run(aten.max.default, x) for x in call.tensors])
-lines("cumsum", along("a"), decomposition=scans.cumsum, applies=reduces_split)
-lines("cumprod", along(), decomposition=scans.cumprod, applies=reduces_split)
+lines("cumsum", along("a"), decomposition=scans.cumsum, offer=of_scan())
+lines("cumprod", along(), decomposition=scans.cumprod, offer=of_scan())
 lines("logcumsumexp", along())
 lines("cummax cummin sort sort.stable", along(outputs=2))
-lines("topk", along(outputs=2, resizes=True), decomposition=scans.topk, applies=reduces_split)
+lines("topk", along(outputs=2, resizes=True), decomposition=scans.topk,
+      offer=of_scan(kept=lambda call: call["k"], summaries=2, resized=True))
 lines("argsort argsort.stable", along())
 lines("flip roll", along("a", name="dims"))
-lines("_softmax", along(), decomposition=decompositions.softmax, applies=reduces_split_elements)
-lines("_safe_softmax", along(), decomposition=decompositions.safe_softmax, applies=reduces_split_elements)
-lines("_log_softmax", along(), decomposition=decompositions.log_softmax, applies=reduces_split_elements)
+lines("_softmax", along(), decomposition=decompositions.softmax, offer=of_softmax())
+lines("_safe_softmax", along(), decomposition=decompositions.safe_softmax, offer=of_softmax())
+lines("_log_softmax", along(), decomposition=decompositions.log_softmax, offer=of_softmax())
 lines("_softmax_backward_data", along("a*B", operands=2), decomposition=decompositions.softmax_backward,
-      applies=reduces_split)
+      offer=of_softmax(backward=True))
 lines("_log_softmax_backward_data", along("a*B", operands=2), decomposition=decompositions.log_softmax_backward,
-      applies=reduces_split)
+      offer=of_softmax(backward=True))
 
 # --------------------------------------------------------------------------------------- views and shapes
 lines("view _unsafe_view", viewed, local_args=sized("size"), local_impl=local_impls.view)
@@ -279,15 +292,15 @@ lines("index_put", indices.index_assigned, local_impl=local_impls.own_index_put,
 
 # ------------------------------------------------------------------------------------------------- networks' own
 lines("native_layer_norm", layers.normalized("b* d*!, d*!, d*! -> b* d*!, b* o*!, b* o*!", "A*b+c;A;A"),
-      decomposition=layer_norm.layer_norm, applies=layer_norm.features_cut)
+      decomposition=layer_norm.layer_norm, offer=layer_norm.offer_statistics(2))
 lines("native_layer_norm_backward", masked_outputs(layers.normalized(
     "b* d*!, b* d*!, b* o*!, b* o*!, d*!, d*! -> b* d*!, d*!, d*!", "a*B*C*D*e;a*B*C*D;a"), "output_mask"),
-      decomposition=layer_norm.layer_norm_backward, applies=layer_norm.features_cut)
+      decomposition=layer_norm.layer_norm_backward, offer=layer_norm.offer_statistics(together=2))
 lines("_fused_rms_norm", layers.normalized("b* d*!, d*! -> b* d*!, b* o*!", "A*b;A"),
-      decomposition=layer_norm.rms_norm, applies=layer_norm.features_cut)
+      decomposition=layer_norm.rms_norm, offer=layer_norm.offer_statistics(1))
 lines("_fused_rms_norm_backward", masked_outputs(layers.normalized(
     "b* d*!, b* d*!, b* o*!, d*! -> b* d*!, d*!", "a*B*C*d;a*B*C"), "output_mask"),
-      decomposition=layer_norm.rms_norm_backward, applies=layer_norm.features_cut)
+      decomposition=layer_norm.rms_norm_backward, offer=layer_norm.offer_statistics(together=1))
 lines("native_group_norm", layers.group_norm("n (g c) s*!, (g c), (g c) -> n (g c) s*!, n g, n g", "A*b+c;A;A"),
       local_args=group_counts, local_impl=local_impls.contiguous_group_norm)
 lines("native_group_norm_backward", masked_outputs(layers.group_norm(
@@ -306,9 +319,9 @@ decomposed("_has_same_storage_numel", lambda call, run: True)        # forward A
 lines("_weight_norm_interface", layers.weight_norm())
 lines("_weight_norm_interface_backward", layers.weight_norm(backward=True))
 lines("_scaled_dot_product_flash_attention_for_cpu", layers.attention(), decomposition=ring_attention.ring_forward,
-      applies=ring_attention.is_profitable)
+      offer=ring_attention.offer_forward)
 lines("_scaled_dot_product_flash_attention_for_cpu_backward", layers.attention(backward=True),
-      decomposition=ring_attention.ring_backward, applies=ring_attention.is_profitable)
+      decomposition=ring_attention.ring_backward, offer=ring_attention.offer_backward)
 for _name in ("flash", "efficient", "cudnn"):
     decomposed(f"_scaled_dot_product_{_name}_attention _scaled_dot_product_{_name}_attention_backward",
                fused_attention.rank_by_rank)
@@ -322,13 +335,13 @@ for _n in (1, 2, 3):
         lines(_name, layers.spatial(_n, "a"))
         lines(f"{_name}_backward", layers.spatial(_n, "a", operands=2))
 for _n in (2, 3):
-    lines(f"avg_pool{_n}d", layers.spatial(_n, "a"), decomposition=pooling.avg_pool, applies=halo.cuts_space)
+    lines(f"avg_pool{_n}d", layers.spatial(_n, "a"), decomposition=pooling.avg_pool, offer=offer_pooling)
     lines(f"avg_pool{_n}d_backward", layers.spatial(_n, "a", operands=2), decomposition=pooling.avg_pool_backward,
-          applies=halo.cuts_space)
+          offer=offer_pooling)
     lines(f"max_pool{_n}d_with_indices", layers.spatial(_n, outputs=2), decomposition=pooling.max_pool,
-          applies=halo.cuts_space)
+          offer=offer_pooling)
     lines(f"max_pool{_n}d_with_indices_backward", layers.spatial(_n, "a*C", operands=3),
-          decomposition=pooling.max_pool_backward, applies=halo.cuts_space)
+          decomposition=pooling.max_pool_backward, offer=offer_pooling)
     lines(f"_adaptive_avg_pool{_n}d", layers.spatial(_n, "a"))
     lines(f"_adaptive_avg_pool{_n}d_backward", layers.spatial(_n, "a", operands=2))
     lines(f"adaptive_max_pool{_n}d", layers.spatial(_n, outputs=2))

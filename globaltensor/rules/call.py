@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from globaltensor.layouts.symbols import known_sizes
 from globaltensor.rules.language import NUMBER
 from globaltensor.runtime.torch_internals import OpOverload
 
@@ -141,4 +142,4 @@ class Call:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the operands."""
-        return [tuple(t.shape) for t in self.tensors]
+        return [known_sizes(t.shape) for t in self.tensors]

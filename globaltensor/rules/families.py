@@ -83,9 +83,9 @@ def broadcast_shape(shapes: list[Shape]) -> Shape:
     """The shape that shapes broadcast to; sizes that do not fit are left for torch to complain about."""
     out: list[int] = []
     for i in range(max((len(s) for s in shapes), default=0)):
-        sizes = {s[-1 - i] for s in shapes if i < len(s)} - {1}
+        sizes = [s[-1 - i] for s in shapes if i < len(s) and s[-1 - i] != 1]
         # 1 gives way to 0 as to any other size: the result is empty
-        out.append(max(sizes) if sizes and 0 not in sizes else min(sizes, default=1))
+        out.append(0 if 0 in sizes else max(sizes, default=1))
     return tuple(reversed(out))
 
 

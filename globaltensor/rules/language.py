@@ -32,6 +32,7 @@ from itertools import chain, combinations, product
 from typing import NamedTuple
 
 from globaltensor.layouts.sbp import NdSbp, Sbp, broadcast, partial_max, partial_min, partial_sum, split
+from globaltensor.layouts.symbols import expected
 
 Dims = tuple[tuple[str, ...], ...]                   # per dim its labels, outermost first
 Sizes = dict[str, int]                               # label -> size
@@ -75,12 +76,15 @@ def cut_dim(tensor: Dims, label: str, inner: bool) -> int | None:
     return None
 
 
-@lru_cache(10_000)
 def _outside(of: Rule) -> dict[str, set[str]]:
+    return _outside_of(of.inputs + of.outputs, tuple(label for label, _ in of.even))
+
+
+@lru_cache(10_000)
+def _outside_of(tensors: tuple[Dims, ...], sized: tuple[str, ...]) -> dict[str, set[str]]:
     """Inner labels that can be cut, each with those outside it in some dim."""
-    sized = dict(of.even)
     outside: dict[str, set[str]] = {}
-    for dim in chain(*of.inputs, *of.outputs):
+    for dim in chain(*tensors):
         for place, label in enumerate(dim):
             if place and label in sized:
                 outside.setdefault(label, set()).update(dim[:place])
@@ -167,15 +171,15 @@ def _outcome(of: Rule, k: int, dim: int | None, states: tuple[Sbp, ...]) -> Sbp 
 def sized_rule(of: Rule, shapes: list[tuple[int, ...]]) -> Rule:
     """The rule for operands of these shapes: a dim of size 1 that is repeated to fit is cut nowhere, so it becomes `1`;
     a label whose sizes differ otherwise stays whole, as its parts would not meet."""
-    sizes: dict[str, set[int]] = {}
+    sizes: dict[str, list[int]] = {}
     for dims, shape in zip(of.inputs, shapes):
         for dim, n in zip(dims, shape):
-            if len(dim) == 1:
-                sizes.setdefault(dim[0], set()).add(n)
+            if len(dim) == 1 and n not in (seen := sizes.setdefault(dim[0], [])):    # no set: symbols have no hash
+                seen.append(n)
     differing = {label for label, seen in sizes.items() if len(seen) > 1 and label != "1"}
     if not differing:
         return of
-    repeated = {label for label in differing if len(sizes[label] - {1}) == 1}
+    repeated = {label for label in differing if sum(n != 1 for n in sizes[label]) == 1}
 
     def mark(dims: Dims, shape: tuple[int | None, ...]) -> Dims:
         return tuple(("1",) if n == 1 and dim[0] in repeated else
@@ -184,6 +188,11 @@ def sized_rule(of: Rule, shapes: list[tuple[int, ...]]) -> Rule:
 
     return replace(of, inputs=tuple(mark(dims, shape) for dims, shape in zip(of.inputs, shapes)),
                    outputs=tuple(mark(dims, (None,) * len(dims)) for dims in of.outputs))
+
+
+def expected_rule(of: Rule) -> Rule:
+    """The rule with numbers for symbols."""
+    return replace(of, even=tuple((label, n) for (label, _), n in zip(of.even, expected([n for _, n in of.even]))))
 
 
 def label_sizes(of: Rule, shapes: list[tuple[int, ...]]) -> Sizes:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import gcd, prod
+from sys import maxsize
 
 from globaltensor.layouts.layout import Shape
+from globaltensor.layouts.symbols import has_symbols, surely_equal
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import Family, dim_labels, dims_of, regardless_of_size
 from globaltensor.rules.language import Rule
@@ -80,7 +82,7 @@ def reshaped(src: Shape, dst: Shape) -> Rule:
             left = list(labels)
             for k in group:
                 side[k] = _dim_of(left, shape[k], f"{rest}{g}.{k}")
-    return rule(f"{' '.join(lhs)} -> {' '.join(rhs)}", "a", even=tuple(even))
+    return replace(rule(f"{' '.join(lhs)} -> {' '.join(rhs)}", "a"), even=tuple(even))
 
 
 def _shared_sizes(src: list[int], dst: list[int]) -> list[int]:
@@ -88,13 +90,20 @@ def _shared_sizes(src: list[int], dst: list[int]) -> list[int]:
     divides what is left of the outermost dims of both."""
     a, b = list(reversed(src)), list(reversed(dst))
     shared = []
-    while a and b and (n := gcd(a[-1], b[-1])) > 1:
+    while a and b and (n := _common(a[-1], b[-1])) > 1:
         shared.append(n)
         for side in (a, b):
             side[-1] //= n
             if side[-1] == 1:
                 side.pop()
     return shared
+
+
+def _common(m: int, n: int) -> int:
+    """What divides both, the largest there is; of symbols, one of them where it divides the other."""
+    if not has_symbols((m, n)):
+        return gcd(m, n)
+    return n if m % n == 0 else m if n % m == 0 else gcd(int(m), int(n))
 
 
 def _dim_of(left: list[tuple[str, int]], size: int, rest: str) -> str:
@@ -167,6 +176,10 @@ def sliced(call: Call) -> Rule:
     shape = list(call.shapes[0])
     dim = call["dim"] % len(shape)
     start, end, step = call["start"] or 0, call["end"], call["step"]
+    if has_symbols((start, end, shape[dim])):        # of all of a dim where that is sure; a part may be all of it, too
+        if start == 0 and step == 1 and (end is None or end == maxsize or surely_equal(end, shape[dim])):
+            return changes(tuple(shape), tuple(shape))
+        return changes(tuple(shape), (*shape[:dim], -1, *shape[dim + 1:]))
     size = len(range(*slice(start, end, step).indices(shape[dim])))
     out = list(shape)
     out[dim] = size

@@ -44,6 +44,7 @@ from globaltensor.runtime.world import world
 from globaltensor.tensors import (
     backward,
     copying,
+    dealt_parts,
     flatten,
     gradients,
     lookup,
@@ -90,6 +91,7 @@ class GlobalTensor(TensorMethods):
     viewed = False                                   # a view was made of it, without native code
     traced = False                                   # its shards are those of a trace (flatten.py)
     completed: Completed | None = None               # of a pending one, with nothing pending, without native code
+    deals_parts = False                              # its parts are dealt out when it is split (dealt_parts.py)
     lineage: int = 0                                 # of its value: what ranks agree on (runtime/lineage.py)
     _shards: Shards
 
@@ -122,7 +124,7 @@ class GlobalTensor(TensorMethods):
 
     @shards.setter
     def shards(self, value: Shards) -> None:
-        self._shards, self.completed = value, None
+        self._shards, self.completed, self.boxed_view = value, None, None        # a view no more, if it was one
 
     @property
     def origin(self) -> Origin | None:
@@ -222,6 +224,7 @@ class GlobalTensor(TensorMethods):
     if TYPE_CHECKING:
         data: GlobalTensor
     else:
+        split, chunk = dealt_parts.split_parts, dealt_parts.chunk_parts
         data = property(_data.__get__, _set_data, doc="As torch has it; to be set to a global tensor, of any layout.")
 
     # --------------------------------------------------------------------------------------------- its gradient
@@ -281,7 +284,7 @@ class GlobalTensor(TensorMethods):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """As large as the tensor, without memory."""
-        return NoMemory(self.nbytes, device="meta")
+        return NoMemory(self.spec.expected.nbytes if self.traced else self.nbytes, device="meta")
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

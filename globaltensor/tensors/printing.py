@@ -50,7 +50,7 @@ def known_value(x: Any) -> torch.Tensor:
 
 def _text_of_value(x: Any) -> str:
     what = f"tensor(shape={list(x.shape)}, dtype={x.dtype}"
-    if x.placement.type == "meta":
+    if x.placement.type == "meta" or x.traced:
         return what
     if not known_here(x):
         return f"{what}, a view whose value other ranks hold" if x.origin is not None else f"{what}, shards={x.shards}"

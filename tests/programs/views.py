@@ -285,8 +285,19 @@ def check_random(choose: Choose, ranks: int, steps: int = 10) -> list[str]:
     return log
 
 
+def check_gradient_that_is_a_view() -> None:
+    """Backward of an expansion ends with a view, here a boxed one. It is brought to the layout of its leaf."""
+    where, plain = gt.placement("cpu", [[0, 1], [2, 3]]), torch.arange(1.0, 6.0).view(1, 5)
+    for sbp in ((S(0), P), (P, S(0)), (S(1), P)):
+        x = gt.from_full(plain, where, sbp).requires_grad_()
+        (x.expand(2, 1, 5).double() ** 2).sum().backward()
+        assert x.grad.sbp == sbp and torch.equal(x.grad.full_tensor(), 4 * plain), (sbp, x.grad)
+
+
 def main(seed: int, examples: int) -> None:
     world = gt.world_size()
+    if world == 1 or world >= 4:                     # one process drives as many ranks as a program names
+        check_gradient_that_is_a_view()
     for where, sbp in layouts(world):
         for program in statements(WRITES):
             check_write(program, where, sbp)
