@@ -27,8 +27,9 @@ check: $(STAMP)  ## lint, types, architecture and one test of every kind: before
 	.venv/bin/mypy
 	$(PYTEST) -n 2 --one-of-each $(ARGS)
 
+# Three processes for two cores: tests of several ranks often wait for each other.
 test: $(STAMP)  ## run the tests, but for the long proofs
-	$(PYTEST) -n 2 --dist worksteal --forks -m "not long" $(ARGS)
+	$(PYTEST) -n 3 --dist worksteal --forks -m "not long" $(ARGS)
 
 # Two files at a time, so that a run that was cut off goes on where it was: what passed is noted until a source changes.
 PARTS = $(patsubst tests/%.py,.tests/%.passed,$(wildcard tests/test_*.py))

@@ -58,6 +58,7 @@ FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | dict.fromke
     "dtensor": "globaltensor",
     "explain": "globaltensor.debug.explain",
     "export_chrome_trace": "globaltensor.debug.merged_trace",
+    "export_ranks": "globaltensor.parallel.exporting",
     "from_dtensor": "globaltensor.dtensor.conversion",
     "from_full": "globaltensor.tensors.convert",
     "from_local": "globaltensor.tensors.convert",
@@ -129,6 +130,7 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
     )
     from globaltensor.layouts import sbp as sbp
     from globaltensor.layouts.placement import placement as placement
+    from globaltensor.parallel.exporting import export_ranks as export_ranks
     from globaltensor.parallel.modules import to_global as to_global
     from globaltensor.parallel.partitioned import partition_activations as partition_activations
     from globaltensor.parallel.plan import Plan as Plan, parallelize as parallelize

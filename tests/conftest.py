@@ -1,7 +1,7 @@
 """The tiers of the tests: which of them `make check`, `make test` and `make test-all` run.
 
     make check      one quick test of every file: of every kind, one
-    make test       all but the long proofs, in two processes; those that tests start are forks of one
+    make test       all but the long proofs, in three processes; those that tests start are forks of one
     make test-all   everything, two files at a time; what passed is not run again until a source changes
 """
 from __future__ import annotations

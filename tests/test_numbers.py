@@ -96,14 +96,14 @@ def spread(t, where, generator, chooser, pending):
 
 
 def same(got, want, what):
-    """`got` is a global tensor of this value."""
-    assert got.is_global and got.shape == want.shape and got.dtype == want.dtype, f"{what}: {got}, not {want}"
+    """`got` is a global tensor of this value; `what()` tells of what call."""
+    assert got.is_global and got.shape == want.shape and got.dtype == want.dtype, f"{what()}: {got}, not {want}"
     value = gather(got)
     if got.sbp[0].op == "sum":                       # terms that were divided by 0: inf - inf
         value, want = (torch.where(want.isfinite() | value.isfinite(), x, torch.nan) for x in (value, want))
     near = 1e-9 if want.dtype in (torch.float64, torch.complex128) else 1e-5
     torch.testing.assert_close(value, want, rtol=near * 100, atol=near, equal_nan=True,
-                               msg=lambda m: f"{what} -> {got.spec}, NUMBERS_SEED={SEED}\n{m}")
+                               msg=lambda m: f"{what()} -> {got.spec}, NUMBERS_SEED={SEED}\n{m}")
 
 
 def compare(func, values, where, generator, chooser):
@@ -118,11 +118,10 @@ def compare(func, values, where, generator, chooser):
     own = {n: spread(values[n], where, generator, chooser, n in pending) for n in names}
     for _ in range(3):
         given = {**values, **{n: t.clone() if n in written else t for n, t in own.items()}}
-        what = f"{func}({given})"
         got = called(func, given)
-        assert len(got) == len(want), what
+        assert len(got) == len(want), f"{func}({given})"
         for g, w in zip(got, want) if name_of(func) not in VALUELESS else ():
-            same(g, w, what)
+            same(g, w, lambda given=given: f"{func}({given})")
     return True
 
 
@@ -200,7 +199,7 @@ def test_every_foreach_op(sbp):
                    for n, v in values.items()}
             got = called(func, own) or own["self"]
             for g, w in zip(got, want, strict=True):
-                same(g, w, f"{func}({own})")
+                same(g, w, lambda own=own: f"{func}({own})")
         seen.add(name_of(func))
     assert {"_foreach_mul.Scalar", "_foreach_add_.ScalarList", "_foreach_div.Tensor", "_foreach_pow.ScalarAndTensor",
             "_foreach_addcmul.ScalarList"} <= seen
@@ -248,5 +247,5 @@ def test_spelled_as_in_programs(name):
         for _ in range(2):
             got = tree_flatten(SPELLINGS[name](number, scatter(full, where, (sbp,), generator)))[0]
             for g, w in zip(got, want, strict=True):
-                same(g, w, f"{name} of {number!r} and a tensor in {sbp}")
+                same(g, w, lambda number=number: f"{name} of {number!r} and a tensor in {sbp}")
     assert taken

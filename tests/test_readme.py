@@ -66,7 +66,7 @@ def test_commands_exist():
                                timeout=60).stdout
     for page in PAGES:
         for command in set(re.findall(r"(?m)(?:^|`|srun )globaltensor ([a-z]+)", page.read_text())):
-            assert re.search(rf"(?m)^    {command} ", help_text), f"{page.name}: globaltensor {command}"
+            assert re.search(rf"(?m)^    {command}\s", help_text), f"{page.name}: globaltensor {command}"
 
 
 def test_environment_variables_are_the_documented_ones():

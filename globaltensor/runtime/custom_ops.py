@@ -36,7 +36,25 @@ _library = torch.library.Library("globaltensor", "DEF")
 
 
 def _contract(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.einsum(equation, a, b).contiguous()
+    """One product of matrices, that of the native code: the same sums in another order end in other bits."""
+    operands, out = equation.split("->")
+    left, right = operands.split(",")
+    batch = [label for label in left if label in right and label in out]
+    rows, inner = ([label for label in left if (label in out) is kept and label not in batch] for kept in (True, False))
+    columns = [label for label in right if label not in left]
+    if rows and list(out) == batch + columns + rows:
+        return _contract(f"{right},{left}->{out}", b, a)
+
+    def merged(t: torch.Tensor, labels: str, *groups: list[str]) -> torch.Tensor:
+        sizes = [prod(t.shape[labels.index(label)] for label in group) for group in groups]
+        return t.permute([labels.index(label) for group in groups for label in group]).reshape(sizes)
+
+    lead = [batch] if batch else []
+    multiply = torch.bmm if batch else torch.mm
+    product = multiply(merged(a, left, *lead, rows, inner), merged(b, right, *lead, inner, columns))
+    has = batch + rows + columns
+    sizes = dict(zip(left, a.shape)) | dict(zip(right, b.shape))
+    return product.view([sizes[label] for label in has]).permute([has.index(label) for label in out]).contiguous()
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -760,6 +760,8 @@ class Drawing:
         used = [n for n, t in self.tensors.items() if not t.is_leaf and t.requires_grad]
         if leaves and used:
             leaf, of, again = self.choose(leaves), self.choose(used), self.choose([True, False])
+            # torch cannot derive twice by an empty view whose base was written to: as_strided's formula says a plain 0
+            again = again and self.tensors[of].numel() > 0
             if self.place[leaf] in (None, self.place[of]):
                 # strides of gradients are autograd's own business
                 self.add(f"{{new}} = torch.autograd.grad(loss({of}), {leaf}, create_graph={again}, retain_graph=True)"

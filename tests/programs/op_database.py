@@ -62,9 +62,10 @@ VIEWS: dict[str, tuple[Callable, Callable, Callable]] = {
 }
 
 # Strides of results differ: gaps are closed, and what is made of other ops, or of parts with a halo, is as it is made.
-# Of binary_cross_entropy torch's shape function tells otherwise than its kernel.
+# Of binary_cross_entropy torch's shape function tells otherwise than its kernel. masked.logaddexp expands its mask,
+# which has no order in memory until it is boxed.
 OTHER_ORDER = {
-    "__rmatmul__", "as_strided_scatter", "diagonal_scatter", "log_softmax", "matmul",
+    "__rmatmul__", "as_strided_scatter", "diagonal_scatter", "log_softmax", "masked.logaddexp", "matmul",
     "max_pool2d_with_indices_backward", "select_scatter", "slice_scatter", "softmax",
     "torch.ops.aten._safe_softmax.default", "unsafe_chunk", "unsafe_split", "nn.functional.binary_cross_entropy",
     "nn.functional.one_hot", "nn.functional.softmin"}
