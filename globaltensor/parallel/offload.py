@@ -1,14 +1,15 @@
-"""Optimizer state that stays out of memory between steps, in files on disk.
+"""Optimizer state that stays elsewhere between steps: in the host's memory, or in files on disk.
 
+    gt.zero(optimizer, offload="cpu")                # of parameters on GPUs and other devices
     gt.zero(optimizer, offload="/scratch/state")
 
 A step of the optimizer is done a piece of its parameters at a time, some 32 MB of them. While one piece is stepped, the
-state of the next is read ahead, and that of the one before has been let go. So two pieces are resident during a step,
-and nothing between steps, when activations need the memory.
+state of the next is brought, and that of the one before has been let go. So two pieces are on the device, or resident,
+during a step, and nothing between steps, when activations need the memory.
 
-Each rank's part of a tensor is a file without a name in the folder, mapped into memory: what is stepped and what
-`state_dict()` gives are that memory, and the files are gone with the process, however it ends. Sources: Ren et al.,
-ZeRO-Offload, arXiv:2101.06840; Rajbhandari et al., ZeRO-Infinity, arXiv:2104.07857.
+In a folder each rank's part of a tensor is a file without a name, mapped into memory: `state_dict()` gives that memory,
+and the files are gone with the process, however it ends. Sources: Ren et al., ZeRO-Offload, arXiv:2101.06840;
+Rajbhandari et al., ZeRO-Infinity, arXiv:2104.07857.
 """
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -23,24 +25,23 @@ import torch
 from torch import Tensor
 
 from globaltensor.errors import ArgumentError
+from globaltensor.layouts.layout import Spec, layout
+from globaltensor.layouts.placement import placement
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 PIECE = 32 << 20                                     # bytes of parameters that are stepped at a time
 Piece = list[list[Any]]                              # of each group some of its parameters
 
 
-def offload_state(optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:
-    """Keep the state of an optimizer that has taken no step in files there."""
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    elsewhere = next((p.device.type for p in stepped if p.device.type != "cpu"), None)
-    if os.fspath(folder) == "cpu" or elsewhere is not None:
-        raise ArgumentError(f"gt.zero(offload={os.fspath(folder)!r}) of parameters on {elsewhere or 'cpu'}",
-                            "state is kept in files, of parameters in the host's memory",
-                            'a folder, as offload="/scratch/state"' if elsewhere is None else "no offload")
+def offload_state(optimizer: torch.optim.Optimizer, where: str | os.PathLike[str]) -> None:
+    """Keep the state of an optimizer that has taken no step in the host's memory ("cpu"), or in files of a folder."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentError("gt.zero(offload=...) of LBFGS", "its step works with all parameters at once",
                             "an optimizer that steps each parameter by itself, such as AdamW")
-    files = StateFiles(folder)
+    folder = None if os.fspath(where) == "cpu" else os.fspath(where)
+    if folder is None and all(p.placement.type == "cpu" for group in optimizer.param_groups for p in group["params"]):
+        return                                       # it is there as it is
+    away = StateElsewhere(folder)
     kind: Any = type(optimizer)
     own_step = getattr(kind.step, "__wrapped__", kind.step)      # without torch's hooks, which are called once a step
 
@@ -51,20 +52,25 @@ def offload_state(optimizer: torch.optim.Optimizer, folder: str | os.PathLike[st
                 loss = closure()
         groups, whole = self.param_groups, [group["params"] for group in self.param_groups]
         pieces = [*_pieces(whole), []]
+        away.bring(self.state, pieces[0])
         try:
             for piece, following in zip(pieces, pieces[1:]):
                 for group, params in zip(groups, piece):
                     group["params"] = params
-                files.read_ahead(self.state, following)
-                own_step(self)
-                files.put_away(self.state, piece)
+                away.read_ahead(self.state, following)
+                own_step(self)                       # on a device it runs while the host goes on
+                away.bring(self.state, following)
+                away.put_away(self.state, piece)
         finally:
             for group, params in zip(groups, whole):
                 group["params"] = params
+            away.put_away(self.state, whole)
         return loss
 
     step: Any = torch.optim.Optimizer.profile_hook_step(step_by_pieces)
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # of this one
+    optimizer.register_load_state_dict_pre_hook(away.hold_back)
+    optimizer.register_load_state_dict_post_hook(away.load)
 
 
 def _pieces(groups: Piece) -> Iterator[Piece]:
@@ -82,44 +88,100 @@ def _pieces(groups: Piece) -> Iterator[Piece]:
     yield piece
 
 
-class StateFiles:
-    """The files, and the state that is mapped from them. `state` is an optimizer's: parameter -> name -> value."""
+@dataclass
+class KeptState:
+    """One tensor of the state between steps; the files that it lies in; and, in a step, its copy on the device."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = os.fspath(folder)
-        os.makedirs(self.folder, exist_ok=True)
-        self.mapped: dict[tuple[int, str], tuple[Any, list[mmap.mmap]]] = {}     # by parameter and name
+    home: GlobalTensor
+    files: list[mmap.mmap] = field(default_factory=list)
+    stepped: GlobalTensor | None = None
+
+
+class StateElsewhere:
+    """The state, in files of a folder, or in the host's memory (None). `state` is an optimizer's: parameter -> name ->
+    value."""
+
+    def __init__(self, folder: str | None) -> None:
+        self.folder = folder
+        if folder is not None:
+            os.makedirs(folder, exist_ok=True)
+        self.kept: dict[tuple[int, str], KeptState] = {}         # by parameter and name
+        self.held_back: dict[Any, dict[str, GlobalTensor]] = {}  # by parameter: what is being loaded
 
     def read_ahead(self, state: Any, piece: Piece) -> None:
         """Let the system read what will be needed soon."""
         for p, key, t in _state_tensors(state, piece):
-            known, maps = self.mapped.get((id(p), key), (None, []))
-            for pages in maps if known is t else ():
+            kept = self.kept.get((id(p), key))
+            for pages in kept.files if kept and kept.home is t else ():
                 pages.madvise(mmap.MADV_WILLNEED)
 
-    def put_away(self, state: Any, piece: Piece) -> None:
-        """Map what is new, or was loaded, and let go of the memory."""
+    def bring(self, state: Any, piece: Piece) -> None:
+        """Copy to the parameters' device what is not there."""
         for p, key, t in list(_state_tensors(state, piece)):
-            known, maps = self.mapped.get((id(p), key), (None, []))
-            if known is not t:
-                maps = []
-                shards = {rank: self._file_of(shard, maps) for rank, shard in t.shards.items()}
-                known = GlobalTensor.wrap(t.spec, shards)
-                state[p][key] = known
-                self.mapped[id(p), key] = known, maps            # what was there before is unmapped with its tensor
-            for pages in maps:
+            if t.placement.type != p.placement.type:
+                device = {rank: shard.device for rank, shard in p.shards.items()}
+                copies = {rank: shard.to(device[rank], non_blocking=True) for rank, shard in t.shards.items()}
+                state[p][key] = stepped = GlobalTensor.wrap(_spec_on(t, p.placement), copies)
+                if (kept := self.kept.get((id(p), key))) and kept.home is t:
+                    kept.stepped = stepped
+
+    def put_away(self, state: Any, piece: Piece) -> None:
+        """Keep what is new, was loaded or was stepped, and let go of the memory."""
+        for p, key, t in list(_state_tensors(state, piece)):
+            kept = self.kept.get((id(p), key))
+            if kept is not None and kept.stepped is t:
+                for rank, shard in t.shards.items():
+                    kept.home.shards[rank].copy_(shard)
+            elif kept is None or kept.home is not t:             # what was there before is unmapped with its tensor
+                files: list[mmap.mmap] = []
+                shards = {rank: self._elsewhere(shard, files) for rank, shard in t.shards.items()}
+                kept = KeptState(GlobalTensor.wrap(_spec_on(t, _on_host(t.placement)), shards), files)
+                self.kept[id(p), key] = kept
+            state[p][key], kept.stepped = kept.home, None
+            for pages in kept.files:
                 pages.madvise(mmap.MADV_DONTNEED)    # nothing is lost: the file is shared with the system
 
-    def _file_of(self, shard: Tensor, maps: list[mmap.mmap]) -> Tensor:
-        """A tensor in a file, with this one's elements and strides (those of memory without gaps)."""
+    def hold_back(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """What `load_state_dict` is given, without what lies on the host: torch would move it to the parameters."""
+        numbers = [n for group in saved["param_groups"] for n in group["params"]]
+        state = dict(saved["state"])
+        for n, p in zip(numbers, (p for group in optimizer.param_groups for p in group["params"])):
+            own = state.get(n, {})
+            self.held_back[p] = {key: t for key, t in own.items() if isinstance(t, GlobalTensor)
+                                 and t.placement.type != p.placement.type}
+            if self.held_back[p]:
+                state[n] = {key: t for key, t in own.items() if key not in self.held_back[p]}
+        return {**saved, "state": state}
+
+    def load(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let it be the state: the next step copies it from there."""
+        for p, own in self.held_back.items():
+            if own:
+                optimizer.state[p].update(own)
+        self.held_back.clear()
+
+    def _elsewhere(self, shard: Tensor, files: list[mmap.mmap]) -> Tensor:
+        """A tensor there, with this one's elements and strides (those of memory without gaps)."""
         if not shard.nbytes:
-            return shard
-        with tempfile.TemporaryFile(dir=self.folder) as file:
-            file.truncate(shard.nbytes)
-            pages = mmap.mmap(file.fileno(), shard.nbytes)       # the file lives as long
-        maps.append(pages)
-        flat = torch.frombuffer(pages, dtype=shard.dtype)
-        return flat.as_strided(shard.shape, torch.empty_like(shard, device="meta").stride()).copy_(shard)
+            return shard.cpu()
+        stride = torch.empty_like(shard, device="meta").stride()
+        if self.folder is None:                      # what is pinned is copied while the host goes on
+            flat = torch.empty(shard.numel(), dtype=shard.dtype, pin_memory=shard.device.type == "cuda")
+        else:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                file.truncate(shard.nbytes)
+                pages = mmap.mmap(file.fileno(), shard.nbytes)   # the file lives as long
+            files.append(pages)
+            flat = torch.frombuffer(pages, dtype=shard.dtype)
+        return flat.as_strided(shard.shape, stride).copy_(shard)
+
+
+def _on_host(where: placement) -> placement:
+    return where if where.type == "cpu" else placement("cpu", where.ranks, where.axis_names)
+
+
+def _spec_on(t: GlobalTensor, where: placement) -> Spec:
+    return t.spec.moved(layout(where, t.sbp))
 
 
 def _state_tensors(state: Any, piece: Piece) -> Iterator[tuple[Any, str, GlobalTensor]]:

@@ -49,9 +49,10 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
                 its step; one that looks at whole matrices, as Muon does, gathers what it needs
     axis        a name that the parameters' placements have; parameters that are split along it already stay as they are
     model       of stage 3: gather its parameters layer by layer, one layer ahead (zero3.py), not op by op
-    offload     a folder on a disk: the state is in files there, and in memory only while it is stepped (offload.py)
+    offload     where the state is while it is not stepped (offload.py): in files of a folder on a disk; or "cpu", in
+                the host's memory, which changes nothing of parameters that are there
     Raises SbpError for another stage, a model where it is not stage 3, an optimizer that has state, a parameter that is
-    not global or lacks the axis; ArgumentError for offload of what is not in the host's memory, or of LBFGS.
+    not global or lacks the axis; ArgumentError for offload of LBFGS.
     """
     expect(optimizer, torch.optim.Optimizer, "gt.zero of no optimizer",
            "gt.zero(torch.optim.AdamW(model.parameters()))")

@@ -5,6 +5,7 @@ passed.
 """
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import re
@@ -23,6 +24,7 @@ from torch import nn  # noqa: E402
 import globaltensor as gt  # noqa: E402
 from globaltensor.dispatch import core  # noqa: E402
 from globaltensor.errors import GlobalTensorError  # noqa: E402
+from globaltensor.parallel import offload  # noqa: E402
 from globaltensor.runtime.native import torch_ext  # noqa: E402
 
 SEED = 20_261_123
@@ -83,12 +85,13 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 12), nn.LayerNorm(12), nn.GELU(), nn.Linear(12, 11))
 
 
-def trains(where: gt.placement, batch: gt.sbp.sbp, weights: dict, axis: str | None = None, stage: int = 0) -> None:
+def trains(where: gt.placement, batch: gt.sbp.sbp, weights: dict, axis: str | None = None, stage: int = 0,
+           offload: str | None = None) -> None:
     plain, model = network(), network()
     gt.to_global(model, where, weights)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.02) for m in (plain, model)]
     if stage:
-        optimizers[1] = gt.zero(optimizers[1], axis=axis, stage=stage)
+        optimizers[1] = gt.zero(optimizers[1], axis=axis, stage=stage, offload=offload)
     generator = torch.Generator().manual_seed(SEED)
     for _ in range(3):
         ids = torch.randint(11, (7,), generator=generator)
@@ -100,6 +103,9 @@ def trains(where: gt.placement, batch: gt.sbp.sbp, weights: dict, axis: str | No
             nn.utils.clip_grad_norm_(m.parameters(), 1.0)
             optimizer.step()
             losses.append(loss.item())
+        if offload:
+            state_is_on_the_host(optimizers[1])
+            optimizers[1].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
         assert abs(losses[0] - losses[1]) < 1e-5, losses
     for (name, p), q in zip(plain.named_parameters(), model.parameters()):
         shards_are_where_they_should_be(q)
@@ -118,6 +124,23 @@ def zero_of_both():
     for stage in (1, 2, 3):
         where = gt.placement(NAME, [[0, 1], [2, 3]], ("dp", "tp"))
         trains(where, {"dp": S(0)}, {"1.*": {"tp": S(0)}, "4.weight": {"tp": S(1)}, "*": B}, "dp", stage)
+
+
+def state_is_on_the_host(optimizer: torch.optim.Optimizer) -> None:
+    tensors = [t for own in optimizer.state.values() for t in own.values() if t.dim()]
+    assert tensors and all(t.placement.type == "cpu" for t in tensors)
+    for t in tensors:
+        shards_are_where_they_should_be(t)
+
+
+def state_that_is_offloaded():
+    where = gt.placement(NAME, [[0, 1], [2, 3]], ("dp", "tp"))
+    piece, offload.PIECE = offload.PIECE, 200        # several pieces
+    with tempfile.TemporaryDirectory() as folder:
+        for stage, place in itertools.product((1, 3), ("cpu", folder)):
+            trains(where, {"dp": S(0)}, {"1.*": {"tp": S(0)}, "4.weight": {"tp": S(1)}, "*": B}, "dp", stage, place)
+            assert not os.listdir(folder)
+    offload.PIECE = piece
 
 
 def random_numbers_are_those_of_the_cpu():
@@ -253,8 +276,9 @@ def the_dispatcher_is_native_where_it_can_be():
 
 
 CHECKS = [the_first_program_of_the_readme, every_boxing, data_parallel_training, tensor_parallel_training, zero_of_both,
-          random_numbers_are_those_of_the_cpu, parts_and_whole_values, views_indices_and_writes, derivatives,
-          checkpoints_and_files, errors_name_what_to_type, the_dispatcher_is_native_where_it_can_be]
+          state_that_is_offloaded, random_numbers_are_those_of_the_cpu, parts_and_whole_values,
+          views_indices_and_writes, derivatives, checkpoints_and_files, errors_name_what_to_type,
+          the_dispatcher_is_native_where_it_can_be]
 OF_TWO_PROCESSES = [every_boxing, data_parallel_training, tensor_parallel_training, random_numbers_are_those_of_the_cpu,
                     parts_and_whole_values]
 
