@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json as _json
 import os
+import re
 import signal
 import statistics
 import sys
@@ -60,14 +61,16 @@ class Row(NamedTuple):
     a_core: int = 1
 
 
-def main(json: bool = False, quick: bool = False, runs: int | None = None) -> None:
+def main(json: bool = False, quick: bool = False, runs: int | None = None, rows: str = "") -> None:
     runs = runs or (1 if quick else 20)
-    rows = [row for row in table() if not quick or row.what in QUICK]
+    chosen = [row for row in table() if (not quick or row.what in QUICK) and re.search(rows, row.what)]
+    if not chosen:
+        sys.exit(f"no fault has {rows!r} in its name; there are: {', '.join(row.what for row in table())}")
     done = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"         # torch keeps that
         server = forks.start_forking(Path(folder, "forks"))
-        for row in rows:
+        for row in chosen:
             done.append(summary(row, runs, Path(folder)))
             assert server.poll() is None, f"the process that forks has ended with {server.returncode} in {row.what!r}"
             print(f"{'' if done[-1]['passed'] else 'FAILED '}{row.what}", file=sys.stderr, flush=True)

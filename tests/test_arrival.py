@@ -1,11 +1,14 @@
 """How ranks meet: by few messages, whoever comes when, whatever ranks that were there before have left in the store."""
 from __future__ import annotations
 
+import heapq
+import math
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -21,26 +24,29 @@ PATIENCE = timedelta(seconds=600)
 
 class Counting:
     """A store, for one rank, that counts which messages the rank writes and reads; looks for what is not there and
-    repeated looks at what has not changed are no messages."""
+    repeated looks at what has not changed are no messages, but calls."""
 
     def __init__(self, store, prefix=""):
-        self.store, self.prefix, self.messages = store, prefix, Counter()
+        self.store, self.prefix, self.messages, self.calls = store, prefix, Counter(), Counter()
 
     def set(self, key, text):
+        self.calls["set"] += 1
         self.messages["write", self.prefix + key, bytes(text)] += 1
         self.store.set(self.prefix + key, text)
 
     def get(self, key):
+        self.calls["get"] += 1
         text = self.store.get(self.prefix + key)
         self.messages["read", self.prefix + key, bytes(text)] += 1
         return text
 
     def check(self, keys):
+        self.calls["check"] += 1
         return self.store.check([self.prefix + key for key in keys])
 
     def under(self, name):
         inner = Counting(self.store, f"{name}/")
-        inner.messages = self.messages
+        inner.messages, inner.calls = self.messages, self.calls
         return inner
 
 
@@ -70,20 +76,66 @@ def in_threads(size, act):
     return [ended[rank] for rank in range(size)]
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("size", [2, 9, 64, pytest.param(256, marks=pytest.mark.long)])
-def test_a_rank_of_a_large_world_has_as_few_messages_as_one_of_a_small_world(size):
-    store = dist.HashStore()
+class Turns:
+    """A clock for ranks that are threads: one of them runs at a time, until it sleeps, and only sleep makes it late."""
+
+    def __init__(self):
+        self.now, self.running, self.wakes = 0.0, 0, []
+        self.turns, self.back = defaultdict(partial(threading.Semaphore, 0)), threading.Semaphore(0)
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        rank = self.running
+        heapq.heappush(self.wakes, (self.now + seconds, rank))
+        self.back.release()
+        self.turns[rank].acquire()
+
+    def threads(self, size, act):
+        """As `in_threads`."""
+        def run(rank):
+            self.turns[rank].acquire()
+            try:
+                return act(rank)
+            finally:
+                self.back.release()
+
+        def pass_on():
+            while self.wakes:
+                self.now, self.running = heapq.heappop(self.wakes)
+                self.turns[self.running].release()
+                self.back.acquire()
+
+        self.wakes = [(0.0, rank) for rank in range(size)]
+        for rank in range(size):
+            self.turns[rank]
+        clock = threading.Thread(target=pass_on)
+        clock.start()
+        ended = in_threads(size, run)
+        clock.join()
+        return ended
+
+
+@pytest.mark.parametrize("size", [2, 9, 64, 256, 1024])
+def test_a_rank_of_a_large_world_has_as_few_messages_as_one_of_a_small_world(size, monkeypatch):
+    store, clock = dist.HashStore(), Turns()
     own = [Counting(store) for _ in range(size)]
+    if size > 64:                                    # so many threads at once wait for each other, not for messages
+        for module in (arrival, store_tree):
+            monkeypatch.setattr(module, "time", clock)
 
     def act(rank):
         fresh, processes = arrival.meet(own[rank], rank, size, PATIENCE)
         assert processes == dict.fromkeys(range(size), own_process())
         return store_tree.gather_in_store(fresh, "seat", -rank, rank, size, lambda: None)
 
-    assert all(told == [-rank for rank in range(size)] for told in in_threads(size, act))
+    in_turns = clock.threads if size > 64 else in_threads
+    assert all(told == [-rank for rank in range(size)] for told in in_turns(size, act))
     # its challenge and the answer, those of 4 children, a value each way for both gatherings, a look at 4 others
     assert max(len(one.messages) for one in own) <= 2 + 4 * 2 + 2 * (4 + 2) + 4
+    if size > 64:                                    # on a clock of their own, looks in vain can be counted as well
+        assert max(sum(one.calls.values()) for one in own) <= 32 * math.log(size, 4)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.long) for k in range(1, 4))])

@@ -91,6 +91,14 @@ def test_train():
 
 @pytest.mark.long
 @pytest.mark.processes
+def test_agreement():
+    rows = found("agreement")["rows"]
+    assert [row["arm"] for row in rows] == ["dp 2", "tp 2"]
+    assert all(row["ms"] > 0 < row["ms without"] and row["audit ms"] > 0 for row in rows)
+
+
+@pytest.mark.long
+@pytest.mark.processes
 def test_compile():
     rows = found("compile")["rows"]
     assert [row["arm"] for row in rows] == [
@@ -167,6 +175,11 @@ def test_soak(more):
 def test_faults():
     rows = found("faults", "--runs", "1")["rows"]
     assert len(rows) == 3 and all(row["noticed"] == row["named"] == 1 and not row["left"] for row in rows), rows
+
+
+def test_a_fault_that_there_is_not():
+    code, _, err = run([*BENCH, "faults", "--rows", "earthquake"])
+    assert code == 1 and "no fault has 'earthquake' in its name; there are: KILL, boxing, shared memory, " in err
 
 
 # --------------------------------------------------------------------------------------- what they are made of

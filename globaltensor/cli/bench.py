@@ -47,6 +47,7 @@ def options(of: argparse.ArgumentParser) -> None:
     own.add_argument("--min-ranks", type=positive, metavar="N",
                      help="ranks that fail are left out, as long as so many are left (soak; default: none are)")
     own.add_argument("--runs", type=positive, metavar="N", help="of each fault (faults; default 20)")
+    own.add_argument("--rows", metavar="REGEX", help="only faults whose names have a match (faults; default: all)")
     own.add_argument("--plot", metavar="FILE", help="a picture of the steps, measured above simulated (pipeline)")
 
 
@@ -60,8 +61,8 @@ def command(chosen: argparse.Namespace) -> int:
     if chosen.list:
         print("\n".join(aligned([(name, known[name].question) for name in names])))
         return 0
-    keywords = {name: getattr(chosen, name)
-                for name in ("quick", "ranks", "fresh", "hidden", "plot", "minutes", "seed", "min_ranks", "runs")}
+    keywords = {name: getattr(chosen, name) for name in (
+        "quick", "ranks", "fresh", "hidden", "plot", "minutes", "seed", "min_ranks", "runs", "rows")}
     keywords = {name: value for name, value in keywords.items() if value is not None}
     for option in keywords:
         if not any(option in known[name].takes for name in names):
