@@ -28,7 +28,7 @@ from globaltensor.algorithms.decompositions import as_global
 from globaltensor.algorithms.local_impls import check_range
 from globaltensor.algorithms.run import Run
 from globaltensor.layouts.global_like import GlobalLike, is_global, spec_of
-from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, spec
+from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, dense, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.regions import Range, split_range
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
@@ -81,7 +81,9 @@ def take_rows(call: Call, run: Run) -> GlobalLike:
     x, index = call["self"], _row_index(call)
     index_sbp = index.spec.sbp if is_global(index) else x.spec.sbp
     dst = x.spec.layout.with_sbp(tuple(S0 if s.is_broadcast and i == S0 else s for s, i in zip(x.spec.sbp, index_sbp)))
-    out = spec(dst, (index.shape[0], *x.shape[1:]), None, x.dtype)
+    shape = (index.shape[0], *x.shape[1:])
+    picked = call.func is not torch.ops.aten.index_select.default    # x[index] keeps the order of the others in memory
+    out = spec(dst, shape, dense(shape, (x.spec.numel, *x.spec.stride[1:])) if picked else None, x.dtype)
     numbers = _row_numbers(call, index, x.shape[0], run)
     x, = run.redistribute([x], [x.spec.layout], str(call.func))      # moves nothing; but a copy must be current
     if numbers is None:
@@ -90,7 +92,7 @@ def take_rows(call: Call, run: Run) -> GlobalLike:
     held = {rank: x.spec.region(rank)[0] for rank in x.placement.flat}
     rows = run.row_exchange(_row_axes(x.spec.layout), held, wanted, _row_shapes(out), str(call.func), x.spec.layout,
                             dst).gather(x.shards)
-    return run.wrap(out, {r: t.index_select(0, entries[r].to(t.device)) if r in entries else t
+    return run.wrap(out, {r: _restrided(t.index_select(0, entries[r].to(t.device)) if r in entries else t, out.stride)
                           for r, t in rows.items()})
 
 
@@ -108,8 +110,16 @@ def add_rows(call: Call, run: Run) -> GlobalLike:
             for r, t in values.shards.items()}
     added = run.row_exchange(_row_axes(dst), held, wanted, _row_shapes(x.spec), str(call.func), dst,
                              dst).scatter_add(sums)
-    return run.wrap(spec(dst, tuple(x.shape), None, x.dtype),
-                    {r: torch.add(x.shards[r], t, alpha=call.get("alpha", 1)) for r, t in added.items()})
+    copied = "indices" in call.values                # index_put writes to a copy of x, index_add to new memory
+    out = spec(dst, tuple(x.shape), dense(x.spec.shape, x.spec.stride) if copied else None, x.dtype)
+    return run.wrap(out, {r: _restrided(torch.add(x.shards[r], t, alpha=call.get("alpha", 1)), out.stride)
+                          for r, t in added.items()})
+
+
+def _restrided(t: Tensor, stride: Shape) -> Tensor:
+    """With its dims in memory in the order that these strides tell."""
+    own = dense(tuple(t.shape), stride)
+    return t if t.stride() == own else torch.empty_strided(t.shape, own, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def _sum_rows(t: Tensor, rows: Tensor, n: int) -> Tensor:

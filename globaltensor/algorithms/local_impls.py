@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from globaltensor.errors import OutOfRangeError
-from globaltensor.layouts.layout import Layout, Shape
+from globaltensor.layouts.layout import Layout, Shape, dense
 from globaltensor.layouts.regions import Range, Region
 from globaltensor.runtime import custom_ops
 from globaltensor.runtime.torch_internals import OpOverload, assert_async, is_of_a_trace, order_effects
@@ -201,8 +201,10 @@ def own_index(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str,
 
 def _look_up(x: Tensor, dim: int, index: Tensor, own: Range, n: int) -> Tensor:
     """x[:, index] with zeros for the indices outside the part."""
-    if own[0] == own[1]:
-        return x.new_zeros(*x.shape[:dim], *index.shape, *x.shape[dim + 1:])
+    if own[0] == own[1]:                             # zeros, in the order in memory that rows have
+        size = (*x.shape[:dim], 1, *x.shape[dim + 1:])
+        row = x.new_empty_strided(size, dense(size, x.stride())).zero_()
+        return row[(slice(None),) * dim + (torch.zeros_like(index),)]
     inside, at = _within(index, own, n)
     rows = x[(slice(None),) * dim + (at,)]
     return rows.masked_fill_(~_with_dims(inside, x.dim() - dim - 1), 0)
