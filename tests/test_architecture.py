@@ -27,6 +27,7 @@ LAYERS = [                                           # low to high; rooms on one
     {"tensors"},
     {"parallel", "checkpoint", "data", "debug"},
     {"pipelining", "simulator", "dtensor", "trainers"},
+    {"planner"},
     {"__init__"},
     {"cli"},
 ]

@@ -280,8 +280,9 @@ def own_nll(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, A
         return recipe.func(*args, **kwargs)
     target, ignore = args[operand + 1].long(), args[operand + 4]
     if operand == 0:                                 # the loss was asked before its gradient
-        wanted = target != ignore                    # how many there are is not known where a graph is traced
-        asked = torch.where(wanted, target, 0) if is_of_a_trace(target) else target[wanted]
+        wanted = target != ignore                    # how many there are is not known without values
+        unknown = is_of_a_trace(target) or target.is_meta
+        asked = torch.where(wanted, target, 0) if unknown else target[wanted]
         check_range(asked, recipe.shapes[0][dim], "target")
     inside = (target >= own[0]) & (target < own[1]) & (target != ignore)
     args = [*args]

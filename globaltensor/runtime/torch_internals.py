@@ -5,6 +5,7 @@ where they are needed. `docs/torch-internals.md` lists both and tells what we wo
 """
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,7 +21,12 @@ from torch._ops import OpOverload as OpOverload, OpOverloadPacket, _higher_order
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten as tree_flatten, tree_leaves as tree_leaves, tree_map_only as tree_map_only
+from torch.utils._pytree import (
+    tree_flatten as tree_flatten,
+    tree_leaves as tree_leaves,
+    tree_map_only as tree_map_only,
+    tree_unflatten as tree_unflatten,
+)
 
 from globaltensor.errors import RuleError
 
@@ -186,6 +192,22 @@ def without_fake_mode() -> Iterator[None]:
     finally:
         if mode is not None:
             torch._C._set_dispatch_mode(mode)
+
+
+def fake_mode() -> AbstractContextManager[Any]:
+    """Inside it, tensors have shapes and devices, also ones that are not there, but no memory."""
+    return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def next_sequence_number() -> int:
+    """What autograd will call the next function that it notes in this thread: they are numbered."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def backward_sequence_number() -> int | None:
+    """The number of the function of autograd whose backward runs in this thread; None outside of backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
 
 
 def let_sizes_be_symbols(t: torch.Tensor) -> None:
