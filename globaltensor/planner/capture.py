@@ -58,7 +58,7 @@ def capture(model: nn.Module, example_inputs: Any, loss: Callable[[Any], torch.T
     Raises CaptureError with the line where the step cannot go on without values.
     """
     tracer = Tracer(model)
-    args, named = _arguments(example_inputs)
+    args, named = read_inputs(example_inputs)
     with ExitStack() as stack:
         leaves = tracer.leaves(model)
         args, named = tracer.inputs(args, named)
@@ -72,7 +72,7 @@ def capture(model: nn.Module, example_inputs: Any, loss: Callable[[Any], torch.T
             result = torch.func.functional_call(model, leaves, args, named)
             tracer.graph.graph["outputs"] = [tracer.ref(t) for t in tree_leaves(as_tree(result))
                                              if isinstance(t, GlobalTensor)]
-            tracer.run_backward(_scalar(result) if loss is None else loss(result), result)
+            tracer.run_backward(loss_within(result) if loss is None else loss(result), result)
         except CaptureError:
             raise
         except Exception as error:                   # anything may be raised by a forward that finds no values
@@ -85,13 +85,14 @@ def capture(model: nn.Module, example_inputs: Any, loss: Callable[[Any], torch.T
     return tracer.graph
 
 
-def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def read_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as arguments by position and by name."""
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
 
 
-def _scalar(result: Any) -> Any:
+def loss_within(result: Any) -> Any:
     """The loss that a model itself returns; None where it returns none."""
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if loss is None and isinstance(result, torch.Tensor) and not result.dim():
