@@ -66,6 +66,7 @@ def main(json: bool = False, quick: bool = False, runs: int | None = None, rows:
     chosen = [row for row in table() if (not quick or row.what in QUICK) and re.search(rows, row.what)]
     if not chosen:
         sys.exit(f"no fault has {rows!r} in its name; there are: {', '.join(row.what for row in table())}")
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)     # under nohup jobs would go on, as they should
     done = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"         # torch keeps that
@@ -114,6 +115,7 @@ def table() -> Iterator[Row]:
                       ranks_told(place, "loop", native, LOOPS_FOR, words=f"rank {VICTIM} lives, and is here"), 2)
         for fault in ("KILL", "exit 0", "raise"):
             yield Row(f"{fault}, before ranks have met, {by}", START, ranks_told("start", fault, native))
+        yield Row(f"STOP, before ranks have met, {by}", STOP, ranks_told("start", "STOP", native), 4)
         yield Row(f"ranks disagree in {COUNTED}, {by}", WAYS, ranks_apart(native))
     for fault, limit in (("KILL", KERNEL), ("STOP", FAR)):
         yield Row(f"{fault}, loading, a host each", limit, ranks_told(

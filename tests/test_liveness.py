@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness import PROGRAMS, PYTHON, RUN, TORCHRUN, Started, by_hand, environment, results
 
-from globaltensor.runtime import deadlock, host_processes, liveness, stacks
+from globaltensor.runtime import deadlock, host_processes, liveness, stacks, start_watch
 from globaltensor.runtime.codec import encode_message
 from globaltensor.runtime.host_processes import (
     ENDED,
@@ -22,6 +22,7 @@ from globaltensor.runtime.host_processes import (
     rank_processes,
 )
 from globaltensor.runtime.liveness import Liveness
+from globaltensor.runtime.native import torch_ext
 
 PROGRAM = PROGRAMS / "faults.py"
 KERNEL = 2.0                                         # seconds, where the kernel tells of a death
@@ -32,7 +33,8 @@ START = 5.0
 DEATHS = [(place, fault, native, START if place == "start" else KERNEL)
           for place in ("start", "boxing", "saving", "loading", "data") for fault in ("KILL", "SEGV", "exit 0")
           for native in ("1", "0")]
-STOPS = [(place, "STOP", native, STOP) for place in ("boxing", "saving", "loading", "data") for native in ("1", "0")]
+STOPS = [(place, "STOP", native, STOP) for place in ("start", "boxing", "saving", "loading", "data")
+         for native in ("1", "0")]
 FEW = [("saving", "KILL", "1", KERNEL)]
 
 
@@ -60,6 +62,30 @@ def test_a_rank_that_is_lost_is_named_in_time(place, fault, native, limit, tmp_p
     for rank, each in happens(place, fault, native, tmp_path).items():
         assert "rank 1" in each["told"], f"rank {rank}: {each}"
         assert each["after"] < limit, f"rank {rank}: {each}"
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("place, fault, native, victim", [
+    ("start", "STOP", "1", 0),                       # that one keeps the store
+    ("connecting", "STOP", "1", 2), ("connecting", "STOP", "0", 0), ("connecting", "KILL", "1", 1),
+    ("sharing", "STOP", "1", 1), ("sharing", "KILL", "1", 2)])
+def test_a_rank_that_is_lost_while_others_start_inside_torch_is_named(place, fault, native, victim, tmp_path):
+    """There nobody can raise: where it takes too long, processes show the error and end."""
+    if place == "sharing" and torch_ext is None:
+        pytest.skip("the native code is not built")
+    started = by_hand([PROGRAM, place, fault, tmp_path], 3, GLOBALTENSOR_NATIVE=native, VICTIM=str(victim))
+    try:
+        errors = {rank: one.end(60)[2] for rank, one in enumerate(started) if rank != victim}
+    finally:
+        for one in started:
+            if one.process.poll() is None:
+                os.killpg(one.process.pid, signal.SIGKILL)
+            one.process.communicate()
+    told = {rank: each["told"] for rank, each in results(tmp_path).items()}
+    for rank, text in errors.items():
+        text = told.get(rank) or text
+        assert f"rank {victim} " in text and "faults.py:" in text, f"rank {rank}: {text}"
 
 
 @pytest.mark.long
@@ -236,6 +262,25 @@ def test_a_process_runs_is_stopped_and_ends(child, clock):
     child.kill()
     assert soon(lambda: process_state(process) == ENDED), "though nobody has waited for it: it is a zombie"
     assert alive.lost([1]).rank == 1
+
+
+def test_a_neighbour_that_is_stopped_is_named_and_one_that_has_met_all_must_not_end(child, clock, monkeypatch):
+    for name, value in dict(RANK="2", WORLD_SIZE="5", MASTER_PORT="1", MASTER_ADDR="test").items():
+        monkeypatch.setenv(name, value)
+    near = start_watch.Neighbours(2, 5)
+    process = process_id(child.pid)
+    assert near.ranks == {0, 1, 3, 4} and near.seen_here() == {3: process} == near.seen_here()
+    child.send_signal(signal.SIGSTOP)
+    assert soon(lambda: process_state(process) == STOPPED)
+    for _ in range(4):
+        assert near.lost() is None
+        clock[0] += 1.5
+    assert near.lost().rank == 3 and f"kill -CONT {child.pid}" in near.lost().how
+    child.kill()
+    assert soon(lambda: process_state(process) == ENDED)
+    assert near.seen_here() == {} and near.lost() is None, "it may not have met anybody"
+    near.know(dict.fromkeys(range(5), host_processes.own_process()) | {3: process})
+    assert near.lost().rank == 3
 
 
 @pytest.mark.usefixtures("real_processes")           # whose stacks begin with the program

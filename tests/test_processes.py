@@ -346,10 +346,15 @@ def test_a_module(tmp_path):
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_their_launcher(how, tmp_path):
-    started = Started([*RUN, "-n", 2, FAILS, "waits"], environment(TMPDIR=str(tmp_path)))
+    before = ["nohup"] if how == signal.SIGTERM else []
+    started = Started([*before, *RUN, "-n", 2, FAILS, "waits"], environment(TMPDIR=str(tmp_path)))
     lines = [started.process.stdout.readline() for _ in range(2)]
     assert all("is process" in line for line in lines), started.end()
     ranks = [int(line.split()[-1]) for line in lines]
+    if before:                                       # the terminal is gone, but the job was to go on
+        os.kill(started.process.pid, signal.SIGHUP)
+        time.sleep(1)
+        assert started.process.poll() is None and all(map(alive, ranks))
     os.kill(started.process.pid, how)
     began = time.monotonic()
     code, _, err = started.end(30)

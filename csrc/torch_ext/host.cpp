@@ -11,6 +11,7 @@ namespace gt {
 namespace {
 
 gt_transport* transport = nullptr;
+int ranks_of_host = 0;                               // of the transport
 bool waits_counted = false;
 PyObject* failure_hook = nullptr;                    // (how, what, rank to blame, text): raises
 PyObject *enter_hook = nullptr, *leave_hook = nullptr, *check_hook = nullptr;
@@ -24,6 +25,7 @@ void call_unraising(PyObject* hook, PyObject* result) {
 std::string open_transport(int rank, int ranks, double timeout) {
   char error[512] = "";
   transport = gt_open(rank, ranks, timeout, error, sizeof error);
+  ranks_of_host = ranks;
   TORCH_CHECK(transport, error);
   count_waits(waits_counted);
   return gt_address(transport);
@@ -32,7 +34,7 @@ std::string open_transport(int rank, int ranks, double timeout) {
 void connect_transport(const std::vector<std::string>& addresses) {
   std::vector<const char*> names;
   for (const auto& address : addresses) names.push_back(address.c_str());
-  raise_if_failed(gt_connect(transport, names.data()), "connecting over shared memory");
+  raise_if_failed(gt_connect(transport, names.data()), "");
 }
 
 void close_transport() {
@@ -40,15 +42,15 @@ void close_transport() {
   transport = nullptr;
 }
 
-std::vector<std::string> collect_reports(int ranks, double seconds) {
+std::vector<std::string> collect_reports(double seconds) {
   constexpr size_t kEach = 1024;
-  std::vector<char> texts(ranks * kEach);
+  std::vector<char> texts(ranks_of_host * kEach);
   {
     py::gil_scoped_release free;
     gt_collect_reports(transport, seconds, texts.data(), kEach);
   }
   std::vector<std::string> reports;
-  for (int r = 0; r < ranks; r++) reports.emplace_back(texts.data() + r * kEach);
+  for (int r = 0; r < ranks_of_host; r++) reports.emplace_back(texts.data() + r * kEach);
   return reports;
 }
 
@@ -108,7 +110,8 @@ uint64_t hash_text(const std::string& text) {
 void bind_host(py::module_& m) {
   m.def("open_transport", &open_transport,
         "Open this rank's side of the shared memory of a host; gives the address that the other ranks need.");
-  m.def("connect_transport", &connect_transport, "Map the memory of the ranks at these addresses.");
+  m.def("connect_transport", &connect_transport, py::call_guard<py::gil_scoped_release>(),
+        "Map the memory of the ranks at these addresses.");
   m.def("leave_transport", [](const std::string& how) { if (transport) gt_leave(transport, how.c_str()); },
         "How this rank is about to end, for the errors of the others.");
   m.def("close_transport", &close_transport);

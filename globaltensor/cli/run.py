@@ -112,6 +112,8 @@ def _environment(ranks: int, hosts: int) -> None:
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")            # no warnings about names of sockets
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:            # nohup: torch's agent would end the job
+        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
 
 
 def _launch(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str]) -> int:

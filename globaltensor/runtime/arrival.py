@@ -6,6 +6,7 @@ there: ranks meet first, in a store that answers at once, and only then does tor
 
     a rank that ends by itself        says so, in the store, and to the ranks of its host by a name of its process
     a rank that was seen in /proc and is gone
+    a rank that is stopped            after some seconds
     a rank that no launcher started, though it started all others of this host long ago
     a rank that came, and whose process has ended (where launchers set no variables, so that /proc does not tell)
     a rank that nobody has seen       may still be on its way: it is waited for, and named when time is over
@@ -37,16 +38,15 @@ from globaltensor.runtime.deadlock import rank_names
 from globaltensor.runtime.host_processes import (
     ENDED,
     ProcessId,
-    host_id,
     is_of_a_rank,
     job_name,
     mark_ended,
     own_process,
     process_state,
-    rank_processes,
 )
 from globaltensor.runtime.launchers import recognize_launcher
 from globaltensor.runtime.liveness import Loss, name_start, of_this_start
+from globaltensor.runtime.start_watch import Neighbours
 from globaltensor.runtime.store_tree import (
     LAST_LOOK,
     children_of,
@@ -154,10 +154,7 @@ class _Others:
 
     def __init__(self, rank: int, size: int, store: dist.Store | None, patience: float) -> None:
         self.rank, self.size, self.store = rank, size, store
-        self.job = job_name(dict(os.environ))
-        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        first = rank - rank % per_host
-        self.here = set(range(first, first + per_host)) - {rank}
+        self.neighbours = Neighbours(rank, size)
         self.launched = "TORCHELASTIC_RUN_ID" in os.environ
         self.keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.began, self.scanned, self.patience = time.monotonic(), 0.0, patience
@@ -215,8 +212,9 @@ class _Others:
         time_now = time.monotonic()
         if time_now - self.scanned >= _SCANS:
             self.scanned = time_now
-            if gone := self._never_came(time_now) | self._came_and_ended():
-                loss = _ended_before(gone)
+            here = self.neighbours.seen_here()
+            gone = self._never_came(set(here), time_now) | self._came_and_ended()
+            if loss := _ended_before(gone) if gone else self.neighbours.long_stopped(here):
                 if self.store is not None:
                     self.hear()                      # perhaps of the one with which it began
                     _tell_of_loss(self.store, self.rank, self.size, loss)
@@ -247,20 +245,20 @@ class _Others:
         there /proc tells."""
         if self.launched or self.store is None:
             return set()
-        after = sorted(self.here, key=lambda r: (r - self.rank) % self.size)[:_AFTER]
+        after = sorted(self.neighbours.ranks, key=lambda r: (r - self.rank) % self.size)[:_AFTER]
         for rank in after:
             if rank not in self.came and (challenge := read_message(self.store, _challenge_key(rank))) is not None:
                 self.came[rank] = challenge[1]
         return {rank for rank, process in self.came.items() if process.here and process_state(process) == ENDED}
 
-    def _never_came(self, time_now: float) -> set[int]:
+    def _never_came(self, here: set[int], time_now: float) -> set[int]:
         """Ranks of this host that were seen, or must have been started, and are not there at two looks."""
-        if not host_id() or not self.job:
+        if not self.neighbours.visible:
             return set()
-        present = {each.rank for each in rank_processes(self.job)}
-        expected = self.here if self.launched and time_now - self.began > _TOGETHER else self.seen
-        self.seen |= present & self.here
-        before, self.missing = self.missing, expected - present
+        late = self.launched and time_now - self.began > _TOGETHER
+        expected = self.neighbours.ranks if late else self.seen
+        self.seen |= here
+        before, self.missing = self.missing, expected - here
         return self.missing & before
 
 

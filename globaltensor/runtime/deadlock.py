@@ -269,7 +269,7 @@ class Watch:
         if _current is current and not self.ended.is_set():
             error = self.verdict()
             assert error is not None
-            _end_process(error)
+            end_process(error)
 
     def publish(self, current: Current) -> bool:
         """Let the others know of this wait, once; False where it is over meanwhile."""
@@ -318,7 +318,7 @@ class Watch:
             current.abort()
             time.sleep(PERIOD / 10)
         if _current is current:
-            _end_process(_error(self.rows, waits[self.rank].where))
+            end_process(_error(self.rows, waits[self.rank].where))
 
     def apart(self, waits: Mapping[int, Wait]) -> dict[int, str]:
         """By rank, in what its program differs from the others'. All of them look at the same waits, and so ask."""
@@ -345,8 +345,8 @@ class Watch:
             time.sleep(seconds)
 
 
-def _end_process(error: GlobalTensorError) -> None:
-    """The main thread is inside torch, and no exception reaches it."""
+def end_process(error: GlobalTensorError) -> None:
+    """Show an error and end: the main thread is inside torch, and no exception reaches it."""
     sys.excepthook(type(error), error, None)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,11 +23,13 @@ from globaltensor.errors import ArgumentError, TransportError, counted, expect
 from globaltensor.runtime import arrival, deadlock, lineage, liveness, machine as machines, native
 from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count, engine_in, engine_of
 from globaltensor.runtime.gloo import gloo_error, keep_for_ever
+from globaltensor.runtime.host_processes import ProcessId
 from globaltensor.runtime.launchers import recognize_launcher
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.secret import share_secret
 from globaltensor.runtime.stacks import arm_stacks
+from globaltensor.runtime.start_watch import watch_start
 from globaltensor.runtime.store_tree import gather_in_store
 from globaltensor.runtime.torch_internals import default_store, process_groups
 from globaltensor.runtime.world import World, begin, shared_gpu, start_with, started
@@ -64,11 +66,7 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
     if dist.is_available() and not dist.is_initialized():
         recognize_launcher()
     if dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()):
-        new = _processes(patience := timedelta(seconds=timeout) if timeout else TIMEOUT, machine)
-        begin(new)
-        # begun before it is connected: connecting takes messages, which need to know the ranks
-        if new.size > 1:
-            _connect(new, patience, machine)
+        new = _processes(timedelta(seconds=timeout) if timeout else TIMEOUT, machine)
         if ranks not in (None, new.size):
             raise TransportError(f"the launcher started {new.size} ranks, the program asks for {ranks}",
                                  fix=f"globaltensor run -n {ranks} ...")
@@ -96,11 +94,24 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     _log.info("rank %d of %d starts%s", rank, size, f" again, restart {again}" if again else "")
     share_secret(_ranks_per_host(size) == size, rank == 0)
-    meeting = liveness.connected_to(default_store()) if running else arrival.open_store(timeout)
-    store, processes = arrival.meet(meeting, rank, size, timeout)
+    with watch_start(rank, size) as neighbours:
+        meeting = liveness.connected_to(default_store()) if running else arrival.open_store(timeout)
+        store, processes = arrival.meet(meeting, rank, size, timeout)
+        neighbours.know(processes)
+        new = _world_of(store, processes, rank, size, timeout, machine)
+        begin(new)
+        # begun before it is connected: connecting takes messages, which need to know the ranks
+        if size > 1:
+            _connect(new, timeout, machine)
+    return new
+
+
+def _world_of(store: dist.Store, processes: dict[int, ProcessId], rank: int, size: int, timeout: timedelta,
+              machine: Machine | None) -> World:
+    """The world of ranks that have met in this store."""
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         atexit.register(liveness.keep_store_for_readers, store)
-    if not running:
+    if not dist.is_initialized():
         _start_torch(store, rank, size, timeout)
     if torch_ext is not None:
         torch_ext.outlive_gloo()
@@ -148,9 +159,9 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
         if address is not None:
             torch_ext.close_transport()
         return
+    new.host_peers = frozenset(here)                 # before: errors name them
     torch_ext.connect_transport(addresses[first:first + len(here)])
     torch_ext.on_waiting(deadlock.enter, deadlock.leave, deadlock.raise_if_in_vain)
-    new.host_peers = frozenset(here)
     new.transport = f"shared memory, then {new.transport}" if len(here) < new.size else "shared memory"
     if machine is None and new.staged:
         new.machine = replace(machines.shared_memory, hosts=new.machine.hosts)

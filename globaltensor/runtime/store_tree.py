@@ -30,11 +30,21 @@ def children_of(rank: int, size: int) -> range:
     return range(_CHILDREN * rank + 1, min(size, _CHILDREN * (rank + 1) + 1))
 
 
+_looked = 0.0
+
+
+def last_look() -> float:
+    """When one of the waits here looked last, and would have raised; by time.monotonic()."""
+    return _looked
+
+
 def looks(look: Callable[[], None]) -> Iterator[None]:
     """As often as one likes, ever more seldom; `look` is called in between, and raises where the wait is in vain."""
+    global _looked
     pause = _FIRST_LOOK
     while True:
         yield
+        _looked = time.monotonic()
         look()
         time.sleep(pause)
         pause = min(LAST_LOOK, 1.25 * pause)

@@ -1,7 +1,7 @@
 """Something happens to rank 1 while the others wait for it: faults.py PLACE FAULT FOLDER [TIMEOUT].
 
-Rank 1 notes when, in FOLDER; every other rank notes in `<rank>.json` what it was told, and how long after. Without a
-fault, "none", it notes that nothing was raised.
+It is another rank where the variable VICTIM says so. It notes when, in FOLDER; every other rank notes in
+`<rank>.json` what it was told, and how long after. Without a fault, "none", it notes that nothing was raised.
 """
 import ctypes
 import json
@@ -16,10 +16,10 @@ from torch import nn
 
 import globaltensor as gt
 from globaltensor.checkpoint import loading, saving
-from globaltensor.runtime import host_processes
+from globaltensor.runtime import host_processes, start
 
 place, fault, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-rank = int(os.environ["RANK"])
+rank, victim = int(os.environ["RANK"]), int(os.environ.get("VICTIM", 1))
 if "HOSTS" in os.environ:                            # as if each rank were on a host of its own
     host_processes.host_id = lambda: f"host {rank}"
 if len(sys.argv) > 4:                                # seconds
@@ -27,8 +27,8 @@ if len(sys.argv) > 4:                                # seconds
 
 
 def go_wrong(*_):
-    """What happens to rank 1; the other ranks go on."""
-    if rank != 1:
+    """What happens to the victim; the other ranks go on."""
+    if rank != victim:
         return
     (folder / "when.new").write_text(str(time.time()))
     (folder / "when.new").rename(folder / "when")
@@ -79,12 +79,16 @@ class Layer(nn.Linear):
 def act():
     if place == "start":
         waits = folder / "waits"
-        if rank != 1:
+        if rank != victim:
             waits.touch()
-        while rank == 1 and not waits.exists() and "TORCHELASTIC_RUN_ID" not in os.environ:
+        while rank == victim and not waits.exists() and "TORCHELASTIC_RUN_ID" not in os.environ:
             time.sleep(0.1)
-        time.sleep(2 * (rank == 1))
+        time.sleep(2 * (rank == victim))
         go_wrong()
+    elif place == "connecting":                      # of gloo, after they have met
+        before(start, "_start_torch")
+    elif place == "sharing":                         # of memory, last
+        before(start.torch_ext, "connect_transport")
     where = gt.placement.all("cpu")
     x = gt.ones(8, 5, placement=where, sbp=gt.sbp.split(0))
     state = {"x": x}
@@ -130,7 +134,7 @@ try:
     act()
 except gt.GlobalTensorError as error:
     caught = error
-if rank != 1:
+if rank != victim:
     when = folder / "when"
     after = time.time() - float(when.read_text()) if when.exists() else None
     (folder / f"{rank}.json").write_text(json.dumps({"told": str(caught or "nothing"), "after": after}))
