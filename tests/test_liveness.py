@@ -264,10 +264,10 @@ def test_a_process_runs_is_stopped_and_ends(child, clock):
     assert alive.lost([1]).rank == 1
 
 
-def test_a_neighbour_that_is_stopped_is_named_and_one_that_has_met_all_must_not_end(child, clock, monkeypatch):
+def test_a_rank_of_this_host_that_is_stopped_is_named_and_one_that_has_met_all_must_not_end(child, clock, monkeypatch):
     for name, value in dict(RANK="2", WORLD_SIZE="5", MASTER_PORT="1", MASTER_ADDR="test").items():
         monkeypatch.setenv(name, value)
-    near = start_watch.Neighbours(2, 5)
+    near = start_watch.HostPeers(2, 5)
     process = process_id(child.pid)
     assert near.ranks == {0, 1, 3, 4} and near.seen_here() == {3: process} == near.seen_here()
     child.send_signal(signal.SIGSTOP)
@@ -290,6 +290,10 @@ def test_ranks_and_their_stacks_are_found_by_other_processes(child):
     for _ in range(2):                               # the second time, only the new one
         stack = stacks.stack_of(child.pid).splitlines()
         assert len(stack) == 2 and "in deep" in stack[0] and "in <module>" in stack[1], stack
+    child.send_signal(signal.SIGSTOP)
+    assert soon(lambda: process_state(each.process) == STOPPED)
+    began = time.monotonic()
+    assert stacks.stack_of(child.pid) == "" and time.monotonic() - began < stacks._PATIENCE / 2
 
 
 def test_a_process_that_is_not_armed_is_left_alone():

@@ -46,7 +46,7 @@ from globaltensor.runtime.host_processes import (
 )
 from globaltensor.runtime.launchers import recognize_launcher
 from globaltensor.runtime.liveness import Loss, name_start, of_this_start
-from globaltensor.runtime.start_watch import Neighbours
+from globaltensor.runtime.start_watch import HostPeers
 from globaltensor.runtime.store_tree import (
     LAST_LOOK,
     children_of,
@@ -154,7 +154,7 @@ class _Others:
 
     def __init__(self, rank: int, size: int, store: dist.Store | None, patience: float) -> None:
         self.rank, self.size, self.store = rank, size, store
-        self.neighbours = Neighbours(rank, size)
+        self.host_peers = HostPeers(rank, size)
         self.launched = "TORCHELASTIC_RUN_ID" in os.environ
         self.keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.began, self.scanned, self.patience = time.monotonic(), 0.0, patience
@@ -212,9 +212,9 @@ class _Others:
         time_now = time.monotonic()
         if time_now - self.scanned >= _SCANS:
             self.scanned = time_now
-            here = self.neighbours.seen_here()
+            here = self.host_peers.seen_here()
             gone = self._never_came(set(here), time_now) | self._came_and_ended()
-            if loss := _ended_before(gone) if gone else self.neighbours.long_stopped(here):
+            if loss := _ended_before(gone) if gone else self.host_peers.long_stopped(here):
                 if self.store is not None:
                     self.hear()                      # perhaps of the one with which it began
                     _tell_of_loss(self.store, self.rank, self.size, loss)
@@ -245,7 +245,7 @@ class _Others:
         there /proc tells."""
         if self.launched or self.store is None:
             return set()
-        after = sorted(self.neighbours.ranks, key=lambda r: (r - self.rank) % self.size)[:_AFTER]
+        after = sorted(self.host_peers.ranks, key=lambda r: (r - self.rank) % self.size)[:_AFTER]
         for rank in after:
             if rank not in self.came and (challenge := read_message(self.store, _challenge_key(rank))) is not None:
                 self.came[rank] = challenge[1]
@@ -253,10 +253,10 @@ class _Others:
 
     def _never_came(self, here: set[int], time_now: float) -> set[int]:
         """Ranks of this host that were seen, or must have been started, and are not there at two looks."""
-        if not self.neighbours.visible:
+        if not self.host_peers.visible:
             return set()
         late = self.launched and time_now - self.began > _TOGETHER
-        expected = self.neighbours.ranks if late else self.seen
+        expected = self.host_peers.ranks if late else self.seen
         self.seen |= here
         before, self.missing = self.missing, expected - here
         return self.missing & before

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _NAME = "globaltensor-stack"
-_PATIENCE = 2.0                                      # seconds until a process that does not answer counts as stopped
+_PATIENCE = 6.0                                      # seconds that a process may take, unless it is stopped
 
 
 def _signal() -> int:
@@ -36,7 +36,7 @@ def stack_of(pid: int) -> str:
     stopped, or is no process of this user."""
     with suppress(OSError):
         file = _file_of(pid)
-        if file is None or not _catches(pid):
+        if file is None or not _answers(pid):
             return ""
         before = file.stat().st_size
         os.kill(pid, _signal())
@@ -61,7 +61,10 @@ def _file_of(pid: int) -> Path | None:
     return None
 
 
-def _catches(pid: int) -> bool:
-    """Else the signal would end it: a program that this one became by exec may have the file, but no handler."""
-    caught = re.search(r"(?m)^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
-    return caught is not None and bool(int(caught[1], 16) >> _signal() - 1 & 1)
+def _answers(pid: int) -> bool:
+    """Not if it is stopped. And the signal would end a program that this one became by exec: that may have the file,
+    but has no handler."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = re.search(r"(?m)^SigCgt:\s*([0-9a-f]+)", status)
+    stopped = re.search(r"(?m)^State:\s*[Tt]", status)
+    return caught is not None and stopped is None and bool(int(caught[1], 16) >> _signal() - 1 & 1)

@@ -94,10 +94,10 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     _log.info("rank %d of %d starts%s", rank, size, f" again, restart {again}" if again else "")
     share_secret(_ranks_per_host(size) == size, rank == 0)
-    with watch_start(rank, size) as neighbours:
+    with watch_start(rank, size) as host_peers:
         meeting = liveness.connected_to(default_store()) if running else arrival.open_store(timeout)
         store, processes = arrival.meet(meeting, rank, size, timeout)
-        neighbours.know(processes)
+        host_peers.know(processes)
         new = _world_of(store, processes, rank, size, timeout, machine)
         begin(new)
         # begun before it is connected: connecting takes messages, which need to know the ranks

@@ -32,7 +32,7 @@ _QUIET = 2.0                                         # seconds without a look af
 _LAST = 3.0                                          # seconds by which rank 0 ends later than others
 
 
-class Neighbours:
+class HostPeers:
     """The ranks of this host, as far as this one has to wait for them."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -75,15 +75,15 @@ class Neighbours:
 
 
 @contextmanager
-def watch_start(rank: int, size: int) -> Iterator[Neighbours]:
+def watch_start(rank: int, size: int) -> Iterator[HostPeers]:
     """Inside, ranks start: none of them may be waited for in vain, also where nothing is raised."""
-    neighbours, over, caller = Neighbours(rank, size), threading.Event(), threading.get_ident()
+    host_peers, over, caller = HostPeers(rank, size), threading.Event(), threading.get_ident()
 
     def watch() -> None:
         well, first = time.monotonic(), None
         while not over.wait(_PERIOD):
             time_now = time.monotonic()
-            if time_now - last_look() < _QUIET or (loss := neighbours.lost()) is None:
+            if time_now - last_look() < _QUIET or (loss := host_peers.lost()) is None:
                 well, first = time_now, None
                 continue
             first = first or loss                    # others may end because of it
@@ -96,7 +96,7 @@ def watch_start(rank: int, size: int) -> Iterator[Neighbours]:
     thread = threading.Thread(target=watch, daemon=True, name="globaltensor start")
     thread.start()
     try:
-        yield neighbours
+        yield host_peers
     finally:
         over.set()
         thread.join()
