@@ -51,6 +51,8 @@ FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | dict.fromke
     "Plan": "globaltensor.parallel.plan",
     "ScheduleError": "globaltensor.schedules.schedule",
     "StageError": "globaltensor.pipelining.stages",
+    "Strategy": "globaltensor.planner.strategy",
+    "StrategyError": "globaltensor.planner.checking",
     "StateError": "globaltensor.checkpoint.tree",
     "audit": "globaltensor.debug.audit",
     "boxing": "globaltensor.boxings.watch",
@@ -137,6 +139,8 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
     from globaltensor.parallel.zero import zero as zero
     from globaltensor.pipelining.runner import pipeline as pipeline
     from globaltensor.pipelining.stages import StageError as StageError
+    from globaltensor.planner.checking import StrategyError as StrategyError
+    from globaltensor.planner.strategy import Strategy as Strategy
     from globaltensor.runtime.preemption import REQUEUE as REQUEUE, preempted as preempted
     from globaltensor.runtime.start import init as init
     from globaltensor.runtime.world import rank as rank, world_size as world_size

@@ -11,6 +11,7 @@
         selective               without its 5 a s/h term: attention is recomputed
         full                    2 s b h: only the layer's input is kept
         flash attention         without the 5 a s/h term, whatever is recomputed                      arXiv:2205.14135
+    and of the loss, in 32 bits 4 s b V/t                                                             arXiv:2205.05198
 
 All are integers or fractions, exact.
 """
@@ -67,6 +68,10 @@ class GPT:
     def logits_forward(self, micro_batch: int, tensor: int = 1) -> Fraction:
         """Operations of the output layer's forward."""
         return Fraction(2 * micro_batch * self.sequence * self.hidden * self.vocabulary, tensor)
+
+    def logits_bytes(self, micro_batch: int, tensor: int = 1) -> Fraction:
+        """Bytes that a rank with the output layer keeps for the loss of a micro-batch."""
+        return Fraction(4 * micro_batch * self.sequence * self.vocabulary, tensor)
 
     def operations(self, batch: int, recompute: str = "full") -> Fraction:
         """Of one iteration on a whole batch, including recomputation."""

@@ -14,21 +14,25 @@ communication is what this library would do: every transfer is a boxing, and its
                          P -> S(0), and nothing else
 
 All replicas of dp do the same at the same time, and so do the ranks of tp: one pipeline is simulated for all of them.
+Stages have as many layers each as can be, or as many as the plan says; what is recomputed may differ between the ranks
+of a pipeline, since the first ones keep the activations of more micro-batches.
 Left out, being small: embedding lookups, norms of gradients, the loss's reduction over a split vocabulary.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from globaltensor.boxings.plan import bytes_received, plan as plan_boxing
+from globaltensor.boxings.plan import BoxingPlan, bytes_received, plan as plan_boxing
 from globaltensor.errors import ShapeError
 from globaltensor.layouts.layout import Shape, layout
 from globaltensor.layouts.placement import placement
+from globaltensor.layouts.recent import KEPT
 from globaltensor.layouts.regions import split_range
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.runtime.machine import Machine
@@ -41,12 +45,16 @@ from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import SimulatedRun, simulate
 from globaltensor.simulator.gpt import GPT
 from globaltensor.simulator.memory import model_states
-from globaltensor.simulator.stage_times import layer_times, output_times, with_gathers
+from globaltensor.simulator.stage_times import PassTimes, layer_times, output_times, with_gathers
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How a GPT is trained: ranks per axis, batch, schedule, and what is recomputed or sharded to save memory."""
+    """How a GPT is trained: ranks per axis, batch, schedule, and what is recomputed or sharded to save memory.
+
+    recompute   none, selective or full; or a tuple with one of these for each rank of the pipeline
+    layers      of each stage (default: as even as possible, the first stages having one more)
+    """
 
     micro_batch: int
     global_batch: int
@@ -56,8 +64,14 @@ class TrainingPlan:
     schedule: str = "1f1b"
     chunks: int | None = None
     zero: int = 0
-    recompute: str = "full"
+    recompute: str | tuple[str, ...] = "full"
     sequence_parallel: bool = False
+    layers: tuple[int, ...] = ()
+
+    @property
+    def recompute_of_ranks(self) -> tuple[str, ...]:
+        """For each rank of the pipeline."""
+        return (self.recompute,) * self.pp if isinstance(self.recompute, str) else self.recompute
 
     @property
     def devices(self) -> int:
@@ -101,6 +115,15 @@ class DataParallelCost(NamedTuple):
     gathers: list[float]
 
 
+class RankEnd(NamedTuple):
+    """Seconds of a step on one rank of the pipeline: all of it; after its last action the reductions; the optimizer,
+    and what a step takes besides."""
+
+    total: float
+    reductions: float
+    optimizer: float
+
+
 @dataclass(frozen=True)
 class SimulatedStep:
     """What a step of training takes. `seconds` includes reductions and the optimizer; memory is in bytes."""
@@ -115,6 +138,25 @@ class SimulatedStep:
     tensor: TransferCost                              # of the stage that transfers most, in a step
     stage: TransferCost                               # one transfer between stages
     data: TransferCost                                # gradients and parameters of the busiest rank, in a step
+    rank_ends: list[RankEnd]                          # per pipeline rank
+
+
+@lru_cache(256)
+def _machine_of(cluster: Cluster, devices: int) -> Machine:
+    return cluster.machine(devices)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What a step adds up, before it is known in which order: for each stage its layers, the parameters of its parts,
+    the seconds of its actions, and what data parallelism transfers; a reduction on tp; the slowest hop."""
+
+    layers: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]
+    costs: Costs
+    data: tuple[DataParallelCost, ...]
+    reduction: TransferCost
+    transfer: TransferCost
 
 
 def simulate_training(gpt: GPT, plan: TrainingPlan, cluster: Cluster, record: bool = False,
@@ -128,40 +170,86 @@ def simulate_training(gpt: GPT, plan: TrainingPlan, cluster: Cluster, record: bo
     if gpt.layers < schedule.stages:
         raise ShapeError(f"{gpt.layers} layers in {schedule.stages} stages", "a stage has at least one layer",
                          f"--pp {gpt.layers // schedule.chunks or 1}, or fewer chunks")
-    ranges = [split_range(gpt.layers, schedule.stages, s) for s in range(schedule.stages)]
-    layers = [stop - start for start, stop in ranges]
+    step = step_costs(gpt, plan, cluster, schedule.rank_of)
+    run = simulate(schedule, step.costs, record)
+    ends, data = end_of_step(run, plan, cluster, step)
+    states, activations = rank_memory(gpt, plan, step, schedule.stages_of, peak_activations(schedule))
+    by_rank = list(zip(schedule.stages_of, plan.recompute_of_ranks))
+    per_micro_batch = [float(_kept_of_micro_batch(gpt, plan, step, stages, recompute))
+                       for stages, recompute in by_rank]
+    reductions = max(sum(step.layers[stage] for stage in stages) * (6 if recompute == "full" else 4)
+                     for stages, recompute in by_rank)
+    return SimulatedStep(run, plan, max(end.total for end in ends), _operations(gpt, plan, step, schedule), states,
+                         activations, per_micro_batch, step.reduction * (reductions * plan.micro_batches),
+                         step.transfer, data, ends)
+
+
+def _operations(gpt: GPT, plan: TrainingPlan, step: StepCosts, schedule: Schedule) -> Fraction:
+    """Of one iteration, with what each rank recomputes."""
+    one = replace(gpt, layers=1)
+    again = {recompute: one.operations(plan.global_batch, recompute) - one.operations(plan.global_batch, "none")
+             for recompute in set(plan.recompute_of_ranks)}
+    return gpt.operations(plan.global_batch, "none") + sum(
+        step.layers[stage] * again[plan.recompute_of_ranks[rank]] for stage, rank in enumerate(schedule.rank_of))
+
+
+def step_costs(gpt: GPT, plan: TrainingPlan, cluster: Cluster, rank_of: tuple[int, ...]) -> StepCosts:
+    """What the stages of a plan take, where stage s is on rank `rank_of[s]` of the pipeline."""
+    layers = plan.layers or tuple(stop - start for start, stop in (
+        split_range(gpt.layers, len(rank_of), s) for s in range(len(rank_of))))
+    if len(layers) != len(rank_of) or sum(layers) != gpt.layers or min(layers) < 1:
+        raise ShapeError(f"stages of {', '.join(map(str, layers))} layers", f"there are {len(rank_of)} stages with at "
+                         f"least one layer each, and {gpt.layers} layers", "no `layers`: as even as possible")
+    if len(plan.recompute_of_ranks) != plan.pp:
+        raise ShapeError(f"recompute for {len(plan.recompute_of_ranks)} ranks of a pipeline", f"it has {plan.pp}",
+                         'one for each, or one for all: "full"')
     parts = _stage_parts(gpt, plan.tp, layers)
     with hypothetical_placements():
-        machine = cluster.machine(plan.devices)
-        reduction, hops, transfer = _transfer_costs(gpt, plan, machine, schedule)
+        machine = _machine_of(cluster, plan.devices)
+        reduction, hops, transfer = transfer_costs(gpt, plan, machine, rank_of)
         by_parts = {one: _data_parallel_cost(plan, machine, one) for one in set(parts)}
-    data_costs = [by_parts[one] for one in parts]
-    run = simulate(schedule, _costs(gpt, plan, cluster, layers, reduction, hops, data_costs), record)
-    seconds, data = _end_of_step(run, plan, cluster, parts, data_costs)
-    per_rank = [sum(layers[stage] for stage in stages) for stages in schedule.stages_of]
-    per_layer = gpt.activations_per_layer(plan.micro_batch, plan.tp, plan.sequence_parallel, plan.recompute)
-    without_recompute = gpt.activations_per_layer(plan.micro_batch, plan.tp, plan.sequence_parallel)
-    # With full recomputation the layer that is being recomputed has all its activations, beside the kept inputs.
-    again = without_recompute if plan.recompute == "full" else 0
-    activations = [float(peak * n * per_layer + again) for peak, n in zip(peak_activations(schedule), per_rank)]
-    reductions_per_layer = 6 if plan.recompute == "full" else 4
-    most = max(per_rank) * plan.micro_batches * reductions_per_layer
-    return SimulatedStep(run, plan, seconds, gpt.operations(plan.global_batch, plan.recompute),
-                         [_model_bytes(plan, [parts[stage] for stage in stages])
-                          for stages in schedule.stages_of],
-                         activations, [float(n * per_layer) for n in per_rank], reduction * most, transfer, data)
+    data = tuple(by_parts[one] for one in parts)
+    return StepCosts(layers, parts, _costs(gpt, plan, cluster, layers, rank_of, reduction, hops, data), data,
+                     reduction, transfer)
 
 
-def _costs(gpt: GPT, plan: TrainingPlan, cluster: Cluster, layers: list[int], reduction: TransferCost,
-           hops: tuple[Hop, ...], data_costs: list[DataParallelCost]) -> Costs:
+def _kept_of_layer(gpt: GPT, plan: TrainingPlan, recompute: str) -> Fraction:
+    """Bytes of activations that a rank keeps of a layer for a micro-batch."""
+    return gpt.activations_per_layer(plan.micro_batch, plan.tp, plan.sequence_parallel, recompute)
+
+
+def _kept_of_micro_batch(gpt: GPT, plan: TrainingPlan, step: StepCosts, stages: Sequence[int],
+                         recompute: str) -> Fraction:
+    """Bytes of activations that the rank with these stages keeps for a micro-batch."""
+    loss = gpt.logits_bytes(plan.micro_batch, plan.tp) if len(step.layers) - 1 in stages else 0
+    return sum(step.layers[stage] for stage in stages) * _kept_of_layer(gpt, plan, recompute) + loss
+
+
+def rank_memory(gpt: GPT, plan: TrainingPlan, step: StepCosts, stages_of: Sequence[Sequence[int]],
+                peaks: Sequence[Fraction]) -> tuple[list[float], list[float]]:
+    """Bytes of each rank of the pipeline: for parameters, gradients and optimizer; for activations, whose `peaks` are
+    in units of all that a rank keeps of one micro-batch."""
+    states = [_model_bytes(plan, [step.parts[stage] for stage in stages]) for stages in stages_of]
+    activations = []
+    for stages, peak, recompute in zip(stages_of, peaks, plan.recompute_of_ranks):
+        # With full recomputation the layer that is being recomputed has all its activations, beside the kept inputs.
+        again = _kept_of_layer(gpt, plan, "none") if recompute == "full" else 0
+        activations.append(float(peak * _kept_of_micro_batch(gpt, plan, step, stages, recompute) + again))
+    return states, activations
+
+
+def _costs(gpt: GPT, plan: TrainingPlan, cluster: Cluster, layers: Sequence[int], rank_of: tuple[int, ...],
+           reduction: TransferCost, hops: tuple[Hop, ...], data_costs: Sequence[DataParallelCost]) -> Costs:
     """Seconds of each action of each stage, including those in which it waits for what it gathers or reduces."""
-    layer = layer_times(gpt, cluster, plan.micro_batch, plan.tp, plan.sequence_parallel, plan.recompute,
-                        reduction.seconds)
+    times = {recompute: layer_times(gpt, cluster, plan.micro_batch, plan.tp, plan.sequence_parallel, recompute,
+                                    reduction.seconds) for recompute in set(plan.recompute_of_ranks)}
+    of_stage = [times[plan.recompute_of_ranks[rank]] for rank in rank_of]
     output = output_times(gpt, cluster, plan.micro_batch, plan.tp)
     last = len(layers) - 1
     forward, inputs, weights = (
-        [[0.0] * (stage == 0) + [own] * n + [at_end] * (stage == last) for stage, n in enumerate(layers)]
-        for own, at_end in zip(layer, output))        # of each stage, its parts: embeddings, layers, output
+        [[0.0] * (stage == 0) + [own[kind]] * n + [output[kind]] * (stage == last)
+         for stage, (n, own) in enumerate(zip(layers, of_stage))]
+        for kind in range(len(PassTimes._fields)))    # of each stage, its parts: embeddings, layers, output
     more = cluster.micro_batch_overhead * plan.pp / len(layers) / 2
     return Costs(tuple(with_gathers(own, of.gathers) + more for own, of in zip(forward, data_costs)),
                  tuple(with_gathers(own[::-1], of.gathers[::-1]) + more for own, of in zip(inputs, data_costs)),
@@ -171,17 +259,40 @@ def _costs(gpt: GPT, plan: TrainingPlan, cluster: Cluster, layers: list[int], re
 def _boxing_cost(src_ranks: list[int], dst_ranks: list[int], before: Sbp, after: Sbp, shape: Shape,
                  machine: Machine) -> TransferCost:
     """What a boxing takes as this library plans it, at 16 bits an element."""
-    src, dst = (layout(placement("meta", ranks), (sbp,)) for ranks, sbp in ((src_ranks, before), (dst_ranks, after)))
-    nbytes = 2 * prod(shape)
-    route = plan_boxing(src, dst, shape, nbytes, machine)
+    src, dst, by_hosts = _counted_ranks(src_ranks, dst_ranks, machine)
+    return _planned_cost(src, dst, before, after, shape, by_hosts)
+
+
+def _counted_ranks(src_ranks: list[int], dst_ranks: list[int],
+              machine: Machine) -> tuple[tuple[int, ...], tuple[int, ...], Machine]:
+    """Ranks counted from 0, on a machine of their own. They count by the hosts that they are on alone, so boxings
+    between all stages of a pipeline are priced once."""
+    ranks, hosts = sorted({*src_ranks, *dst_ranks}), dict[int, int]()
+    number = {rank: i for i, rank in enumerate(ranks)}
+    of_hosts = tuple(hosts.setdefault(machine.hosts[rank], len(hosts)) for rank in ranks)
+    src, dst = (tuple(number[rank] for rank in own) for own in (src_ranks, dst_ranks))
+    return src, dst, replace(machine, hosts=of_hosts)
+
+
+def _planned_route(src_ranks: tuple[int, ...], dst_ranks: tuple[int, ...], before: Sbp, after: Sbp, shape: Shape,
+                   machine: Machine) -> BoxingPlan:
+    src, dst = (layout(placement("meta", list(ranks)), (sbp,))
+                for ranks, sbp in ((src_ranks, before), (dst_ranks, after)))
+    return plan_boxing(src, dst, shape, 2 * prod(shape), machine)
+
+
+@lru_cache(KEPT)
+def _planned_cost(src_ranks: tuple[int, ...], dst_ranks: tuple[int, ...], before: Sbp, after: Sbp, shape: Shape,
+                  machine: Machine) -> TransferCost:
+    route = _planned_route(src_ranks, dst_ranks, before, after, shape, machine)
     crossing_step = next(((x, y) for x, y in pairwise(route.layouts) if x.placement != y.placement), route.layouts[:1])
     most, crossing = (max(bytes_received(layouts, shape, 2).values(), default=0)
                       for layouts in (route.layouts, crossing_step))
-    return TransferCost(route.seconds(nbytes), most, route.fixed, crossing)
+    return TransferCost(route.seconds(2 * prod(shape)), most, route.fixed, crossing)
 
 
-def _transfer_costs(gpt: GPT, plan: TrainingPlan, machine: Machine,
-                    schedule: Schedule) -> tuple[TransferCost, tuple[Hop, ...], TransferCost]:
+def transfer_costs(gpt: GPT, plan: TrainingPlan, machine: Machine,
+                   rank_of: tuple[int, ...]) -> tuple[TransferCost, tuple[Hop, ...], TransferCost]:
     """One reduction on tp; the hop between each two stages; the slowest transfer between stages."""
     cost = partial(_boxing_cost, shape=(plan.micro_batch * gpt.sequence, gpt.hidden), machine=machine)
     groups = [[rank * plan.tp * plan.dp + i for i in range(plan.tp)] for rank in range(plan.pp)]
@@ -191,39 +302,62 @@ def _transfer_costs(gpt: GPT, plan: TrainingPlan, machine: Machine,
         reduction = within(partial_sum, split(0)) + within(split(0), broadcast)
     else:
         reduction = within(partial_sum, broadcast)
-    to = routes(schedule.rank_of).forward
+    to = routes(rank_of).forward
     by_pair = {pair: cost(groups[pair[0]], groups[pair[1]], between, between)
-               for pair in {(rank, peer) for rank, peer in zip(schedule.rank_of, to) if peer >= 0}}
+               for pair in {(rank, peer) for rank, peer in zip(rank_of, to) if peer >= 0}}
     hops = tuple(Hop(by_pair[rank, peer].latency, by_pair[rank, peer].seconds - by_pair[rank, peer].latency)
-                 if peer >= 0 else Hop() for rank, peer in zip(schedule.rank_of, to[:-1]))
+                 if peer >= 0 else Hop() for rank, peer in zip(rank_of, to[:-1]))
     return reduction, hops, max(by_pair.values(), key=lambda one: one.seconds, default=TransferCost())
 
 
-def _stage_parts(gpt: GPT, tensor: int, layers: list[int]) -> list[tuple[int, ...]]:
+def _stage_parts(gpt: GPT, tensor: int, layers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Parameters of the parts of each stage: the embeddings, of the first; layers; the output layer, of the last."""
     # It shares the embedding's weight; on another stage it is a copy.
     output = gpt.vocabulary * gpt.hidden // tensor if len(layers) > 1 else 0
-    return [(gpt.embeddings // tensor,) * (stage == 0) + (gpt.parameters_per_layer // tensor,) * n
-            + (output,) * (stage == len(layers) - 1) for stage, n in enumerate(layers)]
+    return tuple((gpt.embeddings // tensor,) * (stage == 0) + (gpt.parameters_per_layer // tensor,) * n
+                 + (output,) * (stage == len(layers) - 1) for stage, n in enumerate(layers))
 
 
 def _data_parallel_cost(plan: TrainingPlan, machine: Machine, parts: tuple[int, ...]) -> DataParallelCost:
     """What data parallelism transfers for a stage whose parts have so many parameters."""
     group, none = [i * plan.tp for i in range(plan.dp)], TransferCost()
-    waits = [0.0] * len(parts)
 
     def cost(before: Sbp, after: Sbp, parameters: int = sum(parts)) -> TransferCost:
-        return _boxing_cost(group, group, before, after, (parameters,), machine) if parameters else none
+        # A parameter is split along its longest dim, which as a rule comes out even: so does their sum here.
+        even = -(-parameters // plan.dp) * plan.dp
+        return _boxing_cost(group, group, before, after, (even,), machine) if parameters else none
 
-    if plan.dp == 1:
-        return DataParallelCost(none, none, waits)
-    if not plan.zero:
-        return DataParallelCost(none, cost(partial_sum, broadcast), waits)
-    reduced = cost(partial_sum, split(0))
-    if plan.zero < 3:
-        return DataParallelCost(none, reduced + cost(split(0), broadcast), waits)
+    end = sum((cost(*both) for both in _at_end(plan)), none)
+    if plan.zero < 3 or plan.dp == 1:
+        return DataParallelCost(none, end, [0.0] * len(parts))
     by_size = {n: cost(split(0), broadcast, n) for n in set(parts)}
-    return DataParallelCost(sum((by_size[n] for n in parts), none), reduced, [by_size[n].seconds for n in parts])
+    return DataParallelCost(sum((by_size[n] for n in parts), none), end, [by_size[n].seconds for n in parts])
+
+
+def _at_end(plan: TrainingPlan) -> list[tuple[Sbp, Sbp]]:
+    """The boxings of a stage's gradients and parameters at the end of a step."""
+    if plan.dp == 1:
+        return []
+    if not plan.zero:
+        return [(partial_sum, broadcast)]
+    return [(partial_sum, split(0)), (split(0), broadcast)][:1 if plan.zero == 3 else 2]
+
+
+def end_rates(plan: TrainingPlan, cluster: Cluster, bits: int) -> tuple[float, float]:
+    """What data parallelism takes at the end of a step for a stage whose parameters take so many bits to count in
+    bytes: seconds whatever their number, and seconds for each parameter."""
+    group = [i * plan.tp for i in range(plan.dp)]
+    with hypothetical_placements():
+        src, dst, machine = _counted_ranks(group, group, _machine_of(cluster, plan.dp * plan.tp))
+        even = max((1 << bits - 2) // plan.dp, 1) * plan.dp
+        routes = [_planned_route(src, dst, *both, (even,), machine) for both in _at_end(plan)]
+    return sum(route.fixed for route in routes), sum(2 * route.rate for route in routes)
+
+
+def gather_seconds(plan: TrainingPlan, cluster: Cluster, parameters: int) -> float:
+    """In which ZeRO 3 gathers so many of them."""
+    with hypothetical_placements():
+        return _data_parallel_cost(plan, _machine_of(cluster, plan.dp * plan.tp), (parameters,)).gathers[0]
 
 
 def _model_bytes(plan: TrainingPlan, stages: list[tuple[int, ...]]) -> float:
@@ -238,17 +372,19 @@ def _model_bytes(plan: TrainingPlan, stages: list[tuple[int, ...]]) -> float:
     return float(states.total + gathered + unreduced)
 
 
-def _end_of_step(run: SimulatedRun, plan: TrainingPlan, cluster: Cluster, parts: list[tuple[int, ...]],
-                 data_costs: list[DataParallelCost]) -> tuple[float, TransferCost]:
-    """When the last rank has reduced its gradients and stepped, and what data parallelism transferred in the step."""
-    ends, totals = [], []
+def end_of_step(run: SimulatedRun, plan: TrainingPlan, cluster: Cluster,
+                step: StepCosts) -> tuple[list[RankEnd], TransferCost]:
+    """When each rank has reduced its gradients and stepped, and what data parallelism transferred in the step."""
+    ends, totals = list[RankEnd](), list[TransferCost]()
     for rank, stages in enumerate(run.schedule.stages_of):
         now, total = 0.0, TransferCost()
         for stage in sorted(stages, key=run.done.__getitem__):
-            now = max(now, run.done[stage]) + data_costs[stage].end.seconds
-            total += data_costs[stage].use * (2 * plan.micro_batches) + data_costs[stage].end
-        own = model_states(sum(sum(parts[stage]) for stage in stages), 1 if plan.zero else 0, plan.dp)
-        optimizer = 2 * float(own.optimizer) / cluster.memory_bandwidth       # every state is read and written
-        ends.append(max(now, run.last[rank]) + optimizer - min(run.first) + cluster.step_overhead)
+            now = max(now, run.done[stage]) + step.data[stage].end.seconds
+            total += step.data[stage].use * (2 * plan.micro_batches) + step.data[stage].end
+        states = model_states(sum(sum(step.parts[stage]) for stage in stages), 1 if plan.zero else 0, plan.dp)
+        optimizer = 2 * float(states.optimizer) / cluster.memory_bandwidth    # every state is read and written
+        reduced = max(now, run.last[rank])
+        ends.append(RankEnd(float(reduced + optimizer - min(run.first) + cluster.step_overhead),
+                            float(reduced - run.last[rank]), optimizer + cluster.step_overhead))
         totals.append(total)
-    return max(ends), max(totals, key=lambda one: one.bytes)
+    return ends, max(totals, key=lambda one: one.bytes)

@@ -1,0 +1,118 @@
+"""A strategy: a whole parallel plan as one JSON object, to be printed, saved, edited and run.
+
+    strategy = gt.Strategy.load("plan.json")         # what `globaltensor plan --save plan.json` wrote
+    strategy["stages"][0]["zero"] = 1                # it is a dict
+    strategy.check()                                 # raises, naming the key, for what cannot be
+    runner, optimizer = strategy.apply(model, loss, torch.optim.AdamW)
+
+    stages       one after the other: with `chunks`, stage s is on the ranks that the schedule says
+      layers     names of modules of the model, in order; together all of them, each once
+      ranks      of the world; `axes` arranges them, the first axis outermost
+      plan       rows as those of gt.Plan, or "recognised": gt.Plan.of along "tp"; `sequence` is that function's
+      batch      axis -> dim along which it splits the batch
+      zero       0 to 3, along the axes that split the batch
+      recompute  none, selective or full
+
+All else says what was expected of the plan: seconds and bytes. Reading one needs neither the search nor scipy.
+"""
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from globaltensor.pipelining.runner import PipelineRunner
+from globaltensor.planner.applying import apply_strategy
+from globaltensor.planner.checking import StrategyError, check_strategy
+from globaltensor.runtime.text_table import aligned
+from globaltensor.tracebacks import api_boundary
+
+
+class Strategy(dict[str, Any]):
+    """A plan as data; the docstring of `globaltensor.planner.strategy` lists its keys. It is the dict that JSON has."""
+
+    @classmethod
+    @api_boundary
+    def load(cls, path: str | os.PathLike[str]) -> Strategy:
+        """Read what `save` wrote. Raises StrategyError for what is no JSON object of this format, or cannot be."""
+        try:
+            read = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise StrategyError(f"the strategy {os.fspath(path)} could not be read", str(error),
+                                "a file that `globaltensor plan --save` wrote") from None
+        if not isinstance(read, dict):
+            raise StrategyError(f"{os.fspath(path)} holds no strategy", "it is not a JSON object",
+                                "a file that `globaltensor plan --save` wrote")
+        strategy = cls(read)
+        strategy.check()
+        return strategy
+
+    @api_boundary
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.as_text() + "\n")
+
+    def as_text(self) -> str:
+        """As JSON."""
+        return json.dumps(self, indent=2)
+
+    @api_boundary
+    def check(self) -> None:
+        """Raise StrategyError, naming the key, where the plan is none that could run."""
+        check_strategy(self)
+
+    @api_boundary
+    def apply(self, model: nn.Module, loss: Callable[..., Any] | None,
+              optimizer_class: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer],
+              device: str = "cpu") -> tuple[PipelineRunner, torch.optim.Optimizer]:
+        """Spread the model as the plan says, by gt.parallelize, gt.pipeline and gt.zero. (runner, optimizer).
+
+        model            plain; it has the modules that the stages name. Changed in place
+        loss             of the model's output and the targets, as that of gt.pipeline
+        optimizer_class  called with the parameters: torch.optim.AdamW, or functools.partial(torch.optim.AdamW, lr=1e-4)
+        device           the type of the devices: "cpu", "cuda", ...
+        `runner.step(inputs, targets)` runs a batch of `global_batch` samples, in `micro_batches` parts. Raises
+        StrategyError, before anything moves, for what is wrong with the plan or what the runtime cannot do.
+        """
+        self.check()
+        if not self["feasible"]:
+            raise StrategyError("this strategy says that nothing fits", "it has no stages to run",
+                                f"what it names as smallest_change: {self.get('smallest_change')}")
+        return apply_strategy(self, model, loss, optimizer_class, device)
+
+    def __str__(self) -> str:
+        return strategy_text(self)
+
+
+def strategy_text(of: Mapping[str, Any]) -> str:
+    """What print shows: the plan in a few lines."""
+    if not of["feasible"]:
+        changes = [f"  or {name.replace('_', ' ')}: {change}" for name, change in of["smallest_change"].items()]
+        return "\n".join([f"nothing fits: the least that a device needs is {of['needs'] / 1e9:.1f} GB, it has "
+                          f"{of['device'] / 1e9:.1f} GB", *changes])
+    rows = [("stage", "layers", "ranks", "axes", "zero", "recompute", "memory")]
+    for index, stage in enumerate(of["stages"]):
+        axes = " x ".join(f"{name} {size}" for name, size in stage["axes"].items())
+        rows.append((str(index), _span_text(stage["layers"]), _ranks_text(stage["ranks"]), axes, str(stage["zero"]),
+                     stage["recompute"], f"{stage['memory']['total'] / 1e9:.1f} GB" if "memory" in stage else ""))
+    head = [f"{of['schedule']}, {of['micro_batches']} micro-batches of {of['micro_batch']}, global batch "
+            f"{of['global_batch']}, {of['devices']} devices of {of['cluster']}"]
+    if "step_time" in of:
+        parts = ", ".join(f"{name} {seconds:.4g} s" for name, seconds in of["time"].items())
+        head += [f"step {of['step_time']:.4g} s ({parts}); no plan takes less than {of['lower_bound']:.4g} s, "
+                 f"{of['gap']:.1%} less"]
+    return "\n".join([*head, *aligned(rows)])
+
+
+def _span_text(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    in_a_row = ranks == list(range(ranks[0], ranks[0] + len(ranks))) and len(ranks) > 2
+    return f"{ranks[0]} to {ranks[-1]}" if in_a_row else " ".join(map(str, ranks))
