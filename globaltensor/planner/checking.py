@@ -71,8 +71,8 @@ def _distinct_ranks(value: Any) -> str:
 
 _ALWAYS: dict[str, Callable[[Any], str]] = {"format": _one_of(FORMAT), "feasible": _one_of(True, False)}
 _NEEDED: dict[str, Callable[[Any], str]] = {
-    "devices": _whole_number(1), "global_batch": _whole_number(1), "micro_batch": _whole_number(1), "micro_batches": _whole_number(1),
-    "schedule": _one_of(*GENERATORS), "chunks": _whole_number(1), "stages": _list}
+    **dict.fromkeys(("devices", "global_batch", "micro_batch", "micro_batches", "chunks"), _whole_number(1)),
+    "schedule": _one_of(*GENERATORS), "stages": _list}
 _EXPECTED: dict[str, Callable[[Any], str]] = {            # may be absent
     **dict.fromkeys(("step_time", "lower_bound", "gap", "search_seconds", "tokens_per_second", "tflops_per_device"),
                     _seconds), "candidates": _whole_number(0), "time": _dict, "memory": _dict}
@@ -83,7 +83,7 @@ _OTHER_KEYS = {"cluster", "dtype", "model", "menu", "runners_up", "needs", "devi
 _OTHER_KEYS_OF_STAGE = {"plan", "sequence", "forward", "backward", "bytes", "memory"}
 
 
-def _check_keys(of: Mapping[str, Any], rows: Mapping[str, Callable[[Any], str]], where: str, needed: bool) -> None:
+def _check_values(of: Mapping[str, Any], rows: Mapping[str, Callable[[Any], str]], where: str, needed: bool) -> None:
     for key, problem_of in rows.items():
         if key not in of:
             if needed:
@@ -101,17 +101,17 @@ def _check_known(of: Mapping[str, Any], known: set[str], where: str) -> None:
 
 
 def _check_whole(of: Mapping[str, Any]) -> None:
-    _check_keys(of, _ALWAYS, "", True)
+    _check_values(of, _ALWAYS, "", True)
     _check_known(of, {*_ALWAYS, *_NEEDED, *_EXPECTED, *_OTHER_KEYS}, "")
     if of["feasible"]:
-        _check_keys(of, _NEEDED, "", True)
-        _check_keys(of, _EXPECTED, "", False)
+        _check_values(of, _NEEDED, "", True)
+        _check_values(of, _EXPECTED, "", False)
 
 
 def _check_stage(stage: Any, where: str, of: Mapping[str, Any]) -> None:
     if not isinstance(stage, dict):
         raise StrategyError(f"{where} is {json.dumps(stage, default=repr):.80}", "it is an object")
-    _check_keys(stage, _OF_STAGE, f"{where}.", True)
+    _check_values(stage, _OF_STAGE, f"{where}.", True)
     _check_known(stage, {*_OF_STAGE, *_OTHER_KEYS_OF_STAGE}, f"{where}.")
     axes, ranks = stage["axes"], stage["ranks"]
     for name, size in axes.items():
