@@ -96,7 +96,7 @@ REVEALED = {                                         # what a user writes: its t
     "gt.parallelize(linear, P)": "torch.nn.modules.linear.Linear",
     "gt.zero(adam)": "torch.optim.adam.Adam",
     "gt.export_ranks(linear, (x,))": "torch.export.exported_program.ExportedProgram",
-    "gt.Plan.of(linear)": "globaltensor.parallel.plan.Plan",
+    "gt.Plan.of(linear)": "globaltensor.parallel.plan.Plan", "gt.Strategy()": "globaltensor.planner.strategy.Strategy",
     "gt.rank()": "int",
     "gt.world_size()": "int",
     "gt.audit(linear, adam)": "int",
