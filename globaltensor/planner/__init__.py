@@ -2,7 +2,7 @@
 
 Nothing here runs on a device: a model may be on the meta device, and a cluster is a description. A whole plan is data:
 
-    strategy    a plan as one JSON object, to be read, edited, checked and run
-    search      the plan of a GPT, by its sizes, that takes least, and a bound on what any other could gain
-    capture     the graph of a model's step
+    strategy                  a plan as one JSON object, to be read, edited, checked and run
+    search                    the plan of a GPT, by its sizes, that takes least, and a bound on what any other could gain
+    capture, within_stage     the graph of a step; the layouts of a stage under which it costs least
 """
