@@ -46,7 +46,7 @@ def order(t):
 @pytest.mark.parametrize("name", OPS)
 def test_results_lie_in_memory_as_plain_ones(name):
     where, func, tried = gt.placement("cpu", RANKS), OPS[name], 0
-    for sample in SAMPLES[name][:2]:
+    for sample in SAMPLES[name][:1]:
         values, tree = tree_flatten(made(list(sample), torch.Generator().manual_seed(0)))
         at = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
         tensors = [turned(values[i]) for i in at]
