@@ -61,10 +61,12 @@ def offload_state(optimizer: torch.optim.Optimizer, where: str | os.PathLike[str
                 own_step(self)                       # on a device it runs while the host goes on
                 away.bring(self.state, following)
                 away.put_away(self.state, piece)
+        except BaseException:                        # what was brought goes back
+            away.put_away(self.state, whole)
+            raise
         finally:
             for group, params in zip(groups, whole):
                 group["params"] = params
-            away.put_away(self.state, whole)
         return loss
 
     step: Any = torch.optim.Optimizer.profile_hook_step(step_by_pieces)
@@ -145,19 +147,20 @@ class StateElsewhere:
         """What `load_state_dict` is given, without what lies on the host: torch would move it to the parameters."""
         numbers = [n for group in saved["param_groups"] for n in group["params"]]
         state = dict(saved["state"])
+        self.held_back.clear()                       # of a state that torch refused
         for n, p in zip(numbers, (p for group in optimizer.param_groups for p in group["params"])):
             own = state.get(n, {})
-            self.held_back[p] = {key: t for key, t in own.items() if isinstance(t, GlobalTensor)
-                                 and t.placement.type != p.placement.type}
-            if self.held_back[p]:
-                state[n] = {key: t for key, t in own.items() if key not in self.held_back[p]}
+            elsewhere = {key: t for key, t in own.items() if isinstance(t, GlobalTensor)
+                         and t.placement.type != p.placement.type}
+            if elsewhere:
+                self.held_back[p] = elsewhere
+                state[n] = {key: t for key, t in own.items() if key not in elsewhere}
         return {**saved, "state": state}
 
     def load(self, optimizer: torch.optim.Optimizer) -> None:
         """Let it be the state: the next step copies it from there."""
         for p, own in self.held_back.items():
-            if own:
-                optimizer.state[p].update(own)
+            optimizer.state[p].update(own)
         self.held_back.clear()
 
     def _elsewhere(self, shard: Tensor, files: list[mmap.mmap]) -> Tensor:
