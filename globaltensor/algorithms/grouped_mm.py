@@ -28,7 +28,7 @@ from globaltensor.algorithms.decompositions import as_global
 from globaltensor.algorithms.local_impls import check_range
 from globaltensor.algorithms.run import Run
 from globaltensor.layouts.global_like import GlobalLike, is_global, spec_of
-from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, dense, spec
+from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, dense, dense_in_order, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.regions import Range, split_range
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
@@ -92,8 +92,8 @@ def take_rows(call: Call, run: Run) -> GlobalLike:
     held = {rank: x.spec.region(rank)[0] for rank in x.placement.flat}
     rows = run.row_exchange(_row_axes(x.spec.layout), held, wanted, _row_shapes(out), str(call.func), x.spec.layout,
                             dst).gather(x.shards)
-    return run.wrap(out, {r: _restrided(t.index_select(0, entries[r].to(t.device)) if r in entries else t, out.stride)
-                          for r, t in rows.items()})
+    taken = {r: t.index_select(0, entries[r].to(t.device)) if r in entries else t for r, t in rows.items()}
+    return run.wrap(out, {r: dense_in_order(t, out.stride) for r, t in taken.items()})
 
 
 def add_rows(call: Call, run: Run) -> GlobalLike:
@@ -112,14 +112,8 @@ def add_rows(call: Call, run: Run) -> GlobalLike:
                              dst).scatter_add(sums)
     copied = "indices" in call.values                # index_put writes to a copy of x, index_add to new memory
     out = spec(dst, tuple(x.shape), dense(x.spec.shape, x.spec.stride) if copied else None, x.dtype)
-    return run.wrap(out, {r: _restrided(torch.add(x.shards[r], t, alpha=call.get("alpha", 1)), out.stride)
+    return run.wrap(out, {r: dense_in_order(torch.add(x.shards[r], t, alpha=call.get("alpha", 1)), out.stride)
                           for r, t in added.items()})
-
-
-def _restrided(t: Tensor, stride: Shape) -> Tensor:
-    """With its dims in memory in the order that these strides tell."""
-    own = dense(tuple(t.shape), stride)
-    return t if t.stride() == own else torch.empty_strided(t.shape, own, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def _sum_rows(t: Tensor, rows: Tensor, n: int) -> Tensor:

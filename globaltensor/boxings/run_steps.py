@@ -24,7 +24,7 @@ from globaltensor.boxings.group_step import GroupStep, group_step
 from globaltensor.boxings.plan import BoxingPlan
 from globaltensor.boxings.torch_program import ByteStream, build_shards, compile_step, incoming_bytes, pack
 from globaltensor.errors import call_site
-from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, contiguous, dense, spec
+from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, contiguous, dense_in_order, spec
 from globaltensor.layouts.recent import KEPT
 from globaltensor.runtime import collectives
 from globaltensor.runtime.exchange import begin_exchange
@@ -197,8 +197,7 @@ def _settle_shards(move: Move, plan: BoxingPlan, shards: Shards) -> Shards:
     stride = move.spec.moved(move.dst).stride
     if stride == contiguous(move.spec.shape):
         return shards
-    return {rank: shard.new_empty_strided(shard.shape, dense(tuple(shard.shape), stride)).copy_(shard)
-            for rank, shard in shards.items()}
+    return {rank: dense_in_order(shard, stride) for rank, shard in shards.items()}
 
 
 def _view_shards(shards: Shards, held: Layout, shape: Shape) -> Shards:

@@ -232,6 +232,12 @@ def dense(shape: Shape, like: Shape) -> Shape:
     return (_dense.__wrapped__ if has_symbols(shape + like) else _dense)(shape, like)
 
 
+def dense_in_order(t: torch.Tensor, like: Shape) -> torch.Tensor:
+    """The tensor without gaps, its dims in memory in the order that the strides `like` tell."""
+    own = dense(tuple(t.shape), like)
+    return t if t.stride() == own else t.new_empty_strided(t.shape, own).copy_(t)
+
+
 @lru_cache(KEPT)
 def _dense(shape: Shape, like: Shape) -> Shape:
     plain = contiguous(shape)
