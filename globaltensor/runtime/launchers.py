@@ -99,3 +99,8 @@ def first_host(text: str) -> str:
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", text)
     assert first is not None                         # it matches the empty text
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+
+
+def ranks_per_host(size: int) -> int:
+    """Of a job of so many ranks; all, where no launcher says otherwise."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size))

@@ -24,7 +24,7 @@ from globaltensor.runtime import arrival, deadlock, lineage, liveness, machine a
 from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count, engine_in, engine_of
 from globaltensor.runtime.gloo import gloo_error, keep_for_ever
 from globaltensor.runtime.host_processes import ProcessId
-from globaltensor.runtime.launchers import recognize_launcher
+from globaltensor.runtime.launchers import ranks_per_host, recognize_launcher
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.secret import share_secret
@@ -93,7 +93,7 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
                   (int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])))
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     _log.info("rank %d of %d starts%s", rank, size, f" again, restart {again}" if again else "")
-    share_secret(_ranks_per_host(size) == size, rank == 0)
+    share_secret(ranks_per_host(size) == size, rank == 0)
     with watch_start(rank, size) as host_peers:
         meeting = liveness.connected_to(default_store()) if running else arrival.open_store(timeout)
         store, processes = arrival.meet(meeting, rank, size, timeout)
@@ -120,7 +120,7 @@ def _world_of(store: dist.Store, processes: dict[int, ProcessId], rank: int, siz
         _leave_on_errors(rank)
         if any(not process.here for process in processes.values()):
             liveness.start_heart(liveness.own_connection(default_store()), rank)
-    hosts = tuple(r // _ranks_per_host(size) for r in range(size)) if _ranks_per_host(size) < size else ()
+    hosts = tuple(r // ranks_per_host(size) for r in range(size)) if ranks_per_host(size) < size else ()
     engine = engine_in(backends := dist.get_backend_config(), accelerator())
     base = machine or (machines.gloo if engine == GLOO else machines.nccl)
     if hosts and not base.hosts:
@@ -131,15 +131,11 @@ def _world_of(store: dist.Store, processes: dict[int, ProcessId], rank: int, siz
                  timeout + _BACKSTOP, engine)
 
 
-def _ranks_per_host(size: int) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", size))
-
-
 def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     """Agree on a random state, look out for deadlocks, share memory with the ranks of this host where all can."""
     with arrival.in_touch():
         deadlock.watch(store := liveness.own_connection(default_store()), new.rank, new.size, timeout.total_seconds())
-    first = new.rank - new.rank % (per_host := _ranks_per_host(new.size))
+    first = new.rank - new.rank % (per_host := ranks_per_host(new.size))
     here = range(first, min(first + per_host, new.size))
     address = None
     if torch_ext is not None:

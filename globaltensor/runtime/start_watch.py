@@ -24,6 +24,7 @@ from globaltensor.runtime.host_processes import (
     process_state,
     rank_processes,
 )
+from globaltensor.runtime.launchers import ranks_per_host
 from globaltensor.runtime.liveness import Liveness, Loss
 from globaltensor.runtime.store_tree import last_look
 
@@ -36,7 +37,7 @@ class HostPeers:
     """The ranks of this host, as far as this one has to wait for them."""
 
     def __init__(self, rank: int, size: int) -> None:
-        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        per_host = ranks_per_host(size)
         first = rank - rank % per_host
         self.rank, self.ranks = rank, set(range(first, first + per_host)) - {rank}
         self.job = job_name(dict(os.environ))
