@@ -295,7 +295,7 @@ def _price_beside(offer: Offer, nd: tuple[Signature, ...], question: _Question, 
     _, operands, outputs, machine, _, sizes, _ = question
     where, (own_doing, nudge), cost = parts.where, parts.changes(nd), parts.cost
     wants, gives = layouts(nd, operands, len(outputs))
-    total = (offer.op_work or prod(sizes.values())) * _work_share(nd, where.shape, sizes) / machine.work
+    total = (offer.op_work or prod(sizes.values())) * work_share(nd, where.shape, sizes) / machine.work
     total += nudge + seconds_together([cost(own.layout, want, own.shape, own.nbytes, machine)
                                        for own, want in zip(operands, wants) if own.layout is not want])
     if not offer.returns:
@@ -304,13 +304,19 @@ def _price_beside(offer: Offer, nd: tuple[Signature, ...], question: _Question, 
                                      in zip(gives, offer.gives, outputs) if gets is not wanted and nbytes])
 
 
-def _work_share(nd: tuple[Signature, ...], axes: tuple[int, ...], sizes: Sizes) -> float:
-    """The part of the work that the rank does that does most."""
+def split_ways(nd: tuple[Signature, ...], axes: tuple[int, ...]) -> dict[str, int]:
+    """Into how many parts each label is split."""
     ways: dict[str, int] = {}
     for sig, parts in zip(nd, axes):
         if sig.label is not None:
             ways[sig.label] = ways.get(sig.label, 1) * parts
-    return prod(-(-sizes[label] // n) / sizes[label] if sizes.get(label) else 1 / n for label, n in ways.items())
+    return ways
+
+
+def work_share(nd: tuple[Signature, ...], axes: tuple[int, ...], sizes: Sizes) -> float:
+    """The part of the work that the rank does that does most."""
+    return prod(-(-sizes[label] // n) / sizes[label] if sizes.get(label) else 1 / n
+                for label, n in split_ways(nd, axes).items())
 
 
 def layouts(nd: tuple[Signature, ...], operands: list[Spec], outputs: int) -> tuple[list[Layout], list[Layout]]:

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from globaltensor.algorithms.offer import largest_part
 from globaltensor.boxings.plan import boxing_cost, plan, plan_bytes
+from globaltensor.dispatch.choose import split_ways, work_share
 from globaltensor.layouts.layout import Layout, Shape, layout, replicated
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import Sbp, broadcast, split
@@ -122,20 +123,13 @@ class OpCosts:
     def _choices(self, rule: Rule, operands: list[TensorSize]) -> Iterator[tuple[Signature, ...]]:
         sizes = label_sizes(rule, [one.shape for one in operands])
         for nd in product(signatures(rule), repeat=self.where.ndim):
-            if fits(rule, nd, self.where.shape, sizes) and all(sizes.get(x, n) >= n for x, n in self._ways(nd).items()):
+            ways = split_ways(nd, self.where.shape)
+            if fits(rule, nd, self.where.shape, sizes) and all(sizes.get(x, n) >= n for x, n in ways.items()):
                 yield nd
-
-    def _ways(self, nd: tuple[Signature, ...]) -> dict[str, int]:
-        ways: dict[str, int] = {}
-        for sig, n in zip(nd, self.where.shape):
-            if sig.label is not None:
-                ways[sig.label] = ways.get(sig.label, 1) * n
-        return ways
 
     def _option(self, node: dict[str, Any], operands: list[TensorSize], rule: Rule, nd: tuple[Signature, ...]
                 ) -> Option:
-        sizes = label_sizes(rule, [one.shape for one in operands])
-        share = prod(-(-sizes[x] // n) / sizes[x] if sizes.get(x) else 1 / n for x, n in self._ways(nd).items())
+        share = work_share(nd, self.where.shape, label_sizes(rule, [one.shape for one in operands]))
         inputs = tuple(layout(self.where, tuple(sig.inputs[q] for sig in nd)) for q in range(len(operands)))
         results = [k for k, s in enumerate(node["shapes"]) if s is not None or len(node["shapes"]) == len(rule.outputs)]
         outputs: list[Layout | None] = [None] * len(node["shapes"])
