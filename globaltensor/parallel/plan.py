@@ -52,7 +52,7 @@ from globaltensor.tensors.parameter_swap import swap_in, swap_out
 from globaltensor.tracebacks import api_boundary
 
 _OUT, _IN, _EXPERTS, _PARTS, _UNCHANGED = " ->", " <-", " =>", " />", "-"
-_OF_MODULES = (_OUT, _IN, _EXPERTS, _PARTS)
+OF_MODULES = (_OUT, _IN, _EXPERTS, _PARTS)
 _WHOLE = "# whole: "
 
 
@@ -293,7 +293,7 @@ def _laid_out_as(row: PlanRow, value: Any) -> Any:
 
 
 def _row_of(plan: Plan, name: str) -> PlanRow:
-    return first_fit({pattern: row for pattern, row in plan.items() if not pattern.endswith(_OF_MODULES)}, name, {})
+    return first_fit({pattern: row for pattern, row in plan.items() if not pattern.endswith(OF_MODULES)}, name, {})
 
 
 def _modules_of_row(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
@@ -309,18 +309,18 @@ def _parameters_of_row(module: nn.Module, pattern: str) -> list[tuple[nn.Module,
 
 def _default_of(pattern: str) -> Any:
     """What an axis that a row does not name stands for."""
-    return _UNCHANGED if pattern.endswith(_OF_MODULES) else broadcast
+    return _UNCHANGED if pattern.endswith(OF_MODULES) else broadcast
 
 
 def _without_suffix(pattern: str) -> str:
-    return pattern[:-len(_OUT)] if pattern.endswith(_OF_MODULES) else pattern
+    return pattern[:-len(_OUT)] if pattern.endswith(OF_MODULES) else pattern
 
 
 def _check_rows(module: nn.Module, plan: Plan) -> None:
     """Every row fits something, and every dim that it splits is there."""
     tensors = {name: tensor for name, _, _, tensor, _ in named_tensors(module)}
     for pattern in plan:
-        if pattern.endswith(_OF_MODULES):
+        if pattern.endswith(OF_MODULES):
             parameters = _parameters_of_row(module, pattern) if pattern.endswith(_OUT) else []
             if not _modules_of_row(module, pattern) and not parameters:
                 modules = [name for name, _ in module.named_modules() if name]

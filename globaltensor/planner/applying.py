@@ -20,13 +20,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from globaltensor.layouts.placement import placement
-from globaltensor.parallel.plan import Plan, parallelize
+from globaltensor.parallel.plan import OF_MODULES, Plan, parallelize
 from globaltensor.parallel.zero import zero
 from globaltensor.pipelining.runner import PipelineRunner, pipeline
 from globaltensor.planner.checking import RECOGNISED, StrategyError
 
 Stage = Mapping[str, Any]
-_SUFFIXES = (" ->", " <-", " =>", " />")
 
 
 def apply_strategy(strategy: Mapping[str, Any], model: nn.Module, loss: Callable[..., Any] | None,
@@ -105,7 +104,7 @@ def _plan_of_stages(stages: list[Stage], model: nn.Module) -> Plan:
     for stage, plan in zip(stages, plans):
         inside = tuple(f"{layer}." for layer in stage["layers"])
         for pattern, row in plan.items():
-            suffix = next((suffix for suffix in _SUFFIXES if pattern.endswith(suffix)), "")
+            suffix = next((suffix for suffix in OF_MODULES if pattern.endswith(suffix)), "")
             for name in (*tensors, *modules) if suffix else tensors:
                 if f"{name}.".startswith(inside) and fnmatch.fnmatchcase(name, pattern.removesuffix(suffix)):
                     rows.setdefault(f"{name}{suffix}", row)
