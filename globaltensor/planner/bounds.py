@@ -24,7 +24,14 @@ from globaltensor.planner.space import MeshShape, Variant
 from globaltensor.simulator.cluster import hypothetical_placements
 from globaltensor.simulator.memory import model_states
 from globaltensor.simulator.stage_times import PassTimes, layer_times, output_times
-from globaltensor.simulator.training import TrainingPlan, TransferCost, end_rates, gather_seconds, transfer_costs
+from globaltensor.simulator.training import (
+    TrainingPlan,
+    TransferCost,
+    end_rates,
+    gather_seconds,
+    held_states,
+    transfer_costs,
+)
 
 _ROUNDING = 1e-9                                     # sums in another order differ by less
 _STEEPLY = 1e-30                                     # a line that is level still has an inverse
@@ -63,9 +70,7 @@ class VariantCosts:
         self.kept, self.again = _activations(task, shape.tp, shape.sequence_parallel, shape.micro_batch)
         self.logits = self.peaks * (np.arange(self.ranks) == self.rank_of[-1]) * float(
             gpt.logits_bytes(shape.micro_batch, shape.tp))
-        self.of_parameter = float(model_states(1, variant.zero, shape.dp).total)
-        if shape.pp > 1:                             # gradients are whole until they are reduced, once
-            self.of_parameter += 2 - float(model_states(1, variant.zero, shape.dp).gradients)
+        self.of_parameter = float(held_states(plan, 1).total)
         states = model_states(1, 1 if variant.zero else 0, shape.dp)
         self.optimizer = 2 * float(states.optimizer) / cluster.memory_bandwidth
         self.ends = _end_rates(task, shape, variant.zero)

@@ -73,8 +73,7 @@ def peaks_of(name: str, ranks: int, micro_batches: int, chunks: int) -> tuple[Fr
     p, m, v = ranks, micro_batches, chunks
     first_group = -(-m // max(m // p, 1))            # micro-batches that pass the first chunk before the second
     ahead_of = {"1f1b": lambda r: p - 1 - r, "interleaved": lambda r: (v - 1) * first_group + 2 * (p - 1 - r),
-                "zb-h1": lambda r: (v - 1) * first_group + p - 1 - r + r,
-                "zb-h2": lambda r: 2 * (p - 1 - r) + 2 * r}
+                "zb-h1": lambda r: (v - 1) * first_group + p - 1, "zb-h2": lambda r: 2 * (p - 1)}
     if name in ("gpipe", "bfs"):
         return (Fraction(m),) * p
     if name in ahead_of:

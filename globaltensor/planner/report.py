@@ -15,9 +15,15 @@ from globaltensor.planner.checking import FORMAT, RECOGNISED
 from globaltensor.planner.pricing import Candidate, Task, schedule_of
 from globaltensor.planner.search import SearchResult, least_memory, smallest_changes
 from globaltensor.planner.strategy import Strategy
-from globaltensor.simulator.memory import model_states
 from globaltensor.simulator.stage_times import layer_times, output_times
-from globaltensor.simulator.training import SimulatedStep, StepCosts, TrainingPlan, simulate_training, step_costs
+from globaltensor.simulator.training import (
+    SimulatedStep,
+    StepCosts,
+    TrainingPlan,
+    held_states,
+    simulate_training,
+    step_costs,
+)
 
 
 def strategy_of(task: Task, result: SearchResult, seconds: float) -> Strategy:
@@ -108,15 +114,11 @@ def _stage_memory(plan: TrainingPlan, step: SimulatedStep, costs: StepCosts, ind
                   rank: int) -> dict[str, float]:
     """Bytes of one stage. Of a rank with several, what is temporary and what is kept of micro-batches is theirs
     together: each has its share, by layers."""
-    parameters = sum(costs.parts[index])
-    states = model_states(parameters, plan.zero, plan.dp)
-    gradients = 2 * parameters if plan.pp > 1 else float(states.gradients)
     mine = step.run.schedule.stages_of[rank]
-    own = float(states.parameters) + gradients + float(states.optimizer)
-    of_rank = sum(float(model_states(sum(costs.parts[s]), plan.zero, plan.dp).total) + (
-        2 * sum(costs.parts[s]) - float(model_states(sum(costs.parts[s]), plan.zero, plan.dp).gradients)
-        if plan.pp > 1 else 0) for s in mine)
+    states, *of_rank = (held_states(plan, sum(costs.parts[stage])) for stage in (index, *mine))
     share = costs.layers[index] / sum(costs.layers[s] for s in mine)
-    temporary, activations = max(step.states[rank] - of_rank, 0.0) * share, step.activations[rank] * share
-    return {"parameters": float(states.parameters), "gradients": float(gradients), "optimizer": float(states.optimizer),
-            "activations": activations, "temporary": temporary, "total": own + activations + temporary}
+    temporary = max(step.states[rank] - float(sum(one.total for one in of_rank)), 0.0) * share
+    activations = step.activations[rank] * share
+    return {"parameters": float(states.parameters), "gradients": float(states.gradients),
+            "optimizer": float(states.optimizer), "activations": activations, "temporary": temporary,
+            "total": float(states.total) + activations + temporary}

@@ -44,7 +44,7 @@ from globaltensor.simulator.cluster import Cluster, hypothetical_placements
 from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import SimulatedRun, simulate
 from globaltensor.simulator.gpt import GPT
-from globaltensor.simulator.memory import model_states
+from globaltensor.simulator.memory import ModelStates, model_states
 from globaltensor.simulator.stage_times import PassTimes, layer_times, output_times, with_gathers
 
 
@@ -362,14 +362,17 @@ def gather_seconds(plan: TrainingPlan, cluster: Cluster, parameters: int) -> flo
 
 def _model_bytes(plan: TrainingPlan, stages: list[tuple[int, ...]]) -> float:
     """Bytes of parameters, gradients and optimizer state on a rank with stages of such parts, at the most."""
-    parameters = sum(map(sum, stages))
-    states = model_states(parameters, plan.zero, plan.dp)
     # of the part that is computed and of the next
     gathered = 2 * max(map(sum, (pair for parts in stages for pair in pairwise((*parts, 0)))))
     gathered = gathered if plan.zero == 3 and plan.dp > 1 else 0
+    return float(held_states(plan, sum(map(sum, stages))).total + gathered)
+
+
+def held_states(plan: TrainingPlan, parameters: int) -> ModelStates:
+    """Bytes of so many parameters, their gradients and the optimizer's state on a rank."""
+    states = model_states(parameters, plan.zero, plan.dp)
     # In a pipeline gradients are reduced, and so sharded, after the last backward only.
-    unreduced = 2 * parameters - states.gradients if plan.pp > 1 else 0
-    return float(states.total + gathered + unreduced)
+    return states._replace(gradients=Fraction(2 * parameters)) if plan.pp > 1 else states
 
 
 def end_of_step(run: SimulatedRun, plan: TrainingPlan, cluster: Cluster,
