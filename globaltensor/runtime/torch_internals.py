@@ -15,6 +15,11 @@ from typing import Any, NoReturn
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
+from torch._higher_order_ops import flex_attention as flex_attention
+from torch._higher_order_ops.flex_attention import (
+    create_fw_bw_graph as _derivative_graph,
+    flex_attention_backward as flex_attention_backward,
+)
 from torch._library import simple_registry
 from torch._library.effects import EffectType
 from torch._ops import OpOverload as OpOverload, OpOverloadPacket, _higher_order_ops
@@ -286,6 +291,26 @@ def pass_higher_order_ops(key: torch._C.DispatchKey) -> None:
     """Let tensors with this dispatch key be operands of ops that take functions: they pass it by."""
     for op in _higher_order_ops.values():
         op.fallthrough(key)
+
+
+def take_higher_order_op(op: Any, key: torch._C.DispatchKey, function: Callable[..., Any]) -> None:
+    """Let an op that takes functions come to `function` where an operand has this dispatch key."""
+    op.py_impl(key)(function)
+    op.non_fallthrough_keys = op.non_fallthrough_keys.add(key)
+
+
+def derivative_of_score(score: Callable[..., Any], like: torch.Tensor, tensors: Sequence[Any]) -> Callable[..., Any]:
+    """What flex attention's backward op wants of a score function: a graph of its gradients. `like`: of which dtype."""
+    inputs: Any = (like.new_zeros((), requires_grad=True), *(like.new_zeros((), dtype=torch.int) for _ in range(4)))
+    tracing: Any = importlib.import_module("torch._dynamo._trace_wrapped_higher_order_op")       # slow to import
+    with torch.enable_grad(), tracing.TransformGetItemToIndex():
+        return _derivative_graph(score, inputs, tuple(tensors))[1]
+
+
+def block_mask_of_rows(*tensors: Any, **options: Any) -> tuple[Any, ...]:
+    """A block mask of flex attention, made of its rows, as the tuple that its op takes."""
+    module: Any = sys.modules["torch.nn.attention.flex_attention"]
+    return module.BlockMask.from_kv_blocks(*tensors, **options).as_tuple()
 
 
 def transforms_active() -> bool:

@@ -46,6 +46,7 @@ from globaltensor.tensors import (
     copying,
     dealt_parts,
     flatten,
+    flex_attention,
     gradients,
     lookup,
     multihead_attention,
@@ -66,7 +67,6 @@ from globaltensor.tensors.redistribution import (
 from globaltensor.tracebacks import api_boundary, fold
 
 _data: Any = torch.Tensor.data                       # a descriptor of C, as is requires_grad
-
 
 _TAKEN: dict[Any, Callable[..., Any]] = {**products.TAKEN, **lookup.TAKEN, **gradients.TAKEN,
                                          torch.Tensor.__setitem__: value_reads.assign}
@@ -381,6 +381,7 @@ _aten.impl("tensor_split.tensor_indices_or_sections", value_reads.tensor_split)
 for _func in READS_MEMORY:
     _aten.impl(_func.name(), partial(arrive, GlobalTensor, _func))
 pass_higher_order_ops(OWN_KEY)
+flex_attention.take_flex_attention()
 
 if torch_ext is None:
     _everything = torch.library.Library("_", "IMPL", "TESTING_ONLY_GenericWrapper")
