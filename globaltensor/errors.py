@@ -1,7 +1,7 @@
 """What the library says when it cannot do what was asked: what, where, why, and what to type.
 
 A user's mistake is an exception of a class named here; a mistake of ours is an `assert`. `where()` finds the user's
-own line: the innermost frame that is neither this package's nor torch's.
+own line: the innermost frame that is neither this package's nor torch's, nor a graph that torch has written.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 # Files of torch between the program and us: a rank may run under a dispatch mode, to count or to debug, alone.
 BETWEEN = tuple(TORCH + os.path.join(*name) for name in (("autograd", "function.py"), ("_ops.py",), ("utils", "")))
-_SKIP = (OURS, TORCH, os.path.dirname(os.__file__) + os.sep + "contextlib", "<frozen", "<string>")
+_SKIP = (OURS, TORCH, os.path.dirname(os.__file__) + os.sep + "contextlib", "<frozen", "<string>", "<eval_with_key>")
 
 
 def where(frame: FrameType | None = None) -> str:
@@ -27,7 +27,7 @@ def where(frame: FrameType | None = None) -> str:
     frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_SKIP):
+        if not name.startswith(_SKIP) and not str(frame.f_globals.get("__name__")).startswith("torch."):
             return f"{os.path.relpath(name) if os.path.isabs(name) else name}:{frame.f_lineno}"
         frame = frame.f_back
     return "<unknown>"

@@ -13,6 +13,7 @@ import torch
 from harness import PROGRAMS, ROOT, RUN, environment, good
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import globaltensor as gt
 from globaltensor.errors import OutOfRangeError
@@ -188,6 +189,69 @@ def test_boxings_writes_and_views_inside():
         assert a.is_global == b.is_global and (not a.is_global or a.sbp == b.sbp)
         torch.testing.assert_close(*(t.full_tensor() if t.is_global else t for t in (a, b)))
     assert counter.graphs == 1
+
+
+def test_gradients_that_are_plain():
+    """Zeros, which autograd makes for an output that was not used, and what a program hands in."""
+    def program(x, w):
+        logits = x @ w
+        return logits, logits.square().mean()
+
+    f, counter = compiled(program)
+    for use in (lambda logits, loss: loss.backward(), lambda logits, loss: logits.backward(plain)):
+        x, w, plain = torch.randn(5, 4), torch.randn(4, 6), torch.randn(5, 6)
+        places = [gt.from_full(x, TWO, S(0)).requires_grad_(), gt.from_full(w, TWO, B).requires_grad_()]
+        use(*f(*places))
+        alone = [x.requires_grad_(), w.requires_grad_()]
+        use(*program(*alone))
+        for a, b in zip(places, alone, strict=True):
+            torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+    assert counter.graphs == 1
+
+
+class Recomputed(nn.Module):
+    """Two layers, columns and rows, that run again in backward."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.Dropout(0.3))
+        self.layers = nn.ModuleList([layer, copy.deepcopy(layer)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return F.cross_entropy(x, torch.arange(len(x)) % 6)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_recomputation_keeps_what_was_moved_and_drawn(backend):
+    rows = {"1.weight": S(0), "1.bias": S(0), "3.weight": S(1)}
+    model = Recomputed().to_global(TWO, lambda name, _: rows.get(name.split(".", 2)[2], B))
+    same_as_eager(model, [gt.from_full(torch.randn(5, 6), TWO, B)], backend)
+
+
+def test_what_moves_in_a_graph_has_the_line_of_what_is_compiled():
+    f, _ = compiled(lambda x: x.to_global(sbp=B) * 2)            # this line
+    x = gt.from_full(torch.ones(4, 2), TWO, S(0))
+    with gt.record() as moves:
+        f(x)
+    assert len(moves) == 1 and moves[0].where.startswith("tests/test_compile.py:"), moves
+    line = int(moves[0].where.rpartition(":")[2])
+    assert "# this line" in (ROOT / "tests/test_compile.py").read_text().splitlines()[line - 1]
+    with pytest.raises(gt.BoxingError, match=r"where: tests/test_compile\.py"), gt.boxing("forbid"):
+        f(x)
+
+
+def test_explain_tells_of_what_is_compiled():
+    def program(x):
+        return (x @ x.T).relu().sum()
+
+    x = gt.from_full(torch.randn(4, 3), TWO, S(1))
+    f, _ = compiled(program)
+    f(x)
+    told = gt.explain(f, x)
+    assert told.rows == gt.explain(program, x).rows and told.bytes
+    torch.testing.assert_close(told.result.full_tensor(), program(x).full_tensor())
 
 
 def test_errors_of_the_values_are_raised_in_graphs_too():

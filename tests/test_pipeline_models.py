@@ -142,6 +142,8 @@ def test_what_does_not_fit_says_so():
         runner.step(ids, targets=targets)
     with pytest.raises(gt.ArgumentError, match="named inputs beside a list"):
         runner.step(list(ids.tensor_split(MICRO)), targets=targets)
+    with pytest.raises(gt.ArgumentError, match="a pipeline without inputs"):
+        runner.eval()
 
 
 # ------------------------------------------------------------------------------------------------ by the list of layers

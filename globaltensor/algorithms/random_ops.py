@@ -39,6 +39,7 @@ from globaltensor.runtime.philox import draw_key
 from globaltensor.runtime.torch_internals import (
     OpOverload,
     break_graph,
+    call_once,
     is_of_a_trace,
     modes_active,
     order_effects,
@@ -202,7 +203,7 @@ def _next_key(call: Call) -> int | Tensor:
         return draw_key(generator)
     if generator is not None:
         break_graph(call.func)
-    return custom_ops.draw_key()
+    return call_once(custom_ops.draw_key)
 
 
 def _fill(call: Call, run: Run, target: GlobalLike, key: int | Tensor, draw: Draw, *parameters: Tensor | GlobalLike

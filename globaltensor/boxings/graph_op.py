@@ -28,7 +28,7 @@ from globaltensor.layouts.rank_regions import RankRegions, rank_regions
 from globaltensor.layouts.recent import KEPT
 from globaltensor.layouts.sbp import nd_sbp
 from globaltensor.runtime import custom_ops
-from globaltensor.runtime.torch_internals import is_of_a_trace, order_effects
+from globaltensor.runtime.torch_internals import call_once, is_of_a_trace, order_effects
 from globaltensor.runtime.world import local_ranks_of
 
 Moved = tuple[Layout, Layout, torch.dtype, int]      # src, dst, dtype and number of dims of a tensor
@@ -49,7 +49,7 @@ def box_in_graph(moves: Sequence[Move], op: str, purpose: str) -> list[Shards]:
         sizes = [n for move in todo for n in (*move.spec.shape, *move.spec.stride)]
         if purpose == EXPLICIT:                      # else agreed on by the line of code, and each rank has its own
             purpose = f"to_global({todo[0].dst}) in a compiled graph"
-        results = iter(custom_ops.box(shards, _text_of_layouts(todo), sizes, op, purpose))
+        results = iter(call_once(custom_ops.box, shards, _text_of_layouts(todo), sizes, op, purpose))
     return [{rank: next(results) for rank in _own_ranks(move.dst)} if shards is None else shards
             for move, shards in zip(moves, placed)]
 

@@ -3,13 +3,17 @@
     where  op  the signature chosen  what was boxed for it, bytes  the next best choice, and what it would cost more
 
 Prices are the planner's: seconds it expects on the machine at hand, boxing and work together. Ops of the backward are
-among them where `fn` calls backward.
+among them where `fn` calls backward. What is compiled runs uncompiled for that: a graph is traced by the same choices.
 """
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from globaltensor.algorithms.offer import Offer
 from globaltensor.boxings.watch import BoxingRecord, record
@@ -85,10 +89,15 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     if not callable(fn):
         raise ArgumentError(f"gt.explain of a {type(fn).__name__}", "it calls a function, and tells of its ops",
                             "gt.explain(lambda: x @ w), or gt.explain(torch.matmul, x, w)")
-    with record() as moves, _Seeing(moves) as seeing:
+    with _nothing_compiled(), record() as moves, _Seeing(moves) as seeing:
         result = fn(*args, **kwargs)
         seeing.between()
     return Explanation(result, tuple(seeing.rows))
+
+
+def _nothing_compiled() -> AbstractContextManager[Any]:
+    """Inside, what torch.compile made runs as it was written. (Without dynamo there is no such thing.)"""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _Seeing(TorchDispatchMode):

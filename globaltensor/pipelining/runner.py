@@ -324,6 +324,9 @@ class PipelineRunner:
     def _micro_batches(self, batch: Any, where: placement, what: str) -> list[tuple[Any, ...]]:
         """For each micro-batch a tuple of global tensors on a placement."""
         m = self.schedule.micro_batches
+        if isinstance(batch, tuple) and not batch:
+            raise ArgumentError(f"a pipeline without {what}", "it runs a batch; its stages are modules of their own",
+                                "runner.eval(inputs); stage.eval() for each of runner.stages, to change their mode")
         if not isinstance(batch, list):
             batch = list(zip(*(self._split(t, what) for t in (batch if isinstance(batch, tuple) else (batch,)))))
         elif len(batch) != m:

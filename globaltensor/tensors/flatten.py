@@ -32,6 +32,7 @@ from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Layout, Shards, Spec, spec
 from globaltensor.layouts.recent import KEPT
 from globaltensor.layouts.symbols import has_symbols
+from globaltensor.runtime.agreement import compare_plain
 from globaltensor.runtime.graph_symbols import in_graph
 from globaltensor.runtime.torch_internals import (
     TRACED_KEYS,
@@ -43,6 +44,7 @@ from globaltensor.runtime.torch_internals import (
 )
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import lookup, products
+from globaltensor.tensors.full_value import FromFull
 from globaltensor.tensors.redistribution import to_layout
 
 
@@ -85,6 +87,7 @@ def let_torch_trace(cls: Any) -> None:
     cls.__metadata_guard__ = classmethod(_same_but_for_sizes)
     cls.__coerce_tangent_metadata__ = lambda x: to_layout(x, x.spec.layout.without_partials)
     cls.__coerce_same_metadata_as_tangent__ = _in_layout_of
+    torch.Tensor.__coerce_same_metadata_as_tangent__ = _placed_like  # type: ignore[attr-defined]  # torch asks for it
     cls._stable_hash_for_caching = _name_for_cache
     _library.impl("linear", _here(products.linear))
     _library.impl("matmul", _here(products.matmul))
@@ -192,6 +195,15 @@ def _same_but_for_sizes(cls: type, ours: Spec, theirs: Spec) -> bool:
 def _in_layout_of(x: Any, of: Any, kind: type | None = None) -> Any:
     """A gradient as the graph of a backward pass wants it; None where it wants none of our kind."""
     return to_layout(x, of.layout) if is_global(x) and isinstance(of, Spec) else None
+
+
+def _placed_like(x: torch.Tensor, of: Any, kind: type | None = None) -> Any:
+    """The same of a plain gradient. Autograd makes zeros of it where an output was not used: a model returns logits
+    beside its loss."""
+    if not isinstance(of, Spec) or type(x) is not torch.Tensor:
+        return None
+    compare_plain(x, "a plain gradient of a compiled function", of.placement.flat)
+    return FromFull.of(x, of.layout)
 
 
 def _name_for_cache(x: Any) -> str:
