@@ -22,7 +22,7 @@ import torch
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Shards, Spec, spec
-from globaltensor.runtime import lineage
+from globaltensor.runtime import lineage, trace_order
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import DisableTorchDispatch, OpOverload, storage_id
 
@@ -145,13 +145,14 @@ def boxed_views(cls: Any, specs: list[Spec], func: OpOverload, values: tuple[Any
     views = [_wrapper(base)(own, {}) for own in specs]
     for nth, view in enumerate(views):
         view.boxed_view = BoxedView(call, nth)
+        view.made_after = 0                          # the boxing comes when it is read
     return views
 
 
 def alias(t: Any) -> Any:
     """Another tensor of the same memory, that no autograd knows."""
     same = _wrapper(t)(t.spec, t.shards if t.boxed_view is None else {})
-    same.boxed_view, same.lineage = t.boxed_view, t.lineage
+    same.boxed_view, same.lineage, same.made_after = t.boxed_view, t.lineage, t.made_after
     return same
 
 
@@ -223,6 +224,8 @@ def has_own_memory(t: Any) -> bool:
 
 def note_write(t: Any) -> None:
     """Count a write to the memory of `t`, that of its base where it is a boxed view."""
+    if t.traced:
+        trace_order.note_traced_write()
     if torch_ext is not None and not t.traced:
         torch_ext.note_write(t)
     elif t.boxed_view is not None:

@@ -19,7 +19,8 @@ from globaltensor.errors import OutOfRangeError
 from globaltensor.layouts.layout import Layout, Shape, dense
 from globaltensor.layouts.regions import Range, Region
 from globaltensor.runtime import custom_ops
-from globaltensor.runtime.torch_internals import OpOverload, assert_async, call_once, is_of_a_trace, order_effects
+from globaltensor.runtime.graph_effects import call_effect
+from globaltensor.runtime.torch_internals import OpOverload, assert_async, is_of_a_trace, order_effects
 
 aten = torch.ops.aten
 
@@ -106,7 +107,7 @@ def check_range(index: Tensor, n: int, what: str, *, lowest: int = 0) -> None:
     is an assertion of the device, as torch's own kernels make it, since reading it here would wait for the GPU. In a
     graph of torch.compile it is an op."""
     if is_of_a_trace(index):
-        call_once(custom_ops.check_range, index, n, what, lowest)
+        call_effect(custom_ops.check_range, index, n, what, lowest)
         return
     if not index.numel():
         return

@@ -35,11 +35,11 @@ from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.regions import Region, slices
 from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime import custom_ops, philox
+from globaltensor.runtime.graph_effects import call_effect
 from globaltensor.runtime.philox import draw_key
 from globaltensor.runtime.torch_internals import (
     OpOverload,
     break_graph,
-    call_once,
     is_of_a_trace,
     modes_active,
     order_effects,
@@ -203,7 +203,7 @@ def _next_key(call: Call) -> int | Tensor:
         return draw_key(generator)
     if generator is not None:
         break_graph(call.func)
-    return call_once(custom_ops.draw_key)
+    return call_effect(custom_ops.draw_key)
 
 
 def _fill(call: Call, run: Run, target: GlobalLike, key: int | Tensor, draw: Draw, *parameters: Tensor | GlobalLike

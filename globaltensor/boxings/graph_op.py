@@ -1,13 +1,15 @@
 """A boxing as one op of a graph: what torch.compile finds where shards move.
 
-    globaltensor::box(shards, layouts, sizes, op, purpose) -> shards
+    globaltensor::box(shards, layouts, sizes, op, purpose, unrelated) -> shards
 
 `shards` are those of all tensors that move together, tensor by tensor, ranks ascending; so are the results. `layouts`
 is a text, as the graphs that torch keeps on disk outlive this process: per tensor src, dst and dtype, read once.
-`sizes` are shape and strides of each tensor, and may be symbols. Autograd is above it, as above every boxing.
+`sizes` are shape and strides of each tensor, and may be symbols. So many boxings just before it are `unrelated`: they
+do not lead to what it moves (trace_order.py). Autograd is above it, as above every boxing.
 
-The op has an ordered effect. So boxings happen in the order of the program on every rank, whatever else its graph
-holds; none is merged with another one, computed again in backward, or dropped where a rank only sends.
+The op has an ordered effect. So boxings happen in one order on every rank, whatever else its graph holds; none is
+computed again in backward, or dropped where a rank only sends. It is the order of the program, but for those that
+inductor is told to merge (graph_merging.py).
 
 What moves nothing (B to S, B to P) is no boxing in a graph: it is slices and zeros, which inductor fuses.
 """
@@ -27,8 +29,9 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions, rank_regions
 from globaltensor.layouts.recent import KEPT
 from globaltensor.layouts.sbp import nd_sbp
-from globaltensor.runtime import custom_ops
-from globaltensor.runtime.torch_internals import call_once, is_of_a_trace, order_effects
+from globaltensor.runtime import custom_ops, trace_order
+from globaltensor.runtime.graph_effects import call_effect
+from globaltensor.runtime.torch_internals import is_of_a_trace, order_effects
 from globaltensor.runtime.world import local_ranks_of
 
 Moved = tuple[Layout, Layout, torch.dtype, int]      # src, dst, dtype and number of dims of a tensor
@@ -49,7 +52,8 @@ def box_in_graph(moves: Sequence[Move], op: str, purpose: str) -> list[Shards]:
         sizes = [n for move in todo for n in (*move.spec.shape, *move.spec.stride)]
         if purpose == EXPLICIT:                      # else agreed on by the line of code, and each rank has its own
             purpose = f"to_global({todo[0].dst}) in a compiled graph"
-        results = iter(call_once(custom_ops.box, shards, _text_of_layouts(todo), sizes, op, purpose))
+        results = iter(call_effect(custom_ops.box, shards, _text_of_layouts(todo), sizes, op, purpose,
+                                 trace_order.next_boxing(move.lineage for move in todo)))
     return [{rank: next(results) for rank in _own_ranks(move.dst)} if shards is None else shards
             for move, shards in zip(moves, placed)]
 
@@ -116,7 +120,7 @@ def _new_shape(move: Move, rank: int) -> tuple[Shape, Shape]:
     return size, dense(size, dense(move.spec.shape, move.spec.stride))
 
 
-def _fake(shards: Sequence[torch.Tensor], layouts: str, sizes: Sequence[int], op: str, purpose: str
+def _fake(shards: Sequence[torch.Tensor], layouts: str, sizes: Sequence[int], op: str, purpose: str, unrelated: int
           ) -> list[torch.Tensor]:
     """What comes out, as every process can tell it of its own ranks."""
     moves = _moves(shards, layouts, sizes)
@@ -128,7 +132,7 @@ def _fake(shards: Sequence[torch.Tensor], layouts: str, sizes: Sequence[int], op
 def implement_box(move_shards: Any) -> None:
     """Register the op; `move_shards` moves shards that are there."""
 
-    def run(shards: Sequence[torch.Tensor], layouts: str, sizes: Sequence[int], op: str, purpose: str
+    def run(shards: Sequence[torch.Tensor], layouts: str, sizes: Sequence[int], op: str, purpose: str, unrelated: int
             ) -> list[torch.Tensor]:
         moves = _moves(shards, layouts, sizes)
         return [moved[rank] for move, moved in zip(moves, move_shards(moves, op, purpose))

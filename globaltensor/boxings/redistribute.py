@@ -23,6 +23,7 @@ from globaltensor.boxings.process_boxing import find_meeting, run_process_boxing
 from globaltensor.boxings.run_steps import Move as Move, RunningBoxing
 from globaltensor.boxings.seen import plan_together, seen, seen_moves
 from globaltensor.layouts.layout import Layout, Shards, dense
+from globaltensor.runtime import trace_order
 from globaltensor.runtime.memory import refuse_fake_mode
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import in_fake_mode, without_fake_mode
@@ -92,7 +93,7 @@ def finish_boxings(begun: Sequence[BegunBoxing], moves: Sequence[Move], op: str)
 
 def redistribute(tensors: Sequence[Any], dsts: Sequence[Layout], op: str) -> list[Any]:
     """Global tensors in other layouts, moved together; one whose layout does not change is itself."""
-    moved = move_shards([Move(t.spec, t.shards, dst, t.lineage) for t, dst in zip(tensors, dsts)], op)
+    moved = move_shards([Move(t.spec, t.shards, dst, trace_order.of(t)) for t, dst in zip(tensors, dsts)], op)
     return [t if t.spec.layout is dst else in_layout(t, dst, shards) for t, dst, shards in zip(tensors, dsts, moved)]
 
 

@@ -89,13 +89,13 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     if not callable(fn):
         raise ArgumentError(f"gt.explain of a {type(fn).__name__}", "it calls a function, and tells of its ops",
                             "gt.explain(lambda: x @ w), or gt.explain(torch.matmul, x, w)")
-    with _nothing_compiled(), record() as moves, _Seeing(moves) as seeing:
+    with _all_eager(), record() as moves, _Seeing(moves) as seeing:
         result = fn(*args, **kwargs)
         seeing.between()
     return Explanation(result, tuple(seeing.rows))
 
 
-def _nothing_compiled() -> AbstractContextManager[Any]:
+def _all_eager() -> AbstractContextManager[Any]:
     """Inside, what torch.compile made runs as it was written. (Without dynamo there is no such thing.)"""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 

@@ -30,7 +30,7 @@ from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.recent import Recent
 from globaltensor.layouts.regions import Range
 from globaltensor.rules.call import Call, arguments, written
-from globaltensor.runtime import lineage
+from globaltensor.runtime import lineage, trace_order
 from globaltensor.runtime.memory import refuse_fake_mode, require
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import (
@@ -166,6 +166,7 @@ def dispatch(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwa
 
 def _run_decided(cls: type[GlobalLike], decision: Decision, func: OpOverload, args: tuple[Any, ...],
                  kwargs: dict[str, Any]) -> Any:
+    before = trace_order.so_far()
     if isinstance(decision, Recipe):
         # Elements that are boxed are copies: written back together, one would undo what another wrote to memory they
         # share.
@@ -173,10 +174,21 @@ def _run_decided(cls: type[GlobalLike], decision: Decision, func: OpOverload, ar
             for own_args, own_kwargs in foreach.element_calls(call):
                 dispatch(cls, func, tuple(own_args), own_kwargs)
             return None
-        return execute(cls, decision, args, kwargs, remake)
+        return _ordered(decision, args, kwargs, execute(cls, decision, args, kwargs, remake), before)
     call = Call(func, args, kwargs)
     result = decision(call, _Run(cls))
     _note_writes(call)
+    return result
+
+
+def _ordered(recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: int) -> Any:
+    """What a recipe gave; in a trace it knows of which boxings it comes."""
+    moved = before != trace_order.so_far()
+    if not moved and not recipe.written and traced_operand(args, kwargs):
+        number = trace_order.made_after(getattr(t, "made_after", 0) for t in _tensors(args, kwargs))
+        for t in _tensors((result,), {}):
+            if is_global(t) and t.origin is None:
+                t.made_after = number
     return result
 
 

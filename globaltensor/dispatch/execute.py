@@ -149,7 +149,7 @@ def _move(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any], args: 
             held.append({rank: _on_device(t, _device_of(recipe, rank)) for rank in recipe.ranks})
             own = spec_of_plain(t, (want or recipe.home).placement)
         if want is not None and want is not own.layout:
-            items.append(Move(own, held[q], want))
+            items.append(Move(own, held[q], want, t.made_after if type(t) is cls else 0))
             places.append(q)
     if items:
         purpose = purpose_of(Call(recipe.func, args, kwargs))

@@ -58,7 +58,9 @@ def settled(func: OpOverload, args: Any, kwargs: Any) -> Any:
             x.spec = spec(own.layout, own.shape, own.stride, own.dtype, own.copied, own.lazy_bits)
         if stays or x.spec.symbolic or not has_symbols(x.shape) or x.origin is not None:
             return x
-        return type(x).wrap(x.spec, x.shards)
+        same = type(x).wrap(x.spec, x.shards)
+        same.made_after = x.made_after
+        return same
 
     return tree_map_only(torch.Tensor, one, (args, kwargs))
 

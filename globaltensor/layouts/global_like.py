@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 class GlobalLike(Protocol):
     """A global tensor. `origin` is the call that made it, where it is a boxed view (algorithms/aliasing.py);
-    `lineage` tells values apart (runtime/lineage.py); `traced`: torch.compile traces, and the shards are fake."""
+    `lineage` tells values apart (runtime/lineage.py); `traced`: torch.compile traces, and the shards are fake; then
+    `made_after` so many boxings (runtime/trace_order.py)."""
 
     spec: Spec
     shards: Shards
     lineage: int
     traced: bool
+    made_after: int
 
     @property
     def origin(self) -> Any: ...

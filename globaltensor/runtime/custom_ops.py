@@ -15,7 +15,7 @@ text:
 
 And what stands in the graphs of torch.compile (boxings/graph_op.py):
 
-    box(shards, layouts, sizes, op, purpose)
+    box(shards, layouts, sizes, op, purpose, unrelated)
     draw_key()                                    of random numbers, fill(key, ...) makes them (random_ops.py)
     check_range(index, n, what, lowest)           raises for an index that no rank has
 """
@@ -78,7 +78,7 @@ for _map in ("redistribute(Tensor x, str layout, str? grad_layout=None)", "full_
              "from_full(Tensor t, str layout)", "to_local(Tensor x)", "from_local(Tensor t, str layout)",
              "spread(Tensor t, str layout, SymInt[] shape)", "part(Tensor x, str layout, SymInt[] shape)"):
     _library.define(f"{_map} -> Tensor")
-_library.define("box(Tensor[] shards, str layouts, SymInt[] sizes, str op, str purpose) -> Tensor[]")
+_library.define("box(Tensor[] shards, str layouts, SymInt[] sizes, str op, str purpose, int unrelated) -> Tensor[]")
 _library.define("draw_key() -> Tensor")
 _library.define("fill(Tensor key, SymInt[] shape, SymInt[] edges, ScalarType dtype, Device device, str law, "
                 "Tensor[] parts) -> Tensor")

@@ -9,7 +9,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import islice
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -33,7 +32,6 @@ from torch.utils._pytree import (
     tree_map_only as tree_map_only,
     tree_unflatten as tree_unflatten,
 )
-from torch.utils.checkpoint import CheckpointPolicy
 
 from globaltensor.errors import RuleError
 
@@ -289,26 +287,10 @@ def order_effects(op: OpOverload) -> None:
     simple_registry.singleton.find(op._schema.name).effect.register(EffectType.ORDERED)
 
 
-class _KeptNode(dict[str, Any]):
-    """What torch notes of a node whose result is kept. torch.utils.checkpoint has other plans for all that an op of the
-    program leaves in the graph, when the op is done."""
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, CheckpointPolicy.MUST_SAVE if key == "recompute" else value)
-
-
-def call_once(op: OpOverload, *args: Any) -> Any:
-    """Put an op with an ordered effect into the graph that is being traced. Where torch.utils.checkpoint has what is
-    around it done again in backward, it is not: its results are kept."""
+def nodes_of_trace() -> Any:
+    """The nodes of the graph that make_fx traces, so far; none where it traces none."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-    nodes = mode.tracer.graph.nodes if mode is not None else ()
-    before = len(nodes)
-    results = op(*args)
-    for node in islice(reversed(nodes), len(nodes) - before):
-        if "recompute" in node.meta:
-            node.meta = _KeptNode(node.meta)
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    return results
+    return () if mode is None else mode.tracer.graph.nodes
 
 
 def pass_higher_order_ops(key: torch._C.DispatchKey) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from globaltensor.algorithms.aliasing import value_spec
+from globaltensor.boxings.graph_merging import inductor_merges
 from globaltensor.errors import OURS, GlobalTensorError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Layout, Shards, Spec, spec
@@ -67,6 +68,7 @@ def let_torch_trace(cls: Any) -> None:
         own = x.spec
         if torch.compiler.is_compiling():
             _keep_dynamo_out(len(sys.modules))
+            inductor_merges()
             for shard in x.shards.values() if not isinstance(x, torch.nn.Parameter) else ():
                 let_sizes_be_symbols(shard)          # of parameters it would only be more to guard
         if not x.traced:

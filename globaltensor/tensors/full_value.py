@@ -15,7 +15,7 @@ from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Layout, Shards, Spec, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
-from globaltensor.runtime import custom_ops
+from globaltensor.runtime import custom_ops, trace_order
 from globaltensor.runtime.memory import require
 from globaltensor.runtime.torch_internals import is_of_a_trace, modes_active
 from globaltensor.runtime.world import local_ranks_of, world
@@ -30,7 +30,7 @@ def gather_full(x: GlobalLike) -> Shards:
         return x.shards
     ranks = [here.rank] if alone else range(here.size)
     everywhere = layout(placement(own.placement.type, ranks), (broadcast,))
-    return move_shards([Move(own, x.shards, everywhere, x.lineage)], "full_tensor")[0]
+    return move_shards([Move(own, x.shards, everywhere, trace_order.of(x))], "full_tensor")[0]
 
 
 def whole_value(x: GlobalLike) -> torch.Tensor:

@@ -20,6 +20,7 @@ from globaltensor.layouts.layout import Shape, Shards, Spec, spec
 from globaltensor.layouts.placement import placement, placement as Placement
 from globaltensor.layouts.sbp import NdSbp, SbpLike
 from globaltensor.op_table.variants import READS_MEMORY
+from globaltensor.runtime import trace_order
 from globaltensor.runtime.memory import NoMemory
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import (
@@ -91,6 +92,7 @@ class GlobalTensor(TensorMethods):
     viewed = False                                   # a view was made of it, without native code
     traced = False                                   # its shards are those of a trace (flatten.py)
     completed: Completed | None = None               # of a pending one, with nothing pending, without native code
+    made_after = 0                                   # of a trace: no later boxing leads to it (trace_order.py)
     deals_parts = False                              # its parts are dealt out when it is split (dealt_parts.py)
     lineage: int = 0                                 # of its value: what ranks agree on (runtime/lineage.py)
     _shards: Shards
@@ -109,10 +111,9 @@ class GlobalTensor(TensorMethods):
         return x
 
     @classmethod
-    def wrap_traced(cls, of: Spec, shards: Shards) -> GlobalTensor:
-        """One by which torch.compile traces: of fake shards, or of none."""
+    def wrap_traced(cls, of: Spec, shards: Shards) -> GlobalTensor:  # by which torch.compile traces: fake ones, or none
         x = cls._wrap_in_python(of, shards, TRACED_KEYS)
-        x.traced = True
+        x.traced, x.made_after = True, trace_order.so_far()
         return x
 
     _wrap_in_python = wrap                           # native code has a `wrap` of its own

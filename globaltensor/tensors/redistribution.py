@@ -18,7 +18,7 @@ from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Spec, layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import Sbp, broadcast, in_range, nd_sbp
-from globaltensor.runtime import custom_ops
+from globaltensor.runtime import custom_ops, trace_order
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import modes_active, transforms_active
 from globaltensor.runtime.world import world
@@ -99,7 +99,7 @@ def box(x: Global, dst: Layout) -> Global:
         same = x.wrap(value_spec(x.spec), {r: shard.clone() for r, shard in x.shards.items()})
         same.lineage = x.lineage
         return same
-    return in_layout(x, dst, move_shards([Move(x.spec, x.shards, dst, x.lineage)])[0])
+    return in_layout(x, dst, move_shards([Move(x.spec, x.shards, dst, trace_order.of(x))])[0])
 
 
 def box_gradient(grad: Any, src: Layout, grad_layout: Layout | None) -> Any:
