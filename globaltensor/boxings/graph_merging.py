@@ -106,7 +106,7 @@ def _one_boxing(graph: Graph, group: Sequence[Node]) -> Node:
     results.meta = {**first.meta, "val": values}
     before = 0
     for one in group:
-        for part in _parts(one, 1):
+        for part in _taken_out(one, 1):
             for result in list(part.users):
                 at: Any = result.args[1]
                 result.args = (results, before + at)
@@ -115,7 +115,7 @@ def _one_boxing(graph: Graph, group: Sequence[Node]) -> Node:
     return node
 
 
-def _parts(effect: Node, nth: int) -> list[Node]:
+def _taken_out(effect: Node, nth: int) -> list[Node]:
     """What takes the token (0) or the results (1) out of an effect's."""
     return [user for user in effect.users if user.args[1] == nth]
 
@@ -135,7 +135,7 @@ def _tie(effects: Sequence[Node], chain: Sequence[Node]) -> None:
 
 
 def _token(effect: Node) -> Node:
-    tokens = _parts(effect, 0)
+    tokens = _taken_out(effect, 0)
     if not tokens:
         with effect.graph.inserting_after(effect):
             tokens = [effect.graph.call_function(operator.getitem, (effect, 0))]
@@ -160,7 +160,7 @@ def _sort(graph: Graph, chain: Sequence[Node]) -> None:
             seen.add(todo[-1])
             todo += missing
 
-    tokens = {token for node in chain for token in _parts(node, 0)}
+    tokens = {token for node in chain for token in _taken_out(node, 0)}
     nodes = list(graph.nodes)
     for node in nodes:
         if node.op == "placeholder":
