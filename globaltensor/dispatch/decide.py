@@ -69,6 +69,8 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
     where = _one_placement(cls, call)
     if call.get("device") is not None and torch.device(call["device"]).type == "meta" != where.type:
         return _without_memory
+    if func is torch.ops.aten._to_copy.default and not call.tensors[0].dim() and not _on_such_devices(call, where):
+        return _moved_scalar
     if func is torch.ops.aten.empty_like.default and call["device"] is not None and where.type == "meta":
         return _allocate
     if line is not None and decomposition is not None and line.offer is None and line.applies(call):
@@ -260,6 +262,21 @@ def _allocate(call: Call, run: Run) -> Any:
     shards = {r: torch.empty(own.local_shape(r), dtype=dtype, device=world().device(where.type, r))
               for r in local_ranks_of(where)}
     return run.wrap(spec(layout(where, own.sbp), own.shape, None, dtype), shards)
+
+
+def _on_such_devices(call: Call, where: placement) -> bool:
+    """Is a placement on devices of the kind that a call asks for? (On "meta" there are no values to move.)"""
+    device = call.get("device")
+    return device is None or torch.device(device).type == where.type or where.type == "meta"
+
+
+def _moved_scalar(call: Call, run: Run) -> Any:
+    """A scalar goes to the same ranks' devices of another kind: so torch brings the norms of gradients together, where
+    some parameters are on the host."""
+    own = call.tensors[0].spec
+    where = placement(torch.device(call["device"]).type, own.placement.ranks, own.placement.axis_names)
+    moved, = run.redistribute(call.tensors, [replicated(where)], str(call.func))
+    return moved if call["dtype"] is None else run(call.func, moved, dtype=call["dtype"])
 
 
 def _check_device(call: Call, where: placement) -> None:

@@ -1,4 +1,4 @@
-"""Optimizer state that stays elsewhere between steps: in the host's memory, or in files on disk.
+"""Optimizer state, and parameters, that stay elsewhere between their uses: in the host's memory, or in files on disk.
 
     gt.zero(optimizer, offload="cpu")                # of parameters on GPUs and other devices
     gt.zero(optimizer, offload="/scratch/state")
@@ -6,6 +6,9 @@
 A step of the optimizer is done a piece of its parameters at a time, some 32 MB of them. While one piece is stepped, the
 state of the next is brought, and that of the one before has been let go. So two pieces are on the device, or resident,
 during a step, and nothing between steps, when activations need the memory.
+
+Parameters go with them that are on a device and gathered layer by layer (zero3.py): the optimizer steps them on the
+host, whose memory their gradients come to, and a layer is brought to the device one layer ahead.
 
 In a folder each rank's part of a tensor is a file without a name, mapped into memory: `state_dict()` gives that memory,
 and the files are gone with the process, however it ends. Sources: Ren et al., ZeRO-Offload, arXiv:2101.06840;
@@ -38,7 +41,7 @@ def offload_state(optimizer: torch.optim.Optimizer, where: str | os.PathLike[str
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentError("gt.zero(offload=...) of LBFGS", "its step works with all parameters at once",
                             "an optimizer that steps each parameter by itself, such as AdamW")
-    folder = None if os.fspath(where) == "cpu" else os.fspath(where)
+    folder = folder_of(where)
     if folder is None and all(p.placement.type == "cpu" for group in optimizer.param_groups for p in group["params"]):
         return                                       # it is there as it is
     away = StateElsewhere(folder)
@@ -73,6 +76,11 @@ def offload_state(optimizer: torch.optim.Optimizer, where: str | os.PathLike[str
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # of this one
     optimizer.register_load_state_dict_pre_hook(away.hold_back)
     optimizer.register_load_state_dict_post_hook(away.load)
+
+
+def folder_of(where: str | os.PathLike[str]) -> str | None:
+    """The folder that `offload` names; None for the host's memory."""
+    return None if os.fspath(where) == "cpu" else os.fspath(where)
 
 
 def _pieces(groups: Piece) -> Iterator[Piece]:
@@ -136,8 +144,7 @@ class StateElsewhere:
                     kept.home.shards[rank].copy_(shard)
             elif kept is None or kept.home is not t:             # what was there before is unmapped with its tensor
                 files: list[mmap.mmap] = []
-                shards = {rank: self._elsewhere(shard, files) for rank, shard in t.shards.items()}
-                kept = KeptState(GlobalTensor.wrap(_spec_on(t, _on_host(t.placement)), shards), files)
+                kept = KeptState(on_host(t, self.folder, files), files)
                 self.kept[id(p), key] = kept
             state[p][key], kept.stepped = kept.home, None
             for pages in kept.files:
@@ -163,20 +170,27 @@ class StateElsewhere:
             optimizer.state[p].update(own)
         self.held_back.clear()
 
-    def _elsewhere(self, shard: Tensor, files: list[mmap.mmap]) -> Tensor:
-        """A tensor there, with this one's elements and strides (those of memory without gaps)."""
-        if not shard.nbytes:
-            return shard.cpu()
-        stride = torch.empty_like(shard, device="meta").stride()
-        if self.folder is None:                      # what is pinned is copied while the host goes on
-            flat = torch.empty(shard.numel(), dtype=shard.dtype, pin_memory=shard.device.type == "cuda")
-        else:
-            with tempfile.TemporaryFile(dir=self.folder) as file:
-                file.truncate(shard.nbytes)
-                pages = mmap.mmap(file.fileno(), shard.nbytes)   # the file lives as long
-            files.append(pages)
-            flat = torch.frombuffer(pages, dtype=shard.dtype)
-        return flat.as_strided(shard.shape, stride).copy_(shard)
+
+def on_host(t: Any, folder: str | None, files: list[mmap.mmap]) -> GlobalTensor:
+    """A copy of a tensor in the host's memory (None), or in files of a folder, which are added to `files`."""
+    shards = {rank: _copy_on_host(shard, folder, files) for rank, shard in t.shards.items()}
+    return GlobalTensor.wrap(_spec_on(t, _on_host(t.placement)), shards)
+
+
+def _copy_on_host(shard: Tensor, folder: str | None, files: list[mmap.mmap]) -> Tensor:
+    """Of a shard, with its strides (those of memory without gaps)."""
+    if not shard.nbytes:
+        return shard.cpu()
+    stride = torch.empty_like(shard, device="meta").stride()
+    if folder is None:                               # what is pinned is copied while the host goes on
+        flat = torch.empty(shard.numel(), dtype=shard.dtype, pin_memory=shard.device.type == "cuda")
+    else:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.truncate(shard.nbytes)
+            pages = mmap.mmap(file.fileno(), shard.nbytes)       # the file lives as long
+        files.append(pages)
+        flat = torch.frombuffer(pages, dtype=shard.dtype)
+    return flat.as_strided(shard.shape, stride).copy_(shard)
 
 
 def _on_host(where: placement) -> placement:

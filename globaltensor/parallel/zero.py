@@ -28,7 +28,7 @@ from globaltensor.boxings.redistribute import redistribute
 from globaltensor.errors import SbpError, expect
 from globaltensor.layouts.layout import Layout
 from globaltensor.layouts.sbp import split
-from globaltensor.parallel.offload import offload_state
+from globaltensor.parallel.offload import folder_of, offload_state
 from globaltensor.parallel.zero3 import ShardedLayers
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.torch_internals import foreach_copy_
@@ -50,7 +50,8 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
     axis        a name that the parameters' placements have; parameters that are split along it already stay as they are
     model       of stage 3: gather its parameters layer by layer, one layer ahead (zero3.py), not op by op
     offload     where the state is while it is not stepped (offload.py): in files of a folder on a disk; or "cpu", in
-                the host's memory, which changes nothing of parameters that are there
+                the host's memory, which changes nothing of parameters that are there. Parameters on GPUs and other
+                devices that are gathered layer by layer (stage 3, with a model) are there too, but for those of 16 bits
     Raises SbpError for another stage, a model where it is not stage 3, an optimizer that has state, a parameter that is
     not global or lacks the axis; ArgumentError for offload of LBFGS.
     """
@@ -69,8 +70,9 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
     for group in optimizer.param_groups:
         layouts = [(p, _zero_layout(p, axis)) for p in group["params"]]
         group["params"] = [p if dst is None else _part_to_step(p, dst, stage, pairs) for p, dst in layouts]
-    if model is not None:
-        ShardedLayers(model, axis)
+    layers = None if model is None else ShardedLayers(model, axis)
+    if layers is not None and offload is not None:
+        layers.offload(optimizer, folder_of(offload))
     if offload is not None:
         offload_state(optimizer, offload)
     optimizer.register_load_state_dict_post_hook(globalize_state)

@@ -9,22 +9,30 @@ The layers are the items of a model's lists of modules (nn.ModuleList, nn.Sequen
 Autograd saves the gathered tensors for backward, but not their memory: between the two their storages are empty, and
 backward fills them again. Gradients of what was gathered are pending sums, and stay so until they are read.
 Source: Zhao et al., PyTorch FSDP, arXiv:2304.11277.
+
+Offloaded parameters are global tensors on the host. What is missing of a layer is copied to its devices first, and a
+gradient is reduced at once, as the host takes each rank's part alone.
 """
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from globaltensor.boxings.redistribute import Move, in_layout, move_shards
-from globaltensor.layouts.layout import Layout
+from globaltensor.layouts.layout import Layout, layout
 from globaltensor.layouts.sbp import broadcast
+from globaltensor.parallel.offload import on_host
 from globaltensor.runtime.torch_internals import call_after_backward, tree_flatten
+from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.parameter_swap import swap_in, swap_out
+from globaltensor.tensors.parameter_swap import convert, swap_in, swap_out
+from globaltensor.tensors.redistribution import to_layout
 
 
 class ShardedLayers:
@@ -40,6 +48,19 @@ class ShardedLayers:
             layer.module.register_forward_pre_hook(lambda module, args, i=i: self._before_forward(i))
             layer.module.register_forward_hook(lambda module, args, out, i=i: self._after_forward(i, out),
                                                always_call=True)
+
+    def offload(self, optimizer: torch.optim.Optimizer, folder: str | None) -> None:
+        """Keep on the host those that the optimizer steps themselves: of 16 bits it steps others, in their place."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for layer in self.layers:
+            for _, _, p in layer.slots:
+                if id(p) in stepped and p.placement.type != "cpu":
+                    convert(p, partial(on_host, folder=folder, files=layer.files))
+        optimizer.register_step_post_hook(lambda *_: self._drop_pages())
+
+    def _drop_pages(self) -> None:
+        for layer in self.layers:
+            layer.drop_pages()
 
     def _before_forward(self, i: int) -> None:
         self.forward_pass, self.last = self.forward_pass + (i <= self.last), i
@@ -88,6 +109,7 @@ class ShardedLayer:
         self.versions: list[int] = []                # of the parameters, when that was gathered
         self.saved: weakref.WeakValueDictionary[int, SavedStorages] = weakref.WeakValueDictionary()   # by forward pass
         self.in_use: SavedStorages | None = None     # while the layer works
+        self.files: list[mmap.mmap] = []             # in which offloaded parameters lie
 
     def is_sharded(self) -> bool:
         """Is nothing gathered, or what was before someone wrote to a parameter?"""
@@ -97,6 +119,11 @@ class ShardedLayer:
         self.unsharded, self.versions = unsharded, [p._version for _, _, p in self.slots]
         for storages in self.saved.values():
             storages.fill(unsharded)
+
+    def drop_pages(self) -> None:
+        """Of the files nothing stays resident."""
+        for pages in self.files:
+            pages.madvise(mmap.MADV_DONTNEED)
 
     def swap_in_unsharded(self, forward_pass: int) -> None:
         """Let the layer work with what was gathered. Autograd saves views of it whose memory can be freed."""
@@ -126,11 +153,20 @@ class ShardedLayer:
 def unshard(layers: list[ShardedLayer]) -> None:
     """Gather what is not gathered of these layers' parameters, in one move."""
     sharded = [layer for layer in layers if layer.is_sharded()]
-    moves = [Move(p.spec, p.shards, dst, p.lineage) for layer in sharded
-             for (_, _, p), dst in zip(layer.slots, layer.layouts)]
+    moves = [_gathering(p, dst) for layer in sharded for (_, _, p), dst in zip(layer.slots, layer.layouts)]
     unsharded = iter(move_shards(moves, "zero"))
     for layer in sharded:
         layer.set_unsharded([next(unsharded) for _ in layer.slots])
+        layer.drop_pages()
+
+
+def _gathering(p: GlobalTensor, dst: Layout) -> Move:
+    """The move of a parameter to this layout, from its devices, where it was copied to if it is on the host."""
+    if p.placement == dst.placement:
+        return Move(p.spec, p.shards, dst, p.lineage)
+    device = {rank: world().device(dst.placement.type, rank) for rank in p.shards}
+    copies = {rank: shard.detach().to(device[rank], non_blocking=True) for rank, shard in p.shards.items()}
+    return Move(p.spec.moved(layout(dst.placement, p.sbp)), copies, dst, p.lineage)
 
 
 def _unsharded_layout(p: Any, axis: str) -> Layout | None:
@@ -142,12 +178,18 @@ def _unsharded_layout(p: Any, axis: str) -> Layout | None:
 
 
 class UnshardedParameter(torch.autograd.Function):
-    """A parameter as it was gathered. Its gradient is the parameter's, in whatever layout: it is reduced when read."""
+    """A parameter as it was gathered. Its gradient is the parameter's, in whatever layout: it is reduced when read, but
+    now where that is on the host."""
 
     @staticmethod
     def forward(ctx: Any, p: Any, unsharded: Layout, shards: dict[int, Tensor]) -> Any:
+        ctx.home = p.spec.layout
         return in_layout(p, unsharded, shards)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, None, None]:
+        home: Layout = ctx.home
+        if grad.placement != home.placement:
+            part = to_layout(grad, layout(grad.placement, home.sbp))
+            grad = in_layout(part, home, {rank: shard.cpu() for rank, shard in part.shards.items()})
         return grad, None, None

@@ -6,7 +6,7 @@ parameter.
 
 For good: `convert` gives a parameter a global value, or a plain one, and leaves it the same object. So an optimizer
 made before goes on training it, modules that share it go on sharing it, and its hooks and its gradient stay. A plain
-parameter cannot take global data, nor a global one plain data, nor one on the meta device data that are elsewhere;
+parameter cannot take global data, nor a global one plain data, nor any one data on another kind of device;
 `torch.utils.swap_tensors` gives it what another object has, all but the hooks, which torch keeps with both the object
 and the data.
 """
@@ -58,7 +58,7 @@ def convert(tensor: Tensor, to_other: Callable[[Tensor], Tensor]) -> Tensor:
         value = to_other(tensor.detach())
         grad = None if tensor.grad is None else to_other(tensor.grad.detach())
     tensor.grad = None                               # of the old layout, which torch would compare with the new one
-    if isinstance(tensor, GlobalTensor) and isinstance(value, GlobalTensor) and tensor.is_meta == value.is_meta:
+    if isinstance(tensor, GlobalTensor) and isinstance(value, GlobalTensor) and tensor.device.type == value.device.type:
         tensor.data = value
     else:
         _become(tensor, value)

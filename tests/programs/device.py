@@ -85,13 +85,26 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 12), nn.LayerNorm(12), nn.GELU(), nn.Linear(12, 11))
 
 
+class Headed(nn.Module):
+    """The same layers, but for the head, which is in no list of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        *layers, self.head = network()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(ids))
+
+
 def trains(where: gt.placement, batch: gt.sbp.sbp, weights: dict, axis: str | None = None, stage: int = 0,
-           offload: str | None = None) -> None:
-    plain, model = network(), network()
+           offload: str | None = None, make=network, by_layer: bool = False) -> None:
+    plain, model = make(), make()
     gt.to_global(model, where, weights)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.02) for m in (plain, model)]
     if stage:
-        optimizers[1] = gt.zero(optimizers[1], axis=axis, stage=stage, offload=offload)
+        optimizers[1] = gt.zero(optimizers[1], axis=axis, stage=stage, offload=offload,
+                                model=model if by_layer else None)
     generator = torch.Generator().manual_seed(SEED)
     for _ in range(3):
         ids = torch.randint(11, (7,), generator=generator)
@@ -141,6 +154,31 @@ def state_that_is_offloaded():
             trains(where, {"dp": S(0)}, {"1.*": {"tp": S(0)}, "4.weight": {"tp": S(1)}, "*": B}, "dp", stage, place)
             assert not os.listdir(folder)
     offload.PIECE = piece
+
+
+def parameters_that_are_offloaded():
+    """The layers' are on the host, and the head's on its devices: clipping brings their norms together."""
+    where = gt.placement(NAME, [[0, 1], [2, 3]], ("dp", "tp"))
+    weights = {"layers.1.*": {"tp": S(0)}, "head.weight": {"tp": S(1)}, "*": B}
+    kinds = []
+    clip = nn.utils.clip_grad_norm_
+
+    def clip_and_see(parameters, norm):
+        parameters = list(parameters)
+        kinds.append([p.device.type for p in parameters])
+        assert [p.grad.device.type for p in parameters] == kinds[-1]
+        return clip(parameters, norm)
+
+    nn.utils.clip_grad_norm_ = clip_and_see
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for place in ("cpu", folder):
+                trains(where, {"dp": S(0)}, weights, "dp", 3, place, Headed, by_layer=True)
+                assert not os.listdir(folder)
+    finally:
+        nn.utils.clip_grad_norm_ = clip
+    ours = [own for own in kinds if NAME in own]
+    assert len(ours) == 6 and all(own.count("cpu") == 5 and own.count(NAME) == 2 for own in ours), kinds
 
 
 def random_numbers_are_those_of_the_cpu():
@@ -276,7 +314,8 @@ def the_dispatcher_is_native_where_it_can_be():
 
 
 CHECKS = [the_first_program_of_the_readme, every_boxing, data_parallel_training, tensor_parallel_training, zero_of_both,
-          state_that_is_offloaded, random_numbers_are_those_of_the_cpu, parts_and_whole_values,
+          state_that_is_offloaded, parameters_that_are_offloaded, random_numbers_are_those_of_the_cpu,
+          parts_and_whole_values,
           views_indices_and_writes, derivatives, checkpoints_and_files, errors_name_what_to_type,
           the_dispatcher_is_native_where_it_can_be]
 OF_TWO_PROCESSES = [every_boxing, data_parallel_training, tensor_parallel_training, random_numbers_are_those_of_the_cpu,
