@@ -28,6 +28,7 @@ from globaltensor.schedules.generators import GENERATORS, generate
 from globaltensor.simulator.cluster import KNOWN, Cluster, Link
 from globaltensor.simulator.gpt import GPT, RECOMPUTE
 from globaltensor.simulator.training import TrainingPlan, simulate_training
+from globaltensor.tensors import gradients
 
 sys.path.insert(0, os.fspath(ROOT / "examples"))
 from gpt import GPT as ExampleGPT
@@ -345,6 +346,34 @@ def test_a_plan_that_is_run_gives_the_gradients_of_one_process(devices, fixed):
     assert ranks == {rank for stage in one["stages"] for rank in stage["ranks"]}
     if fixed.get("tp"):
         assert any(s.is_split for s in model.blocks[0].mlp.up.weight.sbp)
+
+
+@pytest.mark.parametrize("pp, early", [(1, 1), (2, 1), (1, 10 ** 9)], ids=["one stage", "a pipeline", "few gradients"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_zero_reduces_is_what_it_is_priced_at(monkeypatch, zero, pp, early):
+    """Bytes of gradients and new parameters that one rank receives in a step of 3 micro-batches."""
+    if zero == 3 and pp > 1:
+        pytest.skip("in a pipeline of several stages, dispatch decides op by op what it gathers")
+    monkeypatch.setattr(gradients, "EARLY", early)   # bytes of gradients that wait
+    one = strategy(2 * pp, 12, 2, dp=2, tp=1, pp=pp, zero=zero, micro_batch=2, schedule="1f1b" if pp > 1 else None)
+    model = ExampleGPT(64, 16, 2, 64, 4)
+    runner, optimizer = one.apply(model, mean_loss, torch.optim.AdamW)
+    ids, targets = torch.randint(64, (2, 12, 16))
+    with gt.record() as moves:
+        runner.step(ids, targets)
+        optimizer.step()
+    updates = {"gradient", "aten.add_.Tensor"} | ({"zero"} if zero < 3 else set())
+    received = sum(move.bytes for move in moves if move.op in updates)
+    by_rank = [sum(p.numel() for name in stage["layers"] for p in model.get_submodule(name).parameters())
+               for stage in one["stages"]]
+    times = 3 if zero > 1 and pp == 1 and early == 1 else 1
+    reductions = sum(by_rank) // 2 * 4 * times * (1 if zero else 2)          # (n - 1) / n of them, in 32 bits
+    gathers = max(by_rank) // 2 * 4 if zero in (1, 2) else 0                 # all stages in one move
+    assert received == pytest.approx(reductions + gathers, rel=0.02)
+    if zero < 3 and pp == 1:
+        assert 2 * one["stages"][0]["bytes"]["dp"] == pytest.approx(received, rel=0.06), "in 16 bits, no output layer"
+    own = sum(stage["memory"]["gradients"] for stage in one["stages"])
+    assert own == pytest.approx(sum(by_rank) * 2 / (2 if times == 3 else 1), rel=0.06)
 
 
 def test_a_plan_that_was_edited_is_run_so(tmp_path):

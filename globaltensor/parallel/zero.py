@@ -8,7 +8,7 @@ split (a reduce-scatter instead of an all-reduce), and are those of the paramete
 the parts are gathered into the parameters, in one move.
 
     stage 1   optimizer state split. Sent per rank and step: 2 (N-1)/N of the parameters' bytes, as without ZeRO
-    stage 2   also gradients: pending sums are split during backward, once 25 MB wait
+    stage 2   also gradients: pending sums are split during backward, once 25 MB wait: so for every micro-batch
     stage 3   also the parameters: gathered where an op needs them, forward and backward, or given the model a layer at
               a time, one layer ahead (zero3.py). 3 (N-1)/N
 
@@ -165,6 +165,7 @@ def _part_to_step(p: Any, dst: Layout, stage: int, pairs: MasterParams) -> Any:
         if stage == 3:
             p.data = part
             if master == p.dtype:                    # the parameter is its own part from now on
+                gradients.set_grad_layout(p, dst, early=True)
                 return p
         part = nn.Parameter(part.to(master), requires_grad=p.requires_grad)
     # Stage 1 leaves them pending until they are read: a step of many micro-batches reduces once. Stage 2 gives that up

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +108,8 @@ class PipelineStep:
         for stage in (s for rank in ranks for s in self.schedule.stages_of[rank]) if self.train else ():
             # A stage's sum over micro-batches is reduced on its own; what was there before must not be reduced again.
             self.earlier_grads[stage] = gradients.set_aside(self.model.parameters.reduced_by_stage(stage))
-        with gradients.no_early_reduction():
+        # Gradients that ZeRO splits early are not sent once a micro-batch where other stages would wait for it.
+        with gradients.no_early_reduction() if self.schedule.stages > 1 else nullcontext():
             if len(ranks) == self.schedule.ranks and self.comm is None:
                 self._run_all_lists()
             else:

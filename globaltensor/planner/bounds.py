@@ -70,10 +70,10 @@ class VariantCosts:
         self.kept, self.again = _activations(task, shape.tp, shape.sequence_parallel, shape.micro_batch)
         self.logits = self.peaks * (np.arange(self.ranks) == self.rank_of[-1]) * float(
             gpt.logits_bytes(shape.micro_batch, shape.tp))
-        self.of_parameter = float(held_states(plan, 1).total)
+        self.of_parameter = float(held_states(plan, 1, self.embedding + gpt.layers * self.layer_size).total)
         states = model_states(1, 1 if variant.zero else 0, shape.dp)
         self.optimizer = 2 * float(states.optimizer) / cluster.memory_bandwidth
-        self.ends = _end_rates(task, shape, variant.zero)
+        self.ends = _end_rates(task, shape, variant.zero, plan.micro_batches)
 
     # ------------------------------------------------------------------------------------------------- of given cuts
 
@@ -240,7 +240,7 @@ def of_shape(task: Task, shape: MeshShape) -> float:
     reduction, _ = _transfers(task, shape.dp, shape.tp, 1, shape.micro_batch, shape.sequence_parallel, (0,))
     forward, inputs, weights, output = _pass_times(task, shape[1:3] + shape[4:], reduction)
     m, layer = task.global_batch // (shape.dp * shape.micro_batch), forward + float(inputs.min()) + weights
-    ends = _end_rates(task, shape, 3)
+    ends = _end_rates(task, shape, 3, 1)
     parameters = (gpt.layers * (gpt.parameters_per_layer // shape.tp) + gpt.embeddings // shape.tp) / shape.pp
     mean = m * (gpt.layers * layer + sum(output)) / shape.pp + (shape.pp - 1) / 2 * forward
     mean += parameters * 2 * 12 / shape.dp / cluster.memory_bandwidth         # the optimizer's state, read and written
@@ -259,18 +259,22 @@ class EndRates(NamedTuple):
     each: np.ndarray
 
 
-def _end_rates(task: Task, shape: MeshShape, zero: int) -> EndRates:
-    return _rates_of_group(task, shape.dp, shape.tp, min(zero, 1) if zero < 3 else 3)
+def _end_rates(task: Task, shape: MeshShape, zero: int, micro_batches: int) -> EndRates:
+    """Of a plan with so many micro-batches, which count where one stage splits the gradients of each."""
+    early = zero > 1 and shape.pp == 1
+    return _rates_of_group(task, shape.dp, shape.tp, zero if early or zero == 3 else min(zero, 1),
+                           micro_batches if early else 1)
 
 
 @lru_cache(10_000)
-def _rates_of_group(task: Task, dp: int, tp: int, zero: int) -> EndRates:
+def _rates_of_group(task: Task, dp: int, tp: int, zero: int, micro_batches: int) -> EndRates:
     gpt = task.gpt
     least = max(gpt.parameters_per_layer // tp, 1)
     most = -(-(gpt.parameters + gpt.vocabulary * gpt.hidden + tp) // tp) + dp
     first, last = (2 * least).bit_length(), (2 * most).bit_length()
-    plan = TrainingPlan(1, task.global_batch, dp, tp, 1, zero=zero)
-    rates = [end_rates(plan, task.cluster, bits) for bits in range(first, last + 1)]
+    plan = TrainingPlan(1, dp * micro_batches, dp, tp, 1, zero=zero)
+    in_one_stage = gpt.embeddings // tp + gpt.layers * (gpt.parameters_per_layer // tp)
+    rates = [end_rates(plan, task.cluster, bits, in_one_stage) for bits in range(first, last + 1)]
     return EndRates(first, np.array([fixed for fixed, _ in rates]), np.array([each for _, each in rates]))
 
 

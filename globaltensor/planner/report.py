@@ -115,7 +115,8 @@ def _stage_memory(plan: TrainingPlan, step: SimulatedStep, costs: StepCosts, ind
     """Bytes of one stage. Of a rank with several, what is temporary and what is kept of micro-batches is theirs
     together: each has its share, by layers."""
     mine = step.run.schedule.stages_of[rank]
-    states, *of_rank = (held_states(plan, sum(costs.parts[stage])) for stage in (index, *mine))
+    of_all = sum(sum(costs.parts[stage]) for stage in mine)
+    states, *of_rank = (held_states(plan, sum(costs.parts[stage]), of_all) for stage in (index, *mine))
     share = costs.layers[index] / sum(costs.layers[s] for s in mine)
     temporary = max(step.states[rank] - float(sum(one.total for one in of_rank)), 0.0) * share
     activations = step.activations[rank] * share

@@ -8,6 +8,8 @@ communication is what this library would do: every transfer is a boxing, and its
     between stages       the output [b s, h] to the next stage's ranks, its gradient back
     at the end           gradients P -> B on dp (ZeRO: P -> S(0), and the new parameters S(0) -> B), concurrent with
                          the backwards of other stages, once a stage has done its last; until then gradients are whole
+    ZeRO 2 and 3         of one stage: gradients are split in each backward already, P -> S(0) for every micro-batch,
+                         where they are more than what gt.zero lets wait (gradients.EARLY)
     ZeRO 3               before every F, and again before every B or I, the stage's parameters S(0) -> B on dp, a layer
                          at a time and one layer ahead. What a layer takes is the slower of its pass and of gathering
                          the next; W, computed from activations and gradients alone, needs none. At the end gradients
@@ -46,6 +48,7 @@ from globaltensor.simulator.engine import SimulatedRun, simulate
 from globaltensor.simulator.gpt import GPT
 from globaltensor.simulator.memory import ModelStates, model_states
 from globaltensor.simulator.stage_times import PassTimes, layer_times, output_times, with_gathers
+from globaltensor.tensors import gradients
 
 
 @dataclass(frozen=True)
@@ -327,31 +330,41 @@ def _data_parallel_cost(plan: TrainingPlan, machine: Machine, parts: tuple[int, 
         even = -(-parameters // plan.dp) * plan.dp
         return _boxing_cost(group, group, before, after, (even,), machine) if parameters else none
 
-    end = sum((cost(*both) for both in _at_end(plan)), none)
+    end = sum((cost(before, after) * times for before, after, times in _at_end(plan, sum(parts))), none)
     if plan.zero < 3 or plan.dp == 1:
         return DataParallelCost(none, end, [0.0] * len(parts))
     by_size = {n: cost(split(0), broadcast, n) for n in set(parts)}
     return DataParallelCost(sum((by_size[n] for n in parts), none), end, [by_size[n].seconds for n in parts])
 
 
-def _at_end(plan: TrainingPlan) -> list[tuple[Sbp, Sbp]]:
-    """The boxings of a stage's gradients and parameters at the end of a step."""
+def _at_end(plan: TrainingPlan, parameters: int) -> list[tuple[Sbp, Sbp, int]]:
+    """The boxings of a stage's gradients and parameters, and how often in a step."""
     if plan.dp == 1:
         return []
     if not plan.zero:
-        return [(partial_sum, broadcast)]
-    return [(partial_sum, split(0)), (split(0), broadcast)][:1 if plan.zero == 3 else 2]
+        return [(partial_sum, broadcast, 1)]
+    split_grads = partial_sum, split(0), plan.micro_batches if splits_gradients_early(plan, parameters) else 1
+    return [split_grads] if plan.zero == 3 else [split_grads, (split(0), broadcast, 1)]
 
 
-def end_rates(plan: TrainingPlan, cluster: Cluster, bits: int) -> tuple[float, float]:
+def splits_gradients_early(plan: TrainingPlan, parameters: int) -> bool:
+    """Are gradients split in every backward? In a pipeline they wait for the last one; so do a few, with one stage.
+
+    parameters   of a rank with one stage, in 16 bits
+    """
+    return plan.zero > 1 and plan.dp > 1 and plan.pp == 1 and 2 * parameters * plan.tp >= gradients.EARLY
+
+
+def end_rates(plan: TrainingPlan, cluster: Cluster, bits: int, parameters: int) -> tuple[float, float]:
     """What data parallelism takes at the end of a step for a stage whose parameters take so many bits to count in
-    bytes: seconds whatever their number, and seconds for each parameter."""
+    bytes: seconds whatever their number, and seconds for each parameter. `parameters`: of a rank with one stage."""
     group = [i * plan.tp for i in range(plan.dp)]
     with hypothetical_placements():
         src, dst, machine = _counted_ranks(group, group, _machine_of(cluster, plan.dp * plan.tp))
         even = max((1 << bits - 2) // plan.dp, 1) * plan.dp
-        routes = [_planned_route(src, dst, *both, (even,), machine) for both in _at_end(plan)]
-    return sum(route.fixed for route in routes), sum(2 * route.rate for route in routes)
+        routes = [(_planned_route(src, dst, before, after, (even,), machine), times)
+                  for before, after, times in _at_end(plan, parameters)]
+    return sum(route.fixed * n for route, n in routes), sum(2 * route.rate * n for route, n in routes)
 
 
 def gather_seconds(plan: TrainingPlan, cluster: Cluster, parameters: int) -> float:
@@ -368,11 +381,12 @@ def _model_bytes(plan: TrainingPlan, stages: list[tuple[int, ...]]) -> float:
     return float(held_states(plan, sum(map(sum, stages))).total + gathered)
 
 
-def held_states(plan: TrainingPlan, parameters: int) -> ModelStates:
-    """Bytes of so many parameters, their gradients and the optimizer's state on a rank."""
+def held_states(plan: TrainingPlan, parameters: int, of_rank: int = 0) -> ModelStates:
+    """Bytes of so many parameters, their gradients and the optimizer's state on a rank, which has `of_rank` in all."""
     states = model_states(parameters, plan.zero, plan.dp)
-    # In a pipeline gradients are reduced, and so sharded, after the last backward only.
-    return states._replace(gradients=Fraction(2 * parameters)) if plan.pp > 1 else states
+    # Else gradients are reduced, and so sharded, after the last backward only.
+    early = splits_gradients_early(plan, of_rank or parameters)
+    return states if early else states._replace(gradients=Fraction(2 * parameters))
 
 
 def end_of_step(run: SimulatedRun, plan: TrainingPlan, cluster: Cluster,
