@@ -53,6 +53,7 @@ FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | dict.fromke
     "StageError": "globaltensor.pipelining.stages",
     "Strategy": "globaltensor.planner.strategy",
     "StrategyError": "globaltensor.planner.checking",
+    "strategy": "globaltensor.planner.planning",
     "StateError": "globaltensor.checkpoint.tree",
     "audit": "globaltensor.debug.audit",
     "boxing": "globaltensor.boxings.watch",
@@ -140,6 +141,7 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
     from globaltensor.pipelining.runner import pipeline as pipeline
     from globaltensor.pipelining.stages import StageError as StageError
     from globaltensor.planner.checking import StrategyError as StrategyError
+    from globaltensor.planner.planning import strategy as strategy
     from globaltensor.planner.strategy import Strategy as Strategy
     from globaltensor.runtime.preemption import REQUEUE as REQUEUE, preempted as preempted
     from globaltensor.runtime.start import init as init

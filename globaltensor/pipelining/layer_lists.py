@@ -47,7 +47,7 @@ def cut_by_layers(model: nn.Module, stages: int | Sequence[str], cost: Callable[
     beside the list has both parameters and parts of its own; a stage raises it where the layers do not run one after
     the other, each once.
     """
-    path, layers = _longest_list(model)
+    path, layers = list_of_layers(model)
     names = [f"{path}.{k}" for k in range(len(layers))]
     if isinstance(stages, int):
         starts = balanced([(cost or parameters)(layer) for layer in layers], stages)
@@ -62,7 +62,7 @@ def cut_by_layers(model: nn.Module, stages: int | Sequence[str], cost: Callable[
     known = [p for p in inspect.signature(model.forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
     needed = [p.name for p in known if p.default is p.empty] or [p.name for p in known[:1]]
     taken = [*needed, *(name for name in inputs if name not in needed)]
-    before, after = _beside(model, path)
+    before, after = modules_beside(model, path)
     ends = [*starts[1:], len(layers)]
     return [LayerStage(model, layers, begin, end, before, after, taken) for begin, end in zip(starts, ends)]
 
@@ -72,13 +72,13 @@ def has_layer_list(model: nn.Module) -> bool:
     return any(isinstance(m, nn.ModuleList) and len(m) > 1 for m in model.modules())
 
 
-def _longest_list(model: nn.Module) -> tuple[str, list[nn.Module]]:
+def list_of_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """The list of modules with the most parameters."""
     lists = [(name, list(m)) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
     return max(lists, key=lambda one: sum(p.numel() for layer in one[1] for p in layer.parameters()))
 
 
-def _beside(model: nn.Module, path: str) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+def modules_beside(model: nn.Module, path: str) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """What has parameters or buffers and stands before the list in the model, and what stands after it."""
     before: dict[str, nn.Module] = {}
     after: dict[str, nn.Module] = {}

@@ -34,7 +34,7 @@ def cut_sequence(model: Any, stages: int | Sequence[str], cost: Callable[[nn.Mod
     cost     of one layer, in any unit
     Raises StageError where there are fewer layers than stages, or where no layer has a given name.
     """
-    layers = _layers(model)
+    layers = sequence_layers(model)
     if isinstance(stages, int):
         starts = balanced([(cost or parameters)(layer) for _, layer in layers], stages)
     else:
@@ -117,12 +117,13 @@ def measured(model: nn.Module, *inputs: Any, runs: int = 3) -> Callable[[nn.Modu
     return lambda layer: cost[layer]
 
 
-def _layers(model: Any) -> list[tuple[str, nn.Module]]:
+def sequence_layers(model: Any) -> list[tuple[str, nn.Module]]:
+    """The layers of a sequence, by name."""
     if isinstance(model, nn.Sequential):
         children = list(model.named_children())
         if len(children) == 1 and isinstance(children[0][1], nn.Sequential):
             outer, inner = children[0]
-            return [(f"{outer}.{name}", layer) for name, layer in _layers(inner)]
+            return [(f"{outer}.{name}", layer) for name, layer in sequence_layers(inner)]
         return children
     if isinstance(model, (list, tuple, nn.ModuleList)) and all(isinstance(layer, nn.Module) for layer in model):
         return [(str(k), layer) for k, layer in enumerate(model)]

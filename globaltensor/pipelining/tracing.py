@@ -54,13 +54,7 @@ def cut_traced(model: nn.Module, stages: int | Sequence[str],
     Raises StageError where the forward lacks such an input, cannot be traced or depends on whether the model is in
     training, where there are fewer layers than stages, and where no module has a given name.
     """
-    known = inspect.signature(model.forward).parameters
-    if strange := [name for name in inputs if name not in known]:
-        raise StageError(f"a {type(model).__name__} has no input {strange[0]!r}",
-                         f"its forward takes {', '.join(known)}", "inputs=[...], some of these")
-    graph = _graph(model, frozenset(inputs))
-    plain = _plain_nodes(graph)
-    work = [node for node in graph.nodes if node.op.startswith("call_") and node not in plain]
+    graph, plain, work = _traced_work(model, inputs)
     starts = _by_cost(model, work, stages, cost) if isinstance(stages, int) else _by_names(work, stages)
     stage_of = {node: 0 for node in graph.nodes if node.op == "placeholder"}
     for k, node in enumerate(work):
@@ -68,6 +62,22 @@ def cut_traced(model: nn.Module, stages: int | Sequence[str],
         stage_of[node] = stage_of.get(source, bisect_right(starts, k) - 1)    # tuples are unpacked where they are made
     _refuse_in_place(work, plain, stage_of)
     return _stage_modules(model, graph, stage_of, len(starts))
+
+
+def traced_nodes(model: nn.Module, inputs: Sequence[str] = ()) -> list[fx.Node]:
+    """The nodes of a traced forward that compute something, in order."""
+    return _traced_work(model, inputs)[2]
+
+
+def _traced_work(model: nn.Module, inputs: Sequence[str]) -> tuple[fx.Graph, set[fx.Node], list[fx.Node]]:
+    """The graph, its nodes that are no tensors, and those that compute something."""
+    known = inspect.signature(model.forward).parameters
+    if strange := [name for name in inputs if name not in known]:
+        raise StageError(f"a {type(model).__name__} has no input {strange[0]!r}",
+                         f"its forward takes {', '.join(known)}", "inputs=[...], some of these")
+    graph = _graph(model, frozenset(inputs))
+    plain = _plain_nodes(graph)
+    return graph, plain, [node for node in graph.nodes if node.op.startswith("call_") and node not in plain]
 
 
 # --------------------------------------------------------------------------------------------------- tracing a forward

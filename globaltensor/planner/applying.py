@@ -41,28 +41,34 @@ def apply_strategy(strategy: Mapping[str, Any], model: nn.Module, loss: Callable
     parallelize(model, places[0], _plan_of_stages(stages, model))
     for stage in stages:
         for name in stage["layers"] if stage["recompute"] == "full" else ():
-            if any(True for _ in modules[name].children()):      # a block; a single layer keeps its input anyway
+            if name in modules and is_block(modules[name]):
                 block: Any = modules[name]
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     several = len(stages) > 1
     runner = pipeline(model if several else [model], places, strategy["schedule"], strategy["micro_batches"], loss,
                       starts=[stage["layers"][0] for stage in stages[1:]] if several else None,
-                      chunks=strategy["chunks"], batch=axis)
+                      chunks=strategy["chunks"], batch=axis, inputs=strategy.get("inputs", ()) if several else ())
     optimizer = optimizer_class(model.parameters())
     if stages[0]["zero"]:
         zero(optimizer, axis, stages[0]["zero"], None if several or stages[0]["zero"] < 3 else model)
     return runner, optimizer
 
 
+def is_block(module: nn.Module) -> bool:
+    """Is it made of others? A single layer keeps its input anyway, so there is nothing to compute again."""
+    return any(True for _ in module.children())
+
+
 def _check_layers(stages: list[Stage], model: nn.Module, modules: dict[str, nn.Module]) -> None:
     """All names are modules, and every parameter is in one."""
     names = [name for stage in stages for name in stage["layers"]]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
-        if name not in modules:
-            raise StrategyError(f"a {type(model).__name__} has no {name!r}", "the layers of a stage are its modules",
-                                *difflib.get_close_matches(name, modules, 1))
+        if name not in modules and name not in parameters:
+            raise StrategyError(f"a {type(model).__name__} has no {name!r}", "the layers of a stage are its modules, and "
+                                "parameters of its own", *difflib.get_close_matches(name, modules, 1))
     for parameter, _ in model.named_parameters():
-        if not any(parameter.startswith(f"{name}.") for name in names):
+        if parameter not in names and not any(parameter.startswith(f"{name}.") for name in names):
             raise StrategyError(f"no stage has {parameter}", "the layers of the stages are all of the model",
                                 parameter.rpartition(".")[0])
 

@@ -20,6 +20,7 @@ A node is a number, in the order of the calls, with these attributes:
     module    path of the innermost module that runs; of a backward op: of the one whose op it belongs to
     phase     "forward" or "backward"
     line      the user's file:line; of a backward op: that of its forward op
+    origin    of a backward op: the node of its forward op
     block     which block it is in, by number; None outside of blocks that repeat
 
 An edge has `uses`: pairs of an output of its source and an operand of its target, which are counted as in `Call`. One
@@ -57,7 +58,7 @@ def capture(model: nn.Module, example_inputs: Any, loss: Callable[[Any], torch.T
     repeats          capture equal members of a ModuleList or a Sequential once
     Raises CaptureError with the line where the step cannot go on without values.
     """
-    tracer = Tracer(model)
+    tracer = Tracer()
     args, named = read_inputs(example_inputs)
     with ExitStack() as stack:
         leaves = tracer.leaves(model)

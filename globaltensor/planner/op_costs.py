@@ -33,7 +33,7 @@ from globaltensor.rules.call import Call
 from globaltensor.rules.language import Rule, Signature, expected_rule, fits, label_sizes, signatures
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.torch_internals import tree_map_only
-from globaltensor.simulator.cluster import Cluster
+from globaltensor.simulator.cluster import Cluster, Link
 
 
 class TensorSize(NamedTuple):
@@ -78,6 +78,10 @@ class OpCosts:
             self._boxings[key] = sum(boxing_cost(src, dst, shape, nbytes, self.machine))
         return self._boxings[key]
 
+    def boxing_parts(self, src: Layout, dst: Layout, shape: Shape, nbytes: int) -> tuple[float, float]:
+        """Seconds until its steps have started, and those of its bytes."""
+        return (0.0, 0.0) if src is dst else boxing_cost(src, dst, shape, nbytes, self.machine)
+
     def boxing_bytes(self, src: Layout, dst: Layout, shape: Shape, itemsize: int) -> int:
         """What the rank receives that receives most."""
         if src is dst:
@@ -87,20 +91,35 @@ class OpCosts:
 
     def op(self, node: dict[str, Any], operands: list[TensorSize], share: float = 1.0) -> float:
         """Seconds of an op with operands of these shapes, of which the busiest rank does a share."""
-        func = node["op"]
-        if func.is_view or func in _FREE:
-            return 0.0
-        count = flop_registry.get(func.overloadpacket)
-        operations = 0.0
-        if count is not None:
-            call = call_of(node, operands)
-            args, kwargs = call.full_arguments()
-            outputs = [torch.empty(s, device="meta") for s in node["shapes"] if s is not None]
-            operations = count(*args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs))
         moved = sum(prod(s) * d.itemsize for s, d in zip(node["shapes"], node["dtypes"]) if s is not None)
         moved += sum(one.nbytes for one in operands)
-        return max(operations * share / (self.on.flops * self.on.efficiency), moved * share / self.on.memory_bandwidth,
+        return self.op_seconds(node["op"], self.operations(node, operands) * share, moved * share)
+
+    def operations(self, node: dict[str, Any], operands: list[TensorSize]) -> float:
+        """Of an op with operands of these shapes, where torch knows how to count them; else 0."""
+        func = node["op"]
+        count = flop_registry.get(func.overloadpacket)
+        if count is None or self.is_free(func):
+            return 0.0
+        args, kwargs = call_of(node, operands).full_arguments()
+        outputs = [None if s is None else torch.empty(s, device="meta") for s in node["shapes"]]
+        return float(count(*args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs)))
+
+    def is_free(self, func: Any) -> bool:
+        """Does an op start no kernel?"""
+        return bool(func.is_view) or func in _FREE
+
+    def op_seconds(self, func: Any, operations: float, nbytes: float) -> float:
+        """Of a rank that does so many operations on so many bytes, the results included."""
+        if self.is_free(func):
+            return 0.0
+        return max(operations / (self.on.flops * self.on.efficiency), nbytes / self.on.memory_bandwidth,
                    self.on.kernel_launch)
+
+    def link(self) -> Link:
+        """The slowest link between the ranks."""
+        per_host = self.on.devices_per_host
+        return self.on.local if len({rank // per_host for rank in self.where.flat}) == 1 else self.on.remote
 
     def part(self, of: Layout, shape: Shape, itemsize: int) -> int:
         """Bytes of the largest part; a pending sum is as large as the whole."""

@@ -36,7 +36,7 @@ def repeating(model: nn.Module, tracer: Tracer) -> Iterator[None]:
     try:
         for several in model.modules():
             members = list(several.children()) if isinstance(several, (nn.ModuleList, nn.Sequential)) else []
-            structures = [_structure(member) for member in members]
+            structures = [structure_of(member) for member in members]
             for member, structure in zip(members, structures):
                 if structures.count(structure) > 1 and "forward" not in vars(member):
                     member.forward = _repeated_forward(member, structure, names[id(member)], tracer, blocks)
@@ -56,7 +56,7 @@ class _Known:
         self.tree: Any = None
 
 
-def _structure(module: nn.Module) -> Any:
+def structure_of(module: nn.Module) -> Any:
     """What equal modules have in common; None where something tells that they may differ."""
     parts = []
     for name, one in module.named_modules():

@@ -113,13 +113,13 @@ def _all_shapes(gpt: GPT, devices: int, global_batch: int, fixed: Fixed) -> Iter
 def variants(gpt: GPT, shape: MeshShape, fixed: Fixed) -> Iterator[Variant]:
     """All of a shape. One stage alone has one schedule, and one replica nothing that ZeRO could split."""
     zeros = [zero for zero in range(4) if fixed.allows("zero", zero)] if shape.dp > 1 else [0]
-    for schedule, chunks in _schedules(shape.pp, gpt.layers):
+    for schedule, chunks in kinds_of_schedules(shape.pp, gpt.layers):
         if shape.pp == 1 or fixed.allows("schedule", schedule) and fixed.allows("chunks", chunks):
             yield from (Variant(shape, zero, schedule, chunks) for zero in zeros)
 
 
 @lru_cache(1_000)
-def _schedules(pp: int, layers: int) -> tuple[tuple[str, int], ...]:
+def kinds_of_schedules(pp: int, layers: int) -> tuple[tuple[str, int], ...]:
     if pp == 1:
         return (("1f1b", 1),)
     several: list[tuple[str, int]] = []

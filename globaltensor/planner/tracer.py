@@ -14,12 +14,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from globaltensor.errors import where
-from globaltensor.layouts.layout import replicated, spec
+from globaltensor.layouts.layout import Layout, replicated, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.op_table.line import always_decomposed
 from globaltensor.op_table.variants import line_of
 from globaltensor.planner.graph import CaptureError, Ref
 from globaltensor.rules.call import Call
+from globaltensor.runtime.custom_ops import LINEAR_MAPS
 from globaltensor.runtime.torch_internals import (
     OpOverload,
     UntracedMode,
@@ -41,12 +42,12 @@ if TYPE_CHECKING:
 class Tracer(UntracedMode):
     """Looks at the ops on global tensors of one imaginary rank and notes them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, where: Layout | None = None) -> None:
         import networkx
 
         super().__init__()
         self.graph: networkx.DiGraph = networkx.DiGraph(blocks={}, outputs=[], loss=None, gradients={})
-        self.where = replicated(placement("meta", [0]))
+        self.where = where or replicated(placement("meta", [0]))
         self.block: int | None = None                # that is being captured
         self._kept: list[Any] = []                   # alive, so that no id is used again
         self._refs: dict[int, Ref] = {}
@@ -59,7 +60,7 @@ class Tracer(UntracedMode):
 
     def _identity(self, t: Any) -> Any:
         """What stays when autograd makes another tensor of the same value."""
-        return t.shards[0] if isinstance(t, GlobalTensor) else t
+        return next(iter(t.shards.values())) if isinstance(t, GlobalTensor) else t
 
     def name_value(self, t: Any, ref: Ref) -> None:
         """Remember that this tensor is an output of a node."""
@@ -78,7 +79,7 @@ class Tracer(UntracedMode):
         """A node with these output tensors (or None), after all that are there."""
         node = len(self.graph)
         attributes = {"op": None, "args": {}, "name": "", "module": self._modules[-1] if self._modules else "",
-                      "phase": "forward", "line": "", "block": self.block} | more
+                      "phase": "forward", "line": "", "block": self.block, "origin": None} | more
         self.graph.add_node(node, kind=kind, shapes=[None if t is None else tuple(t.shape) for t in outputs],
                             strides=[None if t is None else tuple(t.stride()) for t in outputs],
                             dtypes=[None if t is None else t.dtype for t in outputs], **attributes)
@@ -102,7 +103,8 @@ class Tracer(UntracedMode):
             return self._wrap(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"))
 
     def _wrap(self, t: torch.Tensor) -> GlobalTensor:
-        return GlobalTensor.wrap(spec(self.where, tuple(t.shape), t.stride(), t.dtype), {0: t})
+        return GlobalTensor.wrap(spec(self.where, tuple(t.shape), t.stride(), t.dtype),
+                                 dict.fromkeys(self.where.placement.flat, t))
 
     def _leaf(self, kind: str, name: str, t: torch.Tensor, learns: bool) -> GlobalTensor:
         value: Any = empty(t.shape, placement=self.where.placement, sbp=self.where.sbp, dtype=t.dtype)
@@ -135,18 +137,31 @@ class Tracer(UntracedMode):
         elif "device" in kwargs and _is_small(func, args, kwargs):
             kwargs = kwargs | {"device": torch.device("cpu")}
         call = Call(func, args, kwargs)
+        self.before_op(call)
         sources = [self.ref(t) for t in call.tensors]
         memory = [storage_id(self._identity(t)) for t in call.tensors]
-        if values_decide(func):                      # how it runs, not what comes out
-            result = tree_map_only(torch.Tensor, self._wrap, _shapes_alone(func, *tree_map_only(
-                GlobalTensor, self._identity, (args, kwargs))))
-        else:
-            result = func(*args, **kwargs)
+        result = self.shapes_alone(func, args, kwargs) if values_decide(func) else self.call_op(func, args, kwargs)
         if func is torch.ops.aten.detach.default:    # as for every gradient that a leaf keeps: the same value
             self.name_value(result, sources[0])
             return result
         self._note_op(call, sources, memory, result)
         return result
+
+    def call_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an op gives."""
+        return func(*args, **kwargs)
+
+    def shapes_alone(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an op gives whose values decide how it runs, but not what shapes come out: whole on every rank."""
+        def whole(t: GlobalTensor) -> torch.Tensor:
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+        with without_modes():
+            plain_args, plain_kwargs = tree_map_only(GlobalTensor, whole, (args, kwargs))
+            return tree_map_only(torch.Tensor, self._wrap, _shapes_alone(func, plain_args, plain_kwargs))
+
+    def before_op(self, call: Call) -> None:
+        """Called before each op that is not known to be another's part."""
 
     def _on_meta(self, t: torch.Tensor) -> torch.Tensor:
         """A plain tensor of the model that has memory: its values do not matter."""
@@ -164,7 +179,7 @@ class Tracer(UntracedMode):
             origin, phase = None, "forward"
         else:
             origin, phase = self._forward_of.get(number), "backward"
-        more: dict[str, Any] = {"line": where(), "phase": phase}
+        more: dict[str, Any] = {"line": where(), "phase": phase, "origin": origin}
         if origin is not None:
             more |= {key: self.graph.nodes[origin][key] for key in ("line", "module")}
         refs = iter(sources)
@@ -238,7 +253,8 @@ class Tracer(UntracedMode):
 def values_decide(func: OpOverload) -> bool:
     """Is this an op, such as a product of groups, that the library makes of others, which look at values?"""
     line = line_of(func)
-    return line is not None and line.family is always_decomposed and not func._schema.is_mutable
+    return (line is not None and line.family is always_decomposed and not func._schema.is_mutable
+            and func not in LINEAR_MAPS)
 
 
 def _shapes_alone(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,100 @@
+"""The units of a model: the least parts that a pipeline can cut it into, in the order in which they run.
+
+    nn.Sequential         its children
+    a traced model        each module with parameters, and what follows up to the next one          (tracing.py)
+    a list of layers      each layer; what stands before the list goes with the first one, what stands behind it with
+                          the last                                                              (layer_lists.py)
+    any other             all of it, with the reason why it is not cut
+
+A stage of `gt.pipeline(model, ..., starts=[...])` begins with the name of a unit.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import fx, nn
+
+from globaltensor.pipelining.layer_lists import has_layer_list, list_of_layers, modules_beside
+from globaltensor.pipelining.stages import StageError, sequence_layers
+from globaltensor.pipelining.tracing import UntraceableError, traced_nodes
+
+
+class Unit(NamedTuple):
+    """`name`: that with which a stage begins; `parts`: modules and parameters of the model, which make it up."""
+
+    name: str
+    parts: tuple[str, ...]
+
+
+class Units(NamedTuple):
+    """All of a model; `why`: the reason where a model stays whole."""
+
+    units: list[Unit]
+    why: str = ""
+
+
+def units_of(model: nn.Module, inputs: Sequence[str] = ()) -> Units:
+    """The units of a plain model. `inputs`: names of inputs with a default value that will be passed."""
+    if isinstance(model, nn.Sequential):
+        return Units([Unit(name, (name,)) for name, _ in sequence_layers(model)])
+    try:
+        return Units(_of_graph(model, traced_nodes(model, inputs)))
+    except UntraceableError as error:
+        why = f"{error.what}: {error.why}"
+    except StageError as error:
+        return Units([_whole(model)], f"{error.what}: {error.why}")
+    if has_layer_list(model):
+        try:
+            return Units(_of_list(model))
+        except StageError as error:
+            why = f"{error.what}: {error.why}"
+    return Units([_whole(model)], why)
+
+
+def _whole(model: nn.Module) -> Unit:
+    """One unit of all parts."""
+    parts = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
+    own = [name for name, _ in model.named_parameters(recurse=False)]
+    return Unit((parts or own or [""])[0], (*parts, *own))
+
+
+def _of_graph(model: nn.Module, work: list[fx.Node]) -> list[Unit]:
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    begun: dict[str, list[str]] = {}
+    early: list[str] = []                            # parameters that are used before the first module
+    for node in work:
+        target = str(node.target)
+        if node.op == "call_module" and any(True for _ in modules[target].parameters()) and target not in begun:
+            begun[target] = [target]
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and str(source.target) in parameters:
+                (next(reversed(begun.values())) if begun else early).append(str(source.target))
+    if not begun:
+        return [_whole(model)]
+    first = next(iter(begun))
+    begun[first] = [*early, *begun[first]]
+    inside = tuple(f"{name}." for name in begun)
+    taken: set[str] = set()
+    units = []
+    for name, parts in begun.items():
+        own = [part for part in dict.fromkeys(parts)
+               if part not in taken and (part in begun or not part.startswith(inside))]
+        taken |= set(own)
+        units.append(Unit(name, tuple(own)))
+    return units
+
+
+def _of_list(model: nn.Module) -> list[Unit]:
+    path, layers = list_of_layers(model)
+    others = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1
+              and not f"{name}.".startswith(f"{path}.") and not path.startswith(f"{name}.")
+              and any(True for _ in m.parameters())]
+    if others:
+        raise StageError(f"a {type(model).__name__} has layers in {path} and in {others[0]}", "layers of one list may "
+                         "take what the other gave, and a stage hands on one result")
+    before, after = modules_beside(model, path)
+    units = [Unit(f"{path}.{k}", (f"{path}.{k}",)) for k in range(len(layers))]
+    units[0] = Unit(units[0].name, (*(name for name, m in before.items() if m._parameters), *units[0].parts))
+    units[-1] = Unit(units[-1].name, (*units[-1].parts, *(name for name, m in after.items() if m._parameters)))
+    return units

@@ -1,0 +1,175 @@
+"""What units take on a mesh dp x tp for a micro-batch of any size, from two runs without memory.
+
+The ops of a model are the same for every micro-batch; their operations, their bytes and what is kept are a constant and
+a part for each sample. So a run with 2 samples and one with 4 tell of all sizes, and only the longest of operations,
+bytes and start of a kernel is taken for each. Along dp a run has two ranks: what passes between them grows with their
+number n as 2 (n - 1) / n, and where dp is 1 there is none of it.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from globaltensor.layouts.layout import layout
+from globaltensor.layouts.placement import placement
+from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
+from globaltensor.planner.op_costs import OpCosts
+from globaltensor.planner.unit_costs import ParameterCost, PassCost, UnitCost
+from globaltensor.simulator.cluster import Cluster, hypothetical_placements
+
+SAMPLES = 2, 4                                       # of a rank of dp, in the two runs
+_STATES_OF_ADAM = 2
+
+
+class UnequalRunsError(Exception):
+    """The two runs do not have the same ops."""
+
+
+@dataclass(frozen=True)
+class UnitArrays:
+    """Of all units, an entry each, for one micro-batch on a mesh. Seconds, with what is reduced within them; bytes of a
+    rank."""
+
+    forward: np.ndarray
+    inputs: np.ndarray
+    weights: np.ndarray
+    compute: np.ndarray
+    kept: np.ndarray
+    temporary: np.ndarray
+    passed: np.ndarray
+    tp_bytes: np.ndarray                             # received along tp, forward and backward
+    dp_bytes: np.ndarray
+
+
+class MeshCosts:
+    """Of a model under one plan, along tp; `few` and `many` are its units with `SAMPLES` samples."""
+
+    def __init__(self, few: Sequence[UnitCost], many: Sequence[UnitCost], cluster: Cluster, tp: int) -> None:
+        self.few, self.many, self.cluster, self.tp = few, many, cluster, tp
+        for a, b in zip(few, many):
+            for x, y in zip(_passes(a), _passes(b)):
+                if len(x.operations) != len(y.operations):
+                    raise UnequalRunsError
+        self.parameters = [unit.parameters for unit in few]
+
+    @property
+    def operations(self) -> float:
+        """Of a sample, in the whole model."""
+        first, second = SAMPLES
+        return sum(b.operations - a.operations for a, b in zip(self.few, self.many)) / (2 * (second - first))
+
+    def arrays(self, micro_batch: int, dp: int) -> UnitArrays:
+        """Of a micro-batch of so many samples on each of dp ranks."""
+        first, second = SAMPLES
+        share = (micro_batch - first) / (second - first)
+        along_dp = 2 * (dp - 1) / dp if dp > 1 else 0.0
+
+        def between(a: float, b: float) -> float:
+            return max(a + (b - a) * share, 0.0)
+
+        def seconds(a: PassCost, b: PassCost) -> tuple[float, float]:
+            operations, moved = (np.maximum(x + (y - x) * share, 0.0) for x, y in (
+                (np.array(a.operations), np.array(b.operations)), (np.array(a.moved), np.array(b.moved))))
+            on = self.cluster
+            compute = float(np.maximum(np.maximum(operations / (on.flops * on.efficiency), moved / on.memory_bandwidth),
+                                       on.kernel_launch).sum())
+            return compute, compute + sum(between(a.seconds[axis], b.seconds.get(axis, 0.0)) * (
+                along_dp if axis == "dp" else 1.0) for axis in a.seconds)
+
+        def received(a: UnitCost, b: UnitCost, axis: str) -> float:
+            return sum(between(x.bytes.get(axis, 0), y.bytes.get(axis, 0)) for x, y in zip(_passes(a), _passes(b)))
+
+        pairs = list(zip(self.few, self.many))
+        times = np.array([[seconds(x, y) for x, y in zip(_passes(a), _passes(b))] for a, b in pairs])
+        return UnitArrays(
+            times[:, 0, 1], times[:, 1, 1], times[:, 2, 1], times[:, :, 0].sum(1),
+            *(np.array([between(getattr(a, name), getattr(b, name)) for a, b in pairs])
+              for name in ("kept", "temporary", "passed")),
+            np.array([received(a, b, "tp") for a, b in pairs]),
+            np.array([received(a, b, "dp") for a, b in pairs]) * along_dp)
+
+    # -------------------------------------------------------------------------------------------------- parameters
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Bytes of the parameters of each unit on a rank of tp; those that several units share count in each."""
+        return np.array([sum(_local(p) * p.dtype.itemsize for p in own) for own in self.parameters], float)
+
+    @cached_property
+    def elements(self) -> np.ndarray:
+        return np.array([sum(_local(p) for p in own) for own in self.parameters], float)
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Of the parameters: that of most of them."""
+        return round(self.sizes.sum() / max(self.elements.sum(), 1)) or 4
+
+    @cached_property
+    def pending_on_tp(self) -> np.ndarray:
+        """Bytes of each unit's gradients that are a sum over tp still."""
+        return np.array([sum(_local(p) * p.dtype.itemsize for p in own if p.gradient is not None
+                             and p.gradient.sbp[-1].is_partial) for own in self.parameters], float)
+
+    def reduction(self, dp: int, before: Sbp, after: Sbp) -> tuple[float, float, float]:
+        """Of a boxing of parameters along dp: seconds whatever their number, seconds and received bytes for each
+        byte."""
+        return _rates(self.cluster, tuple(i * self.tp for i in range(dp)), before, after, int(self.sizes.sum()))
+
+    def reduction_on_tp(self) -> tuple[float, float, float]:
+        """The same of gradients that are sums over tp."""
+        return _rates(self.cluster, tuple(range(self.tp)), partial_sum, broadcast, int(self.sizes.sum()))
+
+
+def _rates(cluster: Cluster, ranks: tuple[int, ...], before: Sbp, after: Sbp, nbytes: int
+           ) -> tuple[float, float, float]:
+    if len(ranks) == 1:
+        return 0.0, 0.0, 0.0
+    with hypothetical_placements():
+        where = placement("meta", list(ranks))
+        costs = OpCosts(cluster, where)
+        even = max(nbytes // 2 // len(ranks), 1) * len(ranks)
+        src, dst = (layout(where, (s,)) for s in (before, after))
+        fixed, seconds = costs.boxing_parts(src, dst, (even,), 2 * even)
+        return fixed, seconds / (2 * even), costs.boxing_bytes(src, dst, (even,), 2) / (2 * even)
+
+
+def _passes(of: UnitCost) -> tuple[PassCost, PassCost, PassCost]:
+    return of.forward, of.inputs, of.weights
+
+
+def _local(p: ParameterCost) -> int:
+    """Elements of a parameter on a rank of tp."""
+    ways = [1] * len(p.shape)
+    for s, n in zip(p.lies.sbp, p.lies.placement.shape):
+        if s.is_split:
+            ways[s.dim] *= n
+    return prod(-(-n // k) for n, k in zip(p.shape, ways))
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Of a rank, for each byte of its parameters."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(itemsize: int, zero: int, dp: int, early: bool) -> StateBytes:
+    """Parameters, gradients and the state of Adam as gt.zero leaves them. `early`: are gradients split in backward?"""
+    if dp == 1:
+        zero = 0
+    moments = _STATES_OF_ADAM * (4 if zero else itemsize) / itemsize
+    masters = 0.0 if not zero or zero == 3 and itemsize >= 4 else 4 / itemsize
+    return StateBytes(1 / dp if zero == 3 else 1.0, 1 / dp if early else 1.0, (moments + masters) / (dp if zero else 1))
+
+
+SPLIT = split(0)

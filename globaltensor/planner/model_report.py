@@ -1,0 +1,189 @@
+"""A strategy from what the search for a model gives. Its keys are those of planner/strategy.py.
+
+The time of a step is that of the rank that ends last: what its ops compute; what it waits for within a pass, and for
+reductions at the end; the bubble; the optimizer, with what a step takes besides. They add up to it.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from globaltensor.layouts.sbp import broadcast, partial_sum
+from globaltensor.parallel.plan import Plan
+from globaltensor.pipelining.units import Units
+from globaltensor.planner.checking import FORMAT
+from globaltensor.planner.mesh_costs import SPLIT
+from globaltensor.planner.model_search import RECOMPUTES, ModelCandidate, ModelSearch, ModelTask, VariantPrices, search_model
+from globaltensor.planner.space import BatchError, divisors
+from globaltensor.planner.strategy import Strategy
+
+_MOST_TIMES = 64                                     # more devices than these are not tried
+
+
+def model_strategy(model: nn.Module, units: Units, task: ModelTask, result: ModelSearch,
+                   plans: Mapping[tuple[int, str], Plan], seconds: float, whole: Mapping[str, str],
+                   inputs: Sequence[str], tokens: int, left_out: Mapping[str, str]) -> Strategy:
+    """The strategy of a search of so many seconds. `whole`: ops planned on whole operands;
+    `left_out`: plans that cannot be run without values, and why."""
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    about: dict[str, Any] = {
+        "search_seconds": seconds, "candidates": result.weighed, "devices": task.devices, "cluster": task.cluster.name,
+        "global_batch": task.global_batch, "dtype": "bfloat16" if "bfloat16" in dtypes else min(dtypes, default=""),
+        "model": {"model": type(model).__name__, "units": len(units.units),
+                  "parameters": sum(p.numel() for p in model.parameters())},
+        "fixed": {name: value for name, value in vars(task.fixed).items() if value is not None},
+        "inputs": list(inputs), "whole": dict(whole), "left_out": dict(left_out), **({"why_whole": units.why} if units.why else {})}
+    menu = [_other(name, one) for name, one in result.menu.items()]
+    head: dict[str, Any] = {"format": FORMAT, "feasible": result.best is not None}
+    best = result.best
+    if best is None:
+        return Strategy(head | about | {"needs": result.least_memory, "device": task.cluster.memory,
+                                        "smallest_change": smallest_changes_of_model(task, result.least_memory),
+                                        "menu": menu})
+    prices, shape = VariantPrices(task, best.variant), best.variant.shape
+    return Strategy(head | {
+        "step_time": best.seconds, "lower_bound": result.lower_bound, "gap": 1 - result.lower_bound / best.seconds,
+        **about, "micro_batch": shape.micro_batch, "micro_batches": prices.micro_batches,
+        "schedule": best.variant.schedule, "chunks": best.variant.chunks, "time": _parts_of_time(prices, best),
+        "tokens_per_second": task.global_batch * tokens / best.seconds,
+        "tflops_per_device": prices.mesh.operations * task.global_batch / best.seconds / task.devices / 1e12,
+        "stages": _stages(units, prices, best, plans[shape.tp, shape.kind]),
+        "memory": {"per_rank": list(best.memory), "device": task.cluster.memory}, "menu": menu,
+        "runners_up": [_other(candidate_text(one), one) for one in result.runners_up]})
+
+
+def candidate_text(one: ModelCandidate) -> str:
+    """A plan in a line: `dp 8 x tp 4 x pp 2, zero 1, zb-h1, micro-batch 2`."""
+    shape = one.variant.shape
+    axes = [f"{name} {size}" for name, size in (("dp", shape.dp), ("tp", shape.tp), ("pp", shape.pp)) if size > 1]
+    kinds = sorted(set(one.recompute), reverse=True)
+    words = [" x ".join(axes) or "one device", "sp" * (shape.kind == "sequence"),
+             f"zero {one.variant.zero}" * bool(one.variant.zero), one.variant.schedule * (shape.pp > 1),
+             f"chunks {one.variant.chunks}" * (one.variant.chunks > 1),
+             "" if kinds == ["none"] else f"recompute {' and '.join(kinds)}", f"micro-batch {shape.micro_batch}"]
+    return ", ".join(filter(None, words))
+
+
+def _other(name: str, one: ModelCandidate | None) -> dict[str, Any]:
+    if one is None:
+        return {"name": name, "step_time": None, "memory": None, "feasible": False}
+    return {"name": name, "plan": candidate_text(one), "step_time": one.seconds, "memory": one.fullest, "feasible": True}
+
+
+def _units_of_stages(cut: tuple[int, ...]) -> list[np.ndarray]:
+    ends = np.cumsum((0, *cut))
+    return [np.arange(a, b) for a, b in zip(ends[:-1], ends[1:])]
+
+
+def _parts_of_time(prices: VariantPrices, best: ModelCandidate) -> dict[str, float]:
+    run, first = best.run, float(min(best.run.first))
+    totals = [float(last) - first + end + step for last, end, step in zip(run.last, best.ends, best.optimizer)]
+    rank = int(np.argmax(totals))
+    own = np.concatenate([units for s, units in enumerate(_units_of_stages(best.cut)) if prices.rank_of[s] == rank])
+    again = prices.of.forward[own].sum() if best.recompute[rank] == "full" else 0.0
+    compute = (float(prices.of.compute[own].sum() + again) + prices.task.cluster.micro_batch_overhead)
+    compute = min(compute * prices.micro_batches, float(run.busy[rank]))
+    return {"compute": compute, "communication": float(run.busy[rank]) - compute + best.ends[rank],
+            "bubble": float(run.last[rank]) - first - float(run.busy[rank]), "optimizer": best.optimizer[rank]}
+
+
+def _stages(units: Units, prices: VariantPrices, best: ModelCandidate, plan: Plan) -> list[dict[str, Any]]:
+    shape, m = best.variant.shape, prices.micro_batches
+    group = shape.dp * shape.tp
+    rows = {pattern: {axis: str(how) for axis, how in row.items()} for pattern, row in plan.items()}
+    stages = []
+    cuts = _units_of_stages(best.cut)
+    for index, own in enumerate(cuts):
+        rank = int(prices.rank_of[index])
+        recompute = best.recompute[rank]
+        forward, inputs, weights = (float(one[own].sum()) for one in prices.passes(recompute))
+        last = index == len(cuts) - 1
+        crosses = not last and int(prices.rank_of[index + 1]) != rank
+        layers = list(dict.fromkeys(part for k in own for part in units.units[k].parts))
+        stages.append({
+            "layers": layers, "ranks": list(range(rank * group, (rank + 1) * group)),
+            "axes": {"dp": shape.dp, "tp": shape.tp}, "plan": rows, "batch": {"dp": 0}, "zero": best.variant.zero,
+            "recompute": recompute, "forward": forward, "backward": inputs + weights,
+            "bytes": {"tp": round(float(prices.of.tp_bytes[own].sum()) * m),
+                      "dp": round(float(prices.of.dp_bytes[own].sum()) * m + _reduced(prices, own)),
+                      "next": round(float(prices.of.passed[own[-1]]) * m) if crosses else 0},
+            "memory": _memory(prices, best, own, rank, cuts)})
+    return stages
+
+
+def _reduced(prices: VariantPrices, own: np.ndarray) -> float:
+    """Bytes of gradients and parameters that data parallelism moves in a step."""
+    dp, zero, m = prices.variant.shape.dp, prices.variant.zero, prices.micro_batches
+    if dp == 1:
+        return 0.0
+    nbytes = float(prices.mesh.sizes[own].sum())
+    each = {True: prices.mesh.reduction(dp, partial_sum, broadcast)[2]}.get(not zero)
+    if each is not None:
+        return nbytes * each
+    split, back = prices.mesh.reduction(dp, partial_sum, SPLIT)[2], prices.mesh.reduction(dp, SPLIT, broadcast)[2]
+    return nbytes * (split * prices.times + back * (2 * m if zero == 3 else 1))
+
+
+def _memory(prices: VariantPrices, best: ModelCandidate, own: np.ndarray, rank: int, cuts: list[np.ndarray]
+            ) -> dict[str, float]:
+    """Bytes of one stage. What is temporary on a rank with several stages is shared out by their units."""
+    mine = np.concatenate([units for s, units in enumerate(cuts) if prices.rank_of[s] == rank])
+    size, states = float(prices.mesh.sizes[own].sum()), prices.states
+    held = float(prices.mesh.sizes[mine].sum()) * states.total
+    kept = prices.kept_of_rank(own, rank, best.recompute[rank])
+    temporary = (best.memory[rank] - held - prices.kept_of_rank(mine, rank, best.recompute[rank])) * len(own) / len(mine)
+    return {"parameters": size * states.parameters, "gradients": size * states.gradients,
+            "optimizer": size * states.optimizer, "activations": kept, "temporary": temporary,
+            "total": size * states.total + kept + temporary}
+
+
+# ----------------------------------------------------------------------------------------------------- nothing fits
+
+
+def smallest_changes_of_model(task: ModelTask, needs: float) -> dict[str, Any]:
+    """Of each kind of change the least with which something fits, each tried."""
+
+    def fits(other: ModelTask) -> bool:
+        try:
+            return search_model(other, first=True).best is not None
+        except BatchError:
+            return False
+
+    fixed, changes = task.fixed, dict[str, Any]()
+    tries: dict[str, Sequence[Any]] = {
+        "recompute": RECOMPUTES[RECOMPUTES.index(fixed.recompute) + 1:] if fixed.recompute in RECOMPUTES else (),
+        "micro_batch": [b for b in divisors(task.global_batch)[::-1] if b < (fixed.micro_batch or 1)],
+        "zero": list(range(fixed.zero + 1, 4)) if fixed.zero is not None else []}
+    for name, values in tries.items():
+        enough = next((v for v in values if fits(replace(task, fixed=replace(fixed, **{name: v})))), None)
+        if enough is not None:
+            changes[name] = enough
+    most = task.cluster.hosts * task.cluster.devices_per_host or task.devices * _MOST_TIMES
+    found = _least_number(lambda n: fits(replace(task, devices=n)), task.devices, most)
+    if found is not None:
+        changes["devices"] = found
+    enough_bytes = -(-int(needs) // 10 ** 6) * 10 ** 6
+    if fits(_with_memory(task, float(enough_bytes))):
+        changes["memory"] = enough_bytes
+    return changes
+
+
+def _with_memory(task: ModelTask, memory: float) -> ModelTask:
+    return replace(task, cluster=replace(task.cluster, memory=memory))
+
+
+def _least_number(enough: Callable[[int], bool], low: int, most: int) -> int | None:
+    """The least of more than `low`, by doubling and halving; None where `most` is not enough."""
+    high = min(2 * low, most)
+    while high < most and not enough(high):
+        low, high = high, min(2 * high, most)
+    if high <= low or not enough(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
