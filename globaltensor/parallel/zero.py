@@ -26,7 +26,7 @@ from torch import nn
 
 from globaltensor.boxings.redistribute import redistribute
 from globaltensor.errors import SbpError, expect
-from globaltensor.layouts.layout import Layout
+from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.sbp import split
 from globaltensor.parallel.offload import folder_of, offload_state
 from globaltensor.parallel.zero3 import ShardedLayers
@@ -106,12 +106,16 @@ def _zero_layout(p: torch.Tensor, axis: str) -> Layout | None:
     if axis not in names:
         raise SbpError(f"a parameter of shape {list(p.shape)} has no axis {axis!r}",
                        f"its placement has {', '.join(names) or 'axes without names'}", "axis=..., one of these")
-    taken = {s.dim for s in p.sbp if s.is_split}
-    free = [d for d in range(p.dim()) if d not in taken] or list(range(p.dim()))     # a bias that tp splits: once more
-    if not p.sbp[names.index(axis)].is_broadcast or not free:
+    return split_layout(p.spec.layout, tuple(p.shape), axis)
+
+
+def split_layout(lies: Layout, shape: Shape, axis: str) -> Layout | None:
+    """The layout of a parameter of which each rank of the axis has a part; None where there is nothing to split."""
+    taken = {s.dim for s in lies.sbp if s.is_split}
+    free = [d for d in range(len(shape)) if d not in taken] or list(range(len(shape)))     # a bias that tp splits: again
+    if not lies.sbp[lies.placement.names.index(axis)].is_broadcast or not free:
         return None
-    longest = max(free, key=lambda d: p.shape[d])
-    return p.spec.layout.along({axis: split(longest)})
+    return lies.along({axis: split(max(free, key=lambda d: shape[d]))})
 
 
 class MasterParams(list[tuple[Any, Any]]):

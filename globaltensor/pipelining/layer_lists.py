@@ -94,6 +94,30 @@ def modules_beside(model: nn.Module, path: str) -> tuple[dict[str, nn.Module], d
     return before, after
 
 
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """The argument with which a model of transformers keeps nothing for words to come."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+
+def tensors_alone(result: Any) -> Any:
+    """Of a result with names, the tensors."""
+    if isinstance(result, Mapping):
+        return {key: value for key, value in result.items() if value is None or isinstance(value, Tensor)}
+    return result
+
+
+class WholeModel(nn.Module):
+    """A model as the only stage of a pipeline."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """As the model's own, but for what no stage may return."""
+        return tensors_alone(self.model(*args, **without_cache(self.model) | named))
+
+
 class LayerStage(nn.Module):
     """One stage. Its parameters are those of its layers, and of what stands before the first or after the last."""
 
@@ -118,7 +142,7 @@ class LayerStage(nn.Module):
         if len(args) > len(self.taken) or not by_name.keys() <= set(self.taken):
             raise StageError(f"{len(args)} inputs, and by name {', '.join(named) or 'none'}",
                              f"the stages take {', '.join(self.taken)}", "gt.pipeline(..., inputs=[their names])")
-        more = {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
+        more = without_cache(self.model)
         passed = {name: value for name, value in by_name.items() if value is not None}
         out: list[Any] = []
         try:
@@ -126,9 +150,7 @@ class LayerStage(nn.Module):
                 result = self.model(**passed, **more)
         except _StageEnds:
             return out[0], *(by_name.get(name) for name in self.taken)
-        if isinstance(result, Mapping):
-            return {key: value for key, value in result.items() if value is None or isinstance(value, Tensor)}
-        return result
+        return tensors_alone(result)
 
     @contextmanager
     def _forwards_replaced(self, received: Any, out: list[Any]) -> Iterator[None]:
@@ -186,6 +208,11 @@ def _with_first(layer: nn.Module, received: Any, args: tuple[Any, ...], named: d
         raise StageError(f"a {type(layer).__name__} takes more than one thing of the layers before it",
                          "they are in another stage, which hands on the first alone", _FIX)
     return args, named
+
+
+def can_be_left_out(module: nn.Module) -> bool:
+    """Is it known what shape a module before the layers gives?"""
+    return isinstance(module, (nn.Embedding, nn.Linear)) or type(module).__name__.endswith("Norm")
 
 
 def _nan_of(module: nn.Module, received: Any) -> Callable[..., Any]:

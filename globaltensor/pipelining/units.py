@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from globaltensor.pipelining.layer_lists import has_layer_list, list_of_layers, modules_beside
+from globaltensor.pipelining.layer_lists import can_be_left_out, has_layer_list, list_of_layers, modules_beside
 from globaltensor.pipelining.stages import StageError, sequence_layers
 from globaltensor.pipelining.tracing import UntraceableError, traced_nodes
 
@@ -94,6 +94,10 @@ def _of_list(model: nn.Module) -> list[Unit]:
         raise StageError(f"a {type(model).__name__} has layers in {path} and in {others[0]}", "layers of one list may "
                          "take what the other gave, and a stage hands on one result")
     before, after = modules_beside(model, path)
+    for name, m in before.items():
+        if m._parameters and not can_be_left_out(m):
+            raise StageError(f"a {type(model).__name__} has a {type(m).__name__} before its layers, {name}",
+                             "what it gives is not known in later stages, which leave it out")
     units = [Unit(f"{path}.{k}", (f"{path}.{k}",)) for k in range(len(layers))]
     units[0] = Unit(units[0].name, (*(name for name, m in before.items() if m._parameters), *units[0].parts))
     units[-1] = Unit(units[-1].name, (*units[-1].parts, *(name for name, m in after.items() if m._parameters)))

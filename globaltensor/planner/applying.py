@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from globaltensor.layouts.placement import placement
 from globaltensor.parallel.plan import OF_MODULES, Plan, parallelize
 from globaltensor.parallel.zero import zero
+from globaltensor.pipelining.layer_lists import WholeModel
 from globaltensor.pipelining.runner import PipelineRunner, pipeline
 from globaltensor.planner.checking import RECOGNISED, StrategyError
 
@@ -45,7 +46,7 @@ def apply_strategy(strategy: Mapping[str, Any], model: nn.Module, loss: Callable
                 block: Any = modules[name]
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     several = len(stages) > 1
-    runner = pipeline(model if several else [model], places, strategy["schedule"], strategy["micro_batches"], loss,
+    runner = pipeline(model if several else [WholeModel(model)], places, strategy["schedule"], strategy["micro_batches"], loss,
                       starts=[stage["layers"][0] for stage in stages[1:]] if several else None,
                       chunks=strategy["chunks"], batch=axis, inputs=strategy.get("inputs", ()) if several else ())
     optimizer = optimizer_class(model.parameters())

@@ -25,10 +25,6 @@ SAMPLES = 2, 4                                       # of a rank of dp, in the t
 _STATES_OF_ADAM = 2
 
 
-class UnequalRunsError(Exception):
-    """The two runs do not have the same ops."""
-
-
 @dataclass(frozen=True)
 class UnitArrays:
     """Of all units, an entry each, for one micro-batch on a mesh. Seconds, with what is reduced within them; bytes of a
@@ -49,11 +45,11 @@ class MeshCosts:
     """Of a model under one plan, along tp; `few` and `many` are its units with `SAMPLES` samples."""
 
     def __init__(self, few: Sequence[UnitCost], many: Sequence[UnitCost], cluster: Cluster, tp: int) -> None:
-        self.few, self.many, self.cluster, self.tp = few, many, cluster, tp
-        for a, b in zip(few, many):
-            for x, y in zip(_passes(a), _passes(b)):
-                if len(x.operations) != len(y.operations):
-                    raise UnequalRunsError
+        alike = all(len(x.operations) == len(y.operations) for a, b in zip(few, many)
+                    for x, y in zip(_passes(a), _passes(b)))
+        # where the library does something else with more samples, all is in proportion to them
+        self.few = few if alike else [_scaled(unit, SAMPLES[0] / SAMPLES[1]) for unit in many]
+        self.many, self.cluster, self.tp = many, cluster, tp
         self.parameters = [unit.parameters for unit in few]
 
     @property
@@ -139,6 +135,17 @@ def _rates(cluster: Cluster, ranks: tuple[int, ...], before: Sbp, after: Sbp, nb
 
 def _passes(of: UnitCost) -> tuple[PassCost, PassCost, PassCost]:
     return of.forward, of.inputs, of.weights
+
+
+def _scaled(of: UnitCost, share: float) -> UnitCost:
+    """What it would be for a share of the samples, if nothing were constant."""
+    def part(one: PassCost) -> PassCost:
+        return PassCost([n * share for n in one.operations], [n * share for n in one.moved],
+                        {axis: n * share for axis, n in one.seconds.items()},
+                        {axis: n * share for axis, n in one.bytes.items()})
+
+    return UnitCost(*map(part, _passes(of)), *(round(n * share) for n in (
+        of.kept, of.temporary, of.passed, of.passed_whole)), of.operations * share, of.parameters)
 
 
 def _local(p: ParameterCost) -> int:

@@ -12,14 +12,26 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from globaltensor.layouts.sbp import broadcast, partial_sum
+from globaltensor.layouts.layout import Layout, layout
+from globaltensor.layouts.placement import placement
+from globaltensor.layouts.sbp import broadcast
 from globaltensor.parallel.plan import Plan
+from globaltensor.parallel.zero import split_layout
 from globaltensor.pipelining.units import Units
 from globaltensor.planner.checking import FORMAT
-from globaltensor.planner.mesh_costs import SPLIT
-from globaltensor.planner.model_search import RECOMPUTES, ModelCandidate, ModelSearch, ModelTask, VariantPrices, search_model
+from globaltensor.planner.model_search import (
+    RECOMPUTES,
+    ModelCandidate,
+    ModelSearch,
+    ModelTask,
+    VariantPrices,
+    search_model,
+)
+from globaltensor.planner.op_costs import OpCosts
 from globaltensor.planner.space import BatchError, divisors
 from globaltensor.planner.strategy import Strategy
+from globaltensor.planner.unit_costs import ParameterCost
+from globaltensor.simulator.cluster import hypothetical_placements
 
 _MOST_TIMES = 64                                     # more devices than these are not tried
 
@@ -109,23 +121,34 @@ def _stages(units: Units, prices: VariantPrices, best: ModelCandidate, plan: Pla
             "axes": {"dp": shape.dp, "tp": shape.tp}, "plan": rows, "batch": {"dp": 0}, "zero": best.variant.zero,
             "recompute": recompute, "forward": forward, "backward": inputs + weights,
             "bytes": {"tp": round(float(prices.of.tp_bytes[own].sum()) * m),
-                      "dp": round(float(prices.of.dp_bytes[own].sum()) * m + _reduced(prices, own)),
+                      "dp": round(float(prices.of.dp_bytes[own].sum()) * m) + _reduced(prices, own),
                       "next": round(float(prices.of.passed[own[-1]]) * m) if crosses else 0},
             "memory": _memory(prices, best, own, rank, cuts)})
     return stages
 
 
-def _reduced(prices: VariantPrices, own: np.ndarray) -> float:
-    """Bytes of gradients and parameters that data parallelism moves in a step."""
-    dp, zero, m = prices.variant.shape.dp, prices.variant.zero, prices.micro_batches
-    if dp == 1:
-        return 0.0
-    nbytes = float(prices.mesh.sizes[own].sum())
-    each = {True: prices.mesh.reduction(dp, partial_sum, broadcast)[2]}.get(not zero)
-    if each is not None:
-        return nbytes * each
-    split, back = prices.mesh.reduction(dp, partial_sum, SPLIT)[2], prices.mesh.reduction(dp, SPLIT, broadcast)[2]
-    return nbytes * (split * prices.times + back * (2 * m if zero == 3 else 1))
+def _reduced(prices: VariantPrices, own: np.ndarray) -> int:
+    """Bytes of gradients and parameters that the busiest rank receives in a step, tensor by tensor."""
+    shape, zero, m = prices.variant.shape, prices.variant.zero, prices.micro_batches
+    moved: list[tuple[ParameterCost, Layout, Layout, int]] = []
+    with hypothetical_placements():
+        where = placement("meta", [[i * shape.tp + k for k in range(shape.tp)] for i in range(shape.dp)], ("dp", "tp"))
+        costs = OpCosts(prices.task.cluster, where)
+        for one in {p.name: p for k in own for p in prices.mesh.parameters[k]}.values():
+            lies, gradient = (layout(where, of.sbp) if of is not None else None for of in (one.lies, one.gradient))
+            assert lies is not None                  # a parameter lies somehow
+            part = split_layout(lies, one.shape, "dp") if zero and shape.dp > 1 else None
+            if gradient is not None:
+                if shape.dp == 1:
+                    gradient = gradient.along({"dp": broadcast})
+                moved.append((one, gradient, part or lies, prices.times if part else 1))
+            if part is not None:
+                moved.append((one, part, lies, 2 * m if zero == 3 else 1))
+        received: dict[int, int] = {}
+        for one, src, dst, times in moved:
+            for rank, nbytes in costs.received(src, dst, one.shape, one.dtype.itemsize).items():
+                received[rank] = received.get(rank, 0) + nbytes * times
+    return max(received.values(), default=0)
 
 
 def _memory(prices: VariantPrices, best: ModelCandidate, own: np.ndarray, rank: int, cuts: list[np.ndarray]

@@ -84,10 +84,13 @@ class OpCosts:
 
     def boxing_bytes(self, src: Layout, dst: Layout, shape: Shape, itemsize: int) -> int:
         """What the rank receives that receives most."""
+        return max(self.received(src, dst, shape, itemsize).values(), default=0)
+
+    def received(self, src: Layout, dst: Layout, shape: Shape, itemsize: int) -> dict[int, int]:
+        """What each rank receives."""
         if src is dst:
-            return 0
-        steps = plan(src, dst, shape, prod(shape) * itemsize, self.machine)
-        return max(plan_bytes(steps, shape, itemsize).values(), default=0)
+            return {}
+        return plan_bytes(plan(src, dst, shape, prod(shape) * itemsize, self.machine), shape, itemsize)
 
     def op(self, node: dict[str, Any], operands: list[TensorSize], share: float = 1.0) -> float:
         """Seconds of an op with operands of these shapes, of which the busiest rank does a share."""

@@ -28,13 +28,14 @@ from globaltensor.layouts.placement import placement
 from globaltensor.parallel.plan import OF_MODULES, Plan
 from globaltensor.pipelining.units import Units, units_of
 from globaltensor.planner.applying import is_block
-from globaltensor.planner.capture import read_inputs
+from globaltensor.planner.capture import capture, read_inputs
 from globaltensor.planner.graph import CaptureError
 from globaltensor.planner.mesh_costs import SAMPLES, MeshCosts
 from globaltensor.planner.model_report import model_strategy
 from globaltensor.planner.model_search import ModelTask, search_model
 from globaltensor.planner.pins import read_pins
 from globaltensor.planner.space import BatchError, Fixed, divisors
+from globaltensor.planner.stage_choices import plan_stage
 from globaltensor.planner.strategy import Strategy
 from globaltensor.planner.unit_costs import RunCosts, run_costs
 from globaltensor.runtime.agreement import broadcast_object
@@ -55,15 +56,16 @@ class Program:
     inputs: Any
     rows: int
     loss: Callable[..., Any] | None
+    targets: Any
     units: Units
 
-    def inputs_of(self, samples: int) -> Any:
-        """Example inputs with so many samples, without memory."""
+    def resized(self, tensors: Any, samples: int) -> Any:
+        """Example tensors with so many samples, without memory."""
         def resized(t: torch.Tensor) -> torch.Tensor:
             shape = (samples, *t.shape[1:]) if t.dim() and t.shape[0] == self.rows else tuple(t.shape)
             return torch.empty(shape, dtype=t.dtype, device="meta")
 
-        return tree_map_only(torch.Tensor, resized, self.inputs)
+        return tree_map_only(torch.Tensor, resized, tensors)
 
     @property
     def names(self) -> list[str]:
@@ -80,9 +82,9 @@ class Program:
 
 @api_boundary
 def strategy(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster = "dgx-a100", devices: int = 8,
-             global_batch: int | None = None, loss: Callable[..., Any] | None = None, *, dp: int | None = None,
-             tp: int | None = None, pp: int | None = None, zero: int | None = None, recompute: str | None = None,
-             schedule: str | None = None, chunks: int | None = None, micro_batch: int | None = None,
+             global_batch: int | None = None, loss: Callable[..., Any] | None = None, targets: Any = None, *,
+             dp: int | None = None, tp: int | None = None, pp: int | None = None, zero: int | None = None,
+             recompute: str | None = None, schedule: str | None = None, chunks: int | None = None, micro_batch: int | None = None,
              sp: bool | None = None, pins: Sequence[str] | Mapping[str, Any] = (), memory: float | None = None,
              seconds: float = 60.0) -> Strategy:
     """The fastest plan of a model on a cluster that fits in memory, with a bound on any other.
@@ -93,8 +95,9 @@ def strategy(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Clu
     cluster       a known name, a JSON file, or a `Cluster`
     devices       how many of them may be used
     global_batch  samples in a step (default: as many as the example has)
-    loss          of the model's output, a scalar (default: what the model returns itself, alone or as `.loss`; or
-                  backward begins with a gradient for each output)
+    loss          of the model's output, and of `targets` where these are given, a scalar (default: what the model
+                  returns itself, alone or as `.loss`; or backward begins with a gradient for each output)
+    targets       example targets, as inputs are
     dp, tp, pp, zero, recompute, schedule, chunks, micro_batch, sp        not to be chosen, but so; sp: is the sequence
                   split along tp?
     pins          rows that every plan has: {"*.up.weight": {"tp": "S(0)"}} or ["*.up.weight=tp:S(0)"]
@@ -110,7 +113,7 @@ def strategy(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Clu
         machines = replace(machines, memory=float(memory))
     machines.machine(devices)                        # raises where it has fewer
     fixed = _checked(Fixed(dp, tp, pp, sp, micro_batch, zero, recompute, schedule, chunks), devices)
-    program = _program(model, batch, loss)
+    program = _program(model, batch, loss, targets)
     whole_batch = program.rows if global_batch is None else global_batch
     _check_batch(whole_batch, fixed, devices, len(program.units.units), program.units.why)
     rows = read_pins(pins, model)
@@ -130,14 +133,14 @@ def _is_block(model: nn.Module, part: str) -> bool:
     return part not in dict(model.named_parameters()) and is_block(model.get_submodule(part))
 
 
-def _program(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> Program:
+def _program(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, targets: Any) -> Program:
     tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim()]
     if not tensors:
         raise ArgumentError("gt.strategy without example inputs", "a batch is a tensor, a tuple of arguments or a dict "
                             "of them by name, with the samples along dim 0", "gt.strategy(model, torch.zeros(8, 32))")
     inputs = batch if isinstance(batch, Mapping) else read_inputs(batch)[0]
     names = list(batch) if isinstance(batch, Mapping) else []
-    return Program(model, inputs, int(tensors[0].shape[0]), loss, units_of(model, names))
+    return Program(model, inputs, int(tensors[0].shape[0]), loss, targets, units_of(model, names))
 
 
 def _checked(fixed: Fixed, devices: int) -> Fixed:
@@ -180,19 +183,46 @@ def _sizes_of_tp(machines: Cluster, devices: int, fixed: Fixed) -> list[int]:
     return sorted({n for n in (*divisors(devices), *divisors(machines.devices_per_host), *powers) if n <= most})
 
 
-def _plans_of(program: Program, pins: dict[str, dict[str, Any]], fixed: Fixed, tp: int) -> dict[str, Plan]:
+def _plans_of(program: Program, pins: dict[str, dict[str, Any]], machines: Cluster, fixed: Fixed, tp: int
+              ) -> dict[str, Plan]:
     """Of tp ranks, by kind. The first row that fits counts, so pins come first."""
     if tp == 1:
         return {"whole": Plan(pins)}
     model = program.model
     recognised, sequence = Plan.of(model, "tp"), Plan.of(model, "tp", "tp")
     kinds: dict[str, Plan] = {}
+    if not recognised and not any("tp" in row for row in pins.values()):
+        kinds |= _searched_layouts(program, machines, tp)
     if fixed.sequence_parallel is not True or sequence == recognised:
         kinds["recognised"] = recognised
     if fixed.sequence_parallel is not False and sequence != recognised:
         kinds["sequence"] = sequence
     return {name: Plan(pins | {pattern: row for pattern, row in plan.items() if pattern not in pins})
             for name, plan in kinds.items()}
+
+
+def _searched_layouts(program: Program, machines: Cluster, tp: int) -> dict[str, Plan]:
+    """Where nothing is recognised: the layouts under which the captured graph costs least along tp; and these with a
+    row for what each module gives, so that what dispatch would decide otherwise is done as they say."""
+    model = program.model
+    loss = program.loss if program.targets is None else None
+    graph = capture(model, program.resized(program.inputs, SAMPLES[0]), loss)
+    found = plan_stage(graph, machines, placement("meta", list(range(tp)), ("tp",)), zero=False, whole_inputs=True)
+    steered: dict[str, Any] = {}
+    for op in found.ops:
+        gives = op.outputs[0] if op.outputs else None
+        if op.phase == "forward" and op.module and gives is not None:
+            steered[op.module] = None if gives.sbp[0].is_partial else gives.sbp[0]
+    rows: dict[str, Any] = {f"{module} ->": {"tp": how} for module, how in steered.items() if how is not None}
+    for block in graph.graph["blocks"].values():
+        for nodes in block.repeats:
+            later = graph.nodes[nodes[0]]["module"]
+            rows |= {f"{later}{pattern[len(block.module):]}": row for pattern, row in rows.items()
+                     if pattern.startswith(f"{block.module}.")}
+    stored = {name: row for name, row in found.plan.items() if any(s.is_split for s in row.values())}
+    if not any(s.is_split for name, row in stored.items() if not name.endswith(OF_MODULES) for s in row.values()):
+        return {}                                    # nothing to split: dp does that
+    return {"layouts": Plan(stored), "layouts, steered": Plan(stored | rows)}
 
 
 def _all_costs(program: Program, pins: dict[str, dict[str, Any]], machines: Cluster, devices: int, fixed: Fixed
@@ -203,12 +233,13 @@ def _all_costs(program: Program, pins: dict[str, dict[str, Any]], machines: Clus
     plans: dict[tuple[int, str], Plan] = {}
     for tp in _sizes_of_tp(machines, devices, fixed):
         mesh = placement("meta", [[rank * tp + k for k in range(tp)] for rank in range(2)], ("dp", "tp"))
-        for kind, plan in _plans_of(program, pins, fixed, tp).items():
+        for kind, plan in _plans_of(program, pins, machines, fixed, tp).items():
             if tp > 1 and not any("tp" in row for pattern, row in plan.items() if not pattern.endswith(OF_MODULES)):
                 continue                             # nothing is split along tp
             try:
-                few, many = (run_costs(program.model, program.units.units, program.inputs_of(2 * n), program.loss, mesh,
-                                       plan, machines) for n in SAMPLES)
+                few, many = (run_costs(program.model, program.units.units, program.resized(program.inputs, 2 * n),
+                                       program.loss, mesh, plan, machines, program.resized(program.targets, 2 * n))
+                             for n in SAMPLES)
             except CaptureError as error:
                 if tp == 1 or fixed.tp is not None:
                     raise

@@ -68,24 +68,27 @@ class StagePlan:
 
 
 def plan_stage(graph: networkx.DiGraph, on: Cluster, where: placement, memory: float = inf, zero: bool = True,
-               optimizer_bytes: int = ADAM, time_limit: float = 60.0) -> StagePlan:
+               optimizer_bytes: int = ADAM, time_limit: float = 60.0, whole_inputs: bool = False) -> StagePlan:
     """The layouts under which the step of a captured graph costs least.
 
     where             the ranks, with axis names; they need not exist
     memory            bytes of a rank, for parameters, gradients, optimizer and what forward keeps for backward
     zero              may the optimizer work on parts of what is stored whole? (`gt.zero` does that)
     optimizer_bytes   per element of a parameter
+    whole_inputs      inputs lie broadcast: another axis splits the batch
     Raises PlanningError where nothing fits.
     """
     with hypothetical_placements():
-        stage = StageChoices(graph, OpCosts(on, where), zero, optimizer_bytes)
+        stage = StageChoices(graph, OpCosts(on, where), zero, optimizer_bytes, whole_inputs)
         return stage.plan_of(solve(stage.choices, memory, time_limit))
 
 
 class StageChoices:
     """The choices of a captured graph. `variable` says which variable a node is."""
 
-    def __init__(self, graph: networkx.DiGraph, costs: OpCosts, zero: bool = True, optimizer_bytes: int = ADAM) -> None:
+    def __init__(self, graph: networkx.DiGraph, costs: OpCosts, zero: bool = True, optimizer_bytes: int = ADAM,
+                 whole_inputs: bool = False) -> None:
+        self.whole_inputs = whole_inputs
         self.graph, self.costs, self.zero, self.optimizer_bytes = graph, costs, zero, optimizer_bytes
         self.choices = Choices(costs)
         self.variable: dict[int, int] = {}
@@ -149,7 +152,7 @@ class StageChoices:
             options = self.costs.options(attributes, [self.operand(ref) for ref in takes])
         else:
             takes = []
-            cut = kind in ("parameter", "input") or kind == "seed" and bool(attributes["shapes"][0])
+            cut = kind == "parameter" or kind == "input" and not self.whole_inputs or kind == "seed" and bool(attributes["shapes"][0])
             lies = self.costs.storages(attributes["shapes"][0], cut)
             options = [Option((one,) if kind == "parameter" else (), (one,)) for one in lies]
         self.variable[node] = variable = self.choices.add(node, options, self._times(block))

@@ -5,15 +5,18 @@ backward op is assigned to its forward op by the number that autograd gives to e
 """
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from globaltensor.errors import where
+from globaltensor.errors import OURS, TORCH, where
 from globaltensor.layouts.layout import Layout, replicated, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.op_table.line import always_decomposed
@@ -134,7 +137,7 @@ class Tracer(UntracedMode):
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if any(t.is_meta for t in tensors):
             args, kwargs = tree_map_only(torch.Tensor, self._on_meta, (args, kwargs))
-        elif "device" in kwargs and _is_small(func, args, kwargs):
+        elif "device" in kwargs and not _is_boxing() and _is_small(func, args, kwargs):
             kwargs = kwargs | {"device": torch.device("cpu")}
         call = Call(func, args, kwargs)
         self.before_op(call)
@@ -266,6 +269,18 @@ def _shapes_alone(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     return func(*in_bfloat16, **kwargs).to(like.dtype)
 
 
+def _is_boxing() -> bool:
+    """Is this call made by a boxing, for shards that are to arrive?"""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith((OURS, TORCH)):
+        if frame.f_code.co_filename.startswith(_BOXINGS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+
+_BOXINGS = os.path.join(OURS, "boxings")
 SMALL = 1 << 20                                      # elements
 
 

@@ -16,10 +16,10 @@ layouts stay what they are, and it costs what the second one does.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from globaltensor.layouts.layout import Layout, Shape, layout, replicated
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import split
 from globaltensor.parallel.plan import Plan, parallelize
+from globaltensor.pipelining.layer_lists import without_cache
 from globaltensor.pipelining.units import Unit
 from globaltensor.planner.capture import loss_within, read_inputs
 from globaltensor.planner.device_kernels_of import kernels_of
@@ -101,8 +102,8 @@ class RunCosts(NamedTuple):
     whole: dict[str, str]
 
 
-def run_costs(model: nn.Module, units: Sequence[Unit], inputs: Any, loss: Callable[[Any], torch.Tensor] | None,
-              mesh: placement, plan: Mapping[str, Any], cluster: Cluster) -> RunCosts:
+def run_costs(model: nn.Module, units: Sequence[Unit], inputs: Any, loss: Callable[..., Any] | None, mesh: placement,
+              plan: Mapping[str, Any], cluster: Cluster, targets: Any = None) -> RunCosts:
     """The costs of each unit for a micro-batch of these inputs, whole, on a mesh with the axes dp and tp.
 
     Raises CaptureError with the line where the step cannot go on without values.
@@ -119,8 +120,9 @@ def run_costs(model: nn.Module, units: Sequence[Unit], inputs: Any, loss: Callab
             tracer.name_value(t, Ref(tracer.add_node("parameter", [t], name=name), 0))
         rows = layout(on, tuple(split(0) if name == "dp" else s for name, s in zip(on.axis_names, replicated(on).sbp)))
         args, named = tree_map_only(torch.Tensor, lambda t: tracer.input(t, rows), read_inputs(inputs))
-        if "use_cache" in inspect.signature(model.forward).parameters:
-            named.setdefault("use_cache", False)     # as stages of a pipeline do: nothing is generated
+        if targets is not None and loss is not None:
+            loss = partial(_with_targets, loss, tree_map_only(torch.Tensor, lambda t: tracer.input(t, rows), targets))
+        named = without_cache(model) | named
         try:
             passed = _run(copied, tracer, groups, args, named, loss)
         except CaptureError:
@@ -150,6 +152,10 @@ def _run(copied: nn.Module, tracer: _CostTracer, groups: list[list[str]], args: 
     tracer.graph.graph["gradients"] = {name: tracer.ref(grad) for name, p in leaves.items()
                                        if (grad := raw_grad(p)) is not None}
     return passed
+
+
+def _with_targets(loss: Callable[..., Any], targets: Any, output: Any) -> Any:
+    return loss(output, *targets) if isinstance(targets, tuple) else loss(output, targets)
 
 
 def _on_meta(t: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,301 @@
+"""gt.strategy: a plan for any model, from the module alone; and that plan, run.
+
+Oracles: one process in plain torch for gradients; gt.record for bytes; all plans of a small chain for the search.
+"""
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import random
+from math import inf
+
+import numpy as np
+import pytest
+import torch
+from test_capture import gpt
+from torch import nn
+from torch.nn import functional as F
+
+import globaltensor as gt
+from globaltensor.pipelining.units import units_of
+from globaltensor.planner.graph import CaptureError
+from globaltensor.planner.mesh_costs import SAMPLES, MeshCosts
+from globaltensor.planner.model_search import ModelTask, ModelVariant, VariantPrices, model_shapes, search_model
+from globaltensor.planner.pins import PinError
+from globaltensor.planner.space import BatchError, Fixed, kinds_of_schedules
+from globaltensor.planner.unit_costs import ParameterCost, PassCost, UnitCost
+from globaltensor.simulator.cluster import KNOWN, Cluster, Link
+
+SEED = 20_261_124
+IDS = torch.arange(8 * 16).view(8, 16) % 64
+
+
+class Residual(nn.Module):
+    """A stranger's block, whose names say nothing."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(n, 2 * n), nn.Linear(2 * n, n)
+
+    def forward(self, x):
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+def chain():
+    return nn.Sequential(nn.Linear(8, 16), *[Residual(16) for _ in range(4)], nn.Linear(16, 4)).double()
+
+
+def rows():
+    return torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+
+
+def small_gpt():
+    return gpt(layers=3, device="cpu").double()
+
+
+def tokens():
+    return IDS, IDS.roll(1, 1)
+
+
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def vision():
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(144, 5)
+                         ).double()
+
+
+def images():
+    return torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randn(8, 5, dtype=torch.float64)
+
+
+MODELS = {"chain": (chain, rows, F.mse_loss), "gpt": (small_gpt, tokens, cross_entropy),
+          "vision": (vision, images, F.mse_loss)}
+
+RUNS = [("chain", 1, {}), ("chain", 2, {"dp": 2, "zero": 3}), ("chain", 4, {"dp": 2, "pp": 2, "schedule": "1f1b"}),
+        ("chain", 3, {"pp": 3, "schedule": "zb-h1", "recompute": "full"}),
+        ("chain", 2, {"tp": 2, "pins": ["*.a.*=tp:S(0)", "*.b.weight=tp:S(1)"]}),
+        ("gpt", 2, {"tp": 2, "sp": False}), ("gpt", 2, {"tp": 2, "sp": True}), ("gpt", 4, {"dp": 2, "tp": 2, "zero": 1}),
+        ("gpt", 2, {"pp": 2, "schedule": "interleaved", "chunks": 2}), ("gpt", 2, {"dp": 2, "recompute": "full"}),
+        ("vision", 2, {"dp": 2, "zero": 2}), ("vision", 2, {"pp": 2, "schedule": "gpipe"})]
+
+
+@pytest.mark.parametrize("name, devices, fixed", RUNS, ids=str)
+def test_what_is_planned_runs_and_gives_the_gradients_of_one_process(name, devices, fixed):
+    build, data, loss = MODELS[name]
+    torch.manual_seed(SEED)
+    model, (inputs, targets) = build(), data()
+    plain = copy.deepcopy(model)
+    strategy = gt.strategy(model, inputs, devices=devices, micro_batch=2, **fixed)
+    for p, q in zip(model.parameters(), plain.parameters()):
+        assert type(p) is nn.Parameter and torch.equal(p, q), "planning leaves the model as it is"
+    strategy.check()
+    assert strategy["lower_bound"] <= strategy["step_time"]
+    assert sum(strategy["time"].values()) == pytest.approx(strategy["step_time"], rel=1e-9)
+    for key in fixed.keys() & {"zero", "recompute"}:
+        assert {stage[key] for stage in strategy["stages"]} == {fixed[key]}
+    for key in fixed.keys() & {"schedule", "chunks"}:
+        assert strategy[key] == fixed[key]
+    assert [stage["memory"]["total"] for stage in strategy["stages"]] and strategy["memory"]["per_rank"]
+    expected = loss(plain(inputs), targets)
+    expected.backward()
+    runner, optimizer = strategy.apply(model, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    torch.testing.assert_close(runner.step(inputs, targets).full_tensor(), expected)
+    for (name, p), q in zip(model.named_parameters(), plain.named_parameters()):
+        torch.testing.assert_close(p.grad.full_tensor(), q[1].grad, msg=lambda text, name=name: f"{name}: {text}")
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.full_tensor(), q)
+
+
+@pytest.mark.parametrize("name, devices, fixed", [
+    ("gpt", 2, {"tp": 2, "sp": False}), ("gpt", 2, {"tp": 2, "sp": True}), ("gpt", 2, {"dp": 2, "zero": 0}),
+    ("gpt", 4, {"dp": 2, "tp": 2, "zero": 1}), ("chain", 2, {"dp": 2, "zero": 1}), ("vision", 2, {"dp": 2, "zero": 0})],
+    ids=str)
+def test_the_bytes_of_a_stage_are_those_of_the_record(name, devices, fixed):
+    build, data, loss = MODELS[name]
+    model, (inputs, targets) = build(), data()
+    strategy = gt.strategy(model, inputs, loss=loss, targets=targets, devices=devices, micro_batch=2, **fixed)
+    runner, optimizer = strategy.apply(model, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for _ in range(2):                               # the second step is like all others
+        with gt.record() as moves:
+            runner.step(inputs, targets)
+            optimizer.step()
+            optimizer.zero_grad()
+    stage, = strategy["stages"]
+    told = [str(move) for move in moves if move.bytes]
+    assert stage["bytes"]["tp"] + stage["bytes"]["dp"] == sum(move.bytes for move in moves), told
+
+
+
+# ------------------------------------------------------------------------------------------------- small chains, all plans
+
+
+def small_task(draw: random.Random) -> ModelTask:
+    """Up to 6 units with any costs, on up to 8 devices."""
+    n = draw.randint(1, 6)
+    cluster = Cluster("small", draw.choice([2, 4, 8]), 1e12, 0.5, 10 ** draw.uniform(4, 7), 1e11,
+                      Link(1e-6, 1e10), Link(1e-5, 10 ** draw.uniform(8, 10)), 0, draw.choice([0, 1e-6]),
+                      draw.choice([0, 1e-6]), draw.choice([0, 1e-4]))
+    costs = {(tp, "whole" if tp == 1 else "recognised"): mesh_costs(draw, n, cluster, tp) for tp in (1, 2)}
+    return ModelTask(costs, np.array([draw.random() < 0.7 for _ in range(n)]), cluster, draw.randint(1, 8),
+                     draw.choice([1, 2, 4, 6, 8]), Fixed(schedule=draw.choice([None, "1f1b", "gpipe", "zb-h1"])))
+
+
+def mesh_costs(draw: random.Random, n: int, cluster: Cluster, tp: int) -> MeshCosts:
+    where = gt.placement("meta", [[0, 1], [2, 3]], ("dp", "tp")) if tp == 2 else gt.placement(
+        "meta", [[0], [1]], ("dp", "tp"))
+    both = gt.zeros(1, placement=gt.placement("cpu", [0]), sbp=gt.sbp.broadcast)  # a layout of the right kind
+    few, many = [], []
+    for k in range(n):
+        work = [10 ** draw.uniform(5, 8) for _ in range(3)]
+        kept, passed, size = (draw.randint(100, 100_000) for _ in range(3))
+        own = gt.zeros(size // tp * tp, placement=where, sbp=(gt.sbp.broadcast, gt.sbp.split(0)), dtype=torch.float32)
+        parameter = ParameterCost(f"p{k}", (size // tp * tp,), torch.float32, own.spec.layout, own.spec.layout)
+        for samples, several in zip(SAMPLES, (few, many)):
+            passes = [PassCost([one * samples / tp], [one * samples / 10], {"tp": 1e-6 * samples} if tp > 1 else {})
+                      for one in work]
+            several.append(UnitCost(*passes, kept * samples, passed * samples, passed * samples, passed * samples,
+                                    parameters=[parameter]))
+    assert both is not None
+    return MeshCosts(few, many, cluster, tp)
+
+
+def fastest_of_all(task: ModelTask) -> float:
+    """Of all plans, by loops over every shape, variant and cut."""
+    best = inf
+    for shape in model_shapes(task):
+        for schedule, chunks in kinds_of_schedules(shape.pp, task.units):
+            if shape.pp > 1 and not task.fixed.allows("schedule", schedule):
+                continue
+            for zero in range(4) if shape.dp > 1 else (0,):
+                prices = VariantPrices(task, ModelVariant(shape, zero, schedule, chunks))
+                for at in itertools.combinations(range(1, task.units), shape.pp * chunks - 1):
+                    cut = tuple(b - a for a, b in itertools.pairwise((0, *at, task.units)))
+                    one = prices.price(cut)
+                    if one.fullest <= task.cluster.memory * (1 + 1e-9):
+                        best = min(best, one.seconds)
+    return best
+
+
+def compare_with_all(seed: int) -> None:
+    task = small_task(random.Random(seed))
+    result, best = search_model(task), fastest_of_all(task)
+    assert (result.best.seconds if result.best else inf) == best, seed
+    assert result.lower_bound == best, seed
+    assert all(one is None or one.seconds >= best for one in result.menu.values()), seed
+
+
+def test_nothing_is_faster_than_what_is_found():
+    for seed in range(SEED, SEED + 25):
+        compare_with_all(seed)
+
+
+@pytest.mark.long
+def test_nothing_is_faster_in_a_thousand_chains():
+    for seed in range(10 * SEED, 10 * SEED + 1_000):
+        compare_with_all(seed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_more_is_never_slower(seed):
+    task = small_task(random.Random(SEED + 100 + seed))
+
+    def seconds(**changes) -> float:
+        changed = dataclasses.replace(task, **changes)
+        if "cluster" in changes:
+            costs = {key: MeshCosts(one.few, one.many, changes["cluster"], one.tp) for key, one in task.costs.items()}
+            changed = dataclasses.replace(changed, costs=costs)
+        result = search_model(changed)
+        return result.best.seconds if result.best else inf
+
+    base = seconds()
+    assert seconds(devices=task.devices + 1) <= base and seconds(devices=2 * task.devices) <= base
+    assert seconds(cluster=dataclasses.replace(task.cluster, memory=task.cluster.memory * 3)) <= base
+    for link in ("local", "remote"):
+        own = getattr(task.cluster, link)
+        faster = dataclasses.replace(task.cluster, **{link: Link(own.latency, own.bandwidth * 4)})
+        assert seconds(cluster=faster) <= base * (1 + 1e-9)
+
+
+# ------------------------------------------------------------------------------------------------------ models, and units
+
+
+def test_units_are_what_a_pipeline_can_cut():
+    assert [unit.parts for unit in units_of(chain()).units] == [(str(k),) for k in range(6)]
+    assert [unit.parts for unit in units_of(small_gpt()).units] == [
+        ("token", "position.weight"), ("blocks.0",), ("blocks.1",), ("blocks.2",), ("norm",), ("head",)]
+    whole = units_of(Residual(4))
+    assert [part for unit in whole.units for part in unit.parts] == ["a", "b"]
+
+
+def test_a_deep_model_costs_as_much_to_run_as_a_flat_one():
+    def costs(layers):
+        model = gpt(layers)
+        strategy = gt.strategy(model, IDS, devices=2, tp=1, micro_batch=1)
+        return strategy["stages"][0], sum(p.numel() for p in model.blocks[0].parameters())
+
+    few, many = costs(4), costs(12)
+    assert many[0]["forward"] > few[0]["forward"]
+    per_layer = (many[0]["memory"]["parameters"] - few[0]["memory"]["parameters"]) / 8 / 4
+    assert per_layer == pytest.approx(few[1] / (2 if few[0]["zero"] == 3 else 1))
+
+
+# -------------------------------------------------------------------------------------------------------------- bad input
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.a(x) if x.sum().item() > 0 else x
+
+
+def test_a_forward_that_looks_at_values_is_named_by_its_line():
+    with pytest.raises(CaptureError, match="test_strategy.py"):
+        gt.strategy(Looks(), torch.zeros(4, 4), devices=2)
+
+
+@pytest.mark.parametrize("options, error, told", [
+    ({"dp": 3}, BatchError, "a global batch of 8"), ({"dp": 2, "micro_batch": 3}, BatchError, "micro-batches of 3 on dp 2"),
+    ({"pp": 7, "devices": 8}, BatchError, "the model has 6 units"), ({"dp": 4, "tp": 4}, BatchError, "16 ranks on 4"),
+    ({"zero": 4}, gt.GlobalTensorError, "zero=4"), ({"schedule": "zigzag"}, gt.GlobalTensorError, "schedule='zigzag'"),
+    ({"tp": 2}, BatchError, "is recognised"),
+    ({"pins": ["*.a.weight=tp:S(0)", "1.*=tp:S(1)"]}, PinError, "*.a.weight=tp:S(0) and 1.*=tp:S(1) contradict"),
+    ({"pins": ["*.a.bias=tp:S(1)"]}, PinError, "*.a.bias=tp:S(1)"), ({"pins": ["*.a.bias=tp:P"]}, PinError, "no rule"),
+    ({"pins": ["*.c=tp:S(0)"]}, PinError, "fits no name"), ({"pins": ["*.a.*"]}, PinError, "cannot be read"),
+    ({"pins": ["*.a.bias=ep:S(0)"]}, PinError, "the axes are dp, tp"), ({"cluster": "nowhere"}, ValueError, "no cluster"),
+])
+def test_what_cannot_be_planned_is_said(options, error, told):
+    with pytest.raises(error) as caught:
+        gt.strategy(chain(), torch.zeros(8, 8, dtype=torch.float64), **{"devices": 4} | options)
+    assert told in str(caught.value)
+
+
+def test_where_nothing_fits_the_least_change_is_named():
+    def planned(**options):
+        return gt.strategy(chain(), torch.zeros(8, 8, dtype=torch.float64), **{
+            "devices": 2, "dp": 2, "zero": 0, "micro_batch": 4, "recompute": "none", "memory": 40_000} | options)
+
+    one = planned()
+    one.check()
+    assert not one["feasible"] and one["needs"] > one["device"] == 40_000
+    changes = one["smallest_change"]
+    assert "memory" in changes and "GB" in str(one)
+    for name, value in changes.items():
+        assert planned(**{name: value})["feasible"], name
+
+
+def test_an_infeasible_plan_is_not_applied():
+    one = gt.strategy(chain(), torch.zeros(8, 8, dtype=torch.float64), devices=1, memory=1.0)
+    with pytest.raises(gt.StrategyError, match="nothing fits"):
+        one.apply(chain(), F.mse_loss, torch.optim.SGD)
+
+
+def test_dgx_a100_is_the_usual_cluster():
+    assert gt.strategy(chain(), torch.zeros(8, 8, dtype=torch.float64))["cluster"] == KNOWN["dgx-a100"].name
