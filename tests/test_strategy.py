@@ -265,7 +265,6 @@ def test_a_forward_that_looks_at_values_is_named_by_its_line():
     ({"dp": 3}, BatchError, "a global batch of 8"), ({"dp": 2, "micro_batch": 3}, BatchError, "micro-batches of 3 on dp 2"),
     ({"pp": 7, "devices": 8}, BatchError, "the model has 6 units"), ({"dp": 4, "tp": 4}, BatchError, "16 ranks on 4"),
     ({"zero": 4}, gt.GlobalTensorError, "zero=4"), ({"schedule": "zigzag"}, gt.GlobalTensorError, "schedule='zigzag'"),
-    ({"tp": 2}, BatchError, "is recognised"),
     ({"pins": ["*.a.weight=tp:S(0)", "1.*=tp:S(1)"]}, PinError, "*.a.weight=tp:S(0) and 1.*=tp:S(1) contradict"),
     ({"pins": ["*.a.bias=tp:S(1)"]}, PinError, "*.a.bias=tp:S(1)"), ({"pins": ["*.a.bias=tp:P"]}, PinError, "no rule"),
     ({"pins": ["*.c=tp:S(0)"]}, PinError, "fits no name"), ({"pins": ["*.a.*"]}, PinError, "cannot be read"),

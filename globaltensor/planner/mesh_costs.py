@@ -50,6 +50,7 @@ class MeshCosts:
         # where the library does something else with more samples, all is in proportion to them
         self.few = few if alike else [_scaled(unit, SAMPLES[0] / SAMPLES[1]) for unit in many]
         self.many, self.cluster, self.tp = many, cluster, tp
+        self._known: dict[tuple[int, int], UnitArrays] = {}
         self.parameters = [unit.parameters for unit in few]
 
     @property
@@ -60,6 +61,11 @@ class MeshCosts:
 
     def arrays(self, micro_batch: int, dp: int) -> UnitArrays:
         """Of a micro-batch of so many samples on each of dp ranks."""
+        if (micro_batch, dp) not in self._known:
+            self._known[micro_batch, dp] = self._computed(micro_batch, dp)
+        return self._known[micro_batch, dp]
+
+    def _computed(self, micro_batch: int, dp: int) -> UnitArrays:
         first, second = SAMPLES
         share = (micro_batch - first) / (second - first)
         along_dp = 2 * (dp - 1) / dp if dp > 1 else 0.0

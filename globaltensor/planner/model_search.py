@@ -103,7 +103,7 @@ class VariantPrices:
         self.task, self.variant = task, variant
         shape, cluster = variant.shape, task.cluster
         self.mesh = task.costs[shape.tp, shape.kind]
-        self.of: UnitArrays = _arrays(task, shape)
+        self.of: UnitArrays = self.mesh.arrays(shape.micro_batch, shape.dp)
         self.micro_batches = task.global_batch // (shape.dp * shape.micro_batch)
         self.rank_of = np.array(vee(shape.pp) if variant.schedule in ("zb-v", "dualpipe-v") else
                                 loop(shape.pp, variant.chunks))
@@ -301,17 +301,6 @@ class VariantPrices:
                  for r in (one * group, one * group + group - 1)}
         link: Link = self.task.cluster.local if len(hosts) == 1 else self.task.cluster.remote
         return Hop(link.latency, float(self.of.passed[unit]) / link.bandwidth)
-
-
-_KEPT: dict[tuple[int, ModelShape], UnitArrays] = {}
-
-
-def _arrays(task: ModelTask, shape: ModelShape) -> UnitArrays:
-    mesh = task.costs[shape.tp, shape.kind]
-    key = id(mesh), shape._replace(pp=1)
-    if key not in _KEPT:
-        _KEPT[key] = mesh.arrays(shape.micro_batch, shape.dp)
-    return _KEPT[key]
 
 
 # ----------------------------------------------------------------------------------------------------------- the space
