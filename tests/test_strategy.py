@@ -127,7 +127,8 @@ def test_the_bytes_of_a_stage_are_those_of_the_record(name, devices, fixed):
             optimizer.zero_grad()
     stage, = strategy["stages"]
     told = [str(move) for move in moves if move.bytes]
-    assert stage["bytes"]["tp"] + stage["bytes"]["dp"] == sum(move.bytes for move in moves), told
+    assert stage["bytes"]["tp"] + stage["bytes"]["dp"] == sum(
+        move.bytes for move in moves if move.op != "the loss of a pipeline"), told
 
 
 
@@ -148,7 +149,6 @@ def small_task(draw: random.Random) -> ModelTask:
 def mesh_costs(draw: random.Random, n: int, cluster: Cluster, tp: int) -> MeshCosts:
     where = gt.placement("meta", [[0, 1], [2, 3]], ("dp", "tp")) if tp == 2 else gt.placement(
         "meta", [[0], [1]], ("dp", "tp"))
-    both = gt.zeros(1, placement=gt.placement("cpu", [0]), sbp=gt.sbp.broadcast)  # a layout of the right kind
     few, many = [], []
     for k in range(n):
         work = [10 ** draw.uniform(5, 8) for _ in range(3)]
@@ -160,7 +160,6 @@ def mesh_costs(draw: random.Random, n: int, cluster: Cluster, tp: int) -> MeshCo
                       for one in work]
             several.append(UnitCost(*passes, kept * samples, passed * samples, passed * samples, passed * samples,
                                     parameters=[parameter]))
-    assert both is not None
     return MeshCosts(few, many, cluster, tp)
 
 

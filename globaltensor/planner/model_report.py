@@ -25,21 +25,23 @@ from globaltensor.planner.model_search import (
     ModelSearch,
     ModelTask,
     VariantPrices,
+    least_memory_of_model,
     search_model,
+    units_of_stages,
 )
 from globaltensor.planner.op_costs import OpCosts
 from globaltensor.planner.space import BatchError, divisors
 from globaltensor.planner.strategy import Strategy
-from globaltensor.planner.unit_costs import ParameterCost
+from globaltensor.planner.unit_costs import ParameterCost, UnitCost
 from globaltensor.simulator.cluster import hypothetical_placements
 
 _MOST_TIMES = 64                                     # more devices than these are not tried
 
 
 def model_strategy(model: nn.Module, units: Units, task: ModelTask, result: ModelSearch,
-                   plans: Mapping[tuple[int, str], Plan], seconds: float, whole: Mapping[str, str],
-                   inputs: Sequence[str], tokens: int, left_out: Mapping[str, str]) -> Strategy:
-    """The strategy of a search of so many seconds. `whole`: ops planned on whole operands;
+                   plans: Mapping[tuple[int, str], Plan], seconds: float, exact: list[UnitCost] | None,
+                   whole: Mapping[str, str], inputs: Sequence[str], tokens: int, left_out: Mapping[str, str]) -> Strategy:
+    """The strategy of a search of so many seconds. `exact`: the units of the best plan on all ranks of a stage; `whole`: ops planned on whole operands;
     `left_out`: plans that cannot be run without values, and why."""
     dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     about: dict[str, Any] = {
@@ -53,9 +55,9 @@ def model_strategy(model: nn.Module, units: Units, task: ModelTask, result: Mode
     head: dict[str, Any] = {"format": FORMAT, "feasible": result.best is not None}
     best = result.best
     if best is None:
-        return Strategy(head | about | {"needs": result.least_memory, "device": task.cluster.memory,
-                                        "smallest_change": smallest_changes_of_model(task, result.least_memory),
-                                        "menu": menu})
+        needs = least_memory_of_model(task)
+        return Strategy(head | about | {"needs": needs, "device": task.cluster.memory,
+                                        "smallest_change": smallest_changes_of_model(task, needs), "menu": menu})
     prices, shape = VariantPrices(task, best.variant), best.variant.shape
     return Strategy(head | {
         "step_time": best.seconds, "lower_bound": result.lower_bound, "gap": 1 - result.lower_bound / best.seconds,
@@ -63,7 +65,7 @@ def model_strategy(model: nn.Module, units: Units, task: ModelTask, result: Mode
         "schedule": best.variant.schedule, "chunks": best.variant.chunks, "time": _parts_of_time(prices, best),
         "tokens_per_second": task.global_batch * tokens / best.seconds,
         "tflops_per_device": prices.mesh.operations * task.global_batch / best.seconds / task.devices / 1e12,
-        "stages": _stages(units, prices, best, plans[shape.tp, shape.kind]),
+        "stages": _stages(units, prices, best, plans[shape.tp, shape.kind], exact),
         "memory": {"per_rank": list(best.memory), "device": task.cluster.memory}, "menu": menu,
         "runners_up": [_other(candidate_text(one), one) for one in result.runners_up]})
 
@@ -86,16 +88,11 @@ def _other(name: str, one: ModelCandidate | None) -> dict[str, Any]:
     return {"name": name, "plan": candidate_text(one), "step_time": one.seconds, "memory": one.fullest, "feasible": True}
 
 
-def _units_of_stages(cut: tuple[int, ...]) -> list[np.ndarray]:
-    ends = np.cumsum((0, *cut))
-    return [np.arange(a, b) for a, b in zip(ends[:-1], ends[1:])]
-
-
 def _parts_of_time(prices: VariantPrices, best: ModelCandidate) -> dict[str, float]:
     run, first = best.run, float(min(best.run.first))
     totals = [float(last) - first + end + step for last, end, step in zip(run.last, best.ends, best.optimizer)]
     rank = int(np.argmax(totals))
-    own = np.concatenate([units for s, units in enumerate(_units_of_stages(best.cut)) if prices.rank_of[s] == rank])
+    own = np.concatenate([units for s, units in enumerate(units_of_stages(best.cut)) if prices.rank_of[s] == rank])
     again = prices.of.forward[own].sum() if best.recompute[rank] == "full" else 0.0
     compute = (float(prices.of.compute[own].sum() + again) + prices.task.cluster.micro_batch_overhead)
     compute = min(compute * prices.micro_batches, float(run.busy[rank]))
@@ -103,12 +100,13 @@ def _parts_of_time(prices: VariantPrices, best: ModelCandidate) -> dict[str, flo
             "bubble": float(run.last[rank]) - first - float(run.busy[rank]), "optimizer": best.optimizer[rank]}
 
 
-def _stages(units: Units, prices: VariantPrices, best: ModelCandidate, plan: Plan) -> list[dict[str, Any]]:
+def _stages(units: Units, prices: VariantPrices, best: ModelCandidate, plan: Plan,
+            exact: list[UnitCost] | None) -> list[dict[str, Any]]:
     shape, m = best.variant.shape, prices.micro_batches
     group = shape.dp * shape.tp
     rows = {pattern: {axis: str(how) for axis, how in row.items()} for pattern, row in plan.items()}
     stages = []
-    cuts = _units_of_stages(best.cut)
+    cuts = units_of_stages(best.cut)
     for index, own in enumerate(cuts):
         rank = int(prices.rank_of[index])
         recompute = best.recompute[rank]
@@ -120,11 +118,18 @@ def _stages(units: Units, prices: VariantPrices, best: ModelCandidate, plan: Pla
             "layers": layers, "ranks": list(range(rank * group, (rank + 1) * group)),
             "axes": {"dp": shape.dp, "tp": shape.tp}, "plan": rows, "batch": {"dp": 0}, "zero": best.variant.zero,
             "recompute": recompute, "forward": forward, "backward": inputs + weights,
-            "bytes": {"tp": round(float(prices.of.tp_bytes[own].sum()) * m),
-                      "dp": round(float(prices.of.dp_bytes[own].sum()) * m) + _reduced(prices, own),
+            "bytes": {"tp": round(_moved(prices, exact, own, "tp") * m),
+                      "dp": round(_moved(prices, exact, own, "dp") * m) + _reduced(prices, own),
                       "next": round(float(prices.of.passed[own[-1]]) * m) if crosses else 0},
             "memory": _memory(prices, best, own, rank, cuts)})
     return stages
+
+
+def _moved(prices: VariantPrices, exact: list[UnitCost] | None, own: np.ndarray, axis: str) -> float:
+    """Bytes that a rank receives along an axis for a micro-batch."""
+    if exact is None:
+        return float((prices.of.tp_bytes if axis == "tp" else prices.of.dp_bytes)[own].sum())
+    return sum(one.bytes.get(axis, 0.0) for k in own for one in (exact[k].forward, exact[k].inputs, exact[k].weights))
 
 
 def _reduced(prices: VariantPrices, own: np.ndarray) -> int:

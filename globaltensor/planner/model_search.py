@@ -159,6 +159,8 @@ class VariantPrices:
     def least(self) -> float:
         """Seconds that a step takes at least, however units are cut."""
         shape, m = self.variant.shape, self.micro_batches
+        if float(self.mesh.sizes.sum()) * self.states.total / shape.pp > self.task.cluster.memory:
+            return _NEVER                            # parameters, gradients and optimizer do not fit
         f, i, w = self.passes(self.task.fixed.recompute or "none")
         work = f + i + w
         rank = max(float(work.sum()) / shape.pp, float(work.max())) + 2 * self.more * self.variant.chunks
@@ -256,18 +258,22 @@ class VariantPrices:
             ends = int(choice[ends])
         return tuple(reversed(cut)), (float(best[n]) + self.task.cluster.step_overhead + self.end[0]) * _ROUNDING
 
-    def price(self, cut: tuple[int, ...]) -> ModelCandidate:
-        """A cut, simulated."""
-        shape = self.variant.shape
-        ends = np.cumsum((0, *cut))
-        stages = [np.arange(a, b) for a, b in zip(ends[:-1], ends[1:])]
-        of_rank = [[s for s, rank in enumerate(self.rank_of) if rank == r] for r in range(shape.pp)]
-        units = [np.concatenate([stages[s] for s in own]) for own in of_rank]
-        chosen = [self.least_recompute(own, rank) for rank, own in enumerate(units)]
-        passes = {name: self.passes(name) for name, _ in chosen}
-        forward, inputs, weights = [], [], []
+    def dealt(self, cut: tuple[int, ...]) -> tuple[list[np.ndarray], list[list[int]], list[np.ndarray]]:
+        """Of a cut: the units of each stage, the stages of each rank of the pipeline, and its units."""
+        stages = units_of_stages(cut)
+        of_rank = [[s for s, rank in enumerate(self.rank_of) if rank == r] for r in range(self.variant.shape.pp)]
+        return stages, of_rank, [np.concatenate([stages[s] for s in own]) for own in of_rank]
+
+    def memory(self, cut: tuple[int, ...]) -> list[float]:
+        """Bytes of each rank of the pipeline, with the least recomputation that fits."""
+        return [self.least_recompute(own, rank)[1] for rank, own in enumerate(self.dealt(cut)[2])]
+
+    def costs(self, stages: list[np.ndarray], recompute: Sequence[str]) -> Costs:
+        """Seconds of each action of each stage; `recompute`: of each rank of the pipeline."""
+        shape, forward, inputs, weights = self.variant.shape, list[float](), list[float](), list[float]()
+        passes = {name: self.passes(name) for name in recompute}
         for stage, rank in zip(stages, self.rank_of):
-            f, i, w = (one[stage] for one in passes[chosen[rank][0]])
+            f, i, w = (one[stage] for one in passes[recompute[rank]])
             gathers = self.gathers[stage]
             if shape.pp > 1:                         # op by op: nothing is gathered ahead
                 f, i, gathers = f + gathers, i + gathers, np.zeros(len(stage))
@@ -276,8 +282,14 @@ class VariantPrices:
             weights.append(float(w.sum()))
         hops = tuple(self._hop(int(stages[s][-1]), int(self.rank_of[s]), int(self.rank_of[s + 1]))
                      for s in range(len(stages) - 1))
-        schedule = schedule_of(self.variant.schedule, shape.pp, self.micro_batches, self.variant.chunks)
-        run = simulate(schedule, Costs(tuple(forward), tuple(inputs), tuple(weights), hops))
+        return Costs(tuple(forward), tuple(inputs), tuple(weights), hops)
+
+    def price(self, cut: tuple[int, ...]) -> ModelCandidate:
+        """A cut, simulated."""
+        stages, of_rank, units = self.dealt(cut)
+        chosen = [self.least_recompute(own, rank) for rank, own in enumerate(units)]
+        schedule = schedule_of(self.variant.schedule, self.variant.shape.pp, self.micro_batches, self.variant.chunks)
+        run = simulate(schedule, self.costs(stages, [name for name, _ in chosen]))
         seconds, reductions, optimizer = [], [], []
         for rank, own in enumerate(of_rank):
             now = 0.0
@@ -301,6 +313,12 @@ class VariantPrices:
                  for r in (one * group, one * group + group - 1)}
         link: Link = self.task.cluster.local if len(hosts) == 1 else self.task.cluster.remote
         return Hop(link.latency, float(self.of.passed[unit]) / link.bandwidth)
+
+
+def units_of_stages(cut: tuple[int, ...]) -> list[np.ndarray]:
+    """The units of each stage of a cut."""
+    ends = np.cumsum((0, *cut))
+    return [np.arange(a, b) for a, b in zip(ends[:-1], ends[1:])]
 
 
 # ----------------------------------------------------------------------------------------------------------- the space
@@ -340,7 +358,6 @@ class ModelSearch:
     weighed: int = 0
     runners_up: list[ModelCandidate] = field(default_factory=list)
     menu: dict[str, ModelCandidate | None] = field(default_factory=dict)
-    least_memory: float = _NEVER
 
 
 def search_model(task: ModelTask, seconds: float = _NEVER, first: bool = False) -> ModelSearch:
@@ -356,18 +373,36 @@ def search_model(task: ModelTask, seconds: float = _NEVER, first: bool = False) 
             if several:                              # else what is fixed leaves no such plan
                 result.menu[dish.name] = queue.best_of(several, until)
     queue.run(every, until, first)
-    result.best, result.weighed, result.least_memory = queue.best, queue.weighed, queue.least_memory
+    result.best, result.weighed = queue.best, queue.weighed
     result.lower_bound = min(queue.left, queue.best.seconds if queue.best else _NEVER)
     ordered = sorted(queue.others.values(), key=lambda one: one.seconds)
     result.runners_up = [one for one in ordered if one.variant != (queue.best and queue.best.variant)][:_RUNNERS_UP]
     return result
 
 
+def least_memory_of_model(task: ModelTask) -> float:
+    """Bytes that a device needs at least: of the smallest micro-batches, with as much ZeRO as is allowed."""
+    thriftiest: dict[tuple[int, int, str, int], ModelShape] = {}
+    for shape in model_shapes(task):
+        thriftiest.setdefault(shape[:4], shape)      # its micro-batch first
+    least = _NEVER
+    for shape in thriftiest.values():
+        several = list(model_variants(task, shape))
+        thrifty = [variant for variant in several if variant.schedule == "1f1b"] or several
+        most = max((variant.zero for variant in thrifty), default=0)
+        for prices in (VariantPrices(task, variant) for variant in thrifty if variant.zero == most):
+            stages = len(prices.rank_of)
+            own = cuts(task.units, stages) if is_complete(task.units, stages) else (
+                even_cut(task.units, stages), _by_work(prices, stages))
+            least = min(least, *(max(prices.memory(cut)) for cut in own))
+    return least
+
+
 class _Queue:
     """Shapes and variants in the order of their bounds, and the best plan so far."""
 
     def __init__(self, task: ModelTask) -> None:
-        self.task, self.weighed, self.left, self.least_memory = task, 0, _NEVER, _NEVER
+        self.task, self.weighed, self.left = task, 0, _NEVER
         self.best: ModelCandidate | None = None
         self.others: dict[object, ModelCandidate] = {}
 
@@ -377,7 +412,6 @@ class _Queue:
     def enter(self, candidate: ModelCandidate) -> bool:
         """One that was simulated. Does it fit?"""
         self.weighed += 1
-        self.least_memory = min(self.least_memory, candidate.fullest)
         if candidate.fullest > self.task.cluster.memory * (1 + 1e-9):
             return False
         if self.can_win(candidate.seconds):

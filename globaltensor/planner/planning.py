@@ -32,12 +32,12 @@ from globaltensor.planner.capture import capture, read_inputs
 from globaltensor.planner.graph import CaptureError
 from globaltensor.planner.mesh_costs import SAMPLES, MeshCosts
 from globaltensor.planner.model_report import model_strategy
-from globaltensor.planner.model_search import ModelTask, search_model
+from globaltensor.planner.model_search import ModelShape, ModelTask, search_model
 from globaltensor.planner.pins import read_pins
 from globaltensor.planner.space import BatchError, Fixed, divisors
 from globaltensor.planner.stage_choices import plan_stage
 from globaltensor.planner.strategy import Strategy
-from globaltensor.planner.unit_costs import RunCosts, run_costs
+from globaltensor.planner.unit_costs import RunCosts, UnitCost, run_costs
 from globaltensor.runtime.agreement import broadcast_object
 from globaltensor.runtime.torch_internals import tree_leaves, tree_map_only
 from globaltensor.simulator.cluster import Cluster, cluster as cluster_of, hypothetical_placements
@@ -46,6 +46,7 @@ from globaltensor.schedules.generators import GENERATORS
 from globaltensor.tracebacks import api_boundary
 
 _MOST_HOSTS_OF_TP = 1
+_MOST_RANKS = 32                                     # of a stage, that are run in one process for its bytes
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,22 @@ def strategy(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Clu
                      blocks, machines, devices, whole_batch, fixed)
     result = search_model(task, max(seconds - (time.monotonic() - began), 0.0))
     whole = {op: line for few, _ in runs.values() for op, line in few.whole.items()}
-    found = model_strategy(program.model, program.units, task, result, plans, time.monotonic() - began, whole=whole,
+    exact = None if result.best is None else _exact_costs(program, result.best.variant.shape, plans, machines)
+    found = model_strategy(program.model, program.units, task, result, plans, time.monotonic() - began, exact, whole=whole,
                            inputs=program.names, tokens=program.tokens, left_out=left_out)
     return Strategy(broadcast_object(dict(found), 0, "a strategy"))
+
+
+def _exact_costs(program: Program, shape: ModelShape, plans: Mapping[tuple[int, str], Plan], machines: Cluster
+                 ) -> list[UnitCost] | None:
+    """The units of the chosen plan on all of its ranks; None where these are too many to be run in one process."""
+    if shape.dp * shape.tp > _MOST_RANKS:
+        return None
+    with hypothetical_placements():
+        mesh = placement("meta", [[i * shape.tp + k for k in range(shape.tp)] for i in range(shape.dp)], ("dp", "tp"))
+        samples = shape.micro_batch * shape.dp
+        return run_costs(program.model, program.units.units, program.resized(program.inputs, samples), program.loss,
+                         mesh, plans[shape.tp, shape.kind], machines, program.resized(program.targets, samples)).units
 
 
 def _is_block(model: nn.Module, part: str) -> bool:
