@@ -21,10 +21,11 @@ import globaltensor as gt
 from globaltensor.pipelining.units import units_of
 from globaltensor.planner.graph import CaptureError
 from globaltensor.planner.mesh_costs import SAMPLES, MeshCosts
-from globaltensor.planner.model_search import ModelTask, ModelVariant, VariantPrices, model_shapes, search_model
+from globaltensor.planner.model_prices import ModelTask, ModelVariant, VariantPrices
+from globaltensor.planner.model_search import model_shapes, search_model
 from globaltensor.planner.pins import PinError
 from globaltensor.planner.space import BatchError, Fixed, kinds_of_schedules
-from globaltensor.planner.unit_costs import ParameterCost, PassCost, UnitCost
+from globaltensor.planner.unit_sums import ParameterCost, PassCost, UnitCost
 from globaltensor.simulator.cluster import KNOWN, Cluster, Link
 
 SEED = 20_261_124
@@ -77,7 +78,8 @@ MODELS = {"chain": (chain, rows, F.mse_loss), "gpt": (small_gpt, tokens, cross_e
 RUNS = [("chain", 1, {}), ("chain", 2, {"dp": 2, "zero": 3}), ("chain", 4, {"dp": 2, "pp": 2, "schedule": "1f1b"}),
         ("chain", 3, {"pp": 3, "schedule": "zb-h1", "recompute": "full"}),
         ("chain", 2, {"tp": 2, "pins": ["*.a.*=tp:S(0)", "*.b.weight=tp:S(1)"]}),
-        ("gpt", 2, {"tp": 2, "sp": False}), ("gpt", 2, {"tp": 2, "sp": True}), ("gpt", 4, {"dp": 2, "tp": 2, "zero": 1}),
+        ("gpt", 2, {"tp": 2, "sp": False}), ("gpt", 2, {"tp": 2, "sp": True}),
+        ("gpt", 4, {"dp": 2, "tp": 2, "zero": 1}),
         ("gpt", 2, {"pp": 2, "schedule": "interleaved", "chunks": 2}), ("gpt", 2, {"dp": 2, "recompute": "full"}),
         ("vision", 2, {"dp": 2, "zero": 2}), ("vision", 2, {"pp": 2, "schedule": "gpipe"})]
 
@@ -132,7 +134,7 @@ def test_the_bytes_of_a_stage_are_those_of_the_record(name, devices, fixed):
 
 
 
-# ------------------------------------------------------------------------------------------------- small chains, all plans
+# -------------------------------------------------------------------------------------------- small chains, all plans
 
 
 def small_task(draw: random.Random) -> ModelTask:
@@ -220,7 +222,7 @@ def test_more_is_never_slower(seed):
         assert seconds(cluster=faster) <= base * (1 + 1e-9)
 
 
-# ------------------------------------------------------------------------------------------------------ models, and units
+# -------------------------------------------------------------------------------------------------- models, and units
 
 
 def test_units_are_what_a_pipeline_can_cut():
@@ -243,7 +245,7 @@ def test_a_deep_model_costs_as_much_to_run_as_a_flat_one():
     assert per_layer == pytest.approx(few[1] / (2 if few[0]["zero"] == 3 else 1))
 
 
-# -------------------------------------------------------------------------------------------------------------- bad input
+# ---------------------------------------------------------------------------------------------------------- bad input
 
 
 class Looks(nn.Module):
@@ -261,13 +263,16 @@ def test_a_forward_that_looks_at_values_is_named_by_its_line():
 
 
 @pytest.mark.parametrize("options, error, told", [
-    ({"dp": 3}, BatchError, "a global batch of 8"), ({"dp": 2, "micro_batch": 3}, BatchError, "micro-batches of 3 on dp 2"),
+    ({"dp": 3}, BatchError, "a global batch of 8"),
+    ({"dp": 2, "micro_batch": 3}, BatchError, "micro-batches of 3 on dp 2"),
     ({"pp": 7, "devices": 8}, BatchError, "the model has 6 units"), ({"dp": 4, "tp": 4}, BatchError, "16 ranks on 4"),
     ({"zero": 4}, gt.GlobalTensorError, "zero=4"), ({"schedule": "zigzag"}, gt.GlobalTensorError, "schedule='zigzag'"),
     ({"pins": ["*.a.weight=tp:S(0)", "1.*=tp:S(1)"]}, PinError, "*.a.weight=tp:S(0) and 1.*=tp:S(1) contradict"),
-    ({"pins": ["*.a.bias=tp:S(1)"]}, PinError, "*.a.bias=tp:S(1)"), ({"pins": ["*.a.bias=tp:P"]}, PinError, "no rule"),
+    ({"pins": ["*.a.bias=tp:S(1)"]}, PinError, "*.a.bias=tp:S(1)"),
+    ({"pins": ["*.a.bias=tp:P"]}, PinError, "no rule"),
     ({"pins": ["*.c=tp:S(0)"]}, PinError, "fits no name"), ({"pins": ["*.a.*"]}, PinError, "cannot be read"),
-    ({"pins": ["*.a.bias=ep:S(0)"]}, PinError, "the axes are dp, tp"), ({"cluster": "nowhere"}, ValueError, "no cluster"),
+    ({"pins": ["*.a.bias=ep:S(0)"]}, PinError, "the axes are dp, tp"),
+    ({"cluster": "nowhere"}, ValueError, "no cluster"),
 ])
 def test_what_cannot_be_planned_is_said(options, error, told):
     with pytest.raises(error) as caught:

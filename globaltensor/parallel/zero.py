@@ -112,7 +112,8 @@ def _zero_layout(p: torch.Tensor, axis: str) -> Layout | None:
 def split_layout(lies: Layout, shape: Shape, axis: str) -> Layout | None:
     """The layout of a parameter of which each rank of the axis has a part; None where there is nothing to split."""
     taken = {s.dim for s in lies.sbp if s.is_split}
-    free = [d for d in range(len(shape)) if d not in taken] or list(range(len(shape)))     # a bias that tp splits: again
+    dims = range(len(shape))
+    free = [d for d in dims if d not in taken] or list(dims)     # a bias that tp splits: once more
     if not lies.sbp[lies.placement.names.index(axis)].is_broadcast or not free:
         return None
     return lies.along({axis: split(max(free, key=lambda d: shape[d]))})

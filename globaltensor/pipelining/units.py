@@ -11,7 +11,7 @@ A stage of `gt.pipeline(model, ..., starts=[...])` begins with the name of a uni
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx, nn
 
@@ -43,16 +43,16 @@ def units_of(model: nn.Module, inputs: Sequence[str] = ()) -> Units:
     except UntraceableError as error:
         why = f"{error.what}: {error.why}"
     except StageError as error:
-        return Units([_whole(model)], f"{error.what}: {error.why}")
+        return Units([_one_unit(model)], f"{error.what}: {error.why}")
     if has_layer_list(model):
         try:
             return Units(_of_list(model))
         except StageError as error:
             why = f"{error.what}: {error.why}"
-    return Units([_whole(model)], why)
+    return Units([_one_unit(model)], why)
 
 
-def _whole(model: nn.Module) -> Unit:
+def _one_unit(model: nn.Module) -> Unit:
     """One unit of all parts."""
     parts = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
     own = [name for name, _ in model.named_parameters(recurse=False)]
@@ -71,7 +71,7 @@ def _of_graph(model: nn.Module, work: list[fx.Node]) -> list[Unit]:
             if source.op == "get_attr" and str(source.target) in parameters:
                 (next(reversed(begun.values())) if begun else early).append(str(source.target))
     if not begun:
-        return [_whole(model)]
+        return [_one_unit(model)]
     first = next(iter(begun))
     begun[first] = [*early, *begun[first]]
     inside = tuple(f"{name}." for name in begun)

@@ -46,7 +46,8 @@ def apply_strategy(strategy: Mapping[str, Any], model: nn.Module, loss: Callable
                 block: Any = modules[name]
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     several = len(stages) > 1
-    runner = pipeline(model if several else [WholeModel(model)], places, strategy["schedule"], strategy["micro_batches"], loss,
+    runner = pipeline(model if several else [WholeModel(model)], places, strategy["schedule"],
+                      strategy["micro_batches"], loss,
                       starts=[stage["layers"][0] for stage in stages[1:]] if several else None,
                       chunks=strategy["chunks"], batch=axis, inputs=strategy.get("inputs", ()) if several else ())
     optimizer = optimizer_class(model.parameters())
@@ -66,8 +67,8 @@ def _check_layers(stages: list[Stage], model: nn.Module, modules: dict[str, nn.M
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
         if name not in modules and name not in parameters:
-            raise StrategyError(f"a {type(model).__name__} has no {name!r}", "the layers of a stage are its modules, and "
-                                "parameters of its own", *difflib.get_close_matches(name, modules, 1))
+            raise StrategyError(f"a {type(model).__name__} has no {name!r}", "the layers of a stage are its modules, "
+                                "and parameters of its own", *difflib.get_close_matches(name, modules, 1))
     for parameter, _ in model.named_parameters():
         if parameter not in names and not any(parameter.startswith(f"{name}.") for name in names):
             raise StrategyError(f"no stage has {parameter}", "the layers of the stages are all of the model",

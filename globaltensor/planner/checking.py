@@ -79,7 +79,8 @@ _EXPECTED: dict[str, Callable[[Any], str]] = {            # may be absent
 _OF_STAGE: dict[str, Callable[[Any], str]] = {
     "layers": _names, "ranks": _distinct_ranks, "axes": _dict, "batch": _dict, "zero": _one_of(0, 1, 2, 3),
     "recompute": _one_of(*RECOMPUTE)}
-_OTHER_KEYS = {"cluster", "dtype", "model", "menu", "runners_up", "needs", "device", "smallest_change", "fixed", "inputs", "whole", "why_whole", "left_out"}
+_OTHER_KEYS = {"cluster", "dtype", "model", "menu", "runners_up", "needs", "device", "smallest_change", "fixed",
+               "inputs", "whole", "why_whole", "left_out"}
 _OTHER_KEYS_OF_STAGE = {"plan", "sequence", "forward", "backward", "bytes", "memory"}
 
 

@@ -18,7 +18,7 @@ from globaltensor.layouts.layout import layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.planner.op_costs import OpCosts
-from globaltensor.planner.unit_costs import ParameterCost, PassCost, UnitCost
+from globaltensor.planner.unit_sums import ParameterCost, PassCost, UnitCost
 from globaltensor.simulator.cluster import Cluster, hypothetical_placements
 
 SAMPLES = 2, 4                                       # of a rank of dp, in the two runs
@@ -48,7 +48,7 @@ class MeshCosts:
         alike = all(len(x.operations) == len(y.operations) for a, b in zip(few, many)
                     for x, y in zip(_passes(a), _passes(b)))
         # where the library does something else with more samples, all is in proportion to them
-        self.few = few if alike else [_scaled(unit, SAMPLES[0] / SAMPLES[1]) for unit in many]
+        self.few = few if alike else [_in_proportion(unit, SAMPLES[0] / SAMPLES[1]) for unit in many]
         self.many, self.cluster, self.tp = many, cluster, tp
         self._known: dict[tuple[int, int], UnitArrays] = {}
         self.parameters = [unit.parameters for unit in few]
@@ -86,11 +86,14 @@ class MeshCosts:
             return sum(between(x.bytes.get(axis, 0), y.bytes.get(axis, 0)) for x, y in zip(_passes(a), _passes(b)))
 
         pairs = list(zip(self.few, self.many))
+
+        def each(name: str) -> np.ndarray:
+            return np.array([between(getattr(a, name), getattr(b, name)) for a, b in pairs])
+
         times = np.array([[seconds(x, y) for x, y in zip(_passes(a), _passes(b))] for a, b in pairs])
         return UnitArrays(
             times[:, 0, 1], times[:, 1, 1], times[:, 2, 1], times[:, :, 0].sum(1),
-            *(np.array([between(getattr(a, name), getattr(b, name)) for a, b in pairs])
-              for name in ("kept", "temporary", "passed")),
+            each("kept"), each("temporary"), each("passed"),
             np.array([received(a, b, "tp") for a, b in pairs]),
             np.array([received(a, b, "dp") for a, b in pairs]) * along_dp)
 
@@ -99,11 +102,11 @@ class MeshCosts:
     @cached_property
     def sizes(self) -> np.ndarray:
         """Bytes of the parameters of each unit on a rank of tp; those that several units share count in each."""
-        return np.array([sum(_local(p) * p.dtype.itemsize for p in own) for own in self.parameters], float)
+        return np.array([sum(_elements_of(p) * p.dtype.itemsize for p in own) for own in self.parameters], float)
 
     @cached_property
     def elements(self) -> np.ndarray:
-        return np.array([sum(_local(p) for p in own) for own in self.parameters], float)
+        return np.array([sum(_elements_of(p) for p in own) for own in self.parameters], float)
 
     @cached_property
     def itemsize(self) -> int:
@@ -113,7 +116,7 @@ class MeshCosts:
     @cached_property
     def pending_on_tp(self) -> np.ndarray:
         """Bytes of each unit's gradients that are a sum over tp still."""
-        return np.array([sum(_local(p) * p.dtype.itemsize for p in own if p.gradient is not None
+        return np.array([sum(_elements_of(p) * p.dtype.itemsize for p in own if p.gradient is not None
                              and p.gradient.sbp[-1].is_partial) for own in self.parameters], float)
 
     def reduction(self, dp: int, before: Sbp, after: Sbp) -> tuple[float, float, float]:
@@ -143,18 +146,19 @@ def _passes(of: UnitCost) -> tuple[PassCost, PassCost, PassCost]:
     return of.forward, of.inputs, of.weights
 
 
-def _scaled(of: UnitCost, share: float) -> UnitCost:
+def _in_proportion(of: UnitCost, share: float) -> UnitCost:
     """What it would be for a share of the samples, if nothing were constant."""
     def part(one: PassCost) -> PassCost:
         return PassCost([n * share for n in one.operations], [n * share for n in one.moved],
                         {axis: n * share for axis, n in one.seconds.items()},
                         {axis: n * share for axis, n in one.bytes.items()})
 
-    return UnitCost(*map(part, _passes(of)), *(round(n * share) for n in (
-        of.kept, of.temporary, of.passed, of.passed_whole)), of.operations * share, of.parameters)
+    return UnitCost(part(of.forward), part(of.inputs), part(of.weights), round(of.kept * share),
+                    round(of.temporary * share), round(of.passed * share), round(of.passed_whole * share),
+                    of.operations * share, of.parameters)
 
 
-def _local(p: ParameterCost) -> int:
+def _elements_of(p: ParameterCost) -> int:
     """Elements of a parameter on a rank of tp."""
     ways = [1] * len(p.shape)
     for s, n in zip(p.lies.sbp, p.lies.placement.shape):

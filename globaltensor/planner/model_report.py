@@ -19,20 +19,12 @@ from globaltensor.parallel.plan import Plan
 from globaltensor.parallel.zero import split_layout
 from globaltensor.pipelining.units import Units
 from globaltensor.planner.checking import FORMAT
-from globaltensor.planner.model_search import (
-    RECOMPUTES,
-    ModelCandidate,
-    ModelSearch,
-    ModelTask,
-    VariantPrices,
-    least_memory_of_model,
-    search_model,
-    units_of_stages,
-)
+from globaltensor.planner.model_prices import RECOMPUTES, ModelCandidate, ModelTask, VariantPrices, units_of_stages
+from globaltensor.planner.model_search import ModelSearch, least_memory_of_model, search_model
 from globaltensor.planner.op_costs import OpCosts
 from globaltensor.planner.space import BatchError, divisors
 from globaltensor.planner.strategy import Strategy
-from globaltensor.planner.unit_costs import ParameterCost, UnitCost
+from globaltensor.planner.unit_sums import ParameterCost, UnitCost
 from globaltensor.simulator.cluster import hypothetical_placements
 
 _MOST_TIMES = 64                                     # more devices than these are not tried
@@ -40,9 +32,14 @@ _MOST_TIMES = 64                                     # more devices than these a
 
 def model_strategy(model: nn.Module, units: Units, task: ModelTask, result: ModelSearch,
                    plans: Mapping[tuple[int, str], Plan], seconds: float, exact: list[UnitCost] | None,
-                   whole: Mapping[str, str], inputs: Sequence[str], tokens: int, left_out: Mapping[str, str]) -> Strategy:
-    """The strategy of a search of so many seconds. `exact`: the units of the best plan on all ranks of a stage; `whole`: ops planned on whole operands;
-    `left_out`: plans that cannot be run without values, and why."""
+                   whole: Mapping[str, str], inputs: Sequence[str], tokens: int,
+                   left_out: Mapping[str, str]) -> Strategy:
+    """The strategy of a search of so many seconds.
+
+    exact      the units of the best plan on all ranks of a stage
+    whole      ops planned on whole operands, with a line of each
+    left_out   plans that cannot be run without values, and why
+    """
     dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     about: dict[str, Any] = {
         "search_seconds": seconds, "candidates": result.weighed, "devices": task.devices, "cluster": task.cluster.name,
@@ -50,7 +47,8 @@ def model_strategy(model: nn.Module, units: Units, task: ModelTask, result: Mode
         "model": {"model": type(model).__name__, "units": len(units.units),
                   "parameters": sum(p.numel() for p in model.parameters())},
         "fixed": {name: value for name, value in vars(task.fixed).items() if value is not None},
-        "inputs": list(inputs), "whole": dict(whole), "left_out": dict(left_out), **({"why_whole": units.why} if units.why else {})}
+        "inputs": list(inputs), "whole": dict(whole), "left_out": dict(left_out)} | (
+            {"why_whole": units.why} if units.why else {})
     menu = [_other(name, one) for name, one in result.menu.items()]
     head: dict[str, Any] = {"format": FORMAT, "feasible": result.best is not None}
     best = result.best
@@ -62,10 +60,10 @@ def model_strategy(model: nn.Module, units: Units, task: ModelTask, result: Mode
     return Strategy(head | {
         "step_time": best.seconds, "lower_bound": result.lower_bound, "gap": 1 - result.lower_bound / best.seconds,
         **about, "micro_batch": shape.micro_batch, "micro_batches": prices.micro_batches,
-        "schedule": best.variant.schedule, "chunks": best.variant.chunks, "time": _parts_of_time(prices, best),
+        "schedule": best.variant.schedule, "chunks": best.variant.chunks, "time": _times_of_parts(prices, best),
         "tokens_per_second": task.global_batch * tokens / best.seconds,
         "tflops_per_device": prices.mesh.operations * task.global_batch / best.seconds / task.devices / 1e12,
-        "stages": _stages(units, prices, best, plans[shape.tp, shape.kind], exact),
+        "stages": _planned_stages(units, prices, best, plans[shape.tp, shape.kind], exact),
         "memory": {"per_rank": list(best.memory), "device": task.cluster.memory}, "menu": menu,
         "runners_up": [_other(candidate_text(one), one) for one in result.runners_up]})
 
@@ -85,10 +83,11 @@ def candidate_text(one: ModelCandidate) -> str:
 def _other(name: str, one: ModelCandidate | None) -> dict[str, Any]:
     if one is None:
         return {"name": name, "step_time": None, "memory": None, "feasible": False}
-    return {"name": name, "plan": candidate_text(one), "step_time": one.seconds, "memory": one.fullest, "feasible": True}
+    return {"name": name, "plan": candidate_text(one), "step_time": one.seconds, "memory": one.fullest,
+            "feasible": True}
 
 
-def _parts_of_time(prices: VariantPrices, best: ModelCandidate) -> dict[str, float]:
+def _times_of_parts(prices: VariantPrices, best: ModelCandidate) -> dict[str, float]:
     run, first = best.run, float(min(best.run.first))
     totals = [float(last) - first + end + step for last, end, step in zip(run.last, best.ends, best.optimizer)]
     rank = int(np.argmax(totals))
@@ -100,7 +99,7 @@ def _parts_of_time(prices: VariantPrices, best: ModelCandidate) -> dict[str, flo
             "bubble": float(run.last[rank]) - first - float(run.busy[rank]), "optimizer": best.optimizer[rank]}
 
 
-def _stages(units: Units, prices: VariantPrices, best: ModelCandidate, plan: Plan,
+def _planned_stages(units: Units, prices: VariantPrices, best: ModelCandidate, plan: Plan,
             exact: list[UnitCost] | None) -> list[dict[str, Any]]:
     shape, m = best.variant.shape, prices.micro_batches
     group = shape.dp * shape.tp
@@ -119,7 +118,7 @@ def _stages(units: Units, prices: VariantPrices, best: ModelCandidate, plan: Pla
             "axes": {"dp": shape.dp, "tp": shape.tp}, "plan": rows, "batch": {"dp": 0}, "zero": best.variant.zero,
             "recompute": recompute, "forward": forward, "backward": inputs + weights,
             "bytes": {"tp": round(_moved(prices, exact, own, "tp") * m),
-                      "dp": round(_moved(prices, exact, own, "dp") * m) + _reduced(prices, own),
+                      "dp": round(_moved(prices, exact, own, "dp") * m) + _bytes_of_updates(prices, own),
                       "next": round(float(prices.of.passed[own[-1]]) * m) if crosses else 0},
             "memory": _memory(prices, best, own, rank, cuts)})
     return stages
@@ -132,7 +131,7 @@ def _moved(prices: VariantPrices, exact: list[UnitCost] | None, own: np.ndarray,
     return sum(one.bytes.get(axis, 0.0) for k in own for one in (exact[k].forward, exact[k].inputs, exact[k].weights))
 
 
-def _reduced(prices: VariantPrices, own: np.ndarray) -> int:
+def _bytes_of_updates(prices: VariantPrices, own: np.ndarray) -> int:
     """Bytes of gradients and parameters that the busiest rank receives in a step, tensor by tensor."""
     shape, zero, m = prices.variant.shape, prices.variant.zero, prices.micro_batches
     moved: list[tuple[ParameterCost, Layout, Layout, int]] = []
@@ -163,7 +162,8 @@ def _memory(prices: VariantPrices, best: ModelCandidate, own: np.ndarray, rank: 
     size, states = float(prices.mesh.sizes[own].sum()), prices.states
     held = float(prices.mesh.sizes[mine].sum()) * states.total
     kept = prices.kept_of_rank(own, rank, best.recompute[rank])
-    temporary = (best.memory[rank] - held - prices.kept_of_rank(mine, rank, best.recompute[rank])) * len(own) / len(mine)
+    of_all = held + prices.kept_of_rank(mine, rank, best.recompute[rank])
+    temporary = (best.memory[rank] - of_all) * len(own) / len(mine)
     return {"parameters": size * states.parameters, "gradients": size * states.gradients,
             "optimizer": size * states.optimizer, "activations": kept, "temporary": temporary,
             "total": size * states.total + kept + temporary}
@@ -191,16 +191,16 @@ def smallest_changes_of_model(task: ModelTask, needs: float) -> dict[str, Any]:
         if enough is not None:
             changes[name] = enough
     most = task.cluster.hosts * task.cluster.devices_per_host or task.devices * _MOST_TIMES
-    found = _least_number(lambda n: fits(replace(task, devices=n)), task.devices, most)
-    if found is not None:
-        changes["devices"] = found
+    more = _least_number(lambda n: fits(replace(task, devices=n)), task.devices, most)
+    if more is not None:
+        changes["devices"] = more
     enough_bytes = -(-int(needs) // 10 ** 6) * 10 ** 6
-    if fits(_with_memory(task, float(enough_bytes))):
+    if fits(_on_larger(task, float(enough_bytes))):
         changes["memory"] = enough_bytes
     return changes
 
 
-def _with_memory(task: ModelTask, memory: float) -> ModelTask:
+def _on_larger(task: ModelTask, memory: float) -> ModelTask:
     return replace(task, cluster=replace(task.cluster, memory=memory))
 
 

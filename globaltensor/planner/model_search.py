@@ -19,306 +19,23 @@ import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 
-from globaltensor.layouts.sbp import broadcast, partial_sum
-from globaltensor.planner.mesh_costs import SPLIT, MeshCosts, StateBytes, UnitArrays, state_bytes
-from globaltensor.planner.pricing import peaks_of, schedule_of
-from globaltensor.planner.space import Fixed, cuts, divisors, even_cut, is_complete, kinds_of_schedules
-from globaltensor.schedules.schedule import loop, vee
-from globaltensor.simulator.cluster import Cluster, Link
-from globaltensor.simulator.costs import Costs, Hop
-from globaltensor.simulator.engine import SimulatedRun, simulate
-from globaltensor.simulator.stage_times import with_gathers
-from globaltensor.tensors import gradients
+from globaltensor.planner.model_prices import (
+    WHOLE_BACKWARD,
+    ModelCandidate,
+    ModelShape,
+    ModelTask,
+    ModelVariant,
+    VariantPrices,
+)
+from globaltensor.planner.space import cuts, divisors, even_cut, is_complete, kinds_of_schedules
 
 _NEVER = float("inf")
 _RUNNERS_UP = 5
-_WHOLE_BACKWARD = ("gpipe", "1f1b")
-_ROUNDING = 1 - 1e-9
-RECOMPUTES = ("none", "full")
-
-
-class ModelShape(NamedTuple):
-    """`kind`: which plan along tp."""
-
-    dp: int
-    tp: int
-    kind: str
-    pp: int
-    micro_batch: int
-
-
-class ModelVariant(NamedTuple):
-    """A shape with all but its cut."""
-
-    shape: ModelShape
-    zero: int
-    schedule: str
-    chunks: int
-
-
-@dataclass(frozen=True, eq=False)
-class ModelTask:
-    """What is to be planned. `costs`: by (tp, kind); `blocks`: which units may be computed again."""
-
-    costs: dict[tuple[int, str], MeshCosts]
-    blocks: np.ndarray
-    cluster: Cluster
-    devices: int
-    global_batch: int
-    fixed: Fixed = Fixed()
-
-    @property
-    def units(self) -> int:
-        return len(self.blocks)
-
-
-@dataclass(frozen=True)
-class ModelCandidate:
-    """A plan with its price. `recompute`: of each rank of the pipeline; `memory`: bytes of each."""
-
-    seconds: float
-    variant: ModelVariant
-    cut: tuple[int, ...]
-    recompute: tuple[str, ...]
-    memory: tuple[float, ...]
-    run: SimulatedRun = field(compare=False, repr=False)
-    ends: tuple[float, ...] = ()                     # of each rank, reductions after its last action
-    optimizer: tuple[float, ...] = ()
-
-    @property
-    def fullest(self) -> float:
-        return max(self.memory)
-
-
-class VariantPrices:
-    """The numbers of a variant that its cuts share."""
-
-    def __init__(self, task: ModelTask, variant: ModelVariant) -> None:
-        self.task, self.variant = task, variant
-        shape, cluster = variant.shape, task.cluster
-        self.mesh = task.costs[shape.tp, shape.kind]
-        self.of: UnitArrays = self.mesh.arrays(shape.micro_batch, shape.dp)
-        self.micro_batches = task.global_batch // (shape.dp * shape.micro_batch)
-        self.rank_of = np.array(vee(shape.pp) if variant.schedule in ("zb-v", "dualpipe-v") else
-                                loop(shape.pp, variant.chunks))
-        early = (variant.zero > 1 and shape.dp > 1 and shape.pp == 1
-                 and self.mesh.sizes.sum() * shape.tp >= gradients.EARLY)
-        self.times = self.micro_batches if early else 1          # gradients are reduced, in a step
-        self.states: StateBytes = state_bytes(self.mesh.itemsize, variant.zero, shape.dp, early)
-        self.gathers = np.zeros(task.units)
-        if variant.zero == 3 and shape.dp > 1:
-            fixed, each, _ = self.mesh.reduction(shape.dp, SPLIT, broadcast)
-            self.gathers = np.where(self.mesh.sizes > 0, fixed, 0.0) + each * self.mesh.sizes
-        self.more = cluster.micro_batch_overhead * shape.pp / len(self.rank_of) / 2
-
-    @cached_property
-    def end(self) -> tuple[float, float]:
-        """Seconds of what data parallelism does once a stage is done: whatever its size, and for each byte."""
-        dp, zero = self.variant.shape.dp, self.variant.zero
-        if dp == 1:
-            return 0.0, 0.0
-        if not zero:
-            return self.mesh.reduction(dp, partial_sum, broadcast)[:2]
-        fixed, each, _ = self.mesh.reduction(dp, partial_sum, SPLIT)
-        fixed, each = fixed * self.times, each * self.times
-        if zero < 3:
-            back, back_each, _ = self.mesh.reduction(dp, SPLIT, broadcast)
-            fixed, each = fixed + back, each + back_each
-        return fixed, each
-
-    @cached_property
-    def optimizer_each(self) -> float:
-        """Seconds of the optimizer for each byte of parameters: all of its state is read and written."""
-        return 2 * self.states.optimizer / self.task.cluster.memory_bandwidth
-
-    def passes(self, recompute: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds of F, I and W of each unit, with what it waits for."""
-        again = np.where(self.task.blocks, self.of.forward, 0.0) if recompute == "full" else 0.0
-        return self.of.forward, self.of.inputs + again, self.of.weights
-
-    def kept(self, recompute: str) -> np.ndarray:
-        """Bytes that a rank keeps of each unit for a micro-batch."""
-        if recompute == "none":
-            return self.of.kept
-        before = np.concatenate([[0.0], self.of.passed[:-1]])    # what enters a unit
-        return np.where(self.task.blocks, np.minimum(before, self.of.kept), self.of.kept)
-
-    def stage_end(self, nbytes: float, pending: float) -> float:
-        fixed, each = self.end
-        on_tp, each_on_tp, _ = self.mesh.reduction_on_tp() if pending else (0.0, 0.0, 0.0)
-        return fixed + each * nbytes + on_tp + each_on_tp * pending
-
-    # ------------------------------------------------------------------------------------------------------- bounds
-
-    def least(self) -> float:
-        """Seconds that a step takes at least, however units are cut."""
-        shape, m = self.variant.shape, self.micro_batches
-        if float(self.mesh.sizes.sum()) * self.states.total / shape.pp > self.task.cluster.memory:
-            return _NEVER                            # parameters, gradients and optimizer do not fit
-        f, i, w = self.passes(self.task.fixed.recompute or "none")
-        work = f + i + w
-        rank = max(float(work.sum()) / shape.pp, float(work.max())) + 2 * self.more * self.variant.chunks
-        seconds = m * rank + self.task.cluster.step_overhead + self.end[0]
-        if shape.pp == 1:
-            seconds += (self.end[1] + self.optimizer_each) * float(self.mesh.sizes.sum())
-        return seconds * _ROUNDING
-
-    def rank_bytes(self, units: np.ndarray, rank: int, recompute: str) -> float:
-        """Of a rank of the pipeline with these units."""
-        shape = self.variant.shape
-        own = self.mesh.sizes[units]
-        held = float(own.sum()) * self.states.total
-        if self.variant.zero == 3 and shape.dp > 1:
-            held += 2 * float(own.max(initial=0.0))              # the part that is computed, and the next
-        again = float(self.of.kept[units].max(initial=0.0)) if recompute == "full" else 0.0
-        return (held + self.kept_of_rank(units, rank, recompute) + again
-                + float(self.of.temporary[units].max(initial=0.0)))
-
-    def kept_of_rank(self, units: np.ndarray, rank: int, recompute: str) -> float:
-        """Bytes of activations at the peak of a rank, of some of its units."""
-        shape = self.variant.shape
-        peaks = peaks_of(self.variant.schedule, shape.pp, self.micro_batches, self.variant.chunks)
-        return float(peaks[rank]) * float(self.kept(recompute)[units].sum())
-
-    def least_recompute(self, units: np.ndarray, rank: int) -> tuple[str, float]:
-        """The fastest with which a rank fits; else the one with the fewest bytes."""
-        names = [name for name in RECOMPUTES if self.task.fixed.allows("recompute", name)] or ["none"]
-        needed = [(self.rank_bytes(units, rank, name), name) for name in names]
-        for nbytes, name in needed:
-            if nbytes <= self.task.cluster.memory:
-                return name, nbytes
-        nbytes, name = min(needed)
-        return name, nbytes
-
-    def bounds(self, several: np.ndarray) -> np.ndarray:
-        """Seconds that each of these cuts [k, stages] takes at least."""
-        m, p = self.micro_batches, self.variant.shape.pp
-        whole_backward = self.variant.chunks == 1 and self.variant.schedule in _WHOLE_BACKWARD
-        f, i, w = self.passes(self.task.fixed.recompute or "none")
-        if self.variant.zero == 3 and p > 1:
-            f, i = f + self.gathers, i + self.gathers
-        ends = np.concatenate([np.zeros((len(several), 1), int), np.cumsum(several, 1)], 1)
-        done, forward = (np.concatenate([[0.0], np.cumsum(one)])[ends] for one in (f + i + w, f))
-        onto = np.equal.outer(self.rank_of, np.arange(p)).astype(float)
-        work = m * ((np.diff(done, axis=1) + 2 * self.more) @ onto)
-        sizes = np.concatenate([[0.0], np.cumsum(self.mesh.sizes)])[ends]
-        state = np.diff(sizes, axis=1)
-        fixed, each = self.end
-        if whole_backward:
-            before = done[:, :-1] + 2 * self.more * np.arange(p)             # fill and drain
-            seconds = (work + before).max(1) + fixed
-        else:
-            before = np.stack([(forward[:, :-1])[:, self.rank_of == r].min(1) for r in range(p)], 1)
-            seconds = (work + before + self.optimizer_each * (state @ onto)).max(1) + fixed
-        if p == 1:
-            seconds = seconds + (each + self.optimizer_each * whole_backward) * state.sum(1)
-        return (seconds + self.task.cluster.step_overhead) * _ROUNDING
-
-    # --------------------------------------------------------------------------------------------------------- cuts
-
-    def best_cut(self) -> tuple[tuple[int, ...], float] | None:
-        """The cut of which fill and drain take least, and these seconds; None where none fits. A stage on each rank."""
-        n, p, m = self.task.units, self.variant.shape.pp, self.micro_batches
-        f, i, w = self.passes("none")
-        before = np.concatenate([[0.0], np.cumsum(f + i + w)])
-        best = np.full(n + 1, _NEVER)
-        best[0] = 0.0
-        choices = []
-        for rank in range(p):
-            longer, choice = np.full(n + 1, _NEVER), np.zeros(n + 1, int)
-            for end in range(rank + 1, n - (p - rank - 1) + 1):
-                for begin in range(end - 1, rank - 1, -1):
-                    seconds = before[begin] + m * (before[end] - before[begin] + 2 * self.more) + rank * 2 * self.more
-                    if best[begin] == _NEVER:
-                        continue
-                    if max(seconds, best[begin]) >= longer[end]:
-                        if seconds >= longer[end]:
-                            break                    # an even longer stage takes more
-                        continue
-                    name, nbytes = self.least_recompute(np.arange(begin, end), rank)
-                    if nbytes > self.task.cluster.memory:
-                        break                        # nor does a longer stage fit
-                    if name == "full":
-                        seconds += m * float(np.where(self.task.blocks, f, 0.0)[begin:end].sum())
-                    if (worst := max(seconds, best[begin])) < longer[end]:
-                        longer[end], choice[end] = worst, begin
-            best = longer
-            choices.append(choice)
-        if best[n] == _NEVER:
-            return None
-        ends, cut = n, []
-        for choice in reversed(choices):
-            cut.append(ends - int(choice[ends]))
-            ends = int(choice[ends])
-        return tuple(reversed(cut)), (float(best[n]) + self.task.cluster.step_overhead + self.end[0]) * _ROUNDING
-
-    def dealt(self, cut: tuple[int, ...]) -> tuple[list[np.ndarray], list[list[int]], list[np.ndarray]]:
-        """Of a cut: the units of each stage, the stages of each rank of the pipeline, and its units."""
-        stages = units_of_stages(cut)
-        of_rank = [[s for s, rank in enumerate(self.rank_of) if rank == r] for r in range(self.variant.shape.pp)]
-        return stages, of_rank, [np.concatenate([stages[s] for s in own]) for own in of_rank]
-
-    def memory(self, cut: tuple[int, ...]) -> list[float]:
-        """Bytes of each rank of the pipeline, with the least recomputation that fits."""
-        return [self.least_recompute(own, rank)[1] for rank, own in enumerate(self.dealt(cut)[2])]
-
-    def costs(self, stages: list[np.ndarray], recompute: Sequence[str]) -> Costs:
-        """Seconds of each action of each stage; `recompute`: of each rank of the pipeline."""
-        shape, forward, inputs, weights = self.variant.shape, list[float](), list[float](), list[float]()
-        passes = {name: self.passes(name) for name in recompute}
-        for stage, rank in zip(stages, self.rank_of):
-            f, i, w = (one[stage] for one in passes[recompute[rank]])
-            gathers = self.gathers[stage]
-            if shape.pp > 1:                         # op by op: nothing is gathered ahead
-                f, i, gathers = f + gathers, i + gathers, np.zeros(len(stage))
-            forward.append(with_gathers(f.tolist(), gathers.tolist()) + self.more)
-            inputs.append(with_gathers(i[::-1].tolist(), gathers[::-1].tolist()) + self.more)
-            weights.append(float(w.sum()))
-        hops = tuple(self._hop(int(stages[s][-1]), int(self.rank_of[s]), int(self.rank_of[s + 1]))
-                     for s in range(len(stages) - 1))
-        return Costs(tuple(forward), tuple(inputs), tuple(weights), hops)
-
-    def price(self, cut: tuple[int, ...]) -> ModelCandidate:
-        """A cut, simulated."""
-        stages, of_rank, units = self.dealt(cut)
-        chosen = [self.least_recompute(own, rank) for rank, own in enumerate(units)]
-        schedule = schedule_of(self.variant.schedule, self.variant.shape.pp, self.micro_batches, self.variant.chunks)
-        run = simulate(schedule, self.costs(stages, [name for name, _ in chosen]))
-        seconds, reductions, optimizer = [], [], []
-        for rank, own in enumerate(of_rank):
-            now = 0.0
-            for s in sorted(own, key=run.done.__getitem__):
-                now = max(now, float(run.done[s])) + self.stage_end(
-                    float(self.mesh.sizes[stages[s]].sum()), float(self.mesh.pending_on_tp[stages[s]].sum()))
-            reduced = max(now, float(run.last[rank]))
-            step = self.optimizer_each * float(self.mesh.sizes[units[rank]].sum()) + self.task.cluster.step_overhead
-            seconds.append(reduced + step - float(min(run.first)))
-            reductions.append(reduced - float(run.last[rank]))
-            optimizer.append(step)
-        return ModelCandidate(max(seconds), self.variant, cut, tuple(name for name, _ in chosen),
-                              tuple(nbytes for _, nbytes in chosen), run, tuple(reductions), tuple(optimizer))
-
-    def _hop(self, unit: int, rank: int, other: int) -> Hop:
-        """What a unit passes on from rank to rank of the pipeline."""
-        if rank == other:
-            return Hop()
-        group = self.variant.shape.dp * self.variant.shape.tp
-        hosts = {r // self.task.cluster.devices_per_host for one in (rank, other)
-                 for r in (one * group, one * group + group - 1)}
-        link: Link = self.task.cluster.local if len(hosts) == 1 else self.task.cluster.remote
-        return Hop(link.latency, float(self.of.passed[unit]) / link.bandwidth)
-
-
-def units_of_stages(cut: tuple[int, ...]) -> list[np.ndarray]:
-    """The units of each stage of a cut."""
-    ends = np.cumsum((0, *cut))
-    return [np.arange(a, b) for a, b in zip(ends[:-1], ends[1:])]
 
 
 # ----------------------------------------------------------------------------------------------------------- the space
@@ -364,10 +81,10 @@ def search_model(task: ModelTask, seconds: float = _NEVER, first: bool = False) 
     """The fastest plan. `first`: stop at the first that fits, and leave out the menu."""
     until = time.monotonic() + seconds
     every, result = model_shapes(task), ModelSearch()
-    queue = _Queue(task)
+    queue = _ModelQueue(task)
     if not first:
         whole = [shape for shape in every if shape.dp * shape.tp * shape.pp == task.devices]
-        for dish in _menu(task.devices):
+        for dish in _model_menu(task.devices):
             several = [variant for shape in whole if dish.fits(shape) for variant in model_variants(task, shape)
                        if dish.allows(variant)]
             if several:                              # else what is fixed leaves no such plan
@@ -398,7 +115,7 @@ def least_memory_of_model(task: ModelTask) -> float:
     return least
 
 
-class _Queue:
+class _ModelQueue:
     """Shapes and variants in the order of their bounds, and the best plan so far."""
 
     def __init__(self, task: ModelTask) -> None:
@@ -426,8 +143,8 @@ class _Queue:
         serial = count()
         heap: list[tuple[float, int, ModelVariant]] = []
         for shape in shapes:
-            for variant in model_variants(self.task, shape):
-                heap.append((VariantPrices(self.task, variant).least(), next(serial), variant))
+            heap += [(VariantPrices(self.task, variant).least(), next(serial), variant)
+                     for variant in model_variants(self.task, shape)]
         self.weighed += len(heap)
         heapq.heapify(heap)
         while heap and self.can_win(heap[0][0]):
@@ -450,15 +167,15 @@ class _Queue:
             return _NEVER
         tried = {even_cut(units, stages), _by_work(prices, stages)}
         if prices.variant.chunks == 1:
-            found = prices.best_cut()
-            if found is None:
+            planned = prices.best_cut()
+            if planned is None:
                 self.enter(prices.price(_by_work(prices, stages)))
                 return _NEVER                        # no cut fits
-            if prices.variant.schedule in _WHOLE_BACKWARD:
-                bound = max(bound, found[1])
+            if prices.variant.schedule in WHOLE_BACKWARD:
+                bound = max(bound, planned[1])
                 if not self.can_win(bound):
                     return bound
-            tried.add(found[0])
+            tried.add(planned[0])
         for cut in tried:
             self.enter(prices.price(cut))
         return bound
@@ -488,7 +205,7 @@ def _by_work(prices: VariantPrices, stages: int) -> tuple[int, ...]:
     return tuple(int(b - a) for a, b in zip(at, [*at[1:], n]))
 
 
-class _Dish(NamedTuple):
+class _ModelDish(NamedTuple):
     """What one name of the menu stands for: even stages, 1F1B, all devices."""
 
     name: str
@@ -499,13 +216,15 @@ class _Dish(NamedTuple):
         return variant.zero in self.zeros and variant.schedule == "1f1b" and variant.chunks == 1
 
 
-def _menu(n: int) -> list[_Dish]:
+def _model_menu(n: int) -> list[_ModelDish]:
     every = (0, 1, 2, 3)
     return [
-        _Dish("dp", lambda s: s.dp == n), *(_Dish(f"zero {zero}", lambda s: s.dp == n > 1, (zero,)) for zero in (1, 2, 3)),
-        _Dish("tp", lambda s: s.tp == n > 1 and s.kind != "sequence"),
-        _Dish("tp + sp", lambda s: s.tp == n > 1 and s.kind == "sequence"), _Dish("pp", lambda s: s.pp == n > 1),
-        _Dish("dp x tp", lambda s: s.dp > 1 and s.tp > 1 and s.pp == 1, every),
-        _Dish("dp x pp", lambda s: s.dp > 1 and s.tp == 1 and s.pp > 1, every),
-        _Dish("tp x pp", lambda s: s.dp == 1 and s.tp > 1 and s.pp > 1, every),
-        _Dish("dp x tp x pp", lambda s: s.dp > 1 and s.tp > 1 and s.pp > 1, every)]
+        _ModelDish("dp", lambda s: s.dp == n),
+        *(_ModelDish(f"zero {zero}", lambda s: s.dp == n > 1, (zero,)) for zero in (1, 2, 3)),
+        _ModelDish("tp", lambda s: s.tp == n > 1 and s.kind != "sequence"),
+        _ModelDish("tp + sp", lambda s: s.tp == n > 1 and s.kind == "sequence"),
+        _ModelDish("pp", lambda s: s.pp == n > 1),
+        _ModelDish("dp x tp", lambda s: s.dp > 1 and s.tp > 1 and s.pp == 1, every),
+        _ModelDish("dp x pp", lambda s: s.dp > 1 and s.tp == 1 and s.pp > 1, every),
+        _ModelDish("tp x pp", lambda s: s.dp == 1 and s.tp > 1 and s.pp > 1, every),
+        _ModelDish("dp x tp x pp", lambda s: s.dp > 1 and s.tp > 1 and s.pp > 1, every)]

@@ -26,7 +26,7 @@ class PinError(GlobalTensorError, ValueError):
 def read_pins(pins: Sequence[str] | Mapping[str, Any], model: nn.Module) -> dict[str, dict[str, Any]]:
     """Rows by pattern, checked against the model. A text is `pattern=axis:sbp,axis:sbp`."""
     rows: dict[str, dict[str, Any]] = {}
-    for pattern, row in pins.items() if isinstance(pins, Mapping) else map(_parsed, pins):
+    for pattern, row in pins.items() if isinstance(pins, Mapping) else map(_pin_of_text, pins):
         if not isinstance(row, Mapping):
             raise PinError(f"the pin {pattern!r} is {row!r}", "it says how along each axis", '{"tp": "S(0)"}')
         for axis, how in row.items():
@@ -42,7 +42,7 @@ def read_pins(pins: Sequence[str] | Mapping[str, Any], model: nn.Module) -> dict
     return rows
 
 
-def _parsed(text: str) -> tuple[str, dict[str, str]]:
+def _pin_of_text(text: str) -> tuple[str, dict[str, str]]:
     pattern, equals, row = str(text).partition("=")
     parts = [part.partition(":") for part in row.split(",")]
     if not equals or not pattern.strip() or not all(colon and how.strip() for _, colon, how in parts):
@@ -52,7 +52,7 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _check_against(rows: Mapping[str, Mapping[str, Any]], model: nn.Module) -> None:
-    tensors = {name: t for name, t in (*model.named_parameters(), *model.named_buffers())}
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
     modules = [name for name, _ in model.named_modules()]
     by_name: dict[str, str] = {}
     for pattern, row in rows.items():
@@ -76,5 +76,5 @@ def _check_against(rows: Mapping[str, Mapping[str, Any]], model: nn.Module) -> N
 def _check_pair(first: str, row: Mapping[str, Any], second: str, other: Mapping[str, Any], name: str) -> None:
     for axis in row.keys() & other.keys():
         if read_sbp(row[axis]) != read_sbp(other[axis]):
-            raise PinError(f"the pins {first}={axis}:{row[axis]} and {second}={axis}:{other[axis]} contradict each other",
-                           f"both are about {name}", "one of them")
+            raise PinError(f"the pins {first}={axis}:{row[axis]} and {second}={axis}:{other[axis]} contradict each "
+                           "other", f"both are about {name}", "one of them")

@@ -31,19 +31,23 @@ from globaltensor.planner.applying import is_block
 from globaltensor.planner.capture import capture, read_inputs
 from globaltensor.planner.graph import CaptureError
 from globaltensor.planner.mesh_costs import SAMPLES, MeshCosts
+from globaltensor.planner.model_prices import ModelShape, ModelTask
 from globaltensor.planner.model_report import model_strategy
-from globaltensor.planner.model_search import ModelShape, ModelTask, search_model
+from globaltensor.planner.model_search import search_model
 from globaltensor.planner.pins import read_pins
 from globaltensor.planner.space import BatchError, Fixed, divisors
 from globaltensor.planner.stage_choices import plan_stage
 from globaltensor.planner.strategy import Strategy
-from globaltensor.planner.unit_costs import RunCosts, UnitCost, run_costs
+from globaltensor.planner.unit_costs import run_costs
+from globaltensor.planner.unit_sums import RunCosts, UnitCost
 from globaltensor.runtime.agreement import broadcast_object
 from globaltensor.runtime.torch_internals import tree_leaves, tree_map_only
+from globaltensor.schedules.generators import GENERATORS
 from globaltensor.simulator.cluster import Cluster, cluster as cluster_of, hypothetical_placements
 from globaltensor.simulator.gpt import RECOMPUTE
-from globaltensor.schedules.generators import GENERATORS
 from globaltensor.tracebacks import api_boundary
+
+Kind = tuple[int, str]                               # ranks along tp, and which plan
 
 _MOST_HOSTS_OF_TP = 1
 _MOST_RANKS = 32                                     # of a stage, that are run in one process for its bytes
@@ -85,14 +89,15 @@ class Program:
 def strategy(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster = "dgx-a100", devices: int = 8,
              global_batch: int | None = None, loss: Callable[..., Any] | None = None, targets: Any = None, *,
              dp: int | None = None, tp: int | None = None, pp: int | None = None, zero: int | None = None,
-             recompute: str | None = None, schedule: str | None = None, chunks: int | None = None, micro_batch: int | None = None,
-             sp: bool | None = None, pins: Sequence[str] | Mapping[str, Any] = (), memory: float | None = None,
+             recompute: str | None = None, schedule: str | None = None, chunks: int | None = None,
+             micro_batch: int | None = None, sp: bool | None = None,
+             pins: Sequence[str] | Mapping[str, Any] = (), memory: float | None = None,
              seconds: float = 60.0) -> Strategy:
     """The fastest plan of a model on a cluster that fits in memory, with a bound on any other.
 
     model         plain, and not changed; it may be on the meta device
-    batch         example inputs: a tensor, a tuple of arguments or a dict of them by name. Only shapes and dtypes count;
-                  dim 0 has the samples, however many
+    batch         example inputs: a tensor, a tuple of arguments or a dict of them by name. Only shapes and dtypes
+                  count; dim 0 has the samples, however many
     cluster       a known name, a JSON file, or a `Cluster`
     devices       how many of them may be used
     global_batch  samples in a step (default: as many as the example has)
@@ -113,7 +118,7 @@ def strategy(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Clu
     if memory is not None:
         machines = replace(machines, memory=float(memory))
     machines.machine(devices)                        # raises where it has fewer
-    fixed = _checked(Fixed(dp, tp, pp, sp, micro_batch, zero, recompute, schedule, chunks), devices)
+    fixed = _checked_choices(Fixed(dp, tp, pp, sp, micro_batch, zero, recompute, schedule, chunks), devices)
     program = _program(model, batch, loss, targets)
     whole_batch = program.rows if global_batch is None else global_batch
     _check_batch(whole_batch, fixed, devices, len(program.units.units), program.units.why)
@@ -126,9 +131,9 @@ def strategy(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Clu
     result = search_model(task, max(seconds - (time.monotonic() - began), 0.0))
     whole = {op: line for few, _ in runs.values() for op, line in few.whole.items()}
     exact = None if result.best is None else _exact_costs(program, result.best.variant.shape, plans, machines)
-    found = model_strategy(program.model, program.units, task, result, plans, time.monotonic() - began, exact, whole=whole,
-                           inputs=program.names, tokens=program.tokens, left_out=left_out)
-    return Strategy(broadcast_object(dict(found), 0, "a strategy"))
+    planned = model_strategy(program.model, program.units, task, result, plans, time.monotonic() - began, exact,
+                           whole=whole, inputs=program.names, tokens=program.tokens, left_out=left_out)
+    return Strategy(broadcast_object(dict(planned), 0, "a strategy"))
 
 
 def _exact_costs(program: Program, shape: ModelShape, plans: Mapping[tuple[int, str], Plan], machines: Cluster
@@ -157,7 +162,7 @@ def _program(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, targ
     return Program(model, inputs, int(tensors[0].shape[0]), loss, targets, units_of(model, names))
 
 
-def _checked(fixed: Fixed, devices: int) -> Fixed:
+def _checked_choices(fixed: Fixed, devices: int) -> Fixed:
     for name in ("dp", "tp", "pp", "chunks", "micro_batch"):
         value = getattr(fixed, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -221,9 +226,9 @@ def _searched_layouts(program: Program, machines: Cluster, tp: int) -> dict[str,
     model = program.model
     loss = program.loss if program.targets is None else None
     graph = capture(model, program.resized(program.inputs, SAMPLES[0]), loss)
-    found = plan_stage(graph, machines, placement("meta", list(range(tp)), ("tp",)), zero=False, whole_inputs=True)
+    planned = plan_stage(graph, machines, placement("meta", list(range(tp)), ("tp",)), zero=False, whole_inputs=True)
     steered: dict[str, Any] = {}
-    for op in found.ops:
+    for op in planned.ops:
         gives = op.outputs[0] if op.outputs else None
         if op.phase == "forward" and op.module and gives is not None:
             steered[op.module] = None if gives.sbp[0].is_partial else gives.sbp[0]
@@ -233,18 +238,18 @@ def _searched_layouts(program: Program, machines: Cluster, tp: int) -> dict[str,
             later = graph.nodes[nodes[0]]["module"]
             rows |= {f"{later}{pattern[len(block.module):]}": row for pattern, row in rows.items()
                      if pattern.startswith(f"{block.module}.")}
-    stored = {name: row for name, row in found.plan.items() if any(s.is_split for s in row.values())}
+    stored = {name: row for name, row in planned.plan.items() if any(s.is_split for s in row.values())}
     if not any(s.is_split for name, row in stored.items() if not name.endswith(OF_MODULES) for s in row.values()):
         return {}                                    # nothing to split: dp does that
     return {"layouts": Plan(stored), "layouts, steered": Plan(stored | rows)}
 
 
 def _all_costs(program: Program, pins: dict[str, dict[str, Any]], machines: Cluster, devices: int, fixed: Fixed
-               ) -> tuple[dict[tuple[int, str], tuple[RunCosts, RunCosts]], dict[tuple[int, str], Plan], dict[str, str]]:
+               ) -> tuple[dict[Kind, tuple[RunCosts, RunCosts]], dict[Kind, Plan], dict[str, str]]:
     """What each plan takes, with few and with many samples; the plans; those that cannot be run without values."""
     left_out: dict[str, str] = {}
-    runs: dict[tuple[int, str], tuple[RunCosts, RunCosts]] = {}
-    plans: dict[tuple[int, str], Plan] = {}
+    runs: dict[Kind, tuple[RunCosts, RunCosts]] = {}
+    plans: dict[Kind, Plan] = {}
     for tp in _sizes_of_tp(machines, devices, fixed):
         mesh = placement("meta", [[rank * tp + k for k in range(tp)] for rank in range(2)], ("dp", "tp"))
         for kind, plan in _plans_of(program, pins, machines, fixed, tp).items():

@@ -152,7 +152,8 @@ class StageChoices:
             options = self.costs.options(attributes, [self.operand(ref) for ref in takes])
         else:
             takes = []
-            cut = kind == "parameter" or kind == "input" and not self.whole_inputs or kind == "seed" and bool(attributes["shapes"][0])
+            cut = (kind == "parameter" or kind == "input" and not self.whole_inputs
+                   or kind == "seed" and bool(attributes["shapes"][0]))
             lies = self.costs.storages(attributes["shapes"][0], cut)
             options = [Option((one,) if kind == "parameter" else (), (one,)) for one in lies]
         self.variable[node] = variable = self.choices.add(node, options, self._times(block))

@@ -7,9 +7,8 @@ communication is what this library would do: every transfer is a boxing, and its
     within a layer       2 all-reductions of the activations forward and 2 back, on tp
     between stages       the output [b s, h] to the next stage's ranks, its gradient back
     at the end           gradients P -> B on dp (ZeRO: P -> S(0), and the new parameters S(0) -> B), concurrent with
-                         the backwards of other stages, once a stage has done its last; until then gradients are whole
-    ZeRO 2 and 3         of one stage: gradients are split in each backward already, P -> S(0) for every micro-batch,
-                         where they are more than what gt.zero lets wait (gradients.EARLY)
+                         the backwards of other stages, once a stage has done its last; until then gradients are whole.
+                         ZeRO 2 and 3 of one stage: P -> S(0) for every micro-batch, if more than gt.zero lets wait
     ZeRO 3               before every F, and again before every B or I, the stage's parameters S(0) -> B on dp, a layer
                          at a time and one layer ahead. What a layer takes is the slower of its pass and of gathering
                          the next; W, computed from activations and gradients alone, needs none. At the end gradients
@@ -17,8 +16,7 @@ communication is what this library would do: every transfer is a boxing, and its
 
 All replicas of dp do the same at the same time, and so do the ranks of tp: one pipeline is simulated for all of them.
 Stages have as many layers each as can be, or as many as the plan says; what is recomputed may differ between the ranks
-of a pipeline, since the first ones keep the activations of more micro-batches.
-Left out, being small: embedding lookups, norms of gradients, the loss's reduction over a split vocabulary.
+of a pipeline, as the first ones keep more micro-batches. Left out: lookups, norms of gradients, sums of split losses.
 """
 from __future__ import annotations
 
@@ -166,10 +164,10 @@ def simulate_training(gpt: GPT, plan: TrainingPlan, cluster: Cluster, record: bo
                       own: Schedule | None = None) -> SimulatedStep:
     """Simulate one step, of the plan's schedule or of one's own."""
     schedule = own or generate(plan.schedule, plan.pp, plan.micro_batches, plan.chunks)
-    if (schedule.ranks, schedule.micro_batches) != (plan.pp, plan.micro_batches):
-        raise ShapeError(f"{schedule.name} has {schedule.ranks} ranks and {schedule.micro_batches} micro-batches",
-                         f"the plan has {plan.pp} and {plan.micro_batches}", f"--pp {schedule.ranks} --global-batch "
-                         f"{schedule.micro_batches * plan.micro_batch * plan.dp}")
+    if (schedule.ranks, m := schedule.micro_batches) != (plan.pp, plan.micro_batches):
+        raise ShapeError(f"{schedule.name} has {schedule.ranks} ranks and {m} micro-batches", f"the plan has {plan.pp} "
+                         f"and {plan.micro_batches}", f"--pp {schedule.ranks} "
+                         f"--global-batch {m * plan.micro_batch * plan.dp}")
     if gpt.layers < schedule.stages:
         raise ShapeError(f"{gpt.layers} layers in {schedule.stages} stages", "a stage has at least one layer",
                          f"--pp {gpt.layers // schedule.chunks or 1}, or fewer chunks")
@@ -178,8 +176,7 @@ def simulate_training(gpt: GPT, plan: TrainingPlan, cluster: Cluster, record: bo
     ends, data = end_of_step(run, plan, cluster, step)
     states, activations = rank_memory(gpt, plan, step, schedule.stages_of, peak_activations(schedule))
     by_rank = list(zip(schedule.stages_of, plan.recompute_of_ranks))
-    per_micro_batch = [float(_kept_of_micro_batch(gpt, plan, step, stages, recompute))
-                       for stages, recompute in by_rank]
+    per_micro_batch = [float(_kept_of_micro_batch(gpt, plan, step, *own)) for own in by_rank]
     reductions = max(sum(step.layers[stage] for stage in stages) * (6 if recompute == "full" else 4)
                      for stages, recompute in by_rank)
     return SimulatedStep(run, plan, max(end.total for end in ends), _operations(gpt, plan, step, schedule), states,
@@ -189,9 +186,8 @@ def simulate_training(gpt: GPT, plan: TrainingPlan, cluster: Cluster, record: bo
 
 def _operations(gpt: GPT, plan: TrainingPlan, step: StepCosts, schedule: Schedule) -> Fraction:
     """Of one iteration, with what each rank recomputes."""
-    one = replace(gpt, layers=1)
-    again = {recompute: one.operations(plan.global_batch, recompute) - one.operations(plan.global_batch, "none")
-             for recompute in set(plan.recompute_of_ranks)}
+    one, batch = replace(gpt, layers=1), plan.global_batch
+    again = {kind: one.operations(batch, kind) - one.operations(batch, "none") for kind in set(plan.recompute_of_ranks)}
     return gpt.operations(plan.global_batch, "none") + sum(
         step.layers[stage] * again[plan.recompute_of_ranks[rank]] for stage, rank in enumerate(schedule.rank_of))
 
@@ -333,8 +329,8 @@ def _data_parallel_cost(plan: TrainingPlan, machine: Machine, parts: tuple[int, 
     end = sum((cost(before, after) * times for before, after, times in _at_end(plan, sum(parts))), none)
     if plan.zero < 3 or plan.dp == 1:
         return DataParallelCost(none, end, [0.0] * len(parts))
-    by_size = {n: cost(split(0), broadcast, n) for n in set(parts)}
-    return DataParallelCost(sum((by_size[n] for n in parts), none), end, [by_size[n].seconds for n in parts])
+    gathers = [cost(split(0), broadcast, n) for n in parts]
+    return DataParallelCost(sum(gathers, none), end, [one.seconds for one in gathers])
 
 
 def _at_end(plan: TrainingPlan, parameters: int) -> list[tuple[Sbp, Sbp, int]]:
@@ -343,15 +339,12 @@ def _at_end(plan: TrainingPlan, parameters: int) -> list[tuple[Sbp, Sbp, int]]:
         return []
     if not plan.zero:
         return [(partial_sum, broadcast, 1)]
-    split_grads = partial_sum, split(0), plan.micro_batches if splits_gradients_early(plan, parameters) else 1
-    return [split_grads] if plan.zero == 3 else [split_grads, (split(0), broadcast, 1)]
+    times = plan.micro_batches if splits_gradients_early(plan, parameters) else 1
+    return [(partial_sum, split(0), times), (split(0), broadcast, 1)][:1 if plan.zero == 3 else 2]
 
 
 def splits_gradients_early(plan: TrainingPlan, parameters: int) -> bool:
-    """Are gradients split in every backward? In a pipeline they wait for the last one; so do a few, with one stage.
-
-    parameters   of a rank with one stage, in 16 bits
-    """
+    """Are gradients of a rank split in every backward? Those of a pipeline wait for the last one, and so do a few."""
     return plan.zero > 1 and plan.dp > 1 and plan.pp == 1 and 2 * parameters * plan.tp >= gradients.EARLY
 
 
@@ -384,9 +377,9 @@ def _model_bytes(plan: TrainingPlan, stages: list[tuple[int, ...]]) -> float:
 def held_states(plan: TrainingPlan, parameters: int, of_rank: int = 0) -> ModelStates:
     """Bytes of so many parameters, their gradients and the optimizer's state on a rank, which has `of_rank` in all."""
     states = model_states(parameters, plan.zero, plan.dp)
-    # Else gradients are reduced, and so sharded, after the last backward only.
-    early = splits_gradients_early(plan, of_rank or parameters)
-    return states if early else states._replace(gradients=Fraction(2 * parameters))
+    if splits_gradients_early(plan, of_rank or parameters):
+        return states
+    return states._replace(gradients=Fraction(2 * parameters))   # sharded after the last backward only
 
 
 def end_of_step(run: SimulatedRun, plan: TrainingPlan, cluster: Cluster,

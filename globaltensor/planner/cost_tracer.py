@@ -1,0 +1,77 @@
+"""Looking on while a model runs under a plan on ranks without memory: where operands lie, and what is boxed when."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from globaltensor.boxings.watch import BoxingRecord
+from globaltensor.errors import where
+from globaltensor.layouts.layout import Layout, Shape, replicated
+from globaltensor.planner.graph import Ref
+from globaltensor.planner.tracer import Tracer
+from globaltensor.rules.call import Call
+from globaltensor.runtime.torch_internals import OpOverload, tree_leaves, without_modes
+from globaltensor.tensors.factories import empty
+from globaltensor.tensors.global_tensor import GlobalTensor
+
+_NO_VALUES = "Cannot copy out of meta tensor"        # torch's words
+
+
+class CostTracer(Tracer):
+    """Notes for each node in which layouts its operands lie, and for each boxing between which nodes it happens."""
+
+    def __init__(self, where: Layout) -> None:
+        super().__init__(where)
+        self.moves: list[BoxingRecord] = []
+        self.layouts: dict[int, list[Layout | None]] = {}                # of a node: of its outputs
+        self.moved: list[tuple[BoxingRecord, int, list[tuple[Layout, Shape, torch.dtype]]]] = []
+        self.whole: dict[str, str] = {}              # ops that are planned on whole operands, with a line
+        self._noted = 0
+        self._operands: list[tuple[Layout, Shape, torch.dtype]] = []
+
+    def input(self, t: torch.Tensor, rows: Layout) -> Any:
+        """A stand-in of an input, whose rows dp splits."""
+        own = rows if t.dim() else replicated(rows.placement)
+        value: Any = empty(t.shape, placement=own.placement, sbp=own.sbp, dtype=t.dtype)
+        self.name_value(value, Ref(self.add_node("input", [value], name=f"input{len(self._inputs)}"), 0))
+        self._inputs[f"input{len(self._inputs)}"] = value
+        return value.requires_grad_(t.requires_grad)
+
+    def add_node(self, kind: str, outputs: list[Any], **more: Any) -> int:
+        node = super().add_node(kind, outputs, **more)
+        self.layouts[node] = [t.spec.layout if isinstance(t, GlobalTensor) else None for t in outputs]
+        if kind == "op":
+            self.note_moves(node)
+        return node
+
+    def before_op(self, call: Call) -> None:
+        self.note_moves(None)
+        self._operands = [(t.spec.layout, tuple(t.shape), t.dtype) for t in call.tensors
+                          if isinstance(t, GlobalTensor)]
+
+    def call_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An op whose values decide what moves is planned on whole operands, and named."""
+        try:
+            return super().call_op(func, args, kwargs)
+        except NotImplementedError as error:
+            if _NO_VALUES not in str(error):
+                raise
+        self.whole.setdefault(str(func), where())
+        for t in tree_leaves((args, kwargs)):
+            if isinstance(t, GlobalTensor) and (dst := replicated(t.placement)) is not t.spec.layout:
+                received = t.spec.nbytes - max(part.nbytes for part in t.shards.values())
+                self.moves.append(BoxingRecord(str(func), where(), t.spec.layout, dst, received, 0.0))
+        return self.shapes_alone(func, args, kwargs)
+
+    def note_moves(self, node: int | None) -> None:
+        """Boxings since the last time belong to this node, or to the next one."""
+        for move in self.moves[self._noted:]:
+            self.moved.append((move, len(self.graph) if node is None else node, [] if node is None else self._operands))
+        self._noted = len(self.moves)
+
+    def like(self, t: torch.Tensor) -> GlobalTensor:
+        if not isinstance(t, GlobalTensor):
+            return super().like(t)
+        with without_modes():
+            return empty(t.shape, placement=t.placement, sbp=t.spec.layout.dual.without_partials.sbp, dtype=t.dtype)

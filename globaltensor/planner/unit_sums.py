@@ -1,0 +1,262 @@
+"""A run without memory added up, unit by unit: operations, boxings, bytes.
+
+A node belongs to the unit whose module runs, one outside of all modules to the unit before it, a backward one to that
+of its forward op. A layer that stands for others counts in their units, too.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from globaltensor.boxings.watch import BoxingRecord
+from globaltensor.layouts.layout import Layout, Shape
+from globaltensor.pipelining.units import Unit
+from globaltensor.planner.cost_tracer import CostTracer
+from globaltensor.planner.graph import Ref
+from globaltensor.planner.op_costs import OpCosts, TensorSize
+from globaltensor.tensors.global_tensor import GlobalTensor
+
+
+@dataclass
+class PassCost:
+    """Of a pass over a unit: operations and bytes of each op, on the busiest rank; seconds and bytes that a rank
+    receives in boxings, by axis."""
+
+    operations: list[float] = field(default_factory=list)
+    moved: list[float] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ParameterCost:
+    """A parameter, or a buffer without a gradient: how it lies, and its gradient, on the mesh."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    lies: Layout
+    gradient: Layout | None
+
+
+@dataclass
+class UnitCost:
+    """Of a unit, for a micro-batch. `weights`: the part of backward that gives gradients of parameters alone. `passed`:
+    bytes of what later units take, those of a rank, and whole."""
+
+    forward: PassCost = field(default_factory=PassCost)
+    inputs: PassCost = field(default_factory=PassCost)
+    weights: PassCost = field(default_factory=PassCost)
+    kept: int = 0
+    temporary: int = 0
+    passed: int = 0
+    passed_whole: int = 0
+    operations: float = 0.0
+    parameters: list[ParameterCost] = field(default_factory=list)
+
+
+class RunCosts(NamedTuple):
+    """Of each unit; and ops that are planned on whole operands, as nothing tells how they run split, with a line."""
+
+    units: list[UnitCost]
+    whole: dict[str, str]
+
+
+class UnitSums:
+    """Adds up nodes and boxings, unit by unit."""
+
+    def __init__(self, tracer: CostTracer, model: nn.Module, units: Sequence[Unit], passed: dict[str, list[str]],
+                 costs: OpCosts) -> None:
+        self.tracer, self.graph, self.costs, self.passed = tracer, tracer.graph, costs, passed
+        self.units = [UnitCost() for _ in units]
+        self.parts = {part: k for k, unit in enumerate(units) for part in unit.parts}
+        self.names = costs.where.names
+        self.at: list[list[int]] = self._units_of_nodes()
+        self.weight_nodes = self._of_weights_alone()
+        for node, attributes in self.graph.nodes.items():
+            if attributes["kind"] == "op":
+                self._add_op(node, attributes)
+        for move, node, operands in tracer.moved:
+            self._add_move(move, min(node, len(self.at) - 1), operands)
+        self._add_memory()
+        self._add_parameters(model)
+
+    def unit_of(self, name: str) -> int | None:
+        """The unit that a module or parameter of this name is in."""
+        while name:
+            if name in self.parts:
+                return self.parts[name]
+            name = name.rpartition(".")[0]
+        return self.parts.get("")
+
+    def _units_of_nodes(self) -> list[list[int]]:
+        """For each node its unit, and those of the layers that it stands for."""
+        at: list[list[int]] = []
+        last = 0
+        for a in self.graph.nodes.values():
+            known = self.unit_of(a["module"])
+            if known is None and a["origin"] is not None:
+                last = at[a["origin"]][0]
+            elif known is not None:
+                last = known
+            standing = [self.unit_of(name) for first, names in self.passed.items()
+                        if f"{a['module']}.".startswith(f"{first}.") for name in names]
+            at.append([last, *[k for k in standing if k is not None]])
+        return at
+
+    def _of_weights_alone(self) -> set[int]:
+        """Backward nodes that give gradients of parameters: a pass of its own in some schedules."""
+        wanted = {ref.node for ref in self.graph.graph["gradients"].values()}
+        alone: set[int] = set()
+        for node in reversed(list(self.graph)):
+            a = self.graph.nodes[node]
+            if a["kind"] == "op" and a["phase"] == "backward":
+                takers = list(self.graph.succ[node])
+                if node in wanted or takers and a["op"].is_view and all(t in alone for t in takers):
+                    alone.add(node)
+        return alone
+
+    def _pass(self, unit: int, node: int) -> PassCost:
+        of = self.units[unit]
+        if self.graph.nodes[node]["phase"] == "forward":
+            return of.forward
+        return of.weights if node in self.weight_nodes else of.inputs
+
+    def _taken(self, node: int) -> list[tuple[TensorSize, Layout | None]]:
+        refs = sorted((operand, source, output) for source in self.graph.pred[node]
+                      for output, operand in self.graph.edges[source, node]["uses"])
+        return [(TensorSize(self.graph.nodes[s]["shapes"][o], self.graph.nodes[s]["dtypes"][o]),
+                 self.tracer.layouts[s][o]) for _, s, o in refs]
+
+    def _add_op(self, node: int, a: dict[str, Any]) -> None:
+        taken = self._taken(node)
+        own = self.tracer.layouts[node]
+        moved = {move.src: move.dst for move, at, operands in self.tracer.moved
+                 if at == node and operands and isinstance(move.dst, Layout)} if self._has_moves(node) else {}
+        layouts = [moved.get(lies, lies) for _, lies in taken if lies is not None] + [
+            lies for lies in own if lies is not None]
+        ways = 1
+        for axis, size in enumerate(self.costs.where.shape):
+            if any(lies.sbp[axis].is_split for lies in layouts):
+                ways *= size
+        parts = [self._local(size.shape, moved.get(lies, lies) if lies is not None else None) * size.dtype.itemsize
+                 for size, lies in taken]
+        parts += [self._local(s, lies) * d.itemsize for s, d, lies in zip(a["shapes"], a["dtypes"], own)
+                  if s is not None]
+        if self.costs.is_free(a["op"]):
+            return
+        operations = self.costs.operations(a, [size for size, _ in taken])
+        for unit in self.at[node]:
+            of = self._pass(unit, node)
+            of.operations.append(operations / ways)
+            of.moved.append(float(sum(parts)))
+            self.units[unit].operations += operations
+
+    def _has_moves(self, node: int) -> bool:
+        if not hasattr(self, "_with_moves"):
+            self._with_moves = {at for _, at, operands in self.tracer.moved if operands}
+        return node in self._with_moves
+
+    def _local(self, shape: Shape, lies: Layout | None) -> int:
+        if lies is None:
+            return int(torch.Size(shape).numel())
+        return self.costs.part(lies, shape, 1)
+
+    def _add_move(self, move: BoxingRecord, node: int, operands: list[tuple[Layout, Shape, torch.dtype]]) -> None:
+        if not move.bytes:
+            return
+        same = next(((shape, dtype) for lies, shape, dtype in operands if lies == move.src), None)
+        if same is not None and move.tensors == 1 and isinstance(move.dst, Layout):
+            shape, dtype = same
+            seconds = self.costs.boxing(move.src, move.dst, shape, TensorSize(shape, dtype).nbytes)
+        else:
+            link = self.costs.link()
+            seconds = link.latency + move.bytes / link.bandwidth
+        axes = [name for name, a, b in zip(self.names, move.src.sbp, move.dst.sbp) if a != b] or [self.names[-1]]
+        for unit in self.at[node]:
+            of = self._pass(unit, node)
+            of.seconds[axes[-1]] = of.seconds.get(axes[-1], 0.0) + seconds
+            of.bytes[axes[-1]] = of.bytes.get(axes[-1], 0) + move.bytes
+
+    # ------------------------------------------------------------------------------------------------------ memory
+
+    def _base(self, ref: Ref) -> Ref:
+        """The tensor whose memory it is."""
+        while self.graph.nodes[ref.node]["kind"] == "op":
+            op = self.graph.nodes[ref.node]["op"]
+            if not (op.is_view or op._schema.is_mutable):
+                break
+            refs = sorted((operand, Ref(s, o)) for s in self.graph.pred[ref.node]
+                          for o, operand in self.graph.edges[s, ref.node]["uses"])
+            if not refs:
+                break
+            ref = refs[0][1]
+        return ref
+
+    def _size(self, ref: Ref) -> int:
+        a = self.graph.nodes[ref.node]
+        lies = self.tracer.layouts[ref.node][ref.output]
+        if a["kind"] not in ("op", "constant") or a["shapes"][ref.output] is None or lies is None:
+            return 0                                 # parameters and inputs are counted by themselves
+        return self._local(a["shapes"][ref.output], lies) * a["dtypes"][ref.output].itemsize
+
+    def _add_memory(self) -> None:
+        last: dict[Ref, int] = {}
+        first_use: dict[Ref, int] = {}
+        for node in self.graph:
+            for source in self.graph.pred[node]:
+                for output, _ in self.graph.edges[source, node]["uses"]:
+                    base = self._base(Ref(source, output))
+                    last[base], first_use[base] = node, first_use.get(base, node)
+        grads = {self._base(ref) for ref in self.graph.graph["gradients"].values()}
+        outputs = {self._base(ref) for ref in self.graph.graph["outputs"]}
+        dies: dict[int, list[Ref]] = {}
+        for base, node in last.items():
+            dies.setdefault(node, []).append(base)
+            a, taker = self.graph.nodes[base.node], self.graph.nodes[node]
+            if a["phase"] == "forward" and taker["phase"] == "backward" and base not in outputs:
+                for unit in self.at[base.node]:
+                    self.units[unit].kept += self._size(base)
+        self._add_passed(last)
+        live = peak = 0
+        current: int | None = None
+        for node, a in self.graph.nodes.items():
+            if a["phase"] == "forward":
+                continue
+            if self.at[node][0] != current:
+                current, live, peak = self.at[node][0], 0, 0
+            live += sum(self._size(Ref(node, k)) for k in range(len(a["shapes"]))
+                        if Ref(node, k) == self._base(Ref(node, k)) and Ref(node, k) not in grads)
+            peak = max(peak, live)
+            for unit in self.at[node]:
+                self.units[unit].temporary = max(self.units[unit].temporary, peak)
+            live -= sum(self._size(ref) for ref in dies.get(node, []) if ref not in grads)
+
+    def _add_passed(self, last: dict[Ref, int]) -> None:
+        """What later units take in forward."""
+        for source, target, uses in self.graph.edges(data="uses"):
+            a, b = self.graph.nodes[source], self.graph.nodes[target]
+            if a["kind"] != "op" or a["phase"] != "forward" or b["phase"] != "forward":
+                continue
+            if self.at[source][0] < self.at[target][0]:
+                for output in {output for output, _ in uses}:
+                    whole = TensorSize(a["shapes"][output], a["dtypes"][output]).nbytes
+                    for unit in range(self.at[source][0], self.at[target][0]):
+                        self.units[unit].passed = max(self.units[unit].passed, self._size(Ref(source, output)))
+                        self.units[unit].passed_whole = max(self.units[unit].passed_whole, whole)
+
+    def _add_parameters(self, model: nn.Module) -> None:
+        gradients = {name: self.tracer.layouts[ref.node][ref.output]
+                     for name, ref in self.graph.graph["gradients"].items()}
+        instead = {name: first for first, names in self.passed.items() for name in names}
+        for name, t in model.named_parameters():
+            of = next((f"{first}{name[len(own):]}" for own, first in instead.items()
+                       if name.startswith(f"{own}.")), name)
+            unit, value = self.unit_of(name), t
+            assert isinstance(value, GlobalTensor)   # parallelize made it so
+            self.units[unit or 0].parameters.append(ParameterCost(name, tuple(t.shape), t.dtype, value.spec.layout,
+                                                                  gradients.get(of)))
