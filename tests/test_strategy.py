@@ -27,6 +27,7 @@ from globaltensor.planner.pins import PinError
 from globaltensor.planner.space import BatchError, Fixed, kinds_of_schedules
 from globaltensor.planner.unit_sums import ParameterCost, PassCost, UnitCost
 from globaltensor.simulator.cluster import KNOWN, Cluster, Link
+from globaltensor.tensors import gradients
 
 SEED = 20_261_124
 IDS = torch.arange(8 * 16).view(8, 16) % 64
@@ -298,6 +299,11 @@ def test_an_infeasible_plan_is_not_applied():
     one = gt.strategy(chain(), torch.zeros(8, 8, dtype=torch.float64), devices=1, memory=1.0)
     with pytest.raises(gt.StrategyError, match="nothing fits"):
         one.apply(chain(), F.mse_loss, torch.optim.SGD)
+
+
+def test_planning_leaves_nothing_to_be_reduced():
+    gt.strategy(chain(), torch.zeros(8, 8, dtype=torch.float64), devices=4)
+    assert not gradients.pending
 
 
 def test_dgx_a100_is_the_usual_cluster():

@@ -145,16 +145,20 @@ class VariantPrices:
 
     def least(self) -> float:
         """Seconds that a step takes at least, however units are cut."""
-        shape, m = self.variant.shape, self.micro_batches
+        shape = self.variant.shape
         if float(self.mesh.sizes.sum()) * self.states.total / shape.pp > self.task.cluster.memory:
             return _NEVER                            # parameters, gradients and optimizer do not fit
-        f, i, w = self.passes(self.task.fixed.recompute or "none")
-        work = f + i + w
-        rank = max(float(work.sum()) / shape.pp, float(work.max())) + 2 * self.more * self.variant.chunks
-        seconds = m * rank + self.task.cluster.step_overhead + self.end[0]
+        seconds = self.least_work() + self.end[0]
         if shape.pp == 1:
             seconds += (self.end[1] + self.optimizer_each) * float(self.mesh.sizes.sum())
         return seconds * _ROUNDING
+
+    def least_work(self) -> float:
+        """Seconds of the passes of the busiest rank at least: the mean of all, or the longest unit."""
+        shape = self.variant.shape
+        work = np.sum(self.passes(self.task.fixed.recompute or "none"), axis=0)
+        rank = max(float(work.sum()) / shape.pp, float(work.max())) + self.task.cluster.micro_batch_overhead
+        return (self.micro_batches * rank + self.task.cluster.step_overhead) * _ROUNDING
 
     def rank_bytes(self, units: np.ndarray, rank: int, recompute: str) -> float:
         """Of a rank of the pipeline with these units."""

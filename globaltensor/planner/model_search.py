@@ -141,17 +141,22 @@ class _ModelQueue:
 
     def run(self, shapes: Sequence[ModelShape], until: float, first: bool) -> None:
         serial = count()
-        heap: list[tuple[float, int, ModelVariant]] = []
-        for shape in shapes:
-            heap += [(VariantPrices(self.task, variant).least(), next(serial), variant)
-                     for variant in model_variants(self.task, shape)]
-        self.weighed += len(heap)
+        heap: list[tuple[float, int, ModelShape | ModelVariant]] = [
+            (VariantPrices(self.task, ModelVariant(shape, 0, "1f1b", 1)).least_work(), next(serial), shape)
+            for shape in shapes]
         heapq.heapify(heap)
         while heap and self.can_win(heap[0][0]):
             if time.monotonic() >= until and self.best or first and self.best:
                 break
-            bound, _, variant = heapq.heappop(heap)
-            self.left = min(self.left, self.cut(VariantPrices(self.task, variant), bound))
+            bound, _, item = heapq.heappop(heap)
+            if isinstance(item, ModelVariant):
+                self.left = min(self.left, self.cut(VariantPrices(self.task, item), bound))
+                continue
+            for variant in model_variants(self.task, item):
+                self.weighed += 1
+                least = max(VariantPrices(self.task, variant).least(), bound)
+                if self.can_win(least):
+                    heapq.heappush(heap, (least, next(serial), variant))
         self.left = min(self.left, heap[0][0] if heap else _NEVER)
 
     def cut(self, prices: VariantPrices, bound: float) -> float:

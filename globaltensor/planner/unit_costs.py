@@ -43,7 +43,7 @@ from globaltensor.planner.unit_sums import RunCosts, UnitSums
 from globaltensor.runtime.torch_internals import tree_leaves, tree_map_only
 from globaltensor.simulator.cluster import Cluster, hypothetical_placements
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.gradients import raw_grad
+from globaltensor.tensors.gradients import raw_grad, replace_grad
 
 
 def run_costs(model: nn.Module, units: Sequence[Unit], inputs: Any, loss: Callable[..., Any] | None, mesh: placement,
@@ -78,6 +78,9 @@ def run_costs(model: nn.Module, units: Sequence[Unit], inputs: Any, loss: Callab
                                f"{type(error).__name__}: {message}",
                                "a forward that does not look at the values of tensors (`.item()`, `if x.any():`)",
                                raised_at(error)) from error
+        finally:
+            for leaf in (*copied.parameters(), *tracer.leaves_given):
+                replace_grad(leaf, None)             # else they would wait to be reduced with those of a real step
         return RunCosts(UnitSums(tracer, copied, units, passed, OpCosts(cluster, on)).units, tracer.whole)
 
 
