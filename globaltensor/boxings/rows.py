@@ -163,5 +163,5 @@ def _recorded(of: RowExchange, held: Shards, back: bool) -> Iterator[None]:
         for owner, (start, stop) in parts.items():
             if owner != rank:
                 received[owner if back else rank] += (stop - start) * prod(of.row[rank]) * itemsize
-    with shown(of.op, of.src, of.dst, max(received.values())):
+    with shown(of.op, of.src, of.dst, max(received.values()), ()):
         yield

@@ -42,20 +42,22 @@ def range_name(op: str, src: Layout, dst: Layout, tensors: int, nbytes: int, pla
 
 
 @contextmanager
-def shown(op: str, src: Layout, dst: Layout, nbytes: int, tensors: int = 1, seconds: float = 0.0
-          ) -> Iterator[list[str]]:
+def shown(op: str, src: Layout, dst: Layout, nbytes: int, moved: Sequence[watch.MovedTensor],
+          seconds: float = 0.0) -> Iterator[list[str]]:
     """Around a boxing that moves something, where someone looks: whoever watches permits it first, and gets its record.
     The list is for the collectives that do it; `seconds` went into it before."""
     calls: list[str] = []
+    tensors = max(len(moved), 1)
     place = where() if watch.recording() or profiling() else ""
     watch.permit(op, src, dst, nbytes)
     with record_function(range_name(op, src, dst, tensors, nbytes, place)) if profiling() else nullcontext():
-        began = time.perf_counter() - seconds
+        at, began = time.time() - seconds, time.perf_counter() - seconds
         yield calls
         seconds = time.perf_counter() - began
     counters.add(boxings=1, bytes=nbytes, seconds=seconds)
     if watch.recording():
-        watch.note(watch.BoxingRecord(op, place, src, dst, nbytes, seconds, tensors, tuple(calls)))
+        watch.note(watch.BoxingRecord(op, place, src, dst, nbytes, seconds, tensors, tuple(calls), at,
+                                      tuple(moved)))
 
 
 @contextmanager
@@ -65,9 +67,9 @@ def seen_moves(op: str, moves: Sequence[Move], plans: Sequence[BoxingPlan], seco
     if not seen():
         yield []
         return
-    changing = [move for move in moves if move.spec.layout is not move.dst]
-    with shown(op, changing[0].spec.layout, changing[0].dst, most_received(moves, plans), len(changing),
-               seconds) as calls:
+    moved = [watch.MovedTensor(move.spec, move.dst, its) for move, its in zip(moves, plans)
+             if move.spec.layout is not move.dst]
+    with shown(op, moved[0].spec.layout, moved[0].dst, most_received(moves, plans), moved, seconds) as calls:
         yield calls
 
 

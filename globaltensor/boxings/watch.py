@@ -1,6 +1,7 @@
 """Boxings recorded, and implicit ones forbidden: `gt.record()` and `gt.boxing(...)`.
 
     with gt.record() as moves: step()          a list of BoxingRecord, one per boxing, in the order they happened
+    print(moves)                               as a table; a notebook shows it, and each record as a picture
     with gt.boxing("forbid"): step()           an implicit boxing that moves bytes raises BoxingError
 
 A fused boxing of many tensors is one record. Both apply to backward too, which torch may run on other threads, so their
@@ -11,16 +12,31 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from html import escape
+from typing import NamedTuple
 
-from globaltensor.errors import BoxingError, where
-from globaltensor.layouts.layout import Layout, sbp_text
+from globaltensor.boxings.flows import Flows, flows_of
+from globaltensor.boxings.plan import BoxingPlan
+from globaltensor.errors import BoxingError, counted, where
+from globaltensor.layouts.layout import Layout, Spec, sbp_text
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.sbp import code_of
+from globaltensor.pictures.boxing_picture import boxing_picture
+from globaltensor.pictures.markup import html_table
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.text_table import aligned
 from globaltensor.tracebacks import api_boundary
 
 EXPLICIT = "to_global"                               # the name of a boxing that the user asked for
+
+
+class MovedTensor(NamedTuple):
+    """A tensor of a boxing: what it was, the layout that it was brought to, and by which steps."""
+
+    spec: Spec
+    dst: Layout
+    plan: BoxingPlan
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,8 @@ class BoxingRecord:
               takes the place of the plan's steps; all ranks together never load and store more.)
     seconds   wall time in this process
     calls     the collectives of torch.distributed that did it, in order: ("all_reduce",); none within a host
+    began     when it began, in seconds since 1970 by the clock of this host
+    moved     the tensors themselves
     """
 
     op: str
@@ -43,10 +61,74 @@ class BoxingRecord:
     seconds: float
     tensors: int = 1
     calls: tuple[str, ...] = ()
+    began: float = field(default=0.0, compare=False)
+    moved: tuple[MovedTensor, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def flows(self) -> Flows:
+        """Bytes from rank to rank, (from, to) -> bytes, by the plan."""
+        total: Flows = {}
+        for spec, _, plan in self.moved:
+            for pair, n in flows_of(plan, spec.shape, spec.dtype.itemsize).items():
+                total[pair] = total.get(pair, 0) + n
+        return total
+
+    def _repr_html_(self) -> str:
+        if not self.moved:
+            return escape(str(self))
+        first = self.moved[0]
+        what = f"{self.op}, {self.where}" + (f", {self.tensors} tensors" if self.tensors > 1 else "")
+        return boxing_picture(first.spec, first.spec.on(first.dst), self.flows, what)._repr_html_()
 
     def __str__(self) -> str:
         many = f" x{self.tensors}" if self.tensors > 1 else ""
         return f"{self.where}  {self.op}: {self.src}{many} -> {self.dst}, {self.bytes:,} bytes"
+
+
+class Record(list[BoxingRecord]):
+    """What `gt.record()` gives: a list that prints as a table, and that a notebook shows as one."""
+
+    @property
+    def bytes(self) -> int:
+        """Received by the rank that receives most, in all boxings together."""
+        return sum(move.bytes for move in self)
+
+    def __str__(self) -> str:
+        return "\n".join([*(aligned([_HEAD, *self._rows()], right={3, 4}) if self else []), self._total()])
+
+    def _repr_html_(self) -> str:
+        rows = [[escape(cell) for cell in row] for row in self._rows()]
+        return html_table(_HEAD, rows, self._total(), numbers=[3, 4])
+
+    def _rows(self) -> list[list[str]]:
+        """Boxings that are alike and follow each other share a row."""
+        folded: list[list[BoxingRecord]] = []
+        for move in self:
+            if folded and _alike(folded[-1][0]) == _alike(move):
+                folded[-1].append(move)
+            else:
+                folded.append([move])
+        return [[its[0].where, its[0].op + (f" x{len(its)}" if len(its) > 1 else ""), _layouts_text(its[0]),
+                 f"{sum(move.bytes for move in its):,}", f"{sum(move.seconds for move in its) * 1e3:,.3f}"]
+                for its in folded]
+
+    def _total(self) -> str:
+        moving = [move for move in self if move.bytes]
+        return (f"{counted(len(self), 'boxing')}, {len(moving)} of which moved {self.bytes:,} bytes, in "
+                f"{sum(move.seconds for move in self) * 1e3:,.3f} ms")
+
+
+_HEAD = ("where", "op", "boxing", "bytes", "ms")
+
+
+def _alike(move: BoxingRecord) -> tuple[object, ...]:
+    return move.where, move.op, move.src, move.dst, move.tensors
+
+
+def _layouts_text(move: BoxingRecord) -> str:
+    to = sbp_text(move.dst.sbp) if move.src.placement == move.dst.placement and not isinstance(
+        move.dst, RankRegions) else move.dst
+    return f"{move.src}{f' x{move.tensors}' if move.tensors > 1 else ''} -> {to}"
 
 
 @dataclass
@@ -56,14 +138,14 @@ class _Policy:
     used: int = 0
 
 
-_recorders: list[list[BoxingRecord]] = []
+_recorders: list[Record] = []
 _policies: list[_Policy] = []
 
 
 @contextmanager
-def record() -> Iterator[list[BoxingRecord]]:
+def record() -> Iterator[Record]:
     """A list to which every boxing done inside the block, by this process, is added."""
-    moves: list[BoxingRecord] = []
+    moves = Record()
     _recorders.append(moves)
     _notify_native()
     try:

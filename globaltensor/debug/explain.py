@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from globaltensor.dispatch.decide import contest_of, decide
 from globaltensor.dispatch.decision_log import signature_text
 from globaltensor.dispatch.foreach import is_foreach
 from globaltensor.dispatch.recipe import Decision, Recipe, spec_of_plain
-from globaltensor.errors import ArgumentError, where
+from globaltensor.errors import ArgumentError, counted, where
 from globaltensor.layouts.layout import sbp_text
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions
+from globaltensor.pictures.markup import html_table
 from globaltensor.rules.call import Call
 from globaltensor.runtime.custom_ops import LINEAR_MAPS
 from globaltensor.runtime.text_table import aligned
@@ -78,6 +80,10 @@ class Explanation:
         return _table(self.rows)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows, total = _cells_of(self.rows)
+        return html_table(_HEAD, ([escape(cell) for cell in row] for row in rows), total, numbers=[4])
 
 
 @api_boundary
@@ -197,8 +203,16 @@ def _kind(choice: Choice) -> Any:
     return None if isinstance(choice, Offer) else tuple((sig.inputs, sig.outputs) for sig in choice)
 
 
+_HEAD = ("where", "op", "chosen", "boxed for it", "bytes", "next best")
+
+
 def _table(rows: tuple[Row, ...]) -> str:
-    """Rows that are the same follow each other as one, with a count."""
+    lines, total = _cells_of(rows)
+    return "\n".join([*aligned([_HEAD, *lines], right={4}), total])
+
+
+def _cells_of(rows: tuple[Row, ...]) -> tuple[list[list[str]], str]:
+    """The cells of the table, and what stands below it. Rows that are the same follow each other as one, counted."""
     folded: list[tuple[Row, int, int]] = []
     for row in rows:
         if folded and folded[-1][0] == row and folded[-1][2] == row.bytes * folded[-1][1]:
@@ -206,17 +220,17 @@ def _table(rows: tuple[Row, ...]) -> str:
         else:
             folded.append((row, 1, row.bytes))
     places = list(dict.fromkeys(row.placement for row in rows))
-    lines = [["where", "op", "chosen", "boxed for it", "bytes", "next best"]]
+    lines = []
     for row, count, nbytes in folded:
         on = f"   on {row.placement}" if len(places) > 1 else ""
         second = f"{row.second}   {_dearer(row.dearer)}" if row.second else "-"
         lines.append([row.where, row.op + (f" x{count}" if count > 1 else ""), row.chosen + on, row.boxed or "-",
                       f"{nbytes:,}", second])
     moved = [move for row in rows for move in row.moves if move.bytes]
-    total = f"{len(rows)} rows; {len(moved)} boxings moved {sum(m.bytes for m in moved):,} bytes"
+    total = f"{counted(len(rows), 'row')}; {counted(len(moved), 'boxing')} moved {sum(m.bytes for m in moved):,} bytes"
     if len(places) == 1:
         total += f"; all on {places[0]}"
-    return "\n".join([*aligned(lines, right={lines[0].index("bytes")}), total])
+    return lines, total
 
 
 def _dearer(seconds: float) -> str:

@@ -11,106 +11,94 @@
 
 Split dims cut a tensor of one or two dims into boxes. What stands in a box says how its value comes from what the
 ranks hold: `0 = 1` hold the same (B), `0 + 1` add up to it (P). More dims, or boxes too many to draw: a table of
-rank, slices, local shape and bytes. All of it follows from the layout, so nothing is communicated.
+rank, slices, local shape and bytes. All of it follows from the layout, so nothing is communicated. A notebook shows
+the same as a picture. Of the folder of a checkpoint it shows what is in it.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, overload
 
+from globaltensor.checkpoint.contents import Contents, contents_of
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Spec
-from globaltensor.layouts.regions import Region, volume
+from globaltensor.layouts.regions import Region
+from globaltensor.pictures.cells import Cell, cells, legend
+from globaltensor.pictures.layout_picture import layout_picture
+from globaltensor.pictures.markup import Picture, colour_of
 from globaltensor.runtime.text_table import aligned
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tracebacks import api_boundary
 
 WIDTH, HEIGHT = 96, 40                               # characters and lines that a drawing may take
-COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#ff9da7", "#9c755f", "#bab0ac")
-
-
-class Cell(NamedTuple):
-    """A box of the tensor, and the formula of the ranks that hold it."""
-
-    region: Region
-    formula: str
-    rank: int                                        # the first of them: gives the colour
 
 
 Segment = tuple[str, int | None]                     # text, and the rank whose colour it has
 
 
-@api_boundary
-def show(x: Any, file: str | None = None) -> str:
-    """Draw who holds what of `x`, print it once (by rank 0), and return the text; on every process alike.
+class Drawing(str):
+    """What `gt.show` returns: the text, which a notebook shows as a picture."""
 
-    file    a picture is written there as well, of the type its name ends in (needs `globaltensor[plot]`)
-    Raises GlobalTensorError for a plain tensor, and where a picture is asked for without matplotlib.
+    picture: Picture | Contents
+
+    def __new__(cls, text: str, picture: Picture | Contents) -> Drawing:
+        drawing = super().__new__(cls, text)
+        drawing.picture = picture
+        return drawing
+
+    def __repr__(self) -> str:
+        return f"<drawing: {self.partition(chr(10))[0]}>"       # what an interpreter shows after the text itself
+
+    def _repr_html_(self) -> str:
+        return self.picture._repr_html_()
+
+
+@overload
+def show(x: str | os.PathLike[str]) -> Drawing: ...
+@overload
+def show(x: Any, file: str | None = None) -> Drawing: ...
+
+
+@api_boundary
+def show(x: Any, file: str | None = None) -> Drawing:
+    """Draw who holds what of a global tensor, print it once (by rank 0), and return it; on every process alike. In a
+    notebook nothing is printed: it shows what is returned, as a picture.
+
+    x       a global tensor; or the folder of a checkpoint, or one version in it: what it holds
+    file    a picture is written there as well, of the type its name ends in; .svg needs nothing, others
+            `globaltensor[plot]`
+    Raises GlobalTensorError for a plain tensor, and where a picture is asked for without matplotlib; CheckpointError
+    for a folder without a checkpoint, or a damaged one.
     """
+    if isinstance(x, (str, os.PathLike)):
+        contents = contents_of(x)
+        lines: list[list[Segment]] = [[(line, None)] for line in str(contents).splitlines()]
+        return _shown(lines, contents)
     if not isinstance(x, GlobalTensor):
         raise GlobalTensorError("show of a plain tensor", "it lies on no ranks", "x.to_global(placement, sbp) first")
-    lines = _lines(x.spec)
-    if world().rank == 0:
-        _print(lines)
-        if file is not None:
+    picture = layout_picture(x.spec)
+    if world().rank == 0 and file is not None:
+        if file.endswith(".svg"):
+            picture.save(file)
+        else:
             _picture(x.spec, file)
-    return "\n".join("".join(text for text, _ in line) for line in lines)
+    return _shown(_lines(x.spec), picture)
 
 
-# ------------------------------------------------------------------------------------------------------- who holds
+def _shown(lines: list[list[Segment]], picture: Picture | Contents) -> Drawing:
+    if world().rank == 0 and not in_notebook():
+        _print(lines)
+    return Drawing("\n".join("".join(text for text, _ in line) for line in lines), picture)
 
 
-def cells(of: Spec) -> list[Cell]:
-    """The boxes that split dims cut the tensor into, in the order of their places; empty ones left out."""
-    holders: dict[Region, list[int]] = {}
-    for rank in of.placement.flat:
-        holders.setdefault(of.region(rank), []).append(rank)
-    return [Cell(region, formula(of, ranks), ranks[0]) for region, ranks in sorted(holders.items()) if volume(region)]
-
-
-def formula(of: Spec, ranks: Sequence[int]) -> str:
-    """How the value of a box comes from the shards of `ranks`: `0 + 2 = 1 + 3`, `max(0, 1)`, or `3`."""
-    wide = [axis for axis, n in enumerate(of.placement.shape) if n > 1]
-    copies = [axis for axis in wide if of.sbp[axis].is_broadcast]
-    pending = [axis for axis in wide if of.sbp[axis].is_partial]
-    return " = ".join(_pending(of, terms, pending) for terms in _by_index(of, ranks, copies))
-
-
-def _pending(of: Spec, ranks: Sequence[int], axes: list[int]) -> str:
-    """The reduction over the outermost of `axes` of those over the inner ones."""
-    if not axes:
-        return str(ranks[0])
-    op = of.sbp[axes[0]].op
-    terms = [_pending(of, part, axes[1:]) for part in _by_index(of, ranks, axes[:1])]
-    return " + ".join(terms) if op == "sum" else f"{op}({', '.join(terms)})"
-
-
-def _by_index(of: Spec, ranks: Sequence[int], axes: list[int]) -> list[list[int]]:
-    """Ranks that have the same index on these axes, together."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in ranks:
-        groups.setdefault(tuple(of.placement.coords[rank][axis] for axis in axes), []).append(rank)
-    return list(groups.values())
-
-
-def _legend(of: Spec) -> list[str]:
-    wide = [s for s, n in zip(of.sbp, of.placement.shape) if n > 1]
-    notes = []
-    if any(s.is_broadcast for s in wide):
-        notes.append("= holds the same (B)")
-    if any(s.is_partial and s.op == "sum" for s in wide):
-        notes.append("+ is a pending sum (P)")
-    notes += sorted({f"{s.op} is pending ({s})" for s in wide if s.is_partial and s.op != "sum"})
-    empty = [r for r in of.placement.flat if not volume(of.region(r))]
-    if empty and of.numel:
-        notes.append(f"{_ranks(empty)} hold{'s' if len(empty) == 1 else ''} nothing")
-    return [", ".join(notes)] if notes else []
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def in_notebook() -> bool:
+    """Does this program run in a kernel, which shows what the last line of a cell gives?"""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return hasattr(shell, "kernel")
 
 
 # -------------------------------------------------------------------------------------------------------- as text
@@ -119,8 +107,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _lines(of: Spec) -> list[list[Segment]]:
     head = f"{list(of.shape)} {str(of.dtype).removeprefix('torch.')} on {of.layout}, {of.nbytes:,} bytes"
     drawn = _grid(of) if of.ndim <= 2 and of.numel else None
-    legend: list[list[Segment]] = [[(text, None)] for text in _legend(of)]
-    return [[(head, None)], *(drawn or _owner_lines(of)), *legend]
+    notes: list[list[Segment]] = [[(text, None)] for text in legend(of)]
+    return [[(head, None)], *(drawn or _owner_lines(of)), *notes]
 
 
 def _grid(of: Spec) -> list[list[Segment]] | None:
@@ -186,12 +174,8 @@ def _print(lines: list[list[Segment]]) -> None:
         return
     console = Console(soft_wrap=True, highlight=False)
     for line in lines:
-        styled = [(text, "" if rank is None else f"black on {_colour(rank)}") for text, rank in line]
+        styled = [(text, "" if rank is None else f"black on {colour_of(rank)}") for text, rank in line]
         console.print(Text.assemble(*styled))
-
-
-def _colour(rank: int) -> str:
-    return COLOURS[rank % len(COLOURS)]
 
 
 # ----------------------------------------------------------------------------------------------------- as a picture
@@ -209,13 +193,13 @@ def _picture(of: Spec, file: str) -> None:
     axes = figure.add_subplot()
     shape, dims, rectangles = _projected(of)
     for (top, bottom), (left, right), text, rank in rectangles:
-        axes.add_patch(Rectangle((left, top), right - left, bottom - top, facecolor=_colour(rank), edgecolor="black"))
+        axes.add_patch(Rectangle((left, top), right - left, bottom - top, facecolor=colour_of(rank), edgecolor="black"))
         axes.text((left + right) / 2, (top + bottom) / 2, text, ha="center", va="center")
     axes.set(xlim=(0, max(shape[1], 1)), ylim=(max(shape[0], 1), 0))
     axes.set(xticks=sorted({x for _, xs, *_ in rectangles for x in xs}), xlabel=f"dim {dims[-1]}" if dims else "")
     axes.set(yticks=sorted({y for ys, *_ in rectangles for y in ys}) if len(dims) == 2 else [],
              ylabel=f"dim {dims[0]}" if len(dims) == 2 else "")
-    axes.set_title(f"{list(of.shape)} on {of.layout}\n{', '.join(_legend(of))}", fontsize=9)
+    axes.set_title(f"{list(of.shape)} on {of.layout}\n{', '.join(legend(of))}", fontsize=9)
     figure.savefig(file)
 
 

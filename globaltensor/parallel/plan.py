@@ -33,6 +33,7 @@ import fnmatch
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from html import escape
 from typing import Any, TypeVar
 
 from torch import nn
@@ -45,6 +46,7 @@ from globaltensor.parallel.grids import PlanRow, PlanRows
 from globaltensor.parallel.modules import M, check_module, first_fit, to_global
 from globaltensor.parallel.recognition import is_fused, layer_kind, output_between, split_dims, whole_layers
 from globaltensor.parallel.style_rows import rows_of_styles
+from globaltensor.pictures.markup import chip, colour_of, html_table
 from globaltensor.runtime.text_table import aligned
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.materialize import named_tensors
@@ -219,8 +221,23 @@ class Plan(MutableMapping[str, PlanRow]):
         whole = [(f"{_WHOLE}{pattern}", why) for pattern, why in self.whole.items() if pattern not in self._rows]
         return "\n".join([*aligned(table, gap="   "), *aligned(whole, gap="   ")])
 
+    def _repr_html_(self) -> str:
+        rows = [[escape(pattern), *(_sbp_chip(row.get(axis, _default_of(pattern))) for axis in self.axes)]
+                for pattern, row in self.items()]
+        rows += [[escape(pattern), f"whole: {escape(why)}"] for pattern, why in self.whole.items()
+                 if pattern not in self._rows]
+        return html_table(["name", *self.axes], rows, "what no row fits is broadcast")
+
     def __repr__(self) -> str:
         return f"Plan({self._rows})"
+
+
+_CHIP_COLOURS = {"S": 0, "P": 1, "B": 9}             # of ranks, which say nothing here
+
+
+def _sbp_chip(value: Any) -> str:
+    """A split in one colour, what is whole in grey; "-" where a row leaves an axis as it is."""
+    return chip(str(value), colour_of(_CHIP_COLOURS[value.kind])) if isinstance(value, Sbp) else escape(str(value))
 
 
 @api_boundary

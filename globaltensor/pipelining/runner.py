@@ -32,6 +32,7 @@ from globaltensor.errors import ArgumentError, GlobalTensorError, ShapeError, ex
 from globaltensor.layouts.layout import layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast, split
+from globaltensor.pictures.timetable_picture import Timetable
 from globaltensor.pipelining.actions import PipelineModel, PipelineStep
 from globaltensor.pipelining.dry_run import dry_run
 from globaltensor.pipelining.layer_lists import cut_by_layers, has_layer_list
@@ -215,10 +216,11 @@ class PipelineRunner:
         return total / len(parts) if self.model.reduction == "mean" else total
 
     @api_boundary
-    def gathered_events(self) -> list[Event]:
-        """The events of all processes, for `timetable`."""
+    def gathered_events(self) -> Timetable:
+        """The events of all processes: prints as a timetable, which a notebook shows as a picture."""
         own: Any = tuple(map(tuple, self.own_events()))
-        return [Event(*event) for events in gather_objects(own, "the events of a pipeline") for event in events]
+        return Timetable(Event(*event) for events in gather_objects(own, "the events of a pipeline")
+                         for event in events)
 
     def own_events(self) -> list[Event]:
         """Those that this process tells of. Where several ranks run the same stages, the first does."""

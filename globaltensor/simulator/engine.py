@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
+from html import escape
 
+from globaltensor.errors import counted
+from globaltensor.pictures.timetable_picture import Timetable, timetable_picture
 from globaltensor.schedules.communication import communicates, routes
 from globaltensor.schedules.schedule import COMPUTE, F, Schedule, ScheduleError, W
 from globaltensor.schedules.timetable import Event
@@ -69,13 +72,24 @@ class SimulatedRun:
         span, work = max(zip(self.spans, self.work), key=lambda both: (both[0], -both[1]))
         return (span - work) / span if span else span
 
-    def events(self) -> list[Event]:
-        """Every action with its times, for a timetable."""
+    def events(self) -> Timetable:
+        """Every action with its times: prints as a timetable, which a notebook shows as a picture."""
         durations = _durations(self.costs)
-        return [Event(rank, *action, float(start * self.unit),
-                      float((start + durations[kind][action.stage]) * self.unit))
-                for rank, (row, starts) in enumerate(zip(self.schedule.actions, self.starts))
-                for kind, action, start in zip(row.kinds, row, starts)]
+        return Timetable(Event(rank, *action, float(start * self.unit),
+                               float((start + durations[kind][action.stage]) * self.unit))
+                         for rank, (row, starts) in enumerate(zip(self.schedule.actions, self.starts))
+                         for kind, action, start in zip(row.kinds, row, starts))
+
+    def __str__(self) -> str:
+        of = self.schedule
+        return (f"{of.name}: {counted(of.stages, 'stage')} on {counted(of.ranks, 'rank')}, "
+                f"{counted(of.micro_batches, 'micro-batch', 'micro-batches')}; makespan {float(self.makespan):.6g}, "
+                f"bubble {float(self.bubble_rate):.1%}")
+
+    def _repr_html_(self) -> str:
+        if not self.starts:
+            return escape(str(self))
+        return timetable_picture({str(self): self.events()})._repr_html_()
 
 
 def simulate(schedule: Schedule, costs: Costs, record: bool = False) -> SimulatedRun:
