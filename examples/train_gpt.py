@@ -9,6 +9,9 @@ many ranks or others, and when a scheduler ends it (SIGTERM, SIGUSR1) it saves f
 
     globaltensor run -n 4 --max-restarts 3 examples/train_gpt.py --checkpoint run
 
+With --report FILE.html it records the last step and writes a page of it, for a browser: which boxings, how many bytes,
+from which line. FILE.json is the record itself, for `globaltensor report`.
+
 With --tensorboard FOLDER it writes the loss and `gt.metrics` (tokens/s, MFU, communication, waiting, memory) for
 TensorBoard: pip install 'globaltensor[tensorboard]', then tensorboard --logdir FOLDER.
 
@@ -48,6 +51,7 @@ try:
 
     import globaltensor as gt
     from globaltensor.runtime.text_table import aligned
+    from globaltensor_command import main as globaltensor
 except ModuleNotFoundError as error:
     sys.exit(f"train_gpt.py needs {error.name}, which is not installed: make train")
 
@@ -92,6 +96,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", type=positive, default=50, help="steps between two saves", metavar="N")
     parser.add_argument("--log", type=Path, help="add a line of JSON per step to this file", metavar="FILE")
     parser.add_argument("--tensorboard", help="write metrics for TensorBoard into this folder", metavar="FOLDER")
+    parser.add_argument("--report", type=Path, help="write a page (.html) or a record (.json) of the last step",
+                        metavar="FILE")
     parser.add_argument("--sp", action="store_true", help="split the sequence between the layers over the ranks of tp")
     parser.add_argument("--zero", type=int, choices=range(4), default=0, help="stage of ZeRO along dp", metavar="STAGE")
     parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where that is enough")
@@ -116,6 +122,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             (options.verify and options.checkpoint, "--verify compares from the first step: no --checkpoint"),
             (options.tensorboard and find_spec("tensorboard") is None,
              "--tensorboard needs tensorboard, which is not installed: pip install 'globaltensor[tensorboard]'"),
+            (options.report and options.report.suffix not in (".html", ".json", ".gz"),
+             f"--report {options.report}: the name of a page ends in .html, that of a record in .json"),
             (options.data and not options.data.is_file(), f"--data {options.data} is not a file")]:
         if wrong:
             fail(text)
@@ -234,7 +242,8 @@ def train(options: argparse.Namespace) -> tuple[list[float], float]:
     with progress(options) as show, board(options, size) as note:
         for step in range(state["step"] + 1, options.steps + 1):
             parts = batch(text, options, generator)
-            watched: AbstractContextManager[list[Any]] = gt.record() if step == options.steps else nullcontext([])
+            last = step == options.steps
+            watched: AbstractContextManager[list[Any]] = recorded(options) if last else nullcontext([])
             with watched as moves:
                 losses.append(trainer.step(global_batch(parts, places)))
             show(step, losses[-1])
@@ -298,6 +307,16 @@ def log(options: argparse.Namespace, step: int, loss: float) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- reporting
+
+
+@contextmanager
+def recorded(options: argparse.Namespace) -> Iterator[list[Any]]:
+    """The boxings of a step; with --report rank 0 writes them to a file, and a page of it."""
+    page = options.report if options.report and options.report.suffix == ".html" else None
+    with gt.record(file=page.with_suffix(".json") if page else options.report) as moves:
+        yield moves
+    if page and gt.rank() == 0:
+        globaltensor(["report", str(page.with_suffix(".json")), "-o", str(page)])
 
 
 @contextmanager

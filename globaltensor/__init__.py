@@ -78,7 +78,7 @@ FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | dict.fromke
     "placement": "globaltensor.layouts.placement",
     "preempted": "globaltensor.runtime.preemption",
     "rank": "globaltensor.runtime.world",
-    "record": "globaltensor.boxings.watch",
+    "record": "globaltensor.debug.recording",
     "REQUEUE": "globaltensor.runtime.preemption",
     "resume": "globaltensor.checkpoint.resuming",
     "set_grad_reduce_dtype": "globaltensor.tensors.gradients",
@@ -96,7 +96,7 @@ FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | dict.fromke
 
 if TYPE_CHECKING:                                    # ours, and all of torch's with torch's types
     from globaltensor import data as data, dtensor as dtensor, rules as rules
-    from globaltensor.boxings.watch import boxing as boxing, record as record
+    from globaltensor.boxings.watch import boxing as boxing
     from globaltensor.checkpoint.huggingface import (
         load_safetensors as load_safetensors,
         save_safetensors as save_safetensors,
@@ -109,6 +109,7 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
     from globaltensor.debug.explain import explain as explain
     from globaltensor.debug.merged_trace import export_chrome_trace as export_chrome_trace
     from globaltensor.debug.metrics import metrics as metrics
+    from globaltensor.debug.recording import record as record
     from globaltensor.debug.show import show as show
     from globaltensor.dispatch.core import rule as rule
     from globaltensor.dtensor.conversion import (

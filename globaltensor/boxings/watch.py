@@ -10,7 +10,7 @@ state is global to the process.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from html import escape
@@ -86,7 +86,16 @@ class BoxingRecord:
 
 
 class Record(list[BoxingRecord]):
-    """What `gt.record()` gives: a list that prints as a table, and that a notebook shows as one."""
+    """What `gt.record()` gives: a list that prints as a table, and that a notebook shows as one.
+
+    messages     bytes of tensors that stages of a pipeline on other processes sent this one: (from, to) -> bytes
+    when_added   is called after each boxing that is added
+    """
+
+    def __init__(self, moves: Iterable[BoxingRecord] = ()) -> None:
+        super().__init__(moves)
+        self.messages: Flows = {}
+        self.when_added: Callable[[], None] | None = None
 
     @property
     def bytes(self) -> int:
@@ -108,7 +117,7 @@ class Record(list[BoxingRecord]):
                 folded[-1].append(move)
             else:
                 folded.append([move])
-        return [[its[0].where, its[0].op + (f" x{len(its)}" if len(its) > 1 else ""), _layouts_text(its[0]),
+        return [[its[0].where, its[0].op + (f" x{len(its)}" if len(its) > 1 else ""), layouts_text(its[0]),
                  f"{sum(move.bytes for move in its):,}", f"{sum(move.seconds for move in its) * 1e3:,.3f}"]
                 for its in folded]
 
@@ -125,7 +134,8 @@ def _alike(move: BoxingRecord) -> tuple[object, ...]:
     return move.where, move.op, move.src, move.dst, move.tensors
 
 
-def _layouts_text(move: BoxingRecord) -> str:
+def layouts_text(move: BoxingRecord) -> str:
+    """Both layouts of a boxing, in one line."""
     to = sbp_text(move.dst.sbp) if move.src.placement == move.dst.placement and not isinstance(
         move.dst, RankRegions) else move.dst
     return f"{move.src}{f' x{move.tensors}' if move.tensors > 1 else ''} -> {to}"
@@ -143,8 +153,8 @@ _policies: list[_Policy] = []
 
 
 @contextmanager
-def record() -> Iterator[Record]:
-    """A list to which every boxing done inside the block, by this process, is added."""
+def recorded() -> Iterator[Record]:
+    """A list to which every boxing done inside the block, by this process, is added: `gt.record()` without a file."""
     moves = Record()
     _recorders.append(moves)
     _notify_native()
@@ -220,6 +230,15 @@ def note(move: BoxingRecord) -> None:
     """Give a boxing that was done to every recorder."""
     for recorder in _recorders:
         recorder.append(move)
+        if recorder.when_added is not None:
+            recorder.when_added()
+
+
+def note_messages(sizes: Mapping[int, int], receiver: int) -> None:
+    """Give what a stage received from ranks of other processes to every recorder."""
+    for recorder in _recorders:
+        for sender, n in sizes.items():
+            recorder.messages[sender, receiver] = recorder.messages.get((sender, receiver), 0) + n
 
 
 def recording() -> bool:

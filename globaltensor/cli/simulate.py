@@ -14,7 +14,8 @@ bubble rate  (span - work of that rank) / span
 step time    the makespan; with a model, with the reductions of gradients and the optimizer that follow
 --zero 3     gathers the parameters of a stage for each forward and again for each backward, which wait for it
 
---plot, --trace and --text show the step: a picture, a file for Perfetto (ui.perfetto.dev), a timetable.
+--plot, --trace and --text show the step: a picture, a file for Perfetto (ui.perfetto.dev), a timetable. --report shows
+all of it on a page that a browser opens from disk: thousands of ranks and micro-batches, to zoom into.
 """
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ import json
 import os
 import shutil
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from globaltensor.cli.memory import model, model_options, number, parallel_options, problem
 from globaltensor.cli.problem import Problem, positive
+from globaltensor.cli.report import write_page
 from globaltensor.errors import GlobalTensorError
 from globaltensor.runtime.text_table import aligned
 from globaltensor.schedules import text, timetable
@@ -37,9 +40,11 @@ from globaltensor.schedules.schedule import Schedule
 from globaltensor.simulator.cluster import cluster
 from globaltensor.simulator.costs import Costs, exact
 from globaltensor.simulator.engine import SimulatedRun, simulate
+from globaltensor.simulator.report import simulation_report
 from globaltensor.simulator.training import SimulatedStep, TrainingPlan, simulate_training
 
 _TO_SHOW = 300_000                                    # more actions than this make no picture
+_ON_A_PAGE = 20_000_000                               # more than this no browser can hold
 
 
 def options(of: argparse.ArgumentParser) -> None:
@@ -51,6 +56,7 @@ def options(of: argparse.ArgumentParser) -> None:
     of.add_argument("--text", action="store_true", help="also the timetable as text")
     of.add_argument("--plot", metavar="FILE", help="draw the timetable (needs matplotlib)")
     of.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+    of.add_argument("--report", type=Path, metavar="FILE", help="write a page for a browser: timeline, bubbles, memory")
     times = of.add_argument_group("with times")
     times.add_argument("--stages", type=positive, metavar="P", help="ranks of the pipeline")
     times.add_argument("--micro-batches", type=positive, metavar="M", help="micro-batches in a step")
@@ -83,12 +89,17 @@ def command(chosen: argparse.Namespace) -> int:
         own = text.read_schedule(chosen.schedule) if chosen.schedule and _names_a_file(chosen.schedule) else None
         if own:
             check_schedule(own)
-        run, step, summary = (_with_times if chosen.times else _with_model)(chosen, own, show)
+        simulated = _with_times if chosen.times else _with_model
+        run, step, summary = simulated(chosen, own, show or chosen.report is not None)
     except GlobalTensorError as error:
         raise problem(error, chosen.schedule or "") from None
     if show and len(run.schedule) > _TO_SHOW:
         raise Problem(f"{len(run.schedule):,} actions are too many to show\n  try: fewer micro-batches")
     _show(chosen, run, step, summary)
+    if chosen.report is not None:
+        if len(run.schedule) > _ON_A_PAGE:
+            raise Problem(f"{len(run.schedule):,} actions are too many for a page\n  try: fewer micro-batches")
+        write_page(chosen.report, simulation_report(run, step, dict(_facts_text(summary))))
     print(json.dumps(summary, indent=2) if chosen.json else _simulation_text(summary))
     return 0
 
@@ -195,6 +206,11 @@ def _names_a_file(name: str) -> bool:
 
 
 def _simulation_text(summary: dict[str, Any]) -> str:
+    return "\n".join(aligned(_facts_text(summary)))
+
+
+def _facts_text(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a simulation found, by name."""
     peaks = summary["peak_activations"]
     rows = [("schedule", f"{summary['schedule']}, {summary['stages']} stages on {summary['ranks']} ranks, "
              f"{summary['micro_batches']} micro-batches"),
@@ -213,4 +229,4 @@ def _simulation_text(summary: dict[str, Any]) -> str:
                   + ("" if memory["fits"] else ": DOES NOT FIT"))]
         rows += [(name.replace("_", " "), f"{one['bytes'] / 1e6:,.2f} MB, {one['seconds']:.3g} s"
                   + (" each" if name == "between_stages" else " a step")) for name, one in traffic.items()]
-    return "\n".join(aligned(rows))
+    return rows

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from globaltensor.algorithms.offer import Offer
-from globaltensor.boxings.watch import BoxingRecord, record
+from globaltensor.boxings.watch import BoxingRecord, recorded
 from globaltensor.dispatch.choose import Choice, Contest, Ranked, layouts
 from globaltensor.dispatch.decide import contest_of, decide
 from globaltensor.dispatch.decision_log import signature_text
@@ -95,7 +95,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     if not callable(fn):
         raise ArgumentError(f"gt.explain of a {type(fn).__name__}", "it calls a function, and tells of its ops",
                             "gt.explain(lambda: x @ w), or gt.explain(torch.matmul, x, w)")
-    with _all_eager(), record() as moves, _Seeing(moves) as seeing:
+    with _all_eager(), recorded() as moves, _Seeing(moves) as seeing:
         result = fn(*args, **kwargs)
         seeing.between()
     return Explanation(result, tuple(seeing.rows))

@@ -22,16 +22,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from globaltensor.errors import ArgumentError, GlobalTensorError, counted
+from globaltensor.errors import ArgumentError, GlobalTensorError
+from globaltensor.pictures.trace_report import PIPELINE, described
 from globaltensor.runtime.agreement import as_bytes, broadcast_object, from_bytes, gather_objects
 from globaltensor.runtime.exchange import GATHER, exchange
 from globaltensor.runtime.world import world
+from globaltensor.schedules.text import format_schedule
 from globaltensor.schedules.timetable import Event, as_trace
 from globaltensor.tracebacks import api_boundary
 
 _ROUNDS = 8                                          # messages there and back, by which clocks are compared
 _WHAT = "the trace of every rank"
-_PIPELINE = 1_000_000                                # numbers of processes in the file: ranks, then devices, then this
 Row = dict[str, Any]
 
 
@@ -63,21 +64,26 @@ def export_chrome_trace(profile: Any, path: str | os.PathLike[str], pipeline: An
         raise ArgumentError(f"pipeline={type(pipeline).__name__}", "it has no timetable",
                             "pipeline=runner, with runner = gt.pipeline(...)")
     own = _rank_trace(profile, pipeline.own_events() if pipeline is not None else [])
-    traces = _gather_to_first(own)
+    traces = gather_to_first(own, _WHAT)
+    trace = None
     if traces is not None:
+        text = format_schedule(pipeline.schedule) if pipeline is not None else ""
+        trace = merge_traces(traces) | {"globaltensor": described(world().size, len(traces), "process", text)}
+    write_file(Path(path), trace)
+
+
+def write_file(path: Path, trace: Row | None) -> None:
+    """Write a trace on rank 0, which has it. Collective: raises GlobalTensorError on all ranks if that fails."""
+    failure = ""
+    if trace is not None:
+        data = json.dumps(trace).encode()
         try:
-            _write(Path(path), merge_traces(traces))
-            failure = ""
+            path.write_bytes(gzip.compress(data, 5) if path.suffix == ".gz" else data)
         except OSError as error:
             failure = str(error)
-    failure = broadcast_object(failure if traces is not None else "", 0, _WHAT)
+    failure = broadcast_object(failure, 0, _WHAT)
     if failure:
         raise GlobalTensorError(f"{os.fspath(path)} was not written", failure, "a folder of rank 0 that has room")
-
-
-def _write(path: Path, trace: Row) -> None:
-    data = json.dumps(trace).encode()
-    path.write_bytes(gzip.compress(data, 5) if path.suffix == ".gz" else data)
 
 
 # ---------------------------------------------------------------------------------------------------- of one process
@@ -134,19 +140,19 @@ def _there_and_back(clock: Callable[[], int]) -> tuple[int, int]:
     return took, int(answer) - (asked + took // 2)
 
 
-def _gather_to_first(own: RankTrace) -> list[RankTrace] | None:
+def gather_to_first(own: RankTrace, what: str) -> list[RankTrace] | None:
     """Those of all processes, on rank 0; None elsewhere."""
     here = world()
     if here.single_process:
         return [own]
     packed = zlib.compress(json.dumps(own).encode(), 1)
     data = as_bytes(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
-    sizes = gather_objects(data.numel(), _WHAT)
+    sizes = gather_objects(data.numel(), what)
     if here.rank:
-        exchange({0: data}, {}, _WHAT, GATHER)
+        exchange({0: data}, {}, what, GATHER)
         return None
     buffers = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in enumerate(sizes) if rank}
-    exchange({}, buffers, _WHAT, GATHER)
+    exchange({}, buffers, what, GATHER)
     return [own, *(RankTrace(*json.loads(zlib.decompress(from_bytes(buffer, rank).numpy().tobytes())))
                    for rank, buffer in buffers.items())]
 
@@ -154,24 +160,24 @@ def _gather_to_first(own: RankTrace) -> list[RankTrace] | None:
 # ------------------------------------------------------------------------------------------------------------ of all
 
 
-def merge_traces(traces: Sequence[RankTrace]) -> Row:
-    """The Trace Event Format of all of them; times begin with the first."""
+def merge_traces(traces: Sequence[RankTrace], by_process: bool = True) -> Row:
+    """The Trace Event Format of all of them; times begin with the first. `by_process`: the rows of each get numbers of
+    its process and its devices; else they have numbers of ranks already."""
     origin = min(one.start for one in traces)
     rows: list[Row] = []
     events: list[Event] = []
     for rank, one in enumerate(traces):
         later = (one.start - origin) / 1000
-        rows += _renumbered(rank, one, later, len(traces))
+        rows += _renumbered(rank, one, later, len(traces)) if by_process else [_from(row, -later) for row in one.rows]
         for event in one.events:
             of = Event(*event)
             events.append(of._replace(start=of.start + later, end=of.end + later))
     if events:
         begin = min(event.start for event in events)
-        rows.append(_process_name(_PIPELINE, "pipeline"))
-        rows += [{**row, "pid": _PIPELINE} | ({"ts": row["ts"] + begin} if "ts" in row else {})
+        rows.append(process_name(PIPELINE, "pipeline"))
+        rows += [{**row, "pid": PIPELINE} | ({"ts": row["ts"] + begin} if "ts" in row else {})
                  for row in as_trace(events)["traceEvents"]]
-    return {"traceEvents": rows, "displayTimeUnit": "ms", "baseTimeNanoseconds": origin,
-            "globaltensor": counted(len(traces), "process", "processes")}
+    return {"traceEvents": rows, "displayTimeUnit": "ms", "baseTimeNanoseconds": origin}
 
 
 def _renumbered(rank: int, one: RankTrace, later: float, processes: int) -> list[Row]:
@@ -204,5 +210,6 @@ def _memory_row(row: Row, of: str) -> Row:
             "args": {"bytes": row["args"]["Total Allocated"]}}
 
 
-def _process_name(pid: int, name: str) -> Row:
+def process_name(pid: int, name: str) -> Row:
+    """The row that names a process."""
     return {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}

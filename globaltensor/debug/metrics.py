@@ -104,12 +104,12 @@ def _since(seconds: float, counted: Counts, tokens: float | None, flops: float |
 
 def _memory_in_use() -> dict[str, float]:
     numbers: dict[str, float] = {"peak_memory_bytes": _peak_memory_in_use()}
-    if devices := _own_devices():
+    if devices := own_devices():
         numbers["peak_device_memory_bytes"] = sum(map(torch.accelerator.max_memory_allocated, devices))
     return numbers
 
 
-def _own_devices() -> set[torch.device]:
+def own_devices() -> set[torch.device]:
     """The accelerators that this process drives."""
     type, here = accelerator(), world()
     return set() if type is None else {here.device(type, rank) for rank in here.local_ranks}
@@ -126,7 +126,7 @@ def _peak_memory_in_use() -> int:
 @lru_cache(1)
 def _measured_flops() -> float:
     """What products of matrices reach per second on all devices together, were they all as this process's."""
-    devices, here = _own_devices(), world()
+    devices, here = own_devices(), world()
     device, size = (min(devices, key=str), 4096) if devices else (torch.device("cpu"), 512)
     best = math.inf
     with torch.no_grad():

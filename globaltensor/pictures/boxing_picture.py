@@ -93,7 +93,7 @@ def _arrow(x0: float, y0: float, x1: float, y1: float, width: float, colour: str
             *([label(x - 6, y - 3, text, anchor="middle", size=9)] if text else [])]
 
 
-def flow_matrix(flows: Flows, ranks: list[int], top: float) -> tuple[list[str], float, float]:
+def flow_matrix(flows: Flows, ranks: list[int], top: float, unit: str = "bytes") -> tuple[list[str], float, float]:
     """Bytes by sender (rows) and receiver (columns). Many ranks share a cell."""
     group = -(-len(ranks) // MOST_MATRIX_RANKS)
     n = -(-len(ranks) // group)
@@ -113,8 +113,8 @@ def flow_matrix(flows: Flows, ranks: list[int], top: float) -> tuple[list[str], 
     for (i, j), nbytes in sorted(cells.items()):
         note = f"rank {ranks[i * group]} -> rank {ranks[j * group]}" if group == 1 else (
             f"ranks from {ranks[i * group]} -> ranks from {ranks[j * group]}")
-        elements.append(element("rect", element("title", f"{note}: {nbytes:,} bytes"), x=x + j * size, y=y + i * size,
+        elements.append(element("rect", element("title", f"{note}: {nbytes:,} {unit}"), x=x + j * size, y=y + i * size,
                                 width=size, height=size, fill="#4e79a7", fill_opacity=0.15 + 0.85 * nbytes / most))
-    scale = f"darkest: {most:,} bytes" + (f"; {group} ranks a cell" if group > 1 else "")
+    scale = f"darkest: {most:,} {unit}" + (f"; {group} ranks a cell" if group > 1 else "")
     elements.append(label(x, y + n * size + 16, scale, fill=_SOFT, size=11))
     return elements, x + max(n * size, text_width(scale, 11)), y + n * size + 22

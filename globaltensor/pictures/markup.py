@@ -134,7 +134,7 @@ def chip(text: str, colour: str) -> str:
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "",
                numbers: Sequence[int] = ()) -> str:
     """A table. The cells are markup, so whoever makes them escapes them; the head and the caption are text."""
-    lines = [element("tr", "".join(element("th", escape(name)) for name in head))]
+    lines = [element("tr", "".join(element("th", escape(name)) for name in head))] if any(head) else []
     lines += [element("tr", "".join(element("td", cell, class_="number" if k in numbers else None)
                                     for k, cell in enumerate(row))) for row in rows]
     top = element("caption", escape(caption)) if caption else ""

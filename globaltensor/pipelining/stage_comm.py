@@ -22,6 +22,7 @@ import torch
 from globaltensor.boxings.p2p_boxing import P2PBoxing
 from globaltensor.boxings.plan import plan
 from globaltensor.boxings.redistribute import Move, move_shards, redistribute
+from globaltensor.boxings.watch import note_messages
 from globaltensor.errors import ShapeError
 from globaltensor.layouts.layout import Layout, Shape, Spec, layout, replicated, spec
 from globaltensor.layouts.placement import placement
@@ -228,6 +229,7 @@ class PendingReceive:
     def wait(self) -> ActivationBundle:
         """The bundle, its tensors in the layouts wanted."""
         received = {peer: finish() for peer, finish in self.receives.items()}
+        note_messages(self.transfer.sizes, world().rank)
         random = None
         if self.random:                              # the lead sends it in front of its parts of the tensors
             data = received[self.transfer.lead]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.boxings.watch import BoxingRecord, record
+from globaltensor.boxings.watch import BoxingRecord, recorded
 from globaltensor.layouts.layout import Layout, replicated
 from globaltensor.layouts.placement import placement
 from globaltensor.parallel.plan import parallelize
@@ -50,7 +50,7 @@ def record_of_dry_run(model: nn.Module, example_inputs: Any, loss: Callable[[Any
             return value.requires_grad_(t.requires_grad)
 
         args, named = tree_map_only(torch.Tensor, stand_in, read_inputs(example_inputs))
-        with record() as moves:
+        with recorded() as moves:
             result = copied(*args, **named)
             value = loss_within(result) if loss is None else loss(result)
             value.backward()

@@ -72,17 +72,17 @@ def check_schedule(schedule: Schedule, capacity: int | None = None,
 
 def peak_activations(schedule: Schedule, weight_share: Fraction | int | str = 1) -> tuple[Fraction, ...]:
     """Per rank the most activations kept at a time: from F to B or W, of which I leaves `weight_share`."""
-    per_rank = _activations_held(schedule, Fraction(weight_share))
+    per_rank = activations_held(schedule, Fraction(weight_share))
     return tuple(Fraction(int(held.max(initial=0)), unit) for held, unit in per_rank)
 
 
 def activation_history(schedule: Schedule, weight_share: Fraction | int | str = 1) -> Iterator[list[Fraction]]:
     """For each rank, what it keeps after each of its actions, in the units of `CheckedSchedule.peak_activations`."""
-    for held, unit in _activations_held(schedule, Fraction(weight_share)):
+    for held, unit in activations_held(schedule, Fraction(weight_share)):
         yield [Fraction(n, unit) for n in held.tolist()]
 
 
-def _activations_held(schedule: Schedule, share: Fraction) -> Iterator[tuple[np.ndarray, int]]:
+def activations_held(schedule: Schedule, share: Fraction) -> Iterator[tuple[np.ndarray, int]]:
     """The same as integers, and the unit that they are parts of: sums of integers are exact, and fast in numpy."""
     change, whole = np.zeros(len(KINDS), np.int64), share.denominator
     change[[F, B, I, W]] = whole, -whole, share.numerator - whole, -share.numerator

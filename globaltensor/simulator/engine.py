@@ -74,7 +74,7 @@ class SimulatedRun:
 
     def events(self) -> Timetable:
         """Every action with its times: prints as a timetable, which a notebook shows as a picture."""
-        durations = _durations(self.costs)
+        durations = durations_of(self.costs)
         return Timetable(Event(rank, *action, float(start * self.unit),
                                float((start + durations[kind][action.stage]) * self.unit))
                          for rank, (row, starts) in enumerate(zip(self.schedule.actions, self.starts))
@@ -123,7 +123,7 @@ class _State:
         self.busy: list[Number] = [0] * self.ranks
         self.first: list[Number | None] = [None] * self.ranks
         self.done: list[Number] = [0] * self.stages
-        self.durations, self.to = _durations(costs), routes(schedule.rank_of)
+        self.durations, self.to = durations_of(costs), routes(schedule.rank_of)
         none = [(0, 0)]
         self.hops = ([*costs.hops] + none, none + [*costs.hops])
         self.wire: dict[tuple[int, int], Number] = {}         # (from, to) -> when it is free again
@@ -183,7 +183,8 @@ class _State:
         return now + latency
 
 
-def _durations(costs: Costs) -> tuple[tuple[Number, ...], ...]:
+def durations_of(costs: Costs) -> tuple[tuple[Number, ...], ...]:
+    """By the code of a kind, for each stage."""
     return costs.forward, costs.backward, costs.inputs, costs.weights
 
 
