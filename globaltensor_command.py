@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-COMMANDS = ("run", "ps", "stacks", "info", "doctor", "bench", "simulate", "report", "memory", "plan", "calibrate", "recipe")
+COMMANDS = ("run", "ps", "stacks", "info", "doctor", "bench", "simulate", "report", "play", "memory", "plan", "calibrate", "recipe")
 
 
 def package() -> Path:

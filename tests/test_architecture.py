@@ -29,7 +29,7 @@ LAYERS = [                                           # low to high; rooms on one
     {"parallel", "checkpoint", "data"},
     {"debug"},
     {"pipelining", "simulator", "dtensor", "trainers"},
-    {"planner"},
+    {"planner", "playground"},
     {"__init__"},
     {"cli"},
 ]

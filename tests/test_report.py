@@ -16,7 +16,7 @@ from torch import nn
 
 import globaltensor as gt
 from globaltensor.cli.report import report_of, write_page
-from globaltensor.pictures.packing import pack, unpack
+from globaltensor.pictures.packing import pack_column, unpack_column
 from globaltensor.pictures.report import Panel, Report, bubble_table, idle_times, spelled_bytes, spelled_time
 from globaltensor.pictures.report_page import page
 from globaltensor.pictures.trace_report import ReportError, read_trace, trace_report
@@ -195,11 +195,11 @@ def test_a_broken_archive_and_a_missing_file_are_refused(recorded, tmp_path):
 @pytest.mark.parametrize("values", [[], [0], [5, 4, 3], [2 ** 32 - 1, 0, 2 ** 31], list(range(0, 5000, 7))])
 @pytest.mark.parametrize("differences", [False, True])
 def test_columns_come_back(values, differences):
-    assert unpack(pack(np.array(values, np.int64), differences)).tolist() == values
+    assert unpack_column(pack_column(np.array(values, np.int64), differences)).tolist() == values
 
 
 def test_evenly_spaced_times_take_little_room():
-    assert len(pack(np.arange(1_000_000) * 1234, True).text) < 10_000
+    assert len(pack_column(np.arange(1_000_000) * 1234, True).text) < 10_000
 
 
 def test_idle_times_add_up():

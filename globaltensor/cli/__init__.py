@@ -8,6 +8,7 @@
     globaltensor bench dispatch                    one of the benchmarks
     globaltensor simulate --schedule zb-h1 ...     a pipeline schedule, on any cluster, without running it
     globaltensor report run.json                   a page of a recorded run, for a browser
+    globaltensor play                              layouts and boxings to try out, in a browser
     globaltensor memory --params 7.5e9 --zero 2    the memory of a rank
     globaltensor plan --evaluate rows.csv          what parallel plans take, by the rows of a table
     globaltensor calibrate rows.csv                the description of a cluster, fitted to measured steps

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
 
@@ -46,6 +46,7 @@ class Row:
     second      the next best signature or algorithm, empty where there is none; `dearer` by so many seconds, or by less
                 than none, where a rank would hold more of an operand
     algorithm   its name, where no signature was chosen
+    rule        that of the op, as it is written in the op table; empty where it has none
     """
 
     where: str
@@ -57,6 +58,7 @@ class Row:
     second: str = ""
     dearer: float = 0.0
     algorithm: str = ""
+    rule: str = ""
 
     @property
     def bytes(self) -> int:
@@ -154,7 +156,8 @@ def _row(decision: Decision, call: Call) -> Row:
     if not isinstance(decision, Recipe):
         if contest is None or contest.offer is None:
             return Row(where(), name, home, "", "")
-        return Row(where(), name, home, "", "", (), *_second(contest, contest.offer), contest.offer.name)
+        return Row(where(), name, home, "", "", (), *_second(contest, contest.offer), contest.offer.name,
+                   str(contest.rule))
     operands = [t.spec if type(t) is GlobalTensor else spec_of_plain(t, home) for t in call.tensors]
     boxed = ", ".join(f"{n}: {sbp_text(own.sbp)} -> {sbp_text(want.sbp)}"
                       for n, own, want in zip(call.names, operands, decision.wants)
@@ -163,7 +166,7 @@ def _row(decision: Decision, call: Call) -> Row:
                         [o.sbp for o in decision.outputs or () if o is not None])
     if contest is None or not decision.signature:
         return Row(where(), name, home, chosen + "   (no rule)", boxed)
-    return Row(where(), name, home, chosen, boxed, (), *_second(contest, decision.signature))
+    return Row(where(), name, home, chosen, boxed, (), *_second(contest, decision.signature), "", str(contest.rule))
 
 
 def _finished(row: Row, before: list[Any], result: Any, moves: tuple[BoxingRecord, ...]) -> Row:
@@ -174,8 +177,7 @@ def _finished(row: Row, before: list[Any], result: Any, moves: tuple[BoxingRecor
         chosen = signature_text(before, after)
         chosen += f" by {row.algorithm}" if row.algorithm else ""
         boxed = ", ".join(dict.fromkeys(_move_text(move) for move in moves))
-    return Row(row.where, row.op, row.placement, chosen, boxed, moves, row.second, row.dearer,
-               row.algorithm)
+    return replace(row, chosen=chosen, boxed=boxed, moves=moves)
 
 
 def _second(contest: Contest, taken: Choice) -> tuple[str, float]:

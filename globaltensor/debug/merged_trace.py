@@ -69,10 +69,10 @@ def export_chrome_trace(profile: Any, path: str | os.PathLike[str], pipeline: An
     if traces is not None:
         text = format_schedule(pipeline.schedule) if pipeline is not None else ""
         trace = merge_traces(traces) | {"globaltensor": described(world().size, len(traces), "process", text)}
-    write_file(Path(path), trace)
+    write_trace_file(Path(path), trace)
 
 
-def write_file(path: Path, trace: Row | None) -> None:
+def write_trace_file(path: Path, trace: Row | None) -> None:
     """Write a trace on rank 0, which has it. Collective: raises GlobalTensorError on all ranks if that fails."""
     failure = ""
     if trace is not None:

@@ -26,7 +26,7 @@ from globaltensor.debug.merged_trace import (
     gather_to_first,
     merge_traces,
     process_name,
-    write_file,
+    write_trace_file,
 )
 from globaltensor.debug.metrics import own_devices
 from globaltensor.errors import ArgumentError
@@ -66,17 +66,17 @@ def _recorded_to(path: Path, pipeline: Any) -> Iterator[Record]:
     memory: list[tuple[float, int]] = []
     began = time.time()
     with recorded() as moves:
-        moves.when_added = lambda: memory.append((time.time(), _memory_in_use()))
+        moves.when_added = lambda: memory.append((time.time(), _bytes_in_use()))
         moves.when_added()
         yield moves
         moves.when_added()
     own = _told(moves, memory, began, pipeline)
     traces = gather_to_first(own, _WHAT)
     text = format_schedule(pipeline.schedule) if pipeline is not None else ""
-    write_file(path, None if traces is None else _merged(traces, text))
+    write_trace_file(path, None if traces is None else _merged_record(traces, text))
 
 
-def _memory_in_use() -> int:
+def _bytes_in_use() -> int:
     """Bytes: of the accelerators of this process, or else of the process itself."""
     if devices := own_devices():
         return sum(map(torch.accelerator.memory_allocated, devices))
@@ -112,7 +112,7 @@ def _row_of_move(move: BoxingRecord, rank: int, began: float) -> dict[str, Any]:
             "dur": move.seconds * 1e6, "args": args}
 
 
-def _merged(traces: list[RankTrace], schedule: str) -> dict[str, Any]:
+def _merged_record(traces: list[RankTrace], schedule: str) -> dict[str, Any]:
     """The file: on one clock, each row under the number of its rank."""
     flows = [flow for one in traces for row in one.rows if row["ph"] == "flows" for flow in row["flows"]]
     size = world().size

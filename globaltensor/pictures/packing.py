@@ -1,9 +1,9 @@
 """Columns of whole numbers as text of a page, small: differences, in planes of bytes, deflated, in base64.
 
-    pack(np.array([1000, 2003, 3001]))       differences 1000, 1003, 998; all low bytes, then all high bytes; zlib
+    pack_column(np.array([1000, 2003, 3001]))     differences 1000, 1003, 998; all low bytes, then all high ones; zlib
 
 Times of a schedule are nearly evenly spaced, so their differences hardly vary and their high bytes not at all. The page
-undoes it: `DecompressionStream` has been in all browsers since 2023. `unpack` is the same in Python, for tests.
+undoes it: `DecompressionStream` has been in all browsers since 2023. `unpack_column` is the same in Python, for tests.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PackedColumn(NamedTuple):
     text: str
 
 
-def pack(values: Numbers, differences: bool = False) -> PackedColumn:
+def pack_column(values: Numbers, differences: bool = False) -> PackedColumn:
     """Pack numbers from 0 to 2**32 - 1. Differences are taken modulo 2**32, so they may be of any sign."""
     column = np.ascontiguousarray(values, dtype=np.uint32)
     if differences and len(column):
@@ -36,7 +36,7 @@ def pack(values: Numbers, differences: bool = False) -> PackedColumn:
     return PackedColumn(len(column), width, differences, base64.b64encode(zlib.compress(planes.tobytes(), 6)).decode())
 
 
-def unpack(packed: PackedColumn) -> Numbers:
+def unpack_column(packed: PackedColumn) -> Numbers:
     """The numbers again."""
     planes = np.frombuffer(zlib.decompress(base64.b64decode(packed.text)), np.uint8).reshape(packed.width, -1)
     column = np.zeros(packed.length, np.uint32)

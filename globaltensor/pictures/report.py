@@ -56,7 +56,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryCurves:
     """The most that each row had in each of equal parts of the time: `peaks[row, part]`, until `end`."""
 
     rows: Sequence[str]
@@ -87,7 +87,7 @@ class Report:
     unit: str = "s"
     flows: dict[tuple[int, int], int] | None = None
     flows_unit: str = "bytes"
-    memory: Memory | None = None
+    memory: MemoryCurves | None = None
     tables: Sequence[Table] = ()
     notes: Sequence[str] = field(default=())
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from globaltensor.pictures.boxing_picture import flow_matrix
 from globaltensor.pictures.markup import STYLE, Picture, element, html_table, label
-from globaltensor.pictures.packing import Numbers, PackedColumn, pack
+from globaltensor.pictures.packing import Numbers, PackedColumn, pack_column
 from globaltensor.pictures.report import (
-    Memory,
+    MemoryCurves,
     Panel,
     Report,
     kind_colours,
@@ -99,11 +99,11 @@ def _matrix(of: Report, ranks: list[int]) -> str:
     return f'<div class="beside"><div>{picture}</div><div>{largest}</div></div>'
 
 
-def _memory_html(of: Memory) -> str:
+def _memory_html(of: MemoryCurves) -> str:
     peaks = of.peaks.max(axis=1, initial=0.0)
     chosen = np.argsort(-peaks, kind="stable")[:16]
     rows = [(escape(of.rows[k]), _amount(float(peaks[k]), of.unit)) for k in chosen.tolist()]
-    return ('<h2>Memory by rank over time</h2><canvas class="memory needs-script" aria-label="memory"></canvas>'
+    return ('<h2>MemoryCurves by rank over time</h2><canvas class="memory needs-script" aria-label="memory"></canvas>'
             + html_table(("", "most"), rows, "the largest", numbers=(1,)))
 
 
@@ -172,15 +172,15 @@ def _packed(of: Report) -> tuple[dict[str, Any], list[str]]:
             "title": panel.title, "rows": list(panel.rows), "ranks": list(map(int, panel.ranks)), "tick": tick,
             "end": panel.end, "names": [[text, kinds.index(kind)] for text, kind in panel.names],
             "details": list(panel.details),
-            "offsets": column(pack(panel.offsets, True)), "gap": column(pack(_signless(gap))),
-            "length": column(pack(length)), "name": column(pack(panel.name, True)),
-            "item": column(pack(panel.item, True))})
+            "offsets": column(pack_column(panel.offsets, True)), "gap": column(pack_column(_signless(gap))),
+            "length": column(pack_column(length)), "name": column(pack_column(panel.name, True)),
+            "item": column(pack_column(panel.item, True))})
     if of.memory is not None:
         top = float(of.memory.peaks.max(initial=0.0)) or 1.0
         levels = np.round(of.memory.peaks / top * 65535).astype(np.int64)
         data["memory"] = {"rows": list(of.memory.rows), "ranks": list(map(int, of.memory.ranks)), "top": top,
                           "end": of.memory.end, "unit": of.memory.unit, "parts": int(of.memory.peaks.shape[1]),
-                          "levels": column(pack(levels.reshape(-1), True))}
+                          "levels": column(pack_column(levels.reshape(-1), True))}
     return data, scripts
 
 

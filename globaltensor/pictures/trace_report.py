@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from globaltensor.errors import GlobalTensorError, counted
-from globaltensor.pictures.report import Memory, Panel, Report, Table, spelled_bytes, spelled_time, time_by_name
+from globaltensor.pictures.report import MemoryCurves, Panel, Report, Table, spelled_bytes, spelled_time, time_by_name
 from globaltensor.schedules.timetable import ACTION_NAMES
 
 FORMAT = 1                                           # of the key "globaltensor"
@@ -64,7 +64,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 def trace_report(trace: dict[str, Any], name: str) -> Report:
     """The report of a file that was read. Raises ReportError where its parts are not what they are to be."""
     try:
-        return _report(trace, name)
+        return _read_report(trace, name)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         if isinstance(error, GlobalTensorError):
             raise
@@ -72,14 +72,14 @@ def trace_report(trace: dict[str, Any], name: str) -> Report:
                           "the file as gt.record(file=...) wrote it") from None
 
 
-def _report(trace: dict[str, Any], name: str) -> Report:
+def _read_report(trace: dict[str, Any], name: str) -> Report:
     ours, rows = trace["globaltensor"], trace["traceEvents"]
     timed = [row for row in rows if row.get("ph") == "X" and row.get("dur", -1) >= 0]
     counters = [row for row in rows if row.get("ph") == "C"]
     origin = min((row["ts"] for row in [*timed, *counters]), default=0.0)
     processes = int(ours["processes"])
     pipeline = [row for row in timed if row["pid"] == PIPELINE]
-    panels = [_panel([row for row in timed if row["pid"] != PIPELINE], rows, origin, _numbers(ours))]
+    panels = [_thread_panel([row for row in timed if row["pid"] != PIPELINE], rows, origin, _highest_row(ours))]
     if pipeline:
         panels.append(_pipeline_panel(pipeline))
     panels = [panel for panel in panels if len(panel.start)]
@@ -95,11 +95,11 @@ def _report(trace: dict[str, Any], name: str) -> Report:
     if not panels:
         notes.append("Nothing was recorded: the block had no boxing.")
     tables = [*(table for table in tables if table.rows), *(time_by_name(panel, "s") for panel in panels)]
-    return Report(f"Run: {name}", facts, panels, "s", flows, "bytes", _memory(counters, origin, end, _numbers(ours)),
-                  tables, notes)
+    memory = _memory(counters, origin, end, _highest_row(ours))
+    return Report(f"Run: {name}", facts, panels, "s", flows, "bytes", memory, tables, notes)
 
 
-def _numbers(ours: dict[str, Any]) -> int:
+def _highest_row(ours: dict[str, Any]) -> int:
     """Rows of the file have the numbers of ranks; or of processes, and beyond these of devices, process by process."""
     return max(int(ours["ranks" if ours["by"] == "rank" else "processes"]), 1)
 
@@ -107,7 +107,7 @@ def _numbers(ours: dict[str, Any]) -> int:
 # ------------------------------------------------------------------------------------------------------- the timeline
 
 
-def _panel(timed: list[Event], rows: list[Event], origin: float, numbers: int) -> Panel:
+def _thread_panel(timed: list[Event], rows: list[Event], origin: float, numbers: int) -> Panel:
     """All but the pipeline: a row for each thread and depth."""
     called = {row["pid"]: str(row["args"]["name"]) for row in rows if row.get("name") == "process_name"}
     threads: dict[tuple[int, Any], list[Event]] = {}
@@ -118,11 +118,12 @@ def _panel(timed: list[Event], rows: list[Event], origin: float, numbers: int) -
         rank = pid % numbers
         several = sum(other == pid for other, _ in threads) > 1
         title = called.get(pid, f"rank {pid}") + (f" {tid}" if several else "")
-        lanes += [(title if depth == 0 else "", rank, lane) for depth, lane in enumerate(_nested(events))]
-    return _columns("what ran", lanes, origin, lambda row: (_name_of(row), str(row.get("cat", "event"))), _detail_of)
+        lanes += [(title if depth == 0 else "", rank, lane) for depth, lane in enumerate(_lanes_by_depth(events))]
+    return _columns("what ran", lanes, origin, lambda row: (_event_name(row), str(row.get("cat", "event"))),
+                    _event_detail)
 
 
-def _nested(events: list[Event]) -> list[list[Event]]:
+def _lanes_by_depth(events: list[Event]) -> list[list[Event]]:
     """Events by depth: each lies within one of the lane before. What overlaps otherwise goes one deeper, too."""
     lanes: list[list[Event]] = []
     ends: list[float] = []
@@ -165,13 +166,13 @@ def _columns(title: str, lanes: list[tuple[str, int, list[Event]]], origin: floa
         list(names), list(details))
 
 
-def _name_of(row: Event) -> str:
+def _event_name(row: Event) -> str:
     """An op without its overload; a boxing without its layouts, which its detail tells."""
     match = _BOXING.match(str(row["name"]))
     return f"boxing for {match[1]}" if match else str(row["name"])
 
 
-def _detail_of(row: Event) -> str:
+def _event_detail(row: Event) -> str:
     if _BOXING.match(str(row["name"])):
         return str(row["name"])
     args = row.get("args") or {}
@@ -205,7 +206,7 @@ def _bytes_table(boxings: Iterable[tuple[str, str, int, int]], by: int, title: s
                  "Bytes that the rank that receives most received, by the plans of the boxings.")
 
 
-def _memory(counters: list[Event], origin: float, end: float, numbers: int) -> Memory | None:
+def _memory(counters: list[Event], origin: float, end: float, numbers: int) -> MemoryCurves | None:
     """The curves of memory: the most in each part of the time."""
     curves: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for row in counters:
@@ -223,7 +224,7 @@ def _memory(counters: list[Event], origin: float, end: float, numbers: int) -> M
         peaks[nth] = values[np.maximum(before, 0)]
         np.maximum.at(peaks[nth], np.minimum((times / end * _PARTS).astype(np.int64), _PARTS - 1), values)
     names = [name.removeprefix("memory of ") for _, name in curves]
-    return Memory(names, [pid % numbers for pid, _ in curves], peaks, end, "bytes")
+    return MemoryCurves(names, [pid % numbers for pid, _ in curves], peaks, end, "bytes")
 
 
 def described(ranks: int, processes: int, by: str, schedule: str = "",

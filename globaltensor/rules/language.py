@@ -56,6 +56,14 @@ class Rule:
     leads: int | None = None                         # an operand whose splits stay: the data, where it is small
     keeps: str = ""                                  # operands pending by it ("max", "min") leave results so: max(P, x)
 
+    def __str__(self) -> str:
+        """As it is written: `m k, k n -> m n    a*b`."""
+        sides = (", ".join(" ".join(labels[0] if len(labels) == 1 else f"({' '.join(labels)})" for labels in dims)
+                           for dims in side) for side in (self.inputs, self.outputs))
+        outputs = [" + ".join("*".join(chr(97 + q) if linear else chr(65 + q) for q, linear in term) or "1"
+                              for term in terms) for terms in self.algebra]
+        return f"{' -> '.join(sides)}    {'; '.join(outputs)}"
+
 
 class Signature(NamedTuple):
     """One legal way to run an op on one axis; `label` is the label that is cut, None if nothing is."""

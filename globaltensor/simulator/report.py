@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 
 from globaltensor.pictures.report import (
-    Memory,
+    MemoryCurves,
     Panel,
     Report,
     Table,
@@ -91,7 +91,7 @@ def link_flows(schedule: Schedule, nbytes: int | None) -> dict[tuple[int, int], 
     return flows
 
 
-def memory_of_run(run: SimulatedRun, step: SimulatedStep | None) -> Memory:
+def memory_of_run(run: SimulatedRun, step: SimulatedStep | None) -> MemoryCurves:
     """What each rank keeps: bytes with the model's states, or activations of whole micro-batches."""
     end, scale, first = float(run.makespan) or 1.0, float(run.unit), float(min(run.first))
     took = np.array(durations_of(run.costs), np.float64)
@@ -109,7 +109,7 @@ def memory_of_run(run: SimulatedRun, step: SimulatedStep | None) -> Memory:
         peaks[rank] = np.where(before >= 0, values[np.maximum(before, 0)], always)
         np.maximum.at(peaks[rank], np.minimum((times / end * _PARTS).astype(np.int64), _PARTS - 1), values)
     names = [f"rank {rank}" for rank in range(run.schedule.ranks)]
-    return Memory(names, range(run.schedule.ranks), peaks, end, "bytes" if step else "activations")
+    return MemoryCurves(names, range(run.schedule.ranks), peaks, end, "bytes" if step else "activations")
 
 
 def _traffic_table(step: SimulatedStep) -> Table:
@@ -159,7 +159,7 @@ def with_simulation(of: Report, schedule: Schedule) -> Report:
 def _events_of(panel: Panel) -> list[Event]:
     """The actions of a panel; its names tell kind and stage."""
     codes = {name: code for code, name in ACTION_NAMES.items()}
-    told = [(codes[kind], int(text.rpartition(" ")[2])) for text, kind in panel.names]
+    measured_as = [(codes[kind], int(text.rpartition(" ")[2])) for text, kind in panel.names]
     rank = np.repeat(np.array(panel.ranks), np.diff(panel.offsets))
-    return [Event(int(r), told[n][1], told[n][0], int(item), float(start), float(start + length))
+    return [Event(int(r), measured_as[n][1], measured_as[n][0], int(item), float(start), float(start + length))
             for r, n, item, start, length in zip(rank, panel.name, panel.item, panel.start, panel.length)]

@@ -1,0 +1,55 @@
+"""Try out layouts and boxings in a browser: set placement and sbps by mouse, type an expression, see what moves.
+
+    globaltensor play                       says where the page is; Ctrl-C ends it
+    globaltensor play --export FOLDER       the examples as pages that need no server
+
+The server listens at 127.0.0.1 and answers nobody else. What is typed is not run as Python: an expression is made of
+x, y, numbers, operators, indices and torch's functions.
+"""
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from globaltensor.cli.problem import Problem
+from globaltensor.playground.server import HOST, export_examples, make_server
+from globaltensor.playground.tryout import MOST_RANKS
+from globaltensor.runtime.start import init
+from globaltensor.runtime.world import started
+
+
+def options(of: argparse.ArgumentParser) -> None:
+    """The command line of `globaltensor play`."""
+    of.add_argument("--port", type=_port_number, default=0, metavar="N", help="of the page (default: one that is free)")
+    of.add_argument("--export", type=Path, metavar="FOLDER", help="write the examples as pages, and end")
+
+
+def command(chosen: argparse.Namespace) -> int:
+    """Serve until Ctrl-C, or write pages."""
+    if started() is None:
+        init(ranks=MOST_RANKS)
+    if chosen.export is not None:
+        try:
+            written = export_examples(chosen.export)
+        except OSError as error:
+            raise Problem(f"{chosen.export} could not be written: {error.strerror}", 1) from None
+        print("\n".join(map(str, written)))
+        return 0
+    try:
+        server = make_server(chosen.port)
+    except OSError as error:
+        raise Problem(f"port {chosen.port}: {error.strerror}\n  try: globaltensor play, which takes a free one",
+                      1) from None
+    with server:
+        print(f"http://{HOST}:{server.server_address[1]}/   Ctrl-C ends it", flush=True)
+        try:
+            server.serve_forever(poll_interval=0.1)
+        except KeyboardInterrupt:
+            print()
+    return 0
+
+
+def _port_number(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
+    return int(text)
