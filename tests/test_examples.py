@@ -134,6 +134,14 @@ def test_dropout_drops_the_same_in_every_layout():
         assert losses == pytest.approx(one, rel=1e-5)
 
 
+def test_the_last_step_becomes_a_page(tmp_path, capsys):
+    train_gpt.train(on(2, 2, 1, "--report", str(tmp_path / "run.html")))
+    page, said = (tmp_path / "run.html").read_text(), capsys.readouterr().out
+    assert "gpt.py:" in page and "Bytes by line" in page and f"{tmp_path / 'run.html'}: 1 timeline" in said
+    with pytest.raises(SystemExit, match="ends in .html"):
+        on(2, 2, 1, "--report", "run.txt")
+
+
 def test_the_report_names_every_parameter_and_what_moved(capsys):
     train_gpt.train(on(2, 2, 1))
     said = capsys.readouterr().out

@@ -225,6 +225,14 @@ def test_a_simulation_is_told_as_it_is(name):
     assert float(of.memory.peaks.max()) > 0 and of.flows_unit == "transfers"
 
 
+def test_the_memory_of_a_simulated_training_is_the_one_it_tells(tmp_path, capsys):
+    options = ("--model gpt --layers 8 --hidden 1024 --heads 16 --seq 512 --tp 2 --pp 4 --dp 2 --micro-batch 1 "
+               f"--global-batch 16 --schedule 1f1b --json --report {tmp_path / 'x.html'}")
+    assert main(["simulate", *options.split()]) == 0
+    told = json.loads(capsys.readouterr().out)["memory"]["per_rank"]
+    assert spelled_bytes(max(told)) in (tmp_path / "x.html").read_text()
+
+
 def test_a_schedule_is_simulated_with_the_measured_times():
     run = simulated("zb-h1", 3, 6, ("3", "2", "1", "0"))
     again = simulation_of_events(run.events(), run.schedule)

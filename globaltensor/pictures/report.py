@@ -139,7 +139,9 @@ def idle_times(panel: Panel) -> Idle:
     work = sums[stop] - sums[first]
     begin = np.where(has, panel.start[np.minimum(first, len(ends) - 1)], 0.0) if len(ends) else work
     last = np.where(has, ends[np.maximum(stop - 1, 0)], 0.0) if len(ends) else work
-    return Idle(work, begin, np.maximum(last - begin - work, 0.0), np.where(has, panel.end - last, panel.end))
+    between = last - begin - work
+    between[between < 1e-9 * panel.end] = 0.0        # sums of floats
+    return Idle(work, begin, between, np.where(has, panel.end - last, panel.end))
 
 
 def bubble_table(panel: Panel, unit: str) -> Table:
@@ -179,4 +181,7 @@ def time_by_name(panel: Panel, unit: str, most: int = 20) -> Table:
         one[0], one[1] = one[0] + seconds, one[1] + n
     rows = [[kind, text, f"{int(n):,}", spelled_time(seconds, unit), spelled_time(seconds / max(n, 1), unit)]
             for (kind, text), (seconds, n) in sorted(merged.items(), key=lambda one: -one[1][0])[:most] if n]
-    return Table(f"Time: {panel.title}", ("kind", "what", "count", "time of all ranks", "mean"), rows, (2, 3, 4))
+    head: Sequence[str] = ("kind", "what", "count", "time of all ranks", "mean")
+    if by_kind:
+        head, rows = ("kind", *head[2:]), [[row[0], *row[2:]] for row in rows]
+    return Table(f"Time: {panel.title}", head, rows, range(len(head) - 3, len(head)))

@@ -103,7 +103,7 @@ def _memory_html(of: MemoryCurves) -> str:
     peaks = of.peaks.max(axis=1, initial=0.0)
     chosen = np.argsort(-peaks, kind="stable")[:16]
     rows = [(escape(of.rows[k]), _amount(float(peaks[k]), of.unit)) for k in chosen.tolist()]
-    return ('<h2>MemoryCurves by rank over time</h2><canvas class="memory needs-script" aria-label="memory"></canvas>'
+    return ('<h2>Memory by rank over time</h2><canvas class="memory needs-script" aria-label="memory"></canvas>'
             + html_table(("", "most"), rows, "the largest", numbers=(1,)))
 
 

@@ -79,7 +79,7 @@ def _read_report(trace: dict[str, Any], name: str) -> Report:
     origin = min((row["ts"] for row in [*timed, *counters]), default=0.0)
     processes = int(ours["processes"])
     pipeline = [row for row in timed if row["pid"] == PIPELINE]
-    panels = [_thread_panel([row for row in timed if row["pid"] != PIPELINE], rows, origin, _highest_row(ours))]
+    panels = [_thread_panel([row for row in timed if row["pid"] != PIPELINE], rows, origin, _row_count(ours))]
     if pipeline:
         panels.append(_pipeline_panel(pipeline))
     panels = [panel for panel in panels if len(panel.start)]
@@ -95,11 +95,11 @@ def _read_report(trace: dict[str, Any], name: str) -> Report:
     if not panels:
         notes.append("Nothing was recorded: the block had no boxing.")
     tables = [*(table for table in tables if table.rows), *(time_by_name(panel, "s") for panel in panels)]
-    memory = _memory(counters, origin, end, _highest_row(ours))
+    memory = _memory(counters, origin, end, _row_count(ours))
     return Report(f"Run: {name}", facts, panels, "s", flows, "bytes", memory, tables, notes)
 
 
-def _highest_row(ours: dict[str, Any]) -> int:
+def _row_count(ours: dict[str, Any]) -> int:
     """Rows of the file have the numbers of ranks; or of processes, and beyond these of devices, process by process."""
     return max(int(ours["ranks" if ours["by"] == "rank" else "processes"]), 1)
 

@@ -24,7 +24,7 @@ import torch
 from globaltensor.errors import GlobalTensorError
 
 LONGEST, DEEPEST, LARGEST = 300, 40, 2048            # characters, nested nodes, elements of any tensor
-WIDEST, HIGHEST = LARGEST ** 2, 1e12                 # elements of what operands are broadcast to; numbers
+WIDEST, LARGEST_NUMBER = LARGEST ** 2, 1e12          # elements of what operands are broadcast to; numbers
 FUNCTIONS = frozenset("""
 abs add amax amin argmax argmin bmm cat clamp cos cumsum diag div dot eq exp flatten flip ge gt le log log_softmax
 logsumexp lt matmul max mean min mm movedim mul mv ne neg norm ones_like outer permute relu roll rsqrt sigmoid sign
@@ -178,8 +178,8 @@ def _bounded(function: Callable[..., Any], values: list[Any], named: dict[str, A
             raise ExpressionError("an operator on what is no tensor and no number", "", "x + y")
         if not tensors:
             number = function(*values)
-            if not abs(number) <= HIGHEST:
-                raise ExpressionError(f"the number {number:.3g}", f"here numbers are {HIGHEST:.0e} at most")
+            if not abs(number) <= LARGEST_NUMBER:
+                raise ExpressionError(f"the number {number:.3g}", f"here numbers are {LARGEST_NUMBER:.0e} at most")
             return number
     wide = [max(sizes) for sizes in zip_longest(*(reversed(one.shape) for one in tensors), fillvalue=1)]
     if prod(wide) > WIDEST:

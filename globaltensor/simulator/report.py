@@ -99,7 +99,10 @@ def memory_of_run(run: SimulatedRun, step: SimulatedStep | None) -> MemoryCurves
     edges = np.arange(_PARTS) * (end / _PARTS)
     for rank, (row, starts, (held, unit)) in enumerate(zip(run.schedule.actions, run.starts,
                                                            activations_held(run.schedule, Fraction(1)))):
-        always, each = (step.states[rank], step.per_micro_batch[rank]) if step else (0.0, 1.0)
+        always, each = 0.0, 1.0
+        if step:                                     # what an action works with beside what it keeps is always counted
+            each, most = step.per_micro_batch[rank], float(held.max(initial=0)) / unit
+            always = step.states[rank] + max(step.activations[rank] - each * most, 0.0)
         kind = np.frombuffer(row.kinds, np.uint8)
         stage = np.frombuffer(row.keys, np.int64) % run.schedule.stages
         start = np.array(starts, np.float64)
