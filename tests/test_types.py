@@ -103,7 +103,7 @@ REVEALED = {                                         # what a user writes: its t
     "gt.metrics(tokens=1, every_rank=True)": "dict[str, float]",
     "gt.export_chrome_trace(None, 'trace.json')": "None",
     "gt.init()": "globaltensor.runtime.world.World",
-    "gt.record().__enter__()": "list[globaltensor.boxings.watch.BoxingRecord]",
+    "gt.record().__enter__()": "globaltensor.boxings.watch.Record",
     "gt.boxing('forbid').__enter__()": "None",
     "gt.explain(lambda: x)": "globaltensor.debug.explain.Explanation",
     "gt.save({}, 'folder', asynchronous=True)": "globaltensor.checkpoint.saving.Saving",
