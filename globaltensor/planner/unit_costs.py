@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.boxings.watch import record
+from globaltensor.boxings.watch import recorded
 from globaltensor.errors import raised_at
 from globaltensor.layouts.layout import layout, replicated
 from globaltensor.layouts.placement import placement
@@ -87,7 +87,7 @@ def run_costs(model: nn.Module, units: Sequence[Unit], inputs: Any, loss: Callab
 def _run_step(copied: nn.Module, tracer: CostTracer, groups: list[list[str]], args: Any, named: Any,
          loss: Callable[[Any], torch.Tensor] | None) -> dict[str, list[str]]:
     with ExitStack() as stack:
-        tracer.moves = stack.enter_context(record())
+        tracer.moves = stack.enter_context(recorded())
         stack.enter_context(tracer.following_modules(copied))
         passed = stack.enter_context(passing(copied, groups))
         stack.enter_context(tracer)
