@@ -1,65 +1,53 @@
 """The command `globaltensor`. It stands beside the package, which imports torch: its version and its help come at once.
 
-A command is a module of `globaltensor/cli/`, which is imported when it is chosen; until then its docstring is read.
+A command is a module of `globaltensor/cli/`, which is imported when it has been chosen. The package is first imported
+*without its face*: the public names, and torch with them, come when one is asked for. So a command that needs no torch
+does not wait for it.
 """
 from __future__ import annotations
 
-import argparse
-import ast
 import importlib
 import importlib.util
-import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-COMMANDS = ("run", "ps", "stacks", "info", "doctor", "bench", "simulate", "report", "play", "memory", "plan", "calibrate", "recipe")
-
-
-def package() -> Path:
-    """Where the package is, which is not imported to find out."""
-    found = importlib.util.find_spec("globaltensor")
-    assert found is not None and found.origin is not None        # the two are installed together
-    return Path(found.origin).parent
+from types import ModuleType
+from typing import Any
 
 
-def docstring(name: str) -> str:
-    """That of a file of `globaltensor/cli/`."""
-    return ast.get_docstring(ast.parse((package() / "cli" / f"{name}.py").read_text()), clean=False) or name
+class Faceless(ModuleType):
+    """The package of which only rooms were imported. The first public name that is asked for imports the rest."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__version__":
+            raise AttributeError(name)
+        object.__setattr__(self, "__class__", ModuleType)        # as importlib's own lazy modules do
+        assert self.__spec__ is not None and self.__spec__.loader is not None
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
 
 
-def version() -> str:
-    """globaltensor.__version__"""
-    return re.findall(r'(?m)^__version__ = "(.+)"', (package() / "__init__.py").read_text())[0]
-
-
-def parser(chosen: str | None = None) -> argparse.ArgumentParser:
-    """All commands, and the options of the chosen one, whose `command` does it and returns an exit code."""
-    top = argparse.ArgumentParser(prog="globaltensor", formatter_class=argparse.RawDescriptionHelpFormatter,
-                                  description=docstring("__init__"))
-    top.add_argument("--version", action="version", version=f"globaltensor {version()}")
-    commands = top.add_subparsers(metavar="command", required=True)
-    for name in COMMANDS:
-        doc = docstring(name)
-        one = commands.add_parser(name, help=doc.splitlines()[0], description=doc,
-                                  formatter_class=argparse.RawDescriptionHelpFormatter)
-        if name == chosen:
-            module = importlib.import_module(f"globaltensor.cli.{name}")
-            module.options(one)
-            one.set_defaults(command=module.command)
-    return top
+def import_without_face() -> None:
+    """Let rooms of the package be imported before the package itself."""
+    if "globaltensor" not in sys.modules:
+        spec = importlib.util.find_spec("globaltensor")
+        assert spec is not None                      # the two are installed together
+        module = importlib.util.module_from_spec(spec)
+        module.__class__ = Faceless
+        sys.modules["globaltensor"] = module
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line `args` (default: the process's own); the exit code."""
+    import_without_face()
+    of_cli = importlib.import_module("globaltensor.cli.parser")
     arguments = sys.argv[1:] if args is None else args
     if not arguments:                                # as git does: the commands, not an error about a missing one
-        parser().print_help()
+        of_cli.parser("").print_help()
         return 0
-    chosen = parser(arguments[0]).parse_args(arguments)
+    chosen = of_cli.parser(arguments[0]).parse_args(arguments)
     problem = importlib.import_module("globaltensor.cli.problem").Problem
     try:
-        return chosen.command(chosen)
+        return importlib.import_module(f"globaltensor.cli.{chosen.command}").command(chosen)
     except problem as error:
         print(f"globaltensor: {error}", file=sys.stderr)
         return error.code

@@ -14,6 +14,7 @@ from harness import good
 
 import globaltensor
 from globaltensor.cli import bench, info, main, run
+from globaltensor.cli.options import run_options
 from globaltensor.cli.torchrun import translate
 
 
@@ -40,7 +41,7 @@ def test_help_names_every_command(capsys):
     for name, module in {"run": run, "info": info, "bench": bench}.items():
         assert name in out and module.__doc__.split()[0] in out
         code, own, _ = said(capsys, name, "--help")
-        assert code == 0 and module.__doc__.splitlines()[0] in own
+        assert code == 0 and module.__doc__.splitlines()[0] in " ".join(own.split())
 
 
 def test_version(capsys):
@@ -52,7 +53,14 @@ def test_without_a_command_it_shows_the_commands(capsys):
 
 
 @pytest.mark.parametrize("args, text", [
-    (("walk",), "invalid choice: 'walk'"),
+    (("walk",), "there is no 'walk'; choose from new, run, ps"),
+    (("simulat",), "there is no 'simulat'; did you mean 'simulate'?"),
+    (("bench", "--qick"), "--qick: did you mean --quick?"),
+    (("plan", "--gobal-batch=8"), "--gobal-batch=8: did you mean --global-batch?"),
+    (("run", "--nnode", "2", __file__), "--nnode: did you mean --nnodes?"),
+    (("info", "--zzz"), "there is no argument --zzz\n  try: globaltensor info --help"),
+    (("info", "more"), "there is no argument more\n  try: globaltensor info --help"),
+    (("recipe", "slrm", "x.py"), "there is no 'slrm'; did you mean 'slurm'?"),
     (("run",), "required: program"),
     (("run", "-n", "0", "x.py"), "'0' is not a number from 1 on"),
     (("run", "-n", "two", "x.py"), "'two' is not a number from 1 on"),
@@ -65,7 +73,7 @@ def test_without_a_command_it_shows_the_commands(capsys):
     (("run", "--standalone", "--nnodes", "2", __file__), "--standalone is for one host"),
     (("run", "--nnodes=1:4", __file__), "'1:4' is a range; try: --nnodes 4 --min-ranks R"),
     (("run", "--nproc_per_node=gpus", __file__), "'gpus' is not a number from 1 on"),
-    (("run", "--rdzv_backend", "etcd", __file__), "invalid choice: 'etcd'"),
+    (("run", "--rdzv_backend", "etcd", __file__), "there is no 'etcd'; choose from c10d, static"),
     *((("run", flag, "3", __file__), f"{flag} is torchrun's, and does nothing here\n  try: ") for flag in
       ("--rdzv_conf", "--rdzv-conf", "--log-dir", "--log_dir", "-r", "-t", "--tee", "--role", "--start-method",
        "--monitor_interval", "--no-python", "--run_path", "--local-ranks-filter", "--numa_binding")),
@@ -89,7 +97,7 @@ def test_what_cannot_be_done_is_said_in_a_line_or_two(capsys, args, text):
 ])
 def test_flags_of_torchrun_mean_here_what_they_mean_there(flags, wanted):
     parser = argparse.ArgumentParser()
-    run.options(parser)
+    run_options(parser)
     chosen = parser.parse_args([*flags.split(), "program.py", "--nproc_per_node", "its own"])
     translate(chosen)
     assert {name: getattr(chosen, name) for name in wanted} == wanted
@@ -101,14 +109,14 @@ def test_every_flag_of_torchrun_is_known(capsys):
     from torch.distributed.run import get_args_parser
 
     parser = argparse.ArgumentParser()
-    run.options(parser)
+    run_options(parser)
     ours = {name for action in parser._actions for name in action.option_strings}
     assert {name for action in get_args_parser()._actions for name in action.option_strings} <= ours
 
 
 def test_what_follows_the_program_is_its_own():
     of = argparse.ArgumentParser()
-    run.options(of)
+    run_options(of)
     for own in (["--log", "file"], ["--m", "1"], ["--steps", "3", "--rdzv", "x"], ["--log-dir", "x"],
                 ["-n", "3", "--", "-m"], ["--grace"], ["--max-restarts=x"]):
         chosen = of.parse_args(["-n", "2", "train.py", *own])
@@ -205,7 +213,7 @@ def test_the_report_names_the_cause_first(tmp_path, capsys, codes, notes, code, 
 
 @pytest.mark.usefixtures("real_processes")
 @pytest.mark.parametrize("arguments, expected", [
-    ([], "usage: globaltensor"), (["--help"], "    run       Run a program"),
+    ([], "usage: globaltensor"), (["--help"], "    run         Run a program"),
     (["--version"], f"globaltensor {globaltensor.__version__}")])
 def test_the_version_and_the_help_do_not_wait_for_torch(arguments, expected):
     code = f"""

@@ -477,7 +477,7 @@ def test_where_nothing_fits_the_least_changes_are_named(capsys):
     (NANO.replace("--global-batch 512", ""), "which --global-batch?"), (f"{NANO} --dp 7", "a global batch of 512"),
     (f"{NANO} --dp 8 --micro-batch 128", "a global batch of 512 in micro-batches of 128 on dp 8"),
     (f"{NANO} --tp 5", "tp 5 with 12 heads"), (f"{NANO} --pp 13 --devices 16", "pp 13 with 12 layers"),
-    (f"{NANO} --dp 4 --tp 4", "16 ranks on 8 devices"), (f"{NANO} --schedule zigzag", "invalid choice"),
+    (f"{NANO} --dp 4 --tp 4", "16 ranks on 8 devices"), (f"{NANO} --schedule zigzag", "there is no 'zigzag'"),
     (f"{NANO} --pp 8 --schedule interleaved --chunks 2", "interleaved with 2 stages on each rank"),
     (f"{NANO} --memory none", "is not a number above 0"), (f"{NANO} --cluster nowhere", "no cluster 'nowhere'"),
     (f"{NANO} --save /nowhere/plan.json", "could not be written")])

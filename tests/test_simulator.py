@@ -245,7 +245,8 @@ GPT_TINY = "--model gpt --layers 4 --hidden 64 --heads 4 --seq 32"
     ("simulate --times 1,1,1 --schedule zbh1 --stages 2 --micro-batches 2", "try: zb-h1 or zb-h2 or zb-v"),
     ("simulate --times 1,1,1 --schedule gone.txt", "the schedule gone.txt could not be read"),
     ("simulate --times 1,1,1 --schedule 1f1b --stages 0 --micro-batches 2", "'0' is not a number from 1 on"),
-    ("simulate --times 1,1,1 --schedule 1f1b --stages 2 --micro-batches 2 --weight-share x", "'x' is not a number"),
+    ("simulate --times 1,1,1 --schedule 1f1b --stages 2 --micro-batches 2 --weight-share x",
+     "--weight-share x is not a number"),
     ("simulate --times 1,1,1 --schedule 1f1b --stages 100 --micro-batches 2000 --text", "400,000 actions are too many"),
     ("simulate --model gpt --layers 4", "--model gpt needs --hidden"),
     (f"simulate {GPT_TINY}", "which --global-batch?"),
@@ -255,9 +256,9 @@ GPT_TINY = "--model gpt --layers 4 --hidden 64 --heads 4 --seq 32"
     (f"simulate {GPT_TINY} --pp 2 --global-batch 8 --cluster dgx", "try: dgx-h100 or dgx-a100"),
     ("simulate --model gpt --layers 4 --hidden 65 --heads 4 --seq 32 --global-batch 8", "hidden 65 over 4 heads"),
     ("memory", "how large is the model?"),
-    ("memory --params many", "'many' is not a number of parameters"),
+    ("memory --params many", "--params many is not a number of parameters"),
     ("memory --params 1e9 --bytes 2,2", "'2,2' is not three numbers of bytes"),
-    ("memory --params 1e9 --zero 4", "invalid choice: 4"),
+    ("memory --params 1e9 --zero 4", "there is no '4'; choose from 0, 1, 2, 3"),
     ("memory --params 1e9 --dp 0", "'0' is not a number from 1 on"),
 ])
 def test_what_cannot_be_simulated_is_said(capsys, command, text):
@@ -284,7 +285,7 @@ def test_the_zero_table_by_the_command(capsys):
 def test_memory_in_words(capsys):
     code, out, _ = said(capsys, "memory --params 7.5B --zero 2 --dp 64")
     assert code == 0 and [line.split()[-2:] for line in out.splitlines()[1:]] == [
-        ["15", "GB"], ["0.2344", "GB"], ["1.406", "GB"], ["16.64", "GB"]]
+        ["15", "GB"], ["234", "MB"], ["1.41", "GB"], ["16.6", "GB"]]
 
 
 @pytest.mark.parametrize("bytes_each, plain, cut", [((2, 2, 16), 20, (4, 16)), ((2, 4, 12), 18, (6, 12)),

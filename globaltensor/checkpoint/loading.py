@@ -33,6 +33,7 @@ from globaltensor.checkpoint.pieces import (
 from globaltensor.checkpoint.remote import Folder, folder_at
 from globaltensor.checkpoint.tree import FlatState, at_path, decode, flatten, is_object, join_path, state_of
 from globaltensor.errors import counted
+from globaltensor.runtime.progress import counted_off
 from globaltensor.runtime.torch_internals import has_internal_overlap
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.materialize import fill_unloaded
@@ -80,7 +81,7 @@ def load_version(state: Any, directory: Folder) -> tuple[Any, Manifest]:
         # Objects first, as their own code may refuse a state: no tensor has been written then.
         collective_try("loading the state of objects", lambda: _load_objects(checked, undo))
         done: set[int] = set()
-        for name, entry in entries.items():
+        for name, entry in counted_off("loading", entries.items(), "tensors"):
             t = flat.tensors.get(name)
             # tied tensors are read once
             if t is not None and name not in checked.new and id(t) not in done:

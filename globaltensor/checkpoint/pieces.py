@@ -22,6 +22,7 @@ from globaltensor.checkpoint.manifest import DTYPES, CheckpointError, Entry, Sav
 from globaltensor.checkpoint.remote import Folder, RemotePath
 from globaltensor.layouts.layout import spec
 from globaltensor.layouts.regions import Region, intersect, slices, volume
+from globaltensor.runtime.progress import progress
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -195,8 +196,11 @@ class CheckpointFiles:
         for kind in set(kinds) - KINDS.keys():
             raise CheckpointError(f"the hashes in {self.folder} are of the kind {kind}",
                                   "the package xxhash, which computes them, is not installed", "pip install xxhash")
-        with ThreadPoolExecutor(_threads()) as pool:
-            for (piece, (entry, rank)), actual in zip(new.items(), pool.map(piece_hash, views, kinds)):
+        total = sum(view.nbytes for view in views)
+        with progress("checking", total, "bytes") as advance, ThreadPoolExecutor(_threads()) as pool:
+            actuals = pool.map(piece_hash, views, kinds)
+            for (piece, (entry, rank)), view, actual in zip(new.items(), views, actuals):
+                advance(view.nbytes)
                 if piece.hash != actual:
                     raise CheckpointError(f"{self._name(entry, piece)} is damaged: rank {rank} needs it",
                                           f"its bytes hash to {actual[:20]}..., the manifest says {piece.hash[:20]}...",

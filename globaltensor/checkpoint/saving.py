@@ -43,6 +43,7 @@ from globaltensor.layouts.regions import slices
 from globaltensor.runtime.agreement import broadcast_object, checksum, gather_objects
 from globaltensor.runtime.deadlock import patience, stacks_of
 from globaltensor.runtime.liveness import first_lost, lost_rank
+from globaltensor.runtime.progress import progress
 from globaltensor.runtime.world import world, world_size
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -113,6 +114,7 @@ class Saving:
         self._entries = {name: (t.dtype, tuple(t.shape), isinstance(t, GlobalTensor)) for name, t in tensors.items()}
         self._error: CheckpointError | None = None
         self._reported = False
+        self._ranks_written = 0                      # that rank 0 knows of
         self._rank, self._ranks = world().rank, world_size()
         self._written = threading.Event()            # or failed
         self._thread = threading.Thread(target=self._run, name=f"saving {self.path.name}")
@@ -128,7 +130,11 @@ class Saving:
 
     def wait_until_written(self) -> Folder:
         """Wait until all ranks have written the checkpoint. Returns its folder; raises the error if there was one."""
-        self._written.wait()
+        with progress("saving", self._ranks, "ranks") as advance:
+            seen = 0
+            while not self._written.wait(0.1):
+                advance(self._ranks_written - seen)
+                seen = self._ranks_written
         self._reported = True
         if self._error is not None:
             raise self._error
@@ -210,6 +216,7 @@ class Saving:
         for rank in range(self._ranks):
             mark = self._temporary / f"rank-{rank}.done"
             self._await(mark.exists, f"rank-{rank}.failed", rank, "to write")
+            self._ranks_written += 1
             for name, file, key, region, hash_text in json.loads(mark.read_bytes()):
                 pieces.setdefault(name, []).append(SavedPiece(file, key, tuple(map(tuple, region)), hash_text))
         entries = {name: Entry(name, *self._entries[name], tuple(pieces.get(first, ())))

@@ -3,9 +3,10 @@
     globaltensor calibrate rows.csv --cluster dgx-a100 > mine.json
     globaltensor plan --evaluate others.csv --cluster mine.json
 
-The rows are those of `globaltensor plan`, with the column measured_ms. Nine numbers are fitted: the rates that programs
-reach for products, memory, and links within a host and between hosts, their latencies, and what starting a kernel, a
-micro-batch and a step costs. What no row tells about stays as --cluster has it. Needs scipy: globaltensor[plan].
+The rows are those of `globaltensor plan --evaluate`, with the column measured_ms. Nine numbers are fitted: the rates
+that programs reach for matrix products, for memory, and for links within a host and between hosts; the latencies of
+these links; and the overhead of a kernel, a micro-batch and a step. What no row tells about stays as in --cluster.
+This needs scipy: pip install 'globaltensor[plan]'
 """
 from __future__ import annotations
 
@@ -19,14 +20,6 @@ from globaltensor.errors import GlobalTensorError
 from globaltensor.simulator.calibration import calibrate, quality
 from globaltensor.simulator.cluster import as_json, cluster
 from globaltensor.simulator.evaluation import evaluate, read_rows
-
-
-def options(of: argparse.ArgumentParser) -> None:
-    """The command line of `globaltensor calibrate`."""
-    of.add_argument("rows", metavar="FILE", help="a CSV file with a plan and its measured_ms in each row")
-    of.add_argument("--cluster", default="dgx-a100", metavar="NAME",
-                    help="where to begin: dgx-a100, dgx-h100, or a JSON file (default dgx-a100)")
-    of.add_argument("--name", default="", help="what to call it (default: the name of --cluster)")
 
 
 def command(chosen: argparse.Namespace) -> int:

@@ -1,4 +1,5 @@
-"""Show versions, devices, transports, and the world that a program would see."""
+"""Show versions, devices, transports, and the world that a program would see.
+"""
 from __future__ import annotations
 
 import argparse
@@ -14,13 +15,9 @@ import torch.distributed as dist
 import globaltensor
 from globaltensor.runtime import native
 from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count, engine_of
-from globaltensor.runtime.text_table import aligned
+from globaltensor.runtime.text_table import aligned, terminal_columns
+from globaltensor.runtime.units import bytes_text
 from globaltensor.runtime.world import world_size
-
-
-def options(of: argparse.ArgumentParser) -> None:
-    """The command line of `globaltensor info`."""
-    of.add_argument("--json", action="store_true", help="as one JSON object")
 
 
 def command(chosen: argparse.Namespace) -> int:
@@ -54,7 +51,7 @@ def _versions() -> dict[str, str]:
 
 def _host() -> dict[str, Any]:
     host: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cores": cores(),
-                            "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
+                            "memory": _memory_size(),
                             "accelerators": accelerator_count()}
     type = accelerator()
     for index in range(accelerator_count()):
@@ -62,11 +59,19 @@ def _host() -> dict[str, Any]:
     return host
 
 
+def _memory_size() -> str:
+    """Of this host, where the system tells."""
+    names = getattr(os, "sysconf_names", {})         # Windows has none
+    if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= names.keys():
+        return "not told by this system"
+    return bytes_text(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
 def _device_text(device: str) -> str:
     """Name and memory, where the backend's module tells them."""
     properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
     memory = getattr(properties, "total_memory", None)
-    return getattr(properties, "name", "there") + (f", {memory / 2**30:.0f} GiB" if memory else "")
+    return getattr(properties, "name", "there") + (f", {bytes_text(memory)}" if memory else "")
 
 
 def _transports() -> dict[str, str]:
@@ -97,5 +102,6 @@ def _world() -> dict[str, Any]:
 def _info_text(sections: dict[str, dict[str, Any]]) -> str:
     lines = []
     for section, rows in sections.items():
-        lines += [section, *aligned([(f"  {name}", str(value)) for name, value in rows.items()])]
+        lines += [section, *aligned([(f"  {name}", str(value)) for name, value in rows.items()],
+                                    columns=terminal_columns())]
     return "\n".join(lines)

@@ -1,19 +1,20 @@
-"""Plan ahead: the fastest parallel plan of a model on a cluster that fits in memory, or what given plans would take.
+"""Find the fastest parallel plan for a model on a cluster, or evaluate given plans.
 
     globaltensor plan --model gpt --layers 96 --hidden 12288 --heads 96 --seq 2048 --vocab 51200 \\
         --devices 1024 --global-batch 1536 --cluster dgx-a100 --save plan.json
     globaltensor plan --evaluate rows.csv --cluster mine.json
 
-All products dp x tp x pp, micro-batches, stages of ZeRO, schedules and cuts into stages are weighed, and those that can
-win are simulated. --dp, --tp and the like fix what they name. `gt.Strategy.load("plan.json")` reads what --save wrote.
-Where nothing fits the exit code is 1, and the least change with which something does is named.
+The search covers all products dp x tp x pp, micro-batch sizes, ZeRO stages, schedules and cuts into stages, and
+simulates those that could be the fastest. Options such as --dp and --tp fix a choice. `gt.Strategy.load("plan.json")`
+reads what --save wrote. If no plan fits in memory, the exit code is 1, and the output names the smallest change that
+makes one fit.
 
---evaluate tells what plans take, by the rows of a table, each a GPT by its sizes and how it is spread:
+--evaluate reads a table with one plan per row, each for a GPT of the given sizes:
 
     gpus,global_batch,micro_batch,hidden,heads,layers,seq,vocab,tp,dp,pp,zero,recompute
 
-and, if you like, schedule, chunks, sp (0 or 1), attention (flash or plain) and measured_ms. Where steps were measured,
-the last line says how well the two agree. `globaltensor calibrate` makes the description of a cluster from such rows.
+Further columns are optional: schedule, chunks, sp (0 or 1), attention (flash or plain) and measured_ms. If steps were
+measured, the last line says how well the prediction agrees. `globaltensor calibrate` fits a cluster to such rows.
 """
 from __future__ import annotations
 
@@ -22,54 +23,19 @@ import json
 import time
 from dataclasses import replace
 
-from globaltensor.cli.memory import model, model_options, problem
-from globaltensor.cli.problem import Problem, positive
+from globaltensor.cli.memory import model, problem
+from globaltensor.cli.problem import Problem
 from globaltensor.errors import GlobalTensorError
 from globaltensor.planner.pricing import Task
 from globaltensor.planner.report import strategy_of
 from globaltensor.planner.search import search
 from globaltensor.planner.space import Fixed
 from globaltensor.planner.strategy import Strategy
-from globaltensor.runtime.text_table import aligned
-from globaltensor.schedules.generators import GENERATORS
+from globaltensor.runtime.text_table import aligned, terminal_columns
+from globaltensor.runtime.units import bytes_text, seconds_text
 from globaltensor.simulator.calibration import Quality, quality
 from globaltensor.simulator.cluster import cluster
 from globaltensor.simulator.evaluation import Evaluation, PlanRow, evaluate, read_rows
-from globaltensor.simulator.gpt import RECOMPUTE
-
-
-def options(of: argparse.ArgumentParser) -> None:
-    """The command line of `globaltensor plan`."""
-    of.add_argument("--evaluate", metavar="FILE", help="a CSV file with a plan in each row")
-    of.add_argument("--cluster", default="dgx-a100", metavar="NAME",
-                    help="dgx-a100, dgx-h100, or a JSON file (default dgx-a100)")
-    of.add_argument("--json", action="store_true", help="the strategy as one JSON object; of rows, a list of objects")
-    own = of.add_argument_group("a model")
-    model_options(own)
-    own.add_argument("--devices", type=positive, metavar="N", help="devices of the cluster; some may stay idle")
-    own.add_argument("--global-batch", type=positive, metavar="N", help="samples in a step")
-    own.add_argument("--memory", type=_number, metavar="BYTES", help="of a device (default: the cluster's): 80e9")
-    own.add_argument("--seconds", type=_number, default=60.0, metavar="N",
-                     help="stop the search then, with the best so far and its bound (default 60)")
-    own.add_argument("-o", "--save", metavar="FILE", help="write the strategy, for gt.Strategy.load")
-    fixed = of.add_argument_group("not to be chosen, but given")
-    for name, what in (("dp", "data-parallel ranks"), ("tp", "tensor-parallel ranks"), ("pp", "pipeline ranks"),
-                       ("chunks", "stages on each rank"), ("micro-batch", "samples at a time")):
-        fixed.add_argument(f"--{name}", type=positive, metavar="N", help=what)
-    fixed.add_argument("--zero", type=int, choices=range(4), help="stage of ZeRO over dp")
-    fixed.add_argument("--recompute", choices=RECOMPUTE, help="which activations are computed again")
-    fixed.add_argument("--schedule", choices=list(GENERATORS), help="of the pipeline")
-    fixed.add_argument("--sp", action=argparse.BooleanOptionalAction, help="sequence parallel, along tp, or not")
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
 
 
 def command(chosen: argparse.Namespace) -> int:
@@ -110,13 +76,14 @@ def _planned(chosen: argparse.Namespace) -> int:
 
 def _strategy_report(of: Strategy) -> str:
     rows = [("by hand", "plan", "step", "memory")]
-    rows += [(one["name"], one["plan"], f"{one['step_time']:.4g} s", f"{one['memory'] / 1e9:.1f} GB")
+    rows += [(one["name"], one["plan"], seconds_text(one["step_time"]), bytes_text(one["memory"]))
              if one["feasible"] else (one["name"], "does not fit", "", "") for one in of["menu"]]
-    others = [(one["name"], f"{one['step_time']:.4g} s", f"{one['memory'] / 1e9:.1f} GB")
+    others = [(one["name"], seconds_text(one["step_time"]), bytes_text(one["memory"]))
               for one in of.get("runners_up", [])]
-    return "\n".join([str(of), "", *aligned(rows, right={2, 3}),
-                      *(["", "next best", *aligned(others, right={1, 2})] if others else []), "",
-                      f"{of['candidates']:,} plans were weighed in {of['search_seconds']:.1f} s"])
+    columns = terminal_columns()
+    return "\n".join([str(of), "", *aligned(rows, right={2, 3}, columns=columns),
+                      *(["", "next best", *aligned(others, right={1, 2}, columns=columns)] if others else []), "",
+                      f"{of['candidates']:,} plans were weighed in {seconds_text(of['search_seconds'])}"])
 
 
 def _evaluated(chosen: argparse.Namespace) -> int:
@@ -138,9 +105,9 @@ def _evaluation_text(rows: list[PlanRow], evaluations: list[Evaluation]) -> str:
     titles = ("layers", "hidden", "batch", "micro", "dp", "tp", "pp", "zero", "step", "measured", "memory")
     lines = [tuple(str(size) for size in (row.gpt.layers, row.gpt.hidden, row.plan.global_batch, row.plan.micro_batch,
                                           row.plan.dp, row.plan.tp, row.plan.pp, row.plan.zero))
-             + (f"{one.step_time:.4g} s", f"{row.measured:.4g} s" if row.measured else "",
-                f"{one.memory / 1e9:.1f} GB" + ("" if one.fits else ": DOES NOT FIT"))
+             + (seconds_text(one.step_time), seconds_text(row.measured) if row.measured else "",
+                bytes_text(one.memory) + ("" if one.fits else ": DOES NOT FIT"))
              for row, one in zip(rows, evaluations)]
-    table = aligned([titles, *lines], right=set(range(10)))
+    table = aligned([titles, *lines], right=set(range(10)), columns=terminal_columns())
     agreement = quality(rows, [one.step_time for one in evaluations])
     return "\n".join([*table, *([agreement_text(agreement)] if agreement.rows else [])])

@@ -9,19 +9,12 @@ x, y, numbers, operators, indices and torch's functions.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from globaltensor.cli.problem import Problem
 from globaltensor.playground.server import HOST, export_examples, make_server
 from globaltensor.playground.tryout import MOST_RANKS
 from globaltensor.runtime.start import init
 from globaltensor.runtime.world import started
-
-
-def options(of: argparse.ArgumentParser) -> None:
-    """The command line of `globaltensor play`."""
-    of.add_argument("--port", type=_port_number, default=0, metavar="N", help="of the page (default: one that is free)")
-    of.add_argument("--export", type=Path, metavar="FOLDER", help="write the examples as pages, and end")
 
 
 def command(chosen: argparse.Namespace) -> int:
@@ -47,9 +40,3 @@ def command(chosen: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print()
     return 0
-
-
-def _port_number(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
-    return int(text)

@@ -1,41 +1,54 @@
-"""Show the jobs of this user on this host, and each of their ranks.
+"""List this user's jobs on this host, with all of their ranks.
 
     globaltensor ps
     job   rank     process   state   memory   for      program
     1     0 of 2   4711      runs    512 MB   0:01:05  train.py --steps 100
     1     1 of 2   4712      stopped 498 MB   0:01:05  train.py --steps 100
 
-`globaltensor stacks` shows where in the program they are.
+`globaltensor stacks` shows which line of the program each rank has reached.
 """
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from globaltensor.cli import worker
 from globaltensor.cli.problem import Problem
 from globaltensor.runtime.host_processes import RankProcess, host_id, process_state, rank_processes
-from globaltensor.runtime.text_table import aligned
+from globaltensor.runtime.text_table import aligned, terminal_columns
+from globaltensor.runtime.units import bytes_text
 
+NO_JOB = "no job of this user runs on this host"
 
-def options(of: argparse.ArgumentParser) -> None:
-    """The command line of `globaltensor ps`: nothing."""
 
 
 def command(chosen: argparse.Namespace) -> int:
     """Print them."""
+    running = jobs()
+    if chosen.json:
+        print(json.dumps([{"ranks": ranks[0].ranks, "here": [_facts_of(each) for each in ranks]} for ranks in running],
+                         indent=2))
+        return 0
     rows = [("job", "rank", "process", "state", "memory", "for", "program")]
-    for number, ranks in enumerate(jobs(), 1):
+    for number, ranks in enumerate(running, 1):
         for each in ranks:
-            pid = each.process.pid
-            rows.append((str(number), f"{each.rank} of {each.ranks}", str(pid), process_state(each.process),
-                         _resident(pid), _age(each.process.began), program(pid)))
-    print("\n".join(aligned(rows, gap="   ")) if len(rows) > 1 else "no job of this user runs on this host")
+            of = _facts_of(each)
+            rows.append((str(number), f"{each.rank} of {each.ranks}", str(of["process"]), of["state"],
+                         bytes_text(of["bytes"]), str(timedelta(seconds=int(of["seconds"]))), of["program"]))
+    print("\n".join(aligned(rows, gap="   ", columns=terminal_columns())) if running else NO_JOB)
     return 0
+
+
+def _facts_of(each: RankProcess) -> dict[str, Any]:
+    pid = each.process.pid
+    return {"rank": each.rank, "process": pid, "state": process_state(each.process), "bytes": _resident(pid),
+            "seconds": _age(each.process.began), "program": program(pid)}
 
 
 def jobs() -> list[list[RankProcess]]:
@@ -74,10 +87,9 @@ def _parent(pid: int) -> int:
     return int(_status_line(pid, "PPid") or 0)
 
 
-def _resident(pid: int) -> str:
-    return f"{int((_status_line(pid, 'VmRSS') or '0').split()[0]) / 1000:,.0f} MB"
+def _resident(pid: int) -> int:
+    return int((_status_line(pid, "VmRSS") or "0").split()[0]) * 1024            # kB of Linux are 1024 bytes
 
 
-def _age(began: int) -> str:
-    seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
-    return str(timedelta(seconds=int(seconds)))
+def _age(began: int) -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")

@@ -1,10 +1,10 @@
-"""Print a script that starts a program on a cluster: for SLURM, Kubernetes or Ray.
+"""Print a script that starts a program on SLURM, Kubernetes or Ray.
 
     globaltensor recipe slurm --nodes 4 --gpus 8 train.py --steps 100 > train.sbatch && sbatch train.sbatch
     globaltensor recipe k8s --nodes 4 --gpus 8 --image my/image train.py > train.yaml && kubectl apply -f train.yaml
     globaltensor recipe ray --nodes 4 --gpus 8 train.py > on_ray.py && ray job submit -- python on_ray.py
 
-One process for each GPU; without --gpus, one process on each node. docs/clusters.md explains each script.
+The script starts one process per GPU or, without --gpus, one per host. docs/clusters.md explains each script.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import secrets
 import shlex
 from pathlib import PurePath
 
-from globaltensor.cli.problem import Problem, positive
+from globaltensor.cli.problem import Problem
 
 # The step's own environment says who is which rank (runtime/launchers.py). All of them must share one secret, and
 # batch scripts run on one node only: so it is drawn here, where srun takes it from.
@@ -133,17 +133,6 @@ def environment(rank):
 ray.get([actor.run.remote(environment(rank)) for rank, actor in enumerate(actors)])
 '''
 
-
-def options(of: argparse.ArgumentParser) -> None:
-    """The command line of `globaltensor recipe`."""
-    of.usage = "globaltensor recipe {slurm,k8s,ray} [--nodes N] [--gpus N] [--image NAME] program [argument ...]"
-    of.add_argument("cluster", choices=sorted(_WRITE), help="what runs the cluster")
-    of.add_argument("--nodes", type=positive, default=1, metavar="N", help="hosts (default 1)")
-    of.add_argument("--gpus", type=positive, metavar="N", help="GPUs of each host, a rank each (default: one rank)")
-    of.add_argument("--image", default="python:3.12", metavar="NAME", help="k8s: an image with the program, torch and "
-                    "globaltensor in it")
-    of.add_argument("program", help="a Python file, as the hosts of the cluster see it")
-    of.add_argument("args", nargs=argparse.REMAINDER, metavar="argument", help="the program's own arguments")
 
 
 def command(chosen: argparse.Namespace) -> int:

@@ -23,13 +23,6 @@ from globaltensor.schedules.text import parse_schedule
 from globaltensor.simulator.report import with_simulation
 
 
-def options(of: argparse.ArgumentParser) -> None:
-    """The command line of `globaltensor report`."""
-    of.add_argument("run", type=Path, metavar="RUN", help="what gt.record(file=...) wrote: .json or .json.gz")
-    of.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (default: beside RUN, as .html)")
-    of.add_argument("--json", action="store_true", help="say what was written as one JSON object")
-
-
 def command(chosen: argparse.Namespace) -> int:
     """Read the run, write the page."""
     try:

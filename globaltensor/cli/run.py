@@ -3,14 +3,16 @@
     globaltensor run -n 4 train.py --steps 100     4 ranks on this host
     globaltensor run -n 4 -m package.train         a module instead of a file
     globaltensor run -n 8 --nnodes 2 --rdzv-endpoint host0:29400 train.py    on each of 2 hosts: 16 ranks
-    globaltensor run -n 4 --max-restarts 3 train.py                          again after a crash, up to 3 times
+    globaltensor run -n 4 --max-restarts 3 train.py                          restart after a crash, up to 3 times
 
-torchrun's flags are taken too, spelled --nproc-per-node or --nproc_per_node; the others say what to type.
+Without this command, the same program runs in one process that drives all ranks: python train.py
 
-The same program runs without it, as one process that drives all ranks: python train.py
+The first rank that fails prints its error, once. The other ranks are then ended, and the exit code is that of the
+rank that failed. Ctrl-C ends all ranks.
 
-The first rank that fails shows its error, once; the others are ended, and the exit code is that rank's. Ctrl-C ends
-all. Everything else is torch's own launcher, so what torchrun sets (RANK, WORLD_SIZE, ...) is set here too.
+torchrun's flags work too, in both spellings: --nproc-per-node and --nproc_per_node. Those that have no use here say
+what to type instead. Ranks find the same environment variables as under torchrun: RANK, WORLD_SIZE, LOCAL_RANK and so
+on.
 """
 from __future__ import annotations
 
@@ -29,45 +31,12 @@ from typing import Any
 
 from globaltensor.cli import worker
 from globaltensor.cli.info import cores
-from globaltensor.cli.problem import Problem, positive
-from globaltensor.cli.torchrun import add_flag, add_torchrun_flags, host_count, rank_count, translate
+from globaltensor.cli.problem import Problem
+from globaltensor.cli.torchrun import translate
 from globaltensor.runtime.accelerators import accelerator_count
 from globaltensor.runtime.deadlock import rank_names
 from globaltensor.runtime.preemption import REQUEUE
 from globaltensor.runtime.secret import draw_secret
-
-
-def options(of: argparse.ArgumentParser) -> None:
-    """The command line of `globaltensor run`."""
-    of.usage = ("globaltensor run [-n N] [--nnodes N --rdzv-endpoint HOST:PORT] [--max-restarts N [--min-ranks N]] "
-                "[--grace SECONDS] [-m] program [argument ...]")
-    of.allow_abbrev = False                          # a program's own --log is not short for --log-dir
-    add_flag(of, "-n", "--nproc-per-node", dest="ranks", type=rank_count, metavar="N",
-             help="ranks on this host (default: the GPUs there are, else 2)")
-    add_flag(of, "--grace", type=positive, default=30, metavar="SECONDS", help="from SIGTERM or Ctrl-C to SIGKILL, "
-             "for ranks that save what they have (default 30)")
-    add_flag(of, "--shutdown-timeout", dest="grace", type=positive, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    add_flag(of, "--max-restarts", type=_natural, default=0, metavar="N", help="how often the program is started "
-             "again when a rank fails; it goes on by gt.resume (default 0)")
-    add_flag(of, "--min-ranks", type=positive, metavar="N", help="leave out ranks, or hosts, that fail, as long as "
-             "so many of the job are left (default: all are started again)")
-    add_torchrun_flags(of)
-    of.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
-    hosts = of.add_argument_group("several hosts", "the same command on each host")
-    add_flag(hosts, "--nnodes", type=host_count, default=1, metavar="N", help="hosts that take part (default 1)")
-    add_flag(hosts, "--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts meet: an address of one of them")
-    add_flag(hosts, "--rdzv-id", default="globaltensor", metavar="ID", help="tells runs at one endpoint apart")
-    add_flag(hosts, "--node-rank", type=int, metavar="I", help="fix this host's place among the hosts, from 0; "
-             "host 0 must be the endpoint's (default: in the order of their names)")
-    add_flag(hosts, "--local-addr", metavar="ADDRESS", help="this host's address, where its name does not tell")
-    of.add_argument("program", help="a Python file, or a module with -m")
-    of.add_argument("args", nargs=argparse.REMAINDER, metavar="argument", help="the program's own arguments")
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
-    return int(text)
 
 
 def command(chosen: argparse.Namespace) -> int:

@@ -1,21 +1,24 @@
-"""Simulate a pipeline schedule: bubbles, memory and the time of a step, without running it.
+"""Simulate a pipeline schedule: bubbles, memory and step time.
 
     globaltensor simulate --schedule zb-h1 --stages 8 --micro-batches 24 --times 18.522,18.086,9.337,0.601
     globaltensor simulate --schedule mine.txt --times 1,1,1,0 --text
     globaltensor simulate --model gpt --layers 128 --hidden 25600 --heads 160 --seq 2048 --vocab 51200 \\
         --tp 8 --pp 64 --dp 6 --micro-batch 1 --global-batch 3072 --cluster dgx-a100
 
-Either times are given, TF,TB,TW,Tcomm in any one unit: what a rank takes for the forward, the gradient of the input and
-that of the weights of one micro-batch, and one way between ranks. Or a model and a cluster, and times are seconds.
+Give either times, or a model and a cluster. --times TF,TB,TW,Tcomm are in any one unit: for one micro-batch, how long
+a rank takes for the forward pass, the gradients of inputs and the gradients of weights, and how long a transfer takes
+from one rank to another. With a model, all times are in seconds.
 
-span         the longest time of a rank from its own first action to its own last
-makespan     from the first action of all to the last
-bubble rate  (span - work of that rank) / span
-step time    the makespan; with a model, with the reductions of gradients and the optimizer that follow
---zero 3     gathers the parameters of a stage for each forward and again for each backward, which wait for it
+The report has these terms:
 
---plot, --trace and --text show the step: a picture, a file for Perfetto (ui.perfetto.dev), a timetable. --report shows
-all of it on a page that a browser opens from disk: thousands of ranks and micro-batches, to zoom into.
+    span          the longest time of any rank, from its first action to its last
+    makespan      the time from the first action of all to the last
+    bubble rate   (span - work) / span, of the rank with the longest span
+    step time     the makespan; with a model, also the gradient reductions and the optimizer step that follow
+
+--zero 3 gathers the parameters of a stage before each forward and each backward pass, which wait for them. --plot
+draws the step, --trace writes it for Perfetto (ui.perfetto.dev), and --text prints it as a timetable. --report writes
+a page that a browser opens from disk: thousands of ranks and micro-batches, to zoom into.
 """
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ import json
 import os
 import shutil
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
-from globaltensor.cli.memory import model, model_options, number, parallel_options, problem
-from globaltensor.cli.problem import Problem, positive
+from globaltensor.cli.memory import model, number, problem
+from globaltensor.cli.problem import Problem
 from globaltensor.cli.report import write_page
 from globaltensor.errors import GlobalTensorError
-from globaltensor.runtime.text_table import aligned
+from globaltensor.runtime.text_table import aligned, terminal_columns
+from globaltensor.runtime.units import bytes_text, seconds_text
 from globaltensor.schedules import text, timetable
 from globaltensor.schedules.check import activation_history, check_schedule, peak_activations
 from globaltensor.schedules.communication import routes
@@ -46,30 +49,6 @@ from globaltensor.simulator.training import SimulatedStep, TrainingPlan, simulat
 _TO_SHOW = 300_000                                    # more actions than this make no picture
 _ON_A_PAGE = 20_000_000                               # more than this no browser can hold
 
-
-def options(of: argparse.ArgumentParser) -> None:
-    """The command line of `globaltensor simulate`."""
-    of.add_argument("--schedule", metavar="NAME", help=f"{', '.join(GENERATORS)}, or a file with your own")
-    of.add_argument("--list", action="store_true", help="show the names of the schedules and exit")
-    of.add_argument("--chunks", type=positive, metavar="V", help="stages on each rank, for schedules where it is free")
-    of.add_argument("--json", action="store_true", help="as one JSON object")
-    of.add_argument("--text", action="store_true", help="also the timetable as text")
-    of.add_argument("--plot", metavar="FILE", help="draw the timetable (needs matplotlib)")
-    of.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
-    of.add_argument("--report", type=Path, metavar="FILE", help="write a page for a browser: timeline, bubbles, memory")
-    times = of.add_argument_group("with times")
-    times.add_argument("--stages", type=positive, metavar="P", help="ranks of the pipeline")
-    times.add_argument("--micro-batches", type=positive, metavar="M", help="micro-batches in a step")
-    times.add_argument("--times", metavar="TF,TB,TW,TCOMM", help="numbers or fractions: 18.522 or 1/3; TB without TW")
-    times.add_argument("--weight-share", type=_share, default="1", metavar="SHARE",
-                       help="of the activations, what an input gradient leaves for the weights' (default 1)")
-    own = of.add_argument_group("with a model")
-    model_options(own)
-    parallel_options(own, recompute="full")
-    own.add_argument("--micro-batch", type=positive, default=1, metavar="N", help="samples at a time (default 1)")
-    own.add_argument("--global-batch", type=positive, metavar="N", help="samples in a step, of all pipelines")
-    own.add_argument("--cluster", default="dgx-a100", metavar="NAME",
-                     help="dgx-a100, dgx-h100, or a JSON file (default dgx-a100)")
 
 
 def command(chosen: argparse.Namespace) -> int:
@@ -111,7 +90,7 @@ def _with_times(chosen: argparse.Namespace, own: Schedule | None,
             raise Problem(f"which --{name.replace('_', '-')}?\n  try: --schedule 1f1b --stages 4 --micro-batches 8")
     schedule = own or generate(chosen.schedule, chosen.stages, chosen.micro_batches, chosen.chunks)
     run = simulate(schedule, Costs.exact(chosen.times.split(","), schedule.stages, schedule.chunks), record)
-    peaks = peak_activations(schedule, chosen.weight_share)
+    peaks = peak_activations(schedule, _share(chosen.weight_share))
     return run, None, _facts(run) | {"step_time": number(run.makespan),
                                      "peak_activations": [number(peak) for peak in peaks], "links": _links(schedule)}
 
@@ -120,7 +99,7 @@ def _share(text: str) -> Fraction:
     try:
         return exact(text)
     except (ValueError, ArithmeticError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        raise Problem(f"--weight-share {text} is not a number\n  try: --weight-share 1/2") from None
 
 
 def _with_model(chosen: argparse.Namespace, own: Schedule | None,
@@ -206,16 +185,16 @@ def _names_a_file(name: str) -> bool:
 
 
 def _simulation_text(summary: dict[str, Any]) -> str:
-    return "\n".join(aligned(_facts_text(summary)))
+    return "\n".join(aligned(_facts_text(summary), columns=terminal_columns()))
 
 
 def _facts_text(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """What a simulation found, by name."""
-    peaks = summary["peak_activations"]
+    peaks, time = summary["peak_activations"], seconds_text if "cluster" in summary else "{:.6g}".format
     rows = [("schedule", f"{summary['schedule']}, {summary['stages']} stages on {summary['ranks']} ranks, "
              f"{summary['micro_batches']} micro-batches"),
-            ("step time", f"{summary['step_time']:.6g}" + (" s" if "cluster" in summary else "")),
-            ("longest rank span", f"{summary['span']:.6g}"), ("makespan", f"{summary['makespan']:.6g}"),
+            ("step time", time(summary["step_time"])), ("longest rank span", time(summary["span"])),
+            ("makespan", time(summary["makespan"])),
             ("bubble rate", f"{summary['bubble_rate']:.4f}"),
             ("peak activations", " ".join(f"{peak:g}" for peak in peaks[:16]) + (" ..." if len(peaks) > 16 else ""))]
     if "cluster" in summary:
@@ -225,8 +204,8 @@ def _facts_text(summary: dict[str, Any]) -> list[tuple[str, str]]:
                  ("tokens/s", f"{summary['tokens_per_second']:,.0f}"),
                  ("per device", f"{summary['tflops_per_device']:.1f} TFLOP/s, "
                   f"{summary['share_of_peak']:.0%} of its peak"),
-                 ("memory", f"{max(memory['per_rank']) / 1e9:.1f} of {memory['device'] / 1e9:.0f} GB"
+                 ("memory", f"{bytes_text(max(memory['per_rank']))} of {bytes_text(memory['device'])}"
                   + ("" if memory["fits"] else ": DOES NOT FIT"))]
-        rows += [(name.replace("_", " "), f"{one['bytes'] / 1e6:,.2f} MB, {one['seconds']:.3g} s"
+        rows += [(name.replace("_", " "), f"{bytes_text(one['bytes'])}, {seconds_text(one['seconds'])}"
                   + (" each" if name == "between_stages" else " a step")) for name, one in traffic.items()]
     return rows

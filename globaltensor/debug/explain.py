@@ -32,6 +32,7 @@ from globaltensor.rules.call import Call
 from globaltensor.runtime.custom_ops import LINEAR_MAPS
 from globaltensor.runtime.text_table import aligned
 from globaltensor.runtime.torch_internals import TorchDispatchMode, tree_leaves
+from globaltensor.runtime.units import seconds_text
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tracebacks import api_boundary
 
@@ -239,10 +240,5 @@ def _dearer(seconds: float) -> str:
     if abs(seconds) < 1e-9:                          # what settles ties is no cost
         return "costs the same"
     if seconds < -1e-9:
-        return f"{_spelled(-seconds)} sooner, but ranks would hold more"
-    return f"+ {_spelled(seconds)}"
-
-
-def _spelled(seconds: float) -> str:
-    us = seconds * 1e6
-    return f"{us:.3g} us" if us < 1e3 else f"{us / 1e3:.3g} ms" if us < 1e6 else f"{us / 1e6:.3g} s"
+        return f"{seconds_text(-seconds)} sooner, but ranks would hold more"
+    return f"+ {seconds_text(seconds)}"

@@ -35,6 +35,7 @@ from globaltensor.planner.space import (
     shapes,
     variants,
 )
+from globaltensor.runtime.progress import progress
 from globaltensor.simulator.gpt import RECOMPUTE
 
 _RUNNERS_UP = 5
@@ -129,10 +130,15 @@ class _Queue:
 
     def run(self, until: float, first: bool = False) -> None:
         """Search until nothing is left that could win, or the time is over."""
+        with progress("searching", None, "groups of plans") as advance:
+            self._search(until, first, advance)
+
+    def _search(self, until: float, first: bool, advance: Callable[[float], None]) -> None:
         while self._heap and self._can_win(self._heap[0][0]) and time.monotonic() < until:
             if first and self.best:
                 return
             bound, _, item = heapq.heappop(self._heap)
+            advance(1)
             if isinstance(item, MeshShape):
                 for variant in variants(self.task.gpt, item, self.task.fixed):
                     if self.allows(variant):

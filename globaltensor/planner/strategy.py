@@ -30,6 +30,7 @@ from globaltensor.pipelining.runner import PipelineRunner
 from globaltensor.planner.applying import apply_strategy
 from globaltensor.planner.checking import StrategyError, check_strategy
 from globaltensor.runtime.text_table import aligned
+from globaltensor.runtime.units import bytes_text, seconds_text
 from globaltensor.tracebacks import api_boundary
 
 
@@ -93,19 +94,19 @@ def strategy_text(of: Mapping[str, Any]) -> str:
     """What print shows: the plan in a few lines."""
     if not of["feasible"]:
         changes = [f"  or {name.replace('_', ' ')}: {change}" for name, change in of["smallest_change"].items()]
-        return "\n".join([f"nothing fits: the least that a device needs is {of['needs'] / 1e9:.1f} GB, it has "
-                          f"{of['device'] / 1e9:.1f} GB", *changes])
+        return "\n".join([f"nothing fits: the least that a device needs is {bytes_text(of['needs'])}, it has "
+                          f"{bytes_text(of['device'])}", *changes])
     rows = [("stage", "layers", "ranks", "axes", "zero", "recompute", "memory")]
     for index, stage in enumerate(of["stages"]):
         axes = " x ".join(f"{name} {size}" for name, size in stage["axes"].items())
         rows.append((str(index), _span_text(stage["layers"]), _ranks_text(stage["ranks"]), axes, str(stage["zero"]),
-                     stage["recompute"], f"{stage['memory']['total'] / 1e9:.1f} GB" if "memory" in stage else ""))
+                     stage["recompute"], bytes_text(stage["memory"]["total"]) if "memory" in stage else ""))
     head = [f"{of['schedule']}, {of['micro_batches']} micro-batches of {of['micro_batch']}, global batch "
             f"{of['global_batch']}, {of['devices']} devices of {of['cluster']}"]
     if "step_time" in of:
-        parts = ", ".join(f"{name} {seconds:.4g} s" for name, seconds in of["time"].items())
-        head += [f"step {of['step_time']:.4g} s ({parts}); no plan takes less than {of['lower_bound']:.4g} s, "
-                 f"{of['gap']:.1%} less"]
+        parts = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in of["time"].items())
+        head += [f"step {seconds_text(of['step_time'])} ({parts}); no plan takes less than "
+                 f"{seconds_text(of['lower_bound'])}, {of['gap']:.1%} less"]
     return "\n".join([*head, *aligned(rows)])
 
 

@@ -18,6 +18,7 @@ from html import escape
 
 from globaltensor.errors import counted
 from globaltensor.pictures.timetable_picture import Timetable, timetable_picture
+from globaltensor.runtime.progress import progress
 from globaltensor.schedules.communication import communicates, routes
 from globaltensor.schedules.schedule import COMPUTE, F, Schedule, ScheduleError, W
 from globaltensor.schedules.timetable import Event
@@ -99,9 +100,12 @@ def simulate(schedule: Schedule, costs: Costs, record: bool = False) -> Simulate
     state = _State(schedule, costs)
     ready = deque(range(schedule.ranks))
     starts: list[list[Number]] = [[] for _ in range(schedule.ranks)]
-    while ready:
-        rank = ready.popleft()
-        state.advance(rank, ready, starts[rank] if record else None)
+    with progress("simulating", len(schedule), "actions") as advance:
+        while ready:
+            rank = ready.popleft()
+            before = state.position[rank]
+            state.advance(rank, ready, starts[rank] if record else None)
+            advance(state.position[rank] - before)
     _check_finished(schedule, state.position)
     last = [state.clock[rank] for rank in range(schedule.ranks)]
     first = [last[rank] if begin is None else begin for rank, begin in enumerate(state.first)]
