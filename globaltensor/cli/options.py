@@ -300,7 +300,8 @@ def plan_options(of: argparse.ArgumentParser) -> None:
         fixed.add_argument(f"--{name}", type=positive, metavar="N", help=what)
     fixed.add_argument("--zero", type=int, choices=range(4), help="ZeRO stage over dp")
     fixed.add_argument("--recompute", choices=RECOMPUTED, help="which activations to recompute in the backward pass")
-    fixed.add_argument("--schedule", choices=SCHEDULES, help="the pipeline schedule")
+    fixed.add_argument("--schedule", choices=SCHEDULES, metavar="NAME",
+                       help=f"the pipeline schedule: {', '.join(SCHEDULES)}")
     fixed.add_argument("--sp", action=argparse.BooleanOptionalAction,
                        help="split the sequence along the tensor-parallel ranks, or do not")
 
