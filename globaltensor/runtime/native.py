@@ -5,11 +5,14 @@
 
 Both are None where the package was installed without a compiler, or GLOBALTENSOR_NATIVE=0 turns them off. Everything
 then works, slower, on the Python twins that the native code is tested against.
+
+The module is `_torch*.so`, which was built here for the very torch that is installed; or, from a wheel, one of several
+such as `_torch_2_13*.so`, each for all releases of a minor version of torch: their headers are the same.
 """
 from __future__ import annotations
 
 import ctypes
-import importlib
+import importlib.util
 import mmap
 import os
 import re
@@ -43,20 +46,35 @@ def _load_torch_ext() -> Any:
     global _trouble
     if core_lib is None:
         return None
-    here = Path(__file__).parent.parent
-    file = next(filter(Path.exists, (here / f"_torch{suffix}" for suffix in EXTENSION_SUFFIXES)), None)
-    if file is None:
-        return None
-    if not re.match(rf"{re.escape(version := _built_for(file))}(?!\d)", torch.__version__):
-        _trouble = f"it was built for torch {version}, and this is torch {torch.__version__}"
+    files = [file for suffix in EXTENSION_SUFFIXES for name in ("_torch", "_torch_[0-9]*")
+             for file in sorted(Path(__file__).parent.parent.glob(name + suffix))]
+    mine = [file for file in files if _is_for_this_torch(file)]
+    if not mine:
+        if files:
+            versions = ", ".join(map(_built_for, files))
+            _trouble = f"it was built for torch {versions}, and this is torch {torch.__version__}"
         return None
     try:
-        extension = importlib.import_module("globaltensor._torch")
+        return _extension_in(mine[0])
     except ImportError as error:                     # for another build of torch, or another machine
         _trouble = str(error)
         return None
+
+
+def _extension_in(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("globaltensor._torch", file)
+    assert spec is not None and spec.loader is not None
+    extension = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    sys.modules["globaltensor._torch"] = extension
     extension.set_library_paths([OURS, *BETWEEN])
     return extension
+
+
+def _is_for_this_torch(file: Path) -> bool:
+    of_minor = re.match(r"_torch_(\d+)_(\d+)\.", file.name)           # of a wheel
+    version = f"{of_minor[1]}.{of_minor[2]}" if of_minor else _built_for(file)
+    return re.match(rf"{re.escape(version)}(?!\d)", torch.__version__) is not None
 
 
 def _built_for(file: Path) -> str:
