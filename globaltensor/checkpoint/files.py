@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import stat
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import overload
@@ -65,7 +66,10 @@ def make_folder(folder: Folder, name: str, data: bytes) -> None:
 
 def sync(path: Path) -> None:
     """fsync a file, or the names in a folder."""
-    handle = os.open(path, os.O_RDONLY)
+    windows = sys.platform == "win32"                # it opens no folders, and flushes only what it may write
+    if windows and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -88,7 +92,10 @@ def read_regular(path: Folder) -> bytes:
     """The bytes of a file. OSError where it is a link, or no plain file: nothing is waited for."""
     if isinstance(path, RemotePath):
         return path.read_bytes()
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    if not hasattr(os, "O_NOFOLLOW") and path.is_symlink():          # Windows
+        raise OSError(errno.ELOOP, "a link")
+    flags = sum(getattr(os, name, 0) for name in ("O_RDONLY", "O_NONBLOCK", "O_NOFOLLOW", "O_BINARY"))
+    handle = os.open(path, flags)
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "not a plain file")

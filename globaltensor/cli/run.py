@@ -53,6 +53,9 @@ def command(chosen: argparse.Namespace) -> int:
 
 def _check_command(chosen: argparse.Namespace) -> None:
     """Raise Problem for what can be seen to fail before anything starts."""
+    if not hasattr(signal, "SIGUSR1"):
+        raise Problem(f"{sys.platform} has no signals by which ranks could be ended and told to save\n  try: python "
+                      f"{chosen.program}, one process that drives all ranks; or Linux, also in WSL 2", 1)
     if chosen.module:
         sys.path.insert(0, os.getcwd())
         if importlib.util.find_spec(chosen.program.partition(".")[0]) is None:

@@ -14,10 +14,10 @@ never asks pays nothing.
 from __future__ import annotations
 
 import math
-import resource
 import sys
 import time
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -29,6 +29,10 @@ from globaltensor.runtime.agreement import gather_objects
 from globaltensor.runtime.counters import Counts
 from globaltensor.runtime.world import world
 from globaltensor.tracebacks import api_boundary
+
+_UNIX = find_spec("resource") is not None
+if _UNIX:
+    import resource
 
 _OF_RANKS = ("communication_seconds", "waiting_seconds", "peak_memory_bytes", "peak_device_memory_bytes")
 
@@ -115,11 +119,14 @@ def own_devices() -> set[torch.device]:
     return set() if type is None else {here.device(type, rank) for rank in here.local_ranks}
 
 
-def _peak_memory_in_use() -> int:
+def _peak_memory_in_use() -> float:
+    """Not a number where the system does not tell."""
     status = Path("/proc/self/status")
     if status.exists():                              # getrusage tells that of the process that started this one, too
         line, = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
+    if not _UNIX:
+        return math.nan
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

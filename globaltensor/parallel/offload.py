@@ -123,7 +123,7 @@ class StateElsewhere:
         for p, key, t in _state_tensors(state, piece):
             kept = self.kept.get((id(p), key))
             for pages in kept.files if kept and kept.home is t else ():
-                pages.madvise(mmap.MADV_WILLNEED)
+                _advise(pages, "MADV_WILLNEED")
 
     def bring(self, state: Any, piece: Piece) -> None:
         """Copy to the parameters' device what is not there."""
@@ -148,7 +148,7 @@ class StateElsewhere:
                 self.kept[id(p), key] = kept
             state[p][key], kept.stepped = kept.home, None
             for pages in kept.files:
-                pages.madvise(mmap.MADV_DONTNEED)    # nothing is lost: the file is shared with the system
+                _advise(pages, "MADV_DONTNEED")      # nothing is lost: the file is shared with the system
 
     def hold_back(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """What `load_state_dict` is given, without what lies on the host: torch would move it to the parameters."""
@@ -191,6 +191,12 @@ def _copy_on_host(shard: Tensor, folder: str | None, files: list[mmap.mmap]) -> 
         files.append(pages)
         flat = torch.frombuffer(pages, dtype=shard.dtype)
     return flat.as_strided(shard.shape, stride).copy_(shard)
+
+
+def _advise(pages: mmap.mmap, advice: str) -> None:
+    """Tell the system, where it takes advice: Windows does not."""
+    if hasattr(mmap, advice):
+        pages.madvise(getattr(mmap, advice))
 
 
 def _on_host(where: placement) -> placement:

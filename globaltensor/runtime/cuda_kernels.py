@@ -8,12 +8,13 @@ kernels: torch ops do their work, and a warning says so, once.
 """
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
 import stat
 import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -21,6 +22,10 @@ import torch
 from globaltensor.runtime.device_kernels import MissingKernels
 from globaltensor.runtime.kernel_build import compile_kernels, find_nvcc, sources_hash
 from globaltensor.runtime.kernel_library import KernelLibrary
+
+_UNIX = find_spec("fcntl") is not None
+if _UNIX:
+    import fcntl
 
 PACKAGE = Path(__file__).resolve().parent.parent
 _NONE = "globaltensor has no kernels for the GPUs of this host: torch ops move and draw instead, slower"
@@ -64,6 +69,9 @@ def cache_folder() -> Path:
 
 
 def _compiled_for(csrc: Path, gpus: tuple[str, ...]) -> Path:
+    if not _UNIX:
+        raise MissingKernels(_NONE, f"they are compiled on Linux only, and this is {sys.platform}",
+                             f"Linux, or {_how_to_do_without()}")
     nvcc = find_nvcc()
     if nvcc is None:
         raise MissingKernels(_NONE, "there is no nvcc in PATH, CUDA_HOME or /usr/local/cuda to compile them with",

@@ -54,7 +54,8 @@ def _own_file(state: Path) -> str:
             os.link(new, path)
         new.unlink()
     about = path.stat()
-    if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
+    # Windows has neither, and keeps home folders to their users
+    if hasattr(os, "getuid") and (about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077):
         raise TransportError(f"others can read or replace {path}", "the ranks of your jobs know each other by it",
                              f"rm {path}: the next job writes it again, for you alone")
     return path.read_text()
