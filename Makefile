@@ -13,7 +13,7 @@ ifneq ($(TORCH),$(INSTALLED))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help train check test test-all test-peers bench clean
+.PHONY: help train check test test-all test-peers bench wheels release clean
 
 help:  ## list these commands (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,12 @@ test-peers: $(STAMP)  ## run OneFlow's own tests of global tensors: PEERS=FOLDER
 
 bench: $(STAMP)  ## run the benchmarks
 	.venv/bin/globaltensor bench $(ARGS)
+
+wheels:  ## build the wheels into dist/, for each Python 3.11 to 3.13 that is installed
+	$(PYTHON) .github/scripts/wheels.py $(ARGS)
+
+release: $(STAMP)  ## version, changelog, tag, wheels, docs: VERSION=0.2.0; ARGS=--dry-run changes nothing
+	.venv/bin/python .github/scripts/release.py $(VERSION) $(ARGS)
 
 clean:  ## remove .venv and all that was built
 	rm -rf .venv .tests build dist *.egg-info .pytest_cache .hypothesis

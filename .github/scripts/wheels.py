@@ -32,6 +32,10 @@ FLAGS = ("-O3", "-g0", "-ffp-contract=off", "-Wall", "-std=c++20", "-fPIC", "-sh
 ABOUT = """
 import sys, sysconfig
 print(*sys.version_info[:2], sysconfig.get_path("include"), sysconfig.get_config_var("EXT_SUFFIX"))"""
+LOOK = """
+import importlib.metadata, importlib.util
+spec = importlib.util.find_spec("torch")
+print(importlib.metadata.version("torch") if spec else "none", spec and spec.submodule_search_locations[0])"""
 
 
 def run(*command: object, **how: object) -> str:
@@ -48,13 +52,16 @@ def minors() -> list[str]:
     return [f"2.{minor}" for minor in range(int(first), int(last))]
 
 
-def torch_parts(python: Path, tag: str, minor: str) -> Path:
-    """A folder with the headers and libraries of that torch for that Python."""
+def torch_parts(python: str, pip: Path, tag: str, minor: str) -> Path:
+    """A folder with the headers and libraries of that torch for that Python: what it has installed, or downloaded."""
+    version, _, installed = run(python, "-c", LOOK).partition(" ")
+    if version.startswith(f"{minor}."):
+        return Path(installed.strip())
     folder = WORK / f"torch-{minor}-{tag}"
     if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
         print(f"downloading torch {minor} for {tag}", flush=True)
-        run(python, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", folder,
+        run(pip, "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", folder,
             f"torch=={minor}.*")
         wheel, = folder.glob("*.whl")
         with zipfile.ZipFile(wheel) as file:
@@ -69,12 +76,13 @@ def torch_object(torch: Path, minor: str, include: str, suffix: str) -> Path:
     sources = sorted(path for folder in ("torch_ext", "process_group")
                      for path in (ROOT / "csrc" / folder).glob("*.cpp"))
     inputs = [*sources, *sorted((ROOT / "csrc").rglob("*.h")), torch / "version.py"]
-    text = hashlib.sha256(repr(FLAGS).encode() + b"".join(path.read_bytes() for path in inputs)).hexdigest()[:16]
-    target = torch.parent / text / f"_torch_{minor.replace('.', '_')}{suffix}"
+    content = b"".join(path.read_bytes() for path in inputs)
+    text = hashlib.sha256(repr((FLAGS, include)).encode() + content).hexdigest()[:16]
+    target = WORK / "objects" / text / f"_torch_{minor.replace('.', '_')}{suffix}"
     if not target.exists():
         print(f"compiling for torch {minor}", flush=True)
         shutil.rmtree(target.parent, ignore_errors=True)
-        target.parent.mkdir()
+        target.parent.mkdir(parents=True)
         unit = target.with_suffix(".cpp")
         unit.write_text("".join(f'#include "{path}"\n' for path in sources))
         part = target.with_name("part.so")
@@ -95,7 +103,7 @@ def wheel(python: str, versions: list[str], out: Path) -> Path:
         run(env / "bin" / "pip", "install", "-q", *TOOLS)
         (env / "complete").touch()
     tools = env / "bin"
-    objects = [torch_object(torch_parts(tools / "python", tag, version), version, include, suffix)
+    objects = [torch_object(torch_parts(python, tools / "pip", tag, version), version, include, suffix)
                for version in versions]
 
     stage = WORK / f"stage-{tag}"

@@ -1,0 +1,95 @@
+"""Follows pages as a new user does: an empty environment, a wheel, and the programs and commands that the pages show.
+
+    python tests/pages.py dist/globaltensor-*.whl README.md docs/install.md docs/guide.md
+
+The environment has torch already, from the one that runs this. What is printed is timed: the install, the first global
+tensor, and every page. The exit code is 1 where a program prints something else than its page says.
+"""
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import venv
+from pathlib import Path
+
+FROM_A_CHECKOUT = ("pip ", "make", "git ", "sudo ")  # what has been done, or needs more than a wheel
+ELSEWHERE = ("host0", "srun", "sbatch", "kubectl", "ray ", "program.py", "s3://", "HOST", "...")
+
+
+class Followed:
+    """An environment with the wheel, and how long each step took."""
+
+    def __init__(self, folder: Path, wheel: Path) -> None:
+        self.folder = folder
+        self.seconds: dict[str, float] = {}
+        venv.create(folder / "venv", with_pip=True)
+        site = next((folder / "venv").glob("lib/python*/site-packages"))
+        (site / "torch.pth").write_text(sysconfig.get_path("purelib"))
+        self.bin = folder / "venv" / "bin"
+        path = os.pathsep.join([str(self.bin), os.environ["PATH"]])
+        dropped = ("PYTHONPATH", "CC", "CXX", "GLOBALTENSOR_NATIVE", "TEST_FORKS")
+        self.env = {name: value for name, value in os.environ.items() if name not in dropped}
+        self.env |= {"PATH": path, "OMP_NUM_THREADS": "1"}
+        self.timed("install", [self.bin / "python", "-m", "pip", "install", "-q", wheel], folder)
+
+    def timed(self, what: str, command: list[object], cwd: Path) -> subprocess.CompletedProcess[str]:
+        begin = time.perf_counter()
+        done = subprocess.run([str(word) for word in command], cwd=cwd, env=self.env, capture_output=True, text=True,
+                              timeout=600)
+        self.seconds[what] = time.perf_counter() - begin
+        if done.returncode:
+            raise SystemExit(f"{what}: exit code {done.returncode}\n{' '.join(map(str, command))}\n{done.stdout}"
+                             f"{done.stderr}")
+        return done
+
+    def page(self, page: Path) -> list[str]:
+        """Run what a page shows, in its order; what was not as it says."""
+        wrong, here = [], Path(tempfile.mkdtemp(dir=self.folder))
+        for number, (kind, text, expected) in enumerate(blocks(page.read_text())):
+            name = f"{page.name}, block {number}"
+            if kind == "python":
+                (here / "program.py").write_text(text)
+                done = self.timed(name, [self.bin / "python", "program.py"], here)
+                if done.stdout != expected:
+                    wrong.append(f"{name} printed\n{done.stdout}and the page says\n{expected}")
+            elif kind == "sh" and (script := commands(text)):
+                self.timed(name, ["bash", "-euo", "pipefail", "-c", script], here)
+        return wrong
+
+
+def blocks(text: str) -> list[tuple[str, str, str]]:
+    """Kind, text, and the output that the page shows below."""
+    found = [*re.findall(r"```(\w+)\n(.*?)```", text, re.S), ("", "")]
+    return [(kind, text, after if next_kind == "text" else "") for (kind, text), (next_kind, after) in
+            itertools.pairwise(found)]
+
+
+def commands(text: str) -> str:
+    """The lines of a block of shell that can be typed here: the command's, and what uses a project that it made."""
+    lines = [re.sub(r"\s+#.*", "", line).strip() for line in text.replace("\\\n", " ").splitlines()]
+    lines = [line for line in lines if line and not line.startswith(("#", *FROM_A_CHECKOUT))
+             and not any(word in line for word in ELSEWHERE)]
+    made = any(line.startswith("globaltensor new ") for line in lines)
+    return "\n".join(line for line in lines if made or line.startswith("globaltensor "))
+
+
+def main(wheel: Path, pages: list[Path]) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        followed = Followed(Path(folder), wheel)
+        wrong = [line for page in pages for line in followed.page(page)]
+    for what, seconds in followed.seconds.items():
+        print(f"{seconds:7.1f} s  {what}")
+    first = next(seconds for what, seconds in followed.seconds.items() if what != "install")
+    print(f"{followed.seconds['install'] + first:7.1f} s  from a wheel to the first global tensor")
+    print("\n".join(wrong) or "all printed what the pages say")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), [Path(word) for word in sys.argv[2:]]))
