@@ -71,12 +71,13 @@ def blocks(text: str) -> list[tuple[str, str, str]]:
 
 
 def commands(text: str) -> str:
-    """The lines of a block of shell that can be typed here: the command's, and what uses a project that it made."""
+    """What can be typed here of a block of shell: all that belongs to a project which it makes. Other blocks name files
+    of the reader's own."""
     lines = [re.sub(r"\s+#.*", "", line).strip() for line in text.replace("\\\n", " ").splitlines()]
     lines = [line for line in lines if line and not line.startswith(("#", *FROM_A_CHECKOUT))
              and not any(word in line for word in ELSEWHERE)]
     made = any(line.startswith("globaltensor new ") for line in lines)
-    return "\n".join(line for line in lines if made or line.startswith("globaltensor "))
+    return "\n".join(lines) if made else ""
 
 
 def main(wheel: Path, pages: list[Path]) -> int:
