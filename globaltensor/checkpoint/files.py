@@ -66,10 +66,10 @@ def make_folder(folder: Folder, name: str, data: bytes) -> None:
 
 def sync(path: Path) -> None:
     """fsync a file, or the names in a folder."""
-    windows = sys.platform == "win32"                # it opens no folders, and flushes only what it may write
-    if windows and path.is_dir():
+    closed = sys.platform == "win32"                # it opens no folders, and flushes only what it may write
+    if closed and path.is_dir():
         return
-    handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
+    handle = os.open(path, os.O_RDWR if closed else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -95,7 +95,7 @@ def command(chosen: argparse.Namespace) -> int:
     name = check_name(folder)
     try:
         if folder.is_dir() and any(folder.iterdir()):
-            raise Problem(f"{folder} is not empty\n  try: {_beside(folder, f'{name}_2')}")
+            raise Problem(f"{folder} is not empty\n  try: {_suggestion(folder, f'{name}_2')}")
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in FILES.items():
             (folder / file).write_text(text.format(name=name) if file == "train.py" else text, encoding="utf-8")
@@ -112,12 +112,12 @@ def check_name(folder: Path) -> str:
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
         better = re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_-0123456789") or "my_project"
         raise Problem(f"{name!r} is no name for a project: it has letters, digits, - and _, and begins with a letter\n"
-                      f"  try: {_beside(folder, better)}")
+                      f"  try: {_suggestion(folder, better)}")
     if name in sys.stdlib_module_names or name in ("globaltensor", "numpy", "torch"):
         raise Problem(f"{name!r} is the name of a Python module, which a folder of that name would hide\n"
-                      f"  try: {_beside(folder, f'my_{name}')}")
+                      f"  try: {_suggestion(folder, f'my_{name}')}")
     return name
 
 
-def _beside(folder: Path, name: str) -> str:
+def _suggestion(folder: Path, name: str) -> str:
     return f"globaltensor new {folder.parent / name if folder.name not in ('', '..') else name}"

@@ -193,10 +193,10 @@ def _copy_on_host(shard: Tensor, folder: str | None, files: list[mmap.mmap]) -> 
     return flat.as_strided(shard.shape, stride).copy_(shard)
 
 
-def _advise(pages: mmap.mmap, advice: str) -> None:
+def _advise(pages: mmap.mmap, how: str) -> None:
     """Tell the system, where it takes advice: Windows does not."""
-    if hasattr(mmap, advice):
-        pages.madvise(getattr(mmap, advice))
+    if hasattr(mmap, how):
+        pages.madvise(getattr(mmap, how))
 
 
 def _on_host(where: placement) -> placement:
