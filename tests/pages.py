@@ -93,4 +93,4 @@ def main(wheel: Path, pages: list[Path]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), [Path(word) for word in sys.argv[2:]]))
+    sys.exit(main(Path(sys.argv[1]).resolve(), [Path(word) for word in sys.argv[2:]]))
