@@ -13,7 +13,7 @@ ifneq ($(TORCH),$(INSTALLED))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help train check test test-all test-peers bench wheels release clean
+.PHONY: help train check test test-all test-peers bench docs wheels release clean
 
 help:  ## list these commands (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,14 @@ wheels:  ## build the wheels into dist/, for each Python 3.11 to 3.13 that is in
 
 release: $(STAMP)  ## version, changelog, tag, wheels, docs: VERSION=0.2.0; ARGS=--dry-run changes nothing
 	.venv/bin/python .github/scripts/release.py $(VERSION) $(ARGS)
+
+# Another interpreter that has the extra `docs` is named by DOCS_PYTHON=...; then no .venv is made.
+DOCS_PYTHON = .venv/bin/python
+
+docs: $(if $(filter .venv/bin/python,$(DOCS_PYTHON)),$(STAMP))  ## build the site: build/site/index.html
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(DOCS_PYTHON) -m sphinx --fail-on-warning --fresh-env --quiet \
+	  -c docs -d build/doctrees -b html . build/site
+	@echo "Open build/site/index.html: it needs no server and no network."
 
 clean:  ## remove .venv and all that was built
 	rm -rf .venv .tests build dist *.egg-info .pytest_cache .hypothesis

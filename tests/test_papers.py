@@ -8,7 +8,7 @@ import pytest
 import yaml
 from harness import ROOT
 
-PAPERS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(".github/**/*.md")])
+PAPERS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/*.md")])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Addresses that may stand in the papers: of standards, of papers and of other projects, never of people.
 HOSTS = ("https://keepachangelog.com/", "https://semver.org/", "https://arxiv.org/")

@@ -15,7 +15,7 @@ import pytest
 from harness import ROOT
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 FILES = ROOT / "docs" / "files.md"
 
 
@@ -30,7 +30,8 @@ def programs() -> dict[str, tuple[str, str]]:
         blocks = [*re.findall(r"```(\w+)\n(.*?)```", page.read_text(), re.S), ("", "")]
         python = [(code, after if kind == "text" else "") for (name, code), (kind, after) in itertools.pairwise(blocks)
                   if name == "python"]
-        found |= {f"{page.stem} {n}": pair for n, pair in enumerate(python)}
+        name = str(page.relative_to(ROOT / "docs").with_suffix("")) if page != README else "README"
+        found |= {f"{name} {n}": pair for n, pair in enumerate(python)}
     return found
 
 

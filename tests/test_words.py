@@ -14,8 +14,8 @@ from types import FunctionType
 
 import pytest
 import torch
+from builder.definitions import definitions as defined_at, in_cpp
 from harness import ROOT
-from test_docs import defined, defined_in_cpp
 
 PAGE = ROOT / "docs" / "words.md"
 ORDINARY = ROOT / "tests" / "data" / "ordinary_words.txt"
@@ -48,7 +48,7 @@ def definitions(path: Path) -> Iterator[tuple[str, str]]:
     if path.suffix == ".py":
         yield from _in_python(ast.parse(path.read_text()).body, "")
     else:
-        yield from ((name, name) for name in defined_in_cpp(path.read_text()))
+        yield from ((name, name) for name in in_cpp(path.read_text()))
 
 
 def _in_python(body: list[ast.stmt], within: str) -> Iterator[tuple[str, str]]:
@@ -147,7 +147,7 @@ def test_every_row_leads_into_the_code():
     """That a name after # is defined there, test_docs.py checks for every page; it does so for the same links."""
     for word, _, where in tables()[0]:
         (text, path, name), = re.findall(r"^\[([^]]*)\]\(\.\./([^)#]*)#?([^)]*)\)$", where)
-        assert (ROOT / path).is_file() and (not name or name in defined(ROOT / path)), f"{word}: {where}"
+        assert (ROOT / path).is_file() and (not name or name in defined_at(ROOT / path)), f"{word}: {where}"
         assert text == path.removeprefix("globaltensor/") + (f"#{name}" if name else ""), f"{word}: {where}"
 
 
