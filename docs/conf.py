@@ -12,7 +12,7 @@ from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parent))       # builder/
 
-import globaltensor  # noqa: E402
+import globaltensor
 
 project = "globaltensor"
 author = "the globaltensor contributors"
@@ -24,7 +24,7 @@ root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**.md", "benchmarks/results/*.md"]
 exclude_patterns = [".*", "build", "globaltensor", "csrc", "tests", "examples"]
 
-extensions = ["myst_nb", "builder.source_pages"]
+extensions = ["myst_nb", "builder.reference", "builder.source_pages"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 myst_url_schemes = {"http": None, "https": None, "source": None}

@@ -2,6 +2,9 @@
 
 A user's mistake is an exception of a class named here; a mistake of ours is an `assert`. `where()` finds the user's
 own line: the innermost frame that is neither this package's nor torch's, nor a graph that torch has written.
+
+Every message ends with its anchor in the error index (docs/reference/errors.md): the function that raises it, such as
+`layouts.placement.placement`. `anchor_of` derives it, so no message has to name its own.
 """
 from __future__ import annotations
 
@@ -61,6 +64,23 @@ def counted(n: int, one: str, many: str = "") -> str:
     return f"{n} {one if n == 1 else many or one + 's'}"
 
 
+def anchor_of(module: str, qualname: str) -> str:
+    """The anchor of the messages of one function: `parallel.zero.zero`; leading underscores are left out."""
+    outermost = qualname.partition(".<locals>")[0].removesuffix(".__init__")
+    parts = [*module.removeprefix("globaltensor.").split("."), *outermost.split(".")]
+    return ".".join(part.strip("_<>") for part in parts)
+
+
+def _anchor_of_raiser(error: GlobalTensorError) -> str:
+    """That of the function of this package that makes the error; of another's, the name of its class."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is error:
+        frame = frame.f_back
+    if frame is None or not frame.f_code.co_filename.startswith(OURS):
+        return type(error).__name__
+    return anchor_of(frame.f_globals["__name__"], frame.f_code.co_qualname)
+
+
 def first_sentence(error: Exception) -> str:
     """The first sentence of what torch says, without the place in its source."""
     return re.sub(r"^\[\S+\.(cc|cpp|h):\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
@@ -68,13 +88,15 @@ def first_sentence(error: Exception) -> str:
 
 class GlobalTensorError(RuntimeError):
     """The root of all errors of this library. `what` in one line; `why` and `fix` (what to type) where they help; `at`
-    is the user's line, where another thread than the user's raises."""
+    is the user's line, where another thread than the user's raises. `anchor` is the message's in the error index."""
 
     def __init__(self, what: str, why: str = "", fix: str = "", at: str = "") -> None:
         self.what, self.why, self.fix, self.where = what, why, fix, at or where()
+        self.anchor = _anchor_of_raiser(self)
         lines = [what, f"  where: {self.where}"]
         lines += [f"  why:   {why}"] if why else []
         lines += [f"  try:   {fix}"] if fix else []
+        lines += [f"  docs:  errors#{self.anchor}"]
         super().__init__("\n".join(lines))
 
 

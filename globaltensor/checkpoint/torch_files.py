@@ -48,6 +48,7 @@ def save(state: Any, target: PathLike | IO[bytes], **options: Any) -> Saving | N
 
     A file gets whole tensors, which plain torch loads: those in nested dicts, lists and tuples are gathered on every
     process, and rank 0 writes. Collective. A folder takes asynchronous= and keep=, a file the options of torch.save.
+    Raises ArgumentError for what is neither, CheckpointError on every process where a folder cannot be written.
     """
     if not isinstance(target, (str, os.PathLike)) and not hasattr(target, "write"):
         raise ArgumentError(f"gt.save to {target!r}", "a state is saved to a folder or a file",
@@ -75,7 +76,11 @@ def load(state: PathLike | IO[bytes], map_location: Any = None, /, **torch_optio
 
 @api_boundary
 def load(state: Any, target: Any = None, /, **options: Any) -> Any:
-    """Load a folder into a state (see `globaltensor.checkpoint.loading.load_folder`), or a file as torch.load does."""
+    """Load a folder into a state (see `globaltensor.checkpoint.loading.load_folder`), or a file as torch.load does.
+
+    A folder: collective; each rank reads its parts; raises CheckpointError on every process. A file: each process
+    reads the whole of it, and raises what torch.load raises.
+    """
     if target is not None and not _is_file(state):
         return load_folder(state, target, **options)
     loaded = torch.load(state, **options) if target is None else torch.load(state, target, **options)

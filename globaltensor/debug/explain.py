@@ -93,7 +93,7 @@ class Explanation:
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Call `fn(*args, **kwargs)` once and tell how each of its ops on global tensors ran, and why.
 
-    As any use of global tensors, it is called on every rank.
+    Collective, as its ops are. Raises ArgumentError for what is no function, and what `fn` raises.
     """
     if not callable(fn):
         raise ArgumentError(f"gt.explain of a {type(fn).__name__}", "it calls a function, and tells of its ops",

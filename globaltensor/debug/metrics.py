@@ -42,7 +42,7 @@ _last: tuple[float, Counts] | None = None            # when it was called, and w
 @api_boundary
 def metrics(tokens: float | None = None, flops: float | None = None, peak_flops: float | None = None, *,
             every_rank: bool = False) -> dict[str, float]:
-    """Numbers of this process since the last call, by name.
+    """Numbers of this process since the last call, by name. Collective with `every_rank` only.
 
     tokens       how many tokens, samples or the like all ranks together trained on since then
     flops        how many floating-point operations of the model that took, all ranks together; of a transformer about

@@ -142,7 +142,8 @@ def rule(op: Any, dims: str, algebra: str = "", *, leaves: str = "sum", nonempty
     leaves    what a label that is in no result leaves pending: "sum", "max" or "min"
     nonempty  labels, separated by blanks, of which no part may be empty since the kernel refuses it
 
-    `gt.rules.check(op, samples)` proves it. The language: `globaltensor.rules.language`. Raises RuleError where the
+    Not collective, but every process gives the same rule. `gt.rules.check(op, samples)` proves it. The language:
+    `globaltensor.rules.language`. Raises RuleError where the
     rule is malformed or does not fit the op, or the op is torch's own and has a rule.
     """
     func = user_rules.give(op, dims, algebra, leaves=leaves, nonempty=nonempty)

@@ -41,7 +41,8 @@ _meshes: Recent[placement, DeviceMesh] = Recent()    # a mesh has process groups
 def from_mesh(mesh: DeviceMesh) -> placement:
     """The placement of torch's device mesh: its ranks, and its dims' names as names of the axes.
 
-    A sub-mesh, `mesh["tp"]`, is the placement of the ranks that it has in this process, and others in others'.
+    A sub-mesh, `mesh["tp"]`, is the placement of the ranks that it has in this process, and others in others'. Not
+    collective.
     """
     expect(mesh, DeviceMesh, "from_mesh of no DeviceMesh", 'gt.from_mesh(init_device_mesh("cpu", (2, 2)))')
     where = placement(mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names)
@@ -55,7 +56,7 @@ def to_mesh(placement: placement) -> DeviceMesh:
     """torch's device mesh of a placement. The first of a placement makes its process groups, for which all processes
     of the world call it; the mesh that `from_mesh` was given is given back.
 
-    Raises GlobalTensorError in a process that drives several ranks.
+    Collective, for the first of a placement. Raises GlobalTensorError in a process that drives several ranks.
     """
     resolve_layout(placement, broadcast, 0)
     mesh = _meshes.get(placement)
@@ -69,7 +70,7 @@ def to_mesh(placement: placement) -> DeviceMesh:
 
 @api_boundary
 def from_dtensor(d: DTensor) -> GlobalTensor:
-    """The same value as a global tensor, in the memory of the DTensor's own part; differentiable.
+    """The same value as a global tensor, in the memory of the DTensor's own part; differentiable. Collective.
 
     Raises SbpError for a DTensor's placement that has no sbp, GlobalTensorError in a process that drives several ranks.
     """

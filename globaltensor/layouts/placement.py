@@ -22,6 +22,7 @@ _on_create: list[Callable[[placement], None]] = []   # the world checks ranks an
 class placement:
     """Frozen and hashable. `type` is a torch device type, `ranks` a nested sequence of ints of any depth.
 
+    The first one starts the world, on every process; others are not collective.
     Raises PlacementError for ragged or empty lists, a rank that appears twice, ranks outside the world, a device type
     that this host does not have, and axis names that do not fit.
     """

@@ -36,8 +36,8 @@ def to_global(module: M, placement: Placement, sbp: SbpLike | Callable[[str, Any
           fits) -> sbp, where names that fit none are broadcast
     Parameters stay the objects that they are: an optimizer made before goes on training them, and tied ones stay tied.
     (One that has taken steps keeps its plain state, which a fused optimizer refuses.) Those that are global already
-    are boxed. Returns the module. Raises SbpError for a pattern that fits no name, GlobalTensorError for a parameter
-    that a forward pass without its backward, or `gt.zero`, holds on to.
+    are boxed. Collective. Returns the module. Raises SbpError for a pattern that fits no name, GlobalTensorError for a
+    parameter that a forward pass without its backward, or `gt.zero`, holds on to.
     """
     check_module(module, placement, "to_global")
     if isinstance(sbp, Mapping) and not _by_axis(sbp, placement):

@@ -46,8 +46,8 @@ def partition_activations(axis: str = "tp") -> AbstractContextManager[None]:
     axis   of the placement. Parameters, integers and what is split already are kept as they are, and so is what has no
            dim as long as the axis, and a pending sum: a row "*.down ->" B of the plan, of the second layer of each
            pair, reduces that at once, which takes no more bytes than reducing it later. Values do not change
-    For models whose blocks are recomputed, so that little is kept: each tensor that is kept is gathered. Raises
-    ArgumentError for an axis that is no name.
+    Enter it on every rank. For models whose blocks are recomputed, so that little is kept: each tensor that is kept is
+    gathered. Raises ArgumentError for an axis that is no name.
     """
     if not isinstance(axis, str) or not axis:
         raise ArgumentError(f"axis={axis!r}", "it is the name of an axis of a placement",

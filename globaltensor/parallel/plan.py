@@ -86,6 +86,7 @@ class Plan(MutableMapping[str, PlanRow]):
                    the first of them; three for 3D, the batch then split along the second (grids.py)
         sequence   along which, also, the activations between the pairs are split: dim 1 of [batch, sequence, hidden]
         experts    along which experts lie on different ranks; it may be the axis that splits the batch
+        Not collective. Raises ArgumentError for what is no module, SbpError for axes that do not fit each other.
         """
         expect(module, nn.Module, "gt.Plan.of no module", "gt.Plan.of(model)")
         one_axis = "" if isinstance(axis, (tuple, list)) else axis
@@ -186,7 +187,7 @@ class Plan(MutableMapping[str, PlanRow]):
 
     @api_boundary
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the text that `print` shows."""
+        """Write the text that `print` shows. Not collective: let one process do it."""
         with open(path, "w", encoding="utf-8") as file:
             file.write(f"{self}\n")
 
@@ -246,8 +247,8 @@ def parallelize(module: M, placement: Placement, plan: Mapping[str, Any] | None 
 
     placement   with axis names; along those that the plan does not name all is broadcast (dp: data parallel)
     plan        default: `Plan.of(module)`, for the axes "tp", "sp" and "ep" where there are such
-    Raises SbpError, before anything is changed, for a row that fits no name, an axis that the placement lacks, or a
-    dim that a parameter lacks.
+    Collective; moves nothing where all is plain. Raises SbpError, before anything is changed, for a row that fits no
+    name, an axis that the placement lacks, or a dim that a parameter lacks.
     """
     check_module(module, placement, "parallelize")
     names = placement.names

@@ -52,8 +52,8 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
     offload     where the state is while it is not stepped (offload.py): in files of a folder on a disk; or "cpu", in
                 the host's memory, which changes nothing of parameters that are there. Parameters on GPUs and other
                 devices that are gathered layer by layer (stage 3, with a model) are there too, but for those of 16 bits
-    Raises SbpError for another stage, a model where it is not stage 3, an optimizer that has state, a parameter that is
-    not global or lacks the axis; ArgumentError for offload of LBFGS.
+    Collective; moves nothing yet. Raises SbpError for another stage, a model where it is not stage 3, an optimizer that
+    has state, a parameter that is not global or lacks the axis; ArgumentError for offload of LBFGS.
     """
     expect(optimizer, torch.optim.Optimizer, "gt.zero of no optimizer",
            "gt.zero(torch.optim.AdamW(model.parameters()))")

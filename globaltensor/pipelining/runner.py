@@ -83,7 +83,8 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
     recompute      keep only the inputs of stages, and run the stages again before their backward passes
     inputs         of a module that is cut by tracing: which of its inputs with a default value, such as labels=None,
                    will be passed; the others keep theirs
-    Raises ScheduleError, StageError and PlacementError, on every rank, for arguments that do not fit together.
+    Collective. Raises ScheduleError, StageError and PlacementError, on every rank, for arguments that do not fit
+    together.
     """
     if reduction not in ("mean", "sum"):
         raise GlobalTensorError(f"reduction={reduction!r}", "losses of micro-batches are added or averaged",

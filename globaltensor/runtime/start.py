@@ -51,8 +51,8 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
     timeout   seconds after which a rank that waits for another raises, though that one lives (default 1,800)
     machine   the rates to plan with (default: those of the transport)
 
-    Raises TransportError where the world was started with another number of ranks, or the processes of the launcher
-    cannot find each other.
+    Collective under a launcher. Raises TransportError where the world was started with another number of ranks, or the
+    processes of the launcher cannot find each other.
     """
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise ArgumentError(f"timeout={timeout!r}", "it is a number of seconds", "gt.init(timeout=1800)")

@@ -90,12 +90,15 @@ def local_ranks_of(where: placement) -> tuple[int, ...]:
 
 
 def rank() -> int:
-    """The first rank that this process drives, so that `if gt.rank() == 0: print(...)` prints once."""
+    """The first rank that this process drives, so that `if gt.rank() == 0: print(...)` prints once.
+
+    Not collective, once the world has started; before, it starts it.
+    """
     return world().rank
 
 
 def world_size() -> int:
-    """How many ranks there are."""
+    """How many ranks there are. Not collective, once the world has started; before, it starts it."""
     return world().size
 
 

@@ -28,7 +28,7 @@ from globaltensor.tracebacks import api_boundary
 
 @api_boundary
 def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTensor:
-    """Every process holds the same whole tensor `t`; each keeps its part. Moves nothing. Differentiable.
+    """Every process holds the same whole tensor `t`; each keeps its part. Collective; moves nothing. Differentiable.
 
     Raises SbpError for an sbp that does not fit, DisagreementError on every rank where `t` is not the same everywhere.
     """
@@ -46,7 +46,8 @@ def from_local(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTen
     """Each rank's own part: S concatenates, P sums, B takes the first rank's.
 
     A process that drives several ranks gives `t` to each of them. The parts must be cut as this library cuts (as
-    equal as can be, larger first). Differentiable. Raises ShapeError on every rank where they do not fit together.
+    equal as can be, larger first). Collective. Differentiable. Raises ShapeError on every rank where they do not fit
+    together.
     """
     expect(t, torch.Tensor, "from_local of no tensor", "gt.from_local(torch.tensor(...), placement, sbp)")
     mine = _mine(placement)
@@ -81,7 +82,8 @@ def join_alike(t: torch.Tensor, dst: Layout) -> GlobalTensor:
 def from_shards(shards: Mapping[int, torch.Tensor], placement: Placement, sbp: SbpLike) -> GlobalTensor:
     """`{rank: part}` for the ranks this process drives: S concatenates, P sums, B takes the first rank's.
 
-    Raises ShapeError on every rank where the parts do not fit together, GlobalTensorError for a missing rank.
+    Collective. Raises ShapeError on every rank where the parts do not fit together, GlobalTensorError for a missing
+    rank.
     """
     expect(shards, Mapping, "from_shards of no dict", "gt.from_shards({0: part, 1: other}, placement, sbp)")
     mine = _mine(placement)

@@ -122,9 +122,9 @@ def _read(size: tuple[Any, ...], dtype: torch.dtype | None, extra: dict[str, Any
     return tuple(asked.shape), asked.dtype
 
 
-_RAISES = """Raises ArgumentError for a keyword that it does not take, GlobalTensorError where only one of placement and
-sbp is given, SbpError for an sbp that does not fit, and on all ranks DisagreementError where they ask for different
-tensors."""
+_RAISES = """Collective: every process makes the same call; nothing is moved. Raises ArgumentError for a keyword that
+it does not take, GlobalTensorError where only one of placement and sbp is given, SbpError for an sbp that does not fit,
+and on all ranks DisagreementError where they ask for different tensors."""
 
 
 def _with_doc(factory: Any, name: str, what: str) -> Any:
@@ -207,7 +207,10 @@ def full(size: Sequence[int], fill_value: complex, **options: Unpack[AsTorch]) -
 @api_boundary
 def full(size: Any, fill_value: Any, *, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
          requires_grad: bool = False, **options: Any) -> torch.Tensor:
-    """torch.full with `placement=` and `sbp=`; without them, torch's own. Every rank fills its own part."""
+    """torch.full with `placement=` and `sbp=`; without them, torch's own. Every rank fills its own part.
+
+    Collective, and raises, as gt.ones does.
+    """
     extra = _checked("full", options, placement, sbp)
     if placement is None:
         return torch.full(size, fill_value, dtype=dtype, requires_grad=requires_grad, **extra)
@@ -300,7 +303,8 @@ def normal(mean: Any, std: Any = 1.0, size: Any = None, *, placement: Any = None
            **options: Any) -> torch.Tensor:
     """Normal of float `mean` and `std`, as torch.normal, with `placement=` and `sbp=`.
 
-    The numbers depend on what those of gt.randn do: they are its own, times std, plus mean.
+    The numbers depend on what those of gt.randn do: they are its own, times std, plus mean. Collective, and raises,
+    as gt.randn does; ArgumentError also for tensors as mean or std with a placement.
     """
     extra = _checked("normal", options, placement, sbp, "generator")
     if placement is None:                            # of tensors it takes neither size, dtype nor requires_grad
@@ -336,7 +340,8 @@ def randint(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dty
     """Integers in [low, high): randint(high, size) or randint(low, high, size), with `placement=` and `sbp=`.
 
     The numbers depend on the generator's state, on low and high, and on the elements' places in the global shape: on
-    no dtype, no layout. Raises GlobalTensorError where the dtype does not hold all of [low, high).
+    no dtype, no layout. Collective, as gt.randn. Raises GlobalTensorError where the dtype does not hold all of
+    [low, high).
     """
     extra = _checked("randint", options, placement, sbp, "low", "high", "size", "generator")
     if placement is None:
@@ -363,7 +368,7 @@ def randperm(n: int, *, placement: Any = None, sbp: Any = None, dtype: torch.dty
              generator: torch.Generator | None = None, requires_grad: bool = False, **options: Any) -> torch.Tensor:
     """A random permutation of 0 .. n-1, with `placement=` and `sbp=`; of the generator's state and n alone.
 
-    Every process orders all n keys, and keeps its part.
+    Every process orders all n keys, and keeps its part. Collective, and raises, as gt.randn does.
     """
     extra = _checked("randperm", options, placement, sbp, "generator")
     if placement is None:

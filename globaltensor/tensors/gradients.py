@@ -125,8 +125,8 @@ def set_grad_reduce_dtype(parameters: Iterable[Any], dtype: torch.dtype | None) 
     """Send the gradients of these parameters in another dtype when they are reduced, then bring them back to their own:
     half the bytes for bfloat16. What arrives is added up in float32. None: in their own dtype again.
 
-    Raises ArgumentError for a dtype that is not floating point and for what are no parameters, GlobalTensorError for a
-    plain parameter.
+    Every process makes the call. Raises ArgumentError for a dtype that is not floating point and for what are no
+    parameters, GlobalTensorError for a plain parameter.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentError(f"gradients cannot be reduced in {dtype!r}", "they are floating point numbers",

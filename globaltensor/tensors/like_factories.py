@@ -36,7 +36,8 @@ def _like(name: str, make: Callable[..., torch.Tensor]) -> Any:
 
     factory.__name__ = factory.__qualname__ = name
     factory.__doc__ = (f"torch.{name} with `placement=` and `sbp=`; without them, torch's own. Of a global x, the one "
-                       "that is left out is x's.\n\nRaises what the factory of that name raises.")
+                       "that is left out is x's.\n\nCollective where the result is global. Raises what the factory of "
+                       "that name raises.")
     return api_boundary(factory)
 
 
