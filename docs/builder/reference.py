@@ -36,8 +36,9 @@ PACKAGE = ROOT / "globaltensor"
 # What has no docstring of its own, as it is a number or a value.
 VALUES = {
     "gt.GlobalTensor.to_dtensor": "The same value as torch's DTensor, in the memory of this rank's part; "
-                                  "differentiable. Collective. Raises GlobalTensorError in a process that "
-                                  "drives several ranks, PlacementError for a mesh of other ranks. `x.to_dtensor(mesh)` names the mesh.",
+                                  "differentiable. Collective. Raises GlobalTensorError in a process that drives "
+                                  "several ranks, PlacementError for a mesh of other ranks. `x.to_dtensor(mesh)` names "
+                                  "the mesh.",
     "gt.REQUEUE": "The exit code, 99, by which a scheduler starts a job again: `sys.exit(gt.REQUEUE)` after `gt.save`. "
                   "[Jobs that go on by themselves](../running.md#jobs-that-go-on-by-themselves) shows it.",
     "gt.sbp.broadcast": "Every rank holds the whole. Prints B.",
