@@ -97,6 +97,7 @@ REVEALED = {                                         # what a user writes: its t
     "gt.zero(adam)": "torch.optim.adam.Adam",
     "gt.export_ranks(linear, (x,))": "torch.export.exported_program.ExportedProgram",
     "gt.Plan.of(linear)": "globaltensor.parallel.plan.Plan", "gt.Strategy()": "globaltensor.planner.strategy.Strategy",
+    "gt.strategy(linear, t)": "globaltensor.planner.strategy.Strategy",
     "gt.rank()": "int",
     "gt.world_size()": "int",
     "gt.audit(linear, adam)": "int",

@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 from sphinx.application import Sphinx
 
 import globaltensor as gt
-import globaltensor_command
 from builder.docstrings import as_markdown
+from globaltensor.cli.options import OPTIONS
+from globaltensor.cli.parser import Help, parser
 from globaltensor.errors import GlobalTensorError, anchor_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,11 +94,17 @@ def entry(name: str) -> str:
 
 def command(name: str) -> str:
     """What `globaltensor NAME --help` says, at the width of a page."""
-    parser = globaltensor_command.parser(name)
-    (choices,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    one = choices.choices[name]
-    one.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=96)
+    one = subcommand(name)
+    one.formatter_class = lambda prog: Help(prog, width=96)
     return f"### {name}\n\n```text\n{one.format_help()}```\n"
+
+
+def subcommand(name: str) -> argparse.ArgumentParser:
+    """The parser of one command."""
+    top = parser(name)
+    (choices,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    found: argparse.ArgumentParser = choices.choices[name]
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------- the messages
@@ -214,7 +221,7 @@ WRITERS: dict[str, Callable[[list[str]], str]] = {
     "names": lambda lines: "\n".join(map(entry, lines)),
     "modules": lambda lines: "\n\n".join(as_markdown(inspect.getdoc(importlib.import_module(name)) or "")
                                          for name in lines),
-    "commands": lambda _: "\n".join(map(command, globaltensor_command.COMMANDS)),
+    "commands": lambda _: "\n".join(map(command, OPTIONS)),
     "messages": lambda _: index_of_messages(),
 }
 BLOCK = re.compile(r"(?ms)^```(names|modules|commands|messages)\n(.*?)^```$")

@@ -263,6 +263,7 @@ def report_options(of: argparse.ArgumentParser) -> None:
 
 def play_options(of: argparse.ArgumentParser) -> None:
     """globaltensor play"""
+    of.usage = "globaltensor play [option ...]"
     of.add_argument("--port", type=port_number, default=0, metavar="N", help="port of the page (default: a free one)")
     of.add_argument("--export", type=Path, metavar="FOLDER", help="write the examples as pages, and exit")
 

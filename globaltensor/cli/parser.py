@@ -72,7 +72,7 @@ class Help(argparse.HelpFormatter):
     narrow terminal, what stands behind a gap goes below what stands before it."""
 
     def __init__(self, prog: str, **how: Any) -> None:
-        width = max(20, min(shutil.get_terminal_size().columns, _WIDEST) - 2)
+        width = how.pop("width", None) or max(20, min(shutil.get_terminal_size().columns, _WIDEST) - 2)
         super().__init__(prog, max_help_position=min(26, width // 3), width=width, **how)
 
     def add_usage(self, usage: Any, *others: Any, **how: Any) -> None:

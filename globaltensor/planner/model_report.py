@@ -117,14 +117,14 @@ def _planned_stages(units: Units, prices: VariantPrices, best: ModelCandidate, p
             "layers": layers, "ranks": list(range(rank * group, (rank + 1) * group)),
             "axes": {"dp": shape.dp, "tp": shape.tp}, "plan": rows, "batch": {"dp": 0}, "zero": best.variant.zero,
             "recompute": recompute, "forward": forward, "backward": inputs + weights,
-            "bytes": {"tp": round(_moved(prices, exact, own, "tp") * m),
-                      "dp": round(_moved(prices, exact, own, "dp") * m) + _bytes_of_updates(prices, own),
+            "bytes": {"tp": round(_bytes_along(prices, exact, own, "tp") * m),
+                      "dp": round(_bytes_along(prices, exact, own, "dp") * m) + _bytes_of_updates(prices, own),
                       "next": round(float(prices.of.passed[own[-1]]) * m) if crosses else 0},
-            "memory": _memory(prices, best, own, rank, cuts)})
+            "memory": _memory_of_rank(prices, best, own, rank, cuts)})
     return stages
 
 
-def _moved(prices: VariantPrices, exact: list[UnitCost] | None, own: np.ndarray, axis: str) -> float:
+def _bytes_along(prices: VariantPrices, exact: list[UnitCost] | None, own: np.ndarray, axis: str) -> float:
     """Bytes that a rank receives along an axis for a micro-batch."""
     if exact is None:
         return float((prices.of.tp_bytes if axis == "tp" else prices.of.dp_bytes)[own].sum())
@@ -155,7 +155,7 @@ def _bytes_of_updates(prices: VariantPrices, own: np.ndarray) -> int:
     return max(received.values(), default=0)
 
 
-def _memory(prices: VariantPrices, best: ModelCandidate, own: np.ndarray, rank: int, cuts: list[np.ndarray]
+def _memory_of_rank(prices: VariantPrices, best: ModelCandidate, own: np.ndarray, rank: int, cuts: list[np.ndarray]
             ) -> dict[str, float]:
     """Bytes of one stage. What is temporary on a rank with several stages is shared out by their units."""
     mine = np.concatenate([units for s, units in enumerate(cuts) if prices.rank_of[s] == rank])

@@ -109,6 +109,7 @@ def strategy(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Clu
     pins          rows that every plan has: {"*.up.weight": {"tp": "S(0)"}} or ["*.up.weight=tp:S(0)"]
     memory        bytes of a device (default: the cluster's)
     seconds       after which the search ends, with the best plan so far
+    Not collective: it moves nothing, and every process that asks finds the same plan, if it has as long.
     Raises CaptureError where the model cannot be run without values, BatchError where there is no plan at all, PinError
     for pins that cannot be.
     """
@@ -171,6 +172,9 @@ def _checked_choices(fixed: Fixed, devices: int) -> Fixed:
         value = getattr(fixed, name)
         if value is not None and value not in known:
             raise ArgumentError(f"{name}={value!r}", f"it is one of {', '.join(map(str, known))}")
+    if fixed.recompute == "selective":
+        raise ArgumentError('recompute="selective" of a module', "its blocks run again whole or not at all",
+                            'recompute="full", or "none"')
     ranks = (fixed.dp or 1) * (fixed.tp or 1) * (fixed.pp or 1)
     if ranks > devices:
         raise BatchError(f"{ranks} ranks on {devices} devices", "dp x tp x pp are at most as many as the devices",

@@ -35,6 +35,7 @@ from globaltensor.runtime.torch_internals import (
     derivative_of_score,
     flex_attention,
     flex_attention_backward,
+    pass_higher_order_ops,
     take_higher_order_op,
 )
 from globaltensor.tensors.full_value import FromFull
@@ -234,6 +235,7 @@ def _part_along(t: Any, dim: int, part: tuple[int, int]) -> Any:
 
 
 def take_flex_attention() -> None:
-    """Let torch's op come here, if an operand is global."""
+    """Let torch's op come here, if an operand is global. Other ops that take functions go on to their operands."""
+    pass_higher_order_ops(OWN_KEY)
     for key in (OWN_KEY, TRACED_KEY):
         take_higher_order_op(flex_attention, key, api_boundary(attend))

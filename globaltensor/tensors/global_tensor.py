@@ -38,7 +38,6 @@ from globaltensor.runtime.torch_internals import (
     make_wrapper_subclass,
     modes_active,
     no_torch_function,
-    pass_higher_order_ops,
     reading_lazy_bits,
 )
 from globaltensor.runtime.world import world
@@ -381,7 +380,6 @@ _aten.impl("fill_diagonal_", value_reads.fill_diagonal)
 _aten.impl("tensor_split.tensor_indices_or_sections", value_reads.tensor_split)
 for _func in READS_MEMORY:
     _aten.impl(_func.name(), partial(arrive, GlobalTensor, _func))
-pass_higher_order_ops(OWN_KEY)
 flex_attention.take_flex_attention()
 
 if torch_ext is None:
