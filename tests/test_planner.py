@@ -19,6 +19,8 @@ from harness import ROOT
 import globaltensor as gt
 from globaltensor.cli import main
 from globaltensor.planner.bounds import VariantCosts, of_shape
+from globaltensor.planner.explaining import cut_text, explain_plan
+from globaltensor.planner.plotting import candidate_points, pareto_front
 from globaltensor.planner.pricing import Task, peaks_of, price_cut
 from globaltensor.planner.report import strategy_of
 from globaltensor.planner.search import least_memory, search
@@ -471,6 +473,93 @@ def test_where_nothing_fits_the_least_changes_are_named(capsys):
     assert "or micro batch" in said(capsys, words.replace("--json", "--memory 8e9"))[1]
 
 
+# ------------------------------------------------------------------------------------------------- why, and pictures
+
+
+def test_runners_up_are_the_fastest_that_differ():
+    """Beside all plans of a small chain, each simulated."""
+    task = Task(GPT(4, 64, 4, 32, 1000), dataclasses.replace(KNOWN["dgx-a100"], kernel_launch=1e-5), 4, 4,
+                Fixed(schedule="1f1b", micro_batch=1, sequence_parallel=False))
+    best = search(task).best
+    told = explain_plan(task, best)
+    plans = [(simulate_training(task.gpt, plan, task.cluster).seconds, plan) for plan in every_plan(task)]
+    assert best.seconds == pytest.approx(min(s for s, _ in plans))
+    for name in ("dp", "tp", "pp"):
+        one, = [row for row in told["choices"] if row["choice"] == name]
+        least = min(s for s, plan in plans if getattr(plan, name) != getattr(best.plan, name))
+        assert one["step_time"] == pytest.approx(least) and one["costs"] == pytest.approx(least - best.seconds)
+    assert [row["choice"] for row in told["fixed"]] == ["sp", "micro-batch", "schedule"]
+    for row, name in zip(told["fixed"], ("sequence_parallel", "micro_batch", "schedule")):
+        free = search(dataclasses.replace(task, fixed=dataclasses.replace(task.fixed, **{name: None}))).best
+        assert row["costs"] == pytest.approx(best.seconds - free.seconds) and row["costs"] >= 0
+    plain = min(s for s, p in plans if (p.dp, p.tp, p.pp, p.zero) == (4, 1, 1, 0))
+    assert told["plain_dp"]["fits"] and told["plain_dp"]["step_time"] == pytest.approx(plain)
+
+
+def test_the_next_best_cut_is_the_best_of_all_others():
+    task = Task(GPT(6, 64, 4, 32, 20_000), KNOWN["dgx-a100"], 2, 4,
+                Fixed(dp=1, tp=1, pp=2, zero=0, schedule="1f1b", micro_batch=1))
+    best = search(task).best
+    row, = [row for row in explain_plan(task, best)["choices"] if row["choice"] == "stage cut"]
+    others = {plan.layers: simulate_training(task.gpt, plan, task.cluster).seconds for plan in every_plan(task)
+              if set(plan.recompute) == {"none"} and plan.pp == 2 and plan.layers != best.plan.layers}
+    least = min(others, key=others.get)
+    assert row["runner_up"] == cut_text(least) and row["step_time"] == pytest.approx(others[least])
+
+
+@pytest.mark.parametrize("layers, text", [((3,), "3"), ((4, 3, 3), "4 3 3"), ((13, *[12] * 6, 10), "13, 12 x 6, 10")])
+def test_cuts_in_a_few_characters(layers, text):
+    assert cut_text(layers) == text
+
+
+def test_explained_on_the_command_line(capsys):
+    code, out, err = said(capsys, f"{NANO} --tp 2 --explain")
+    assert (code, err) == (0, "") and "fastest otherwise" in out and "fastest without" in out and "plain dp:" in out
+    code, out, _ = said(capsys, f"{NANO} --pp 1 --memory 2GB --json --explain")
+    one = gt.Strategy(json.loads(out))
+    one.check()
+    assert code == 0 and not one["explanation"]["plain_dp"]["fits"]
+    assert one["explanation"]["plain_dp"]["needs"] > 2e9
+    assert all(row.get("costs", 0) >= -1e-12 for row in one["explanation"]["choices"])
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_a_picture_of_a_plan(capsys, tmp_path, ending):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plan.{ending}"
+    code, _, err = said(capsys, f"{NANO} --pp 2 --plot {path}")
+    text = path.read_bytes()
+    assert (code, err) == (0, "") and text.startswith(b"\x89PNG" if ending == "png" else b"<?xml")
+    if ending == "svg":
+        assert b"candidates" in text and b"timetable" in text and b"lower bound" in text
+
+
+def test_points_of_a_picture_and_what_none_undercuts():
+    task = Task(GPT(4, 64, 4, 32, 1000), KNOWN["dgx-a100"], 4, 4)
+    result = search(task)
+    points = candidate_points(task, result.tried)
+    assert sum(point.simulated for point in points) == len(result.tried) == result.simulated > 0
+    assert min(point.seconds for point in points if point.simulated) == result.best.seconds
+    front = pareto_front(points)
+    for point in points:
+        assert any(f.seconds <= point.seconds and f.memory <= point.memory for f in front)
+    assert all(a.seconds <= b.seconds and a.memory > b.memory for a, b in itertools.pairwise(front))
+
+
+def test_a_picture_without_matplotlib(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, _, err = said(capsys, f"{NANO} --plot {tmp_path / 'plan.png'}")
+    assert code == 1 and "globaltensor[plot]" in err
+
+
+@pytest.mark.parametrize("text, value", [("80e9", 80e9), ("80GB", 80e9), ("80GiB", 80 * 1024 ** 3), ("1.5T", 1.5e12),
+                                         ("512mib", 512 * 1024 ** 2), ("8000000000", 8e9)])
+def test_bytes_of_a_device(capsys, text, value):
+    code, out, _ = said(capsys, f"{NANO} --json --dp 8 --zero 3 --memory {text}")
+    one = json.loads(out)
+    assert (one["memory"]["device"] if code == 0 else one["device"]) == value
+
+
 @pytest.mark.parametrize("words, told", [
     ("", "plan what?"), ("--model gpt --evaluate x.csv", "plan what?"),
     ("--model gpt --layers 2 --hidden 8 --heads 2 --seq 8", "which --devices?"),
@@ -479,7 +568,9 @@ def test_where_nothing_fits_the_least_changes_are_named(capsys):
     (f"{NANO} --tp 5", "tp 5 with 12 heads"), (f"{NANO} --pp 13 --devices 16", "pp 13 with 12 layers"),
     (f"{NANO} --dp 4 --tp 4", "16 ranks on 8 devices"), (f"{NANO} --schedule zigzag", "there is no 'zigzag'"),
     (f"{NANO} --pp 8 --schedule interleaved --chunks 2", "interleaved with 2 stages on each rank"),
-    (f"{NANO} --memory none", "is not a number above 0"), (f"{NANO} --cluster nowhere", "no cluster 'nowhere'"),
+    (f"{NANO} --memory none", "is not a number above 0"), (f"{NANO} --memory 8XB", "is not a number above 0"),
+    (f"{NANO} --plot /nowhere/plan.png", "could not be written"), (f"{NANO} --plot plan.doc", "could not be written"),
+    (f"{NANO} --cluster nowhere", "no cluster 'nowhere'"),
     (f"{NANO} --save /nowhere/plan.json", "could not be written")])
 def test_mistakes_on_the_command_line(capsys, words, told):
     code, _, err = said(capsys, words)

@@ -7,6 +7,7 @@ the same name; its docstring is its description, and its function `command` does
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,18 @@ def above_zero(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def byte_count(text: str) -> float:
+    """Bytes, with a unit or without: 80e9, 80GB, 80GiB."""
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) *(?:([KMGT])(i?))?B?", text, re.IGNORECASE)
+    try:
+        value = float(match[1]) if match else -1.0
+    except ValueError:
+        value = -1.0
+    if match is None or not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0: 80e9, 80GB or 80GiB")
+    return value * (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1 if match[2] else 0)
 
 
 def port_number(text: str) -> int:
@@ -290,11 +303,14 @@ def plan_options(of: argparse.ArgumentParser) -> None:
     add_model_sizes(own)
     own.add_argument("--devices", type=positive, metavar="N", help="devices in the cluster; some may stay idle")
     own.add_argument("--global-batch", type=positive, metavar="N", help="samples per step")
-    own.add_argument("--memory", type=above_zero, metavar="BYTES",
-                     help="memory per device, such as 80e9 (default: the cluster's)")
+    own.add_argument("--memory", type=byte_count, metavar="BYTES",
+                     help="memory per device, such as 80e9, 80GB or 80GiB (default: the cluster's)")
     own.add_argument("--seconds", type=above_zero, default=60.0, metavar="N",
                      help="stop after N seconds, with the best plan so far and its bound (default 60)")
     own.add_argument("-o", "--save", metavar="FILE", help="write the strategy to FILE, for gt.Strategy.load")
+    own.add_argument("--explain", action="store_true", help="compare each choice with the fastest plan without it")
+    own.add_argument("--plot", metavar="FILE", help="draw stages, timetable and candidates to FILE (.png, .svg or .pdf; "
+                     "needs matplotlib)")
     fixed = of.add_argument_group("choices that you make yourself")
     for name, what in (("dp", "data-parallel ranks"), ("tp", "tensor-parallel ranks"), ("pp", "pipeline ranks"),
                        ("chunks", "stages per rank"), ("micro-batch", "samples per micro-batch")):

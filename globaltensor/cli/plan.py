@@ -9,6 +9,9 @@ simulates those that could be the fastest. Options such as --dp and --tp fix a c
 reads what --save wrote. If no plan fits in memory, the exit code is 1, and the output names the smallest change that
 makes one fit.
 
+--explain compares each choice with the fastest plan that differs in it, and says what each fixed option costs. --plot
+draws the stages, the timetable and the candidates.
+
 --evaluate reads a table with one plan per row, each for a GPT of the given sizes:
 
     gpus,global_batch,micro_batch,hidden,heads,layers,seq,vocab,tp,dp,pp,zero,recompute
@@ -21,11 +24,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from globaltensor.cli.memory import model, problem
 from globaltensor.cli.problem import Problem
 from globaltensor.errors import GlobalTensorError
+from globaltensor.planner.explaining import explain_plan, explanation_text
+from globaltensor.planner.plotting import candidate_points, draw_plan
 from globaltensor.planner.pricing import Task
 from globaltensor.planner.report import strategy_of
 from globaltensor.planner.search import search
@@ -36,6 +42,7 @@ from globaltensor.runtime.units import bytes_text, seconds_text
 from globaltensor.simulator.calibration import Quality, quality
 from globaltensor.simulator.cluster import cluster
 from globaltensor.simulator.evaluation import Evaluation, PlanRow, evaluate, read_rows
+from globaltensor.simulator.training import simulate_training
 
 
 def command(chosen: argparse.Namespace) -> int:
@@ -65,13 +72,26 @@ def _planned(chosen: argparse.Namespace) -> int:
     begin = time.monotonic()
     result = search(task, chosen.seconds)
     strategy = strategy_of(task, result, time.monotonic() - begin)
+    if chosen.explain and result.best:
+        strategy["explanation"] = explain_plan(task, result.best, chosen.seconds)
     if chosen.save:
-        try:
-            strategy.save(chosen.save)
-        except OSError as error:
-            raise Problem(f"{chosen.save} could not be written: {error}", 1) from None
+        _written(chosen.save, strategy.save)
+    if chosen.plot and result.best:
+        best = result.best
+        events = simulate_training(task.gpt, best.plan, task.cluster, record=True).run.events()
+        points = candidate_points(task, result.tried)
+        _written(chosen.plot, lambda path: draw_plan(path, strategy, events, points))
     print(strategy.as_text() if chosen.json else _strategy_report(strategy))
     return 0 if strategy["feasible"] else 1
+
+
+def _written(path: str, write: Callable[[str], None]) -> None:
+    try:
+        write(path)
+    except ImportError:
+        raise Problem("--plot needs matplotlib\n  try: pip install 'globaltensor[plot]'", 1) from None
+    except (OSError, ValueError) as error:
+        raise Problem(f"{path} could not be written: {error}", 1) from None
 
 
 def _strategy_report(of: Strategy) -> str:
@@ -81,8 +101,9 @@ def _strategy_report(of: Strategy) -> str:
     others = [(one["name"], seconds_text(one["step_time"]), bytes_text(one["memory"]))
               for one in of.get("runners_up", [])]
     columns = terminal_columns()
+    why = ["", explanation_text(of["explanation"], of["step_time"])] if "explanation" in of else []
     return "\n".join([str(of), "", *aligned(rows, right={2, 3}, columns=columns),
-                      *(["", "next best", *aligned(others, right={1, 2}, columns=columns)] if others else []), "",
+                      *(["", "next best", *aligned(others, right={1, 2}, columns=columns)] if others else []), *why, "",
                       f"{of['candidates']:,} plans were weighed in {seconds_text(of['search_seconds'])}"])
 
 

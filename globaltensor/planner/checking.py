@@ -80,7 +80,7 @@ _OF_STAGE: dict[str, Callable[[Any], str]] = {
     "layers": _names, "ranks": _distinct_ranks, "axes": _dict, "batch": _dict, "zero": _one_of(0, 1, 2, 3),
     "recompute": _one_of(*RECOMPUTE)}
 _OTHER_KEYS = {"cluster", "dtype", "model", "menu", "runners_up", "needs", "device", "smallest_change", "fixed",
-               "inputs", "whole", "why_whole", "left_out"}
+               "inputs", "whole", "why_whole", "left_out", "explanation"}
 _OTHER_KEYS_OF_STAGE = {"plan", "sequence", "forward", "backward", "bytes", "memory"}
 
 

@@ -33,7 +33,8 @@ def strategy_of(task: Task, result: SearchResult, seconds: float) -> Strategy:
              "cluster": task.cluster.name, "global_batch": task.global_batch, "dtype": "bfloat16",
              "model": {"model": "gpt", "layers": task.gpt.layers, "hidden": task.gpt.hidden, "heads": task.gpt.heads,
                        "seq": task.gpt.sequence, "vocab": task.gpt.vocabulary, "flash": task.gpt.flash},
-             "fixed": {name: value for name, value in vars(task.fixed).items() if value is not None}}
+             "fixed": {name: value for name, value in vars(task.fixed).items()
+                       if value is not None and name != "excluded"}}
     menu = [_other_plan(name, one, task) for name, one in result.menu.items()]
     if result.best is None:
         needs = least_memory(task)
@@ -68,6 +69,12 @@ def _other_plan(name: str, one: Candidate | None, task: Task) -> dict[str, Any]:
         return {"name": name, "step_time": None, "memory": None, "feasible": False}
     return {"name": name, "plan": plan_text(one.plan), "step_time": one.seconds, "memory": one.fullest,
             "feasible": one.fullest <= task.cluster.memory * (1 + 1e-9)}
+
+
+def parts_of_time(task: Task, plan: TrainingPlan) -> dict[str, float]:
+    """Where the time of a step goes, on the rank that ends last."""
+    step = simulate_training(task.gpt, plan, task.cluster)
+    return _parts_of_time(task, plan, step, step_costs(task.gpt, plan, task.cluster, step.run.schedule.rank_of))
 
 
 def _parts_of_time(task: Task, plan: TrainingPlan, step: SimulatedStep, costs: StepCosts) -> dict[str, float]:

@@ -46,7 +46,8 @@ _NEVER = float("inf")
 @dataclass
 class SearchResult:
     """What a search gives: the best plan (None: nothing fits), the least that any plan of the space takes, how many
-    plans were weighed and simulated, the best of other variants, and the menu by name (None: it does not fit)."""
+    plans were weighed and simulated, the best of other variants, the menu by name (None: it does not fit), and all
+    plans that were simulated."""
 
     best: Candidate | None = None
     lower_bound: float = _NEVER
@@ -54,16 +55,18 @@ class SearchResult:
     simulated: int = 0
     runners_up: list[Candidate] = field(default_factory=list)
     menu: dict[str, Candidate | None] = field(default_factory=dict)
+    tried: list[Candidate] = field(default_factory=list)
 
 
-def search(task: Task, seconds: float = _NEVER, first: bool = False) -> SearchResult:
-    """The fastest plan. `seconds`: stop then, with the best so far; `first`: stop at the first that fits.
+def search(task: Task, seconds: float = _NEVER, first: bool = False, menu: bool = True) -> SearchResult:
+    """The fastest plan. `seconds`: stop then, with the best so far; `first`: stop at the first that fits; `menu`:
+    search it too, before all else.
 
     Raises BatchError where there is no plan at all, whatever the memory.
     """
     until, every = time.monotonic() + seconds, shapes(task.gpt, task.devices, task.global_batch, task.fixed)
     result = SearchResult()
-    for name, own in {} if first else _menu(task, every).items():
+    for name, own in (_menu(task, every) if menu and not first else {}).items():
         queue = _Queue(task, own.shapes, own.allows, lambda variant: [even_cut(task.gpt.layers, variant.shape.pp)])
         queue.run(until)
         _add_counts(result, queue)
@@ -88,6 +91,7 @@ def search(task: Task, seconds: float = _NEVER, first: bool = False) -> SearchRe
 def _add_counts(result: SearchResult, queue: _Queue) -> None:
     result.weighed += queue.weighed
     result.simulated += queue.simulated
+    result.tried += queue.tried
 
 
 class _Queue:
@@ -99,6 +103,7 @@ class _Queue:
         self.best: Candidate | None = None
         self.weighed = self.simulated = 0
         self.left = _NEVER                           # the least bound of what was not searched to its end
+        self.tried: list[Candidate] = []
         self._others: dict[tuple[object, ...], Candidate] = {}
         self._heap: list[tuple[float, int, MeshShape | Variant]] = [
             (of_shape(task, shape), next(self._serial), shape) for shape in several]
@@ -154,7 +159,9 @@ class _Queue:
 
     def _cut(self, variant: Variant, bound: float, until: float) -> None:
         """Simulate the cuts of a variant that can win."""
-        several = self.cuts_of(variant)
+        several = [cut for cut in self.cuts_of(variant) if self.task.fixed.allows("cut", cut)]
+        if not several:
+            return
         bounds = VariantCosts(self.task, variant).of_cuts(np.array(several), self.task.cluster.memory)
         self.weighed += len(several)
         names = self.task.fixed.recomputes
@@ -164,7 +171,9 @@ class _Queue:
             if time.monotonic() >= until and self.best:
                 self.left = min(self.left, bound)
                 return
-            self.enter(price_cut(self.task, variant, several[k], tuple(names[n] for n in bounds.recompute[k])))
+            candidate = price_cut(self.task, variant, several[k], tuple(names[n] for n in bounds.recompute[k]))
+            self.enter(candidate)
+            self.tried.append(candidate)
             self.simulated += 1
         if not is_complete(self.task.gpt.layers, variant.shape.pp * variant.chunks):
             self.left = min(self.left, bound)

@@ -32,7 +32,8 @@ class BatchError(GlobalTensorError, ValueError):
 
 @dataclass(frozen=True)
 class Fixed:
-    """What is not to be chosen, but given; None: chosen."""
+    """What is not to be chosen, but given; None: chosen. `excluded`: pairs of a name and a value that may not be
+    chosen, the name being one of these, or "cut": how many layers each stage has."""
 
     dp: int | None = None
     tp: int | None = None
@@ -43,11 +44,12 @@ class Fixed:
     recompute: str | None = None
     schedule: str | None = None
     chunks: int | None = None
+    excluded: frozenset[tuple[str, object]] = frozenset()
 
     def allows(self, name: str, value: object) -> bool:
         """May this be chosen?"""
-        wanted = getattr(self, name)
-        return wanted is None or wanted == value
+        wanted = getattr(self, name, None)
+        return (wanted is None or wanted == value) and (name, value) not in self.excluded
 
     @property
     def recomputes(self) -> tuple[str, ...]:

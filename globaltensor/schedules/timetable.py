@@ -93,7 +93,7 @@ def draw(path: str | os.PathLike[str], runs: Mapping[str, Sequence[Event]], unit
     panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
     longest = max(makespan_of(events) for events in runs.values())
     for panel, (title, events) in zip(panels, runs.items()):
-        _panel(panel, events, longest)
+        draw_panel(panel, events, longest)
         panel.set_title(title, loc="left", fontsize=11)
     panels[-1].set_xlabel(unit)
     kinds = [kind for kind in ACTION_NAMES if any(e.kind == kind for events in runs.values() for e in events)]
@@ -104,7 +104,8 @@ def draw(path: str | os.PathLike[str], runs: Mapping[str, Sequence[Event]], unit
     figure.savefig(path, dpi=110)
 
 
-def _panel(panel: Any, events: Sequence[Event], longest: float) -> None:
+def draw_panel(panel: Any, events: Sequence[Event], longest: float) -> None:
+    """The timetable of one run, in one panel of a picture that is `longest` wide in time."""
     begin = min(e.start for e in events)
     rows = _by_rank(events)
     points = 14 * 72 / longest if longest else 0.0    # of width, for one unit of time: figures are 14 inches wide
