@@ -6,8 +6,9 @@ Matrices of 384 MB in all, split over 4 ranks, a process each. All ranks at once
                    that file into memory it has: what the disk and its file system do, and no more
     one file       the same by one process for all bytes, while the other ranks wait
     globaltensor   gt.save, which also hashes every byte and keeps the one before until the new one is whole, and then
-                   deletes it after it has returned (not counted; the other ways write over their files); gt.load, which
-                   reads every byte twice, to check it before anything is changed, and then to copy it
+                   deletes it after it has returned (not counted; the other ways write over their files). It writes past
+                   the page cache, the other ways through it. gt.load, which reads every byte twice, to check it before
+                   anything is changed, and then to copy it
     torch DCP      torch.distributed.checkpoint of the same global tensors, which checks nothing
 
 Loading from the cache: the kernel still holds all pages of the files, so this is a rate of memory, not of a disk. From

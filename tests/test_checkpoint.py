@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import collections
 import copy
+import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -18,11 +20,12 @@ import numpy as np
 import pytest
 import torch
 from harness import PROGRAMS, PYTHON, RUN, Started, environment, good, results
+from safetensors import safe_open
 from shards import B, P, fulls, gather, lay, place
 from torch import nn
 
 import globaltensor as gt
-from globaltensor.checkpoint import folders, hashes, manifest, pieces, saving
+from globaltensor.checkpoint import folders, hashes, manifest, pieces, saving, tensor_files
 from globaltensor.checkpoint.manifest import CheckpointError
 from globaltensor.checkpoint.torch_files import load, save
 from globaltensor.layouts.sbp import split as S
@@ -173,8 +176,75 @@ def test_a_reader_opens_and_checks_only_what_it_needs(tmp_path):
     files, part = pieces.CheckpointFiles(folder), torch.zeros(4)
     [(piece, common)] = pieces.overlaps(entries["x"], ((8, 12),))
     files.verify([(entries["x"], piece, 2)])
-    part.copy_(files.view(entries["x"], piece))
+    files.fill([(entries["x"]._replace(shape=(4,), pieces=(piece._replace(region=((0, 4),)),)), part)])
     assert common == ((8, 12),) and part.tolist() == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("how", ["past the cache", "no such flag", "refused at open", "refused at the second write",
+                                 "no positions", "full"])
+def test_files_of_tensors_have_the_same_bytes_however_they_are_written(how, tmp_path, monkeypatch):
+    seed = 5
+    print("seed", seed)
+    rng = torch.Generator().manual_seed(seed)
+    data = {f"{name} {n}": torch.randint(0, 2 if dtype is torch.bool else 256, (n * dtype.itemsize,), generator=rng,
+                                         dtype=torch.uint8).view(dtype) for dtype, name in tensor_files.NAMES.items()
+            for n in (1, 3, 700)}
+    data |= {"number": torch.tensor(3.5), "empty": torch.empty(0, 4), "matrix": torch.rand(40, 1000, generator=rng)}
+    monkeypatch.setattr(tensor_files, "CHUNK", 1 << 14)
+    pwrite, open_file, count, past_the_cache = os.pwrite, os.open, itertools.count(1), []
+    (tmp_path / "other").touch()
+    if possible := tensor_files._opened_past_the_cache(tmp_path / "other"):
+        possible.close()
+
+    def refusing(handle, part, offset):
+        past_the_cache.append(bool(fcntl.fcntl(handle, fcntl.F_GETFL) & os_direct))
+        if how == "full" and next(count) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if how == "refused at the second write" and next(count) == 2:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return pwrite(handle, part, offset)
+
+    def opened(path, flags, *rest, **more):
+        if how == "refused at open" and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return open_file(path, flags, *rest, **more)
+
+    os_direct = os.O_DIRECT
+    monkeypatch.setattr(os, "pwrite", refusing)
+    monkeypatch.setattr(os, "open", opened)
+    if how == "no such flag":
+        monkeypatch.delattr(os, "O_DIRECT")
+    if how == "no positions":
+        monkeypatch.delattr(os, "pwrite")
+        monkeypatch.delattr(os, "preadv")
+    path = tmp_path / "file"
+    if how == "full":
+        with pytest.raises(OSError, match="No space left"):
+            tensor_files.write_tensors(path, data)
+        return
+    tensor_files.write_tensors(path, data, {"of": "a test"})
+    some = {"past the cache": {True}, "refused at the second write": {True, False}, "no positions": set()}
+    assert set(past_the_cache) == some.get(how, {False}) or possible is None
+    with safe_open(path, "pt") as theirs:            # safetensors' own reader
+        assert theirs.metadata() == {"of": "a test"} and sorted(theirs.keys()) == sorted(data)
+        for key, t in data.items():
+            assert bits(theirs.get_tensor(key)) == bits(t), key
+    file = tensor_files.TensorFile(path)
+    for key, t in data.items():
+        stored = file.tensors[key]
+        assert (stored.dtype, stored.shape, stored.nbytes) == (t.dtype, tuple(t.shape), t.nbytes), key
+        assert file.hash(stored, hashes.HASH) == hashes.piece_hash(t), key
+        assert stored.offset % t.dtype.itemsize == 0
+    whole = slice(0, 1000)
+    for rows, columns in ((slice(0, 40), whole), (slice(3, 31), whole), (slice(5, 40), slice(7, 800))):
+        for into in (torch.zeros(40, 1000), torch.zeros(1000, 40).t(), torch.zeros(40, 1000, dtype=torch.float64)):
+            file.copy_part(file.tensors["matrix"], (rows, columns), into[rows, columns])
+            assert torch.equal(into[rows, columns].float(), data["matrix"][rows, columns])
+            assert into.count_nonzero() <= into[rows, columns].numel()
+    os.truncate(path, path.stat().st_size - 1)       # while it is open
+    last = max(file.tensors.values(), key=lambda stored: stored.offset + stored.nbytes)
+    with pytest.raises(OSError, match="too short"):
+        file.hash(last, hashes.HASH)
 
 
 def brute(regions, whole):
@@ -852,7 +922,7 @@ def test_safetensors_folders(shard_gb, files, tmp_path):
     assert result == expected
     from_files = {}
     for name in result:
-        with pieces.safe_open(tmp_path / name, "pt") as file:
+        with safe_open(tmp_path / name, "pt") as file:
             assert file.metadata() == {"format": "pt"}
             from_files |= {key: file.get_tensor(key) for key in file.keys()}
     assert {k: bits(t) for k, t in from_files.items()} == model_bits(model)
@@ -894,7 +964,7 @@ def test_safetensors_of_tied_parameters(tmp_path):
     where = place([0, 1])
     model, other = tied(where), tied(where)
     gt.save_safetensors(model, tmp_path)
-    with pieces.safe_open(tmp_path / "model.safetensors", "pt") as file:
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert list(file.keys()) == ["a.weight"]
     gt.load_safetensors(other, tmp_path)
     assert model_bits(other) == model_bits(model) and other["a"].weight is other["b"].weight

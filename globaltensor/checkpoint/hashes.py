@@ -9,16 +9,17 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 try:
     import xxhash
 except ImportError:                                  # an optional dependency
-    KINDS: dict[str, Callable[[memoryview], str]] = {}
+    KINDS: dict[str, Callable[..., Any]] = {}
 else:
-    KINDS = {"xxh3-128": xxhash.xxh3_128_hexdigest}
-KINDS["sha256"] = lambda data: hashlib.sha256(data).hexdigest()
+    KINDS = {"xxh3-128": xxhash.xxh3_128}
+KINDS["sha256"] = hashlib.sha256
 
 HASH = next(iter(KINDS))                            # the kind that new pieces have
 _TEXT = re.compile(r"xxh3-128:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
@@ -26,7 +27,7 @@ _TEXT = re.compile(r"xxh3-128:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
 
 def piece_hash(t: torch.Tensor, kind: str = HASH) -> str:
     """The hash of the bytes of a contiguous tensor on the CPU; other threads can run meanwhile."""
-    return f"{kind}:{KINDS[kind](t.reshape(-1).view(torch.uint8).numpy().data)}"
+    return f"{kind}:{KINDS[kind](t.reshape(-1).view(torch.uint8).numpy().data).hexdigest()}"
 
 
 def hash_kind(text: str) -> str:

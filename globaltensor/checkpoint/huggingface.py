@@ -23,16 +23,14 @@ from torch import nn
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.checkpoint.collective import collective_try
 from globaltensor.checkpoint.files import sync, temporary_name, write_atomically
-from globaltensor.checkpoint.hashes import piece_hash
 from globaltensor.checkpoint.loading import check_fit, check_names, needed
 from globaltensor.checkpoint.manifest import CheckpointError, Entry, SavedPiece
 from globaltensor.checkpoint.pieces import (
     CheckpointFiles,
     check_dtype,
     need_safetensors,
-    whole_region,
-    write_file,
 )
+from globaltensor.checkpoint.tensor_files import Stored, write_tensors
 from globaltensor.errors import counted, expect
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.placement import placement
@@ -65,8 +63,7 @@ def load_safetensors(module: M, folder: str | os.PathLike[str]) -> M:
     files, entries = collective_try("loading safetensors", lambda: _check_folder(module, Path(folder)))
     fill_unloaded(module, entries)
     own = module.state_dict(keep_vars=True)
-    for name, entry in entries.items():
-        files.fill(entry, own[name])
+    files.fill((entry, own[name]) for name, entry in entries.items())
     _log.info("loaded %s from %s", counted(len(entries), "tensor"), folder)
     return module
 
@@ -77,18 +74,19 @@ def _check_folder(module: nn.Module,
     file_of = _weight_map(folder)
     files = CheckpointFiles(folder, links=True)
     own = {k: t for k, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
-    stored = {id(own[name]) for name in file_of if name in own}
+    named = {id(own[name]) for name in file_of if name in own}
     # a tied parameter need not be there under all of its names
-    check_names([name for name, t in own.items() if name in file_of or id(t) not in stored], file_of,
+    check_names([name for name, t in own.items() if name in file_of or id(t) not in named], file_of,
                 f"the folder {folder}")
     entries = {}
     for name, file in file_of.items():
-        tensor = _tensor(files, name, file)
-        pieces = (SavedPiece(file, name, whole_region(tensor), ""),) if tensor.numel() else ()
-        entries[name] = Entry(name, tensor.dtype, tuple(tensor.shape), False, pieces)
+        stored = _stored(files, name, file)
+        whole = tuple((0, n) for n in stored.shape)
+        pieces = (SavedPiece(file, name, whole, ""),) if stored.nbytes else ()
+        entries[name] = Entry(name, stored.dtype, stored.shape, False, pieces)
         check_fit(entries[name], own[name], dtype=False)
     for entry, piece, _ in needed({name: own[name] for name in entries}, entries):
-        files.view(entry, piece)                     # raises where the piece is not there
+        files.find(entry, piece)                     # raises where the piece is not there
     _check_tied_weights(files, entries, own)
     return files, entries
 
@@ -98,23 +96,23 @@ def _check_tied_weights(files: CheckpointFiles, entries: dict[str, Entry], own: 
     first: dict[int, str] = {}
     for name, entry in entries.items():
         other = entries[first.setdefault(id(own[name]), name)]
-        if other is not entry and [piece_hash(files.view(other, p)) for p in other.pieces] != [
-                piece_hash(files.view(entry, p)) for p in entry.pieces]:
+        if other is not entry and [files.hash(other, p) for p in other.pieces] != [
+                files.hash(entry, p) for p in entry.pieces]:
             raise CheckpointError(f"{other.name!r} and {name!r} are one tensor in the module, two in the folder",
                                   "their values differ there", "untie them, load, and decide which one to keep")
 
 
-def _tensor(files: CheckpointFiles, name: str, file: str) -> torch.Tensor:
-    opened = files.open(file)
-    if name not in opened.keys():
+def _stored(files: CheckpointFiles, name: str, file: str) -> Stored:
+    stored = files.open(file).tensors.get(name)
+    if stored is None:
         raise CheckpointError(f"{files.folder / file} has no tensor {name!r}", "the index says that it has one")
-    return opened.get_tensor(name)
+    return stored
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """name -> file, of a folder of either kind."""
     if (folder / SINGLE).is_file():
-        return dict.fromkeys(CheckpointFiles(folder, links=True).open(SINGLE).keys(), SINGLE)
+        return dict.fromkeys(CheckpointFiles(folder, links=True).open(SINGLE).tensors, SINGLE)
     if not (folder / INDEX).is_file():
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}",
                               "weights are read from files of these names", "a folder that save_safetensors wrote")
@@ -202,8 +200,7 @@ def _write_temporary(path: Path, held: dict[str, torch.Tensor], rank: int) -> li
     if rank not in world().local_ranks:
         return []
     temporary = temporary_name(path)
-    write_file(temporary, held, {"format": "pt"})
-    sync(temporary)
+    write_tensors(temporary, held, {"format": "pt"})
     return [(temporary, path)]
 
 

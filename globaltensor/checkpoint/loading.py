@@ -33,7 +33,6 @@ from globaltensor.checkpoint.pieces import (
 from globaltensor.checkpoint.remote import Folder, folder_at
 from globaltensor.checkpoint.tree import FlatState, at_path, decode, flatten, is_object, join_path, state_of
 from globaltensor.errors import counted
-from globaltensor.runtime.progress import counted_off
 from globaltensor.runtime.torch_internals import has_internal_overlap
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.materialize import fill_unloaded
@@ -80,13 +79,9 @@ def load_version(state: Any, directory: Folder) -> tuple[Any, Manifest]:
     try:
         # Objects first, as their own code may refuse a state: no tensor has been written then.
         collective_try("loading the state of objects", lambda: _load_objects(checked, undo))
-        done: set[int] = set()
-        for name, entry in counted_off("loading", entries.items(), "tensors"):
-            t = flat.tensors.get(name)
-            # tied tensors are read once
-            if t is not None and name not in checked.new and id(t) not in done:
-                done.add(id(t))
-                checked.files.fill(entry, t)
+        own = {id(t): (entries[name], t) for name, t in flat.tensors.items() if name in entries
+               and name not in checked.new}          # tied tensors are read once
+        checked.files.fill(own.values())
     except BaseException as error:
         _undo_all(undo, error)
         raise
@@ -275,8 +270,7 @@ def _decoded(checked: CheckedState) -> Any:
 
 def _load_objects(checked: CheckedState, undo: list[Callable[[], None]]) -> None:
     """Call load_state_dict of every object; functions that undo it are added to `undo`."""
-    for name, t in checked.new.items():
-        checked.files.fill(checked.manifest.entries[name], t)
+    checked.files.fill((checked.manifest.entries[name], t) for name, t in checked.new.items())
     saved = _decoded(checked)
     for path, value in checked.flat.objects.items():
         own = at_path(saved, path)

@@ -19,16 +19,14 @@ from typing import Any, NamedTuple
 import torch
 
 from globaltensor.checkpoint.hashes import hash_kind
+from globaltensor.checkpoint.tensor_files import NAMES
 from globaltensor.checkpoint.tree import decode
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shape
 from globaltensor.layouts.regions import Region
 
 FORMAT = 1
-DTYPES = {str(d).removeprefix("torch."): d for d in (
-    torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
-    torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.complex64)}                                # those of the safetensors format
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in NAMES}
 _HEAD, _MIDDLE, _TAIL = b'{"sha256": "', b'",\n"manifest": ', b"}\n"
 _FILE = re.compile(r"rank-\d{5,9}\.safetensors")     # no path: a manifest must not name other folders
 _BYTES = re.compile(r"([0-9a-f]{2})*")

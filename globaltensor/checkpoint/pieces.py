@@ -2,13 +2,13 @@
 
 A region that several ranks hold is written by one of them, and large regions are cut into pieces of at most 64 MiB, so
 that the writing of a broadcast tensor is shared, too. Every process assigns writers alike, without communication:
-pieces go, the largest first, to the holder that has the least to write so far. Files are safetensors, one per rank, and
-memory-mapped when they are read, so that only the pages that are needed are read.
+pieces go, the largest first, to the holder that has the least to write so far. Files are safetensors, one per rank.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from globaltensor.algorithms.aliasing import note_write
-from globaltensor.checkpoint.files import check_plain, sync
-from globaltensor.checkpoint.hashes import KINDS, hash_kind, piece_hash
+from globaltensor.checkpoint.files import check_plain
+from globaltensor.checkpoint.hashes import HASH, KINDS, hash_kind, piece_hash
 from globaltensor.checkpoint.manifest import DTYPES, CheckpointError, Entry, SavedPiece, region_text
 from globaltensor.checkpoint.remote import Folder, RemotePath
+from globaltensor.checkpoint.tensor_files import Stored, TensorFile, threads, write_tensors
 from globaltensor.layouts.layout import spec
 from globaltensor.layouts.regions import Region, intersect, slices, volume
 from globaltensor.runtime.progress import progress
@@ -27,7 +28,7 @@ from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 try:
-    from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+    from safetensors import SafetensorError
 except ImportError:                                  # an optional dependency: using checkpoints says that it is missing
     _installed = False
 else:
@@ -119,27 +120,15 @@ def _holders_by_region(t: torch.Tensor, ranks: list[int]) -> dict[Region, list[i
 
 def write_hashed(path: Folder, data: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Write a file of these tensors (on the CPU, contiguous), on the disk when this returns; hashes by key."""
-    with ThreadPoolExecutor(_threads()) as pool:     # hashes while it writes: both release the GIL
+    with ThreadPoolExecutor(threads()) as pool:      # hashes while it writes: both release the GIL
         hashes = pool.map(piece_hash, data.values())
         if isinstance(path, RemotePath):
             with TemporaryDirectory(prefix="globaltensor-") as folder:
-                write_file(Path(folder, path.name), data)
+                write_tensors(Path(folder, path.name), data)
                 path.upload(Path(folder, path.name))
         else:
-            write_file(path, data)
-            sync(path)
+            write_tensors(path, data)
         return dict(zip(data, hashes))
-
-
-def _threads() -> int:
-    return min(8, torch.get_num_threads())           # launchers divide the cores among the ranks by this
-
-
-def write_file(path: Path, data: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """The same without hashes, and not yet synced; other threads can run meanwhile."""
-    serialize_file({key: TensorSpec(dtype=str(t.dtype).removeprefix("torch."), shape=list(t.shape),
-                                    data_ptr=t.data_ptr(), data_len=t.nbytes) for key, t in data.items()}, path,
-                   metadata)
 
 
 class CheckpointFiles:
@@ -148,11 +137,11 @@ class CheckpointFiles:
 
     def __init__(self, folder: Folder, links: bool = False) -> None:
         self.folder, self.links = folder, links
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, TensorFile] = {}
         self._verified: set[SavedPiece] = set()
 
-    def open(self, name: str) -> Any:
-        """A safetensors file of the folder. Raises CheckpointError where it is missing or truncated."""
+    def open(self, name: str) -> TensorFile:
+        """A file of the folder. Raises CheckpointError where it is missing or truncated."""
         if name not in self._open:
             try:
                 self._open[name] = self._opened(self.folder, name)
@@ -164,25 +153,38 @@ class CheckpointFiles:
                                       "another version: load(state, '<directory>/step-...')") from None
         return self._open[name]
 
-    def _opened(self, folder: Folder, name: str) -> Any:
+    def _opened(self, folder: Folder, name: str) -> TensorFile:
         if isinstance(folder, RemotePath):
             with TemporaryDirectory(prefix="globaltensor-") as local:
                 (folder / name).download(Path(local, name))
-                return safe_open(Path(local, name), "pt")        # it is mapped, and outlives its name
+                return TensorFile(Path(local, name))             # it stays open, and outlives its name
         check_plain(folder / name, None if self.links else folder)
-        return safe_open(folder / name, "pt")
+        return TensorFile(folder / name)
 
-    def view(self, entry: Entry, piece: SavedPiece) -> torch.Tensor:
-        """The piece, a view of the mapped file."""
-        file = self.open(piece.file)
-        try:
-            tensor = file.get_tensor(piece.key)
-        except (SafetensorError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{self._name(entry, piece)} is missing or damaged", str(error)) from None
-        if tensor.dtype != entry.dtype or tuple(tensor.shape) != tuple(b - a for a, b in piece.region):
+    def find(self, entry: Entry, piece: SavedPiece) -> Stored:
+        """Where the piece is in its file."""
+        stored = self.open(piece.file).tensors.get(piece.key)
+        if stored is None:
+            raise CheckpointError(f"{self._name(entry, piece)} is missing or damaged",
+                                  f"the file has no tensor {piece.key!r}")
+        if stored.dtype != entry.dtype or stored.shape != tuple(b - a for a, b in piece.region):
             raise CheckpointError(f"{self._name(entry, piece)} is damaged",
-                                  f"in the file it is {list(tensor.shape)} {tensor.dtype}, not {entry.dtype}")
-        return tensor
+                                  f"in the file it is {list(stored.shape)} {stored.dtype}, not {entry.dtype}")
+        return stored
+
+    def hash(self, entry: Entry, piece: SavedPiece, kind: str = HASH) -> str:
+        """The hash of the bytes of a piece, which are all read."""
+        stored = self.find(entry, piece)
+        with self._reading(entry, piece) as file:
+            return file.hash(stored, kind)
+
+    @contextmanager
+    def _reading(self, entry: Entry, piece: SavedPiece) -> Iterator[TensorFile]:
+        try:
+            yield self.open(piece.file)
+        except OSError as error:
+            raise CheckpointError(f"{self._name(entry, piece)} cannot be read", str(error),
+                                  "another version: load(state, '<directory>/step-...')") from None
 
     def _name(self, entry: Entry, piece: SavedPiece) -> str:
         return f"the piece {region_text(piece.region)} of {entry.name!r} in {self.folder / piece.file}"
@@ -191,35 +193,50 @@ class CheckpointFiles:
         """Check the hash of every piece, each once, on several threads. Raises CheckpointError, naming the piece and
         the rank that needs it. Reads every byte of these pieces once."""
         new = {piece: (entry, rank) for entry, piece, rank in needed if piece not in self._verified}
-        views = [self.view(entry, piece) for piece, (entry, _) in new.items()]
-        kinds = [hash_kind(piece.hash) for piece in new]
-        for kind in set(kinds) - KINDS.keys():
+        places = {piece: self.find(entry, piece) for piece, (entry, _) in new.items()}
+        for kind in {hash_kind(piece.hash) for piece in new} - KINDS.keys():
             raise CheckpointError(f"the hashes in {self.folder} are of the kind {kind}",
                                   "the package xxhash, which computes them, is not installed", "pip install xxhash")
-        total = sum(view.nbytes for view in views)
-        with progress("checking", total, "bytes") as advance, ThreadPoolExecutor(_threads()) as pool:
-            actuals = pool.map(piece_hash, views, kinds)
-            for (piece, (entry, rank)), view, actual in zip(new.items(), views, actuals):
-                advance(view.nbytes)
+        order = sorted(new, key=lambda piece: (piece.file, places[piece].offset))      # the kernel reads ahead
+        total = sum(place.nbytes for place in places.values())
+        with progress("checking", total, "bytes") as advance, ThreadPoolExecutor(threads()) as pool:
+            hashes = pool.map(lambda piece: self.hash(new[piece][0], piece, hash_kind(piece.hash)), order)
+            for piece, actual in zip(order, hashes):
+                advance(places[piece].nbytes)
                 if piece.hash != actual:
+                    entry, rank = new[piece]
                     raise CheckpointError(f"{self._name(entry, piece)} is damaged: rank {rank} needs it",
                                           f"its bytes hash to {actual[:20]}..., the manifest says {piece.hash[:20]}...",
                                           "another version: load(state, '<directory>/step-...')")
         self._verified.update(new)
 
-    def fill(self, entry: Entry, t: torch.Tensor) -> None:
-        """Copy the parts of a tensor that this process holds into it, in place. Reads the overlaps and nothing else."""
-        with torch.no_grad():
+    def fill(self, targets: Iterable[tuple[Entry, torch.Tensor]]) -> None:
+        """Copy the parts of tensors that this process holds into them, in place, on several threads."""
+        copies: list[tuple[Entry, SavedPiece, Region, LocalPart]] = []
+        targets = list(targets)
+        for entry, t in targets:
             for part in local_parts(t):
-                if not part.counts:
-                    part.data.zero_()
-                    continue
-                for piece, common in overlaps(entry, part.region):
-                    source = self.open(piece.file).get_slice(piece.key)[slices(common, piece.region) or ...]
-                    part.data[slices(common, part.region)].copy_(source)
-        torch.autograd.graph.increment_version(t)
-        if isinstance(t, GlobalTensor):
-            note_write(t)
+                if part.counts:
+                    copies += [(entry, piece, common, part) for piece, common in overlaps(entry, part.region)]
+                else:
+                    with torch.no_grad():
+                        part.data.zero_()
+        with progress("loading", len(copies), "pieces") as advance, ThreadPoolExecutor(threads()) as pool:
+            for _ in pool.map(lambda copy: self._copy(*copy), copies):
+                advance(1)
+        for _, t in targets:
+            torch.autograd.graph.increment_version(t)
+            if isinstance(t, GlobalTensor):
+                note_write(t)
+
+    @torch.no_grad()
+    def _copy(self, entry: Entry, piece: SavedPiece, common: Region, part: LocalPart) -> None:
+        stored, into = self.find(entry, piece), part.data[slices(common, part.region)]
+        index = slices(common, piece.region)
+        if not index:                                # a number: a row of its own
+            stored, into, index = stored._replace(shape=(1,)), into.reshape(1), (slice(0, 1),)
+        with self._reading(entry, piece) as file:
+            file.copy_part(stored, index, into)
 
 
 def overlaps(entry: Entry, region: Region) -> list[tuple[SavedPiece, Region]]:
