@@ -122,7 +122,8 @@ def _plain_dp(task: Task, best: Candidate) -> dict[str, Any]:
     parts = parts_of_time(task, one.plan)
     return {"fits": True, "step_time": one.seconds, "costs": one.seconds - best.seconds, "plan": plan_text(one.plan),
             "why": "it is this plan" if one.plan == best.plan else
-            f"it communicates for {seconds_text(parts['communication'])} and computes for {seconds_text(parts['compute'])}"}
+            f"it communicates for {seconds_text(parts['communication'])} and computes for "
+            f"{seconds_text(parts['compute'])}"}
 
 
 def cut_text(layers: tuple[int, ...]) -> str:
