@@ -24,7 +24,7 @@ from globaltensor.cli.completion import words_by_command
 from globaltensor.cli.findings import Finding
 from globaltensor.cli.options import OPTIONS, RECOMPUTED, SCHEDULES
 from globaltensor.runtime import progress as bars
-from globaltensor.runtime.progress import counted_off, progress
+from globaltensor.runtime.progress import progress
 from globaltensor.runtime.text_table import aligned, terminal_columns
 from globaltensor.runtime.units import bytes_text, seconds_text
 from globaltensor.schedules.generators import GENERATORS
@@ -175,15 +175,6 @@ def test_no_bar_where_it_would_disturb(env, monkeypatch):
             now[0] = 9.0
             advance(50)
         assert screen.getvalue() == ""
-
-
-def test_items_are_counted_off_and_all_come(monkeypatch):
-    now = [0.0]
-    with terminal(monkeypatch, now) as screen:
-        items = counted_off("loading", range(5), "tensors")
-        got = [next(items), next(items)]
-        now[0] = 2.0
-        assert got + list(items) == list(range(5)) and "2/5" in screen.getvalue()
 
 
 @pytest.mark.usefixtures("real_processes")

@@ -30,7 +30,7 @@ from globaltensor.checkpoint.pieces import (
     check_dtype,
     need_safetensors,
 )
-from globaltensor.checkpoint.tensor_files import Stored, write_tensors
+from globaltensor.checkpoint.tensor_files import Place, write_tensors
 from globaltensor.errors import counted, expect
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.placement import placement
@@ -80,7 +80,7 @@ def _check_folder(module: nn.Module,
                 f"the folder {folder}")
     entries = {}
     for name, file in file_of.items():
-        stored = _stored(files, name, file)
+        stored = _find_stored(files, name, file)
         whole = tuple((0, n) for n in stored.shape)
         pieces = (SavedPiece(file, name, whole, ""),) if stored.nbytes else ()
         entries[name] = Entry(name, stored.dtype, stored.shape, False, pieces)
@@ -102,7 +102,7 @@ def _check_tied_weights(files: CheckpointFiles, entries: dict[str, Entry], own: 
                                   "their values differ there", "untie them, load, and decide which one to keep")
 
 
-def _stored(files: CheckpointFiles, name: str, file: str) -> Stored:
+def _find_stored(files: CheckpointFiles, name: str, file: str) -> Place:
     stored = files.open(file).tensors.get(name)
     if stored is None:
         raise CheckpointError(f"{files.folder / file} has no tensor {name!r}", "the index says that it has one")

@@ -79,8 +79,10 @@ def load_version(state: Any, directory: Folder) -> tuple[Any, Manifest]:
     try:
         # Objects first, as their own code may refuse a state: no tensor has been written then.
         collective_try("loading the state of objects", lambda: _load_objects(checked, undo))
-        own = {id(t): (entries[name], t) for name, t in flat.tensors.items() if name in entries
-               and name not in checked.new}          # tied tensors are read once
+        own: dict[int, tuple[Entry, torch.Tensor]] = {}          # by identity: tied tensors are read once
+        for name, entry in entries.items():
+            if name in flat.tensors and name not in checked.new:
+                own.setdefault(id(flat.tensors[name]), (entry, flat.tensors[name]))
         checked.files.fill(own.values())
     except BaseException as error:
         _undo_all(undo, error)

@@ -20,7 +20,7 @@ from globaltensor.checkpoint.files import check_plain
 from globaltensor.checkpoint.hashes import HASH, KINDS, hash_kind, piece_hash
 from globaltensor.checkpoint.manifest import DTYPES, CheckpointError, Entry, SavedPiece, region_text
 from globaltensor.checkpoint.remote import Folder, RemotePath
-from globaltensor.checkpoint.tensor_files import Stored, TensorFile, threads, write_tensors
+from globaltensor.checkpoint.tensor_files import Place, TensorFile, threads, write_tensors
 from globaltensor.layouts.layout import spec
 from globaltensor.layouts.regions import Region, intersect, slices, volume
 from globaltensor.runtime.progress import progress
@@ -161,7 +161,7 @@ class CheckpointFiles:
         check_plain(folder / name, None if self.links else folder)
         return TensorFile(folder / name)
 
-    def find(self, entry: Entry, piece: SavedPiece) -> Stored:
+    def find(self, entry: Entry, piece: SavedPiece) -> Place:
         """Where the piece is in its file."""
         stored = self.open(piece.file).tensors.get(piece.key)
         if stored is None:
@@ -175,11 +175,11 @@ class CheckpointFiles:
     def hash(self, entry: Entry, piece: SavedPiece, kind: str = HASH) -> str:
         """The hash of the bytes of a piece, which are all read."""
         stored = self.find(entry, piece)
-        with self._reading(entry, piece) as file:
+        with self._reads_from(entry, piece) as file:
             return file.hash(stored, kind)
 
     @contextmanager
-    def _reading(self, entry: Entry, piece: SavedPiece) -> Iterator[TensorFile]:
+    def _reads_from(self, entry: Entry, piece: SavedPiece) -> Iterator[TensorFile]:
         try:
             yield self.open(piece.file)
         except OSError as error:
@@ -222,7 +222,12 @@ class CheckpointFiles:
                     with torch.no_grad():
                         part.data.zero_()
         with progress("loading", len(copies), "pieces") as advance, ThreadPoolExecutor(threads()) as pool:
-            for _ in pool.map(lambda copy: self._copy(*copy), copies):
+            copied = pool.map(lambda copy: self._copy(*copy), (c for c in copies if c[-1].data.device.type == "cpu"))
+            for copy in copies:                      # other threads do not have the stream that this one has chosen
+                if copy[-1].data.device.type != "cpu":
+                    self._copy(*copy)
+                    advance(1)
+            for _ in copied:
                 advance(1)
         for _, t in targets:
             torch.autograd.graph.increment_version(t)
@@ -235,7 +240,7 @@ class CheckpointFiles:
         index = slices(common, piece.region)
         if not index:                                # a number: a row of its own
             stored, into, index = stored._replace(shape=(1,)), into.reshape(1), (slice(0, 1),)
-        with self._reading(entry, piece) as file:
+        with self._reads_from(entry, piece) as file:
             file.copy_part(stored, index, into)
 
 

@@ -17,6 +17,7 @@ import json
 import mmap
 import os
 import queue
+import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ import torch
 from globaltensor.checkpoint.hashes import KINDS
 from globaltensor.layouts.layout import Shape
 
+if sys.platform != "win32":
+    import resource
 try:
     from safetensors import safe_open
 except ImportError:                                  # an optional dependency: see need_safetensors
@@ -38,6 +41,7 @@ except ImportError:                                  # an optional dependency: s
 
 BLOCK = 4096                                         # no disk wants more of addresses, offsets and lengths
 CHUNK = 8 << 20                                      # bytes that are written at once
+SPARE_FILES = 64                                     # that a process can still open before its limit is raised
 READ = 1 << 20                                       # that are read and hashed at once, while a core's cache holds them
 NAMES = {torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",
          torch.uint32: "U32", torch.int32: "I32", torch.uint64: "U64", torch.int64: "I64",
@@ -58,20 +62,20 @@ def write_tensors(path: Path, data: Mapping[str, torch.Tensor], metadata: dict[s
     """A new file of these tensors (on the CPU, contiguous), on the disk when this returns. Other threads can run."""
     order = sorted(data, key=lambda key: (-data[key].dtype.itemsize, key))
     header = _header({key: data[key] for key in order}, metadata)
-    parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8), *(_bytes_of(data[key]) for key in order)]
+    parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8), *(_memory_bytes(data[key]) for key in order)]
     starts = [0, *accumulate(len(part) for part in parts)]
     with open(path, "xb", buffering=0) as file:
-        past = _opened_past_the_cache(path)
+        uncached = _open_uncached(path)
         try:
-            _write_chunks(_Output(file, past), parts, starts)
+            _write_chunks(_Output(file, uncached), parts, starts)
         finally:
-            if past is not None:
-                past.close()
+            if uncached is not None:
+                uncached.close()
         file.truncate(starts[-1])                    # the last block was filled up
         os.fsync(file.fileno())
 
 
-def _opened_past_the_cache(path: Path) -> FileIO | None:
+def _open_uncached(path: Path) -> FileIO | None:
     """None where the system, or the file system, cannot write that way."""
     if not hasattr(os, "O_DIRECT"):
         return None
@@ -94,7 +98,7 @@ def _header(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(t: torch.Tensor) -> torch.Tensor:
+def _memory_bytes(t: torch.Tensor) -> torch.Tensor:
     return t.detach().reshape(-1).view(torch.uint8)
 
 
@@ -106,14 +110,16 @@ def _write_chunks(output: _Output, parts: list[torch.Tensor], starts: list[int])
 
     def write(start: int) -> None:
         buffer = buffers.get()
-        size = min(CHUNK, starts[-1] - start)
-        _fill(torch.frombuffer(buffer, dtype=torch.uint8)[:size], start, parts, starts)
-        output.write(memoryview(buffer)[:size + -size % BLOCK], start)
-        buffers.put(buffer)
+        try:
+            size = min(CHUNK, starts[-1] - start)
+            _fill_chunk(torch.frombuffer(buffer, dtype=torch.uint8)[:size], start, parts, starts)
+            output.write(memoryview(buffer)[:size + -size % BLOCK], start)
+        finally:
+            buffers.put(buffer)                      # else a full disk would leave others waiting for one
 
     with ThreadPoolExecutor(workers) as pool:
         for _ in range(workers):
-            buffers.put(_aligned(CHUNK))
+            buffers.put(_chunk_buffer(CHUNK))
         written = [pool.submit(write, start) for start in chunks]
         try:
             for each in written:
@@ -123,14 +129,14 @@ def _write_chunks(output: _Output, parts: list[torch.Tensor], starts: list[int])
             raise
 
 
-def _aligned(nbytes: int) -> mmap.mmap:
+def _chunk_buffer(nbytes: int) -> mmap.mmap:
     buffer = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         buffer.madvise(mmap.MADV_HUGEPAGE)           # a disk takes few pieces of memory at once
     return buffer
 
 
-def _fill(buffer: torch.Tensor, start: int, parts: list[torch.Tensor], starts: list[int]) -> None:
+def _fill_chunk(buffer: torch.Tensor, start: int, parts: list[torch.Tensor], starts: list[int]) -> None:
     """The bytes of the file from `start` on. Copies without Python's lock."""
     done, k = 0, bisect_right(starts, start) - 1
     while done < len(buffer):
@@ -142,19 +148,19 @@ def _fill(buffer: torch.Tensor, start: int, parts: list[torch.Tensor], starts: l
 class _Output:
     """Two handles of a file: what one of them does not take goes through the cache. Threads may write at once."""
 
-    def __init__(self, file: FileIO, past: FileIO | None) -> None:
-        self.file, self.past = file, past
+    def __init__(self, file: FileIO, uncached: FileIO | None) -> None:
+        self.file, self.uncached = file, uncached
 
     def write(self, data: memoryview, offset: int) -> None:
         done = 0
         while done < len(data):
-            past = self.past
+            uncached = self.uncached
             try:
-                done += _write_at(past or self.file, data[done:], offset + done)
+                done += _write_at(uncached or self.file, data[done:], offset + done)
             except OSError as error:
-                if error.errno != errno.EINVAL or past is None:
+                if error.errno != errno.EINVAL or uncached is None:
                     raise
-                self.past = None                     # a disk that wants more, or a write that ended within a block
+                self.uncached = None                 # a disk that wants more, or a write that ended within a block
 
 
 _moving = threading.Lock()                           # where nothing but a file's position says where to go on
@@ -179,7 +185,7 @@ def _read_at(file: FileIO, into: memoryview, offset: int) -> int:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-class Stored(NamedTuple):
+class Place(NamedTuple):
     """A tensor of a file: where its bytes are."""
 
     dtype: torch.dtype
@@ -195,13 +201,14 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.file = FileIO(path)
         try:
+            _allow_more_files(self.file.fileno())
             same = f"/proc/self/fd/{self.file.fileno()}"         # what was opened, whatever has its name by now
             with safe_open(same if os.path.exists(same) else path, "numpy"):
                 pass                                 # it checks the header
             length = int.from_bytes(self._bytes(8, 0), "little")
             header = json.loads(self._bytes(length, 8))
             header.pop("__metadata__", None)
-            self.tensors = {key: _stored(of, 8 + length) for key, of in header.items()}
+            self.tensors = {key: _place_of(of, 8 + length) for key, of in header.items()}
         except BaseException:
             self.file.close()
             raise
@@ -214,7 +221,7 @@ class TensorFile:
         self.read(memoryview(buffer := bytearray(count)), offset)
         return bytes(buffer)
 
-    def hash(self, of: Stored, kind: str) -> str:
+    def hash(self, of: Place, kind: str) -> str:
         """As `piece_hash` of its tensor. Raises OSError where the file has become shorter."""
         hashed, buffer = KINDS[kind](), memoryview(bytearray(min(READ, of.nbytes)))
         for start in range(0, of.nbytes, READ):
@@ -231,26 +238,35 @@ class TensorFile:
                 raise OSError(errno.EIO, "the file is too short")
             done += count
 
-    def copy_part(self, of: Stored, index: tuple[slice, ...], into: torch.Tensor) -> None:
+    def copy_part(self, of: Place, index: tuple[slice, ...], into: torch.Tensor) -> None:
         """into.copy_(tensor[index]), of a tensor with dims. Reads whole rows, straight into their place if it can."""
         first, rows, row = index[0].start, into.shape[0], of.nbytes // of.shape[0]
         if into.shape[1:] == of.shape[1:] and into.dtype == of.dtype and _is_plain_memory(into):
-            self.read(_bytes_of(into).numpy().data, of.offset + first * row)
+            self.read(_memory_bytes(into).numpy().data, of.offset + first * row)
             return
         count = max(1, CHUNK // row)
-        buffer = torch.empty(min(count, rows), *of.shape[1:], dtype=of.dtype)
+        buffer = torch.empty(min(count, rows), *of.shape[1:], dtype=of.dtype, device="cpu")
         for start in range(0, rows, count):
             part = buffer[:rows - start]
-            self.read(_bytes_of(part).numpy().data, of.offset + (first + start) * row)
+            self.read(_memory_bytes(part).numpy().data, of.offset + (first + start) * row)
             into[start:start + count].copy_(part[(slice(None), *index[1:])])
+
+
+def _allow_more_files(handle: int) -> None:
+    """A checkpoint has a file per rank that saved it: more, perhaps, than a process may have open at first."""
+    if sys.platform == "win32":
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 < soft < handle + SPARE_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2 * soft if hard < 0 else min(2 * soft, hard), hard))
 
 
 def _is_plain_memory(t: torch.Tensor) -> bool:
     return t.device.type == "cpu" and t.is_contiguous() and not t.is_conj() and not t.is_neg()
 
 
-def _stored(of: dict[str, Any], data: int) -> Stored:
+def _place_of(of: dict[str, Any], data: int) -> Place:
     start, stop = of["data_offsets"]
     if of["dtype"] not in DTYPES:
         raise OSError(errno.EINVAL, f"it has a tensor of {of['dtype']}, which this library does not read")
-    return Stored(DTYPES[of["dtype"]], tuple(of["shape"]), data + start, stop - start)
+    return Place(DTYPES[of["dtype"]], tuple(of["shape"]), data + start, stop - start)

@@ -13,12 +13,10 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 _AFTER = 1.0                                         # seconds: what is over sooner shows no bar
 _EVERY = 0.1                                         # seconds between two pictures of it
@@ -38,14 +36,6 @@ def progress(what: str, total: float | None, unit: str = "") -> Iterator[Callabl
         yield bar.advance
     finally:
         bar.close()
-
-
-def counted_off(what: str, items: Collection[T], unit: str) -> Iterator[T]:
-    """The items, with a bar that counts them."""
-    with progress(what, len(items), unit) as advance:
-        for item in items:
-            yield item
-            advance(1)
 
 
 def is_shown() -> bool:
