@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import FrameType
 from typing import Any
 
@@ -16,18 +16,20 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
+from globaltensor.cli.forks import ForkServer
 from globaltensor.runtime.host_processes import STOPPED, process_id, process_state
 from globaltensor.runtime.preemption import REQUEUE
 
 
 class RestartingAgent(LocalElasticAgent):
     """Runs the ranks of this host, of which those that fail are left out as long as `fewest` are left. `report` is told
-    of the failures before each restart, and gives the ranks that caused them."""
+    of the failures before each restart, and gives the ranks that caused them. `forks` forks them, where they are not to
+    be processes that begin anew."""
 
     def __init__(self, spec: WorkerSpec, folder: str, grace: int, fewest: int,
-                 report: Callable[[Mapping[int, Any]], list[int]]) -> None:
+                 report: Callable[[Mapping[int, Any]], list[int]], forks: ForkServer | None) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=grace)
-        self.fewest, self.report = fewest, report
+        self.fewest, self.report, self.forks = fewest, report, forks
         self.failures: Mapping[int, Any] = {}
 
     def run(self, role: str = "default") -> RunResult:
@@ -46,6 +48,11 @@ class RestartingAgent(LocalElasticAgent):
     def pids(self) -> list[int]:
         """The processes of the ranks."""
         return [] if self._pcontext is None else list(self._pcontext.pids().values())
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with self.forks.in_place_of_spawn() if self.forks else nullcontext():
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)

@@ -23,7 +23,6 @@ _OUTPUT = "globaltensor run ... 2>&1 | tee FILE: all ranks write to one output, 
 _REFUSED = {
     "--rdzv-conf": "--rdzv-endpoint HOST:PORT alone: the hosts wait for each other as long as it takes",
     "--monitor-interval": "nothing: ranks are checked ten times a second",
-    "--start-method": "nothing: each rank is a process of its own",
     "--event-log-handler": _PLAIN, "--logs-specs": _PLAIN, "--numa-binding": _PLAIN, "--signals-to-handle": _PLAIN,
     "--virtual-local-rank": _PLAIN, "--role": "nothing: all ranks have one role",
     "--no-python": "the Python program itself, or torchrun --no-python for another one",
@@ -158,6 +157,8 @@ def run_options(of: argparse.ArgumentParser) -> None:
     add_flag(of, "--grace", type=positive, default=30, metavar="SECONDS",
              help="time between SIGTERM or Ctrl-C and SIGKILL, in which ranks can save their work (default 30)")
     add_flag(of, "--shutdown-timeout", dest="grace", type=positive, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add_flag(of, "--start-method", choices=("spawn", "fork"), default="spawn",
+             help="fork: from one process that has imported torch, for many ranks (default spawn)")
     add_flag(of, "--max-restarts", type=natural, default=0, metavar="N",
              help="restart the program up to N times when a rank fails; gt.resume continues from the last checkpoint "
              "(default 0)")

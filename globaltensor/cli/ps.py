@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from globaltensor.cli import worker
+from globaltensor.cli import fork_server, worker
 from globaltensor.cli.problem import Problem
 from globaltensor.runtime.host_processes import RankProcess, host_id, process_state, rank_processes
 from globaltensor.runtime.text_table import aligned, terminal_columns
@@ -70,8 +70,9 @@ def program(pid: int) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
     except OSError:
         return "has ended"
-    if worker.__file__ in words:
-        words = words[words.index(worker.__file__) + 1:]
+    for script in (worker.__file__, fork_server.__file__):
+        if script in words:
+            words = words[words.index(script) + 1:]
     return " ".join([os.path.relpath(word) if os.path.isabs(word) else word for word in words])
 
 

@@ -26,10 +26,12 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from globaltensor.cli import worker
+from globaltensor.cli.forks import ForkServer
 from globaltensor.cli.info import cores
 from globaltensor.cli.problem import Problem
 from globaltensor.cli.torchrun import translate
@@ -47,8 +49,9 @@ def command(chosen: argparse.Namespace) -> int:
     _environment(ranks, chosen.nnodes)
     with tempfile.TemporaryDirectory(prefix="globaltensor-") as folder:
         os.environ[worker.FOLDER] = folder
-        program = ["-m", chosen.program] if chosen.module else [chosen.program]
-        return _launch(chosen, ranks, folder, [str(Path(worker.__file__)), *program, *chosen.args])
+        program = [*(["-m"] if chosen.module else []), chosen.program, *chosen.args]
+        with ForkServer(program) if chosen.start_method == "fork" else nullcontext() as forks:
+            return _launch(chosen, ranks, folder, [str(Path(worker.__file__)), *program], forks)
 
 
 def _check_command(chosen: argparse.Namespace) -> None:
@@ -88,7 +91,7 @@ def _environment(ranks: int, hosts: int) -> None:
         os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
 
 
-def _launch(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str]) -> int:
+def _launch(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str], forks: ForkServer | None) -> int:
     """torch's agent, from start to end; it is imported here because the other commands do without."""
     if "LOGLEVEL" not in os.environ:                 # what went wrong is told below, in fewer words
         logging.disable(logging.CRITICAL)
@@ -97,7 +100,7 @@ def _launch(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str]
 
     if chosen.nnodes > 1:
         print(f"globaltensor: waiting for {chosen.nnodes} hosts at {chosen.rdzv_endpoint}", file=sys.stderr)
-    agent = _agent(chosen, ranks, folder, line)
+    agent = _agent(chosen, ranks, folder, line, forks)
     try:
         result = agent.run()
     except SignalException as ended:
@@ -114,7 +117,7 @@ def _launch(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str]
     return _report(result.failures, folder)[0]
 
 
-def _agent(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str]) -> Any:
+def _agent(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str], forks: ForkServer | None) -> Any:
     """The agent of this host, which meets those of the others."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -139,7 +142,7 @@ def _agent(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str])
 
     # of the hosts of a job each may leave out some ranks of its own
     here = max(1, fewest - ranks * (chosen.nnodes - 1))
-    return RestartingAgent(spec, folder, chosen.grace, here, report)
+    return RestartingAgent(spec, folder, chosen.grace, here, report, forks)
 
 
 def _endings(folder: str) -> dict[int, dict[str, Any]]:

@@ -23,7 +23,7 @@ FOLDER = "GLOBALTENSOR_RUN_FOLDER"                   # names a folder that the l
 
 def main(argv: list[str]) -> None:
     """Run `program arguments...` or `-m module arguments...`."""
-    _die_with_launcher()
+    end_with_launcher()
     faulthandler.enable()                            # a segmentation fault shows the line of the program
     # by its path: to import it would import torch
     runpy.run_path(str(Path(__file__).parents[1] / "runtime" / "stacks.py"))["arm_stacks"]()
@@ -83,7 +83,7 @@ def _note(line: str, code: int = 1) -> None:
     note.with_suffix(".new").rename(note)            # a rank may be ended at any moment; half a note is none
 
 
-def _die_with_launcher() -> None:
+def end_with_launcher() -> None:
     """A launcher that is killed cannot end its ranks, so Linux does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)   # PR_SET_PDEATHSIG

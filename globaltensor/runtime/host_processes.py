@@ -111,11 +111,15 @@ def is_of_a_rank(pid: int, job: str) -> bool:
 
 
 def _environment_of(pid: int) -> dict[str, str]:
-    """What a process was started with; nothing where it has ended, or is another user's."""
+    """What a process was started with; nothing where that is no rank's, it has ended, or is another user's."""
     try:
-        pairs = [item.partition(b"=") for item in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            text = file.read()
     except OSError:
         return {}
+    if b"MASTER_PORT=" not in text:                  # ranks that start look at all processes again and again
+        return {}
+    pairs = [item.partition(b"=") for item in text.split(b"\0")]
     return {key.decode(errors="replace"): value.decode(errors="replace") for key, _, value in pairs}
 
 
