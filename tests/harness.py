@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PROGRAMS = Path(__file__).parent / "programs"
 PYTHON = sys.executable
-RUN = [PYTHON, "-m", "globaltensor.cli", "run"]
+RUN = [PYTHON, "-m", "globaltensor.cli", "run", *os.environ.get("TEST_RUN_FLAGS", "").split()]
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
 
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",

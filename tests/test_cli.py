@@ -75,7 +75,7 @@ def test_without_a_command_it_shows_the_commands(capsys):
     (("run", "--nproc_per_node=gpus", __file__), "'gpus' is not a number from 1 on"),
     (("run", "--rdzv_backend", "etcd", __file__), "there is no 'etcd'; choose from c10d, static"),
     *((("run", flag, "3", __file__), f"{flag} is torchrun's, and does nothing here\n  try: ") for flag in
-      ("--rdzv_conf", "--rdzv-conf", "--log-dir", "--log_dir", "-r", "-t", "--tee", "--role", "--start-method",
+      ("--rdzv_conf", "--rdzv-conf", "--log-dir", "--log_dir", "-r", "-t", "--tee", "--role",
        "--monitor_interval", "--no-python", "--run_path", "--local-ranks-filter", "--numa_binding")),
     (("bench", "nothing"), "there is no benchmark 'nothing'\n  there are: "),
 ])
@@ -92,7 +92,8 @@ def test_what_cannot_be_done_is_said_in_a_line_or_two(capsys, args, text):
      {"nnodes": 2, "rdzv_endpoint": "h:1", "rdzv_id": "j", "local_addr": "a"}),
     ("--nnodes 2 --node_rank 1 --master_addr h --master_port 7", {"node_rank": 1, "rdzv_endpoint": "h:7"}),
     ("--nnodes 2 --master-addr h", {"rdzv_endpoint": "h:29500"}),
-    ("--max_restarts 2 --shutdown_timeout 5", {"max_restarts": 2, "grace": 5}),
+    ("--max_restarts 2 --shutdown_timeout 5 --start_method fork",
+     {"max_restarts": 2, "grace": 5, "start_method": "fork"}),
     ("", {"ranks": None, "grace": 30, "max_restarts": 0, "nnodes": 1, "node_rank": None}),
 ])
 def test_flags_of_torchrun_mean_here_what_they_mean_there(flags, wanted):

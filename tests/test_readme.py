@@ -73,7 +73,7 @@ def test_commands_exist():
 def test_environment_variables_are_the_documented_ones():
     read = {name for folder in ("globaltensor", "csrc") for path in (ROOT / folder).rglob("*.*")
             if path.suffix in (".py", ".cpp", ".h") for name in re.findall(r"\bGLOBALTENSOR_[A-Z_]+", path.read_text())}
-    internal = {"GLOBALTENSOR_RUN_FOLDER"}           # between the launcher and its ranks
+    internal = {"GLOBALTENSOR_RUN_FOLDER", "GLOBALTENSOR_FORK_LINK"}     # between the launcher and its ranks
     for page in (README, ROOT / "docs" / "running.md"):
         assert set(re.findall(r"(?m)^\| `(GLOBALTENSOR_[A-Z_]+)", page.read_text())) == read - internal, page.name
 

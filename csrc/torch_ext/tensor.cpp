@@ -250,12 +250,12 @@ void GlobalImpl::release_resources() {
   c10::TensorImpl::release_resources();
 }
 
-static void claim_ops_once() {
+static void claim_all_ops() {
   [[maybe_unused]] static const bool claimed = (claim_ops(), true);
 }
 
 at::Tensor wrap(const Spec* spec, Shards&& shards) {
-  claim_ops_once();                                  // with the first one
+  claim_all_ops();                                   // with the first one
   at::Tensor t(c10::make_intrusive<GlobalImpl>(spec, std::move(shards)));
   PyGILState_STATE state = PyGILState_Ensure();      // a call faster than pybind11's
   attach(t);
@@ -265,7 +265,7 @@ at::Tensor wrap(const Spec* spec, Shards&& shards) {
 
 void bind_tensor(py::module_& m) {
   bind_completed(m);
-  m.def("claim_ops", &claim_ops_once, "What is done once, with the first global tensor: ahead, for forks of this process.");
+  m.def("claim_ops", &claim_all_ops, "What is done once, with the first global tensor: ahead, for forks of this process.");
   m.def("bind_class", [](py::object cls, py::object traced) {
     python_shards = py::object(cls.attr("shards")).release().ptr();
     python_origin = py::object(cls.attr("origin")).release().ptr();

@@ -26,7 +26,8 @@ class ForkedRank:
     """A rank as torch's agent looks at it: what it uses of a subprocess.Popen."""
 
     def __init__(self, pid: int) -> None:
-        self.pid, self.returncode = pid, None
+        self.pid = pid
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """How it ended, negative by a signal; None while it runs."""
@@ -62,11 +63,11 @@ class ForkServer:
         self.answers = self.link.makefile("r")
 
     def fork(self, environment: dict[str, str]) -> ForkedRank:
-        """A rank with this environment, which waits until all have been released."""
+        """A rank with this environment, which waits until all may go on."""
         more = {name: value for name, value in environment.items() if self.before.get(name) != value}
         return ForkedRank(int(self._ask(json.dumps(more) + "\n")))
 
-    def release(self) -> None:
+    def go_on(self) -> None:
         """The ranks forked since the last time are children of this process, and go on."""
         self._ask(fork_server.GO)
 
@@ -91,7 +92,7 @@ class ForkServer:
     @contextmanager
     def in_place_of_spawn(self) -> Iterator[None]:
         """Inside, torch's agent asks here for each rank."""
-        from torch.distributed.elastic.multiprocessing import api
+        import torch.distributed.elastic.multiprocessing.api as agent_module
         from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
         server = self
@@ -100,9 +101,10 @@ class ForkServer:
             def _popen(self, args: tuple[Any, ...], env: dict[str, str]) -> Any:
                 return server.fork(env)
 
+        api: Any = agent_module
         usual, api.get_subprocess_handler = api.get_subprocess_handler, Forked
         try:
             yield
-            self.release()
+            self.go_on()
         finally:
             api.get_subprocess_handler = usual

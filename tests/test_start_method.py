@@ -1,0 +1,101 @@
+"""`globaltensor run --start-method fork`: ranks that are forked are in nothing different from those that begin anew,
+but for being there sooner.
+
+`TEST_RUN_FLAGS="--start-method fork"` runs the tests of any file with forked ranks.
+"""
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from harness import PROGRAMS, RUN, Started, environment, results, run
+from test_lifecycle import losses, starts
+from test_processes import alive
+
+from globaltensor.cli.forks import ForkedRank
+
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux", reason="Linux alone forks ranks")]
+
+METHODS = ("spawn", "fork")
+FAILS = str(PROGRAMS / "fails.py")
+
+
+def test_a_forked_rank_begins_as_one_that_begins_anew(tmp_path):
+    """But for its random numbers, which no two ranks have alike."""
+    said = {}
+    for method in METHODS:
+        folder = tmp_path / method
+        folder.mkdir()
+        started = Started([*RUN, "-n", 2, "--start-method", method, PROGRAMS / "beginning.py", folder, "--n", "7"],
+                          environment(OF_THE_USER="a=b\nc"))
+        out, err = started.process.communicate(timeout=60)
+        assert started.process.returncode == 0 and out == "said\n" * 2, out + err
+        said[method] = results(folder)
+        parents = {rank["own"]["parent"] for rank in said[method].values()}
+        assert method == "spawn" or parents == {started.process.pid}     # pytest --forks spawns by a process of its own
+    drawn = [tuple(rank["own"]["drawn"]) for ranks in said.values() for rank in ranks.values()]
+    assert len(drawn) == len({each[0] for each in drawn}) == len({each[1] for each in drawn}) == 4
+    for rank in range(2):
+        spawned, forked = (said[method][rank]["alike"] for method in METHODS)
+        assert forked == spawned
+
+
+@pytest.mark.parametrize("how, code, words", [
+    ("raises", 1, "rank 1 failed: ValueError: bad luck"), ("exits", 3, "rank 1 failed: exit code 3")])
+def test_ranks_that_fail_do_so_in_the_same_words(how, code, words):
+    ended = [run([*RUN, "-n", 2, "--start-method", method, FAILS, how]) for method in METHODS]
+    assert ended[0] == ended[1] and ended[1][0] == code and words in ended[1][2], ended
+
+
+def test_a_crash_restarts_the_job_with_new_forks(tmp_path):
+    code, _, err = run([*RUN, "-n", 2, "--start-method", "fork", "--max-restarts", 1, PROGRAMS / "lifecycle.py",
+                        tmp_path, 5, "KILL", 1, 4], timeout=120)
+    assert code == 0 and "rank 1 was killed by SIGKILL" in err and "the program is started again" in err, err
+    assert starts(tmp_path) == [(2, 0), (2, 3)] and sorted(losses(tmp_path)) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_forked_ranks_end_with_their_launcher_and_so_does_what_forks_them(how):
+    started = Started([*RUN, "-n", 2, "--start-method", "fork", FAILS, "waits"])
+    ranks = [int(started.process.stdout.readline().split()[-1]) for _ in range(2)]
+    pids = [*ranks, *map(int, _children(started.process.pid))]
+    assert len(pids) == len({*pids}) + 2             # the ranks, again, and one that forks
+    listed = subprocess.run([*RUN[:-1], "ps"], env=environment(), capture_output=True, text=True, timeout=60).stdout
+    assert all(f"{pid}" in listed for pid in ranks) and listed.count("fails.py waits") >= 2, listed
+    os.kill(started.process.pid, how)
+    assert started.end(30)[0] == (-how if how == signal.SIGKILL else 128 + how)
+    limit = time.monotonic() + 20
+    while any(map(alive, pids)):
+        assert time.monotonic() < limit, "somebody outlives the launcher"
+        time.sleep(0.1)
+
+
+def _children(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return file.read().split()
+
+
+def test_what_forks_cannot_begin(tmp_path):
+    """Said as it is, and the job ends."""
+    (tmp_path / "program.py").write_text("print('never')")
+    (tmp_path / "torch.py").write_text("raise ImportError('another torch')")
+    code, out, err = run([*RUN, "-n", 2, "--start-method", "fork", tmp_path / "program.py"])
+    assert code == 1 and out == "" and "ImportError: another torch" in err, err
+    assert "the ranks could not be started on this host\n  why: the process that forks them has ended" in err
+
+
+def test_what_torch_s_agent_asks_of_a_rank():
+    ends, waits = (subprocess.Popen([sys.executable, "-S", "-c", text]) for text in
+                   ("import sys; sys.exit(3)", "import time; time.sleep(60)"))
+    rank, other = ForkedRank(ends.pid), ForkedRank(waits.pid)
+    assert rank.wait(30) == 3 == rank.poll() == rank.returncode
+    with pytest.raises(subprocess.TimeoutExpired):
+        other.wait(0.05)
+    assert other.poll() is None
+    os.kill(other.pid, signal.SIGTERM)
+    assert other.wait(30) == -signal.SIGTERM
+    ends.returncode = waits.returncode = 0           # they are reaped
