@@ -38,7 +38,7 @@ def test_a_forked_rank_begins_as_one_that_begins_anew(tmp_path):
         parents = {rank["own"]["parent"] for rank in said[method].values()}
         assert method == "spawn" or parents == {started.process.pid}     # pytest --forks spawns by a process of its own
     drawn = [tuple(rank["own"]["drawn"]) for ranks in said.values() for rank in ranks.values()]
-    assert len(drawn) == len({each[0] for each in drawn}) == len({each[1] for each in drawn}) == 4
+    assert [len({*of_one_kind}) for of_one_kind in zip(*drawn)] == [4, 4, 4], drawn
     for rank in range(2):
         spawned, forked = (said[method][rank]["alike"] for method in METHODS)
         assert forked == spawned

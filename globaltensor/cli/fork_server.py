@@ -72,7 +72,8 @@ def become_rank(variables: dict[str, str]) -> None:
     os.environ.pop(LINK)
     show_environment(variables)
     os.environ.update(variables)
-    if "numpy.random" in sys.modules:                # Python's own are drawn anew by themselves
+    sys.modules["torch"].default_generator.seed()    # Python's own numbers begin anew by themselves
+    if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
 
 

@@ -14,11 +14,10 @@ alike = {
     "leads its session and group": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
     "threads": [torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]],
     "rank": [os.environ["RANK"], os.environ["WORLD_SIZE"]],
-    "torch draws": torch.rand(1).item(),
     "variables": sorted(os.environ),
     "open files": len(os.listdir("/proc/self/fd")),
 }
-own = {"parent": os.getppid(), "drawn": [random.random(), numpy.random.rand()]}
+own = {"parent": os.getppid(), "drawn": [random.random(), numpy.random.rand(), torch.rand(1).item()]}
 shown = dict(line.split("=", 1) for line in Path("/proc/self/environ").read_text().split("\0") if "=" in line)
 own["shown"] = {name: shown.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
 assert own["shown"] == {name: os.environ.get(name) for name in own["shown"]}
