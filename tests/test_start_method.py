@@ -24,6 +24,7 @@ METHODS = ("spawn", "fork")
 FAILS = str(PROGRAMS / "fails.py")
 
 
+@pytest.mark.usefixtures("real_processes")           # those of pytest --forks share the seed of torch
 def test_a_forked_rank_begins_as_one_that_begins_anew(tmp_path):
     """But for its random numbers, which no two ranks have alike."""
     said = {}
@@ -36,7 +37,7 @@ def test_a_forked_rank_begins_as_one_that_begins_anew(tmp_path):
         assert started.process.returncode == 0 and out == "said\n" * 2, out + err
         said[method] = results(folder)
         parents = {rank["own"]["parent"] for rank in said[method].values()}
-        assert method == "spawn" or parents == {started.process.pid}     # pytest --forks spawns by a process of its own
+        assert parents == {started.process.pid}
     drawn = [tuple(rank["own"]["drawn"]) for ranks in said.values() for rank in ranks.values()]
     assert [len({*of_one_kind}) for of_one_kind in zip(*drawn)] == [4, 4, 4], drawn
     for rank in range(2):
