@@ -290,7 +290,7 @@ def test_where_nothing_fits_the_least_change_is_named():
     one.check()
     assert not one["feasible"] and one["needs"] > one["device"] == 40_000
     changes = one["smallest_change"]
-    assert "memory" in changes and "GB" in str(one)
+    assert "memory" in changes and "KB" in str(one)
     for name, value in changes.items():
         assert planned(**{name: value})["feasible"], name
 

@@ -75,17 +75,17 @@ def _planned(chosen: argparse.Namespace) -> int:
     if chosen.explain and result.best:
         strategy["explanation"] = explain_plan(task, result.best, chosen.seconds)
     if chosen.save:
-        _written(chosen.save, strategy.save)
+        _write_to(chosen.save, strategy.save)
     if chosen.plot and result.best:
         best = result.best
         events = simulate_training(task.gpt, best.plan, task.cluster, record=True).run.events()
         points = candidate_points(task, result.tried)
-        _written(chosen.plot, lambda path: draw_plan(path, strategy, events, points))
+        _write_to(chosen.plot, lambda path: draw_plan(path, strategy, events, points))
     print(strategy.as_text() if chosen.json else _strategy_report(strategy))
     return 0 if strategy["feasible"] else 1
 
 
-def _written(path: str, write: Callable[[str], None]) -> None:
+def _write_to(path: str, write: Callable[[str], None]) -> None:
     try:
         write(path)
     except ImportError:

@@ -42,14 +42,14 @@ def _choices(task: Task, best: Candidate) -> Iterator[tuple[str, str, list[Fixed
     plan, fixed = best.plan, task.fixed
     for name in ("dp", "tp", "pp"):
         if getattr(fixed, name) is None:
-            yield name, str(getattr(plan, name)), [_without(fixed, name, getattr(plan, name))]
+            yield name, str(getattr(plan, name)), [_plans_without(fixed, name, getattr(plan, name))]
     on_mesh = replace(fixed, dp=plan.dp, tp=plan.tp, pp=plan.pp)
     several = {"zero": plan.dp > 1, "micro_batch": True, "sequence_parallel": plan.tp > 1, "schedule": plan.pp > 1,
                "chunks": plan.pp > 1}
     for name, is_choice in several.items():
         if is_choice and getattr(fixed, name) is None:
             value = getattr(plan, name)
-            yield name, _shown(value), [_without(on_mesh, name, value)]
+            yield name, _choice_text(value), [_plans_without(on_mesh, name, value)]
     if fixed.recompute is None:
         chosen = sorted(set(plan.recompute_of_ranks), key=RECOMPUTE.index)
         yield "recompute", " and ".join(chosen), [replace(on_mesh, recompute=one) for one in RECOMPUTE
@@ -57,26 +57,26 @@ def _choices(task: Task, best: Candidate) -> Iterator[tuple[str, str, list[Fixed
     if plan.pp > 1:
         same = replace(on_mesh, micro_batch=plan.micro_batch, zero=plan.zero, schedule=plan.schedule,
                        chunks=plan.chunks, sequence_parallel=plan.sequence_parallel)
-        yield "cut", cut_text(plan.layers), [_without(same, "cut", plan.layers)]
+        yield "cut", cut_text(plan.layers), [_plans_without(same, "cut", plan.layers)]
 
 
-def _shown(value: object) -> str:
+def _choice_text(value: object) -> str:
     return str(value) if not isinstance(value, bool) else "on" if value else "off"
 
 
-def _without(fixed: Fixed, name: str, value: object) -> Fixed:
+def _plans_without(fixed: Fixed, name: str, value: object) -> Fixed:
     return replace(fixed, excluded=fixed.excluded | {(name, value)})
 
 
 def _fastest(task: Task, several: list[Fixed], until: float) -> Candidate | None:
     """The fastest plan of any of these."""
-    found = []
+    others = []
     for fixed in several:
         try:
-            found.append(search(replace(task, fixed=fixed), max(until - time.monotonic(), 0.0), menu=False).best)
+            others.append(search(replace(task, fixed=fixed), max(until - time.monotonic(), 0.0), menu=False).best)
         except BatchError:                           # no plan at all has such a choice
             continue
-    return min(filter(None, found), key=lambda one: one.seconds, default=None)
+    return min(filter(None, others), key=lambda one: one.seconds, default=None)
 
 
 def _compared(task: Task, best: Candidate, name: str, shown: str, several: list[Fixed],
@@ -87,17 +87,17 @@ def _compared(task: Task, best: Candidate, name: str, shown: str, several: list[
     other = _fastest(task, several, until)
     if other is None:
         return head | {"runner_up": None, "why": "no other fits"}
-    return head | {"runner_up": _told(other, best, name), "step_time": other.seconds,
+    return head | {"runner_up": _difference(other, best, name), "step_time": other.seconds,
                    "costs": other.seconds - best.seconds}
 
 
-def _told(other: Candidate, best: Candidate, name: str) -> str:
+def _difference(other: Candidate, best: Candidate, name: str) -> str:
     """A plan in a line, with its stages where they are what differs."""
     return f"{cut_text(other.plan.layers)}" if name == "cut" else plan_text(other.plan)
 
 
 def _cost_of_fixing(task: Task, best: Candidate, name: str, value: object, until: float) -> dict[str, Any]:
-    head = {"choice": _NAMES.get(name, name), "fixed": _shown(value)}
+    head = {"choice": _NAMES.get(name, name), "fixed": _choice_text(value)}
     if time.monotonic() >= until:
         return head | {"without": None, "why": "there was no time left to search without it"}
     rest: dict[str, Any] = {name: None}
@@ -142,18 +142,18 @@ def cut_text(layers: tuple[int, ...]) -> str:
 def explanation_text(of: Mapping[str, Any], step_time: float) -> str:
     """As a table: choices, what fixing costs, plain data parallelism."""
     rows = [("choice", "here", "fastest otherwise", "step", "costs")]
-    rows += [(one["choice"], one["chosen"], *_costs(one, one["runner_up"], step_time)) for one in of["choices"]]
+    rows += [(one["choice"], one["chosen"], *_costs_of(one, one["runner_up"], step_time)) for one in of["choices"]]
     lines = aligned(rows, right={3, 4})
     if of["fixed"]:
         rows = [("fixed", "to", "fastest without", "step", "costs")]
-        rows += [(one["choice"], one["fixed"], *_costs(one, one["without"], step_time)) for one in of["fixed"]]
+        rows += [(one["choice"], one["fixed"], *_costs_of(one, one["without"], step_time)) for one in of["fixed"]]
         lines += ["", *aligned(rows, right={3, 4})]
     plain = of["plain_dp"]
     took = f" {seconds_text(plain['step_time'])}, {plain['costs'] / step_time:+.1%};" if plain["fits"] else ""
     return "\n".join([*lines, "", f"plain dp:{took} {plain['why']}"])
 
 
-def _costs(one: Mapping[str, Any], other: str | None, step_time: float) -> tuple[str, str, str]:
+def _costs_of(one: Mapping[str, Any], other: str | None, step_time: float) -> tuple[str, str, str]:
     if other is None:
         return one["why"], "", ""
     return other, seconds_text(one["step_time"]), f"{one['costs'] / step_time:+.2%}"

@@ -43,7 +43,8 @@ class Point(NamedTuple):
 
 def candidate_points(task: Task, tried: Sequence[Candidate], seed: int = 0) -> list[Point]:
     """The plans that were simulated, and a sample of all others, each with what it recomputes at the least."""
-    draw, points = random.Random(seed), [Point(one.seconds, one.fullest, _kind(one.plan.dp, one.plan.tp, one.plan.pp),
+    draw, points = random.Random(seed), [Point(one.seconds, one.fullest,
+                                               _mesh_name(one.plan.dp, one.plan.tp, one.plan.pp),
                                                True) for one in tried]
     several = shapes(task.gpt, task.devices, task.global_batch, task.fixed)
     for shape in draw.sample(several, min(len(several), _SAMPLE)):
@@ -60,10 +61,11 @@ def _bounds_of(task: Task, shape: MeshShape, draw: random.Random) -> list[Point]
     recompute = fixed.recompute or draw.choice(RECOMPUTE)
     cut = np.array([even_cut(task.gpt.layers, shape.pp * variant.chunks)])
     bounds = VariantCosts(replace(task, fixed=replace(fixed, recompute=recompute)), variant).of_cuts(cut, float("inf"))
-    return [Point(float(bounds.seconds[0]), float(bounds.memory.max()), _kind(shape.dp, shape.tp, shape.pp), False)]
+    mesh = _mesh_name(shape.dp, shape.tp, shape.pp)
+    return [Point(float(bounds.seconds[0]), float(bounds.memory.max()), mesh, False)]
 
 
-def _kind(dp: int, tp: int, pp: int) -> str:
+def _mesh_name(dp: int, tp: int, pp: int) -> str:
     return " x ".join(name for name, size in (("dp", dp), ("tp", tp), ("pp", pp)) if size > 1) or "one device"
 
 
