@@ -19,7 +19,7 @@ from harness import ROOT
 import globaltensor as gt
 from globaltensor.cli import main
 from globaltensor.planner.bounds import VariantCosts, of_shape
-from globaltensor.planner.explaining import cut_text, explain_plan
+from globaltensor.planner.explaining import cut_text, explanation_of
 from globaltensor.planner.plotting import candidate_points, pareto_front
 from globaltensor.planner.pricing import Task, peaks_of, price_cut
 from globaltensor.planner.report import strategy_of
@@ -481,7 +481,7 @@ def test_runners_up_are_the_fastest_that_differ():
     task = Task(GPT(4, 64, 4, 32, 1000), dataclasses.replace(KNOWN["dgx-a100"], kernel_launch=1e-5), 4, 4,
                 Fixed(schedule="1f1b", micro_batch=1, sequence_parallel=False))
     best = search(task).best
-    told = explain_plan(task, best)
+    told = explanation_of(task, best)
     plans = [(simulate_training(task.gpt, plan, task.cluster).seconds, plan) for plan in every_plan(task)]
     assert best.seconds == pytest.approx(min(s for s, _ in plans))
     for name in ("dp", "tp", "pp"):
@@ -500,7 +500,7 @@ def test_the_next_best_cut_is_the_best_of_all_others():
     task = Task(GPT(6, 64, 4, 32, 20_000), KNOWN["dgx-a100"], 2, 4,
                 Fixed(dp=1, tp=1, pp=2, zero=0, schedule="1f1b", micro_batch=1))
     best = search(task).best
-    row, = [row for row in explain_plan(task, best)["choices"] if row["choice"] == "stage cut"]
+    row, = [row for row in explanation_of(task, best)["choices"] if row["choice"] == "stage cut"]
     others = {plan.layers: simulate_training(task.gpt, plan, task.cluster).seconds for plan in every_plan(task)
               if set(plan.recompute) == {"none"} and plan.pp == 2 and plan.layers != best.plan.layers}
     least = min(others, key=others.get)
@@ -537,8 +537,8 @@ def test_a_picture_of_a_plan(capsys, tmp_path, ending):
 def test_points_of_a_picture_and_what_none_undercuts():
     task = Task(GPT(4, 64, 4, 32, 1000), KNOWN["dgx-a100"], 4, 4)
     result = search(task)
-    points = candidate_points(task, result.tried)
-    assert sum(point.simulated for point in points) == len(result.tried) == result.simulated > 0
+    points = candidate_points(task, result.simulated_plans)
+    assert sum(point.simulated for point in points) == len(result.simulated_plans) == result.simulated > 0
     assert min(point.seconds for point in points if point.simulated) == result.best.seconds
     front = pareto_front(points)
     for point in points:

@@ -310,8 +310,8 @@ def plan_options(of: argparse.ArgumentParser) -> None:
                      help="stop after N seconds, with the best plan so far and its bound (default 60)")
     own.add_argument("-o", "--save", metavar="FILE", help="write the strategy to FILE, for gt.Strategy.load")
     own.add_argument("--explain", action="store_true", help="compare each choice with the fastest plan without it")
-    own.add_argument("--plot", metavar="FILE", help="draw stages, timetable and candidates to FILE (.png, .svg "
-                     "or .pdf; needs matplotlib)")
+    own.add_argument("--plot", metavar="FILE", help="draw stages, timetable and candidates to FILE, a .png, .svg or "
+                     ".pdf (needs matplotlib)")
     fixed = of.add_argument_group("choices that you make yourself")
     for name, what in (("dp", "data-parallel ranks"), ("tp", "tensor-parallel ranks"), ("pp", "pipeline ranks"),
                        ("chunks", "stages per rank"), ("micro-batch", "samples per micro-batch")):

@@ -30,7 +30,7 @@ from dataclasses import replace
 from globaltensor.cli.memory import model, problem
 from globaltensor.cli.problem import Problem
 from globaltensor.errors import GlobalTensorError
-from globaltensor.planner.explaining import explain_plan, explanation_text
+from globaltensor.planner.explaining import explanation_of, explanation_text
 from globaltensor.planner.plotting import candidate_points, draw_plan
 from globaltensor.planner.pricing import Task
 from globaltensor.planner.report import strategy_of
@@ -73,19 +73,19 @@ def _planned(chosen: argparse.Namespace) -> int:
     result = search(task, chosen.seconds)
     strategy = strategy_of(task, result, time.monotonic() - begin)
     if chosen.explain and result.best:
-        strategy["explanation"] = explain_plan(task, result.best, chosen.seconds)
+        strategy["explanation"] = explanation_of(task, result.best, chosen.seconds)
     if chosen.save:
-        _write_to(chosen.save, strategy.save)
+        _write_file(chosen.save, strategy.save)
     if chosen.plot and result.best:
         best = result.best
         events = simulate_training(task.gpt, best.plan, task.cluster, record=True).run.events()
-        points = candidate_points(task, result.tried)
-        _write_to(chosen.plot, lambda path: draw_plan(path, strategy, events, points))
+        points = candidate_points(task, result.simulated_plans)
+        _write_file(chosen.plot, lambda path: draw_plan(path, strategy, events, points))
     print(strategy.as_text() if chosen.json else _strategy_report(strategy))
     return 0 if strategy["feasible"] else 1
 
 
-def _write_to(path: str, write: Callable[[str], None]) -> None:
+def _write_file(path: str, write: Callable[[str], None]) -> None:
     try:
         write(path)
     except ImportError:

@@ -27,7 +27,7 @@ from globaltensor.simulator.gpt import RECOMPUTE
 _NAMES = {"sequence_parallel": "sp", "micro_batch": "micro-batch", "zero": "ZeRO", "cut": "stage cut"}
 
 
-def explain_plan(task: Task, best: Candidate, seconds: float = 60.0) -> dict[str, Any]:
+def explanation_of(task: Task, best: Candidate, seconds: float = 60.0) -> dict[str, Any]:
     """The explanation of a plan that a search of this task found, as data. Searches that are not begun within so many
     seconds are left out, and say so: their `runner_up` is None and `why` tells it."""
     until = time.monotonic() + seconds
@@ -42,14 +42,14 @@ def _choices(task: Task, best: Candidate) -> Iterator[tuple[str, str, list[Fixed
     plan, fixed = best.plan, task.fixed
     for name in ("dp", "tp", "pp"):
         if getattr(fixed, name) is None:
-            yield name, str(getattr(plan, name)), [_plans_without(fixed, name, getattr(plan, name))]
+            yield name, str(getattr(plan, name)), [_excluding(fixed, name, getattr(plan, name))]
     on_mesh = replace(fixed, dp=plan.dp, tp=plan.tp, pp=plan.pp)
     several = {"zero": plan.dp > 1, "micro_batch": True, "sequence_parallel": plan.tp > 1, "schedule": plan.pp > 1,
                "chunks": plan.pp > 1}
     for name, is_choice in several.items():
         if is_choice and getattr(fixed, name) is None:
             value = getattr(plan, name)
-            yield name, _choice_text(value), [_plans_without(on_mesh, name, value)]
+            yield name, _value_text(value), [_excluding(on_mesh, name, value)]
     if fixed.recompute is None:
         chosen = sorted(set(plan.recompute_of_ranks), key=RECOMPUTE.index)
         yield "recompute", " and ".join(chosen), [replace(on_mesh, recompute=one) for one in RECOMPUTE
@@ -57,47 +57,47 @@ def _choices(task: Task, best: Candidate) -> Iterator[tuple[str, str, list[Fixed
     if plan.pp > 1:
         same = replace(on_mesh, micro_batch=plan.micro_batch, zero=plan.zero, schedule=plan.schedule,
                        chunks=plan.chunks, sequence_parallel=plan.sequence_parallel)
-        yield "cut", cut_text(plan.layers), [_plans_without(same, "cut", plan.layers)]
+        yield "cut", cut_text(plan.layers), [_excluding(same, "cut", plan.layers)]
 
 
-def _choice_text(value: object) -> str:
+def _value_text(value: object) -> str:
     return str(value) if not isinstance(value, bool) else "on" if value else "off"
 
 
-def _plans_without(fixed: Fixed, name: str, value: object) -> Fixed:
+def _excluding(fixed: Fixed, name: str, value: object) -> Fixed:
     return replace(fixed, excluded=fixed.excluded | {(name, value)})
 
 
 def _fastest(task: Task, several: list[Fixed], until: float) -> Candidate | None:
     """The fastest plan of any of these."""
-    others = []
+    fastest = []
     for fixed in several:
         try:
-            others.append(search(replace(task, fixed=fixed), max(until - time.monotonic(), 0.0), menu=False).best)
+            fastest.append(search(replace(task, fixed=fixed), max(until - time.monotonic(), 0.0), menu=False).best)
         except BatchError:                           # no plan at all has such a choice
             continue
-    return min(filter(None, others), key=lambda one: one.seconds, default=None)
+    return min(filter(None, fastest), key=lambda one: one.seconds, default=None)
 
 
-def _compared(task: Task, best: Candidate, name: str, shown: str, several: list[Fixed],
+def _compared(task: Task, best: Candidate, name: str, chosen: str, several: list[Fixed],
               until: float) -> dict[str, Any]:
-    head = {"choice": _NAMES.get(name, name), "chosen": shown}
+    head = {"choice": _NAMES.get(name, name), "chosen": chosen}
     if time.monotonic() >= until:
         return head | {"runner_up": None, "why": "there was no time left to search for another"}
     other = _fastest(task, several, until)
     if other is None:
         return head | {"runner_up": None, "why": "no other fits"}
-    return head | {"runner_up": _difference(other, best, name), "step_time": other.seconds,
+    return head | {"runner_up": _difference_text(other, best, name), "step_time": other.seconds,
                    "costs": other.seconds - best.seconds}
 
 
-def _difference(other: Candidate, best: Candidate, name: str) -> str:
+def _difference_text(other: Candidate, best: Candidate, name: str) -> str:
     """A plan in a line, with its stages where they are what differs."""
     return f"{cut_text(other.plan.layers)}" if name == "cut" else plan_text(other.plan)
 
 
 def _cost_of_fixing(task: Task, best: Candidate, name: str, value: object, until: float) -> dict[str, Any]:
-    head = {"choice": _NAMES.get(name, name), "fixed": _choice_text(value)}
+    head = {"choice": _NAMES.get(name, name), "fixed": _value_text(value)}
     if time.monotonic() >= until:
         return head | {"without": None, "why": "there was no time left to search without it"}
     rest: dict[str, Any] = {name: None}
@@ -119,11 +119,10 @@ def _plain_dp(task: Task, best: Candidate) -> dict[str, Any]:
                            f"{bytes_text(task.cluster.memory)} that it has"}
     except BatchError as error:
         return {"fits": False, "why": f"{error.what}: {error.why}"}
-    parts = parts_of_time(task, one.plan)
+    parts = {name: seconds_text(seconds) for name, seconds in parts_of_time(task, one.plan).items()}
     return {"fits": True, "step_time": one.seconds, "costs": one.seconds - best.seconds, "plan": plan_text(one.plan),
             "why": "it is this plan" if one.plan == best.plan else
-            f"it communicates for {seconds_text(parts['communication'])} and computes for "
-            f"{seconds_text(parts['compute'])}"}
+            f"it communicates for {parts['communication']} and computes for {parts['compute']}"}
 
 
 def cut_text(layers: tuple[int, ...]) -> str:
@@ -142,18 +141,18 @@ def cut_text(layers: tuple[int, ...]) -> str:
 def explanation_text(of: Mapping[str, Any], step_time: float) -> str:
     """As a table: choices, what fixing costs, plain data parallelism."""
     rows = [("choice", "here", "fastest otherwise", "step", "costs")]
-    rows += [(one["choice"], one["chosen"], *_costs_of(one, one["runner_up"], step_time)) for one in of["choices"]]
+    rows += [(one["choice"], one["chosen"], *_cost_cells(one, one["runner_up"], step_time)) for one in of["choices"]]
     lines = aligned(rows, right={3, 4})
     if of["fixed"]:
         rows = [("fixed", "to", "fastest without", "step", "costs")]
-        rows += [(one["choice"], one["fixed"], *_costs_of(one, one["without"], step_time)) for one in of["fixed"]]
+        rows += [(one["choice"], one["fixed"], *_cost_cells(one, one["without"], step_time)) for one in of["fixed"]]
         lines += ["", *aligned(rows, right={3, 4})]
     plain = of["plain_dp"]
     took = f" {seconds_text(plain['step_time'])}, {plain['costs'] / step_time:+.1%};" if plain["fits"] else ""
     return "\n".join([*lines, "", f"plain dp:{took} {plain['why']}"])
 
 
-def _costs_of(one: Mapping[str, Any], other: str | None, step_time: float) -> tuple[str, str, str]:
+def _cost_cells(one: Mapping[str, Any], other: str | None, step_time: float) -> tuple[str, str, str]:
     if other is None:
         return one["why"], "", ""
     return other, seconds_text(one["step_time"]), f"{one['costs'] / step_time:+.2%}"

@@ -29,7 +29,7 @@ _KINDS = {"parameters": "#4c78a8", "gradients": "#72b7b2", "optimizer": "#54a24b
           "temporary": "#b0b0b0"}
 _COLOURS = ("#4c78a8", "#f2a541", "#54a24b", "#e45756", "#b279a2", "#9d755d", "#72b7b2", "#8a8a8a")
 _LIMIT = "#c03030"
-_MOST_BARS = 32
+_MOST_RANKS = 32
 
 
 class Point(NamedTuple):
@@ -41,11 +41,11 @@ class Point(NamedTuple):
     simulated: bool
 
 
-def candidate_points(task: Task, tried: Sequence[Candidate], seed: int = 0) -> list[Point]:
+def candidate_points(task: Task, simulated: Sequence[Candidate], seed: int = 0) -> list[Point]:
     """The plans that were simulated, and a sample of all others, each with what it recomputes at the least."""
-    draw, points = random.Random(seed), [Point(one.seconds, one.fullest,
-                                               _mesh_name(one.plan.dp, one.plan.tp, one.plan.pp),
-                                               True) for one in tried]
+    draw = random.Random(seed)
+    points = [Point(one.seconds, one.fullest, _axes_kind(one.plan.dp, one.plan.tp, one.plan.pp), True)
+              for one in simulated]
     several = shapes(task.gpt, task.devices, task.global_batch, task.fixed)
     for shape in draw.sample(several, min(len(several), _SAMPLE)):
         points += _bounds_of(task, shape, draw)
@@ -61,11 +61,11 @@ def _bounds_of(task: Task, shape: MeshShape, draw: random.Random) -> list[Point]
     recompute = fixed.recompute or draw.choice(RECOMPUTE)
     cut = np.array([even_cut(task.gpt.layers, shape.pp * variant.chunks)])
     bounds = VariantCosts(replace(task, fixed=replace(fixed, recompute=recompute)), variant).of_cuts(cut, float("inf"))
-    mesh = _mesh_name(shape.dp, shape.tp, shape.pp)
-    return [Point(float(bounds.seconds[0]), float(bounds.memory.max()), mesh, False)]
+    kind = _axes_kind(shape.dp, shape.tp, shape.pp)
+    return [Point(float(bounds.seconds[0]), float(bounds.memory.max()), kind, False)]
 
 
-def _mesh_name(dp: int, tp: int, pp: int) -> str:
+def _axes_kind(dp: int, tp: int, pp: int) -> str:
     return " x ".join(name for name, size in (("dp", dp), ("tp", tp), ("pp", pp)) if size > 1) or "one device"
 
 
@@ -76,9 +76,8 @@ def draw_plan(path: str | os.PathLike[str], strategy: Mapping[str, Any], events:
     from matplotlib.figure import Figure
 
     ranks = max(e.rank for e in events) + 1
-    bars = min(ranks, _MOST_BARS)
     table = min(0.36, 9 / ranks) * ranks + 1.0
-    above = max(4.4, 0.3 * bars + 1.4)
+    above = max(4.4, 0.3 * min(ranks, _MOST_RANKS) + 1.4)
     figure = Figure(figsize=(15, above + table + 0.5), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 2, height_ratios=(above, table))
@@ -103,16 +102,16 @@ def _plain(panel: Any, title: str) -> None:
 
 def _draw_stages(panel: Any, of: Mapping[str, Any]) -> None:
     """A bar for the ranks of each place in the pipeline, with all of their stages."""
-    bars: dict[tuple[int, ...], list[tuple[int, Mapping[str, Any]]]] = {}
+    by_ranks: dict[tuple[int, ...], list[tuple[int, Mapping[str, Any]]]] = {}
     for index, stage in enumerate(of["stages"]):
-        bars.setdefault(tuple(stage["ranks"]), []).append((index, stage))
-    shown = list(bars.items())[:_MOST_BARS]
-    start, device = np.zeros(len(shown)), of["memory"]["device"]
+        by_ranks.setdefault(tuple(stage["ranks"]), []).append((index, stage))
+    drawn = list(by_ranks.items())[:_MOST_RANKS]
+    start, device = np.zeros(len(drawn)), of["memory"]["device"]
     unit, name = _unit_of_bytes(device)
     for kind, colour in _KINDS.items():
-        sizes = np.array([sum(stage["memory"][kind] for _, stage in own) for _, own in shown]) / unit
+        sizes = np.array([sum(stage["memory"][kind] for _, stage in own) for _, own in drawn]) / unit
         if sizes.any():
-            panel.barh(range(len(shown)), sizes, left=start, height=0.72, color=colour, label=kind)
+            panel.barh(range(len(drawn)), sizes, left=start, height=0.72, color=colour, label=kind)
         start = start + sizes
     if start.max() > 0.25 * device / unit:
         panel.axvline(device / unit, color=_LIMIT, linewidth=1.2, linestyle="--", label="device")
@@ -120,16 +119,16 @@ def _draw_stages(panel: Any, of: Mapping[str, Any]) -> None:
         panel.text(0.99, 0.02, f"a device has {device / unit:,.4g} {name}", transform=panel.transAxes, ha="right",
                    fontsize=8, color=_LIMIT)
     panel.set_xlim(0, 1.06 * max(start.max(), device / unit if start.max() > 0.25 * device / unit else 0))
-    panel.set_yticks(range(len(shown)), [_bar_label(ranks, own) for ranks, own in shown], fontsize=8)
-    panel.set_ylim(max(len(shown), 3) - 0.4, -0.6)
+    panel.set_yticks(range(len(drawn)), [_ranks_label(ranks, own) for ranks, own in drawn], fontsize=8)
+    panel.set_ylim(max(len(drawn), 3) - 0.4, -0.6)
     panel.set_xlabel(f"{name} of a rank")
-    more = len(bars) - len(shown)
+    more = len(by_ranks) - len(drawn)
     _plain(panel, "stages" + (f" (and {more} more)" if more else ""))
     panel.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=6, frameon=False, fontsize=7.5, columnspacing=0.9,
                  handlelength=1.1, handletextpad=0.5, borderaxespad=0.2)
 
 
-def _bar_label(ranks: Sequence[int], own: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
+def _ranks_label(ranks: Sequence[int], own: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
     stage = own[0][1]
     axes = " x ".join(f"{name} {size}" for name, size in stage["axes"].items() if size > 1)
     more = "".join([f", ZeRO {stage['zero']}" if stage["zero"] else "",

@@ -55,7 +55,7 @@ class SearchResult:
     simulated: int = 0
     runners_up: list[Candidate] = field(default_factory=list)
     menu: dict[str, Candidate | None] = field(default_factory=dict)
-    tried: list[Candidate] = field(default_factory=list)
+    simulated_plans: list[Candidate] = field(default_factory=list)
 
 
 def search(task: Task, seconds: float = _NEVER, first: bool = False, menu: bool = True) -> SearchResult:
@@ -91,7 +91,7 @@ def search(task: Task, seconds: float = _NEVER, first: bool = False, menu: bool 
 def _add_counts(result: SearchResult, queue: _Queue) -> None:
     result.weighed += queue.weighed
     result.simulated += queue.simulated
-    result.tried += queue.tried
+    result.simulated_plans += queue.simulated_plans
 
 
 class _Queue:
@@ -103,7 +103,7 @@ class _Queue:
         self.best: Candidate | None = None
         self.weighed = self.simulated = 0
         self.left = _NEVER                           # the least bound of what was not searched to its end
-        self.tried: list[Candidate] = []
+        self.simulated_plans: list[Candidate] = []
         self._others: dict[tuple[object, ...], Candidate] = {}
         self._heap: list[tuple[float, int, MeshShape | Variant]] = [
             (of_shape(task, shape), next(self._serial), shape) for shape in several]
@@ -173,7 +173,7 @@ class _Queue:
                 return
             candidate = price_cut(self.task, variant, several[k], tuple(names[n] for n in bounds.recompute[k]))
             self.enter(candidate)
-            self.tried.append(candidate)
+            self.simulated_plans.append(candidate)
             self.simulated += 1
         if not is_complete(self.task.gpt.layers, variant.shape.pp * variant.chunks):
             self.left = min(self.left, bound)
