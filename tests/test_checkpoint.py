@@ -193,7 +193,7 @@ def test_files_of_tensors_have_the_same_bytes_however_they_are_written(how, tmp_
     monkeypatch.setattr(tensor_files, "CHUNK", 1 << 14)
     pwrite, open_file, count, past_the_cache = os.pwrite, os.open, itertools.count(1), []
     (tmp_path / "other").touch()
-    if possible := tensor_files._opened_past_the_cache(tmp_path / "other"):
+    if possible := tensor_files._open_uncached(tmp_path / "other"):
         possible.close()
 
     def refusing(handle, part, offset):

@@ -227,7 +227,7 @@ def test_what_torch_says_has_the_line(name):
 
 
 CLI = {
-    "no such command": (["rnu", "x.py"], "invalid choice"),
+    "no such command": (["rnu", "x.py"], "there is no 'rnu'; did you mean 'run'"),
     "no program": (["run"], "required: program"),
     "no ranks": (["run", "-n", "0", "x.py"], "not a number from 1 on"),
     "negative ranks": (["run", "-n", "-1", "x.py"], "expected one argument|not a number from 1 on"),
@@ -244,7 +244,7 @@ CLI = {
     "memory of a negative": (["memory", "--params=-7"], "not a number of parameters"),
     "memory of a huge exponent": (["memory", "--params", "1e999999999"], "not a number of parameters"),
     "memory of half a rank": (["memory", "--params", "7e9", "--dp", "0.5"], "not a number from 1 on"),
-    "memory of no stage": (["memory", "--params", "7e9", "--zero", "4"], "invalid choice"),
+    "memory of no stage": (["memory", "--params", "7e9", "--zero", "4"], "there is no '4'; choose from 0, 1, 2, 3"),
     "bytes of text": (["memory", "--params", "7e9", "--bytes", "a,b,c"], "three numbers of bytes"),
     "a model of half its sizes": (["memory", "--model", "gpt", "--layers", "2"], "needs --hidden"),
     "a simulation of nothing": (["simulate"], "what do the actions take"),
@@ -263,7 +263,7 @@ CLI = {
     "an option that a benchmark does not have": (["bench", "startup", "--hidden", "8"], "does not know --hidden"),
     "ranks of a benchmark in text": (["bench", "boxing", "--ranks", "two"], "invalid int value|not a number"),
     "no ranks for a benchmark": (["bench", "boxing", "--ranks", "0"], "not a number from 1 on"),
-    "info of a name": (["info", "x"], "unrecognized arguments"),
+    "info of a name": (["info", "x"], "there is no argument x"),
 }
 
 
