@@ -265,7 +265,8 @@ at::Tensor wrap(const Spec* spec, Shards&& shards) {
 
 void bind_tensor(py::module_& m) {
   bind_completed(m);
-  m.def("claim_ops", &claim_all_ops, "What is done once, with the first global tensor: ahead, for forks of this process.");
+  m.def("claim_ops", &claim_all_ops,
+        "What is done once, with the first global tensor: ahead, for forks of this process.");
   m.def("bind_class", [](py::object cls, py::object traced) {
     python_shards = py::object(cls.attr("shards")).release().ptr();
     python_origin = py::object(cls.attr("origin")).release().ptr();
