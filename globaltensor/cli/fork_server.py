@@ -83,7 +83,8 @@ def show_environment(variables: dict[str, str]) -> None:
     start, end = map(int, fields[47:49])             # env_start and env_end in proc(5)
     room = start + ctypes.string_at(start, end - start).rindex(LINK.encode() + b"=")
     text = b"".join(f"{name}={value}\0".encode() for name, value in variables.items())
-    assert len(text) <= end - room, "no room for the environment of a rank"
+    if len(text) > end - room:                       # checked under python -O, too: what follows writes to memory
+        raise RuntimeError("no room for the environment of a rank")
     ctypes.memset(room, ord(" "), end - room - 1)    # one item, as zeros would be many
     ctypes.memmove(room, text, len(text))
 
