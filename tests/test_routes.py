@@ -1,7 +1,7 @@
 """Routes and prices in closed form, against the enumeration of every rank's pieces and every holder of them.
 
-`ListedRoute` compares every rank with every holder. It is the oracle of `BoxingRoute`, which compares none; and the
-pieces of all ranks, counted one by one, are the oracle of `traffic`, of `elements_received` and so of `plan`.
+`ListedRoute` lists all pieces of all ranks. It is the oracle of `BoxingRoute`, which lists none; and the pieces of all
+ranks, counted one by one, are the oracle of `traffic`, of `elements_received` and so of `plan`.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from shards import place
 
-from globaltensor.boxings import plan as plans, traffic as closed
+from globaltensor.boxings import listed_route, plan as plans, traffic as closed
 from globaltensor.boxings.listed_route import ListedRoute
 from globaltensor.boxings.roles import summed_axes
 from globaltensor.boxings.route import BoxingRoute, is_listed, route
@@ -195,6 +195,47 @@ def test_pieces_of_some_of_many_ranks():
                                                                                      == region)
                     covered[part] += volume(region)
                 assert covered == {part: volume(part) for part in overlapping}, f"{src} -> {dst} {shape}: {rank}"
+
+
+def held_in_windows(shape, axes, reach):
+    """Of an image whose dims are split on all axes but the last: each rank's part and so many rows around it, pending;
+    and the layout of the parts."""
+    where = place(torch.arange(prod(axes)).reshape(axes).tolist())
+    parts = layout(where, (*map(split, range(len(axes) - 1)), broadcast))
+    windows = {rank: tuple((max(a - reach, 0), min(b + reach, n)) for (a, b), n in zip(region, shape))
+               for rank in where.flat for region in [parts.region(shape, rank)]}
+    return rank_regions(where, windows, (*[partial_sum] * (len(axes) - 1), broadcast)), parts
+
+
+@pytest.mark.parametrize("axes", [(2, 2, 2), (3, 2, 2), (4, 3, 1)], ids=str)
+def test_windows_are_summed_from_every_rank_that_holds_a_part(axes):
+    shape = (13, 11)
+    src, dst = held_in_windows(shape, axes, 2)
+    step = ListedRoute(src, dst, shape)
+    for rank in dst.placement.flat:
+        for element in itertools.product(*(range(*ends) for ends in dst.region(shape, rank))):
+            sources = [sources for region, sources in step.pieces(rank)
+                       if all(a <= i < b for i, (a, b) in zip(element, region))]
+            terms = {src.placement.coords[source][:-1] for source in sources[0]}
+            assert len(sources) == 1 and len(terms) == len(sources[0]), (rank, element)
+            assert terms == {at[:-1] for holder, at in src.placement.coords.items()
+                             if all(a <= i < b for i, (a, b) in zip(element, src.region(shape, holder)))}
+            assert rank in sources[0]
+
+
+def test_the_sources_of_a_rank_are_looked_up_not_compared(monkeypatch):
+    """As many comparisons for each of 1,024 ranks as for each of 64; and copies are taken from all who hold them."""
+    compared = []
+    monkeypatch.setattr(listed_route, "intersect", lambda a, b: compared.append(1) or intersect(a, b))
+    per_rank = {}
+    for side in (4, 16):
+        shape, axes = (8 * side, 8 * side), (side, side, 4)
+        compared.clear()
+        step = ListedRoute(*held_in_windows(shape, axes, 1), shape)
+        per_rank[side] = len(compared) / prod(axes)
+    assert per_rank[16] <= 2 * per_rank[4] and per_rank[16] < 50, per_rank
+    asked = [len(step.takers(rank)) for rank in range(prod(axes))]
+    assert all(len({*asked[first:first + 4]}) == 1 for first in range(0, prod(axes), 4)), asked
 
 
 # ----------------------------------------------------------------------------------------------------- plans

@@ -14,7 +14,6 @@ from torch import Tensor
 from globaltensor.boxings.rows import RowExchange
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec
-from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.regions import Range
 from globaltensor.rules.call import Call
 from globaltensor.runtime.torch_internals import OpOverload
@@ -35,7 +34,7 @@ class Run(Protocol):
     def gather_regions(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[Shards]:
         """What every rank gets of each tensor, in layouts that may be a region per rank; moved together."""
 
-    def scatter_add_regions(self, parts: Shards, held: RankRegions, shape: Shape, dtype: torch.dtype, dst: Layout,
+    def scatter_add_regions(self, parts: Shards, held: Layout, shape: Shape, dtype: torch.dtype, dst: Layout,
                             op: str) -> GlobalLike:
         """The tensor that is the sum of what ranks have of their regions, in layout `dst`."""
 

@@ -25,7 +25,7 @@ from globaltensor.algorithms.run import Run
 from globaltensor.boxings.traffic import received_at_most
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, layout, replicated, spec
-from globaltensor.layouts.rank_regions import RankRegions, rank_regions
+from globaltensor.layouts.rank_regions import rank_regions
 from globaltensor.layouts.recent import KEPT
 from globaltensor.layouts.regions import Range, Region, slices, split_range, volume
 from globaltensor.layouts.sbp import NdSbp, Sbp, broadcast, partial_sum, split
@@ -65,10 +65,16 @@ class GridProduct(NamedTuple):
         part[self.panel] = clip(part[self.panel], ends)
         return tuple(part[x] for x in labels)
 
-    def rank_regions(self, labels: str, ends: Range, sbp: NdSbp | None = None) -> RankRegions:
-        """The same for every rank, as a layout."""
+    def held(self, labels: str, ends: Range, sbp: NdSbp | None = None) -> Layout:
+        """The same for every rank, as a layout; on axes that cut none of these labels as in `sbp`, else broadcast."""
+        if self.is_whole(ends):
+            return _projected_work(self, labels, sbp)
         where = self.work.placement
         return rank_regions(where, {rank: self.region(rank, labels, ends) for rank in where.flat}, sbp)
+
+    def is_whole(self, ends: Range) -> bool:
+        """Is this panel the only one?"""
+        return ends == (0, dict(self.sizes)[self.panel])
 
     def shape(self, labels: str) -> Shape:
         """The sizes of these labels."""
@@ -217,7 +223,7 @@ def _panels(plan: GridProduct) -> list[Range]:
 def _work(call: Call, run: Run, plan: GridProduct, ends: Range) -> Shards:
     """What every rank makes of C from a panel."""
     left, right, out = plan.terms
-    wanted = [plan.rank_regions(left, ends), plan.rank_regions(right, ends)]
+    wanted = [plan.held(left, ends), plan.held(right, ends)]
     lefts, rights = run.gather_regions(call.tensors[:2], wanted, str(call.func))
     return {rank: custom_ops.contract(f"{left},{right}->{out}", lefts[rank], rights[rank]) for rank in lefts}
 
@@ -236,6 +242,10 @@ def _sum_terms(call: Call, run: Run, plan: GridProduct) -> GlobalLike:
     """An operand is stationary: every panel makes terms of a range of C, which are summed where that is wanted."""
     out, where = plan.terms[2], plan.out.placement
     shape, dim, dtype = plan.shape(out), out.index(plan.panel), call.tensors[0].dtype
+    whole, = _panels(plan)[:1]
+    if plan.is_whole(whole):
+        return run.scatter_add_regions(_work(call, run, plan, whole), plan.held(out, whole, plan.terms_sbp), shape,
+                                       dtype, plan.out, str(call.func))
     pending = tuple(s if s.is_partial else broadcast for s in plan.out.sbp)
     regions = {rank: plan.out.region(shape, rank) for rank in where.flat}
     shards: Shards = {}
@@ -243,7 +253,7 @@ def _sum_terms(call: Call, run: Run, plan: GridProduct) -> GlobalLike:
         terms = _work(call, run, plan, ends)
         wanted = rank_regions(where, {rank: (*region[:dim], clip(region[dim], ends), *region[dim + 1:])
                                       for rank, region in regions.items()}, pending)
-        panel = run.scatter_add_regions(terms, plan.rank_regions(out, ends, plan.terms_sbp), shape, dtype, wanted,
+        panel = run.scatter_add_regions(terms, plan.held(out, ends, plan.terms_sbp), shape, dtype, wanted,
                                         str(call.func))
         for rank, part in panel.shards.items():
             shard = shards.setdefault(rank, part.new_empty(plan.out.local_shape(shape, rank)))

@@ -1,18 +1,25 @@
-"""One step of a boxing whose sources are no parts of paths: every rank's region is compared with every holder's.
+"""One step of a boxing whose sources are no parts of paths: the holders of every rank's region are looked up.
 
 For windows (rank_regions.py) that are summed into a layout, and for a sum that is shared by ranks of another placement,
-where each piece stays with a rank that holds it. As `BoxingRoute` for all else, but in the time of ranks times holders.
+where each piece stays with a rank that holds it. As `BoxingRoute` for all else, but all ranks at once, each in the time
+that the holders of its own region take.
 """
 from __future__ import annotations
 
-from itertools import pairwise, product
+from bisect import bisect_left
+from functools import cached_property
+from itertools import accumulate, pairwise, product
+from math import prod
 from typing import NamedTuple
 
 from globaltensor.boxings.roles import kept_partial, summed_axes
 from globaltensor.layouts.layout import Layout, Shape
-from globaltensor.layouts.regions import Region, intersect, volume
+from globaltensor.layouts.regions import Range, Region, intersect
 
-Term = dict[Region, list[int]]                       # of a pending sum: region -> ranks that hold it
+Term = tuple[int, ...]                               # of a pending sum: the coordinates on its axes
+Held = dict[Region, dict[Term, list[int]]]           # region -> the ranks that hold it, by term
+Cell = tuple[Region, list[list[int]]]                # a piece of what is wanted, and the ranks that hold it, per term
+ANY = -1                                             # of a coordinate: all terms are wanted
 
 
 class SourcedRegion(NamedTuple):
@@ -30,16 +37,20 @@ class ListedRoute:
         ops = {s.op for s, k in zip(src.sbp, kept) if s.is_partial and not k}
         assert len(ops) <= 1, f"one step cannot reduce {src.sbp}"
         self.op = ops.pop() if ops else ""
-        holders = _holders(src, shape)
+        holders = _Holders(src, shape)
         sharing = _sharing(dst, summed_axes(src, dst))
-        load: dict[int, int] = {}                    # elements that each rank sends so far
+        turns: dict[tuple[Region, Term], int] = {}   # as many ranks have wanted the same
+        cells: dict[tuple[Region, Term], list[Cell]] = {}
         self._pieces: dict[int, tuple[SourcedRegion, ...]] = {}
         for rank in dst.placement.flat:
             # A sum that stays pending is not added up: the rank keeps the term of its own coordinate there.
-            fixed = [src.placement.coords[rank][axis] if keep else None
-                     for axis, (s, keep) in enumerate(zip(src.sbp, kept)) if s.is_partial]
-            terms = [held for at, held in holders.items() if all(f is None or f == i for f, i in zip(fixed, at))]
-            self._pieces[rank] = tuple(_overlay(dst.region(shape, rank), rank, terms, sharing.get(rank, []), load))
+            fixed = tuple([src.placement.coords[rank][axis] if keep else ANY
+                           for axis, (s, keep) in enumerate(zip(src.sbp, kept)) if s.is_partial])
+            key = dst.region(shape, rank), fixed
+            if key not in cells:
+                cells[key], turns[key] = holders.cells(*key), len(cells)
+            turns[key] += 1
+            self._pieces[rank] = _take_pieces(cells[key], rank, turns[key], sharing.get(rank, []))
 
     def pieces(self, rank: int) -> tuple[SourcedRegion, ...]:
         """What this rank of dst takes."""
@@ -47,8 +58,16 @@ class ListedRoute:
 
     def takers(self, rank: int) -> list[tuple[int, Region]]:
         """The other ranks that have this one as a source, each with what it takes from it, region by region."""
-        return [(taker, region) for taker, pieces in self._pieces.items() if taker != rank
-                for region, sources in pieces if rank in sources]
+        return self._takers.get(rank, [])
+
+    @cached_property
+    def _takers(self) -> dict[int, list[tuple[int, Region]]]:
+        takers: dict[int, list[tuple[int, Region]]] = {}
+        for taker, pieces in self._pieces.items():
+            for region, sources in pieces:
+                for source in {*sources} - {taker}:
+                    takers.setdefault(source, []).append((taker, region))
+        return takers
 
 
 def _sharing(dst: Layout, loose: tuple[int, ...]) -> dict[int, list[list[int]]]:
@@ -68,34 +87,63 @@ def _sharing(dst: Layout, loose: tuple[int, ...]) -> dict[int, list[list[int]]]:
     return {rank: list(sets.values()) for sets in groups.values() for ranks in sets.values() for rank in ranks}
 
 
-def _holders(src: Layout, shape: Shape) -> dict[tuple[int, ...], Term]:
-    """The coordinates on the pending axes name a term of the sum."""
-    holders: dict[tuple[int, ...], Term] = {}
-    for rank in src.placement.flat:
-        at = tuple(i for i, s in zip(src.placement.coords[rank], src.sbp) if s.is_partial)
-        holders.setdefault(at, {}).setdefault(src.region(shape, rank), []).append(rank)
-    return holders
+class _Holders:
+    """The ranks that hold something of src, to be looked up by regions."""
+
+    def __init__(self, src: Layout, shape: Shape) -> None:
+        self.held: Held = {}
+        self.order: dict[Term, int] = {}             # in which terms are added up
+        for rank in src.placement.flat:
+            term = tuple(i for i, s in zip(src.placement.coords[rank], src.sbp) if s.is_partial)
+            self.order.setdefault(term, len(self.order))
+            self.held.setdefault(src.region(shape, rank), {}).setdefault(term, []).append(rank)
+        self.dims = [_SortedRanges({region[d] for region in self.held}) for d in range(len(shape))]
+
+    def cells(self, wanted: Region, fixed: Term) -> list[Cell]:
+        """`wanted` divided along the parts that ranks hold of the terms with these coordinates."""
+        parts_of = self._within(wanted, fixed)
+        edges = [sorted({at for parts in parts_of for part, _ in parts for at in part[d]}) for d in range(len(wanted))]
+        return [(cell, [ranks for parts in parts_of if (ranks := [
+            r for part, some in parts if intersect(part, cell) is not None for r in some])])
+            for cell in product(*map(pairwise, edges))]
+
+    def _within(self, wanted: Region, fixed: Term) -> list[list[tuple[Region, list[int]]]]:
+        """The parts of this region that are held, each with its ranks: a list per term that has any."""
+        near = [ranges.near(ends) for ranges, ends in zip(self.dims, wanted)]
+        regions = (self.held.keys() if prod(map(len, near)) > len(self.held) else
+                   [region for region in product(*near) if region in self.held])
+        parts_of: dict[Term, list[tuple[Region, list[int]]]] = {}
+        for region in regions:
+            if (part := intersect(region, wanted)) is not None:
+                for term, ranks in self.held[region].items():
+                    if all(f in (ANY, i) for f, i in zip(fixed, term)):
+                        parts_of.setdefault(term, []).append((part, ranks))
+        return [parts_of[term] for term in sorted(parts_of, key=self.order.__getitem__)]
 
 
-def _overlay(wanted: Region, rank: int, terms: list[Term], sharing: list[list[int]],
-             load: dict[int, int]) -> list[SourcedRegion]:
-    """`wanted` divided along the regions of all terms, each piece with one source per term that has it.
+class _SortedRanges:
+    """Ranges along a dim, to be looked up by what they overlap."""
+
+    def __init__(self, ranges: set[Range]) -> None:
+        self.ranges = sorted(ranges)
+        self.starts = [start for start, _ in self.ranges]
+        self.stops = [*accumulate((stop for _, stop in self.ranges), max)]     # the last of those up to each
+
+    def near(self, ends: Range) -> list[Range]:
+        """All that overlap it, and perhaps some more."""
+        first, last = bisect_left(self.stops, ends[0]), bisect_left(self.starts, ends[1])
+        return self.ranges[first:max(last, first)]
+
+
+def _take_pieces(cells: list[Cell], rank: int, turn: int, sharing: list[list[int]]) -> tuple[SourcedRegion, ...]:
+    """What a rank takes of these cells: of each one source per term, itself where it holds it; else ranks that want the
+    same take from different ones, in turns.
 
     Of ranks that share a pending sum, one that holds a piece takes it.
     """
-    parts_of = [[(part, ranks) for region, ranks in held.items() if (part := intersect(region, wanted)) is not None]
-                for held in terms]
-    edges = [sorted({at for parts in parts_of for part, _ in parts for at in part[d]}) for d in range(len(wanted))]
-    pieces = []
-    for i, cell in enumerate(product(*map(pairwise, edges))):
-        holding = [[r for part, ranks in parts if intersect(part, cell) is not None for r in ranks]
-                   for parts in parts_of]
-        if sharing and rank not in _takers(sharing, {r for ranks in holding for r in ranks}, i):
-            continue
-        sources = tuple(_pick(ranks, rank, volume(cell), load) for ranks in holding if ranks)
-        if sources:
-            pieces.append(SourcedRegion(cell, sources))
-    return pieces
+    return tuple([SourcedRegion(cell, tuple([rank if rank in ranks else ranks[turn % len(ranks)] for ranks in holding]))
+                  for i, (cell, holding) in enumerate(cells) if holding and (
+                      not sharing or rank in _takers(sharing, {r for ranks in holding for r in ranks}, i))])
 
 
 def _takers(sharing: list[list[int]], holding: set[int], turn: int) -> list[int]:
@@ -104,12 +152,3 @@ def _takers(sharing: list[list[int]], holding: set[int], turn: int) -> list[int]
     most = max(near)
     best = [ranks for ranks, n in zip(sharing, near) if n == most]
     return best[turn % len(best)]
-
-
-def _pick(ranks: list[int], rank: int, size: int, load: dict[int, int]) -> int:
-    """The rank itself if it holds the part, else the one that has sent least."""
-    if rank in ranks:
-        return rank
-    sender = min(ranks, key=lambda r: load.get(r, 0))
-    load[sender] = load.get(sender, 0) + size
-    return sender

@@ -71,7 +71,7 @@ def plan(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) 
     if src is dst:
         return BoxingPlan((src,), 0.0, 0.0)
     if isinstance(src, RankRegions) or isinstance(dst, RankRegions):
-        return BoxingPlan((src, dst), *_cost(src, dst, shape, machine))
+        return BoxingPlan((src, dst), 0.0, 0.0)      # one step: nothing is chosen, and pricing asks all ranks
     magnitude = nbytes.bit_length()
     best = _search(src, dst, _nominal(src, dst, shape), magnitude, machine)
     return best if not machine.hosts or src.placement != dst.placement else _best_over_hosts(
@@ -99,6 +99,9 @@ def _best_over_hosts(src: Layout, dst: Layout, shape: Shape, magnitude: int, mac
 
 def boxing_cost(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> tuple[float, float]:
     """How long the boxing takes, by its plan: seconds until its steps have started, and those of its bytes."""
+    if isinstance(src, RankRegions) or isinstance(dst, RankRegions):
+        fixed, rate = _cost(src, dst, shape, machine)
+        return fixed, rate * nbytes
     best = plan(src, dst, shape, nbytes, machine)
     return best.fixed, best.rate * nbytes
 

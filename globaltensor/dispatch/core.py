@@ -26,7 +26,6 @@ from globaltensor.dispatch.op_errors import add_operands
 from globaltensor.dispatch.recipe import Decision, Recipe, static
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, spec
-from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.recent import Recent
 from globaltensor.layouts.regions import Range
 from globaltensor.rules.call import Call, arguments, written
@@ -267,7 +266,7 @@ class _Run(Run):
     def gather_regions(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[Shards]:
         return move_shards([Move(t.spec, t.shards, dst) for t, dst in zip(tensors, dsts)], op)
 
-    def scatter_add_regions(self, parts: Shards, held: RankRegions, shape: Shape, dtype: torch.dtype, dst: Layout,
+    def scatter_add_regions(self, parts: Shards, held: Layout, shape: Shape, dtype: torch.dtype, dst: Layout,
                             op: str) -> GlobalLike:
         shards, = move_shards([Move(spec(held, shape, None, dtype), parts, dst)], op)
         return self.wrap(spec(dst, shape, None, dtype), shards)

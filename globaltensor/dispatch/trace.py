@@ -15,7 +15,6 @@ from globaltensor.boxings import native
 from globaltensor.boxings.rows import RowExchange
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec
-from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.regions import Range
 from globaltensor.rules.call import Call
 from globaltensor.rules.language import NUMBER
@@ -96,7 +95,7 @@ class Trace(Run):
     def gather_regions(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[Shards]:
         return self._untraced().gather_regions(tensors, dsts, op)
 
-    def scatter_add_regions(self, parts: Shards, held: RankRegions, shape: Shape, dtype: torch.dtype, dst: Layout,
+    def scatter_add_regions(self, parts: Shards, held: Layout, shape: Shape, dtype: torch.dtype, dst: Layout,
                             op: str) -> GlobalLike:
         return self._untraced().scatter_add_regions(parts, held, shape, dtype, dst, op)
 
