@@ -33,7 +33,7 @@ Placements = Sequence[Placement]
 
 def on_mesh(x: object) -> TypeGuard[GlobalTensor]:
     """Is this a global tensor on a `DeviceMesh`?"""
-    return isinstance(x, GlobalTensor) and isinstance(x.spec.placement, DeviceMesh)
+    return isinstance(x, GlobalTensor) and isinstance(x.placement, DeviceMesh)
 
 
 class _OnAMesh(type):

@@ -24,30 +24,22 @@ class DeviceMesh(placement):
     """torch's class, of a placement: `DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))`."""
 
     root: DeviceMesh
+    device_type: str
+    mesh_dim_names: tuple[str, ...] | None
+    mesh: torch.Tensor                               # the ranks
 
     def __init__(self, device_type: str, mesh: Any, mesh_dim_names: Sequence[str] | None = None,
                  root: DeviceMesh | None = None) -> None:
         super().__init__(device_type, mesh, mesh_dim_names)
-        object.__setattr__(self, "root", root or self)
+        for key, value in (("root", root or self), ("device_type", self.type), ("mesh_dim_names", self.axis_names),
+                           ("mesh", torch.tensor(self.ranks, device="cpu"))):
+            object.__setattr__(self, key, value)
 
     def __repr__(self) -> str:
         return super().__repr__().replace("placement(", "DeviceMesh(", 1).replace("axis_names", "mesh_dim_names")
 
     def __reduce__(self) -> tuple[object, ...]:
         return DeviceMesh, (self.type, self.ranks, self.axis_names)
-
-    @property
-    def device_type(self) -> str:
-        return self.type
-
-    @property
-    def mesh(self) -> torch.Tensor:
-        """The ranks, as a tensor."""
-        return torch.tensor(self.ranks)
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...] | None:
-        return self.axis_names
 
     def size(self, mesh_dim: int | None = None) -> int:
         """The number of ranks, or of those along one dim."""

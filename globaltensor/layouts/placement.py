@@ -27,13 +27,15 @@ class placement:
     that this host does not have, and axis names that do not fit.
     """
 
-    __slots__ = ("__dict__", "_hash", "axis_names", "flat", "ranks", "shape", "type")
+    __slots__ = ("__dict__", "_hash", "axis_names", "flat", "names", "ndim", "ranks", "shape", "type")
 
     type: str
     ranks: tuple[Any, ...]                           # ints, in tuples nested as deep as there are axes
     shape: tuple[int, ...]                           # how many ranks along each axis
     flat: tuple[int, ...]                            # the ranks in one row, the last axis fastest
     axis_names: tuple[str, ...] | None
+    names: tuple[str, ...]                           # the same; an only axis that was not named is called "dp"
+    ndim: int                                        # the number of axes
     _hash: int
 
     @api_boundary
@@ -61,7 +63,8 @@ class placement:
             raise PlacementError(f"rank {twice[0]} appears more than once in {_lists(nested)}",
                                  "a rank holds one shard of a tensor", "each rank once")
         for key, value in (("type", type), ("ranks", nested), ("shape", shape), ("flat", flat),
-                           ("axis_names", names), ("_hash", hash((type, nested, names)))):
+                           ("axis_names", names), ("names", names or (("dp",) if len(shape) == 1 else ())),
+                           ("ndim", len(shape)), ("_hash", hash((type, nested, names)))):
             object.__setattr__(self, key, value)
         for check in _on_create:
             check(self)
@@ -89,15 +92,9 @@ class placement:
     def __reduce__(self) -> tuple[object, ...]:
         return placement, (self.type, self.ranks, self.axis_names)
 
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self.shape)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of its axes, where they have any. An only axis that was not named is called "dp"."""
-        return self.axis_names or (("dp",) if len(self.shape) == 1 else ())
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """What the code of a graph says for it."""
+        return f"{type(self).__name__}{(self.type, self.ranks, self.axis_names)}", {type(self).__name__: type(self)}
 
     @cached_property
     def coords(self) -> dict[int, tuple[int, ...]]:

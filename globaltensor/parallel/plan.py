@@ -293,10 +293,9 @@ def _register_hooks(module: nn.Module, pattern: str, row: PlanRow) -> None:
             owner.register_forward_hook(lambda owner, args, output, key=key: swap_out(owner, key), always_call=True)
 
 
-def _deal_parts(output: Any) -> None:
+def _deal_parts(output: Any) -> Any:
     """Mark what a module gave."""
-    if isinstance(output, GlobalTensor):
-        output.deals_parts = True
+    return output.with_dealt_parts() if isinstance(output, GlobalTensor) else output
 
 
 def _laid_out_as(row: PlanRow, value: Any) -> Any:

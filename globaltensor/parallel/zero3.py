@@ -28,7 +28,7 @@ from globaltensor.boxings.redistribute import Move, in_layout, move_shards
 from globaltensor.layouts.layout import Layout, layout
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.parallel.offload import on_host
-from globaltensor.runtime.torch_internals import call_after_backward, tree_flatten
+from globaltensor.runtime.torch_internals import call_after_backward, end_graph, tree_flatten, uncounted_write
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.parameter_swap import convert, swap_in, swap_out
@@ -63,6 +63,8 @@ class ShardedLayers:
             layer.drop_pages()
 
     def _before_forward(self, i: int) -> None:
+        end_graph("ZeRO 3 gathers a layer's parameters before it runs and frees them behind it, which is no op of a "
+                  "graph: compile without fullgraph=True, each layer by itself, or take gt.zero(..., stage=2)")
         self.forward_pass, self.last = self.forward_pass + (i <= self.last), i
         unshard(self.layers[i:i + 2])
         self.layers[i].swap_in_unsharded(self.forward_pass)
@@ -88,8 +90,9 @@ class SavedStorages(list[dict[int, Tensor]]):
     def fill(self, unsharded: list[dict[int, Tensor]] | None) -> None:
         for k, shards in enumerate(self):
             for rank, t in shards.items():
-                t.set_(torch.empty(0, dtype=t.dtype, device=t.device) if unsharded is None else  # type: ignore[call-overload]
-                       unsharded[k][rank])           # torch's types do not know that the source may be a tensor
+                source = torch.empty(0, dtype=t.dtype, device=t.device) if unsharded is None else unsharded[k][rank]
+                with uncounted_write(t):             # a compiled layer saves t itself, and would miss its old version
+                    t.set_(source)                   # type: ignore[call-overload]  # of which torch's types do not know
 
 
 class ShardedLayer:

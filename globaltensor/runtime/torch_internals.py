@@ -22,6 +22,7 @@ from torch._higher_order_ops.flex_attention import (
 )
 from torch._library import simple_registry
 from torch._library.effects import EffectType
+from torch._library.opaque_object import register_opaque_type
 from torch._ops import OpOverload as OpOverload, OpOverloadPacket, _higher_order_ops
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
@@ -267,6 +268,13 @@ def break_graph(func: OpOverload) -> NoReturn:
     raise fake.DataDependentOutputException(func)
 
 
+def end_graph(why: str) -> None:
+    """End the graph that torch.compile makes of the program's function before what calls this. Where the user asked for
+    one graph, that is an error which says why. Outside of graphs, nothing."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=why)
+
+
 def leave_alone(code: CodeType) -> None:
     """Let torch.compile leave this function alone, and those in it, where it is called outside of what is compiled."""
     alone, inside = _c._dynamo.eval_frame._FrameAction.SKIP, _c._dynamo.eval_frame._FrameAction.DEFAULT
@@ -275,6 +283,27 @@ def leave_alone(code: CodeType) -> None:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             leave_alone(inner)
+
+
+def register_graph_value(cls: type) -> None:
+    """Let values of this class be arguments of what is called in a graph. They must be hashable, and have
+    `__fx_repr__`. What a graph asks of them must be attributes: torch 2.13 fails at properties of such values."""
+    if torch.torch_version.TorchVersion(torch.__version__) >= "2.13":
+        register_opaque_type(cls, typ="value")
+
+
+def register_graph_constant(cls: type) -> None:
+    """Let values of this class, which is a frozen dataclass, come up while torch.compile traces: read from a tensor
+    that the program has just computed. It then takes them for globals of the program."""
+    builder: Any = importlib.import_module("torch._dynamo.variables.builder")
+    source: Any = importlib.import_module("torch._dynamo.source")
+    builder.SourcelessBuilder._type_handlers[cls] = lambda tx, value: builder.VariableBuilder(
+        tx, source.GlobalSource(tx.output.install_global_by_id(cls.__name__, value)))(value)
+
+
+def uncounted_write(t: torch.Tensor) -> AbstractContextManager[Any]:
+    """Inside, autograd does not count what is written to a tensor."""
+    return torch.autograd._unsafe_preserve_version_counter(t)
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ from globaltensor.runtime.codec import message
 from globaltensor.runtime.memory import missing, require
 from globaltensor.runtime.torch_internals import break_graph, innermost, modes_active
 from globaltensor.runtime.world import local_ranks_of, world
+from globaltensor.tensors.flatten import called_in_graphs
 from globaltensor.tensors.full_value import FromFull
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.linear_maps import LinearMap, layout_of
@@ -26,6 +27,7 @@ from globaltensor.tensors.redistribution import Part, box_from, resolve_layout, 
 from globaltensor.tracebacks import api_boundary
 
 
+@called_in_graphs
 @api_boundary
 def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTensor:
     """Every process holds the same whole tensor `t`; each keeps its part. Collective; moves nothing. Differentiable.
@@ -41,6 +43,7 @@ def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTens
     return lineage.begin_lineage(FromFull.of(t, dst))
 
 
+@called_in_graphs
 @api_boundary
 def from_local(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTensor:
     """Each rank's own part: S concatenates, P sums, B takes the first rank's.
@@ -78,6 +81,7 @@ def join_alike(t: torch.Tensor, dst: Layout) -> GlobalTensor:
     return join_parts({r: t.detach() for r in _mine(dst.placement)}, dst.placement, dst.sbp)
 
 
+@called_in_graphs
 @api_boundary
 def from_shards(shards: Mapping[int, torch.Tensor], placement: Placement, sbp: SbpLike) -> GlobalTensor:
     """`{rank: part}` for the ranks this process drives: S concatenates, P sums, B takes the first rank's.

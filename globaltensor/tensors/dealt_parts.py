@@ -29,6 +29,14 @@ from globaltensor.tensors.redistribution import to_layout
 _BOXING = "parts of one matrix"                      # as gt.record names it
 
 
+def with_dealt_parts(self: Any) -> Any:
+    """x itself, of which `split` and `chunk` now deal out the parts. In a graph another one: a graph holds what is
+    called, and no attributes."""
+    x = self.view_as(self) if torch.compiler.is_compiling() else self
+    x.deals_parts = True
+    return x
+
+
 def split_parts(self: Any, split_size: Any, dim: int = 0) -> Any:
     """x.split"""
     parts = _dealt(self, split_size, dim) if self.deals_parts else None
@@ -46,8 +54,8 @@ def _dealt(y: Any, split_size: int | Sequence[int], dim: int) -> tuple[Any, ...]
     """What y.split(split_size, dim) gives, each part split along that dim as y is. None where y is not, and where the
     call is not one that torch takes."""
     own: Spec = y.spec
-    if own.layout.partial or not -own.ndim <= dim < own.ndim or torch.compiler.is_compiling() or transforms_active():
-        return None                                  # a graph takes the ops as they are
+    if own.layout.partial or not -own.ndim <= dim < own.ndim or own.symbolic or transforms_active():
+        return None                                  # regions are numbers: a graph for many sizes does without
     dim %= own.ndim
     n = own.shape[dim]
     if not isinstance(split_size, int):

@@ -34,7 +34,7 @@ from globaltensor.layouts.regions import Region
 from globaltensor.runtime import lineage, philox
 from globaltensor.runtime.agreement import agree
 from globaltensor.runtime.memory import refuse_fake_mode
-from globaltensor.runtime.torch_internals import without_fake_mode
+from globaltensor.runtime.torch_internals import break_graph, without_fake_mode
 from globaltensor.runtime.world import has_devices, local_ranks_of, world
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.factory_types import (
@@ -50,6 +50,7 @@ from globaltensor.tensors.factory_types import (
     RandomAsTorch,
     Sized,
 )
+from globaltensor.tensors.flatten import called_in_graphs
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.redistribution import resolve_layout
 from globaltensor.tracebacks import api_boundary, note_on_torch_error
@@ -130,7 +131,7 @@ and on all ranks DisagreementError where they ask for different tensors."""
 def _with_doc(factory: Any, name: str, what: str) -> Any:
     factory.__name__ = factory.__qualname__ = name
     factory.__doc__ = f"torch.{name} with `placement=` and `sbp=`; without them, torch's own. {what}\n\n{_RAISES}"
-    return api_boundary(factory)
+    return called_in_graphs(api_boundary(factory))
 
 
 # ------------------------------------------------------------------------------------------------------ making it
@@ -164,6 +165,8 @@ def _with_grad(x: GlobalTensor, requires_grad: Any) -> GlobalTensor:
 def _finish(name: str, shape: Shape, dtype: torch.dtype, where: Any, sbp: Any, requires_grad: bool,
             make: Make, key: int = 0) -> GlobalTensor:
     dst = resolve_layout(where, sbp, len(shape))
+    if torch.compiler.is_compiling():                # no values to compare
+        return _with_grad(make_parts(shape, dtype, dst, make), requires_grad)
     refuse_fake_mode(dst.placement, f"gt.{name}")
     with without_fake_mode():
         agree(f"{name}({list(shape)}, {dtype}) on {dst}" + (f", random state {key:x}" if key else ""))
@@ -204,6 +207,7 @@ def full(size: Sequence[int] | int, fill_value: complex, **options: Unpack[Place
 def full(size: Sequence[int], fill_value: complex, **options: Unpack[AsTorch]) -> torch.Tensor: ...
 
 
+@called_in_graphs
 @api_boundary
 def full(size: Any, fill_value: Any, *, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
          requires_grad: bool = False, **options: Any) -> torch.Tensor:
@@ -246,9 +250,18 @@ tensor: OfData = _from_plain("tensor", "data")
 
 
 def _random(name: str, shape: Shape, dtype: torch.dtype, where: Any, sbp: Any, requires_grad: bool,
-            generator: torch.Generator | None, draw: Callable[..., torch.Tensor]) -> GlobalTensor:
+            generator: torch.Generator | None, draw: Callable[..., torch.Tensor],
+            fill: Callable[[torch.Tensor], torch.Tensor] | None = None) -> GlobalTensor:
+    """Random numbers. `draw` makes those of a part; in a graph of torch.compile `fill` makes the same, as an op."""
     if generator is not None:
         expect(generator, torch.Generator, f"generator={generator!r}", "generator=torch.Generator().manual_seed(0)")
+    if torch.compiler.is_compiling():
+        if fill is None or generator is not None:
+            break_graph(torch.ops.aten.randperm.default)
+        x = _finish(name, shape, dtype, where, sbp, False, lambda part, device: torch.empty(
+            _extent(part), dtype=dtype, device=device))
+        fill(x)
+        return _with_grad(x, requires_grad)
     key = philox.draw_key(generator)
     return _finish(name, shape, dtype, where, sbp, requires_grad,
                    lambda part, device: draw(key, shape, part, dtype, device), key)
@@ -258,7 +271,8 @@ _DEPENDENCE = """The numbers depend on the
 generator's state, the elements' places in the global shape and, for rounding, the dtype; on no layout."""
 
 
-def _drawn(name: str, what: str, draw: Callable[..., torch.Tensor]) -> Drawn:
+def _drawn(name: str, what: str, draw: Callable[..., torch.Tensor], fill: Callable[[torch.Tensor], torch.Tensor]
+           ) -> Drawn:
     """A random factory that is told nothing but the size."""
     make = getattr(torch, name)
 
@@ -270,13 +284,13 @@ def _drawn(name: str, what: str, draw: Callable[..., torch.Tensor]) -> Drawn:
         if placement is None:
             return make(*size, dtype=dtype, generator=generator, requires_grad=requires_grad, **extra)
         shape, dtype = _read(size, dtype, extra)
-        return _random(name, shape, dtype, placement, sbp, requires_grad, generator, draw)
+        return _random(name, shape, dtype, placement, sbp, requires_grad, generator, draw, fill)
 
     return _with_doc(factory, name, f"{what} {_DEPENDENCE}")
 
 
-rand = _drawn("rand", "Uniform in [0, 1).", philox.uniform)
-randn = _drawn("randn", "Standard normal.", philox.normal)
+rand = _drawn("rand", "Uniform in [0, 1).", philox.uniform, torch.Tensor.uniform_)
+randn = _drawn("randn", "Standard normal.", philox.normal, torch.Tensor.normal_)
 
 
 @overload
@@ -297,6 +311,7 @@ def normal(mean: float, std: torch.Tensor, *, generator: torch.Generator | None 
            out: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
+@called_in_graphs
 @api_boundary
 def normal(mean: Any, std: Any = 1.0, size: Any = None, *, placement: Any = None, sbp: Any = None,
            dtype: torch.dtype | None = None, generator: torch.Generator | None = None, requires_grad: bool = False,
@@ -315,7 +330,8 @@ def normal(mean: Any, std: Any = 1.0, size: Any = None, *, placement: Any = None
                             "that of tensors is laid out as they are", "torch.normal(mean, std) of global tensors")
     shape, dtype = _read((size,), dtype, extra)
     return _random("normal", shape, dtype, placement, sbp, requires_grad, generator,
-                   lambda key, shape, part, dtype, device: philox.normal(key, shape, part, dtype, device, mean, std))
+                   lambda key, shape, part, dtype, device: philox.normal(key, shape, part, dtype, device, mean, std),
+                   lambda x: x.normal_(mean, std))
 
 
 @overload
@@ -334,6 +350,7 @@ def randint(high: int, size: Sequence[int], **options: Unpack[RandomAsTorch]) ->
 def randint(low: int, high: int, size: Sequence[int], **options: Unpack[RandomAsTorch]) -> torch.Tensor: ...
 
 
+@called_in_graphs
 @api_boundary
 def randint(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = torch.int64,
             generator: torch.Generator | None = None, requires_grad: bool = False, **options: Any) -> torch.Tensor:
@@ -352,7 +369,8 @@ def randint(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dty
     size, high, low = (extra[key] if key in extra else values.pop() if values else 0 for key in ("size", "high", "low"))
     shape, dtype = _read((size,), dtype or torch.int64, {})
     return _random("randint", shape, dtype, placement, sbp, requires_grad, generator,
-                   lambda key, shape, part, dtype, device: philox.integers(key, shape, part, dtype, device, low, high))
+                   lambda key, shape, part, dtype, device: philox.integers(key, shape, part, dtype, device, low, high),
+                   lambda x: x.random_(low, high))
 
 
 @overload
@@ -363,6 +381,7 @@ def randperm(n: int, **options: Unpack[PlacedRandom]) -> GlobalTensor: ...
 def randperm(n: int, **options: Unpack[RandomAsTorch]) -> torch.Tensor: ...
 
 
+@called_in_graphs
 @api_boundary
 def randperm(n: int, *, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = torch.int64,
              generator: torch.Generator | None = None, requires_grad: bool = False, **options: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from types import CellType, FunctionType, MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,7 +31,9 @@ from globaltensor.boxings.graph_merging import inductor_merges
 from globaltensor.errors import OURS, GlobalTensorError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Layout, Shards, Spec, spec
+from globaltensor.layouts.placement import placement
 from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.sbp import Sbp
 from globaltensor.layouts.symbols import has_symbols
 from globaltensor.runtime.agreement import compare_plain
 from globaltensor.runtime.graph_symbols import in_graph
@@ -41,12 +43,16 @@ from globaltensor.runtime.torch_internals import (
     is_of_a_trace,
     leave_alone,
     let_sizes_be_symbols,
+    register_graph_constant,
+    register_graph_value,
     storage_id,
 )
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import lookup, products
 from globaltensor.tensors.full_value import FromFull
 from globaltensor.tensors.redistribution import to_layout
+
+T = TypeVar("T", bound=Callable[..., Any])
 
 
 def let_torch_trace(cls: Any) -> None:
@@ -68,6 +74,7 @@ def let_torch_trace(cls: Any) -> None:
         own = x.spec
         if torch.compiler.is_compiling():
             _keep_dynamo_out(len(sys.modules))
+            _register_graph_calls()
             inductor_merges()
             for shard in x.shards.values() if not isinstance(x, torch.nn.Parameter) else ():
                 let_sizes_be_symbols(shard)          # of parameters it would only be more to guard
@@ -85,6 +92,7 @@ def let_torch_trace(cls: Any) -> None:
             _tie_sizes(own, shards)
         return cls.wrap(own, shards if traced else _apart(shards))
 
+    register_graph_value(placement)
     cls.__tensor_flatten__, cls.__tensor_unflatten__ = flattened, staticmethod(unflattened)
     cls.__metadata_guard__ = classmethod(_same_but_for_sizes)
     cls.__coerce_tangent_metadata__ = lambda x: to_layout(x, x.spec.layout.without_partials)
@@ -106,6 +114,23 @@ def _tie_sizes(own: Spec, shards: Shards) -> None:
             if tuple(shard.shape) != part:
                 raise GlobalTensorError(f"rank {rank} holds a shard of shape {list(shard.shape)} in a trace",
                                         f"its part of {own} is of shape {list(part)}", "mark_dynamic of fewer dims")
+
+
+@lru_cache(1)
+def _register_graph_calls() -> None:
+    """Of what a program may do with layouts inside: sbps that it reads from a tensor, and calls that make tensors."""
+    register_graph_constant(Sbp)
+    for function in _called_in_graphs:
+        torch.compiler.allow_in_graph(function)
+
+
+_called_in_graphs: list[Callable[..., Any]] = []
+
+
+def called_in_graphs(function: T) -> T:
+    """Decorate a function that makes global tensors of what dynamo knows: a graph calls it as it stands."""
+    _called_in_graphs.append(function)
+    return function
 
 
 @lru_cache(1)

@@ -223,8 +223,9 @@ class GlobalTensor(TensorMethods):
 
     if TYPE_CHECKING:
         data: GlobalTensor
+        with_dealt_parts: Callable[[], GlobalTensor]
     else:
-        split, chunk = dealt_parts.split_parts, dealt_parts.chunk_parts
+        split, chunk, with_dealt_parts = dealt_parts.split_parts, dealt_parts.chunk_parts, dealt_parts.with_dealt_parts
         data = property(_data.__get__, _set_data, doc="As torch has it; to be set to a global tensor, of any layout.")
 
     # --------------------------------------------------------------------------------------------- its gradient

@@ -15,6 +15,7 @@ import torch
 from globaltensor.errors import expect
 from globaltensor.tensors import factories
 from globaltensor.tensors.factory_types import FullLike, Like, RandintLike, RandomLike
+from globaltensor.tensors.flatten import called_in_graphs
 from globaltensor.tensors.linear_maps import layout_of
 from globaltensor.tensors.redistribution import filled_in
 from globaltensor.tracebacks import api_boundary
@@ -38,7 +39,7 @@ def _like(name: str, make: Callable[..., torch.Tensor]) -> Any:
     factory.__doc__ = (f"torch.{name} with `placement=` and `sbp=`; without them, torch's own. Of a global x, the one "
                        "that is left out is x's.\n\nCollective where the result is global. Raises what the factory of "
                        "that name raises.")
-    return api_boundary(factory)
+    return called_in_graphs(api_boundary(factory))
 
 
 empty_like: Like = _like("empty_like", factories.empty)
