@@ -70,7 +70,8 @@ def test_a_process_of_several_ranks_runs_a_program_in_the_style_of_torch():
     for p, q in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
     d = distribute_tensor(x, mesh, [Shard(0)])
-    assert d.device_mesh == mesh == gt.dtensor.DeviceMesh("cpu", [0, 1, 2], ("tp",)) and d.placements == (Shard(0),)
+    assert d.device_mesh == mesh == gt.dtensor.DeviceMesh("cpu", [0, 1, 2], mesh_dim_names=("tp",))
+    assert d.placements == (Shard(0),)
     assert mesh != gt.placement("cpu", [0, 1, 2], ("tp",)) and repr(mesh).startswith("DeviceMesh(")
     with pytest.raises(gt.GlobalTensorError, match="drives several ranks"):
         d.to_local()

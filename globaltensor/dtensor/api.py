@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Placement
 
 from globaltensor.dtensor.conversion import placements_of, torch_cut, wrap_part
-from globaltensor.dtensor.device_mesh import DeviceMesh
+from globaltensor.dtensor.device_mesh import DeviceMesh, mesh_or_current
 from globaltensor.errors import ArgumentError, ShapeError, expect
 from globaltensor.layouts.layout import Layout, Shape, layout, spec
 from globaltensor.layouts.placement import placement
@@ -46,26 +47,35 @@ class DTensor(metaclass=_OnAMesh):
 
     @staticmethod
     @api_boundary
-    def from_local(local_tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Placements | None = None, *,
-                   run_check: bool = False, shape: Shape | None = None, stride: Any = None) -> GlobalTensor:
+    def from_local(local_tensor: torch.Tensor, device_mesh: DeviceMesh | None = None,
+                   placements: Placements | None = None, *, run_check: bool = False, shape: Shape | None = None,
+                   stride: Any = None, grad_placements: Placements | None = None) -> GlobalTensor:
         """This rank's own part of a tensor, in its memory; differentiable.
 
-        shape       of the whole (default: as many times the part's as the mesh has ranks along what is split)
-        run_check   compare the parts of all ranks of the world, and take the first rank's where they are to be copies
+        shape             of the whole (default: as many times the part's as the mesh has ranks along what is split)
+        run_check         compare the parts of all ranks of the world, and take the first rank's where they are to be
+                          copies; in a process that drives several ranks it always does
+        grad_placements   how the gradient lies whose part is the gradient of the part (default: as the tensor)
         Raises ShapeError for a part that is cut neither as this library cuts `shape` nor as torch does.
         """
         expect(local_tensor, torch.Tensor, "from_local of no tensor", "DTensor.from_local(t, mesh, [Shard(0)])")
+        device_mesh = mesh_or_current(device_mesh, "DTensor.from_local")
         dst = _layout_on_mesh(device_mesh, placements, local_tensor.dim())
         if run_check or len(world().local_ranks) > 1:
+            if grad_placements is not None:
+                raise ArgumentError("DTensor.from_local(grad_placements=...) of parts that are compared",
+                                    "all ranks' parts make one tensor, whose gradient each gets a part of",
+                                    "run_check=False, in a process for each rank; or no grad_placements")
             return convert.from_local(local_tensor, device_mesh, dst.sbp)
         whole = tuple(shape) if shape is not None else tuple(
             n * dst.num_parts(d) for d, n in enumerate(local_tensor.shape))
-        return lineage.begin_lineage(OwnPart.apply(local_tensor, dst, whole))
+        back = None if grad_placements is None else _layout_on_mesh(device_mesh, grad_placements, local_tensor.dim())
+        return lineage.begin_lineage(OwnPart.apply(local_tensor, dst, whole, back))
 
 
 @api_boundary
-def distribute_tensor(tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Placements | None = None, *,
-                      src_data_rank: int | None = 0) -> GlobalTensor:
+def distribute_tensor(tensor: torch.Tensor, device_mesh: DeviceMesh | None = None,
+                      placements: Placements | None = None, *, src_data_rank: int | None = 0) -> GlobalTensor:
     """A tensor of which every rank has one of that shape becomes one on the mesh. A leaf.
 
     src_data_rank   the rank of the mesh (0: its first) whose values count, which it sends to the others; None: each
@@ -73,6 +83,7 @@ def distribute_tensor(tensor: torch.Tensor, device_mesh: DeviceMesh, placements:
     Raises SbpError for placements that do not fit, ArgumentError for a rank that the mesh lacks.
     """
     expect(tensor, torch.Tensor, "distribute_tensor of no tensor", "distribute_tensor(t, mesh, [Shard(0)])")
+    device_mesh = mesh_or_current(device_mesh, "distribute_tensor")
     dst = _layout_on_mesh(device_mesh, placements, tensor.dim())
     if isinstance(tensor, GlobalTensor):
         return tensor.to_global(device_mesh, dst.sbp)
@@ -95,7 +106,7 @@ def _on_rank(t: torch.Tensor, mesh: DeviceMesh, index: int) -> GlobalTensor:
 
 
 @api_boundary
-def distribute_module(module: nn.Module, device_mesh: DeviceMesh,
+def distribute_module(module: nn.Module, device_mesh: DeviceMesh | None = None,
                       partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
                       input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
                       output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None) -> nn.Module:
@@ -104,6 +115,7 @@ def distribute_module(module: nn.Module, device_mesh: DeviceMesh,
     input_fn, output_fn   what to do with a module's positional arguments, and with what it gives
     """
     expect(module, nn.Module, "distribute_module of no module", "distribute_module(model, mesh)")
+    device_mesh = mesh_or_current(device_mesh, "distribute_module")
     for name, owner in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, owner, device_mesh)
@@ -134,14 +146,21 @@ def loss_parallel() -> Iterator[None]:
 
 
 @api_boundary
-def local_map(func: Callable[..., Any], out_placements: Any, in_placements: Any = None, in_grad_placements: Any = None,
-              device_mesh: DeviceMesh | None = None, *, redistribute_inputs: bool = False) -> Callable[..., Any]:
-    """A function of parts made one of whole tensors: it is called with each rank's own, and gives its own.
+def local_map(func: Callable[..., Any] | None = None, out_placements: Any = None, in_placements: Any = None,
+              in_grad_placements: Any = None, device_mesh: DeviceMesh | None = None, *,
+              redistribute_inputs: bool = False) -> Callable[..., Any]:
+    """A function of parts made one of whole tensors: it is called with each rank's own, and gives its own. Without
+    `func`, a decorator.
 
     out_placements, in_placements, in_grad_placements   for each result, argument, or gradient of one, its placements,
                                                         None where it is no tensor; one for a function of one result
     redistribute_inputs   bring arguments that lie otherwise to lie so, where else they are refused with ArgumentError
     """
+
+    if func is None:
+        return partial(local_map, out_placements=out_placements, in_placements=in_placements,
+                       in_grad_placements=in_grad_placements, device_mesh=device_mesh,
+                       redistribute_inputs=redistribute_inputs)
 
     @api_boundary
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -204,8 +223,8 @@ class OwnPart(torch.autograd.Function):
     """A tensor on a mesh of this rank's part. The part's gradient is the part of the tensor's."""
 
     @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, dst: Layout, shape: Shape) -> GlobalTensor:
-        ctx.dst, rank = dst, world().rank
+    def forward(ctx: Any, t: torch.Tensor, dst: Layout, shape: Shape, back: Layout | None = None) -> GlobalTensor:
+        ctx.back, rank = back or dst.without_partials, world().rank
         inside = rank in dst.placement.coords
         if inside and dst.local_shape(shape, rank) == t.shape:
             return GlobalTensor.wrap(spec(dst, shape, None, t.dtype), {rank: t.detach().contiguous()})
@@ -216,8 +235,8 @@ class OwnPart(torch.autograd.Function):
 
     @staticmethod
     @api_boundary
-    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None]:
-        return local_part(to_layout(grad, ctx.dst.without_partials)), None, None
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None, None]:
+        return local_part(to_layout(grad, ctx.back)), None, None, None
 
 
 def _shape_by_torch(dst: Layout, shape: Shape, rank: int) -> Shape:
@@ -248,10 +267,19 @@ def _to_local(x: GlobalTensor, *, grad_placements: Placements | None = None) -> 
 
 @api_boundary
 def _redistribute(x: GlobalTensor, device_mesh: DeviceMesh | None = None, placements: Placements | None = None, *,
-                  async_op: bool = False) -> GlobalTensor:
-    """A boxing to a mesh, or to other placements on its own (default: all broadcast). `async_op`, by which torch may go
-    on meanwhile, changes nothing."""
-    return x.to_global(device_mesh or x.placement, tuple(placements) if placements is not None else broadcast)
+                  async_op: bool = False, forward_dtype: torch.dtype | None = None,
+                  backward_dtype: torch.dtype | None = None) -> GlobalTensor:
+    """A boxing to a mesh, or to other placements on its own (default: all broadcast).
+
+    async_op         by which torch may go on meanwhile: changes nothing
+    forward_dtype    in which it moves, and what comes out is; so does its gradient
+    backward_dtype   refused with ArgumentError where it is another one
+    """
+    moved = forward_dtype or x.dtype
+    if backward_dtype not in (None, moved):
+        raise ArgumentError(f"redistribute(backward_dtype={backward_dtype}) of what moves as {moved}",
+                            "a gradient moves in the dtype of its tensor", f"forward_dtype={backward_dtype}")
+    return x.to(moved).to_global(device_mesh or x.placement, tuple(placements) if placements is not None else broadcast)
 
 
 def _teach_global_tensors() -> None:

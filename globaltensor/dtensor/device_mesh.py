@@ -10,11 +10,12 @@ ranks of what they compute. `x.to_global(placement, sbp)` goes from one to the o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from globaltensor.errors import PlacementError, expect
+from globaltensor.errors import ArgumentError, PlacementError, expect
 from globaltensor.layouts.placement import placement
 from globaltensor.runtime.world import world
 from globaltensor.tracebacks import api_boundary
@@ -28,18 +29,29 @@ class DeviceMesh(placement):
     mesh_dim_names: tuple[str, ...] | None
     mesh: torch.Tensor                               # the ranks
 
-    def __init__(self, device_type: str, mesh: Any, mesh_dim_names: Sequence[str] | None = None,
+    def __init__(self, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None,
                  root: DeviceMesh | None = None) -> None:
         super().__init__(device_type, mesh, mesh_dim_names)
         for key, value in (("root", root or self), ("device_type", self.type), ("mesh_dim_names", self.axis_names),
                            ("mesh", torch.tensor(self.ranks, device="cpu"))):
             object.__setattr__(self, key, value)
 
+    def __enter__(self) -> DeviceMesh:
+        _current.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.pop()
+
     def __repr__(self) -> str:
         return super().__repr__().replace("placement(", "DeviceMesh(", 1).replace("axis_names", "mesh_dim_names")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return DeviceMesh, (self.type, self.ranks, self.axis_names)
+        return partial(DeviceMesh, mesh_dim_names=self.axis_names), (self.type, self.ranks)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        name = DeviceMesh.__name__
+        return f"{name}({self.type!r}, {self.ranks}, mesh_dim_names={self.axis_names})", {name: DeviceMesh}
 
     def size(self, mesh_dim: int | None = None) -> int:
         """The number of ranks, or of those along one dim."""
@@ -81,7 +93,7 @@ class DeviceMesh(placement):
         index = self.get_coordinate() or (0,) * self.ndim
         ranks = self.mesh[tuple(slice(None) if d in dims else i for d, i in enumerate(index))]
         ranks = ranks.permute([sorted(dims).index(d) for d in dims])
-        return DeviceMesh(self.type, ranks, [(self.axis_names or ())[d] for d in dims], self.root)
+        return DeviceMesh(self.type, ranks, mesh_dim_names=[(self.axis_names or ())[d] for d in dims], root=self.root)
 
     def _dim(self, name: str) -> int:
         names = self.axis_names or ()
@@ -91,10 +103,23 @@ class DeviceMesh(placement):
         return names.index(name)
 
 
+_current: list[DeviceMesh] = []                      # of the `with` blocks that the program is in
+
+
+def mesh_or_current(mesh: DeviceMesh | None, what: str) -> DeviceMesh:
+    """The mesh that was given, or that of the `with` block. Raises ArgumentError for none; `what` needs it."""
+    if mesh is None and _current:
+        return _current[-1]
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(f"{what} without a DeviceMesh of gt.dtensor", f"device_mesh is {mesh!r}, and no mesh is "
+                            "the one of a `with` block", 'init_device_mesh("cpu", (2,)), of globaltensor.dtensor')
+    return mesh
+
+
 @api_boundary
 def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *,
                      mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
     """The first ranks of the world, in a mesh of this shape."""
     expect(mesh_shape, Sequence, f"init_device_mesh of shape {mesh_shape!r}", 'init_device_mesh("cpu", (2, 2))')
     ranks = torch.arange(torch.Size(mesh_shape).numel()).view(*mesh_shape)
-    return DeviceMesh(device_type, ranks, mesh_dim_names)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names)

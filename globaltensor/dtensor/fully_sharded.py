@@ -35,20 +35,23 @@ _running: list[nn.Module] = []                       # the outermost module that
 @api_boundary
 def fully_shard(module: nn.Module, *, mesh: DeviceMesh | None = None, reshard_after_forward: bool | int | None = None,
                 shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None, mp_policy: Any = None,
-                offload_policy: Any = None, ignored_params: set[nn.Parameter] | None = None) -> nn.Module:
+                offload_policy: Any = None, ignored_params: set[nn.Parameter] | None = None,
+                dp_mesh_dims: Any = None) -> nn.Module:
     """Split a module's parameters along a mesh; of two dims along the second (torch's hybrid sharding).
 
     mesh                    default: all ranks, on CPUs
     shard_placement_fn      which dim of a parameter to split; default: the first that nothing else splits
     reshard_after_forward   torch's choice of memory or time; here a layer is always freed, and gathered again
-    mp_policy, offload_policy   refused with ArgumentError; torch.autocast is for the one
+    mp_policy, offload_policy, dp_mesh_dims   refused with ArgumentError, but for policies that ask for nothing, as
+                            torch's defaults; torch.autocast is for the one, and mesh["dp"] for the last
     Call it before the optimizer is made. Returns the module. Raises ArgumentError for parameters that are global
     already.
     """
     expect(module, nn.Module, "fully_shard of no module", "fully_shard(model, mesh=mesh)")
     for name, policy, instead in (("mp_policy", mp_policy, "torch.autocast(..., torch.bfloat16) around the forward"),
-                                  ("offload_policy", offload_policy, "no offload_policy")):
-        if policy is not None:
+                                  ("offload_policy", offload_policy, "no offload_policy"),
+                                  ("dp_mesh_dims", dp_mesh_dims, 'mesh=mesh["dp"]')):
+        if policy is not None and not (name != "dp_mesh_dims" and policy == _default_policy(policy)):
             raise ArgumentError(f"fully_shard({name}={policy})", "it is not taken here", instead)
     mesh = mesh or init_device_mesh("cpu", (world_size(),))
     done: dict[int, torch.Tensor] = {}
@@ -69,6 +72,11 @@ def fully_shard(module: nn.Module, *, mesh: DeviceMesh | None = None, reshard_af
                 owner._buffers[key] = distribute_tensor(b, mesh, src_data_rank=None)
     _Door(module, mesh)
     return module
+
+
+def _default_policy(policy: Any) -> Any:
+    """torch's default of `mp_policy` and `offload_policy`; None of anything else."""
+    return type(policy)() if type(policy).__name__ in ("MixedPrecisionPolicy", "OffloadPolicy") else None
 
 
 def _sharded(t: torch.Tensor, mesh: DeviceMesh, chosen: Shard | None) -> GlobalTensor:

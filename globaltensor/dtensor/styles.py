@@ -27,7 +27,7 @@ from globaltensor.dtensor.api import (
     on_mesh,
     set_parameter,
 )
-from globaltensor.dtensor.device_mesh import DeviceMesh
+from globaltensor.dtensor.device_mesh import DeviceMesh, mesh_or_current
 from globaltensor.errors import ArgumentError, SbpError, expect
 from globaltensor.runtime.world import world
 from globaltensor.tensors.convert import from_full
@@ -207,7 +207,7 @@ class PrepareModuleInputOutput(ParallelStyle):
 
 
 @api_boundary
-def parallelize_module(module: nn.Module, device_mesh: DeviceMesh,
+def parallelize_module(module: nn.Module, device_mesh: DeviceMesh | None = None,
                        parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None, *,
                        src_data_rank: int | None = 0) -> nn.Module:
     """Give modules their styles: one, or a dict of names (patterns as in fnmatch, part by part) to styles.
@@ -217,8 +217,7 @@ def parallelize_module(module: nn.Module, device_mesh: DeviceMesh,
     Raises SbpError, before anything is changed, for a name that fits no module (torch warns), and a mesh of more dims.
     """
     expect(module, nn.Module, "parallelize_module of no module", "parallelize_module(model, mesh, plan)")
-    expect(device_mesh, DeviceMesh, "parallelize_module without a mesh of gt.dtensor",
-           'init_device_mesh("cpu", (2,)), of globaltensor.dtensor')
+    device_mesh = mesh_or_current(device_mesh, "parallelize_module")
     if device_mesh.ndim > 1:
         raise SbpError(f"parallelize_module on a mesh of {device_mesh.ndim} dims", "a style is along one dim",
                        f"mesh[{(device_mesh.axis_names or ('tp',))[-1]!r}]")

@@ -27,15 +27,17 @@ class placement:
     that this host does not have, and axis names that do not fit.
     """
 
-    __slots__ = ("__dict__", "_hash", "axis_names", "flat", "names", "ndim", "ranks", "shape", "type")
+    __slots__ = dict.fromkeys(("__dict__", "_hash", "axis_names", "flat", "ranks", "shape", "type")) | {
+        "names": "The names of its axes, where they have any. An only axis that was not named is called \"dp\".",
+        "ndim": "The number of axes."}
 
     type: str
     ranks: tuple[Any, ...]                           # ints, in tuples nested as deep as there are axes
     shape: tuple[int, ...]                           # how many ranks along each axis
     flat: tuple[int, ...]                            # the ranks in one row, the last axis fastest
     axis_names: tuple[str, ...] | None
-    names: tuple[str, ...]                           # the same; an only axis that was not named is called "dp"
-    ndim: int                                        # the number of axes
+    names: tuple[str, ...]
+    ndim: int
     _hash: int
 
     @api_boundary

@@ -1,0 +1,123 @@
+"""Every public name of torch.distributed.tensor, .parallel and .device_mesh, and fully_shard: here, or on a list.
+
+Oracle: the installed torch. docs/bridges.md has the list of what is left out; this test compares it.
+"""
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+import torch
+from harness import ROOT
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+import globaltensor as gt
+from globaltensor import dtensor
+from globaltensor.dtensor import DeviceMesh, DTensor, Replicate, Shard, init_device_mesh
+from globaltensor.tensors.global_tensor import GlobalTensor
+
+OF_TORCH = {name: importlib.import_module(f"torch.distributed.{name}") for name in (
+    "tensor", "tensor.parallel", "tensor.experimental", "tensor.debug", "device_mesh", "fsdp")}
+HERE = {"DTensor": GlobalTensor, "DeviceMesh": DeviceMesh}
+# arguments that differ, and why: the page says so too
+ARGUMENTS = {
+    "DTensor": "made by functions, as in torch",
+    "DeviceMesh": "backend_override and private ones: there are no process groups",
+    "init_device_mesh": "backend_override",
+    "DTensor.full_tensor": "grad_placements: x.redistribute(placements=...).to_local(grad_placements=...)",
+    "fully_shard": "policies are None by default, which is what torch's defaults ask for",
+}
+
+
+def names_of_torch():
+    """Public names, with what has them: functions and classes, and the methods of DTensor and DeviceMesh."""
+    for module in ("tensor", "tensor.parallel", "tensor.experimental", "tensor.debug", "device_mesh"):
+        yield from ((name, getattr(OF_TORCH[module], name), getattr(dtensor, name, None))
+                    for name in OF_TORCH[module].__all__)
+    yield "fully_shard", OF_TORCH["fsdp"].fully_shard, dtensor.fully_shard
+    for name, here in HERE.items():
+        of_torch = getattr(OF_TORCH["tensor" if name == "DTensor" else "device_mesh"], name)
+        for key in vars(of_torch):
+            if not key.startswith("_"):
+                own = getattr(DTensor, key, None) if key == "from_local" else getattr(here, key, None)
+                yield f"{name}.{key}", getattr(of_torch, key), own or (key in here.__annotations__ or None)
+    for key in vars(OF_TORCH["fsdp"].FSDPModule):
+        if not key.startswith("_"):
+            yield f"FSDPModule.{key}", None, None
+
+
+def arguments(function):
+    """In order, keywords by name; without the object of a method."""
+    listed = [p for p in inspect.signature(function).parameters.values() if p.name not in ("self", "x")]
+    named = [p for p in listed if p.kind is p.KEYWORD_ONLY]
+    return [(p.name, p.kind, p.default) for p in listed if p not in named], {(p.name, p.default) for p in named}
+
+
+def left_out():
+    """The names of the page's table."""
+    page = (ROOT / "docs" / "bridges.md").read_text()
+    table = page.partition("| of torch, and not here |")[2].partition("\n\n")[0]
+    names = set()
+    for line in table.splitlines()[2:]:
+        names |= {name.strip("` ") for name in line.split("|")[1].split(",")}
+    return names
+
+
+def test_each_name_of_torch_is_here_or_on_the_page():
+    missing = {name for name, _, here in names_of_torch() if here is None}
+    listed = left_out()
+    every = {name if not name.startswith("FSDPModule.") else "FSDPModule" for name in missing}
+    assert every == listed, (sorted(every - listed), sorted(listed - every))
+
+
+def test_arguments_are_those_of_torch():
+    differ = {}
+    for name, of_torch, here in names_of_torch():
+        if here is None or here is of_torch or not callable(of_torch) or here is True or inspect.isdatadescriptor(here):
+            continue
+        if name not in ARGUMENTS and arguments(of_torch) != arguments(here):
+            differ[name] = arguments(of_torch), arguments(here)
+    assert not differ, differ
+    theirs, ours = (set(inspect.signature(f).parameters) for f in (OF_TORCH["fsdp"].fully_shard, dtensor.fully_shard))
+    assert theirs == ours
+
+
+def test_factories_lie_as_they_are_told():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with mesh:
+        for name in ("zeros", "ones", "rand", "randn", "empty"):
+            gt.manual_seed(3)
+            x = getattr(dtensor, name)(5, 2, placements=[Shard(0)], dtype=torch.float64, requires_grad=True)
+            gt.manual_seed(3)
+            want = getattr(gt, name)(5, 2, placement=mesh, sbp=gt.sbp.split(0), dtype=torch.float64)
+            assert x.placements == (Shard(0),) and x.device_mesh is mesh and x.requires_grad and x.dtype == want.dtype
+            if name != "empty":
+                torch.testing.assert_close(x.full_tensor(), want.full_tensor())
+        x = dtensor.full((3,), 2.0)
+        assert x.placements == (Replicate(),) and x.full_tensor().tolist() == [2, 2, 2]
+        assert dtensor.distribute_tensor(torch.ones(4), placements=[Shard(0)]).device_mesh is mesh
+    with pytest.raises(gt.ArgumentError, match=r"ones\(...\) without a DeviceMesh(.|\n)*init_device_mesh"):
+        dtensor.ones(3)
+    with pytest.raises(gt.ArgumentError, match="the shards of a global tensor are dense"):
+        dtensor.ones(3, device_mesh=mesh, layout=torch.sparse_coo)
+
+
+def test_dtypes_of_a_redistribution():
+    mesh = init_device_mesh("cpu", (2,))
+    x = dtensor.distribute_tensor(torch.randn(4, 2, requires_grad=True), mesh, [Shard(0)])
+    with gt.record() as moves:
+        y = x.redistribute(placements=[Replicate()], forward_dtype=torch.bfloat16)
+        y.float().sum().backward()
+    assert y.dtype == torch.bfloat16 and x.grad.dtype == torch.float32 and moves[0].bytes == 2 * 4
+    with pytest.raises(gt.ArgumentError, match="forward_dtype=torch.bfloat16"):
+        x.redistribute(placements=[Replicate()], backward_dtype=torch.bfloat16)
+
+
+def test_policies_that_ask_for_nothing_are_taken():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = torch.nn.Linear(4, 4)
+    dtensor.fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), offload_policy=OffloadPolicy())
+    for option in ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, {"dp_mesh_dims": ("dp",)}):
+        with pytest.raises(gt.ArgumentError, match=f"fully_shard\\({next(iter(option))}="):
+            dtensor.fully_shard(torch.nn.Linear(4, 4), mesh=mesh, **option)
