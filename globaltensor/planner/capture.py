@@ -29,8 +29,8 @@ Block), `outputs` (Refs of what the model returns), `loss` and `gradients` (name
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,22 +68,29 @@ def capture(model: nn.Module, example_inputs: Any, loss: Callable[[Any], torch.T
             stack.enter_context(repeating(model, tracer))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(kernels_of("cpu"))
+        stack.enter_context(capture_errors(model))
         stack.enter_context(tracer)
-        try:
-            result = torch.func.functional_call(model, leaves, args, named)
-            tracer.graph.graph["outputs"] = [tracer.ref(t) for t in tree_leaves(as_tree(result))
-                                             if isinstance(t, GlobalTensor)]
-            tracer.run_backward(loss_within(result) if loss is None else loss(result), result)
-        except CaptureError:
-            raise
-        except Exception as error:                   # anything may be raised by a forward that finds no values
-            message = (str(error).splitlines() or [""])[0]
-            raise CaptureError(f"the step of a {type(model).__name__} cannot be captured",
-                               f"{type(error).__name__}: {message}",
-                               "a forward that does not look at the values of tensors (`.item()`, `if x.any():`)",
-                               raised_at(error)) from error
+        result = torch.func.functional_call(model, leaves, args, named)
+        tracer.graph.graph["outputs"] = [tracer.ref(t) for t in tree_leaves(as_tree(result))
+                                         if isinstance(t, GlobalTensor)]
+        tracer.run_backward(loss_within(result) if loss is None else loss(result), result)
     tracer.note_gradients(leaves)
     return tracer.graph
+
+
+@contextmanager
+def capture_errors(model: nn.Module) -> Iterator[None]:
+    """Inside, a step of this model runs without values: what it raises is a CaptureError that names its line."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:                       # anything may be raised by a forward that finds no values
+        message = (str(error).splitlines() or [""])[0]
+        raise CaptureError(f"the step of a {type(model).__name__} cannot be captured",
+                           f"{type(error).__name__}: {message}",
+                           "a forward that does not look at the values of tensors (`.item()`, `if x.any():`)",
+                           raised_at(error)) from error
 
 
 def read_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -10,7 +10,6 @@ micro-batch. Every op and every boxing belongs to the unit in which it happens:
     kept                    bytes that forward leaves for backward
     temporary               what backward needs beside these, at its peak
 
-
 Of equal layers some stand for all (equal_layers.py).
 """
 from __future__ import annotations
@@ -25,18 +24,17 @@ import torch
 from torch import nn
 
 from globaltensor.boxings.watch import recorded
-from globaltensor.errors import raised_at
 from globaltensor.layouts.layout import layout, replicated
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import split
 from globaltensor.parallel.plan import parallelize
 from globaltensor.pipelining.layer_lists import without_cache
 from globaltensor.pipelining.units import Unit
-from globaltensor.planner.capture import loss_within, read_inputs
+from globaltensor.planner.capture import capture_errors, loss_within, read_inputs
 from globaltensor.planner.cost_tracer import CostTracer
 from globaltensor.planner.device_kernels_of import kernels_of
 from globaltensor.planner.equal_layers import equal_layers, passing
-from globaltensor.planner.graph import CaptureError, Ref
+from globaltensor.planner.graph import Ref
 from globaltensor.planner.op_costs import OpCosts
 from globaltensor.planner.tracer import as_tree
 from globaltensor.planner.unit_sums import RunCosts, UnitSums
@@ -69,15 +67,8 @@ def run_costs(model: nn.Module, units: Sequence[Unit], inputs: Any, loss: Callab
             loss = partial(_with_targets, loss, tree_map_only(torch.Tensor, lambda t: tracer.input(t, rows), targets))
         named = without_cache(model) | named
         try:
-            passed = _run_step(copied, tracer, groups, args, named, loss)
-        except CaptureError:
-            raise
-        except Exception as error:                   # anything may be raised by a forward that finds no values
-            message = (str(error).splitlines() or [""])[0]
-            raise CaptureError(f"the step of a {type(model).__name__} cannot be captured",
-                               f"{type(error).__name__}: {message}",
-                               "a forward that does not look at the values of tensors (`.item()`, `if x.any():`)",
-                               raised_at(error)) from error
+            with capture_errors(model):
+                passed = _run_step(copied, tracer, groups, args, named, loss)
         finally:
             for leaf in (*copied.parameters(), *tracer.leaves_given):
                 replace_grad(leaf, None)             # else they would wait to be reduced with those of a real step
