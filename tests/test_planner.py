@@ -19,7 +19,7 @@ from harness import ROOT
 import globaltensor as gt
 from globaltensor.cli import main
 from globaltensor.planner.bounds import VariantCosts, of_shape
-from globaltensor.planner.explaining import cut_text, explanation_of
+from globaltensor.planner.explaining import GptSearch, cut_text, explanation_of
 from globaltensor.planner.plotting import candidate_points, pareto_front
 from globaltensor.planner.pricing import Task, peaks_of, price_cut
 from globaltensor.planner.report import strategy_of
@@ -481,7 +481,7 @@ def test_runners_up_are_the_fastest_that_differ():
     task = Task(GPT(4, 64, 4, 32, 1000), dataclasses.replace(KNOWN["dgx-a100"], kernel_launch=1e-5), 4, 4,
                 Fixed(schedule="1f1b", micro_batch=1, sequence_parallel=False))
     best = search(task).best
-    told = explanation_of(task, best)
+    told = explanation_of(GptSearch(task), best)
     plans = [(simulate_training(task.gpt, plan, task.cluster).seconds, plan) for plan in every_plan(task)]
     assert best.seconds == pytest.approx(min(s for s, _ in plans))
     for name in ("dp", "tp", "pp"):
@@ -500,7 +500,7 @@ def test_the_next_best_cut_is_the_best_of_all_others():
     task = Task(GPT(6, 64, 4, 32, 20_000), KNOWN["dgx-a100"], 2, 4,
                 Fixed(dp=1, tp=1, pp=2, zero=0, schedule="1f1b", micro_batch=1))
     best = search(task).best
-    row, = [row for row in explanation_of(task, best)["choices"] if row["choice"] == "stage cut"]
+    row, = [row for row in explanation_of(GptSearch(task), best)["choices"] if row["choice"] == "stage cut"]
     others = {plan.layers: simulate_training(task.gpt, plan, task.cluster).seconds for plan in every_plan(task)
               if set(plan.recompute) == {"none"} and plan.pp == 2 and plan.layers != best.plan.layers}
     least = min(others, key=others.get)
@@ -561,7 +561,10 @@ def test_bytes_of_a_device(capsys, text, value):
 
 
 @pytest.mark.parametrize("words, told", [
-    ("", "plan what?"), ("--model gpt --evaluate x.csv", "plan what?"),
+    ("", "plan what?"), ("--model gpt --evaluate x.csv", "--model and --evaluate are one too many"),
+    ("--program a.py:f --evaluate x.csv", "--program and --evaluate are one too many"),
+    ("--evaluate x.csv --dp 2", "--evaluate takes no --dp"), (f"{NANO} --pin a=tp:B", "--model takes no --pin"),
+    ("--program a.py:f --layers 2", "--program takes no --layers"), ("--evaluate x.csv --plot y", "takes no --plot"),
     ("--model gpt --layers 2 --hidden 8 --heads 2 --seq 8", "which --devices?"),
     (NANO.replace("--global-batch 512", ""), "which --global-batch?"), (f"{NANO} --dp 7", "a global batch of 512"),
     (f"{NANO} --dp 8 --micro-batch 128", "a global batch of 512 in micro-batches of 128 on dp 8"),

@@ -24,6 +24,7 @@ from globaltensor.simulator.costs import exact
 from globaltensor.simulator.gpt import GPT
 from globaltensor.simulator.memory import model_states
 
+_VOCAB = 51200
 _SIZES = {"K": 10 ** 3, "M": 10 ** 6, "B": 10 ** 9, "T": 10 ** 12}
 
 
@@ -33,7 +34,7 @@ def model(chosen: argparse.Namespace) -> GPT:
     if missing:
         raise Problem(f"--model {chosen.model} needs --{missing[0]}\n  try: --layers 24 --hidden 2304 --heads 24 "
                       "--seq 2048")
-    return GPT(chosen.layers, chosen.hidden, chosen.heads, chosen.seq, chosen.vocab, chosen.flash)
+    return GPT(chosen.layers, chosen.hidden, chosen.heads, chosen.seq, chosen.vocab or _VOCAB, chosen.flash)
 
 
 def problem(error: GlobalTensorError, source: str = "") -> Problem:

@@ -124,7 +124,7 @@ def add_model_sizes(to: Any) -> None:
     for name, what in (("layers", "number of layers"), ("hidden", "hidden size"), ("heads", "attention heads"),
                        ("seq", "sequence length, in tokens")):
         to.add_argument(f"--{name}", type=positive, metavar="N", help=what)
-    to.add_argument("--vocab", type=positive, default=51200, metavar="N", help="vocabulary size (default 51200)")
+    to.add_argument("--vocab", type=positive, metavar="N", help="vocabulary size (default 51200)")
     to.add_argument("--flash", action="store_true", help="use flash attention, which keeps no seq x seq matrix")
 
 
@@ -297,6 +297,7 @@ def memory_options(of: argparse.ArgumentParser) -> None:
 def plan_options(of: argparse.ArgumentParser) -> None:
     """globaltensor plan"""
     of.usage = "globaltensor plan [option ...]"
+    of.add_argument("--program", metavar="FILE.py:NAME", help="a function that gives (module, example batch, loss)")
     of.add_argument("--evaluate", metavar="FILE", help="a CSV file with one plan per row")
     of.add_argument("--cluster", default="dgx-a100", metavar="NAME", help=CLUSTERS)
     add_json(of, "print the strategy as one JSON object; with --evaluate, a list of objects")
@@ -322,6 +323,8 @@ def plan_options(of: argparse.ArgumentParser) -> None:
                        help=f"the pipeline schedule: {', '.join(SCHEDULES)}")
     fixed.add_argument("--sp", action=argparse.BooleanOptionalAction,
                        help="split the sequence along the tensor-parallel ranks, or do not")
+    fixed.add_argument("--pin", action="append", metavar="ROW", help="a row that every plan of a --program has, such "
+                       "as 'blocks.*.up.weight=tp:S(0)'; may be given again")
 
 
 def calibrate_options(of: argparse.ArgumentParser) -> None:

@@ -2,7 +2,12 @@
 
     globaltensor plan --model gpt --layers 96 --hidden 12288 --heads 96 --seq 2048 --vocab 51200 \\
         --devices 1024 --global-batch 1536 --cluster dgx-a100 --save plan.json
+    globaltensor plan --program train.py:build --devices 8 --pin 'blocks.*.up.weight=tp:S(0)'
     globaltensor plan --evaluate rows.csv --cluster mine.json
+
+--program plans any model, as gt.strategy does: the function returns (module, example batch, loss), where loss takes
+the module's output; or (module, example batch, loss, targets), where it takes the targets too. A loss of None means
+that the module returns its loss.
 
 The search covers all products dp x tp x pp, micro-batch sizes, ZeRO stages, schedules and cuts into stages, and
 simulates those that could be the fastest. Options such as --dp and --tp fix a choice. `gt.Strategy.load("plan.json")`
@@ -29,8 +34,11 @@ from dataclasses import replace
 
 from globaltensor.cli.memory import model, problem
 from globaltensor.cli.problem import Problem
-from globaltensor.errors import GlobalTensorError
-from globaltensor.planner.explaining import explanation_of, explanation_text
+from globaltensor.cli.program import as_options, load_program
+from globaltensor.errors import OURS, GlobalTensorError
+from globaltensor.planner.explaining import GptSearch, explanation_of, explanation_text
+from globaltensor.planner.graph import CaptureError
+from globaltensor.planner.planning import strategy as plan_model
 from globaltensor.planner.plotting import candidate_points, draw_plan
 from globaltensor.planner.pricing import Task
 from globaltensor.planner.report import strategy_of
@@ -40,18 +48,36 @@ from globaltensor.planner.strategy import Strategy
 from globaltensor.runtime.text_table import aligned, terminal_columns
 from globaltensor.runtime.units import bytes_text, seconds_text
 from globaltensor.simulator.calibration import Quality, quality
-from globaltensor.simulator.cluster import cluster
+from globaltensor.simulator.cluster import Cluster, cluster
 from globaltensor.simulator.evaluation import Evaluation, PlanRow, evaluate, read_rows
 from globaltensor.simulator.training import simulate_training
+
+_SIZES = "the sizes of a model are those of the program's own"
+_OF_ROWS = "each row says it for itself"
+_NOT_WITH: dict[str, dict[str, str]] = {             # options that would do nothing, and why
+    "model": {"pin": "pins name parameters of a module, and a model by its sizes has none"},
+    "program": dict.fromkeys(("layers", "hidden", "heads", "seq", "vocab", "flash"), _SIZES),
+    "evaluate": dict.fromkeys((
+        "layers", "hidden", "heads", "seq", "vocab", "flash", "devices", "global_batch", "dp", "tp", "pp", "zero",
+        "recompute", "schedule", "chunks", "micro_batch", "sp", "pin"), _OF_ROWS) | dict.fromkeys(
+        ("save", "explain", "plot"), "nothing is planned")}
 
 
 def command(chosen: argparse.Namespace) -> int:
     """Print the fastest plan, or what given plans take."""
-    if (chosen.evaluate is None) == (chosen.model is None):
-        raise Problem("plan what?\n  try: --model gpt --layers ... --devices ... --global-batch ..., or "
-                      "--evaluate rows.csv")
+    kinds = [kind for kind in ("model", "program", "evaluate") if getattr(chosen, kind) is not None]
+    if len(kinds) != 1:
+        what = " and ".join(f"--{kind}" for kind in kinds)
+        raise Problem((f"{what} are one too many: plan one thing" if kinds else "plan what?") +
+                      "\n  try: --model gpt --layers ... --devices ... --global-batch ..., --program FILE.py:FUNCTION "
+                      "--devices ..., or --evaluate rows.csv")
+    kind, = kinds
+    for name in _NOT_WITH[kind]:
+        if getattr(chosen, name) not in (None, False):
+            option = f"--{name.replace('_', '-')}"
+            raise Problem(f"--{kind} takes no {option}\n  why: {_NOT_WITH[kind][name]}\n  try: without {option}")
     try:
-        return _evaluated(chosen) if chosen.evaluate else _planned(chosen)
+        return {"model": _planned, "program": _planned_program, "evaluate": _evaluated}[kind](chosen)
     except GlobalTensorError as error:
         raise problem(error) from None
 
@@ -62,9 +88,7 @@ def _planned(chosen: argparse.Namespace) -> int:
         if getattr(chosen, name) is None:
             option = f"--{name.replace('_', '-')}"
             raise Problem(f"which {option}?\n  try: {option} {usual}")
-    machines = cluster(chosen.cluster)
-    if chosen.memory is not None:
-        machines = replace(machines, memory=chosen.memory)
+    machines = _machines_of(chosen)
     machines.machine(chosen.devices)                 # raises where it has fewer
     fixed = Fixed(chosen.dp, chosen.tp, chosen.pp, chosen.sp, chosen.micro_batch, chosen.zero, chosen.recompute,
                   chosen.schedule, chosen.chunks)
@@ -73,7 +97,7 @@ def _planned(chosen: argparse.Namespace) -> int:
     result = search(task, chosen.seconds)
     strategy = strategy_of(task, result, time.monotonic() - begin)
     if chosen.explain and result.best:
-        strategy["explanation"] = explanation_of(task, result.best, chosen.seconds)
+        strategy["explanation"] = explanation_of(GptSearch(task), result.best, chosen.seconds)
     if chosen.save:
         _write_file(chosen.save, strategy.save)
     if chosen.plot and result.best:
@@ -81,6 +105,32 @@ def _planned(chosen: argparse.Namespace) -> int:
         events = simulate_training(task.gpt, best.plan, task.cluster, record=True).run.events()
         points = candidate_points(task, result.simulated_plans)
         _write_file(chosen.plot, lambda path: draw_plan(path, strategy, events, points))
+    print(strategy.as_text() if chosen.json else _strategy_report(strategy))
+    return 0 if strategy["feasible"] else 1
+
+
+def _machines_of(chosen: argparse.Namespace) -> Cluster:
+    machines = cluster(chosen.cluster)
+    return machines if chosen.memory is None else replace(machines, memory=chosen.memory)
+
+
+def _planned_program(chosen: argparse.Namespace) -> int:
+    if chosen.devices is None:
+        raise Problem("which --devices?\n  try: --devices 8")
+    program = load_program(chosen.program)
+    try:
+        strategy = plan_model(
+            program.module, program.batch, chosen.cluster, chosen.devices, chosen.global_batch, program.loss,
+            program.targets, dp=chosen.dp, tp=chosen.tp, pp=chosen.pp, zero=chosen.zero, recompute=chosen.recompute,
+            schedule=chosen.schedule, chunks=chosen.chunks, micro_batch=chosen.micro_batch, sp=chosen.sp,
+            pins=chosen.pin or (), memory=chosen.memory, seconds=chosen.seconds, explain=chosen.explain,
+            plot=chosen.plot)
+    except GlobalTensorError as error:
+        error.fix = as_options(error.fix)
+        is_of_program = isinstance(error, CaptureError) and not error.where.startswith(OURS)
+        raise problem(error, error.where if is_of_program else "") from None
+    if chosen.save:
+        _write_file(chosen.save, strategy.save)
     print(strategy.as_text() if chosen.json else _strategy_report(strategy))
     return 0 if strategy["feasible"] else 1
 
@@ -108,7 +158,7 @@ def _strategy_report(of: Strategy) -> str:
 
 
 def _evaluated(chosen: argparse.Namespace) -> int:
-    machines, rows = cluster(chosen.cluster), read_rows(chosen.evaluate)
+    machines, rows = _machines_of(chosen), read_rows(chosen.evaluate)
     evaluations = [evaluate(row, machines) for row in rows]
     print(json.dumps([one._asdict() for one in evaluations], indent=2) if chosen.json
           else _evaluation_text(rows, evaluations))

@@ -47,6 +47,8 @@ from globaltensor.tensors.global_tensor import GlobalTensor
 if TYPE_CHECKING:
     import networkx
 
+_MISFITS = TypeError, AttributeError, LookupError    # what Python raises where things do not fit together
+
 
 def capture(model: nn.Module, example_inputs: Any, loss: Callable[[Any], torch.Tensor] | None = None,
             repeats: bool = True) -> networkx.DiGraph:
@@ -89,6 +91,7 @@ def capture_errors(model: nn.Module) -> Iterator[None]:
         message = (str(error).splitlines() or [""])[0]
         raise CaptureError(f"the step of a {type(model).__name__} cannot be captured",
                            f"{type(error).__name__}: {message}",
+                           "inputs, targets and a loss that fit the model" if isinstance(error, _MISFITS) else
                            "a forward that does not look at the values of tensors (`.item()`, `if x.any():`)",
                            raised_at(error)) from error
 

@@ -4,7 +4,7 @@
     on it       ZeRO, recomputation, the micro-batch, the schedule, its chunks, sequence parallelism: what is fastest on
                 the same mesh with another value
     cut         the next best way to cut the same plan into stages
-    fixed       what is fastest without each thing that was fixed: what fixing it costs
+    fixed       what is fastest without each thing that was fixed, pins too: what fixing it costs
     plain dp    one replica on each device: what it takes, or why it cannot be
 
 Each is a search of its own with one value excluded, so what it names is exact where the search is.
@@ -12,9 +12,9 @@ Each is a search of its own with one value excluded, so what it names is exact w
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from globaltensor.planner.pricing import Candidate, Task
 from globaltensor.planner.report import parts_of_time, plan_text
@@ -24,35 +24,104 @@ from globaltensor.runtime.text_table import aligned
 from globaltensor.runtime.units import bytes_text, seconds_text
 from globaltensor.simulator.gpt import RECOMPUTE
 
-_NAMES = {"sequence_parallel": "sp", "micro_batch": "micro-batch", "zero": "ZeRO", "cut": "stage cut"}
+_NAMES = {"sequence_parallel": "sp", "micro_batch": "micro-batch", "zero": "ZeRO", "cut": "stage cut",
+          "kind": "layouts"}
 
 
-def explanation_of(task: Task, best: Candidate, seconds: float = 60.0) -> dict[str, Any]:
-    """The explanation of a plan that a search of this task found, as data. Searches that are not begun within so many
-    seconds are left out, and say so: their `runner_up` is None and `why` tells it."""
+class PlanChoices(NamedTuple):
+    """What was chosen in a plan. `layers`: of each stage; `recompute`: of each rank of the pipeline; `kind`: under
+    which rows along tp, where `sequence_parallel` does not tell."""
+
+    dp: int
+    tp: int
+    pp: int
+    zero: int
+    micro_batch: int
+    sequence_parallel: bool
+    schedule: str
+    chunks: int
+    recompute: tuple[str, ...]
+    layers: tuple[int, ...]
+    kind: str = ""
+
+
+class Searchable(Protocol):
+    """What is to be planned, as something that can be planned again with other choices."""
+
+    fixed: Fixed
+    devices: int
+    memory: float
+    recomputes: tuple[str, ...]
+
+    def fastest(self, fixed: Fixed, seconds: float) -> Any:
+        """The fastest plan with these choices, after so many seconds at most; None where none fits. Raises
+        BatchError where there is no plan at all."""
+
+    def choices(self, plan: Any) -> PlanChoices:
+        """What was chosen in it."""
+
+    def text(self, plan: Any) -> str:
+        """It in a line."""
+
+    def parts(self, plan: Any) -> Mapping[str, float]:
+        """Where the time of a step goes."""
+
+    def least_memory(self, fixed: Fixed) -> float:
+        """Bytes that a device needs at least."""
+
+
+class GptSearch:
+    """A GPT by its sizes."""
+
+    recomputes: tuple[str, ...] = RECOMPUTE
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.fixed, self.devices, self.memory = task, task.fixed, task.devices, task.cluster.memory
+
+    def fastest(self, fixed: Fixed, seconds: float) -> Candidate | None:
+        return search(replace(self.task, fixed=fixed), seconds, menu=False).best
+
+    def choices(self, plan: Candidate) -> PlanChoices:
+        of = plan.plan
+        return PlanChoices(of.dp, of.tp, of.pp, of.zero, of.micro_batch, of.sequence_parallel, of.schedule,
+                           of.chunks or 1, of.recompute_of_ranks, of.layers)
+
+    def text(self, plan: Candidate) -> str:
+        return plan_text(plan.plan)
+
+    def parts(self, plan: Candidate) -> Mapping[str, float]:
+        return parts_of_time(self.task, plan.plan)
+
+    def least_memory(self, fixed: Fixed) -> float:
+        return least_memory(replace(self.task, fixed=fixed))
+
+
+def explanation_of(of: Searchable, best: Any, seconds: float = 60.0) -> dict[str, Any]:
+    """The explanation of a plan that such a search found, as data. Searches that are not begun within so many seconds
+    are left out, and say so: their `runner_up` is None and `why` tells it."""
     until = time.monotonic() + seconds
-    return {"choices": [_compared(task, best, *choice, until) for choice in _choices(task, best)],
-            "fixed": [_cost_of_fixing(task, best, name, value, until)
-                      for name, value in vars(task.fixed).items() if value is not None and name != "excluded"],
-            "plain_dp": _plain_dp(task, best)}
+    return {"choices": [_compared(of, best, *choice, until) for choice in _free_choices(of, best)],
+            "fixed": [cost_of_fixing(of, best, name, value, _unfixed(of.fixed, name), of.fastest, until)
+                      for name, value in vars(of.fixed).items() if value is not None and name != "excluded"],
+            "plain_dp": _plain_dp(of, best)}
 
 
-def _choices(task: Task, best: Candidate) -> Iterator[tuple[str, str, list[Fixed]]]:
+def _free_choices(of: Searchable, best: Any) -> Iterator[tuple[str, str, list[Fixed]]]:
     """Each choice that was free: its name, what was chosen, and what makes a search choose another."""
-    plan, fixed = best.plan, task.fixed
+    plan, fixed = of.choices(best), of.fixed
     for name in ("dp", "tp", "pp"):
         if getattr(fixed, name) is None:
             yield name, str(getattr(plan, name)), [_excluding(fixed, name, getattr(plan, name))]
     on_mesh = replace(fixed, dp=plan.dp, tp=plan.tp, pp=plan.pp)
-    several = {"zero": plan.dp > 1, "micro_batch": True, "sequence_parallel": plan.tp > 1, "schedule": plan.pp > 1,
-               "chunks": plan.pp > 1}
+    several = {"zero": plan.dp > 1, "micro_batch": True, "sequence_parallel": plan.tp > 1 and not plan.kind,
+               "kind": bool(plan.kind), "schedule": plan.pp > 1, "chunks": plan.pp > 1}
     for name, is_choice in several.items():
-        if is_choice and getattr(fixed, name) is None:
+        if is_choice and getattr(fixed, name, None) is None:
             value = getattr(plan, name)
             yield name, _value_text(value), [_excluding(on_mesh, name, value)]
     if fixed.recompute is None:
-        chosen = sorted(set(plan.recompute_of_ranks), key=RECOMPUTE.index)
-        yield "recompute", " and ".join(chosen), [replace(on_mesh, recompute=one) for one in RECOMPUTE
+        chosen = sorted(set(plan.recompute), key=RECOMPUTE.index)
+        yield "recompute", " and ".join(chosen), [replace(on_mesh, recompute=one) for one in of.recomputes
                                                   if [one] != chosen]
     if plan.pp > 1:
         same = replace(on_mesh, micro_batch=plan.micro_batch, zero=plan.zero, schedule=plan.schedule,
@@ -64,64 +133,62 @@ def _value_text(value: object) -> str:
     return str(value) if not isinstance(value, bool) else "on" if value else "off"
 
 
+def _unfixed(fixed: Fixed, name: str) -> Fixed:
+    rest: dict[str, Any] = {name: None}
+    return replace(fixed, **rest)
+
+
 def _excluding(fixed: Fixed, name: str, value: object) -> Fixed:
     return replace(fixed, excluded=fixed.excluded | {(name, value)})
 
 
-def _fastest(task: Task, several: list[Fixed], until: float) -> Candidate | None:
-    """The fastest plan of any of these."""
-    fastest = []
-    for fixed in several:
-        try:
-            fastest.append(search(replace(task, fixed=fixed), max(until - time.monotonic(), 0.0), menu=False).best)
-        except BatchError:                           # no plan at all has such a choice
-            continue
-    return min(filter(None, fastest), key=lambda one: one.seconds, default=None)
-
-
-def _compared(task: Task, best: Candidate, name: str, chosen: str, several: list[Fixed],
-              until: float) -> dict[str, Any]:
+def _compared(of: Searchable, best: Any, name: str, chosen: str, several: list[Fixed], until: float) -> dict[str, Any]:
     head = {"choice": _NAMES.get(name, name), "chosen": chosen}
     if time.monotonic() >= until:
         return head | {"runner_up": None, "why": "there was no time left to search for another"}
-    other = _fastest(task, several, until)
+    others = []
+    for fixed in several:
+        try:
+            others.append(of.fastest(fixed, max(until - time.monotonic(), 0.0)))
+        except BatchError:                           # no plan at all has such a choice
+            continue
+    other = min(filter(None, others), key=lambda one: one.seconds, default=None)
     if other is None:
         return head | {"runner_up": None, "why": "no other fits"}
-    return head | {"runner_up": _difference_text(other, best, name), "step_time": other.seconds,
-                   "costs": other.seconds - best.seconds}
+    text = cut_text(of.choices(other).layers) if name == "cut" else of.text(other)
+    return head | {"runner_up": text, "step_time": other.seconds, "costs": other.seconds - best.seconds}
 
 
-def _difference_text(other: Candidate, best: Candidate, name: str) -> str:
-    """A plan in a line, with its stages where they are what differs."""
-    return f"{cut_text(other.plan.layers)}" if name == "cut" else plan_text(other.plan)
-
-
-def _cost_of_fixing(task: Task, best: Candidate, name: str, value: object, until: float) -> dict[str, Any]:
+def cost_of_fixing(of: Searchable, best: Any, name: str, value: object, without: Any,
+                   fastest: Callable[[Any, float], Any], until: float) -> dict[str, Any]:
+    """What it costs that something was fixed: the plan beside the fastest one `without` it."""
     head = {"choice": _NAMES.get(name, name), "fixed": _value_text(value)}
     if time.monotonic() >= until:
         return head | {"without": None, "why": "there was no time left to search without it"}
-    rest: dict[str, Any] = {name: None}
-    free = _fastest(task, [replace(task.fixed, **rest)], until)
+    try:
+        free = fastest(without, max(until - time.monotonic(), 0.0))
+    except BatchError as error:                      # a pin may be all that makes so many ranks of tp possible
+        return head | {"without": None, "why": f"none: {error.why}"}
     if free is None or free.seconds > best.seconds:   # a search that was stopped may find less than it was given
         free = best
-    return head | {"without": plan_text(free.plan), "step_time": free.seconds, "costs": best.seconds - free.seconds}
+    return head | {"without": of.text(free), "step_time": free.seconds, "costs": best.seconds - free.seconds}
 
 
-def _plain_dp(task: Task, best: Candidate) -> dict[str, Any]:
+def _plain_dp(of: Searchable, best: Any) -> dict[str, Any]:
     """What one replica on each device takes."""
-    plain = replace(task, fixed=Fixed(dp=task.devices, tp=1, pp=1, zero=0))
+    plain = Fixed(dp=of.devices, tp=1, pp=1, zero=0)
     try:
-        one = search(plain, menu=False).best
+        one = of.fastest(plain, float("inf"))
         if one is None:
-            needs = least_memory(plain)
-            return {"fits": False, "needs": needs, "device": task.cluster.memory,
+            needs = of.least_memory(plain)
+            return {"fits": False, "needs": needs, "device": of.memory,
                     "why": f"a device holds the whole model: at least {bytes_text(needs)}, of the "
-                           f"{bytes_text(task.cluster.memory)} that it has"}
+                           f"{bytes_text(of.memory)} that it has"}
     except BatchError as error:
         return {"fits": False, "why": f"{error.what}: {error.why}"}
-    parts = {name: seconds_text(seconds) for name, seconds in parts_of_time(task, one.plan).items()}
-    return {"fits": True, "step_time": one.seconds, "costs": one.seconds - best.seconds, "plan": plan_text(one.plan),
-            "why": "it is this plan" if one.plan == best.plan else
+    parts = {name: seconds_text(seconds) for name, seconds in of.parts(one).items()}
+    return {"fits": True, "step_time": one.seconds, "costs": one.seconds - best.seconds, "plan": of.text(one),
+            "why": "it is this plan" if of.choices(one) == of.choices(best) else
             f"it communicates for {parts['communication']} and computes for {parts['compute']}"}
 
 

@@ -46,7 +46,7 @@ def model_strategy(model: nn.Module, units: Units, task: ModelTask, result: Mode
         "global_batch": task.global_batch, "dtype": "bfloat16" if "bfloat16" in dtypes else min(dtypes, default=""),
         "model": {"model": type(model).__name__, "units": len(units.units),
                   "parameters": sum(p.numel() for p in model.parameters())},
-        "fixed": {name: value for name, value in vars(task.fixed).items() if value is not None},
+        "fixed": {name: value for name, value in vars(task.fixed).items() if value is not None and name != "excluded"},
         "inputs": list(inputs), "whole": dict(whole), "left_out": dict(left_out)} | (
             {"why_whole": units.why} if units.why else {})
     menu = [_other(name, one) for name, one in result.menu.items()]
@@ -60,7 +60,7 @@ def model_strategy(model: nn.Module, units: Units, task: ModelTask, result: Mode
     return Strategy(head | {
         "step_time": best.seconds, "lower_bound": result.lower_bound, "gap": 1 - result.lower_bound / best.seconds,
         **about, "micro_batch": shape.micro_batch, "micro_batches": prices.micro_batches,
-        "schedule": best.variant.schedule, "chunks": best.variant.chunks, "time": _times_of_parts(prices, best),
+        "schedule": best.variant.schedule, "chunks": best.variant.chunks, "time": times_of_parts(prices, best),
         "tokens_per_second": task.global_batch * tokens / best.seconds,
         "tflops_per_device": prices.mesh.operations * task.global_batch / best.seconds / task.devices / 1e12,
         "stages": _planned_stages(units, prices, best, plans[shape.tp, shape.kind], exact),
@@ -87,7 +87,8 @@ def _other(name: str, one: ModelCandidate | None) -> dict[str, Any]:
             "feasible": True}
 
 
-def _times_of_parts(prices: VariantPrices, best: ModelCandidate) -> dict[str, float]:
+def times_of_parts(prices: VariantPrices, best: ModelCandidate) -> dict[str, float]:
+    """Where the time of a step goes, on the rank that ends last."""
     run, first = best.run, float(min(best.run.first))
     totals = [float(last) - first + end + step for last, end, step in zip(run.last, best.ends, best.optimizer)]
     rank = int(np.argmax(totals))

@@ -19,7 +19,7 @@ import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +45,9 @@ def model_shapes(task: ModelTask) -> list[ModelShape]:
     """All of them."""
     several = []
     for tp, kind in task.costs:
+        if not (task.fixed.allows("tp", tp) and task.fixed.allows("kind", kind)
+                and ("sequence_parallel", kind == "sequence") not in task.fixed.excluded):
+            continue
         for dp in divisors(task.global_batch):
             if not task.fixed.allows("dp", dp):
                 continue
@@ -75,14 +78,16 @@ class ModelSearch:
     weighed: int = 0
     runners_up: list[ModelCandidate] = field(default_factory=list)
     menu: dict[str, ModelCandidate | None] = field(default_factory=dict)
+    simulated: list[ModelCandidate] = field(default_factory=list)
 
 
-def search_model(task: ModelTask, seconds: float = _NEVER, first: bool = False) -> ModelSearch:
-    """The fastest plan. `first`: stop at the first that fits, and leave out the menu."""
+def search_model(task: ModelTask, seconds: float = _NEVER, first: bool = False, menu: bool = True) -> ModelSearch:
+    """The fastest plan. `first`: stop at the first that fits, and leave out the menu; `menu`: search it before all
+    else."""
     until = time.monotonic() + seconds
     every, result = model_shapes(task), ModelSearch()
     queue = _ModelQueue(task)
-    if not first:
+    if menu and not first:
         whole = [shape for shape in every if shape.dp * shape.tp * shape.pp == task.devices]
         for dish in _model_menu(task.devices):
             several = [variant for shape in whole if dish.fits(shape) for variant in model_variants(task, shape)
@@ -90,7 +95,7 @@ def search_model(task: ModelTask, seconds: float = _NEVER, first: bool = False) 
             if several:                              # else what is fixed leaves no such plan
                 result.menu[dish.name] = queue.best_of(several, until)
     queue.run(every, until, first)
-    result.best, result.weighed = queue.best, queue.weighed
+    result.best, result.weighed, result.simulated = queue.best, queue.weighed, queue.simulated
     result.lower_bound = min(queue.left, queue.best.seconds if queue.best else _NEVER)
     ordered = sorted(queue.others.values(), key=lambda one: one.seconds)
     result.runners_up = [one for one in ordered if one.variant != (queue.best and queue.best.variant)][:_RUNNERS_UP]
@@ -122,6 +127,7 @@ class _ModelQueue:
         self.task, self.weighed, self.left = task, 0, _NEVER
         self.best: ModelCandidate | None = None
         self.others: dict[object, ModelCandidate] = {}
+        self.simulated: list[ModelCandidate] = []
 
     def can_win(self, bound: float) -> bool:
         return bound < (self.best.seconds if self.best else _NEVER)
@@ -129,6 +135,7 @@ class _ModelQueue:
     def enter(self, candidate: ModelCandidate) -> bool:
         """One that was simulated. Does it fit?"""
         self.weighed += 1
+        self.simulated.append(candidate)
         if candidate.fullest > self.task.cluster.memory * (1 + 1e-9):
             return False
         if self.can_win(candidate.seconds):
@@ -161,10 +168,10 @@ class _ModelQueue:
 
     def cut(self, prices: VariantPrices, bound: float) -> float:
         """Simulate the cuts that can win; what those that are left out take at least."""
-        units, stages = self.task.units, len(prices.rank_of)
+        units, stages, allows = self.task.units, len(prices.rank_of), self.task.fixed.allows
         if is_complete(units, stages):
-            several = cuts(units, stages)
-            bounds = prices.bounds(np.array(several))
+            several = [cut for cut in cuts(units, stages) if allows("cut", cut)]
+            bounds = prices.bounds(np.array(several).reshape(-1, stages))
             for k in np.argsort(bounds, kind="stable").tolist():
                 if not self.can_win(float(bounds[k])):
                     break
@@ -181,7 +188,8 @@ class _ModelQueue:
                 if not self.can_win(bound):
                     return bound
             tried.add(planned[0])
-        for cut in tried:
+        tried |= {other for cut in tried if not allows("cut", cut) for other in _cuts_beside(cut)}
+        for cut in sorted(cut for cut in tried if allows("cut", cut)):
             self.enter(prices.price(cut))
         return bound
 
@@ -197,6 +205,15 @@ class _ModelQueue:
             if self.enter(one) and (best is None or one.seconds < best.seconds):
                 best = one
         return best
+
+
+def _cuts_beside(cut: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Cuts in which one unit is in the stage beside."""
+    moved = []
+    for a, b in (*pairwise(range(len(cut))), *((b, a) for a, b in pairwise(range(len(cut))))):
+        if cut[a] > 1:
+            moved.append(tuple(n - (k == a) + (k == b) for k, n in enumerate(cut)))
+    return moved
 
 
 def _by_work(prices: VariantPrices, stages: int) -> tuple[int, ...]:

@@ -42,6 +42,11 @@ def read_pins(pins: Sequence[str] | Mapping[str, Any], model: nn.Module) -> dict
     return rows
 
 
+def pin_text(pattern: str, row: Mapping[str, Any]) -> str:
+    """A pin as it is typed."""
+    return f"{pattern}={','.join(f'{axis}:{how}' for axis, how in row.items())}"
+
+
 def _pin_of_text(text: str) -> tuple[str, dict[str, str]]:
     pattern, equals, row = str(text).partition("=")
     parts = [part.partition(":") for part in row.split(",")]

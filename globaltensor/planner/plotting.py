@@ -17,11 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from globaltensor.errors import ArgumentError
 from globaltensor.planner.bounds import VariantCosts
+from globaltensor.planner.model_prices import ModelCandidate, ModelTask, VariantPrices
+from globaltensor.planner.model_search import model_shapes, model_variants
 from globaltensor.planner.pricing import Candidate, Task
 from globaltensor.planner.space import MeshShape, even_cut, shapes, variants
 from globaltensor.runtime.units import seconds_text
 from globaltensor.schedules.timetable import ACTION_NAMES, FIRST_STAGE_COLOURS, Event, draw_panel, makespan_of
+from globaltensor.simulator.engine import simulate
 from globaltensor.simulator.gpt import RECOMPUTE
 
 _SAMPLE = 1_200                                      # candidates drawn besides those that were simulated
@@ -63,6 +67,38 @@ def _bounds_of(task: Task, shape: MeshShape, draw: random.Random) -> list[Point]
     bounds = VariantCosts(replace(task, fixed=replace(fixed, recompute=recompute)), variant).of_cuts(cut, float("inf"))
     kind = _axes_kind(shape.dp, shape.tp, shape.pp)
     return [Point(float(bounds.seconds[0]), float(bounds.memory.max()), kind, False)]
+
+
+def points_of_model(task: ModelTask, simulated: Sequence[ModelCandidate], seed: int = 0) -> list[Point]:
+    """The same of a model."""
+    draw = random.Random(seed)
+    points = [Point(one.seconds, one.fullest, _axes_kind(*_axes_of(one)), True) for one in simulated]
+    several = model_shapes(task)
+    for shape in draw.sample(several, min(len(several), _SAMPLE)):
+        possible = list(model_variants(task, shape))
+        if possible:
+            prices = VariantPrices(task, draw.choice(possible))
+            cut = even_cut(task.units, len(prices.rank_of))
+            points.append(Point(float(prices.bounds(np.array([cut]))[0]), max(prices.memory(cut)),
+                                _axes_kind(shape.dp, shape.tp, shape.pp), False))
+    return points
+
+
+def _axes_of(one: ModelCandidate) -> tuple[int, int, int]:
+    shape = one.variant.shape
+    return shape.dp, shape.tp, shape.pp
+
+
+def draw_model_plan(path: str | os.PathLike[str], strategy: Mapping[str, Any], task: ModelTask, best: ModelCandidate,
+                    simulated: Sequence[ModelCandidate]) -> None:
+    """The picture of a model's plan. Raises ArgumentError where it cannot be drawn, or be written."""
+    events = simulate(best.run.schedule, best.run.costs, record=True).events()
+    try:
+        draw_plan(path, strategy, events, points_of_model(task, simulated))
+    except ImportError:
+        raise ArgumentError("a picture of a plan", "it needs matplotlib", "pip install 'globaltensor[plot]'") from None
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{os.fspath(path)} could not be written", str(error), "plan.png") from None
 
 
 def _axes_kind(dp: int, tp: int, pp: int) -> str:
