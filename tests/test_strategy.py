@@ -159,7 +159,8 @@ def mesh_costs(draw: random.Random, n: int, cluster: Cluster, tp: int) -> MeshCo
         own = gt.zeros(size // tp * tp, placement=where, sbp=(gt.sbp.broadcast, gt.sbp.split(0)), dtype=torch.float32)
         parameter = ParameterCost(f"p{k}", (size // tp * tp,), torch.float32, own.spec.layout, own.spec.layout)
         for samples, several in zip(SAMPLES, (few, many)):
-            passes = [PassCost([one * samples / tp], [one * samples / 10], {"tp": 1e-6 * samples} if tp > 1 else {})
+            passes = [PassCost([one * samples / tp], [one * samples / 10], {"tp": 1e-6 * samples} if tp > 1 else {},
+                               kinds=[0])
                       for one in work]
             several.append(UnitCost(*passes, kept * samples, passed * samples, passed * samples, passed * samples,
                                     parameters=[parameter]))

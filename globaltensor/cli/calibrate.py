@@ -1,38 +1,105 @@
-"""Fit the description of a cluster to steps that were measured on it.
+"""Describe a cluster by what was measured on it.
 
     globaltensor calibrate rows.csv --cluster dgx-a100 > mine.json
     globaltensor plan --evaluate others.csv --cluster mine.json
 
-The rows are those of `globaltensor plan --evaluate`, with the column measured_ms. Nine numbers are fitted: the rates
-that programs reach for matrix products, for memory, and for links within a host and between hosts; the latencies of
-these links; and the overhead of a kernel, a micro-batch and a step. What no row tells about stays as in --cluster.
+    globaltensor calibrate --here > here.json
+    globaltensor plan --program train.py:build --devices 2 --cluster here.json
+
+Each row is a step that was measured, as for `globaltensor plan --evaluate`, with the column measured_ms. Nine numbers
+are fitted: the rates that programs reach for matrix products, for memory, and for links within a host and between
+hosts; the latencies of these links; and the overhead of a kernel, a micro-batch and a step. What no row tells about
+stays as in --cluster.
+
+--here measures this machine: ops of each kind and of several sizes, boxings between processes, an optimizer, and steps
+of a small model. All ranks measure at the same time, so that the cores and the memory are shared as in a step.
+
 This needs scipy: pip install 'globaltensor[plan]'
 """
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
+from globaltensor.cli.info import cores
+from globaltensor.cli.measure_here import small_model
 from globaltensor.cli.memory import problem
 from globaltensor.cli.plan import agreement_text
 from globaltensor.cli.problem import Problem
 from globaltensor.errors import GlobalTensorError
+from globaltensor.planner.measured_cluster import cluster_of_measurements
+from globaltensor.runtime.text_table import aligned, terminal_columns
+from globaltensor.runtime.units import seconds_text
 from globaltensor.simulator.calibration import calibrate, quality
-from globaltensor.simulator.cluster import as_json, cluster
+from globaltensor.simulator.cluster import Cluster, as_json, cluster
 from globaltensor.simulator.evaluation import evaluate, read_rows
+
+_LIMIT = 300                                         # seconds after which measuring is given up
 
 
 def command(chosen: argparse.Namespace) -> int:
     """Print the cluster as JSON, and how well it agrees on stderr."""
+    if chosen.here == (chosen.rows is not None):
+        raise Problem("calibrate by what?\n  try: a FILE with measured steps, or --here to measure this machine")
+    unused = [name for name in (("cluster",) if chosen.here else ("ranks",)) if getattr(chosen, name) is not None]
+    if unused:
+        raise Problem(f"--{unused[0]} does nothing {'with' if chosen.here else 'without'} --here\n"
+                      f"  try: without --{unused[0]}")
     try:
-        start, rows = cluster(chosen.cluster), read_rows(chosen.rows)
-        fitted = calibrate(rows, start, chosen.name)
-        agreements = [quality(rows, [evaluate(row, one).step_time for row in rows]) for one in (start, fitted)]
+        of, summary = _measured_here(chosen) if chosen.here else _fitted_to_rows(chosen)
     except GlobalTensorError as error:
         raise problem(error) from None
     except ImportError:
         raise Problem("calibrate needs scipy\n  try: pip install 'globaltensor[plan]'", 1) from None
-    for when, agreement in zip(("before", "now"), agreements):
-        print(f"{when}: {agreement_text(agreement)}", file=sys.stderr)
-    print(as_json(fitted))
+    if not chosen.json:
+        print(summary, file=sys.stderr)
+    print(as_json(of))
     return 0
+
+
+def _fitted_to_rows(chosen: argparse.Namespace) -> tuple[Cluster, str]:
+    start, rows = cluster(chosen.cluster or "dgx-a100"), read_rows(chosen.rows)
+    fitted = calibrate(rows, start, chosen.name)
+    agreements = [quality(rows, [evaluate(row, one).step_time for row in rows]) for one in (start, fitted)]
+    return fitted, "\n".join(f"{when}: {agreement_text(one)}" for when, one in zip(("before", "now"), agreements))
+
+
+def _measured_here(chosen: argparse.Namespace) -> tuple[Cluster, str]:
+    ranks = chosen.ranks or cores()
+    of = cluster_of_measurements(measure(ranks), ranks, memory_of_rank(ranks), small_model(), chosen.name or "here")
+    rows = [("kind", "start", "of 10^9 operations", "of 10^9 bytes")]
+    rows += [(one.kind, seconds_text(one.start), seconds_text(one.operation * 1e9), seconds_text(one.byte * 1e9))
+             for one in of.kernels]
+    words = [*aligned(rows, right={1, 2, 3}, columns=terminal_columns()),
+             f"{ranks} ranks; a boxing starts in {seconds_text(of.local.latency)} and receives "
+             f"{of.local.bandwidth / 1e9:.1f} GB/s; a micro-batch takes {seconds_text(of.micro_batch_overhead)} "
+             f"besides, a step {seconds_text(of.step_overhead)}"]
+    return of, "\n".join(words)
+
+
+def memory_of_rank(ranks: int) -> float:
+    """Bytes of this machine's memory that each rank can have."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+
+
+def measure(ranks: int) -> dict[str, Any]:
+    """What measure_here.py finds on so many ranks."""
+    with tempfile.TemporaryDirectory(prefix="globaltensor-") as folder:
+        path = Path(folder, "measured.json")
+        line = [sys.executable, "-m", "globaltensor.cli", "run", "-n", str(ranks), "-m",
+                "globaltensor.cli.measure_here", str(path)]
+        try:
+            done = subprocess.run(line, capture_output=True, text=True, timeout=_LIMIT)
+        except subprocess.TimeoutExpired:
+            raise Problem(f"{ranks} ranks did not measure this machine in {_LIMIT} seconds\n  try: fewer --ranks, or "
+                          "when less else runs", 1) from None
+        if done.returncode or not path.exists():
+            raise Problem(f"{ranks} ranks could not measure this machine\n{done.stderr.strip()}", 1)
+        measured: dict[str, Any] = json.loads(path.read_text())
+        return measured

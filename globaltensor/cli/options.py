@@ -329,9 +329,14 @@ def plan_options(of: argparse.ArgumentParser) -> None:
 
 def calibrate_options(of: argparse.ArgumentParser) -> None:
     """globaltensor calibrate"""
-    of.add_argument("rows", metavar="FILE", help="a CSV file with a plan and its measured_ms in each row")
-    of.add_argument("--cluster", default="dgx-a100", metavar="NAME", help=f"where to start from: {CLUSTERS}")
-    of.add_argument("--name", default="", help="a name for the result (default: that of --cluster)")
+    of.usage = "globaltensor calibrate FILE [option ...]\n       globaltensor calibrate --here [option ...]"
+    of.add_argument("rows", nargs="?", metavar="FILE", help="a CSV file with a plan and its measured_ms in each row")
+    of.add_argument("--here", action="store_true", help="measure this machine instead, in less than a minute")
+    of.add_argument("--ranks", type=positive, metavar="N", help="with --here: how many ranks measure, each a process "
+                    "(default: one per core)")
+    of.add_argument("--cluster", metavar="NAME", help=f"with FILE: where to start from: {CLUSTERS}")
+    of.add_argument("--name", default="", help="a name for the result (default: that of --cluster, or here)")
+    add_json(of, "print the cluster alone, and no summary to stderr")
 
 
 def recipe_options(of: argparse.ArgumentParser) -> None:

@@ -76,9 +76,7 @@ class MeshCosts:
         def seconds(a: PassCost, b: PassCost) -> tuple[float, float]:
             operations, moved = (np.maximum(x + (y - x) * share, 0.0) for x, y in (
                 (np.array(a.operations), np.array(b.operations)), (np.array(a.moved), np.array(b.moved))))
-            on = self.cluster
-            compute = float(np.maximum(np.maximum(operations / (on.flops * on.efficiency), moved / on.memory_bandwidth),
-                                       on.kernel_launch).sum())
+            compute = float(self.cluster.op_seconds(np.array(a.kinds, int), operations, moved).sum())
             return compute, compute + sum(between(a.seconds[axis], b.seconds.get(axis, 0.0)) * (
                 along_dp if axis == "dp" else 1.0) for axis in a.seconds)
 
@@ -103,6 +101,11 @@ class MeshCosts:
     def sizes(self) -> np.ndarray:
         """Bytes of the parameters of each unit on a rank of tp; those that several units share count in each."""
         return np.array([sum(_elements_of(p) * p.dtype.itemsize for p in own) for own in self.parameters], float)
+
+    @cached_property
+    def tensors(self) -> np.ndarray:
+        """How many parameters each unit has."""
+        return np.array([len(own) for own in self.parameters], float)
 
     @cached_property
     def elements(self) -> np.ndarray:
@@ -151,7 +154,7 @@ def _in_proportion(of: UnitCost, share: float) -> UnitCost:
     def part(one: PassCost) -> PassCost:
         return PassCost([n * share for n in one.operations], [n * share for n in one.moved],
                         {axis: n * share for axis, n in one.seconds.items()},
-                        {axis: n * share for axis, n in one.bytes.items()})
+                        {axis: n * share for axis, n in one.bytes.items()}, one.kinds)
 
     return UnitCost(part(of.forward), part(of.inputs), part(of.weights), round(of.kept * share),
                     round(of.temporary * share), round(of.passed * share), round(of.passed_whole * share),

@@ -18,7 +18,7 @@ from globaltensor.planner.mesh_costs import SPLIT, MeshCosts, StateBytes, UnitAr
 from globaltensor.planner.pricing import peaks_of, schedule_of
 from globaltensor.planner.space import Fixed
 from globaltensor.schedules.schedule import loop, vee
-from globaltensor.simulator.cluster import Cluster, Link
+from globaltensor.simulator.cluster import KERNEL_KINDS, Cluster, Link
 from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import SimulatedRun, simulate
 from globaltensor.simulator.stage_times import with_gathers
@@ -28,6 +28,7 @@ _NEVER = float("inf")
 WHOLE_BACKWARD = ("gpipe", "1f1b")
 _ROUNDING = 1 - 1e-9
 RECOMPUTES = ("none", "full")
+_OPTIMIZER = KERNEL_KINDS.index("optimizer")
 
 
 class ModelShape(NamedTuple):
@@ -122,7 +123,14 @@ class VariantPrices:
     @cached_property
     def optimizer_each(self) -> float:
         """Seconds of the optimizer for each byte of parameters: all of its state is read and written."""
+        if self.task.cluster.kernels:
+            return self.states.optimizer * float(self.task.cluster.rates_of_kinds[_OPTIMIZER][2])
         return 2 * self.states.optimizer / self.task.cluster.memory_bandwidth
+
+    def optimizer_seconds(self, units: np.ndarray) -> float:
+        """Of a rank with these units: what each tensor takes, and its bytes."""
+        start = float(self.task.cluster.rates_of_kinds[_OPTIMIZER][0])
+        return self.optimizer_each * float(self.mesh.sizes[units].sum()) + start * float(self.mesh.tensors[units].sum())
 
     def passes(self, recompute: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds of F, I and W of each unit, with what it waits for."""
@@ -288,7 +296,7 @@ class VariantPrices:
                 now = max(now, float(run.done[s])) + self.stage_end(
                     float(self.mesh.sizes[stages[s]].sum()), float(self.mesh.pending_on_tp[stages[s]].sum()))
             reduced = max(now, float(run.last[rank]))
-            step = self.optimizer_each * float(self.mesh.sizes[units[rank]].sum()) + self.task.cluster.step_overhead
+            step = self.optimizer_seconds(units[rank]) + self.task.cluster.step_overhead
             seconds.append(reduced + step - float(min(run.first)))
             reductions.append(reduced - float(run.last[rank]))
             optimizer.append(step)

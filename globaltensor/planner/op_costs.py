@@ -1,8 +1,9 @@
 """What an op of a captured graph costs on a cluster, in each way that its rule allows; what a boxing and a tensor cost.
 
     seconds of an op      the longest of three: its operations at the rate of large products, its bytes at the rate of
-                          the memory, and the start of a kernel. Operations are counted by torch.utils.flop_counter
-                          where that has a formula. Views take nothing.
+                          the memory, and the start of a kernel; or the sum of these at the rates of its kind, where
+                          the cluster has measured them. Operations are counted by torch.utils.flop_counter where that
+                          has a formula. Views take nothing but their start.
     in a layout           the part of that which the busiest rank does: by the labels of the rule that are cut
     seconds of a boxing   those of its plan (boxings/plan.py), on the cluster's links
     bytes of a tensor     the largest part that a rank holds
@@ -17,6 +18,7 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.flop_counter import flop_registry
 
@@ -29,6 +31,7 @@ from globaltensor.layouts.sbp import Sbp, broadcast, split
 from globaltensor.op_table.line import always_decomposed
 from globaltensor.op_table.variants import line_of
 from globaltensor.planner.graph import Ref
+from globaltensor.planner.op_kinds import FREE, kind_of
 from globaltensor.rules.call import Call
 from globaltensor.rules.language import Rule, Signature, expected_rule, fits, label_sizes, signatures
 from globaltensor.runtime.machine import Machine
@@ -101,7 +104,7 @@ class OpCosts:
     def operations(self, node: dict[str, Any], operands: list[TensorSize]) -> float:
         """Of an op with operands of these shapes, where torch knows how to count them; else 0."""
         func = node["op"]
-        count = flop_registry.get(func.overloadpacket)
+        count = flop_registry.get(_ALIKE.get(func.overloadpacket, func.overloadpacket))
         if count is None or self.is_free(func):
             return 0.0
         args, kwargs = call_of(node, operands).full_arguments()
@@ -110,14 +113,11 @@ class OpCosts:
 
     def is_free(self, func: Any) -> bool:
         """Does an op start no kernel?"""
-        return bool(func.is_view) or func in _FREE
+        return bool(func.is_view) or func in FREE
 
     def op_seconds(self, func: Any, operations: float, nbytes: float) -> float:
         """Of a rank that does so many operations on so many bytes, the results included."""
-        if self.is_free(func):
-            return 0.0
-        return max(operations / (self.on.flops * self.on.efficiency), nbytes / self.on.memory_bandwidth,
-                   self.on.kernel_launch)
+        return float(self.on.op_seconds(np.array(kind_of(func)), np.array(operations), np.array(nbytes)))
 
     def link(self) -> Link:
         """The slowest link between the ranks."""
@@ -169,7 +169,10 @@ class OpCosts:
             for d, n in enumerate(shape))]
 
 
-_FREE = {torch.ops.aten._unsafe_view.default, torch.ops.aten.detach.default}
+_ALIKE = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:        # torch counts only that of GPUs
+          torch.ops.aten._scaled_dot_product_flash_attention,
+          torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+          torch.ops.aten._scaled_dot_product_flash_attention_backward}
 
 
 def call_of(node: dict[str, Any], operands: list[TensorSize]) -> Call:

@@ -18,18 +18,26 @@ from globaltensor.pipelining.units import Unit
 from globaltensor.planner.cost_tracer import CostTracer
 from globaltensor.planner.graph import Ref
 from globaltensor.planner.op_costs import OpCosts, TensorSize
+from globaltensor.planner.op_kinds import kind_of
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 
 @dataclass
 class PassCost:
-    """Of a pass over a unit: operations and bytes of each op, on the busiest rank; seconds and bytes that a rank
-    receives in boxings, by axis."""
+    """Of a pass over a unit: operations and bytes of each op, on the busiest rank, and its kind; seconds and bytes that
+    a rank receives in boxings, by axis."""
 
     operations: list[float] = field(default_factory=list)
     moved: list[float] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     bytes: dict[str, float] = field(default_factory=dict)
+    kinds: list[int] = field(default_factory=list)
+
+    def add_op(self, func: Any, operations: float, nbytes: float) -> None:
+        """One more op, which does so many operations on so many bytes."""
+        self.kinds.append(kind_of(func))
+        self.operations.append(operations)
+        self.moved.append(nbytes)
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,10 @@ class UnitSums:
                  self.tracer.layouts[s][o]) for _, s, o in refs]
 
     def _add_op(self, node: int, a: dict[str, Any]) -> None:
+        if self.costs.is_free(a["op"]):
+            for unit in self.at[node]:
+                self._pass(unit, node).add_op(a["op"], 0.0, 0.0)
+            return
         taken = self._taken(node)
         own = self.tracer.layouts[node]
         moved = {move.src: move.dst for move, at, operands in self.tracer.moved
@@ -147,13 +159,9 @@ class UnitSums:
                  for size, lies in taken]
         parts += [self._local(s, lies) * d.itemsize for s, d, lies in zip(a["shapes"], a["dtypes"], own)
                   if s is not None]
-        if self.costs.is_free(a["op"]):
-            return
         operations = self.costs.operations(a, [size for size, _ in taken])
         for unit in self.at[node]:
-            of = self._pass(unit, node)
-            of.operations.append(operations / ways)
-            of.moved.append(float(sum(parts)))
+            self._pass(unit, node).add_op(a["op"], operations / ways, float(sum(parts)))
             self.units[unit].operations += operations
 
     def _has_moves(self, node: int) -> bool:

@@ -2,7 +2,8 @@
 
     dgx-a100, dgx-h100      known by name
     mine.json               your own: a JSON object with the names of `Cluster`'s fields, `local` and `remote` being
-                            {"latency": seconds, "bandwidth": bytes per second}
+                            {"latency": seconds, "bandwidth": bytes per second}, and `kernels` a list of
+                            {"kind": "product", "start": seconds, "operation": seconds, "byte": seconds}
 
 Of the known ones `efficiency` is the only number that is not on a data sheet: the share of `flops` that large matrix
 products reach. With 0.68 for dgx-a100 the ten rows of arXiv:2104.04473, table 1, are reproduced within 8% of the times
@@ -18,8 +19,11 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from globaltensor.errors import PlacementError
 from globaltensor.layouts import placement as placements
@@ -39,6 +43,21 @@ class Link:
 
 
 @dataclasses.dataclass(frozen=True)
+class KernelRate:
+    """Seconds of an op of a kind: so many until it has started, and for each operation, and for each byte that it reads
+    or writes."""
+
+    kind: str
+    start: float
+    operation: float
+    byte: float
+
+
+KERNEL_KINDS = ("product", "convolution", "attention", "curve", "pointwise", "normalization", "reduction", "index",
+                "view", "optimizer")
+
+
+@dataclasses.dataclass(frozen=True)
 class Cluster:
     """Identical hosts, each of `devices_per_host` devices; `local` links within a host, `remote` between hosts.
 
@@ -49,6 +68,8 @@ class Cluster:
     kernel_launch          seconds that a host takes to start a kernel: devices that compute for less wait for it
     micro_batch_overhead   seconds that a rank spends on each micro-batch besides
     step_overhead          seconds that a step takes besides
+    kernels                what ops of each kind take, where that was measured; else an op takes the longest of its
+                           operations, its bytes and `kernel_launch`, and a view nothing
     """
 
     name: str
@@ -63,6 +84,21 @@ class Cluster:
     kernel_launch: float = 0.0
     micro_batch_overhead: float = 0.0
     step_overhead: float = 0.0
+    kernels: tuple[KernelRate, ...] = ()
+
+    @cached_property
+    def rates_of_kinds(self) -> np.ndarray:
+        """Start, operation and byte of each of `KERNEL_KINDS`; those that were not measured are as pointwise ops."""
+        known = {one.kind: (one.start, one.operation, one.byte) for one in self.kernels}
+        return np.array([known.get(kind, known.get("pointwise", (0.0, 0.0, 0.0))) for kind in KERNEL_KINDS])
+
+    def op_seconds(self, kinds: np.ndarray, operations: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+        """Of ops of these kinds (places in `KERNEL_KINDS`), which do so many operations on so many bytes."""
+        if self.kernels:
+            start, operation, byte = self.rates_of_kinds[kinds].T
+            return start + operation * operations + byte * nbytes
+        longest = np.maximum(operations / (self.flops * self.efficiency), nbytes / self.memory_bandwidth)
+        return np.where(kinds == KERNEL_KINDS.index("view"), 0.0, np.maximum(longest, self.kernel_launch))
 
     def machine(self, devices: int) -> Machine:
         """The rates by which boxings are planned, for the first `devices` of the cluster."""
@@ -119,6 +155,8 @@ def _from_json(described: Any, source: str) -> Cluster:
                                   for rate in ("latency", "bandwidth")))
         elif name == "name":
             values[name] = str(value)
+        elif name == "kernels":
+            values[name] = _kernels_of(value, source)
         elif name in ("devices_per_host", "hosts"):
             values[name] = int(_checked_number(value, name, source, least=name == "devices_per_host"))
         else:
@@ -128,6 +166,16 @@ def _from_json(described: Any, source: str) -> Cluster:
         raise ClusterError(f"{source} lacks {missing[0]!r}", f"a cluster has {', '.join(required)}",
                            f'"{missing[0]}": ...')
     return Cluster(**values)
+
+
+def _kernels_of(value: Any, source: str) -> tuple[KernelRate, ...]:
+    rates = ("start", "operation", "byte")
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(one, dict) or one.get("kind") not in KERNEL_KINDS or one.keys() - {"kind", *rates}:
+            raise ClusterError(f"{source}: a kernel is {one!r:.80}", f"its kind is one of {', '.join(KERNEL_KINDS)}",
+                               '{"kind": "product", "start": 1e-5, "operation": 1e-11, "byte": 0}')
+    return tuple(KernelRate(one["kind"], *(_checked_number(one.get(rate), f"kernels.{one['kind']}.{rate}", source)
+                                           for rate in rates)) for one in value)
 
 
 def _checked_number(value: Any, name: str, source: str, least: float = 0) -> float:

@@ -1,0 +1,84 @@
+"""A cluster from what was measured on it: ops, boxings and steps of a small model (cli/measure_here.py).
+
+    seconds of an op     start + operations x seconds of one + bytes x seconds of one, by kind
+    of a boxing          by the library's plan: steps x latency + bytes / bandwidth
+    of a step            what its ops take, + something for each micro-batch, + something for the step
+
+Each is a sum of numbers that are 0 or more, so all are found by non-negative least squares (scipy), in which errors
+count by their share of the time.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from globaltensor.boxings.plan import boxing_cost
+from globaltensor.layouts.layout import layout
+from globaltensor.layouts.placement import placement
+from globaltensor.layouts.sbp import read_sbp
+from globaltensor.planner.planning import strategy
+from globaltensor.runtime.machine import Machine
+from globaltensor.simulator.cluster import KERNEL_KINDS, Cluster, KernelRate, Link, hypothetical_placements
+
+_INSTANT = 1e30                                  # a rate at which nothing takes any time
+_FLOAT = 4
+_ALONE = Link(1e-6, 1e10)                            # of a lone rank, which is never asked
+
+
+def cluster_of_measurements(measured: Mapping[str, Any], ranks: int, memory: float, small_model: nn.Module,
+                            name: str = "here") -> Cluster:
+    """The cluster whose rates agree best. `ranks` is its devices, each of so many bytes; `small_model` the model whose
+    steps were measured, with 4 rows in each micro-batch."""
+    rows: dict[str, list[Sequence[float]]] = {}
+    for kind, *row in measured["ops"]:
+        rows.setdefault(kind, []).append(row)
+    graph = rows.pop("graph")[0]
+    fitted = {kind: fit_rates([row[:3] for row in own], [row[3] for row in own]) for kind, own in rows.items()}
+    more = max(graph[3] / graph[0] - fitted["pointwise"][0], 0.0)    # what autograd adds to an op
+    kernels = tuple(KernelRate(kind, float(fitted[kind][0]) + (0.0 if kind == "optimizer" else more),
+                               *map(float, fitted[kind][1:])) for kind in KERNEL_KINDS if kind in fitted)
+    by_kind = {one.kind: one for one in kernels}
+    bandwidth = 1 / by_kind["pointwise"].byte
+    link = _measured_link(measured["boxings"], ranks, bandwidth) if measured["boxings"] else _ALONE
+    fitted_cluster = Cluster(name, ranks, 1 / by_kind["product"].operation, 1.0, memory, bandwidth, link, link, 1,
+                             by_kind["pointwise"].start, kernels=kernels)
+    each, step = _overheads(measured["steps"], fitted_cluster, small_model)
+    return dataclasses.replace(fitted_cluster, micro_batch_overhead=each, step_overhead=step)
+
+
+def fit_rates(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray:
+    """The numbers, 0 or more, whose products with the parts of each row add up to its seconds, as far as they can.
+    Raises ImportError without scipy (`pip install 'globaltensor[plan]'`)."""
+    from scipy.optimize import nnls
+
+    table = np.array(parts, float) / np.array(seconds, float)[:, None]
+    largest = np.abs(table).max(0)
+    largest[largest == 0] = 1.0                      # a part that no row has
+    return np.asarray(nnls(table / largest, np.ones(len(table)))[0] / largest)
+
+
+def _measured_link(boxings: Sequence[tuple[str, str, int, float]], ranks: int, bandwidth: float) -> Link:
+    parts, seconds = [], []
+    with hypothetical_placements():
+        where = placement("meta", list(range(ranks)))
+        for src, dst, n, taken in boxings:
+            ends = [layout(where, (one,)) for one in map(read_sbp, (src, dst)) if one is not None]
+            steps, received = boxing_cost(ends[0], ends[1], (n,), _FLOAT * n, Machine(1.0, 1.0, _INSTANT))
+            _, copied = boxing_cost(ends[0], ends[1], (n,), _FLOAT * n, Machine(1.0, _INSTANT, bandwidth))
+            parts.append((steps, received))
+            seconds.append(max(taken - copied, 0.1 * taken))
+    latency, each = fit_rates(parts, seconds)
+    return Link(float(latency), 1 / max(float(each), 1 / bandwidth / 10))
+
+
+def _overheads(steps: Sequence[tuple[int, float]], on: Cluster, model: nn.Module) -> tuple[float, float]:
+    """Seconds of a micro-batch, and of a step, besides what its ops take."""
+    x = torch.zeros(4, model[0].in_features)         # type: ignore[index]  # a Sequential of linear layers
+    one = strategy(model, x, on, 1, loss=nn.functional.mse_loss, targets=x)
+    each, step = fit_rates([(m, 1.0) for m, _ in steps], [seconds for _, seconds in steps])
+    return max(float(each) - one["time"]["compute"], 0.0), float(step)

@@ -1,0 +1,160 @@
+"""`globaltensor calibrate --here`: a cluster from what was measured on it.
+
+The oracle of the fit is a machine that is made up: what it takes is computed, and found again.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import globaltensor as gt
+from globaltensor.boxings.plan import boxing_cost
+from globaltensor.cli import main, measure_here
+from globaltensor.cli.measure_here import small_model
+from globaltensor.layouts.layout import layout
+from globaltensor.layouts.sbp import read_sbp
+from globaltensor.planner.measured_cluster import cluster_of_measurements, fit_rates
+from globaltensor.planner.op_kinds import kind_of
+from globaltensor.simulator.cluster import (
+    KERNEL_KINDS,
+    KNOWN,
+    Cluster,
+    ClusterError,
+    KernelRate,
+    Link,
+    as_json,
+    cluster,
+    hypothetical_placements,
+)
+
+pytest.importorskip("scipy")
+SEED = 20_261_124
+
+
+def made_up(seed: int) -> Cluster:
+    """A machine of two devices with any rates."""
+    draw = random.Random(seed)
+    kernels = tuple(KernelRate(kind, 10 ** draw.uniform(-6, -5),
+                               10 ** draw.uniform(-12, -10) * (kind in KERNEL_KINDS[:3]),
+                               10 ** draw.uniform(-11, -10) * (kind != "view")) for kind in KERNEL_KINDS)
+    link = Link(10 ** draw.uniform(-6, -5), 10 ** draw.uniform(9, 10))
+    own = {one.kind: one for one in kernels}
+    return Cluster("here", 2, 1 / own["product"].operation, 1.0, 8e9, 1 / own["pointwise"].byte, link, link, 1,
+                   own["pointwise"].start, kernels=kernels)
+
+
+def measurements_of(of: Cluster) -> dict:
+    """What would be measured there."""
+    ops = []
+    for one in of.kernels:
+        for k in range(1, 5):
+            operations, nbytes = 10.0 ** (k + 4) * (one.operation > 0), 10.0 ** (3 + k) * k * (one.byte > 0)
+            seconds = k * one.start + one.operation * operations + one.byte * nbytes
+            ops.append((one.kind, k, operations, nbytes, seconds))
+    start = next(one.start for one in of.kernels if one.kind == "pointwise")
+    ops.append(("graph", 40, 0.0, 0.0, 40 * start))
+    boxings = []
+    with hypothetical_placements():
+        where = gt.placement("meta", [0, 1])
+        for n in (1 << 10, 1 << 16, 1 << 20):
+            for src, dst in (("P", "B"), ("S(0)", "B"), ("P", "S(0)")):
+                ends = [layout(where, (read_sbp(one),)) for one in (src, dst)]
+                boxings.append((src, dst, n, sum(boxing_cost(*ends, (n,), 4 * n, of.machine(2)))))
+    x = torch.zeros(4, 16)
+    each = gt.strategy(small_model(), x, of, 1, loss=nn.functional.mse_loss, targets=x)["time"]["compute"]
+    return {"ops": ops, "boxings": boxings, "steps": [(m, 2e-3 + m * (each + 5e-4)) for m in (1, 2, 8)]}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_rates_of_a_machine_are_found_again(seed):
+    machine = made_up(SEED + seed)
+    fitted = cluster_of_measurements(measurements_of(machine), 2, 8e9, small_model())
+    for a, b in zip(machine.kernels, fitted.kernels):
+        assert a.kind == b.kind
+        assert (b.start, b.operation, b.byte) == pytest.approx((a.start, a.operation, a.byte), rel=1e-3, abs=1e-18)
+    assert fitted.local.latency == pytest.approx(machine.local.latency, rel=0.05)
+    assert fitted.local.bandwidth == pytest.approx(machine.local.bandwidth, rel=0.05)
+    assert (fitted.micro_batch_overhead, fitted.step_overhead) == pytest.approx((5e-4, 2e-3), rel=1e-3)
+
+
+def test_no_rate_is_below_nothing():
+    rates = fit_rates([(1, 10), (1, 20), (1, 30)], [3.0, 2.0, 1.0])
+    assert (rates >= 0).all() and rates[0] > 0
+
+
+def test_a_cluster_with_kernels_is_its_file(tmp_path):
+    machine = made_up(SEED)
+    (tmp_path / "here.json").write_text(as_json(machine))
+    assert cluster(str(tmp_path / "here.json")) == machine
+
+
+@pytest.mark.parametrize("kernels, told", [
+    (3, "a kernel is 3"), ([{"kind": "magic"}], "its kind is one of product"),
+    ([{"kind": "view", "start": -1, "operation": 0, "byte": 0}], "kernels.view.start is -1"),
+    ([{"kind": "view", "start": 0, "operation": 0, "byte": 0, "more": 1}], "a kernel is")])
+def test_kernels_that_cannot_be(tmp_path, kernels, told):
+    described = json.loads(as_json(made_up(SEED))) | {"kernels": kernels}
+    (tmp_path / "here.json").write_text(json.dumps(described))
+    with pytest.raises(ClusterError, match=told):
+        cluster(str(tmp_path / "here.json"))
+
+
+@pytest.mark.parametrize("of", [KNOWN["dgx-a100"], dataclasses.replace(KNOWN["dgx-a100"], kernel_launch=1e-5)])
+def test_without_kernels_the_longest_of_three_counts(of):
+    kinds = np.array([KERNEL_KINDS.index(kind) for kind in ("product", "pointwise", "view")])
+    operations, nbytes = np.array([1e12, 0.0, 0.0]), np.array([1e6, 1e3, 0.0])
+    told = of.op_seconds(kinds, operations, nbytes)
+    assert told.tolist() == [max(1e12 / (of.flops * of.efficiency), 1e6 / of.memory_bandwidth, of.kernel_launch),
+                             max(1e3 / of.memory_bandwidth, of.kernel_launch), 0.0]
+
+
+@pytest.mark.parametrize("op, kind", [
+    (torch.ops.aten.mm.default, "product"), (torch.ops.aten.add_.Tensor, "pointwise"),
+    (torch.ops.aten.view.default, "view"), (torch.ops.aten.gelu.default, "curve"),
+    (torch.ops.aten._softmax.default, "normalization"), (torch.ops.aten.sum.dim_IntList, "reduction"),
+    (torch.ops.aten.embedding.default, "index"), (torch.ops.aten.convolution.default, "convolution"),
+    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, "attention")], ids=str)
+def test_kinds_of_ops(op, kind):
+    assert KERNEL_KINDS[kind_of(op)] == kind
+
+
+def test_ops_boxings_and_steps_are_measured(tmp_path, monkeypatch):
+    """All ranks in one process, each op once."""
+    monkeypatch.setattr(measure_here, "_BATCHES", 1)
+    monkeypatch.setattr(measure_here, "_SECONDS", 0.0)
+    for name in ("_PRODUCTS", "_CONVOLUTIONS", "_ATTENTIONS", "_ELEMENTS"):
+        monkeypatch.setattr(measure_here, name, getattr(measure_here, name)[:2])
+    measure_here.main(str(tmp_path / "measured.json"))
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert {row[0] for row in measured["ops"]} == {*KERNEL_KINDS, "graph"}
+    assert all(row[4] > 0 for row in measured["ops"]) and all(row[3] > 0 for row in measured["boxings"])
+    fitted = cluster_of_measurements(measured, 8, 1e9, small_model())
+    assert {one.kind for one in fitted.kernels} == {*KERNEL_KINDS} and fitted.local.bandwidth > 0
+
+
+@pytest.mark.long
+def test_this_machine_is_measured_by_a_command(capsys, tmp_path):
+    assert main(["calibrate", "--here", "--ranks", "2", "--name", "mine"]) == 0
+    out, err = capsys.readouterr()
+    assert "a boxing starts in" in err
+    (tmp_path / "here.json").write_text(out)
+    assert cluster(str(tmp_path / "here.json")).name == "mine"
+    words = "plan --model gpt --layers 4 --hidden 64 --heads 4 --seq 32 --devices 2 --global-batch 8 --cluster"
+    assert main([*words.split(), str(tmp_path / "here.json")]) == 0
+
+
+@pytest.mark.parametrize("words, told", [
+    ("", "calibrate by what?"), ("rows.csv --here", "calibrate by what?"), ("rows.csv --ranks 2", "without --here"),
+    ("--here --cluster dgx-a100", "with --here")])
+def test_mistakes(capsys, words, told):
+    try:
+        code = main(["calibrate", *words.split()])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and told in capsys.readouterr().err
