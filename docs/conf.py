@@ -5,6 +5,7 @@ Every warning is an error: of a broken link, of a page that no table of contents
 from __future__ import annotations
 
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 from pygments.lexers import TextLexer
@@ -13,6 +14,13 @@ from sphinx.application import Sphinx
 sys.path.insert(0, str(Path(__file__).parent))       # builder/
 
 import globaltensor
+
+
+def digest() -> str:
+    """Of the library itself: what notebooks show was made by this code."""
+    files = sorted(path for path in Path(globaltensor.__file__).parent.rglob("*.*") if path.suffix in (".py", ".so"))
+    return sha256(b"".join(sha256(path.read_bytes()).digest() for path in files)).hexdigest()[:16]
+
 
 project = "globaltensor"
 author = "the globaltensor contributors"
@@ -24,11 +32,12 @@ root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**.md", "benchmarks/results/*.md"]
 exclude_patterns = [".*", "build", "globaltensor", "csrc", "tests", "examples"]
 
-extensions = ["myst_nb", "builder.reference", "builder.source_pages"]
+extensions = ["myst_nb", "builder.folded_cells", "builder.reference", "builder.source_pages"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 myst_url_schemes = {"http": None, "https": None, "source": None}
-nb_execution_mode = "force"                          # what the pages show was made by this code
+nb_execution_mode = "cache"                          # notebooks are run again where they or the library changed
+nb_execution_cache_path = str(Path(__file__).parents[1] / "build" / "notebooks" / digest())
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_execution_in_temp = True

@@ -31,9 +31,17 @@ def where(frame: FrameType | None = None) -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_SKIP) and not str(frame.f_globals.get("__name__")).startswith("torch."):
-            return f"{os.path.relpath(name) if os.path.isabs(name) else name}:{frame.f_lineno}"
+            return f"{_name_to_show(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return "<unknown>"
+
+
+def _name_to_show(file: str) -> str:
+    """A file as seen from here; of a notebook the cell, as IPython's own tracebacks name it: `Cell In[3]`."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    cell = shell.compile.format_code_name(file) if shell is not None else None
+    return " ".join(cell) if cell else os.path.relpath(file) if os.path.isabs(file) else file
 
 
 def raised_at(error: BaseException) -> str:

@@ -4,5 +4,6 @@
     source_pages    links into the code lead to pages of the code
     docstrings      our docstrings as Markdown
     reference       every public name, every command, and every message of an error
-    notebooks       the pages of docs/learn as notebooks
+    notebooks       the cells of the pages in docs/learn
+    folded_cells    what stands above a cell of an exercise that is folded
 """
