@@ -31,6 +31,48 @@ WRONG: dict[str, list[dict[str, str]]] = {
          "(gt.sbp.split(1), gt.sbp.partial_sum)": "not the value", "gt.sbp.split(1)": "tuple"},
         {"1024": "what it has", "256": "the rest", "3072": "about one", "5000": "smaller"},
     ],
+    "matmul": [
+        {"(S(0), B)": "The product is S(0)", "(S(0), S(1))": "The product is S(0)", "(B, sum_of)": "The product is B",
+         "(S(1),)": "Two layouts", "'S(1)'": "tuple"},
+        {"131072": "already", "32768": "the rest", "393216": "gathered", "'many'": "is a str"},
+        {"(S(0), S(1))": "h is P, and the first product moves 0 bytes, the second", "(B, S(0))": "split",
+         "(S(1), S(1))": "h is S(1), and the first product moves 0 bytes, the second"},
+    ],
+    "data-parallel": [
+        {"4 * 10**9": "reduce-scatter and an all-gather", "8 * 10**9": "its own 64th", "3937500000": "one half",
+         "252 * 10**9": "small tensors"},
+        {"2 / 3": "other way round", "1": "Rank 0 has three"},
+        {"8": "pending until", "1 / 8": "about a step", "4": "smaller"},
+    ],
+    "tensor-parallel": [
+        {"2102272": "whole block", "525568": "not split", "524288": "biases"},
+        {"458752": "backward pass", "786432": "four ranks", "1048576": "what it has"},
+        {"4": "one of them is right", "0": "larger"},
+    ],
+    "sequence": [
+        {"1": "nothing is split", "4": "two heads each", "16": "smaller"},
+        {"524288": "already", "229376": "values", "65536": "one step", "688128": "queries stay"},
+        {"lambda out1, log1, out2, log2: (out1 + out2, log1 + log2)": "adds in logarithms",
+         "lambda out1, log1, out2, log2: (out1 + out2, torch.logaddexp(log1, log2))": "weigh each block",
+         "lambda out1, log1, out2, log2: out1": "gives a pair", "5": "function"},
+    ],
+    "pipelines": [
+        {"7 / 24": "beside the work", "8 / 32": "p - 1, not p", "24 / 31": "share of the work"},
+        {"70": "beside the 7", "64": "One fewer", "62": "larger"},
+        {"64": "GPipe", "8": "rank 0", "3": "2 GB"},
+        {"text": "It cannot run", "'F0 B0'": "not an action", "'0F0 0B0 0F1 0B1\\n1F0 1B0 1F1 1B1'": "and 1F1B takes 9",
+         "4": "a str"},
+    ],
+    "zero": [
+        {"5": "without ZeRO", "20": "remain", "320": "stage 3"},
+        {"0": "208.0 GB. That does not fit", "2": "a lower one", "3": "a lower one"},
+        {"12": "7/8", "7": "stage 1 or 2", "3.5": "three passes", "10": "exact"},
+    ],
+    "cluster": [
+        {"6.45": "gathered, too", "13.76": "own sixteenth", "6.88": "themselves", "25.8": "2 bytes"},
+        {"(4, 1, 4)": "neither a bubble", "(1, 4, 4)": "neither a bubble", "(2, 8, 1)": "not right", "16": "tuple"},
+        {"(8, 8, 1)": "product is 8", "(1, 8, 1)": "longer than the best"},
+    ],
 }
 
 

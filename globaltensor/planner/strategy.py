@@ -20,12 +20,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from globaltensor.errors import counted
+from globaltensor.pictures.markup import html_table
 from globaltensor.pipelining.runner import PipelineRunner
 from globaltensor.planner.applying import apply_strategy
 from globaltensor.planner.checking import StrategyError, check_strategy
@@ -89,25 +92,38 @@ class Strategy(dict[str, Any]):
     def __str__(self) -> str:
         return strategy_text(self)
 
+    def _repr_html_(self) -> str:
+        lines, rows = strategy_lines(self)
+        return html_table(_HEAD if rows else (), ([escape(cell) for cell in row] for row in rows), "\n".join(lines))
+
+
+_HEAD = ("stage", "layers", "ranks", "axes", "zero", "recompute", "memory")
+
 
 def strategy_text(of: Mapping[str, Any]) -> str:
     """What print shows: the plan in a few lines."""
+    lines, rows = strategy_lines(of)
+    return "\n".join([*lines, *(aligned([_HEAD, *rows]) if rows else [])])
+
+
+def strategy_lines(of: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """What is told of the whole plan, in lines, and of each stage, in a row."""
     if not of["feasible"]:
         changes = [f"  or {name.replace('_', ' ')}: {change}" for name, change in of["smallest_change"].items()]
-        return "\n".join([f"nothing fits: the least that a device needs is {bytes_text(of['needs'])}, it has "
-                          f"{bytes_text(of['device'])}", *changes])
-    rows = [("stage", "layers", "ranks", "axes", "zero", "recompute", "memory")]
+        return [f"nothing fits: the least that a device needs is {bytes_text(of['needs'])}, it has "
+                f"{bytes_text(of['device'])}", *changes], []
+    rows = []
     for index, stage in enumerate(of["stages"]):
         axes = " x ".join(f"{name} {size}" for name, size in stage["axes"].items())
         rows.append((str(index), _span_text(stage["layers"]), _ranks_text(stage["ranks"]), axes, str(stage["zero"]),
                      stage["recompute"], bytes_text(stage["memory"]["total"]) if "memory" in stage else ""))
-    head = [f"{of['schedule']}, {of['micro_batches']} micro-batches of {of['micro_batch']}, global batch "
-            f"{of['global_batch']}, {of['devices']} devices of {of['cluster']}"]
+    head = [f"{of['schedule']}, {counted(of['micro_batches'], 'micro-batch', 'micro-batches')} of {of['micro_batch']}, "
+            f"global batch {of['global_batch']}, {of['devices']} devices of {of['cluster']}"]
     if "step_time" in of:
         parts = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in of["time"].items())
         head += [f"step {seconds_text(of['step_time'])} ({parts}); no plan takes less than "
                  f"{seconds_text(of['lower_bound'])}, {of['gap']:.1%} less"]
-    return "\n".join([*head, *aligned(rows)])
+    return head, rows
 
 
 def _span_text(names: list[str]) -> str:
