@@ -34,7 +34,7 @@ WRONG: dict[str, list[dict[str, str]]] = {
     "matmul": [
         {"(S(0), B)": "The product is S(0)", "(S(0), S(1))": "The product is S(0)", "(B, sum_of)": "The product is B",
          "(S(1),)": "Two layouts", "'S(1)'": "tuple"},
-        {"131072": "already", "32768": "the rest", "393216": "gathered", "'many'": "is a str"},
+        {"262144": "already", "65536": "the rest", "393216": "gathered", "786432": "together", "'many'": "is a str"},
         {"(S(0), S(1))": "h is P, and the first product moves 0 bytes, the second", "(B, S(0))": "split",
          "(S(1), S(1))": "h is S(1), and the first product moves 0 bytes, the second"},
     ],

@@ -115,6 +115,28 @@ def test_a_notebook_has_one_output():
     assert [one.output_type for one in book.cells[5].outputs] == ["stream"]
 
 
+def test_lines_of_an_explanation_end_in_names_and_not_in_arrows():
+    x = gt.ones(4, 6, placement=LINE, sbp=S(0))
+    html = gt.explain(lambda: torch.clamp_min(x, 0) @ x.T)._repr_html_()
+    assert "clamp_<wbr>min" in html
+    assert html.count("-&gt;") == html.count('<span style="white-space:nowrap">-&gt;</span>') > 0
+
+
+def test_a_strategy_is_lines_and_a_table():
+    stage = {"layers": ["a", "<b>"], "ranks": [0, 1], "axes": {"dp": 2, "tp": 1}, "zero": 1, "recompute": "none"}
+    strategy = gt.Strategy({"feasible": True, "schedule": "1f1b", "micro_batches": 1, "micro_batch": 4,
+                            "global_batch": 8, "devices": 2, "cluster": "mine", "stages": [stage]})
+    line = "1f1b, 1 micro-batch of 4, global batch 8, 2 devices of mine"
+    html = strategy._repr_html_()
+    assert str(strategy).splitlines() == [line, "stage  layers        ranks  axes         zero  recompute  memory",
+                                          "0      a to <b> (2)  0 1    dp 2 x tp 1  1     none"]
+    assert f">{line}</div>" in html and "a to &lt;b&gt; (2)" in html and html.count("<tr>") == 2
+    lacking = gt.Strategy({"feasible": False, "needs": 9e9, "device": 8e9, "smallest_change": {"devices": "16"}})
+    assert str(lacking).splitlines() == ["nothing fits: the least that a device needs is 9 GB, it has 8 GB",
+                                         "  or devices: 16"]
+    assert lacking._repr_html_().count("<div") == 2 and "<tr>" not in lacking._repr_html_()
+
+
 # ---------------------------------------------------------------------------------------------------------- boxings
 
 

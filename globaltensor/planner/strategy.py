@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from globaltensor.errors import counted
-from globaltensor.pictures.markup import html_table
+from globaltensor.pictures.markup import element, html_table
 from globaltensor.pipelining.runner import PipelineRunner
 from globaltensor.planner.applying import apply_strategy
 from globaltensor.planner.checking import StrategyError, check_strategy
@@ -94,7 +94,8 @@ class Strategy(dict[str, Any]):
 
     def _repr_html_(self) -> str:
         lines, rows = strategy_lines(self)
-        return html_table(_HEAD if rows else (), ([escape(cell) for cell in row] for row in rows), "\n".join(lines))
+        above = [element("div", escape(line), class_="gt-picture", style="font-size:12px") for line in lines]
+        return "".join(above) + html_table(_HEAD if rows else (), ([escape(cell) for cell in row] for row in rows))
 
 
 _HEAD = ("stage", "layers", "ranks", "axes", "zero", "recompute", "memory")
