@@ -113,7 +113,7 @@ def strategy_lines(of: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, ..
         changes = [f"  or {name.replace('_', ' ')}: {change}" for name, change in of["smallest_change"].items()]
         return [f"nothing fits: the least that a device needs is {bytes_text(of['needs'])}, it has "
                 f"{bytes_text(of['device'])}", *changes], []
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for index, stage in enumerate(of["stages"]):
         axes = " x ".join(f"{name} {size}" for name, size in stage["axes"].items())
         rows.append((str(index), _span_text(stage["layers"]), _ranks_text(stage["ranks"]), axes, str(stage["zero"]),
