@@ -16,6 +16,7 @@ from globaltensor.algorithms.offer import Offer
 from globaltensor.algorithms.run import Run
 from globaltensor.dispatch import foreach
 from globaltensor.dispatch.choose import Contest, layouts
+from globaltensor.dispatch.op_errors import refuse_collectives
 from globaltensor.dispatch.plain_writes import write_whole, writes_plain
 from globaltensor.dispatch.recipe import (
     Decision,
@@ -54,6 +55,7 @@ from globaltensor.runtime.world import local_ranks_of, world
 
 def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
     """How this call runs, decided anew."""
+    refuse_collectives(func)
     call = Call(func, args, kwargs)
     line = line_of(func)
     decomposition = line.decomposition if line is not None else None

@@ -13,6 +13,21 @@ from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import OpOverload
 from globaltensor.tracebacks import fold, note_on_torch_error, raised_by_torch
 
+# Of torch's collectives, which DistributedDataParallel calls too, and of its fully_shard.
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp")
+
+
+def refuse_collectives(func: OpOverload) -> None:
+    """Raise for what torch.distributed does with values that each rank has for itself. A global tensor is one value,
+    and its shards, of whatever layout, are not such values: to sum them would be wrong without a word."""
+    if func.namespace in _COLLECTIVES:
+        raise GlobalTensorError(
+            f"{func._schema.name} of torch.distributed on a global tensor",
+            "a collective combines what each rank has for itself, and a global tensor is one value on all ranks; its "
+            "sums are made where the value is asked for",
+            "x.item() or x.full_tensor() for the value, x.to_global(sbp=...) for another layout, x.to_local() for this "
+            "rank's part; for a model gt.parallelize and gt.zero, without DistributedDataParallel or fully_shard")
+
 
 def add_operands(error: Exception, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Tell more of an error of torch's that a call has raised, as a note: its type and its text stay. Fold it, and
