@@ -38,8 +38,10 @@ SIDES = {
     "ddp": OtherSide("torch", TWO),
     "fsdp2": OtherSide("torch", TWO),
     "dtensor": OtherSide("torch", TWO),
+    "megatron": OtherSide("megatron", TWO),
+    "deepspeed": OtherSide("deepspeed", TWO),
 }
-QUICK = {"ddp", "dtensor", "fsdp2"}                  # ours, with a process per rank, in `make test`
+QUICK = {"ddp", "dtensor", "fsdp2", "megatron"}      # ours, with a process per rank, in `make test`
 
 
 def page(name: str) -> str:
@@ -53,7 +55,8 @@ def block(name: str, section: str, kind: str) -> str:
 
 
 def losses(text: str) -> list[float]:
-    return [float(line) for line in text.split()]
+    """The lines that are a number: some libraries log to the same stream."""
+    return [float(line) for line in re.findall(r"(?m)^\d+\.\d{4}$", text)]
 
 
 def prints_the_losses(name: str, output: str) -> None:
