@@ -134,6 +134,19 @@ def test_who_keeps_the_interpreter_s_lock_for_30_seconds_is_waited_for(place, na
     assert told["told"] == "nothing" and told["after"] > 29, told
 
 
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.timeout(400)
+def test_slow_ranks_raise_no_false_alarm(tmp_path):
+    """For three minutes; GLOBALTENSOR_SLOW_MINUTES=30 for half an hour."""
+    minutes = os.environ.get("GLOBALTENSOR_SLOW_MINUTES", "3")
+    code, out, err = Started([*RUN, "-n", "8", PROGRAMS / "slow_ranks.py", minutes, tmp_path / "saved"],
+                             environment()).end(60 * float(minutes) + 200)
+    assert code == 0 and "WARNING" not in err, f"{out}\n{err}"
+    steps, _, saves, _, calls, *_ = out.split()
+    assert int(calls) >= float(minutes) and int(saves) >= int(calls) and int(steps) > 10, out
+
+
 # ------------------------------------------------------------------------------------------------- on several hosts
 
 
