@@ -195,6 +195,7 @@ def test_a_record_is_a_list_and_a_table():
     lines = str(moves).splitlines()
     assert len(lines) == 4 and "to_global x3" in lines[1] and lines[-1].startswith("4 boxings, 4 of which moved")
     assert f"{moves.bytes:,}" in lines[-1] and moves.bytes == sum(move.bytes for move in moves)
+    assert lines[-1].endswith(f"; all on {LINE}") and "  S(0) -> B  " in lines[1] and "placement" not in lines[1]
     assert all(abs(time.time() - move.began) < 60 for move in moves)
     assert [a.began <= b.began for a, b in zip(moves, moves[1:])] == [True] * 3
     assert "to_global x3" in moves._repr_html_() and str(gt.boxings.watch.Record()) == (

@@ -77,6 +77,7 @@ def _failed(how: str, what: str, rank: int, text: str) -> None:
         first = first_lost(Loss(ranks[rank], text))
         lost, text = f"rank {ranks[rank] if first.rank == world().rank else first.rank}", first.how
     raise TransportError(f"rank {world().rank} lost touch with {lost} in {doing}" + rows, text,
+                         "this call on every rank, not under `if gt.rank() == 0`" if text.endswith(" finished") else
                          "look at the first error of the other ranks")
 
 

@@ -20,6 +20,7 @@ from globaltensor.boxings.flows import Flows, flows_of
 from globaltensor.boxings.plan import BoxingPlan
 from globaltensor.errors import BoxingError, counted, where
 from globaltensor.layouts.layout import Layout, Spec, sbp_text
+from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.sbp import code_of
 from globaltensor.pictures.boxing_picture import boxing_picture
@@ -117,14 +118,22 @@ class Record(list[BoxingRecord]):
                 folded[-1].append(move)
             else:
                 folded.append([move])
-        return [[its[0].where, its[0].op + (f" x{len(its)}" if len(its) > 1 else ""), layouts_text(its[0]),
+        common = f"{self._common_placement()} "
+        return [[its[0].where, its[0].op + (f" x{len(its)}" if len(its) > 1 else ""),
+                 layouts_text(its[0]).replace(common, ""),
                  f"{sum(move.bytes for move in its):,}", f"{sum(move.seconds for move in its) * 1e3:,.3f}"]
                 for its in folded]
 
+    def _common_placement(self) -> placement | None:
+        """The one that all of them are on: it is told once, not in every row."""
+        all_of_them = {layout.placement for move in self for layout in (move.src, move.dst)}
+        return all_of_them.pop() if len(all_of_them) == 1 else None
+
     def _total(self) -> str:
         moving = [move for move in self if move.bytes]
+        common = self._common_placement()
         return (f"{counted(len(self), 'boxing')}, {len(moving)} of which moved {self.bytes:,} bytes, in "
-                f"{sum(move.seconds for move in self) * 1e3:,.3f} ms")
+                f"{sum(move.seconds for move in self) * 1e3:,.3f} ms" + (f"; all on {common}" if common else ""))
 
 
 _HEAD = ("where", "op", "boxing", "bytes", "ms")
