@@ -4,12 +4,21 @@
 
 The environment has torch already, from the one that runs this. What is printed is timed: the install, the first global
 tensor, and every page. The exit code is 1 where a program prints something else than its page says.
+
+Pages of docs/start and docs/how-to are followed block by block, in one folder:
+
+    ```python   a program. If its first line is `# NAME.py`, it is saved under that name; else it runs at once
+    ```sh       commands, which run
+    ```text     what the block above prints; `...` stands for anything
+    ```shell, ```py and all others are only to be read
 """
 from __future__ import annotations
 
+import doctest
 import itertools
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +28,9 @@ import venv
 from pathlib import Path
 
 FROM_A_CHECKOUT = ("pip ", "make", "git ", "sudo ")  # what has been done, or needs more than a wheel
+FOLLOWED = ("start", "how-to")                       # folders of pages that are followed block by block
+NAMED = re.compile(r"# ([\w-]+\.py)\n")
+PLAIN = re.compile(r"(globaltensor|python) [^|&;<>$]*")  # a command that needs no shell
 ELSEWHERE = ("host0", "srun", "sbatch", "kubectl", "ray ", "program.py", "s3://", "HOST", "...")
 
 
@@ -51,6 +63,11 @@ class Followed:
     def page(self, page: Path) -> list[str]:
         """Run what a page shows, in its order; what was not as it says."""
         wrong, here = [], Path(tempfile.mkdtemp(dir=self.folder))
+        if is_followed(page):
+            begin = time.perf_counter()
+            wrong = follow(page, here, self.bin, self.env)
+            self.seconds[page.name] = time.perf_counter() - begin
+            return wrong
         for number, (kind, text, expected) in enumerate(blocks(page.read_text())):
             name = f"{page.name}, block {number}"
             if kind == "python":
@@ -68,6 +85,47 @@ def blocks(text: str) -> list[tuple[str, str, str]]:
     found = [*re.findall(r"```(\w+)\n(.*?)```", text, re.S), ("", "")]
     return [(kind, text, after if next_kind == "text" else "") for (kind, text), (next_kind, after) in
             itertools.pairwise(found)]
+
+
+def is_followed(page: Path) -> bool:
+    return page.parent.name in FOLLOWED and page.parent.parent.name == "docs"
+
+
+def follow(page: Path, here: Path, programs: Path, env: dict[str, str]) -> list[str]:
+    """Do what a page of FOLLOWED says, in the folder `here`; what was not as it says."""
+    wrong, same = [], doctest.OutputChecker().check_output
+    for number, (kind, text, expected) in enumerate(blocks(page.read_text())):
+        named = NAMED.match(text)
+        if kind == "python" and named:
+            (here / named[1]).write_text(text)
+            continue
+        if kind == "python":
+            (here / "program.py").write_text(text)
+            code, printed = run_lines("python program.py", here, programs, env)
+        elif kind == "sh":
+            code, printed = run_lines(text, here, programs, env)
+        else:
+            continue
+        if not same(expected, printed, doctest.ELLIPSIS) if expected else code:
+            wrong.append(f"{page.name}, block {number} ended with code {code} and printed\n{printed}"
+                         f"and the page says\n{expected}")
+    return wrong
+
+
+def run_lines(script: str, here: Path, programs: Path, env: dict[str, str]) -> tuple[int, str]:
+    """The last exit code, and what was printed. Commands that need no shell are started without one: what the tests
+    start so is forked from a process that has imported torch (forks.py)."""
+    env = {**env, "PATH": os.pathsep.join([str(programs), env["PATH"]])}
+    lines = re.sub(r"\s*\\\n\s*", " ", re.sub(r"(?m)\s+# .*$", "", script)).splitlines()
+    plain = all(PLAIN.fullmatch(line) for line in lines)
+    commands = [[str(programs / line.split()[0]), *shlex.split(line)[1:]] for line in lines] if plain else [
+        ["bash", "-euo", "pipefail", "-c", script]]
+    printed, code = "", 0
+    for command in commands:
+        done = subprocess.run(command, cwd=here, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              timeout=300)
+        printed, code = printed + done.stdout, done.returncode
+    return code, printed
 
 
 def commands(text: str) -> str:

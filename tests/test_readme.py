@@ -13,6 +13,7 @@ import sys
 
 import pytest
 from harness import ROOT
+from pages import is_followed
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,9 +25,10 @@ def environment() -> dict[str, str]:
 
 
 def programs() -> dict[str, tuple[str, str]]:
-    """Page and number -> a block of Python, and the block of text after it: what it prints."""
+    """Page and number -> a block of Python, and the block of text after it: what it prints. Pages that are followed
+    block by block have a test of their own, test_followed.py."""
     found = {}
-    for page in PAGES:
+    for page in [page for page in PAGES if not is_followed(page)]:
         blocks = [*re.findall(r"```(\w+)\n(.*?)```", page.read_text(), re.S), ("", "")]
         python = [(code, after if kind == "text" else "") for (name, code), (kind, after) in itertools.pairwise(blocks)
                   if name == "python"]
@@ -74,8 +76,8 @@ def test_environment_variables_are_the_documented_ones():
     read = {name for folder in ("globaltensor", "csrc") for path in (ROOT / folder).rglob("*.*")
             if path.suffix in (".py", ".cpp", ".h") for name in re.findall(r"\bGLOBALTENSOR_[A-Z_]+", path.read_text())}
     internal = {"GLOBALTENSOR_RUN_FOLDER", "GLOBALTENSOR_FORK_LINK"}     # between the launcher and its ranks
-    for page in (README, ROOT / "docs" / "running.md"):
-        assert set(re.findall(r"(?m)^\| `(GLOBALTENSOR_[A-Z_]+)", page.read_text())) == read - internal, page.name
+    page = ROOT / "docs" / "running.md"
+    assert set(re.findall(r"(?m)^\| `(GLOBALTENSOR_[A-Z_]+)", page.read_text())) == read - internal
 
 
 def test_the_readme_is_read_in_one_go():
