@@ -5,5 +5,6 @@
     docstrings      our docstrings as Markdown
     reference       every public name, every command, and every message of an error
     notebooks       the cells of the pages in docs/learn
+    jupyter         these pages as files for Jupyter
     folded_cells    what stands above a cell of an exercise that is folded
 """

@@ -90,7 +90,12 @@ def _arrow(x0: float, y0: float, x1: float, y1: float, width: float, colour: str
     x, y = x0 + (x1 - x0) * near, y0 + (y1 - y0) * (3 * near ** 2 - 2 * near ** 3)
     return [element("path", element("title", note), d=curve, stroke=colour, stroke_width=float(width), fill="none"),
             element("path", d=head, fill=colour),
-            *([label(x - 6, y - 3, text, anchor="middle", size=9)] if text else [])]
+            *([_over_lines(label(x - 6, y - 3, text, anchor="middle", size=9))] if text else [])]
+
+
+def _over_lines(text: str) -> str:
+    """A label with a margin around its letters, to be read where arrows cross it."""
+    return element("g", text, stroke="var(--gt-paper)", stroke_width=3, stroke_linejoin="round", paint_order="stroke")
 
 
 def flow_matrix(flows: Flows, ranks: list[int], top: float, unit: str = "bytes") -> tuple[list[str], float, float]:
