@@ -1,6 +1,6 @@
 """Follows pages as a new user does: an empty environment, a wheel, and the programs and commands that the pages show.
 
-    python tests/pages.py dist/globaltensor-*.whl README.md docs/install.md docs/guide.md
+    python tests/pages.py dist/globaltensor-*.whl README.md docs/install.md docs/guide.md docs/learn/*.md
 
 The environment has torch already, from the one that runs this. What is printed is timed: the install, the first global
 tensor, and every page. The exit code is 1 where a program prints something else than its page says.
@@ -26,6 +26,10 @@ import tempfile
 import time
 import venv
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
+
+from builder.notebooks import cells
 
 FROM_A_CHECKOUT = ("pip ", "make", "git ", "sudo ")  # what has been done, or needs more than a wheel
 FOLLOWED = ("start", "how-to")                       # folders of pages that are followed block by block
@@ -61,13 +65,16 @@ class Followed:
         return done
 
     def page(self, page: Path) -> list[str]:
-        """Run what a page shows, in its order; what was not as it says."""
+        """Run what a page shows, in its order, the cells of a notebook as one program; what was not as it says."""
         wrong, here = [], Path(tempfile.mkdtemp(dir=self.folder))
         if is_followed(page):
             begin = time.perf_counter()
             wrong = follow(page, here, self.bin, self.env)
             self.seconds[page.name] = time.perf_counter() - begin
             return wrong
+        if notebook := "\n".join(cell.code for cell in cells(page.read_text())):
+            (here / "program.py").write_text(notebook)
+            self.timed(page.name, [self.bin / "python", "program.py"], here)
         for number, (kind, text, expected) in enumerate(blocks(page.read_text())):
             name = f"{page.name}, block {number}"
             if kind == "python":
