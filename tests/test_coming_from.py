@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness import PROGRAMS, ROOT, RUN, TORCHRUN, environment, good
+from harness import PROGRAMS, PYTHON, ROOT, RUN, TORCHRUN, environment, good
 
 FOLDER = ROOT / "docs" / "coming-from"
 PAGES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
@@ -40,6 +40,12 @@ SIDES = {
     "dtensor": OtherSide("torch", TWO),
     "megatron": OtherSide("megatron", TWO),
     "deepspeed": OtherSide("deepspeed", TWO),
+    "horovod": OtherSide("horovod", ["horovodrun", "-np", 2, PYTHON]),
+    "tensorflow": OtherSide("tensorflow", [PYTHON]),
+    "colossalai": OtherSide("colossalai", TWO, "cuda"),
+    "alpa": OtherSide("alpa", [PYTHON], "cuda"),
+    "oneflow": OtherSide("oneflow", [PYTHON, "-m", "oneflow.distributed.launch", "--nproc_per_node", 2]),
+    "jax": OtherSide("jax", [PYTHON]),
 }
 QUICK = {"ddp", "dtensor", "fsdp2", "megatron"}      # ours, with a process per rank, in `make test`
 
@@ -88,7 +94,8 @@ def test_every_page_is_tested():
 def test_ours_with_a_process_per_rank_prints_the_losses(name, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(block(name, "After", "python"))
-    prints_the_losses(name, good([*RUN, "-n", 2, program], timeout=120))
+    ranks, = set(re.findall(r"(?m)^globaltensor run -n (\d+) program.py$", page(name)))
+    prints_the_losses(name, good([*RUN, "-n", ranks, program], timeout=120))
 
 
 @pytest.mark.processes
