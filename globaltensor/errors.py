@@ -22,6 +22,7 @@ OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 # Files of torch between the program and us: a rank may run under a dispatch mode, to count or to debug, alone.
 BETWEEN = tuple(TORCH + os.path.join(*name) for name in (("autograd", "function.py"), ("_ops.py",), ("utils", "")))
+_SKIPPED_MODULES = ("torch.", "typing_extensions")      # the latter stands around what torch calls deprecated
 _SKIP = (OURS, TORCH, os.path.dirname(os.__file__) + os.sep + "contextlib", "<frozen", "<string>", "<eval_with_key>")
 
 
@@ -30,7 +31,7 @@ def where(frame: FrameType | None = None) -> str:
     frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_SKIP) and not str(frame.f_globals.get("__name__")).startswith("torch."):
+        if not name.startswith(_SKIP) and not str(frame.f_globals.get("__name__")).startswith(_SKIPPED_MODULES):
             return f"{_name_to_show(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return "<unknown>"

@@ -28,6 +28,7 @@ CALLS = {
     "broadcast": lambda x: dist.broadcast(x, 0),
     "reduce": lambda x: dist.reduce(x, 0),
     "all_gather": lambda x: dist.all_gather(parts(), x),
+    "all_gather_into_tensor": lambda x: dist.all_gather_into_tensor(torch.zeros(8), x),      # which torch deprecates
     "all_to_all": lambda x: dist.all_to_all(parts(), [x, x]),
     "send": lambda x: dist.send(x, 1) if gt.rank() == 0 else dist.recv(x, 0),
     "functional all_reduce": lambda x: functional.all_reduce(x, "sum", dist.group.WORLD),
