@@ -108,6 +108,10 @@ class GlobalTensorError(RuntimeError):
         lines += [f"  docs:  errors#{self.anchor}"]
         super().__init__("\n".join(lines))
 
+    def __repr__(self) -> str:
+        """In lines: torch.compile tells of an error by its repr."""
+        return f"{type(self).__name__}: {self}"
+
 
 class PlacementError(GlobalTensorError, ValueError):
     """A placement that cannot be: ranks outside the world, duplicates, ragged lists, a device that is not there."""

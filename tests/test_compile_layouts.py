@@ -174,6 +174,21 @@ def test_plans_whose_rows_lay_activations_out_are_one_graph(model, plan):
     assert 0 < moved_too <= moved
 
 
+def test_errors_name_the_program():
+    """A compiled model that is called with a tensor on another placement; one that has no memory yet."""
+    model = gt.parallelize(nn.Linear(4, 4), TP)
+    f = torch.compile(model, backend="eager", fullgraph=True)
+    f(gt.ones(2, 4, placement=TP, sbp=B))
+    with pytest.raises(RuntimeError, match=r"x is on placement(.|\n)*\n +try:   weight.to_global\(gt.plac") as raised:
+        f(gt.ones(2, 4, placement=OTHERS, sbp=B))
+    assert "test_compile_layouts.py" in str(raised.value)
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    f = torch.compile(gt.parallelize(model, TP), backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"weight is on the meta device(.|\n)*gt.materialize\(model\)"):
+        f(gt.ones(2, 4, placement=TP, sbp=B))
+
+
 def steps_of_plain(model, x):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []

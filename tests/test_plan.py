@@ -332,6 +332,8 @@ def test_styles_of_torch_are_read_as_a_plan():
                         "blocks.*.mlp.down ->": {"tp": S(1)}, "norm ->": {"tp": S(1)}, "blocks.*.mlp <-": {"tp": B}}
     with pytest.raises(gt.SbpError, match="fits no module"):
         gt.Plan.of_styles(gpt(), {"no.such": parallel.ColwiseParallel()})
+    with pytest.raises(gt.SbpError, match=r"row 'toke' fits no module(.|\n)*'token', or a pattern"):
+        gt.Plan.of_styles(gpt(), {"toke": "colwise", "no.such": "rowwise"})
     with pytest.raises(gt.ArgumentError, match="has no plan of its own"):
         gt.Plan.of_styles(gpt())
 

@@ -8,6 +8,7 @@ Whether parts are handed out as plain tensors (`use_local_output`) is no questio
 """
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -31,16 +32,24 @@ def rows_of_styles(module: nn.Module, styles: Mapping[str, Any] | None, axis: st
         if not styles:
             raise ArgumentError(f"a {type(module).__name__} has no plan of its own", "it has no, or an empty, tp_plan",
                                 "gt.Plan.of(model), or gt.Plan.of_styles(model, {name: style})")
+    names = [name for name, _ in module.named_modules() if name]
+    if all(isinstance(style, str) and not fnmatch.filter(names, pattern) for pattern, style in styles.items()):
+        raise _no_module(next(iter(styles)), names)
     for pattern, style in styles.items():
         fitting = [layer for name, layer in module.named_modules() if fnmatch.fnmatchcase(name, pattern)]
         if isinstance(style, str):
             yield from _of_word(pattern, style, fitting, axis)
         elif not fitting:
-            names = [name for name, _ in module.named_modules() if name]
-            raise SbpError(f"the plan's row {pattern!r} fits no module",
-                           f"its modules are {', '.join(names[:8])}{', ...' * (len(names) > 8)}", "one of these names")
+            raise _no_module(pattern, names)
         else:
             yield from _of_style(pattern, style, fitting[0], axis)
+
+
+def _no_module(pattern: str, names: list[str]) -> SbpError:
+    near = difflib.get_close_matches(pattern, names, 3, 0.5)
+    return SbpError(f"the plan's row {pattern!r} fits no module",
+                    f"its modules are {', '.join(names[:8])}{', ...' * (len(names) > 8)}",
+                    f"{', '.join(map(repr, near)) or 'one of these names'}, or a pattern as in fnmatch")
 
 
 def _of_word(pattern: str, word: str, fitting: list[nn.Module], axis: str) -> Iterator[tuple[str, PlanRow, str]]:
