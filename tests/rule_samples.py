@@ -463,6 +463,8 @@ sample("channel_shuffle", r(5, 6, 2), 2)
 sample("channel_shuffle", r(2, 6, 2), 2)
 sample("grid_sampler_2d", r(2, 1, 2, 2), r(2, 1, 3, 2), 0, 0, False)
 sample("grid_sampler_2d_backward", r(2, 1, 1, 3), r(2, 1, 2, 2), r(2, 1, 3, 2), 0, 0, False, [True, True])
+sample("grid_sampler_2d_backward", r(2, 1, 1, 3), r(2, 1, 2, 2), r(2, 1, 3, 2), 0, 0, False, [True, False])
+sample("grid_sampler_2d_backward", r(2, 1, 1, 3), r(2, 1, 2, 2), r(2, 1, 3, 2), 0, 0, False, [False, True])
 sample("grid_sampler_2d", r(5, 3, 2, 2), r(5, 4, 3, 2), 0, 0, False)
 sample("grid_sampler_2d_backward", r(5, 3, 4, 3), r(5, 3, 2, 2), r(5, 4, 3, 2), 0, 0, False, [True, True])
 

@@ -355,7 +355,7 @@ lines("_pack_padded_sequence", fixed("t! b! f*!, l! -> p! f*!, s!"), decompositi
 lines("channel_shuffle", fixed("n c! s* -> n c! s*", "a"))
 lines("grid_sampler_2d", fixed("n c y! x!, n p q i! -> n c p q", "a*B"))
 lines("grid_sampler_2d_backward", masked_outputs(fixed(
-    "n c p q, n c y! x!, n p q i! -> n c y! x!, n p q i!", "a*C;a*b*C"), "output_mask"))
+    "n c p q, n c y! x!, n p q i! -> n c y! x!, n p q i!", "a*C;a*b*C"), "output_mask", always={1}))
 
 # ------------------------------------------------------------------------------------------------------- losses
 lines("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",

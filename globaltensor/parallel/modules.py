@@ -21,7 +21,7 @@ from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.factories import empty
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.materialize import named_tensors, set_device_to_be
-from globaltensor.tensors.parameter_swap import check_convertible, convert, rnn_weights_found_again
+from globaltensor.tensors.parameter_swap import check_convertible, convert, weights_made_again
 from globaltensor.tensors.redistribution import resolve_layout, to_local
 from globaltensor.tracebacks import api_boundary
 
@@ -43,7 +43,7 @@ def to_global(module: M, placement: Placement, sbp: SbpLike | Callable[[str, Any
     if isinstance(sbp, Mapping) and not _by_axis(sbp, placement):
         _check_patterns(module, sbp)
     tensors = list(named_tensors(module))
-    with rnn_weights_found_again(module):
+    with weights_made_again(module):
         # all before any is changed: an error leaves the module as it was
         for name, _, _, tensor, _ in tensors:
             check_convertible(tensor, name)
@@ -73,7 +73,7 @@ def module_to_local(module: M) -> M:
     """
     expect(module, nn.Module, "to_local of no module", "module.to_local()")
     tensors = [row for row in named_tensors(module) if isinstance(row[3], GlobalTensor)]
-    with rnn_weights_found_again(module):
+    with weights_made_again(module):
         for name, _, _, tensor, _ in tensors:
             check_convertible(tensor, name, torch.Tensor)
             to_local(tensor)                         # the errors of tensors that have no one local part

@@ -32,8 +32,8 @@ _POSITIONS = ("wpe", "position", "position_embeddings", "pos_embed", "embed_posi
 def layer_kind(name: str, layer: nn.Module, root: nn.Module) -> str | None:
     """columns: cut along the outputs; rows: along the inputs; vocabulary: along dim 0; None: broadcast."""
     if isinstance(layer, nn.Embedding):
-        return "vocabulary" if _ends(name, _VOCABULARY) else None
-    if not _is_linear(layer):
+        return "vocabulary" if _ends(name, _VOCABULARY) and not _has_parametrized(layer) else None
+    if not _is_linear(layer) or _has_parametrized(layer):
         return None
     if _ends(name, _HEADS) or _ends(name, _FIRST) or is_fused(name, layer):
         return "columns"
@@ -80,6 +80,11 @@ def _in_pair(name: str, layer: nn.Module, root: nn.Module) -> str | None:
     return "columns" if layer is first else "rows"
 
 
+def _has_parametrized(layer: nn.Module) -> bool:
+    """Is its weight made of other parameters, as by torch.nn.utils.parametrize or by torch's older weight_norm?"""
+    return "weight" not in layer._parameters
+
+
 def _is_linear(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
@@ -117,6 +122,8 @@ def _why_whole(name: str, layer: nn.Module, root: nn.Module) -> str:
         return "one matrix of several, of other sizes than its inputs': its parts are not known"
     if own == "c_proj" and any(key in (*_FUSED, _FUSED_BY_PARTS) for key in siblings):
         return "it follows a matrix of q, k and v, which is whole"
+    if own == "weight" or "weight" not in layer._parameters and _is_linear(layer):
+        return "the weight is made of it (weight_norm, parametrize), of which no row is ready made"
     if isinstance(layer, nn.Embedding):
         return "an embedding whose name is not one of a vocabulary's: split(0) for one of tokens"
     if not _is_linear(layer):

@@ -27,7 +27,7 @@ from globaltensor.tensors import backward, gradients
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.materialize import named_tensors
-from globaltensor.tensors.parameter_swap import check_convertible, convert, rnn_weights_found_again, swapped_in
+from globaltensor.tensors.parameter_swap import check_convertible, convert, swapped_in, weights_made_again
 from globaltensor.tensors.redistribution import to_layout
 
 Slot = tuple[nn.Module, str]                         # a module, and the name of a parameter or buffer in it
@@ -111,7 +111,7 @@ class StageParameters:
         self.replicas: list[dict[int, Replica]] = [{} for _ in stages]      # by stage, by id of the original
         with ExitStack() as stack:
             for module in stages:
-                stack.enter_context(rnn_weights_found_again(module))
+                stack.enter_context(weights_made_again(module))
             self._place()
 
     def _place(self) -> None:

@@ -8,7 +8,7 @@ calls that differ in floats only.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -49,11 +49,12 @@ def kept_whole(of: Rule) -> Rule:
     return replace(of, inputs=stay(of.inputs), outputs=stay(of.outputs), even=())
 
 
-def masked_outputs(family: Family, mask: str) -> Family:
-    """The rule of an op that returns only the outputs that flags in argument `mask` ask for, and None for the rest."""
+def masked_outputs(family: Family, mask: str, always: Collection[int] = ()) -> Family:
+    """The rule of an op that returns only the outputs that flags in argument `mask` ask for, and None for the rest;
+    those in `always` whatever their flags are."""
 
     def write(call: Call) -> Rule:
-        of, flags = family(call), call[mask]
+        of, flags = family(call), [yes or k in always for k, yes in enumerate(call[mask])]
         return replace(of, outputs=tuple(d for d, yes in zip(of.outputs, flags) if yes),
                        algebra=tuple(a for a, yes in zip(of.algebra, flags) if yes))
 

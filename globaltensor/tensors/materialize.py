@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from globaltensor.errors import GlobalTensorError, expect
 from globaltensor.runtime.agreement import gather_objects
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.parameter_swap import convert, rnn_weights_found_again
+from globaltensor.tensors.parameter_swap import convert, weights_made_again
 from globaltensor.tracebacks import api_boundary
 
 M = TypeVar("M", bound=nn.Module)
@@ -82,7 +82,7 @@ def fill_unloaded(module: nn.Module, loaded: Collection[str]) -> None:
     for slot in slots:
         _check_planned(slot)
     allocated: dict[int, Tensor] = {}
-    with rnn_weights_found_again(module):
+    with weights_made_again(module):
         for slot in slots:
             if id(slot.tensor) not in allocated:     # tied tensors get one memory
                 allocated[id(slot.tensor)] = convert(slot.tensor, partial(_with_parts, getattr(slot.tensor, _DEVICE)))

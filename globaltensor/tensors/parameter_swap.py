@@ -19,6 +19,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from globaltensor.errors import GlobalTensorError
 from globaltensor.tensors import gradients
@@ -67,17 +69,25 @@ def convert(tensor: Tensor, to_other: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @contextmanager
-def rnn_weights_found_again(module: nn.Module) -> Iterator[None]:
-    """Around the conversion of a module: torch's RNNs refer to their weights weakly, which hinders a conversion, and
-    look them up anew afterwards, as torch's own conversions let them."""
+def weights_made_again(module: nn.Module) -> Iterator[None]:
+    """Around the conversion of a module: torch's RNNs refer to their weights weakly, and layers under torch's older
+    weight_norm and spectral_norm keep a weight that was computed of their parameters. Either hinders a conversion; it
+    is looked up or made anew afterwards."""
     rnns = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+    normed = [(part, hook) for part in module.modules() for hook in part._forward_pre_hooks.values()
+              if isinstance(hook, (WeightNorm, SpectralNorm)) and hook.name in vars(part)]
     for rnn in rnns:
         rnn._flat_weight_refs = []
+    for part, hook in normed:
+        delattr(part, hook.name)
     try:
         yield
     finally:
         for rnn in rnns:
             rnn._init_flat_weights()
+        for part, hook in normed:                    # until the next forward pass, as torch leaves it
+            setattr(part, hook.name, hook.compute_weight(part) if isinstance(hook, WeightNorm) else
+                    getattr(part, f"{hook.name}_orig").data)
 
 
 def check_convertible(parameter: Tensor, name: str, to: type[Tensor] = GlobalTensor) -> None:
