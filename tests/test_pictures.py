@@ -198,7 +198,7 @@ def test_a_record_is_a_list_and_a_table():
     assert lines[-1].endswith(f"; all on {LINE}") and "  S(0) -> B  " in lines[1] and "placement" not in lines[1]
     assert all(abs(time.time() - move.began) < 60 for move in moves)
     assert [a.began <= b.began for a, b in zip(moves, moves[1:])] == [True] * 3
-    assert "to_global x3" in moves._repr_html_() and str(gt.boxings.watch.Record()) == (
+    assert "to_<wbr>global x3" in moves._repr_html_() and str(gt.boxings.watch.Record()) == (
         "0 boxings, 0 of which moved 0 bytes, in 0.000 ms")
 
 

@@ -24,7 +24,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.sbp import code_of
 from globaltensor.pictures.boxing_picture import boxing_picture
-from globaltensor.pictures.markup import html_table
+from globaltensor.pictures.markup import breakable, html_table
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.text_table import aligned
 from globaltensor.tracebacks import api_boundary
@@ -107,7 +107,7 @@ class Record(list[BoxingRecord]):
         return "\n".join([*(aligned([_HEAD, *self._rows()], right={3, 4}) if self else []), self._total()])
 
     def _repr_html_(self) -> str:
-        rows = [[escape(cell) for cell in row] for row in self._rows()]
+        rows = [[breakable(cell) for cell in row] for row in self._rows()]
         return html_table(_HEAD, rows, self._total(), numbers=[3, 4])
 
     def _rows(self) -> list[list[str]]:

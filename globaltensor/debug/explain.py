@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from html import escape
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from globaltensor.errors import ArgumentError, counted, where
 from globaltensor.layouts.layout import sbp_text
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions
-from globaltensor.pictures.markup import element, html_table
+from globaltensor.pictures.markup import breakable, html_table
 from globaltensor.rules.call import Call
 from globaltensor.runtime.custom_ops import LINEAR_MAPS
 from globaltensor.runtime.text_table import aligned
@@ -86,7 +85,7 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         rows, total = _cells_of(self.rows)
-        return html_table(_HEAD, ([_breakable(cell) for cell in row] for row in rows), total, numbers=[4])
+        return html_table(_HEAD, ([breakable(cell) for cell in row] for row in rows), total, numbers=[4])
 
 
 @api_boundary
@@ -234,12 +233,6 @@ def _cells_of(rows: tuple[Row, ...]) -> tuple[list[list[str]], str]:
     if len(places) == 1:
         total += f"; all on {places[0]}"
     return lines, total
-
-
-def _breakable(cell: str) -> str:
-    """As markup: a line may end within a long name, and not within an arrow."""
-    arrow = element("span", "-&gt;", style="white-space:nowrap")
-    return escape(cell).replace("-&gt;", arrow).replace("_", "_<wbr>")
 
 
 def _dearer(seconds: float) -> str:

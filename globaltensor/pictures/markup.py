@@ -131,6 +131,12 @@ def chip(text: str, colour: str) -> str:
     return element("span", escape(text), class_="chip", style=f"background:{colour}")
 
 
+def breakable(text: str) -> str:
+    """Text as markup, for a cell: a line may end within a long name, and not within an arrow."""
+    arrow = element("span", "-&gt;", style="white-space:nowrap")
+    return escape(text).replace("-&gt;", arrow).replace("_", "_<wbr>")
+
+
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "",
                numbers: Sequence[int] = ()) -> str:
     """A table. The cells are markup, so whoever makes them escapes them; the head and the caption are text."""
