@@ -5,6 +5,8 @@ but for being there sooner.
 """
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -16,7 +18,8 @@ from harness import PROGRAMS, RUN, Started, environment, results, run
 from test_lifecycle import losses, starts
 from test_processes import alive
 
-from globaltensor.cli.forks import ForkedRank
+from globaltensor.cli.forks import ForkedRank, ForkServer
+from globaltensor.cli.problem import Problem
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux", reason="Linux alone forks ranks")]
 
@@ -87,6 +90,29 @@ def test_what_forks_cannot_begin(tmp_path):
     code, out, err = run([*RUN, "-n", 2, "--start-method", "fork", tmp_path / "program.py"])
     assert code == 1 and out == "" and "ImportError: another torch" in err, err
     assert "the ranks could not be started on this host\n  why: the process that forks them has ended" in err
+
+
+@pytest.mark.parametrize("begins", [
+    "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+    # there is no GPU: what asks for one when Python starts leaves just this behind
+    "import torch; torch.cuda.is_initialized = lambda: True"])
+@pytest.mark.usefixtures("real_processes")           # those of pytest --forks have begun already
+def test_what_has_threads_or_cuda_is_not_forked(begins, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nif 'fork_server' in str(sys.orig_argv):\n    {begins}\n")
+    env = environment()
+    code, out, err = run([*RUN, "-n", 2, "--start-method", "fork", FAILS, "raises"],
+                         {**env, "PYTHONPATH": f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"})
+    assert code == 1 and out == "" and "what Python imports at its start has started CUDA or threads" in err, err
+    assert "try: globaltensor run without --start-method" in err
+
+
+def test_a_kernel_that_lets_nobody_adopt_is_named(monkeypatch):
+    class Refuses:
+        prctl = staticmethod(lambda *_: ctypes.set_errno(errno.EINVAL) or -1)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Refuses)
+    with pytest.raises(Problem, match="does not let this process adopt them .Invalid argument"):
+        ForkServer([FAILS])
 
 
 def test_what_torch_s_agent_asks_of_a_rank():

@@ -53,7 +53,10 @@ class ForkServer:
         """`line` is the program and its arguments, after -m where it is a module."""
         if sys.platform != "linux":
             raise Problem("--start-method fork is for Linux\n  try: globaltensor run without it")
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1):
+            why = os.strerror(ctypes.get_errno())
+            raise Problem(f"ranks cannot be forked: the kernel does not let this process adopt them ({why})\n"
+                          "  try: globaltensor run without --start-method")
         self.link, other = socket.socketpair()
         self.before = dict(os.environ)
         number = str(other.fileno()).ljust(fork_server.ROOM)
