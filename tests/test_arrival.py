@@ -15,7 +15,7 @@ import torch.distributed as dist
 from harness import PROGRAMS, TORCHRUN, Started, by_hand, environment, free_port, results
 
 from globaltensor.errors import TransportError
-from globaltensor.runtime import arrival, store_tree
+from globaltensor.runtime import arrival, liveness, store_tree
 from globaltensor.runtime.host_processes import own_process
 from globaltensor.runtime.liveness import Loss
 
@@ -263,3 +263,20 @@ gt.placement.all("cpu")
     assert started[rank].process.poll() is None and time.monotonic() - began < 25
     started[rank].process.kill()
     assert "bad luck" in started[rank].end()[2]
+
+
+def test_a_store_is_connected_to_patiently_and_then_asked_with_little_patience(monkeypatch):
+    """Where 64 ranks start on two cores, who keeps the store may take more than ten seconds to answer the first time."""
+    kept, asked = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
+
+    class Noted(dist.TCPStore):
+        def __init__(self, *args, timeout, **kwargs):
+            asked.append(timeout)
+            super().__init__(*args, timeout=timeout, **kwargs)
+
+    monkeypatch.setattr(dist, "TCPStore", Noted)
+    near = Noted("127.0.0.1", kept.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+    own = liveness.connected_to(near, patience=0.2)
+    assert asked[1] >= timedelta(seconds=60) and own.timeout == timedelta(seconds=0.2)
+    with pytest.raises(dist.DistStoreError):
+        own.get("never")

@@ -38,6 +38,7 @@ SILENCE_PYTHON = 90.0                                # without native code the h
 PATIENCE = 6.0
 _WRITING = 0.5                                      # seconds for which a rank that notes a loss is waited for
 _ENDING = 0.5                                        # seconds from the end of a rank's connections to that of the rank
+_CONNECTING = 60.0                                   # seconds for which a connection to the store is tried
 _LOST = "globaltensor lost"
 _READING = 2.0                                       # seconds within which every rank looks for such a note
 _AFTER = 4                                           # while ranks start, each looks after so many
@@ -215,8 +216,11 @@ def connected_to(store: Any, patience: float = 10.0) -> Any:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):
-        return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False,
-                             timeout=timedelta(seconds=patience))
+        # where many ranks start on few cores, who keeps the store is late to answer
+        own = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False,
+                            timeout=timedelta(seconds=max(patience, _CONNECTING)))
+        own.set_timeout(timedelta(seconds=patience))
+        return own
     return store
 
 
