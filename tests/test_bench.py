@@ -16,7 +16,7 @@ from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import simulate
 
 sys.path.insert(0, str(ROOT))                        # benchmarks/ is part of a checkout, not of the package
-from benchmarks import boxing, pipeline, processes, timing, train
+from benchmarks import boxing, pipeline, plan as benchmark_of_plans, planned, processes, timing, train
 from benchmarks.ways import WAYS, Case, Way
 
 BENCH = [PYTHON, "-m", "globaltensor.cli", "bench"]
@@ -41,6 +41,33 @@ def found(*args):
 def test_in_one_process(name, rows, column):
     said = found(name)
     assert len(said["rows"]) == rows and all(row[column] > 0 for row in said["rows"] if column != "dtensor ms")
+
+
+def test_bytes_of_tensors_that_live():
+    """Two at a time, of four; one of them was there before."""
+    first = torch.ones(100)
+    with planned.LiveBytes([first]) as live:
+        for _ in range(3):
+            again = first + 1
+            del again
+        assert live.peak == 800
+        kept = [first * 2 for _ in range(3)]
+    assert live.peak == 1600 and len(kept) == 3
+
+
+def test_how_well_predictions_agree():
+    rows = [{"ranks": 2, "model": "a", "off": off, "off, bytes": 0.1, "predicted ms": p, "measured ms": m,
+             "predicted B": 8, "received B": 8} for off, p, m in ((0.1, 1.1, 1.0), (-0.5, 1.0, 2.0), (0.0, 3.0, 3.0))]
+    told = benchmark_of_plans.agreement(rows)
+    assert "off by 10.0% in the median; rank correlation 0.50" in told["steps"] and "2.000 of the best" in told["steps"]
+    assert told["bytes received"] == "3 of 3 exact"
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_plans():
+    said = found("plan", "--ranks", "2")
+    assert len(said["rows"]) == 2 and all(row["received B"] == row["predicted B"] for row in said["rows"][:2])
 
 
 @pytest.mark.long

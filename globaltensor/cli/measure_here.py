@@ -7,7 +7,6 @@ how many kernels it starts, how many operations they do, how many bytes they rea
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,19 +23,22 @@ from globaltensor.runtime.agreement import broadcast_object
 
 Row = tuple[str, int, float, float, float]           # kind, kernels, operations, bytes, seconds
 
-_BATCHES, _SECONDS = 7, 4e-3
+_BATCHES, _SECONDS = 12, 3e-3
 _SIZES_OF_BOXINGS = (1 << 10, 1 << 14, 1 << 17, 1 << 20)             # elements
 _MICRO_BATCHES = (1, 2, 8)
-_PRODUCTS = ((16, 64, 64), (64, 64, 256), (128, 256, 256), (256, 256, 1024), (512, 512, 512), (512, 1024, 1024))
+_LAYERS, _WIDTH = 6, 256
+_PRODUCTS = ((16, 64, 64), (64, 64, 256), (128, 256, 256), (256, 256, 1024), (512, 512, 512))
 _CONVOLUTIONS = ((4, 4, 8, 8), (8, 16, 16, 16), (8, 16, 32, 32), (16, 32, 32, 32))   # rows, channels, outputs, pixels
 _OF_CONVOLUTION = None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
+_BATCHED = ((4, 32, 32, 32), (8, 64, 64, 128), (8, 256, 128, 256))    # products at once, and the sizes of each
+_NORMALIZED = ((4, 8, 8), (16, 16, 16), (16, 32, 32))                 # rows, channels, pixels along each side
 _ATTENTIONS = ((2, 4, 32, 16), (4, 4, 64, 32), (4, 4, 128, 32), (4, 8, 256, 32))      # rows, heads, positions, sizes
 _ELEMENTS = (1 << 8, 1 << 13, 1 << 16, 1 << 19, 1 << 21)
 _FLOAT = 4
 
 
 def seconds_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
-    """Of a call: the median of several batches."""
+    """Of a call: the least of several batches, in which other programs disturbed it least."""
     for _ in range(2):
         call(*args, **kwargs)
     began = time.perf_counter()
@@ -49,7 +51,7 @@ def seconds_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
         for _ in range(times):
             call(*args, **kwargs)
         taken.append((time.perf_counter() - began) / times)
-    return statistics.median(taken)
+    return min(taken)
 
 
 def _tensor(*shape: int) -> Any:
@@ -57,9 +59,40 @@ def _tensor(*shape: int) -> Any:
 
 
 def _products() -> Iterator[Row]:
+    """Forward, and the two of backward; of several layers in turn, as none finds its operands in a cache."""
     for m, k, n in _PRODUCTS:
-        x, w = _tensor(m, k), _tensor(n, k)
-        yield "product", 1, 2.0 * m * k * n, _FLOAT * (m * k + k * n + m * n), seconds_of(F.linear, x, w)
+        layers = [(_tensor(m, k), _tensor(n, k), _tensor(m, n)) for _ in range(_LAYERS)]
+
+        def each(layers: Any = layers) -> None:
+            for x, w, y in layers:
+                F.linear(x, w)
+                torch.mm(y, w)
+                torch.mm(y.T, x)
+
+        yield ("product", 3 * _LAYERS, 6.0 * _LAYERS * m * k * n, 3.0 * _LAYERS * _FLOAT * (m * k + k * n + m * n),
+               seconds_of(each))
+
+
+def _batched_products() -> Iterator[Row]:
+    for b, m, k, n in _BATCHED:
+        x, y = _tensor(b, m, k), _tensor(b, k, n)
+        nbytes = _FLOAT * b * (m * k + k * n + m * n)
+        yield "batched", 1, 2.0 * b * m * k * n, nbytes, seconds_of(torch.bmm, x, y)
+        yield "batched", 1, 2.0 * b * m * k * n, nbytes, seconds_of(torch.bmm, x, _tensor(b, n, k).transpose(1, 2))
+
+
+def _batch_norms() -> Iterator[Row]:
+    """Forward and backward, of rows that lie along an axis as those of a batch do: their statistics are global."""
+    where = gt.placement("cpu", [list(range(gt.world_size()))], ("dp", "tp"))
+    for b, c, size in _NORMALIZED:
+        x: Any = gt.randn(b, c, size, size, placement=where, sbp=(gt.sbp.split(0), gt.sbp.broadcast)).requires_grad_()
+        w, mean, spread = (gt.randn(c, placement=where, sbp=gt.sbp.broadcast) for _ in range(3))
+
+        def both(x: Any = x, w: Any = w, mean: Any = mean, spread: Any = spread) -> None:
+            F.batch_norm(x, mean, spread, w, w, training=True).backward(x.detach())
+            x.grad = None
+
+        yield "batch_norm", 2, 0.0, 5.0 * _FLOAT * x.numel(), seconds_of(both)
 
 
 def _convolutions() -> Iterator[Row]:
@@ -93,24 +126,13 @@ def _through_memory() -> Iterator[Row]:
         yield "index", 1, 0.0, 2.0 * _FLOAT * r * h + 8 * r, seconds_of(F.embedding, ids, x)
 
 
-def _starts() -> Iterator[Row]:
-    """Of a view; and of an op with autograd, forward or backward: `graph`."""
+def _start_of_a_view() -> Row:
     x = _tensor(16, 16)
-    yield "view", 1, 0.0, 0.0, seconds_of(x.view, 256)
-
-    def chain() -> None:
-        y = leaf
-        for _ in range(20):
-            y = y.tanh()
-        y.backward(x)
-        leaf.grad = None
-
-    leaf = _tensor(16, 16).requires_grad_()
-    yield "graph", 40, 0.0, 0.0, seconds_of(chain)
+    return "view", 1, 0.0, 0.0, seconds_of(x.view, 256)
 
 
 def _optimizers() -> Iterator[Row]:
-    for count, n in ((4, 16), (16, 16), (4, 128), (4, 512)):
+    for count, n in ((4, 16), (16, 16), (8, 128), (8, 512)):
         parameters = [nn.Parameter(_tensor(n, n)) for _ in range(count)]
         for p in parameters:
             p.grad = _tensor(n, n)
@@ -128,25 +150,28 @@ def measured_boxings() -> Iterator[tuple[str, str, int, float]]:
             yield src, dst, n, seconds_of(x.to_global, sbp=ways[dst])
 
 
-def measured_steps() -> Iterator[tuple[int, float]]:
-    """Micro-batches, seconds of a step of a model that computes next to nothing, on one rank of a pipeline."""
-    model = small_model()
-    gt.to_global(model, gt.placement.all("cpu"), gt.sbp.broadcast)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for m in _MICRO_BATCHES:
-        runner = gt.pipeline([WholeModel(model)], [gt.placement.all("cpu")], "1f1b", m, F.mse_loss)
-        x = torch.zeros(4 * m, 16)
+def measured_steps() -> Iterator[tuple[int, int, float]]:
+    """Of each small model, by its number: micro-batches, seconds of a step on one rank of a pipeline."""
+    for k, model in enumerate(small_models()):
+        gt.to_global(model, gt.placement.all("cpu"), gt.sbp.broadcast)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for m in _MICRO_BATCHES:
+            runner = gt.pipeline([WholeModel(model)], [gt.placement.all("cpu")], "1f1b", m, F.mse_loss)
+            x = torch.zeros(4 * m, _WIDTH)
 
-        def step(runner: Any = runner, x: torch.Tensor = x) -> None:
-            runner.step(x, x)
-            optimizer.zero_grad()
+            def step(runner: Any = runner, x: torch.Tensor = x, optimizer: Any = optimizer) -> None:
+                runner.step(x, x)
+                optimizer.zero_grad()
 
-        yield m, seconds_of(step)
+            yield k, m, seconds_of(step)
 
 
-def small_model() -> nn.Sequential:
-    """Eight linear layers of 16."""
-    return nn.Sequential(*[nn.Linear(16, 16) for _ in range(8)])
+def small_models() -> list[nn.Sequential]:
+    """Models that compute little: with few ops, many ops, many parameters."""
+    n = _WIDTH
+    return [nn.Sequential(*[nn.Linear(n, n) for _ in range(4)]),
+            nn.Sequential(nn.Linear(n, n), *[nn.Tanh() for _ in range(48)]),
+            nn.Sequential(*[nn.Linear(n, n) for _ in range(24)])]
 
 
 def main(path: str) -> None:
@@ -154,9 +179,10 @@ def main(path: str) -> None:
     gt.init()
     gt.manual_seed(0)
     with torch.no_grad():
-        ops = [row for rows in (_products, _convolutions, _attentions, _through_memory) for row in rows()]
+        ops = [row for rows in (_products, _batched_products, _convolutions, _attentions,
+                                             _through_memory) for row in rows()]
         boxings = list(measured_boxings()) if gt.world_size() > 1 else []
-    ops += [*_starts(), *_optimizers()]
+    ops += [*_batch_norms(), _start_of_a_view(), *_optimizers()]
     steps = list(measured_steps())
     if gt.rank() == 0:
         Path(path).write_text(json.dumps({"ops": ops, "boxings": boxings, "steps": steps}))

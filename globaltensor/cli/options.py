@@ -228,7 +228,7 @@ def bench_options(of: argparse.ArgumentParser) -> None:
     own.add_argument("--quick", action="store_true", default=None, help="small sizes and few runs: only to see that it "
                      "works")
     own.add_argument("--ranks", type=positive, metavar="N",
-                     help="processes (boxing: default 2; pipeline: default 2, then 4)")
+                     help="processes (boxing: default 2; pipeline: default 2, then 4; plan: 1, 2, then 4)")
     own.add_argument("--fresh", action="store_true", default=None,
                      help="write the data anew before each move (boxing)")
     own.add_argument("--hidden", type=positive, metavar="N",

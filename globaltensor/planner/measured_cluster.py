@@ -2,7 +2,8 @@
 
     seconds of an op     start + operations x seconds of one + bytes x seconds of one, by kind
     of a boxing          by the library's plan: steps x latency + bytes / bandwidth
-    of a step            what its ops take, + something for each micro-batch, + something for the step
+    of a step            what its ops take, and something for the step, for each micro-batch, and each op that runs in
+                         one (autograd and what else is around it); adding a gradient to an earlier one is such an op
 
 Each is a sum of numbers that are 0 or more, so all are found by non-negative least squares (scipy), in which errors
 count by their share of the time.
@@ -30,25 +31,30 @@ _FLOAT = 4
 _ALONE = Link(1e-6, 1e10)                            # of a lone rank, which is never asked
 
 
-def cluster_of_measurements(measured: Mapping[str, Any], ranks: int, memory: float, small_model: nn.Module,
+def cluster_of_measurements(measured: Mapping[str, Any], ranks: int, memory: float, models: Sequence[nn.Module],
                             name: str = "here") -> Cluster:
-    """The cluster whose rates agree best. `ranks` is its devices, each of so many bytes; `small_model` the model whose
-    steps were measured, with 4 rows in each micro-batch."""
+    """The cluster whose rates agree best. `ranks` is its devices, each of so many bytes; `models` are those whose steps
+    were measured, with 4 rows in each micro-batch."""
     rows: dict[str, list[Sequence[float]]] = {}
     for kind, *row in measured["ops"]:
         rows.setdefault(kind, []).append(row)
-    graph = rows.pop("graph")[0]
     fitted = {kind: fit_rates([row[:3] for row in own], [row[3] for row in own]) for kind, own in rows.items()}
-    more = max(graph[3] / graph[0] - fitted["pointwise"][0], 0.0)    # what autograd adds to an op
-    kernels = tuple(KernelRate(kind, float(fitted[kind][0]) + (0.0 if kind == "optimizer" else more),
-                               *map(float, fitted[kind][1:])) for kind in KERNEL_KINDS if kind in fitted)
+    kernels = tuple(KernelRate(kind, *map(float, fitted[kind])) for kind in KERNEL_KINDS if kind in fitted)
     by_kind = {one.kind: one for one in kernels}
     bandwidth = 1 / by_kind["pointwise"].byte
     link = _measured_link(measured["boxings"], ranks, bandwidth) if measured["boxings"] else _ALONE
-    fitted_cluster = Cluster(name, ranks, 1 / by_kind["product"].operation, 1.0, memory, bandwidth, link, link, 1,
-                             by_kind["pointwise"].start, kernels=kernels)
-    each, step = _overheads(measured["steps"], fitted_cluster, small_model)
-    return dataclasses.replace(fitted_cluster, micro_batch_overhead=each, step_overhead=step)
+    bare = Cluster(name, ranks, 1 / by_kind["product"].operation, 1.0, memory, bandwidth, link, link, 1,
+                   by_kind["pointwise"].start, kernels=kernels)
+    step, each, of_op = _overheads(measured["steps"], bare, models)
+    gradient = KernelRate("accumulation", bare.kernel_launch + of_op, 0.0, 3 / bandwidth)        # reads two, writes one
+    return dataclasses.replace(bare, micro_batch_overhead=each, step_overhead=step,
+                               kernels=(*_later(kernels, of_op), gradient))
+
+
+def _later(kernels: Sequence[KernelRate], seconds: float) -> tuple[KernelRate, ...]:
+    """Ops that start so many seconds later. An optimizer runs outside of micro-batches."""
+    return tuple(one if one.kind == "optimizer" else dataclasses.replace(one, start=one.start + seconds)
+                 for one in kernels)
 
 
 def fit_rates(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray:
@@ -76,9 +82,19 @@ def _measured_link(boxings: Sequence[tuple[str, str, int, float]], ranks: int, b
     return Link(float(latency), 1 / max(float(each), 1 / bandwidth / 10))
 
 
-def _overheads(steps: Sequence[tuple[int, float]], on: Cluster, model: nn.Module) -> tuple[float, float]:
-    """Seconds of a micro-batch, and of a step, besides what its ops take."""
-    x = torch.zeros(4, model[0].in_features)         # type: ignore[index]  # a Sequential of linear layers
-    one = strategy(model, x, on, 1, loss=nn.functional.mse_loss, targets=x)
-    each, step = fit_rates([(m, 1.0) for m, _ in steps], [seconds for _, seconds in steps])
-    return max(float(each) - one["time"]["compute"], 0.0), float(step)
+def _overheads(steps: Sequence[tuple[int, int, float]], bare: Cluster, models: Sequence[nn.Module]) -> list[float]:
+    """Seconds of a step, a micro-batch and an op besides what their kernels take."""
+    parts, seconds = [], []
+    ops: list[tuple[float, int]] = []                # of each model: seconds of its ops, and how many there are
+    for model in models:
+        x = torch.zeros(4, model[0].in_features)     # type: ignore[index]  # a Sequential of linear layers
+        computed = [strategy(model, x, dataclasses.replace(bare, kernels=kernels), 1, loss=nn.functional.mse_loss,
+                             targets=x)["time"]["compute"] for kernels in (bare.kernels, _later(bare.kernels, 1.0))]
+        ops.append((computed[0], round(computed[1] - computed[0])))
+    for k, m, taken in steps:
+        gradients = list(models[k].parameters())
+        adding = sum(bare.kernel_launch + 3 * p.nbytes / bare.memory_bandwidth for p in gradients)
+        known = min(m * ops[k][0] + (m - 1) * adding, 0.9 * taken)
+        parts.append((1.0, m, m * ops[k][1] + (m - 1) * len(gradients)))
+        seconds.append(taken - known)
+    return [float(n) for n in fit_rates(parts, seconds)]

@@ -108,6 +108,12 @@ class MeshCosts:
         return np.array([len(own) for own in self.parameters], float)
 
     @cached_property
+    def largest(self) -> np.ndarray:
+        """Bytes of the largest parameter of each unit on a rank of tp."""
+        return np.array([max((_elements_of(p) * p.dtype.itemsize for p in own), default=0) for own in self.parameters],
+                        float)
+
+    @cached_property
     def elements(self) -> np.ndarray:
         return np.array([sum(_elements_of(p) for p in own) for own in self.parameters], float)
 

@@ -28,6 +28,8 @@ _NEVER = float("inf")
 WHOLE_BACKWARD = ("gpipe", "1f1b")
 _ROUNDING = 1 - 1e-9
 RECOMPUTES = ("none", "full")
+_ACCUMULATION = KERNEL_KINDS.index("accumulation")
+_TEMPORARIES_OF_ADAM = 2                             # of the size of a parameter, one parameter after another
 _OPTIMIZER = KERNEL_KINDS.index("optimizer")
 
 
@@ -135,7 +137,13 @@ class VariantPrices:
     def passes(self, recompute: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds of F, I and W of each unit, with what it waits for."""
         again = np.where(self.task.blocks, self.of.forward, 0.0) if recompute == "full" else 0.0
-        return self.of.forward, self.of.inputs + again, self.of.weights
+        return self.of.forward, self.of.inputs + again, self.of.weights + self.added
+
+    @cached_property
+    def added(self) -> np.ndarray:
+        """Seconds of each unit in which a micro-batch adds its gradients to those of earlier ones, in the mean."""
+        start, _, byte = self.task.cluster.rates_of_kinds[_ACCUMULATION] if self.task.cluster.kernels else (0.0,) * 3
+        return (start * self.mesh.tensors + byte * self.mesh.sizes) * (self.micro_batches - 1) / self.micro_batches
 
     def kept(self, recompute: str) -> np.ndarray:
         """Bytes that a rank keeps of each unit for a micro-batch."""
@@ -176,8 +184,8 @@ class VariantPrices:
         if self.variant.zero == 3 and shape.dp > 1:
             held += 2 * float(own.max(initial=0.0))              # the part that is computed, and the next
         again = float(self.of.kept[units].max(initial=0.0)) if recompute == "full" else 0.0
-        return (held + self.kept_of_rank(units, rank, recompute) + again
-                + float(self.of.temporary[units].max(initial=0.0)))
+        in_passes = self.kept_of_rank(units, rank, recompute) + again + float(self.of.temporary[units].max(initial=0.0))
+        return held + max(in_passes, _TEMPORARIES_OF_ADAM * float(self.mesh.largest[units].max(initial=0.0)))
 
     def kept_of_rank(self, units: np.ndarray, rank: int, recompute: str) -> float:
         """Bytes of activations at the peak of a rank, of some of its units."""

@@ -13,6 +13,7 @@ All that a planner needs to know of a device is here: another model of costs is 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -69,8 +70,8 @@ class OpCosts:
 
     @cached_property
     def machine(self) -> Machine:
-        """The cluster as boxings see it."""
-        return self.on.machine(max(self.where.flat) + 1)
+        """The cluster as boxings see it; costs are asked of two replicas where it has but one device, too."""
+        return replace(self.on, hosts=0).machine(max(self.where.flat) + 1)
 
     def boxing(self, src: Layout, dst: Layout, shape: Shape, nbytes: int) -> float:
         """Seconds from one layout to another."""

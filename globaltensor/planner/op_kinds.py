@@ -10,13 +10,15 @@ from globaltensor.simulator.cluster import KERNEL_KINDS
 
 FREE = {torch.ops.aten._unsafe_view.default, torch.ops.aten.detach.default}
 _KINDS = {
-    "product": ("linear", "contract", "mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot"),
+    "product": ("linear", "contract", "mm", "addmm", "addmv", "mv", "dot"),
+    "batched": ("bmm", "baddbmm"),
+    "batch_norm": ("native_batch_norm", "native_batch_norm_backward", "native_group_norm",
+                   "native_group_norm_backward"),
     "convolution": ("convolution", "convolution_backward", "_convolution"),
     "curve": ("gelu", "gelu_backward", "tanh", "exp", "erf", "sigmoid", "silu", "silu_backward", "log", "pow", "sin",
               "cos", "softplus", "mish", "native_dropout", "bernoulli", "rand", "randn"),
     "normalization": ("native_layer_norm", "native_layer_norm_backward", "_softmax", "_softmax_backward_data",
-                      "_log_softmax", "_log_softmax_backward_data", "native_batch_norm", "native_batch_norm_backward",
-                      "native_group_norm", "native_group_norm_backward", "logsumexp", "max_pool2d_with_indices",
+                      "_log_softmax", "_log_softmax_backward_data", "logsumexp", "max_pool2d_with_indices",
                       "max_pool2d_with_indices_backward", "topk", "sort", "cumsum"),
     "reduction": ("sum", "mean", "amax", "amin", "max", "min", "var", "std", "norm", "argmax"),
     "index": ("embedding", "embedding_dense_backward", "embedding_backward", "index", "index_put", "gather",

@@ -53,8 +53,8 @@ class KernelRate:
     byte: float
 
 
-KERNEL_KINDS = ("product", "convolution", "attention", "curve", "pointwise", "normalization", "reduction", "index",
-                "view", "optimizer")
+KERNEL_KINDS = ("product", "batched", "convolution", "attention", "curve", "pointwise", "normalization", "batch_norm",
+                "reduction", "index", "view", "accumulation", "optimizer")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,168 @@
+"""Plans measured here: four small models, plans of each, and what a step of each takes (part of plan.py).
+
+    gpt       examples/gpt.py                     mlp      layers of 512 with next to nothing between them
+    vision    examples/vision.py: convolutions    experts  an attention-free mixture of 8 experts with soft gates
+"""
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import globaltensor as gt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from gpt import GPT
+from vision import network
+
+_VOCAB, _WARM = 512, 3
+
+
+class Experts(nn.Module):
+    """x + what 8 experts say, weighed by a gate that is soft, [n, hidden] -> [n, hidden]."""
+
+    def __init__(self, hidden: int, experts: int = 8) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, experts)
+        self.up = nn.Parameter(torch.randn(experts, hidden, 2 * hidden) * hidden ** -0.5)
+        self.down = nn.Parameter(torch.randn(experts, 2 * hidden, hidden) * hidden ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = F.softmax(self.gate(x), -1)                                   # [n, e]
+        inside = F.relu(torch.einsum("nh,ehf->enf", x, self.up))
+        return x + torch.einsum("enf,efh,ne->nh", inside, self.down, gate)
+
+
+def _tokens_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Trained(NamedTuple):
+    """A model, its inputs, targets and loss."""
+
+    model: nn.Module
+    inputs: Tensor
+    targets: Tensor
+    loss: Callable[..., Tensor]
+
+
+def build(name: str, small: bool) -> Trained:
+    """The same in every process."""
+    torch.manual_seed(0)
+    if name == "gpt":
+        ids = torch.randint(_VOCAB, (8, 17 if small else 33))
+        hidden, layers = (32, 2) if small else (128, 3)
+        return Trained(GPT(_VOCAB, 64, layers, hidden, 4), ids[:, :-1].contiguous(), ids[:, 1:].contiguous(),
+                       _tokens_loss)
+    n = 64 if small else 512
+    if name == "mlp":
+        layers = [one for _ in range(4) for one in (nn.Linear(n, n), nn.ReLU())]
+        return Trained(nn.Sequential(*layers, nn.Linear(n, 16)), torch.randn(n // 4, n), torch.randn(n // 4, 16),
+                       F.mse_loss)
+    if name == "vision":
+        size = 16 if small else 32
+        return Trained(network(4 if small else 16), torch.randn(16, 1, size, size), torch.arange(16) % 4,
+                       F.cross_entropy)
+    n //= 4
+    return Trained(nn.Sequential(*[Experts(n) for _ in range(3)], nn.Linear(n, 8)), torch.randn(2 * n, n),
+                   torch.randn(2 * n, 8), F.mse_loss)
+
+
+_PINS = ["0.*=tp:S(0)", "2.weight=tp:S(1)", "4.*=tp:S(0)", "6.weight=tp:S(1)"]
+PLANS: dict[int, list[tuple[str, dict[str, Any]]]] = {                       # ranks -> model and what is fixed
+    1: [("gpt", {"micro_batch": 8}), ("gpt", {"micro_batch": 2}), ("gpt", {"micro_batch": 4, "recompute": "full"}),
+        ("mlp", {"micro_batch": 128}), ("mlp", {"micro_batch": 32}), ("vision", {"micro_batch": 16}),
+        ("vision", {"micro_batch": 4}), ("experts", {"micro_batch": 256}), ("experts", {"micro_batch": 64})],
+    2: [("gpt", {"dp": 2, "zero": 0}), ("gpt", {"dp": 2, "zero": 1}), ("gpt", {"dp": 2, "zero": 3}),
+        ("gpt", {"tp": 2, "sp": False}), ("gpt", {"pp": 2, "schedule": "1f1b", "micro_batch": 2}),
+        ("mlp", {"dp": 2, "zero": 0}), ("mlp", {"tp": 2, "pins": _PINS}),
+        ("mlp", {"pp": 2, "schedule": "gpipe", "micro_batch": 32}),
+        ("vision", {"dp": 2, "zero": 0}), ("vision", {"pp": 2, "schedule": "1f1b", "micro_batch": 4}),
+        ("experts", {"dp": 2, "zero": 0}), ("experts", {"pp": 2, "schedule": "1f1b", "micro_batch": 64})],
+    4: [("gpt", {"dp": 4, "zero": 0}), ("gpt", {"dp": 2, "tp": 2, "zero": 0}),
+        ("gpt", {"dp": 2, "pp": 2, "schedule": "1f1b", "micro_batch": 2}), ("gpt", {"pp": 4, "schedule": "1f1b",
+                                                                                    "micro_batch": 2}),
+        ("mlp", {"dp": 4, "zero": 1}), ("mlp", {"dp": 2, "tp": 2, "pins": _PINS}), ("vision", {"dp": 4, "zero": 0}),
+        ("experts", {"dp": 4, "zero": 0})]}
+
+
+def strategy_of(name: str, fixed: dict[str, Any], cluster: Any, ranks: int, small: bool) -> gt.Strategy:
+    """The plan of a model on all of the ranks, without values."""
+    one = build(name, small)
+    rest = {} if fixed == {} else {key: 1 for key in ("dp", "tp", "pp") if key not in fixed}
+    if "micro_batch" not in fixed and fixed:
+        fixed = fixed | {"micro_batch": len(one.inputs) // fixed.get("dp", 1)}
+    if small and "micro_batch" in fixed and len(one.inputs) % (fixed["micro_batch"] * fixed.get("dp", 1)):
+        fixed = fixed | {"micro_batch": len(one.inputs) // fixed.get("dp", 1)}
+    if fixed and fixed.get("dp", 1) == 1:
+        rest["zero"] = 0
+    return gt.strategy(one.model, one.inputs, cluster, ranks, loss=one.loss, targets=one.targets,
+                       **{"recompute": "none"} | rest | fixed)
+
+
+# ------------------------------------------------------------------------------------------------------------- a worker
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that live after each op: `peak`."""
+
+    def __init__(self, *held: Any) -> None:
+        super().__init__()
+        self.known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+        self.add(held)
+
+    def add(self, values: Any) -> None:
+        for t in tree_leaves(values):
+            if isinstance(t, Tensor):
+                for shard in t.shards.values() if t.is_global else (t,):
+                    storage = shard.untyped_storage()
+                    self.known[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.known = {key: (ref, n) for key, (ref, n) in self.known.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(n for _, n in self.known.values()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        self.add((result, args))
+        return result
+
+
+def measure(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """For each strategy: seconds of a step, the most bytes of live tensors, bytes of the record."""
+    gt.init()
+    torch.set_num_threads(1)
+    for name, text in settings["strategies"]:
+        one = build(name, settings["small"])
+        strategy = gt.Strategy(text)
+        strategy.check()
+        runner, optimizer = strategy.apply(one.model, one.loss, torch.optim.AdamW)
+
+        def step() -> None:
+            runner.step(one.inputs, one.targets)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        laps = []
+        for _ in range(settings["laps"] + _WARM):
+            if gt.world_size() > 1:
+                dist.barrier()
+            began = time.perf_counter()
+            step()
+            laps.append(time.perf_counter() - began)
+        with gt.record() as moves:
+            step()
+        received = sum(move.bytes for move in moves if move.op != "the loss of a pipeline")
+        live = LiveBytes(list(one.model.parameters()), list(one.model.buffers()), list(optimizer.state.values()))
+        with live:
+            step()
+        yield {"laps": laps[_WARM:], "live": live.peak, "received": received}
