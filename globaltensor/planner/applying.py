@@ -1,7 +1,7 @@
 """A strategy run: what one would write by hand with gt.parallelize, gt.pipeline and gt.zero.
 
     gt.parallelize    the parameters of each stage, by its rows
-    recomputation     the blocks of a stage that recomputes run again in the backward pass (torch.utils.checkpoint)
+    recomputation     the blocks of a stage that recomputes run again in backward, whole or in part (recomputing.py)
     gt.pipeline       the stages on their ranks, by the schedule; one stage alone is a pipeline of one
     gt.zero           along the axis that splits the batch
 
@@ -12,12 +12,10 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from globaltensor.layouts.placement import placement
 from globaltensor.parallel.plan import OF_MODULES, Plan, parallelize
@@ -25,6 +23,7 @@ from globaltensor.parallel.zero import zero
 from globaltensor.pipelining.layer_lists import WholeModel
 from globaltensor.pipelining.runner import PipelineRunner, pipeline
 from globaltensor.planner.checking import RECOGNISED, StrategyError
+from globaltensor.planner.recomputing import recompute_block
 
 Stage = Mapping[str, Any]
 
@@ -41,10 +40,9 @@ def apply_strategy(strategy: Mapping[str, Any], model: nn.Module, loss: Callable
     places = [placement(device, _arranged(stage["ranks"], list(stage["axes"].values())), names) for stage in stages]
     parallelize(model, places[0], _plan_of_stages(stages, model))
     for stage in stages:
-        for name in stage["layers"] if stage["recompute"] == "full" else ():
+        for name in stage["layers"] if stage["recompute"] != "none" else ():
             if name in modules and is_block(modules[name]):
-                block: Any = modules[name]
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+                recompute_block(modules[name], stage["recompute"])
     several = len(stages) > 1
     runner = pipeline(model if several else [WholeModel(model)], places, strategy["schedule"],
                       strategy["micro_batches"], loss,
@@ -86,10 +84,6 @@ def _check_runnable(stages: list[Stage]) -> str:
         if stage["zero"] != first["zero"]:
             raise StrategyError(f"stages[{index}].zero is {stage['zero']}, that of stages[0] {first['zero']}",
                                 "gt.zero splits all parameters of an optimizer alike", "the same zero in all stages")
-        if stage["recompute"] == "selective":
-            raise StrategyError(f"stages[{index}].recompute is 'selective'", "blocks run again whole, or not at all. "
-                                "Attention that is torch's scaled_dot_product_attention keeps no matrix as it is",
-                                "none or full; plan with --flash")
     if len(first["batch"]) > 1:
         raise StrategyError(f"stages[0].batch names {', '.join(first['batch'])}", "gt.pipeline splits a batch along "
                             "one axis", "one axis")
