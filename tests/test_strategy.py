@@ -82,6 +82,7 @@ RUNS = [("chain", 1, {}), ("chain", 2, {"dp": 2, "zero": 3}), ("chain", 4, {"dp"
         ("gpt", 2, {"tp": 2, "sp": False}), ("gpt", 2, {"tp": 2, "sp": True}),
         ("gpt", 4, {"dp": 2, "tp": 2, "zero": 1}),
         ("gpt", 2, {"pp": 2, "schedule": "interleaved", "chunks": 2}), ("gpt", 2, {"dp": 2, "recompute": "full"}),
+        ("gpt", 2, {"tp": 2, "sp": True, "recompute": "selective"}), ("chain", 2, {"pp": 2, "recompute": "selective"}),
         ("vision", 2, {"dp": 2, "zero": 2}), ("vision", 2, {"pp": 2, "schedule": "gpipe"})]
 
 
@@ -116,7 +117,8 @@ def test_what_is_planned_runs_and_gives_the_gradients_of_one_process(name, devic
 
 @pytest.mark.parametrize("name, devices, fixed", [
     ("gpt", 2, {"tp": 2, "sp": False}), ("gpt", 2, {"tp": 2, "sp": True}), ("gpt", 2, {"dp": 2, "zero": 0}),
-    ("gpt", 4, {"dp": 2, "tp": 2, "zero": 1}), ("chain", 2, {"dp": 2, "zero": 1}), ("vision", 2, {"dp": 2, "zero": 0})],
+    ("gpt", 4, {"dp": 2, "tp": 2, "zero": 1}), ("chain", 2, {"dp": 2, "zero": 1}), ("vision", 2, {"dp": 2, "zero": 0}),
+    ("gpt", 2, {"tp": 2, "sp": True, "recompute": "selective"})],
     ids=str)
 def test_the_bytes_of_a_stage_are_those_of_the_record(name, devices, fixed):
     build, data, loss = MODELS[name]
@@ -163,7 +165,8 @@ def mesh_costs(draw: random.Random, n: int, cluster: Cluster, tp: int) -> MeshCo
                                kinds=[0])
                       for one in work]
             several.append(UnitCost(*passes, kept * samples, passed * samples, passed * samples, passed * samples,
-                                    parameters=[parameter]))
+                                    parameters=[parameter], selected=kept * samples // 4,
+                                    again=PassCost([work[0] * samples / tp / 3], [0.0], kinds=[0])))
     return MeshCosts(few, many, cluster, tp)
 
 
@@ -233,6 +236,16 @@ def test_units_are_what_a_pipeline_can_cut():
         ("token", "position.weight"), ("blocks.0",), ("blocks.1",), ("blocks.2",), ("norm",), ("head",)]
     whole = units_of(Residual(4))
     assert [part for unit in whole.units for part in unit.parts] == ["a", "b"]
+
+
+def test_selective_recomputation_lies_between_none_and_full():
+    model = gpt(4)
+    none, selective, full = (gt.strategy(model, IDS, devices=1, micro_batch=8, recompute=how)
+                             for how in ("none", "selective", "full"))
+    kept = [one["stages"][0]["memory"]["activations"] for one in (none, selective, full)]
+    assert kept[0] > kept[1] > kept[2]
+    again = [one["stages"][0]["backward"] for one in (none, selective, full)]
+    assert again[0] < again[1] < again[2]
 
 
 def test_a_deep_model_costs_as_much_to_run_as_a_flat_one():

@@ -37,6 +37,8 @@ class UnitArrays:
     kept: np.ndarray
     temporary: np.ndarray
     passed: np.ndarray
+    again: np.ndarray                                # seconds of what runs again in selective recomputation
+    selected: np.ndarray                             # bytes that are kept then
     tp_bytes: np.ndarray                             # received along tp, forward and backward
     dp_bytes: np.ndarray
 
@@ -92,6 +94,7 @@ class MeshCosts:
         return UnitArrays(
             times[:, 0, 1], times[:, 1, 1], times[:, 2, 1], times[:, :, 0].sum(1),
             each("kept"), each("temporary"), each("passed"),
+            np.array([seconds(a.again, b.again)[0] for a, b in pairs]), each("selected"),
             np.array([received(a, b, "tp") for a, b in pairs]),
             np.array([received(a, b, "dp") for a, b in pairs]) * along_dp)
 
@@ -164,7 +167,7 @@ def _in_proportion(of: UnitCost, share: float) -> UnitCost:
 
     return UnitCost(part(of.forward), part(of.inputs), part(of.weights), round(of.kept * share),
                     round(of.temporary * share), round(of.passed * share), round(of.passed_whole * share),
-                    of.operations * share, of.parameters)
+                    of.operations * share, of.parameters, part(of.again), round(of.selected * share))
 
 
 def _elements_of(p: ParameterCost) -> int:

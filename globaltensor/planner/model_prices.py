@@ -27,7 +27,7 @@ from globaltensor.tensors import gradients
 _NEVER = float("inf")
 WHOLE_BACKWARD = ("gpipe", "1f1b")
 _ROUNDING = 1 - 1e-9
-RECOMPUTES = ("none", "full")
+RECOMPUTES = ("none", "selective", "full")              # the fastest first
 _ACCUMULATION = KERNEL_KINDS.index("accumulation")
 _TEMPORARIES_OF_ADAM = 2                             # of the size of a parameter, one parameter after another
 _OPTIMIZER = KERNEL_KINDS.index("optimizer")
@@ -136,8 +136,8 @@ class VariantPrices:
 
     def passes(self, recompute: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds of F, I and W of each unit, with what it waits for."""
-        again = np.where(self.task.blocks, self.of.forward, 0.0) if recompute == "full" else 0.0
-        return self.of.forward, self.of.inputs + again, self.of.weights + self.added
+        again = {"none": 0.0 * self.of.forward, "selective": self.of.again, "full": self.of.forward}[recompute]
+        return self.of.forward, self.of.inputs + np.where(self.task.blocks, again, 0.0), self.of.weights + self.added
 
     @cached_property
     def added(self) -> np.ndarray:
@@ -150,7 +150,8 @@ class VariantPrices:
         if recompute == "none":
             return self.of.kept
         before = np.concatenate([[0.0], self.of.passed[:-1]])    # what enters a unit
-        return np.where(self.task.blocks, np.minimum(before, self.of.kept), self.of.kept)
+        kept = np.minimum(before, self.of.kept) if recompute == "full" else before + self.of.selected
+        return np.where(self.task.blocks, kept, self.of.kept)
 
     def stage_end(self, nbytes: float, pending: float) -> float:
         fixed, each = self.end
@@ -183,7 +184,7 @@ class VariantPrices:
         held = float(own.sum()) * self.states.total
         if self.variant.zero == 3 and shape.dp > 1:
             held += 2 * float(own.max(initial=0.0))              # the part that is computed, and the next
-        again = float(self.of.kept[units].max(initial=0.0)) if recompute == "full" else 0.0
+        again = float(self.of.kept[units].max(initial=0.0)) if recompute != "none" else 0.0
         in_passes = self.kept_of_rank(units, rank, recompute) + again + float(self.of.temporary[units].max(initial=0.0))
         return held + max(in_passes, _TEMPORARIES_OF_ADAM * float(self.mesh.largest[units].max(initial=0.0)))
 
@@ -234,6 +235,7 @@ class VariantPrices:
         n, p, m = self.task.units, self.variant.shape.pp, self.micro_batches
         f, i, w = self.passes("none")
         before = np.concatenate([[0.0], np.cumsum(f + i + w)])
+        again = {name: np.concatenate([[0.0], np.cumsum(self.passes(name)[1] - i)]) for name in RECOMPUTES}
         best = np.full(n + 1, _NEVER)
         best[0] = 0.0
         choices = []
@@ -251,8 +253,7 @@ class VariantPrices:
                     name, nbytes = self.least_recompute(np.arange(begin, end), rank)
                     if nbytes > self.task.cluster.memory:
                         break                        # nor does a longer stage fit
-                    if name == "full":
-                        seconds += m * float(np.where(self.task.blocks, f, 0.0)[begin:end].sum())
+                    seconds += m * float(again[name][end] - again[name][begin])
                     if (worst := max(seconds, best[begin])) < longer[end]:
                         longer[end], choice[end] = worst, begin
             best = longer

@@ -93,7 +93,7 @@ def times_of_parts(prices: VariantPrices, best: ModelCandidate) -> dict[str, flo
     totals = [float(last) - first + end + step for last, end, step in zip(run.last, best.ends, best.optimizer)]
     rank = int(np.argmax(totals))
     own = np.concatenate([units for s, units in enumerate(units_of_stages(best.cut)) if prices.rank_of[s] == rank])
-    again = prices.of.forward[own].sum() if best.recompute[rank] == "full" else 0.0
+    again = (prices.passes(best.recompute[rank])[1] - prices.passes("none")[1])[own].sum()
     compute = (float(prices.of.compute[own].sum() + again) + prices.task.cluster.micro_batch_overhead)
     compute = min(compute * prices.micro_batches, float(run.busy[rank]))
     return {"compute": compute, "communication": float(run.busy[rank]) - compute + best.ends[rank],

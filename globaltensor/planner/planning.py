@@ -133,9 +133,6 @@ def _checked_choices(fixed: Fixed, devices: int) -> Fixed:
         value = getattr(fixed, name)
         if value is not None and value not in known:
             raise ArgumentError(f"{name}={value!r}", f"it is one of {', '.join(map(str, known))}")
-    if fixed.recompute == "selective":
-        raise ArgumentError('recompute="selective" of a module', "its blocks run again whole or not at all",
-                            'recompute="full", or "none"')
     ranks = (fixed.dp or 1) * (fixed.tp or 1) * (fixed.pp or 1)
     if ranks > devices:
         raise BatchError(f"{ranks} ranks on {devices} devices", "dp x tp x pp are at most as many as the devices",

@@ -18,11 +18,17 @@ _KEPT = {"linear", "contract", "mm", "addmm", "convolution", "embedding",
 
 def recompute_block(block: nn.Module, how: str) -> None:
     """Let a block recompute: how is "full" or "selective"."""
-    selection = {"context_fn": partial(create_selective_checkpoint_contexts, _policy_of)} if how == "selective" else {}
+    selection: dict[str, Any] = {}
+    if how == "selective":
+        selection = {"context_fn": partial(create_selective_checkpoint_contexts, _policy_of)}
     module: Any = block
     module.forward = partial(checkpoint, block.forward, use_reentrant=False, **selection)
 
 
 def _policy_of(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_kept = func.overloadpacket.__name__ in _KEPT
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_kept(func) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_kept(func: Any) -> bool:
+    """Is what this op gives kept, where a block recomputes selectively?"""
+    return func.overloadpacket.__name__ in _KEPT

@@ -19,6 +19,7 @@ from globaltensor.planner.cost_tracer import CostTracer
 from globaltensor.planner.graph import Ref
 from globaltensor.planner.op_costs import OpCosts, TensorSize
 from globaltensor.planner.op_kinds import kind_of
+from globaltensor.planner.recomputing import is_kept
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 
@@ -54,7 +55,8 @@ class ParameterCost:
 @dataclass
 class UnitCost:
     """Of a unit, for a micro-batch. `weights`: the part of backward that gives gradients of parameters alone. `passed`:
-    bytes of what later units take, those of a rank, and whole."""
+    bytes of what later units take, those of a rank, and whole. `again`: the part of forward that runs again where the
+    unit recomputes selectively, and `selected`: bytes that it keeps then, besides what enters it."""
 
     forward: PassCost = field(default_factory=PassCost)
     inputs: PassCost = field(default_factory=PassCost)
@@ -65,6 +67,8 @@ class UnitCost:
     passed_whole: int = 0
     operations: float = 0.0
     parameters: list[ParameterCost] = field(default_factory=list)
+    again: PassCost = field(default_factory=PassCost)
+    selected: int = 0
 
 
 class RunCosts(NamedTuple):
@@ -162,6 +166,10 @@ class UnitSums:
         operations = self.costs.operations(a, [size for size, _ in taken])
         for unit in self.at[node]:
             self._pass(unit, node).add_op(a["op"], operations / ways, float(sum(parts)))
+            if a["phase"] == "forward" and is_kept(a["op"]):
+                self.units[unit].selected += sum(parts[len(taken):])
+            elif a["phase"] == "forward":
+                self.units[unit].again.add_op(a["op"], operations / ways, float(sum(parts)))
             self.units[unit].operations += operations
 
     def _has_moves(self, node: int) -> bool:
@@ -189,6 +197,9 @@ class UnitSums:
             of = self._pass(unit, node)
             of.seconds[axes[-1]] = of.seconds.get(axes[-1], 0.0) + seconds
             of.bytes[axes[-1]] = of.bytes.get(axes[-1], 0) + move.bytes
+            if of is self.units[unit].forward:
+                self.units[unit].selected += move.bytes if same is None or not isinstance(move.dst, Layout) else (
+                    self.costs.part(move.dst, same[0], same[1].itemsize))
 
     # ------------------------------------------------------------------------------------------------------ memory
 
