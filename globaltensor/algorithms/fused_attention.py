@@ -6,7 +6,7 @@ Such an op runs as it is on every rank, on operands that are cut along batch and
     bias                                [batch or 1, heads or 1, ...]   B where it is repeated
     everything else                     each rank's own, as its kernel returned it
 
-A result is recognized by its first two sizes. Backends differ in what else they return, and need no line each.
+A result is recognised by its first two sizes. Backends differ in what else they return, and need no line each.
 """
 from __future__ import annotations
 

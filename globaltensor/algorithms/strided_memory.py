@@ -1,7 +1,7 @@
 """Ops to which it matters how operands lie in memory: the kin of as_strided, and factorizations.
 
 Strides speak of the memory that a tensor of one device would have. `aten.as_strided` knows where a rank has its part of
-that (dispatch/view_writes.py); here its kin are made of it.
+that (dispatch/view_writes.py); here similar ops are made of it.
 
 The kernels of det and solve factor the transpose of a real matrix that is contiguous, and the matrix itself otherwise.
 Their gradients are given the factors, and ask once more whether the matrix was contiguous, the whole one then.

@@ -169,7 +169,7 @@ def agreement_text(of: Quality) -> str:
     """The agreement of simulated with measured times, in a line."""
     choice = (f"; of {of.groups} choices among plans for the same work, the one ranked first takes {of.choice:.3f} of "
               f"the best measured time, rank correlation {of.rank:.2f}") if of.groups else ""
-    return f"{of.rows} measured steps: off by {of.error:.1%} in the mean{choice}"
+    return f"{of.rows} measured steps: off by {of.error:.1%} on average{choice}"
 
 
 def _evaluation_text(rows: list[PlanRow], evaluations: list[Evaluation]) -> str:

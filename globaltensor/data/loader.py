@@ -173,7 +173,7 @@ class DataLoader:
         next(loaded, None)                           # lets the workers end, or wait for the next epoch
 
     def _check_agreement(self, batch: Batch, described: list[str]) -> None:
-        """Check that all processes hold parts of this very batch, of the same shapes."""
+        """Check that all processes hold parts of this one batch, of the same shapes."""
         if world().single_process or not self._check:
             return
         order = zlib.crc32(array("q", batch.indices).tobytes())

@@ -282,7 +282,7 @@ def _moved_scalar(call: Call, run: Run) -> Any:
 
 
 def _check_device(call: Call, where: placement) -> None:
-    """`x.to("cuda")` and its like: a global tensor is where its placement says."""
+    """`x.to("cuda")` and similar calls: a global tensor is where its placement says."""
     device = call.get("device")
     if device is not None and torch.device(device).type != where.type:
         raise PlacementError(f"{call.func} to device {device} of a tensor on {where}",

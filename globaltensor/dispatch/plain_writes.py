@@ -17,7 +17,7 @@ from globaltensor.runtime.world import world
 
 
 def writes_plain(call: Call) -> bool:
-    """Does the op write elements of plain tensors only, on processes that all know the values? (`set_` and its like
+    """Does the op write elements of plain tensors only, on processes that all know the values? (`set_` and others
     change which memory a tensor has.)"""
     targets = written(call) if torch.Tag.inplace_view not in call.func.tags else []
     if not targets or any(map(is_global, targets)):

@@ -36,7 +36,7 @@ _ELEMENTWISE = {*_OVERWRITING, aten.masked_fill_.Scalar, aten.masked_fill_.Tenso
 
 
 def writes_view(call: Call) -> bool:
-    """Does the op write into a boxed view? (`unsqueeze_` and its like change what the view is, not its elements.)"""
+    """Does the op write into a boxed view? (`unsqueeze_` and others change what the view is, not its elements.)"""
     return torch.Tag.inplace_view not in call.func.tags and any(is_global(t) and t.spec.copied for t in written(call))
 
 

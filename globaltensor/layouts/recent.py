@@ -1,8 +1,8 @@
 """How much is remembered: what was not used of late is forgotten, and worked out again where it is needed.
 
-Every cache that a program with ever new shapes would fill is bounded: by `functools.lru_cache(KEPT)`, by `Recent` where
-entries must be looked through, and in native code by csrc/torch_ext/generations.h. What is kept differs between ranks,
-so nothing that ranks must agree on may depend on it.
+Every cache that a program whose shapes keep changing would fill is bounded: by `functools.lru_cache(KEPT)`, by `Recent`
+where entries must be looked through, and in native code by csrc/torch_ext/generations.h. What is kept differs between
+ranks, so nothing that ranks must agree on may depend on it.
 """
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def _traced_graph(model: nn.Module, inputs: Collection[str]) -> fx.Graph:
 
 @contextmanager
 def _factories_traced(tracer: fx.Tracer) -> Iterator[None]:
-    """Inside, torch.zeros and its like become nodes, so that each run makes new tensors. Other threads are left
+    """Inside, torch.zeros and other factories become nodes, so that each run makes new tensors. Other threads are left
     alone."""
     originals, this_thread = {name: getattr(torch, name) for name in _FACTORIES}, threading.get_ident()
 

@@ -235,7 +235,7 @@ class VariantCosts:
 
 def of_shape(task: Task, shape: MeshShape) -> float:
     """Seconds that a step takes at least on a mesh of this shape, whatever else is chosen, with as little recomputation
-    as is allowed and as much ZeRO: what its ranks do in the mean, and what the one with most layers does."""
+    as is allowed and as much ZeRO: what its ranks do on average, and what the one with most layers does."""
     gpt, cluster = task.gpt, task.cluster
     reduction, _ = _transfers(task, shape.dp, shape.tp, 1, shape.micro_batch, shape.sequence_parallel, (0,))
     forward, inputs, weights, output = _pass_times(task, shape[1:3] + shape[4:], reduction)

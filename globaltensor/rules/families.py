@@ -200,7 +200,7 @@ def solved(call: Call) -> Rule:
 
 
 def broadcasting_addmm(left: str, right: str, out: str) -> Family:
-    """addmm and its kin: a + b*c, where a broadcasts to the product."""
+    """addmm and similar ops: a + b*c, where a broadcasts to the product."""
 
     def write(call: Call) -> Rule:
         labels = out.split()

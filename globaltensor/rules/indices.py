@@ -109,7 +109,7 @@ def gathered(call: Call) -> Rule:
 
 
 def scattered(algebra: str, *, touched: str = "v", index: str = "k!") -> Family:
-    """scatter and its kin; an index that is cut leaves a sum, so only scatter_add allows it."""
+    """scatter and similar ops; an index that is cut leaves a sum, so only scatter_add allows it."""
 
     def write(call: Call) -> Rule:
         shapes = call.shapes

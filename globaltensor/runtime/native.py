@@ -6,7 +6,7 @@
 Both are None where the package was installed without a compiler, or GLOBALTENSOR_NATIVE=0 turns them off. Everything
 then works, slower, on the Python twins that the native code is tested against.
 
-The module is `_torch*.so`, which was built here for the very torch that is installed; or, from a wheel, one of several
+The module is `_torch*.so`, which was built here for the torch that is installed; or, from a wheel, one of several
 such as `_torch_2_13*.so`, each for all releases of a minor version of torch: their headers are the same.
 """
 from __future__ import annotations

@@ -171,7 +171,7 @@ def keys_with(lazy_bits: frozenset[str], own: Any = OWN_KEYS) -> Any:
 
 
 def reading_lazy_bits() -> AbstractContextManager[Any]:
-    """Inside it, kernels see the bits of conj() and its like, which torch hides on its own way to Python."""
+    """Inside it, kernels see the bits of conj() and similar views, which torch hides on its own way to Python."""
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(CONJ).remove(NEG)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 

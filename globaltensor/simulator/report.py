@@ -151,7 +151,7 @@ def with_simulation(of: Report, schedule: Schedule) -> Report:
     run = simulation_of_events(_events_of(measured), schedule)
     simulated = simulated_panel(run, "the same schedule, simulated with the mean times of its actions")
     idle, ideal = (1 - float(idle_times(panel).work.mean()) / (panel.end or 1.0) for panel in (measured, simulated))
-    note = (f"The pipeline took {spelled_time(measured.end, 's')}, of which its ranks waited {idle:.1%} in the mean. "
+    note = (f"The pipeline took {spelled_time(measured.end, 's')}, of which its ranks waited {idle:.1%} on average. "
             f"The schedule alone, with actions that always take their mean time and transfers that take none, needs "
             f"{spelled_time(simulated.end, 's')} and waits for {ideal:.1%}. What is between the two are transfers, "
             "overheads and actions that took longer than others.")

@@ -2,7 +2,7 @@
 
 torch's protocol for such tensors has two halves. Flattened, a tensor is its shards, one attribute per rank (`_s0`,
 `_s1`, ...), and its spec; a graph takes and returns those. Unflattened of fake shards, it is a tensor by which torch
-traces: our dispatch runs then as ever, and what it does with shards (ops of torch, boxings, random draws) is the graph.
+traces: our dispatch then runs as usual; what it does with shards (ops of torch, boxings, random draws) is the graph.
 
 So a graph is made for layouts, dtypes and sizes, and for this process's ranks. Another layout of an input makes another
 graph; a graph that torch finds on disk is one of a process that drives the same ranks (`_stable_hash_for_caching`).
