@@ -266,7 +266,7 @@ gt.placement.all("cpu")
 
 
 def test_a_store_is_connected_to_patiently_and_then_asked_with_little_patience(monkeypatch):
-    """Where 64 ranks start on two cores, who keeps the store may take more than ten seconds to answer the first time."""
+    """Where 64 ranks start on two cores, who keeps the store may take more than ten seconds to answer at first."""
     kept, asked = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
 
     class Noted(dist.TCPStore):
