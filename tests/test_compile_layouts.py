@@ -54,12 +54,13 @@ def boxings(x):
 
 
 def factories(x):
+    first = gt.ones(1, placement=TP, sbp=B)          # before anything that is global was touched
     n = x.shape[1]
     where, lie = x.placement, x.sbp
     made = gt.ones(4, n, placement=where, sbp=lie) + gt.full((4, n), 2.0, placement=TP, sbp={"tp": B})
     made = made + gt.arange(n, placement=where, sbp=B) + gt.eye(n, placement=TP, sbp=S(1))
     made = made + gt.zeros_like(x, sbp=B) + gt.from_full(torch.ones(4, n), where, lie)
-    return x + made + gt.tensor([1.0, 2, 3, 4], placement=TP, sbp=S(0)), lie
+    return first * x + made + gt.tensor([1.0, 2, 3, 4], placement=TP, sbp=S(0)), lie
 
 
 def random_factories(x):
@@ -68,13 +69,20 @@ def random_factories(x):
     return x + drawn + gt.rand_like(x, sbp=S(1)), x.sbp
 
 
-@pytest.mark.parametrize("program", [boxings, factories, random_factories])
+def rows_by_number(x):
+    """Messages between the nodes of a graph: which rows move depends on values."""
+    ends = gt.tensor([[3, 1, 3, 0], [2, 2, -1, 1]], placement=x.placement, sbp=B)
+    picked = x[ends[1]] + x.index_select(0, ends[0])
+    return x.index_add(0, ends[0], picked) + x.index_put((ends[1],), picked, accumulate=True), x.sbp
+
+
+@pytest.mark.parametrize("program", [boxings, factories, random_factories, rows_by_number])
 def test_layouts_are_read_and_made_in_one_graph(program, recwarn):
+    f = torch.compile(program, backend="aot_eager", fullgraph=True)
     x, y = (gt.from_full(torch.arange(16.0).reshape(4, 4), TP, S(0)).requires_grad_() for _ in range(2))
     gt.manual_seed(SEED)
     want, sbp = program(y)
     want.sum().backward()
-    f = torch.compile(program, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         x.grad = None
         gt.manual_seed(SEED)

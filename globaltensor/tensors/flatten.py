@@ -124,6 +124,12 @@ def _register_graph_calls() -> None:
         torch.compiler.allow_in_graph(function)
 
 
+def prepare_for_graphs() -> None:
+    """Where the program has called torch.compile: let its next graph call what makes global tensors."""
+    if "torch._dynamo" in sys.modules:
+        _register_graph_calls()
+
+
 _called_in_graphs: list[Callable[..., Any]] = []
 
 
