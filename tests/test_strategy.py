@@ -13,6 +13,7 @@ from math import inf
 import numpy as np
 import pytest
 import torch
+from harness import PROGRAMS, RUN, good
 from test_capture import gpt
 from torch import nn
 from torch.nn import functional as F
@@ -322,3 +323,8 @@ def test_planning_leaves_nothing_to_be_reduced():
 
 def test_dgx_a100_is_the_usual_cluster():
     assert gt.strategy(chain(), torch.zeros(8, 8, dtype=torch.float64))["cluster"] == KNOWN["dgx-a100"].name
+
+
+@pytest.mark.processes
+def test_processes_plan_together():
+    assert good([*RUN, "-n", 2, PROGRAMS / "planned_together.py"]) == "planned together\n" * 2

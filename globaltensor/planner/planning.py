@@ -20,24 +20,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.errors import ArgumentError, expect
+from globaltensor.errors import ArgumentError, GlobalTensorError, expect
 from globaltensor.layouts.placement import placement
 from globaltensor.parallel.plan import Plan
 from globaltensor.pipelining.units import units_of
 from globaltensor.planner.capture import read_inputs
+from globaltensor.planner.graph import CaptureError
 from globaltensor.planner.model_explaining import ModelSearchable, explanation_of_model
 from globaltensor.planner.model_prices import ModelShape
 from globaltensor.planner.model_report import model_strategy
 from globaltensor.planner.model_search import search_model
-from globaltensor.planner.pins import read_pins
+from globaltensor.planner.pins import PinError, read_pins
 from globaltensor.planner.plotting import draw_model_plan
 from globaltensor.planner.program_costs import PlannedCosts, Program
 from globaltensor.planner.space import BatchError, Fixed
 from globaltensor.planner.strategy import Strategy
 from globaltensor.planner.unit_costs import run_costs
 from globaltensor.planner.unit_sums import UnitCost
-from globaltensor.runtime.agreement import broadcast_object
+from globaltensor.runtime.agreement import broadcast_object, uncoordinated
+from globaltensor.runtime.lineage import paused
 from globaltensor.runtime.torch_internals import tree_leaves
+from globaltensor.runtime.world import world
 from globaltensor.schedules.generators import GENERATORS
 from globaltensor.simulator.cluster import Cluster, cluster as cluster_of, hypothetical_placements
 from globaltensor.simulator.gpt import RECOMPUTE
@@ -72,17 +75,31 @@ def strategy(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Clu
     seconds       after which the search ends, with the best plan so far
     explain       also say why: of each choice the runner-up and what it costs, what each pin costs, as `explanation`
     plot          a file for a picture of the plan: .png, .svg or .pdf
-    Not collective: it moves nothing, and every process that asks finds the same plan, if it has as long.
+    Collective: rank 0 plans, and tells the others. It moves no tensor.
     Raises CaptureError where the model cannot be run without values, BatchError where there is no plan at all, PinError
     for pins that cannot be.
     """
+    choices = Fixed(dp, tp, pp, sp, micro_batch, zero, recompute, schedule, chunks)
+
+    def find() -> dict[str, Any]:
+        return _find(model, batch, cluster, devices, global_batch, loss, targets, choices, pins, memory, seconds,
+                     explain, plot)
+
+    return Strategy(_told_by_rank_0(find))
+
+
+def _find(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster, devices: int,
+          global_batch: int | None, loss: Callable[..., Any] | None, targets: Any, choices: Fixed,
+          pins: Sequence[str] | Mapping[str, Any], memory: float | None, seconds: float, explain: bool,
+          plot: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """What `strategy` does, on one process."""
     expect(model, nn.Module, "gt.strategy of no module", "gt.strategy(model, batch)")
     began = time.monotonic()
     machines = cluster if isinstance(cluster, Cluster) else cluster_of(os.fspath(cluster))
     if memory is not None:
         machines = replace(machines, memory=float(memory))
     machines.machine(devices)                        # raises where it has fewer
-    fixed = _checked_choices(Fixed(dp, tp, pp, sp, micro_batch, zero, recompute, schedule, chunks), devices)
+    fixed = _checked_choices(choices, devices)
     program = _program(model, batch, loss, targets)
     whole_batch = program.rows if global_batch is None else global_batch
     _check_batch(whole_batch, fixed, devices, len(program.units.units), program.units.why)
@@ -99,7 +116,39 @@ def strategy(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Clu
         planned["explanation"] = explanation_of_model(ModelSearchable(costs, rows, fixed), best, seconds)
     if plot is not None and best is not None:
         draw_model_plan(plot, planned, task, best, result.simulated)
-    return Strategy(broadcast_object(dict(planned), 0, "a strategy"))
+    return dict(planned)
+
+
+def _told_by_rank_0(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What rank 0 has found, on every process; the others wait for it. Where it raises, all raise. Models are run to be
+    planned, but draw no random numbers of the program."""
+    if world().single_process:
+        with torch.random.fork_rng(devices=[]):
+            return find()
+    told: dict[str, Any] = {}
+    if world().rank == 0:
+        try:
+            # what it runs without memory, the others do not run
+            with uncoordinated(), paused(), torch.random.fork_rng(devices=[]):
+                told["plan"] = find()
+        except Exception as error:                   # whatever it is: the others wait to be told
+            broadcast_object({"error": _error_to_tell(error)}, 0, "a strategy")
+            raise
+    told = broadcast_object(told, 0, "a strategy")
+    if "error" in told:
+        kind, what, why, fix = told["error"]
+        raise {each.__name__: each for each in _TOLD}.get(kind, GlobalTensorError)(what, why, fix)
+    plan: dict[str, Any] = told["plan"]
+    return plan
+
+
+_TOLD = (ArgumentError, BatchError, CaptureError, PinError)
+
+
+def _error_to_tell(error: Exception) -> tuple[str, str, str, str]:
+    if isinstance(error, GlobalTensorError):
+        return type(error).__name__, error.what, error.why, error.fix
+    return "", f"gt.strategy failed on rank 0: {type(error).__name__}: {error}", "", "look at the error of rank 0"
 
 
 def _exact_costs(program: Program, shape: ModelShape, plans: Mapping[tuple[int, str], Plan], machines: Cluster
