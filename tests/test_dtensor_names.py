@@ -91,12 +91,12 @@ def test_factories_lie_as_they_are_told():
             x = getattr(dtensor, name)(5, 2, placements=[Shard(0)], dtype=torch.float64, requires_grad=True)
             gt.manual_seed(3)
             want = getattr(gt, name)(5, 2, placement=mesh, sbp=gt.sbp.split(0), dtype=torch.float64)
-            assert x.placements == (Shard(0),) and x.device_mesh is mesh and x.requires_grad and x.dtype == want.dtype
+            assert x.placements == (Shard(0),) and x.device_mesh == mesh and x.requires_grad and x.dtype == want.dtype
             if name != "empty":
                 torch.testing.assert_close(x.full_tensor(), want.full_tensor())
         x = dtensor.full((3,), 2.0)
         assert x.placements == (Replicate(),) and x.full_tensor().tolist() == [2, 2, 2]
-        assert dtensor.distribute_tensor(torch.ones(4), placements=[Shard(0)]).device_mesh is mesh
+        assert dtensor.distribute_tensor(torch.ones(4), placements=[Shard(0)]).device_mesh == mesh
     with pytest.raises(gt.ArgumentError, match=r"ones\(...\) without a DeviceMesh(.|\n)*init_device_mesh"):
         dtensor.ones(3)
     with pytest.raises(gt.ArgumentError, match="the shards of a global tensor are dense"):
