@@ -92,7 +92,7 @@ def test_all_frames_are_seen_where_that_is_asked_for(monkeypatch):
 
 def test_a_mistake_of_ours_is_not_folded(monkeypatch):
     monkeypatch.setattr("globaltensor.dispatch.core.find", lambda *_: {}["none"])
-    error = raised(lambda: ones(4) + ones(4))
+    error = raised(lambda: torch.nextafter(ones(43), ones(43)))       # which nothing before has decided
     assert type(error) is KeyError and [file for file in frames(error) if file.startswith(OURS)]
 
 
