@@ -73,7 +73,7 @@ def agreement(rows: list[dict[str, Any]]) -> dict[str, Any]:
             chosen.append(first["measured ms"] / min(row["measured ms"] for row in own))
     return {"steps": f"{len(rows)}, off by {statistics.median(off):.1%} in the median; rank correlation "
                      f"{_rank_correlation(rows):.2f}; the plan ranked first takes "
-                     f"{statistics.mean(chosen or [1.0]):.3f} of the best in the mean, at most "
+                     f"{statistics.mean(chosen or [1.0]):.3f} of the best on average, at most "
                      f"{max(chosen or [1.0]):.3f}",
             "bytes of live tensors": f"from {min(bytes_off):+.1%} to {max(bytes_off):+.1%}",
             "bytes received": f"{sum(row['predicted B'] == row['received B'] for row in rows)} of {len(rows)} exact"}

@@ -18,7 +18,7 @@ def test_plans_of_a_few_models():
     told = told_of("llama", "mixtral", "deepseek_v3")
     assert told["llama"].endswith("split, whole []") and told["llama"].startswith("9 rows")
     assert "packed_colwise, for which there is no row" in told["mixtral"]
-    assert "mla_kv_a_proj, for which there is no row" in told["deepseek_v3"]
+    assert "moe_tp_experts, for which there is no row" in told["deepseek_v3"]
 
 
 @pytest.mark.long

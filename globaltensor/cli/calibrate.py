@@ -35,7 +35,7 @@ from globaltensor.cli.problem import Problem
 from globaltensor.errors import GlobalTensorError
 from globaltensor.planner.measured_cluster import cluster_of_measurements
 from globaltensor.runtime.text_table import aligned, terminal_columns
-from globaltensor.runtime.units import seconds_text
+from globaltensor.runtime.units import bytes_text, seconds_text
 from globaltensor.simulator.calibration import calibrate, quality
 from globaltensor.simulator.cluster import Cluster, as_json, cluster
 from globaltensor.simulator.evaluation import evaluate, read_rows
@@ -78,7 +78,7 @@ def _measured_here(chosen: argparse.Namespace) -> tuple[Cluster, str]:
              for one in of.kernels]
     words = [*aligned(rows, right={1, 2, 3}, columns=terminal_columns()),
              f"{ranks} ranks; a boxing starts in {seconds_text(of.local.latency)} and receives "
-             f"{of.local.bandwidth / 1e9:.1f} GB/s; a micro-batch takes {seconds_text(of.micro_batch_overhead)} "
+             f"{bytes_text(of.local.bandwidth)} a second; a micro-batch takes {seconds_text(of.micro_batch_overhead)} "
              f"besides, a step {seconds_text(of.step_overhead)}"]
     return of, "\n".join(words)
 

@@ -25,6 +25,7 @@ from globaltensor.planner.device_kernels_of import kernels_of
 from globaltensor.runtime.torch_internals import tree_map_only
 from globaltensor.simulator.cluster import hypothetical_placements
 from globaltensor.tensors.factories import empty
+from globaltensor.tensors.gradients import reduce_pending
 
 
 def record_of_dry_run(model: nn.Module, example_inputs: Any, loss: Callable[[Any], torch.Tensor] | None,
@@ -36,6 +37,7 @@ def record_of_dry_run(model: nn.Module, example_inputs: Any, loss: Callable[[Any
     inputs   the layouts of the tensors among the example inputs, by the names that a captured graph gives them (input0,
              input1, ...); the others are broadcast
     """
+    reduce_pending()                                 # of the program, or the record would show it
     with hypothetical_placements(), torch.enable_grad(), kernels_of("cpu"):
         on_meta = placement("meta", where.ranks, where.axis_names)
         stand_ins: dict[int, Any] = {id(p): nn.Parameter(_on_meta_device(p), p.requires_grad)

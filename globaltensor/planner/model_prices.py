@@ -141,7 +141,7 @@ class VariantPrices:
 
     @cached_property
     def added(self) -> np.ndarray:
-        """Seconds of each unit in which a micro-batch adds its gradients to those of earlier ones, in the mean."""
+        """Seconds of each unit in which a micro-batch adds its gradients to those of earlier ones, on average."""
         start, _, byte = self.task.cluster.rates_of_kinds[_ACCUMULATION] if self.task.cluster.kernels else (0.0,) * 3
         return (start * self.mesh.tensors + byte * self.mesh.sizes) * (self.micro_batches - 1) / self.micro_batches
 

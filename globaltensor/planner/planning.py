@@ -44,6 +44,7 @@ from globaltensor.runtime.world import world
 from globaltensor.schedules.generators import GENERATORS
 from globaltensor.simulator.cluster import Cluster, cluster as cluster_of, hypothetical_placements
 from globaltensor.simulator.gpt import RECOMPUTE
+from globaltensor.tensors.gradients import reduce_pending
 from globaltensor.tracebacks import api_boundary
 
 _MOST_RANKS = 32                                     # of a stage, that are run in one process for its bytes
@@ -125,20 +126,21 @@ def _told_by_rank_0(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if world().single_process:
         with torch.random.fork_rng(devices=[]):
             return find()
-    told: dict[str, Any] = {}
+    message: dict[str, Any] = {}
+    reduce_pending()                                 # all together: a dry run reads gradients
     if world().rank == 0:
         try:
             # what it runs without memory, the others do not run
             with uncoordinated(), paused(), torch.random.fork_rng(devices=[]):
-                told["plan"] = find()
+                message["plan"] = find()
         except Exception as error:                   # whatever it is: the others wait to be told
             broadcast_object({"error": _error_to_tell(error)}, 0, "a strategy")
             raise
-    told = broadcast_object(told, 0, "a strategy")
-    if "error" in told:
-        kind, what, why, fix = told["error"]
+    message = broadcast_object(message, 0, "a strategy")
+    if "error" in message:
+        kind, what, why, fix = message["error"]
         raise {each.__name__: each for each in _TOLD}.get(kind, GlobalTensorError)(what, why, fix)
-    plan: dict[str, Any] = told["plan"]
+    plan: dict[str, Any] = message["plan"]
     return plan
 
 
