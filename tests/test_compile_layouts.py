@@ -149,7 +149,7 @@ PLANS = {
 }
 CASES = [pytest.param(Block, "sequence"), pytest.param(Block, "styles"), pytest.param(Trained, "sequence", marks=LONG),
          pytest.param(Trained, "dp x sequence", marks=LONG), pytest.param(Trained, "context", marks=LONG),
-         pytest.param(Trained, "2D", marks=LONG), pytest.param(Block, "2D"), pytest.param(Block, "context")]
+         pytest.param(Trained, "2D", marks=LONG), pytest.param(Block, "2D", marks=LONG), pytest.param(Block, "context")]
 
 
 def steps(model, f, x):

@@ -126,7 +126,7 @@ CASES = {
         (plainly, GRID, {"dropout": 0.3, "recompute": True}, 0),
     "clipping": (clipped, GRID, {}, 1), "bfloat16": (autocast, GRID, {}, 0), "scaled": (scaled, DP, {}, 0),
 }
-QUICK = {"stage 3", "accumulation", "scaled"}
+QUICK = {"stage 3", "scaled"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in QUICK else LONG) for case in CASES])

@@ -41,6 +41,7 @@ def test_the_lines_of_the_readme_are_those_of_the_page():
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_stacks_of_a_loop_are_those_of_the_page(tmp_path):
     """`globaltensor ps` and `stacks` of docs/how-to/debug-a-deadlock.md, while the loop goes on."""
     shown = blocks((ROOT / "docs" / "how-to" / "debug-a-deadlock.md").read_text())

@@ -50,7 +50,8 @@ def test_a_forked_rank_begins_as_one_that_begins_anew(tmp_path):
 
 
 @pytest.mark.parametrize("how, code, words", [
-    ("raises", 1, "rank 1 failed: ValueError: bad luck"), ("exits", 3, "rank 1 failed: exit code 3")])
+    ("raises", 1, "rank 1 failed: ValueError: bad luck"),
+    pytest.param("exits", 3, "rank 1 failed: exit code 3", marks=pytest.mark.long)])
 def test_ranks_that_fail_do_so_in_the_same_words(how, code, words):
     ended = [run([*RUN, "-n", 2, "--start-method", method, FAILS, how]) for method in METHODS]
     # the other rank may still have been on its way, or have ended before it was told
@@ -58,6 +59,7 @@ def test_ranks_that_fail_do_so_in_the_same_words(how, code, words):
     assert own[0] == own[1] and own[1][0] == code and words in own[1][2], ended
 
 
+@pytest.mark.long
 def test_a_crash_restarts_the_job_with_new_forks(tmp_path):
     code, _, err = run([*RUN, "-n", 2, "--start-method", "fork", "--max-restarts", 1, PROGRAMS / "lifecycle.py",
                         tmp_path, 5, "KILL", 1, 4], timeout=120)
@@ -65,7 +67,7 @@ def test_a_crash_restarts_the_job_with_new_forks(tmp_path):
     assert starts(tmp_path) == [(2, 0), (2, 3)] and sorted(losses(tmp_path)) == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_forked_ranks_end_with_their_launcher_and_so_does_what_forks_them(how):
     started = Started([*RUN, "-n", 2, "--start-method", "fork", FAILS, "waits"])
     ranks = [int(started.process.stdout.readline().split()[-1]) for _ in range(2)]
@@ -98,7 +100,7 @@ def test_what_forks_cannot_begin(tmp_path):
 @pytest.mark.parametrize("begins", [
     "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
     # there is no GPU: what asks for one when Python starts leaves just this behind
-    "import torch; torch.cuda.is_initialized = lambda: True"])
+    pytest.param("import torch; torch.cuda.is_initialized = lambda: True", marks=pytest.mark.long)])
 @pytest.mark.usefixtures("real_processes")           # those of pytest --forks have begun already
 def test_what_has_threads_or_cuda_is_not_forked(begins, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nif 'fork_server' in str(sys.orig_argv):\n    {begins}\n")
