@@ -179,8 +179,8 @@ def main(path: str) -> None:
     gt.init()
     gt.manual_seed(0)
     with torch.no_grad():
-        ops = [row for rows in (_products, _batched_products, _convolutions, _attentions,
-                                             _through_memory) for row in rows()]
+        ops = [row for rows in (_products, _batched_products, _convolutions, _attentions, _through_memory)
+               for row in rows()]
         boxings = list(measured_boxings()) if gt.world_size() > 1 else []
     ops += [*_batch_norms(), _start_of_a_view(), *_optimizers()]
     steps = list(measured_steps())
