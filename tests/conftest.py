@@ -66,6 +66,16 @@ def real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_FORKS", "")
 
 
+@pytest.fixture
+def seeded_compiler(request: pytest.FixtureRequest) -> None:
+    """Random numbers begin at the file's SEED, and torch.compile has compiled nothing."""
+    import torch
+
+    print(f"seed {request.module.SEED}")
+    torch.manual_seed(request.module.SEED)
+    torch.compiler.reset()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], object]]:
     """So many processes with the backend "globaltensor" (ranks.py), started once for the tests of all files."""

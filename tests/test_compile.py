@@ -22,16 +22,10 @@ sys.path.insert(0, os.fspath(ROOT / "examples"))
 from gpt import GPT
 
 SEED = 31
+pytestmark = pytest.mark.usefixtures("seeded_compiler")
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
 TWO = gt.placement("cpu", [0, 1])
 THREE = gt.placement("cpu", [2, 0, 1])
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    print(f"seed {SEED}")
-    torch.manual_seed(SEED)
-    torch.compiler.reset()
 
 
 class Counted:

@@ -30,17 +30,11 @@ sys.path.insert(0, os.fspath(ROOT / "examples"))
 from gpt import GPT
 
 SEED = 47
+pytestmark = pytest.mark.usefixtures("seeded_compiler")
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
 TP = gt.placement("cpu", [0, 1], ("tp",))
 OTHERS = gt.placement("cpu", [3, 2], ("tp",))
 LONG = pytest.mark.long
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    print(f"seed {SEED}")
-    torch.manual_seed(SEED)
-    torch.compiler.reset()
 
 
 def boxings(x):

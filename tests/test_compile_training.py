@@ -16,17 +16,11 @@ from torch.utils.checkpoint import checkpoint
 import globaltensor as gt
 
 SEED = 53
+pytestmark = pytest.mark.usefixtures("seeded_compiler")
 S, B = gt.sbp.split, gt.sbp.broadcast
 DP = gt.placement("cpu", [0, 1], ("dp",))
 GRID = gt.placement("cpu", [[0, 1], [2, 3]], ("dp", "tp"))
 LONG = pytest.mark.long
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    print(f"seed {SEED}")
-    torch.manual_seed(SEED)
-    torch.compiler.reset()
 
 
 class Block(nn.Module):

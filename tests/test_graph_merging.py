@@ -17,15 +17,9 @@ from globaltensor.boxings import graph_merging
 from globaltensor.runtime.graph_effects import add_inductor_pass, is_effect
 
 SEED = 41
+pytestmark = pytest.mark.usefixtures("seeded_compiler")
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
 TWO, THREE = gt.placement("cpu", [0, 1]), gt.placement("cpu", [2, 0, 1])
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    print(f"seed {SEED}")
-    torch.manual_seed(SEED)
-    torch.compiler.reset()
 
 
 def compiled(f):

@@ -242,14 +242,14 @@ def _sum_terms(call: Call, run: Run, plan: GridProduct) -> GlobalLike:
     """An operand is stationary: every panel makes terms of a range of C, which are summed where that is wanted."""
     out, where = plan.terms[2], plan.out.placement
     shape, dim, dtype = plan.shape(out), out.index(plan.panel), call.tensors[0].dtype
-    whole, = _panels(plan)[:1]
-    if plan.is_whole(whole):
-        return run.scatter_add_regions(_work(call, run, plan, whole), plan.held(out, whole, plan.terms_sbp), shape,
-                                       dtype, plan.out, str(call.func))
+    panels = _panels(plan)
+    if plan.is_whole(panels[0]):
+        return run.scatter_add_regions(_work(call, run, plan, panels[0]), plan.held(out, panels[0], plan.terms_sbp),
+                                       shape, dtype, plan.out, str(call.func))
     pending = tuple(s if s.is_partial else broadcast for s in plan.out.sbp)
     regions = {rank: plan.out.region(shape, rank) for rank in where.flat}
     shards: Shards = {}
-    for ends in _panels(plan):
+    for ends in panels:
         terms = _work(call, run, plan, ends)
         wanted = rank_regions(where, {rank: (*region[:dim], clip(region[dim], ends), *region[dim + 1:])
                                       for rank, region in regions.items()}, pending)

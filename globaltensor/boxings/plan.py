@@ -70,12 +70,17 @@ def plan(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) 
     """The cheapest steps from src to dst for a tensor of this shape and size on this machine."""
     if src is dst:
         return BoxingPlan((src,), 0.0, 0.0)
-    if isinstance(src, RankRegions) or isinstance(dst, RankRegions):
+    if _has_rank_regions(src, dst):
         return BoxingPlan((src, dst), 0.0, 0.0)      # one step: nothing is chosen, and pricing asks all ranks
     magnitude = nbytes.bit_length()
     best = _search(src, dst, _nominal(src, dst, shape), magnitude, machine)
     return best if not machine.hosts or src.placement != dst.placement else _best_over_hosts(
         src, dst, shape, magnitude, machine, best)
+
+
+def _has_rank_regions(src: Layout, dst: Layout) -> bool:
+    """Has either a region of its own for each rank?"""
+    return isinstance(src, RankRegions) or isinstance(dst, RankRegions)
 
 
 def _nominal(src: Layout, dst: Layout, shape: Shape) -> Shape:
@@ -99,7 +104,7 @@ def _best_over_hosts(src: Layout, dst: Layout, shape: Shape, magnitude: int, mac
 
 def boxing_cost(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> tuple[float, float]:
     """How long the boxing takes, by its plan: seconds until its steps have started, and those of its bytes."""
-    if isinstance(src, RankRegions) or isinstance(dst, RankRegions):
+    if _has_rank_regions(src, dst):
         fixed, rate = _cost(src, dst, shape, machine)
         return fixed, rate * nbytes
     best = plan(src, dst, shape, nbytes, machine)
@@ -108,7 +113,7 @@ def boxing_cost(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Ma
 
 def least_cost(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> tuple[float, float]:
     """`boxing_cost` or less, without a plan: what no plan can do better. 0 where that is not known."""
-    if src is dst or isinstance(src, RankRegions) or isinstance(dst, RankRegions) or (
+    if src is dst or _has_rank_regions(src, dst) or (
             machine.hosts or src.placement != dst.placement):
         return 0.0, 0.0
     shape = _nominal(src, dst, shape)
@@ -220,8 +225,7 @@ def _shares_while_moving(src: tuple[int, ...], dst: tuple[int, ...]) -> bool:
 
 def _cost(src: Layout, dst: Layout, shape: Shape, machine: Machine) -> tuple[float, float]:
     """Seconds of one step: a fixed part, and seconds per byte of the whole tensor."""
-    by_rank = isinstance(src, RankRegions) or isinstance(dst, RankRegions)
-    link = (machine.link(src.placement, dst.placement) if by_rank or src.placement != dst.placement
+    link = (machine.link(src.placement, dst.placement) if _has_rank_regions(src, dst) or src.placement != dst.placement
             else _link(src.placement, axis_codes(src.sbp), axis_codes(dst.sbp), machine))
     return _step_seconds(*traffic(src, dst, shape), max(prod(shape), 1), *link, machine)
 
