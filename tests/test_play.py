@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from urllib.parse import urlencode
 
@@ -173,6 +174,67 @@ def test_it_answers_the_loopback_only(address):
         request = urllib.request.Request(address + "/show", data=b"x", method=method)
         with pytest.raises(urllib.error.HTTPError, match="501"):
             urllib.request.urlopen(request, timeout=60)
+
+
+# what browsers say of a request, and whether it is answered; the port is this server's
+ORIGINS = [({}, "/show", True), ({"Sec-Fetch-Site": "same-origin"}, "/show", True),
+           ({"Sec-Fetch-Site": "none"}, "/show", True), ({"Origin": "http://127.0.0.1:PORT"}, "/show", True),
+           ({"Origin": "http://localhost:PORT"}, "/show", True),
+           ({"Sec-Fetch-Site": "cross-site"}, "/show", False), ({"Sec-Fetch-Site": "same-site"}, "/show", False),
+           ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "document"}, "/", True),     # a link
+           ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "document"}, "/examples", True),
+           ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "document"}, "/show", False),
+           ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "iframe"}, "/", False),
+           ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "script"}, "/play.js", False),
+           ({"Origin": "null"}, "/show", False), ({"Origin": "https://127.0.0.1:PORT"}, "/show", False),
+           ({"Origin": "http://127.0.0.1:1"}, "/show", False), ({"Origin": "http://example.org"}, "/", False)]
+
+
+@pytest.mark.parametrize("headers, path, answered", ORIGINS, ids=str)
+def test_pages_of_other_origins_are_refused(headers, path, answered, address):
+    port = address.rpartition(":")[2]
+    status, _, reply = get(address + path, **{key: value.replace("PORT", port) for key, value in headers.items()})
+    assert status == (200 if answered else 403)
+    assert "Access-Control-Allow-Origin" not in reply and reply["Cross-Origin-Resource-Policy"] == "same-origin"
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.processes
+def test_a_page_of_another_origin_reaches_nothing(address, monkeypatch):
+    """Another port of the loopback is another origin: its page tries a fetch, a blind one, a script and a frame."""
+    from globaltensor.playground import server
+    tries = f"""const at = "{address}", told = {{}};
+        const say = (name, good, text) => told[name] = good ? "reached " + text : "refused";
+        Promise.allSettled([
+          fetch(at + "/show?axes=2").then(r => r.text()).then(t => say("fetch", true, t), () => say("fetch", false)),
+          fetch(at + "/show?axes=2", {{mode: "no-cors"}}).then(r => say("blind", true, r.type), () => say("blind", false)),
+          new Promise(done => {{ const s = document.createElement("script"); s.src = at + "/play.js";
+            s.onload = () => done(say("script", true, "")); s.onerror = () => done(say("script", false)); document.head.append(s); }}),
+        ]).then(() => {{ window.told = told; }});"""
+    asked = []
+    monkeypatch.setattr(server, "answer_to", lambda query: asked.append(query) or "an answer")
+
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(f"<body><script>{tries}</script></body>".encode())
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other, chromium() as browser:
+        threading.Thread(target=other.serve_forever, kwargs={"poll_interval": 0.02}).start()
+        try:
+            browser.get(f"http://127.0.0.1:{other.server_port}/")
+            until = time.monotonic() + 30
+            while (told := browser.execute_script("return window.told")) is None:
+                assert time.monotonic() < until
+                time.sleep(0.02)
+        finally:
+            other.shutdown()
+    assert told == {"fetch": "refused", "blind": "refused", "script": "refused"} and not asked
 
 
 @pytest.mark.processes

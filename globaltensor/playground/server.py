@@ -3,8 +3,10 @@
     /            the page            /show?...     what a setting does, as HTML
     /examples    the examples, which need no script
 
-It listens at 127.0.0.1. A request whose Host is not the loopback's is refused: otherwise a page from elsewhere could
-have its own name point here, and read. There is nothing to change, so there is nothing but GET.
+It listens at 127.0.0.1, and answers its own page only. Browsers let any page send requests here, so two are refused:
+one whose Host is not the loopback's (a page from elsewhere could have its own name point here, and read the reply), and
+one that a page of another origin makes (it could not read the reply, and yet keep the server busy). A link from
+elsewhere to the page itself is followed. There is nothing to change, so there is nothing but GET.
 """
 from __future__ import annotations
 
@@ -48,11 +50,20 @@ class _Handler(BaseHTTPRequestHandler):
         assert isinstance(self.server, ThreadingHTTPServer)
         return self.server.server_port
 
+    def _is_from_here(self) -> bool:
+        """Does the request come from this server's page, from a link to it, or from no browser at all?"""
+        own = [f"{name}:{self.port}" for name in (HOST, "localhost")]
+        if self.headers.get("Host", "") not in own:
+            return False
+        if self.headers.get("Origin", f"http://{own[0]}") not in [f"http://{one}" for one in own]:
+            return False
+        followed = self.headers.get("Sec-Fetch-Dest") == "document" and urlsplit(self.path).path in ("/", "/examples")
+        return followed or self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
+
     def do_GET(self) -> None:
-        name, _, port = self.headers.get("Host", "").rpartition(":")
-        if name not in (HOST, "localhost") or port != str(self.port):
-            self._reply(HTTPStatus.FORBIDDEN, "text/plain", f"this server is at http://{HOST}:"
-                        f"{self.port} only\n")
+        if not self._is_from_here():
+            self._reply(HTTPStatus.FORBIDDEN, "text/plain", f"this server is at http://{HOST}:{self.port} only, and for "
+                        "its own page\n")
             return
         asked = urlsplit(self.path)
         pages = {"/": ("text/html", page_text), "/play.js": ("text/javascript", lambda: _text_of_file("play.js")),
@@ -73,6 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for key, value in (("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(data))),
                            ("Content-Security-Policy", _POLICY), ("X-Content-Type-Options", "nosniff"),
+                           ("Cross-Origin-Resource-Policy", "same-origin"), ("X-Frame-Options", "DENY"),
                            ("Cache-Control", "no-store"), ("Referrer-Policy", "no-referrer")):
             self.send_header(key, value)
         self.end_headers()
