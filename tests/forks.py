@@ -229,6 +229,9 @@ def become(request: dict[str, Any], paths: list[str]) -> None:
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     random.seed()
+    sys.modules["torch"].seed()                      # else all forks would draw alike, which new processes do not
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *paths]
     if request["unbuffered"]:
         sys.stdout.reconfigure(write_through=True)   # type: ignore[union-attr]

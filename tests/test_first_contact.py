@@ -22,11 +22,11 @@ from harness import ROOT, environment, good
 from globaltensor.cli import findings, main, new
 from globaltensor.cli.completion import words_by_command
 from globaltensor.cli.findings import Finding
-from globaltensor.cli.options import OPTIONS, RECOMPUTED, SCHEDULES
+from globaltensor.cli.options import OPTIONS, RECOMPUTED, SCHEDULES, byte_count
 from globaltensor.runtime import progress as bars
 from globaltensor.runtime.progress import progress
 from globaltensor.runtime.text_table import aligned, terminal_columns
-from globaltensor.runtime.units import bytes_text, seconds_text
+from globaltensor.runtime.units import at_least_text, bytes_text, seconds_text
 from globaltensor.schedules.generators import GENERATORS
 from globaltensor.simulator.gpt import RECOMPUTE
 
@@ -97,6 +97,15 @@ def test_nothing_of_the_help_is_an_inside_word(capsys, monkeypatch):
     (12_900_000, "12.9 MB"), (80e9, "80 GB"), (1.2345e21, "1,234 EB")])
 def test_sizes_have_one_style(size, text):
     assert bytes_text(size) == text
+
+
+@pytest.mark.parametrize("size, text", [
+    (999, "999B"), (1000, "1KB"), (1001, "1.01KB"), (34_057_000_000, "34.1GB"), (34_100_000_000, "34.1GB"),
+    (34_100_000_001, "34.2GB"), (99_990_000_000, "100GB"), (999_000_000_001, "1000GB"), (1.1e15, "1.1PB")])
+def test_bytes_that_are_needed_are_told_as_the_option_takes_them(size, text):
+    assert at_least_text(size) == text
+    if "P" not in text:
+        assert size <= byte_count(text) <= size * 1.01
 
 
 @pytest.mark.parametrize("seconds, text", [

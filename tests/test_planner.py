@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import sys
 from math import inf
 
@@ -490,7 +491,10 @@ def test_where_nothing_fits_the_least_changes_are_named(capsys):
             less = ""
         assert said(capsys, again)[0] == 0, name
         assert not less or said(capsys, less)[0] == 1
-    assert "or micro batch" in said(capsys, words.replace("--json", "--memory 8e9"))[1]
+    told = said(capsys, words.replace("--json", "--memory 8e9"))[1]
+    typed = dict(re.findall(r"(?m)^  or (--[a-z-]+) (\S+)$", told))
+    assert typed["--micro-batch"] == str(changes["micro_batch"])
+    assert said(capsys, f"{words} --memory {typed['--memory']}")[0] == 0
 
 
 # ------------------------------------------------------------------------------------------------- why, and pictures

@@ -7,6 +7,7 @@ import random
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import pytest
 
 from globaltensor.cli import main
 from globaltensor.schedules import text
+from globaltensor.schedules.check import check_order, check_schedule
 from globaltensor.schedules.generators import GENERATORS, generate
-from globaltensor.schedules.schedule import ScheduleError
+from globaltensor.schedules.schedule import Actions, F, ScheduleError
 from globaltensor.simulator.cluster import KNOWN, Cluster, ClusterError, Link, as_json, cluster
 from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import simulate
@@ -128,6 +130,43 @@ def test_what_never_begins():
     crossed = text.parse_schedule("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")
     with pytest.raises(ScheduleError, match="rank 0, action 1: 0B0 .* never begins"):
         simulate(crossed, Costs.exact([1, 1, 1], 2))
+
+
+@pytest.mark.parametrize("lines, what", [
+    ("0F0 0B0\n1B0 1F0", "rank 1, action 0: 1B0 .* comes before 1F0"), ("0B0 0F0\n1F0 1B0", "0B0 .* comes before 0F0"),
+    ("0F0 0F1 0B0 0B1\n1F0 1B1 1F1 1B0", "rank 1, action 1: 1B1 .* comes before 1F1"),
+    ("0F0 0W0 0I0", "0W0 .* comes before 0I0"), ("0I0 0F0 0W0", "0I0 .* comes before 0F0"),
+    ("0F0 0W0", "0W0 .* comes before 0I0")])
+def test_a_backward_before_its_forward_is_refused(lines, what):
+    """Also by check_schedule, in the same words where nothing else is missing."""
+    schedule = text.parse_schedule(lines)
+    for check in (lambda: simulate(schedule, Costs.exact([1, 1, 1], schedule.stages)), lambda: check_schedule(schedule)):
+        with pytest.raises(ScheduleError, match=what):
+            check()
+
+
+def test_orders_at_random_are_judged_as_the_checker_judges_them():
+    chance = random.Random(SEED)
+    for _ in range(200):
+        schedule = generate(chance.choice(["1f1b", "zb-h1", "interleaved"]), 2, 4)
+        rows = [list(row) for row in schedule.actions]
+        for row in rows:
+            a, b = chance.randrange(len(row)), chance.randrange(len(row))
+            row[a], row[b] = row[b], row[a]
+        mixed = replace(schedule, actions=tuple(Actions.of(row, schedule.stages) for row in rows))
+        told = []
+        for check in (check_order, check_schedule):
+            try:
+                check(mixed)
+                told.append("")
+            except ScheduleError as error:
+                told.append(error.what if "comes before" in error.what else "")
+        assert told[0] == told[1], f"seed {SEED}: {rows}"
+
+
+def test_a_part_of_a_schedule_is_simulated():
+    forward = generate("1f1b", 3, 4).only([F])
+    assert simulate(forward, Costs.exact([1, 1, 1], 3)).makespan == 3 + 4 - 1
 
 
 def test_sends_and_receives_change_no_time():

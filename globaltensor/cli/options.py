@@ -69,7 +69,8 @@ def byte_count(text: str) -> float:
         value = -1.0
     if match is None or not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0: 80e9, 80GB or 80GiB")
-    return value * (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1 if match[2] else 0)
+    unit = (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1 if match[2] else 0)
+    return float(round(value * unit))
 
 
 def port_number(text: str) -> int:

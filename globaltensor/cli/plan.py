@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -152,7 +153,8 @@ def _strategy_report(of: Strategy) -> str:
               for one in of.get("runners_up", [])]
     columns = terminal_columns()
     why = ["", explanation_text(of["explanation"], of["step_time"])] if "explanation" in of else []
-    return "\n".join([str(of), "", *aligned(rows, right={2, 3}, columns=columns),
+    told = re.sub(r"(?m)^  or ([a-z ]+): ", lambda m: f"  or --{m[1].replace(' ', '-')} ", str(of))
+    return "\n".join([told, "", *aligned(rows, right={2, 3}, columns=columns),
                       *(["", "next best", *aligned(others, right={1, 2}, columns=columns)] if others else []), *why, "",
                       f"{of['candidates']:,} plans were weighed in {seconds_text(of['search_seconds'])}"])
 

@@ -66,6 +66,7 @@ def audit_steps(every: int) -> None:
     """Audit each optimizer that has global parameters, every so many of its steps, sampled."""
     steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
 
+    @api_boundary
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not any(isinstance(p, GlobalTensor) for group in optimizer.param_groups for p in group["params"]):
             return

@@ -33,7 +33,7 @@ from globaltensor.pipelining.runner import PipelineRunner
 from globaltensor.planner.applying import apply_strategy
 from globaltensor.planner.checking import StrategyError, check_strategy
 from globaltensor.runtime.text_table import aligned
-from globaltensor.runtime.units import bytes_text, seconds_text
+from globaltensor.runtime.units import at_least_text, bytes_text, seconds_text
 from globaltensor.tracebacks import api_boundary
 
 
@@ -110,7 +110,8 @@ def strategy_text(of: Mapping[str, Any]) -> str:
 def strategy_lines(of: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
     """What is told of the whole plan, in lines, and of each stage, in a row."""
     if not of["feasible"]:
-        changes = [f"  or {name.replace('_', ' ')}: {change}" for name, change in of["smallest_change"].items()]
+        changes = [f"  or {name.replace('_', ' ')}: {at_least_text(change) if name == 'memory' else change}"
+                   for name, change in of["smallest_change"].items()]
         return [f"nothing fits: the least that a device needs is {bytes_text(of['needs'])}, it has "
                 f"{bytes_text(of['device'])}", *changes], []
     rows: list[tuple[str, ...]] = []

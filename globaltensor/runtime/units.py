@@ -1,9 +1,12 @@
 """Sizes and times as all commands print them: three or four digits and a unit.
 
     bytes_text(12_900_000)       12.9 MB      units are powers of 1000, as on disks, links and in papers
+    at_least_text(34_057_000_000)    34.1GB   rounded up, as --memory takes it
     seconds_text(0.00731)        7.31 ms
 """
 from __future__ import annotations
+
+import math
 
 _SIZES = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
@@ -15,6 +18,16 @@ def bytes_text(size: float) -> str:
     while abs(value) >= 999.5 and power < len(_SIZES) - 1:
         value, power = value / 1000, power + 1
     return f"{value:,.0f} B" if power == 0 else f"{_short(value)} {_SIZES[power]}"
+
+
+def at_least_text(size: float) -> str:
+    """So many bytes or a little more, as an option takes it: 999B, 34.1GB."""
+    size, power = math.ceil(size), 0
+    while size >= 1000 ** (power + 1) and power < len(_SIZES) - 1:
+        power += 1
+    unit, digits = 1000 ** power, len(str(size // 1000 ** power))
+    step = unit // 10 ** (3 - digits) if power and digits < 3 else unit
+    return f"{_short(-(-size // step) * step / unit)}{_SIZES[power]}".replace(",", "")
 
 
 def seconds_text(seconds: float) -> str:

@@ -19,6 +19,7 @@ from html import escape
 from globaltensor.errors import counted
 from globaltensor.pictures.timetable_picture import Timetable, timetable_picture
 from globaltensor.runtime.progress import progress
+from globaltensor.schedules.check import check_order
 from globaltensor.schedules.communication import communicates, routes
 from globaltensor.schedules.schedule import COMPUTE, F, Schedule, ScheduleError, W
 from globaltensor.schedules.timetable import Event
@@ -94,9 +95,11 @@ class SimulatedRun:
 
 
 def simulate(schedule: Schedule, costs: Costs, record: bool = False) -> SimulatedRun:
-    """One step of this schedule. `record` also keeps when each action began."""
+    """One step of this schedule. `record` also keeps when each action began. Raises ScheduleError where a backward pass
+    comes before its forward pass, and where an action never begins."""
     if communicates(schedule):                        # values are sent when computed and wait where they are needed
         schedule = schedule.only(COMPUTE)
+    check_order(schedule)
     state = _State(schedule, costs)
     ready = deque(range(schedule.ranks))
     starts: list[list[Number]] = [[] for _ in range(schedule.ranks)]
