@@ -140,7 +140,8 @@ def test_what_never_begins():
 def test_a_backward_before_its_forward_is_refused(lines, what):
     """Also by check_schedule, in the same words where nothing else is missing."""
     schedule = text.parse_schedule(lines)
-    for check in (lambda: simulate(schedule, Costs.exact([1, 1, 1], schedule.stages)), lambda: check_schedule(schedule)):
+    costs = Costs.exact([1, 1, 1], schedule.stages)
+    for check in (lambda: simulate(schedule, costs), lambda: check_schedule(schedule)):
         with pytest.raises(ScheduleError, match=what):
             check()
 

@@ -62,8 +62,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not self._is_from_here():
-            self._reply(HTTPStatus.FORBIDDEN, "text/plain", f"this server is at http://{HOST}:{self.port} only, and for "
-                        "its own page\n")
+            self._reply(HTTPStatus.FORBIDDEN, "text/plain",
+                        f"this server is at http://{HOST}:{self.port} only, and for its own page\n")
             return
         asked = urlsplit(self.path)
         pages = {"/": ("text/html", page_text), "/play.js": ("text/javascript", lambda: _text_of_file("play.js")),

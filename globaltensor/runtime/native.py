@@ -7,7 +7,9 @@ Both are None where the package was installed without a compiler, or GLOBALTENSO
 then works, slower, on the Python twins that the native code is tested against.
 
 The module is `_torch*.so`, which was built here for the torch that is installed; or, from a wheel, one of several
-such as `_torch_2_13*.so`, each for all releases of a minor version of torch: their headers are the same.
+such as `_torch_2_13*.so`, each for all releases of a minor version of torch. Of the supported versions one had a patch
+release: the 9,739 headers of torch 2.12.0 and 2.12.1 are the same but for the version. A later one is compared before
+it is supported (docs/releasing.md).
 """
 from __future__ import annotations
 
