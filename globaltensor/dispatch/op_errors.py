@@ -10,7 +10,7 @@ from globaltensor.errors import GlobalTensorError, where
 from globaltensor.layouts.global_like import is_global
 from globaltensor.rules.call import Call
 from globaltensor.runtime.native import torch_ext
-from globaltensor.runtime.torch_internals import OpOverload
+from globaltensor.runtime.torch_internals import KEYS_AFTER_BACKEND_SELECT, OpOverload, tree_leaves
 from globaltensor.tracebacks import fold, note_on_torch_error, raised_by_torch
 
 # Of torch's collectives, which DistributedDataParallel calls too, and of its fully_shard.
@@ -27,6 +27,24 @@ def refuse_collectives(func: OpOverload) -> None:
             "sums are made where the value is asked for",
             "x.item() or x.full_tensor() for the value, x.to_global(sbp=...) for another layout, x.to_local() for this "
             "rank's part; for a model gt.parallelize and gt.zero, without DistributedDataParallel or fully_shard")
+
+
+def _see_lists_of_lists(library: Any) -> None:
+    """Let collectives that take lists of lists refuse global tensors in them: torch's dispatcher looks into none."""
+    for packet in ("allgather_", "allgather_coalesced_", "gather_", "reduce_scatter_", "scatter_"):
+        func = getattr(torch.ops.c10d, packet).default
+
+        def kernel(keys: Any, *args: Any, func: OpOverload = func, **kwargs: Any) -> Any:
+            if any(map(is_global, tree_leaves(args))):
+                refuse_collectives(func)
+            return func.redispatch(keys & KEYS_AFTER_BACKEND_SELECT, *args, **kwargs)
+
+        library.impl(packet, kernel, "BackendSelect", with_keyset=True)      # which every call comes to
+
+
+_collectives = torch.library.Library("c10d", "IMPL")
+if torch.distributed.is_available():
+    _see_lists_of_lists(_collectives)
 
 
 def add_operands(error: Exception, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

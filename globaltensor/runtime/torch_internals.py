@@ -55,6 +55,7 @@ DispatchKeySet = _c.DispatchKeySet
 ExcludeDispatchKeys = _c._ExcludeDispatchKeyGuard
 OWN_KEY: Any = dispatch_key("TESTING_ONLY_GenericWrapper")       # no other tensor has it
 OWN_KEYS = DispatchKeySet(OWN_KEY)
+KEYS_AFTER_BACKEND_SELECT: Any = _c._dispatch_keyset_full_after(dispatch_key("BackendSelect"))
 # What global tensors have in its place while torch.compile traces.
 TRACED_KEY: Any = dispatch_key("TESTING_ONLY_GenericMode")
 TRACED_KEYS = DispatchKeySet(TRACED_KEY)
