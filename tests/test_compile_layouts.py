@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from harness import ROOT
+from harness import PYTHON, ROOT, environment, good
 from torch import nn
 from torch.nn import functional as F
 
@@ -68,6 +68,25 @@ def rows_by_number(x):
     ends = gt.tensor([[3, 1, 3, 0], [2, 2, -1, 1]], placement=x.placement, sbp=B)
     picked = x[ends[1]] + x.index_select(0, ends[0])
     return x.index_add(0, ends[0], picked) + x.index_put((ends[1],), picked, accumulate=True), x.sbp
+
+
+FIRST_THING = """
+import torch
+import globaltensor as gt
+
+TP = gt.placement("cpu", [0, 1], ("tp",))
+
+@torch.compile(backend="aot_eager", fullgraph=True)
+def program(t):
+    return gt.full((2,), 3.0, placement=TP, sbp="B") + t
+
+print(program(torch.zeros(2)).full_tensor().tolist())
+"""
+
+
+def test_a_factory_is_the_first_global_thing_that_a_program_touches():
+    """Dynamo was not imported when the placement was made, and knows of no global tensor when it comes to the call."""
+    assert good([PYTHON, "-c", FIRST_THING], environment(GLOBALTENSOR_RANKS="2")).strip() == "[3.0, 3.0]"
 
 
 @pytest.mark.parametrize("program", [boxings, factories, random_factories, rows_by_number])

@@ -19,7 +19,7 @@ from globaltensor.runtime.codec import message
 from globaltensor.runtime.memory import missing, require
 from globaltensor.runtime.torch_internals import break_graph, innermost, modes_active
 from globaltensor.runtime.world import local_ranks_of, world
-from globaltensor.tensors.flatten import called_in_graphs, prepare_for_graphs
+from globaltensor.tensors.flatten import called_in_graphs
 from globaltensor.tensors.full_value import FromFull
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.linear_maps import LinearMap, layout_of
@@ -38,7 +38,6 @@ def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTens
     dst = resolve_layout(placement, sbp, t.dim())
     if torch.compiler.is_compiling():                # no values to compare
         return FromFull.of(t, dst)
-    prepare_for_graphs()
     require(innermost(t), f"from_full on {dst}")
     agree_on(innermost(t), f"from_full on {dst}")
     return lineage.begin_lineage(FromFull.of(t, dst))

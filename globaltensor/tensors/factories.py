@@ -50,7 +50,7 @@ from globaltensor.tensors.factory_types import (
     RandomAsTorch,
     Sized,
 )
-from globaltensor.tensors.flatten import called_in_graphs, prepare_for_graphs
+from globaltensor.tensors.flatten import called_in_graphs
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.redistribution import resolve_layout
 from globaltensor.tracebacks import api_boundary, note_on_torch_error
@@ -167,7 +167,6 @@ def _finish(name: str, shape: Shape, dtype: torch.dtype, where: Any, sbp: Any, r
     dst = resolve_layout(where, sbp, len(shape))
     if torch.compiler.is_compiling():                # no values to compare
         return _with_grad(make_parts(shape, dtype, dst, make), requires_grad)
-    prepare_for_graphs()
     refuse_fake_mode(dst.placement, f"gt.{name}")
     with without_fake_mode():
         agree(f"{name}({list(shape)}, {dtype}) on {dst}" + (f", random state {key:x}" if key else ""))

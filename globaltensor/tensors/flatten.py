@@ -19,7 +19,7 @@ import gc
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, wraps
 from pathlib import Path
 from types import CellType, FunctionType, MappingProxyType
 from typing import Any, TypeVar
@@ -51,6 +51,7 @@ from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import lookup, products
 from globaltensor.tensors.full_value import FromFull
 from globaltensor.tensors.redistribution import to_layout
+from globaltensor.tracebacks import api_boundary
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -124,19 +125,32 @@ def _register_graph_calls() -> None:
         torch.compiler.allow_in_graph(function)
 
 
-def prepare_for_graphs() -> None:
-    """Where the program has called torch.compile: let its next graph call what makes global tensors."""
-    if "torch._dynamo" in sys.modules:
-        _register_graph_calls()
-
-
 _called_in_graphs: list[Callable[..., Any]] = []
 
 
 def called_in_graphs(function: T) -> T:
-    """Decorate a function that makes global tensors of what dynamo knows: a graph calls it as it stands."""
-    _called_in_graphs.append(function)
-    return function
+    """Decorate a function that makes global tensors of what dynamo knows: a graph calls it as it stands.
+
+    To tell dynamo of that is to import it, which takes a second. So it is told by the first graph that comes here.
+    """
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _register_while_tracing()
+        return function(*args, **kwargs)
+
+    public = api_boundary(called)
+    _called_in_graphs.extend((function, public))
+    return public  # type: ignore[return-value]  # it takes and gives what the function does
+
+
+def _register_while_tracing() -> None:
+    """What dynamo calls when it comes here, and does not trace: as `torch.compiler.assume_constant_result`, which would
+    import dynamo, lets it."""
+    _register_graph_calls()
+
+
+_register_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # which is dynamo's
 
 
 @lru_cache(1)

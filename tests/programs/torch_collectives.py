@@ -1,7 +1,7 @@
 """torch's collectives and wrappers refuse global tensors on every rank, and say what to type. Of two processes.
 
-CALLS has every public function of torch.distributed, and of its functional collectives, that takes a tensor, each with a
-global tensor wherever a tensor may stand: as an operand, as a result, in a list, in a list of lists, in an object.
+CALLS has every public function of torch.distributed, and of its functional collectives, that takes a tensor, each with
+a global tensor wherever a tensor may stand: as an operand, as a result, in a list, in a list of lists, in an object.
 """
 from __future__ import annotations
 
