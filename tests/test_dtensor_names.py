@@ -4,8 +4,11 @@ Oracle: the installed torch. docs/bridges.md has the list of what is left out; t
 """
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
+import io
+import pickle
 
 import pytest
 import torch
@@ -23,7 +26,7 @@ HERE = {"DTensor": GlobalTensor, "DeviceMesh": DeviceMesh}
 # arguments that differ, and why: the page says so too
 ARGUMENTS = {
     "DTensor": "made by functions, as in torch",
-    "DeviceMesh": "backend_override and private ones: there are no process groups",
+    "DeviceMesh": "backend_override and private ones",
     "init_device_mesh": "backend_override",
     "DTensor.full_tensor": "grad_placements: x.redistribute(placements=...).to_local(grad_placements=...)",
     "fully_shard": "policies are None by default, which is what torch's defaults ask for",
@@ -121,3 +124,51 @@ def test_policies_that_ask_for_nothing_are_taken():
     for option in ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, {"dp_mesh_dims": ("dp",)}):
         with pytest.raises(gt.ArgumentError, match=f"fully_shard\\({next(iter(option))}="):
             dtensor.fully_shard(torch.nn.Linear(4, 4), mesh=mesh, **option)
+
+
+def test_a_model_without_memory_is_distributed_and_given_memory():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+    def rows(name, module, mesh):
+        for key, p in list(module.named_parameters(recurse=False)):
+            module.register_parameter(key, torch.nn.Parameter(dtensor.distribute_tensor(p, mesh, [Shard(0)])))
+
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    dtensor.distribute_module(model, mesh, rows)
+    assert all(p.is_meta and isinstance(p, DTensor) for p in (*model.parameters(), *model.buffers()))
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        torch.nn.init.constant_(p, 1.5)
+    assert all(p.device_mesh == mesh and p.placements == (Shard(0),) for p in model.parameters())
+    assert model[0].weight.full_tensor().eq(1.5).all() and model[1].running_mean.placements == (Replicate(),)
+    part = dtensor.DTensor.from_local(torch.empty(3, 2, device="meta"), mesh, [Shard(0)])
+    assert part.is_meta and part.shape == (6, 2)
+    assert torch.empty_like(part, device="cpu").device_mesh == mesh
+
+
+def test_a_tensor_on_a_mesh_is_saved_and_copied_with_its_mesh():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x = dtensor.distribute_tensor(torch.randn(4, 2), mesh, [Shard(0)])
+    file = io.BytesIO()
+    torch.save({"x": x}, file)
+    file.seek(0)
+    for y in (torch.load(file)["x"], copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
+        assert isinstance(y, DTensor) and y.device_mesh == mesh and y.placements == (Shard(0),)
+        assert y.full_tensor().equal(x.full_tensor())
+
+
+def test_functions_without_the_module_are_called_and_warn():
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(5, 3)
+
+    def split(inputs, mesh):
+        return dtensor.distribute_tensor(inputs[0], mesh, [Shard(0)])
+
+    with pytest.warns(FutureWarning, match=r"input_fn without the module.*def input_fn\(module, inputs, device_mesh\)"):
+        model = dtensor.distribute_module(torch.nn.Linear(3, 3), mesh, None, split)
+    with pytest.warns(FutureWarning, match="output_fn without the module"):
+        dtensor.distribute_module(model, mesh, None, None, lambda out, mesh: out.redistribute(placements=[Replicate()]))
+    assert model(x).placements == (Replicate(),)
+    with pytest.raises(gt.ArgumentError, match="output_fn of 1 argument"):
+        dtensor.distribute_module(model, mesh, None, None, lambda out: out)

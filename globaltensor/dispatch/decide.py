@@ -246,7 +246,7 @@ def _without_memory(call: Call, run: Run) -> Any:
     for t in call.tensors:
         if is_global(t):
             own, where = t.spec, t.spec.placement
-            on_meta = layout(placement("meta", where.ranks, where.axis_names), own.sbp)
+            on_meta = layout(where.of_type("meta"), own.sbp)
             moved.append(run.wrap(spec(on_meta, own.shape, own.stride, own.dtype),
                                   {r: shard.to("meta") for r, shard in t.shards.items()}))
         else:
@@ -259,7 +259,7 @@ def _allocate(call: Call, run: Run) -> Any:
     """Memory for a tensor on the meta device, as `module.to_empty(device=...)` asks for it: on the same ranks, in the
     same layout, each rank its own part."""
     own = call.tensors[0].spec
-    where = placement(torch.device(call["device"]).type, own.placement.ranks, own.placement.axis_names)
+    where = own.placement.of_type(torch.device(call["device"]).type)
     dtype = call["dtype"] or own.dtype
     shards = {r: torch.empty(own.local_shape(r), dtype=dtype, device=world().device(where.type, r))
               for r in local_ranks_of(where)}
@@ -276,7 +276,7 @@ def _moved_scalar(call: Call, run: Run) -> Any:
     """A scalar goes to the same ranks' devices of another kind: so torch brings the norms of gradients together, where
     some parameters are on the host."""
     own = call.tensors[0].spec
-    where = placement(torch.device(call["device"]).type, own.placement.ranks, own.placement.axis_names)
+    where = own.placement.of_type(torch.device(call["device"]).type)
     moved, = run.redistribute(call.tensors, [replicated(where)], str(call.func))
     return moved if call["dtype"] is None else run(call.func, moved, dtype=call["dtype"])
 

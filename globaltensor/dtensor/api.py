@@ -6,6 +6,8 @@ alone, so that what is broadcast has the same gradient on every rank, which is n
 """
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,13 +19,14 @@ from torch.distributed.tensor import Placement
 
 from globaltensor.dtensor.conversion import placements_of, torch_cut, wrap_part
 from globaltensor.dtensor.device_mesh import DeviceMesh, mesh_or_current
-from globaltensor.errors import ArgumentError, ShapeError, expect
+from globaltensor.errors import ArgumentError, ShapeError, counted, expect
 from globaltensor.layouts.layout import Layout, Shape, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.runtime import lineage
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import convert
+from globaltensor.tensors.factories import empty
 from globaltensor.tensors.full_value import FromFull, plain_gradient
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.redistribution import resolve_layout, to_layout, to_local
@@ -61,14 +64,16 @@ class DTensor(metaclass=_OnAMesh):
         expect(local_tensor, torch.Tensor, "from_local of no tensor", "DTensor.from_local(t, mesh, [Shard(0)])")
         device_mesh = mesh_or_current(device_mesh, "DTensor.from_local")
         dst = _layout_on_mesh(device_mesh, placements, local_tensor.dim())
+        whole = tuple(shape) if shape is not None else tuple(
+            n * dst.num_parts(d) for d, n in enumerate(local_tensor.shape))
+        if local_tensor.is_meta:
+            return _memoryless(dst, whole, local_tensor.dtype)
         if run_check or len(world().local_ranks) > 1:
             if grad_placements is not None:
                 raise ArgumentError("DTensor.from_local(grad_placements=...) of parts that are compared",
                                     "all ranks' parts make one tensor, whose gradient each gets a part of",
                                     "run_check=False, in a process for each rank; or no grad_placements")
             return convert.from_local(local_tensor, device_mesh, dst.sbp)
-        whole = tuple(shape) if shape is not None else tuple(
-            n * dst.num_parts(d) for d, n in enumerate(local_tensor.shape))
         back = None if grad_placements is None else _layout_on_mesh(device_mesh, grad_placements, local_tensor.dim())
         return lineage.begin_lineage(OwnPart.apply(local_tensor, dst, whole, back))
 
@@ -88,11 +93,18 @@ def distribute_tensor(tensor: torch.Tensor, device_mesh: DeviceMesh | None = Non
     if isinstance(tensor, GlobalTensor):
         return tensor.to_global(device_mesh, dst.sbp)
     with torch.no_grad():
-        if src_data_rank is None:
+        if tensor.is_meta:
+            x = _memoryless(dst, tuple(tensor.shape), tensor.dtype)
+        elif src_data_rank is None:
             x = lineage.begin_lineage(FromFull.of(tensor.detach(), dst))
         else:
             x = to_layout(_on_rank(tensor.detach(), device_mesh, src_data_rank), dst)
     return x.requires_grad_(tensor.requires_grad)
+
+
+def _memoryless(dst: Layout, shape: Shape, dtype: torch.dtype) -> GlobalTensor:
+    """On the meta device of the ranks of a mesh: `torch.empty_like(x, device=...)` gives it memory there."""
+    return empty(shape, placement=dst.placement.of_type("meta"), sbp=dst.sbp, dtype=dtype)
 
 
 def _on_rank(t: torch.Tensor, mesh: DeviceMesh, index: int) -> GlobalTensor:
@@ -112,7 +124,9 @@ def distribute_module(module: nn.Module, device_mesh: DeviceMesh | None = None,
                       output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None) -> nn.Module:
     """Let `partition_fn` distribute the parameters of every submodule; those that are plain still are broadcast.
 
-    input_fn, output_fn   what to do with a module's positional arguments, and with what it gives
+    input_fn, output_fn   what to do with a module's positional arguments, and with what it gives; those that do not
+                          take the module, as in torch 2.1, warn
+    Raises ArgumentError for functions of other numbers of arguments.
     """
     expect(module, nn.Module, "distribute_module of no module", "distribute_module(model, mesh)")
     device_mesh = mesh_or_current(device_mesh, "distribute_module")
@@ -126,10 +140,25 @@ def distribute_module(module: nn.Module, device_mesh: DeviceMesh | None = None,
             if b is not None and not isinstance(b, GlobalTensor):
                 owner._buffers[key] = distribute_tensor(b, device_mesh)
     if input_fn is not None:
-        module.register_forward_pre_hook(api_boundary(lambda own, args: input_fn(own, args, device_mesh)))
+        to_inputs = _taking_module(input_fn, "input_fn", "inputs")
+        module.register_forward_pre_hook(api_boundary(lambda own, args: to_inputs(own, args, device_mesh)))
     if output_fn is not None:
-        module.register_forward_hook(api_boundary(lambda own, args, out: output_fn(own, out, device_mesh)))
+        to_outputs = _taking_module(output_fn, "output_fn", "outputs")
+        module.register_forward_hook(api_boundary(lambda own, args, out: to_outputs(own, out, device_mesh)))
     return module
+
+
+def _taking_module(function: Callable[..., Any], name: str, values: str) -> Callable[[nn.Module, Any, DeviceMesh], Any]:
+    """A function of a module, values and a mesh, of one that may not take the module."""
+    taken = len(inspect.signature(function).parameters)
+    if taken == 3:
+        return function
+    wanted = f"def {name}(module, {values}, device_mesh): ..."
+    if taken != 2:
+        raise ArgumentError(f"{name} of {counted(taken, 'argument')}",
+                            f"it is called with a module, its {values} and the mesh", wanted)
+    warnings.warn(f"{name} without the module is deprecated: {wanted}", FutureWarning, stacklevel=4)
+    return lambda _, values, mesh: function(values, mesh)
 
 
 def set_parameter(owner: nn.Module, key: str, value: torch.Tensor) -> None:

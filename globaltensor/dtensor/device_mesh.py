@@ -10,11 +10,13 @@ ranks of what they compute. `x.to_global(placement, sbp)` goes from one to the o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
+from globaltensor.dtensor.conversion import to_mesh
 from globaltensor.errors import ArgumentError, PlacementError, expect
 from globaltensor.layouts.placement import placement
 from globaltensor.runtime.world import world
@@ -47,7 +49,10 @@ class DeviceMesh(placement):
         return super().__repr__().replace("placement(", "DeviceMesh(", 1).replace("axis_names", "mesh_dim_names")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(DeviceMesh, mesh_dim_names=self.axis_names), (self.type, self.ranks)
+        return _rebuild_mesh, (self.type, self.ranks, self.axis_names)
+
+    def of_type(self, type: str) -> DeviceMesh:
+        return self if type == self.type else _rebuild_mesh(type, self.ranks, self.axis_names)
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         name = DeviceMesh.__name__
@@ -76,6 +81,23 @@ class DeviceMesh(placement):
                                  f"mesh.get_local_rank({(self.axis_names or (0,))[0]!r})")
         return index[self._dim(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0]
 
+    def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
+        """torch's process group of the ranks along one dim, this process's among them: for torch's own collectives on
+        plain tensors. The first of a mesh makes the groups of all its dims, for which every process of the world calls
+        it. Raises GlobalTensorError in a process that drives several ranks.
+        """
+        return self._of_torch().get_group(mesh_dim)
+
+    def get_all_groups(self) -> list[ProcessGroup]:
+        """`get_group` along each dim."""
+        return self._of_torch().get_all_groups()
+
+    @api_boundary
+    def _of_torch(self) -> TorchMesh:
+        if self.root is self:
+            return to_mesh(self)
+        return to_mesh(self.root)[self.names]
+
     @api_boundary
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """The sub-mesh along these dims that this process's rank is on; along all of them, the mesh itself.
@@ -103,6 +125,11 @@ class DeviceMesh(placement):
         return names.index(name)
 
 
+def _rebuild_mesh(device_type: str, ranks: Any, names: Sequence[str] | None) -> DeviceMesh:
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+
+
+torch.serialization.add_safe_globals([_rebuild_mesh])            # `torch.load` of a tensor on a mesh
 _current: list[DeviceMesh] = []                      # of the `with` blocks that the program is in
 
 

@@ -103,6 +103,10 @@ class placement:
         """rank -> its index on each axis."""
         return dict(zip(self.flat, product(*map(range, self.shape))))
 
+    def of_type(self, type: str) -> placement:
+        """The same ranks, on devices of another type; of a subclass, of that."""
+        return self if type == self.type else placement(type, self.ranks, self.axis_names)
+
     @staticmethod
     @api_boundary
     def all(type: str) -> placement:

@@ -94,8 +94,7 @@ def check_module(module: Any, placement: Any, name: str) -> None:
 def _place(placement: Placement, sbp: Any, tensor: torch.Tensor) -> GlobalTensor:
     """A tensor that every process holds whole, or a global one, in this layout; one on the meta device stays there."""
     if tensor.is_meta:
-        return empty(tensor.shape, placement=Placement("meta", placement.ranks, placement.axis_names), sbp=sbp,
-                     dtype=tensor.dtype)
+        return empty(tensor.shape, placement=placement.of_type("meta"), sbp=sbp, dtype=tensor.dtype)
     if isinstance(tensor, GlobalTensor):
         return tensor.to_global(placement, sbp)
     return from_full(tensor, placement, sbp)

@@ -174,7 +174,7 @@ class StateElsewhere:
 def on_host(t: Any, folder: str | None, files: list[mmap.mmap]) -> GlobalTensor:
     """A copy of a tensor in the host's memory (None), or in files of a folder, which are added to `files`."""
     shards = {rank: _copy_on_host(shard, folder, files) for rank, shard in t.shards.items()}
-    return GlobalTensor.wrap(_spec_on(t, _on_host(t.placement)), shards)
+    return GlobalTensor.wrap(_spec_on(t, t.placement.of_type("cpu")), shards)
 
 
 def _copy_on_host(shard: Tensor, folder: str | None, files: list[mmap.mmap]) -> Tensor:
@@ -197,10 +197,6 @@ def _advise(pages: mmap.mmap, how: str) -> None:
     """Tell the system, where it takes advice: Windows does not."""
     if hasattr(mmap, how):
         pages.madvise(getattr(mmap, how))
-
-
-def _on_host(where: placement) -> placement:
-    return where if where.type == "cpu" else placement("cpu", where.ranks, where.axis_names)
 
 
 def _spec_on(t: GlobalTensor, where: placement) -> Spec:

@@ -39,7 +39,7 @@ def record_of_dry_run(model: nn.Module, example_inputs: Any, loss: Callable[[Any
     """
     reduce_pending()                                 # of the program, or the record would show it
     with hypothetical_placements(), torch.enable_grad(), kernels_of("cpu"):
-        on_meta = placement("meta", where.ranks, where.axis_names)
+        on_meta = where.of_type("meta")
         stand_ins: dict[int, Any] = {id(p): nn.Parameter(_on_meta_device(p), p.requires_grad)
                                      for p in model.parameters()}
         stand_ins |= {id(b): _on_meta_device(b) for b in model.buffers()}

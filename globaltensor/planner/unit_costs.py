@@ -51,7 +51,7 @@ def run_costs(model: nn.Module, units: Sequence[Unit], inputs: Any, loss: Callab
     Raises CaptureError with the line where the step cannot go on without values.
     """
     with hypothetical_placements(), torch.enable_grad(), kernels_of("cpu"):
-        on = placement("meta", mesh.ranks, mesh.axis_names)
+        on = mesh.of_type("meta")
         stand_ins: dict[int, Any] = {id(p): nn.Parameter(_without_values_of(p), p.requires_grad)
                                      for p in model.parameters()}
         stand_ins |= {id(b): _without_values_of(b) for b in model.buffers()}

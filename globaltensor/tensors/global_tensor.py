@@ -341,28 +341,26 @@ class GlobalTensor(TensorMethods):
         if not world().single_process:
             raise GlobalTensorError("pickling a global tensor in one of several processes",
                                     "each process holds only its own shards", "gt.save, or x.full_tensor()")
-        where, own = self.placement, self.spec       # as plain values, which `torch.load(weights_only=True)` reads
+        own = self.spec                              # as plain values, which `torch.load(weights_only=True)` reads
         shards = {rank: shard.resolve_conj().resolve_neg() for rank, shard in self.shards.items()}
-        return _rebuild, (where.type, where.ranks, where.axis_names, [str(s) for s in self.sbp], shards,
-                          own.shape, own.stride, own.dtype, self.requires_grad,
-                          isinstance(self, torch.nn.Parameter), copying.user_attributes(self))
+        return _rebuild, (self.placement, [str(s) for s in self.sbp], shards, own.shape, own.stride, own.dtype,
+                          self.requires_grad, isinstance(self, torch.nn.Parameter), copying.user_attributes(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
         return copying.deep_copy(self, memo)
 
 
-def _rebuild(device_type: str, ranks: Any, axis_names: Any, sbps: list[str], shards: Shards, shape: Shape,
-             stride: Shape, dtype: torch.dtype, requires_grad: bool, is_parameter: bool, attributes: dict[str, Any]
-             ) -> Any:
+def _rebuild(where: placement, sbps: list[str], shards: Shards, shape: Shape, stride: Shape, dtype: torch.dtype,
+             requires_grad: bool, is_parameter: bool, attributes: dict[str, Any]) -> Any:
     """A tensor that was pickled, of shards that this process has."""
-    dst = resolve_layout(placement(device_type, ranks, axis_names), sbps, len(shape))
+    dst = resolve_layout(where, sbps, len(shape))
     x: Any = GlobalTensor.wrap(spec(dst, tuple(shape), tuple(stride), dtype), shards)
     x = torch.nn.Parameter(x, requires_grad) if is_parameter else x.requires_grad_(requires_grad)
     x.__dict__.update(attributes)
     return x
 
 
-torch.serialization.add_safe_globals([_rebuild])     # it runs nothing that the file says
+torch.serialization.add_safe_globals([_rebuild, placement])     # it runs nothing that the file says
 
 
 def _at_our_key(func: OpOverload) -> None:

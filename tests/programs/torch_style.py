@@ -236,7 +236,18 @@ def uneven(T):
     return [[out.detach(), *[whole(p.grad) for p in model.parameters()]]]
 
 
-PROGRAMS = [tensor_parallel, sequence_parallel, llama, parts, uneven, sharded]
+def groups(T):
+    """torch's own collectives among the ranks of a dim, of a mesh and of a part of it."""
+    mesh = T.init_device_mesh("cpu", (1, N), mesh_dim_names=("dp", "tp"))
+    seen = []
+    for group in (mesh.get_group("tp"), mesh["tp"].get_group(), mesh.get_all_groups()[0], mesh["dp"].get_group(0)):
+        x = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(x, group=group)
+        seen.append(x)
+    return [seen]
+
+
+PROGRAMS = [tensor_parallel, sequence_parallel, llama, parts, uneven, sharded, groups]
 for program in PROGRAMS:
     if len(sys.argv) > 1 and program.__name__ not in sys.argv[1:]:
         continue
