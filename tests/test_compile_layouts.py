@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import globaltensor as gt
+from globaltensor import dtensor
 from globaltensor.dtensor import (
     ColwiseParallel,
     Replicate,
@@ -33,6 +34,7 @@ SEED = 47
 pytestmark = pytest.mark.usefixtures("seeded_compiler")
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
 TP = gt.placement("cpu", [0, 1], ("tp",))
+MESH = init_device_mesh("cpu", (2,))
 OTHERS = gt.placement("cpu", [3, 2], ("tp",))
 LONG = pytest.mark.long
 
@@ -70,6 +72,15 @@ def rows_by_number(x):
     return x.index_add(0, ends[0], picked) + x.index_put((ends[1],), picked, accumulate=True), x.sbp
 
 
+def names_of_torch(x):
+    """What programs in torch's style make and move inside."""
+    made = dtensor.distribute_tensor(torch.ones(4, 4), MESH, [Shard(0)])
+    made = made.redistribute(placements=[Shard(1)]) + dtensor.distribute_tensor(torch.ones(4), MESH, [Replicate()])
+    made = made * dtensor.full((4, 4), 2.0, device_mesh=made.device_mesh, placements=made.placements)
+    made = made + dtensor.ones(4, 4, device_mesh=MESH, placements=[Shard(0)]).redistribute(MESH, [Replicate()])
+    return made.to_global(TP, S(0)) * x, x.sbp
+
+
 FIRST_THING = """
 import torch
 import globaltensor as gt
@@ -89,7 +100,7 @@ def test_a_factory_is_the_first_global_thing_that_a_program_touches():
     assert good([PYTHON, "-c", FIRST_THING], environment(GLOBALTENSOR_RANKS="2")).strip() == "[3.0, 3.0]"
 
 
-@pytest.mark.parametrize("program", [boxings, factories, random_factories, rows_by_number])
+@pytest.mark.parametrize("program", [boxings, factories, random_factories, rows_by_number, names_of_torch])
 def test_layouts_are_read_and_made_in_one_graph(program, recwarn):
     f = torch.compile(program, backend="aot_eager", fullgraph=True)
     x, y = (gt.from_full(torch.arange(16.0).reshape(4, 4), TP, S(0)).requires_grad_() for _ in range(2))

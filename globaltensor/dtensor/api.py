@@ -27,6 +27,7 @@ from globaltensor.runtime import lineage
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import convert
 from globaltensor.tensors.factories import empty
+from globaltensor.tensors.flatten import called_in_graphs
 from globaltensor.tensors.full_value import FromFull, plain_gradient
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.redistribution import resolve_layout, to_layout, to_local
@@ -49,7 +50,7 @@ class DTensor(metaclass=_OnAMesh):
     """A global tensor on a `DeviceMesh`. Made by `distribute_tensor` and `DTensor.from_local`."""
 
     @staticmethod
-    @api_boundary
+    @called_in_graphs
     def from_local(local_tensor: torch.Tensor, device_mesh: DeviceMesh | None = None,
                    placements: Placements | None = None, *, run_check: bool = False, shape: Shape | None = None,
                    stride: Any = None, grad_placements: Placements | None = None) -> GlobalTensor:
@@ -78,7 +79,7 @@ class DTensor(metaclass=_OnAMesh):
         return lineage.begin_lineage(OwnPart.apply(local_tensor, dst, whole, back))
 
 
-@api_boundary
+@called_in_graphs
 def distribute_tensor(tensor: torch.Tensor, device_mesh: DeviceMesh | None = None,
                       placements: Placements | None = None, *, src_data_rank: int | None = 0) -> GlobalTensor:
     """A tensor of which every rank has one of that shape becomes one on the mesh. A leaf.
@@ -203,7 +204,8 @@ def local_map(func: Callable[..., Any] | None = None, out_placements: Any = None
                         raise ArgumentError(f"local_map: argument {i} lies {x.sbp}", f"in_placements say {dst.sbp}",
                                             "redistribute_inputs=True, or x.redistribute(placements=...)")
                     x = to_layout(x, dst)
-                x = local_part(x, in_grad_placements[i] if in_grad_placements is not None else None)
+                back = in_grad_placements[i] if in_grad_placements is not None else None
+                x = x.to_local(grad_placements=back)  # type: ignore[call-arg]  # learnt below
             parts.append(x)
         out = func(*parts, **kwargs)
         several = isinstance(out, tuple)

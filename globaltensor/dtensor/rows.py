@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from globaltensor.dtensor.api import DTensor, local_part, on_mesh
+from globaltensor.dtensor.api import DTensor, on_mesh
 from globaltensor.dtensor.device_mesh import DeviceMesh
 from globaltensor.runtime.world import world
 from globaltensor.tensors.convert import from_full
@@ -36,7 +36,7 @@ def rows_of(x: Any) -> Any:
     gradients of all ranks' parts are averaged."""
     if not on_mesh(x) or len(world().local_ranks) > 1:
         return x
-    part = local_part(x)
+    part = x.to_local()
     _scale_gradient(part, 1 / prod(n for n, s in zip(x.placement.shape, x.sbp) if s.is_split))
     return part
 

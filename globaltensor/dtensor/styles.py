@@ -23,7 +23,6 @@ from globaltensor.dtensor.api import (
     DTensor,
     distribute_module,
     distribute_tensor,
-    local_part,
     on_mesh,
     set_parameter,
 )
@@ -261,7 +260,7 @@ def _brought_to(x: Any, how: Placement) -> Any:
 
 
 def _given(x: Any, as_part: bool) -> Any:
-    return local_part(x) if as_part and on_mesh(x) and len(world().local_ranks) == 1 else x
+    return x.to_local() if as_part and on_mesh(x) and len(world().local_ranks) == 1 else x
 
 
 def _as_tuple(layouts: Layouts) -> tuple[Placement | None, ...]:

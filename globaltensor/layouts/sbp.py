@@ -96,6 +96,8 @@ def read_sbp(value: Any) -> Sbp | None:
 
 def _from_torch(value: Any) -> Sbp | None:
     """Told by its class's name: importing torch.distributed.tensor only to ask takes longer than `import torch`."""
+    if isinstance(value, (Sequence, Mapping)):       # of which torch.compile could not tell the module
+        return None
     kind = type(value)
     if not kind.__module__.startswith("torch.distributed.tensor"):
         return None

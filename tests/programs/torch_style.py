@@ -236,6 +236,18 @@ def uneven(T):
     return [[out.detach(), *[whole(p.grad) for p in model.parameters()]]]
 
 
+def compiled(T):
+    """Parts become a tensor and parts again in one graph."""
+    mesh = T.init_device_mesh("cpu", (N,))
+    model = T.parallelize_module(ToyModel(), mesh, {
+        "net1": T.ColwiseParallel(input_layouts=T.Shard(0)), "net2": T.RowwiseParallel(output_layouts=T.Shard(0))})
+    step = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(dist.get_rank())
+    out = step(torch.rand(8, 10))
+    out.pow(2).sum().backward()
+    return [[out.detach(), *[whole(p.grad) for p in model.parameters()]]]
+
+
 def groups(T):
     """torch's own collectives among the ranks of a dim, of a mesh and of a part of it."""
     mesh = T.init_device_mesh("cpu", (1, N), mesh_dim_names=("dp", "tp"))
@@ -247,7 +259,7 @@ def groups(T):
     return [seen]
 
 
-PROGRAMS = [tensor_parallel, sequence_parallel, llama, parts, uneven, sharded, groups]
+PROGRAMS = [tensor_parallel, sequence_parallel, llama, parts, uneven, sharded, compiled, groups]
 for program in PROGRAMS:
     if len(sys.argv) > 1 and program.__name__ not in sys.argv[1:]:
         continue
