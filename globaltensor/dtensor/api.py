@@ -141,15 +141,15 @@ def distribute_module(module: nn.Module, device_mesh: DeviceMesh | None = None,
             if b is not None and not isinstance(b, GlobalTensor):
                 owner._buffers[key] = distribute_tensor(b, device_mesh)
     if input_fn is not None:
-        to_inputs = _taking_module(input_fn, "input_fn", "inputs")
+        to_inputs = _with_module(input_fn, "input_fn", "inputs")
         module.register_forward_pre_hook(api_boundary(lambda own, args: to_inputs(own, args, device_mesh)))
     if output_fn is not None:
-        to_outputs = _taking_module(output_fn, "output_fn", "outputs")
+        to_outputs = _with_module(output_fn, "output_fn", "outputs")
         module.register_forward_hook(api_boundary(lambda own, args, out: to_outputs(own, out, device_mesh)))
     return module
 
 
-def _taking_module(function: Callable[..., Any], name: str, values: str) -> Callable[[nn.Module, Any, DeviceMesh], Any]:
+def _with_module(function: Callable[..., Any], name: str, values: str) -> Callable[[nn.Module, Any, DeviceMesh], Any]:
     """A function of a module, values and a mesh, of one that may not take the module."""
     taken = len(inspect.signature(function).parameters)
     if taken == 3:

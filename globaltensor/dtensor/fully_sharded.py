@@ -11,6 +11,7 @@ over the whole batch that a model itself returns, is taken as it is.
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,13 +24,14 @@ from globaltensor.dtensor.api import distribute_tensor, on_mesh
 from globaltensor.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from globaltensor.dtensor.rows import batch_of, rows_of
 from globaltensor.errors import ArgumentError, expect
-from globaltensor.parallel.zero3 import ShardedLayers
+from globaltensor.parallel.zero3 import ShardedLayer, ShardedLayers, unshard
 from globaltensor.runtime.world import world_size
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.parameter_swap import convert
 from globaltensor.tracebacks import api_boundary
 
 _running: list[nn.Module] = []                       # the outermost module that is at work, if one is
+_doors: weakref.WeakSet[nn.Module] = weakref.WeakSet()           # the modules that were sharded
 
 
 @api_boundary
@@ -88,11 +90,16 @@ def _sharded(t: torch.Tensor, mesh: DeviceMesh, chosen: Shard | None) -> GlobalT
 
 
 class _Door:
-    """What goes into the outermost module, and what comes out."""
+    """What goes into the outermost module, and what comes out.
+
+    Inside, weights are whole, so that ops are done where rows lie, and what comes out are each rank's own rows.
+    """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
         self.module, self.mesh = module, mesh
         self.layers: ShardedLayers | None = None
+        self.others: ShardedLayer                    # the parameters that are in no layer: they stay gathered
+        _doors.add(module)
         module.register_forward_pre_hook(api_boundary(self._enter), prepend=True, with_kwargs=True)
         module.register_forward_hook(api_boundary(self._leave), always_call=True)
 
@@ -100,7 +107,11 @@ class _Door:
         if _running:
             return args, named
         if self.layers is None:
-            self.layers = ShardedLayers(module, self.mesh.names[-1])
+            axis = self.mesh.names[-1]
+            self.layers = ShardedLayers(module, axis, [m for m in module.modules() if m in _doors and m is not module])
+            self.others = ShardedLayer(module, axis, {id(p) for one in self.layers.layers for _, _, p in one.slots})
+        unshard([self.others])
+        self.others.swap_in_unsharded(0)
         _running.append(module)
         return tuple(self._whole(x) for x in args), {key: self._whole(x) for key, x in named.items()}
 
@@ -108,6 +119,8 @@ class _Door:
         if not _running or _running[0] is not module:
             return out
         _running.clear()
+        self.others.swap_out_unsharded()
+        self.others.unsharded = None                 # freed with what autograd has saved of it
         if isinstance(out, (tuple, list)):
             return type(out)(rows_of(x) for x in out)
         if isinstance(out, dict):

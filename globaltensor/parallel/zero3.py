@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,14 +36,18 @@ from globaltensor.tensors.redistribution import to_layout
 
 
 class ShardedLayers:
-    """The layers of a model whose parameters are split along an axis. Made after the parameters; hooks do the rest."""
+    """The layers of a model whose parameters are split along an axis. Made after the parameters; hooks do the rest.
 
-    def __init__(self, model: nn.Module, axis: str) -> None:
+    modules   the layers, in the order in which they usually run; default: the items of the model's lists
+    """
+
+    def __init__(self, model: nn.Module, axis: str, modules: Sequence[nn.Module] = ()) -> None:
         lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-        layers = [ShardedLayer(item, axis) for items in lists for item in items]
+        layers = [ShardedLayer(m, axis) for m in modules or [item for items in lists for item in items]]
         inner = {id(m) for layer in layers for m in layer.module.modules() if m is not layer.module}
         self.layers = [layer for layer in layers if layer.slots and id(layer.module) not in inner]
         self.forward_pass = self.last = 0            # its number, and the layer that ran last
+        self.ending = False                          # will the end of this backward pass be noticed?
         for i, layer in enumerate(self.layers):
             layer.module.register_forward_pre_hook(lambda module, args, i=i: self._before_forward(i))
             layer.module.register_forward_hook(lambda module, args, out, i=i: self._after_forward(i, out),
@@ -66,6 +70,7 @@ class ShardedLayers:
         end_graph("ZeRO 3 gathers a layer's parameters before it runs and frees them behind it, which is no op of a "
                   "graph: compile without fullgraph=True, each layer by itself, or take gt.zero(..., stage=2)")
         self.forward_pass, self.last = self.forward_pass + (i <= self.last), i
+        self.ending = False                          # a backward pass that raised has not come to its end
         unshard(self.layers[i:i + 2])
         self.layers[i].swap_in_unsharded(self.forward_pass)
 
@@ -80,8 +85,14 @@ class ShardedLayers:
         if i + 1 < len(self.layers):
             self.layers[i + 1].finish_backward(forward_pass)
         unshard(self.layers[max(i - 1, 0):i + 1][::-1])
-        if i == 0:                                   # no layer is left whose backward would finish this one's
-            call_after_backward(lambda: self.layers[0].finish_backward(forward_pass))
+        if not self.ending:                          # layers may run in any order: those that no other one finishes
+            self.ending = True
+            call_after_backward(lambda: self._end_backward(forward_pass))
+
+    def _end_backward(self, forward_pass: int) -> None:
+        self.ending = False
+        for layer in self.layers:
+            layer.finish_backward(forward_pass)
 
 
 class SavedStorages(list[dict[int, Tensor]]):
@@ -96,15 +107,17 @@ class SavedStorages(list[dict[int, Tensor]]):
 
 
 class ShardedLayer:
-    """One layer: where its split parameters stand, and what is gathered of them now."""
+    """One layer: where its split parameters stand, but for those without, and what is gathered of them now."""
 
-    def __init__(self, module: nn.Module, axis: str) -> None:
+    def __init__(self, module: nn.Module, axis: str, without: Collection[int] = ()) -> None:
         self.module = module
         self.slots: list[tuple[nn.Module, str, GlobalTensor]] = []
         self.layouts: list[Layout] = []              # of the parameters, unsharded
         for owner in module.modules():
             parameters: Mapping[str, Tensor | None] = owner._parameters
             for key, p in parameters.items():
+                if id(p) in without:
+                    continue
                 if isinstance(p, GlobalTensor) and (unsharded := _unsharded_layout(p, axis)) is not None:
                     self.slots.append((owner, key, p))
                     self.layouts.append(unsharded)

@@ -218,6 +218,43 @@ def sharded(T):
     return trained(model, optimizer, losses())
 
 
+class NoLists(nn.Module):
+    """Layers that run twice and in another order than they are written, a frozen one, and a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.first, self.frozen = nn.Linear(6, 5), nn.Linear(4, 6), nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+        self.scale = nn.Parameter(torch.rand(6))
+
+    def forward(self, x):
+        x = self.first(x) * self.scale
+        for _ in range(2):
+            x = x + self.frozen(F.relu(x))
+        with torch.no_grad():
+            x += F.relu(self.frozen(x))
+        return self.last(x), x.transpose(0, 1).clone()
+
+
+def sharded_modules(T):
+    """FSDP2 of modules that are in no list: what comes out are each rank's rows, whatever dim they are."""
+    mesh = T.init_device_mesh("cpu", (N,), mesh_dim_names=("dp",))
+    model = NoLists()
+    for layer in (model.last, model.first, model.frozen, model):
+        T.fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shapes = []
+
+    def losses():
+        for i in range(3):
+            torch.manual_seed(10 * i + dist.get_rank())
+            out, columns = model(torch.rand(3, 4))
+            shapes.append([*out.shape, *columns.shape])
+            yield out.pow(2).sum() + columns.sum()
+
+    return *trained(model, optimizer, losses()), shapes
+
+
 def uneven(T):
     """Whole values where parts are cut differently, and a module's own functions."""
     mesh = T.init_device_mesh("cpu", (N,))
@@ -259,7 +296,7 @@ def groups(T):
     return [seen]
 
 
-PROGRAMS = [tensor_parallel, sequence_parallel, llama, parts, uneven, sharded, compiled, groups]
+PROGRAMS = [tensor_parallel, sequence_parallel, llama, parts, uneven, sharded, sharded_modules, compiled, groups]
 for program in PROGRAMS:
     if len(sys.argv) > 1 and program.__name__ not in sys.argv[1:]:
         continue
