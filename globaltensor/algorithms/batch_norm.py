@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from globaltensor.algorithms.decompositions import cast, is_split_or_partial
+from globaltensor.algorithms.decompositions import cast, is_split_or_partial, sbps_of_several
 from globaltensor.algorithms.run import Run
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Shards, layout, replicated, spec
@@ -41,7 +41,7 @@ def trained(call: Call) -> bool:
     """Is it the gradient of statistics over dims that are split, or over pending sums?"""
     return bool(call["train"]) and any(s.is_partial or s.is_split and s.dim != 1
                                        for name in ("input", "grad_out") if is_global(call[name])
-                                       for s in call[name].spec.sbp)
+                                       for s in sbps_of_several(call[name].spec.layout))
 
 
 def _reduced_alike(call: Call, run: Run, names: list[str]) -> list[GlobalLike]:

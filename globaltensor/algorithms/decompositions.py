@@ -14,9 +14,9 @@ from torch import Tensor
 
 from globaltensor.algorithms.run import Run, traceable
 from globaltensor.layouts.global_like import GlobalLike, is_global, spec_of
-from globaltensor.layouts.layout import layout, spec
+from globaltensor.layouts.layout import Layout, layout, spec
 from globaltensor.layouts.placement import placement
-from globaltensor.layouts.sbp import partial_max
+from globaltensor.layouts.sbp import Sbp, partial_max
 from globaltensor.layouts.symbols import has_symbols
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import MEAN, SUM, dims_of, option
@@ -33,8 +33,14 @@ def reduces_split(call: Call) -> bool:
 
 
 def is_split_or_partial(call: Call) -> bool:
-    """Is any operand anything but broadcast?"""
-    return any(not s.is_broadcast for t in call.tensors if is_global(t) for s in t.spec.sbp)
+    """Is any operand anything but broadcast, along an axis of several ranks? (Along one of a single rank every sbp is
+    the same, and the op runs as it is.)"""
+    return any(not s.is_broadcast for t in call.tensors if is_global(t) for s in sbps_of_several(t.spec.layout))
+
+
+def sbps_of_several(of: Layout) -> list[Sbp]:
+    """The sbps along axes of more than one rank."""
+    return [s for s, n in zip(of.sbp, of.placement.shape) if n > 1]
 
 
 def reduced_numel(call: Call) -> int:
