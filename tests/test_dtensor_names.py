@@ -28,7 +28,6 @@ ARGUMENTS = {
     "DTensor": "made by functions, as in torch",
     "DeviceMesh": "backend_override and private ones",
     "init_device_mesh": "backend_override",
-    "DTensor.full_tensor": "grad_placements: x.redistribute(placements=...).to_local(grad_placements=...)",
     "fully_shard": "policies are None by default, which is what torch's defaults ask for",
 }
 

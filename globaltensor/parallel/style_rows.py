@@ -21,7 +21,9 @@ from globaltensor.parallel.grids import PlanRow
 
 _COLUMNS = {"colwise", "colwise_rep", "colwise_gather_output"}
 _ROWS = {"rowwise", "rowwise_rep", "rowwise_split_input"}
-_WHOLE = {"replicate", "replicated_with_grad_allreduce", "all_reduce", "moe_identity_expert", "local_params"}
+_WHOLE = {"replicate", "replicated_with_grad_allreduce", "all_reduce", "moe_identity_expert", "local_params",
+          "moe_tp_experts", "mla_kv_a_proj"}        # whose parameters have rows of their own, or are on every rank
+_OF_MATRICES = {"packed_colwise": -2, "rowwise": -1}     # the dim of a parameter [..., outputs, inputs] that is split
 
 
 def rows_of_styles(module: nn.Module, styles: Mapping[str, Any] | None, axis: str
@@ -37,7 +39,9 @@ def rows_of_styles(module: nn.Module, styles: Mapping[str, Any] | None, axis: st
         raise _no_module(next(iter(styles)), names)
     for pattern, style in styles.items():
         fitting = [layer for name, layer in module.named_modules() if fnmatch.fnmatchcase(name, pattern)]
-        if isinstance(style, str):
+        if isinstance(style, str) and style in _OF_MATRICES and not fitting:
+            yield from _of_matrices(pattern, style, module, axis)
+        elif isinstance(style, str):
             yield from _of_word(pattern, style, fitting, axis)
         elif not fitting:
             raise _no_module(pattern, names)
@@ -62,6 +66,15 @@ def _of_word(pattern: str, word: str, fitting: list[nn.Module], axis: str) -> It
         yield f"{pattern} ->", {axis: split(1)}, ""
     elif word not in _WHOLE | _COLUMNS | _ROWS and not word.startswith("embedding_"):
         yield pattern, {}, f"{word}, for which there is no row"
+
+
+def _of_matrices(pattern: str, word: str, module: nn.Module, axis: str) -> Iterator[tuple[str, PlanRow, str]]:
+    """A word of transformers for a parameter: the matrices of all experts in one. Where gate and up are packed in one,
+    ranks hold other columns than there: the code takes them apart, and the halves move."""
+    for name, p in module.named_parameters():
+        if fnmatch.fnmatchcase(name, pattern):
+            yield pattern, {axis: split(p.dim() + _OF_MATRICES[word])}, ""
+            return
 
 
 def _of_parameters(pattern: str, layer: nn.Module, kind: str, axis: str) -> Iterator[tuple[str, PlanRow, str]]:

@@ -189,9 +189,11 @@ def parts(T):
         whole(T.DTensor.from_local(part, mesh, how).pow(2)).sum().backward()
         seen.append(part.grad.clone())
         part.grad = None
-    y = x.redistribute(placements=[T.Replicate()]).to_local(grad_placements=[T.Partial()])
-    (y * (1 + dist.get_rank())).sum().backward()
-    seen.append(whole(x.grad).clone())
+    for y in (x.redistribute(placements=[T.Replicate()]).to_local(grad_placements=[T.Partial()]),
+              x.full_tensor(grad_placements=[T.Partial()])):
+        x.grad = None
+        (y * (1 + dist.get_rank())).sum().backward()
+        seen.append(whole(x.grad).clone())
     weight = T.distribute_tensor(torch.ones(3, 4), mesh, [T.Replicate()])
     product = T.local_map(torch.mm, out_placements=[T.Shard(0)], in_placements=([T.Shard(0)], [T.Replicate()]),
                           device_mesh=mesh)(x, weight)
