@@ -313,3 +313,15 @@ def test_two_processes_that_share_a_cache(tmp_path):
     more = environment(TORCHINDUCTOR_CACHE_DIR=os.fspath(tmp_path))
     for _ in range(2):                               # cold, then warm
         assert good([*RUN, "-n", "2", PROGRAMS / "compiled.py"], more, timeout=900).count("equal") == 2
+
+
+@pytest.mark.parametrize("name, f", {
+    "product": lambda x, s: x * s, "power": lambda x, s: (x ** s).sum(), "clamp": lambda x, s: x.clamp(-s, s),
+    "alpha": lambda x, s: torch.add(x, x, alpha=s), "full": lambda x, s: torch.full_like(x, s)}.items())
+def test_a_float_that_changes_from_call_to_call(name, f):
+    """torch has a symbol for it from the second value on."""
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    t = torch.arange(1.0, 5.0)
+    x = gt.from_full(t, gt.placement("cpu", [0, 1], ("dp",)), gt.sbp.split(0))
+    for s in (0.5, 0.7, 0.9):
+        torch.testing.assert_close(compiled(x, s).full_tensor(), f(t, s))

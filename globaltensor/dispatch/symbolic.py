@@ -46,8 +46,9 @@ _DECOMPOSITIONS = {decompositions.mean, decompositions.nll_mean, decompositions.
 
 
 def settled(func: OpOverload, args: Any, kwargs: Any) -> Any:
-    """The call with tensors that have numbers for the sizes that torch knows by now. (A tensor cannot change its own
-    sizes, so one of the same shards takes its place; not where it is written to or viewed.)"""
+    """The call with numbers for floats, as decisions are made for numbers, and with tensors that have numbers for the
+    sizes that torch knows by now. (A tensor cannot change its own sizes, so one of the same shards takes its place; not
+    where it is written to or viewed.)"""
     stays = func.is_view or func._schema.is_mutable
 
     def one(x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +63,7 @@ def settled(func: OpOverload, args: Any, kwargs: Any) -> Any:
         same.made_after = x.made_after
         return same
 
-    return tree_map_only(torch.Tensor, one, (args, kwargs))
+    return tree_map_only(torch.SymFloat, float, tree_map_only(torch.Tensor, one, (args, kwargs)))
 
 
 def concerned(args: Any, kwargs: Any) -> bool:

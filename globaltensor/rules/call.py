@@ -32,10 +32,14 @@ def arguments(func: OpOverload) -> tuple[Argument, ...]:
         kind = str(a.type)                           # as Tensor, Optional[Tensor], List[Optional[Tensor]]
         is_tensor = kind in ("Tensor", "Optional[Tensor]")
         is_list = kind.startswith(("List[", "Optional[List[")) and "Tensor" in kind
+        is_marked = a.alias_info is not None and (func._schema.name, a.name) not in _ONLY_READ
         schema.append(Argument(a.name, a.default_value if a.has_default_value() else None, a.kwarg_only, is_tensor,
-                               is_list, a.alias_info is not None and a.alias_info.is_write,
-                               a.alias_info is not None))
+                               is_list, is_marked and a.alias_info.is_write, is_marked))
     return tuple(schema)
+
+
+# What schemas mark as written, and kernels only read: the optimizer has counted the step before.
+_ONLY_READ = {("aten::_fused_adagrad_", "state_steps")}
 
 
 def written(call: Call) -> list[Any]:
