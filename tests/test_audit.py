@@ -119,3 +119,4 @@ def test_the_variable_audits_optimizers_by_themselves():
     assert code == 1, err
     assert "optimizer.param_groups[0]['lr']: rank 1 beside rank 0: 0.1 on rank 0, 0.2 on rank 1" in err, err
     assert "step 4" not in err
+    assert "globaltensor/debug" not in err, err      # but for the line where it is

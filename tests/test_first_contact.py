@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import select
 import shutil
 import socket
 import subprocess
@@ -262,6 +263,38 @@ def test_an_empty_folder_becomes_a_project(tmp_path, capsys, monkeypatch):
     assert said(capsys, "new", ".")[0] == 2
 
 
+# ------------------------------------------------------------------------------------------------------------ JSON
+
+# What each command prints with --json; or why it has none: its output is a program's, or a file for another program.
+SIZES = "--model gpt --layers 2 --hidden 64 --heads 2 --seq 64 --vocab 256"
+PRINTED = {
+    "new": "new {tmp}/project --json", "ps": "ps --json", "stacks": "stacks --json", "info": "info --json",
+    "doctor": "doctor --json", "bench": "bench --list --json", "memory": "memory --params 7B --json",
+    "simulate": "simulate --schedule 1f1b --stages 2 --micro-batches 2 --times 1,1,1,0 --json",
+    "plan": f"plan {SIZES} --devices 2 --global-batch 4 --json", "play": "play --export {tmp}/pages --json",
+    "report": "report {tmp}/run.json --json", "calibrate": "calibrate {tmp}/rows.csv --json"}
+OF_OTHERS = {"run": "the program's own", "recipe": "a script or manifest", "completion": "a script for a shell"}
+
+
+def test_every_command_has_json_or_prints_what_another_program_reads():
+    assert sorted([*PRINTED, *OF_OTHERS]) == sorted(COMMANDS)
+    words = words_by_command()
+    for name in COMMANDS:
+        assert ("--json" in {word.text for word in words[name][1]}) == (name in PRINTED), name
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_command_prints_json_and_nothing_else(name, tmp_path, capsys):
+    import globaltensor as gt
+    if name == "report":
+        with gt.record(file=str(tmp_path / "run.json")):
+            gt.ones(2, placement=gt.placement("cpu", [0, 1]), sbp="S(0)").sum().item()
+    rows = (ROOT / "tests" / "data" / "measured_plans.csv").read_text().splitlines()
+    (tmp_path / "rows.csv").write_text("\n".join(rows[:20]))
+    code, out, err = said(capsys, *PRINTED[name].format(tmp=tmp_path).split())
+    assert isinstance(json.loads(out), dict | list) and err == "" and code in ((0, 1) if name == "doctor" else (0,))
+
+
 # ------------------------------------------------------------------------------------------------------ completion
 
 
@@ -293,6 +326,56 @@ def completed(line: str) -> set[str]:
 def test_bash_completes(line, offered):
     found = completed(line)
     assert found == offered if offered is not None else {"k8s", "ray", "slurm", "--nodes"} <= found
+
+
+LINES = [("globaltensor plan --glo", "--global-batch"), ("globaltensor plan --schedule interl", "interleaved"),
+         ("globaltensor simu", "simulate"), ("globaltensor completion f", "fish")]
+
+
+def completions(tmp_path: Path, capsys: pytest.CaptureFixture[str], shell: str) -> Path:
+    script = tmp_path / "script"
+    script.write_text(said(capsys, "completion", shell)[1])
+    return script
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish")
+@pytest.mark.parametrize("line, word", LINES)
+def test_fish_completes(line, word, tmp_path, capsys):
+    script = completions(tmp_path, capsys, "fish")
+    out = subprocess.run(["fish", "--no-config", "-c", f"source {script}; complete -C '{line}'"], capture_output=True,
+                         text=True, timeout=60, check=True, env={**os.environ, "HOME": str(tmp_path)}).stdout
+    assert word in [row.split("\t")[0] for row in out.splitlines()], out
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh")
+def test_zsh_completes(tmp_path, capsys):
+    """In a terminal, as zsh completes nowhere else: a line is typed, with a tab, and the rest of the word appears."""
+    script = completions(tmp_path, capsys, "zsh")
+    ours, theirs = pty.openpty()
+    shell = subprocess.Popen(["zsh", "-f", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True,
+                             env={**os.environ, "HOME": str(tmp_path), "TERM": "xterm", "COLUMNS": "200"})
+    os.close(theirs)
+
+    def typed(text: str, until: str) -> str:
+        os.write(ours, text.encode())
+        seen, end = "", time.monotonic() + 60
+        while until not in seen and time.monotonic() < end and select.select([ours], [], [], 1)[0] is not None:
+            if select.select([ours], [], [], 0)[0]:
+                seen += os.read(ours, 65536).decode(errors="replace")
+        return seen
+
+    try:
+        typed("PS1='> '; autoload -Uz compinit && compinit -u -D; "
+              f"source {script}; echo rea''dy\n", "ready")
+        for line, word in LINES:
+            rest = word.removeprefix(line.rpartition(" ")[2])[:4]
+            assert rest in (seen := typed(f"{line}\t", rest)), (line, seen)
+            typed("\x15", "")                        # clears the line
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(ours)
 
 
 @pytest.mark.parametrize("shell, checks", [("zsh", ["-n"]), ("fish", ["--no-execute"]), ("bash", ["-n"])])

@@ -24,6 +24,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from globaltensor.cli.plan import agreement_text
 from globaltensor.cli.problem import Problem
 from globaltensor.errors import GlobalTensorError
 from globaltensor.planner.measured_cluster import cluster_of_measurements
+from globaltensor.runtime.progress import progress
 from globaltensor.runtime.text_table import aligned, terminal_columns
 from globaltensor.runtime.units import bytes_text, seconds_text
 from globaltensor.simulator.calibration import calibrate, quality
@@ -91,15 +93,23 @@ def memory_of_rank(ranks: int) -> float:
 def measure(ranks: int) -> dict[str, Any]:
     """What measure_here.py finds on so many ranks."""
     with tempfile.TemporaryDirectory(prefix="globaltensor-") as folder:
-        path = Path(folder, "measured.json")
+        path, errors = Path(folder, "measured.json"), Path(folder, "errors")
         line = [sys.executable, "-m", "globaltensor.cli", "run", "-n", str(ranks), "-m",
                 "globaltensor.cli.measure_here", str(path)]
-        try:
-            done = subprocess.run(line, capture_output=True, text=True, timeout=_LIMIT)
-        except subprocess.TimeoutExpired:
+        with (errors.open("w") as stderr, progress("measuring", None, "rows") as advance,
+              subprocess.Popen(line, stdout=subprocess.PIPE, stderr=stderr, text=True) as process):
+            assert process.stdout is not None
+            limit = threading.Timer(_LIMIT, process.terminate)
+            limit.start()
+            for _ in process.stdout:                 # rank 0 writes a line for each row
+                advance(1)
+            code = process.wait()
+            in_time = limit.is_alive()
+            limit.cancel()
+        if code and not in_time:
             raise Problem(f"{ranks} ranks did not measure this machine in {_LIMIT} seconds\n  try: fewer --ranks, or "
-                          "when less else runs", 1) from None
-        if done.returncode or not path.exists():
-            raise Problem(f"{ranks} ranks could not measure this machine\n{done.stderr.strip()}", 1)
+                          "when less else runs", 1)
+        if code or not path.exists():
+            raise Problem(f"{ranks} ranks could not measure this machine\n{errors.read_text().strip()}", 1)
         measured: dict[str, Any] = json.loads(path.read_text())
         return measured

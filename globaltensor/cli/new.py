@@ -11,6 +11,7 @@ The folder must be new or empty. The last part of its path is the name of the pr
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from pathlib import Path
@@ -101,6 +102,9 @@ def command(chosen: argparse.Namespace) -> int:
             (folder / file).write_text(text.format(name=name) if file == "train.py" else text, encoding="utf-8")
     except OSError as error:
         raise Problem(f"{folder} could not be written: {error.strerror}", 1) from None
+    if chosen.json:
+        print(json.dumps({"folder": str(folder), "files": list(FILES)}, indent=2))
+        return 0
     steps = (f"cd {folder}", "python train.py", "globaltensor run -n 4 train.py", "python test_train.py")
     print("\n  ".join([f"Wrote {', '.join(FILES)}. Now type:\n", *steps]))
     return 0

@@ -146,6 +146,7 @@ def new_options(of: argparse.ArgumentParser) -> None:
     """globaltensor new"""
     of.add_argument("folder", help="the project's folder, which must be new or empty; its last part is the project's "
                     "name")
+    add_json(of, "print the folder and its files as one JSON object")
 
 
 def run_options(of: argparse.ArgumentParser) -> None:
@@ -281,6 +282,7 @@ def play_options(of: argparse.ArgumentParser) -> None:
     of.usage = "globaltensor play [option ...]"
     of.add_argument("--port", type=port_number, default=0, metavar="N", help="port of the page (default: a free one)")
     of.add_argument("--export", type=Path, metavar="FOLDER", help="write the examples as pages, and exit")
+    add_json(of, "print the address, or with --export the pages, as one JSON object")
 
 
 def memory_options(of: argparse.ArgumentParser) -> None:

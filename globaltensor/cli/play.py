@@ -9,6 +9,7 @@ x, y, numbers, operators, indices and torch's functions.
 from __future__ import annotations
 
 import argparse
+import json
 
 from globaltensor.cli.problem import Problem
 from globaltensor.playground.server import HOST, export_examples, make_server
@@ -26,7 +27,8 @@ def command(chosen: argparse.Namespace) -> int:
             written = export_examples(chosen.export)
         except OSError as error:
             raise Problem(f"{chosen.export} could not be written: {error.strerror}", 1) from None
-        print("\n".join(map(str, written)))
+        print(json.dumps({"pages": list(map(str, written))}, indent=2) if chosen.json else
+              "\n".join(map(str, written)))
         return 0
     try:
         server = make_server(chosen.port)
@@ -34,7 +36,8 @@ def command(chosen: argparse.Namespace) -> int:
         raise Problem(f"port {chosen.port}: {error.strerror}\n  try: globaltensor play, which takes a free one",
                       1) from None
     with server:
-        print(f"http://{HOST}:{server.server_address[1]}/   Ctrl-C ends it", flush=True)
+        address = f"http://{HOST}:{server.server_address[1]}/"
+        print(json.dumps({"address": address}) if chosen.json else f"{address}   Ctrl-C ends it", flush=True)
         try:
             server.serve_forever(poll_interval=0.1)
         except KeyboardInterrupt:

@@ -33,6 +33,7 @@ from globaltensor.planner.model_prices import (
     VariantPrices,
 )
 from globaltensor.planner.space import cuts, divisors, even_cut, is_complete, kinds_of_schedules
+from globaltensor.runtime.progress import progress
 
 _NEVER = float("inf")
 _RUNNERS_UP = 5
@@ -147,6 +148,11 @@ class _ModelQueue:
         return True
 
     def run(self, shapes: Sequence[ModelShape], until: float, first: bool) -> None:
+        with progress("searching", None, "groups of plans") as advance:
+            self._run_by_bounds(shapes, until, first, advance)
+
+    def _run_by_bounds(self, shapes: Sequence[ModelShape], until: float, first: bool,
+                       advance: Callable[[float], None]) -> None:
         serial = count()
         heap: list[tuple[float, int, ModelShape | ModelVariant]] = [
             (VariantPrices(self.task, ModelVariant(shape, 0, "1f1b", 1)).least_work(), next(serial), shape)
@@ -156,6 +162,7 @@ class _ModelQueue:
             if time.monotonic() >= until and self.best or first and self.best:
                 break
             bound, _, item = heapq.heappop(heap)
+            advance(1)
             if isinstance(item, ModelVariant):
                 self.left = min(self.left, self.cut(VariantPrices(self.task, item), bound))
                 continue
