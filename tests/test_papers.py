@@ -11,7 +11,9 @@ from harness import ROOT
 PAPERS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/*.md")])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Addresses that may stand in the papers: of standards, of papers and of other projects, never of people.
-HOSTS = ("https://keepachangelog.com/", "https://semver.org/", "https://arxiv.org/")
+HOSTS = ("https://keepachangelog.com/", "https://semver.org/", "https://arxiv.org/", "https://docs.pytorch.org/docs/",
+         "https://github.com/pytorch/torchtitan", "https://www.deepspeed.ai/docs/", "https://docs.jax.dev/en/",
+         "https://docs.nvidia.com/megatron-core/", "https://github.com/Oneflow-Inc/oneflow/")
 
 
 def links(text: str) -> list[str]:

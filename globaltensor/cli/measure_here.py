@@ -175,7 +175,7 @@ def small_models() -> list[nn.Sequential]:
             nn.Sequential(*[nn.Linear(n, n) for _ in range(24)])]
 
 
-def told(rows: Iterator[R]) -> Iterator[R]:
+def counted_rows(rows: Iterator[R]) -> Iterator[R]:
     """The same; rank 0 writes a line for each, which the command that waits counts."""
     for row in rows:
         if gt.rank() == 0:
@@ -189,10 +189,10 @@ def main(path: str) -> None:
     gt.manual_seed(0)
     with torch.no_grad():
         ops = [row for rows in (_products, _batched_products, _convolutions, _attentions, _through_memory)
-               for row in told(rows())]
-        boxings = list(told(measured_boxings())) if gt.world_size() > 1 else []
-    ops += [*told(_batch_norms()), _start_of_a_view(), *told(_optimizers())]
-    steps = list(told(measured_steps()))
+               for row in counted_rows(rows())]
+        boxings = list(counted_rows(measured_boxings())) if gt.world_size() > 1 else []
+    ops += [*counted_rows(_batch_norms()), _start_of_a_view(), *counted_rows(_optimizers())]
+    steps = list(counted_rows(measured_steps()))
     if gt.rank() == 0:
         Path(path).write_text(json.dumps({"ops": ops, "boxings": boxings, "steps": steps}))
 
