@@ -36,11 +36,12 @@ class GilFreeWait {
   }
   // Now and then. True: give up, because time is over (`timed_out`), or because something raised.
   bool tick() {
+    if (raised_) return true;                        // on_enter has kept something
     if (deadline_ && Clock::now() > *deadline_) return timed_out_ = true;
     if (!Py_IsInitialized()) return false;
     pybind11::gil_scoped_acquire lock;
     if (PyErr_CheckSignals() == 0 && on_tick()) return false;
-    raised_.emplace();                               // takes the interpreter's current error
+    keep_error();
     return true;
   }
   // After the last sleep.
@@ -58,6 +59,11 @@ class GilFreeWait {
   virtual void on_enter() {}
   virtual bool on_tick() { return true; }            // with the interpreter's lock; false: it raised a Python error
   virtual void on_leave() {}
+  // Keeps the interpreter's current error for `rethrow`, with its lock; the first counts.
+  void keep_error() {
+    pybind11::error_already_set error;
+    if (!raised_) raised_.emplace(std::move(error));
+  }
 
  private:
   static GilFreeWait& of(void* context) { return *static_cast<GilFreeWait*>(context); }

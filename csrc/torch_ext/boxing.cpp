@@ -90,7 +90,7 @@ struct HostMoves {
     WatchedWait wait(what.text, agreement, programs);
     const uint64_t site = call_site(what.is_explicit ? CallSite::outside : CallSite::innermost);
     const int status = gt_run_moves(host_transport(), moves.data(), moves.size(), agreement, site, wait.hooks());
-    if (status == GT_OK) return;
+    if (status == GT_OK) return wait.rethrow();
     note_boxed(of);
     raise_if_failed(status, what.text + text_of_moves(of), &wait);
   }

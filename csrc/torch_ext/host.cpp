@@ -16,12 +16,6 @@ bool waits_counted = false;
 PyObject* failure_hook = nullptr;                    // (how, what, rank to blame, text): raises
 PyObject *enter_hook = nullptr, *leave_hook = nullptr, *check_hook = nullptr;
 
-// Hooks that only watch must not replace what the program is about to see.
-void call_unraising(PyObject* hook, PyObject* result) {
-  if (!result) PyErr_WriteUnraisable(hook);
-  Py_XDECREF(result);
-}
-
 std::string open_transport(int rank, int ranks, double timeout) {
   char error[512] = "";
   transport = gt_open(rank, ranks, timeout, error, sizeof error);
@@ -65,13 +59,21 @@ void count_waits(bool on) {
 
 double seconds_waited() { return transport ? gt_waited(transport) : 0; }
 
+// Hooks that only watch must not replace what the program is about to see. What a signal handler raises is the program's.
+void WatchedWait::call_watching(PyObject* hook, py::tuple arguments) {
+  if (PyErr_CheckSignals() != 0) keep_error();
+  PyObject* result = PyObject_CallObject(hook, arguments.ptr());
+  if (!result && !PyErr_ExceptionMatches(PyExc_Exception)) keep_error();     // Ctrl-C, in the hook itself
+  else if (!result) PyErr_WriteUnraisable(hook);
+  Py_XDECREF(result);
+}
+
 void WatchedWait::on_enter() {
   if (!enter_hook) return;
   py::gil_scoped_acquire lock;
   std::set<int32_t> peers(peers_.begin(), peers_.end());
   for (const gt_program& program : programs_) peers.insert(program.partner, program.partner + program.partners);
-  py::object ranks = py::cast(std::vector<int32_t>(peers.begin(), peers.end()));
-  call_unraising(enter_hook, PyObject_CallFunction(enter_hook, "sOK", what_.c_str(), ranks.ptr(), tag_));
+  call_watching(enter_hook, py::make_tuple(what_, std::vector<int32_t>(peers.begin(), peers.end()), tag_));
 }
 
 bool WatchedWait::on_tick() {
@@ -84,12 +86,12 @@ bool WatchedWait::on_tick() {
 void WatchedWait::on_leave() {
   if (!leave_hook) return;
   py::gil_scoped_acquire lock;
-  call_unraising(leave_hook, PyObject_CallNoArgs(leave_hook));
+  call_watching(leave_hook, py::tuple());
 }
 
 void raise_if_failed(int status, const std::string& what, const GilFreeWait* wait) {
-  if (status == GT_OK) return;
   if (wait) wait->rethrow();
+  if (status == GT_OK) return;
   py::gil_scoped_acquire lock;
   char text[1024] = "";
   const int rank = transport ? gt_blame(transport, text, sizeof text) : -1;

@@ -27,13 +27,16 @@ class WatchedWait final : public GilFreeWait {
   void on_leave() override;
 
  private:
+  void call_watching(PyObject* hook, pybind11::tuple arguments);
+
   const std::string& what_;
   uint64_t tag_;
   c10::ArrayRef<gt_program> programs_;
   c10::ArrayRef<int32_t> peers_;
 };
 
-// Raises what a failed call of the transport means: what the wait raised, or what the Python hook makes of the status.
+// Raises what a signal handler raised during the wait, or what a failed call of the transport means: what the Python hook
+// makes of the status.
 void raise_if_failed(int status, const std::string& what, const GilFreeWait* wait = nullptr);
 
 void count_waits(bool on);                           // of this process's transport, now or to come
