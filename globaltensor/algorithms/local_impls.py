@@ -304,6 +304,10 @@ def _no_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]
     return x.new_zeros(target.shape if reduction == 0 else ()), x.new_zeros(())
 
 
+# These do what the op does where no axis cuts this label.
+LABEL_OF_PART: dict[Any, str] = {own_embedding: "v", own_embedding_backward: "v"}
+
+
 def is_idle(recipe: LocalRecipe, args: Sequence[Any]) -> bool:
     """Would the op itself do, on every rank of this process, since nothing that it indexes is cut?"""
     impl = recipe.local_impl

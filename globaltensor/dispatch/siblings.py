@@ -12,15 +12,15 @@ recipe, for what is cached differs between ranks: so a price, which depends on s
     the decomposition    applies at no size, if there is one; where it makes an offer, it is not asked if
     the signature        moves nothing, which cannot be beaten (`choose`)
     the rank's call      is the op itself, with its own arguments
-    the results          have one size for each label. Where the op makes dims itself, or a label stays whole and is in
-                         no result, that may matter; never a label that can be cut, as its parts give parts of results
+    the results          have one size for each label. Where the op makes dims itself, their sizes may follow from a
+                         label that stays whole; never from one that can be cut, as its parts give parts of results
 """
 from __future__ import annotations
 
 from math import prod
 from typing import NamedTuple
 
-from globaltensor.algorithms import decompositions
+from globaltensor.algorithms import decompositions, local_impls
 from globaltensor.dispatch.recipe import Recipe
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Spec
@@ -75,8 +75,10 @@ def siblings_of(recipe: Recipe, call: Call) -> Siblings | None:
 
 def _runs_the_op(recipe: Recipe) -> bool:
     """Does every rank run the op itself, on what it has, with the arguments of the call?"""
-    return (not any(recipe.wants) and recipe.local_impl is None and not any(recipe.local_args.values())
-            and not recipe.seeded and not recipe.boxes_view and recipe.elements is None)
+    cut = {sig.label for sig in recipe.signature}
+    return (not any(recipe.wants) and not any(recipe.local_args.values()) and not recipe.seeded
+            and not recipe.boxes_view and recipe.elements is None
+            and (recipe.local_impl is None or local_impls.LABEL_OF_PART.get(recipe.local_impl, "") not in {"", *cut}))
 
 
 def _holds_at_all_sizes(line: Line, call: Call) -> bool:
@@ -98,7 +100,7 @@ def _free_labels(rule: Rule, call: Call) -> dict[str, int] | None:
             if len(dim) > 1 or n < 2 or not is_global(t):
                 fixed.update(x.rstrip("!") for x in dim)
     kept = {x.rstrip("!") for dims in rule.outputs for dim in dims for x in dim} - {"1"}
-    free = {sig.label for sig in signatures(rule)} | (kept if kept <= sizes.keys() else set())
+    free = {sig.label for sig in signatures(rule)} | (sizes.keys() if kept <= sizes.keys() else set())
     return {label: n for label, n in sizes.items() if label in free - fixed}
 
 

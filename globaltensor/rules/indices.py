@@ -15,11 +15,12 @@ import torch
 
 from globaltensor.layouts.layout import Shape
 from globaltensor.rules.call import Call
-from globaltensor.rules.families import Family, broadcast_labels, broadcast_shape, with_nonlinear
+from globaltensor.rules.families import Family, broadcast_labels, broadcast_shape, regardless_of_size, with_nonlinear
 from globaltensor.rules.language import Rule
 from globaltensor.rules.parse import rule
 
 
+@regardless_of_size
 def embedded(call: Call) -> Rule:
     """weight[indices]. The indices lead: to gather them would be cheap, but what follows from them is large, and should
     stay cut as they are."""
@@ -27,6 +28,7 @@ def embedded(call: Call) -> Rule:
     return replace(rule(f"v d, {idx} -> {idx} d", "a*B"), leads=1)
 
 
+@regardless_of_size
 def embedded_backward(call: Call) -> Rule:
     """The gradient's rows added up per index. Scaled by frequency, an index must be counted in all of them."""
     # The rows stay whole (v!): a number alone tells the op how many there are, so a rank cannot be told which are its
@@ -36,6 +38,7 @@ def embedded_backward(call: Call) -> Rule:
     return rule(f"{idx} d, {idx} -> v! d", "a*B")
 
 
+@regardless_of_size
 def embedded_backward_rows(call: Call) -> Rule:
     """globaltensor::embedding_backward: its last operand, [v, 0], only says how the result shall be laid out."""
     idx = " ".join(f"n{i}" for i in range(call.tensors[1].dim()))
