@@ -6,9 +6,12 @@ the rate is set, which each row says. The model and its training are those of tr
 lives in processes of its own and trains in turns while the others wait; the link changes under them. A time is that of
 the median step, of the slowest rank.
 
-    DDP          torch's over gloo, buckets of 1, 2, 4 and 25 MB: the best of these
-    dp           ours: the batch split, parameters broadcast
-    ZeRO 1, 2    ours: `gt.zero(optimizer, stage)` on top
+    DDP            torch's over gloo, buckets of 1, 2, 4 and 25 MB: the best of these
+    FSDP2          torch's `fully_shard` of each block over gloo: parameters stay gathered from forward to backward
+    FSDP2, freed   the same, and gathered anew in backward
+    dp             ours: the batch split, parameters broadcast
+    ZeRO 1, 2      ours: `gt.zero(optimizer, stage)` on top
+    ZeRO 3         ours: parameters too, gathered a layer ahead
 
 And how much of a transfer is hidden behind a backward pass that takes as long, but no core: each layer sleeps.
 """
@@ -26,6 +29,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import globaltensor as gt
 from benchmarks import train
@@ -60,7 +65,8 @@ def compare(hidden: int, per_host: int, links: list[tuple[str, str]], rounds: in
     """All arms on each of these links, in turns of so many steps."""
     ranks = HOSTS * per_host
     arms = {f"DDP {mb} MB": {"kind": "ddp", "bucket": mb} for mb in BUCKETS} | {
-        name: {"kind": "ours", "stage": stage} for stage, name in enumerate(("dp", "ZeRO 1", "ZeRO 2"))}
+        "FSDP2": {"kind": "fsdp2", "frees": False}, "FSDP2, freed": {"kind": "fsdp2", "frees": True}} | {
+        name: {"kind": "ours", "stage": stage} for stage, name in enumerate(("dp", "ZeRO 1", "ZeRO 2", "ZeRO 3"))}
     rows = []
     with cable() as hosts, ExitStack() as stack:
         workers = {name: stack.enter_context(HostWorkers(hosts, per_host, {
@@ -79,7 +85,8 @@ def compare(hidden: int, per_host: int, links: list[tuple[str, str]], rounds: in
             rows.append({"hosts x ranks": f"{HOSTS} x {per_host}", "link": f"{rate}, {delay or 'no delay'}",
                          "hidden": hidden, **{name: ms[name] for name in ms if not name.startswith("DDP")},
                          "best DDP": ms[best], "its bucket": best.removeprefix("DDP "),
-                         "dp of DDP": ms["dp"] / ms[best]})
+                         "dp of DDP": ms["dp"] / ms[best], "ZeRO 2 of FSDP2": ms["ZeRO 2"] / ms["FSDP2"],
+                         "ZeRO 3 of FSDP2, freed": ms["ZeRO 3"] / ms["FSDP2, freed"]})
     return rows
 
 
@@ -167,24 +174,36 @@ class HostWorkers(Workers):
 def worker(settings: dict[str, Any]) -> Iterator[list[float]]:
     """The losses of the first steps; then, at every turn, the seconds of some more."""
     model, batches = train.made(settings["hidden"])
-    kind = ddp if settings["kind"] == "ddp" else ours
-    trainer = kind(model, batches, settings)
+    trainer = {"ddp": ddp, "fsdp2": fsdp2, "ours": ours}[settings["kind"]](model, batches, settings)
     yield train.first_losses(trainer)
     yield from train.turns(trainer, settings["steps"])
 
 
 def ddp(model: nn.Module, batches: list[tuple[Tensor, Tensor]], settings: dict[str, Any]) -> train.Trainer:
     dist.init_process_group("gloo")
-    ranks = settings["ranks"]
+    whole = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=settings["bucket"])
+    return of_torch(whole, batches)
+
+
+def fsdp2(model: nn.Module, batches: list[tuple[Tensor, Tensor]], settings: dict[str, Any]) -> train.Trainer:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (settings["ranks"],))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh, reshard_after_forward=settings["frees"])
+    return of_torch(model, batches)
+
+
+def of_torch(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> train.Trainer:
+    """Each rank trains on its part of a batch."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
 
     def read(loss: Tensor) -> float:
-        """The mean over the ranks' parts of the batch."""
+        """The mean over these parts."""
         dist.all_reduce(loss)
         return loss.item() / ranks
 
-    parts = [(a.chunk(ranks)[dist.get_rank()], b.chunk(ranks)[dist.get_rank()]) for a, b in batches]
-    whole = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=settings["bucket"])
-    return train.Trainer(whole, train.adamw(list(whole.parameters())), parts, read)
+    parts = [(a.chunk(ranks)[rank], b.chunk(ranks)[rank]) for a, b in batches]
+    return train.Trainer(model, train.adamw(list(model.parameters())), parts, read)
 
 
 def ours(model: nn.Module, batches: list[tuple[Tensor, Tensor]], settings: dict[str, Any]) -> train.Trainer:
@@ -192,8 +211,8 @@ def ours(model: nn.Module, batches: list[tuple[Tensor, Tensor]], settings: dict[
     gt.to_global(model, where, gt.sbp.broadcast)
     parts = [(gt.from_full(a, where, gt.sbp.split(0)), gt.from_full(b, where, gt.sbp.split(0))) for a, b in batches]
     optimizer = train.adamw(list(model.parameters()))
-    if settings["stage"]:
-        optimizer = gt.zero(optimizer, stage=settings["stage"])
+    if stage := settings["stage"]:
+        optimizer = gt.zero(optimizer, stage=stage, model=model if stage == 3 else None)
     return train.Trainer(model, optimizer, parts)
 
 
