@@ -13,7 +13,7 @@ import pytest
 from harness import good
 
 import globaltensor
-from globaltensor.cli import bench, info, main, run
+from globaltensor.cli import bench, info, launch, main, run
 from globaltensor.cli.options import run_options
 from globaltensor.cli.torchrun import translate
 
@@ -208,7 +208,7 @@ def test_the_report_names_the_cause_first(tmp_path, capsys, codes, notes, code, 
     for rank, line in notes.items():
         exit_code = int(line.split()[-1]) if line.startswith("exit code") else 1
         (tmp_path / f"{rank}.json").write_text(json.dumps({"error": line, "code": exit_code}))
-    assert run._report(failures(**codes), str(tmp_path)) == (code, causes)
+    assert launch._report(failures(**codes), str(tmp_path)) == (code, causes)
     assert capsys.readouterr().err.splitlines() == [f"globaltensor: {line}" for line in lines]
 
 
@@ -224,6 +224,13 @@ atexit.register(lambda: print("torch" in sys.modules))
 sys.exit(main({arguments}))"""
     out = good([sys.executable, "-c", code])
     assert expected in out and out.endswith("\nFalse\n"), out
+
+
+@pytest.mark.usefixtures("real_processes")
+def test_run_starts_what_forks_ranks_before_it_imports_torch():
+    code = ("import sys, globaltensor_command; globaltensor_command.import_without_face();"
+            "import globaltensor.cli.run; assert 'torch' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.mark.usefixtures("real_processes")

@@ -49,6 +49,28 @@ def test_a_forked_rank_begins_as_one_that_begins_anew(tmp_path):
         assert forked == spawned
 
 
+def test_a_forked_rank_leaves_what_it_was_forked_with_and_ends_what_it_has_made(tmp_path):
+    """A rank that took down torch's libraries copied their memory to free it: more seconds than it had run."""
+    program = tmp_path / "ends.py"
+    program.write_text("""
+import atexit, os, sys, torch, globaltensor as gt
+
+def told(name):                                      # of which nothing else is known to it
+    own = {"write": os.write, "text": f"{name} of rank {gt.rank()} ends\\n".encode()}
+    return type("Told", (), {"__del__": eval("lambda self: write(2, text)", own)})()
+
+torch.an_attribute = told("torch's")
+own = told("the program's")
+atexit.register(lambda: os.write(2, b"atexit\\n"))
+print("printed", end="")
+sys.exit(3 if gt.rank() else 0)
+""")
+    code, out, err = run([*RUN, "-n", 2, "--start-method", "fork", program])
+    assert code == 3 and out == "printedprinted", err
+    assert {"the program's of rank 0 ends", "the program's of rank 1 ends", "atexit"} <= set(err.splitlines()), err
+    assert "torch's of rank" not in err
+
+
 @pytest.mark.parametrize("how, code, words", [
     ("raises", 1, "rank 1 failed: ValueError: bad luck"),
     pytest.param("exits", 3, "rank 1 failed: exit code 3", marks=pytest.mark.long)])

@@ -28,7 +28,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from globaltensor.cli.info import cores
+from globaltensor.cli.cores import cores
 from globaltensor.cli.measure_here import small_models
 from globaltensor.cli.memory import problem
 from globaltensor.cli.plan import agreement_text

@@ -18,6 +18,7 @@ end of this process's environment, where each rank writes the variables that it 
 """
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import json
@@ -27,6 +28,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 
 LINK = "GLOBALTENSOR_FORK_LINK"                      # the number of the socket to the launcher, and room
 GO = "go\n"
@@ -89,8 +91,24 @@ def show_environment(variables: dict[str, str]) -> None:
     ctypes.memmove(room, text, len(text))
 
 
+def leave_memory() -> None:
+    """The last that a rank calls before its interpreter ends. What it has of the process that forked it, the modules
+    and what torch's libraries would take down, is left as it is: to free it would first copy it, page by page, and
+    take longer than to start. What the program has made itself ends as usual."""
+    libc = ctypes.CDLL(None)
+    libc.fflush(None)
+    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)     # before the destructors of libraries
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_modules))
+    for name in _modules:
+        sys.modules[name] = None  # type: ignore[assignment]  # as Python does with those that it takes down
+
+
+_modules: dict[str, ModuleType] = {}                 # the modules that ranks begin with, by name
+
+
 def main(argv: list[str]) -> None:
     """Become the ranks that run this program."""
+    atexit.register(leave_memory)                 # what is registered first is called last
     # as in a rank: what lies beside the program comes before other modules of that name
     sys.path[0] = os.getcwd() if argv[0] == "-m" else str(Path(argv[0]).resolve().parent)
     import torch
@@ -105,6 +123,8 @@ def main(argv: list[str]) -> None:
                  "  try: globaltensor run without --start-method")
     if torch_ext is not None:
         torch_ext.claim_ops()
+    _modules.update({name: module for name, module in sys.modules.items()
+                    if name not in ("__main__", "builtins", "sys")})
     gc.collect()
     gc.freeze()                                      # a rank that looked for garbage would copy all of torch's objects
     serve(socket.socket(fileno=int(os.environ[LINK])), launcher)

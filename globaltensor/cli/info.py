@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import globaltensor
+from globaltensor.cli.cores import cores
 from globaltensor.runtime import native
 from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count, engine_of
 from globaltensor.runtime.text_table import aligned, terminal_columns
@@ -30,11 +31,6 @@ def command(chosen: argparse.Namespace) -> int:
 def facts() -> dict[str, dict[str, Any]]:
     """What is here, by section."""
     return {"versions": _versions(), "host": _host(), "transports": _transports(), "world": _world()}
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _versions() -> dict[str, str]:

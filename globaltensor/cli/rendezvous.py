@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from globaltensor.runtime.codec import decode_message, encode_message
+from globaltensor.runtime.tcp_store import connect_store
 
 LAST_CALL = 15.0                                     # seconds that a later round waits for hosts that may be lost
 _PERIOD = 0.05                                       # seconds between looks: Ctrl-C ends a wait within it
@@ -79,8 +80,8 @@ class Rendezvous(RendezvousHandler):
         own = [decode_message(store.get(f"host {i}"), f"host {i}") for i in range(came)]
         order = sorted(range(came), key=lambda i: (own[i][0] is None, own[i][0] or 0, own[i][1], i))
         listening = _listening(self.host, 0, self.rank == 0)
-        self.of_ranks = TCPStore(self.host, listening.getsockname()[1], is_master=True, timeout=self.timeout,
-                                 wait_for_workers=False, master_listen_fd=listening.detach())
+        self.of_ranks = connect_store(self.host, listening.getsockname()[1], self.timeout, is_master=True,
+                                      listen_fd=listening.detach())
         self.store.add("open round", 1)
         store.set("closed", encode_message((order, self.of_ranks.port), f"round {self.round}"))
 
@@ -94,8 +95,7 @@ class Rendezvous(RendezvousHandler):
         if listening is not None:
             self.keeper = True
             port = listening.getsockname()[1]
-            return TCPStore(self.host, port, is_master=True, timeout=self.timeout, wait_for_workers=False,
-                            master_listen_fd=listening.detach())
+            return connect_store(self.host, port, self.timeout, is_master=True, listen_fd=listening.detach())
         while True:
             try:
                 socket.create_connection((self.host, self.port), 5).close()
@@ -105,7 +105,7 @@ class Rendezvous(RendezvousHandler):
                     place = f"{self.host}:{self.port}"
                     raise TimeoutError(f"nobody listens at {place}: {error.strerror or error}") from None
                 time.sleep(_PERIOD)
-        return TCPStore(self.host, self.port, is_master=False, timeout=self.timeout, wait_for_workers=False)
+        return connect_store(self.host, self.port, self.timeout)
 
     def _listen(self) -> socket.socket | None:
         """A socket at the endpoint; None where that is the address of another host, or another launcher has it."""

@@ -56,6 +56,7 @@ from globaltensor.runtime.store_tree import (
     read_message,
     write_message,
 )
+from globaltensor.runtime.tcp_store import connect_store
 
 _PERIOD = 0.02
 _SCANS = 0.5                                         # seconds between looks at the processes of this host
@@ -87,9 +88,8 @@ def open_store(timeout: timedelta) -> dist.Store:
             others.raise_if_gone()
             time.sleep(_PERIOD)
     try:
-        return dist.TCPStore(host, port, is_master=others.keeps, timeout=timeout, wait_for_workers=False,
-                             multi_tenant=True)
-    except (ValueError, RuntimeError) as error:
+        return connect_store(host, port, timeout, is_master=others.keeps, shared=True)
+    except (OSError, ValueError, RuntimeError) as error:
         raise TransportError("the ranks could not find each other", first_sentence(error),
                              "globaltensor run -n N program.py, or torchrun") from None
 
@@ -284,7 +284,7 @@ def _last_words() -> None:
             return
         host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
         socket.create_connection((host, port), _PATIENCE.total_seconds()).close()
-        store = dist.TCPStore(host, port, is_master=False, timeout=_PATIENCE, wait_for_workers=False)
+        store = connect_store(host, port, _PATIENCE)
         _tell_of_loss(store, int(rank), int(size), _ended_before({int(rank)}))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -20,6 +21,8 @@ from globaltensor.runtime.codec import message
 RUNS, STOPPED, ENDED = "runs", "stopped", "ended"
 _ENDS = "globaltensor -"                             # the name of a process that does nothing any more but end
 _PR_SET_NAME = 15
+_OF_A_RANK = re.compile(rb"(?<![^\0])(RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_RUN_ID|"
+                        rb"TORCHELASTIC_RESTART_COUNT)=([^\0]*)")
 
 
 @message
@@ -98,10 +101,10 @@ def mark_ended() -> None:
 
 def rank_processes(job: str = "") -> Iterator[RankProcess]:
     """The ranks of this job, or of all jobs of this user, that run on this host; children that a rank forked, too."""
-    for entry in Path("/proc").iterdir() if host_id() else ():
-        env = _environment_of(int(entry.name)) if entry.name.isdecimal() else {}
+    for name in os.listdir("/proc") if host_id() else ():
+        env = _environment_of(int(name)) if name.isdecimal() else {}
         its_job = job_name(env)
-        if its_job and job in ("", its_job) and (process := process_id(int(entry.name))) is not None:
+        if its_job and job in ("", its_job) and (process := process_id(int(name))) is not None:
             yield RankProcess(process, int(env["RANK"]), int(env["WORLD_SIZE"]), its_job)
 
 
@@ -111,16 +114,16 @@ def is_of_a_rank(pid: int, job: str) -> bool:
 
 
 def _environment_of(pid: int) -> dict[str, str]:
-    """What a process was started with; nothing where that is no rank's, it has ended, or is another user's."""
+    """What `job_name` asks for of what a process was started with; nothing where that is no rank's, it has ended, or
+    is another user's."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
+        with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
             text = file.read()
     except OSError:
         return {}
-    if b"MASTER_PORT=" not in text:                  # ranks that start look at all processes again and again
+    if not text or b"MASTER_PORT=" not in text:      # ranks that start look at all processes again and again
         return {}
-    pairs = [item.partition(b"=") for item in text.split(b"\0")]
-    return {key.decode(errors="replace"): value.decode(errors="replace") for key, _, value in pairs}
+    return {key.decode(): value.decode(errors="replace") for key, value in _OF_A_RANK.findall(text)}
 
 
 def job_name(env: dict[str, str]) -> str:

@@ -31,6 +31,7 @@ from globaltensor.runtime.codec import decode_message, encode_message
 from globaltensor.runtime.host_processes import ENDED, RUNS, STOPPED, ProcessId, process_state
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.store_tree import read_message, write_message
+from globaltensor.runtime.tcp_store import connect_store
 
 BEAT = 2.0                                           # seconds between two beats of a heart
 SILENCE = 10.0
@@ -217,8 +218,7 @@ def connected_to(store: Any, patience: float = 10.0) -> Any:
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):
         # where many ranks start on few cores, who keeps the store is late to answer
-        own = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False,
-                            timeout=timedelta(seconds=max(patience, _CONNECTING)))
+        own = connect_store(store.host, store.port, timedelta(seconds=max(patience, _CONNECTING)))
         own.set_timeout(timedelta(seconds=patience))
         return own
     return store

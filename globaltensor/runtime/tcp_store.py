@@ -1,0 +1,71 @@
+"""torch's TCPStore, connected without a name server.
+
+torch asks for the name of each address that it connects to, for its own messages; of 127.0.0.1 too, which it writes as
+an address of IPv6, so that /etc/hosts has no answer. Where many ranks of a host start at once, some of these questions
+are lost on the way. The resolver then asks again after 5 seconds, and all ranks wait: with three connections a rank,
+64 ranks took 15 seconds longer.
+
+glibc notes the name servers for each thread. So a thread can have none for a while, and then an address is its own
+name, at once. torch sees that no name server answers, and asks no more in this process, where it also keeps a store. It
+warns of that, once, so it is done only where its warnings are not shown.
+"""
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+# when this is imported, right after torch, which looks then
+_WARNINGS_OFF = os.environ.get("TORCH_CPP_LOG_LEVEL") in ("ERROR", "FATAL")
+
+
+class _ResolverState(ctypes.Structure):
+    """The beginning of `struct __res_state` in resolv.h."""
+
+    _fields_ = [("retrans", ctypes.c_int), ("retry", ctypes.c_int), ("options", ctypes.c_ulong),
+                ("nscount", ctypes.c_int)]
+
+
+def connect_store(host: str, port: int, timeout: timedelta, is_master: bool = False, listen_fd: int | None = None,
+                  shared: bool = False) -> dist.TCPStore:
+    """Connect to the store at this port, or keep one there. Ranks that have not come yet are not waited for.
+
+    listen_fd   a socket that listens: the store does so there
+    shared      another store of this process may be kept there, too
+    Raises OSError where the host has no address, and what torch raises where nobody listens there.
+    """
+    if _WARNINGS_OFF:
+        host = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])     # is asked for before
+        with no_name_server():
+            return _connected(host, port, timeout, is_master, listen_fd, shared)
+    return _connected(host, port, timeout, is_master, listen_fd, shared)
+
+
+def _connected(host: str, port: int, timeout: timedelta, is_master: bool, listen_fd: int | None, shared: bool
+               ) -> dist.TCPStore:
+    return dist.TCPStore(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False,
+                         master_listen_fd=listen_fd, multi_tenant=shared)
+
+
+@contextmanager
+def no_name_server() -> Iterator[None]:
+    """Inside, this thread asks no name server; what /etc/hosts tells is known still. With another C library than glibc,
+    nothing changes."""
+    if platform.libc_ver()[0] != "glibc":
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    libc.__res_state.restype = ctypes.POINTER(_ResolverState)
+    libc.__res_init()                                # else the first question would fill it in
+    state = libc.__res_state().contents
+    before, state.nscount = state.nscount, 0
+    try:
+        yield
+    finally:
+        state.nscount = before

@@ -1,0 +1,64 @@
+"""Connections to the store that ask no name server, and leave the resolver as it was."""
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import socket
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from harness import good
+
+from globaltensor.runtime import tcp_store
+from globaltensor.runtime.tcp_store import connect_store, no_name_server
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone has name servers per thread")
+PATIENCE = timedelta(seconds=30)
+
+
+def name_servers() -> int:
+    """What glibc has noted of them for this thread: the fifth number of `struct __res_state`."""
+    libc = ctypes.CDLL(None)
+    libc.__res_state.restype = ctypes.POINTER(ctypes.c_int)
+    libc.__res_init()
+    return libc.__res_state()[4]
+
+
+def test_a_thread_has_no_name_server_for_a_while_and_others_keep_theirs():
+    path = Path("/etc/resolv.conf")
+    lines = path.read_text().splitlines() if path.exists() else []
+    listed = min(3, sum(line.split()[:1] == ["nameserver"] for line in lines)) or 1      # glibc takes this host, then
+    libc, seen = ctypes.CDLL(None), []
+    libc.__res_state.restype = ctypes.POINTER(ctypes.c_int)
+    assert name_servers() == listed
+    with pytest.raises(KeyError), no_name_server():
+        seen.append(libc.__res_state()[4])
+        other = threading.Thread(target=lambda: seen.append(name_servers()))
+        other.start()
+        other.join()
+        assert socket.getaddrinfo("127.0.0.1", 80)
+        with pytest.raises(OSError):
+            socket.getaddrinfo("no-such-host.invalid", 80)
+        raise KeyError
+    assert seen == [0, listed] and libc.__res_state()[4] == listed
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_store_is_connected_to_either_way(monkeypatch, quiet):
+    monkeypatch.setattr(tcp_store, "_WARNINGS_OFF", quiet)
+    keeper = connect_store("localhost", 0, PATIENCE, is_master=True)
+    other = connect_store("localhost", keeper.port, PATIENCE)
+    keeper.set("key", "value")
+    assert other.get("key") == b"value"
+
+
+@pytest.mark.usefixtures("real_processes")
+def test_torch_is_told_once_and_warns_of_nothing():
+    code = ("from datetime import timedelta; from globaltensor.runtime.tcp_store import connect_store as connect;"
+            "keeper = connect('127.0.0.1', 0, timedelta(seconds=30), is_master=True);"
+            "connect('127.0.0.1', keeper.port, timedelta(seconds=30)); print('connected')")
+    assert good([sys.executable, "-c", code], {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}) == "connected\n"
