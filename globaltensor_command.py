@@ -49,7 +49,9 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         return importlib.import_module(f"globaltensor.cli.{chosen.command}").command(chosen)
     except problem as error:
-        print(f"globaltensor: {error}", file=sys.stderr)
+        lacks = error.code == 2 and not any(hint in str(error) for hint in ("try: ", "did you mean"))
+        fix = f"\n  try: globaltensor {chosen.command} --help" if lacks else ""
+        print(f"globaltensor: {error}{fix}", file=sys.stderr)
         return error.code
     except BrokenPipeError:                          # `globaltensor info | head`
         sys.stderr.close()

@@ -8,6 +8,7 @@ Every message ends with its anchor in the error index (docs/reference/errors.md)
 """
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ import traceback
 import warnings
 import zlib
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 
@@ -165,9 +167,48 @@ class TransportError(GlobalTensorError):
     """Bytes that could not be moved: a peer that died, a device or a launcher that is not there."""
 
 
+class ErrorNote(NamedTuple):
+    """An error as one rank tells others of it, who raise it too."""
+
+    kind: str                                        # the name of its class; "" for what is none of ours
+    what: str
+    why: str
+    fix: str
+
+    @classmethod
+    def of(cls, error: Exception, doing: str) -> ErrorNote:
+        """What there is to tell of an error that came up while `doing` something."""
+        if isinstance(error, GlobalTensorError):
+            return cls(type(error).__name__, error.what, error.why, error.fix)
+        what = f"{doing} failed: {type(error).__name__}: {error}"
+        if isinstance(error, OSError):
+            return cls("", what, "the system did not allow it", "a path where this program may read and write, on a "
+                       "disk with room")
+        return cls("", what, "it was raised by code that was called for it", "look at that error, of the rank that had "
+                   "it")
+
+    def as_error(self, *kinds: type[GlobalTensorError]) -> GlobalTensorError:
+        """The same error, where it is of one of these classes; else one of the last of them."""
+        kind = next((each for each in kinds if each.__name__ == self.kind), kinds[-1])
+        return kind(self.what, self.why, self.fix)
+
+
 def expect(value: object, kind: type, role: str, fix: str) -> None:
     """Raise ArgumentError where an argument, in this role, is of another kind."""
     if not isinstance(value, kind):
         what = value.__name__ if isinstance(value, type) else repr(value)
         raise ArgumentError(f"{role}: {what if len(what) < 40 else type(value).__name__}",
                             f"it is a {type(value).__name__}, where a {kind.__name__} is wanted", fix)
+
+
+def expect_path(value: object, role: str, fix: str) -> None:
+    """Raise ArgumentError where what is to name a file or folder names none."""
+    name = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise ArgumentError(f"{role}: {value!r:.60}", "a file or folder is named by a text, or by a pathlib.Path", fix)
+
+
+def expect_amount(value: object, role: str, fix: str) -> None:
+    """Raise ArgumentError where what is to be a number above 0, and finite, is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ArgumentError(f"{role}: {value!r:.60}", "it is a number above 0", fix)

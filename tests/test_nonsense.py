@@ -3,8 +3,12 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
+import tempfile
 import traceback
+from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from harness import PYTHON, environment, run
@@ -12,10 +16,13 @@ from torch import nn
 
 import globaltensor as gt
 from globaltensor.cli import main
+from globaltensor.runtime.launchers import check_variables
 
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
 ON = gt.placement("cpu", [0, 1])
 GRID = gt.placement("cpu", [[0, 1], [2, 3]], ("dp", "tp"))
+TMP = Path(tempfile.mkdtemp(prefix="nonsense-"))
+FILE = TMP / "file"
 SAMPLES = torch.utils.data.TensorDataset(torch.ones(8))
 
 
@@ -45,6 +52,10 @@ def global_sgd():
 
 def loader(*args, **options):
     return gt.data.DataLoader(*(args or (SAMPLES, 4, ON, S(0))), **options)
+
+
+def planned(**options):
+    return gt.strategy(nn.Sequential(nn.Linear(4, 4)), torch.ones(8, 4), **options)
 
 
 def entered(block):
@@ -192,12 +203,181 @@ API = {
     "safetensors from nowhere": lambda: gt.load_safetensors(net(), "/nonexistent/folder"),
 }
 
+# what somebody types who has read nothing: wrong kinds, NaN, the arguments in another order, folders for files
+API |= {
+    "placement type bytes": lambda: gt.placement(b"cpu", [0]),
+    "placement ranks nested ragged": lambda: gt.placement("cpu", [[0,1],[2]]),
+    "placement ranks text": lambda: gt.placement("cpu", "01"),
+    "placement ranks negative": lambda: gt.placement("cpu", [-1]),
+    "placement ranks inf": lambda: gt.placement("cpu", [math.inf]),
+    "placement ranks complex": lambda: gt.placement("cpu", [1j]),
+    "placement axis names text": lambda: gt.placement("cpu", [[0,1],[2,3]], "dp"),
+    "placement axis number": lambda: gt.placement("cpu", [[0,1],[2,3]], 3),
+    "placement axis too many": lambda: gt.placement("cpu", [0,1], ("dp", "tp")),
+    "split nan": lambda: S(math.nan),
+    "split list": lambda: S([0]),
+    "sbp str bad": lambda: gt.ones(4, placement=ON, sbp="S(x)"),
+    "sbp nested": lambda: gt.ones(4, placement=ON, sbp=[[S(0)]]),
+    "sbp class": lambda: gt.ones(4, placement=ON, sbp=gt.sbp.split),
+    "factory unknown option": lambda: gt.ones(4, placement=ON, sbp=B, color="red"),
+    "factory misspelt": lambda: gt.ones(4, placment=ON, sbp=B),
+    "ones_like of None": lambda: gt.ones_like(None),
+    "zeros_like to text": lambda: gt.zeros_like(x(), placement="cpu"),
+    "like of a plain with sbp": lambda: gt.ones_like(torch.ones(2), sbp=B),
+    "from_full swapped": lambda: gt.from_full(ON, torch.ones(4), B),
+    "from_full numpy": lambda: gt.from_full(numpy.ones(4), ON, B),
+    "from_local swapped": lambda: gt.from_local(torch.ones(2), S(0), ON),
+    "from_local None sbp": lambda: gt.from_local(torch.ones(2), ON, None),
+    "from_shards differing dtypes":
+        lambda: gt.from_shards({0: torch.ones(1), 1: torch.ones(1, dtype=torch.int32)}, ON, S(0)),
+    "from_shards list": lambda: gt.from_shards([torch.ones(1), torch.ones(1)], ON, S(0)),
+    "to_global swapped": lambda: x().to_global(B, ON),
+    "module to_global callable returns nonsense": lambda: gt.to_global(net(), ON, lambda n, p: 3),
+    "parallelize swapped": lambda: gt.parallelize(ON, net()),
+    "parallelize plan number": lambda: gt.parallelize(net(), GRID, 3),
+    "parallelize plan unknown name": lambda: gt.parallelize(net(), GRID, {"wieght": {"tp": S(0)}}),
+    "parallelize plan dim 9": lambda: gt.parallelize(net(), GRID, {"weight": {"tp": S(9)}}),
+    "plan rows number": lambda: gt.Plan(3),
+    "plan rows key number": lambda: gt.Plan({3: {"tp": S(0)}}),
+    "plan parse nonsense": lambda: gt.Plan.parse("::::"),
+    "plan parse number": lambda: gt.Plan.parse(3),
+    "plan load folder": lambda: gt.Plan.load(TMP),
+    "plan load nothing": lambda: gt.Plan.load(TMP / "no"),
+    "plan load nonsense": lambda: gt.Plan.load(FILE),
+    "zero swapped": lambda: gt.zero("dp", global_sgd()),
+    "zero stage 4": lambda: gt.zero(global_sgd(), stage=4),
+    "zero stage True": lambda: gt.zero(global_sgd(), stage=True),
+    "zero axis number": lambda: gt.zero(global_sgd(), axis=0),
+    "zero of plain": lambda: gt.zero(sgd()),
+    "zero model text": lambda: gt.zero(global_sgd(), stage=3, model="x"),
+    "zero offload to a file": lambda: gt.zero(sgd(gt.to_global(net(), GRID, B)), offload=FILE),
+    "zero offload number": lambda: gt.zero(sgd(gt.to_global(net(), GRID, B)), offload=3),
+    "grad dtype swapped": lambda: gt.set_grad_reduce_dtype(torch.bfloat16, gt.to_global(net(), ON, B).parameters()),
+    "audit sample text": lambda: gt.audit(gt.to_global(net(), ON, B), sample="3"),
+    "audit nan": lambda: gt.audit(gt.to_global(net(), ON, B), sample=math.nan),
+    "pipeline schedule typo": lambda: pipe(schedule="1fb1"),
+    "pipeline schedule folder": lambda: pipe(schedule=TMP),
+    "pipeline mb negative": lambda: pipe(micro_batches=-2),
+    "pipeline batch axis number": lambda: pipe(batch=3),
+    "pipeline cost number": lambda: pipe(cost=3),
+    "pipeline cost nan": lambda: pipe(cost=lambda layer: math.nan),
+    "pipeline recompute text": lambda: pipe(recompute="yes"),
+    "pipeline inputs number": lambda: pipe(inputs=3),
+    "pipeline loss text": lambda: pipe(loss="mse"),
+    "pipeline too many stages": lambda: gt.pipeline(net(), [gt.placement("cpu",[i]) for i in range(4)]),
+    "loader shuffle text": lambda: loader(shuffle="yes"),
+    "loader seed text": lambda: loader(seed="x"),
+    "loader seed nan": lambda: loader(seed=math.nan),
+    "loader tail": lambda: loader(tail="keep"),
+    "loader sampler number": lambda: loader(sampler=3),
+    "loader collate text": lambda: loader(collate_fn="x"),
+    "loader prefetch": lambda: loader(prefetch_factor=-1),
+    "loader timeout": lambda: loader(timeout=-3),
+    "loader swapped": lambda: loader(4, SAMPLES, ON, S(0)),
+    "loader True": lambda: loader(SAMPLES, True, ON, S(0)),
+    "sampler text": lambda: gt.data.Sampler("8", 2),
+    "sampler negative": lambda: gt.data.Sampler(-8, 2),
+    "from_ranks none": lambda: gt.data.from_ranks(None, ON),
+    "boxing misspelt": lambda: entered(gt.boxing("forbidd")),
+    "boxing budget inf": lambda: entered(gt.boxing(budget=math.inf)),
+    "boxing budget True": lambda: entered(gt.boxing(budget=True)),
+    "record to a folder": lambda: entered(gt.record(file=TMP)),
+    "record to number": lambda: entered(gt.record(file=3.5)),
+    "record into nowhere": lambda: entered(gt.record(file="/nonexistent/a/b.json")),
+    "explain none": lambda: gt.explain(None),
+    "show file number": lambda: gt.show(x(), file=3),
+    "show file folder": lambda: gt.show(x(), file=TMP),
+    "metrics text": lambda: gt.metrics("x"),
+    "metrics nan": lambda: gt.metrics(math.nan),
+    "export_ranks none": lambda: gt.export_ranks(None, (x(),)),
+    "export_ranks no tuple": lambda: gt.export_ranks(gt.to_global(net(), ON, B), x()),
+    "partition number": lambda: entered(gt.partition_activations(3)),
+    "materialize none": lambda: gt.materialize(None),
+    "init ranks negative": lambda: gt.init(-1),
+    "init ranks nan": lambda: gt.init(math.nan),
+    "init ranks True": lambda: gt.init(True),
+    "init timeout inf": lambda: gt.init(timeout=math.inf),
+    "init timeout True": lambda: gt.init(timeout=True),
+    "init timeout list": lambda: gt.init(timeout=[1]),
+    "from_dtensor plain": lambda: gt.from_dtensor(torch.ones(2)),
+    "from_mesh text": lambda: gt.from_mesh("dp"),
+    "to_mesh text": lambda: gt.to_mesh("dp"),
+    "rule no arrow": lambda: gt.rule("aten::add.Tensor", "a b"),
+    "rule dims number": lambda: gt.rule("aten::add.Tensor", 3),
+    "save swapped": lambda: gt.save(TMP, {"x": x()}),
+    "save keep text": lambda: gt.save({"x": x()}, TMP / "c1", keep="2"),
+    "save keep negative": lambda: gt.save({"x": x()}, TMP / "c2", keep=-2),
+    "save keep nan": lambda: gt.save({"x": x()}, TMP / "c3", keep=math.nan),
+    "save async text": lambda: gt.save({"x": x()}, TMP / "c4", asynchronous="yes"),
+    "save misspelt": lambda: gt.save({"x": x()}, TMP / "c5", asynchronus=True),
+    "save into below a file": lambda: gt.save({"x": x()}, FILE / "c"),
+    "save a lambda": lambda: gt.save({"x": x(), "f": lambda: 3}, TMP / "c6"),
+    "save nul in path": lambda: gt.save({"x": x()}, "a\0b"),
+    "save url nonsense": lambda: gt.save({"x": x()}, "nosuch://host/x"),
+    "load swapped": lambda: gt.load(TMP, {"x": x()}),
+    "load none": lambda: gt.load({"x": x()}, None),
+    "load misspelt": lambda: gt.load({"x": x()}, TMP, strct=True),
+    "load empty folder": lambda: gt.load({"x": x()}, TMP),
+    "resume number": lambda: gt.resume(3, TMP),
+    "resume swapped": lambda: gt.resume(TMP, {"x": x()}),
+    "resume none": lambda: gt.resume({"x": x()}, None),
+    "resume file": lambda: gt.resume({"x": x()}, FILE),
+    "safetensors shard nan": lambda: gt.save_safetensors(gt.to_global(net(), ON, B), TMP / "s", shard_gb=math.nan),
+    "safetensors shard zero": lambda: gt.save_safetensors(gt.to_global(net(), ON, B), TMP / "s", shard_gb=0),
+    "safetensors shard text": lambda: gt.save_safetensors(gt.to_global(net(), ON, B), TMP / "s", shard_gb="5GB"),
+    "safetensors to file": lambda: gt.save_safetensors(gt.to_global(net(), ON, B), FILE),
+    "load_safetensors swapped": lambda: gt.load_safetensors(TMP, gt.to_global(net(), ON, B)),
+    "load_safetensors empty": lambda: gt.load_safetensors(gt.to_global(net(), ON, B), TMP),
+    "strategy none": lambda: gt.strategy(None, torch.ones(2)),
+    "strategy cluster": lambda: planned(cluster="nowhere"),
+    "strategy cluster folder": lambda: planned(cluster=TMP),
+    "strategy devices text": lambda: planned(devices="8"),
+    "strategy devices zero": lambda: planned(devices=0),
+    "strategy dp float": lambda: planned(dp=1.5),
+    "strategy recompute": lambda: planned(recompute="some"),
+    "strategy schedule": lambda: planned(schedule="1fb1"),
+    "strategy memory text": lambda: planned(memory="80GB"),
+    "strategy memory nan": lambda: planned(memory=math.nan),
+    "strategy memory negative": lambda: planned(memory=-1),
+    "strategy seconds nan": lambda: planned(seconds=math.nan),
+    "strategy seconds text": lambda: planned(seconds="60"),
+    "strategy global batch": lambda: planned(global_batch=-8),
+    "strategy pins number": lambda: planned(pins=3),
+    "strategy pins text": lambda: planned(pins="x"),
+    "strategy sp text": lambda: planned(sp="yes"),
+    "strategy plot folder": lambda: planned(plot=TMP, devices=2, seconds=5),
+    "Strategy load": lambda: gt.Strategy.load(TMP),
+    "Strategy load file": lambda: gt.Strategy.load(FILE),
+    "Strategy load none": lambda: gt.Strategy.load(None),
+    "Strategy empty check": lambda: gt.Strategy({}).check(),
+    "dtensor mesh text": lambda: gt.dtensor.init_device_mesh("cpu", "2"),
+    "dtensor mesh negative": lambda: gt.dtensor.init_device_mesh("cpu", (-2,)),
+    "dtensor distribute": lambda: gt.dtensor.distribute_tensor([1], ON, [gt.dtensor.Shard(0)]),
+    "dtensor fully_shard none": lambda: gt.dtensor.fully_shard(None),
+}
+
 # torch says these well, and we add the line
 OF_TORCH = {
     "a placement for a dtype": lambda: gt.zeros(4, placement=ON, sbp=B, dtype=ON),
     "randint of nothing": lambda: gt.randint(5, 5, (4,), placement=ON, sbp=B),
     "randperm of a negative": lambda: gt.randperm(-1, placement=ON, sbp=B),
     "eye of text": lambda: gt.eye("x", placement=ON, sbp=B),
+    "factory size text": lambda: gt.ones("4", placement=ON, sbp=B),
+    "factory size nan": lambda: gt.ones(math.nan, placement=ON, sbp=B),
+    "factory size negative": lambda: gt.ones(-4, placement=ON, sbp=B),
+    "factory dtype text": lambda: gt.ones(4, placement=ON, sbp=B, dtype="float32"),
+    "full value text": lambda: gt.full((4,), "x", placement=ON, sbp=B),
+    "full swapped": lambda: gt.full(1.0, (4,), placement=ON, sbp=B),
+    "tensor of ragged": lambda: gt.tensor([[1],[2,3]], placement=ON, sbp=B),
+    "tensor of None": lambda: gt.tensor(None, placement=ON, sbp=B),
+    "full_like no value": lambda: gt.full_like(x()),
+    "randint_like text": lambda: gt.randint_like(x(), "a"),
+    "size huge": lambda: gt.empty(2**62, 2**62, placement=ON, sbp=B),
+    "matmul shapes": lambda: x() @ x(),
+    "to_global misspelt": lambda: x().to_global(sbpp=B),
+    "to_local extra": lambda: x().to_local(3),
+    "module to_global no args": lambda: net().to_global(),
+    "split twice args": lambda: S(0, 1),
 }
 
 
@@ -205,6 +385,14 @@ OF_TORCH = {
 def world_of_eight():
     if gt.world_size() != 8:
         pytest.skip("written for the default world of 8 ranks")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def files():
+    TMP.mkdir(exist_ok=True)
+    FILE.write_text("nonsense")
+    yield
+    shutil.rmtree(TMP)
 
 
 @pytest.mark.parametrize("name", API)
@@ -219,7 +407,7 @@ def test_nonsense_is_refused(name):
 
 @pytest.mark.parametrize("name", OF_TORCH)
 def test_what_torch_says_has_the_line(name):
-    with pytest.raises((TypeError, RuntimeError)) as caught:
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
         OF_TORCH[name]()
     notes = "".join(getattr(caught.value, "__notes__", ()))
     last = traceback.extract_tb(caught.value.__traceback__)[-1].filename
@@ -266,6 +454,68 @@ CLI = {
     "info of a name": (["info", "x"], "there is no argument x"),
 }
 
+_TIMES = ["simulate", "--schedule", "1f1b", "--stages", "2", "--micro-batches", "2", "--times"]
+_GPT = ["--model", "gpt", "--layers", "2", "--hidden", "64", "--heads", "2", "--seq", "8"]
+_PLAN = ["plan", *_GPT, "--devices", "2", "--global-batch", "8"]
+_TWO_HOSTS = ["run", "--nnodes", "2", "--rdzv-endpoint"]
+CLI |= {
+    "an option of no command": (["--nonsense"], "command"),
+    "ranks that are no number": (["run", "-n", "nan", __file__], "'nan' is not a number from 1 on"),
+    "ranks of nothing": (["run", "-n", "", __file__], "'' is not a number from 1 on"),
+    "a misspelt option of run": (["run", "--max-restart", "3", __file__], "did you mean --max-restarts|argument"),
+    "fewer than no seconds of grace": (["run", "--grace", "-1", __file__], "'-1' is not a number from 1 on"),
+    "restarts without end": (["run", "--max-restarts", "inf", __file__], "'inf' is not a number from 0 on"),
+    "fewer than no restarts": (["run", "--max-restarts", "-1", __file__], "'-1' is not a number from 0 on"),
+    "more ranks to keep than there are": (["run", "-n", "2", "--min-ranks", "3", __file__], "there are no more"),
+    "no ranks to keep": (["run", "--min-ranks", "0", __file__], "'0' is not a number from 1 on"),
+    "a start method with a typo": (["run", "--start-method", "frok", __file__], "did you mean 'fork'"),
+    "a range of hosts": (["run", "--nnodes", "1:4", __file__], "is a range"),
+    "a host beyond the last": (["run", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--node-rank", "5", __file__],
+                               "it is 0 to 1"),
+    "a host of text": (["run", "--node-rank", "first", __file__], "'first' is not a number from 0 on"),
+    "a port beyond the last": ([*_TWO_HOSTS, "host:99999", __file__], "a port is 1 to 65535"),
+    "a port of nothing": ([*_TWO_HOSTS, "host:0", __file__], "a port is 1 to 65535"),
+    "a module that is not there": (["run", "-m", "no.such.module"], "there is no module"),
+    "a program of no name": (["run", ""], "is a folder"),
+    "a program in a file": (["run", "/dev/null/x.py"], "there is no program"),
+    "a backend of torchrun's": (["run", "--rdzv-backend", "etcd", __file__], "choose from c10d, static"),
+    "a flag that does nothing here": (["run", "--log-dir", "x", __file__], "does nothing here"),
+    "bytes of two kinds": (["memory", "--params", "7e9", "--bytes", "1,2"], "three numbers of bytes"),
+    "a misspelt option of memory": (["memory", "--parms", "7e9"], "did you mean --params"),
+    "parameters and a model": (["memory", *_GPT, "--params", "7e9"], "how large is the model"),
+    "a model that nobody knows": (["memory", "--model", "bert"], "there is no 'bert'"),
+    "one word too many": (["memory", "--params", "7e9", "extra"], "there is no argument extra"),
+    "five times": ([*_TIMES, "1,1,1,1,1"], "TF,TB,TW,Tcomm"),
+    "times that are no numbers": ([*_TIMES, "nan,1,1,0"], "nan"),
+    "a time by zero": ([*_TIMES, "1/0,1,1,0"], "1/0"),
+    "more than the whole": ([*_TIMES, "1,1,1,0", "--weight-share", "2"], "it is 0 to 1"),
+    "less than nothing": ([*_TIMES, "1,1,1,0", "--weight-share=-1"], "it is 0 to 1"),
+    "a picture into a folder": ([*_TIMES, "1,1,1,0", "--plot", str(TMP)], "names no file"),
+    "a folder for a schedule": (["simulate", "--schedule", str(TMP), "--times", "1,1,1,0"], str(TMP)),
+    "a soak that is no number": (["bench", "--minutes", "nan", "soak"], "'nan' is not a number above 0"),
+    "a soak of less than no time": (["bench", "--minutes", "-1", "soak"], "'-1' is not a number above 0"),
+    "a seed of text": (["bench", "--seed", "x", "soak"], "'x' is not a number from 0 on"),
+    "a pattern that does not end": (["bench", "--rows", "(", "faults"], "is no regular expression"),
+    "a benchmark with a typo": (["bench", "boxng"], "there is no benchmark 'boxng'"),
+    "ps of a name": (["ps", "x"], "there is no argument x"),
+    "a project of no name": (["new", ""], "new"),
+    "a project in a file": (["new", __file__], __file__),
+    "a shell that nobody knows": (["completion", "tcsh"], "choose from bash, zsh, fish"),
+    "a report of nothing": (["report", "/nonexistent.json"], "/nonexistent.json"),
+    "a report of a folder": (["report", str(TMP)], str(TMP)),
+    "a port of text": (["play", "--port", "x"], "'x' is not a port"),
+    "memory in an unknown unit": ([*_PLAN, "--memory", "80XB"], "'80XB' is not a number above 0"),
+    "a search of no time": ([*_PLAN, "--seconds", "0"], "'0' is not a number above 0"),
+    "more ranks than devices": ([*_PLAN, "--tp", "4"], "4"),
+    "a program without a function": (["plan", "--program", "x", "--devices", "2"], "x"),
+    "a table that is not there": (["plan", "--evaluate", "/nonexistent.csv"], "/nonexistent.csv"),
+    "a cluster that nobody knows": ([*_PLAN, "--cluster", "nowhere"], "nowhere"),
+    "calibrated by nothing": (["calibrate"], "calibrate"),
+    "calibrated by a folder": (["calibrate", str(TMP)], str(TMP)),
+    "a scheduler with a typo": (["recipe", "slrum", "x.py"], "did you mean 'slurm'"),
+    "no hosts": (["recipe", "slurm", "--nodes", "0", "x.py"], "'0' is not a number from 1 on"),
+}
+
 
 @pytest.mark.parametrize("name", CLI)
 def test_a_command_line_of_nonsense_is_refused_in_few_lines(capsys, name):
@@ -277,10 +527,33 @@ def test_a_command_line_of_nonsense_is_refused_in_few_lines(capsys, name):
     out, err = capsys.readouterr()
     assert code == 2 and not out and re.search(text, err), f"{code}: {out}{err}"
     assert "Traceback" not in err and len(err.splitlines()) < 30, err
+    assert re.search("try: |did you mean|choose from", err), err
 
 
 @pytest.mark.parametrize("variable, value", [("GLOBALTENSOR_RANKS", "many"), ("GLOBALTENSOR_RANKS", "0"),
-                                             ("GLOBALTENSOR_AUDIT", "often"), ("GLOBALTENSOR_AUDIT", "-1")])
+                                             ("GLOBALTENSOR_AUDIT", "often"), ("GLOBALTENSOR_AUDIT", "-1"),
+                                             ("GLOBALTENSOR_AUDIT", "nan"), ("GLOBALTENSOR_NATIVE", "maybe")])
 def test_a_variable_of_nonsense_is_refused(variable, value):
     code, out, err = run([PYTHON, "-c", "import globaltensor as gt; gt.world_size()"], environment(**{variable: value}))
     assert code == 1 and value in err and "where:" in err and "try:" in err, out + err
+
+
+_OF_A_RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500",
+              "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+@pytest.mark.parametrize("name, value", [
+    ("WORLD_SIZE", "two"), ("WORLD_SIZE", "0"), ("RANK", "x"), ("RANK", "-1"), ("RANK", "2"), ("LOCAL_RANK", "1.5"),
+    ("LOCAL_WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", ""), ("MASTER_PORT", "x"), ("MASTER_PORT", "99999"),
+    ("TORCHELASTIC_RESTART_COUNT", "often")])
+def test_a_launchers_variable_of_nonsense_is_refused(name, value):
+    check_variables(_OF_A_RANK)
+    with pytest.raises(gt.TransportError, match=f"{name}={value}") as caught:
+        check_variables({**_OF_A_RANK, name: value})
+    assert caught.value.why and caught.value.fix and "test_nonsense.py:" in caught.value.where
+
+
+def test_a_rank_beyond_the_last_is_refused_at_once():
+    code, out, err = run([PYTHON, "-c", "import globaltensor as gt; gt.world_size()"],
+                         environment(**{**_OF_A_RANK, "RANK": "5", "MASTER_ADDR": "127.0.0.1"}))
+    assert code == 1 and "RANK=5" in err and "where:" in err and "try:" in err, out + err

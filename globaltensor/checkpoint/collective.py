@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from globaltensor.checkpoint.manifest import CheckpointError
-from globaltensor.errors import GlobalTensorError
+from globaltensor.errors import ErrorNote, GlobalTensorError
 from globaltensor.runtime.agreement import gather_objects
 
 T = TypeVar("T")
@@ -22,15 +22,16 @@ def collective_try(what: str, do: Callable[[], T], token: Callable[[T], object] 
     except GlobalTensorError as caught:
         error = caught
     except Exception as caught:                      # whatever it is: the others wait for this process to take part
-        error = CheckpointError(f"{what} failed: {type(caught).__name__}: {caught}")
+        error = ErrorNote.of(caught, what).as_error(CheckpointError)
         error.__cause__ = caught
-    own_error = (error.what, error.why, error.fix) if error else None
-    replies = gather_objects((own_error, None if error else token(result)), what)
+    own_note = tuple(ErrorNote.of(error, what)) if error else None
+    replies = gather_objects((own_note, None if error else token(result)), what)
     if error is not None:
         raise error
-    for rank, (other_error, _) in enumerate(replies):
-        if other_error is not None:
-            raise CheckpointError(f"failed on rank {rank}: {other_error[0]}", other_error[1], other_error[2])
+    for rank, (other_note, _) in enumerate(replies):
+        if other_note is not None:
+            note = ErrorNote(*other_note)
+            raise note._replace(what=f"failed on rank {rank}: {note.what}").as_error(CheckpointError)
     tokens = [token for _, token in replies]
     if any(other != tokens[0] for other in tokens):
         rows = "".join(f"\n    rank {rank}: {token}" for rank, token in enumerate(tokens))

@@ -31,7 +31,7 @@ from globaltensor.checkpoint.pieces import (
     need_safetensors,
 )
 from globaltensor.checkpoint.tensor_files import Place, write_tensors
-from globaltensor.errors import counted, expect
+from globaltensor.errors import counted, expect, expect_amount, expect_path
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
@@ -59,6 +59,7 @@ def load_safetensors(module: M, folder: str | os.PathLike[str]) -> M:
     missing or damaged, or names or shapes do not fit.
     """
     expect(module, nn.Module, "weights for no module", "gt.load_safetensors(model, folder)")
+    expect_path(folder, "weights from no folder", 'gt.load_safetensors(model, "folder")')
     need_safetensors()
     files, entries = collective_try("loading safetensors", lambda: _check_folder(module, Path(folder)))
     fill_unloaded(module, entries)
@@ -135,6 +136,8 @@ def save_safetensors(module: nn.Module, folder: str | os.PathLike[str], *, shard
     are replaced when all are written. Raises CheckpointError on every process where a file cannot be written.
     """
     expect(module, nn.Module, "weights of no module", "gt.save_safetensors(model, folder)")
+    expect_path(folder, "weights into no folder", 'gt.save_safetensors(model, "folder")')
+    expect_amount(shard_gb, "shard_gb is no size of a file in GB", "shard_gb=5.0")
     need_safetensors()
     folder = Path(folder)
     tensors = collective_try("saving safetensors", lambda: _tensors_to_save(module), _fingerprint)

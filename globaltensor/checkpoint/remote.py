@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from globaltensor.checkpoint.manifest import CheckpointError
+from globaltensor.errors import expect_path
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ Folder: TypeAlias = Path | RemotePath
 
 def folder_at(target: str | os.PathLike[str]) -> Folder:
     """The folder of that path or URL. Raises CheckpointError for a URL that fsspec cannot open."""
+    expect_path(target, "a checkpoint in no folder", 'a path, or a URL: gt.save(state, "run"), gt.load(state, "run")')
     text = os.fspath(target)
     if "://" not in text:
         return Path(os.path.abspath(text))

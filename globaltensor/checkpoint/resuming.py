@@ -20,8 +20,9 @@ from globaltensor.checkpoint.collective import collective_try
 from globaltensor.checkpoint.folders import versions
 from globaltensor.checkpoint.loading import load_version
 from globaltensor.checkpoint.manifest import CheckpointError
-from globaltensor.checkpoint.remote import folder_at
-from globaltensor.errors import warn
+from globaltensor.checkpoint.remote import Folder, folder_at
+from globaltensor.checkpoint.tree import is_object
+from globaltensor.errors import ArgumentError, warn
 from globaltensor.runtime.agreement import broadcast_object
 from globaltensor.runtime.world import rank
 from globaltensor.tracebacks import api_boundary
@@ -42,10 +43,12 @@ def resume(state: T, directory: str | os.PathLike[str]) -> T:
     Sets torch's random state, too. A version that cannot be loaded is passed over with a warning, if one before it can.
     Raises CheckpointError, on every process, where none can.
     """
+    if not isinstance(state, (dict, list, tuple, torch.Tensor)) and not is_object(state):
+        raise ArgumentError(f"gt.resume of {state!r:.60}", "there is nothing in it to load into",
+                            'gt.resume({"model": model, "step": 0}, "run")')
     path = folder_at(directory)
     # not by `latest`: a job may have been ended just before it wrote that, with a version that is whole
-    newest_first = collective_try("looking for a checkpoint", lambda: versions(path)[::-1] if rank() == 0 and
-                                  path.is_dir() else [])
+    newest_first = collective_try("looking for a checkpoint", lambda: _newest_first(path) if rank() == 0 else [])
     first: CheckpointError | None = None
     for name in broadcast_object(newest_first, 0, "looking for a checkpoint"):
         try:
@@ -63,3 +66,13 @@ def resume(state: T, directory: str | os.PathLike[str]) -> T:
         raise first
     _log.info("nothing to resume from in %s", path)
     return state
+
+
+def _newest_first(path: Folder) -> list[str]:
+    """The names of the versions in a folder, which need not exist."""
+    if path.is_dir():
+        return versions(path)[::-1]
+    if path.exists():
+        raise CheckpointError(f"gt.resume from {path}", "that is a file, and no folder of checkpoints",
+                              'gt.resume(state, "run"), a folder that gt.save wrote or will write')
+    return []

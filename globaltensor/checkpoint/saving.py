@@ -38,7 +38,7 @@ from globaltensor.checkpoint.pieces import (
 )
 from globaltensor.checkpoint.remote import Folder, folder_at
 from globaltensor.checkpoint.tree import FlatState, flatten
-from globaltensor.errors import counted, where
+from globaltensor.errors import counted, expect, where
 from globaltensor.layouts.regions import slices
 from globaltensor.runtime.agreement import broadcast_object, checksum, gather_objects
 from globaltensor.runtime.deadlock import patience, stacks_of
@@ -74,6 +74,7 @@ def save_folder(state: Any, directory: str | os.PathLike[str], *, asynchronous: 
     """
     need_safetensors()
     path = folder_at(directory)
+    expect(asynchronous, bool, "asynchronous says neither yes nor no", "asynchronous=True")
     _join_earlier(path)
     if keep is not None and (type(keep) is not int or keep < 1):
         raise CheckpointError(f"keep={keep!r}", "the new version is always kept", "keep=2")

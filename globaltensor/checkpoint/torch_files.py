@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
+from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import IO, Any, Literal, TypeAlias, overload
 
 import torch
@@ -54,6 +56,7 @@ def save(state: Any, target: PathLike | IO[bytes], **options: Any) -> Saving | N
         raise ArgumentError(f"gt.save to {target!r}", "a state is saved to a folder or a file",
                             'gt.save(state, "folder")')
     if not _is_file(target):
+        _check_folder_options("save", options, "asynchronous", "keep")
         return save_folder(state, target, **options)     # type: ignore[arg-type]  # not a file, hence a path
     for name in ("asynchronous", "keep"):
         if options.pop(name, None):
@@ -82,10 +85,24 @@ def load(state: Any, target: Any = None, /, **options: Any) -> Any:
     reads the whole of it, and raises what torch.load raises.
     """
     if target is not None and not _is_file(state):
+        _check_folder_options("load", options)
         return load_folder(state, target, **options)
+    if not isinstance(state, (str, os.PathLike)) and not hasattr(state, "read"):
+        raise ArgumentError(f"gt.load of a {type(state).__name__} alone", "a state is loaded from a folder, which is "
+                            "named; a file of torch's is loaded by its name", 'gt.load(state, "folder")')
     loaded = torch.load(state, **options) if target is None else torch.load(state, target, **options)
     _log.info("loaded %s", state)
     return loaded
+
+
+def _check_folder_options(name: str, options: Mapping[str, Any], *valid: str) -> None:
+    """Raise ArgumentError for a keyword that a folder has no use for."""
+    for key in options:
+        if key not in valid:
+            near = get_close_matches(key, valid, 1)
+            raise ArgumentError(f"gt.{name} with a folder takes no {key}=",
+                                f"it takes {' and '.join(valid) or 'none'}",
+                                f"{near[0]}=..." if near else f"the same without {key}=")
 
 
 def _is_file(target: Any) -> bool:

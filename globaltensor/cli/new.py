@@ -16,7 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-from globaltensor.cli.problem import Problem
+from globaltensor.cli.problem import Problem, unwritable
 
 _TRAIN = '''\
 """{name}: trains a small network on 4 ranks, data parallel 2 x tensor parallel 2.
@@ -101,7 +101,7 @@ def command(chosen: argparse.Namespace) -> int:
         for file, text in FILES.items():
             (folder / file).write_text(text.format(name=name) if file == "train.py" else text, encoding="utf-8")
     except OSError as error:
-        raise Problem(f"{folder} could not be written: {error.strerror}", 1) from None
+        raise unwritable(folder, error) from None
     if chosen.json:
         print(json.dumps({"folder": str(folder), "files": list(FILES)}, indent=2))
         return 0

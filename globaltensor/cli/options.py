@@ -80,6 +80,15 @@ def port_number(text: str) -> int:
     return int(text)
 
 
+def pattern(text: str) -> str:
+    """A regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+    return text
+
+
 def rank_count(text: str) -> int | str:
     """A number of ranks, or what to count: gpu, cpu, auto."""
     return text if text in ("gpu", "cpu", "auto") else positive(text)
@@ -173,7 +182,7 @@ def run_options(of: argparse.ArgumentParser) -> None:
     add_flag(hosts, "--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts meet: the address of one of them")
     add_flag(hosts, "--rdzv-id", default="globaltensor", metavar="ID",
              help="a name that tells apart jobs that meet at one endpoint")
-    add_flag(hosts, "--node-rank", type=int, metavar="I", help="this host's number, from 0; host 0 must be the "
+    add_flag(hosts, "--node-rank", type=natural, metavar="I", help="this host's number, from 0; host 0 must be the "
              "endpoint's (default: hosts are numbered by their names)")
     add_flag(hosts, "--local-addr", metavar="ADDRESS", help="this host's address, if its name does not resolve to it")
     of.add_argument("program", help="a Python file; with -m, a module")
@@ -235,12 +244,13 @@ def bench_options(of: argparse.ArgumentParser) -> None:
                      help="write the data anew before each move (boxing)")
     own.add_argument("--hidden", type=positive, metavar="N",
                      help="hidden size of the model (train: default 128, then 256; pipeline: default 256)")
-    own.add_argument("--minutes", type=float, metavar="N", help="how long to disturb training (soak; default 2)")
-    own.add_argument("--seed", type=int, metavar="N", help="seed of the moments of disturbance (soak; default 0)")
+    own.add_argument("--minutes", type=above_zero, metavar="N", help="how long to disturb training (soak; default 2)")
+    own.add_argument("--seed", type=natural, metavar="N", help="seed of the moments of disturbance (soak; default 0)")
     own.add_argument("--min-ranks", type=positive, metavar="N",
                      help="leave out ranks that fail, as long as N remain (soak; default: restart all)")
     own.add_argument("--runs", type=positive, metavar="N", help="runs of each fault (faults; default 20)")
-    own.add_argument("--rows", metavar="REGEX", help="run only the faults whose names match (faults; default: all)")
+    own.add_argument("--rows", type=pattern, metavar="REGEX",
+                     help="run only the faults whose names match (faults; default: all)")
     own.add_argument("--plot", metavar="FILE", help="draw the measured steps above the simulated ones (pipeline)")
 
 

@@ -12,7 +12,7 @@ import re
 import shutil
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from globaltensor.cli.options import OPTIONS
 
@@ -57,6 +57,11 @@ class Parser(argparse.ArgumentParser):
                     (meant := difflib.get_close_matches(one.partition("=")[0], flags, 1))]
             self.error(near[0] if near else f"there is no argument {' '.join(unknown)}\n  try: {self.prog} --help")
         return chosen, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """What is wrong with the command line, and what to type. Ends the process."""
+        hinted = any(hint in message for hint in ("try: ", "did you mean", "choose from"))
+        super().error(message if hinted else f"{message}\n  try: {self.prog} --help")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

@@ -27,14 +27,16 @@ measured, the last line says how well the prediction agrees. `globaltensor calib
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from globaltensor.cli.memory import model, problem
-from globaltensor.cli.problem import Problem
+from globaltensor.cli.problem import Problem, unwritable
 from globaltensor.cli.program import as_options, load_program
 from globaltensor.errors import OURS, GlobalTensorError
 from globaltensor.planner.explaining import GptSearch, explanation_of, explanation_text
@@ -137,12 +139,14 @@ def _planned_program(chosen: argparse.Namespace) -> int:
 
 
 def _write_file(path: str, write: Callable[[str], None]) -> None:
+    if os.path.isdir(path):
+        raise unwritable(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
     try:
         write(path)
     except ImportError:
         raise Problem("--plot needs matplotlib\n  try: pip install 'globaltensor[plot]'", 1) from None
     except (OSError, ValueError) as error:
-        raise Problem(f"{path} could not be written: {error}", 1) from None
+        raise unwritable(path, error) from None
 
 
 def _strategy_report(of: Strategy) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from globaltensor.cli.problem import Problem
+from globaltensor.cli.problem import Problem, unwritable
 from globaltensor.playground.server import HOST, export_examples, make_server
 from globaltensor.playground.tryout import MOST_RANKS
 from globaltensor.runtime.start import init
@@ -26,7 +26,7 @@ def command(chosen: argparse.Namespace) -> int:
         try:
             written = export_examples(chosen.export)
         except OSError as error:
-            raise Problem(f"{chosen.export} could not be written: {error.strerror}", 1) from None
+            raise unwritable(chosen.export, error) from None
         print(json.dumps({"pages": list(map(str, written))}, indent=2) if chosen.json else
               "\n".join(map(str, written)))
         return 0

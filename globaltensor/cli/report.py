@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 
 from globaltensor.cli.memory import problem
-from globaltensor.cli.problem import Problem
+from globaltensor.cli.problem import unwritable
 from globaltensor.errors import GlobalTensorError
 from globaltensor.pictures.report import Report
 from globaltensor.pictures.report_page import page
@@ -57,5 +57,5 @@ def write_page(path: Path, of: Report) -> int:
     try:
         path.write_bytes(data)
     except OSError as error:
-        raise Problem(f"{path} could not be written: {error.strerror}", 1) from None
+        raise unwritable(path, error) from None
     return len(data)

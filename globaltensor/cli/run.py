@@ -65,6 +65,9 @@ def _check_command(chosen: argparse.Namespace) -> None:
     if chosen.rdzv_endpoint and not re.fullmatch(r".+:\d{1,5}", chosen.rdzv_endpoint):
         raise Problem(f"--rdzv-endpoint {chosen.rdzv_endpoint} has no port\n  try: --rdzv-endpoint "
                       f"{chosen.rdzv_endpoint}:29400")
+    if chosen.rdzv_endpoint and not 0 < int(chosen.rdzv_endpoint.rpartition(":")[2]) < 65536:
+        raise Problem(f"--rdzv-endpoint {chosen.rdzv_endpoint}: a port is 1 to 65535\n  try: --rdzv-endpoint "
+                      f"{chosen.rdzv_endpoint.rpartition(':')[0]}:29400")
     if chosen.nnodes > 1 and not chosen.rdzv_endpoint:
         raise Problem(f"{chosen.nnodes} hosts need a place to meet\n  try: globaltensor run "
                       f"--nnodes {chosen.nnodes} --rdzv-endpoint HOST:29400 ... on each of them")

@@ -30,7 +30,7 @@ from fractions import Fraction
 from typing import Any
 
 from globaltensor.cli.memory import model, number, problem
-from globaltensor.cli.problem import Problem
+from globaltensor.cli.problem import Problem, check_new_file, unwritable
 from globaltensor.cli.report import write_page
 from globaltensor.errors import GlobalTensorError
 from globaltensor.runtime.text_table import aligned, terminal_columns
@@ -63,6 +63,8 @@ def command(chosen: argparse.Namespace) -> int:
             raise problem(error) from None
     if (chosen.times is None) == (chosen.model is None):
         raise Problem("what do the actions take?\n  try: --times 1,1,1,0, or --model gpt --layers ...")
+    if chosen.plot is not None:
+        check_new_file(chosen.plot, "--plot")
     show = bool(chosen.text or chosen.plot or chosen.trace)
     try:
         own = text.read_schedule(chosen.schedule) if chosen.schedule and _names_a_file(chosen.schedule) else None
@@ -97,9 +99,12 @@ def _with_times(chosen: argparse.Namespace, own: Schedule | None,
 
 def _share(text: str) -> Fraction:
     try:
-        return exact(text)
+        share = exact(text)
     except (ValueError, ArithmeticError):
         raise Problem(f"--weight-share {text} is not a number\n  try: --weight-share 1/2") from None
+    if not 0 <= share <= 1:
+        raise Problem(f"--weight-share {text} is no share: it is 0 to 1\n  try: --weight-share 1/2")
+    return share
 
 
 def _with_model(chosen: argparse.Namespace, own: Schedule | None,
@@ -165,7 +170,7 @@ def _show(chosen: argparse.Namespace, run: SimulatedRun, step: SimulatedStep | N
     except ImportError:
         raise Problem("--plot needs matplotlib\n  try: pip install 'globaltensor[plot]'", 1) from None
     except (OSError, ValueError) as error:
-        raise Problem(f"{chosen.plot or chosen.trace} could not be written: {error}", 1) from None
+        raise unwritable(chosen.plot or chosen.trace, error) from None
 
 
 def _curve(run: SimulatedRun, step: SimulatedStep | None,

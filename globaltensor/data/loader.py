@@ -11,6 +11,7 @@ batches.
 """
 from __future__ import annotations
 
+import math
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ import torch.utils.data
 from globaltensor.data.batch import BatchCutter
 from globaltensor.data.sampler import Batch, Sampler
 from globaltensor.data.seeding import SeededDataset, UnwrapDataset, mix, random_streams
-from globaltensor.errors import ArgumentError, DisagreementError, GlobalTensorError
+from globaltensor.errors import ArgumentError, DisagreementError, GlobalTensorError, counted, expect
 from globaltensor.layouts.layout import sbp_text
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import SbpLike
@@ -99,6 +100,7 @@ class DataLoader:
         if not isinstance(num_workers, int) or num_workers < 0:
             raise ArgumentError(f"num_workers={num_workers!r}", "it is how many processes load the samples of a rank",
                                 "num_workers=2; 0: none")
+        _check_loader_options(shuffle, seed, collate_fn, prefetch_factor, timeout, num_workers)
         if sampler is None:
             _check_len(dataset)
             sampler = Sampler(len(dataset), batch_size, shuffle=shuffle, seed=seed, tail=tail)
@@ -185,6 +187,21 @@ class DataLoader:
                                     "each process reads its own samples of the same batch",
                                     "the same loop on every rank; where shapes differ, a collate_fn that pads to a "
                                     "fixed length") from None
+
+
+def _check_loader_options(shuffle: object, seed: object, collate_fn: object, prefetch_factor: object, timeout: object,
+                          num_workers: int) -> None:
+    expect(shuffle, bool, "shuffle says neither yes nor no", "shuffle=True")
+    expect(seed, int, "a seed that is no number", "seed=0")
+    if collate_fn is not None and not callable(collate_fn):
+        raise ArgumentError(f"collate_fn={collate_fn!r}", "it is called with a list of samples",
+                            "collate_fn=torch.utils.data.default_collate")
+    if prefetch_factor is not None and not (isinstance(prefetch_factor, int) and prefetch_factor > 0 and num_workers):
+        raise ArgumentError(f"prefetch_factor={prefetch_factor!r} with {counted(num_workers, 'worker')}",
+                            "it is how many batches each worker reads ahead", "num_workers=2, prefetch_factor=2")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
+        raise ArgumentError(f"timeout={timeout!r}", "it is for how many seconds a worker is waited for; 0: for ever",
+                            "timeout=60")
 
 
 def _check_dataset(dataset: Any) -> None:

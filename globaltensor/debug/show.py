@@ -22,7 +22,7 @@ from math import prod
 from typing import Any, overload
 
 from globaltensor.checkpoint.contents import Contents, contents_of
-from globaltensor.errors import GlobalTensorError
+from globaltensor.errors import GlobalTensorError, expect_path
 from globaltensor.layouts.layout import Spec
 from globaltensor.layouts.regions import Region
 from globaltensor.pictures.cells import Cell, cells, legend
@@ -73,6 +73,8 @@ def show(x: Any, file: str | None = None) -> Drawing:
     Raises GlobalTensorError for a plain tensor, and where a picture is asked for without matplotlib; CheckpointError
     for a folder without a checkpoint, or a damaged one.
     """
+    if file is not None:
+        _check_file(file)
     if isinstance(x, (str, os.PathLike)):
         contents = contents_of(x)
         lines: list[list[Segment]] = [[(line, None)] for line in str(contents).splitlines()]
@@ -81,11 +83,17 @@ def show(x: Any, file: str | None = None) -> Drawing:
         raise GlobalTensorError("show of a plain tensor", "it lies on no ranks", "x.to_global(placement, sbp) first")
     picture = layout_picture(x.spec)
     if world().rank == 0 and file is not None:
-        if file.endswith(".svg"):
+        if str(file).endswith(".svg"):
             picture.save(file)
         else:
             _picture(x.spec, file)
     return _shown(_lines(x.spec), picture)
+
+
+def _check_file(file: str) -> None:
+    expect_path(file, "a picture into no file", 'gt.show(x, file="x.svg")')
+    if os.path.isdir(file):
+        raise GlobalTensorError(f"a picture into {file}", "it is a folder", 'gt.show(x, file="x.svg")')
 
 
 def _shown(lines: list[list[Segment]], picture: Picture | Contents) -> Drawing:

@@ -148,5 +148,9 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *,
                      mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
     """The first ranks of the world, in a mesh of this shape."""
     expect(mesh_shape, Sequence, f"init_device_mesh of shape {mesh_shape!r}", 'init_device_mesh("cpu", (2, 2))')
+    asked: Any = mesh_shape                          # a text is a Sequence, too
+    if isinstance(asked, str) or not all(isinstance(n, int) and n > 0 for n in asked):
+        raise ArgumentError(f"init_device_mesh of shape {mesh_shape!r}", "it has a number of ranks for each dim",
+                            'init_device_mesh("cpu", (2, 2))')
     ranks = torch.arange(torch.Size(mesh_shape).numel()).view(*mesh_shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names)

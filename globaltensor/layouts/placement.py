@@ -52,6 +52,9 @@ class placement:
                                  f'gt.placement("{type}", range({ranks})), or gt.placement("{type}", [{ranks}])')
         nested, shape = _nest(ranks)
         flat = tuple(_flatten(nested))
+        if axis_names is not None and (isinstance(axis_names, str) or not isinstance(axis_names, Iterable)):
+            raise PlacementError(f"axis_names={axis_names!r}", "it is a tuple, with a name for each axis",
+                                 f"axis_names={('dp', 'tp', 'pp', 'sp', 'ep')[:len(shape)]}")
         names = tuple(axis_names) if axis_names is not None else None
         if names is not None and not all(isinstance(name, str) and name for name in names):
             raise PlacementError(f"axis_names={names}", "an axis is asked for by its name, a text",

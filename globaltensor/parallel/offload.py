@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from globaltensor.errors import ArgumentError
+from globaltensor.errors import ArgumentError, expect_path
 from globaltensor.layouts.layout import Spec, layout
 from globaltensor.layouts.placement import placement
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -81,6 +81,14 @@ def offload_state(optimizer: torch.optim.Optimizer, where: str | os.PathLike[str
 def folder_of(where: str | os.PathLike[str]) -> str | None:
     """The folder that `offload` names; None for the host's memory."""
     return None if os.fspath(where) == "cpu" else os.fspath(where)
+
+
+def check_offload(where: str | os.PathLike[str]) -> None:
+    """Raise ArgumentError for what is neither "cpu" nor a folder, nor could become one."""
+    expect_path(where, "gt.zero with state offloaded to no place", 'offload="cpu", or a folder')
+    if os.path.exists(where) and not os.path.isdir(where):
+        raise ArgumentError(f"offload={os.fspath(where)!r}", "that is a file, and no folder",
+                            'offload="cpu", or a folder')
 
 
 def _pieces(groups: Piece) -> Iterator[Piece]:

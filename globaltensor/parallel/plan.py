@@ -34,11 +34,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
 
-from globaltensor.errors import SbpError, expect
+from globaltensor.errors import SbpError, expect, expect_path
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, broadcast, not_an_sbp, read_sbp, split, with_axes
 from globaltensor.parallel import experts as expert_layers, grids
@@ -158,13 +159,19 @@ class Plan(MutableMapping[str, PlanRow]):
     @api_boundary
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read what `save` wrote. Raises SbpError with the line that is wrong."""
-        with open(path, encoding="utf-8") as file:
-            return cls.parse(file.read(), os.fspath(path))
+        expect_path(path, "gt.Plan.load of no file", 'gt.Plan.load("plan.txt")')
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SbpError(f"the plan {os.fspath(path)} cannot be read", str(error),
+                           "a file that plan.save wrote") from None
+        return cls.parse(text, os.fspath(path))
 
     @classmethod
     @api_boundary
     def parse(cls, text: str, name: str = "plan") -> Plan:
         """A plan from its text: a heading of axis names, then a row per pattern."""
+        expect(text, str, "gt.Plan.parse of no text", "gt.Plan.parse(str(plan))")
         lines = [(k, line) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
         if not lines or not re.match(r"#\s*name\b", lines[0][1]):
             raise SbpError(f"{name} is no plan", "its first line names the axes", "# name   dp   tp")
@@ -201,6 +208,7 @@ class Plan(MutableMapping[str, PlanRow]):
 
     @api_boundary
     def __setitem__(self, pattern: str, row: Mapping[str, Any]) -> None:
+        expect(pattern, str, "a row of a plan for no name", "plan['*.up.weight'] = {'tp': gt.sbp.split(0)}")
         if not isinstance(row, Mapping):
             raise SbpError(f"the plan's row {pattern!r} is {row!r}", "a row says how along each axis",
                            f"plan[{pattern!r}] = {{'tp': gt.sbp.split(0)}}")

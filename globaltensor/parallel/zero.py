@@ -28,7 +28,7 @@ from globaltensor.boxings.redistribute import redistribute
 from globaltensor.errors import SbpError, expect
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.sbp import split
-from globaltensor.parallel.offload import folder_of, offload_state
+from globaltensor.parallel.offload import check_offload, folder_of, offload_state
 from globaltensor.parallel.zero3 import ShardedLayers
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.torch_internals import foreach_copy_
@@ -57,12 +57,16 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
     """
     expect(optimizer, torch.optim.Optimizer, "gt.zero of no optimizer",
            "gt.zero(torch.optim.AdamW(model.parameters()))")
-    if stage not in (1, 2, 3):
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise SbpError(f"ZeRO has no stage {stage!r}", "1 splits optimizer state, 2 gradients too, 3 parameters too",
                        "gt.zero(optimizer, stage=1)")
     if model is not None and stage != 3:
         raise SbpError(f"gt.zero was told the model for stage {stage}",
                        "only stage 3 gathers parameters layer by layer", "stage=3, or no model")
+    if model is not None:
+        expect(model, torch.nn.Module, "gt.zero told of no model", "gt.zero(optimizer, stage=3, model=model)")
+    if offload is not None:
+        check_offload(offload)
     if optimizer.state:
         raise SbpError("the optimizer has taken steps already", "its state would have to be split, too",
                        "gt.zero(torch.optim.AdamW(...)), then optimizer.load_state_dict(...) where there is a state")

@@ -95,6 +95,7 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
     if loss is not None and not callable(loss):
         raise ArgumentError(f"loss={loss!r}", "it is called with the output of the last stage and the targets",
                             "loss=torch.nn.functional.cross_entropy")
+    _check_stage_options(cost, batch, recompute, inputs)
     plain_schedule = _resolve_schedule(schedule, len(rank_groups(placements)), micro_batches, chunks, model)
     program = check_schedule(plain_schedule, MAX_PENDING).program
     by_stage = stage_placements(plain_schedule, placements)
@@ -110,6 +111,16 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
                          f"{plain_schedule.stages} modules, or an nn.Sequential")
     parameters = StageParameters(stages, by_stage)
     return PipelineRunner(PipelineModel(stages, by_stage, parameters, loss, reduction, recompute), program, batch)
+
+
+def _check_stage_options(cost: object, batch: object, recompute: object, inputs: object) -> None:
+    if cost is not None and not callable(cost):
+        raise ArgumentError(f"cost={cost!r}", "it is called with a layer, and gives a number",
+                            "cost=lambda layer: sum(p.numel() for p in layer.parameters())")
+    expect(batch, str, "a batch split along no axis", 'batch="dp"')
+    expect(recompute, bool, "recompute says neither yes nor no", "recompute=True")
+    if isinstance(inputs, str) or not isinstance(inputs, Sequence):
+        raise ArgumentError(f"inputs={inputs!r}", "they are names, in a tuple or list", 'inputs=("labels",)')
 
 
 def _cut_module(model: nn.Module, stages: int | Sequence[str], cost: Callable[[nn.Module], float] | None,

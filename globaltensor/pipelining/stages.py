@@ -9,6 +9,7 @@ estimated by parameters: a linear layer takes as many products per row as it has
 """
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -58,6 +59,9 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
         raise StageError(f"{stages} stages of {n} layers", "every stage has at least one layer",
                          f"{n} stages or fewer, or more layers")
     total = [0.0, *accumulate(costs)]
+    if not all(isinstance(cost, (int, float)) and 0 <= cost < math.inf for cost in costs):
+        raise StageError(f"layers that cost {', '.join(map(str, costs))}", "each costs a number, 0 or more",
+                         "cost=lambda layer: sum(p.numel() for p in layer.parameters())")
     # For the first n layers: the largest cost of a stage, the sum of squares (smaller is more even), the last begin.
     best: list[tuple[float, float, int]] = [(0.0, 0.0, 0)] + [(float("inf"), 0.0, 0)] * n
     begins: list[list[int]] = []

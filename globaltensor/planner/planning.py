@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.errors import ArgumentError, GlobalTensorError, expect
+from globaltensor.errors import ArgumentError, ErrorNote, GlobalTensorError, expect, expect_amount, expect_path
 from globaltensor.layouts.placement import placement
 from globaltensor.parallel.plan import Plan
 from globaltensor.pipelining.units import units_of
@@ -95,6 +95,7 @@ def _find(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluste
           plot: str | os.PathLike[str] | None) -> dict[str, Any]:
     """What `strategy` does, on one process."""
     expect(model, nn.Module, "gt.strategy of no module", "gt.strategy(model, batch)")
+    _check_arguments(devices, memory, seconds, pins, plot)
     began = time.monotonic()
     machines = cluster if isinstance(cluster, Cluster) else cluster_of(os.fspath(cluster))
     if memory is not None:
@@ -134,23 +135,16 @@ def _told_by_rank_0(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             with uncoordinated(), paused(), torch.random.fork_rng(devices=[]):
                 message["plan"] = find()
         except Exception as error:                   # whatever it is: the others wait to be told
-            broadcast_object({"error": _error_to_tell(error)}, 0, "a strategy")
+            broadcast_object({"error": tuple(ErrorNote.of(error, "gt.strategy on rank 0"))}, 0, "a strategy")
             raise
     message = broadcast_object(message, 0, "a strategy")
     if "error" in message:
-        kind, what, why, fix = message["error"]
-        raise {each.__name__: each for each in _TOLD}.get(kind, GlobalTensorError)(what, why, fix)
+        raise ErrorNote(*message["error"]).as_error(*_TOLD)
     plan: dict[str, Any] = message["plan"]
     return plan
 
 
-_TOLD = (ArgumentError, BatchError, CaptureError, PinError)
-
-
-def _error_to_tell(error: Exception) -> tuple[str, str, str, str]:
-    if isinstance(error, GlobalTensorError):
-        return type(error).__name__, error.what, error.why, error.fix
-    return "", f"gt.strategy failed on rank 0: {type(error).__name__}: {error}", "", "look at the error of rank 0"
+_TOLD = (ArgumentError, BatchError, CaptureError, PinError, GlobalTensorError)
 
 
 def _exact_costs(program: Program, shape: ModelShape, plans: Mapping[tuple[int, str], Plan], machines: Cluster
@@ -175,6 +169,19 @@ def _program(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, targ
     return Program(model, inputs, int(tensors[0].shape[0]), loss, targets, units_of(model, names))
 
 
+def _check_arguments(devices: object, memory: object, seconds: object, pins: object, plot: object) -> None:
+    expect(devices, int, "gt.strategy for no number of devices", "devices=8")
+    expect_amount(seconds, "gt.strategy for no time", "seconds=60")
+    if memory is not None:
+        expect_amount(memory, "gt.strategy for no number of bytes", "memory=80e9")
+    if isinstance(pins, str) or not isinstance(pins, (Sequence, Mapping)):
+        raise ArgumentError(f"pins={pins!r}", "they are a list of texts, or a dict", "pins=['*.up.weight=tp:S(0)']")
+    if plot is not None:
+        expect_path(plot, "gt.strategy drawn into no file", 'plot="plan.svg"')
+        if os.path.isdir(plot):  # type: ignore[arg-type]  # it is a path
+            raise ArgumentError(f"plot={plot!r}", "it is a folder", 'plot="plan.svg", a file')
+
+
 def _checked_choices(fixed: Fixed, devices: int) -> Fixed:
     for name in ("dp", "tp", "pp", "chunks", "micro_batch"):
         value = getattr(fixed, name)
@@ -183,7 +190,10 @@ def _checked_choices(fixed: Fixed, devices: int) -> Fixed:
     for name, known in (("zero", (0, 1, 2, 3)), ("recompute", RECOMPUTE), ("schedule", tuple(GENERATORS))):
         value = getattr(fixed, name)
         if value is not None and value not in known:
-            raise ArgumentError(f"{name}={value!r}", f"it is one of {', '.join(map(str, known))}")
+            raise ArgumentError(f"{name}={value!r}", f"it is one of {', '.join(map(str, known))}",
+                                f"{name}={known[-1]!r}, or nothing: then it is chosen")
+    if fixed.sequence_parallel is not None:
+        expect(fixed.sequence_parallel, bool, "sp says neither yes nor no", "sp=True, or nothing: then it is chosen")
     ranks = (fixed.dp or 1) * (fixed.tp or 1) * (fixed.pp or 1)
     if ranks > devices:
         raise BatchError(f"{ranks} ranks on {devices} devices", "dp x tp x pp are at most as many as the devices",

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.errors import counted
+from globaltensor.errors import counted, expect_path
 from globaltensor.pictures.markup import element, html_table
 from globaltensor.pipelining.runner import PipelineRunner
 from globaltensor.planner.applying import apply_strategy
@@ -44,6 +44,7 @@ class Strategy(dict[str, Any]):
     @api_boundary
     def load(cls, path: str | os.PathLike[str]) -> Strategy:
         """Read what `save` wrote. Raises StrategyError for what is no JSON object of this format, or cannot be."""
+        expect_path(path, "gt.Strategy.load of no file", 'gt.Strategy.load("plan.json")')
         try:
             read = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:

@@ -33,6 +33,21 @@ def recognize_launcher(env: MutableMapping[str, str] = os.environ) -> str | None
     return None
 
 
+def check_variables(env: Mapping[str, str] = os.environ) -> None:
+    """Raise TransportError for a variable that tells no rank, size or port; each would end elsewhere, in fewer words,
+    or be waited for."""
+    size = env.get("WORLD_SIZE", "")
+    most = int(size) - 1 if size.isdecimal() and int(size) else None
+    for name, first, last in (("WORLD_SIZE", 1, None), ("RANK", 0, most), ("LOCAL_WORLD_SIZE", 1, None),
+                              ("LOCAL_RANK", 0, None), ("MASTER_PORT", 0, 65535),
+                              ("TORCHELASTIC_RESTART_COUNT", 0, None)):
+        value = env.get(name, str(first))
+        if not value.isdecimal() or not first <= int(value) <= (int(value) if last is None else last):
+            raise TransportError(f"{name}={value}", f"it is a whole number from {first} "
+                                 f"{'on' if last is None else f'to {last}'}, which a launcher sets",
+                                 "globaltensor run -n 2 program.py, or torchrun, which set it")
+
+
 def _check_address(env: Mapping[str, str], name: str) -> None:
     """Raise TransportError where the ranks cannot know where to meet: torch would ask for minutes."""
     fix = "mpirun -x MASTER_ADDR=HOST ..., or MASTER_ADDR=HOST srun ..., where HOST is that of rank 0"

@@ -26,8 +26,11 @@ from typing import Any
 
 import torch  # its libraries must be there before ours
 
-from globaltensor.errors import BETWEEN, OURS, warn
+from globaltensor.errors import BETWEEN, OURS, GlobalTensorError, warn
 
+if os.environ.get("GLOBALTENSOR_NATIVE", "1") not in ("", "0", "1"):
+    raise GlobalTensorError(f"GLOBALTENSOR_NATIVE={os.environ['GLOBALTENSOR_NATIVE']}",
+                            "it is 1, or 0 to do without native code", "GLOBALTENSOR_NATIVE=0")
 WANTED = os.environ.get("GLOBALTENSOR_NATIVE", "1") != "0"
 _trouble = ""
 

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from globaltensor.errors import ArgumentError, TransportError, counted, expect
+from globaltensor.errors import TransportError, counted, expect, expect_amount
 from globaltensor.runtime import arrival, deadlock, lineage, liveness, machine as machines, native
 from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count, engine_in, engine_of
 from globaltensor.runtime.gloo import gloo_error, keep_for_ever
 from globaltensor.runtime.host_processes import ProcessId
-from globaltensor.runtime.launchers import ranks_per_host, recognize_launcher
+from globaltensor.runtime.launchers import check_variables, ranks_per_host, recognize_launcher
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.secret import share_secret
@@ -54,8 +54,8 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
     Collective under a launcher. Raises TransportError where the world was started with another number of ranks, or the
     processes of the launcher cannot find each other.
     """
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise ArgumentError(f"timeout={timeout!r}", "it is a number of seconds", "gt.init(timeout=1800)")
+    if timeout is not None:
+        expect_amount(timeout, "a time-out that is no number of seconds", "gt.init(timeout=1800)")
     if machine is not None:
         expect(machine, Machine, f"machine={machine!r}", "machine=globaltensor.runtime.machine.gloo")
     if (running := started()) is not None:
@@ -87,6 +87,7 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
 
 def _processes(timeout: timedelta, machine: Machine | None) -> World:
     """One rank per process, over torch.distributed: NCCL for GPUs, others for their devices, gloo for the rest."""
+    check_variables()
     arm_stacks()
     running = dist.is_initialized()
     size, rank = ((dist.get_world_size(), dist.get_rank()) if running else

@@ -79,7 +79,7 @@ def _checked(name: str, options: dict[str, Any], placement: Any, sbp: Any, *own:
             valid = ["placement", "sbp", "dtype", "requires_grad", *own]
             near = get_close_matches(key, [*valid, *_UNMET], 1)
             raise ArgumentError(f"gt.{name} takes no keyword {key!r}", f"with a placement it takes {', '.join(valid)}",
-                                f"{near[0]}=..." if near else "")
+                                f"{near[0]}=..." if near else f"the same without {key}=")
         idle, why = _UNMET.get(key, (value, ""))
         if placement is not None and value is not None and value is not idle:
             raise ArgumentError(f"gt.{name} with a placement and {key}={value!r}", why, _without(key, value, placement))
@@ -107,18 +107,18 @@ def _check_size(name: str, size: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def _with_line() -> Iterator[None]:
+def with_line() -> Iterator[None]:
     """Around a call of torch's own: its errors are told the program's line."""
     try:
         yield
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         note_on_torch_error(error, f"  where: {where()}")
         raise
 
 
 def _read(size: tuple[Any, ...], dtype: torch.dtype | None, extra: dict[str, Any]) -> tuple[Shape, torch.dtype]:
     """The shape and the dtype that arguments mean, and the errors of those that mean none: torch's own."""
-    with _with_line():
+    with with_line():
         asked = torch.empty(*size, **{k: v for k, v in extra.items() if k == "size"}, dtype=dtype, device="meta")
     return tuple(asked.shape), asked.dtype
 
@@ -218,7 +218,8 @@ def full(size: Any, fill_value: Any, *, placement: Any = None, sbp: Any = None, 
     extra = _checked("full", options, placement, sbp)
     if placement is None:
         return torch.full(size, fill_value, dtype=dtype, requires_grad=requires_grad, **extra)
-    shape, dtype = _read((size,), torch.full((), fill_value).dtype if dtype is None else dtype, extra)
+    with with_line():
+        shape, dtype = _read((size,), torch.full((), fill_value).dtype if dtype is None else dtype, extra)
     return _finish("full", shape, dtype, placement, sbp, requires_grad,
                    lambda part, device: torch.full(_extent(part), fill_value, dtype=dtype, device=device))
 
@@ -232,7 +233,7 @@ def _from_plain(name: str, *names: str) -> Any:
         extra = _checked(name, options, placement, sbp, *names)
         if placement is None:
             return make(*args, dtype=dtype, requires_grad=requires_grad, **extra)
-        with _with_line():
+        with with_line():
             whole = make(*args, dtype=dtype, **extra)
         return _with_grad(from_full(whole, placement, sbp), requires_grad)
 
@@ -363,7 +364,7 @@ def randint(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dty
     extra = _checked("randint", options, placement, sbp, "low", "high", "size", "generator")
     if placement is None:
         return torch.randint(*args, dtype=dtype, generator=generator, requires_grad=requires_grad, **extra)
-    with _with_line():
+    with with_line():
         torch.randint(*args, **extra, dtype=dtype, device="meta")    # the errors of arguments that do not fit
     values = list(args)                              # the last of them is the size, the first may be missing
     size, high, low = (extra[key] if key in extra else values.pop() if values else 0 for key in ("size", "high", "low"))

@@ -29,7 +29,8 @@ def _like(name: str, make: Callable[..., torch.Tensor]) -> Any:
                 dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
         expect(x, torch.Tensor, f"gt.{name} of no tensor", f"gt.{name}(x, placement=placement, sbp=sbp)")
         if placement is None and sbp is None:
-            return of_torch(x, *values, dtype=dtype, **options)
+            with factories.with_line():
+                return of_torch(x, *values, dtype=dtype, **options)
         own = layout_of(x)
         if own is not None:
             placement, sbp = filled_in(own, placement, sbp)
