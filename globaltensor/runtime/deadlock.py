@@ -336,8 +336,18 @@ class Watch:
         with suppress(RuntimeError):
             self.rows = self.rows or self.read(_DEADLOCK, _DEADLOCK) or ""
         if self.rows:
-            self.keep_store(3 * PERIOD)
+            self.await_readers()
         return _error(self.rows, "") if self.rows else None
+
+    def await_readers(self) -> None:
+        """Tell that this rank has read what all wait for; rank 0, which may hold the store, waits for all to have read
+        it, but not for long."""
+        with suppress(RuntimeError):
+            self.store.set(_reader_key(self.rank), b"read")
+            waiting, until = set(range(1, self.size)) if self.rank == 0 else set(), time.monotonic() + 3 * PERIOD
+            while waiting and time.monotonic() < until:
+                waiting = {rank for rank in waiting if not self.store.check([_reader_key(rank)])}
+                time.sleep(0.02)
 
     def keep_store(self, seconds: float) -> None:
         """Before an error: rank 0 may hold the store, which the others still ask."""
@@ -358,6 +368,10 @@ _DEADLOCK = "globaltensor deadlock"
 
 def _store_key(rank: int) -> str:
     return f"globaltensor wait {rank}"
+
+
+def _reader_key(rank: int) -> str:
+    return f"{_DEADLOCK} read by {rank}"
 
 
 def _apart_key(rank: int) -> str:
