@@ -105,6 +105,26 @@ def test_forked_ranks_end_with_their_launcher_and_so_does_what_forks_them(how):
         time.sleep(0.1)
 
 
+_ADOPTED = """
+import os, subprocess, sys, time
+import globaltensor as gt
+gt.init()
+if gt.rank() == 0:
+    subprocess.run(["sh", "-c", "sleep 0.1 & exit 0"])           # the launcher adopts it
+    time.sleep(2)
+    with open(f"/proc/{os.getppid()}/task/{os.getppid()}/children") as file:
+        states = [open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] for pid in file.read().split()]
+    print("children:", *states)
+"""
+
+
+def test_what_the_launcher_adopts_is_no_zombie(tmp_path):
+    (tmp_path / "adopted.py").write_text(_ADOPTED)
+    code, out, err = run([*RUN, "-n", 2, "--start-method", "fork", tmp_path / "adopted.py"])
+    states = re.search("children: (.+)", out)
+    assert code == 0 and states is not None and len(states[1].split()) >= 2 and "Z" not in states[1], out + err
+
+
 def _children(pid: int) -> list[str]:
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return file.read().split()

@@ -52,9 +52,13 @@ class RestartingAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with self.forks.in_place_of_spawn() if self.forks else nullcontext():
             started: dict[int, Any] = super()._start_workers(worker_group)
-            return started
+        if self.forks and self._remaining_restarts:
+            self.forks.prepare_restart()
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self.forks is not None:
+            self.forks.reap_others(self.pids())
         result = super()._monitor_workers(worker_group)
         self.failures = result.failures
         if any(failure.exitcode == REQUEUE for failure in result.failures.values()):

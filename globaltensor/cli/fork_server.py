@@ -21,6 +21,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib
 import json
 import os
 import socket
@@ -31,7 +32,7 @@ from pathlib import Path
 from types import ModuleType
 
 LINK = "GLOBALTENSOR_FORK_LINK"                      # the number of the socket to the launcher, and room
-GO = "go\n"
+GO, PREPARE = "go\n", "prepare\n"
 ROOM = 8192                                          # bytes, for what a rank's environment has more
 
 
@@ -39,6 +40,9 @@ def serve(link: socket.socket, launcher: int) -> None:
     """Fork ranks as the launcher asks for them. Returns in these alone, once those of their start are all there."""
     with link, link.makefile("r") as requests:
         while request := requests.readline():        # the first of a start
+            if request == PREPARE:
+                import_what_optimizers_do()
+                continue
             between = os.fork()
             if between:
                 os.waitpid(between, 0)
@@ -58,6 +62,14 @@ def serve(link: socket.socket, launcher: int) -> None:
                 request = requests.readline()
             os._exit(0)
     os._exit(0)                                      # the launcher has ended
+
+
+def import_what_optimizers_do() -> None:
+    """torch imports its compiler when the first optimizer is made, which takes as long as to import torch. Done while
+    the ranks of the first start run, so that those of a restart need not."""
+    importlib.import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
 
 
 def wait_for_parent(between: int, launcher: int) -> None:

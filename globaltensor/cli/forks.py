@@ -12,8 +12,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from globaltensor.cli import fork_server
@@ -70,9 +71,22 @@ class ForkServer:
         more = {name: value for name, value in environment.items() if self.before.get(name) != value}
         return ForkedRank(int(self._ask(json.dumps(more) + "\n")))
 
+    def reap_others(self, ranks: Collection[int]) -> None:
+        """Wait for children of this process that are no ranks: what ranks have left behind, such as the workers of a
+        loader whose rank was killed, is adopted by it, and would remain as zombies until it ends."""
+        for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            if int(pid) not in ranks and int(pid) != self.process.pid:
+                with suppress(ChildProcessError):    # somebody else has waited for it
+                    os.waitpid(int(pid), os.WNOHANG)
+
     def go_on(self) -> None:
         """The ranks forked since the last time are children of this process, and go on."""
         self._ask(fork_server.GO)
+
+    def prepare_restart(self) -> None:
+        """Let the process that forks import, meanwhile, what ranks would import after a restart."""
+        with suppress(OSError):                      # it has ended: the next fork says so
+            self.link.sendall(fork_server.PREPARE.encode())
 
     def _ask(self, line: str) -> str:
         try:
@@ -90,6 +104,7 @@ class ForkServer:
     def __exit__(self, *_: object) -> None:
         self.answers.close()
         self.link.close()
+        self.process.kill()                          # it ends by itself, but may be importing
         self.process.wait()
 
     @contextmanager
