@@ -251,11 +251,13 @@ def launcher_ended(name: str, code: int) -> Callable[[Path], Outcome]:
 
 
 def trained(folder: Path, *fault: object, run: list[object], env: dict[str, str]) -> tuple[int, str, float]:
-    """Ten steps that a fault may disturb: exit code, errors, seconds."""
+    """Ten steps that a fault may disturb: exit code, errors, seconds since the fault, or since the start without."""
     began = time.time()
     job = Started([*run, PROGRAMS / "lifecycle.py", folder, 10, *fault],
                   environment(TMPDIR=str(folder / "temporary"), **env))
     code, _, errors = finish(job)
+    if (mark := folder / "struck").exists():         # a file that is made just before the fault, once
+        began = max(began, mark.stat().st_mtime)
     return code, errors, time.time() - began
 
 
