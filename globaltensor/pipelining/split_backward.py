@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from globaltensor.runtime.custom_ops import contract
 from globaltensor.tensors import backward, gradients
@@ -38,7 +37,22 @@ def backward_input(outputs: Sequence[torch.Tensor], grads: Sequence[Any],
 
 def backward_weight(deferred: Sequence[DeferredGrad]) -> None:
     """Compute and accumulate the deferred gradients."""
-    with torch.no_grad():
-        pairs = [(get_gradient_edge(weight), contract(equation, a, b)) for weight, equation, a, b in deferred]
-    if pairs:                                        # through the leaf's edge, so that its hooks run as in any backward
-        torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+    with torch.enable_grad():
+        ends = [_Product.apply(weight, factors) for weight, *factors in deferred]
+    if ends:                                         # through the leaf, so that its hooks run as in any backward
+        torch.autograd.backward(ends)
+
+
+class _Product(torch.autograd.Function):
+    """A zero whose derivative by a weight is a deferred product. Nobody but autograd holds the product, which becomes
+    the gradient itself. One that is handed over is copied, and a pending sum would be reduced by that, each time."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any, factors: Sequence[Any]) -> torch.Tensor:
+        ctx.factors = factors                        # in a list, where autograd does not look for what leads to them
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, None]:
+        with torch.no_grad():
+            return contract(*ctx.factors), None
