@@ -161,7 +161,7 @@ def measure(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
             laps.append(time.perf_counter() - began)
         with gt.record() as moves:
             step()
-        received = sum(move.bytes for move in moves if move.op != "the loss of a pipeline")
+        received = sum(move.bytes for move in moves if move.op not in ("the pipeline", "the loss of a pipeline"))
         live = LiveBytes(list(one.model.parameters()), list(one.model.buffers()), list(optimizer.state.values()))
         with live:
             step()

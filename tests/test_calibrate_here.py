@@ -75,7 +75,7 @@ def measurements_of(of: Cluster) -> dict:
             one = gt.strategy(model, x, busy, 1, loss=nn.functional.mse_loss, targets=x, micro_batch=4,
                               recompute="none")
             steps.append((k, m, one["step_time"] - one["time"]["optimizer"] + 2e-3))
-    return {"ops": ops, "boxings": boxings, "steps": steps}
+    return {"ops": ops, "boxings": boxings, "steps": steps, "transport": of.transport}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -143,6 +143,7 @@ def test_ops_boxings_and_steps_are_measured(tmp_path, monkeypatch):
     assert {row[0] for row in measured["ops"]} == {*KERNEL_KINDS} - {"accumulation"}
     assert all(row[4] > 0 for row in measured["ops"]) and all(row[3] > 0 for row in measured["boxings"])
     fitted = cluster_of_measurements(measured, 8, 1e9, small_models())
+    assert fitted.transport == measured["transport"] == "one process"
     assert {one.kind for one in fitted.kernels} == {*KERNEL_KINDS} and fitted.local.bandwidth > 0
 
 

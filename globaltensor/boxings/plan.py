@@ -111,6 +111,13 @@ def boxing_cost(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Ma
     return best.fixed, best.rate * nbytes
 
 
+def plan_cost(of: BoxingPlan, shape: Shape, machine: Machine) -> tuple[float, float]:
+    """What a plan takes on another machine than it was made for: seconds until its steps have started, and seconds for
+    each byte."""
+    costs = [_cost(*step, of.view or shape, machine) for step in of.steps]
+    return sum(fixed for fixed, _ in costs), sum(rate for _, rate in costs)
+
+
 def least_cost(src: Layout, dst: Layout, shape: Shape, nbytes: int, machine: Machine) -> tuple[float, float]:
     """`boxing_cost` or less, without a plan: what no plan can do better. 0 where that is not known."""
     if src is dst or _has_rank_regions(src, dst) or (

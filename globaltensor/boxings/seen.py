@@ -21,6 +21,7 @@ from globaltensor.layouts.layout import Layout, Spec, sbp_text
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.recent import KEPT
 from globaltensor.runtime import counters
+from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import profiling, record_function
 from globaltensor.runtime.world import world
@@ -73,10 +74,10 @@ def seen_moves(op: str, moves: Sequence[Move], plans: Sequence[BoxingPlan], seco
         yield calls
 
 
-def plan_together(moves: Sequence[Move]) -> list[BoxingPlan]:
+def plan_together(moves: Sequence[Move | watch.MovedTensor], machine: Machine | None = None) -> list[BoxingPlan]:
     """The plan of each of these tensors, which move together: they share the latency of their steps, so that each is
-    planned as if it were as large as all."""
-    machine = world().machine
+    planned as if it were as large as all. `machine`: of another world than this one."""
+    machine = machine or world().machine
     nbytes = sum(move.spec.nbytes for move in moves if move.spec.layout is not move.dst)
     return [plan(move.spec.layout, move.dst, move.spec.shape, nbytes, machine) for move in moves]
 
@@ -84,7 +85,7 @@ def plan_together(moves: Sequence[Move]) -> list[BoxingPlan]:
 _plan_bytes = lru_cache(KEPT)(plan_bytes)
 
 
-def most_received(moves: Sequence[Move], plans: Sequence[BoxingPlan]) -> int:
+def most_received(moves: Sequence[Move | watch.MovedTensor], plans: Sequence[BoxingPlan]) -> int:
     """Bytes received by the rank that receives most."""
     total: dict[int, int] = {}
     for move, its in zip(moves, plans):

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ from torch.nn import functional as F
 import globaltensor as gt
 from globaltensor.pipelining.layer_lists import WholeModel
 from globaltensor.runtime.agreement import broadcast_object
+from globaltensor.runtime.machine import TRANSPORTS
+from globaltensor.runtime.world import world
 
 R = TypeVar("R", bound=tuple[Any, ...])
 Row = tuple[str, int, float, float, float]           # kind, kernels, operations, bytes, seconds
@@ -194,7 +197,9 @@ def main(path: str) -> None:
     ops += [*counted_rows(_batch_norms()), _start_of_a_view(), *counted_rows(_optimizers())]
     steps = list(counted_rows(measured_steps()))
     if gt.rank() == 0:
-        Path(path).write_text(json.dumps({"ops": ops, "boxings": boxings, "steps": steps}))
+        own = replace(world().machine, hosts=())
+        transport = next(name for name, rates in TRANSPORTS.items() if rates == own)
+        Path(path).write_text(json.dumps({"ops": ops, "boxings": boxings, "steps": steps, "transport": transport}))
 
 
 if __name__ == "__main__":

@@ -95,6 +95,12 @@ class ShardedLayers:
             layer.finish_backward(forward_pass)
 
 
+def is_in_a_layer(name: str, model: nn.Module) -> bool:
+    """Is this parameter gathered with a layer? Others are gathered by each op that needs them."""
+    return any(isinstance(m, (nn.ModuleList, nn.Sequential)) and name.startswith(f"{path}." if path else "")
+               for path, m in model.named_modules())
+
+
 class SavedStorages(list[dict[int, Tensor]]):
     """rank -> unsharded shard, per parameter, as autograd saved them in one forward pass: empty but while in use."""
 

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from globaltensor.boxings.plan import boxing_cost
+from globaltensor.boxings.plan import plan, plan_cost
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import read_sbp
 from globaltensor.planner.planning import strategy
-from globaltensor.runtime.machine import Machine
+from globaltensor.runtime.machine import TRANSPORTS, Machine
 from globaltensor.simulator.cluster import KERNEL_KINDS, Cluster, KernelRate, Link, hypothetical_placements
 
 _INSTANT = 1e30                                  # a rate at which nothing takes any time
@@ -44,9 +44,10 @@ def cluster_of_measurements(measured: Mapping[str, Any], ranks: int, memory: flo
     kernels = tuple(KernelRate(kind, *map(float, fitted[kind])) for kind in KERNEL_KINDS if kind in fitted)
     by_kind = {one.kind: one for one in kernels}
     bandwidth = 1 / by_kind["pointwise"].byte
-    link = _measured_link(measured["boxings"], ranks, bandwidth) if measured["boxings"] else _ALONE
+    transport = measured["transport"]
+    link = _measured_link(measured["boxings"], ranks, bandwidth, transport) if measured["boxings"] else _ALONE
     bare = Cluster(name, ranks, 1 / by_kind["product"].operation, 1.0, memory, bandwidth, link, link, 1,
-                   by_kind["pointwise"].start, kernels=kernels)
+                   by_kind["pointwise"].start, kernels=kernels, transport=transport)
     step, each, of_op = _overheads(measured["steps"], bare, models)
     gradient = KernelRate("accumulation", bare.kernel_launch + of_op, 0.0, 3 / bandwidth)        # reads two, writes one
     return dataclasses.replace(bare, micro_batch_overhead=each, step_overhead=step,
@@ -70,16 +71,18 @@ def fit_rates(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.
     return np.asarray(nnls(table / largest, np.ones(len(table)))[0] / largest)
 
 
-def _measured_link(boxings: Sequence[tuple[str, str, int, float]], ranks: int, bandwidth: float) -> Link:
+def _measured_link(boxings: Sequence[tuple[str, str, int, float]], ranks: int, bandwidth: float, transport: str
+                   ) -> Link:
     parts, seconds = [], []
     with hypothetical_placements():
         where = placement("meta", list(range(ranks)))
         for src, dst, n, taken in boxings:
             ends = [layout(where, (one,)) for one in map(read_sbp, (src, dst)) if one is not None]
-            steps, received = boxing_cost(ends[0], ends[1], (n,), _FLOAT * n, Machine(1.0, 1.0, _INSTANT))
-            _, copied = boxing_cost(ends[0], ends[1], (n,), _FLOAT * n, Machine(1.0, _INSTANT, bandwidth))
-            parts.append((steps, received))
-            seconds.append(max(taken - copied, 0.1 * taken))
+            done = plan(ends[0], ends[1], (n,), _FLOAT * n, TRANSPORTS[transport])
+            steps, received = plan_cost(done, (n,), Machine(1.0, 1.0, _INSTANT))
+            _, copied = plan_cost(done, (n,), Machine(1.0, _INSTANT, bandwidth))
+            parts.append((steps, received * _FLOAT * n))
+            seconds.append(max(taken - copied * _FLOAT * n, 0.1 * taken))
     latency, each = fit_rates(parts, seconds)
     return Link(float(latency), 1 / max(float(each), 1 / bandwidth / 10))
 

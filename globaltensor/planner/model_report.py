@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from globaltensor.layouts.layout import Layout, layout
+from globaltensor.layouts.layout import layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.parallel.plan import Plan
@@ -24,7 +24,7 @@ from globaltensor.planner.model_search import ModelSearch, least_memory_of_model
 from globaltensor.planner.op_costs import OpCosts
 from globaltensor.planner.space import BatchError, divisors
 from globaltensor.planner.strategy import Strategy
-from globaltensor.planner.unit_sums import ParameterCost, UnitCost
+from globaltensor.planner.unit_sums import UnitCost
 from globaltensor.simulator.cluster import hypothetical_placements
 
 _MOST_TIMES = 64                                     # more devices than these are not tried
@@ -113,13 +113,15 @@ def _planned_stages(units: Units, prices: VariantPrices, best: ModelCandidate, p
         forward, inputs, weights = (float(one[own].sum()) for one in prices.passes(recompute))
         last = index == len(cuts) - 1
         crosses = not last and int(prices.rank_of[index + 1]) != rank
+        mine = np.concatenate([units for s, units in enumerate(cuts) if prices.rank_of[s] == rank])
         layers = list(dict.fromkeys(part for k in own for part in units.units[k].parts))
         stages.append({
             "layers": layers, "ranks": list(range(rank * group, (rank + 1) * group)),
             "axes": {"dp": shape.dp, "tp": shape.tp}, "plan": rows, "batch": {"dp": 0}, "zero": best.variant.zero,
             "recompute": recompute, "forward": forward, "backward": inputs + weights,
             "bytes": {"tp": round(_bytes_along(prices, exact, own, "tp") * m),
-                      "dp": round(_bytes_along(prices, exact, own, "dp") * m) + _bytes_of_updates(prices, own),
+                      "dp": (round(_bytes_along(prices, exact, own, "dp") * m)
+                             + _bytes_of_updates(prices, exact, own, mine)),
                       "next": round(float(prices.of.passed[own[-1]]) * m) if crosses else 0},
             "memory": _memory_of_rank(prices, best, own, rank, cuts)})
     return stages
@@ -132,27 +134,33 @@ def _bytes_along(prices: VariantPrices, exact: list[UnitCost] | None, own: np.nd
     return sum(one.bytes.get(axis, 0.0) for k in own for one in (exact[k].forward, exact[k].inputs, exact[k].weights))
 
 
-def _bytes_of_updates(prices: VariantPrices, own: np.ndarray) -> int:
-    """Bytes of gradients and parameters that the busiest rank receives in a step, tensor by tensor."""
+def _bytes_of_updates(prices: VariantPrices, exact: list[UnitCost] | None, own: np.ndarray, mine: np.ndarray) -> int:
+    """Bytes of gradients and parameters that the busiest rank receives in a step for a stage. Gradients of all stages
+    of a rank, `mine`, move together, and so do parameters."""
     shape, zero, m = prices.variant.shape, prices.variant.zero, prices.micro_batches
-    moved: list[tuple[ParameterCost, Layout, Layout, int]] = []
+    received: dict[int, int] = {}
     with hypothetical_placements():
         where = placement("meta", [[i * shape.tp + k for k in range(shape.tp)] for i in range(shape.dp)], ("dp", "tp"))
         costs = OpCosts(prices.task.cluster, where)
-        for one in {p.name: p for k in own for p in prices.mesh.parameters[k]}.values():
+        parameters = prices.mesh.parameters if exact is None else [unit.parameters for unit in exact]
+        stage = {p.name for k in own for p in parameters[k]}
+        gradients, gathers = [], []
+        for one in {p.name: p for k in mine for p in parameters[k]}.values():
             lies, gradient = (layout(where, of.sbp) if of is not None else None for of in (one.lies, one.gradient))
             assert lies is not None                  # a parameter lies somehow
             part = split_layout(lies, one.shape, "dp") if zero and shape.dp > 1 else None
             if gradient is not None:
                 if shape.dp == 1:
                     gradient = gradient.along({"dp": broadcast})
-                moved.append((one, gradient, part or lies, prices.times if part else 1))
+                gradients.append((one, gradient, part or lies, prices.times if part else 1))
             if part is not None:
-                moved.append((one, part, lies, 2 * m if zero == 3 else 1))
-        received: dict[int, int] = {}
-        for one, src, dst, times in moved:
-            for rank, nbytes in costs.received(src, dst, one.shape, one.dtype.itemsize).items():
-                received[rank] = received.get(rank, 0) + nbytes * times
+                gathers.append((one, part, lies, 2 * m if zero == 3 else 1))
+        for moves in gradients, gathers:
+            together = sum(one.nbytes for one, src, dst, _ in moves if src is not dst)
+            for one, src, dst, times in moves:
+                if one.name in stage:
+                    for rank, nbytes in costs.received(src, dst, one.shape, one.dtype.itemsize, together).items():
+                        received[rank] = received.get(rank, 0) + nbytes * times
     return max(received.values(), default=0)
 
 

@@ -73,6 +73,11 @@ class OpCosts:
         """The cluster as boxings see it; costs are asked of two replicas where it has but one device, too."""
         return replace(self.on, hosts=0).machine(max(self.where.flat) + 1)
 
+    @cached_property
+    def planning_machine(self) -> Machine:
+        """The rates by which the library plans boxings there."""
+        return replace(self.on, hosts=0).planning_machine(max(self.where.flat) + 1)
+
     def boxing(self, src: Layout, dst: Layout, shape: Shape, nbytes: int) -> float:
         """Seconds from one layout to another."""
         if src is dst:
@@ -88,13 +93,14 @@ class OpCosts:
 
     def boxing_bytes(self, src: Layout, dst: Layout, shape: Shape, itemsize: int) -> int:
         """What the rank receives that receives most."""
-        return max(self.received(src, dst, shape, itemsize).values(), default=0)
+        return max(self.received(src, dst, shape, itemsize, prod(shape) * itemsize).values(), default=0)
 
-    def received(self, src: Layout, dst: Layout, shape: Shape, itemsize: int) -> dict[int, int]:
-        """What each rank receives."""
+    def received(self, src: Layout, dst: Layout, shape: Shape, itemsize: int, together: int) -> dict[int, int]:
+        """What each rank receives. `together`: bytes of all tensors that move with this one, which it is planned
+        for."""
         if src is dst:
             return {}
-        return plan_bytes(plan(src, dst, shape, prod(shape) * itemsize, self.machine), shape, itemsize)
+        return plan_bytes(plan(src, dst, shape, together, self.planning_machine), shape, itemsize)
 
     def op(self, node: dict[str, Any], operands: list[TensorSize], share: float = 1.0) -> float:
         """Seconds of an op with operands of these shapes, of which the busiest rank does a share."""

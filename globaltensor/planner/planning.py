@@ -23,11 +23,12 @@ from torch import nn
 from globaltensor.errors import ArgumentError, ErrorNote, GlobalTensorError, expect, expect_amount, expect_path
 from globaltensor.layouts.placement import placement
 from globaltensor.parallel.plan import Plan
+from globaltensor.parallel.zero3 import is_in_a_layer
 from globaltensor.pipelining.units import units_of
 from globaltensor.planner.capture import read_inputs
 from globaltensor.planner.graph import CaptureError
 from globaltensor.planner.model_explaining import ModelSearchable, explanation_of_model
-from globaltensor.planner.model_prices import ModelShape
+from globaltensor.planner.model_prices import ModelVariant
 from globaltensor.planner.model_report import model_strategy
 from globaltensor.planner.model_search import search_model
 from globaltensor.planner.pins import PinError, read_pins
@@ -111,7 +112,7 @@ def _find(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluste
     task = costs.task(plans, fixed)
     result = search_model(task, max(seconds - (time.monotonic() - began), 0.0))
     best = result.best
-    exact = None if best is None else _exact_costs(program, best.variant.shape, plans.plans, machines)
+    exact = None if best is None else _exact_costs(program, best.variant, plans.plans, machines)
     planned = model_strategy(model, program.units, task, result, plans.plans, time.monotonic() - began, exact,
                              whole=plans.whole, inputs=program.names, tokens=program.tokens, left_out=plans.left_out)
     if explain and best is not None:
@@ -147,16 +148,21 @@ def _told_by_rank_0(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 _TOLD = (ArgumentError, BatchError, CaptureError, PinError, GlobalTensorError)
 
 
-def _exact_costs(program: Program, shape: ModelShape, plans: Mapping[tuple[int, str], Plan], machines: Cluster
+def _exact_costs(program: Program, variant: ModelVariant, plans: Mapping[tuple[int, str], Plan], machines: Cluster
                  ) -> list[UnitCost] | None:
     """The units of the chosen plan on all of its ranks; None where these are too many to be run in one process."""
+    shape = variant.shape
     if shape.dp * shape.tp > _MOST_RANKS:
         return None
+    # in a pipeline every op gathers what ZeRO 3 has split; else layers are gathered as wholes
+    parted = [name for name, _ in program.model.named_parameters() if variant.zero == 3 and shape.dp > 1 and (
+        shape.pp > 1 or not is_in_a_layer(name, program.model))]
     with hypothetical_placements():
         mesh = placement("meta", [[i * shape.tp + k for k in range(shape.tp)] for i in range(shape.dp)], ("dp", "tp"))
         samples = shape.micro_batch * shape.dp
         return run_costs(program.model, program.units.units, program.resized(program.inputs, samples), program.loss,
-                         mesh, plans[shape.tp, shape.kind], machines, program.resized(program.targets, samples)).units
+                         mesh, plans[shape.tp, shape.kind], machines, program.resized(program.targets, samples),
+                         parted).units
 
 
 def _program(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, targets: Any) -> Program:

@@ -15,7 +15,7 @@ Of equal layers some stand for all (equal_layers.py).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -23,11 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from globaltensor.boxings.redistribute import redistribute
 from globaltensor.boxings.watch import recorded
 from globaltensor.layouts.layout import layout, replicated
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import split
 from globaltensor.parallel.plan import parallelize
+from globaltensor.parallel.zero import split_layout
 from globaltensor.pipelining.layer_lists import without_cache
 from globaltensor.pipelining.units import Unit
 from globaltensor.planner.capture import capture_errors, loss_within, read_inputs
@@ -45,8 +47,10 @@ from globaltensor.tensors.gradients import raw_grad, replace_grad
 
 
 def run_costs(model: nn.Module, units: Sequence[Unit], inputs: Any, loss: Callable[..., Any] | None, mesh: placement,
-              plan: Mapping[str, Any], cluster: Cluster, targets: Any = None) -> RunCosts:
-    """The costs of each unit for a micro-batch of these inputs, whole, on a mesh with the axes dp and tp.
+              plan: Mapping[str, Any], cluster: Cluster, targets: Any = None,
+              parted: Collection[str] = ()) -> RunCosts:
+    """The costs of each unit for a micro-batch of these inputs, whole, on a mesh with the axes dp and tp. `parted`:
+    names of parameters of which each rank of dp has a part, which ops gather.
 
     Raises CaptureError with the line where the step cannot go on without values.
     """
@@ -58,6 +62,7 @@ def run_costs(model: nn.Module, units: Sequence[Unit], inputs: Any, loss: Callab
         copied = copy.deepcopy(model, stand_ins)
         groups = equal_layers(copied)
         parallelize(copied, on, plan)
+        _split_along_dp(p for name, p in copied.named_parameters() if name in parted)
         tracer = CostTracer(replicated(on))
         for name, t in (*copied.named_parameters(), *copied.named_buffers()):
             tracer.name_value(t, Ref(tracer.add_node("parameter", [t], name=name), 0))
@@ -73,6 +78,14 @@ def run_costs(model: nn.Module, units: Sequence[Unit], inputs: Any, loss: Callab
             for leaf in (*copied.parameters(), *tracer.leaves_given):
                 replace_grad(leaf, None)             # else they would wait to be reduced with those of a real step
         return RunCosts(UnitSums(tracer, copied, units, passed, OpCosts(cluster, on)).units, tracer.whole)
+
+
+def _split_along_dp(parameters: Iterable[Any]) -> None:
+    """As ZeRO 3 leaves them."""
+    with torch.no_grad():
+        for p in parameters:
+            if (part := split_layout(p.spec.layout, tuple(p.shape), "dp")) is not None:
+                p.data, = redistribute([p], [part], "zero")
 
 
 def _run_step(copied: nn.Module, tracer: CostTracer, groups: list[list[str]], args: Any, named: Any,

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from globaltensor.boxings.seen import most_received, plan_together
 from globaltensor.boxings.watch import BoxingRecord
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.pipelining.units import Unit
@@ -50,6 +52,10 @@ class ParameterCost:
     dtype: torch.dtype
     lies: Layout
     gradient: Layout | None
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass
@@ -185,20 +191,22 @@ class UnitSums:
     def _add_move(self, move: BoxingRecord, node: int, operands: list[tuple[Layout, Shape, torch.dtype]]) -> None:
         if not move.bytes:
             return
+        received = move.bytes if not move.moved else most_received(
+            move.moved, plan_together(move.moved, self.costs.planning_machine))
         same = next(((shape, dtype) for lies, shape, dtype in operands if lies == move.src), None)
         if same is not None and move.tensors == 1 and isinstance(move.dst, Layout):
             shape, dtype = same
             seconds = self.costs.boxing(move.src, move.dst, shape, TensorSize(shape, dtype).nbytes)
         else:
             link = self.costs.link()
-            seconds = link.latency + move.bytes / link.bandwidth
+            seconds = link.latency + received / link.bandwidth
         axes = [name for name, a, b in zip(self.names, move.src.sbp, move.dst.sbp) if a != b] or [self.names[-1]]
         for unit in self.at[node]:
             of = self._pass(unit, node)
             of.seconds[axes[-1]] = of.seconds.get(axes[-1], 0.0) + seconds
-            of.bytes[axes[-1]] = of.bytes.get(axes[-1], 0) + move.bytes
+            of.bytes[axes[-1]] = of.bytes.get(axes[-1], 0) + received
             if of is self.units[unit].forward:
-                self.units[unit].selected += move.bytes if same is None or not isinstance(move.dst, Layout) else (
+                self.units[unit].selected += received if same is None or not isinstance(move.dst, Layout) else (
                     self.costs.part(move.dst, same[0], same[1].itemsize))
 
     # ------------------------------------------------------------------------------------------------------ memory

@@ -68,3 +68,4 @@ one_process = Machine(latency=1e-5, bandwidth=1e10)      # ranks that share a pr
 shared_memory = Machine(latency=3e-6, bandwidth=2e10)   # processes of one host, as measured with two ranks
 gloo = Machine(latency=1e-4, bandwidth=2e9)              # sockets on loopback, as measured with torch's gloo
 nccl = Machine(latency=2e-5, bandwidth=1e11, memory=1e12, work=2e13, host_latency=3e-5, host_bandwidth=2e10)
+TRANSPORTS = {"one process": one_process, "shared memory": shared_memory, "gloo": gloo, "nccl": nccl}

@@ -27,7 +27,7 @@ import numpy as np
 
 from globaltensor.errors import PlacementError
 from globaltensor.layouts import placement as placements
-from globaltensor.runtime.machine import Machine
+from globaltensor.runtime.machine import TRANSPORTS, Machine
 
 
 class ClusterError(PlacementError):
@@ -68,6 +68,8 @@ class Cluster:
     kernel_launch          seconds that a host takes to start a kernel: devices that compute for less wait for it
     micro_batch_overhead   seconds that a rank spends on each micro-batch besides
     step_overhead          seconds that a step takes besides
+    transport              by whose rates the library plans boxings when it runs there, as it knows no others then:
+                           one of `TRANSPORTS`; so the bytes are those that it moves
     kernels                what ops of each kind take, where that was measured; else an op takes the longest of its
                            operations, its bytes and `kernel_launch`, and a view nothing
     """
@@ -85,6 +87,7 @@ class Cluster:
     micro_batch_overhead: float = 0.0
     step_overhead: float = 0.0
     kernels: tuple[KernelRate, ...] = ()
+    transport: str = "nccl"
 
     @cached_property
     def rates_of_kinds(self) -> np.ndarray:
@@ -108,6 +111,10 @@ class Cluster:
         return Machine(self.local.latency, self.local.bandwidth, self.memory_bandwidth, self.flops * self.efficiency,
                        self.remote.latency, self.remote.bandwidth,
                        tuple(device // self.devices_per_host for device in range(devices)))
+
+    def planning_machine(self, devices: int) -> Machine:
+        """The rates by which the library itself plans boxings when it runs there."""
+        return dataclasses.replace(TRANSPORTS[self.transport], hosts=self.machine(devices).hosts)
 
 
 # By data sheet NVLink has 300 and 450 GB/s a direction, one HCA per GPU 25 and 50 GB/s; here about 80% to 90% of that.
@@ -155,6 +162,8 @@ def _from_json(described: Any, source: str) -> Cluster:
                                   for rate in ("latency", "bandwidth")))
         elif name == "name":
             values[name] = str(value)
+        elif name == "transport":
+            values[name] = _transport_of(value, source)
         elif name == "kernels":
             values[name] = _kernels_of(value, source)
         elif name in ("devices_per_host", "hosts"):
@@ -166,6 +175,13 @@ def _from_json(described: Any, source: str) -> Cluster:
         raise ClusterError(f"{source} lacks {missing[0]!r}", f"a cluster has {', '.join(required)}",
                            f'"{missing[0]}": ...')
     return Cluster(**values)
+
+
+def _transport_of(value: Any, source: str) -> str:
+    if not isinstance(value, str) or value not in TRANSPORTS:
+        raise ClusterError(f"{source}: transport is {value!r}", f"it is one of {', '.join(TRANSPORTS)}",
+                           '"transport": "nccl"')
+    return value
 
 
 def _kernels_of(value: Any, source: str) -> tuple[KernelRate, ...]:
