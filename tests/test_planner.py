@@ -270,6 +270,7 @@ def drop(*path):
     (put("stages", 1, "ranks", [4, 5, 6, 8]), "stages[1].ranks has 8"),
     (put("stages", 1, "axes", {"dp": 2, "tp": 3}), "stages[1].axes: dp 2 x tp 3, for 4 ranks"),
     (put("stages", 1, "axes", {"dp": 0, "tp": 4}), "stages[1].axes.dp is 0"),
+    (lambda of: of["stages"][1].update(axes={"dp": 3, "tp": 1}, ranks=[4, 5, 6]), "splits 64 samples over 3 ranks"),
     (put("stages", 0, "batch", {"fp": 0}), "stages[0].batch.fp is 0"),
     (put("stages", 0, "batch", {}), "stages[0].batch"),
     (put("stages", 0, "layers", []), "stages[0].layers is []"), (put("stages", 0, "layers", [3]), "stages[0].layers"),
@@ -417,7 +418,6 @@ def test_a_plan_that_was_edited_is_run_so(tmp_path):
 @pytest.mark.parametrize("change, told", [
     (put("stages", 0, "layers", 0, "tokens"), "has no 'tokens'"),
     (lambda of: of["stages"][0]["layers"].remove("position"), "no stage has position.weight"),
-    (put("stages", 0, "zero", 1), "stages[1].zero is 0, that of stages[0] 1"),
     (put("stages", 1, "axes", {"tp": 1, "dp": 2}), "stages[1].axes are tp, dp"),
 ])
 def test_what_the_runtime_cannot_do_is_refused_before_anything_moves(change, told):

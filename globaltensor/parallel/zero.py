@@ -18,7 +18,7 @@ Parameters of 16 bits get parts of float32, master weights: bytes per rank for P
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -70,15 +70,32 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
     if optimizer.state:
         raise SbpError("the optimizer has taken steps already", "its state would have to be split, too",
                        "gt.zero(torch.optim.AdamW(...)), then optimizer.load_state_dict(...) where there is a state")
-    pairs = MasterParams()
-    for group in optimizer.param_groups:
-        layouts = [(p, _zero_layout(p, axis)) for p in group["params"]]
-        group["params"] = [p if dst is None else _part_to_step(p, dst, stage, pairs) for p, dst in layouts]
+    pairs = _step_parts(optimizer, axis, lambda _: stage)
     layers = None if model is None else ShardedLayers(model, axis)
     if layers is not None and offload is not None:
         layers.offload(optimizer, folder_of(offload))
     if offload is not None:
         offload_state(optimizer, offload)
+    _register_zero_hooks(optimizer, pairs)
+    return optimizer
+
+
+def zero_by_parameter(optimizer: O, axis: str, stage_of: Callable[[torch.Tensor], int]) -> O:
+    """As `zero`, op by op where it gathers, with a stage for each parameter: 0 leaves one as it is."""
+    _register_zero_hooks(optimizer, _step_parts(optimizer, axis, stage_of))
+    return optimizer
+
+
+def _step_parts(optimizer: torch.optim.Optimizer, axis: str, stage_of: Callable[[torch.Tensor], int]) -> MasterParams:
+    """Hand the optimizer the parts that it steps instead of parameters; all pairs of these."""
+    pairs = MasterParams()
+    for group in optimizer.param_groups:
+        wanted = [(p, _zero_layout(p, axis) if stage_of(p) else None) for p in group["params"]]
+        group["params"] = [p if dst is None else _part_to_step(p, dst, stage_of(p), pairs) for p, dst in wanted]
+    return pairs
+
+
+def _register_zero_hooks(optimizer: torch.optim.Optimizer, pairs: MasterParams) -> None:
     optimizer.register_load_state_dict_post_hook(globalize_state)
     if pairs:
         pairs.note_versions()
@@ -86,7 +103,6 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
         optimizer.register_step_post_hook(lambda *_: pairs.gather())
         optimizer.register_state_dict_post_hook(lambda _, state: state.update(masters=pairs.masters()))
         optimizer.register_load_state_dict_pre_hook(lambda _, state: pairs.load(state.get("masters")))
-    return optimizer
 
 
 def globalize_state(optimizer: torch.optim.Optimizer) -> None:

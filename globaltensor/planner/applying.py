@@ -3,7 +3,9 @@
     gt.parallelize    the parameters of each stage, by its rows
     recomputation     the blocks of a stage that recomputes run again in backward, whole or in part (recomputing.py)
     gt.pipeline       the stages on their ranks, by the schedule; one stage alone is a pipeline of one
-    gt.zero           along the axis that splits the batch
+    gt.zero           along the axis that splits the batch, of each stage's parameters as it says
+
+Stages may have axes of different sizes: what passes between them is boxed from one mesh to the other.
 
 What cannot be done so is refused before anything moves.
 """
@@ -19,7 +21,7 @@ from torch import nn
 
 from globaltensor.layouts.placement import placement
 from globaltensor.parallel.plan import OF_MODULES, Plan, parallelize
-from globaltensor.parallel.zero import zero
+from globaltensor.parallel.zero import zero, zero_by_parameter
 from globaltensor.pipelining.layer_lists import WholeModel
 from globaltensor.pipelining.runner import PipelineRunner, pipeline
 from globaltensor.planner.checking import RECOGNISED, StrategyError
@@ -48,10 +50,23 @@ def apply_strategy(strategy: Mapping[str, Any], model: nn.Module, loss: Callable
                       strategy["micro_batches"], loss,
                       starts=[stage["layers"][0] for stage in stages[1:]] if several else None,
                       chunks=strategy["chunks"], batch=axis, inputs=strategy.get("inputs", ()) if several else ())
-    optimizer = optimizer_class(model.parameters())
-    if stages[0]["zero"]:
-        zero(optimizer, axis, stages[0]["zero"], None if several or stages[0]["zero"] < 3 else model)
+    optimizer, parameters = optimizer_class(model.parameters()), dict(model.named_parameters(remove_duplicate=False))
+    if not several and stages[0]["zero"]:
+        zero(optimizer, axis, stages[0]["zero"], model if stages[0]["zero"] == 3 else None)
+    elif any(stage["zero"] for stage in stages):
+        by_parameter = _zero_of_parameters(stages, parameters)
+        zero_by_parameter(optimizer, axis, lambda p: by_parameter[id(p)])
     return runner, optimizer
+
+
+def _zero_of_parameters(stages: list[Stage], parameters: Mapping[str, torch.Tensor]) -> dict[int, int]:
+    """The stage of ZeRO of each parameter: that of the first stage which has it."""
+    of: dict[int, int] = {}
+    for stage in stages:
+        for name, p in parameters.items():
+            if any(f"{name}.".startswith(f"{layer}.") for layer in stage["layers"]):
+                of.setdefault(id(p), stage["zero"])
+    return of
 
 
 def is_block(module: nn.Module) -> bool:
@@ -81,9 +96,6 @@ def _check_runnable(stages: list[Stage]) -> str:
             raise StrategyError(f"stages[{index}].axes are {', '.join(stage['axes'])}",
                                 "all stages have axes of the same names in the same order, of any sizes: gt.pipeline "
                                 "keeps how a parameter lies along each", f"axes {', '.join(first['axes'])}")
-        if stage["zero"] != first["zero"]:
-            raise StrategyError(f"stages[{index}].zero is {stage['zero']}, that of stages[0] {first['zero']}",
-                                "gt.zero splits all parameters of an optimizer alike", "the same zero in all stages")
     if len(first["batch"]) > 1:
         raise StrategyError(f"stages[0].batch names {', '.join(first['batch'])}", "gt.pipeline splits a batch along "
                             "one axis", "one axis")

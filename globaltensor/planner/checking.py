@@ -81,7 +81,7 @@ _OF_STAGE: dict[str, Callable[[Any], str]] = {
     "recompute": _one_of(*RECOMPUTE)}
 _OTHER_KEYS = {"cluster", "dtype", "model", "menu", "runners_up", "needs", "device", "smallest_change", "fixed",
                "inputs", "whole", "why_whole", "left_out", "explanation"}
-_OTHER_KEYS_OF_STAGE = {"plan", "sequence", "forward", "backward", "bytes", "memory"}
+_OTHER_KEYS_OF_STAGE = {"plan", "sequence", "forward", "backward", "bytes", "memory", "group"}
 
 
 def _check_values(of: Mapping[str, Any], rows: Mapping[str, Callable[[Any], str]], where: str, needed: bool) -> None:
@@ -129,16 +129,26 @@ def _check_stage(stage: Any, where: str, of: Mapping[str, Any]) -> None:
         if axis not in axes or not isinstance(dim, int) or isinstance(dim, bool) or dim:
             raise StrategyError(f"{where}.batch.{axis} is {dim!r}", "an axis of the stage splits dim 0 of the batch",
                                 f'"batch": {{"{next(iter(axes))}": 0}}')
-    split = prod(axes[axis] for axis in stage["batch"])
-    if split * of["micro_batch"] * of["micro_batches"] != of["global_batch"]:
-        raise StrategyError(f"global_batch is {of['global_batch']}, and {where}.batch splits it over {split} ranks in "
-                            f"{of['micro_batches']} micro-batches of {of['micro_batch']}",
-                            "the three multiply to the global batch",
-                            f"global_batch {split * of['micro_batch'] * of['micro_batches']}")
+    _check_split_batch(stage, where, of)
     if stage["zero"] and not stage["batch"]:
         raise StrategyError(f"{where}.zero is {stage['zero']}", "no axis splits the batch, and ZeRO works along such",
                             "zero 0")
     _check_layouts(stage, where)
+
+
+def _check_split_batch(stage: dict[str, Any], where: str, of: Mapping[str, Any]) -> None:
+    """`micro_batch` is that of a rank of the first stage; the others split the same samples."""
+    split, numbers = prod(stage["axes"][axis] for axis in stage["batch"]), (of["micro_batches"], of["micro_batch"])
+    samples, rest = divmod(of["global_batch"], numbers[0])
+    if where == "stages[0]" or rest:
+        if split * numbers[1] * numbers[0] != of["global_batch"]:
+            raise StrategyError(f"global_batch is {of['global_batch']}, and {where}.batch splits it over {split} ranks "
+                                f"in {numbers[0]} micro-batches of {numbers[1]}",
+                                "the three multiply to the global batch", f"global_batch {split * prod(numbers)}")
+    elif samples % split:
+        raise StrategyError(f"{where}.batch splits {samples} samples over {split} ranks",
+                            f"a micro-batch has {samples} samples, and each rank as many of them",
+                            f"an axis of {max(n for n in range(1, split) if samples % n == 0)}")
 
 
 def _check_layouts(stage: dict[str, Any], where: str) -> None:
