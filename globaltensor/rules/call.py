@@ -32,9 +32,9 @@ def arguments(func: OpOverload) -> tuple[Argument, ...]:
         kind = str(a.type)                           # as Tensor, Optional[Tensor], List[Optional[Tensor]]
         is_tensor = kind in ("Tensor", "Optional[Tensor]")
         is_list = kind.startswith(("List[", "Optional[List[")) and "Tensor" in kind
-        is_marked = a.alias_info is not None and (func._schema.name, a.name) not in _ONLY_READ
+        alias = None if (func._schema.name, a.name) in _ONLY_READ else a.alias_info
         schema.append(Argument(a.name, a.default_value if a.has_default_value() else None, a.kwarg_only, is_tensor,
-                               is_list, is_marked and a.alias_info.is_write, is_marked))
+                               is_list, alias is not None and alias.is_write, alias is not None))
     return tuple(schema)
 
 
