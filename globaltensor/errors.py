@@ -176,7 +176,7 @@ class ErrorNote(NamedTuple):
     fix: str
 
     @classmethod
-    def of(cls, error: Exception, doing: str) -> ErrorNote:
+    def of(cls, error: BaseException, doing: str) -> ErrorNote:
         """What there is to tell of an error that came up while `doing` something."""
         if isinstance(error, GlobalTensorError):
             return cls(type(error).__name__, error.what, error.why, error.fix)
@@ -187,10 +187,9 @@ class ErrorNote(NamedTuple):
         return cls("", what, "it was raised by code that was called for it", "look at that error, of the rank that had "
                    "it")
 
-    def as_error(self, *kinds: type[GlobalTensorError]) -> GlobalTensorError:
-        """The same error, where it is of one of these classes; else one of the last of them."""
-        kind = next((each for each in kinds if each.__name__ == self.kind), kinds[-1])
-        return kind(self.what, self.why, self.fix)
+    def class_among(self, *kinds: type[GlobalTensorError]) -> type[GlobalTensorError]:
+        """Its class, where that is one of these; else the last of them."""
+        return next((each for each in kinds if each.__name__ == self.kind), kinds[-1])
 
 
 def expect(value: object, kind: type, role: str, fix: str) -> None:

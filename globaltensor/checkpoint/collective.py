@@ -22,7 +22,7 @@ def collective_try(what: str, do: Callable[[], T], token: Callable[[T], object] 
     except GlobalTensorError as caught:
         error = caught
     except Exception as caught:                      # whatever it is: the others wait for this process to take part
-        error = ErrorNote.of(caught, what).as_error(CheckpointError)
+        error = CheckpointError(*ErrorNote.of(caught, what)[1:])
         error.__cause__ = caught
     own_note = tuple(ErrorNote.of(error, what)) if error else None
     replies = gather_objects((own_note, None if error else token(result)), what)
@@ -31,7 +31,7 @@ def collective_try(what: str, do: Callable[[], T], token: Callable[[T], object] 
     for rank, (other_note, _) in enumerate(replies):
         if other_note is not None:
             note = ErrorNote(*other_note)
-            raise note._replace(what=f"failed on rank {rank}: {note.what}").as_error(CheckpointError)
+            raise CheckpointError(f"failed on rank {rank}: {note.what}", note.why, note.fix)
     tokens = [token for _, token in replies]
     if any(other != tokens[0] for other in tokens):
         rows = "".join(f"\n    rank {rank}: {token}" for rank, token in enumerate(tokens))

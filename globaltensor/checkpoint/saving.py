@@ -38,7 +38,7 @@ from globaltensor.checkpoint.pieces import (
 )
 from globaltensor.checkpoint.remote import Folder, folder_at
 from globaltensor.checkpoint.tree import FlatState, flatten
-from globaltensor.errors import counted, expect, where
+from globaltensor.errors import ErrorNote, counted, expect, where
 from globaltensor.layouts.regions import slices
 from globaltensor.runtime.agreement import broadcast_object, checksum, gather_objects
 from globaltensor.runtime.deadlock import patience, stacks_of
@@ -161,8 +161,9 @@ class Saving:
         except CheckpointError as error:             # raised by wait(): a thread has no caller
             self._fail(error, None)
         except BaseException as error:               # SystemExit, too, would end the thread as if all were well
+            note = ErrorNote.of(error, "writing it")
             self._fail(CheckpointError(f"{self.path} could not be written: {type(error).__name__}: {error}",
-                                       at=self._at), error)
+                                       note.why, note.fix, at=self._at), error)
         finally:
             self._data = {}
             self._written.set()

@@ -140,7 +140,8 @@ def _told_by_rank_0(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             raise
     message = broadcast_object(message, 0, "a strategy")
     if "error" in message:
-        raise ErrorNote(*message["error"]).as_error(*_TOLD)
+        note = ErrorNote(*message["error"])
+        raise note.class_among(*_TOLD)(note.what, note.why, note.fix)
     plan: dict[str, Any] = message["plan"]
     return plan
 
