@@ -187,7 +187,7 @@ class ErrorNote(NamedTuple):
         return cls("", what, "it was raised by code that was called for it", "look at that error, of the rank that had "
                    "it")
 
-    def class_among(self, *kinds: type[GlobalTensorError]) -> type[GlobalTensorError]:
+    def class_of(self, *kinds: type[GlobalTensorError]) -> type[GlobalTensorError]:
         """Its class, where that is one of these; else the last of them."""
         return next((each for each in kinds if each.__name__ == self.kind), kinds[-1])
 

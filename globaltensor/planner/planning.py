@@ -141,7 +141,7 @@ def _told_by_rank_0(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     message = broadcast_object(message, 0, "a strategy")
     if "error" in message:
         note = ErrorNote(*message["error"])
-        raise note.class_among(*_TOLD)(note.what, note.why, note.fix)
+        raise note.class_of(*_TOLD)(note.what, note.why, note.fix)
     plan: dict[str, Any] = message["plan"]
     return plan
 
