@@ -86,6 +86,12 @@ def scaled(name: str, operand: int = 0, dim: int = 1) -> LocalArgs:
     return local_args
 
 
+def own_channels(call: Call, operands: list[Spec], outputs: list[Spec], rank: int) -> ArgValues:
+    """convolution_backward counts groups, and takes the size of the bias as a number: that of the output's channels."""
+    bias = [] if call["bias_sizes"] is None else [(call.position("bias_sizes"), [operands[0].local_shape(rank)[1]])]
+    return [*scaled("groups")(call, operands, outputs, rank), *bias]
+
+
 def group_counts(call: Call, operands: list[Spec], outputs: list[Spec], rank: int) -> ArgValues:
     """group_norm takes the sizes of its operand as numbers. (In the gradient, operand 0 is that of the output: of the
     same shape.)"""

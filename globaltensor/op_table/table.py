@@ -33,6 +33,7 @@ from globaltensor.op_table.line import (
     Line,
     always_decomposed,
     group_counts,
+    own_channels,
     scaled,
     shifted_diagonal,
     sized,
@@ -111,8 +112,7 @@ def decomposed(names: str, decomposition: Decomposition) -> None:
 lines("add.Tensor sub.Tensor rsub.Tensor", pointwise("a+b"))
 lines("mul.Tensor", pointwise("a*b"))
 lines("div.Tensor", pointwise("a*B"))
-lines("mul.Scalar div.Scalar neg clone alias detach lift_fresh conj_physical deg2rad rad2deg",
-      pointwise("a"))
+lines("mul.Scalar div.Scalar neg clone alias detach lift_fresh conj_physical deg2rad rad2deg", pointwise("a"))
 lines("_conj _neg_view", pointwise("a"))
 lines("add.Scalar sub.Scalar rsub.Scalar", pointwise("A"))
 lines("lerp.Scalar", pointwise("a+b"))
@@ -179,7 +179,7 @@ lines("_linalg_solve_ex", solved, decomposition=strided_memory.factored_by_colum
 decomposed("_grouped_mm", grouped_mm.grouped_mm)
 lines("convolution", layers.convolved, local_args=scaled("groups"), decomposition=halo.convolution,
       offer=offer_convolution)
-lines("convolution_backward", masked_outputs(layers.convolved_backward, "output_mask"), local_args=scaled("groups"),
+lines("convolution_backward", masked_outputs(layers.convolved_backward, "output_mask"), local_args=own_channels,
       decomposition=halo.convolution_backward, offer=offer_convolution_backward)
 
 # ---------------------------------------------------------------------------------------------- reductions
