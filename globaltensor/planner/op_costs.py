@@ -74,9 +74,9 @@ class OpCosts:
         return replace(self.on, hosts=0).machine(max(self.where.flat) + 1)
 
     @cached_property
-    def planning_machine(self) -> Machine:
+    def transport_rates(self) -> Machine:
         """The rates by which the library plans boxings there."""
-        return replace(self.on, hosts=0).planning_machine(max(self.where.flat) + 1)
+        return replace(self.on, hosts=0).transport_rates(max(self.where.flat) + 1)
 
     def boxing(self, src: Layout, dst: Layout, shape: Shape, nbytes: int) -> float:
         """Seconds from one layout to another."""
@@ -100,7 +100,7 @@ class OpCosts:
         for."""
         if src is dst:
             return {}
-        return plan_bytes(plan(src, dst, shape, together, self.planning_machine), shape, itemsize)
+        return plan_bytes(plan(src, dst, shape, together, self.transport_rates), shape, itemsize)
 
     def op(self, node: dict[str, Any], operands: list[TensorSize], share: float = 1.0) -> float:
         """Seconds of an op with operands of these shapes, of which the busiest rank does a share."""

@@ -157,16 +157,15 @@ class UnitSums:
             return
         taken = self._taken(node)
         own = self.tracer.layouts[node]
-        moved = {move.src: move.dst for move, at, operands in self.tracer.moved
-                 if at == node and operands and isinstance(move.dst, Layout)} if self._has_moves(node) else {}
-        layouts = [moved.get(lies, lies) for _, lies in taken if lies is not None] + [
+        moved = self._moved(node) if self._has_moves(node) else {}
+        layouts = [moved.get((lies, size.shape), lies) for size, lies in taken if lies is not None] + [
             lies for lies in own if lies is not None]
         ways = 1
         for axis, size in enumerate(self.costs.where.shape):
             if any(lies.sbp[axis].is_split for lies in layouts):
                 ways *= size
-        parts = [self._local(size.shape, moved.get(lies, lies) if lies is not None else None) * size.dtype.itemsize
-                 for size, lies in taken]
+        parts = [self._local(size.shape, None if lies is None else moved.get((lies, size.shape), lies))
+                 * size.dtype.itemsize for size, lies in taken]
         parts += [self._local(s, lies) * d.itemsize for s, d, lies in zip(a["shapes"], a["dtypes"], own)
                   if s is not None]
         operations = self.costs.operations(a, [size for size, _ in taken])
@@ -177,6 +176,16 @@ class UnitSums:
             elif a["phase"] == "forward":
                 self.units[unit].again.add_op(a["op"], operations / ways, float(sum(parts)))
             self.units[unit].operations += operations
+
+    def _moved(self, node: int) -> dict[tuple[Layout, Shape], Layout]:
+        """Where operands of a node were brought to, by their layouts and shapes."""
+        moved: dict[tuple[Layout, Shape], Layout] = {}
+        for move, at, operands in self.tracer.moved:
+            if at == node and operands and isinstance(move.dst, Layout):
+                tensors = [(one.spec.layout, one.spec.shape, one.dst) for one in move.moved] or [
+                    (lies, shape, move.dst) for lies, shape, _ in operands if lies == move.src]
+                moved |= {(lies, tuple(shape)): dst for lies, shape, dst in tensors}
+        return moved
 
     def _has_moves(self, node: int) -> bool:
         if not hasattr(self, "_with_moves"):
@@ -192,7 +201,7 @@ class UnitSums:
         if not move.bytes:
             return
         received = move.bytes if not move.moved else most_received(
-            move.moved, plan_together(move.moved, self.costs.planning_machine))
+            move.moved, plan_together(move.moved, self.costs.transport_rates))
         same = next(((shape, dtype) for lies, shape, dtype in operands if lies == move.src), None)
         if same is not None and move.tensors == 1 and isinstance(move.dst, Layout):
             shape, dtype = same

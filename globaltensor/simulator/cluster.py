@@ -112,7 +112,7 @@ class Cluster:
                        self.remote.latency, self.remote.bandwidth,
                        tuple(device // self.devices_per_host for device in range(devices)))
 
-    def planning_machine(self, devices: int) -> Machine:
+    def transport_rates(self, devices: int) -> Machine:
         """The rates by which the library itself plans boxings when it runs there."""
         return dataclasses.replace(TRANSPORTS[self.transport], hosts=self.machine(devices).hosts)
 
