@@ -25,12 +25,13 @@ from globaltensor.runtime.units import bytes_text, seconds_text
 from globaltensor.simulator.gpt import RECOMPUTE
 
 _NAMES = {"sequence_parallel": "sp", "micro_batch": "micro-batch", "zero": "ZeRO", "cut": "stage cut",
-          "kind": "layouts"}
+          "kind": "layouts", "own_meshes": "meshes"}
 
 
 class PlanChoices(NamedTuple):
     """What was chosen in a plan. `layers`: of each stage; `recompute`: of each rank of the pipeline; `kind`: under
-    which rows along tp, where `sequence_parallel` does not tell."""
+    which rows along tp, where `sequence_parallel` does not tell; `own_meshes`: not all ranks of the pipeline have the
+    same mesh, and the sizes are those of the first."""
 
     dp: int
     tp: int
@@ -43,6 +44,7 @@ class PlanChoices(NamedTuple):
     recompute: tuple[str, ...]
     layers: tuple[int, ...]
     kind: str = ""
+    own_meshes: bool = False
 
 
 class Searchable(Protocol):
@@ -112,7 +114,9 @@ def _free_choices(of: Searchable, best: Any) -> Iterator[tuple[str, str, list[Fi
     for name in ("dp", "tp", "pp"):
         if getattr(fixed, name) is None:
             yield name, str(getattr(plan, name)), [_excluding(fixed, name, getattr(plan, name))]
-    on_mesh = replace(fixed, dp=plan.dp, tp=plan.tp, pp=plan.pp)
+    on_mesh = fixed if plan.own_meshes else replace(fixed, dp=plan.dp, tp=plan.tp, pp=plan.pp)
+    if plan.own_meshes:
+        yield "own_meshes", "of each stage", [_excluding(fixed, "own_meshes", True)]
     several = {"zero": plan.dp > 1, "micro_batch": True, "sequence_parallel": plan.tp > 1 and not plan.kind,
                "kind": bool(plan.kind), "schedule": plan.pp > 1, "chunks": plan.pp > 1}
     for name, is_choice in several.items():
@@ -123,7 +127,7 @@ def _free_choices(of: Searchable, best: Any) -> Iterator[tuple[str, str, list[Fi
         chosen = sorted(set(plan.recompute), key=RECOMPUTE.index)
         yield "recompute", " and ".join(chosen), [replace(on_mesh, recompute=one) for one in of.recomputes
                                                   if [one] != chosen]
-    if plan.pp > 1:
+    if plan.pp > 1 and not plan.own_meshes:
         same = replace(on_mesh, micro_batch=plan.micro_batch, zero=plan.zero, schedule=plan.schedule,
                        chunks=plan.chunks, sequence_parallel=plan.sequence_parallel)
         yield "cut", cut_text(plan.layers), [_excluding(same, "cut", plan.layers)]

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from globaltensor.planner.explaining import PlanChoices, cost_of_fixing, explanation_of
-from globaltensor.planner.model_prices import RECOMPUTES, ModelCandidate, ModelTask, VariantPrices
+from globaltensor.planner.model_prices import RECOMPUTES, ModelCandidate
 from globaltensor.planner.model_report import candidate_text, times_of_parts
-from globaltensor.planner.model_search import least_memory_of_model, search_model
+from globaltensor.planner.model_search import least_memory_of_model
 from globaltensor.planner.pins import pin_text
-from globaltensor.planner.program_costs import Pins, PlannedCosts
+from globaltensor.planner.program_costs import Pins
 from globaltensor.planner.space import Fixed
+from globaltensor.planner.whole_search import PlannedMachines
 
 
 class ModelSearchable:
@@ -23,36 +24,34 @@ class ModelSearchable:
 
     recomputes: tuple[str, ...] = RECOMPUTES
 
-    def __init__(self, costs: PlannedCosts, pins: Pins, fixed: Fixed) -> None:
+    def __init__(self, costs: PlannedMachines, pins: Pins, fixed: Fixed) -> None:
         self.costs, self.pins, self.fixed, self.devices = costs, pins, fixed, costs.devices
-        self.memory = costs.machines.memory
-
-    def task(self, fixed: Fixed, pins: Pins) -> ModelTask:
-        """What remains to be chosen with these."""
-        return self.costs.task(self.costs.of(fixed, pins), fixed)
+        self.memory = costs.memory
 
     def fastest(self, fixed: Fixed, seconds: float) -> ModelCandidate | None:
-        return search_model(self.task(fixed, self.pins), seconds, menu=False).best
+        return self.costs.search(self.pins, fixed, seconds, menu=False).result.best
 
     def fastest_under(self, pins: Pins, seconds: float) -> ModelCandidate | None:
         """The fastest plan with other pins."""
-        return search_model(self.task(self.fixed, pins), seconds, menu=False).best
+        return self.costs.search(pins, self.fixed, seconds, menu=False).result.best
 
     def choices(self, plan: ModelCandidate) -> PlanChoices:
         shape, variant = plan.variant.shape, plan.variant
         is_told_by_sp = shape.kind in ("whole", "recognised", "sequence")
         return PlanChoices(shape.dp, shape.tp, shape.pp, variant.zero, shape.micro_batch, shape.kind == "sequence",
                            variant.schedule, variant.chunks, plan.recompute, plan.cut,
-                           "" if is_told_by_sp else shape.kind)
+                           "" if is_told_by_sp else shape.kind,
+                           len({mesh.variant for mesh in plan.meshes}) > 1)
 
     def text(self, plan: ModelCandidate) -> str:
         return candidate_text(plan)
 
     def parts(self, plan: ModelCandidate) -> Mapping[str, float]:
-        return times_of_parts(VariantPrices(self.task(Fixed(tp=plan.variant.shape.tp), self.pins), plan.variant), plan)
+        return times_of_parts(plan)
 
     def least_memory(self, fixed: Fixed) -> float:
-        return least_memory_of_model(self.task(fixed, self.pins))
+        costs = self.costs.costs(self.costs.all_groups)
+        return least_memory_of_model(costs.task(costs.of(fixed, self.pins), fixed))
 
 
 def explanation_of_model(of: ModelSearchable, best: ModelCandidate, seconds: float) -> dict[str, Any]:

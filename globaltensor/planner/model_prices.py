@@ -3,10 +3,12 @@
     shape      dp x tp, under one of several plans along tp, x pp, and samples in a micro-batch
     variant    of a shape: stage of ZeRO, schedule, chunks
     cut        of a variant: units in each stage; each rank recomputes the least with which it fits
+
+All ranks of a pipeline have the same mesh, unless `of_rank` says otherwise (own_meshes.py).
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -14,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from globaltensor.layouts.sbp import broadcast, partial_sum
+from globaltensor.parallel.plan import Plan
 from globaltensor.planner.mesh_costs import SPLIT, MeshCosts, StateBytes, UnitArrays, state_bytes
 from globaltensor.planner.pricing import peaks_of, schedule_of
 from globaltensor.planner.space import Fixed
@@ -54,7 +57,7 @@ class ModelVariant(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ModelTask:
-    """What is to be planned. `costs`: by (tp, kind); `blocks`: which units may be computed again."""
+    """What is to be planned. `costs`: by (tp, kind), and their `plans`; `blocks`: which units may be computed again."""
 
     costs: dict[tuple[int, str], MeshCosts]
     blocks: np.ndarray
@@ -62,15 +65,27 @@ class ModelTask:
     devices: int
     global_batch: int
     fixed: Fixed = Fixed()
+    plans: Mapping[tuple[int, str], Plan] = field(default_factory=dict)
 
     @property
     def units(self) -> int:
         return len(self.blocks)
 
 
+class RankMesh(NamedTuple):
+    """Where a rank of the pipeline lies, if not all ranks have the same mesh: its variant, and the first of its devices
+    in the order in which the pipeline goes through them; `ranks`: these devices; `groups`: of which hosts they are."""
+
+    variant: ModelVariant
+    first: int
+    ranks: tuple[int, ...]
+    groups: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class ModelCandidate:
-    """A plan with its price. `recompute`: of each rank of the pipeline; `memory`: bytes of each."""
+    """A plan with its price. `recompute`: of each rank of the pipeline; `memory`: bytes of each; `rooms`: bytes of its
+    devices; `meshes`: of each, where they are not all `variant`'s on the first devices; `prices`: it is one of them."""
 
     seconds: float
     variant: ModelVariant
@@ -80,6 +95,14 @@ class ModelCandidate:
     run: SimulatedRun = field(compare=False, repr=False)
     ends: tuple[float, ...] = ()                     # of each rank, reductions after its last action
     optimizer: tuple[float, ...] = ()
+    rooms: tuple[float, ...] = ()
+    meshes: tuple[RankMesh, ...] = ()
+    prices: VariantPrices | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Has every rank the memory that it takes?"""
+        return all(nbytes <= room * (1 + 1e-9) for nbytes, room in zip(self.memory, self.rooms))
 
     @property
     def fullest(self) -> float:
@@ -88,6 +111,8 @@ class ModelCandidate:
 
 class VariantPrices:
     """The numbers of a variant that its cuts share."""
+
+    meshes: tuple[RankMesh, ...] = ()
 
     def __init__(self, task: ModelTask, variant: ModelVariant) -> None:
         self.task, self.variant = task, variant
@@ -106,6 +131,10 @@ class VariantPrices:
             fixed, each, _ = self.mesh.reduction(shape.dp, SPLIT, broadcast)
             self.gathers = np.where(self.mesh.sizes > 0, fixed, 0.0) + each * self.mesh.sizes
         self.more = cluster.micro_batch_overhead * shape.pp / len(self.rank_of) / 2
+
+    def of_rank(self, rank: int) -> VariantPrices:
+        """Those of a rank of the pipeline: the same for all."""
+        return self
 
     @cached_property
     def end(self) -> tuple[float, float]:
@@ -171,11 +200,22 @@ class VariantPrices:
         return seconds * _ROUNDING
 
     def least_work(self) -> float:
-        """Seconds of the passes of the busiest rank at least: the mean of all, or the longest unit."""
-        shape = self.variant.shape
-        work = np.sum(self.passes(self.task.fixed.recompute or "none"), axis=0)
-        rank = max(float(work.sum()) / shape.pp, float(work.max())) + self.task.cluster.micro_batch_overhead
-        return (self.micro_batches * rank + self.task.cluster.step_overhead) * _ROUNDING
+        """Seconds of the passes of the busiest rank at least: the mean of all, or the longest unit. Of several stages
+        also what a link between them is busy, and the way of one micro-batch through all stages and back."""
+        shape, cluster = self.variant.shape, self.task.cluster
+        f, i, w = self.passes(self.task.fixed.recompute or "none")
+        if shape.pp == 1:
+            rank = float(np.sum(f + i + w)) + cluster.micro_batch_overhead
+            return (self.micro_batches * rank + cluster.step_overhead) * _ROUNDING
+        f, i = f + self.gathers, i + self.gathers
+        work = f + i + w
+        rank = max(float(work.sum()) / shape.pp, float(work.max())) + cluster.micro_batch_overhead
+        latency = min(cluster.local.latency, cluster.remote.latency)
+        busy = np.sort(self.of.passed[:-1]) / max(cluster.local.bandwidth, cluster.remote.bandwidth)
+        crossings = np.count_nonzero(np.diff(self.rank_of))      # each at another unit
+        alone = float((f + i).sum() + 2 * (latency + busy[:crossings]).sum())
+        link = self.micro_batches * float(busy[0])
+        return (max(self.micro_batches * rank, link, alone) + cluster.step_overhead) * _ROUNDING
 
     def rank_bytes(self, units: np.ndarray, rank: int, recompute: str) -> float:
         """Of a rank of the pipeline with these units."""
@@ -274,45 +314,48 @@ class VariantPrices:
 
     def memory(self, cut: tuple[int, ...]) -> list[float]:
         """Bytes of each rank of the pipeline, with the least recomputation that fits."""
-        return [self.least_recompute(own, rank)[1] for rank, own in enumerate(self.dealt(cut)[2])]
+        return [self.of_rank(rank).least_recompute(own, rank)[1] for rank, own in enumerate(self.dealt(cut)[2])]
 
     def costs(self, stages: list[np.ndarray], recompute: Sequence[str]) -> Costs:
         """Seconds of each action of each stage; `recompute`: of each rank of the pipeline."""
-        shape, forward, inputs, weights = self.variant.shape, list[float](), list[float](), list[float]()
-        passes = {name: self.passes(name) for name in recompute}
+        forward, inputs, weights = list[float](), list[float](), list[float]()
+        passes = {rank: self.of_rank(rank).passes(name) for rank, name in enumerate(recompute)}
         for stage, rank in zip(stages, self.rank_of):
-            f, i, w = (one[stage] for one in passes[recompute[rank]])
-            gathers = self.gathers[stage]
-            if shape.pp > 1:                         # op by op: nothing is gathered ahead
+            own = self.of_rank(rank)
+            f, i, w = (one[stage] for one in passes[int(rank)])
+            gathers = own.gathers[stage]
+            if self.variant.shape.pp > 1:                         # op by op: nothing is gathered ahead
                 f, i, gathers = f + gathers, i + gathers, np.zeros(len(stage))
-            forward.append(with_gathers(f.tolist(), gathers.tolist()) + self.more)
-            inputs.append(with_gathers(i[::-1].tolist(), gathers[::-1].tolist()) + self.more)
+            forward.append(with_gathers(f.tolist(), gathers.tolist()) + own.more)
+            inputs.append(with_gathers(i[::-1].tolist(), gathers[::-1].tolist()) + own.more)
             weights.append(float(w.sum()))
-        hops = tuple(self._hop(int(stages[s][-1]), int(self.rank_of[s]), int(self.rank_of[s + 1]))
+        hops = tuple(self.hop(int(stages[s][-1]), int(self.rank_of[s]), int(self.rank_of[s + 1]))
                      for s in range(len(stages) - 1))
         return Costs(tuple(forward), tuple(inputs), tuple(weights), hops)
 
     def price(self, cut: tuple[int, ...]) -> ModelCandidate:
         """A cut, simulated."""
         stages, of_rank, units = self.dealt(cut)
-        chosen = [self.least_recompute(own, rank) for rank, own in enumerate(units)]
+        chosen = [self.of_rank(rank).least_recompute(own, rank) for rank, own in enumerate(units)]
         schedule = schedule_of(self.variant.schedule, self.variant.shape.pp, self.micro_batches, self.variant.chunks)
         run = simulate(schedule, self.costs(stages, [name for name, _ in chosen]))
         seconds, reductions, optimizer = [], [], []
         for rank, own in enumerate(of_rank):
-            now = 0.0
+            now, prices = 0.0, self.of_rank(rank)
             for s in sorted(own, key=run.done.__getitem__):
-                now = max(now, float(run.done[s])) + self.stage_end(
-                    float(self.mesh.sizes[stages[s]].sum()), float(self.mesh.pending_on_tp[stages[s]].sum()))
+                now = max(now, float(run.done[s])) + prices.stage_end(
+                    float(prices.mesh.sizes[stages[s]].sum()), float(prices.mesh.pending_on_tp[stages[s]].sum()))
             reduced = max(now, float(run.last[rank]))
-            step = self.optimizer_seconds(units[rank]) + self.task.cluster.step_overhead
+            step = prices.optimizer_seconds(units[rank]) + prices.task.cluster.step_overhead
             seconds.append(reduced + step - float(min(run.first)))
             reductions.append(reduced - float(run.last[rank]))
             optimizer.append(step)
+        rooms = tuple(self.of_rank(rank).task.cluster.memory for rank in range(len(units)))
         return ModelCandidate(max(seconds), self.variant, cut, tuple(name for name, _ in chosen),
-                              tuple(nbytes for _, nbytes in chosen), run, tuple(reductions), tuple(optimizer))
+                              tuple(nbytes for _, nbytes in chosen), run, tuple(reductions), tuple(optimizer), rooms,
+                              self.meshes, self)
 
-    def _hop(self, unit: int, rank: int, other: int) -> Hop:
+    def hop(self, unit: int, rank: int, other: int) -> Hop:
         """What a unit passes on from rank to rank of the pipeline."""
         if rank == other:
             return Hop()

@@ -15,34 +15,43 @@ from torch import nn
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
-from globaltensor.parallel.plan import Plan
 from globaltensor.parallel.zero import split_layout
 from globaltensor.pipelining.units import Units
 from globaltensor.planner.checking import FORMAT
-from globaltensor.planner.model_prices import RECOMPUTES, ModelCandidate, ModelTask, VariantPrices, units_of_stages
+from globaltensor.planner.model_prices import (
+    RECOMPUTES,
+    ModelCandidate,
+    ModelTask,
+    ModelVariant,
+    VariantPrices,
+    units_of_stages,
+)
 from globaltensor.planner.model_search import ModelSearch, least_memory_of_model, search_model
 from globaltensor.planner.op_costs import OpCosts
 from globaltensor.planner.space import BatchError, divisors
 from globaltensor.planner.strategy import Strategy
 from globaltensor.planner.unit_sums import UnitCost
-from globaltensor.simulator.cluster import hypothetical_placements
+from globaltensor.simulator.cluster import Cluster, hypothetical_placements
+from globaltensor.simulator.groups import ClusterGroups
+
+Machines = Cluster | ClusterGroups
 
 _MOST_TIMES = 64                                     # more devices than these are not tried
 
 
-def model_strategy(model: nn.Module, units: Units, task: ModelTask, result: ModelSearch,
-                   plans: Mapping[tuple[int, str], Plan], seconds: float, exact: list[UnitCost] | None,
+def model_strategy(model: nn.Module, units: Units, task: ModelTask, result: ModelSearch, seconds: float,
+                   exact: Callable[[VariantPrices], list[UnitCost] | None], machines: Machines,
                    whole: Mapping[str, str], inputs: Sequence[str], tokens: int,
                    left_out: Mapping[str, str]) -> Strategy:
     """The strategy of a search of so many seconds.
 
-    exact      the units of the best plan on all ranks of a stage
+    exact      the units of the best plan on all ranks of a stage with these prices
     whole      ops planned on whole operands, with a line of each
     left_out   plans that cannot be run without values, and why
     """
     dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     about: dict[str, Any] = {
-        "search_seconds": seconds, "candidates": result.weighed, "devices": task.devices, "cluster": task.cluster.name,
+        "search_seconds": seconds, "candidates": result.weighed, "devices": task.devices, "cluster": machines.name,
         "global_batch": task.global_batch, "dtype": "bfloat16" if "bfloat16" in dtypes else min(dtypes, default=""),
         "model": {"model": type(model).__name__, "units": len(units.units),
                   "parameters": sum(p.numel() for p in model.parameters())},
@@ -56,28 +65,43 @@ def model_strategy(model: nn.Module, units: Units, task: ModelTask, result: Mode
         needs = least_memory_of_model(task)
         return Strategy(head | about | {"needs": needs, "device": task.cluster.memory,
                                         "smallest_change": smallest_changes_of_model(task, needs), "menu": menu})
-    prices, shape = VariantPrices(task, best.variant), best.variant.shape
+    prices, shape = priced(best), best.variant.shape
     return Strategy(head | {
         "step_time": best.seconds, "lower_bound": result.lower_bound, "gap": 1 - result.lower_bound / best.seconds,
         **about, "micro_batch": shape.micro_batch, "micro_batches": prices.micro_batches,
-        "schedule": best.variant.schedule, "chunks": best.variant.chunks, "time": times_of_parts(prices, best),
+        "schedule": best.variant.schedule, "chunks": best.variant.chunks, "time": times_of_parts(best),
         "tokens_per_second": task.global_batch * tokens / best.seconds,
         "tflops_per_device": prices.mesh.operations * task.global_batch / best.seconds / task.devices / 1e12,
-        "stages": _planned_stages(units, prices, best, plans[shape.tp, shape.kind], exact),
-        "memory": {"per_rank": list(best.memory), "device": task.cluster.memory}, "menu": menu,
+        "stages": _planned_stages(units, best, machines, exact),
+        "memory": {"per_rank": list(best.memory), "device": min(best.rooms)}, "menu": menu,
         "runners_up": [_other(candidate_text(one), one) for one in result.runners_up]})
 
 
+def priced(one: ModelCandidate) -> VariantPrices:
+    """The numbers that a plan was priced by."""
+    assert one.prices is not None                    # `price` made it
+    return one.prices
+
+
 def candidate_text(one: ModelCandidate) -> str:
-    """A plan in a line: `dp 8 x tp 4 x pp 2, zero 1, zb-h1, micro-batch 2`."""
+    """A plan in a line: `dp 8 x tp 4 x pp 2, zero 1, zb-h1, micro-batch 2`; of ranks with meshes of their own each:
+    `dp 2, zero 1 | dp 1 x tp 2, 1f1b, micro-batch 2`."""
     shape = one.variant.shape
-    axes = [f"{name} {size}" for name, size in (("dp", shape.dp), ("tp", shape.tp), ("pp", shape.pp)) if size > 1]
     kinds = sorted(set(one.recompute), reverse=True)
-    words = [" x ".join(axes) or "one device", "sp" * (shape.kind == "sequence"),
-             f"zero {one.variant.zero}" * bool(one.variant.zero), one.variant.schedule * (shape.pp > 1),
+    several = list(dict.fromkeys(mesh.variant for mesh in one.meshes))
+    meshes = [_mesh_text(one.variant, shape.pp)] if len(several) < 2 else [" | ".join(
+        f"{_mesh_text(mesh.variant, 1)}" for mesh in one.meshes)]
+    words = [*meshes, one.variant.schedule * (shape.pp > 1),
              f"chunks {one.variant.chunks}" * (one.variant.chunks > 1),
              "" if kinds == ["none"] else f"recompute {' and '.join(kinds)}", f"micro-batch {shape.micro_batch}"]
     return ", ".join(filter(None, words))
+
+
+def _mesh_text(of: ModelVariant, pp: int) -> str:
+    shape = of.shape
+    axes = [f"{name} {size}" for name, size in (("dp", shape.dp), ("tp", shape.tp), ("pp", pp)) if size > 1]
+    return ", ".join(filter(None, [" x ".join(axes) or "one device", "sp" * (shape.kind == "sequence"),
+                                   f"zero {of.zero}" * bool(of.zero)]))
 
 
 def _other(name: str, one: ModelCandidate | None) -> dict[str, Any]:
@@ -87,12 +111,13 @@ def _other(name: str, one: ModelCandidate | None) -> dict[str, Any]:
             "feasible": True}
 
 
-def times_of_parts(prices: VariantPrices, best: ModelCandidate) -> dict[str, float]:
+def times_of_parts(best: ModelCandidate) -> dict[str, float]:
     """Where the time of a step goes, on the rank that ends last."""
-    run, first = best.run, float(min(best.run.first))
+    run, first, rank_of = best.run, float(min(best.run.first)), priced(best).rank_of
     totals = [float(last) - first + end + step for last, end, step in zip(run.last, best.ends, best.optimizer)]
     rank = int(np.argmax(totals))
-    own = np.concatenate([units for s, units in enumerate(units_of_stages(best.cut)) if prices.rank_of[s] == rank])
+    own = np.concatenate([units for s, units in enumerate(units_of_stages(best.cut)) if rank_of[s] == rank])
+    prices = priced(best).of_rank(rank)
     again = (prices.passes(best.recompute[rank])[1] - prices.passes("none")[1])[own].sum()
     compute = (float(prices.of.compute[own].sum() + again) + prices.task.cluster.micro_batch_overhead)
     compute = min(compute * prices.micro_batches, float(run.busy[rank]))
@@ -100,30 +125,33 @@ def times_of_parts(prices: VariantPrices, best: ModelCandidate) -> dict[str, flo
             "bubble": float(run.last[rank]) - first - float(run.busy[rank]), "optimizer": best.optimizer[rank]}
 
 
-def _planned_stages(units: Units, prices: VariantPrices, best: ModelCandidate, plan: Plan,
-            exact: list[UnitCost] | None) -> list[dict[str, Any]]:
-    shape, m = best.variant.shape, prices.micro_batches
-    group = shape.dp * shape.tp
-    rows = {pattern: {axis: str(how) for axis, how in row.items()} for pattern, row in plan.items()}
-    stages = []
+def _planned_stages(units: Units, best: ModelCandidate, machines: Machines,
+                    exact_of: Callable[[VariantPrices], list[UnitCost] | None]) -> list[dict[str, Any]]:
+    stages, whole, m = [], priced(best), priced(best).micro_batches
     cuts = units_of_stages(best.cut)
     for index, own in enumerate(cuts):
-        rank = int(prices.rank_of[index])
+        rank = int(whole.rank_of[index])
+        prices = whole.of_rank(rank)
+        shape, exact = prices.variant.shape, exact_of(prices)
+        group, rows = shape.dp * shape.tp, {pattern: {axis: str(how) for axis, how in row.items()}
+                                            for pattern, row in prices.task.plans[shape.tp, shape.kind].items()}
         recompute = best.recompute[rank]
         forward, inputs, weights = (float(one[own].sum()) for one in prices.passes(recompute))
         last = index == len(cuts) - 1
-        crosses = not last and int(prices.rank_of[index + 1]) != rank
-        mine = np.concatenate([units for s, units in enumerate(cuts) if prices.rank_of[s] == rank])
+        crosses = not last and int(whole.rank_of[index + 1]) != rank
+        mine = np.concatenate([units for s, units in enumerate(cuts) if whole.rank_of[s] == rank])
         layers = list(dict.fromkeys(part for k in own for part in units.units[k].parts))
         stages.append({
-            "layers": layers, "ranks": list(range(rank * group, (rank + 1) * group)),
-            "axes": {"dp": shape.dp, "tp": shape.tp}, "plan": rows, "batch": {"dp": 0}, "zero": best.variant.zero,
+            "layers": layers, "axes": {"dp": shape.dp, "tp": shape.tp}, "plan": rows, "batch": {"dp": 0},
+            "ranks": list(best.meshes[rank].ranks if best.meshes else range(rank * group, (rank + 1) * group)),
+            "zero": prices.variant.zero,
             "recompute": recompute, "forward": forward, "backward": inputs + weights,
             "bytes": {"tp": round(_bytes_along(prices, exact, own, "tp") * m),
                       "dp": (round(_bytes_along(prices, exact, own, "dp") * m)
                              + _bytes_of_updates(prices, exact, own, mine)),
                       "next": round(float(prices.of.passed[own[-1]]) * m) if crosses else 0},
-            "memory": _memory_of_rank(prices, best, own, rank, cuts)})
+            "memory": _memory_of_rank(prices, best, own, rank, cuts)} | (
+                {"group": machines.names(best.meshes[rank].groups)} if isinstance(machines, ClusterGroups) else {}))
     return stages
 
 

@@ -137,7 +137,7 @@ class _ModelQueue:
         """One that was simulated. Does it fit?"""
         self.weighed += 1
         self.simulated.append(candidate)
-        if candidate.fullest > self.task.cluster.memory * (1 + 1e-9):
+        if not candidate.fits:
             return False
         if self.can_win(candidate.seconds):
             self.best = candidate

@@ -5,7 +5,7 @@
 
     units       the parts that a pipeline can cut the model into                           (pipelining/units.py)
     costs       of plans along tp, on each number of its ranks, by running them without memory   (program_costs.py)
-    search      of all the rest                                                                   (model_search.py)
+    search      of all the rest                                                                   (whole_search.py)
 
 The model may be on the meta device; it is not changed.
 """
@@ -22,29 +22,29 @@ from torch import nn
 
 from globaltensor.errors import ArgumentError, ErrorNote, GlobalTensorError, expect, expect_amount, expect_path
 from globaltensor.layouts.placement import placement
-from globaltensor.parallel.plan import Plan
 from globaltensor.parallel.zero3 import is_in_a_layer
 from globaltensor.pipelining.units import units_of
 from globaltensor.planner.capture import read_inputs
 from globaltensor.planner.graph import CaptureError
 from globaltensor.planner.model_explaining import ModelSearchable, explanation_of_model
-from globaltensor.planner.model_prices import ModelVariant
+from globaltensor.planner.model_prices import VariantPrices
 from globaltensor.planner.model_report import model_strategy
-from globaltensor.planner.model_search import search_model
 from globaltensor.planner.pins import PinError, read_pins
 from globaltensor.planner.plotting import draw_model_plan
-from globaltensor.planner.program_costs import PlannedCosts, Program
+from globaltensor.planner.program_costs import Program
 from globaltensor.planner.space import BatchError, Fixed
 from globaltensor.planner.strategy import Strategy
 from globaltensor.planner.unit_costs import run_costs
 from globaltensor.planner.unit_sums import UnitCost
+from globaltensor.planner.whole_search import PlannedMachines
 from globaltensor.runtime.agreement import broadcast_object, uncoordinated
 from globaltensor.runtime.lineage import paused
 from globaltensor.runtime.torch_internals import tree_leaves
 from globaltensor.runtime.world import world
 from globaltensor.schedules.generators import GENERATORS
-from globaltensor.simulator.cluster import Cluster, cluster as cluster_of, hypothetical_placements
+from globaltensor.simulator.cluster import Cluster, hypothetical_placements
 from globaltensor.simulator.gpt import RECOMPUTE
+from globaltensor.simulator.groups import ClusterGroups, read_cluster
 from globaltensor.tensors.gradients import reduce_pending
 from globaltensor.tracebacks import api_boundary
 
@@ -52,7 +52,8 @@ _MOST_RANKS = 32                                     # of a stage, that are run 
 
 
 @api_boundary
-def strategy(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster = "dgx-a100", devices: int = 8,
+def strategy(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster | ClusterGroups = "dgx-a100",
+             devices: int = 8,
              global_batch: int | None = None, loss: Callable[..., Any] | None = None, targets: Any = None, *,
              dp: int | None = None, tp: int | None = None, pp: int | None = None, zero: int | None = None,
              recompute: str | None = None, schedule: str | None = None, chunks: int | None = None,
@@ -64,7 +65,7 @@ def strategy(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Clu
     model         plain, and not changed; it may be on the meta device
     batch         example inputs: a tensor, a tuple of arguments or a dict of them by name. Only shapes and dtypes
                   count; dim 0 has the samples, however many
-    cluster       a known name, a JSON file, or a `Cluster`
+    cluster       a known name, a JSON file, a `Cluster`, or `ClusterGroups` of different hosts
     devices       how many of them may be used
     global_batch  samples in a step (default: as many as the example has)
     loss          of the model's output, and of `targets` where these are given, a scalar (default: what the model
@@ -90,7 +91,7 @@ def strategy(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Clu
     return Strategy(_told_by_rank_0(find))
 
 
-def _find(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster, devices: int,
+def _find(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster | ClusterGroups, devices: int,
           global_batch: int | None, loss: Callable[..., Any] | None, targets: Any, choices: Fixed,
           pins: Sequence[str] | Mapping[str, Any], memory: float | None, seconds: float, explain: bool,
           plot: str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -98,23 +99,18 @@ def _find(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluste
     expect(model, nn.Module, "gt.strategy of no module", "gt.strategy(model, batch)")
     _check_arguments(devices, memory, seconds, pins, plot)
     began = time.monotonic()
-    machines = cluster if isinstance(cluster, Cluster) else cluster_of(os.fspath(cluster))
-    if memory is not None:
-        machines = replace(machines, memory=float(memory))
-    machines.machine(devices)                        # raises where it has fewer
+    machines = _machines(cluster, devices, memory)
     fixed = _checked_choices(choices, devices)
     program = _program(model, batch, loss, targets)
     whole_batch = program.rows if global_batch is None else global_batch
     _check_batch(whole_batch, fixed, devices, len(program.units.units), program.units.why)
     rows = read_pins(pins, model)
-    costs = PlannedCosts(program, machines, devices, whole_batch)
-    plans = costs.of(fixed, rows)
-    task = costs.task(plans, fixed)
-    result = search_model(task, max(seconds - (time.monotonic() - began), 0.0))
+    costs = PlannedMachines(program, machines, devices, whole_batch)
+    result, task, plans = costs.search(rows, fixed, max(seconds - (time.monotonic() - began), 0.0))
     best = result.best
-    exact = None if best is None else _exact_costs(program, best.variant, plans.plans, machines)
-    planned = model_strategy(model, program.units, task, result, plans.plans, time.monotonic() - began, exact,
-                             whole=plans.whole, inputs=program.names, tokens=program.tokens, left_out=plans.left_out)
+    planned = model_strategy(
+        model, program.units, task, result, time.monotonic() - began, lambda prices: _exact_costs(program, prices),
+        machines, whole=plans.whole, inputs=program.names, tokens=program.tokens, left_out=plans.left_out)
     if explain and best is not None:
         planned["explanation"] = explanation_of_model(ModelSearchable(costs, rows, fixed), best, seconds)
     if plot is not None and best is not None:
@@ -149,21 +145,31 @@ def _told_by_rank_0(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 _TOLD = (ArgumentError, BatchError, CaptureError, PinError, GlobalTensorError)
 
 
-def _exact_costs(program: Program, variant: ModelVariant, plans: Mapping[tuple[int, str], Plan], machines: Cluster
-                 ) -> list[UnitCost] | None:
-    """The units of the chosen plan on all of its ranks; None where these are too many to be run in one process."""
-    shape = variant.shape
+def _machines(cluster: str | os.PathLike[str] | Cluster | ClusterGroups, devices: int, memory: float | None
+              ) -> Cluster | ClusterGroups:
+    machines = cluster if isinstance(cluster, Cluster | ClusterGroups) else read_cluster(os.fspath(cluster))
+    if isinstance(machines, ClusterGroups):
+        return machines.first(devices) if memory is None else machines.first(devices).with_memory(float(memory))
+    if memory is not None:
+        machines = replace(machines, memory=float(memory))
+    machines.machine(devices)                        # raises where it has fewer
+    return machines
+
+
+def _exact_costs(program: Program, prices: VariantPrices) -> list[UnitCost] | None:
+    """The units of the chosen plan on all ranks of a stage; None where these are too many to be run in one process."""
+    shape, task = prices.variant.shape, prices.task
     if shape.dp * shape.tp > _MOST_RANKS:
         return None
     # in a pipeline every op gathers what ZeRO 3 has split; else layers are gathered as wholes
-    parted = [name for name, _ in program.model.named_parameters() if variant.zero == 3 and shape.dp > 1 and (
+    parted = [name for name, _ in program.model.named_parameters() if prices.variant.zero == 3 and shape.dp > 1 and (
         shape.pp > 1 or not is_in_a_layer(name, program.model))]
     with hypothetical_placements():
         mesh = placement("meta", [[i * shape.tp + k for k in range(shape.tp)] for i in range(shape.dp)], ("dp", "tp"))
         samples = shape.micro_batch * shape.dp
         return run_costs(program.model, program.units.units, program.resized(program.inputs, samples), program.loss,
-                         mesh, plans[shape.tp, shape.kind], machines, program.resized(program.targets, samples),
-                         parted).units
+                         mesh, task.plans[shape.tp, shape.kind], task.cluster,
+                         program.resized(program.targets, samples), parted).units
 
 
 def _program(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, targets: Any) -> Program:

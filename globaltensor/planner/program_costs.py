@@ -118,7 +118,7 @@ class PlannedCosts:
         """What remains to be chosen."""
         costs = {key: MeshCosts(few.units, many.units, self.machines, key[0])
                  for key, (few, many) in plans.runs.items()}
-        return ModelTask(costs, self.program.blocks, self.machines, self.devices, self.global_batch, fixed)
+        return ModelTask(costs, self.program.blocks, self.machines, self.devices, self.global_batch, fixed, plans.plans)
 
     def _add(self, result: PlansOfModel, tp: int, kind: str, plan: Plan, is_fixed: bool) -> None:
         key = tp, repr(sorted((name, sorted(row.items(), key=str)) for name, row in plan.items()))

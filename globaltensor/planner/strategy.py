@@ -12,6 +12,7 @@
       batch      axis -> dim along which it splits the batch
       zero       0 to 3, along the axes that split the batch
       recompute  none, selective or full
+      group      of the cluster's hosts, where these are of several kinds
 
 All else says what was expected of the plan: seconds and bytes. Reading one needs neither the search nor scipy.
 """
@@ -96,16 +97,21 @@ class Strategy(dict[str, Any]):
     def _repr_html_(self) -> str:
         lines, rows = strategy_lines(self)
         above = [element("div", escape(line), class_="gt-picture", style="font-size:12px") for line in lines]
-        return "".join(above) + html_table(_HEAD if rows else (), ([escape(cell) for cell in row] for row in rows))
+        cells = ([escape(cell) for cell in row] for row in rows)
+        return "".join(above) + html_table(_head(self) if rows else (), cells)
 
 
 _HEAD = ("stage", "layers", "ranks", "axes", "zero", "recompute", "memory")
 
 
+def _head(of: Mapping[str, Any]) -> tuple[str, ...]:
+    return (*_HEAD, "group") if of["feasible"] and any("group" in stage for stage in of["stages"]) else _HEAD
+
+
 def strategy_text(of: Mapping[str, Any]) -> str:
     """What print shows: the plan in a few lines."""
     lines, rows = strategy_lines(of)
-    return "\n".join([*lines, *(aligned([_HEAD, *rows]) if rows else [])])
+    return "\n".join([*lines, *(aligned([_head(of), *rows]) if rows else [])])
 
 
 def strategy_lines(of: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
@@ -119,7 +125,8 @@ def strategy_lines(of: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, ..
     for index, stage in enumerate(of["stages"]):
         axes = " x ".join(f"{name} {size}" for name, size in stage["axes"].items())
         rows.append((str(index), _span_text(stage["layers"]), _ranks_text(stage["ranks"]), axes, str(stage["zero"]),
-                     stage["recompute"], bytes_text(stage["memory"]["total"]) if "memory" in stage else ""))
+                     stage["recompute"], bytes_text(stage["memory"]["total"]) if "memory" in stage else "",
+                     *([stage["group"]] if "group" in stage else [])))
     head = [f"{of['schedule']}, {counted(of['micro_batches'], 'micro-batch', 'micro-batches')} of {of['micro_batch']}, "
             f"global batch {of['global_batch']}, {of['devices']} devices of {of['cluster']}"]
     if "step_time" in of:

@@ -5,6 +5,8 @@
                             {"latency": seconds, "bandwidth": bytes per second}, and `kernels` a list of
                             {"kind": "product", "start": seconds, "operation": seconds, "byte": seconds}
 
+groups.py has clusters of several kinds of hosts.
+
 Of the known ones `efficiency` is the only number that is not on a data sheet: the share of `flops` that large matrix
 products reach. With 0.68 for dgx-a100 the ten rows of arXiv:2104.04473, table 1, are reproduced within 8% of the times
 measured on up to 3,072 devices. That of dgx-h100 is an assumption: use it to compare plans, not machines. What small
@@ -137,7 +139,7 @@ def cluster(name: str) -> Cluster:
         described = json.loads(Path(name).read_text())
     except (OSError, ValueError) as error:
         raise ClusterError(f"the cluster {name} could not be read", str(error), "a file with one JSON object") from None
-    return _from_json(described, name)
+    return cluster_from_json(described, name)
 
 
 def as_json(of: Cluster) -> str:
@@ -145,11 +147,15 @@ def as_json(of: Cluster) -> str:
     return json.dumps(dataclasses.asdict(of), indent=2)
 
 
-def _from_json(described: Any, source: str) -> Cluster:
+def cluster_from_json(described: Any, source: str) -> Cluster:
     fields = {field.name: field for field in dataclasses.fields(Cluster)}
     required = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name != "name"]
     if not isinstance(described, dict):
         raise ClusterError(f"{source} describes no cluster", "it is not a JSON object", ", ".join(required))
+    if "groups" in described:
+        raise ClusterError(f"{source} lists groups of hosts", "only a program is planned on such: its stages lie on "
+                           "one group or on several", "globaltensor plan --program FILE.py:FUNCTION --cluster ..., or "
+                           "a file of one kind of host")
     for name in described:
         if name not in fields:
             near = difflib.get_close_matches(name, fields, 1, 0.4)
@@ -158,7 +164,7 @@ def _from_json(described: Any, source: str) -> Cluster:
     for name, value in described.items():
         if name in ("local", "remote"):
             rates = value if isinstance(value, dict) else {}
-            values[name] = Link(*(_checked_number(rates.get(rate), f"{name}.{rate}", source)
+            values[name] = Link(*(checked_number(rates.get(rate), f"{name}.{rate}", source)
                                   for rate in ("latency", "bandwidth")))
         elif name == "name":
             values[name] = str(value)
@@ -167,9 +173,9 @@ def _from_json(described: Any, source: str) -> Cluster:
         elif name == "kernels":
             values[name] = _kernels_of(value, source)
         elif name in ("devices_per_host", "hosts"):
-            values[name] = int(_checked_number(value, name, source, least=name == "devices_per_host"))
+            values[name] = int(checked_number(value, name, source, least=name == "devices_per_host"))
         else:
-            values[name] = _checked_number(value, name, source)
+            values[name] = checked_number(value, name, source)
     missing = [name for name in required if name not in values]
     if missing:
         raise ClusterError(f"{source} lacks {missing[0]!r}", f"a cluster has {', '.join(required)}",
@@ -190,11 +196,11 @@ def _kernels_of(value: Any, source: str) -> tuple[KernelRate, ...]:
         if not isinstance(one, dict) or one.get("kind") not in KERNEL_KINDS or one.keys() - {"kind", *rates}:
             raise ClusterError(f"{source}: a kernel is {one!r:.80}", f"its kind is one of {', '.join(KERNEL_KINDS)}",
                                '{"kind": "product", "start": 1e-5, "operation": 1e-11, "byte": 0}')
-    return tuple(KernelRate(one["kind"], *(_checked_number(one.get(rate), f"kernels.{one['kind']}.{rate}", source)
+    return tuple(KernelRate(one["kind"], *(checked_number(one.get(rate), f"kernels.{one['kind']}.{rate}", source)
                                            for rate in rates)) for one in value)
 
 
-def _checked_number(value: Any, name: str, source: str, least: float = 0) -> float:
+def checked_number(value: Any, name: str, source: str, least: float = 0) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
         raise ClusterError(f"{source}: {name} is {value!r}", f"it is a number, {least:g} or more", f'"{name}": 1e12')
     if value == 0 and name.rpartition(".")[2] in ("bandwidth", "flops", "efficiency", "memory_bandwidth"):

@@ -1,0 +1,136 @@
+"""Clusters of several groups of hosts: the file, what is wrong with one, and plans for one, run.
+
+Oracle of a plan: one process in plain torch.
+"""
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from test_strategy import MODELS, SEED
+
+import globaltensor as gt
+from globaltensor.cli import main
+from globaltensor.simulator.cluster import KNOWN, ClusterError, Link, cluster
+from globaltensor.simulator.groups import read_cluster
+
+NEAR = {"latency": 1e-7, "bandwidth": 1e12}
+HOST = {"devices_per_host": 2, "hosts": 1, "flops": 1e9, "efficiency": 0.5, "memory": 1e9, "memory_bandwidth": 1e10,
+        "local": NEAR, "remote": NEAR}
+
+
+def described(**changes):
+    """Two hosts, one twice as fast as the other."""
+    return {"groups": [{"name": "old", **HOST}, {"name": "new", **HOST, "flops": 2e9}],
+            "links": [{"between": ["old", "new"], **NEAR}]} | changes
+
+
+def written(folder, text) -> str:
+    path = folder / "lab.json"
+    path.write_text(text if isinstance(text, str) else json.dumps(text))
+    return str(path)
+
+
+def test_a_file_with_groups(tmp_path):
+    one = read_cluster(written(tmp_path, {
+        "groups": [{"name": "old", "cluster": "dgx-a100", "hosts": 1},
+                   {"name": "new", "cluster": "dgx-h100", "hosts": 2}],
+        "links": [{"between": ["new", "old"], "latency": 2e-5, "bandwidth": 1e10}]}))
+    assert one.sizes == (8, 16) and one.name == "lab" and one.link(1, 0) == one.link(0, 1) == Link(2e-5, 1e10)
+    assert one.groups[1].flops == KNOWN["dgx-h100"].flops
+    both = one.slowest_of([0, 1], one.sizes)
+    assert both.flops * both.efficiency == min(k.flops * k.efficiency for k in one.groups)
+    assert both.remote == Link(2e-5, 1e10) and both.local == KNOWN["dgx-a100"].local and both.devices_per_host == 8
+    assert read_cluster("dgx-a100") is KNOWN["dgx-a100"]
+
+
+@pytest.mark.parametrize("changes, told, tried", [
+    ({"links": []}, "has no link between old and new", '"between": ["old", "new"]'),
+    ({"links": [{"between": ["old", "nwe"], **NEAR}]}, "links[0] is between ['old', 'nwe']", "new"),
+    ({"links": [{"between": ["old", "new"], "latency": 1}]}, "links[0].bandwidth is None", "1e12"),
+    ({"links": [{"between": ["old", "new"], **NEAR}, {"between": ["new", "old"], "latency": 1, "bandwidth": 1}]},
+     "links[1] is another one", "one of them"),
+    ({"group": []}, "has no 'group'", "groups"), ({"groups": []}, "groups is []", "dgx-a100"),
+    ({"groups": [3]}, "groups[0] is 3", "dgx-a100"),
+    ({"groups": [{"hosts": 1, **HOST}]}, "groups[0] has no name", "name"),
+    ({"groups": [{"name": "old", "cluster": "dgx-a10", "hosts": 1}]}, "no cluster 'dgx-a10'", "dgx-a100"),
+    ({"groups": [{"name": "old", "cluster": "dgx-a100"}]}, "does not say how many hosts", '"hosts": 1'),
+    ({"groups": [{"name": "old", "cluster": "dgx-a100", "hosts": 1, "flop": 1}]}, "has no 'flop'", "flops"),
+    ({"groups": [{"name": "old", **HOST}, {"name": "old", **HOST}]}, "two groups are called 'old'", "name"),
+])
+def test_what_is_wrong_with_a_file_is_said(tmp_path, changes, told, tried):
+    with pytest.raises(ClusterError) as caught:
+        read_cluster(written(tmp_path, described(**changes)))
+    assert told in caught.value.what and tried in caught.value.fix, str(caught.value)
+    assert "lab.json" in caught.value.what
+
+
+def test_more_devices_than_there_are(tmp_path):
+    with pytest.raises(ClusterError, match="4: 2 of old, 2 of new"):
+        gt.strategy(MODELS["chain"][0](), torch.zeros(8, 8).double(), written(tmp_path, described()), devices=5)
+
+
+def test_what_knows_one_kind_of_host_refuses_groups(tmp_path, capsys):
+    path = written(tmp_path, described())
+    with pytest.raises(ClusterError, match="lists groups of hosts"):
+        cluster(path)
+    assert main("plan --model gpt --layers 4 --hidden 64 --heads 4 --seq 16 --vocab 64 --devices 4 --global-batch 8 "
+                f"--cluster {path}".split())
+    assert "only a program is planned" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, fixed", [("chain", {"pp": 2, "schedule": "1f1b"}), ("gpt", {"pp": 2, "tp": 1}),
+                                         ("chain", {"dp": 4}), ("chain", {"pp": 3})], ids=str)
+def test_a_plan_over_groups_gives_the_gradients_of_one_process(tmp_path, name, fixed):
+    build, data, loss = MODELS[name]
+    torch.manual_seed(SEED)
+    model, (inputs, targets) = build(), data()
+    plain = copy.deepcopy(model)
+    strategy = gt.strategy(model, inputs, cluster=written(tmp_path, described()), devices=4, **fixed)
+    strategy.check()
+    of = ["old", "old", "new", "new"]
+    for stage in strategy["stages"]:
+        assert stage["group"] == " + ".join(sorted({of[rank] for rank in stage["ranks"]}, key=of.index))
+        assert stage["group"] in str(strategy)
+    assert strategy["lower_bound"] <= strategy["step_time"]
+    assert sum(strategy["time"].values()) == pytest.approx(strategy["step_time"], rel=1e-9)
+    check_gradients(strategy, model, plain, loss, inputs, targets)
+
+
+def check_gradients(strategy, model, plain, loss, inputs, targets):
+    expected = loss(plain(inputs), targets)
+    expected.backward()
+    runner, optimizer = strategy.apply(model, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    torch.testing.assert_close(runner.step(inputs, targets).full_tensor(), expected)
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.full_tensor(), q)
+
+
+MESHES = [("chain", [(2, 1, 1), (1, 2, 0)], "1f1b"), ("gpt", [(1, 2, 0), (2, 1, 3)], "1f1b"),
+          ("gpt", [(2, 2, 2), (1, 2, 0)], "gpipe"), ("gpt", [(1, 1, 0), (2, 1, 1)], "zb-h1"),
+          ("chain", [(2, 1, 3), (4, 1, 1), (1, 1, 0)], "1f1b"), ("vision", [(1, 1, 0), (4, 1, 2)], "1f1b")]
+
+
+@pytest.mark.parametrize("name, meshes, schedule", MESHES, ids=str)
+def test_stages_with_meshes_of_their_own_give_the_gradients_of_one_process(name, meshes, schedule):
+    """Each with dp, tp and a stage of ZeRO of its own: written by hand."""
+    build, data, loss = MODELS[name]
+    torch.manual_seed(SEED)
+    model, (inputs, targets) = build(), data()
+    plain = copy.deepcopy(model)
+    strategy = gt.strategy(model, inputs, devices=len(meshes), pp=len(meshes), schedule=schedule, micro_batch=4)
+    first = 0
+    for stage, (dp, tp, zero) in zip(strategy["stages"], meshes):
+        rows = {"plan": "recognised" if tp > 1 and name == "gpt" else {}}
+        stage |= {"axes": {"dp": dp, "tp": tp}, "zero": zero, "ranks": list(range(first, first + dp * tp)), **rows}
+        first += dp * tp
+    strategy |= {"devices": first, "micro_batches": 2, "micro_batch": 4 // meshes[0][0]}
+    check_gradients(strategy, model, plain, loss, inputs, targets)
+    dp = {p.placement.shape[0]: p for p in model.parameters()}
+    assert set(dp) == {one for one, _, _ in meshes}, "each stage lies on its own mesh"
