@@ -266,7 +266,7 @@ def test_options_go_to_those_that_know_them(tmp_path, monkeypatch, capfd):
     assert main(["bench", "--ranks", "4", "--quick"]) == 0
     assert capfd.readouterr().out == "one False 4\ntwo False True\n"
     assert main(["bench", "two", "--ranks", "4", "--json"]) == 2
-    assert capfd.readouterr() == ("", "globaltensor: two does not know --ranks\n")
+    assert capfd.readouterr() == ("", "globaltensor: two does not know --ranks\n  try: globaltensor bench --help\n")
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -54,7 +54,7 @@ def told(name, said, where=TWO, **keywords):
 def test_an_unknown_keyword_is_an_error_that_names_the_nearest(name):
     for wrong, right in {"dtyp": "dtype", "placment": "placement", "require_grad": "requires_grad", "zqx": ""}.items():
         error = told(name, repr(wrong), **{wrong: None})
-        assert error.fix == (f"{right}=..." if right else "")
+        assert error.fix == (f"{right}=..." if right else f"the same without {wrong}=")
         with pytest.raises(TypeError):
             call(name, **{wrong: None})
     with pytest.raises(ArgumentError, match="'spb'"):

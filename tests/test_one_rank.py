@@ -20,8 +20,8 @@ ARITHMETIC = ("aten::mul", "aten::sub", "aten::div", "aten::rsqrt", "aten::lerp_
               "aten::sum", "aten::mean", "aten::amax")
 MODULES = {
     "batch norm": nn.BatchNorm2d(6), "group norm": nn.GroupNorm(2, 6), "layer norm": nn.LayerNorm(4),
-    "rms norm": nn.RMSNorm(4), "instance norm": nn.InstanceNorm2d(6, affine=True), "softmax": nn.Softmax(0),
-    "log softmax": nn.LogSoftmax(0), "cross entropy": nn.CrossEntropyLoss(), "mse": nn.MSELoss(),
+    "rms norm": nn.RMSNorm(4), "instance norm": nn.InstanceNorm2d(6, affine=True),
+    "cross entropy": nn.CrossEntropyLoss(), "mse": nn.MSELoss(),
     "pooling": nn.AvgPool2d(2), "convolution": nn.Conv2d(6, 2, 3),
 }
 

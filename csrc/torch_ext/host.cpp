@@ -59,7 +59,8 @@ void count_waits(bool on) {
 
 double seconds_waited() { return transport ? gt_waited(transport) : 0; }
 
-// Hooks that only watch must not replace what the program is about to see. What a signal handler raises is the program's.
+// Hooks that only watch must not replace what the program is about to see. What a signal handler raises is the
+// program's.
 void WatchedWait::call_watching(PyObject* hook, py::tuple arguments) {
   if (PyErr_CheckSignals() != 0) keep_error();
   PyObject* result = PyObject_CallObject(hook, arguments.ptr());

@@ -35,8 +35,8 @@ class WatchedWait final : public GilFreeWait {
   c10::ArrayRef<int32_t> peers_;
 };
 
-// Raises what a signal handler raised during the wait, or what a failed call of the transport means: what the Python hook
-// makes of the status.
+// Raises what a signal handler raised during the wait, or what a failed call of the transport means: what the Python
+// hook makes of the status.
 void raise_if_failed(int status, const std::string& what, const GilFreeWait* wait = nullptr);
 
 void count_waits(bool on);                           // of this process's transport, now or to come

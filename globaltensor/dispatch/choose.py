@@ -92,17 +92,14 @@ class _Question(NamedTuple):
 
     def unmoved(self) -> tuple[Signature, ...] | None:
         """The choice that moves nothing, where it cannot be beaten: no operand is pending, or it is the only one and
-        what comes out is no larger, so that the sum may as well be reduced later. Along an axis of one rank operands
-        are whole, whatever their sbp."""
+        what comes out is no larger, so that the sum may as well be reduced later."""
         carries = len(self.operands) == 1 and sum(nbytes for _, nbytes in self.outputs) <= self.operands[0].nbytes
         nd = []
-        for axis, (candidates, n) in enumerate(zip(self.axes, self.operands[0].placement.shape)):
+        for axis, candidates in enumerate(self.axes):
             states = tuple(own.sbp[axis] for own in self.operands)
-            same = next((sig for sig in candidates if sig.inputs == states), None)
-            if n == 1 and (same is None or any(s.is_partial for s in states)):
-                same = next((sig for sig in candidates if all(s.is_broadcast for s in sig.inputs)), None)
-            elif any(s.is_partial for s in states) and not carries:
+            if any(s.is_partial for s in states) and not carries:
                 return None
+            same = next((sig for sig in candidates if sig.inputs == states), None)
             if same is None:
                 return None
             nd.append(same)

@@ -28,7 +28,7 @@ from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import convert
 from globaltensor.tensors.factories import empty
 from globaltensor.tensors.flatten import called_in_graphs
-from globaltensor.tensors.full_value import FromFull, FullTensor, plain_gradient
+from globaltensor.tensors.full_value import FromFull, no_gradient_placements, plain_gradient
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.redistribution import resolve_layout, to_layout, to_local
 from globaltensor.tracebacks import api_boundary
@@ -313,25 +313,15 @@ def _redistribute(x: GlobalTensor, device_mesh: DeviceMesh | None = None, placem
     return x.to(moved).to_global(device_mesh or x.placement, tuple(placements) if placements is not None else broadcast)
 
 
-@api_boundary
-def _full_tensor(x: GlobalTensor, *, grad_placements: Placements | None = None) -> torch.Tensor:
-    """The whole value as a plain tensor, on every process; collective, and differentiable.
-
-    grad_placements   of a tensor on a `DeviceMesh` of gt.dtensor: how the gradient lies of which each rank brings its
-                      part (default: the same whole one on every rank)
-    """
-    if grad_placements is None:
-        return FullTensor.of(x)
-    if not on_mesh(x):
-        raise ArgumentError("full_tensor(grad_placements=...) of a tensor on a placement",
-                            "it is for tensors on a mesh of gt.dtensor", "x.full_tensor()")
-    return local_part(_redistribute(x), grad_placements)
+def _full_with_gradient(x: GlobalTensor, grad_placements: Placements) -> torch.Tensor:
+    return local_part(_redistribute(x), grad_placements) if on_mesh(x) else no_gradient_placements(x, grad_placements)
 
 
 def _teach_global_tensors() -> None:
     """What torch's programs ask a DTensor."""
     learner: Any = GlobalTensor                      # a class learns attributes, which its stubs cannot know
-    learner.to_local, learner.redistribute, learner.full_tensor = _to_local, _redistribute, _full_tensor
+    learner.to_local, learner.redistribute = _to_local, _redistribute
+    learner._full_with_gradient = _full_with_gradient
     learner.device_mesh = property(lambda x: x.placement)
     learner.placements = property(lambda x: tuple(placements_of(x.sbp)))
 

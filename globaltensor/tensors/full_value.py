@@ -11,6 +11,7 @@ import torch
 
 from globaltensor.boxings import watch
 from globaltensor.boxings.redistribute import Move, move_shards
+from globaltensor.errors import ArgumentError
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Layout, Shards, Spec, layout, spec
 from globaltensor.layouts.placement import placement
@@ -36,6 +37,12 @@ def gather_full(x: GlobalLike) -> Shards:
 def whole_value(x: GlobalLike) -> torch.Tensor:
     """The same as one plain tensor."""
     return next(iter(gather_full(x).values())).clone()             # it may be a shard, which a write would change
+
+
+def no_gradient_placements(x: GlobalLike, grad_placements: Any) -> torch.Tensor:
+    """Refuse x.full_tensor(grad_placements=...)."""
+    raise ArgumentError("full_tensor(grad_placements=...) of a tensor on a placement",
+                        "it is for tensors on a mesh of gt.dtensor", "x.full_tensor()")
 
 
 class FullTensor(LinearMap):

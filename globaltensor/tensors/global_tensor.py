@@ -54,7 +54,7 @@ from globaltensor.tensors import (
     products,
     value_reads,
 )
-from globaltensor.tensors.full_value import FullTensor
+from globaltensor.tensors.full_value import FullTensor, no_gradient_placements
 from globaltensor.tensors.printing import format_of, text_of
 from globaltensor.tensors.redistribution import (
     box_from,
@@ -310,9 +310,11 @@ class GlobalTensor(TensorMethods):
         return to_local(self)
 
     @api_boundary
-    def full_tensor(self) -> torch.Tensor:
-        """The whole value as a plain tensor, on every process; collective, and differentiable."""
-        return FullTensor.of(self)
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole value as a plain tensor, on every process; collective, and differentiable. Of a tensor on a mesh of
+        gt.dtensor each rank may bring its part of a gradient that lies as `grad_placements` say."""
+        return FullTensor.of(self) if grad_placements is None else self._full_with_gradient(grad_placements)
+    _full_with_gradient = no_gradient_placements     # until gt.dtensor is imported
 
     @api_boundary
     def numpy(self, *, force: bool = False) -> np.ndarray:
