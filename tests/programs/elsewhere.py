@@ -4,6 +4,7 @@
     python elsewhere.py win32 -c "import globaltensor"
 """
 import builtins
+import ctypes.util  # noqa: F401  (Debian's Python has not what it imports on a Mac)
 import mmap
 import os
 import runpy
