@@ -199,6 +199,17 @@ def test_whoever_notices_that_a_rank_is_gone_tells_all_who_wait():
     assert time.monotonic() - began < 5
 
 
+def test_an_answer_does_not_take_the_place_of_a_loss():
+    """The parent comes to look after somebody has told its child that a rank is gone."""
+    store = dist.HashStore()
+    parent, child = (arrival._Others(rank, 3, store, 60) for rank in (0, 1))
+    child.come()
+    arrival._tell_of_loss(store, 2, 3, arrival._ended_before({2}))
+    parent.look()
+    with pytest.raises(TransportError, match="rank 2 ended before all ranks had met"):
+        child.hear()
+
+
 def test_who_does_not_come_is_named():
     store, size = dist.HashStore(), 6
     told = in_threads(size, lambda rank: rank in (2, 4) or arrival.meet(Counting(store), rank, size,

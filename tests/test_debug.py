@@ -103,6 +103,7 @@ def test_only_the_first_rank_prints(monkeypatch, capsys):
 def test_colours_are_for_terminals_and_rich_is_optional(monkeypatch, capsys):
     x = zeros(4, 4, sbp=(S(0), S(1)))
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")              # a dumb one has none
     gt.show(x)
     coloured = capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "rich.console", None)

@@ -181,7 +181,10 @@ class _Others:
         """While this rank waits: answer its children, and raise where a rank will not come."""
         assert self.store is not None
         for child in children_of(self.rank, self.size):
-            if (challenge := self.news(_challenge_key(child))) is not None:
+            if (challenge := self.news(_challenge_key(child))) is None:
+                continue
+            answer = read_message(self.store, _answer_key(child))
+            if answer is None or answer[0] != challenge[0] or answer[2] is None:         # else it is told of a loss
                 write_message(self.store, _answer_key(child), (challenge[0], self.name, None))
         self.hear()
         self.raise_if_gone()
