@@ -32,6 +32,7 @@ from globaltensor.tracebacks import api_boundary
 
 _running: list[nn.Module] = []                       # the outermost module that is at work, if one is
 _doors: weakref.WeakSet[nn.Module] = weakref.WeakSet()           # the modules that were sharded
+_inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()          # those of them that were run inside of another
 
 
 @api_boundary
@@ -104,11 +105,13 @@ class _Door:
         module.register_forward_hook(api_boundary(self._leave), always_call=True)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        if _running:
+        recomputed = module in _inside and any(map(on_mesh, (*args, *named.values())))       # in backward
+        if _running or recomputed:
             return args, named
         if self.layers is None:
-            axis = self.mesh.names[-1]
-            self.layers = ShardedLayers(module, axis, [m for m in module.modules() if m in _doors and m is not module])
+            axis, inner = self.mesh.names[-1], [m for m in module.modules() if m in _doors and m is not module]
+            _inside.update(inner)
+            self.layers = ShardedLayers(module, axis, inner)
             self.others = ShardedLayer(module, axis, {id(p) for one in self.layers.layers for _, _, p in one.slots})
         unshard([self.others])
         self.others.swap_in_unsharded(0)

@@ -17,6 +17,7 @@ import torch.distributed.tensor.experimental as torch_experimental
 import torch.distributed.tensor.parallel as torch_parallel
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import globaltensor as gt
 import globaltensor.dtensor as ours
@@ -257,6 +258,26 @@ def sharded_modules(T):
     return *trained(model, optimizer, losses()), shapes
 
 
+def recomputed(T):
+    """FSDP2 of layers that backward runs again, which then stand in no other module's forward."""
+    seen = []
+    for use_reentrant in (False, True):
+        mesh = T.init_device_mesh("cpu", (N,), mesh_dim_names=("dp",))
+        model = ToyModel()
+        for layer in (model.net1, model):
+            T.fully_shard(layer, mesh=mesh)
+
+        def forward(self, x, use_reentrant=use_reentrant):
+            return self.net2(F.gelu(checkpoint(self.net1, x, use_reentrant=use_reentrant)))
+
+        model.forward = types.MethodType(forward, model)
+        torch.manual_seed(dist.get_rank())
+        x = torch.rand(3, 10, requires_grad=True)
+        model(x).pow(2).sum().backward()
+        seen += [whole(p.grad) for p in model.parameters()]
+    return [seen]
+
+
 def uneven(T):
     """Whole values where parts are cut differently, and a module's own functions."""
     mesh = T.init_device_mesh("cpu", (N,))
@@ -298,7 +319,8 @@ def groups(T):
     return [seen]
 
 
-PROGRAMS = [tensor_parallel, sequence_parallel, llama, parts, uneven, sharded, sharded_modules, compiled, groups]
+PROGRAMS = [tensor_parallel, sequence_parallel, llama, parts, uneven, sharded, sharded_modules, recomputed, compiled,
+            groups]
 for program in PROGRAMS:
     if len(sys.argv) > 1 and program.__name__ not in sys.argv[1:]:
         continue
