@@ -15,6 +15,8 @@ import sys
 import traceback
 import warnings
 import zlib
+from collections.abc import Iterable
+from difflib import get_close_matches
 from types import FrameType
 from typing import NamedTuple
 
@@ -198,6 +200,12 @@ def expect(value: object, kind: type, role: str, fix: str) -> None:
         what = value.__name__ if isinstance(value, type) else repr(value)
         raise ArgumentError(f"{role}: {what if len(what) < 40 else type(value).__name__}",
                             f"it is a {type(value).__name__}, where a {kind.__name__} is wanted", fix)
+
+
+def keyword_fix(key: str, valid: Iterable[str]) -> str:
+    """What to type in place of a keyword that is not taken: the valid one that is most like it, or none."""
+    near = get_close_matches(key, valid, 1)
+    return f"{near[0]}=..." if near else f"the same without {key}="
 
 
 def expect_path(value: object, role: str, fix: str) -> None:

@@ -144,6 +144,9 @@ def test_a_model_without_memory_is_distributed_and_given_memory():
     part = dtensor.DTensor.from_local(torch.empty(3, 2, device="meta"), mesh, [Shard(0)])
     assert part.is_meta and part.shape == (6, 2)
     assert torch.empty_like(part, device="cpu").device_mesh == mesh
+    root = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    tp = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",), root=root)
+    assert tp.of_type("meta").of_type("cpu").root == root, "a part of a mesh still knows of which"
 
 
 def test_a_tensor_on_a_mesh_is_saved_and_copied_with_its_mesh():

@@ -5,11 +5,12 @@ Oracle of a plan: one process in plain torch.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 
 import pytest
 import torch
-from test_strategy import MODELS, SEED
+from test_strategy import MODELS, SEED, check_gradients
 
 import globaltensor as gt
 from globaltensor.cli import main
@@ -43,6 +44,8 @@ def test_a_file_with_groups(tmp_path):
     both = one.slowest_of([0, 1], one.sizes)
     assert both.flops * both.efficiency == min(k.flops * k.efficiency for k in one.groups)
     assert both.remote == Link(2e-5, 1e10) and both.local == KNOWN["dgx-a100"].local and both.devices_per_host == 8
+    slow = dataclasses.replace(one, groups=(one.groups[0], dataclasses.replace(one.groups[1], transport="gloo")))
+    assert both.transport == "nccl" and slow.slowest_of([0, 1], one.sizes).transport == "gloo"
     assert read_cluster("dgx-a100") is KNOWN["dgx-a100"]
 
 
@@ -97,19 +100,6 @@ def test_a_plan_over_groups_gives_the_gradients_of_one_process(tmp_path, name, f
     assert strategy["lower_bound"] <= strategy["step_time"]
     assert sum(strategy["time"].values()) == pytest.approx(strategy["step_time"], rel=1e-9)
     check_gradients(strategy, model, plain, loss, inputs, targets)
-
-
-def check_gradients(strategy, model, plain, loss, inputs, targets):
-    expected = loss(plain(inputs), targets)
-    expected.backward()
-    runner, optimizer = strategy.apply(model, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    torch.testing.assert_close(runner.step(inputs, targets).full_tensor(), expected)
-    for p, q in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
-    optimizer.step()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    for p, q in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(p.full_tensor(), q)
 
 
 MESHES = [("chain", [(2, 1, 1), (1, 2, 0)], "1f1b"), ("gpt", [(1, 2, 0), (2, 1, 3)], "1f1b"),

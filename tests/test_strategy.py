@@ -104,6 +104,11 @@ def test_what_is_planned_runs_and_gives_the_gradients_of_one_process(name, devic
     for key in fixed.keys() & {"schedule", "chunks"}:
         assert strategy[key] == fixed[key]
     assert [stage["memory"]["total"] for stage in strategy["stages"]] and strategy["memory"]["per_rank"]
+    check_gradients(strategy, model, plain, loss, inputs, targets)
+
+
+def check_gradients(strategy, model, plain, loss, inputs, targets):
+    """One step of the strategy gives the loss, the gradients and the parameters of one of the plain model."""
     expected = loss(plain(inputs), targets)
     expected.backward()
     runner, optimizer = strategy.apply(model, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
@@ -138,7 +143,6 @@ def test_the_bytes_of_a_stage_are_those_of_the_record(name, devices, fixed):
     told = [str(move) for move in moves if move.bytes]
     assert sum(stage["bytes"][axis] for stage in strategy["stages"] for axis in ("tp", "dp")) == sum(
         move.bytes for move in moves if move.op not in ("the pipeline", "the loss of a pipeline")), told
-
 
 
 # -------------------------------------------------------------------------------------------- small chains, all plans

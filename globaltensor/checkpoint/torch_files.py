@@ -13,7 +13,6 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import IO, Any, Literal, TypeAlias, overload
 
 import torch
@@ -21,7 +20,7 @@ import torch
 from globaltensor.checkpoint.collective import collective_try
 from globaltensor.checkpoint.loading import load_folder
 from globaltensor.checkpoint.saving import Saving, save_folder
-from globaltensor.errors import ArgumentError
+from globaltensor.errors import ArgumentError, keyword_fix
 from globaltensor.runtime.world import rank
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tracebacks import api_boundary
@@ -99,10 +98,8 @@ def _check_folder_options(name: str, options: Mapping[str, Any], *valid: str) ->
     """Raise ArgumentError for a keyword that a folder has no use for."""
     for key in options:
         if key not in valid:
-            near = get_close_matches(key, valid, 1)
             raise ArgumentError(f"gt.{name} with a folder takes no {key}=",
-                                f"it takes {' and '.join(valid) or 'none'}",
-                                f"{near[0]}=..." if near else f"the same without {key}=")
+                                f"it takes {' and '.join(valid) or 'none'}", keyword_fix(key, valid))
 
 
 def _is_file(target: Any) -> bool:

@@ -52,7 +52,10 @@ class DeviceMesh(placement):
         return _rebuild_mesh, (self.type, self.ranks, self.axis_names)
 
     def of_type(self, type: str) -> DeviceMesh:
-        return self if type == self.type else _rebuild_mesh(type, self.ranks, self.axis_names)
+        if type == self.type:
+            return self
+        root = None if self.root is self else self.root.of_type(type)
+        return DeviceMesh(type, self.ranks, mesh_dim_names=self.axis_names, root=root)
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         name = DeviceMesh.__name__

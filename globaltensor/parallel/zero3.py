@@ -42,8 +42,8 @@ class ShardedLayers:
     """
 
     def __init__(self, model: nn.Module, axis: str, modules: Sequence[nn.Module] = ()) -> None:
-        lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-        layers = [ShardedLayer(m, axis) for m in modules or [item for items in lists for item in items]]
+        listed = [item for _, items in _lists_of_layers(model) for item in items]
+        layers = [ShardedLayer(m, axis) for m in modules or listed]
         inner = {id(m) for layer in layers for m in layer.module.modules() if m is not layer.module}
         self.layers = [layer for layer in layers if layer.slots and id(layer.module) not in inner]
         self.forward_pass = self.last = 0            # its number, and the layer that ran last
@@ -97,8 +97,12 @@ class ShardedLayers:
 
 def is_in_a_layer(name: str, model: nn.Module) -> bool:
     """Is this parameter gathered with a layer? Others are gathered by each op that needs them."""
-    return any(isinstance(m, (nn.ModuleList, nn.Sequential)) and name.startswith(f"{path}." if path else "")
-               for path, m in model.named_modules())
+    return any(name.startswith(f"{path}." if path else "") for path, _ in _lists_of_layers(model))
+
+
+def _lists_of_layers(model: nn.Module) -> list[tuple[str, nn.ModuleList | nn.Sequential]]:
+    """Those whose items are layers, with where they stand."""
+    return [(path, m) for path, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
 
 
 class SavedStorages(list[dict[int, Tensor]]):

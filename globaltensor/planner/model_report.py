@@ -90,7 +90,7 @@ def candidate_text(one: ModelCandidate) -> str:
     kinds = sorted(set(one.recompute), reverse=True)
     several = list(dict.fromkeys(mesh.variant for mesh in one.meshes))
     meshes = [_mesh_text(one.variant, shape.pp)] if len(several) < 2 else [" | ".join(
-        f"{_mesh_text(mesh.variant, 1)}" for mesh in one.meshes)]
+        _mesh_text(mesh.variant, 1) for mesh in one.meshes)]
     words = [*meshes, one.variant.schedule * (shape.pp > 1),
              f"chunks {one.variant.chunks}" * (one.variant.chunks > 1),
              "" if kinds == ["none"] else f"recompute {' and '.join(kinds)}", f"micro-batch {shape.micro_batch}"]

@@ -286,7 +286,7 @@ class _Tables:
         """Is it one that the search for equal meshes does not weigh? Or one that may not be chosen?"""
         first = meshes[0]
         alike = all(one.variant == first.variant and one.groups == first.groups for one in meshes)
-        is_other = not alike or len(first.ranks) * len(meshes) > 0 and len(self.order.group_sets) > 1
+        is_other = not alike or len(self.order.group_sets) > 1
         return is_other and self.task.fixed.allows("cut", cut) and self.task.fixed.allows("own_meshes", True)
 
 

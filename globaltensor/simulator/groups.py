@@ -22,6 +22,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
+from globaltensor.runtime.machine import TRANSPORTS
 from globaltensor.simulator.cluster import (
     KERNEL_KINDS,
     KNOWN,
@@ -83,7 +84,8 @@ class ClusterGroups:
             min(one.memory for one in of), min(one.memory_bandwidth for one in of),
             _slowest_link([one.local for one in of]), _slowest_link([*(one.remote for one in of), *between]),
             total // host, max(one.kernel_launch for one in of), max(one.micro_batch_overhead for one in of),
-            max(one.step_overhead for one in of), _slowest_kernels(of))
+            max(one.step_overhead for one in of), _slowest_kernels(of),
+            min((one.transport for one in of), key=lambda name: TRANSPORTS[name].bandwidth))
 
 
 def _slowest_link(several: Sequence[Link]) -> Link:

@@ -21,13 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any, Unpack, overload
 
 import torch
 
 from globaltensor.boxings.redistribute import Move, move_shards
-from globaltensor.errors import ArgumentError, GlobalTensorError, expect, where
+from globaltensor.errors import ArgumentError, GlobalTensorError, expect, keyword_fix, where
 from globaltensor.layouts.layout import Layout, Shape, spec
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.regions import Region
@@ -77,9 +76,8 @@ def _checked(name: str, options: dict[str, Any], placement: Any, sbp: Any, *own:
     for key, value in options.items():
         if key not in own and key not in _UNMET:
             valid = ["placement", "sbp", "dtype", "requires_grad", *own]
-            near = get_close_matches(key, [*valid, *_UNMET], 1)
             raise ArgumentError(f"gt.{name} takes no keyword {key!r}", f"with a placement it takes {', '.join(valid)}",
-                                f"{near[0]}=..." if near else f"the same without {key}=")
+                                keyword_fix(key, [*valid, *_UNMET]))
         idle, why = _UNMET.get(key, (value, ""))
         if placement is not None and value is not None and value is not idle:
             raise ArgumentError(f"gt.{name} with a placement and {key}={value!r}", why, _without(key, value, placement))
