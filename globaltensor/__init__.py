@@ -195,7 +195,8 @@ else:
             return value
         if hasattr(torch, name):
             return getattr(torch, name)
-        near = _difflib.get_close_matches(name, __dir__(), 1)
+        as_printed = {"S": "sbp.split", "B": "sbp.broadcast", "P": "sbp.partial_sum"}       # as layouts print
+        near = [as_printed[name]] if name in as_printed else _difflib.get_close_matches(name, __dir__(), 1)
         raise AttributeError(f"module 'globaltensor' has no attribute {name!r}" +
                              (f"; did you mean {near[0]!r}?" if near else ""), name=name)
 

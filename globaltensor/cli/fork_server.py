@@ -123,6 +123,7 @@ def main(argv: list[str]) -> None:
     atexit.register(leave_memory)                 # what is registered first is called last
     # as in a rank: what lies beside the program comes before other modules of that name
     sys.path[0] = os.getcwd() if argv[0] == "-m" else str(Path(argv[0]).resolve().parent)
+    gc.disable()                                     # all that is imported stays: to look for garbage takes 0.2 s
     import torch
 
     from globaltensor.cli import worker
@@ -137,8 +138,8 @@ def main(argv: list[str]) -> None:
         torch_ext.claim_ops()
     _modules.update({name: module for name, module in sys.modules.items()
                     if name not in ("__main__", "builtins", "sys")})
-    gc.collect()
     gc.freeze()                                      # a rank that looked for garbage would copy all of torch's objects
+    gc.enable()
     serve(socket.socket(fileno=int(os.environ[LINK])), launcher)
     worker.main(argv)
 

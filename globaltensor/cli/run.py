@@ -17,6 +17,7 @@ on.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import importlib.util
 import os
@@ -45,7 +46,9 @@ def command(chosen: argparse.Namespace) -> int:
         program = [*(["-m"] if chosen.module else []), chosen.program, *chosen.args]
         with ForkServer(program) if chosen.start_method == "fork" else nullcontext() as forks:
             # only now, as it imports torch: what forks ranks does so at the same time
+            gc.disable()                             # all that is imported stays: to look for garbage takes 0.2 s
             launch = importlib.import_module("globaltensor.cli.launch").launch
+            gc.enable()
             return int(launch(chosen, ranks, folder, [str(Path(worker.__file__)), *program], forks))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -21,8 +20,8 @@ from globaltensor.runtime.codec import message
 RUNS, STOPPED, ENDED = "runs", "stopped", "ended"
 _ENDS = "globaltensor -"                             # the name of a process that does nothing any more but end
 _PR_SET_NAME = 15
-_OF_A_RANK = re.compile(rb"(?<![^\0])(RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_RUN_ID|"
-                        rb"TORCHELASTIC_RESTART_COUNT)=([^\0]*)")
+_OF_A_RANK = (b"RANK=", b"WORLD_SIZE=", b"MASTER_ADDR=", b"MASTER_PORT=", b"TORCHELASTIC_RUN_ID=",
+              b"TORCHELASTIC_RESTART_COUNT=")
 
 
 @message
@@ -84,11 +83,9 @@ def process_state(process: ProcessId) -> str:
 
 def _stat(pid: int) -> tuple[str, int] | None:
     """The kernel's letter for the state of a process, and when it began."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    if not (text := _kernel_text(f"/proc/{pid}/stat")):
         return None
-    name, _, rest = text.partition("(")[2].rpartition(")")       # the name, in parentheses, may hold anything
+    name, _, rest = text.decode(errors="replace").partition("(")[2].rpartition(")")      # a name may hold anything
     fields = rest.split()
     return None if name == _ENDS else (fields[0], int(fields[19]))
 
@@ -113,17 +110,23 @@ def is_of_a_rank(pid: int, job: str) -> bool:
     return job_name(_environment_of(pid)) == job
 
 
+def _kernel_text(path: str) -> bytes:
+    """What the kernel writes there; nothing where it does not. Ranks that start read these files again and again."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
 def _environment_of(pid: int) -> dict[str, str]:
     """What `job_name` asks for of what a process was started with; nothing where that is no rank's, it has ended, or
     is another user's."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
-            text = file.read()
-    except OSError:
+    text = _kernel_text(f"/proc/{pid}/environ")
+    if b"MASTER_PORT=" not in text:
         return {}
-    if not text or b"MASTER_PORT=" not in text:      # ranks that start look at all processes again and again
-        return {}
-    return {key.decode(): value.decode(errors="replace") for key, value in _OF_A_RANK.findall(text)}
+    shown = (item.decode(errors="replace").partition("=") for item in text.split(b"\0") if item.startswith(_OF_A_RANK))
+    return {name: value for name, _, value in shown}
 
 
 def job_name(env: dict[str, str]) -> str:
