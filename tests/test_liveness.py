@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -307,6 +308,24 @@ def test_ranks_and_their_stacks_are_found_by_other_processes(child):
     assert soon(lambda: process_state(each.process) == STOPPED)
     began = time.monotonic()
     assert stacks.stack_of(child.pid) == "" and time.monotonic() - began < stacks._PATIENCE / 2
+
+
+@pytest.mark.usefixtures("real_processes")
+def test_many_who_ask_at_once_are_all_told_where_the_main_thread_is():
+    """Of several signals at once the kernel gives some to other threads, unless they are for the main one."""
+    code = ("import sys, threading, time; from runpy import run_path; run_path(sys.argv[1])['arm_stacks']()\n"
+            "for _ in range(8):\n    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+            "def deep():\n    print(1, flush=True)\n    while True:\n        pass\ndeep()")
+    one = Started([PYTHON, "-c", code, stacks.__file__])
+    assert one.process.stdout.readline() == "1\n"
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(stacks.stack_of, [one.process.pid] * 18))
+    finally:
+        one.process.kill()
+        one.process.communicate()
+    for stack in answers:
+        assert len(stack.splitlines()) == 2 and "in deep" in stack, stack
 
 
 def test_a_process_that_is_not_armed_is_left_alone():

@@ -8,6 +8,7 @@ its ranks before their program begins.
 """
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import re
@@ -17,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _NAME = "globaltensor-stack"
+_HEAD = "(most recent call first):"                  # as Python writes it
 _PATIENCE = 6.0                                      # seconds that a process may take, unless it is stopped
 
 
@@ -39,7 +41,10 @@ def stack_of(pid: int) -> str:
         if file is None or not _answers(pid):
             return ""
         before = file.stat().st_size
-        os.kill(pid, _signal())
+        # Its main thread. Where others ask, too, the kernel gives what is for the process to any thread, and one of
+        # torch's threads has no stack to tell.
+        if ctypes.CDLL(None).tgkill(pid, pid, _signal()):
+            return ""                                # it has ended meanwhile
         limit, size = time.monotonic() + _PATIENCE, before
         while time.monotonic() < limit:
             time.sleep(0.02)
@@ -48,7 +53,8 @@ def stack_of(pid: int) -> str:
                 break
         with open(file, "rb") as text:
             text.seek(before)
-            return "\n".join(re.findall(r"(?m)^  File .+$", text.read().decode(errors="replace")))
+            last = text.read().decode(errors="replace").rpartition(_HEAD)[2]     # others may have asked, too
+            return "\n".join(re.findall(r"(?m)^  File .+$", last))
     return ""
 
 
