@@ -9,6 +9,8 @@ Matrices of 384 MB in all, split over 4 ranks, a process each. All ranks at once
                    deletes it after it has returned (not counted; the other ways write over their files). It writes past
                    the page cache, the other ways through it. gt.load, which reads every byte twice, to check it before
                    anything is changed, and then to copy it
+    ... training   gt.load of a model and its Adam, as many bytes in all: two thirds are new to the optimizer, and are
+                   read once
     torch DCP      torch.distributed.checkpoint of the same global tensors, which checks nothing
 
 Loading from the cache: the kernel still holds all pages of the files, so this is a rate of memory, not of a disk. From
@@ -38,7 +40,7 @@ from benchmarks.timing import show
 from globaltensor.checkpoint.saving import Saving
 
 RANKS, FEWER, MATRICES = 4, 2, 24
-WAYS = ("disk", "one file", "globaltensor", "torch DCP")
+WAYS = ("disk", "one file", "globaltensor", "globaltensor, training", "torch DCP")
 
 
 def main(json: bool = False, quick: bool = False) -> None:
@@ -57,7 +59,7 @@ def main(json: bool = False, quick: bool = False) -> None:
                 _note(laps, workers)
     seconds = {name: statistics.median(found) for name, found in laps.items()}
     rows = [_row(what, way, seconds, megabytes << 20) for what in dict.fromkeys(name.split(": ")[0] for name in laps)
-            for way in WAYS]
+            for way in WAYS if f"{what}: {way}" in seconds]
     show(f"checkpoint: {megabytes} MB, {RANKS} ranks", rows, json)
 
 
@@ -89,8 +91,12 @@ def worker(settings: dict[str, Any]) -> Iterator[Any]:
     reads = {"disk": lambda: _read(folder, buffer),
              "one file": lambda: _read_into(folder / f"one-{gt.rank()}", whole),
              "globaltensor": lambda: gt.load(into, folder / "ours"),
+             "globaltensor, training": lambda: gt.load(training, folder / "training"),
              "torch DCP": lambda: dcp.load(into, checkpoint_id=folder / "torch")}
     title = "" if ranks == RANKS else f", {RANKS} -> {ranks}"
+    training = _training(settings["megabytes"])
+    if ranks == RANKS:
+        gt.save(training, folder / "training")
     first = {f"first save: {way}": _timed(do) for way, do in writes.items()} if ranks == RANKS else {}
     dist.barrier()
     for way, do in reads.items():
@@ -109,6 +115,17 @@ def _tensors(megabytes: int, make: Callable) -> dict[str, torch.Tensor]:
     rows = (megabytes << 20) // (MATRICES * 1024 * 4)
     return {f"matrix {i}": make(rows, 1024, placement=gt.placement.all("cpu"), sbp=gt.sbp.split(0))
             for i in range(MATRICES)}
+
+
+def _training(megabytes: int) -> dict[str, Any]:
+    """A model of a third of these matrices, and Adam, whose state after a step is like the other two thirds."""
+    model = torch.nn.ParameterList([*_tensors(megabytes, gt.rand).values()][:MATRICES // 3])
+    optimizer = torch.optim.Adam(model)
+    for p in model:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer}
 
 
 def _verify(way: str, do: Callable, state: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:

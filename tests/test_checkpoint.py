@@ -388,6 +388,35 @@ def test_training_goes_on_bit_by_bit(ranks, sbp, tmp_path):
         assert not p.is_global or s["exp_avg"].spec is p.spec
 
 
+@pytest.mark.parametrize("ranks, sbp", [([0, 1, 2, 3], S(0)), ([0, 1], S(0)), ([0, 1], S(1))], ids=[
+    "as saved", "in larger parts", "in other parts"])
+def test_what_nobody_has_yet_is_read_once_and_the_rest_twice(ranks, sbp, tmp_path, monkeypatch):
+    """A byte of a model is checked before it replaces another. The new state of an optimizer is checked as it comes,
+    where it comes as it was saved."""
+    def matrix(where, sbp):
+        model = nn.Linear(8, 8, bias=False).to_global(where, sbp)
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+
+    state = matrix(place([0, 1, 2, 3]), S(0))
+    state["model"](gt.randn(2, 8, placement=place([0, 1, 2, 3]), sbp=B)).sum().backward()
+    state["optimizer"].step()
+    save(state, tmp_path)
+    into, read, plainly = matrix(place(ranks), sbp), [], tensor_files.TensorFile.read
+
+    def counting(file, buffer, offset):
+        if offset >= tensor_files.BLOCK:
+            read.append(len(buffer))
+        plainly(file, buffer, offset)
+
+    monkeypatch.setattr(tensor_files.TensorFile, "read", counting)
+    load(into, tmp_path)
+    assert model_bits(into["model"]) == model_bits(state["model"])
+    assert optimizer_bits(into["optimizer"]) == optimizer_bits(state["optimizer"])
+    nbytes, step = 8 * 8 * 4, 4
+    # of columns each of 2 ranks reads whole rows
+    assert sum(read) - step == (2 * nbytes + 2 * nbytes if sbp == S(0) else 3 * (nbytes + 2 * nbytes))
+
+
 KINDS = {"plain": (None, None), "whole": ([2, 0, 1], B), "cut": ([[0, 1], [2, 3]], cut)}
 
 

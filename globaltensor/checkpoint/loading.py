@@ -3,8 +3,9 @@
 Every tensor of the state knows which region of it each rank of this process holds; the manifest says which pieces that
 region overlaps. Neither depends on the other's layout, so any layout and number of ranks loads what any other saved.
 
-Three rounds, and all processes agree after each of the first two: the pieces are hashed; objects that take their state
-by load_state_dict get it, on new tensors, so that the old state can be restored; tensors are written in place.
+Three rounds, and all processes agree after each of the first two: the pieces are hashed, and those that go into new
+tensors read into them meanwhile; objects that take their state by load_state_dict get it, on these new tensors, so that
+the old state can be restored; tensors are written in place.
 """
 from __future__ import annotations
 
@@ -121,7 +122,7 @@ def _check_loadable(state: Any, directory: Folder) -> CheckedState:
                                   'gt.load({"model": model}, folder), or gt.materialize(model) before')
     _check_tied_tensors(targets, manifest.entries)
     _check_keys(state, decode(manifest.state, lambda name: None), "", f"the checkpoint in {folder}")
-    files.verify(needed(targets, manifest.entries))
+    files.verify(needed(targets, manifest.entries), ((manifest.entries[name], t) for name, t in new.items()))
     return CheckedState(digest, manifest, files, flat, new)
 
 

@@ -20,7 +20,7 @@ from globaltensor.checkpoint.files import check_plain
 from globaltensor.checkpoint.hashes import HASH, KINDS, hash_kind, piece_hash
 from globaltensor.checkpoint.manifest import DTYPES, CheckpointError, Entry, SavedPiece, region_text
 from globaltensor.checkpoint.remote import Folder, RemotePath
-from globaltensor.checkpoint.tensor_files import Place, TensorFile, threads, write_tensors
+from globaltensor.checkpoint.tensor_files import Place, TensorFile, is_plain_memory, threads, write_tensors
 from globaltensor.layouts.layout import spec
 from globaltensor.layouts.regions import Region, intersect, slices, volume
 from globaltensor.runtime.progress import progress
@@ -139,6 +139,7 @@ class CheckpointFiles:
         self.folder, self.links = folder, links
         self._open: dict[str, TensorFile] = {}
         self._verified: set[SavedPiece] = set()
+        self._filled: set[tuple[SavedPiece, int]] = set()        # and into which memory they were read meanwhile
 
     def open(self, name: str) -> TensorFile:
         """A file of the folder. Raises CheckpointError where it is missing or truncated."""
@@ -172,11 +173,11 @@ class CheckpointFiles:
                                   f"in the file it is {list(stored.shape)} {stored.dtype}, not {entry.dtype}")
         return stored
 
-    def hash(self, entry: Entry, piece: SavedPiece, kind: str = HASH) -> str:
-        """The hash of the bytes of a piece, which are all read."""
+    def hash(self, entry: Entry, piece: SavedPiece, kind: str = HASH, into: torch.Tensor | None = None) -> str:
+        """The hash of the bytes of a piece, which are all read, into plain memory where there is some."""
         stored = self.find(entry, piece)
         with self._reads_from(entry, piece) as file:
-            return file.hash(stored, kind)
+            return file.hash(stored, kind, into)
 
     @contextmanager
     def _reads_from(self, entry: Entry, piece: SavedPiece) -> Iterator[TensorFile]:
@@ -189,10 +190,13 @@ class CheckpointFiles:
     def _name(self, entry: Entry, piece: SavedPiece) -> str:
         return f"the piece {region_text(piece.region)} of {entry.name!r} in {self.folder / piece.file}"
 
-    def verify(self, needed: Iterable[tuple[Entry, SavedPiece, int]]) -> None:
+    def verify(self, needed: Iterable[tuple[Entry, SavedPiece, int]],
+               new_tensors: Iterable[tuple[Entry, torch.Tensor]] = ()) -> None:
         """Check the hash of every piece, each once, on several threads. Raises CheckpointError, naming the piece and
-        the rank that needs it. Reads every byte of these pieces once."""
+        the rank that needs it. Reads every byte of these pieces once: those of tensors that are in nobody's hands yet
+        into their place, if they lie there as in the file, so that `fill` need not read them again."""
         new = {piece: (entry, rank) for entry, piece, rank in needed if piece not in self._verified}
+        places_of = {piece: into for entry, t in new_tensors for piece, into in _whole_pieces(entry, t) if piece in new}
         places = {piece: self.find(entry, piece) for piece, (entry, _) in new.items()}
         for kind in {hash_kind(piece.hash) for piece in new} - KINDS.keys():
             raise CheckpointError(f"the hashes in {self.folder} are of the kind {kind}",
@@ -200,7 +204,8 @@ class CheckpointFiles:
         order = sorted(new, key=lambda piece: (piece.file, places[piece].offset))      # the kernel reads ahead
         total = sum(place.nbytes for place in places.values())
         with progress("checking", total, "bytes") as advance, ThreadPoolExecutor(threads()) as pool:
-            hashes = pool.map(lambda piece: self.hash(new[piece][0], piece, hash_kind(piece.hash)), order)
+            hashes = pool.map(lambda piece: self.hash(new[piece][0], piece, hash_kind(piece.hash),
+                                                      places_of.get(piece)), order)
             for piece, actual in zip(order, hashes):
                 advance(places[piece].nbytes)
                 if piece.hash != actual:
@@ -209,6 +214,7 @@ class CheckpointFiles:
                                           f"its bytes hash to {actual[:20]}..., the manifest says {piece.hash[:20]}...",
                                           "another version: load(state, '<directory>/step-...')")
         self._verified.update(new)
+        self._filled.update((piece, into.data_ptr()) for piece, into in places_of.items())
 
     def fill(self, targets: Iterable[tuple[Entry, torch.Tensor]]) -> None:
         """Copy the parts of tensors that this process holds into them, in place, on several threads."""
@@ -237,6 +243,8 @@ class CheckpointFiles:
     @torch.no_grad()
     def _copy(self, entry: Entry, piece: SavedPiece, common: Region, part: LocalPart) -> None:
         stored, into = self.find(entry, piece), part.data[slices(common, part.region)]
+        if (piece, into.data_ptr()) in self._filled:
+            return
         index = slices(common, piece.region)
         if not index:                                # a number: a row of its own
             stored, into, index = stored._replace(shape=(1,)), into.reshape(1), (slice(0, 1),)
@@ -248,6 +256,15 @@ def overlaps(entry: Entry, region: Region) -> list[tuple[SavedPiece, Region]]:
     """The pieces of a tensor that overlap with a region, and the overlap of each."""
     common = [(piece, intersect(piece.region, region)) for piece in entry.pieces]
     return [(piece, overlap) for piece, overlap in common if overlap is not None]
+
+
+def _whole_pieces(entry: Entry, t: torch.Tensor) -> Iterator[tuple[SavedPiece, torch.Tensor]]:
+    """The pieces that this process holds as they are in their file, and where."""
+    for part in local_parts(t):
+        for piece, common in overlaps(entry, part.region) if part.counts else ():
+            into = part.data[slices(common, part.region)]
+            if common == piece.region and is_plain_memory(into):
+                yield piece, into
 
 
 def empty_copy(t: torch.Tensor) -> torch.Tensor:

@@ -221,11 +221,13 @@ class TensorFile:
         self.read(memoryview(buffer := bytearray(count)), offset)
         return bytes(buffer)
 
-    def hash(self, of: Place, kind: str) -> str:
-        """As `piece_hash` of its tensor. Raises OSError where the file has become shorter."""
-        hashed, buffer = KINDS[kind](), memoryview(bytearray(min(READ, of.nbytes)))
+    def hash(self, of: Place, kind: str, into: torch.Tensor | None = None) -> str:
+        """As `piece_hash` of its tensor, which is read into plain memory where there is some. Raises OSError where the
+        file has become shorter."""
+        hashed, buffer = KINDS[kind](), memoryview(bytearray(min(READ, of.nbytes) if into is None else 0))
+        all_of_it = None if into is None else _memory_bytes(into).numpy().data
         for start in range(0, of.nbytes, READ):
-            part = buffer[:of.nbytes - start]
+            part = buffer[:of.nbytes - start] if all_of_it is None else all_of_it[start:start + READ]
             self.read(part, of.offset + start)
             hashed.update(part)
         return f"{kind}:{hashed.hexdigest()}"
@@ -241,7 +243,7 @@ class TensorFile:
     def copy_part(self, of: Place, index: tuple[slice, ...], into: torch.Tensor) -> None:
         """into.copy_(tensor[index]), of a tensor with dims. Reads whole rows, straight into their place if it can."""
         first, rows, row = index[0].start, into.shape[0], of.nbytes // of.shape[0]
-        if into.shape[1:] == of.shape[1:] and into.dtype == of.dtype and _is_plain_memory(into):
+        if into.shape[1:] == of.shape[1:] and into.dtype == of.dtype and is_plain_memory(into):
             self.read(_memory_bytes(into).numpy().data, of.offset + first * row)
             return
         count = max(1, CHUNK // row)
@@ -261,7 +263,8 @@ def _allow_more_files(handle: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (2 * soft if hard < 0 else min(2 * soft, hard), hard))
 
 
-def _is_plain_memory(t: torch.Tensor) -> bool:
+def is_plain_memory(t: torch.Tensor) -> bool:
+    """Can a file be read straight into this tensor?"""
     return t.device.type == "cpu" and t.is_contiguous() and not t.is_conj() and not t.is_neg()
 
 
