@@ -1,6 +1,6 @@
 """What pyproject.toml cannot say: the native code.
 
-    globaltensor/_core*.so     boxing kernel, shared memory, Philox: plain C symbols, no torch, good for every torch
+    globaltensor/_core*.so     boxing kernel, shared memory, Philox, prices: plain C symbols, no torch, for every torch
     globaltensor/_torch*.so    dispatch and what faces torch: built against the torch that is installed
     globaltensor/_cuda.so      the same kernels for GPUs: where nvcc and a torch with CUDA are
 
@@ -79,8 +79,9 @@ class BuildPy(build_py):
         return [*super().get_outputs(include_bytecode), *({} if self.editable_mode else self.bundled())]
 
 
-core = Extension("globaltensor._core", sources("kernels", "transport", "philox"), depends=headers(), language="c++",
-                 extra_compile_args=["-std=c++17", *FLAGS], extra_link_args=["-lpthread"], optional=True)
+core = Extension("globaltensor._core", sources("kernels", "transport", "philox", "pricing"), depends=headers(),
+                 language="c++", extra_compile_args=["-std=c++17", *FLAGS], extra_link_args=["-lpthread"],
+                 optional=True)
 
 if torch is None:
     print("globaltensor: no torch to compile against, so native dispatch is left out: an op will take several times as"

@@ -8,16 +8,27 @@ import sys
 import pytest
 from harness import PROGRAMS
 
+# MALLOC_PERTURB_: what the others would send is all zeros, which numbers of tokens may be
+ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_PERTURB_": "255"}
 
-def one_of(ranks):
-    """Seconds to make a model global, of its first and its second step, and the MB that the first step leaves."""
-    ran = subprocess.run([sys.executable, "-W", "ignore", PROGRAMS / "one_of_many.py", str(ranks)], check=True,
-                         capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+def one_of(ranks, *axes):
+    """Seconds to make a model global, of its first and its second step, the MB that the first step leaves, and the
+    milliseconds of its decisions: the median and the slowest tenth."""
+    ran = subprocess.run([sys.executable, "-W", "ignore", PROGRAMS / "one_of_many.py", str(ranks), *axes], check=True,
+                         capture_output=True, text=True, timeout=120, env=ALONE)
     return [float(number) for number in ran.stdout.split()]
 
 
 @pytest.mark.long
 def test_the_first_step_of_a_gpt_on_16384_ranks():
-    _, first, _, megabytes = one_of(16_384)
+    _, first, _, megabytes, _, _ = one_of(16_384)
     assert first <= 3 and megabytes <= 50
     assert megabytes <= one_of(64)[3] + 20           # layouts of so many ranks; all else is the same
+
+
+@pytest.mark.parametrize("sizes", ["even", pytest.param("uneven", marks=pytest.mark.long)])
+def test_decisions_on_four_axes_of_16384_ranks(sizes):
+    """2 ms is what an op that was never seen may take."""
+    *_, median, slowest = one_of(16_384, sizes)
+    assert median <= 2 and slowest <= 2.5

@@ -16,7 +16,8 @@ import pytest
 import torch
 from harness import ROOT
 
-from globaltensor.boxings import kernel_program, native as boxings_native, process_boxing
+from globaltensor.boxings import kernel_program, native as boxings_native, native_prices, plan, process_boxing
+from globaltensor.dispatch import choose
 from globaltensor.dispatch.native import FlatRecipe
 from globaltensor.layouts import recent
 from globaltensor.runtime import kernel_library, p2p, philox
@@ -27,7 +28,7 @@ CSRC = ROOT / "csrc"
 FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".cpp", ".h", ".cu"))
 LAYERS = [                                           # low to high; rooms on one line do not include each other
     {"common"},
-    {"kernels", "philox"},
+    {"kernels", "philox", "pricing"},
     {"transport"},
     {"process_group"},
     {"torch_ext"},
@@ -216,6 +217,11 @@ def signed(dtype: torch.dtype) -> torch.dtype:
     return getattr(torch, str(dtype).removeprefix("torch.u")) if str(dtype).startswith("torch.uint") else dtype
 
 
+def number(name: str, file: str) -> float:
+    """A constant of csrc/pricing."""
+    return float(re.search(rf"\b{name} = ([\d.e-]+)", code(CSRC / "pricing" / file))[1])
+
+
 # name on the page of twins -> (Python's, C++'s)
 MIRRORED = {
     "DIMS": lambda: (kernel_program.DIMS, constant("kernels/region.h", "GT_DIMS")),
@@ -238,6 +244,9 @@ MIRRORED = {
         re.findall(r'structs_from<\w+>\(fields, "(\w+)"\)', code(CSRC / "torch_ext/boxing.cpp")))),
     "_failed": lambda: (strings_compared_with("how", boxings_native._failed) <= set(
         re.findall(r'"(\w+)"', re.search(r"const char\* how = [^;]+", code(CSRC / "torch_ext/host.cpp"))[0])), True),
+    "LIMITS": lambda: (native_prices.LIMITS, tuple(number(f"k{of}", "traffic.h") for of in ("Axes", "Dims"))),
+    "OF_STEP": lambda: (plan.OF_STEP, number("kOfStep", "search.cpp")),
+    "_EQUAL": lambda: ([choose._EQUAL, choose._NUDGE], [number(of, "choices.cpp") for of in ("kEqual", "kNudge")]),
     "RANKS": lambda: (process_boxing.RANKS, constant("kernels/reduce_cuda.h", "GT_CUDA_RANKS")),
     "BLOCKS": lambda: (process_boxing.BLOCKS, constant("kernels/reduce_cuda.h", "GT_CUDA_BLOCKS")),
     "NEEDS_ROOM": lambda: ([cuda_library.BAD_DTYPE, kernel_library.NEEDS_ROOM, cuda_library.MISALIGNED],
@@ -255,8 +264,8 @@ def test_every_pair_on_the_page_of_twins_is_compared():
     table = (ROOT / "docs" / "native-twins.md").read_text().partition("## Constants")[2].partition("\n## ")[0]
     names = set(itertools.chain.from_iterable(
         re.findall(r"`(\w+)`", row.split("|")[1]) for row in table.splitlines() if row.startswith("| [")))
-    ties = {"IT_READS", "I_WRITE", "IT_WRITES"}      # compared with I_READ
-    assert names - ties == MIRRORED.keys()
+    others = {"IT_READS", "I_WRITE", "IT_WRITES", "_NUDGE"}           # compared with I_READ and _EQUAL
+    assert names - others == MIRRORED.keys()
 
 
 def test_the_philox_library_is_called_as_it_is_declared():

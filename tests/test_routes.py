@@ -14,7 +14,7 @@ import pytest
 import torch
 from shards import place
 
-from globaltensor.boxings import listed_route, plan as plans, traffic as closed
+from globaltensor.boxings import listed_route, native_prices, plan as plans, traffic as closed
 from globaltensor.boxings.listed_route import ListedRoute
 from globaltensor.boxings.roles import summed_axes
 from globaltensor.boxings.route import BoxingRoute, is_listed, route
@@ -246,6 +246,7 @@ def enumerated(monkeypatch):
     """A `plan` that prices every step by the pieces of all ranks."""
     def enumerated_plan(*args):
         with monkeypatch.context() as patch:
+            patch.setattr(native_prices, "search_between", lambda *args: None)
             patch.setattr(plans, "even_traffic", lambda *args: None)
             patch.setattr(plans, "traffic", closed.counted_traffic)
             patch.setattr(plans, "least_traffic", lambda *args: (0.0, 0.0))

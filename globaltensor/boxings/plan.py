@@ -12,12 +12,14 @@ that is long enough counts as evenly divisible) and a size rounded to a power of
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from math import prod
 from typing import NamedTuple, TypeVar
 
+from globaltensor.boxings import native_prices
 from globaltensor.boxings.group_step import separate_axes
 from globaltensor.boxings.levels import boxings_in_levels
 from globaltensor.boxings.route import reduced_innermost
@@ -85,7 +87,11 @@ def _has_rank_regions(src: Layout, dst: Layout) -> bool:
 
 def _nominal(src: Layout, dst: Layout, shape: Shape) -> Shape:
     """No dim is split into more parts than this, so that longer ones count as evenly divisible."""
-    most = _num_ranks(src) * (1 if src.placement == dst.placement else _num_ranks(dst))
+    return nominal_shape(shape, _num_ranks(src) * (1 if src.placement == dst.placement else _num_ranks(dst)))
+
+
+def nominal_shape(shape: Shape, most: int) -> Shape:
+    """The same, where no dim is split into more parts than `most`."""
     return tuple(n if n < most else most for n in shape)
 
 
@@ -167,11 +173,38 @@ def _search(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Mac
 
 
 def _search_between(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Machine) -> BoxingPlan:
-    """The straight path on one placement, or that over the best state between, the first of equals. There may be
-    hundreds of them, so they are no layouts yet but numbers; and those that cost least at least are priced first, so
-    that most others are never."""
+    """The straight path on one placement, or that over the best state between, the first of equals."""
     a, b, where = axis_codes(src.sbp), axis_codes(dst.sbp), src.placement
     codes = dict(zip((*a, *b), (*src.sbp, *dst.sbp))) | {d: split(d) for d in range(len(shape))}
+    fixed, rate, state = (
+        native_prices.search_between(a, b, where.shape, shape, magnitude, _memory_and_links(where, machine),
+                                     bool(machine.hosts))
+        or search_states(src, dst, codes, shape, magnitude, machine))
+    if state is None:
+        return BoxingPlan((src, dst), fixed, rate)
+    return BoxingPlan((src, src.with_sbp(tuple(codes[code] for code in state)), dst), fixed, rate)
+
+
+@lru_cache(1_000)
+def _memory_and_links(where: placement, machine: Machine) -> array[float]:
+    """The rate of memory, and latency and bandwidth of the placement; where ranks are on several hosts, of steps that
+    change certain axes too, a bit each. They are those of hosts where one of the axes leads to another host."""
+    links = [machine.link(where)]
+    if machine.hosts:
+        of_axis = [machine.link_along(where, (axis,)) for axis in range(where.ndim)]
+        for changed in range(1, 1 << where.ndim):
+            own = [link for axis, link in enumerate(of_axis) if changed >> axis & 1]
+            between = (machine.host_latency, machine.host_bandwidth)
+            links.append(between if between in own else own[0])
+    return array("d", (machine.memory, *chain(*links)))
+
+
+def search_states(src: Layout, dst: Layout, codes: Mapping[int, Sbp], shape: Shape, magnitude: int, machine: Machine
+                  ) -> tuple[float, float, State | None]:
+    """The same without native code: seconds that are fixed and those per byte, and the state between. There may be
+    hundreds of states, so they are no layouts yet but numbers; and those that cost least at least are priced first, so
+    that most others are never."""
+    a, b, where = axis_codes(src.sbp), axis_codes(dst.sbp), src.placement
     whole = max(prod(shape), 1)
 
     def cost(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[float, float]:
@@ -183,8 +216,8 @@ def _search_between(src: Layout, dst: Layout, shape: Shape, magnitude: int, mach
         moved = least_traffic(one, other, where.shape, shape)
         return _step_seconds(*moved, whole, *_link(where, one, other, machine), machine)
 
-    best = BoxingPlan((src, dst), *cost(a, b))
-    limit, chosen = best.seconds(1 << magnitude), None
+    fixed, rate = cost(a, b)
+    limit, best = fixed + rate * (1 << magnitude), tuple[float, float, State | None]((fixed, rate, None))
     bounds: list[tuple[float, int, State]] = []
     dims = range(len(shape))
     choices = [tuple(dict.fromkeys((*dims, x, y) if x < BROADCAST and x != y else (x, y))) for x, y in zip(a, b)]
@@ -207,11 +240,8 @@ def _search_between(src: Layout, dst: Layout, shape: Shape, magnitude: int, mach
         lowest = min(lowest, _total(first, then, magnitude))
     for _, state, fixed, rate in sorted(priced):
         if (seconds := fixed + rate * (1 << magnitude) + OF_STEP) < limit:
-            limit, chosen = seconds, (state, fixed, rate)
-    if chosen is None:
-        return best
-    state, fixed, rate = chosen
-    return BoxingPlan((src, src.with_sbp(tuple(codes[code] for code in state)), dst), fixed, rate)
+            limit, best = seconds, (fixed, rate, state)
+    return best
 
 
 def _total(first: tuple[float, float], then: tuple[float, float], magnitude: int) -> float:

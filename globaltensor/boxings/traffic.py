@@ -19,6 +19,7 @@ from itertools import chain, product
 from math import prod
 from typing import NamedTuple
 
+from globaltensor.boxings import native_prices
 from globaltensor.boxings.roles import tied_dim
 from globaltensor.boxings.route import BoxingRoute, disjoint, is_listed, route
 from globaltensor.layouts.layout import Layout, Shape
@@ -46,14 +47,27 @@ def traffic(src: Layout, dst: Layout, shape: Shape) -> StepTraffic:
             return even
     if by_rank or is_listed(src, dst):
         return counted_traffic(src, dst, shape)
+    if src.placement == dst.placement:
+        return uneven_traffic(src, dst, shape)
     step = route(src, dst, shape)
     assert isinstance(step, BoxingRoute)
-    if step.roles.same:
-        got, gave, read = _extremes_within(step)
-        return StepTraffic(max(got, gave), read)
     takers, senders = extreme_ranks(step)
     received, touched = zip(*(_received(step, rank) for rank in takers))
     return StepTraffic(max(*received, *_sent(step, senders)), max(touched))
+
+
+def uneven_traffic(src: Layout, dst: Layout, shape: Shape) -> StepTraffic:
+    """Of a step on one placement whose parts may differ."""
+    known = native_prices.step_traffic(axis_codes(src.sbp), axis_codes(dst.sbp), src.placement.shape, shape)
+    return extreme_traffic(src, dst, shape) if known is None else StepTraffic(*known)
+
+
+def extreme_traffic(src: Layout, dst: Layout, shape: Shape) -> StepTraffic:
+    """The same without native code."""
+    step = route(src, dst, shape)
+    assert isinstance(step, BoxingRoute)             # as on one placement
+    got, gave, read = _extremes_within(step)
+    return StepTraffic(max(got, gave), read)
 
 
 BROADCAST, SUM = -1, -2                              # of axis_codes; less are maxima and minima, the others dims

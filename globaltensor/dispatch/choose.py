@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from globaltensor.algorithms.offer import Cost, Offer, largest_part, seconds_together
 from globaltensor.boxings.plan import boxing_cost, least_cost
+from globaltensor.dispatch.native_choice import number_of_cheapest
 from globaltensor.layouts.layout import Layout, Spec, layout
 from globaltensor.layouts.sbp import Sbp, broadcast
 from globaltensor.rules.language import Rule, Signature, Sizes, fits, label_sizes, signatures
@@ -76,8 +77,32 @@ class _Question(NamedTuple):
         return False
 
     def cheapest(self, below: float = inf) -> tuple[Signature, ...] | None:
-        """The best choice, the first of equals; None where none is below a price. What a choice costs at least is known
-        without a plan of its boxings: so those that may be cheap are priced first, and most others never."""
+        """The best choice, the first of equals; None where none is below a price."""
+        if self.offer is not None:
+            return self.cheapest_by_parts(below)
+        parts = self.operands[0].placement.shape
+        work = (self.work(prod([n for axis, n in enumerate(parts) if axes_cut >> axis & 1]))
+                for axes_cut in range(1 << len(parts)))
+        some_fit = bool(self.rule.even or self.rule.nonempty)
+        number = number_of_cheapest(self.axes, self.operands, self.outputs, self.machine, work,
+                                    bytes(map(self.fits, product(*self.axes))) if some_fit else None)
+        return self.cheapest_by_parts() if number is None else self.choice(number)
+
+    def choice(self, number: int) -> tuple[Signature, ...]:
+        """Choice `number` of `product(*axes)`."""
+        nd = []
+        for candidates in reversed(self.axes):
+            number, at = divmod(number, len(candidates))
+            nd.append(candidates[at])
+        return tuple(reversed(nd))
+
+    def work(self, cut: int) -> float:
+        """Seconds of the work that each rank does, where labels are cut into so many parts."""
+        return prod(self.sizes.values()) / cut / self.machine.work
+
+    def cheapest_by_parts(self, below: float = inf) -> tuple[Signature, ...] | None:
+        """The same without native code. What a choice costs at least is known without a plan of its boxings: so those
+        that may be cheap are priced first, and most others never."""
         choices, bound, exact = list(self.fitting()), _Parts(self, least_cost), _Parts(self, boxing_cost)
         bounds = [self.price(nd, inf, bound) for nd in choices]
         prices, least = [inf] * len(choices), below
@@ -276,8 +301,7 @@ class _Parts:
 
 def _price(nd: tuple[Signature, ...], question: _Question, limit: float, parts: _Parts) -> float:
     """Seconds of one choice; stops counting beyond `limit`."""
-    cut = prod([n for sig, n in zip(nd, parts.where.shape) if sig.label is not None])
-    total = prod(question.sizes.values()) / cut / question.machine.work
+    total = question.work(prod([n for sig, n in zip(nd, parts.where.shape) if sig.label is not None]))
     own, nudge = 0, 0.0
     for q in range(len(question.operands)):
         seconds, moves, carries, more = parts.of_operand(q, nd)

@@ -1,9 +1,12 @@
 """The first steps of the example GPT on one rank of a large world. Nothing comes from the others: messages to them are
 dropped, and what they would send is whatever lies in memory, so only time and memory mean something.
 
-Prints the seconds of making the model global and of each step, and the MB that the first step leaves behind.
+Prints the seconds of making the model global and of each step, and the MB that the first step leaves behind; then the
+milliseconds of the decisions of the first step, the median and the slowest tenth. With a second argument, the ranks
+are on four axes, and its "uneven" makes sizes that no axis divides.
 """
 import pathlib
+import statistics
 import sys
 import time
 from contextlib import contextmanager
@@ -13,12 +16,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import globaltensor as gt
+from globaltensor.dispatch import core
 from globaltensor.runtime import agreement, collectives, machine, world
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 from gpt import GPT
 
-RANKS, TP = int(sys.argv[1]), 8
+RANKS, TP, AXES = int(sys.argv[1]), 8, sys.argv[2] if len(sys.argv) > 2 else ""
 
 
 class Done:
@@ -63,13 +67,31 @@ def lap(do):
     return time.perf_counter() - began
 
 
-model = GPT(256, 64, 2, 64, 8)
-ids = torch.randint(256, (RANKS // TP, 65))
-where = gt.placement("cpu", torch.arange(RANKS).reshape(-1, TP), axis_names=("dp", "tp"))
+decisions = []
+
+
+def timed(*call, decide=core.decide):
+    began = time.thread_time()                       # of the CPU, whatever else runs
+    decision = decide(*call)
+    decisions.append((time.thread_time() - began) * 1e3)
+    return decision
+
+
+core.decide = timed
+if AXES:
+    names, axes = ("pod", "dp", "sp", "tp"), (-1, 16, 8, TP)
+    vocabulary, length, hidden, rows = (251, 67, 72, 265) if AXES == "uneven" else (256, 64, 64, 256)
+else:
+    names, axes = ("dp", "tp"), (-1, TP)
+    vocabulary, length, hidden, rows = 256, 64, 64, RANKS // TP
+model = GPT(vocabulary, length, 2, hidden, 8)
+ids = torch.randint(vocabulary, (rows, length + 1))
+where = gt.placement("cpu", torch.arange(RANKS).reshape(axes), axis_names=names)
+layout = [gt.sbp.split(0) if name in ("pod", "dp") else gt.sbp.broadcast for name in names]
 
 
 def step():
-    own = gt.from_full(ids, where, (gt.sbp.split(0), gt.sbp.broadcast))
+    own = gt.from_full(ids, where, layout)
     F.cross_entropy(model(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten()).backward()
     with torch.no_grad():
         for p in model.parameters():
@@ -80,4 +102,5 @@ def step():
 spread = lap(lambda: gt.parallelize(model, where, gt.Plan.of(model, "tp")))
 before = resident()
 first = lap(step)
-print(spread, first, lap(step), resident() - before)
+slowest = sorted(decisions)[len(decisions) * 9 // 10]
+print(spread, first, lap(step), resident() - before, statistics.median(decisions), slowest)
