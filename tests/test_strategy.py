@@ -174,6 +174,7 @@ def mesh_costs(draw: random.Random, n: int, cluster: Cluster, tp: int) -> MeshCo
                       for one in work]
             several.append(UnitCost(*passes, kept * samples, passed * samples, passed * samples, passed * samples,
                                     parameters=[parameter], selected=kept * samples // 4,
+                                    first=[kept * samples, size], later=[(kept + passed) * samples],
                                     again=PassCost([work[0] * samples / tp / 3], [0.0], kinds=[0])))
     return MeshCosts(few, many, cluster, tp)
 

@@ -35,7 +35,9 @@ class UnitArrays:
     weights: np.ndarray
     compute: np.ndarray
     kept: np.ndarray
-    temporary: np.ndarray
+    unsaved: np.ndarray
+    first: np.ndarray                                # at the peak of a unit's backward: see unit_memory.py
+    later: np.ndarray
     passed: np.ndarray
     again: np.ndarray                                # seconds of what runs again in selective recomputation
     selected: np.ndarray                             # bytes that are kept then
@@ -90,10 +92,13 @@ class MeshCosts:
         def each(name: str) -> np.ndarray:
             return np.array([between(getattr(a, name), getattr(b, name)) for a, b in pairs])
 
+        def peaks(name: str) -> np.ndarray:
+            return np.array([max(map(between, getattr(a, name), getattr(b, name)), default=0.0) for a, b in pairs])
+
         times = np.array([[seconds(x, y) for x, y in zip(_passes(a), _passes(b))] for a, b in pairs])
         return UnitArrays(
             times[:, 0, 1], times[:, 1, 1], times[:, 2, 1], times[:, :, 0].sum(1),
-            each("kept"), each("temporary"), each("passed"),
+            each("kept"), each("unsaved"), peaks("first"), peaks("later"), each("passed"),
             np.array([seconds(a.again, b.again)[0] for a, b in pairs]), each("selected"),
             np.array([received(a, b, "tp") for a, b in pairs]),
             np.array([received(a, b, "dp") for a, b in pairs]) * along_dp)
@@ -106,6 +111,17 @@ class MeshCosts:
         return np.array([sum(_elements_of(p) * p.dtype.itemsize for p in own) for own in self.parameters], float)
 
     @cached_property
+    def learned(self) -> np.ndarray:
+        """The same of those that have a gradient."""
+        return np.array([sum(_elements_of(p) * p.dtype.itemsize for p in own if p.gradient is not None)
+                         for own in self.parameters], float)
+
+    @cached_property
+    def buffers(self) -> np.ndarray:
+        """Bytes of the buffers of each unit on a rank."""
+        return np.array([unit.buffers for unit in self.few], float)
+
+    @cached_property
     def tensors(self) -> np.ndarray:
         """How many parameters each unit has."""
         return np.array([len(own) for own in self.parameters], float)
@@ -115,6 +131,18 @@ class MeshCosts:
         """Bytes of the largest parameter of each unit on a rank of tp."""
         return np.array([max((_elements_of(p) * p.dtype.itemsize for p in own), default=0) for own in self.parameters],
                         float)
+
+    @cached_property
+    def temporaries(self) -> np.ndarray:
+        """Bytes that Adam computes with while it steps the parameters of each unit: for one parameter after another two
+        of its size, and what is left of the one before."""
+        most, before = [], 0
+        for own in self.parameters:
+            most.append(0)
+            for p in own:
+                nbytes = _elements_of(p) * p.dtype.itemsize
+                most[-1], before = max(most[-1], 2 * nbytes + before), nbytes
+        return np.array(most, float)
 
     @cached_property
     def elements(self) -> np.ndarray:
@@ -131,27 +159,25 @@ class MeshCosts:
         return np.array([sum(_elements_of(p) * p.dtype.itemsize for p in own if p.gradient is not None
                              and p.gradient.sbp[-1].is_partial) for own in self.parameters], float)
 
-    def reduction(self, dp: int, before: Sbp, after: Sbp) -> tuple[float, float, float]:
-        """Of a boxing of parameters along dp: seconds whatever their number, seconds and received bytes for each
-        byte."""
+    def reduction(self, dp: int, before: Sbp, after: Sbp) -> tuple[float, float]:
+        """Of a boxing of parameters along dp: seconds whatever their number, and for each byte."""
         return _rates(self.cluster, tuple(i * self.tp for i in range(dp)), before, after, int(self.sizes.sum()))
 
-    def reduction_on_tp(self) -> tuple[float, float, float]:
+    def reduction_on_tp(self) -> tuple[float, float]:
         """The same of gradients that are sums over tp."""
         return _rates(self.cluster, tuple(range(self.tp)), partial_sum, broadcast, int(self.sizes.sum()))
 
 
-def _rates(cluster: Cluster, ranks: tuple[int, ...], before: Sbp, after: Sbp, nbytes: int
-           ) -> tuple[float, float, float]:
+def _rates(cluster: Cluster, ranks: tuple[int, ...], before: Sbp, after: Sbp, nbytes: int) -> tuple[float, float]:
     if len(ranks) == 1:
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0
     with hypothetical_placements():
         where = placement("meta", list(ranks))
         costs = OpCosts(cluster, where)
         even = max(nbytes // 2 // len(ranks), 1) * len(ranks)
         src, dst = (layout(where, (s,)) for s in (before, after))
         fixed, seconds = costs.boxing_parts(src, dst, (even,), 2 * even)
-        return fixed, seconds / (2 * even), costs.boxing_bytes(src, dst, (even,), 2) / (2 * even)
+        return fixed, seconds / (2 * even)
 
 
 def _passes(of: UnitCost) -> tuple[PassCost, PassCost, PassCost]:
@@ -166,8 +192,9 @@ def _in_proportion(of: UnitCost, share: float) -> UnitCost:
                         {axis: n * share for axis, n in one.bytes.items()}, one.kinds)
 
     return UnitCost(part(of.forward), part(of.inputs), part(of.weights), round(of.kept * share),
-                    round(of.temporary * share), round(of.passed * share), round(of.passed_whole * share),
-                    of.operations * share, of.parameters, part(of.again), round(of.selected * share))
+                    round(of.unsaved * share), round(of.passed * share), round(of.passed_whole * share),
+                    of.operations * share, of.parameters, part(of.again), round(of.selected * share),
+                    [round(n * share) for n in of.first], [round(n * share) for n in of.later], of.buffers)
 
 
 def _elements_of(p: ParameterCost) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from globaltensor.layouts.sbp import broadcast, partial_sum
 from globaltensor.parallel.plan import Plan
 from globaltensor.planner.mesh_costs import SPLIT, MeshCosts, StateBytes, UnitArrays, state_bytes
 from globaltensor.planner.pricing import peaks_of, schedule_of
+from globaltensor.planner.rank_memory import BatchBytes, PeakBytes, UnitBytes, sums_of_units
 from globaltensor.planner.space import Fixed
 from globaltensor.schedules.schedule import loop, vee
 from globaltensor.simulator.cluster import KERNEL_KINDS, Cluster, Link
@@ -32,7 +34,6 @@ WHOLE_BACKWARD = ("gpipe", "1f1b")
 _ROUNDING = 1 - 1e-9
 RECOMPUTES = ("none", "selective", "full")              # the fastest first
 _ACCUMULATION = KERNEL_KINDS.index("accumulation")
-_TEMPORARIES_OF_ADAM = 2                             # of the size of a parameter, one parameter after another
 _OPTIMIZER = KERNEL_KINDS.index("optimizer")
 
 
@@ -66,6 +67,7 @@ class ModelTask:
     global_batch: int
     fixed: Fixed = Fixed()
     plans: Mapping[tuple[int, str], Plan] = field(default_factory=dict)
+    batch: BatchBytes = BatchBytes()
 
     @property
     def units(self) -> int:
@@ -116,6 +118,7 @@ class VariantPrices:
 
     def __init__(self, task: ModelTask, variant: ModelVariant) -> None:
         self.task, self.variant = task, variant
+        self._unit_bytes: dict[str, UnitBytes] = {}
         shape, cluster = variant.shape, task.cluster
         self.mesh = task.costs[shape.tp, shape.kind]
         self.of: UnitArrays = self.mesh.arrays(shape.micro_batch, shape.dp)
@@ -128,7 +131,7 @@ class VariantPrices:
         self.states: StateBytes = state_bytes(self.mesh.itemsize, variant.zero, shape.dp, early)
         self.gathers = np.zeros(task.units)
         if variant.zero == 3 and shape.dp > 1:
-            fixed, each, _ = self.mesh.reduction(shape.dp, SPLIT, broadcast)
+            fixed, each = self.mesh.reduction(shape.dp, SPLIT, broadcast)
             self.gathers = np.where(self.mesh.sizes > 0, fixed, 0.0) + each * self.mesh.sizes
         self.more = cluster.micro_batch_overhead * shape.pp / len(self.rank_of) / 2
 
@@ -143,11 +146,11 @@ class VariantPrices:
         if dp == 1:
             return 0.0, 0.0
         if not zero:
-            return self.mesh.reduction(dp, partial_sum, broadcast)[:2]
-        fixed, each, _ = self.mesh.reduction(dp, partial_sum, SPLIT)
+            return self.mesh.reduction(dp, partial_sum, broadcast)
+        fixed, each = self.mesh.reduction(dp, partial_sum, SPLIT)
         fixed, each = fixed * self.times, each * self.times
         if zero < 3:
-            back, back_each, _ = self.mesh.reduction(dp, SPLIT, broadcast)
+            back, back_each = self.mesh.reduction(dp, SPLIT, broadcast)
             fixed, each = fixed + back, each + back_each
         return fixed, each
 
@@ -184,7 +187,7 @@ class VariantPrices:
 
     def stage_end(self, nbytes: float, pending: float) -> float:
         fixed, each = self.end
-        on_tp, each_on_tp, _ = self.mesh.reduction_on_tp() if pending else (0.0, 0.0, 0.0)
+        on_tp, each_on_tp = self.mesh.reduction_on_tp() if pending else (0.0, 0.0)
         return fixed + each * nbytes + on_tp + each_on_tp * pending
 
     # ------------------------------------------------------------------------------------------------------- bounds
@@ -217,32 +220,42 @@ class VariantPrices:
         link = self.micro_batches * float(busy[0])
         return (max(self.micro_batches * rank, link, alone) + cluster.step_overhead) * _ROUNDING
 
-    def rank_bytes(self, units: np.ndarray, rank: int, recompute: str) -> float:
-        """Of a rank of the pipeline with these units."""
-        shape = self.variant.shape
-        own = self.mesh.sizes[units]
-        held = float(own.sum()) * self.states.total
-        if self.variant.zero == 3 and shape.dp > 1:
-            held += 2 * float(own.max(initial=0.0))              # the part that is computed, and the next
-        again = float(self.of.kept[units].max(initial=0.0)) if recompute != "none" else 0.0
-        in_passes = self.kept_of_rank(units, rank, recompute) + again + float(self.of.temporary[units].max(initial=0.0))
-        return held + max(in_passes, _TEMPORARIES_OF_ADAM * float(self.mesh.largest[units].max(initial=0.0)))
+    def unit_bytes(self, recompute: str) -> UnitBytes:
+        """What each unit holds."""
+        if recompute not in self._unit_bytes:
+            again, shape = self.task.blocks & (recompute != "none"), self.variant.shape
+            whole = BatchBytes(*(one * self.task.global_batch for one in self.task.batch))
+            self._unit_bytes[recompute] = UnitBytes.of_units(
+                self.mesh, self.of, self.states, self.kept(recompute), again, self.variant.zero, shape.dp, shape.pp,
+                whole)
+        return self._unit_bytes[recompute]
 
-    def kept_of_rank(self, units: np.ndarray, rank: int, recompute: str) -> float:
-        """Bytes of activations at the peak of a rank, of some of its units."""
+    def peak_of_rank(self, units: np.ndarray, rank: int, recompute: str) -> PeakBytes:
+        """What a rank of the pipeline with these units holds at its peak."""
+        stages = np.split(units, np.flatnonzero(np.diff(units) != 1) + 1)
+        return self.unit_bytes(recompute).of_rank(stages, self._kept_micro_batches[rank], self.micro_batches)
+
+    @cached_property
+    def _kept_micro_batches(self) -> Sequence[Fraction]:
+        """At the peak of each rank, in units of all of its stages."""
         shape = self.variant.shape
-        peaks = peaks_of(self.variant.schedule, shape.pp, self.micro_batches, self.variant.chunks)
-        return float(peaks[rank]) * float(self.kept(recompute)[units].sum())
+        return peaks_of(self.variant.schedule, shape.pp, self.micro_batches, self.variant.chunks)
 
     def least_recompute(self, units: np.ndarray, rank: int) -> tuple[str, float]:
         """The fastest with which a rank fits; else the one with the fewest bytes."""
-        names = [name for name in RECOMPUTES if self.task.fixed.allows("recompute", name)] or ["none"]
-        needed = [(self.rank_bytes(units, rank, name), name) for name in names]
-        for nbytes, name in needed:
-            if nbytes <= self.task.cluster.memory:
-                return name, nbytes
-        nbytes, name = min(needed)
+        needed: list[tuple[float, str]] = []
+        for name in self._recomputes:
+            needed.append((self.peak_of_rank(units, rank, name).total, name))
+            if needed[-1][0] <= self.task.cluster.memory:
+                break
+        else:
+            needed.append(min(needed))
+        nbytes, name = needed[-1]
         return name, nbytes
+
+    @property
+    def _recomputes(self) -> list[str]:
+        return [name for name in RECOMPUTES if self.task.fixed.allows("recompute", name)] or ["none"]
 
     def bounds(self, several: np.ndarray) -> np.ndarray:
         """Seconds that each of these cuts [k, stages] takes at least."""
@@ -275,12 +288,11 @@ class VariantPrices:
         n, p, m = self.task.units, self.variant.shape.pp, self.micro_batches
         f, i, w = self.passes("none")
         before = np.concatenate([[0.0], np.cumsum(f + i + w)])
-        again = {name: np.concatenate([[0.0], np.cumsum(self.passes(name)[1] - i)]) for name in RECOMPUTES}
         best = np.full(n + 1, _NEVER)
         best[0] = 0.0
         choices = []
         for rank in range(p):
-            longer, choice = np.full(n + 1, _NEVER), np.zeros(n + 1, int)
+            longer, choice, added = np.full(n + 1, _NEVER), np.zeros(n + 1, int), self._added_seconds(rank)
             for end in range(rank + 1, n - (p - rank - 1) + 1):
                 for begin in range(end - 1, rank - 1, -1):
                     seconds = before[begin] + m * (before[end] - before[begin] + 2 * self.more) + rank * 2 * self.more
@@ -290,10 +302,9 @@ class VariantPrices:
                         if seconds >= longer[end]:
                             break                    # an even longer stage takes more
                         continue
-                    name, nbytes = self.least_recompute(np.arange(begin, end), rank)
-                    if nbytes > self.task.cluster.memory:
+                    if added[begin][end] == _NEVER:
                         break                        # nor does a longer stage fit
-                    seconds += m * float(again[name][end] - again[name][begin])
+                    seconds += m * added[begin][end]
                     if (worst := max(seconds, best[begin])) < longer[end]:
                         longer[end], choice[end] = worst, begin
             best = longer
@@ -305,6 +316,16 @@ class VariantPrices:
             cut.append(ends - int(choice[ends]))
             ends = int(choice[ends])
         return tuple(reversed(cut)), (float(best[n]) + self.task.cluster.step_overhead + self.end[0]) * _ROUNDING
+
+    def _added_seconds(self, rank: int) -> list[list[float]]:
+        """Of a rank with the units from b to e [b][e]: seconds that the least recomputation that fits adds to each
+        micro-batch."""
+        seconds, passes = np.full((self.task.units + 1,) * 2, _NEVER), self.passes("none")[1]
+        for name in reversed(self._recomputes):
+            needed = self.unit_bytes(name).of_ranges(float(self._kept_micro_batches[rank]), self.micro_batches)
+            added = sums_of_units(self.passes(name)[1] - passes)
+            seconds = np.where(needed <= self.task.cluster.memory, added, seconds)
+        return seconds.tolist()
 
     def dealt(self, cut: tuple[int, ...]) -> tuple[list[np.ndarray], list[list[int]], list[np.ndarray]]:
         """Of a cut: the units of each stage, the stages of each rank of the pipeline, and its units."""

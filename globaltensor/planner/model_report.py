@@ -195,15 +195,21 @@ def _bytes_of_updates(prices: VariantPrices, exact: list[UnitCost] | None, own: 
 def _memory_of_rank(prices: VariantPrices, best: ModelCandidate, own: np.ndarray, rank: int, cuts: list[np.ndarray]
             ) -> dict[str, float]:
     """Bytes of one stage. What is temporary on a rank with several stages is shared out by their units."""
-    mine = np.concatenate([units for s, units in enumerate(cuts) if prices.rank_of[s] == rank])
-    size, states = float(prices.mesh.sizes[own].sum()), prices.states
-    held = float(prices.mesh.sizes[mine].sum()) * states.total
-    kept = prices.kept_of_rank(own, rank, best.recompute[rank])
-    of_all = held + prices.kept_of_rank(mine, rank, best.recompute[rank])
-    temporary = (best.memory[rank] - of_all) * len(own) / len(mine)
-    return {"parameters": size * states.parameters, "gradients": size * states.gradients,
-            "optimizer": size * states.optimizer, "activations": kept, "temporary": temporary,
-            "total": size * states.total + kept + temporary}
+    stages = [units for s, units in enumerate(cuts) if prices.rank_of[s] == rank]
+    mine, of, states = np.concatenate(stages), prices.unit_bytes(best.recompute[rank]), prices.states
+    peak = prices.peak_of_rank(mine, rank, best.recompute[rank])
+
+    def share(each: np.ndarray) -> float:
+        return float(each[own].sum()) / max(float(each[mine].sum()), 1e-9)
+
+    parts = {"parameters": float(prices.mesh.sizes[own].sum()) * states.parameters,
+             "gradients": peak.gradients * share(of.gradients),
+             "optimizer": float(prices.mesh.learned[own].sum()) * states.optimizer,
+             "activations": peak.activations * share(of.kept)}
+    held = float(prices.mesh.sizes[mine].sum()) * states.parameters + float(
+        prices.mesh.learned[mine].sum()) * states.optimizer
+    temporary = (peak.total - held - peak.gradients - peak.activations) * len(own) / len(mine)
+    return parts | {"temporary": temporary, "total": sum(parts.values()) + temporary}
 
 
 # ----------------------------------------------------------------------------------------------------- nothing fits

@@ -36,6 +36,7 @@ from globaltensor.planner.model_prices import (
     VariantPrices,
 )
 from globaltensor.planner.own_meshes import DeviceOrder, OwnMeshPrices
+from globaltensor.planner.rank_memory import sums_of_units
 from globaltensor.planner.space import divisors
 
 _NEVER = float("inf")
@@ -173,37 +174,32 @@ class _Tables:
 
     def _rank_table(self, groups: frozenset[int], variant: ModelVariant) -> RankTable:
         prices, n = self.order.prices(groups, variant), self.units
-        mesh, sizes = prices.mesh, _sums_of_units(prices.mesh.sizes)
-        forward = _sums_of_units(prices.of.forward + prices.gathers) + prices.more
+        mesh, sizes = prices.mesh, sums_of_units(prices.mesh.sizes)
+        forward = sums_of_units(prices.of.forward + prices.gathers) + prices.more
         no_end, each_end = prices.end
-        pending = _sums_of_units(mesh.pending_on_tp)
-        on_tp, each_on_tp, _ = mesh.reduction_on_tp() if pending.max() > 0 else (0.0, 0.0, 0.0)
+        pending = sums_of_units(mesh.pending_on_tp)
+        on_tp, each_on_tp = mesh.reduction_on_tp() if pending.max() > 0 else (0.0, 0.0)
         end = no_end + each_end * sizes + np.where(pending > 0, on_tp + each_on_tp * pending, 0.0)
-        end = end + _sums_of_units(np.array([prices.optimizer_seconds(np.array([k])) for k in range(n)]))
+        end = end + sums_of_units(np.array([prices.optimizer_seconds(np.array([k])) for k in range(n)]))
         hop = self.order.fastest.latency + np.concatenate([[0.0], prices.of.passed]) / self.order.fastest.bandwidth
         return RankTable(groups, variant, forward, self._all_passes(prices), end, hop)
 
     def _all_passes(self, prices: VariantPrices) -> list[np.ndarray]:
         """Seconds of all passes, by ranks behind, with the least recomputation that fits."""
-        of, mesh, shape = prices.of, prices.mesh, prices.variant.shape
-        held, temporary = _sums_of_units(mesh.sizes) * prices.states.total, _largest_of_units(of.temporary)
-        if prices.variant.zero == 3 and shape.dp > 1:
-            held = held + 2 * _largest_of_units(mesh.sizes)
-        stepped, room = 2 * _largest_of_units(mesh.largest), prices.task.cluster.memory * (1 + 1e-9) - held
         is_stage = np.arange(self.units + 1)[None, :] > np.arange(self.units + 1)[:, None]
         names = [name for name in RECOMPUTES if self.task.fixed.allows("recompute", name)] or ["none"]
-        ways = []                                    # bytes for each micro-batch, bytes besides, seconds
-        for name in reversed(names):
-            again = _largest_of_units(of.kept) if name != "none" else 0.0
-            seconds = _sums_of_units(sum(prices.passes(name)) + 2 * prices.gathers) + 2 * prices.more
-            ways.append((_sums_of_units(prices.kept(name)), temporary + again, seconds))
+        ways = [(prices.unit_bytes(name), 2 * prices.more + sums_of_units(sum(prices.passes(name))
+                                                                          + 2 * prices.gathers))
+                for name in reversed(names)]
+        room = prices.task.cluster.memory * (1 + 1e-9)
         by_kept: dict[int, np.ndarray] = {}
         for behind in range(self.most):
             times = self._kept_micro_batches(behind)
             if times not in by_kept:
                 seconds = np.full(is_stage.shape, _NEVER)
-                for kept, besides, own in ways:
-                    seconds = np.where(is_stage & (np.maximum(times * kept + besides, stepped) <= room), own, seconds)
+                for needed, own in ways:
+                    fits = needed.of_ranges(times, self.micro_batches) <= room
+                    seconds = np.where(is_stage & fits, own, seconds)
                 by_kept[times] = seconds
         return [by_kept[self._kept_micro_batches(behind)] for behind in range(self.most)]
 
@@ -288,18 +284,3 @@ class _Tables:
         alike = all(one.variant == first.variant and one.groups == first.groups for one in meshes)
         is_other = not alike or len(self.order.group_sets) > 1
         return is_other and self.task.fixed.allows("cut", cut) and self.task.fixed.allows("own_meshes", True)
-
-
-def _sums_of_units(each: np.ndarray) -> np.ndarray:
-    """Of the units from b to e [b, e]."""
-    ends = np.concatenate([[0.0], np.cumsum(each)])
-    return ends[None, :] - ends[:, None]
-
-
-def _largest_of_units(each: np.ndarray) -> np.ndarray:
-    """The largest of the units from b to e [b, e]; 0 of none."""
-    n = len(each)
-    several = np.zeros((n + 1, n + 1))
-    for b in range(n):
-        several[b, b + 1:] = np.maximum.accumulate(each[b:])
-    return several

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def _find(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluste
     result, task, plans = costs.search(rows, fixed, max(seconds - (time.monotonic() - began), 0.0))
     best = result.best
     planned = model_strategy(
-        model, program.units, task, result, time.monotonic() - began, lambda prices: _exact_costs(program, prices),
+        model, program.units, task, result, time.monotonic() - began, cache(partial(_exact_costs, program)),
         machines, whole=plans.whole, inputs=program.names, tokens=program.tokens, left_out=plans.left_out)
     if explain and best is not None:
         planned["explanation"] = explanation_of_model(ModelSearchable(costs, rows, fixed), best, seconds)

@@ -25,6 +25,7 @@ from globaltensor.planner.capture import capture
 from globaltensor.planner.graph import CaptureError
 from globaltensor.planner.mesh_costs import SAMPLES, MeshCosts
 from globaltensor.planner.model_prices import ModelTask
+from globaltensor.planner.rank_memory import BatchBytes
 from globaltensor.planner.space import BatchError, Fixed, divisors
 from globaltensor.planner.stage_choices import plan_stage
 from globaltensor.planner.unit_costs import run_costs
@@ -63,6 +64,12 @@ class Program:
         own = dict(self.model.named_parameters())
         return np.array([any(part not in own and is_block(self.model.get_submodule(part)) for part in unit.parts)
                          for unit in self.units.units])
+
+    @property
+    def batch(self) -> BatchBytes:
+        """Of a sample."""
+        return BatchBytes(*(sum(t.nbytes / self.rows for t in tree_leaves(tensors) if isinstance(t, torch.Tensor)
+                                and t.dim() and t.shape[0] == self.rows) for tensors in (self.inputs, self.targets)))
 
     @property
     def names(self) -> list[str]:
@@ -118,7 +125,8 @@ class PlannedCosts:
         """What remains to be chosen."""
         costs = {key: MeshCosts(few.units, many.units, self.machines, key[0])
                  for key, (few, many) in plans.runs.items()}
-        return ModelTask(costs, self.program.blocks, self.machines, self.devices, self.global_batch, fixed, plans.plans)
+        return ModelTask(costs, self.program.blocks, self.machines, self.devices, self.global_batch, fixed, plans.plans,
+                         self.program.batch)
 
     def _add(self, result: PlansOfModel, tp: int, kind: str, plan: Plan, is_fixed: bool) -> None:
         key = tp, repr(sorted((name, sorted(row.items(), key=str)) for name, row in plan.items()))

@@ -22,6 +22,7 @@ from globaltensor.planner.graph import Ref
 from globaltensor.planner.op_costs import OpCosts, TensorSize
 from globaltensor.planner.op_kinds import kind_of
 from globaltensor.planner.recomputing import is_kept
+from globaltensor.planner.unit_memory import UnitMemory
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 
@@ -62,19 +63,23 @@ class ParameterCost:
 class UnitCost:
     """Of a unit, for a micro-batch. `weights`: the part of backward that gives gradients of parameters alone. `passed`:
     bytes of what later units take, those of a rank, and whole. `again`: the part of forward that runs again where the
-    unit recomputes selectively, and `selected`: bytes that it keeps then, besides what enters it."""
+    unit recomputes selectively, and `selected`: bytes that it keeps then, besides what enters it. `kept`, `unsaved`,
+    and the moments of its `first` backward and of `later` ones: see unit_memory.py. `buffers`: bytes."""
 
     forward: PassCost = field(default_factory=PassCost)
     inputs: PassCost = field(default_factory=PassCost)
     weights: PassCost = field(default_factory=PassCost)
     kept: int = 0
-    temporary: int = 0
+    unsaved: int = 0
     passed: int = 0
     passed_whole: int = 0
     operations: float = 0.0
     parameters: list[ParameterCost] = field(default_factory=list)
     again: PassCost = field(default_factory=PassCost)
     selected: int = 0
+    first: list[int] = field(default_factory=list)
+    later: list[int] = field(default_factory=list)
+    buffers: int = 0
 
 
 class RunCosts(NamedTuple):
@@ -220,59 +225,15 @@ class UnitSums:
 
     # ------------------------------------------------------------------------------------------------------ memory
 
-    def _base(self, ref: Ref) -> Ref:
-        """The tensor whose memory it is."""
-        while self.graph.nodes[ref.node]["kind"] == "op":
-            op = self.graph.nodes[ref.node]["op"]
-            if not (op.is_view or op._schema.is_mutable):
-                break
-            refs = sorted((operand, Ref(s, o)) for s in self.graph.pred[ref.node]
-                          for o, operand in self.graph.edges[s, ref.node]["uses"])
-            if not refs:
-                break
-            ref = refs[0][1]
-        return ref
-
-    def _size(self, ref: Ref) -> int:
-        a = self.graph.nodes[ref.node]
-        lies = self.tracer.layouts[ref.node][ref.output]
-        if a["kind"] not in ("op", "constant") or a["shapes"][ref.output] is None or lies is None:
-            return 0                                 # parameters and inputs are counted by themselves
-        return self._local(a["shapes"][ref.output], lies) * a["dtypes"][ref.output].itemsize
-
     def _add_memory(self) -> None:
-        last: dict[Ref, int] = {}
-        first_use: dict[Ref, int] = {}
-        for node in self.graph:
-            for source in self.graph.pred[node]:
-                for output, _ in self.graph.edges[source, node]["uses"]:
-                    base = self._base(Ref(source, output))
-                    last[base], first_use[base] = node, first_use.get(base, node)
-        grads = {self._base(ref) for ref in self.graph.graph["gradients"].values()}
-        outputs = {self._base(ref) for ref in self.graph.graph["outputs"]}
-        dies: dict[int, list[Ref]] = {}
-        for base, node in last.items():
-            dies.setdefault(node, []).append(base)
-            a, taker = self.graph.nodes[base.node], self.graph.nodes[node]
-            if a["phase"] == "forward" and taker["phase"] == "backward" and base not in outputs:
-                for unit in self.at[base.node]:
-                    self.units[unit].kept += self._size(base)
-        self._add_passed(last)
-        live = peak = 0
-        current: int | None = None
-        for node, a in self.graph.nodes.items():
-            if a["phase"] == "forward":
-                continue
-            if self.at[node][0] != current:
-                current, live, peak = self.at[node][0], 0, 0
-            live += sum(self._size(Ref(node, k)) for k in range(len(a["shapes"]))
-                        if Ref(node, k) == self._base(Ref(node, k)) and Ref(node, k) not in grads)
-            peak = max(peak, live)
-            for unit in self.at[node]:
-                self.units[unit].temporary = max(self.units[unit].temporary, peak)
-            live -= sum(self._size(ref) for ref in dies.get(node, []) if ref not in grads)
+        of_gradients = {name: self.unit_of(name) or 0 for name in self.graph.graph["gradients"]}
+        self.memory = UnitMemory(self.tracer, self.costs, self.at, len(self.units), of_gradients)
+        for unit, of in enumerate(self.units):
+            of.kept, of.unsaved = self.memory.kept[unit], self.memory.unsaved[unit]
+            of.first, of.later = self.memory.first[unit], self.memory.later[unit]
+        self._add_passed()
 
-    def _add_passed(self, last: dict[Ref, int]) -> None:
+    def _add_passed(self) -> None:
         """What later units take in forward."""
         for source, target, uses in self.graph.edges(data="uses"):
             a, b = self.graph.nodes[source], self.graph.nodes[target]
@@ -282,7 +243,7 @@ class UnitSums:
                 for output in {output for output, _ in uses}:
                     whole = TensorSize(a["shapes"][output], a["dtypes"][output]).nbytes
                     for unit in range(self.at[source][0], self.at[target][0]):
-                        self.units[unit].passed = max(self.units[unit].passed, self._size(Ref(source, output)))
+                        self.units[unit].passed = max(self.units[unit].passed, self.memory.size(Ref(source, output)))
                         self.units[unit].passed_whole = max(self.units[unit].passed_whole, whole)
 
     def _add_parameters(self, model: nn.Module) -> None:
@@ -296,3 +257,6 @@ class UnitSums:
             assert isinstance(value, GlobalTensor)   # parallelize made it so
             self.units[unit or 0].parameters.append(ParameterCost(name, tuple(t.shape), t.dtype, value.spec.layout,
                                                                   gradients.get(of)))
+        for name, b in model.named_buffers():
+            if isinstance(b, GlobalTensor):
+                self.units[self.unit_of(name) or 0].buffers += self.costs.part(b.spec.layout, b.shape, b.itemsize)
