@@ -8,8 +8,7 @@
                  by `globaltensor calibrate --here`), then each plan is predicted, trained and timed. Bytes of live
                  tensors are counted by a dispatch mode at their peak, bytes received within stages by gt.record
 
-`--ranks N` is the last part alone, on N processes. A step's time is that of the slower rank, the least of 30, in which
-other programs disturbed it least.
+`--ranks N` is the last part alone, on N processes. A step's time is that of the slower rank, the median of 30.
 """
 from __future__ import annotations
 
@@ -142,7 +141,7 @@ def here(ranks: int, quick: bool) -> Iterator[dict[str, Any]]:
     with Workers("benchmarks.planned:measure", ranks, settings) as workers:
         for (name, fixed), (_, strategy) in zip(plans, strategies):
             told = workers.hear()
-            taken = 1e3 * min(max(laps) for laps in zip(*(one["laps"] for one in told)))
+            taken = 1e3 * statistics.median(max(laps) for laps in zip(*(one["laps"] for one in told)))
             live, expected = max(one["live"] for one in told), max(strategy["memory"]["per_rank"])
             firsts = [stage["ranks"][0] for stage in strategy["stages"]]     # a rank of each stage tells of it
             received = sum(told[rank]["received"] for rank in dict.fromkeys(firsts))

@@ -15,7 +15,10 @@ from test_strategy import MODELS, SEED, check_gradients
 import globaltensor as gt
 from globaltensor.cli import main
 from globaltensor.simulator.cluster import KNOWN, ClusterError, Link, cluster
+from globaltensor.simulator.evaluation import PlanRow, evaluate
+from globaltensor.simulator.gpt import GPT
 from globaltensor.simulator.groups import read_cluster
+from globaltensor.simulator.training import TrainingPlan
 
 NEAR = {"latency": 1e-7, "bandwidth": 1e12}
 HOST = {"devices_per_host": 2, "hosts": 1, "flops": 1e9, "efficiency": 0.5, "memory": 1e9, "memory_bandwidth": 1e10,
@@ -75,13 +78,62 @@ def test_more_devices_than_there_are(tmp_path):
         gt.strategy(MODELS["chain"][0](), torch.zeros(8, 8).double(), written(tmp_path, described()), devices=5)
 
 
-def test_what_knows_one_kind_of_host_refuses_groups(tmp_path, capsys):
-    path = written(tmp_path, described())
+def test_what_is_asked_for_one_kind_of_host_refuses_groups(tmp_path):
     with pytest.raises(ClusterError, match="lists groups of hosts"):
-        cluster(path)
-    assert main("plan --model gpt --layers 4 --hidden 64 --heads 4 --seq 16 --vocab 64 --devices 4 --global-batch 8 "
-                f"--cluster {path}".split())
-    assert "only a program is planned" in capsys.readouterr().err
+        cluster(written(tmp_path, described()))
+
+
+SMALL = GPT(layers=4, hidden=64, heads=4, sequence=16, vocabulary=64)
+PLANS = [TrainingPlan(2, 16, dp, tp, pp, schedule, 2 if schedule == "interleaved" else None, zero, "none")
+         for dp, tp, pp, schedule, zero in ((1, 1, 1, "1f1b", 0), (2, 1, 1, "1f1b", 1), (1, 2, 2, "1f1b", 0),
+                                            (2, 1, 2, "gpipe", 3), (1, 1, 4, "zb-h1", 0), (2, 2, 1, "1f1b", 2),
+                                            (1, 1, 2, "interleaved", 0))]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.dp}-{plan.tp}-{plan.pp}-{plan.schedule}")
+def test_a_plan_on_groups_is_evaluated_by_the_slowest_of_each_stage(tmp_path, plan):
+    far = {"latency": 1e-6, "bandwidth": 1e9}
+
+    def groups(old: float, new: float, **more):
+        kinds = [{"name": name, **HOST, "flops": flops, "remote": far} for name, flops in (("old", old), ("new", new))]
+        kinds[1] |= more
+        return read_cluster(written(tmp_path, {"groups": kinds, "links": [{"between": ["old", "new"], **far}]}))
+
+    row = PlanRow(SMALL, plan)
+    one_kind = dataclasses.replace(groups(1e9, 1e9).groups[0], hosts=2)
+    alike = evaluate(row, groups(1e9, 1e9))
+    assert alike == evaluate(row, one_kind), "groups of the same hosts are one cluster"
+    fast = evaluate(row, dataclasses.replace(one_kind, flops=2e9)).step_time
+    mixed, turned = (evaluate(row, groups(*flops)).step_time for flops in ((1e9, 2e9), (2e9, 1e9)))
+    if plan.devices <= 2:
+        assert mixed == alike.step_time and turned == fast, "the second group is idle"
+    elif plan.dp * plan.tp == 4:
+        assert mixed == turned == pytest.approx(alike.step_time), "one stage pays for the slowest"
+    else:
+        assert fast < mixed <= alike.step_time and fast < turned <= alike.step_time
+    little = evaluate(row, groups(1e9, 1e9, memory=1.0))
+    assert alike.fits and little.fits == (plan.devices <= 2)
+
+
+def test_a_gpt_is_planned_and_simulated_on_groups(tmp_path, capsys):
+    sizes = "--model gpt --layers 4 --hidden 64 --heads 4 --seq 16 --vocab 64"
+    slow = {"latency": 1.0, "bandwidth": 1e3}        # nothing passes from group to group
+    path = written(tmp_path, described(links=[{"between": ["old", "new"], **slow}]))
+    assert main(f"plan {sizes} --devices 4 --global-batch 8 --cluster {path} --json".split()) == 0
+    one = gt.Strategy(json.loads(capsys.readouterr().out))
+    one.check()
+    assert {stage["group"] for stage in one["stages"]} == {"new"}
+    assert {rank for stage in one["stages"] for rank in stage["ranks"]} == {2, 3}
+    assert one["lower_bound"] <= one["step_time"] and one["devices"] == 4 and one["cluster"] == "lab"
+    alone = written(tmp_path, {**HOST, "flops": 2e9})
+    assert main(f"plan {sizes} --devices 2 --global-batch 8 --cluster {alone} --json".split()) == 0
+    assert json.loads(capsys.readouterr().out)["step_time"] == pytest.approx(one["step_time"])
+    path = written(tmp_path, described())
+    assert main(f"simulate {sizes} --dp 2 --pp 2 --global-batch 8 --cluster {path} --json".split()) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert 0 < told["share_of_peak"] < 1 and told["memory"]["fits"] and told["cluster"] == "lab"
+    assert main(f"simulate {sizes} --dp 4 --pp 2 --global-batch 8 --cluster {path}".split())
+    assert "it has 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, fixed", [("chain", {"pp": 2, "schedule": "1f1b"}), ("gpt", {"pp": 2, "tp": 1}),

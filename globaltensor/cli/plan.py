@@ -31,28 +31,25 @@ import errno
 import json
 import os
 import re
-import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from globaltensor.cli.memory import model, problem
 from globaltensor.cli.problem import Problem, unwritable
 from globaltensor.cli.program import as_options, load_program
 from globaltensor.errors import OURS, GlobalTensorError
 from globaltensor.planner.explaining import GptSearch, explanation_of, explanation_text
+from globaltensor.planner.gpt_on_groups import plan_gpt
 from globaltensor.planner.graph import CaptureError
 from globaltensor.planner.planning import strategy as plan_model
 from globaltensor.planner.plotting import candidate_points, draw_plan
-from globaltensor.planner.pricing import Task
-from globaltensor.planner.report import strategy_of
-from globaltensor.planner.search import search
 from globaltensor.planner.space import Fixed
 from globaltensor.planner.strategy import Strategy
 from globaltensor.runtime.text_table import aligned, terminal_columns
 from globaltensor.runtime.units import bytes_text, seconds_text
 from globaltensor.simulator.calibration import Quality, quality
-from globaltensor.simulator.cluster import Cluster, cluster
+from globaltensor.simulator.cluster import Cluster
 from globaltensor.simulator.evaluation import Evaluation, PlanRow, evaluate, read_rows
+from globaltensor.simulator.groups import ClusterGroups, read_cluster, with_memory
 from globaltensor.simulator.training import simulate_training
 
 _SIZES = "the sizes of a model are those of the program's own"
@@ -91,14 +88,10 @@ def _planned(chosen: argparse.Namespace) -> int:
         if getattr(chosen, name) is None:
             option = f"--{name.replace('_', '-')}"
             raise Problem(f"which {option}?\n  try: {option} {usual}")
-    machines = _machines_of(chosen)
-    machines.machine(chosen.devices)                 # raises where it has fewer
     fixed = Fixed(chosen.dp, chosen.tp, chosen.pp, chosen.sp, chosen.micro_batch, chosen.zero, chosen.recompute,
                   chosen.schedule, chosen.chunks)
-    task = Task(gpt, machines, chosen.devices, chosen.global_batch, fixed)
-    begin = time.monotonic()
-    result = search(task, chosen.seconds)
-    strategy = strategy_of(task, result, time.monotonic() - begin)
+    task, result, strategy = plan_gpt(gpt, _machines_of(chosen), chosen.devices, chosen.global_batch, fixed,
+                                      chosen.seconds)
     if chosen.explain and result.best:
         strategy["explanation"] = explanation_of(GptSearch(task), result.best, chosen.seconds)
     if chosen.save:
@@ -112,9 +105,9 @@ def _planned(chosen: argparse.Namespace) -> int:
     return 0 if strategy["feasible"] else 1
 
 
-def _machines_of(chosen: argparse.Namespace) -> Cluster:
-    machines = cluster(chosen.cluster)
-    return machines if chosen.memory is None else replace(machines, memory=chosen.memory)
+def _machines_of(chosen: argparse.Namespace) -> Cluster | ClusterGroups:
+    machines = read_cluster(chosen.cluster)
+    return machines if chosen.memory is None else with_memory(machines, chosen.memory)
 
 
 def _planned_program(chosen: argparse.Namespace) -> int:

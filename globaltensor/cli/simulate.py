@@ -40,11 +40,12 @@ from globaltensor.schedules.check import activation_history, check_schedule, pea
 from globaltensor.schedules.communication import routes
 from globaltensor.schedules.generators import GENERATORS, generate
 from globaltensor.schedules.schedule import Schedule
-from globaltensor.simulator.cluster import cluster
 from globaltensor.simulator.costs import Costs, exact
 from globaltensor.simulator.engine import SimulatedRun, simulate
+from globaltensor.simulator.group_training import peak_flops, rooms_of_ranks, simulate_on
+from globaltensor.simulator.groups import read_cluster
 from globaltensor.simulator.report import simulation_report
-from globaltensor.simulator.training import SimulatedStep, TrainingPlan, simulate_training
+from globaltensor.simulator.training import SimulatedStep, TrainingPlan
 
 _TO_SHOW = 300_000                                    # more actions than this make no picture
 _ON_A_PAGE = 20_000_000                               # more than this no browser can hold
@@ -114,18 +115,18 @@ def _with_model(chosen: argparse.Namespace, own: Schedule | None,
         raise Problem(f"which --global-batch?\n  try: --global-batch {chosen.dp * chosen.pp * 4 * chosen.micro_batch}")
     plan = TrainingPlan(chosen.micro_batch, chosen.global_batch, chosen.dp, chosen.tp, chosen.pp,
                         chosen.schedule or "1f1b", chosen.chunks, chosen.zero, chosen.recompute, chosen.sp)
-    machines = cluster(chosen.cluster)
-    step = simulate_training(gpt, plan, machines, record, own)
-    memory = [states + activations for states, activations in zip(step.states, step.activations)]
+    machines = read_cluster(chosen.cluster)
+    step = simulate_on(gpt, plan, machines, record, own)
+    memory, rooms = [a + b for a, b in zip(step.states, step.activations)], rooms_of_ranks(machines, plan)
     tokens = chosen.global_batch * chosen.seq
     return step.run, step, _facts(step.run) | {
         "step_time": step.seconds, "cluster": machines.name, "devices": plan.devices,
         "parameters": gpt.parameters, "flops": number(step.operations), "tokens_per_second": tokens / step.seconds,
         "tflops_per_device": float(step.operations) / step.seconds / plan.devices / 1e12,
-        "share_of_peak": float(step.operations) / step.seconds / plan.devices / machines.flops,
+        "share_of_peak": float(step.operations) / step.seconds / peak_flops(machines, plan),
         "peak_activations": [number(peak) for peak in peak_activations(step.run.schedule)],
         "memory": {"per_rank": memory, "model_states": step.states, "activations": step.activations,
-                   "device": machines.memory, "fits": max(memory) <= machines.memory},
+                   "device": min(rooms), "fits": all(own <= room for own, room in zip(memory, rooms))},
         "traffic": {name: {"bytes": one.bytes, "seconds": one.seconds} for name, one in
                     (("tensor_parallel", step.tensor), ("between_stages", step.stage), ("data_parallel", step.data))},
         "links": _links(step.run.schedule, step.stage.crossing)}

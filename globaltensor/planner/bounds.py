@@ -22,14 +22,13 @@ import numpy as np
 from globaltensor.planner.pricing import Task, peaks_of, rank_of_stages, training_plan
 from globaltensor.planner.space import MeshShape, Variant
 from globaltensor.simulator.cluster import hypothetical_placements
-from globaltensor.simulator.memory import model_states
+from globaltensor.simulator.memory import held_states, model_states
 from globaltensor.simulator.stage_times import PassTimes, layer_times, output_times
 from globaltensor.simulator.training import (
     TrainingPlan,
     TransferCost,
     end_rates,
     gather_seconds,
-    held_states,
     transfer_costs,
 )
 

@@ -86,7 +86,7 @@ def price_cut(task: Task, variant: Variant, cut: tuple[int, ...], recompute: tup
     plan = training_plan(task, variant, cut, recompute)
     step = step_costs(task.gpt, plan, task.cluster, rank_of_stages(variant))
     schedule = schedule_of(variant.schedule, plan.pp, plan.micro_batches, variant.chunks)
-    ends, _ = end_of_step(simulate(schedule, step.costs), plan, task.cluster, step)
+    ends, _ = end_of_step(simulate(schedule, step.costs), plan, [task.cluster] * plan.pp, step)
     peaks = peaks_of(variant.schedule, plan.pp, plan.micro_batches, variant.chunks)
     memory = zip(*rank_memory(task.gpt, plan, step, schedule.stages_of, peaks))
     return Candidate(max(end.total for end in ends), plan, tuple(states + kept for states, kept in memory))

@@ -15,12 +15,12 @@ from globaltensor.planner.checking import FORMAT, RECOGNISED
 from globaltensor.planner.pricing import Candidate, Task, schedule_of
 from globaltensor.planner.search import SearchResult, least_memory, smallest_changes
 from globaltensor.planner.strategy import Strategy
+from globaltensor.simulator.memory import held_states
 from globaltensor.simulator.stage_times import layer_times, output_times
 from globaltensor.simulator.training import (
     SimulatedStep,
     StepCosts,
     TrainingPlan,
-    held_states,
     simulate_training,
     step_costs,
 )

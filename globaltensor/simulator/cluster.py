@@ -153,9 +153,8 @@ def cluster_from_json(described: Any, source: str) -> Cluster:
     if not isinstance(described, dict):
         raise ClusterError(f"{source} describes no cluster", "it is not a JSON object", ", ".join(required))
     if "groups" in described:
-        raise ClusterError(f"{source} lists groups of hosts", "only a program is planned on such: its stages lie on "
-                           "one group or on several", "globaltensor plan --program FILE.py:FUNCTION --cluster ..., or "
-                           "a file of one kind of host")
+        raise ClusterError(f"{source} lists groups of hosts", "what is asked for here is one kind of host",
+                           "one of the groups, in a file of its own")
     for name in described:
         if name not in fields:
             near = difflib.get_close_matches(name, fields, 1, 0.4)

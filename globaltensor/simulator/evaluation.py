@@ -15,7 +15,9 @@ from typing import NamedTuple
 from globaltensor.errors import GlobalTensorError, ShapeError
 from globaltensor.simulator.cluster import Cluster
 from globaltensor.simulator.gpt import GPT, RECOMPUTE
-from globaltensor.simulator.training import TrainingPlan, simulate_training
+from globaltensor.simulator.group_training import rooms_of_ranks, simulate_on
+from globaltensor.simulator.groups import ClusterGroups
+from globaltensor.simulator.training import TrainingPlan
 
 _NUMBERS = ("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "seq", "vocab", "tp", "dp", "pp",
             "zero")
@@ -48,11 +50,12 @@ class Evaluation(NamedTuple):
     fits: bool
 
 
-def evaluate(row: PlanRow, cluster: Cluster) -> Evaluation:
+def evaluate(row: PlanRow, machines: Cluster | ClusterGroups) -> Evaluation:
     """What the plan takes on this cluster."""
-    step = simulate_training(row.gpt, row.plan, cluster)
-    memory = max(states + activations for states, activations in zip(step.states, step.activations))
-    return Evaluation(step.seconds, memory, memory <= cluster.memory)
+    step = simulate_on(row.gpt, row.plan, machines)
+    memory = [states + activations for states, activations in zip(step.states, step.activations)]
+    rooms = rooms_of_ranks(machines, row.plan)
+    return Evaluation(step.seconds, max(memory), all(own <= room for own, room in zip(memory, rooms)))
 
 
 def read_rows(file: str) -> list[PlanRow]:

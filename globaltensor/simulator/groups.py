@@ -72,6 +72,14 @@ class ClusterGroups:
         """As they are printed: `old + new`."""
         return " + ".join(self.groups[k].name for k in sorted(groups))
 
+    def alike(self, several: Iterable[int]) -> Cluster:
+        """What lies on these groups, as if all hosts were so: the least of them, with any number of hosts. Devices are
+        numbered through all groups, so hosts are as large as fits into that numbering."""
+        own = sorted(several)
+        one = self.groups[own[0]] if len(own) == 1 else self.slowest_of(own, self.sizes)
+        host = gcd(one.devices_per_host, sum(self.sizes[:own[0]]))
+        return dataclasses.replace(one, devices_per_host=host, hosts=0)
+
     def slowest_of(self, several: Sequence[int], sizes: Sequence[int]) -> Cluster:
         """The cluster that has the least of these groups, of which so many devices are used. Its hosts are as large as
         fits into all of them, so that what lies within one of its hosts lies within one of theirs."""
@@ -99,6 +107,12 @@ def _slowest_kernels(of: Sequence[Cluster]) -> tuple[KernelRate, ...]:
     rates = [one.rates_of_kinds for one in of]
     return tuple(KernelRate(kind, *(float(max(rate[k][part] for rate in rates)) for part in range(3)))
                  for k, kind in enumerate(KERNEL_KINDS))
+
+
+def with_memory(machines: Cluster | ClusterGroups, nbytes: float) -> Cluster | ClusterGroups:
+    """The same with so many bytes on each device."""
+    return (machines.with_memory(nbytes) if isinstance(machines, ClusterGroups) else
+            dataclasses.replace(machines, memory=nbytes))
 
 
 def read_cluster(name: str) -> Cluster | ClusterGroups:

@@ -10,9 +10,14 @@ For each parameter, mixed-precision Adam keeps 2 bytes of it, 2 of its gradient,
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 from globaltensor.errors import ShapeError
+from globaltensor.tensors import gradients
+
+if TYPE_CHECKING:
+    from globaltensor.simulator.training import TrainingPlan
 
 
 class ModelStates(NamedTuple):
@@ -36,3 +41,24 @@ def model_states(parameters: int | Fraction, zero: int = 0, ranks: int = 1,
         raise ShapeError(f"{parameters} parameters over {ranks} ranks", "there is at least one rank")
     totals = [Fraction(parameters) * size for size in bytes_each]
     return ModelStates(*(size / ranks if zero >= from_stage else size for size, from_stage in zip(totals, (3, 2, 1))))
+
+
+def splits_gradients_early(plan: TrainingPlan, parameters: int) -> bool:
+    """Are gradients of a rank split in every backward? Those of a pipeline wait for the last one, and so do a few."""
+    return plan.zero > 1 and plan.dp > 1 and plan.pp == 1 and 2 * parameters * plan.tp >= gradients.EARLY
+
+
+def model_bytes(plan: TrainingPlan, stages: list[tuple[int, ...]]) -> float:
+    """Bytes of parameters, gradients and optimizer state on a rank with stages of such parts, at the most."""
+    # of the part that is computed and of the next
+    gathered = 2 * max(map(sum, (pair for parts in stages for pair in pairwise((*parts, 0)))))
+    gathered = gathered if plan.zero == 3 and plan.dp > 1 else 0
+    return float(held_states(plan, sum(map(sum, stages))).total + gathered)
+
+
+def held_states(plan: TrainingPlan, parameters: int, of_rank: int = 0) -> ModelStates:
+    """Bytes of so many parameters, their gradients and the optimizer's state on a rank, which has `of_rank` in all."""
+    states = model_states(parameters, plan.zero, plan.dp)
+    if splits_gradients_early(plan, of_rank or parameters):
+        return states
+    return states._replace(gradients=Fraction(2 * parameters))   # sharded after the last backward only

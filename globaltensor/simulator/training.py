@@ -44,9 +44,8 @@ from globaltensor.simulator.cluster import Cluster, hypothetical_placements
 from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import SimulatedRun, simulate
 from globaltensor.simulator.gpt import GPT
-from globaltensor.simulator.memory import ModelStates, model_states
+from globaltensor.simulator.memory import model_bytes, model_states, splits_gradients_early
 from globaltensor.simulator.stage_times import PassTimes, layer_times, output_times, with_gathers
-from globaltensor.tensors import gradients
 
 
 @dataclass(frozen=True)
@@ -163,6 +162,13 @@ class StepCosts:
 def simulate_training(gpt: GPT, plan: TrainingPlan, cluster: Cluster, record: bool = False,
                       own: Schedule | None = None) -> SimulatedStep:
     """Simulate one step, of the plan's schedule or of one's own."""
+    schedule = plan_schedule(gpt, plan, own)
+    step = step_costs(gpt, plan, cluster, schedule.rank_of)
+    return simulated_step(gpt, plan, [cluster] * plan.pp, schedule, step, record)
+
+
+def plan_schedule(gpt: GPT, plan: TrainingPlan, own: Schedule | None) -> Schedule:
+    """The plan's schedule, or one's own. Raises ShapeError where it does not fit."""
     schedule = own or generate(plan.schedule, plan.pp, plan.micro_batches, plan.chunks)
     if (schedule.ranks, m := schedule.micro_batches) != (plan.pp, plan.micro_batches):
         raise ShapeError(f"{schedule.name} has {schedule.ranks} ranks and {m} micro-batches", f"the plan has {plan.pp} "
@@ -171,9 +177,14 @@ def simulate_training(gpt: GPT, plan: TrainingPlan, cluster: Cluster, record: bo
     if gpt.layers < schedule.stages:
         raise ShapeError(f"{gpt.layers} layers in {schedule.stages} stages", "a stage has at least one layer",
                          f"--pp {gpt.layers // schedule.chunks or 1}, or fewer chunks")
-    step = step_costs(gpt, plan, cluster, schedule.rank_of)
+    return schedule
+
+
+def simulated_step(gpt: GPT, plan: TrainingPlan, clusters: Sequence[Cluster], schedule: Schedule, step: StepCosts,
+                   record: bool) -> SimulatedStep:
+    """A step whose costs are known; `clusters`: where each rank of the pipeline is."""
     run = simulate(schedule, step.costs, record)
-    ends, data = end_of_step(run, plan, cluster, step)
+    ends, data = end_of_step(run, plan, clusters, step)
     states, activations = rank_memory(gpt, plan, step, schedule.stages_of, peak_activations(schedule))
     by_rank = list(zip(schedule.stages_of, plan.recompute_of_ranks))
     per_micro_batch = [float(_kept_of_micro_batch(gpt, plan, step, *own)) for own in by_rank]
@@ -228,7 +239,7 @@ def rank_memory(gpt: GPT, plan: TrainingPlan, step: StepCosts, stages_of: Sequen
                 peaks: Sequence[Fraction]) -> tuple[list[float], list[float]]:
     """Bytes of each rank of the pipeline: for parameters, gradients and optimizer; for activations, whose `peaks` are
     in units of all that a rank keeps of one micro-batch."""
-    states = [_model_bytes(plan, [step.parts[stage] for stage in stages]) for stages in stages_of]
+    states = [model_bytes(plan, [step.parts[stage] for stage in stages]) for stages in stages_of]
     activations = []
     for stages, peak, recompute in zip(stages_of, peaks, plan.recompute_of_ranks):
         # With full recomputation the layer that is being recomputed has all its activations, beside the kept inputs.
@@ -343,11 +354,6 @@ def _at_end(plan: TrainingPlan, parameters: int) -> list[tuple[Sbp, Sbp, int]]:
     return [(partial_sum, split(0), times), (split(0), broadcast, 1)][:1 if plan.zero == 3 else 2]
 
 
-def splits_gradients_early(plan: TrainingPlan, parameters: int) -> bool:
-    """Are gradients of a rank split in every backward? Those of a pipeline wait for the last one, and so do a few."""
-    return plan.zero > 1 and plan.dp > 1 and plan.pp == 1 and 2 * parameters * plan.tp >= gradients.EARLY
-
-
 def end_rates(plan: TrainingPlan, cluster: Cluster, bits: int, parameters: int) -> tuple[float, float]:
     """What data parallelism takes at the end of a step for a stage whose parameters take so many bits to count in
     bytes: seconds whatever their number, and seconds for each parameter. `parameters`: of a rank with one stage."""
@@ -366,28 +372,12 @@ def gather_seconds(plan: TrainingPlan, cluster: Cluster, parameters: int) -> flo
         return _data_parallel_cost(plan, _machine_of(cluster, plan.dp * plan.tp), (parameters,)).gathers[0]
 
 
-def _model_bytes(plan: TrainingPlan, stages: list[tuple[int, ...]]) -> float:
-    """Bytes of parameters, gradients and optimizer state on a rank with stages of such parts, at the most."""
-    # of the part that is computed and of the next
-    gathered = 2 * max(map(sum, (pair for parts in stages for pair in pairwise((*parts, 0)))))
-    gathered = gathered if plan.zero == 3 and plan.dp > 1 else 0
-    return float(held_states(plan, sum(map(sum, stages))).total + gathered)
-
-
-def held_states(plan: TrainingPlan, parameters: int, of_rank: int = 0) -> ModelStates:
-    """Bytes of so many parameters, their gradients and the optimizer's state on a rank, which has `of_rank` in all."""
-    states = model_states(parameters, plan.zero, plan.dp)
-    if splits_gradients_early(plan, of_rank or parameters):
-        return states
-    return states._replace(gradients=Fraction(2 * parameters))   # sharded after the last backward only
-
-
-def end_of_step(run: SimulatedRun, plan: TrainingPlan, cluster: Cluster,
+def end_of_step(run: SimulatedRun, plan: TrainingPlan, clusters: Sequence[Cluster],
                 step: StepCosts) -> tuple[list[RankEnd], TransferCost]:
     """When each rank has reduced its gradients and stepped, and what data parallelism transferred in the step."""
     ends, totals = list[RankEnd](), list[TransferCost]()
     for rank, stages in enumerate(run.schedule.stages_of):
-        now, total = 0.0, TransferCost()
+        now, total, cluster = 0.0, TransferCost(), clusters[rank]
         for stage in sorted(stages, key=run.done.__getitem__):
             now = max(now, run.done[stage]) + step.data[stage].end.seconds
             total += step.data[stage].use * (2 * plan.micro_batches) + step.data[stage].end
