@@ -188,25 +188,3 @@ def test_a_cache_of_keys_and_values_stays_split_by_heads():
     torch.testing.assert_close(said, generated(plain, ids, 6)[0])
     assert keys.sbp == (S(0), S(1)) and len(graphs) == 3     # the prompt's; one word's; one for any cache
     assert max(move.bytes for move in moves) <= 2 * 16 * 8, max(moves, key=lambda move: move.bytes)
-
-
-@pytest.mark.parametrize("read", [False, True])
-def test_an_optimizer_that_is_compiled_takes_gradients_that_are_pending(read):
-    """Dynamo looks at gradients as they lie, and calls its graph with what is read: sums. They were added up twice."""
-    trained = []
-    for where in (None, gt.placement("cpu", [0, 1], ("dp",))):
-        torch.manual_seed(SEED)
-        model = nn.Linear(4, 2)
-        batches = torch.randn(3, 4, 4)
-        if where is not None:
-            gt.parallelize(model, where)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        step = optimizer.step if where is None else torch.compile(optimizer.step, backend="aot_eager")
-        for batch in batches:
-            model(batch if where is None else gt.from_full(batch, where, gt.sbp.split(0))).pow(2).mean().backward()
-            if read:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            step()
-            optimizer.zero_grad()
-        trained.append([p.detach() if where is None else p.full_tensor().detach() for p in model.parameters()])
-    torch.testing.assert_close(trained[1], trained[0])

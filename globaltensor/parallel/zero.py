@@ -99,7 +99,7 @@ def _register_zero_hooks(optimizer: torch.optim.Optimizer, pairs: MasterParams) 
     optimizer.register_load_state_dict_post_hook(globalize_state)
     if pairs:
         pairs.note_versions()
-        optimizer.register_step_pre_hook(lambda *_: pairs.refresh())
+        optimizer.register_step_pre_hook(lambda *_: pairs.before_step())
         optimizer.register_step_post_hook(lambda *_: pairs.gather())
         optimizer.register_state_dict_post_hook(lambda _, state: state.update(masters=pairs.masters()))
         optimizer.register_load_state_dict_pre_hook(lambda _, state: pairs.load(state.get("masters")))
@@ -145,6 +145,13 @@ class MasterParams(list[tuple[Any, Any]]):
     def note_versions(self) -> None:
         """Remember the parameters as they are now."""
         self.versions = [_write_counts(p) for p, _ in self]
+
+    def before_step(self) -> None:
+        """Parts as their parameters are now, and their gradients handed over: a compiled step compares them with those
+        that it was made for before it reads any."""
+        self.refresh()
+        for _, part in self:
+            gradients.read_grad(part)
 
     def refresh(self) -> None:
         """Parts of parameters that someone else wrote to, such as `load_state_dict`, are made of them anew; where one

@@ -46,11 +46,11 @@ from globaltensor.runtime.torch_internals import (
     register_graph_constant,
     register_graph_value,
     storage_id,
-    without_modes,
 )
 from globaltensor.runtime.world import local_ranks_of, world
-from globaltensor.tensors import gradients, lookup, products
+from globaltensor.tensors import lookup, products
 from globaltensor.tensors.full_value import FromFull
+from globaltensor.tensors.graph_gradients import read_for_guard, read_for_new_graph
 from globaltensor.tensors.redistribution import to_layout
 from globaltensor.tracebacks import api_boundary
 
@@ -74,12 +74,15 @@ def let_torch_trace(cls: Any) -> None:
     def flattened(x: Any) -> tuple[list[str], Spec]:
         """Guards call it twice for every parameter, whenever a graph is called."""
         if torch.compiler.is_compiling():
-            _bring_gradients_home(x)
+            if not x.traced:
+                read_for_new_graph()
             _keep_dynamo_out(len(sys.modules))
             _register_graph_calls()
             inductor_merges()
             for shard in x.shards.values() if not isinstance(x, torch.nn.Parameter) else ():
                 let_sizes_be_symbols(shard)          # of parameters it would only be more to guard
+        elif not x.traced:
+            read_for_guard(x)
         own = x.spec
         if not x.traced:
             return names(own.layout), own
@@ -106,18 +109,6 @@ def let_torch_trace(cls: Any) -> None:
     _library.impl("matmul", _here(products.matmul))
     _library.impl("einsum", _here(lambda equation, operands, path=None: products.einsum(equation, *operands)))
     _library.impl("embedding", _here(_embedding))
-
-
-def _bring_gradients_home(x: Any) -> None:
-    """Before a graph is made of a parameter, which may ask for its gradient. Dynamo sees gradients as they lie, pending
-    sums as well; what the graph is called with has been read, and is whole."""
-    if gradients.pending and not x.traced:
-        if any(gradients.raw_grad(leaf) is x for leaf in gradients.pending.values()):
-            raise GlobalTensorError("a compiled function of a gradient that is still a pending sum",
-                                    "torch looked at it before the parameter that it is of",
-                                    "a read of it, `p.grad`, before the compiled function is called")
-        with without_modes():
-            gradients.reduce_pending()
 
 
 def _tie_sizes(own: Spec, shards: Shards) -> None:
