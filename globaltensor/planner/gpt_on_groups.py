@@ -40,8 +40,8 @@ def plan_gpt(gpt: GPT, machines: Cluster | ClusterGroups, devices: int, global_b
     searched: list[tuple[list[int], Task, SearchResult]] = []
     failed: list[BatchError] = []
     for k, groups in enumerate(runs):
-        task = Task(gpt, _cluster_of(machines, groups), sum(_sizes(machines, devices)[g] for g in groups), global_batch,
-                    fixed)
+        used = _used_of_groups(machines, devices)
+        task = Task(gpt, _cluster_of(machines, groups), sum(used[g] for g in groups), global_batch, fixed)
         try:
             searched.append((groups, task, search(task, max(left, 0.0) / (len(runs) - k))))
         except BatchError as error:                  # such as more ranks than these groups have
@@ -61,7 +61,7 @@ def plan_gpt(gpt: GPT, machines: Cluster | ClusterGroups, devices: int, global_b
     return GptPlan(task, result, strategy)
 
 
-def _sizes(machines: ClusterGroups, devices: int) -> list[int]:
+def _used_of_groups(machines: ClusterGroups, devices: int) -> list[int]:
     """Devices of each group, of the first so many."""
     ends = [min(sum(machines.sizes[:k]), devices) for k in range(len(machines.sizes) + 1)]
     return [b - a for a, b in zip(ends, ends[1:])]
@@ -69,7 +69,7 @@ def _sizes(machines: ClusterGroups, devices: int) -> list[int]:
 
 def _runs_of_groups(machines: ClusterGroups, devices: int) -> list[list[int]]:
     """Groups that follow each other; all of them last."""
-    used = [k for k, size in enumerate(_sizes(machines, devices)) if size]
+    used = [k for k, size in enumerate(_used_of_groups(machines, devices)) if size]
     return sorted((used[a:b] for a in range(len(used)) for b in range(a + 1, len(used) + 1)), key=len)
 
 

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 from fractions import Fraction
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from globaltensor.errors import ShapeError
 from globaltensor.tensors import gradients
-
-if TYPE_CHECKING:
-    from globaltensor.simulator.training import TrainingPlan
 
 
 class ModelStates(NamedTuple):
@@ -43,12 +40,32 @@ def model_states(parameters: int | Fraction, zero: int = 0, ranks: int = 1,
     return ModelStates(*(size / ranks if zero >= from_stage else size for size, from_stage in zip(totals, (3, 2, 1))))
 
 
-def splits_gradients_early(plan: TrainingPlan, parameters: int) -> bool:
+class Mesh(Protocol):
+    """What is asked of a plan."""
+
+    @property
+    def dp(self) -> int:
+        """Ranks along it."""
+
+    @property
+    def tp(self) -> int:
+        """Likewise."""
+
+    @property
+    def pp(self) -> int:
+        """Likewise."""
+
+    @property
+    def zero(self) -> int:
+        """Its stage."""
+
+
+def splits_gradients_early(plan: Mesh, parameters: int) -> bool:
     """Are gradients of a rank split in every backward? Those of a pipeline wait for the last one, and so do a few."""
     return plan.zero > 1 and plan.dp > 1 and plan.pp == 1 and 2 * parameters * plan.tp >= gradients.EARLY
 
 
-def model_bytes(plan: TrainingPlan, stages: list[tuple[int, ...]]) -> float:
+def model_bytes(plan: Mesh, stages: list[tuple[int, ...]]) -> float:
     """Bytes of parameters, gradients and optimizer state on a rank with stages of such parts, at the most."""
     # of the part that is computed and of the next
     gathered = 2 * max(map(sum, (pair for parts in stages for pair in pairwise((*parts, 0)))))
@@ -56,7 +73,7 @@ def model_bytes(plan: TrainingPlan, stages: list[tuple[int, ...]]) -> float:
     return float(held_states(plan, sum(map(sum, stages))).total + gathered)
 
 
-def held_states(plan: TrainingPlan, parameters: int, of_rank: int = 0) -> ModelStates:
+def held_states(plan: Mesh, parameters: int, of_rank: int = 0) -> ModelStates:
     """Bytes of so many parameters, their gradients and the optimizer's state on a rank, which has `of_rank` in all."""
     states = model_states(parameters, plan.zero, plan.dp)
     if splits_gradients_early(plan, of_rank or parameters):
