@@ -27,6 +27,7 @@ from benchmarks.planned import PLANS, strategy_of
 from benchmarks.processes import Workers
 from benchmarks.timing import show
 from globaltensor.cli.calibrate import measure, memory_of_rank
+from globaltensor.cli.cores import cores
 from globaltensor.cli.measure_here import small_models
 from globaltensor.planner.measured_cluster import cluster_of_measurements
 from globaltensor.planner.pricing import Task
@@ -134,7 +135,7 @@ def published() -> Iterator[dict[str, Any]]:
 
 def here(ranks: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Each plan on so many processes, predicted and measured."""
-    cluster = cluster_of_measurements(measure(ranks), ranks, memory_of_rank(ranks), small_models())
+    cluster = cluster_of_measurements(measure(ranks), ranks, memory_of_rank(ranks), small_models(), cores=cores())
     plans = PLANS.get(ranks, [])[:2 if quick else None]
     strategies = [(name, strategy_of(name, fixed, cluster, ranks, quick)) for name, fixed in plans]
     settings = {"strategies": strategies, "small": quick, "laps": 2 if quick else 30}

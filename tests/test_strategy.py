@@ -196,8 +196,15 @@ def fastest_of_all(task: ModelTask) -> float:
     return best
 
 
-def compare_with_all(seed: int) -> None:
-    task = small_task(random.Random(seed))
+def on_cores(task: ModelTask, cores: int) -> ModelTask:
+    """The same where the devices of a host share so many cores."""
+    cluster = dataclasses.replace(task.cluster, cores=cores)
+    costs = {key: MeshCosts(one.few, one.many, cluster, one.tp) for key, one in task.costs.items()}
+    return dataclasses.replace(task, cluster=cluster, costs=costs)
+
+
+def compare_with_all(seed: int, cores: int = 0) -> None:
+    task = on_cores(small_task(random.Random(seed)), cores)
     result, best = search_model(task), fastest_of_all(task)
     assert (result.best.seconds if result.best else inf) == best, seed
     assert result.lower_bound == best, seed
@@ -207,6 +214,23 @@ def compare_with_all(seed: int) -> None:
 def test_nothing_is_faster_than_what_is_found():
     for seed in range(SEED, SEED + 25):
         compare_with_all(seed)
+
+
+def test_nothing_is_faster_where_ranks_share_cores():
+    for seed in range(SEED + 50, SEED + 62):
+        compare_with_all(seed, cores=1 + seed % 2)
+
+
+def test_ranks_that_share_cores_take_turns():
+    def seconds(cores: int, **fixed) -> float:
+        cluster = dataclasses.replace(KNOWN["dgx-a100"], cores=cores)
+        return gt.strategy(chain(), torch.zeros(8, 8, dtype=torch.float64), cluster, 4, **fixed)["step_time"]
+
+    for fixed, busy in (({"dp": 4, "zero": 0, "micro_batch": 2}, 4), ({"dp": 2, "tp": 1, "pp": 1, "micro_batch": 4}, 2),
+                        ({"dp": 1, "tp": 1, "pp": 2, "schedule": "1f1b", "micro_batch": 2}, 2 / (1 + 1 / 4))):
+        for cores in (1, 2, 8):
+            times = max(busy / cores, 1.0)
+            assert seconds(cores, **fixed) == pytest.approx(times * seconds(0, **fixed)), (fixed, cores)
 
 
 @pytest.mark.long

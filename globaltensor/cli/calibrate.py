@@ -74,7 +74,8 @@ def _fitted_to_rows(chosen: argparse.Namespace) -> tuple[Cluster, str]:
 
 def _measured_here(chosen: argparse.Namespace) -> tuple[Cluster, str]:
     ranks = chosen.ranks or cores()
-    of = cluster_of_measurements(measure(ranks), ranks, memory_of_rank(ranks), small_models(), chosen.name or "here")
+    of = cluster_of_measurements(measure(ranks), ranks, memory_of_rank(ranks), small_models(), chosen.name or "here",
+                                 cores())
     rows = [("kind", "start", "of 10^9 operations", "of 10^9 bytes")]
     rows += [(one.kind, seconds_text(one.start), seconds_text(one.operation * 1e9), seconds_text(one.byte * 1e9))
              for one in of.kernels]

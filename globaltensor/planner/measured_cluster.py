@@ -32,9 +32,9 @@ _ALONE = Link(1e-6, 1e10)                            # of a lone rank, which is 
 
 
 def cluster_of_measurements(measured: Mapping[str, Any], ranks: int, memory: float, models: Sequence[nn.Module],
-                            name: str = "here") -> Cluster:
+                            name: str = "here", cores: int = 0) -> Cluster:
     """The cluster whose rates agree best. `ranks` is its devices, each of so many bytes; `models` are those whose steps
-    were measured, with 4 rows in each micro-batch."""
+    were measured, with 4 rows in each micro-batch; `cores`: that the ranks shared, all of them busy."""
     rows: dict[str, list[Sequence[float]]] = {}
     for kind, *row in measured["ops"]:
         rows.setdefault(kind, []).append(row)
@@ -50,8 +50,10 @@ def cluster_of_measurements(measured: Mapping[str, Any], ranks: int, memory: flo
                    by_kind["pointwise"].start, kernels=kernels, transport=transport)
     step, each, of_op = _overheads(measured["steps"], bare, models)
     gradient = KernelRate("accumulation", bare.kernel_launch + of_op, 0.0, 3 / bandwidth)        # reads two, writes one
-    return dataclasses.replace(bare, micro_batch_overhead=each, step_overhead=step,
-                               kernels=(*_later(kernels, of_op), gradient))
+    measured_here = dataclasses.replace(bare, micro_batch_overhead=each, step_overhead=step,
+                                        kernels=(*_later(kernels, of_op), gradient))
+    crowded = dataclasses.replace(measured_here, cores=cores).turns(ranks)
+    return dataclasses.replace(measured_here.slowed(1 / crowded), cores=cores)
 
 
 def _later(kernels: Sequence[KernelRate], seconds: float) -> tuple[KernelRate, ...]:

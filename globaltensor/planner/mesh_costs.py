@@ -53,9 +53,19 @@ class MeshCosts:
                     for x, y in zip(_passes(a), _passes(b)))
         # where the library does something else with more samples, all is in proportion to them
         self.few = few if alike else [_in_proportion(unit, SAMPLES[0] / SAMPLES[1]) for unit in many]
-        self.many, self.cluster, self.tp = many, cluster, tp
+        self.many, self.cluster, self.tp, self.times = many, cluster, tp, 1.0
+        self._slowed: dict[float, MeshCosts] = {}
         self._known: dict[tuple[int, int], UnitArrays] = {}
         self.parameters = [unit.parameters for unit in few]
+
+    def slowed(self, times: float) -> MeshCosts:
+        """The same on a cluster on which everything takes so many times longer."""
+        if times == 1:
+            return self
+        if times not in self._slowed:
+            self._slowed[times] = MeshCosts(self.few, self.many, self.cluster.slowed(times), self.tp)
+            self._slowed[times].times = times
+        return self._slowed[times]
 
     @property
     def operations(self) -> float:
@@ -81,7 +91,7 @@ class MeshCosts:
             operations, moved = (np.maximum(x + (y - x) * share, 0.0) for x, y in (
                 (np.array(a.operations), np.array(b.operations)), (np.array(a.moved), np.array(b.moved))))
             compute = float(self.cluster.op_seconds(np.array(a.kinds, int), operations, moved).sum())
-            return compute, compute + sum(between(a.seconds[axis], b.seconds.get(axis, 0.0)) * (
+            return compute, compute + self.times * sum(between(a.seconds[axis], b.seconds.get(axis, 0.0)) * (
                 along_dp if axis == "dp" else 1.0) for axis in a.seconds)
 
         def received(a: UnitCost, b: UnitCost, axis: str) -> float:

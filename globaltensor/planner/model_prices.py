@@ -116,13 +116,17 @@ class VariantPrices:
 
     meshes: tuple[RankMesh, ...] = ()
 
-    def __init__(self, task: ModelTask, variant: ModelVariant) -> None:
+    def __init__(self, task: ModelTask, variant: ModelVariant, busy: float | None = None) -> None:
         self.task, self.variant = task, variant
         self._unit_bytes: dict[str, UnitBytes] = {}
-        shape, cluster = variant.shape, task.cluster
-        self.mesh = task.costs[shape.tp, shape.kind]
-        self.of: UnitArrays = self.mesh.arrays(shape.micro_batch, shape.dp)
+        shape = variant.shape
         self.micro_batches = task.global_batch // (shape.dp * shape.micro_batch)
+        if busy is None:                             # devices, on average over a step
+            busy = shape.dp * shape.tp * shape.pp / (1 + (shape.pp - 1) / (variant.chunks * self.micro_batches))
+        times = task.cluster.turns(busy)
+        self.cluster = cluster = task.cluster.slowed(times)
+        self.mesh = task.costs[shape.tp, shape.kind].slowed(times)
+        self.of: UnitArrays = self.mesh.arrays(shape.micro_batch, shape.dp)
         self.rank_of = np.array(vee(shape.pp) if variant.schedule in ("zb-v", "dualpipe-v") else
                                 loop(shape.pp, variant.chunks))
         early = (variant.zero > 1 and shape.dp > 1 and shape.pp == 1
@@ -157,13 +161,13 @@ class VariantPrices:
     @cached_property
     def optimizer_each(self) -> float:
         """Seconds of the optimizer for each byte of parameters: all of its state is read and written."""
-        if self.task.cluster.kernels:
-            return self.states.optimizer * float(self.task.cluster.rates_of_kinds[_OPTIMIZER][2])
-        return 2 * self.states.optimizer / self.task.cluster.memory_bandwidth
+        if self.cluster.kernels:
+            return self.states.optimizer * float(self.cluster.rates_of_kinds[_OPTIMIZER][2])
+        return 2 * self.states.optimizer / self.cluster.memory_bandwidth
 
     def optimizer_seconds(self, units: np.ndarray) -> float:
         """Of a rank with these units: what each tensor takes, and its bytes."""
-        start = float(self.task.cluster.rates_of_kinds[_OPTIMIZER][0])
+        start = float(self.cluster.rates_of_kinds[_OPTIMIZER][0])
         return self.optimizer_each * float(self.mesh.sizes[units].sum()) + start * float(self.mesh.tensors[units].sum())
 
     def passes(self, recompute: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -174,7 +178,7 @@ class VariantPrices:
     @cached_property
     def added(self) -> np.ndarray:
         """Seconds of each unit in which a micro-batch adds its gradients to those of earlier ones, on average."""
-        start, _, byte = self.task.cluster.rates_of_kinds[_ACCUMULATION] if self.task.cluster.kernels else (0.0,) * 3
+        start, _, byte = self.cluster.rates_of_kinds[_ACCUMULATION] if self.cluster.kernels else (0.0,) * 3
         return (start * self.mesh.tensors + byte * self.mesh.sizes) * (self.micro_batches - 1) / self.micro_batches
 
     def kept(self, recompute: str) -> np.ndarray:
@@ -195,7 +199,7 @@ class VariantPrices:
     def least(self) -> float:
         """Seconds that a step takes at least, however units are cut."""
         shape = self.variant.shape
-        if float(self.mesh.sizes.sum()) * self.states.total / shape.pp > self.task.cluster.memory:
+        if float(self.mesh.sizes.sum()) * self.states.total / shape.pp > self.cluster.memory:
             return _NEVER                            # parameters, gradients and optimizer do not fit
         seconds = self.least_work() + self.end[0]
         if shape.pp == 1:
@@ -205,7 +209,7 @@ class VariantPrices:
     def least_work(self) -> float:
         """Seconds of the passes of the busiest rank at least: the mean of all, or the longest unit. Of several stages
         also what a link between them is busy, and the way of one micro-batch through all stages and back."""
-        shape, cluster = self.variant.shape, self.task.cluster
+        shape, cluster = self.variant.shape, self.cluster
         f, i, w = self.passes(self.task.fixed.recompute or "none")
         if shape.pp == 1:
             rank = float(np.sum(f + i + w)) + cluster.micro_batch_overhead
@@ -246,7 +250,7 @@ class VariantPrices:
         needed: list[tuple[float, str]] = []
         for name in self._recomputes:
             needed.append((self.peak_of_rank(units, rank, name).total, name))
-            if needed[-1][0] <= self.task.cluster.memory:
+            if needed[-1][0] <= self.cluster.memory:
                 break
         else:
             needed.append(min(needed))
@@ -279,7 +283,7 @@ class VariantPrices:
             seconds = (work + before + self.optimizer_each * (state @ onto)).max(1) + fixed
         if p == 1:
             seconds = seconds + (each + self.optimizer_each * whole_backward) * state.sum(1)
-        return (seconds + self.task.cluster.step_overhead) * _ROUNDING
+        return (seconds + self.cluster.step_overhead) * _ROUNDING
 
     # --------------------------------------------------------------------------------------------------------- cuts
 
@@ -315,7 +319,7 @@ class VariantPrices:
         for choice in reversed(choices):
             cut.append(ends - int(choice[ends]))
             ends = int(choice[ends])
-        return tuple(reversed(cut)), (float(best[n]) + self.task.cluster.step_overhead + self.end[0]) * _ROUNDING
+        return tuple(reversed(cut)), (float(best[n]) + self.cluster.step_overhead + self.end[0]) * _ROUNDING
 
     def _added_seconds(self, rank: int) -> list[list[float]]:
         """Of a rank with the units from b to e [b][e]: seconds that the least recomputation that fits adds to each
@@ -324,7 +328,7 @@ class VariantPrices:
         for name in reversed(self._recomputes):
             needed = self.unit_bytes(name).of_ranges(float(self._kept_micro_batches[rank]), self.micro_batches)
             added = sums_of_units(self.passes(name)[1] - passes)
-            seconds = np.where(needed <= self.task.cluster.memory, added, seconds)
+            seconds = np.where(needed <= self.cluster.memory, added, seconds)
         return seconds.tolist()
 
     def dealt(self, cut: tuple[int, ...]) -> tuple[list[np.ndarray], list[list[int]], list[np.ndarray]]:
@@ -367,7 +371,7 @@ class VariantPrices:
                 now = max(now, float(run.done[s])) + prices.stage_end(
                     float(prices.mesh.sizes[stages[s]].sum()), float(prices.mesh.pending_on_tp[stages[s]].sum()))
             reduced = max(now, float(run.last[rank]))
-            step = prices.optimizer_seconds(units[rank]) + prices.task.cluster.step_overhead
+            step = prices.optimizer_seconds(units[rank]) + prices.cluster.step_overhead
             seconds.append(reduced + step - float(min(run.first)))
             reductions.append(reduced - float(run.last[rank]))
             optimizer.append(step)
@@ -381,9 +385,9 @@ class VariantPrices:
         if rank == other:
             return Hop()
         group = self.variant.shape.dp * self.variant.shape.tp
-        hosts = {r // self.task.cluster.devices_per_host for one in (rank, other)
+        hosts = {r // self.cluster.devices_per_host for one in (rank, other)
                  for r in (one * group, one * group + group - 1)}
-        link: Link = self.task.cluster.local if len(hosts) == 1 else self.task.cluster.remote
+        link: Link = self.cluster.local if len(hosts) == 1 else self.cluster.remote
         return Hop(link.latency, float(self.of.passed[unit]) / link.bandwidth)
 
 

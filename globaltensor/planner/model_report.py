@@ -119,7 +119,7 @@ def times_of_parts(best: ModelCandidate) -> dict[str, float]:
     own = np.concatenate([units for s, units in enumerate(units_of_stages(best.cut)) if rank_of[s] == rank])
     prices = priced(best).of_rank(rank)
     again = (prices.passes(best.recompute[rank])[1] - prices.passes("none")[1])[own].sum()
-    compute = (float(prices.of.compute[own].sum() + again) + prices.task.cluster.micro_batch_overhead)
+    compute = (float(prices.of.compute[own].sum() + again) + prices.cluster.micro_batch_overhead)
     compute = min(compute * prices.micro_batches, float(run.busy[rank]))
     return {"compute": compute, "communication": float(run.busy[rank]) - compute + best.ends[rank],
             "bubble": float(run.last[rank]) - first - float(run.busy[rank]), "optimizer": best.optimizer[rank]}

@@ -42,7 +42,7 @@ from globaltensor.planner.space import divisors
 _NEVER = float("inf")
 _ROUNDING = 1 - 1e-9
 _SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2")     # those with a stage on each rank
-_MOST_TRIED = 400                                    # pipelines that are simulated
+_MOST_ACTIONS = 1_000_000                            # of pipelines that are simulated
 _MOST_STEPS = 20_000                                 # of putting them together
 
 
@@ -105,9 +105,9 @@ def search_own_meshes(orders: Iterable[DeviceOrder], known: float, until: float)
             bound = tables.bound(pp)
             if bound < known:
                 heapq.heappush(heap, (bound, next(serial), _Part(_Start(tables, pp))))
-    best, steps = known, 0
+    best, steps, actions = known, 0, 0
     while heap and heap[0][0] < best:
-        if len(result.simulated) >= _MOST_TRIED or steps >= _MOST_STEPS or time.monotonic() >= until:
+        if actions >= _MOST_ACTIONS or steps >= _MOST_STEPS or time.monotonic() >= until:
             result.left = min(result.left, heap[0][0])
             break
         bound, _, part = heapq.heappop(heap)
@@ -121,6 +121,7 @@ def search_own_meshes(orders: Iterable[DeviceOrder], known: float, until: float)
         one = OwnMeshPrices(part.start.tables.order, part.meshes).price(part.cut)
         assert one.seconds >= bound * _ROUNDING or not one.fits, "it takes at least what its bound says"
         result.simulated.append(one)
+        actions += len(one.run.schedule)
         if one.fits and one.seconds < best:
             best, result.best = one.seconds, one
     return result

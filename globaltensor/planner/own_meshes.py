@@ -77,7 +77,7 @@ class DeviceOrder:
         """Of a rank there."""
         key = groups, variant
         if key not in self._prices:
-            self._prices[key] = VariantPrices(self.tasks[groups], variant)
+            self._prices[key] = VariantPrices(self.tasks[groups], variant, len(self.devices))
         return self._prices[key]
 
     def mesh(self, groups: frozenset[int], variant: ModelVariant, place: int) -> RankMesh:
@@ -102,7 +102,7 @@ class OwnMeshPrices(VariantPrices):
 
     def __init__(self, order: DeviceOrder, meshes: tuple[RankMesh, ...]) -> None:
         first = meshes[0]
-        super().__init__(order.tasks[frozenset(first.groups)], first.variant)
+        super().__init__(order.tasks[frozenset(first.groups)], first.variant, len(order.devices))
         self.order, self.meshes = order, meshes
         self.of_ranks = [order.prices(frozenset(one.groups), one.variant) for one in meshes]
 

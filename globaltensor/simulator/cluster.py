@@ -70,6 +70,8 @@ class Cluster:
     kernel_launch          seconds that a host takes to start a kernel: devices that compute for less wait for it
     micro_batch_overhead   seconds that a rank spends on each micro-batch besides
     step_overhead          seconds that a step takes besides
+    cores                  of a host, which its devices share, where these are processes on a CPU: more that are busy
+                           at once than there are cores take turns (0: each device computes by itself)
     transport              by whose rates the library plans boxings when it runs there, as it knows no others then:
                            one of `TRANSPORTS`; so the bytes are those that it moves
     kernels                what ops of each kind take, where that was measured; else an op takes the longest of its
@@ -90,6 +92,23 @@ class Cluster:
     step_overhead: float = 0.0
     kernels: tuple[KernelRate, ...] = ()
     transport: str = "nccl"
+    cores: int = 0
+
+    def turns(self, busy: float) -> float:
+        """How many times longer everything takes where so many devices are busy at once."""
+        return max(min(busy, self.devices_per_host) / self.cores, 1.0) if self.cores else 1.0
+
+    def slowed(self, times: float) -> Cluster:
+        """The cluster as a device sees it for which everything takes so many times longer."""
+        if times == 1:
+            return self
+        local, remote = (Link(one.latency * times, one.bandwidth / times) for one in (self.local, self.remote))
+        kernels = tuple(KernelRate(one.kind, *(rate * times for rate in (one.start, one.operation, one.byte)))
+                        for one in self.kernels)
+        return dataclasses.replace(
+            self, flops=self.flops / times, memory_bandwidth=self.memory_bandwidth / times, local=local, remote=remote,
+            kernel_launch=self.kernel_launch * times, micro_batch_overhead=self.micro_batch_overhead * times,
+            step_overhead=self.step_overhead * times, kernels=kernels, cores=0)
 
     @cached_property
     def rates_of_kinds(self) -> np.ndarray:
@@ -171,7 +190,7 @@ def cluster_from_json(described: Any, source: str) -> Cluster:
             values[name] = _transport_of(value, source)
         elif name == "kernels":
             values[name] = _kernels_of(value, source)
-        elif name in ("devices_per_host", "hosts"):
+        elif name in ("devices_per_host", "hosts", "cores"):
             values[name] = int(checked_number(value, name, source, least=name == "devices_per_host"))
         else:
             values[name] = checked_number(value, name, source)

@@ -93,7 +93,8 @@ class ClusterGroups:
             _slowest_link([one.local for one in of]), _slowest_link([*(one.remote for one in of), *between]),
             total // host, max(one.kernel_launch for one in of), max(one.micro_batch_overhead for one in of),
             max(one.step_overhead for one in of), _slowest_kernels(of),
-            min((one.transport for one in of), key=lambda name: TRANSPORTS[name].bandwidth))
+            min((one.transport for one in of), key=lambda name: TRANSPORTS[name].bandwidth),
+            min((max(one.cores * host // one.devices_per_host, 1) for one in of if one.cores), default=0))
 
 
 def _slowest_link(several: Sequence[Link]) -> Link:
