@@ -167,6 +167,22 @@ def test_a_size_of_one_is_no_sibling():
         torch.testing.assert_close(got.full_tensor(), a + b)
 
 
+def test_an_index_that_is_not_there_is_refused(arrivals):
+    """Of any length that has it, the row is taken without Python; of others, torch tells the global shape."""
+    for n in (9, 7, 8, 30):
+        plain = torch.randn(n, 4, 6)
+        x = gt.from_full(plain, LINE, S(1))
+        arrivals.clear()                             # of from_full
+        first, last = x[5], x[-6]
+        assert n == 9 or not arrivals, f"{n}: {arrivals}"
+        torch.testing.assert_close(first.full_tensor(), plain[5])
+        torch.testing.assert_close(last.full_tensor(), plain[-6])
+    x = gt.from_full(torch.randn(5, 4, 6), LINE, S(1))
+    for index in (5, -6):
+        with pytest.raises(IndexError, match=r"size \[5, 4, 6\]"):
+            x.select(0, index)
+
+
 def test_sizes_that_do_not_fit_are_refused():
     x, w = gt.from_full(torch.randn(6, 4), LINE, S(0)), gt.from_full(torch.randn(4, 3), LINE, B)
     for _ in range(3):

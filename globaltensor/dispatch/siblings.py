@@ -20,6 +20,8 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
+import torch
+
 from globaltensor.algorithms import decompositions, local_impls
 from globaltensor.dispatch.recipe import Recipe
 from globaltensor.layouts.global_like import is_global
@@ -69,7 +71,8 @@ def siblings_of(recipe: Recipe, call: Call) -> Siblings | None:
     outputs = [[] if own is None or recipe.written else next(rest) for own in recipe.outputs]
     operands = [_labelled(dims, t.spec, labels) or [] if is_global(t) else []
                 for dims, t in zip(rule.inputs, call.tensors)]
-    least = [max(2, _parts_of_label(recipe, label)) if label in rule.nonempty else 2 for label in labels]
+    least = [max(2, _parts_of_label(recipe, label) if label in rule.nonempty else 0, _size_for_index(rule, call, label))
+             for label in labels]
     return Siblings(operands, outputs, least, bool(pending))
 
 
@@ -107,6 +110,15 @@ def _free_labels(rule: Rule, call: Call) -> dict[str, int] | None:
 def _labelled(dims: Dims, own: Spec, labels: dict[str, int]) -> list[int] | None:
     """Per dim of a tensor the number of its label, or ~n; None where a result's size does not follow from labels."""
     return [labels.get(dim[0].rstrip("!"), ~n) for dim, n in zip(dims, own.shape)] if len(dims) == own.ndim else None
+
+
+def _size_for_index(rule: Rule, call: Call, label: str) -> int:
+    """How many elements of a label there must be for the index that a call has: of fewer, torch's error is about the
+    global shape only where the call is decided."""
+    if call.func is not torch.ops.aten.select.int or not rule.inputs[0][call["dim"]][0].startswith(f"{label}!"):
+        return 0
+    index: int = call["index"]
+    return index + 1 if index >= 0 else -index
 
 
 def _parts_of_label(recipe: Recipe, label: str) -> int:

@@ -156,6 +156,7 @@ def squeezed(call: Call) -> Rule:
     return rule(f"{' '.join(lhs)} -> {' '.join(x for i, x in enumerate(lhs) if i not in gone)}", "a")
 
 
+@regardless_of_size
 def selected(call: Call) -> Rule:
     """One index of a dim: that dim stays whole."""
     n = call.tensors[0].dim()
