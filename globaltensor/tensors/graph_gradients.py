@@ -35,7 +35,7 @@ def read_for_new_graph() -> None:
 
 def read_for_guard(x: Any) -> None:
     """Before torch compares x with what a graph was made for."""
-    if gradients.pending and not x.requires_grad and _waits(x):
+    if gradients.pending and not x.requires_grad and _is_pending_gradient(x):
         _lost.clear()
         try:
             gradients.reduce_pending()
@@ -44,6 +44,6 @@ def read_for_guard(x: Any) -> None:
             raise
 
 
-def _waits(x: Any) -> bool:
+def _is_pending_gradient(x: Any) -> bool:
     """Is this the gradient of a parameter that is still to be reduced?"""
     return any(gradients.raw_grad(leaf) is x for leaf in gradients.pending.values())
