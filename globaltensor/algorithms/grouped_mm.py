@@ -13,7 +13,7 @@ depends on the data. So each rank asks the others for exactly the rows that it n
     += at an index          the transpose: rows go to where they are added                scatter_add
     grouped_mm              the rows of the rank's experts, and back to equal parts; nothing if they are there already
 
-In a graph of torch.compile, which has no values, the ops are done by their rules.
+In a graph of torch.compile, which has no values, rows are taken and added by the rules of these ops.
 
 After every op its rows are cut into equal parts again, because recipes need layouts that are known beforehand. A layer
 that knows the experts before its rows are sent does better: `parallel/experts.py`.
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from globaltensor.algorithms.decompositions import as_global
 from globaltensor.algorithms.local_impls import check_range
-from globaltensor.algorithms.run import Run
+from globaltensor.algorithms.run import Run, of_values
 from globaltensor.layouts.global_like import GlobalLike, is_global, spec_of
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, dense, dense_in_order, spec
 from globaltensor.layouts.placement import placement
@@ -77,12 +77,11 @@ def scatters_rows(call: Call) -> bool:
         for a, v, i in zip(x.spec.sbp, values.spec.sbp, index_sbp))
 
 
+@of_values
 def take_rows(call: Call, run: Run) -> GlobalLike:
     """x[index]: each rank gets the rows that its part of the index names. The result is cut as x is, and along axes
     where x is whole, as the index is."""
     x, index = call["self"], _row_index(call)
-    if x.traced:
-        return run.plain(call)                       # which rows move depends on values, and a graph has none
     index_sbp = index.spec.sbp if is_global(index) else x.spec.sbp
     dst = x.spec.layout.with_sbp(tuple(S0 if s.is_broadcast and i == S0 else s for s, i in zip(x.spec.sbp, index_sbp)))
     shape = (index.shape[0], *x.shape[1:])
@@ -100,11 +99,10 @@ def take_rows(call: Call, run: Run) -> GlobalLike:
     return run.wrap(out, {r: dense_in_order(t, out.stride) for r, t in taken.items()})
 
 
+@of_values
 def add_rows(call: Call, run: Run) -> GlobalLike:
     """x[index] += values: each rank adds up what it has for a row, and the row's owner adds up the ranks' sums."""
     x, index, values = call["self"], _row_index(call), call.get("values", call.get("source"))
-    if x.traced or values.traced:
-        return run.plain(call)
     dst = values.spec.layout
     x, values = run.redistribute([x, values], [dst, dst], str(call.func))
     numbers = _row_numbers(call, index, x.shape[0], run)

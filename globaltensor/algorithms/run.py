@@ -62,3 +62,17 @@ def traceable(decomposition: Decomposition) -> Decomposition:
 def is_traceable(decomposition: Decomposition | None) -> bool:
     """Is it marked so?"""
     return decomposition in _traceable
+
+
+_of_values: set[Decomposition] = set()
+
+
+def of_values(decomposition: Decomposition) -> Decomposition:
+    """Mark a decomposition that looks at values. A graph has none: there the op runs by its rule."""
+    _of_values.add(decomposition)
+    return decomposition
+
+
+def looks_at_values(decomposition: Decomposition) -> bool:
+    """Is it marked so?"""
+    return decomposition in _of_values

@@ -15,7 +15,7 @@ import torch
 
 from globaltensor.algorithms.aliasing import note_write
 from globaltensor.algorithms.completed import with_completed
-from globaltensor.algorithms.run import Run
+from globaltensor.algorithms.run import Run, looks_at_values
 from globaltensor.boxings.redistribute import Move, move_shards, redistribute
 from globaltensor.boxings.rows import RowExchange, row_exchange
 from globaltensor.dispatch import foreach, native, symbolic, user_rules
@@ -167,6 +167,8 @@ def dispatch(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwa
 def _run_decided(cls: type[GlobalLike], decision: Decision, func: OpOverload, args: tuple[Any, ...],
                  kwargs: dict[str, Any]) -> Any:
     before = trace_order.so_far()
+    if not isinstance(decision, Recipe) and looks_at_values(decision) and traced_operand(args, kwargs):
+        decision = _by_rule(cls, func, args, kwargs)
     if isinstance(decision, Recipe):
         # Elements that are boxed are copies: written back together, one would undo what another wrote to memory they
         # share.
