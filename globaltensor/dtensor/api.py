@@ -17,13 +17,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Placement
 
+from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.dtensor.conversion import placements_of, torch_cut, wrap_part
 from globaltensor.dtensor.device_mesh import DeviceMesh, mesh_or_current
 from globaltensor.errors import ArgumentError, ShapeError, counted, expect
 from globaltensor.layouts.layout import Layout, Shape, layout, spec
 from globaltensor.layouts.placement import placement
+from globaltensor.layouts.rank_regions import rank_regions
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.runtime import lineage
+from globaltensor.runtime.torch_internals import is_of_a_trace
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import convert
 from globaltensor.tensors.factories import empty
@@ -99,7 +102,7 @@ def distribute_tensor(tensor: torch.Tensor, device_mesh: DeviceMesh | None = Non
         elif src_data_rank is None:
             x = lineage.begin_lineage(FromFull.of(tensor.detach(), dst))
         else:
-            x = to_layout(_on_rank(tensor.detach(), device_mesh, src_data_rank), dst)
+            x = _from_rank(tensor.detach(), dst, src_data_rank)
     return x.requires_grad_(tensor.requires_grad)
 
 
@@ -108,14 +111,32 @@ def _memoryless(dst: Layout, shape: Shape, dtype: torch.dtype) -> GlobalTensor:
     return empty(shape, placement=dst.placement.of_type("meta"), sbp=dst.sbp, dtype=dtype)
 
 
-def _on_rank(t: torch.Tensor, mesh: DeviceMesh, index: int) -> GlobalTensor:
-    """The tensor of one rank of the mesh."""
+def _from_rank(t: torch.Tensor, dst: Layout, index: int) -> GlobalTensor:
+    """The tensor of one rank of the mesh, in a layout there."""
+    mesh = dst.placement
     if not 0 <= index < len(mesh.flat):
         raise ArgumentError(f"src_data_rank={index} of a mesh of {len(mesh.flat)} ranks", "it is a rank of the mesh",
                             "src_data_rank=0")
-    src = layout(placement(mesh.type, [mesh.flat[index]]), (broadcast,))
+    source = mesh.flat[index]
+    if is_of_a_trace(t):
+        return _from_rank_in_graph(t, dst, source)
+    src = layout(placement(mesh.type, [source]), (broadcast,))
     shards = {r: t.to(world().device(mesh.type, r)).contiguous() for r in local_ranks_of(src.placement)}
-    return lineage.begin_lineage(GlobalTensor.wrap(spec(src, tuple(t.shape), None, t.dtype), shards))
+    return to_layout(lineage.begin_lineage(GlobalTensor.wrap(spec(src, tuple(t.shape), None, t.dtype), shards)), dst)
+
+
+def _from_rank_in_graph(t: torch.Tensor, dst: Layout, source: int) -> GlobalTensor:
+    """The same in a graph, where every process needs a part of what is moved: but the one rank's, parts are empty."""
+    if not t.dim():
+        return _from_rank_in_graph(t.reshape(1), dst, source).reshape(())
+    mesh, shape = dst.placement, tuple(t.shape)
+    held = {r: tuple((0, n if r == source else 0) for n in shape) for r in mesh.flat}
+    none = t[(slice(0),) * t.dim()]
+    shards = {r: (t if r == source else none).to(world().device(mesh.type, r)).contiguous()
+              for r in local_ranks_of(mesh)}
+    own = spec(rank_regions(mesh, held), shape, None, t.dtype)
+    moved, = move_shards([Move(own, shards, dst)], "distribute_tensor")
+    return lineage.begin_lineage(GlobalTensor.wrap(own.moved(dst), moved))
 
 
 @api_boundary

@@ -308,6 +308,20 @@ def compiled(T):
     return [[out.detach(), *[whole(p.grad) for p in model.parameters()]]]
 
 
+def scattered_in_a_graph(T):
+    """One rank's tensor, which is made inside of what is compiled. (torch writes into what it distributes.)"""
+    mesh = T.init_device_mesh("cpu", (N,))
+
+    def program(t):
+        rows = T.distribute_tensor(t.clone(), mesh, [T.Shard(0)])
+        copies = T.distribute_tensor(t[0].clone(), mesh, [T.Replicate()], src_data_rank=N - 1)
+        number = T.distribute_tensor(t[0, 0].clone(), mesh, [T.Replicate()])
+        return rows * 2 + copies, copies * number, rows.redistribute(placements=[T.Shard(1)])
+
+    t = torch.rand(2 * N, 3) + dist.get_rank()
+    return [[whole(x) for x in torch.compile(program, backend="aot_eager", fullgraph=T is ours)(t)]]
+
+
 def groups(T):
     """torch's own collectives among the ranks of a dim, of a mesh and of a part of it."""
     mesh = T.init_device_mesh("cpu", (1, N), mesh_dim_names=("dp", "tp"))
@@ -320,7 +334,7 @@ def groups(T):
 
 
 PROGRAMS = [tensor_parallel, sequence_parallel, llama, parts, uneven, sharded, sharded_modules, recomputed, compiled,
-            groups]
+            scattered_in_a_graph, groups]
 for program in PROGRAMS:
     if len(sys.argv) > 1 and program.__name__ not in sys.argv[1:]:
         continue
