@@ -71,6 +71,59 @@ blocks.*.mlp.down ->          S(1)
 norm ->                       B"""
 
 
+class Adapted(nn.Module):
+    """A linear layer with an adapter of rank 2, as peft makes one."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False)})
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * 0.5
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return x + self.down_proj(F.gelu(self.up_proj(x)))
+
+
+def test_adapters_are_cut_on_the_side_on_which_their_layer_is():
+    torch.manual_seed(SEED)
+    plain = Mlp()
+    plain.up_proj, plain.down_proj = Adapted(plain.up_proj), Adapted(plain.down_proj)
+    plan = gt.Plan.of(plain)
+    assert plan == {"up_proj.base_layer.weight": {"tp": S(0)}, "up_proj.base_layer.bias": {"tp": S(0)},
+                    "up_proj.lora_B.default.weight": {"tp": S(0)}, "down_proj.base_layer.weight": {"tp": S(1)},
+                    "down_proj.lora_A.default.weight": {"tp": S(1)}}
+    assert set(plan.whole) == {"up_proj.lora_A.default.weight", "down_proj.lora_B.default.weight"}
+    pair = nn.Sequential(Adapted(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, 3))       # told by its sizes
+    assert gt.Plan.of(pair).keys() == {"*.base_layer.weight", "*.base_layer.bias", "*.lora_B.default.weight",
+                                       "2.weight"}
+    for p in (plain.up_proj.base_layer, plain.down_proj.base_layer):
+        p.requires_grad_(False)
+    place = where(2, names=("tp",))
+    model, x = gt.parallelize(copy.deepcopy(plain), place, plan), torch.randn(3, 6)
+    with gt.record() as moves:
+        y = model(gt.from_full(x, place, B)).to_global(sbp=B)
+    # of the second layer: the narrow sum inside of its adapter, and what it gives
+    assert [(move.bytes, move.src.sbp, move.dst.sbp) for move in moves if move.bytes] == [
+        (2 * k * x.shape[0] * 4 // 2, (gt.sbp.partial_sum,), (B,)) for k in (2, 6)], moves
+    want = plain(x)
+    torch.testing.assert_close(y.full_tensor(), want)
+    y.square().sum().backward()
+    want.square().sum().backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
+
+
 def test_a_pair_of_layers_is_recognised_by_its_sizes():
     pair = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     assert gt.Plan.of(pair) == {"0.weight": {"tp": S(0)}, "0.bias": {"tp": S(0)}, "2.weight": {"tp": S(1)}}

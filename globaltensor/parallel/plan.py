@@ -45,7 +45,14 @@ from globaltensor.layouts.sbp import Sbp, broadcast, not_an_sbp, read_sbp, split
 from globaltensor.parallel import experts as expert_layers, grids
 from globaltensor.parallel.grids import PlanRow, PlanRows
 from globaltensor.parallel.modules import M, check_module, first_fit, to_global
-from globaltensor.parallel.recognition import is_fused, layer_kind, output_between, split_dims, whole_layers
+from globaltensor.parallel.recognition import (
+    is_fused,
+    layer_kind,
+    name_of_adapted,
+    output_between,
+    split_dims,
+    whole_layers,
+)
 from globaltensor.parallel.style_rows import rows_of_styles
 from globaltensor.pictures.markup import chip, colour_of, html_table
 from globaltensor.runtime.text_table import aligned
@@ -106,7 +113,7 @@ class Plan(MutableMapping[str, PlanRow]):
             if kind and axis:
                 dims = split_dims(kind, layer)
                 weights |= {f"{name}.{key}".lstrip("."): {axis: split(dim)} for key, dim in dims.items()}
-                dealt |= {name: {axis: split(-1)}} if is_fused(name, layer) else {}
+                dealt |= {name_of_adapted(name): {axis: split(-1)}} if is_fused(name, layer) else {}
             if sequence and (brought := output_between(kind, layer, sequence == axis)):
                 outputs[name] = {sequence: brought}
             if experts and (stacked := expert_layers.stacked_parameters(name, layer)):
@@ -146,10 +153,10 @@ class Plan(MutableMapping[str, PlanRow]):
         if len(axes) > 3:
             raise SbpError(f"a plan along {len(axes)} axes: {', '.join(axes)}",
                            "layers are cut along one, two or three", f"gt.Plan.of(model, {axes[:3]})")
-        tensors, moved = grids.plan_rows([(name, layer, layer_kind(name, layer, module))
-                                     for name, layer in module.named_modules()], axes)
-        moved |= {f"{name}{_PARTS}": {axes[-1]: split(-1)} for name, layer in module.named_modules()
-                  if is_fused(name, layer)}
+        layers = [(name, layer) for name, layer in module.named_modules() if name_of_adapted(name) == name]
+        tensors, moved = grids.plan_rows([(name, layer, layer_kind(name, layer, module)) for name, layer in layers],
+                                         axes)
+        moved |= {f"{name}{_PARTS}": {axes[-1]: split(-1)} for name, layer in layers if is_fused(name, layer)}
         named = [name for name, *_ in named_tensors(module)]
         parts = [*named, *[name for name, _ in module.named_modules()]]
         moving = [f"{name}{suffix}" for name in parts for suffix in (_IN, _OUT, _PARTS)]

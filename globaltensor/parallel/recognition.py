@@ -7,9 +7,13 @@
 GPT-2's and nanoGPT's `c_attn`, whose outputs are q, k and v one after the other, is cut as it stands (dealt_parts.py).
 
 Where a name says nothing, two linear layers of one module of which the first widens and the second narrows are a pair.
+
+A layer with a low-rank adapter (peft's LoRA) has its matrix W in `base_layer`, and gives W x + B A x. B is cut as W is
+where that is cut along its outputs, A where it is cut along its inputs: so both sums are cut, or pending, alike.
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 
 from torch import nn
@@ -29,8 +33,36 @@ _FUSED_BY_PARTS = "c_attn"                           # one after the other, take
 _POSITIONS = ("wpe", "position", "position_embeddings", "pos_embed", "embed_positions")
 
 
+# What stands in the place of a layer that has an adapter: its own matrix, those of the adapter, a copy that is trained.
+_IN_ADAPTED = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+|(lora_[AB])\.[^.]+)$")
+_SIDE = {"lora_A": "rows", "lora_B": "columns"}      # of the layer's two sides, the one that a matrix of an adapter has
+
+
+def name_of_adapted(name: str) -> str:
+    """The name of the layer that this one is, or is a part of, where it has an adapter; else its own."""
+    return _IN_ADAPTED.sub("", name)
+
+
 def layer_kind(name: str, layer: nn.Module, root: nn.Module) -> str | None:
     """columns: cut along the outputs; rows: along the inputs; vocabulary: along dim 0; None: broadcast."""
+    side = _adapter_side(name)
+    if side is None:
+        return _kind_by_name(name_of_adapted(name), layer, root)
+    adapted = name_of_adapted(name)
+    return side if _kind_by_name(adapted, _without_adapter(root.get_submodule(adapted)), root) == side else None
+
+
+def _adapter_side(name: str) -> str | None:
+    part = _IN_ADAPTED.search(name)
+    return None if part is None else _SIDE.get(part[1] or "")
+
+
+def _without_adapter(layer: nn.Module) -> nn.Module:
+    base = layer._modules.get("base_layer")
+    return layer if base is None else base
+
+
+def _kind_by_name(name: str, layer: nn.Module, root: nn.Module) -> str | None:
     if isinstance(layer, nn.Embedding):
         return "vocabulary" if _ends(name, _VOCABULARY) and not _has_parametrized(layer) else None
     if not _is_linear(layer) or _has_parametrized(layer):
@@ -44,7 +76,7 @@ def layer_kind(name: str, layer: nn.Module, root: nn.Module) -> str | None:
 
 def is_fused(name: str, layer: nn.Module) -> bool:
     """Does one matrix stand for two or three as large, whose outputs lie one after the other?"""
-    if not _ends(name, (_FUSED_BY_PARTS,)) or not _is_linear(layer):
+    if _adapter_side(name) or not _ends(name_of_adapted(name), (_FUSED_BY_PARTS,)) or not _is_linear(layer):
         return False
     sizes: tuple[int, ...] = tuple(layer._parameters["weight"].shape)  # type: ignore[union-attr]  # a linear layer's
     return max(sizes) in (2 * min(sizes), 3 * min(sizes))
@@ -56,7 +88,7 @@ def _follows_fused(name: str, root: nn.Module) -> bool:
     if own != "c_proj":
         return False
     fused = dict(root.get_submodule(parent).named_children()).get(_FUSED_BY_PARTS)
-    return fused is not None and is_fused(_FUSED_BY_PARTS, fused)
+    return fused is not None and is_fused(_FUSED_BY_PARTS, _without_adapter(fused))
 
 
 def output_between(kind: str | None, layer: nn.Module, same_ranks: bool) -> Sbp | None:
@@ -70,7 +102,7 @@ def output_between(kind: str | None, layer: nn.Module, same_ranks: bool) -> Sbp 
 def _in_pair(name: str, layer: nn.Module, root: nn.Module) -> str | None:
     """Two linear layers of one module, the second undoing the sizes of the first, are a pair whatever their names."""
     parent = root.get_submodule(name.rpartition(".")[0])
-    linears = [child for child in parent.children() if isinstance(child, nn.Linear)]
+    linears = [layer for layer in map(_without_adapter, parent.children()) if isinstance(layer, nn.Linear)]
     if isinstance(parent, nn.MultiheadAttention) or len(linears) != 2:
         return None
     first, second = linears
@@ -114,6 +146,9 @@ def whole_layers(root: nn.Module, cut: Collection[str]) -> Iterator[tuple[str, s
 
 
 def _why_whole(name: str, layer: nn.Module, root: nn.Module) -> str:
+    if _adapter_side(name):
+        return "a matrix of an adapter: one of the two is cut, on the side on which the layer is"
+    name = name_of_adapted(name)
     parent, _, own = name.rpartition(".")
     if own in _FUSED or isinstance(layer, nn.MultiheadAttention):
         return "one matrix of several: split along its outputs, heads of one would be parted; a layer for each"
