@@ -73,6 +73,24 @@ def test_optimizers(name, place_):
 
 
 @pytest.mark.parametrize("place_", PLACES)
+def test_muon_differs_by_the_rounding_of_bfloat16_alone(place_, monkeypatch):
+    """Muon makes its matrices orthogonal in bfloat16. With as many digits as the rest, nothing differs."""
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
+    plain, model, x, gx = pair(place(*PLACES[place_]))
+    before = copy.deepcopy(plain)
+    for net, data in ((plain, x), (model, gx)):
+        optimizer = OPTIMIZERS["muon"](list(net.parameters()))
+        for _ in range(4):
+            optimizer.zero_grad()
+            net(data).pow(2).mean().backward()
+            optimizer.step()
+    same(model, plain)
+    assert all((p - q).abs().max() > 0.01 for p, q in zip(plain.parameters(), before.parameters()) if p.dim() == 2)
+
+
+@pytest.mark.parametrize("place_", PLACES)
 def test_a_step_of_an_optimizer_moves_only_the_gradients(place_):
     _, model, _, gx = pair(place(*PLACES[place_]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
