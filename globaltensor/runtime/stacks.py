@@ -53,8 +53,8 @@ def stack_of(pid: int) -> str:
                 break
         with open(file, "rb") as text:
             text.seek(before)
-            last = text.read().decode(errors="replace").rpartition(_HEAD)[2]     # others may have asked, too
-            return "\n".join(re.findall(r"(?m)^  File .+$", last))
+            newest = text.read().decode(errors="replace").rpartition(_HEAD)[2]   # others may have asked, too
+            return "\n".join(re.findall(r"(?m)^  File .+$", newest))
     return ""
 
 
