@@ -8,11 +8,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import py_compile
 import re
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 
 import pytest
 from harness import PROGRAMS, RUN, Started, environment, results, run
@@ -69,6 +71,46 @@ sys.exit(3 if gt.rank() else 0)
     assert code == 3 and out == "printedprinted", err
     assert {"the program's of rank 0 ends", "the program's of rank 1 ends", "atexit"} <= set(err.splitlines()), err
     assert "torch's of rank" not in err
+
+
+AS_IN_PYTHON = """
+import atexit, pickle, sys
+
+class Own:
+    pass
+
+own = Own()
+own.itself, own.file = own, open("left_open.txt", "w")    # closed where the module is taken down, in no other order
+own.file.write("text")
+atexit.register(lambda: print(pickle.loads(pickle.dumps(Own)) is Own))      # looked up in __main__
+print(__name__, __package__, sys.argv[1:], sys.path[0])
+"""
+
+
+@pytest.mark.parametrize("method, form", [("fork", "file"), *(("spawn", form) for form in (
+    "file", "module", "package", "folder", "archive", "compiled"))])
+def test_a_program_of_any_form_runs_as_in_python(method, form, tmp_path):
+    (tmp_path / "own").mkdir()
+    for name in ("program.py", "own/__main__.py"):
+        (tmp_path / name).write_text(AS_IN_PYTHON)
+    with zipfile.ZipFile(tmp_path / "own.zip", "w") as archive:
+        archive.write(tmp_path / "program.py", "__main__.py")
+    py_compile.compile(tmp_path / "program.py", tmp_path / "compiled.pyc")
+    words = {"file": ["program.py"], "module": ["-m", "program"], "package": ["-m", "own"], "folder": ["./own"],
+             "archive": ["own.zip"], "compiled": ["compiled.pyc"]}[form]
+    said = []
+    for starter in ([sys.executable], [*RUN, "-n", 1, "--start-method", method]):
+        code, out, err = Started([*starter, *words, "--an", "option"], cwd=tmp_path).end()
+        assert code == 0, err
+        said.append((out, (tmp_path / "left_open.txt").read_text()))
+        (tmp_path / "left_open.txt").unlink()
+    assert said[0] == said[1] and said[0][1] == "text"
+
+
+def test_a_program_that_cannot_be_parsed_is_told_by_what_is_wrong(tmp_path):
+    (tmp_path / "program.py").write_text("def f(:\n")
+    code, _, err = run([*RUN, "-n", 2, tmp_path / "program.py"])
+    assert code == 1 and "failed: SyntaxError: invalid syntax" in err
 
 
 @pytest.mark.parametrize("how, code, words", [

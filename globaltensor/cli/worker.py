@@ -11,12 +11,14 @@ import faulthandler
 import io
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import sys
 import traceback
+import zipfile
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 FOLDER = "GLOBALTENSOR_RUN_FOLDER"                   # names a folder that the launcher and its ranks share
 
@@ -35,10 +37,7 @@ def main(argv: list[str]) -> None:
     sys.argv = argv[1:] if module else argv
     sys.path[0] = os.getcwd() if module else str(Path(argv[0]).resolve().parent)
     try:
-        if module:
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(argv[0], run_name="__main__")
+        _run_program(sys.argv[0], module)
         _note("", 0)
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
@@ -53,12 +52,34 @@ def main(argv: list[str]) -> None:
         raise SystemExit(128 + signal.SIGINT) from None
 
 
+def _run_program(name: str, module: bool) -> None:
+    """As Python itself does, in a module that lives until the interpreter ends. What runpy.run_path runs is garbage by
+    then, and a file in it that was left open may be closed before the text that waits is written."""
+    sys.modules["__main__"] = program = ModuleType("__main__")
+    run_module = runpy._run_module_as_main  # type: ignore[attr-defined]  # what `python -m` calls
+    if module:
+        run_module(name)
+    elif os.path.isdir(name) or zipfile.is_zipfile(name):
+        sys.path[0] = os.path.join(os.getcwd(), name)
+        run_module("__main__", False)
+    else:
+        vars(program).update(__file__=name, __cached__=None)
+        with io.open_code(name) as file:
+            code = pkgutil.read_code(file)           # of a .pyc; else None
+        if code is None:
+            with io.open_code(name) as file:
+                code = compile(file.read(), name, "exec")
+        exec(code, vars(program))
+
+
 def show_failure(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
     """In place of Python's own sys.excepthook: the traceback from the program's first line on, once per host."""
     ours = {__file__, runpy.__file__, "<frozen runpy>"}
     while at is not None and at.tb_frame.f_code.co_filename in ours:
         at = at.tb_next
-    line = traceback.format_exception_only(kind, error)[0].splitlines()[0]
+    # a SyntaxError begins with the place, a message may have many lines
+    lines = "".join(traceback.format_exception_only(kind, error)).splitlines()
+    line = next(line for line in lines if not line.startswith(" "))
     if (library := sys.modules.get("globaltensor.runtime.liveness")) is not None:
         library.tell_failure(int(os.environ["RANK"]), error)
     _tell(line.removeprefix("globaltensor.errors."), "".join(traceback.format_exception(kind, error, at)))
