@@ -128,7 +128,7 @@ INTERNALS = "runtime/torch_internals.py"
 PAGE = (PACKAGE.parent / "docs" / "torch-internals.md").read_text().partition("## In C++")[0]
 LISTED = {name for row in re.findall(r"(?m)^\| (`.*?) \|", PAGE) for name in re.findall(r"`(.+?)`", row)}
 OF_PYTHON = {"_replace", "_asdict", "_fields", "_getframe", "_current_frames", "_exit", "_actions",
-             "_choices_actions", "_SubParsersAction", "_width"}
+             "_choices_actions", "_SubParsersAction", "_width", "_run_module_as_main"}
 
 
 def is_private(name: str) -> bool:
