@@ -12,6 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import globaltensor as gt
+from globaltensor.runtime.native import torch_ext
 
 SEED = 61
 ONE = gt.placement("cpu", [0], ("dp",))
@@ -55,3 +56,51 @@ def test_an_op_runs_as_it_is(name):
     for a, b in zip(values, want, strict=True):
         assert torch.equal(a.full_tensor(), b), f"{name}, seed {SEED}"
     assert all(n <= plainly.get(op, 0) for op, n in counts.items()), f"{name}: {counts}, plain {plainly}"
+
+
+GRID = gt.placement("cpu", [[0, 1]], ("one", "two"))
+P, S, B = gt.sbp.partial_sum, gt.sbp.split, gt.sbp.broadcast
+USES = {                                             # what needs an operand as B along the axis of one rank
+    "relu": lambda t: t.relu(), "exp": lambda t: t.exp(), "product": lambda t: t * t.cos(),
+    "softmax": lambda t: t.softmax(0), "stack": lambda t: torch.stack([t, t.sin()]),
+}
+
+
+@pytest.mark.skipif(torch_ext is None, reason="native code does it")
+@pytest.mark.parametrize("name", [name for name in USES if name != "softmax"])      # its steps may write over theirs
+def test_what_an_op_reads_is_not_copied(name):
+    def pending():
+        x = gt.from_full(torch.randn(1000, 3), GRID, (P, S(0)))
+        assert x.spec.layout.partial
+        return x
+
+    for _ in range(3):                               # decided, verified, and done by native code
+        USES[name](pending())
+    x = pending()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        USES[name](x)
+    taken = [e.self_cpu_memory_usage for e in seen.key_averages() if e.key.startswith("boxing for aten")]
+    assert taken and sum(taken) == 0, f"a boxing takes {taken} bytes"
+
+
+@pytest.mark.parametrize("name", USES)
+def test_what_was_read_may_be_written_afterwards(name):
+    """The same memory is read by an op and written by another one: each must see what it would in plain torch."""
+    def all_of(t, leaf):
+        y = USES[name](t)
+        seen = [y.clone()]
+        with torch.no_grad():
+            t.add_(1)
+            seen.append(USES[name](t))
+            t.view(-1)[2:5].mul_(3)
+            y.mul_(2)
+            seen += [t.clone(), y, USES[name](t)]
+        USES[name](leaf * 2).sum().backward()
+        leaf.data.mul_(2)
+        return [*seen, leaf.grad, leaf]
+
+    t, leaf = torch.randn(2, 5, 6)
+    x, own = (gt.from_full(one, GRID, (P, S(1))) for one in (t, leaf))
+    ours = all_of(x, own.requires_grad_())
+    for a, b in zip(ours, all_of(t, leaf.requires_grad_()), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b)

@@ -29,6 +29,19 @@ at::Tensor empty_shard(const BoxingStep& step, size_t nth) {
   return shard;
 }
 
+// Does a shard lie in memory as the new one of that place would?
+bool lies_as_new(const at::Tensor& shard, const BoxingStep& step, size_t nth) {
+  return step.strides.empty() ? shard.is_contiguous() : shard.strides().equals(step.strides[nth]);
+}
+
+// Are the old shards the new ones, as along axes of one rank?
+bool stay(const ShardMove& move, const BoxingStep& step, const Shards& shards) {
+  if (!move.may_share || !step.stays) return false;
+  for (size_t nth = 0; nth < shards.size(); nth++)
+    if (!lies_as_new(shards[nth], step, nth)) return false;
+  return true;
+}
+
 void fill_shard(gt_shard& shard, const at::Tensor& t) {
   shard.data = memory_of(t);
   std::copy(t.strides().begin(), t.strides().end(), shard.stride);
@@ -118,6 +131,7 @@ BoxingStep step_from(const py::dict& fields) {
   step.sizes = fields["sizes"].cast<std::vector<std::vector<int64_t>>>();
   step.strides = fields["strides"].cast<std::vector<std::vector<int64_t>>>();
   step.reusable = fields["reusable"].cast<bool>();
+  step.stays = fields["stays"].cast<bool>();
   return step;
 }
 
@@ -176,7 +190,7 @@ bool may_write_over(const GlobalImpl* impl, const Boxing& boxing) {
     const at::Tensor& t = impl->kept()[nth];
     if (t.use_count() != 1 || t.storage().use_count() != 1 || t.is_conj() || t.is_neg()) return false;
     if (host_transport() && t.numel() && !gt_in_arena(t.const_data_ptr())) return false;  // partners write there
-    if (step.strides.empty() ? !t.is_contiguous() : !t.strides().equals(step.strides[nth])) return false;
+    if (!lies_as_new(t, step, nth)) return false;
   }
   return true;
 }
@@ -246,6 +260,7 @@ std::vector<Shards> move_shards_unseen(const std::vector<ShardMove>& moves, cons
     for (size_t i = 0; i < moves.size(); i++) {
       if (moves[i].boxing->steps.size() <= k) continue;
       const BoxingStep& step = moves[i].boxing->steps[k];
+      if (stay(moves[i], step, now[i])) continue;
       if (!moves[i].in_place) {
         next[i].clear();
         for (size_t nth = 0; nth < step.result->ranks.size(); nth++) next[i].push_back(empty_shard(step, nth));
@@ -256,7 +271,7 @@ std::vector<Shards> move_shards_unseen(const std::vector<ShardMove>& moves, cons
       else
         move_within_process(step, before, now[i], next[i]);
     }
-    if (host_transport()) together.run(agreement + k, what, moves);
+    if (!together.moves.empty()) together.run(agreement + k, what, moves);
     now = std::move(next);
   }
   return now;

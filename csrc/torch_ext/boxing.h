@@ -23,6 +23,7 @@ struct BoxingStep {
   std::vector<std::vector<int64_t>> sizes;         // of the new shards, in the order of result->ranks
   std::vector<std::vector<int64_t>> strides;       // of them; none where they are contiguous
   bool reusable;                                   // they may be the old shards, written over (kernel_program.py)
+  bool stays;                                      // they are what the old ones are
 };
 
 struct Boxing {
@@ -38,6 +39,7 @@ struct ShardMove {
   const Shards* shards;
   uint64_t lineage = 0;                            // of the tensor; counts where no op asks for the boxing
   bool in_place = false;                           // the only step writes over the shards
+  bool may_share = false;                          // new shards are only read, while the old ones stay as they are
 };
 
 // What shards are moved for: all ranks must mean the same, and errors show it.

@@ -65,13 +65,14 @@ void box_operands(const Recipe& recipe, Operands& operands, std::vector<Shards>&
       shards = &copies.back();
     }
     moves.push_back({recipe.boxings[q].get(), shards});
+    moves.back().may_share = !recipe.aliased[q];
     places.push_back(q);
   }
   moved = move_shards(moves, recipe.purpose);
   for (size_t i = 0; i < places.size(); i++) {
     operands[places[i]].shards = &moved[i];
     const Boxing& boxing = *moves[i].boxing;
-    if (boxing.completes && recipe.completes[places[i]])
+    if (boxing.completes && !recipe.aliased[places[i]])
       keep_completed(operands[places[i]].owner, boxing.result(), moved[i]);
   }
 }

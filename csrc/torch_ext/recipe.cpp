@@ -47,7 +47,7 @@ void cache_flat_recipe(const std::string& pending_key, const std::string& name, 
   recipe->slots = slots_from(slots);
   for (Slot slot : recipe->slots)
     if (slot.index >= 0 && (recipe->lists.empty() || recipe->lists.back() != slot.at)) recipe->lists.push_back(slot.at);
-  for (Slot slot : recipe->slots) recipe->completes.push_back(!schema.arguments()[slot.at].alias_info());
+  for (Slot slot : recipe->slots) recipe->aliased.push_back(schema.arguments()[slot.at].alias_info() != nullptr);
   for (auto item : boxings) {
     recipe->boxings.push_back(item.is_none() ? nullptr : boxing_from(item.cast<py::object>()));
     recipe->has_boxings |= recipe->boxings.back() != nullptr;

@@ -100,7 +100,7 @@ struct Recipe {
   std::shared_ptr<const Boxing> slices_boxing;     // of slices of the base, where not the base itself is boxed
   std::vector<Slice> slices;                       // per rank
   std::vector<int32_t> writes;                     // slots of the operands that are written to
-  std::vector<bool> completes;                     // per slot: a global operand, of which its value is wanted
+  std::vector<bool> aliased;                       // per slot: it is written to, or a result is a view of it
   std::vector<int64_t> plain_ranks;                // of several processes, where an operand is plain; else none
   std::vector<PlainUses> plain_uses;               // per slot, where there are such ranks; null for a global operand
 };
