@@ -17,6 +17,7 @@ from builder import docstrings, source_pages
 from harness import ROOT
 
 import globaltensor as gt
+from globaltensor.playground.tryout import EXAMPLES
 
 DOCS = ROOT / "docs"
 if importlib.util.find_spec("sphinx"):
@@ -118,6 +119,14 @@ def test_blocks_are_replaced_by_what_they_ask_for(page):
     text = reference.with_reference(page.read_text())
     assert not reference.BLOCK.search(text)
     assert text.count("```") % 2 == 0
+
+
+@needs_sphinx
+def test_the_examples_of_the_playground_are_on_a_page():
+    text = reference.with_reference((DOCS / "how-to" / "try-layouts.md").read_text())
+    for title in EXAMPLES:
+        drawn = text.partition(f"### {title}\n")[2].partition("\n### ")[0]
+        assert "<svg" in drawn and "print(gt.explain(lambda:" in drawn and "<h2" not in drawn and "<script" not in drawn
 
 
 @needs_sphinx

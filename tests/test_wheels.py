@@ -15,7 +15,8 @@ import torch
 from harness import ROOT, environment
 
 WHEELS = ROOT / ".github" / "scripts" / "wheels.py"
-PAGES = [ROOT / "docs" / "install.md", ROOT / "README.md", ROOT / "docs" / "guide.md",
+WALK = [ROOT / "docs" / name for name in ("start/two-minutes.md", "start/ten-minutes.md", "how-to/choose-a-plan.md")]
+PAGES = [ROOT / "docs" / "install.md", *WALK, ROOT / "README.md", ROOT / "docs" / "guide.md",
          *sorted((ROOT / "docs" / "learn").glob("*.md"))]
 MINOR = ".".join(torch.__version__.split(".")[:2])
 

@@ -8,7 +8,7 @@ A page asks for it by a block whose language says what is wanted, with a name a 
     ```
 
 The blocks are `names` (docstrings), `modules` (the docstrings of modules, which describe formats of files), `commands`
-(what `--help` says) and `messages` (the error index, of all rooms).
+(what `--help` says), `messages` (the error index, of all rooms) and `examples` (those of `globaltensor play`, drawn).
 """
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from builder.docstrings import as_markdown
 from globaltensor.cli.options import OPTIONS
 from globaltensor.cli.parser import Help, parser
 from globaltensor.errors import GlobalTensorError, anchor_of
+from globaltensor.playground.tryout import EXAMPLES, show_tryout
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "globaltensor"
@@ -214,6 +215,12 @@ def _shown(message: Message) -> str:
     return "\n".join(["```text", f"{message.kind}: {message.what}", *known, "```", ""])
 
 
+def example(title: str) -> str:
+    """An example of the playground, which needs no script. Its headings become paragraphs of the page."""
+    drawn = re.sub(r"<h2>(.*?)</h2>", r"<p><strong>\1</strong></p>", show_tryout(EXAMPLES[title]))
+    return f'### {title}\n\n````{{raw}} html\n<div class="gt-picture">{drawn}</div>\n````\n'
+
+
 # ----------------------------------------------------------------------------------------------- blocks of the pages
 
 
@@ -223,8 +230,9 @@ WRITERS: dict[str, Callable[[list[str]], str]] = {
                                          for name in lines),
     "commands": lambda _: "\n".join(map(command, OPTIONS)),
     "messages": lambda _: index_of_messages(),
+    "examples": lambda _: "\n".join(map(example, EXAMPLES)),
 }
-BLOCK = re.compile(r"(?ms)^```(names|modules|commands|messages)\n(.*?)^```$")
+BLOCK = re.compile(r"(?ms)^```(names|modules|commands|messages|examples)\n(.*?)^```$")
 
 
 def with_reference(text: str) -> str:
