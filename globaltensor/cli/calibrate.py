@@ -8,7 +8,7 @@
 
 Each row is a step that was measured, as for `globaltensor plan --evaluate`, with the column measured_ms. Nine numbers
 are fitted: the rates that programs reach for matrix products, for memory, and for links within a host and between
-hosts; the latencies of these links; and the overhead of a kernel, a micro-batch and a step. What no row tells about
+hosts; the latencies of these links; and the overhead of a kernel, a micro-batch and a step. What no row measures
 stays as in --cluster.
 
 --here measures this machine: ops of each kind and of several sizes, boxings between processes, an optimizer, and steps

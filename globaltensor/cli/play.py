@@ -1,6 +1,6 @@
 """Try out layouts and boxings in a browser: set placement and sbps by mouse, type an expression, see what moves.
 
-    globaltensor play                       says where the page is; Ctrl-C ends it
+    globaltensor play                       prints the address of the page; Ctrl-C ends it
     globaltensor play --export FOLDER       the examples as pages that need no server
 
 The server listens at 127.0.0.1 and answers nobody else. What is typed is not run as Python: an expression is made of
