@@ -5,6 +5,7 @@ import argparse
 import json
 import os
 import signal
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -214,7 +215,7 @@ def test_the_report_names_the_cause_first(tmp_path, capsys, codes, notes, code, 
 
 @pytest.mark.usefixtures("real_processes")
 @pytest.mark.parametrize("arguments, expected", [
-    ([], "usage: globaltensor"), (["--help"], "    run         Run a program"),
+    ([], "usage: globaltensor"), (["--help"], "    run +Run a program"),        # Python 3.13 indents it further
     (["--version"], f"globaltensor {globaltensor.__version__}")])
 def test_the_version_and_the_help_do_not_wait_for_torch(arguments, expected):
     code = f"""
@@ -223,7 +224,7 @@ from globaltensor_command import main
 atexit.register(lambda: print("torch" in sys.modules))
 sys.exit(main({arguments}))"""
     out = good([sys.executable, "-c", code])
-    assert expected in out and out.endswith("\nFalse\n"), out
+    assert re.search(expected, out) and out.endswith("\nFalse\n"), out
 
 
 @pytest.mark.usefixtures("real_processes")

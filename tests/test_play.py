@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from html import unescape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from urllib.parse import urlencode
@@ -99,6 +100,12 @@ def test_the_rule_is_the_one_that_is_written():
     row, = gt.explain(lambda: gt.ones(4, 4, placement=gt.placement("cpu", [0, 1]), sbp="B") @ gt.ones(
         4, 4, placement=gt.placement("cpu", [0, 1]), sbp="B")).rows[-1:]
     assert row.rule == "m k, k n -> m n    a*b"
+
+
+def test_a_lone_axis_has_the_name_that_a_placement_gives_it():
+    own, = gt.placement("cpu", [0, 1]).names
+    html = answer_to({"axes": "2", "expression": "x + 1", "x_shape": "4", "x_sbp": "B", "y_sbp": "B"})
+    assert own in html and f"axis_names=('{own}',)" in unescape(html)
 
 
 def test_every_sbp_of_a_grid_is_shown():

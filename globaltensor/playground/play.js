@@ -20,7 +20,7 @@
   }
 
   function build() {
-    const axes = document.getElementById("axes"), called = setting.axes.length === 1 ? ["tp"] : names;
+    const axes = document.getElementById("axes"), called = names.slice(0, setting.axes.length);
     axes.replaceChildren(axes.firstElementChild);
     setting.axes.forEach((n, k) => line(axes, called[k], button("-", false, () => { setting.axes[k] = Math.max(1, n - 1); }),
       String(n), button("+", false, () => { if (ranks() / n * (n + 1) <= setting.most) setting.axes[k] = n + 1; })));

@@ -48,7 +48,7 @@ class Tryout:
         ranks: Any = list(range(prod(self.axes)))
         if len(self.axes) == 2:
             ranks = [ranks[k:k + self.axes[1]] for k in range(0, len(ranks), self.axes[1])]
-        lines = [f'P = gt.placement("cpu", {ranks}, axis_names={AXES[-len(self.axes):]})']
+        lines = [f'P = gt.placement("cpu", {ranks}, axis_names={AXES[:len(self.axes)]})']
         for name, shape, sbp in (("x", self.x_shape, self.x_sbp), ("y", self.y_shape, self.y_sbp)):
             if re.search(rf"\b{name}\b", self.expression):
                 explained = code_of(nd_sbp(list(sbp), (), len(self.axes)))
@@ -85,7 +85,7 @@ def show_tryout(of: Tryout) -> str:
     """What it does, as HTML. Raises ExpressionError for an expression that is not admitted, and what torch and the
     library raise for tensors that do not fit."""
     tree = parse_expression(of.expression)
-    where = placement("cpu", torch.arange(prod(of.axes)).view(of.axes).tolist(), AXES[-len(of.axes):])
+    where = placement("cpu", torch.arange(prod(of.axes)).view(of.axes).tolist(), AXES[:len(of.axes)])
     torch.manual_seed(0)
     names = {name: rand(*shape, placement=where, sbp=nd_sbp(list(sbp), (), len(of.axes)))
              for name, shape, sbp in (("x", of.x_shape, of.x_sbp), ("y", of.y_shape, of.y_sbp))
