@@ -4,17 +4,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import re
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 from harness import good
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 import globaltensor
 from globaltensor.cli import bench, info, launch, main, run
+from globaltensor.cli.agent import RestartingAgent
 from globaltensor.cli.options import run_options
 from globaltensor.cli.torchrun import translate
 
@@ -225,6 +227,27 @@ atexit.register(lambda: print("torch" in sys.modules))
 sys.exit(main({arguments}))"""
     out = good([sys.executable, "-c", code])
     assert re.search(expected, out) and out.endswith("\nFalse\n"), out
+
+
+@pytest.mark.parametrize("newest", [False, True], ids=["torch 2.11", "torch 2.13"])
+def test_ranks_have_the_time_that_they_were_given_with_any_torch(newest, monkeypatch, tmp_path):
+    """Of torch 2.11, the agent takes no `shutdown_timeout`, and its `_shutdown` no time."""
+    asked = []
+
+    def made_in_2_11(self, spec, logs_specs, start_method="spawn", exit_barrier_timeout=300):
+        self._worker_watchdog = self._health_check_server = None
+
+    def ended_in_2_11(self, death_sig=signal.SIGTERM):
+        self._pcontext.close(death_sig)
+
+    if not newest:
+        monkeypatch.setattr(LocalElasticAgent, "_shutdown", ended_in_2_11)
+    monkeypatch.setattr(LocalElasticAgent, "__init__", made_in_2_11)
+    agent = RestartingAgent(None, str(tmp_path), 77, 1, lambda failures: [], None)
+    agent._pcontext = SimpleNamespace(close=lambda death_sig, timeout=30: asked.append((death_sig, timeout)))
+    agent._shutdown(signal.SIGINT, timeout=5)
+    agent._shutdown()
+    assert [asked[0], asked[2]] == [(signal.SIGINT, 77), (signal.SIGTERM, 77)]     # then torch, of none
 
 
 @pytest.mark.usefixtures("real_processes")

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from globaltensor.op_table.table import TABLE
+from globaltensor.runtime import meta as shape_functions
 from globaltensor.runtime.meta import meta
 
 SEED = int(os.environ.get("META_SEED") or 20_261_121)
@@ -207,3 +208,12 @@ def test_a_mistake_is_torchs_own_error(name):
     assert not isinstance(mine, NotImplementedError), mine
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_log_sums_of_attention_are_as_wide_as_the_kernel_gives_them(dtype, monkeypatch):
+    """Also where torch's shape function says float32 of all dtypes, as that of torch 2.11 does."""
+    func = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    monkeypatch.setattr(shape_functions, "python_meta", lambda op: lambda q, *_, **__: (
+        torch.empty_like(q), torch.empty(q.shape[:3], device="meta")))
+    q = torch.rand(2, 3, 4, 8, dtype=dtype)
+    _, log_sums = meta(func, [t.to("meta") for t in (q, q, q)], {})
+    assert log_sums.dtype == func(q, q, q)[1].dtype and log_sums.shape == (2, 3, 4)

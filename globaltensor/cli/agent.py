@@ -28,8 +28,8 @@ class RestartingAgent(LocalElasticAgent):
 
     def __init__(self, spec: WorkerSpec, folder: str, grace: int, fewest: int,
                  report: Callable[[Mapping[int, Any]], list[int]], forks: ForkServer | None) -> None:
-        super().__init__(spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=grace)
-        self.fewest, self.report, self.forks = fewest, report, forks
+        super().__init__(spec, DefaultLogsSpecs(log_dir=folder))
+        self.grace, self.fewest, self.report, self.forks = grace, fewest, report, forks
         self.failures: Mapping[int, Any] = {}
 
     def run(self, role: str = "default") -> RunResult:
@@ -72,6 +72,12 @@ class RestartingAgent(LocalElasticAgent):
             spec = worker_group.spec
             spec.local_world_size = max(self.fewest, spec.local_world_size - len(causes))
         super()._restart_workers(worker_group)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Ends the ranks within the time that they were given: torch 2.11 knows of no other than 30 seconds."""
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, self.grace)
+        super()._shutdown(death_sig)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         for process in map(process_id, self.pids()):
