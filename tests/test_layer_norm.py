@@ -86,6 +86,43 @@ def test_the_fused_rms_norm_of_gpus(weighted):
     assert len([m for m in moves if m.bytes]) == 2
 
 
+_NORMS = {                                           # of x and parameters of its dtype, as in a model.to(bfloat16)
+    "layer norm": lambda x, weight, bias: F.layer_norm(x, (8,), weight, bias),
+    "layer norm, no bias": lambda x, weight, bias: F.layer_norm(x, (8,), weight),
+    "layer norm, no weight": lambda x, weight, bias: F.layer_norm(x, (8,), None, bias),
+    "layer norm, neither": lambda x, weight, bias: F.layer_norm(x, (8,)),
+    "layer norm, wide": lambda x, weight, bias: F.layer_norm(x, (8,), weight.float(), bias.float()),
+    "rms norm": lambda x, weight, bias: F.rms_norm(x, (8,), weight),
+    "group norm": lambda x, weight, bias: F.group_norm(x, 2, weight, bias),
+    "batch norm": lambda x, weight, bias: F.batch_norm(x, None, None, weight, bias, True),
+    "batch norm, neither": lambda x, weight, bias: F.batch_norm(x, None, None, training=True),
+    "batch norm, running": lambda x, weight, bias: F.batch_norm(
+        x, bias.detach() * 0, weight.detach() * 0, weight, bias, True),
+    "batch norm, eval": lambda x, weight, bias: F.batch_norm(x, bias.detach(), weight.detach().abs(), weight, bias),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", _NORMS)
+def test_norms_of_models_of_sixteen_bits(norm, dtype):
+    generator = torch.Generator().manual_seed(SEED)
+    tensors = [torch.randn(*shape, generator=generator).to(dtype) for shape in ((4, 8, 8), (8,), (8,))]
+
+    def values(tensors):
+        leaves = [t.requires_grad_() for t in tensors]
+        out = _NORMS[norm](*leaves)
+        out.float().sin().sum().backward()
+        return [out.detach(), *[t.grad for t in leaves if t.grad is not None]]
+
+    expected = values([t.clone() for t in tensors])
+    for x, parameter in (((S(0), B), (B, B)), ((S(0), S(2)), (B, S(0))), ((S(0), S(1)), (B, B)), ((B, B), (B, B))):
+        where = place([[0, 1], [2, 3]])
+        got = values([gt.from_full(t, where, sbp) for t, sbp in zip(tensors, (x, parameter, parameter))])
+        for ours, theirs in zip(got, expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm])
 def test_sixteen_bits_are_computed_in_float32(norm, dtype):

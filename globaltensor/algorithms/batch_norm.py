@@ -102,7 +102,9 @@ def whole_batch_forward(call: Call, run: Run) -> tuple[GlobalLike, ...]:
     eps = call["eps"]
     _update(call, run, mean, run(aten.mul.Tensor, var, n / (n - 1) if n > 1 else math.nan))
     invstd = run(aten.rsqrt.default, run(aten.add.Scalar, var, eps))
-    out = run(aten.native_batch_norm.default, x, call["weight"], call["bias"], mean, var, False, 0.0, eps)[0]
+    # torch's kernel takes statistics that are wider than its input, with parameters that are as wide
+    weight, bias = (None if call[name] is None else cast(run, call[name], dtype) for name in ("weight", "bias"))
+    out = run(aten.native_batch_norm.default, x, weight, bias, mean, var, False, 0.0, eps)[0]
     return out, mean, invstd
 
 

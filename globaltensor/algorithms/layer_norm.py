@@ -85,10 +85,10 @@ def _samples_and_features(call: Call) -> tuple[list[int], list[int]]:
 
 def _statistics_dtype(call: Call) -> torch.dtype:
     """The dtype of the statistics that are returned, as torch's kernels choose it."""
-    x, weight = call["input"], call["weight"]
+    x = call["input"]
     if x.device.type != "cpu":
         return accumulation_dtype(x.dtype)
-    return x.dtype if weight is None else weight.dtype
+    return next((t.dtype for t in (call["weight"], call.get("bias")) if t is not None), x.dtype)
 
 
 def _scaled(run: Run, y: GlobalLike, weight: GlobalLike | None) -> GlobalLike:

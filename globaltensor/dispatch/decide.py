@@ -41,7 +41,7 @@ from globaltensor.op_table.variants import line_of
 from globaltensor.rules.call import Call, arguments
 from globaltensor.rules.language import Signature, expected_rule, fits, label_sizes
 from globaltensor.runtime.custom_ops import MADE_OF
-from globaltensor.runtime.meta import meta
+from globaltensor.runtime.meta import as_on, meta
 from globaltensor.runtime.torch_internals import (
     OpOverload,
     neg_view,
@@ -323,7 +323,7 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
         kwargs["device"] = torch.device("meta")
     try:
         with torch.no_grad():
-            result = meta(call.func, args, kwargs)
+            result = as_on(operands[0].placement.type, call.func, operands, meta(call.func, args, kwargs))
     except NotImplementedError:
         return None
     except RuntimeError as error:
@@ -360,7 +360,8 @@ def _meta_operand(own: Spec) -> torch.Tensor:
 def _of_empty(call: Call, operands: list[Spec]) -> Any:
     """What the op returns where an operand is empty: torch's kernels take then what its shape functions refuse, such as
     a product of two dtypes."""
-    args, kwargs = call.arguments_with([torch.zeros((), dtype=own.dtype).expand(own.shape) for own in operands])
+    zeros = [torch.zeros((), dtype=own.dtype, device="cpu").expand(own.shape) for own in operands]
+    args, kwargs = call.arguments_with(zeros)
     with torch.no_grad():
         return tree_map_only(torch.Tensor, lambda t: t.to("meta"), call.func(*args, **kwargs))
 
