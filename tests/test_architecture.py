@@ -219,6 +219,25 @@ def test_a_function_name_stands_once():
     assert not twice, f"a function says by its name which one it is: {twice}"
 
 
+_MAKES = {"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal",
+          "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"}
+_MAKES_FLOATS = {"empty", "empty_strided", "eye", "linspace", "logspace", "ones", "rand", "randn", "zeros"}
+
+
+def test_what_the_library_makes_for_itself_does_not_follow_the_defaults_of_a_program():
+    """torch.set_default_device and set_default_dtype are for what the program makes."""
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MAKES
+                    and ast.unparse(node.func.value) == "torch"):
+                given = {keyword.arg for keyword in node.keywords}
+                lacks = {"device", *({"dtype"} if node.func.attr in _MAKES_FLOATS else ())} - given
+                if lacks and None not in given:      # **extra: what the program asks for
+                    wrong.append(f"{path}:{node.lineno}: torch.{node.func.attr} without {sorted(lacks)}")
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.usefixtures("real_processes")
 def test_importing_starts_nothing():
     code = ("import globaltensor, torch, sys; from globaltensor.runtime.world import started;"

@@ -296,7 +296,7 @@ def packed_sequence(call: Call, run: Run) -> Any:
     sizes = next(iter(batch_sizes.shards.values()), None)
     if sizes is None:                                # of a process that holds nothing of the rows
         lengths = call["lengths"]
-        sizes = (lengths > torch.arange(int(lengths.max())).unsqueeze(1)).sum(1)
+        sizes = (lengths > torch.arange(int(lengths.max()), device="cpu").unsqueeze(1)).sum(1)
     return rows, sizes
 
 
@@ -306,7 +306,8 @@ def unscale(call: Call, run: Run) -> Any:
     flags: dict[placement, dict[int, torch.Tensor]] = {}
     for grad in call["self"]:
         for rank, shard in grad.shards.items():
-            flag = flags.setdefault(grad.placement, {}).setdefault(rank, torch.zeros((), device=shard.device))
+            zero = torch.zeros((), dtype=torch.float32, device=shard.device)
+            flag = flags.setdefault(grad.placement, {}).setdefault(rank, zero)
             call.func([shard], flag, call["inv_scale"].to(shard.device))
     for where in dict.fromkeys(grad.placement for grad in call["self"]):      # also where this process has no part
         pending = spec(layout(where, (partial_max,) * where.ndim), (), None, torch.float32)

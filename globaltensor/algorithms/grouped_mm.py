@@ -282,7 +282,7 @@ def _rows_of_holders(groups: _Groups, shards: Shards, held: dict[int, Range], wa
     """Each rank's wanted range of rows, from those that the others hold; the shards themselves if they are that."""
     if held == wanted:
         return shards
-    numbers = {part: torch.arange(*part) for part in set(wanted.values())}
+    numbers = {part: torch.arange(*part, device="cpu") for part in set(wanted.values())}
     return groups.run.row_exchange(axes, held, {r: numbers[rows] for r, rows in wanted.items()}, row,
                                    str(groups.call.func), of.layout, of.layout).gather(shards)
 

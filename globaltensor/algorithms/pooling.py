@@ -133,7 +133,7 @@ def max_pool_backward(call: Call, run: Run) -> GlobalLike:
 
 def _counts(slide: Slide, ends: Range, rows: int, padded: bool) -> Tensor:
     """How many rows each of some output rows is the mean of, with those of the padding or without."""
-    start = torch.arange(*ends) * slide.stride - slide.padding
+    start = torch.arange(*ends, device="cpu") * slide.stride - slide.padding
     if padded:
         return (start + slide.kernel).clamp(max=rows + slide.padding) - start
     return (start + slide.kernel).clamp(max=rows) - start.clamp(min=0)
@@ -149,7 +149,7 @@ def _edge_counts(call: Call, pooling: Pooling, out_region: Region) -> Tensor | N
     counts = [_counts(slide, ends, n, padded) for slide, ends, n in rows]
     if all(bool((n == slide.kernel).all()) for n, slide in zip(counts, pooling.slides)):
         return None
-    total = torch.ones((), dtype=torch.int64)
+    total = torch.ones((), dtype=torch.int64, device="cpu")
     for n in counts:                                 # the outer product over the spatial dims
         total = total.unsqueeze(-1) * n
     return total

@@ -244,11 +244,11 @@ def _fill_in_graph(key: Tensor, shape: Shape, edges: Sequence[int], dtype: torch
 
 
 def _draw_key_in_graph() -> Tensor:
-    return torch.tensor(draw_key())
+    return torch.tensor(draw_key(), device="cpu")
 
 
 custom_ops.implement(custom_ops.draw_key, _draw_key_in_graph)
-custom_ops.tell_shapes(custom_ops.draw_key, lambda: torch.empty((), dtype=torch.int64))
+custom_ops.tell_shapes(custom_ops.draw_key, lambda: torch.empty((), dtype=torch.int64, device="cpu"))
 order_effects(custom_ops.draw_key)
 custom_ops.implement(custom_ops.fill, _fill_in_graph)
 custom_ops.tell_shapes(custom_ops.fill, lambda key, shape, edges, dtype, device, law, parts: torch.empty(

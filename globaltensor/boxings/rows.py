@@ -99,7 +99,7 @@ def row_exchange(axes: tuple[int, ...], held: Mapping[int, Range], wanted: Mappi
                  row: Mapping[int, tuple[int, ...]], op: str, src: Layout, dst: Layout) -> RowExchange:
     """An exchange of rows between ranks that differ along these axes of the placement only."""
     group = peers_along(src.placement, axes)
-    bounds = torch.tensor([held[rank] for rank in src.placement.flat]).reshape(-1)
+    bounds = torch.tensor([held[rank] for rank in src.placement.flat], device="cpu").reshape(-1)
     places: dict[int, list[int]] = {}                # id of a tensor of numbers: ranks with the same one look up once
     parts = {}
     for rank in src.placement.flat:

@@ -159,9 +159,9 @@ def _fill_sources(case: BoxingCase, memory: torch.Tensor, generator: torch.Gener
         t = operand.within(memory)
         if operand.dtype.is_floating_point or operand.dtype.is_complex:
             real = torch.view_as_real(t) if operand.dtype.is_complex else t
-            real.copy_(torch.randn(real.shape, generator=generator, device="cpu"))
+            real.copy_(torch.randn(real.shape, generator=generator, dtype=torch.float32, device="cpu"))
         elif operand.dtype == torch.bool:
-            t.copy_(torch.rand(t.shape, generator=generator, device="cpu") < 0.4)
+            t.copy_(torch.rand(t.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.4)
 
 
 def _do_by_torch(case: BoxingCase, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -237,7 +237,7 @@ def _new_tensors(manifest: Manifest, flat: FlatState) -> dict[str, torch.Tensor]
                 _check_state(entry, param)
                 on_param = entry.is_global or isinstance(param, GlobalTensor) and _like_param(entry, param)
                 new[name] = empty_state(param, entry.shape, entry.dtype) if on_param else torch.empty(
-                    entry.shape, dtype=entry.dtype)
+                    entry.shape, dtype=entry.dtype, device="cpu")
     return new
 
 

@@ -59,7 +59,7 @@ def resume(state: T, directory: str | os.PathLike[str]) -> T:
         if first is not None and rank() == 0:
             warn(f"resumed from {path / name}, because a newer version cannot be loaded: {first.what}")
         if manifest.random:
-            torch.set_rng_state(torch.tensor(list(bytes.fromhex(manifest.random)), dtype=torch.uint8))
+            torch.set_rng_state(torch.tensor(list(bytes.fromhex(manifest.random)), dtype=torch.uint8, device="cpu"))
         _log.info("resumed from %s", path / name)
         return state
     if first is not None:

@@ -162,7 +162,7 @@ def measured_steps() -> Iterator[tuple[int, int, float]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for m in _MICRO_BATCHES:
             runner = gt.pipeline([WholeModel(model)], [gt.placement.all("cpu")], "1f1b", m, F.mse_loss)
-            x = torch.zeros(4 * m, _WIDTH)
+            x = torch.zeros(4 * m, _WIDTH, dtype=torch.float32, device="cpu")
 
             def step(runner: Any = runner, x: torch.Tensor = x, optimizer: Any = optimizer) -> None:
                 runner.step(x, x)

@@ -163,8 +163,8 @@ class RankBatches(Generic[T]):
         like = structure[path]
         none = like._replace(shape=(0, *like.shape[1:]), checksum=0, missing=None)
         parts = {r: note.parts[path] if note.parts is not None else none for r, note in notes.items()}
-        mine = {r: tensors[r][path].detach() if r in tensors else torch.empty(none.shape, dtype=none.dtype)
-                for r in self._loaders}
+        rows = torch.empty(none.shape, dtype=none.dtype, device="cpu")
+        mine = {r: tensors[r][path].detach() if r in tensors else rows for r in self._loaders}
         return join_rows(mine, parts, self.placement, self.sbp, f"{self._text}, the tensor at {path or 'its top'}")
 
 

@@ -107,7 +107,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         """The n indices of an epoch, in their order; must be the same on every rank."""
         if not self.shuffle:
             return range(self.n)
-        return torch.randperm(self.n, generator=torch.Generator().manual_seed(mix(self.seed, epoch)))
+        return torch.randperm(self.n, generator=torch.Generator().manual_seed(mix(self.seed, epoch)), device="cpu")
 
     def batches(self) -> Iterator[Batch]:
         """Begin an iteration. Its batches may be prefetched; `yielded` says which one has reached the user."""

@@ -126,15 +126,15 @@ def clock_offset(clock: Callable[[], int] = time.time_ns) -> int:
         return min(_there_and_back(clock) for _ in range(_ROUNDS))[1]
     for rank in far:
         for _ in range(_ROUNDS):
-            exchange({}, {rank: torch.empty(1, dtype=torch.int64)}, _WHAT, GATHER)
-            exchange({rank: torch.tensor([clock()])}, {}, _WHAT, GATHER)
+            exchange({}, {rank: torch.empty(1, dtype=torch.int64, device="cpu")}, _WHAT, GATHER)
+            exchange({rank: torch.tensor([clock()], device="cpu")}, {}, _WHAT, GATHER)
     return 0
 
 
 def _there_and_back(clock: Callable[[], int]) -> tuple[int, int]:
     """How long a question to rank 0 took, and by how much its clock is ahead, if the answer was half way."""
-    asked, answer = clock(), torch.empty(1, dtype=torch.int64)
-    exchange({0: torch.tensor([asked])}, {}, _WHAT, GATHER)
+    asked, answer = clock(), torch.empty(1, dtype=torch.int64, device="cpu")
+    exchange({0: torch.tensor([asked], device="cpu")}, {}, _WHAT, GATHER)
     exchange({}, {0: answer}, _WHAT, GATHER)
     took = clock() - asked
     return took, int(answer) - (asked + took // 2)
@@ -151,7 +151,7 @@ def gather_to_first(own: RankTrace, what: str) -> list[RankTrace] | None:
     if here.rank:
         exchange({0: data}, {}, what, GATHER)
         return None
-    buffers = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in enumerate(sizes) if rank}
+    buffers = {rank: torch.empty(size, dtype=torch.uint8, device="cpu") for rank, size in enumerate(sizes) if rank}
     exchange({}, buffers, what, GATHER)
     return [own, *(RankTrace(*json.loads(zlib.decompress(from_bytes(buffer, rank).numpy().tobytes())))
                    for rank, buffer in buffers.items())]

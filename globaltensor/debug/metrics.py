@@ -137,7 +137,7 @@ def _measured_flops() -> float:
     device, size = (min(devices, key=str), 4096) if devices else (torch.device("cpu"), 512)
     best = math.inf
     with torch.no_grad():
-        a = torch.ones(size, size, device=device)
+        a = torch.ones(size, size, dtype=torch.float32, device=device)
         for _ in range(4):                           # the first one is to warm up
             began = time.perf_counter()
             torch.mm(a, a)

@@ -148,7 +148,8 @@ def _result(call: Call, lists: dict[str, list[Any]], i: int, give: Layout) -> Sp
         if a.name in lists:
             value = [_meta_like(value[i])]
         elif isinstance(value, torch.Tensor):
-            value = _meta_like(value) if value.dim() == 0 else torch.ones(1, dtype=value.dtype)   # element i
+            element = torch.ones(1, dtype=value.dtype, device="cpu")
+            value = _meta_like(value) if value.dim() == 0 else element
         elif isinstance(value, (list, tuple)) and len(value) == count:
             value = [value[i]]
         if a.keyword:

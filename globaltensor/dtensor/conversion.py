@@ -63,7 +63,7 @@ def to_mesh(placement: placement) -> DeviceMesh:
     if mesh is None:
         _one_rank("gt.to_mesh")
         gather_objects(None, f"gt.to_mesh of {placement}")       # a rank that does something else raises, not waits
-        mesh = _meshes[placement] = DeviceMesh(placement.type, torch.tensor(placement.ranks),
+        mesh = _meshes[placement] = DeviceMesh(placement.type, torch.tensor(placement.ranks, device="cpu"),
                                                mesh_dim_names=placement.axis_names)
     return mesh
 

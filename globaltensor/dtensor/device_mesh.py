@@ -155,5 +155,5 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *,
     if isinstance(asked, str) or not all(isinstance(n, int) and n > 0 for n in asked):
         raise ArgumentError(f"init_device_mesh of shape {mesh_shape!r}", "it has a number of ranks for each dim",
                             'init_device_mesh("cpu", (2, 2))')
-    ranks = torch.arange(torch.Size(mesh_shape).numel()).view(*mesh_shape)
+    ranks = torch.arange(torch.Size(mesh_shape).numel(), device="cpu").view(*mesh_shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names)

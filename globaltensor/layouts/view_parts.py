@@ -127,9 +127,9 @@ def straight(base: Strided, view: Strided) -> Straight | None:
 def scattered_elements(base: Strided, view: Strided, region: Region) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Which elements of the view lie in a region of the base, as a mask, and their indices in the shard that holds
     it."""
-    place = torch.tensor(view.offset - base.offset)
+    place = torch.tensor(view.offset - base.offset, device="cpu")
     for n, step in zip(view.shape, view.stride):
-        place = place.unsqueeze(-1) + torch.arange(n) * step
+        place = place.unsqueeze(-1) + torch.arange(n, device="cpu") * step
     inside = torch.ones_like(place, dtype=torch.bool)
     index = [torch.zeros_like(place)] * len(base.shape)
     for d in _outermost_first(base):

@@ -58,7 +58,7 @@ def arrange_slots(chosen: Tensor, blocks: list[tuple[int, int]], share: int) -> 
     experts, k = chosen.reshape(-1), chosen.shape[1]
     # stable: every process must come to the same slots
     order = torch.argsort(experts, stable=True)
-    edges = torch.searchsorted(experts[order], torch.tensor([first for first, _ in blocks])).tolist()
+    edges = torch.searchsorted(experts[order], torch.tensor([first for first, _ in blocks], device="cpu")).tolist()
     groups = [order[i:j] for i, j in pairwise([*edges, len(order)])]
     most = max(map(len, groups))
     step = 1 << max(most.bit_length() - 4, 0)
@@ -70,7 +70,7 @@ def arrange_slots(chosen: Tensor, blocks: list[tuple[int, int]], share: int) -> 
         near = order.new_tensor([split_range(len(experts), len(blocks), block)[0]])      # one that its rank may have
         entries.append(torch.cat([own, (own[-1:] if len(own) else near).expand(length - len(own))]))
         chose.append(experts[entries[-1]] if len(own) else torch.full_like(entries[-1], first))
-    entry, place = torch.cat(entries), torch.arange(length)
+    entry, place = torch.cat(entries), torch.arange(length, device="cpu")
     return Slots(entry // k, entry % k, torch.cat(chose), torch.cat([place < len(own) for own in groups]))
 
 
@@ -136,7 +136,7 @@ class ReorderedAxes:
     def __init__(self, home: placement, order: list[int], cutting: int) -> None:
         self.home, self.order = home, order
         self.rows = tuple(split(0) if axis < cutting else broadcast for axis in range(home.ndim))
-        ranks = torch.tensor(home.ranks).permute(order).tolist()
+        ranks = torch.tensor(home.ranks, device="cpu").permute(order).tolist()
         names = home.axis_names and [home.axis_names[axis] for axis in order]
         self.placement = home if order == sorted(order) else placement(home.type, ranks, names)
 

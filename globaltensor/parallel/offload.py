@@ -191,7 +191,7 @@ def _copy_on_host(shard: Tensor, folder: str | None, files: list[mmap.mmap]) -> 
         return shard.cpu()
     stride = torch.empty_like(shard, device="meta").stride()
     if folder is None:                               # what is pinned is copied while the host goes on
-        flat = torch.empty(shard.numel(), dtype=shard.dtype, pin_memory=shard.device.type == "cuda")
+        flat = torch.empty(shard.numel(), dtype=shard.dtype, pin_memory=shard.device.type == "cuda", device="cpu")
     else:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.truncate(shard.nbytes)

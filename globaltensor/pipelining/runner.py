@@ -254,7 +254,7 @@ class PipelineRunner:
                              else self._micro_batches(targets, last, "targets"))
         mode = train, autocast, names, tuple(m.training for m in self.stages)
         keys = [(mode, _shapes(x), _shapes(y or ())) for x, y in zip(micro_inputs, micro_targets)]
-        base = int(torch.randint(1 << 62, ()))
+        base = int(torch.randint(1 << 62, (), device="cpu"))
         self.seeds = [base + j for j in range(len(micro_inputs))]
         random_after = torch.get_rng_state()         # the program draws one number a step, whatever the stages draw
         step = PipelineStep(self.model, schedule, self._comm,

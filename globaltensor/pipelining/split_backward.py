@@ -50,7 +50,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Any, factors: Sequence[Any]) -> torch.Tensor:
         ctx.factors = factors                        # in a list, where autograd does not look for what leads to them
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, None]:

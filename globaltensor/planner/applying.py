@@ -104,7 +104,7 @@ def _check_runnable(stages: list[Stage]) -> str:
 
 def _arranged(ranks: list[int], shape: list[int]) -> Any:
     """Ranks as nested lists of this shape."""
-    return torch.tensor(ranks).view(shape).tolist()
+    return torch.tensor(ranks, device="cpu").view(shape).tolist()
 
 
 def _plan_of_stages(stages: list[Stage], model: nn.Module) -> Plan:

@@ -52,8 +52,8 @@ def _attention(device: str, query: Any, key: Any, value: Any, attn_mask: Any = N
     if enable_gqa:                                   # several heads of queries share one of keys: torch repeats those
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     if attn_mask is not None and attn_mask.dtype is torch.bool:
-        low = torch.full((), -torch.inf, dtype=query.dtype)
-        attn_mask = torch.where(attn_mask, torch.zeros((), dtype=query.dtype), low)
+        low = torch.full((), -torch.inf, dtype=query.dtype, device="cpu")
+        attn_mask = torch.where(attn_mask, torch.zeros((), dtype=query.dtype, device="cpu"), low)
     return _fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 

@@ -94,7 +94,7 @@ def _overheads(steps: Sequence[tuple[int, int, float]], bare: Cluster, models: S
     parts, seconds = [], []
     ops: list[tuple[float, int]] = []                # of each model: seconds of its ops, and how many there are
     for model in models:
-        x = torch.zeros(4, model[0].in_features)     # type: ignore[index]  # a Sequential of linear layers
+        x = torch.zeros(4, model[0].in_features, dtype=torch.float32, device="cpu")   # type: ignore[index]  # a Sequential of linear layers
         computed = [strategy(model, x, dataclasses.replace(bare, kernels=kernels), 1, loss=nn.functional.mse_loss,
                              targets=x)["time"]["compute"] for kernels in (bare.kernels, _later(bare.kernels, 1.0))]
         ops.append((computed[0], round(computed[1] - computed[0])))

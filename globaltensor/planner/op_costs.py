@@ -115,7 +115,7 @@ class OpCosts:
         if count is None or self.is_free(func):
             return 0.0
         args, kwargs = call_of(node, operands).full_arguments()
-        outputs = [None if s is None else torch.empty(s, device="meta") for s in node["shapes"]]
+        outputs = [None if s is None else torch.empty(s, dtype=torch.float32, device="meta") for s in node["shapes"]]
         return float(count(*args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs)))
 
     def is_free(self, func: Any) -> bool:

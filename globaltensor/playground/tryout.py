@@ -85,7 +85,7 @@ def show_tryout(of: Tryout) -> str:
     """What it does, as HTML. Raises ExpressionError for an expression that is not admitted, and what torch and the
     library raise for tensors that do not fit."""
     tree = parse_expression(of.expression)
-    where = placement("cpu", torch.arange(prod(of.axes)).view(of.axes).tolist(), AXES[:len(of.axes)])
+    where = placement("cpu", torch.arange(prod(of.axes), device="cpu").view(of.axes).tolist(), AXES[:len(of.axes)])
     torch.manual_seed(0)
     names = {name: rand(*shape, placement=where, sbp=nd_sbp(list(sbp), (), len(of.axes)))
              for name, shape, sbp in (("x", of.x_shape, of.x_sbp), ("y", of.y_shape, of.y_sbp))

@@ -62,10 +62,10 @@ def sizes(n: int, parts: int) -> list[int]:
 def random_like(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Random values of the same shape and dtype; floats are multiples of 2**-10, so that sums of them are exact."""
     if like.dtype == torch.bool:
-        return torch.rand(like.shape, generator=generator) < 0.5
+        return torch.rand(like.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.5
     if not like.dtype.is_floating_point and not like.dtype.is_complex:
-        return torch.randint(-5, 6, like.shape, generator=generator).to(like.dtype)
-    values = torch.randn(like.shape, generator=generator, dtype=like.dtype)
+        return torch.randint(-5, 6, like.shape, generator=generator, device="cpu").to(like.dtype)
+    values = torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu")
     return values.mul_(1024).round_().div_(1024) if like.dtype.is_floating_point else values
 
 

@@ -131,4 +131,4 @@ def _tensor_parts(t: torch.Tensor) -> tuple[Any, ...]:
 
 def _read_tensor(dtype: torch.dtype, shape: tuple[int, ...], text: str) -> torch.Tensor:
     raw = bytearray(base64.b64decode(text, validate=True))
-    return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(shape)
+    return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")).reshape(shape)

@@ -42,7 +42,7 @@ class P2PGroup:
             return
         flat = [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
         message = torch.cat(flat) if len(flat) > 1 else flat[0].clone()
-        for part in (message,) if sized else (torch.tensor([message.numel()]).view(torch.uint8), message):
+        for part in (message,) if sized else (torch.tensor([message.numel()], device="cpu").view(torch.uint8), message):
             self._remote.setdefault(tag, []).append((peer, post(part, peer), part))
 
     def recv(self, peer: int, tag: Hashable, nbytes: int | None = None) -> Callable[[], torch.Tensor]:
@@ -55,7 +55,7 @@ class P2PGroup:
                 self._local[peer], -1 if nbytes is None else nbytes, _tag_number(tag), self.what, self._local_numbers))
         if nbytes is None:
             nbytes = int(self.recv(peer, tag, 8)().view(torch.int64))
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         work = post(buffer, peer, receive=True)
 
         def finish() -> torch.Tensor:

@@ -224,7 +224,8 @@ def heads_of(dst: Layout) -> dict[int, int]:
 def _from_heads(shards: dict[int, torch.Tensor], heads: dict[int, int], dst: Layout, shape: Shape,
                 dtype: torch.dtype) -> dict[int, torch.Tensor]:
     """Every rank's part from the first rank that has it: a boxing from a placement of those alone."""
-    ranks = torch.tensor(dst.placement.ranks)[tuple(slice(0, 1) if s.is_broadcast else slice(None) for s in dst.sbp)]
+    firsts = tuple(slice(0, 1) if s.is_broadcast else slice(None) for s in dst.sbp)
+    ranks = torch.tensor(dst.placement.ranks, device="cpu")[firsts]
     src = layout(type(dst.placement)(dst.placement.type, ranks, dst.placement.axis_names), dst.sbp)
     held = {r: t for r, t in shards.items() if heads[r] == r}
     return move_shards([Move(spec(src, shape, None, dtype), held, dst)])[0]

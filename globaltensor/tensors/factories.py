@@ -217,7 +217,7 @@ def full(size: Any, fill_value: Any, *, placement: Any = None, sbp: Any = None, 
     if placement is None:
         return torch.full(size, fill_value, dtype=dtype, requires_grad=requires_grad, **extra)
     with with_line():
-        shape, dtype = _read((size,), torch.full((), fill_value).dtype if dtype is None else dtype, extra)
+        shape, dtype = _read((size,), torch.full((), fill_value, device="cpu").dtype if dtype is None else dtype, extra)
     return _finish("full", shape, dtype, placement, sbp, requires_grad,
                    lambda part, device: torch.full(_extent(part), fill_value, dtype=dtype, device=device))
 
@@ -231,8 +231,10 @@ def _from_plain(name: str, *names: str) -> Any:
         extra = _checked(name, options, placement, sbp, *names)
         if placement is None:
             return make(*args, dtype=dtype, requires_grad=requires_grad, **extra)
+        data = next(iter(args), extra.get("data"))
+        made_on = data.device if isinstance(data, torch.Tensor) else "cpu"   # placement= says where
         with with_line():
-            whole = make(*args, dtype=dtype, **extra)
+            whole = make(*args, dtype=dtype, device=made_on, **extra)
         return _with_grad(from_full(whole, placement, sbp), requires_grad)
 
     return _with_doc(factory, name, "Every process makes the whole value, torch's to the last bit, and cuts it.")

@@ -60,7 +60,7 @@ def attend(query: Any, key: Any, value: Any, score: Function, block_mask: tuple[
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     joint = None
     if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *_only_tensors(score_tensors))):
-        sample = next(iter(query.shards.values()), torch.empty(0, dtype=query.dtype))
+        sample = next(iter(query.shards.values()), torch.empty(0, dtype=query.dtype, device="cpu"))
         joint = derivative_of_score(score, sample, score_tensors)
     with torch.autocast(device, enabled=False):
         call = _Call(where, _layout_of_keys(where, query, key), score, joint, block_mask, scale, options,

@@ -67,7 +67,7 @@ def _edges(of: Spec, shards: dict[int, torch.Tensor]) -> torch.Tensor:
     here = placement(of.placement.type, [rank])
     corners = list(product(*(_edge_ranges(n, count) for n in of.shape)))
     moves = [Move(of, shards, rank_regions(here, {rank: tuple(region for region, _ in corner)})) for corner in corners]
-    edges = torch.zeros([min(n, 2 * count + 1) for n in of.shape], dtype=of.dtype)
+    edges = torch.zeros([min(n, 2 * count + 1) for n in of.shape], dtype=of.dtype, device="cpu")
     for corner, moved in zip(corners, move_shards(moves, "repr")):
         if volume(tuple(region for region, _ in corner)):
             edges[tuple(slice(*at) for _, at in corner)] = moved[rank].cpu()

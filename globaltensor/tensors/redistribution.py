@@ -192,4 +192,4 @@ def sum_parts(x: GlobalLike, dst: Layout, shape: Shape) -> torch.Tensor:
     firsts = [shard for r, shard in x.shards.items()
               if all(i == 0 for i, s in zip(dst.placement.coords[r], dst.sbp) if s.is_broadcast)]
     parts = firsts if world().single_process else list(x.shards.values())
-    return sum(parts[1:], parts[0].clone()) if parts else torch.zeros(shape, dtype=x.dtype)
+    return sum(parts[1:], parts[0].clone()) if parts else torch.zeros(shape, dtype=x.dtype, device="cpu")
