@@ -672,6 +672,35 @@ def test_dtypes_do_not_matter_where_there_is_nothing_to_add_up(function):
         torch.testing.assert_close(found.full_tensor(), plain, msg=f"{a} {b}")
 
 
+NO_ROWS = {                                          # some of torch's shape functions refuse what its kernels take
+    "index_select": lambda x, i: x.index_select(0, i),
+    "index_add": lambda x, i: x.index_add(0, i, x[:0] * 2),
+    "index_add in place": lambda x, i: x.clone().index_add_(0, i, x[:0] * 2),
+    "index_reduce in place": lambda x, i: x.detach().clone().index_reduce_(0, i, x[:0].detach(), "amax") * x,
+    "index_copy": lambda x, i: x.index_copy(0, i, x.index_select(0, i) * 2),
+    "experts that no token chose": lambda x, i: x.new_zeros(6, 3).index_copy_(
+        0, i, F.linear(x.index_select(0, i), x[:3])),
+}
+
+
+@pytest.mark.parametrize("function", NO_ROWS.values(), ids=NO_ROWS)
+@pytest.mark.filterwarnings("ignore:index_reduce")
+def test_an_index_may_name_no_rows(function):
+    index = torch.empty(0, dtype=torch.int64)
+
+    def values(x):
+        out = function(x.requires_grad_(), index)
+        out.square().sum().backward()
+        return out.detach(), x.grad
+
+    data = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(SEED))
+    expected = values(data.clone())
+    for sbp in (S0, S1, B):
+        found = values(gt.from_full(data, gt.placement("cpu", [0, 1]), sbp))
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs, msg=f"{sbp}")
+
+
 def test_inference_mode_runs_split():
     """There torch hands over ops that it otherwise takes apart first."""
     where = gt.placement("cpu", [0, 1])

@@ -326,13 +326,13 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
             result = as_on(operands[0].placement.type, call.func, operands, meta(call.func, args, kwargs))
     except NotImplementedError:
         return None
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
         if str(error).startswith("output with shape"):
             raise _changed(call, str(error)) from None
         # torch has no class of errors for "no shape function": only its words tell that from a user's mistake
         if any(word in str(error).lower() for word in ("meta", "data-dependent", "no fake impl", "not allocated")):
             return None
-        if call.func._schema.is_mutable or all(own.numel for own in operands):
+        if all(own.numel for own in operands):
             raise
         result = _of_empty(call, operands)
     flat = tree_flatten(result)[0] if result is not None else []
@@ -359,8 +359,10 @@ def _meta_operand(own: Spec) -> torch.Tensor:
 
 def _of_empty(call: Call, operands: list[Spec]) -> Any:
     """What the op returns where an operand is empty: torch's kernels take then what its shape functions refuse, such as
-    a product of two dtypes."""
+    a product of two dtypes, or rows that no index names."""
     zeros = [torch.zeros((), dtype=own.dtype, device="cpu").expand(own.shape) for own in operands]
+    for i in written_operands(call):                 # to memory of their own
+        zeros[i] = torch.zeros(operands[i].shape, dtype=operands[i].dtype, device="cpu")
     args, kwargs = call.arguments_with(zeros)
     with torch.no_grad():
         return tree_map_only(torch.Tensor, lambda t: t.to("meta"), call.func(*args, **kwargs))
