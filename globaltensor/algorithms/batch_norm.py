@@ -105,7 +105,9 @@ def whole_batch_forward(call: Call, run: Run) -> tuple[GlobalLike, ...]:
     # torch's kernel takes statistics that are wider than its input, with parameters that are as wide
     weight, bias = (None if call[name] is None else cast(run, call[name], dtype) for name in ("weight", "bias"))
     out = run(aten.native_batch_norm.default, x, weight, bias, mean, var, False, 0.0, eps)[0]
-    return out, mean, invstd
+    # as torch's kernel keeps them, which may run backward
+    alike = x.device.type == "cpu" and all(t.dtype == x.dtype for t in call.tensors)
+    return out, *(cast(run, t, x.dtype if alike else dtype) for t in (mean, invstd))
 
 
 def _update(call: Call, run: Run, mean: GlobalLike, unbiased: GlobalLike) -> None:
@@ -139,7 +141,7 @@ def whole_batch_backward(call: Call, run: Run) -> tuple[GlobalLike | None, ...]:
     x, grad = _reduced_alike(call, run, ["input", "grad_out"])
     dtype, weight, dims = accumulation_dtype(x.dtype), call["weight"], _reduced_dims(x)
     n = float(x.numel() // max(x.shape[1], 1))
-    mean, invstd = call["save_mean"], call["save_invstd"]
+    mean, invstd = (cast(run, call[name], dtype) for name in ("save_mean", "save_invstd"))
     wide_grad = cast(run, grad, dtype)
     centered = run(aten.sub.Tensor, cast(run, x, dtype), _per_channel(run, mean, x))
     sums = [run(aten.sum.dim_IntList, t, dims) for t in (wide_grad, run(aten.mul.Tensor, wide_grad, centered))]

@@ -60,7 +60,8 @@ def meta(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def as_on(device: str, func: OpOverload, operands: Sequence[Any], results: Any) -> Any:
     """The same, as kernels of a type of device give it. Statistics of a norm of 16 bits are wider, but those on a CPU
     are not where no parameter is: torch's shape functions would tell that only on that device."""
-    if func is aten.native_layer_norm.default and device == "cpu" and len({own.dtype for own in operands}) == 1:
+    norms = (aten.native_layer_norm.default, aten.native_batch_norm.default)
+    if func in norms and device == "cpu" and len({own.dtype for own in operands}) == 1:
         return tuple(t.to(operands[0].dtype) for t in results)
     return results
 
