@@ -77,6 +77,12 @@ def counted(n: int, one: str, many: str = "") -> str:
     return f"{n} {one if n == 1 else many or one + 's'}"
 
 
+def with_articles(text: str) -> str:
+    """`a int` becomes `an int`: what a message puts in may begin with a vowel. One letter or two may be a formula."""
+    sounds = r"(?i:(?!eu|one\b|once|uni|unet|us[aeiu]|uti)[aeiou]\w\w)"
+    return re.sub(rf"(?<![\w`'\"(\[{{./\\-])a (?={sounds})", "an ", text)
+
+
 def anchor_of(module: str, qualname: str) -> str:
     """The anchor of the messages of one function: `parallel.zero.zero`; leading underscores are left out."""
     outermost = qualname.partition(".<locals>")[0].removesuffix(".__init__")
@@ -104,6 +110,7 @@ class GlobalTensorError(RuntimeError):
     is the user's line, where another thread than the user's raises. `anchor` is the message's in the error index."""
 
     def __init__(self, what: str, why: str = "", fix: str = "", at: str = "") -> None:
+        what, why = with_articles(what), with_articles(why)
         self.what, self.why, self.fix, self.where = what, why, fix, at or where()
         self.anchor = _anchor_of_raiser(self)
         lines = [what, f"  where: {self.where}"]

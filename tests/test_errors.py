@@ -170,3 +170,13 @@ def test_a_forbidden_boxing_moves_nothing_and_leaves_the_operands_alone():
     with gt.record() as moves, pytest.raises(BoxingError), gt.boxing("forbid"):
         x @ x
     assert not moves and x.sbp == (S(1),) and x.sum().item() == 16
+
+
+@pytest.mark.parametrize("text, right", [
+    ("it is a int, where a Tensor is wanted", "it is an int, where a Tensor is wanted"),
+    ("a AdamW of plain parameters", "an AdamW of plain parameters"), ("a UNet cannot be cut", "a UNet cannot be cut"),
+    ("a union, a user, a one", "a union, a user, a one"), ("the rule a e -> a", "the rule a e -> a"),
+    ("'a int' is not an expression", "'a int' is not an expression"), ("data int", "data int")])
+def test_articles_fit_what_a_message_puts_in(text, right):
+    error = gt.GlobalTensorError(text, text, text)
+    assert (error.what, error.why, error.fix) == (right, right, text) and right in str(error)

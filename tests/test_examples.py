@@ -158,7 +158,7 @@ def test_the_report_names_every_parameter_and_what_moved(capsys):
     (["--pp=2", "--tied"], "--tied needs"),
     (["--dropout=0.1", "--verify"], "--verify needs --dropout 0"),
     (["--data=/no/such/file"], "--data /no/such/file is not a file"),
-    (["--steps=0"], "'0' is not a whole number from 1 on"),
+    (["--steps=0"], "'0' is not a whole number of at least 1"),
     (["--depth=1"], "--depth"),
 ], ids=str)
 def test_bad_options_end_with_one_line(options, message):

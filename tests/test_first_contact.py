@@ -242,7 +242,8 @@ def test_a_new_project_runs_with_a_process_per_rank(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name, why", [
-    ("3d", "'3d' is no name for a project"), ("a b", "'a b' is no name"), ("x.y", "try: globaltensor new {tmp}/x_y"),
+    ("3d", "'3d' is not a name for a project"), ("a b", "'a b' is not a name"),
+    ("x.y", "try: globaltensor new {tmp}/x_y"),
     ("torch", "would hide\n  try: globaltensor new {tmp}/my_torch"), ("json", "name of a Python module"),
     ("full", "{tmp}/full is not empty\n  try: globaltensor new {tmp}/full_2"), ("file", "could not be written"),
     ("file/below", "could not be written")])

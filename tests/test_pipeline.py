@@ -472,7 +472,7 @@ class Plain(nn.Module):
 @pytest.mark.parametrize("kind, text, build", [
     (StageError, "4 stages of 2 layers", lambda: gt.pipeline(tanhs(2), alone(4), "1f1b")),
     (StageError, "2 stages for zb-v, which has 4 on 2 ranks", lambda: gt.pipeline(list(tanhs(2)), alone(2), "zb-v")),
-    (StageError, "stage 1 is a int", lambda: gt.pipeline([nn.Linear(6, 6), 3], alone(2))),
+    (StageError, "stage 1 is an int", lambda: gt.pipeline([nn.Linear(6, 6), 3], alone(2))),
     (StageError, "a Linear cannot be cut", lambda: cut_sequence(nn.Linear(6, 6), 2)),
     (ScheduleError, "there is no schedule '1f1c'", lambda: gt.pipeline(list(tanhs(2)), alone(2), "1f1c")),
     (ScheduleError, "0 micro-batches", lambda: gt.pipeline(list(tanhs(2)), alone(2), "1f1b", 0)),

@@ -149,7 +149,7 @@ def test_a_wrong_plan_changes_nothing(plan, axes, text):
 
 @pytest.mark.parametrize("text, told", [
     ("", "its first line names the axes"), ("token S(0)", "its first line names the axes"),
-    ("# name tp\n\ntoken.weight", "line 3: 'token.weight' is no row of 1 axes"),
+    ("# name tp\n\ntoken.weight", "line 3: 'token.weight' is not a row of 1 axis"),
     ("# name dp tp\nx S(0) Q", "line 2: not an sbp: 'Q'"),
 ])
 def test_a_wrong_text_is_told_by_its_line(text, told):

@@ -284,7 +284,7 @@ GPT_TINY = "--model gpt --layers 4 --hidden 64 --heads 4 --seq 32"
     ("simulate --times 1,1,inf --schedule 1f1b --stages 2 --micro-batches 2", "'inf' is not a time"),
     ("simulate --times 1,1,1 --schedule zbh1 --stages 2 --micro-batches 2", "try: zb-h1 or zb-h2 or zb-v"),
     ("simulate --times 1,1,1 --schedule gone.txt", "the schedule gone.txt could not be read"),
-    ("simulate --times 1,1,1 --schedule 1f1b --stages 0 --micro-batches 2", "'0' is not a number from 1 on"),
+    ("simulate --times 1,1,1 --schedule 1f1b --stages 0 --micro-batches 2", "'0' is not a whole number of at least 1"),
     ("simulate --times 1,1,1 --schedule 1f1b --stages 2 --micro-batches 2 --weight-share x",
      "--weight-share x is not a number"),
     ("simulate --times 1,1,1 --schedule 1f1b --stages 100 --micro-batches 2000 --text", "400,000 actions are too many"),
@@ -299,7 +299,7 @@ GPT_TINY = "--model gpt --layers 4 --hidden 64 --heads 4 --seq 32"
     ("memory --params many", "--params many is not a number of parameters"),
     ("memory --params 1e9 --bytes 2,2", "'2,2' is not three numbers of bytes"),
     ("memory --params 1e9 --zero 4", "there is no '4'; choose from 0, 1, 2, 3"),
-    ("memory --params 1e9 --dp 0", "'0' is not a number from 1 on"),
+    ("memory --params 1e9 --dp 0", "'0' is not a whole number of at least 1"),
 ])
 def test_what_cannot_be_simulated_is_said(capsys, command, text):
     code, out, err = said(capsys, command)

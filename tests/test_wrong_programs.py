@@ -73,7 +73,7 @@ WRONG = {
     "a loader over nothing": (lambda: gt.data.DataLoader(None, 4, on(), S(0)), "over NoneType", None),
     "a budget of text": (lambda: gt.boxing(budget="x"), "budget='x'", "{}"),
     "a mode with a typo": (lambda: gt.boxing("forbidden"), "'forbidden'", "{}"),
-    "a time-out of text": (lambda: gt.init(timeout="x"), "no number of seconds: 'x'", "{}"),
+    "a time-out of text": (lambda: gt.init(timeout="x"), "not a number of seconds: 'x'", "{}"),
     "explain of a tensor": (lambda: gt.explain(X), "explain of a GlobalTensor", None),
     "show of a plain tensor": (lambda: gt.show(torch.ones(2)), "plain tensor", None),
     "another placement": (lambda: X + ones(4, 3, where=on(2, 3)), "is on placement",

@@ -185,7 +185,7 @@ def boxing(mode: str = "auto", budget: int | None = None) -> AbstractContextMana
     another mode, or what is no number of bytes.
     """
     if mode not in ("auto", "warn", "forbid"):
-        raise BoxingError(f"no boxing mode {mode!r}", "a mode is one of three",
+        raise BoxingError(f"no boxing mode {mode!r}", "there are three",
                           'gt.boxing("auto"), gt.boxing("warn") or gt.boxing("forbid")')
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
         raise BoxingError(f"budget={budget!r}", "a budget is a number of bytes, an int", "gt.boxing(budget=1_000_000)")

@@ -123,7 +123,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / INDEX} is damaged", f"{type(error).__name__}: {error}") from None
     if invalid:
-        raise CheckpointError(f"{folder / INDEX} names a file {invalid[0]!r:.80}", "that is no file of this folder")
+        raise CheckpointError(f"{folder / INDEX} names a file {invalid[0]!r:.80}", "that is not a file of this folder")
     return file_of
 
 
@@ -137,7 +137,7 @@ def save_safetensors(module: nn.Module, folder: str | os.PathLike[str], *, shard
     """
     expect(module, nn.Module, "weights of no module", "gt.save_safetensors(model, folder)")
     expect_path(folder, "weights into no folder", 'gt.save_safetensors(model, "folder")')
-    expect_amount(shard_gb, "shard_gb is no size of a file in GB", "shard_gb=5.0")
+    expect_amount(shard_gb, "shard_gb is not the size of a file in GB", "shard_gb=5.0")
     need_safetensors()
     folder = Path(folder)
     tensors = collective_try("saving safetensors", lambda: _tensors_to_save(module), _fingerprint)

@@ -73,6 +73,6 @@ def _newest_first(path: Folder) -> list[str]:
     if path.is_dir():
         return versions(path)[::-1]
     if path.exists():
-        raise CheckpointError(f"gt.resume from {path}", "that is a file, and no folder of checkpoints",
+        raise CheckpointError(f"gt.resume from {path}", "that is a file, not a folder of checkpoints",
                               'gt.resume(state, "run"), a folder that gt.save wrote or will write')
     return []

@@ -115,8 +115,8 @@ def check_name(folder: Path) -> str:
     name = folder.resolve().name
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
         better = re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_-0123456789") or "my_project"
-        raise Problem(f"{name!r} is no name for a project: it has letters, digits, - and _, and begins with a letter\n"
-                      f"  try: {_suggestion(folder, better)}")
+        raise Problem(f"{name!r} is not a name for a project, which begins with a letter and has letters, digits, "
+                      f"- and _\n  try: {_suggestion(folder, better)}")
     if name in sys.stdlib_module_names or name in ("globaltensor", "numpy", "torch"):
         raise Problem(f"{name!r} is the name of a Python module, which a folder of that name would hide\n"
                       f"  try: {_suggestion(folder, f'my_{name}')}")

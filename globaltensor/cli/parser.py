@@ -60,6 +60,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """What is wrong with the command line, and what to type. Ends the process."""
+        message = re.sub(r"(required: .*), argument$", r"\1", message)      # a program may have none of its own
         hinted = any(hint in message for hint in ("try: ", "did you mean", "choose from"))
         super().error(message if hinted else f"{message}\n  try: {self.prog} --help")
 
@@ -81,9 +82,12 @@ class Help(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=min(26, width // 3), width=width, **how)
 
     def add_usage(self, usage: Any, *others: Any, **how: Any) -> None:
-        wide = usage and usage is not argparse.SUPPRESS and len(usage) + len("usage: ") > self._width
-        super().add_usage("\n".join(textwrap.wrap(usage, self._width - len("usage: "), subsequent_indent="    ",
-                                                  break_on_hyphens=False)) if wide else usage, *others, **how)
+        if usage and usage is not argparse.SUPPRESS and len(usage) + len("usage: ") > self._width:
+            option = r"\[-[^][ ]+ [^][ ]+\]"        # with its value, which stays on its line
+            together = re.sub(option, lambda match: match[0].replace(" ", "\xa0"), usage)
+            usage = "\n".join(textwrap.wrap(together, self._width - len("usage: "), subsequent_indent="    ",
+                                            break_on_hyphens=False)).replace("\xa0", " ")
+        super().add_usage(usage, *others, **how)
 
     def add_argument(self, action: argparse.Action) -> None:
         super().add_argument(action)

@@ -104,7 +104,7 @@ def _share(text: str) -> Fraction:
     except (ValueError, ArithmeticError):
         raise Problem(f"--weight-share {text} is not a number\n  try: --weight-share 1/2") from None
     if not 0 <= share <= 1:
-        raise Problem(f"--weight-share {text} is no share: it is 0 to 1\n  try: --weight-share 1/2")
+        raise Problem(f"--weight-share {text} is not a share, from 0 to 1\n  try: --weight-share 1/2")
     return share
 
 

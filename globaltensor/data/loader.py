@@ -192,7 +192,7 @@ class DataLoader:
 def _check_loader_options(shuffle: object, seed: object, collate_fn: object, prefetch_factor: object, timeout: object,
                           num_workers: int) -> None:
     expect(shuffle, bool, "shuffle says neither yes nor no", "shuffle=True")
-    expect(seed, int, "a seed that is no number", "seed=0")
+    expect(seed, int, "a seed that is not a number", "seed=0")
     if collate_fn is not None and not callable(collate_fn):
         raise ArgumentError(f"collate_fn={collate_fn!r}", "it is called with a list of samples",
                             "collate_fn=torch.utils.data.default_collate")

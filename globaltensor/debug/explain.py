@@ -95,7 +95,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Collective, as its ops are. Raises ArgumentError for what is no function, and what `fn` raises.
     """
     if not callable(fn):
-        raise ArgumentError(f"gt.explain of a {type(fn).__name__}", "it calls a function, and tells of its ops",
+        raise ArgumentError(f"gt.explain of a {type(fn).__name__}", "it calls a function, and explains the ops in it",
                             "gt.explain(lambda: x @ w), or gt.explain(torch.matmul, x, w)")
     with _all_eager(), recorded() as moves, _Seeing(moves) as seeing:
         result = fn(*args, **kwargs)

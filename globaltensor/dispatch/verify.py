@@ -83,7 +83,7 @@ def _shape_and_dtype(tensor: Any) -> tuple[Any, Any]:
 
 
 def _text(shape: Any, dtype: Any) -> str:
-    return "that is no tensor" if shape is None else f"of shape {list(shape)}, {dtype}"
+    return "that is not a tensor" if shape is None else f"of shape {list(shape)}, {dtype}"
 
 
 def _part_text(own: Spec, rank: int) -> str:

@@ -87,7 +87,7 @@ def check_offload(where: str | os.PathLike[str]) -> None:
     """Raise ArgumentError for what is neither "cpu" nor a folder, nor could become one."""
     expect_path(where, "gt.zero with state offloaded to no place", 'offload="cpu", or a folder')
     if os.path.exists(where) and not os.path.isdir(where):
-        raise ArgumentError(f"offload={os.fspath(where)!r}", "that is a file, and no folder",
+        raise ArgumentError(f"offload={os.fspath(where)!r}", "that is a file, not a folder",
                             'offload="cpu", or a folder')
 
 

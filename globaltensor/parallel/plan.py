@@ -39,7 +39,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from globaltensor.errors import SbpError, expect, expect_path
+from globaltensor.errors import SbpError, counted, expect, expect_path
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, broadcast, not_an_sbp, read_sbp, split, with_axes
 from globaltensor.parallel import experts as expert_layers, grids
@@ -181,7 +181,7 @@ class Plan(MutableMapping[str, PlanRow]):
         expect(text, str, "gt.Plan.parse of no text", "gt.Plan.parse(str(plan))")
         lines = [(k, line) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
         if not lines or not re.match(r"#\s*name\b", lines[0][1]):
-            raise SbpError(f"{name} is no plan", "its first line names the axes", "# name   dp   tp")
+            raise SbpError(f"{name} is not a plan", "its first line names the axes", "# name   dp   tp")
         axes, plan = lines[0][1].lstrip("#").split()[1:], cls()
         for k, line in lines[1:]:
             if line.lstrip().startswith("#"):
@@ -193,8 +193,9 @@ class Plan(MutableMapping[str, PlanRow]):
             values = words[len(words) - len(axes):]
             pattern = " ".join(words[:len(words) - len(axes)])
             if not pattern or len(values) != len(axes):
-                raise SbpError(f"{name}, line {k}: {line.strip()!r} is no row of {len(axes)} axes",
-                               f"the heading names {', '.join(axes)}", "pattern   S(0)   B")
+                raise SbpError(f"{name}, line {k}: {line.strip()!r} is not a row of "
+                               f"{counted(len(axes), 'axis', 'axes')}", f"the heading names {', '.join(axes)}",
+                               "pattern   S(0)   B")
             plan[pattern] = {axis: _parsed(value, f"{name}, line {k}: ") for axis, value in zip(axes, values)
                              if value != _UNCHANGED}
         return plan

@@ -67,8 +67,8 @@ class ShardedLayers:
             layer.drop_pages()
 
     def _before_forward(self, i: int) -> None:
-        end_graph("ZeRO 3 gathers a layer's parameters before it runs and frees them behind it, which is no op of a "
-                  "graph: compile without fullgraph=True, each layer by itself, or take gt.zero(..., stage=2)")
+        end_graph("ZeRO 3 gathers a layer's parameters before it runs and frees them behind it, which is not an op of "
+                  "a graph: compile without fullgraph=True, each layer by itself, or take gt.zero(..., stage=2)")
         self.forward_pass, self.last = self.forward_pass + (i <= self.last), i
         self.ending = False                          # a backward pass that raised has not come to its end
         unshard(self.layers[i:i + 2])

@@ -49,8 +49,8 @@ def read_trace(path: Path) -> dict[str, Any]:
         text = data.rstrip()
         why = ("it is empty" if not text else "it ends in the middle" if text[:1] == b"{" and text[-1:] != b"}"
                else f"it is not JSON: {error}")
-        raise ReportError(f"{path} is no record", why, "let the program end its gt.record block, which writes the file"
-                          ) from None
+        raise ReportError(f"{path} is not a record", why,
+                          "let the program end its gt.record block, which writes the file") from None
     ours = trace.get("globaltensor") if isinstance(trace, dict) else None
     if not isinstance(ours, dict) or not isinstance(trace.get("traceEvents"), list):
         raise ReportError(f"{path} is of another program", "it lacks what gt.record(file=...) writes beside the events",

@@ -169,7 +169,7 @@ def _check_layouts(stage: dict[str, Any], where: str) -> None:
                 raise StrategyError(f"{where}.plan[{pattern!r}] names the axis {axis!r}",
                                     f"the stage's axes are {', '.join(axes)}")
             if read_sbp(how) is None:
-                raise StrategyError(f"{where}.plan[{pattern!r}].{axis} is {how!r}", "it is no sbp", "S(0)")
+                raise StrategyError(f"{where}.plan[{pattern!r}].{axis} is {how!r}", "that is not an sbp", "S(0)")
 
 
 def _check_stages_together(of: Mapping[str, Any]) -> None:

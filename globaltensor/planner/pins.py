@@ -34,7 +34,7 @@ def read_pins(pins: Sequence[str] | Mapping[str, Any], model: nn.Module) -> dict
                 raise PinError(f"the pin {pattern}={axis}:{how}", f"the axes are {', '.join(_AXES)}",
                                f"{pattern}=tp:{how}")
             if read_sbp(how) is None:
-                raise PinError(f"the pin {pattern}={axis}:{how}", f"{how!r} is no sbp", f"{pattern}={axis}:S(0)")
+                raise PinError(f"the pin {pattern}={axis}:{how}", f"{how!r} is not an sbp", f"{pattern}={axis}:S(0)")
         if pattern in rows:
             _check_pair(pattern, rows[pattern], pattern, row, pattern)
         rows[pattern] = rows.get(pattern, {}) | {axis: read_sbp(how) for axis, how in row.items()}

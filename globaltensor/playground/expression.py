@@ -51,7 +51,7 @@ def parse_expression(text: str) -> ast.expr:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         why = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ExpressionError(f"{text!r} is no expression", why, "x @ y") from None
+        raise ExpressionError(f"{text!r} is not an expression", why, "x @ y") from None
     check_expression(tree, DEEPEST)
     return tree
 
@@ -175,7 +175,7 @@ def _bounded(function: Callable[..., Any], values: list[Any], named: dict[str, A
     tensors = [one for one in [*values, *named.values()] if isinstance(one, torch.Tensor)]
     if function in _BINARY.values():
         if not all(isinstance(one, (torch.Tensor, int, float)) for one in values):
-            raise ExpressionError("an operator on what is no tensor and no number", "", "x + y")
+            raise ExpressionError("an operator on what is neither a tensor nor a number", "", "x + y")
         if not tensors:
             number = function(*values)
             if not abs(number) <= LARGEST_NUMBER:

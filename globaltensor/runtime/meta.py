@@ -222,8 +222,8 @@ def _index_fill(x: Tensor, dim: int, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *options: Any, **more: Any) -> tuple[Tensor, Tensor]:
-    """Of float64, torch 2.11 says that the logarithms of sums are float32; its kernel gives float64."""
+def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *options: Any, **more: Any) -> tuple[Tensor, Tensor]:
+    """Of float64, torch 2.11 and 2.12 say that the logarithms of sums are float32; the kernel gives float64."""
     kernel = python_meta(aten._scaled_dot_product_flash_attention_for_cpu.default)
     assert kernel is not None
     attention, log_sums = kernel(query, key, value, *options, **more)
@@ -247,6 +247,6 @@ AS: dict[OpOverload, Callable[..., Any]] = {
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.index_fill.int_Tensor: _index_fill,
     aten.index_fill.int_Scalar: _index_fill,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_on_cpu,
     **SHAPES,
 }

@@ -55,7 +55,7 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
     processes of the launcher cannot find each other.
     """
     if timeout is not None:
-        expect_amount(timeout, "a time-out that is no number of seconds", "gt.init(timeout=1800)")
+        expect_amount(timeout, "a time-out that is not a number of seconds", "gt.init(timeout=1800)")
     if machine is not None:
         expect(machine, Machine, f"machine={machine!r}", "machine=globaltensor.runtime.machine.gloo")
     if (running := started()) is not None:
