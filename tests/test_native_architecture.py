@@ -240,7 +240,7 @@ MIRRORED = {
     "FlatRecipe": lambda: (list(FlatRecipe._fields), re.findall(
         r'py::arg\("(\w+)"\)', code(CSRC / "torch_ext/recipe.cpp").partition("kw_only()")[2])),
     "find_boxing": lambda: (keys_of_a_boxing_step(), {"op", "partners", "ties", "result", "sizes", "strides",
-                                                           "reusable"} | set(
+                                                           "reusable", "unmoved"} | set(
         re.findall(r'structs_from<\w+>\(fields, "(\w+)"\)', code(CSRC / "torch_ext/boxing.cpp")))),
     "_failed": lambda: (strings_compared_with("how", boxings_native._failed) <= set(
         re.findall(r'"(\w+)"', re.search(r"const char\* how = [^;]+", code(CSRC / "torch_ext/host.cpp"))[0])), True),

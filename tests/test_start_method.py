@@ -87,6 +87,7 @@ print(__name__, __package__, sys.argv[1:], sys.path[0])
 """
 
 
+@pytest.mark.usefixtures("real_processes")           # pytest --forks runs files alone
 @pytest.mark.parametrize("method, form", [("fork", "file"), *(("spawn", form) for form in (
     "file", "module", "package", "folder", "archive", "compiled"))])
 def test_a_program_of_any_form_runs_as_in_python(method, form, tmp_path):

@@ -35,8 +35,8 @@ bool lies_as_new(const at::Tensor& shard, const BoxingStep& step, size_t nth) {
 }
 
 // Are the old shards the new ones, as along axes of one rank?
-bool stay(const ShardMove& move, const BoxingStep& step, const Shards& shards) {
-  if (!move.may_share || !step.stays) return false;
+bool is_unmoved(const ShardMove& move, const BoxingStep& step, const Shards& shards) {
+  if (!move.may_share || !step.unmoved) return false;
   for (size_t nth = 0; nth < shards.size(); nth++)
     if (!lies_as_new(shards[nth], step, nth)) return false;
   return true;
@@ -131,7 +131,7 @@ BoxingStep step_from(const py::dict& fields) {
   step.sizes = fields["sizes"].cast<std::vector<std::vector<int64_t>>>();
   step.strides = fields["strides"].cast<std::vector<std::vector<int64_t>>>();
   step.reusable = fields["reusable"].cast<bool>();
-  step.stays = fields["stays"].cast<bool>();
+  step.unmoved = fields["unmoved"].cast<bool>();
   return step;
 }
 
@@ -260,7 +260,7 @@ std::vector<Shards> move_shards_unseen(const std::vector<ShardMove>& moves, cons
     for (size_t i = 0; i < moves.size(); i++) {
       if (moves[i].boxing->steps.size() <= k) continue;
       const BoxingStep& step = moves[i].boxing->steps[k];
-      if (stay(moves[i], step, now[i])) continue;
+      if (is_unmoved(moves[i], step, now[i])) continue;
       if (!moves[i].in_place) {
         next[i].clear();
         for (size_t nth = 0; nth < step.result->ranks.size(); nth++) next[i].push_back(empty_shard(step, nth));

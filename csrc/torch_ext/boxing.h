@@ -23,7 +23,7 @@ struct BoxingStep {
   std::vector<std::vector<int64_t>> sizes;         // of the new shards, in the order of result->ranks
   std::vector<std::vector<int64_t>> strides;       // of them; none where they are contiguous
   bool reusable;                                   // they may be the old shards, written over (kernel_program.py)
-  bool stays;                                      // they are what the old ones are
+  bool unmoved;                                    // they are what the old ones are
 };
 
 struct Boxing {

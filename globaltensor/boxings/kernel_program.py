@@ -51,7 +51,7 @@ class KernelProgram(NamedTuple):
     partners: tuple[int, ...]
     ties: tuple[int, ...]
     reusable: bool = False                           # new shards may be the old ones: an element is read where written
-    stays: bool = False                              # each rank's new shard has what its old one has
+    unmoved: bool = False                            # each rank's new shard has what its old one has
 
 
 class RegionJob(NamedTuple):
@@ -98,7 +98,7 @@ def compile_program(src: Layout, dst: Layout, shape: Shape, itemsize: int, mine:
     return KernelProgram(bytes(regions), bytes(corners), len(jobs), OPS[route(src, dst, shape).op],
                          tuple(p for p, _ in partners), tuple(tie for _, tie in partners),
                          _reads_what_it_writes(all_jobs if len(mine) == 1 else jobs, src, dst, shape),
-                         _regions_stay(src, dst, shape) and all(job.sources == job.targets == (job.rank,)
+                         _same_regions(src, dst, shape) and all(job.sources == job.targets == (job.rank,)
                                                                 for job in all_jobs))
 
 
@@ -107,10 +107,10 @@ def _reads_what_it_writes(jobs: Sequence[RegionJob], src: Layout, dst: Layout, s
     shards is written once, and jobs read before they write, so these may be the old ones."""
     if not any(len(job.sources) > 1 for job in jobs):
         return False                                 # a copy in its place would be none
-    return _regions_stay(src, dst, shape) and all(set(job.sources) <= set(job.targets) for job in jobs)
+    return _same_regions(src, dst, shape) and all(set(job.sources) <= set(job.targets) for job in jobs)
 
 
-def _regions_stay(src: Layout, dst: Layout, shape: Shape) -> bool:
+def _same_regions(src: Layout, dst: Layout, shape: Shape) -> bool:
     """Of all ranks, those with no job too: a new shard may be empty."""
     return src.placement.flat == dst.placement.flat and all(
         src.region(shape, rank) == dst.region(shape, rank) for rank in src.placement.coords)

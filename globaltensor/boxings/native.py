@@ -44,7 +44,7 @@ def find_boxing(of: Spec, dst: Layout) -> Any:
         steps.append({"regions": program.regions, "corners": program.corners, "op": program.op,
                       "partners": program.partners, "ties": program.ties, "result": result, "sizes": sizes,
                       "strides": [] if in_order else [dense(own, result.stride) for own in sizes],
-                      "reusable": program.reusable, "stays": program.stays})
+                      "reusable": program.reusable, "unmoved": program.unmoved})
     return torch_ext.Boxing(of, steps, f"{' -> '.join(map(str, layouts))} {of.shape} {of.dtype}",
                             completes(of.layout, dst))
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -157,12 +157,13 @@ def measured_boxings() -> Iterator[tuple[str, str, int, float]]:
 
 def measured_steps() -> Iterator[tuple[int, int, float]]:
     """Of each small model, by its number: micro-batches, seconds of a step on one rank of a pipeline."""
-    for k, model in enumerate(small_models()):
+    for k, (model, rows) in enumerate(small_models()):
         gt.to_global(model, gt.placement.all("cpu"), gt.sbp.broadcast)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for m in _MICRO_BATCHES:
             runner = gt.pipeline([WholeModel(model)], [gt.placement.all("cpu")], "1f1b", m, F.mse_loss)
-            x = torch.zeros(4 * m, _WIDTH, dtype=torch.float32, device="cpu")
+            shape: Any = rows * m, model[0].in_features
+            x = torch.zeros(shape, dtype=torch.float32, device="cpu")
 
             def step(runner: Any = runner, x: torch.Tensor = x, optimizer: Any = optimizer) -> None:
                 runner.step(x, x)
@@ -171,12 +172,20 @@ def measured_steps() -> Iterator[tuple[int, int, float]]:
             yield k, m, seconds_of(step)
 
 
-def small_models() -> list[nn.Sequential]:
-    """Models that compute little: with few ops, many ops, many parameters."""
+class SmallModel(NamedTuple):
+    """A model whose steps are measured, and the rows of a micro-batch."""
+
+    module: nn.Sequential
+    rows: int
+
+
+def small_models() -> list[SmallModel]:
+    """Three that compute little, with few ops, many ops, many parameters; and one that computes."""
     n = _WIDTH
-    return [nn.Sequential(*[nn.Linear(n, n) for _ in range(4)]),
-            nn.Sequential(nn.Linear(n, n), *[nn.Tanh() for _ in range(48)]),
-            nn.Sequential(*[nn.Linear(n, n) for _ in range(24)])]
+    return [SmallModel(nn.Sequential(*[nn.Linear(n, n) for _ in range(4)]), 4),
+            SmallModel(nn.Sequential(nn.Linear(n, n), *[nn.Tanh() for _ in range(48)]), 4),
+            SmallModel(nn.Sequential(*[nn.Linear(n, n) for _ in range(24)]), 4),
+            SmallModel(nn.Sequential(*[one for _ in range(6) for one in (nn.Linear(2 * n, 2 * n), nn.GELU())]), 64)]
 
 
 def counted_rows(rows: Iterator[R]) -> Iterator[R]:

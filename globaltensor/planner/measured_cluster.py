@@ -2,8 +2,12 @@
 
     seconds of an op     start + operations x seconds of one + bytes x seconds of one, by kind
     of a boxing          by the library's plan: steps x latency + bytes / bandwidth
-    of a step            what its ops take, and something for the step, for each micro-batch, and each op that runs in
-                         one (autograd and what else is around it); adding a gradient to an earlier one is such an op
+    of a step            what its ops take, times a number, and something for the step, for each micro-batch, and each
+                         op that runs in one (autograd and what else is around it); adding a gradient to an earlier one
+                         is such an op
+
+An op that is measured again and again finds its operands in a cache, and memory for its result that it has used before.
+In a step it does not, so there it takes longer: by that number, which is 1 or more.
 
 Each is a sum of numbers that are 0 or more, so all are found by non-negative least squares (scipy), in which errors
 count by their share of the time.
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,10 +35,20 @@ _FLOAT = 4
 _ALONE = Link(1e-6, 1e10)                            # of a lone rank, which is never asked
 
 
-def cluster_of_measurements(measured: Mapping[str, Any], ranks: int, memory: float, models: Sequence[nn.Module],
+class MeasuredModel(Protocol):
+    """A model whose steps were measured, and the rows in each of their micro-batches."""
+
+    @property
+    def module(self) -> nn.Sequential: ...
+
+    @property
+    def rows(self) -> int: ...
+
+
+def cluster_of_measurements(measured: Mapping[str, Any], ranks: int, memory: float, models: Sequence[MeasuredModel],
                             name: str = "here", cores: int = 0) -> Cluster:
     """The cluster whose rates agree best. `ranks` is its devices, each of so many bytes; `models` are those whose steps
-    were measured, with 4 rows in each micro-batch; `cores`: that the ranks shared, all of them busy."""
+    were measured; `cores`: that the ranks shared, all of them busy."""
     rows: dict[str, list[Sequence[float]]] = {}
     for kind, *row in measured["ops"]:
         rows.setdefault(kind, []).append(row)
@@ -48,10 +62,11 @@ def cluster_of_measurements(measured: Mapping[str, Any], ranks: int, memory: flo
     link = _measured_link(measured["boxings"], ranks, bandwidth, transport) if measured["boxings"] else _ALONE
     bare = Cluster(name, ranks, 1 / by_kind["product"].operation, 1.0, memory, bandwidth, link, link, 1,
                    by_kind["pointwise"].start, kernels=kernels, transport=transport)
-    step, each, of_op = _overheads(measured["steps"], bare, models)
-    gradient = KernelRate("accumulation", bare.kernel_launch + of_op, 0.0, 3 / bandwidth)        # reads two, writes one
+    step, each, of_op, longer = _beside_ops(measured["steps"], bare, models)
+    slowed = [dataclasses.replace(one, operation=one.operation * longer, byte=one.byte * longer) for one in kernels]
+    gradient = KernelRate("accumulation", bare.kernel_launch + of_op, 0.0, 3 * longer / bandwidth)  # reads 2, writes 1
     measured_here = dataclasses.replace(bare, micro_batch_overhead=each, step_overhead=step,
-                                        kernels=(*_later(kernels, of_op), gradient))
+                                        kernels=(*_later(slowed, of_op), gradient))
     crowded = dataclasses.replace(measured_here, cores=cores).turns(ranks)
     return dataclasses.replace(measured_here.slowed(1 / crowded), cores=cores)
 
@@ -89,19 +104,29 @@ def _measured_link(boxings: Sequence[tuple[str, str, int, float]], ranks: int, b
     return Link(float(latency), 1 / max(float(each), 1 / bandwidth / 10))
 
 
-def _overheads(steps: Sequence[tuple[int, int, float]], bare: Cluster, models: Sequence[nn.Module]) -> list[float]:
-    """Seconds of a step, a micro-batch and an op besides what their kernels take."""
+def _beside_ops(steps: Sequence[tuple[int, int, float]], bare: Cluster, models: Sequence[MeasuredModel]
+                ) -> list[float]:
+    """Seconds of a step, a micro-batch and an op besides what their kernels take, and how many times as long operations
+    and bytes of these take as alone."""
+    at_once = [dataclasses.replace(one, start=0.0) for one in bare.kernels]
+    ops: list[tuple[float, float, int]] = []         # of each model: seconds of its ops, without starts; how many
+    for one in models:
+        shape: Any = one.rows, one.module[0].in_features
+        x = torch.zeros(shape, dtype=torch.float32, device="cpu")
+        whole, done, later = (strategy(one.module, x, dataclasses.replace(bare, kernels=tuple(kernels)), 1, targets=x,
+                                       loss=nn.functional.mse_loss)["time"]["compute"]
+                              for kernels in (bare.kernels, at_once, _later(bare.kernels, 1.0)))
+        ops.append((whole, done, round(later - whole)))
     parts, seconds = [], []
-    ops: list[tuple[float, int]] = []                # of each model: seconds of its ops, and how many there are
-    for model in models:
-        x = torch.zeros(4, model[0].in_features, dtype=torch.float32, device="cpu")   # type: ignore[index]  # a Sequential of linear layers
-        computed = [strategy(model, x, dataclasses.replace(bare, kernels=kernels), 1, loss=nn.functional.mse_loss,
-                             targets=x)["time"]["compute"] for kernels in (bare.kernels, _later(bare.kernels, 1.0))]
-        ops.append((computed[0], round(computed[1] - computed[0])))
     for k, m, taken in steps:
-        gradients = list(models[k].parameters())
-        adding = sum(bare.kernel_launch + 3 * p.nbytes / bare.memory_bandwidth for p in gradients)
-        known = min(m * ops[k][0] + (m - 1) * adding, 0.9 * taken)
-        parts.append((1.0, m, m * ops[k][1] + (m - 1) * len(gradients)))
-        seconds.append(taken - known)
-    return [float(n) for n in fit_rates(parts, seconds)]
+        whole, done, count = ops[k]
+        gradients = list(models[k].module.parameters())
+        starts = m * (whole - done) + (m - 1) * len(gradients) * bare.kernel_launch
+        adding = sum(3 * p.nbytes / bare.memory_bandwidth for p in gradients)
+        parts.append((1.0, m, m * count + (m - 1) * len(gradients), m * done + (m - 1) * adding))
+        seconds.append(max(taken - starts, 0.1 * taken))
+    rates = [float(n) for n in fit_rates(parts, seconds)]
+    if rates[3] >= 1:
+        return rates
+    rest = [max(taken - known, 0.1 * taken) for (*_, known), taken in zip(parts, seconds)]
+    return [*(float(n) for n in fit_rates([part[:3] for part in parts], rest)), 1.0]
