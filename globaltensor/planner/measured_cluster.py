@@ -128,5 +128,6 @@ def _beside_ops(steps: Sequence[tuple[int, int, float]], bare: Cluster, models: 
     rates = [float(n) for n in fit_rates(parts, seconds)]
     if rates[3] >= 1:
         return rates
-    rest = [max(taken - known, 0.1 * taken) for (*_, known), taken in zip(parts, seconds)]
-    return [*(float(n) for n in fit_rates([part[:3] for part in parts], rest)), 1.0]
+    # as long as alone: then a step that hardly does anything else tells little of the rest
+    rest = [(part[:3], taken - part[3]) for part, taken in zip(parts, seconds) if taken - part[3] > 0.1 * taken]
+    return [*(float(n) for n in fit_rates(*zip(*rest))), 1.0]
