@@ -16,7 +16,6 @@ import runpy
 import signal
 import sys
 import traceback
-import zipfile
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -59,7 +58,7 @@ def _run_program(name: str, module: bool) -> None:
     run_module = runpy._run_module_as_main  # type: ignore[attr-defined]  # what `python -m` calls
     if module:
         run_module(name)
-    elif os.path.isdir(name) or zipfile.is_zipfile(name):
+    elif pkgutil.get_importer(name) is not None:     # a folder or an archive
         sys.path[0] = os.path.join(os.getcwd(), name)
         run_module("__main__", False)
     else:
