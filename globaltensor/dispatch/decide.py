@@ -163,6 +163,7 @@ def _contest(line: Line, call: Call, operands: list[Spec], results: list[Any], w
     for r in _ruled(results, len(rule.outputs)):
         shape = expected(r.shape) if r is not None else ()
         sizes.append((shape, prod(shape) * r.dtype.itemsize if r is not None else 0))
+    assert len(sizes) == len(rule.outputs), f"{call.func}: {len(sizes)} results, {len(rule.outputs)} in its rule"
     offer = line.offer(call, operands) if beside and line.offer is not None else None
     return Contest(rule, operands, sizes, world().machine, written[0] if written and rule.outputs else None, offer)
 
