@@ -337,8 +337,6 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
             raise
         result = _of_empty(call, operands)
     flat = tree_flatten(result)[0] if result is not None else []
-    if "output_mask" in call.values:                 # not every shape function of torch looks at it, as its kernels do
-        flat = [r if yes else None for r, yes in zip(flat, call["output_mask"], strict=True)]
     if key is not None and all(isinstance(r, torch.Tensor) for r in flat):
         _alike[key] = [r.dtype for r in flat]
     return flat if all(isinstance(r, torch.Tensor) or r is None for r in flat) else None

@@ -230,7 +230,15 @@ def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *options: Any, 
     return attention, log_sums.to(query.dtype) if query.dtype is torch.float64 else log_sums
 
 
+def _batch_norm_backward(*operands: Any) -> tuple[Tensor | None, ...]:
+    """torch's shape function also gives what the mask, the last operand, leaves out, and its kernels do not."""
+    kernel = python_meta(aten.native_batch_norm_backward.default)
+    assert kernel is not None
+    return tuple(t if yes else None for t, yes in zip(kernel(*operands), operands[-1], strict=True))
+
+
 AS: dict[OpOverload, Callable[..., Any]] = {
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.addmm.default: _addmm,
     aten.mv.default: lambda a, b: (a @ b.unsqueeze(1)).squeeze(1),
     aten.dot.default: _dot,
