@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -105,9 +106,10 @@ def generate(axes: Any) -> None:
 
 def checkpoint(axes: Any) -> None:
     rows = [row for row in tables("checkpoint")[0] if "cache" not in row["what"]]
-    ways = list(dict.fromkeys(row["way"] for row in rows))
-    groups = {way: [number(row["GB/s"]) for row in rows if row["way"] == way] for way in ways}
-    _bars(axes[0], list(dict.fromkeys(row["what"] for row in rows)), groups, "", "GB/s")
+    rates = {(row["way"], row["what"]): number(row["GB/s"]) for row in rows}
+    ways, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("way", "what"))
+    groups = {way: [rates.get((way, name), math.nan) for name in names] for way in ways}     # not all ways save
+    _bars(axes[0], names, groups, "", "GB/s")
 
 
 def faults(axes: Any) -> None:
