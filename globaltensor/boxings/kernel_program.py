@@ -98,8 +98,8 @@ def compile_program(src: Layout, dst: Layout, shape: Shape, itemsize: int, mine:
     return KernelProgram(bytes(regions), bytes(corners), len(jobs), OPS[route(src, dst, shape).op],
                          tuple(p for p, _ in partners), tuple(tie for _, tie in partners),
                          _reads_what_it_writes(all_jobs if len(mine) == 1 else jobs, src, dst, shape),
-                         _same_regions(src, dst, shape) and all(job.sources == job.targets == (job.rank,)
-                                                                for job in all_jobs))
+                         all(job.sources == job.targets == (job.rank,) for job in all_jobs)
+                         and _same_regions(src, dst, shape))
 
 
 def _reads_what_it_writes(jobs: Sequence[RegionJob], src: Layout, dst: Layout, shape: Shape) -> bool:
