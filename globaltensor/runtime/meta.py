@@ -230,15 +230,15 @@ def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *options: Any, 
     return attention, log_sums.to(query.dtype) if query.dtype is torch.float64 else log_sums
 
 
-def _batch_norm_backward(*operands: Any) -> tuple[Tensor | None, ...]:
-    """torch's shape function also gives what the mask, the last operand, leaves out, and its kernels do not."""
+def _batch_norm_backward(*operands: Any, **more: Any) -> tuple[Tensor | None, ...]:
+    """torch's shape function also gives what the mask, the last argument, leaves out, and its kernels do not."""
     kernel = python_meta(aten.native_batch_norm_backward.default)
     assert kernel is not None
-    return tuple(t if yes else None for t, yes in zip(kernel(*operands), operands[-1], strict=True))
+    mask = more.get("output_mask", operands[-1])
+    return tuple(t if yes else None for t, yes in zip(kernel(*operands, **more), mask, strict=True))
 
 
 AS: dict[OpOverload, Callable[..., Any]] = {
-    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.addmm.default: _addmm,
     aten.mv.default: lambda a, b: (a @ b.unsqueeze(1)).squeeze(1),
     aten.dot.default: _dot,
@@ -253,6 +253,7 @@ AS: dict[OpOverload, Callable[..., Any]] = {
     aten.native_batch_norm.default: _batch_norm,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.index_fill.int_Tensor: _index_fill,
     aten.index_fill.int_Scalar: _index_fill,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_on_cpu,
