@@ -43,18 +43,17 @@ def stack_of(pid: int) -> str:
         before = file.stat().st_size
         # Its main thread. Where others ask, too, the kernel gives what is for the process to any thread, and one of
         # torch's threads has no stack to tell.
-        if ctypes.CDLL(None).tgkill(pid, pid, _signal()):
-            return ""                                # it has ended meanwhile
-        limit, size = time.monotonic() + _PATIENCE, before
-        while time.monotonic() < limit:
+        # Asked twice: a stack has no end mark, but the next one begins only when it is written.
+        for _ in range(2):
+            if ctypes.CDLL(None).tgkill(pid, pid, _signal()):
+                return ""                            # it has ended meanwhile
+        limit, parts = time.monotonic() + _PATIENCE, [""]
+        while len(parts) < 3 and time.monotonic() < limit:
             time.sleep(0.02)
-            size, last = file.stat().st_size, size
-            if size == last > before:
-                break
-        with open(file, "rb") as text:
-            text.seek(before)
-            newest = text.read().decode(errors="replace").rpartition(_HEAD)[2]   # others may have asked, too
-            return "\n".join(re.findall(r"(?m)^  File .+$", newest))
+            with open(file, "rb") as text:
+                text.seek(before)
+                parts = text.read().decode(errors="replace").split(_HEAD)
+        return "\n".join(re.findall(r"(?m)^  File .+$", "".join(parts[1:2])))
     return ""
 
 
