@@ -6,7 +6,7 @@ each; plain torch is one process with as many threads. Every arm lives in proces
 the others wait, and must say plain torch's tokens first. Tokens by the median turn, of the slowest rank.
 
     DTensor    torch's plan over gloo: q, k, v, gate and up by columns, o and down by rows, the rest on every rank. Of
-               Llama alone: GPT-2's layers are no nn.Linear, and its q, k and v are one matrix, for which torch has no
+               Llama alone: GPT-2's layers are not nn.Linear, and its q, k and v are one matrix, for which torch has no
                style
     tp 2       ours, by gt.parallelize without a plan
     dp 2 ...   the prompts split along dp

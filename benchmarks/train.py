@@ -9,7 +9,7 @@ kernel's VmHWM, less pages of other ranks that it reads in place, which are coun
 
     DDP        torch's DistributedDataParallel over gloo
     DTensor    torch's plan over gloo: q, k, v and up by columns, o and down by rows, the rest on every rank. Attention
-               sees a rank's own heads, as plain tensors; AdamW has a group of its own for what is no DTensor
+               sees a rank's own heads, as plain tensors; AdamW has a group of its own for what is not a DTensor
     dp 2       ours: the batch split, parameters broadcast
     tp 2       ours: the same plan as DTensor's
 """

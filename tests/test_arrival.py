@@ -24,7 +24,7 @@ PATIENCE = timedelta(seconds=600)
 
 class Counting:
     """A store, for one rank, that counts which messages the rank writes and reads; looks for what is not there and
-    repeated looks at what has not changed are no messages, but calls."""
+    repeated looks at what has not changed are not messages, but calls."""
 
     def __init__(self, store, prefix=""):
         self.store, self.prefix, self.messages, self.calls = store, prefix, Counter(), Counter()

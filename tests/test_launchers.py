@@ -213,7 +213,7 @@ def test_slurm(nodes, ranks, tmp_path):
         job = job.replace("--ntasks-per-node=1", f"--ntasks-per-node={ranks}")       # which --gpus would ask for
         (tmp_path / "job").write_text(job)
         path = f"{Path(sys.executable).parent}:{env['PATH']}"
-        address = {"MASTER_ADDR": "127.0.0.1"} if nodes > 1 else {}                  # n1 is no name of a host
+        address = {"MASTER_ADDR": "127.0.0.1"} if nodes > 1 else {}                  # n1 is not the name of a host
         code, out, err = run(["sbatch", "--wait", f"--output={tmp_path}/log", tmp_path / "job"],
                              {**env, "PATH": path, **address}, timeout=120)
         assert code == 0, out + err + (tmp_path / "log").read_text()

@@ -17,7 +17,7 @@ PROGRAM = """
     from torch import nn
     from torch.nn import functional as F
 
-    print("what a program prints is no part of the plan")
+    print("what a program prints is not part of the plan")
 
     class Residual(nn.Module):
         def __init__(self, n):

@@ -44,7 +44,7 @@ def unusual_reductions():
 
 
 def strided():
-    """Tensors that are no run of memory, in and out; and views of them keep what lies between."""
+    """Tensors that are not one run of memory, in and out; and views of them keep what lies between."""
     n, me = dist.get_world_size(), dist.get_rank()
     whole = torch.zeros(6, 10)
     x = whole.t()[2:8:2]                              # [3, 6]

@@ -57,7 +57,7 @@ def test_what_a_release_writes_is_what_the_papers_are_checked_for(clone):
 
 
 @pytest.mark.parametrize("version, spoil, text", [
-    ("9.8", "", "'9.8' is no version\n  try: 0.2.0"), ("0.0.1", "", "0.0.1 is not later than"),
+    ("9.8", "", "'9.8' is not a version\n  try: 0.2.0"), ("0.0.1", "", "0.0.1 is not later than"),
     ("0.1.0rc1", "", "0.1.0rc1 is not later than 0.1.0"), ("9.8.7", "git tag v9.8.7", "the tag v9.8.7 is there"),
     ("9.8.7", "touch note.txt", "changes that are not committed:\n?? note.txt"),
     ("9.8.7", "sed -i s/^-/*/ CHANGELOG.md && git commit -qam second", "has nothing under [Unreleased]")])

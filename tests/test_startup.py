@@ -125,7 +125,7 @@ REPORT = f"\nprint('loaded', *[m for m in {HEAVY} if m in sys.modules])"
 
 
 def loaded(setting: str, program: str) -> set[str]:
-    """The heavy modules that a program has loaded when it ends; a plain one is no fork that has loaded this library."""
+    """The heavy modules that a program has loaded when it ends; none is a fork that loaded ours."""
     env = environment() if setting is GLOBAL else environment(GLOBALTENSOR_NATIVE="0")
     return set(good([PYTHON, "-c", setting + MODELS + PROGRAMS[program] + REPORT], env).splitlines()[-1].split()[1:])
 

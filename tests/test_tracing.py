@@ -1,4 +1,4 @@
-"""Models that are no sequences, cut into stages: the same outputs and gradients, bit for bit, and clear refusals."""
+"""Models that are not sequences, cut into stages: the same outputs and gradients, bit for bit, and clear refusals."""
 from __future__ import annotations
 
 import copy

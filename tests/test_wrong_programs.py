@@ -28,7 +28,7 @@ def batches(sbp):
     return next(iter(gt.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8)), 4, on(), sbp)))
 
 
-# the mistake, a part of the first line, and where what the error suggests is to be put (None: it is no code)
+# the mistake, a part of the first line, and where what the error suggests is to be put (None: it is not code)
 WRONG = {
     "placement among sizes": (lambda: gt.ones(4, on(), S(0)), "a placement among the sizes", None),
     "device beside a placement": (lambda: gt.ones(4, placement=on(), sbp=B, device="cuda"), "device='cuda'", None),

@@ -38,7 +38,7 @@ def order(version: str) -> tuple[int, ...]:
     """0.2.0rc1 comes before 0.2.0."""
     parts = VERSION.fullmatch(version)
     if parts is None:
-        raise ReleaseError(f"{version!r} is no version\n  try: 0.2.0, or 0.2.0rc1")
+        raise ReleaseError(f"{version!r} is not a version\n  try: 0.2.0, or 0.2.0rc1")
     stage = {"a": 0, "b": 1, "rc": 2, None: 3}[parts[4]]
     return (*map(int, parts.groups()[:3]), stage, int(parts[5] or 0))
 

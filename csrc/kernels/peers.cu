@@ -74,7 +74,7 @@ const char* gt_cuda_message(int status) {
     case GT_CUDA_OK: return "done";
     case GT_CUDA_DTYPE: return "these dtypes cannot be reduced so, or not cast into each other";
     case GT_CUDA_ROOM: return "the table of regions needs room on the device, as much as gt_cuda_room says";
-    case GT_CUDA_MISALIGNED: return "the address of an element is no multiple of its size";
+    case GT_CUDA_MISALIGNED: return "the address of an element is not a multiple of its size";
     case GT_CUDA_TOO_LARGE: return "a region of more than 65535 sources or targets, or 2**31 tiles";
     case GT_CUDA_GROUP: return "the ranks or blocks of a group are out of bounds";
     case GT_CUDA_NO_MEMORY: return "no memory left on the host";

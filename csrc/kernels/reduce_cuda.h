@@ -30,7 +30,7 @@ enum gt_cuda_status {       // what all functions return; above 0: a cudaError_t
   GT_CUDA_OK = 0,
   GT_CUDA_DTYPE = -1,       // these dtypes cannot be reduced so, or not cast into each other
   GT_CUDA_ROOM = -2,        // the table needs room on the device: gt_cuda_room tells how much
-  GT_CUDA_MISALIGNED = -3,  // the address of an element is no multiple of its size
+  GT_CUDA_MISALIGNED = -3,  // the address of an element is not a multiple of its size
   GT_CUDA_TOO_LARGE = -4,   // more than 65535 sources or targets in a region, or 2**31 tiles
   GT_CUDA_GROUP = -5,       // ranks or blocks out of bounds
   GT_CUDA_NO_MEMORY = -6,   // of the host

@@ -29,7 +29,7 @@ SCHEME = "source:"
 
 
 def to_sources(text: str, page: Path) -> str:
-    """The text of a page, in which links to files that are no pages have the scheme."""
+    """The text of a page, in which links to files that are not pages have the scheme."""
 
     def scheme(match: re.Match[str]) -> str:
         path, mark, name = match[1].partition("#")

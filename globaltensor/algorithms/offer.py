@@ -4,7 +4,7 @@ A signature boxes the operands, and then every rank runs the op. An algorithm do
 passes parts around while it computes. What it moves follows from the layouts, so its price needs no trial:
 
     turns       boxings one after the other; those of one turn go together, and their latency counts once
-    exchanges   what is no boxing of whole tensors: so many starts, and bytes that the busiest rank receives
+    exchanges   what is not a boxing of whole tensors: so many starts, and bytes that the busiest rank receives
     work        elementary operations of the busiest rank
 
 Both are weighed by what they take until the results lie where the algorithm leaves them, which is where the operands

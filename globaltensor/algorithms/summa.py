@@ -122,7 +122,7 @@ def grid_product(terms: tuple[str, str, str], of_a: Spec, of_b: Spec) -> GridPro
     cuts: list[Cuts] = [(terms[0][s.dim] if s.is_split else None, terms[1][t.dim] if t.is_split else None)
                         for s, t in zip(of_a.sbp, of_b.sbp)]
     wanted = _wanted(terms, cuts)
-    if wanted is None or any(where.shape[axis] == 1 for axis in wanted):     # one rank in a row is no grid
+    if wanted is None or any(where.shape[axis] == 1 for axis in wanted):     # one rank in a row is not a grid
         return None
     sizes = dict(zip(terms[0], of_a.shape)) | dict(zip(terms[1], of_b.shape))
     out = tuple(_output_sbp(wanted.get(axis, x or y), terms[2]) for axis, (x, y) in enumerate(cuts))

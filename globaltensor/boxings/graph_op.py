@@ -11,7 +11,7 @@ The op has an ordered effect. So boxings happen in one order on every rank, what
 computed again in backward, or dropped where a rank only sends. It is the order of the program, but for those that
 inductor is told to merge (graph_merging.py).
 
-What moves nothing (B to S, B to P) is no boxing in a graph: it is slices and zeros, which inductor fuses.
+What moves nothing (B to S, B to P) is not a boxing in a graph: it is slices and zeros, which inductor fuses.
 """
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def separate_axes(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]) 
 
 @lru_cache(KEPT)
 def group_step(src: Layout, dst: Layout, shape: Shape, rank: int) -> GroupStep | None:
-    """What the group of `rank` does in the step from src to dst; None where it is no boxing of the group's own."""
+    """What the group of `rank` does in the step from src to dst; None where it is not a boxing of the group's own."""
     if src.placement != dst.placement or isinstance(src, RankRegions) or isinstance(dst, RankRegions):
         return None
     where = src.placement

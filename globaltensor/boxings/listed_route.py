@@ -1,4 +1,4 @@
-"""One step of a boxing whose sources are no parts of paths: the holders of every rank's region are looked up.
+"""One step of a boxing whose sources are not parts of paths: the holders of every rank's region are looked up.
 
 For windows (rank_regions.py) that are summed into a layout, and for a sum that is shared by ranks of another placement,
 where each piece stays with a rank that holds it. As `BoxingRoute` for all else, but all ranks at once, each in the time

@@ -202,7 +202,7 @@ def _memory_and_links(where: placement, machine: Machine) -> array[float]:
 def search_states(src: Layout, dst: Layout, codes: Mapping[int, Sbp], shape: Shape, magnitude: int, machine: Machine
                   ) -> tuple[float, float, State | None]:
     """The same without native code: seconds that are fixed and those per byte, and the state between. There may be
-    hundreds of states, so they are no layouts yet but numbers; and those that cost least at least are priced first, so
+    hundreds of states, so they are not layouts yet but numbers; and those that cost least at least are priced first, so
     that most others are never."""
     a, b, where = axis_codes(src.sbp), axis_codes(dst.sbp), src.placement
     whole = max(prod(shape), 1)

@@ -182,7 +182,7 @@ def boxing(mode: str = "auto", budget: int | None = None) -> AbstractContextMana
     mode     "auto" does it, "warn" does it and warns, "forbid" raises BoxingError before anything moves
     budget   how many bytes (received by the rank that receives most) implicit boxings of the block may move in all
     Not collective, but what one process refuses the others wait for: enter it in every process. Raises BoxingError for
-    another mode, or what is no number of bytes.
+    another mode, or what is not a number of bytes.
     """
     if mode not in ("auto", "warn", "forbid"):
         raise BoxingError(f"no boxing mode {mode!r}", "there are three",

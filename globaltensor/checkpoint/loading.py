@@ -242,7 +242,7 @@ def _new_tensors(manifest: Manifest, flat: FlatState) -> dict[str, torch.Tensor]
 
 
 def _like_param(entry: Entry, param: torch.Tensor) -> bool:
-    """Was this saved by an optimizer of plain tensors, for a parameter, and is no step counter?"""
+    """Was this saved by an optimizer of plain tensors, for a parameter, and is not a step counter?"""
     return entry.shape == tuple(param.shape) and not entry.name.endswith("/step")
 
 

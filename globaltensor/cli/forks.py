@@ -72,7 +72,7 @@ class ForkServer:
         return ForkedRank(int(self._ask(json.dumps(more) + "\n")))
 
     def reap_others(self, ranks: Collection[int]) -> None:
-        """Wait for children of this process that are no ranks: what ranks have left behind, such as the workers of a
+        """Wait for children of this process that are not ranks: what ranks have left behind, such as the workers of a
         loader whose rank was killed, is adopted by it, and would remain as zombies until it ends."""
         for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
             if int(pid) not in ranks and int(pid) != self.process.pid:

@@ -96,7 +96,7 @@ def _report(failures: Mapping[int, Any], folder: str) -> tuple[int, list[int]]:
     notes = _endings(folder)
     well = sorted(rank for rank, note in notes.items() if note["code"] == 0)
     notes = {rank: note for rank, note in notes.items() if rank not in well}
-    # one that ended well, and was still at its last lines when the others were ended, is no cause
+    # one that ended well, and was still at its last lines when the others were ended, is not a cause
     failed = {rank: f for rank, f in failures.items() if rank not in well or f.exitcode != -signal.SIGTERM}
     fates: dict[tuple[int, str], list[int]] = {}
     for rank, failure in sorted((failed or failures).items()):

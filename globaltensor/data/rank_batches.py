@@ -62,7 +62,7 @@ def from_ranks(loader: Iterable[T] | Callable[[int], Iterable[T]], placement: Pl
 
     Yields the same structures with a global tensor for each tensor. Ranks may have other numbers of rows: then some
     rows move, to where the library cuts. The loop ends with the last loader; a rank whose loader ends earlier adds no
-    rows to what follows. Values that are no tensors are this rank's own. `len()` is that of the longest loader.
+    rows to what follows. Values that are not tensors are this rank's own. `len()` is that of the longest loader.
     Every process of the program must call and iterate; the loaders of ranks outside the placement are not read.
 
     Raises SbpError for another sbp, GlobalTensorError for one loader where a process drives several ranks; while

@@ -45,7 +45,7 @@ def audit(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
     sample   how many elements of each part are looked at, spread evenly (default: all)
 
     Raises DisagreementError on all ranks, which names each tensor that differs, on which ranks, and the first element
-    that does with its values; ArgumentError for arguments that are no module and no optimizer.
+    that does with its values; ArgumentError for arguments that are neither modules nor optimizers.
     """
     if model is None and optimizer is None:
         raise ArgumentError("an audit of nothing", "it compares what a model or an optimizer holds",

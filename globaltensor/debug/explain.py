@@ -92,7 +92,7 @@ class Explanation:
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Call `fn(*args, **kwargs)` once and tell how each of its ops on global tensors ran, and why.
 
-    Collective, as its ops are. Raises ArgumentError for what is no function, and what `fn` raises.
+    Collective, as its ops are. Raises ArgumentError for what is not a function, and what `fn` raises.
     """
     if not callable(fn):
         raise ArgumentError(f"gt.explain of a {type(fn).__name__}", "it calls a function, and explains the ops in it",
@@ -236,7 +236,7 @@ def _cells_of(rows: tuple[Row, ...]) -> tuple[list[list[str]], str]:
 
 
 def _dearer(seconds: float) -> str:
-    if abs(seconds) < 1e-9:                          # what settles ties is no cost
+    if abs(seconds) < 1e-9:                          # what settles ties is not a cost
         return "costs the same"
     if seconds < -1e-9:
         return f"{seconds_text(-seconds)} sooner, but ranks would hold more"

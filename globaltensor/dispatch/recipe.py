@@ -39,7 +39,7 @@ class Recipe:
     ranks          the ranks that this process drives, of those that hold operands
     slots          where the operands stand in the call
     wants          the layout each of them must have, None if it has it already
-    outputs        the spec of each result in order, None for one that is no tensor; None instead of the list if only
+    outputs        the spec of each result in order, None for one that is not a tensor; None instead of the list if only
                    running the op tells (all of them are then broadcast)
     written        operands that the op writes to, which are what it returns
     write_back     those of them that are boxed first, so that their new value must be moved back
@@ -142,7 +142,7 @@ def spec_of_plain(t: torch.Tensor, where: placement) -> Spec:
 
 
 def output_spec(result: Any, where: Layout) -> Spec | None:
-    """The spec of a result in this layout; None for what is no tensor."""
+    """The spec of a result in this layout; None for what is not a tensor."""
     if not isinstance(result, torch.Tensor):
         return None
     if result.is_nested:

@@ -37,7 +37,7 @@ class Siblings(NamedTuple):
     """What tells the siblings of a recipe. Of each dim a label, by its number, or ~n: it has the size n in all of them.
 
     operands     per operand its dims; none of a plain operand, which is the same in all
-    outputs      per result its dims; none of one that is no tensor
+    outputs      per result its dims; none of one that is not a tensor
     least        per label the least size
     no_larger    they hold where the results are no larger than operand 0
     """

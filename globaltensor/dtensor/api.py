@@ -204,7 +204,7 @@ def local_map(func: Callable[..., Any] | None = None, out_placements: Any = None
     `func`, a decorator.
 
     out_placements, in_placements, in_grad_placements   for each result, argument, or gradient of one, its placements,
-                                                        None where it is no tensor; one for a function of one result
+                                                        None where it is not a tensor; one for a function of one result
     redistribute_inputs   bring arguments that lie otherwise to lie so, where else they are refused with ArgumentError
     """
 

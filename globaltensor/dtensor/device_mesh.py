@@ -3,7 +3,7 @@
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     mesh["tp"]                                       the ranks of this process's row, and `mesh` as its root
 
-A `DeviceMesh` is no equal of the placement of the same ranks. So a tensor's placement says which meaning `to_local()`
+A `DeviceMesh` does not equal the placement of the same ranks. So a tensor's placement says which meaning `to_local()`
 has: here the gradient of the part is that of the part alone, as in torch; of a placement it is that of the sum over all
 ranks of what they compute. `x.to_global(placement, sbp)` goes from one to the other.
 """

@@ -237,7 +237,7 @@ def parallelize_module(module: nn.Module, device_mesh: DeviceMesh | None = None,
 
 
 def _fits_by_part(name: str, pattern: str) -> bool:
-    """Part by part: `layers.*` is no `layers.0.up`."""
+    """Part by part: `layers.*` is not `layers.0.up`."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 

@@ -71,7 +71,7 @@ partial_min = Sbp("P", op="min")
 
 @api_boundary
 def split(dim: int) -> Sbp:
-    """Split along tensor dim `dim`; negative dims count from the end. Raises SbpError where `dim` is no int."""
+    """Split along tensor dim `dim`; negative dims count from the end. Raises SbpError where `dim` is not an int."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise SbpError(f"split takes a dim, an int, not {dim!r}", "each rank gets a part of that dim",
                        "gt.sbp.split(0)")
@@ -149,7 +149,7 @@ def nd_sbp(sbp: Any, names: Sequence[str], axes: int) -> NdSbp:
 
 
 def not_an_sbp(value: Any, at: str = "") -> SbpError:
-    """The error of a value that is no sbp: what may be written, and what was probably meant."""
+    """The error of a value that is not an sbp: what may be written, and what was probably meant."""
     what = f"{at}not an sbp: {value!r}"
     if value is split:
         return SbpError(what, "a split is along a dim", "did you mean gt.sbp.split(0)?")
@@ -160,7 +160,7 @@ def not_an_sbp(value: Any, at: str = "") -> SbpError:
 
 
 def with_axes(sbp: NdSbp, names: Sequence[str], changes: Mapping[str, Sbp]) -> NdSbp:
-    """The same nd-sbp but along the axes named in `changes`; names that are no axis are left out."""
+    """The same nd-sbp but along the axes named in `changes`; names of no axis are left out."""
     return tuple(changes.get(name, s) for name, s in zip(names, sbp)) if names else sbp
 
 

@@ -87,7 +87,7 @@ def _by_torch(call: Call, run: Run) -> Any:
 def functional_of(func: OpOverload) -> OpOverload | None:
     """The op that returns what this one writes: the one of the same name and arguments that writes nothing."""
     name = func._schema.name.split("::")[1]
-    in_place = name.endswith("_") and not name.endswith("__")        # __iand__ is no in-place __iand_
+    in_place = name.endswith("_") and not name.endswith("__")        # __iand__ is not an in-place __iand_
     packet = getattr(aten, name[:-1] if in_place else name, None)
     parameters = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
     for overload in packet.overloads() if packet is not None else ():

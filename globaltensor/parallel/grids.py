@@ -16,7 +16,7 @@ X [m, k] W [k, n] = Y [m, n], per rank and in parts of a matrix's bytes (a weigh
         it is gathered to, so that W's outputs (in the next layer inputs) are cut along j first and then along i, and
         what j and i would both cut of X, one cuts along the sequence.
 
-Ranks need be no square and no cube, and sizes need not divide evenly.
+The number of ranks need not be a square or a cube, and sizes need not divide evenly.
 """
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def partition_activations(axis: str = "tp") -> AbstractContextManager[None]:
            dim as long as the axis, and a pending sum: a row "*.down ->" B of the plan, of the second layer of each
            pair, reduces that at once, which takes no more bytes than reducing it later. Values do not change
     Enter it on every rank. For models whose blocks are recomputed, so that little is kept: each tensor that is kept is
-    gathered. Raises ArgumentError for an axis that is no name.
+    gathered. Raises ArgumentError for an axis that is not a name.
     """
     if not isinstance(axis, str) or not axis:
         raise ArgumentError(f"axis={axis!r}", "it is the name of an axis of a placement",

@@ -73,7 +73,7 @@ class Plan(MutableMapping[str, PlanRow]):
     """Rows of pattern -> {axis: sbp}, in order; the first that fits counts.
 
     rows   a mapping of patterns to dicts by axis name, with `gt.sbp` values or their printed form ("S(0)", "B")
-    Raises SbpError for what is no sbp.
+    Raises SbpError for what is not an sbp.
     """
 
     @api_boundary
@@ -94,7 +94,7 @@ class Plan(MutableMapping[str, PlanRow]):
                    the first of them; three for 3D, the batch then split along the second (grids.py)
         sequence   along which, also, the activations between the pairs are split: dim 1 of [batch, sequence, hidden]
         experts    along which experts lie on different ranks; it may be the axis that splits the batch
-        Not collective. Raises ArgumentError for what is no module, SbpError for axes that do not fit each other.
+        Not collective. Raises ArgumentError for what is not a module, SbpError for axes that do not fit each other.
         """
         expect(module, nn.Module, "gt.Plan.of no module", "gt.Plan.of(model)")
         one_axis = "" if isinstance(axis, (tuple, list)) else axis

@@ -43,7 +43,7 @@ def cut_by_layers(model: nn.Module, stages: int | Sequence[str], cost: Callable[
     """The stages of a model that has a list of layers. Arguments as those of `cut_traced`; where all inputs have
     default values, the first of them is passed, and those named.
 
-    Raises StageError where the list has fewer layers than stages, for a name that is no layer's, and where something
+    Raises StageError where the list has fewer layers than stages, for a name that is not a layer's, and where something
     beside the list has both parameters and parts of its own; a stage raises it where the layers do not run one after
     the other, each once.
     """

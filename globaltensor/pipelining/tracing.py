@@ -70,7 +70,7 @@ def traced_nodes(model: nn.Module, inputs: Sequence[str] = ()) -> list[fx.Node]:
 
 
 def _traced_work(model: nn.Module, inputs: Sequence[str]) -> tuple[fx.Graph, set[fx.Node], list[fx.Node]]:
-    """The graph, its nodes that are no tensors, and those that compute something."""
+    """The graph, its nodes that are not tensors, and those that compute something."""
     known = inspect.signature(model.forward).parameters
     if strange := [name for name in inputs if name not in known]:
         raise StageError(f"a {type(model).__name__} has no input {strange[0]!r}",

@@ -44,7 +44,7 @@ class Strategy(dict[str, Any]):
     @classmethod
     @api_boundary
     def load(cls, path: str | os.PathLike[str]) -> Strategy:
-        """Read what `save` wrote. Raises StrategyError for what is no JSON object of this format, or cannot be."""
+        """Read what `save` wrote. Raises StrategyError for what is not a JSON object of this format, or cannot be."""
         expect_path(path, "gt.Strategy.load of no file", 'gt.Strategy.load("plan.json")')
         try:
             read = json.loads(Path(path).read_text())

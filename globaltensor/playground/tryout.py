@@ -71,7 +71,7 @@ def read_tryout(query: Mapping[str, str]) -> Tryout:
         shapes.append(shape)
     sbps = [tuple(query.get(f"{name}_sbp", "B").split(" ")) for name in ("x", "y")]
     for sbp in sbps:
-        nd_sbp(list(sbp), (), len(axes))             # raises: what is no sbp, or too few
+        nd_sbp(list(sbp), (), len(axes))             # raises: what is not an sbp, or too few
     return Tryout(axes, query.get("expression", "x @ y"), shapes[0], sbps[0], shapes[1], sbps[1])
 
 

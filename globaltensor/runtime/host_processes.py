@@ -120,7 +120,7 @@ def _kernel_text(path: str) -> bytes:
 
 
 def _environment_of(pid: int) -> dict[str, str]:
-    """What `job_name` asks for of what a process was started with; nothing where that is no rank's, it has ended, or
+    """What `job_name` asks for of what a process was started with; nothing where that is not a rank's, it has ended, or
     is another user's."""
     text = _kernel_text(f"/proc/{pid}/environ")
     if b"MASTER_PORT=" not in text:
@@ -130,7 +130,7 @@ def _environment_of(pid: int) -> dict[str, str]:
 
 
 def job_name(env: dict[str, str]) -> str:
-    """The job to which a process with this environment belongs; "" where it is no rank."""
+    """The job to which a process with this environment belongs; "" where it is not a rank."""
     if not all(env.get(name, "").isdecimal() for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")):
         return ""
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -35,7 +35,7 @@ def arm_stacks() -> None:
 
 def stack_of(pid: int) -> str:
     """The stack of the main thread of a process, innermost call first, a line each; "" where it is not armed, is
-    stopped, or is no process of this user."""
+    stopped, or is not a process of this user."""
     with suppress(OSError):
         file = _file_of(pid)
         if file is None or not _answers(pid):

@@ -113,7 +113,7 @@ def reduce_scatter_flat(group: Any, result: torch.Tensor, source: torch.Tensor) 
 def overload_of(op: Any) -> OpOverload:
     """The one op that `op` names: an op of torch.ops, a custom op of torch.library, or "mine::twice".
 
-    Raises RuleError where it is no op, or a packet of several overloads.
+    Raises RuleError where it is not an op, or a packet of several overloads.
     """
     if isinstance(op, str):
         library, _, name = op.partition("::")

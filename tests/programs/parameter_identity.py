@@ -24,7 +24,7 @@ GRID = gt.placement("cpu", [[0, 1], [2, 3]], ("dp", "tp"))
 
 
 class Tied(nn.Module):
-    """token and head share a matrix; `frozen` is no part of training; a buffer."""
+    """token and head share a matrix; `frozen` is not part of training; a buffer."""
 
     def __init__(self):
         super().__init__()
