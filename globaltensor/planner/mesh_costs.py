@@ -8,9 +8,10 @@ number n as 2 (n - 1) / n, and where dp is 1 there is none of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -97,7 +98,7 @@ class MeshCosts:
         def received(a: UnitCost, b: UnitCost, axis: str) -> float:
             return sum(between(x.bytes.get(axis, 0), y.bytes.get(axis, 0)) for x, y in zip(_passes(a), _passes(b)))
 
-        pairs = list(zip(self.few, self.many))
+        pairs = [(self.few[k], self.many[k]) for k in self._distinct[0]]
 
         def each(name: str) -> np.ndarray:
             return np.array([between(getattr(a, name), getattr(b, name)) for a, b in pairs])
@@ -106,12 +107,22 @@ class MeshCosts:
             return np.array([max(map(between, getattr(a, name), getattr(b, name)), default=0.0) for a, b in pairs])
 
         times = np.array([[seconds(x, y) for x, y in zip(_passes(a), _passes(b))] for a, b in pairs])
-        return UnitArrays(
+        of_distinct = (
             times[:, 0, 1], times[:, 1, 1], times[:, 2, 1], times[:, :, 0].sum(1),
             each("kept"), each("unsaved"), peaks("first"), peaks("later"), each("passed"),
             np.array([seconds(a.again, b.again)[0] for a, b in pairs]), each("selected"),
             np.array([received(a, b, "tp") for a, b in pairs]),
             np.array([received(a, b, "dp") for a, b in pairs]) * along_dp)
+        return UnitArrays(*(one[self._distinct[1]] for one in of_distinct))
+
+    @cached_property
+    def _distinct(self) -> tuple[list[int], list[int]]:
+        """The first of the units that cost the same, and for each unit its place among these: most layers of a model
+        are equal."""
+        places: dict[str, int] = {}
+        of_unit = [places.setdefault(repr([_numbers_of(self.few[k]), _numbers_of(self.many[k])]), len(places))
+                   for k in range(len(self.few))]
+        return [of_unit.index(place) for place in range(len(places))], of_unit
 
     # -------------------------------------------------------------------------------------------------- parameters
 
@@ -192,6 +203,11 @@ def _rates(cluster: Cluster, ranks: tuple[int, ...], before: Sbp, after: Sbp, nb
 
 def _passes(of: UnitCost) -> tuple[PassCost, PassCost, PassCost]:
     return of.forward, of.inputs, of.weights
+
+
+def _numbers_of(of: UnitCost) -> list[Any]:
+    """All that a unit costs, but for its parameters."""
+    return [getattr(of, one.name) for one in fields(of) if one.name != "parameters"]
 
 
 def _in_proportion(of: UnitCost, share: float) -> UnitCost:
