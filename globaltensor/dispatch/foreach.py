@@ -25,7 +25,7 @@ from globaltensor.rules.families import broadcast_shape, pointwise
 from globaltensor.rules.language import NUMBER
 from globaltensor.runtime.meta import meta
 from globaltensor.runtime.torch_internals import OpOverload
-from globaltensor.runtime.world import world
+from globaltensor.runtime.world import local_ranks_of, world
 
 
 def is_foreach(func: OpOverload) -> bool:
@@ -58,7 +58,7 @@ def decide_foreach(cls: type[GlobalLike], call: Call) -> Recipe:
             operands += [(slot, t, home) for home in homes] if type(t) is cls else [(slot, t, None)]
     specs = [t.spec if type(t) is cls else spec_of_plain(t, (want or homes[0]).placement) for _, t, want in operands]
     holds = {rank: tuple(i for i, layouts_of in enumerate(wants) if rank in layouts_of[0].placement.coords)
-             for rank in world().local_ranks}
+             for rank in sorted({rank for home in homes for rank in local_ranks_of(home.placement)})}
     holds = {rank: elements for rank, elements in holds.items() if elements}       # torch refuses an empty list
     everywhere = len(homes) == 1
     recipe = Recipe(call.func, homes[0], tuple(holds), tuple(slot for slot, _, _ in operands),

@@ -16,6 +16,7 @@ from typing import Any
 from globaltensor.errors import PlacementError, counted
 from globaltensor.tracebacks import api_boundary
 
+_hypothetical = False                                # are ranks those of a cluster that is described, and not there?
 _on_create: list[Callable[[placement], None]] = []   # the world checks ranks and devices; it is a layer above this
 
 
@@ -27,7 +28,7 @@ class placement:
     that this host does not have, and axis names that do not fit.
     """
 
-    __slots__ = dict.fromkeys(("__dict__", "_hash", "axis_names", "flat", "ranks", "shape", "type")) | {
+    __slots__ = dict.fromkeys(("__dict__", "_hash", "axis_names", "flat", "hypothetical", "ranks", "shape", "type")) | {
         "names": "The names of its axes, where they have any. An only axis that was not named is called \"dp\".",
         "ndim": "The number of axes."}
 
@@ -38,6 +39,7 @@ class placement:
     axis_names: tuple[str, ...] | None
     names: tuple[str, ...]
     ndim: int
+    hypothetical: bool                               # its first rank stands for all
     _hash: int
 
     @api_boundary
@@ -69,7 +71,8 @@ class placement:
                                  "a rank holds one shard of a tensor", "each rank once")
         for key, value in (("type", type), ("ranks", nested), ("shape", shape), ("flat", flat),
                            ("axis_names", names), ("names", names or (("dp",) if len(shape) == 1 else ())),
-                           ("ndim", len(shape)), ("_hash", hash((type, nested, names)))):
+                           ("ndim", len(shape)), ("hypothetical", _hypothetical),
+                           ("_hash", hash((type, nested, names)))):
             object.__setattr__(self, key, value)
         for check in _on_create:
             check(self)
@@ -83,8 +86,8 @@ class placement:
     def __eq__(self, other: object) -> bool:
         # no name of this module: weak dictionaries compare as the interpreter ends, when modules are empty
         return self is other or (type(other) is type(self) and self._hash == other._hash
-                                 and (self.type, self.ranks, self.axis_names)
-                                 == (other.type, other.ranks, other.axis_names))
+                                 and (self.type, self.ranks, self.axis_names, self.hypothetical)
+                                 == (other.type, other.ranks, other.axis_names, other.hypothetical))
 
     def __repr__(self) -> str:
         return self._text                            # messages between ranks say it: of 16,384 ranks it takes 20 ms

@@ -85,7 +85,10 @@ def start_with(start: Callable[[], World]) -> None:
 
 
 def local_ranks_of(where: placement) -> tuple[int, ...]:
-    """The ranks of a placement that this process drives, in the order of their numbers."""
+    """The ranks of a placement that this process drives, in the order of their numbers. Of one that is described only,
+    the first stands for all."""
+    if where.hypothetical:
+        return where.flat[:1]
     return tuple(r for r in world().local_ranks if r in where.coords)
 
 

@@ -228,11 +228,13 @@ def checked_number(value: Any, name: str, source: str, least: float = 0) -> floa
 
 @contextmanager
 def hypothetical_placements() -> Iterator[None]:
-    """Inside, placements may name ranks and devices that this world does not have: those of a described cluster."""
-    checks = placements._on_create
+    """Inside, placements may name ranks and devices that this world does not have: those of a described cluster. What
+    is run on them is run for their first rank, and no other."""
+    checks, outer = placements._on_create, placements._hypothetical
     kept = checks[:]
     checks.clear()
+    placements._hypothetical = True
     try:
         yield
     finally:
-        checks[:] = kept
+        checks[:], placements._hypothetical = kept, outer
