@@ -7,16 +7,20 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from harness import PROGRAMS, ROOT, RUN, environment, good
 from torch import nn
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental import symbolic_shapes
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import globaltensor as gt
 from globaltensor.errors import OutOfRangeError
+from globaltensor.layouts.symbols import expected, expected_of, known_sizes
 
 sys.path.insert(0, os.fspath(ROOT / "examples"))
 from gpt import GPT
@@ -130,6 +134,22 @@ def test_steps_of_twenty_sizes_are_two_graphs(layout):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
         assert sum(nbytes for *_, nbytes in moved_too) <= sum(nbytes for *_, nbytes in moved)
     assert counter.graphs == 2
+
+
+@pytest.mark.parametrize("newest", [False, True], ids=["torch 2.11", "torch 2.13"])
+def test_numbers_of_symbols_with_any_torch(newest, monkeypatch):
+    """Of torch 2.11, no `guarding_hint_or_throw` tells them, but `size_hint`."""
+    env = symbolic_shapes.ShapeEnv()
+    n = env.create_symintnode(env.create_symbol(7, ConstantSource("n")), hint=7)
+    only_values_tell, twice = env.create_unbacked_symint(), 2 * n
+    if not newest:
+        for name in ("has_guarding_hint", "guarding_hint_or_throw"):
+            monkeypatch.delattr(symbolic_shapes, name, raising=False)
+        env = SimpleNamespace(size_hint={n.node.expr: 7}.get)
+    assert expected((3, n, twice)) == (3, 7, 14) and expected_of(n.node.expr, env) == 7
+    assert known_sizes((3, n))[1] is n
+    with pytest.raises(symbolic_shapes.GuardOnDataDependentSymNode):     # ends the graph
+        known_sizes((3, only_values_tell))
 
 
 @LONG

@@ -168,8 +168,9 @@ each("prod max min median any all argmax", (5, 3), draws=0.5)
 for p in (0, 1, 2, 3, float("inf"), -float("inf")):
     case(f"norm p={p}", lambda x, p=p: torch.linalg.vector_norm(x, p, dim=0), (5, 3))
 for name in "max min median cummax cummin argmax argmin any all prod cumsum cumprod logcumsumexp aminmax".split():
-    case(f"{name} along", lambda x, f=getattr(torch, name): f(x, dim=1), (3, 5))
-    case(f"{name} along, short", lambda x, f=getattr(torch, name): f(x, dim=0), (2, 3), draws=0.5)
+    has = name != "aminmax" or torch.torch_version.TorchVersion(torch.__version__) >= "2.12"     # a gradient
+    case(f"{name} along", lambda x, f=getattr(torch, name): f(x, dim=1), (3, 5), grad=has)
+    case(f"{name} along, short", lambda x, f=getattr(torch, name): f(x, dim=0), (2, 3), draws=0.5, grad=has)
 case("max keepdim", lambda x: x.max(0, keepdim=True), (5, 3))
 case("ties", lambda x: (x.max(0), x.min(0), x.argmax(0)), ints(2, 7, 3).double())
 case("infinite", lambda x: (x.max(0), x.amax(0), x.argmax(0), x.logsumexp(0)), torch.full((4, 3), -torch.inf).double(),

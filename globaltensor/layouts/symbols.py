@@ -27,12 +27,23 @@ def known_sizes(sizes: Sequence[Any]) -> tuple[int, ...]:
 def _known(n: Any) -> Any:
     if type(n) is not _Symbol:
         return int(n)
-    return int(n) if n.node.maybe_as_int() is not None or not _torchs().has_guarding_hint(n) else n
+    return int(n) if n.node.maybe_as_int() is not None or not n.node.has_hint() else n
 
 
 def expected(sizes: Sequence[Any]) -> tuple[int, ...]:
     """The numbers that torch traces with; asks for no condition."""
-    return tuple(_torchs().guarding_hint_or_throw(n) if type(n) is _Symbol else n for n in sizes)
+    return tuple(_expected(n) if type(n) is _Symbol else n for n in sizes)
+
+
+def _expected(n: Any) -> int:
+    return n.node.hint if n.node.has_hint() else expected_of(n.node.expr, n.node.shape_env)
+
+
+def expected_of(expression: Any, env: Any) -> int:
+    """The number that torch traces with, for an expression of a trace's symbols. Raises torch's own error where only
+    values tell it."""
+    number = getattr(env, "guarding_hint_or_throw", None) or env.size_hint       # the latter is torch 2.11's
+    return int(number(expression))
 
 
 def surely_equal(a: Any, b: Any) -> bool:

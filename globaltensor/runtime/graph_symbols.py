@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from globaltensor.layouts.symbols import expected_of
 from globaltensor.runtime.torch_internals import graph_inputs_by_symbol
 
 
@@ -37,7 +38,7 @@ def _computed(expression: Any, sizes: Any, known: dict[Any, Any]) -> Any:
     if expression.is_Symbol:
         if expression in known:
             return known[expression].value
-        return sizes.create_symintnode(expression, hint=sizes.guarding_hint_or_throw(expression))
+        return sizes.create_symintnode(expression, hint=expected_of(expression, sizes))
     step = _STEPS[type(expression).__name__]
     return reduce(step, [_computed(part, sizes, known) for part in expression.args])
 

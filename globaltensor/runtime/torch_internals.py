@@ -36,6 +36,7 @@ from torch.utils._pytree import (
 
 from globaltensor.errors import RuleError
 
+TORCH = torch.torch_version.TorchVersion(torch.__version__)
 _c: Any = torch._C                                   # its stubs leave some of these out
 
 # Below the properties and functions that a subclass overrides.
@@ -217,9 +218,12 @@ def backward_sequence_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
-def let_sizes_be_symbols(t: torch.Tensor) -> None:
+def let_sizes_be_symbols(t: Any) -> None:
     """Let dynamo have symbols for all sizes of a tensor, as far as it has any; nothing is guarded for that."""
-    t._dynamo_propagated_dynamic_indices = set(range(t.dim()))  # type: ignore[attr-defined]  # which is dynamo's
+    if TORCH >= "2.13":
+        t._dynamo_propagated_dynamic_indices = set(range(t.dim()))
+    else:                                            # one name for this and for users' marks
+        t._dynamo_weak_dynamic_indices = set(range(t.dim()))
 
 
 def graph_inputs_by_symbol() -> dict[Any, Any] | None:
@@ -279,8 +283,7 @@ def end_graph(why: str) -> None:
 def leave_alone(code: CodeType) -> None:
     """Let torch.compile leave this function alone, and those in it, where it is called outside of what is compiled."""
     alone, inside = _c._dynamo.eval_frame._FrameAction.SKIP, _c._dynamo.eval_frame._FrameAction.DEFAULT
-    strategy = _c._dynamo.eval_frame._FrameExecStrategy(alone, inside)
-    _c._dynamo.eval_frame.set_code_exec_strategy(code, strategy)
+    _c._dynamo.eval_frame.set_code_exec_strategy(code, _c._dynamo.eval_frame._FrameExecStrategy(alone, inside))
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             leave_alone(inner)
@@ -289,7 +292,7 @@ def leave_alone(code: CodeType) -> None:
 def register_graph_value(cls: type) -> None:
     """Let values of this class be arguments of what is called in a graph. They must be hashable, and have
     `__fx_repr__`. What a graph asks of them must be attributes: torch 2.13 fails at properties of such values."""
-    if torch.torch_version.TorchVersion(torch.__version__) >= "2.13":
+    if TORCH >= "2.13":
         register_opaque_type(cls, typ="value")
 
 
