@@ -102,6 +102,12 @@ def test_a_class_name_stands_once():
     assert not twice, f"a class says by its name which one it is: {twice}"
 
 
+def test_one_function_tells_that_torch_compiles():
+    """torch's own is True only of what dynamo traces, before torch 2.13."""
+    asking = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if ".is_compiling" in path.read_text()]
+    assert asking == [INTERNALS], f"outside of {INTERNALS} its `compiling`: {asking}"
+
+
 def test_one_idiom_asks_whether_a_tensor_is_global():
     """Below the tensor class `is_global(x)` of global_like.py, above it isinstance; `x.is_global` is for users."""
     wrong = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import globaltensor as gt
 from globaltensor.errors import OutOfRangeError
 from globaltensor.layouts.symbols import expected, expected_of, known_sizes
+from globaltensor.runtime import torch_internals
 
 sys.path.insert(0, os.fspath(ROOT / "examples"))
 from gpt import GPT
@@ -150,6 +152,25 @@ def test_numbers_of_symbols_with_any_torch(newest, monkeypatch):
     assert known_sizes((3, n))[1] is n
     with pytest.raises(symbolic_shapes.GuardOnDataDependentSymNode):     # ends the graph
         known_sizes((3, only_values_tell))
+
+
+@pytest.mark.parametrize("newest", [False, True], ids=["torch 2.11", "torch 2.13"])
+def test_that_torch_compiles_is_seen_with_any_torch(newest, monkeypatch):
+    """Before torch 2.13, its own `is_compiling` says so only of what dynamo traces, not where a backend goes on."""
+    if not newest:
+        monkeypatch.setattr(torch.compiler, "_compile_session_context", nullcontext, raising=False)
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(torch_internals.compiling() if newest else torch_internals.compiling_before_2_13())
+        return graph
+
+    def program(x):
+        return x + 1, torch_internals.compiling_before_2_13()        # dynamo takes it for True
+
+    assert not torch_internals.compiling() and not torch_internals.compiling_before_2_13()
+    assert torch.compile(program, backend=backend, fullgraph=True)(torch.ones(2))[1] and seen == [True]
+    assert not torch_internals.compiling() and not torch_internals.compiling_before_2_13()
 
 
 @LONG

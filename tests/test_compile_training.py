@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import globaltensor as gt
+from globaltensor.runtime.torch_internals import TORCH
 
 SEED = 53
 pytestmark = pytest.mark.usefixtures("seeded_compiler")
@@ -186,5 +187,6 @@ def test_a_cache_of_keys_and_values_stays_split_by_heads():
     with gt.record() as moves:
         said, keys = generated(f, gt.from_full(ids, GRID, {"dp": S(0)}), 6)
     torch.testing.assert_close(said, generated(plain, ids, 6)[0])
-    assert keys.sbp == (S(0), S(1)) and len(graphs) == 3     # the prompt's; one word's; one for any cache
+    most = 3 if TORCH >= "2.12" else 4               # the prompt's; one word's; one for any cache; torch 2.11 asks for
+    assert keys.sbp == (S(0), S(1)) and len(graphs) == most  # the strides of the second, and makes one more
     assert max(move.bytes for move in moves) <= 2 * 16 * 8, max(moves, key=lambda move: move.bytes)

@@ -26,7 +26,7 @@ from globaltensor.runtime.codec import message
 from globaltensor.runtime.custom_ops import MADE_OF
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.philox import draw_key
-from globaltensor.runtime.torch_internals import OpOverload, break_graph, is_of_a_trace
+from globaltensor.runtime.torch_internals import OpOverload, break_graph, compiling, is_of_a_trace
 from globaltensor.runtime.world import world
 
 Remake = Callable[[OpOverload, Sequence[Any]], list[Shards]]
@@ -86,7 +86,7 @@ def _run_ranks(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwarg
     """The operands, what was held of them where the recipe wants them, and per rank what the local op returned."""
     func, simple, local_impl, seed = recipe.func, recipe.simple, recipe.local_impl, None
     # inductor fuses what an op is made of
-    local_op: Callable[..., Any] = MADE_OF.get(func, func) if torch.compiler.is_compiling() else func
+    local_op: Callable[..., Any] = MADE_OF.get(func, func) if compiling() else func
     operands: Sequence[Any] = ()
     held: list[Shards] = []
     if simple is None or func.is_view:               # else there is nothing to look for, to check or to move

@@ -19,7 +19,8 @@ from globaltensor.rules.call import Call, arguments
 from globaltensor.rules.families import fixed
 from globaltensor.rules.language import Rule, label_sizes
 from globaltensor.rules.parse import Parsed, check_leaves, parse_rule
-from globaltensor.runtime.torch_internals import OpOverload, is_composite, overload_of, tree_flatten
+from globaltensor.runtime.custom_ops import overload_of
+from globaltensor.runtime.torch_internals import OpOverload, is_composite, tree_flatten
 
 _given: set[OpOverload] = set()                      # ops whose rule a user gave
 # not 1, which broadcasts: a dim that the rule has wrong would not show

@@ -187,7 +187,7 @@ def sized_rule(of: Rule, shapes: list[tuple[int, ...]]) -> Rule:
     differing = {label for label, seen in sizes.items() if len(seen) > 1 and label != "1"}
     if not differing:
         return of
-    repeated = {label for label in differing if sum(n != 1 for n in sizes[label]) == 1}
+    repeated = {label for label in differing if sum(bool(n != 1) for n in sizes[label]) == 1}
 
     def mark(dims: Dims, shape: tuple[int | None, ...]) -> Dims:
         return tuple(("1",) if n == 1 and dim[0] in repeated else

@@ -27,7 +27,8 @@ from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call, set_arguments
 from globaltensor.rules.families import Family
 from globaltensor.rules.language import fits, label_sizes, signatures, sized_rule
-from globaltensor.runtime.torch_internals import OpOverload, overload_of, tree_flatten
+from globaltensor.runtime.custom_ops import overload_of
+from globaltensor.runtime.torch_internals import OpOverload, tree_flatten
 from globaltensor.tracebacks import api_boundary
 
 Sides = tuple[tuple[Sbp, ...], tuple[Sbp, ...]]      # the layouts of the operands, and of the results

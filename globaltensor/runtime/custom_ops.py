@@ -29,8 +29,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
+from globaltensor.errors import RuleError
 from globaltensor.runtime.native import torch_ext
-from globaltensor.runtime.torch_internals import OpOverload
+from globaltensor.runtime.torch_internals import OpOverload, OpOverloadPacket
 
 _library = torch.library.Library("globaltensor", "DEF")
 
@@ -125,3 +126,25 @@ def _count_of_contract(equation: str, a: Sequence[int], b: Sequence[int], *_: An
     left, right = equation.partition("->")[0].split(",")
     # every label once: a multiplication and an addition for each combination of indices
     return 2 * prod({**dict(zip(left, a)), **dict(zip(right, b))}.values())
+
+
+def overload_of(op: Any) -> OpOverload:
+    """The one op that `op` names: an op of torch.ops, a custom op of torch.library, or "mine::twice".
+
+    Raises RuleError where it is not an op, or a packet of several overloads.
+    """
+    if isinstance(op, str):
+        library, _, name = op.partition("::")
+        packet = getattr(getattr(torch.ops, library), name.partition(".")[0], None) if name else None
+        op = getattr(packet, name.partition(".")[2], None) if "." in name else packet
+    op = getattr(op, "_opoverload", op)              # of torch.library.custom_op and triton_op
+    if isinstance(op, OpOverloadPacket):
+        names = op.overloads()
+        if len(names) > 1:
+            raise RuleError(f"{op} has {len(names)} overloads", "each of them has a rule of its own",
+                            " or ".join(f"torch.ops.{op}.{name}" for name in names))
+        op = getattr(op, names[0])
+    if not isinstance(op, OpOverload):
+        raise RuleError(f"not an op: {op!r}", "a rule is given to an op that torch's dispatcher knows",
+                        '@torch.library.custom_op("mine::twice", mutates_args=()) before your function')
+    return op

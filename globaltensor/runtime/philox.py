@@ -43,7 +43,7 @@ from globaltensor.layouts.regions import Region
 from globaltensor.runtime import lineage
 from globaltensor.runtime.device_kernels import kernel_verdict, kernels_that_pass
 from globaltensor.runtime.native import core_lib
-from globaltensor.runtime.torch_internals import num_dispatch_modes, without_fake_mode
+from globaltensor.runtime.torch_internals import compiling, num_dispatch_modes, without_fake_mode
 
 Device = torch.device | str
 _MASK = 0xFFFFFFFF
@@ -94,7 +94,7 @@ def twin() -> Iterator[None]:
 def _filled_natively(out: Tensor, key: int, shape: Shape, region: Region, law: str, *parameters: float) -> bool:
     """Did native code fill the region? Not while a mode traces: it would see a tensor that nobody fills."""
     on_cpu = out.device.type == "cpu"
-    if _in_twin or (on_cpu and law not in _laws) or num_dispatch_modes() or torch.compiler.is_compiling():
+    if _in_twin or (on_cpu and law not in _laws) or num_dispatch_modes() or compiling():
         return False
     if not on_cpu and law not in kernels_that_pass(out.device):
         return False

@@ -23,7 +23,7 @@ from torch._higher_order_ops.flex_attention import (
 from torch._library import simple_registry
 from torch._library.effects import EffectType
 from torch._library.opaque_object import register_opaque_type
-from torch._ops import OpOverload as OpOverload, OpOverloadPacket, _higher_order_ops
+from torch._ops import OpOverload as OpOverload, OpOverloadPacket as OpOverloadPacket, _higher_order_ops
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
@@ -33,8 +33,6 @@ from torch.utils._pytree import (
     tree_map_only as tree_map_only,
     tree_unflatten as tree_unflatten,
 )
-
-from globaltensor.errors import RuleError
 
 TORCH = torch.torch_version.TorchVersion(torch.__version__)
 _c: Any = torch._C                                   # its stubs leave some of these out
@@ -109,28 +107,6 @@ def all_gather_flat(group: Any, result: torch.Tensor, source: torch.Tensor) -> d
 def reduce_scatter_flat(group: Any, result: torch.Tensor, source: torch.Tensor) -> dist.Work:
     """Begin to add up flat buffers, a part of the sum for each rank of a backend's group."""
     return group._reduce_scatter_base(result, source)
-
-
-def overload_of(op: Any) -> OpOverload:
-    """The one op that `op` names: an op of torch.ops, a custom op of torch.library, or "mine::twice".
-
-    Raises RuleError where it is not an op, or a packet of several overloads.
-    """
-    if isinstance(op, str):
-        library, _, name = op.partition("::")
-        packet = getattr(getattr(torch.ops, library), name.partition(".")[0], None) if name else None
-        op = getattr(packet, name.partition(".")[2], None) if "." in name else packet
-    op = getattr(op, "_opoverload", op)              # of torch.library.custom_op and triton_op
-    if isinstance(op, OpOverloadPacket):
-        names = op.overloads()
-        if len(names) > 1:
-            raise RuleError(f"{op} has {len(names)} overloads", "each of them has a rule of its own",
-                            " or ".join(f"torch.ops.{op}.{name}" for name in names))
-        op = getattr(op, names[0])
-    if not isinstance(op, OpOverload):
-        raise RuleError(f"not an op: {op!r}", "a rule is given to an op that torch's dispatcher knows",
-                        '@torch.library.custom_op("mine::twice", mutates_args=()) before your function')
-    return op
 
 
 def storage_id(t: torch.Tensor) -> int:
@@ -266,6 +242,14 @@ def is_of_a_trace(t: torch.Tensor) -> bool:
     return type(t) is not torch.Tensor and type(t).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
+def compiling_before_2_13() -> bool:
+    """What `torch.compiler.is_compiling` tells since 2.13: torch.compile is at work, in what follows dynamo too."""
+    return torch.compiler.is_compiling() or torch._guards.CompileContext.try_get() is not None
+
+
+compiling = torch.compiler.is_compiling if TORCH >= "2.13" else compiling_before_2_13
+
+
 def break_graph(func: OpOverload) -> NoReturn:
     """End the graph that is being traced before this op, which then runs as it does outside of graphs. Where the user
     asked for one graph, that is an error which names the op."""
@@ -276,7 +260,7 @@ def break_graph(func: OpOverload) -> NoReturn:
 def end_graph(why: str) -> None:
     """End the graph that torch.compile makes of the program's function before what calls this. Where the user asked for
     one graph, that is an error which says why. Outside of graphs, nothing."""
-    if torch.compiler.is_compiling():
+    if compiling():
         torch._dynamo.graph_break(msg=why)
 
 
@@ -291,8 +275,9 @@ def leave_alone(code: CodeType) -> None:
 
 def register_graph_value(cls: type) -> None:
     """Let values of this class be arguments of what is called in a graph. They must be hashable, and have
-    `__fx_repr__`. What a graph asks of them must be attributes: torch 2.13 fails at properties of such values."""
-    if TORCH >= "2.13":
+    `__fx_repr__`. What a graph asks of them must be attributes: torch 2.13 fails at properties of such values.
+    torch 2.11 takes classes of a metaclass of its own only: there a graph ends at them."""
+    if TORCH >= "2.12":
         register_opaque_type(cls, typ="value")
 
 

@@ -17,7 +17,7 @@ from globaltensor.runtime import custom_ops, lineage
 from globaltensor.runtime.agreement import agree_on, checksum, gather_objects
 from globaltensor.runtime.codec import message
 from globaltensor.runtime.memory import missing, require
-from globaltensor.runtime.torch_internals import break_graph, innermost, modes_active
+from globaltensor.runtime.torch_internals import break_graph, compiling, innermost, modes_active
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.flatten import called_in_graphs
 from globaltensor.tensors.full_value import FromFull
@@ -36,7 +36,7 @@ def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTens
     """
     expect(t, torch.Tensor, "from_full of no tensor", "gt.from_full(torch.tensor(...), placement, sbp)")
     dst = resolve_layout(placement, sbp, t.dim())
-    if torch.compiler.is_compiling():                # no values to compare
+    if compiling():                # no values to compare
         return FromFull.of(t, dst)
     require(innermost(t), f"from_full on {dst}")
     agree_on(innermost(t), f"from_full on {dst}")
@@ -76,7 +76,7 @@ class FromLocal(LinearMap):
 
 def join_alike(t: torch.Tensor, dst: Layout) -> GlobalTensor:
     """`t` as the part of every rank that this process drives."""
-    if torch.compiler.is_compiling():
+    if compiling():
         break_graph(FromLocal.op)                    # all ranks tell their shapes first
     return join_parts({r: t.detach() for r in _mine(dst.placement)}, dst.placement, dst.sbp)
 

@@ -23,7 +23,7 @@ from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.layouts.layout import Layout, Spec, spec
 from globaltensor.layouts.rank_regions import RankRegions, rank_regions
 from globaltensor.layouts.regions import Region
-from globaltensor.runtime.torch_internals import transforms_active
+from globaltensor.runtime.torch_internals import compiling, transforms_active
 from globaltensor.tensors.redistribution import to_layout
 
 _BOXING = "parts of one matrix"                      # as gt.record names it
@@ -32,7 +32,7 @@ _BOXING = "parts of one matrix"                      # as gt.record names it
 def with_dealt_parts(self: Any) -> Any:
     """x itself, of which `split` and `chunk` now deal out the parts. In a graph another one: a graph holds what is
     called, and no attributes."""
-    x = self.view_as(self) if torch.compiler.is_compiling() else self
+    x = self.view_as(self) if compiling() else self
     x.deals_parts = True
     return x
 

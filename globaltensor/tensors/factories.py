@@ -33,7 +33,7 @@ from globaltensor.layouts.regions import Region
 from globaltensor.runtime import lineage, philox
 from globaltensor.runtime.agreement import agree
 from globaltensor.runtime.memory import refuse_fake_mode
-from globaltensor.runtime.torch_internals import break_graph, without_fake_mode
+from globaltensor.runtime.torch_internals import break_graph, compiling, without_fake_mode
 from globaltensor.runtime.world import has_devices, local_ranks_of, world
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.factory_types import (
@@ -163,7 +163,7 @@ def _with_grad(x: GlobalTensor, requires_grad: Any) -> GlobalTensor:
 def _finish(name: str, shape: Shape, dtype: torch.dtype, where: Any, sbp: Any, requires_grad: bool,
             make: Make, key: int = 0) -> GlobalTensor:
     dst = resolve_layout(where, sbp, len(shape))
-    if torch.compiler.is_compiling():                # no values to compare
+    if compiling():                # no values to compare
         return _with_grad(make_parts(shape, dtype, dst, make), requires_grad)
     refuse_fake_mode(dst.placement, f"gt.{name}")
     with without_fake_mode():
@@ -256,7 +256,7 @@ def _random(name: str, shape: Shape, dtype: torch.dtype, where: Any, sbp: Any, r
     """Random numbers. `draw` makes those of a part; in a graph of torch.compile `fill` makes the same, as an op."""
     if generator is not None:
         expect(generator, torch.Generator, f"generator={generator!r}", "generator=torch.Generator().manual_seed(0)")
-    if torch.compiler.is_compiling():
+    if compiling():
         if fill is None or generator is not None:
             break_graph(torch.ops.aten.randperm.default)
         x = _finish(name, shape, dtype, where, sbp, False, lambda part, device: torch.empty(

@@ -40,6 +40,7 @@ from globaltensor.runtime.graph_symbols import in_graph
 from globaltensor.runtime.torch_internals import (
     TRACED_KEYS,
     ExcludeDispatchKeys,
+    compiling,
     is_of_a_trace,
     leave_alone,
     let_sizes_be_symbols,
@@ -73,7 +74,7 @@ def let_torch_trace(cls: Any) -> None:
 
     def flattened(x: Any) -> tuple[list[str], Spec]:
         """Guards call it twice for every parameter, whenever a graph is called."""
-        if torch.compiler.is_compiling():
+        if compiling():
             if not x.traced:
                 read_for_new_graph()
             _keep_dynamo_out(len(sys.modules))
@@ -140,7 +141,7 @@ def called_in_graphs(function: T) -> T:
     """
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if compiling():
             _register_while_tracing()
         return function(*args, **kwargs)
 

@@ -36,7 +36,7 @@ from globaltensor.layouts.layout import Layout, Spec, spec
 from globaltensor.layouts.recent import KEPT
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
-from globaltensor.runtime.torch_internals import TensorBase
+from globaltensor.runtime.torch_internals import TensorBase, compiling
 from globaltensor.runtime.world import world
 from globaltensor.tracebacks import api_boundary
 
@@ -86,7 +86,7 @@ def _notes(leaf: Any) -> LeafGradient:
 def read_grad(leaf: Any) -> Any:
     """The gradient of a leaf, settled; or as it lies, for torch.compile, which reads all while it traces."""
     noted = _noted(leaf)
-    if pending and not (noted.part is None and torch.compiler.is_compiling()):
+    if pending and not (noted.part is None and compiling()):
         reduce_pending()
     return raw_grad(leaf) if noted.part is None else _handed_over(noted.whole, noted.part)
 

@@ -23,6 +23,7 @@ from globaltensor.runtime.torch_internals import (
     OpOverload,
     batch_dim,
     below_autograd,
+    compiling,
     is_stand_in,
     modes_active,
     transforms_active,
@@ -68,7 +69,7 @@ class LinearMap(torch.autograd.Function):
     @classmethod
     def call_op(cls, x: Any, *how: Any) -> Any:
         """The op, from within this function of autograd: not by way of it again."""
-        if torch.compiler.is_compiling():
+        if compiling():
             return cls.kernel(x, *how)
         with below_autograd():
             return cls.op(x, *op_arguments(how))
