@@ -17,9 +17,11 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import globaltensor as gt
 from globaltensor.op_table.table import TABLE
 from globaltensor.runtime import meta as shape_functions
 from globaltensor.runtime.meta import meta
+from globaltensor.runtime.torch_internals import OpOverload
 
 SEED = int(os.environ.get("META_SEED") or 20_261_121)
 print(f"tests/test_meta.py: META_SEED={SEED}")
@@ -217,3 +219,18 @@ def test_log_sums_of_attention_are_as_wide_as_the_kernel_gives_them(dtype, monke
     q = torch.rand(2, 3, 4, 8, dtype=dtype)
     _, log_sums = meta(func, [t.to("meta") for t in (q, q, q)], {})
     assert log_sums.dtype == func(q, q, q)[1].dtype and log_sums.shape == (2, 3, 4)
+
+
+def test_shards_without_memory_have_them_too(monkeypatch):
+    """A planner's shards go to torch's own shape function, which before 2.13 says float32 of all dtypes."""
+    func = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    q = gt.empty(2, 4, 4, 8, dtype=torch.float64, placement=gt.placement("meta", [0, 1]), sbp=gt.sbp.split(1))
+
+    def says_float32(op, *operands, **options):
+        return torch.empty_like(operands[0]), torch.empty(operands[0].shape[:3], device="meta")
+
+    shape = OpOverload.__call__
+    monkeypatch.setattr(OpOverload, "__call__", lambda op, *operands, **options: (
+        says_float32 if op is func and type(operands[0]) is torch.Tensor else shape)(op, *operands, **options))
+    attention, log_sums = func(q, q, q)
+    assert {part.dtype for part in log_sums.shards.values()} == {log_sums.dtype} == {torch.float64}

@@ -24,6 +24,7 @@ from globaltensor.rules.call import Call, Slot, arguments, put, set_arguments
 from globaltensor.runtime.agreement import broadcast_object, compare_plain
 from globaltensor.runtime.codec import message
 from globaltensor.runtime.custom_ops import MADE_OF
+from globaltensor.runtime.meta import without_memory
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.philox import draw_key
 from globaltensor.runtime.torch_internals import OpOverload, break_graph, compiling, is_of_a_trace
@@ -113,6 +114,8 @@ def _run_ranks(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwarg
             results[rank] = seeded(func, seed, _device_of(recipe, rank), local_args, local_kwargs)
         else:
             results[rank] = local_op(*local_args, **local_kwargs)
+            if recipe.home.placement.type == "meta":
+                results[rank] = without_memory(func, results[rank])
     if not recipe.verified and (func._schema.returns or recipe.written):
         verify(recipe, results)
         recipe.verified = True

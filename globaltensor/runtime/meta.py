@@ -34,6 +34,7 @@ from globaltensor.runtime.torch_internals import (
 )
 
 aten = torch.ops.aten
+_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 Method = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]
 
 STRUCTURED, COMPOSITE = "CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd"     # torch's names
@@ -222,12 +223,18 @@ def _index_fill(x: Tensor, dim: int, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *options: Any, **more: Any) -> tuple[Tensor, Tensor]:
-    """Of float64, torch 2.11 and 2.12 say that the logarithms of sums are float32; the kernel gives float64."""
-    kernel = python_meta(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def _attention_on_cpu(*operands: Any, **more: Any) -> Any:
+    kernel = python_meta(_ATTENTION)
     assert kernel is not None
-    attention, log_sums = kernel(query, key, value, *options, **more)
-    return attention, log_sums.to(query.dtype) if query.dtype is torch.float64 else log_sums
+    return without_memory(_ATTENTION, kernel(*operands, **more))
+
+
+def without_memory(func: OpOverload, results: Any) -> Any:
+    """What torch's own word should have been, of tensors without memory: of attention of float64, torch before 2.13
+    says that the logarithms of sums are float32, and the kernel gives float64."""
+    if func is not _ATTENTION or results[0].dtype is not torch.float64:
+        return results
+    return results[0], results[1].to(torch.float64)
 
 
 def _batch_norm_backward(*operands: Any, **more: Any) -> tuple[Tensor | None, ...]:
@@ -256,6 +263,7 @@ AS: dict[OpOverload, Callable[..., Any]] = {
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.index_fill.int_Tensor: _index_fill,
     aten.index_fill.int_Scalar: _index_fill,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_on_cpu,
+    aten.zero.default: torch.empty_like,             # in the order of the operand, which torch tells since 2.13
+    _ATTENTION: _attention_on_cpu,
     **SHAPES,
 }
