@@ -139,19 +139,24 @@ def _counts(slide: Slide, ends: Range, rows: int, padded: bool) -> Tensor:
     return (start + slide.kernel).clamp(max=rows) - start.clamp(min=0)
 
 
+def _are_whole(slide: Slide, ends: Range, rows: int, padded: bool) -> bool:
+    """Are these rows all means of a whole kernel? Told by numbers: a graph that is traced could not ask a tensor."""
+    first, last = (n * slide.stride - slide.padding for n in (ends[0], ends[1] - 1))
+    return ends[0] == ends[1] or last + slide.kernel <= rows + padded * slide.padding and (padded or first >= 0)
+
+
 def _edge_counts(call: Call, pooling: Pooling, out_region: Region) -> Tensor | None:
     """Of how many rows and columns each mean in this part of the output is; None where each is of a whole kernel, as
     none reaches over the edge, and where the call itself says the divisor."""
     if call["divisor_override"] is not None:
         return None
     padded = call["count_include_pad"]
-    rows = zip(pooling.slides, pooling.space(out_region), pooling.plane)
-    counts = [_counts(slide, ends, n, padded) for slide, ends, n in rows]
-    if all(bool((n == slide.kernel).all()) for n, slide in zip(counts, pooling.slides)):
+    rows = [*zip(pooling.slides, pooling.space(out_region), pooling.plane)]
+    if all(_are_whole(slide, ends, n, padded) for slide, ends, n in rows):
         return None
     total = torch.ones((), dtype=torch.int64, device="cpu")
-    for n in counts:                                 # the outer product over the spatial dims
-        total = total.unsqueeze(-1) * n
+    for slide, ends, n in rows:                      # the outer product over the spatial dims
+        total = total.unsqueeze(-1) * _counts(slide, ends, n, padded)
     return total
 
 

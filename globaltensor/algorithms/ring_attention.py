@@ -43,6 +43,7 @@ from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.meta import Asking
+from globaltensor.runtime.torch_internals import is_of_a_trace
 
 SEQUENCE = split(2)                                  # of [batch, heads, sequence, features]
 EXTRA = 0.1                                          # the ring may take this share more time, for less memory
@@ -294,8 +295,8 @@ def _attend(ring: RingCall, q: Tensor, block: _Block, out: Tensor, log: Tensor) 
         k, v = block.k[:, :, columns], block.v[:, :, columns]
         part, more = ring.kernel(q[:, :, rows], k, v, causal=causal, mask=mask)
         silent = more == 0                           # so says the kernel of a row that sees nothing, or only NaN
-        if silent.any() and k.isnan().any():
-            more = more.masked_fill(silent, nan)
+        if is_of_a_trace(k) or silent.any() and k.isnan().any():     # a graph that is traced could not ask
+            more = more.masked_fill(silent & k.isnan().any(), nan)
         if mask is not None:
             more = more.masked_fill(mask.isneginf().all(-1), -inf)
         _merge(out[:, :, rows], log[:, :, rows], part, more)

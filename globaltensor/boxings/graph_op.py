@@ -68,8 +68,9 @@ def _locally(move: Move) -> Shards | None:
     if own.layout is dst:
         return move.shards
     regions = isinstance(own.layout, RankRegions) or isinstance(dst, RankRegions)
-    if regions or own.placement != dst.placement or not all(s == d or s.is_broadcast
-                                                            for s, d in zip(own.sbp, dst.sbp)):
+    if regions or own.placement != dst.placement or not all(
+            s == d or s.is_broadcast and not (d.is_split and d in own.sbp[axis + 1:])    # whose parts are split already
+            for axis, (s, d) in enumerate(zip(own.sbp, dst.sbp))):
         return None
     parts: Shards = {}
     for rank, shard in move.shards.items():

@@ -20,6 +20,7 @@ from torch._higher_order_ops.flex_attention import (
     create_fw_bw_graph as _derivative_graph,
     flex_attention_backward as flex_attention_backward,
 )
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph as invoke_subgraph
 from torch._library import simple_registry
 from torch._library.effects import EffectType
 from torch._library.opaque_object import register_opaque_type
@@ -66,6 +67,7 @@ PRINT_OPTIONS = torch._tensor_str.PRINT_OPTS
 print_options = torch._tensor_str.printoptions
 assert_async = torch._assert_async
 traced_assert = torch._assert                        # torch.fx keeps it
+was_written_in_trace = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
 
 
 def has_internal_overlap(t: torch.Tensor) -> bool:

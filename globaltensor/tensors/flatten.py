@@ -51,6 +51,7 @@ from globaltensor.runtime.torch_internals import (
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import lookup, products
 from globaltensor.tensors.full_value import FromFull
+from globaltensor.tensors.graph_edges import is_view_to_torch, watch_graph_edges
 from globaltensor.tensors.graph_gradients import read_for_guard, read_for_new_graph
 from globaltensor.tensors.redistribution import to_layout
 from globaltensor.tracebacks import api_boundary
@@ -80,6 +81,7 @@ def let_torch_trace(cls: Any) -> None:
             _keep_dynamo_out(len(sys.modules))
             _register_graph_calls()
             inductor_merges()
+            watch_graph_edges()
             for shard in x.shards.values() if not isinstance(x, torch.nn.Parameter) else ():
                 let_sizes_be_symbols(shard)          # of parameters it would only be more to guard
         elif not x.traced:
@@ -105,7 +107,7 @@ def let_torch_trace(cls: Any) -> None:
     cls.__coerce_tangent_metadata__ = lambda x: to_layout(x, x.spec.layout.without_partials)
     cls.__coerce_same_metadata_as_tangent__ = _in_layout_of
     torch.Tensor.__coerce_same_metadata_as_tangent__ = _placed_like  # type: ignore[attr-defined]  # torch asks for it
-    cls._stable_hash_for_caching = _name_for_cache
+    cls._stable_hash_for_caching, cls._is_view = _name_for_cache, is_view_to_torch
     _library.impl("linear", _here(products.linear))
     _library.impl("matmul", _here(products.matmul))
     _library.impl("einsum", _here(lambda equation, operands, path=None: products.einsum(equation, *operands)))

@@ -1,0 +1,168 @@
+"""What torch.compile's graphs take and give at their edges, and what is asked of values inside: one graph, or an error.
+
+Oracle: the same program in plain torch, forward and backward.
+"""
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import globaltensor as gt
+
+SEED = 20_261_125
+pytestmark = pytest.mark.usefixtures("seeded_compiler")
+S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
+TWO = gt.placement("cpu", [0, 1])
+THREE = gt.placement("cpu", [2, 0, 1])
+GRID = gt.placement("cpu", [[0, 1], [2, 3]])
+X = torch.arange(24.0).reshape(4, 6).sin()
+
+
+def compiled(f):
+    torch.compiler.reset()
+    return torch.compile(f, backend="aot_eager", fullgraph=True)
+
+
+def leaves(values):
+    return [t.full_tensor() if t.is_global else t for t in torch.utils._pytree.tree_leaves(values)]
+
+
+def outcome(f, *operands):
+    """What it gives, and the gradients of the operands."""
+    given = f(*operands)
+    sum(t.square().sum() for t in torch.utils._pytree.tree_leaves(given)).backward()
+    return leaves([given, [t.grad for t in operands]])
+
+
+def same_as_plain(f, operands, layouts, where):
+    """One graph of f gives what f gives in plain torch."""
+    want = outcome(f, *(t.clone().requires_grad_() for t in operands))
+    got = outcome(compiled(f), *(gt.from_full(t, where, sbp).requires_grad_() for t, sbp in zip(operands, layouts)))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+VIEWS = {  # that must be boxed, of rows that are split
+    "row": lambda x: x[0], "rows": lambda x: x[1:3], "view": lambda x: x.view(3, 8), "split": lambda x: x.split(3, 0),
+    "expand": lambda x: x[:1].expand(5, 6), "diagonal": lambda x: x.diagonal(), "ravel": lambda x: x.ravel(),
+    "view of a view": lambda x: x.view(8, 3)[1:4].t(), "row of a result": lambda x: (x * 2)[0],
+    "with its base": lambda x: (x * 2, (x * 2)[1:3]),
+}
+
+
+@pytest.mark.parametrize("where", [TWO, THREE], ids=["two", "three"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_graph_may_return_a_view_that_is_boxed(view, where):
+    same_as_plain(VIEWS[view], [X], [S(0)], where)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_graph_may_take_a_view_that_is_boxed(view):
+    def program(x, w):
+        return tuple(f(t, w) for t in torch.utils._pytree.tree_leaves(VIEWS[view](x)))
+
+    def step(t, w):
+        return (t.sum(-1) * w).sin()
+
+    f, w = step, torch.tensor(2.0)
+    want = outcome(program, X.clone().requires_grad_(), w.clone().requires_grad_())
+    f = compiled(step)
+    got = outcome(program, gt.from_full(X, TWO, S(0)).requires_grad_(), gt.from_full(w, TWO, B).requires_grad_())
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_graph_that_took_a_view_reads_the_next_one_anew():
+    x, f = gt.from_full(X, TWO, S(0)), compiled(lambda row: row * 2)
+    row = x[1]
+    for n in range(3):
+        torch.testing.assert_close(f(row).full_tensor(), (X[1] + n) * 2)
+        x.add_(1)
+
+
+WRITES = {"the view": lambda x, row: row.add_(1), "its base": lambda x, row: x.mul_(2) + row,
+          "a view of the view": lambda x, row: row[:2].zero_()}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_graph_that_takes_a_view_and_writes_to_what_it_takes_is_an_error(write):
+    x = gt.from_full(X, TWO, S(0))
+    with pytest.raises(Exception, match=r"is a boxed view\n.*\n.*\n.*view\.clone\(\)"):
+        compiled(WRITES[write])(x, x[1])
+    torch.testing.assert_close(x.full_tensor(), X)
+
+
+def step_of_optimizer(p):
+    p.grad = torch.ones_like(p)
+    torch.compile(torch.optim.SGD([p], lr=0.5).step, backend="aot_eager")()
+
+
+WRITERS = {
+    "in place": lambda x: compiled(lambda x: x.sub_(0.5).sum())(x),
+    "of an alias": lambda x: compiled(lambda x: x.sub_(0.5).sum())(x.detach()),
+    "no_grad": lambda x: compiled(torch.no_grad()(lambda x: x.sub_(0.5).sum()))(x),
+    "inductor": lambda x: torch.compile(lambda x: x.sub_(0.5).sum(), fullgraph=True)(x),
+    "optimizer": lambda x: step_of_optimizer(nn.Parameter(x)),
+}
+
+
+@pytest.mark.parametrize("writer", [pytest.param(name, marks=[pytest.mark.long] * (name == "inductor"))
+                                    for name in WRITERS])
+def test_views_that_were_read_see_what_a_graph_writes(writer):
+    """Of the memory, whichever way they are boxed."""
+    x = gt.from_full(X, TWO, S(0))
+    views = [x[1], x.view(3, 8), x.detach()[1]]
+    before = [v.full_tensor() for v in views]
+    WRITERS[writer](x)
+    torch.testing.assert_close([v.full_tensor() for v in views], [v - 0.5 for v in before])
+
+
+@pytest.mark.parametrize("where", [GRID, gt.placement("cpu", [[3, 0, 1], [2, 5, 4]])], ids=["2x2", "2x3"])
+def test_boxings_on_a_grid(where):
+    """A dim that one axis splits, and then the other one as well: B, S(0) -> S(0), S(0) moves data."""
+    dst = [*itertools.product([B, P, S(0), S(1)], repeat=2)]
+    for src in ((B, S(0)), (P, S(1))):
+        x = gt.from_full(X, where, src)
+        given = compiled(lambda x: [x.to_global(sbp=to) for to in dst])(x)
+        for y, sbp in zip(given, dst, strict=True):
+            assert y.sbp == sbp and torch.equal(y.full_tensor(), X), (src, sbp)
+
+
+Q = torch.randn(2, 4, 7, 8, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+ONE = Q[:1, :1]                                      # sample and head: nothing but the sequence can be split
+ASKS = {  # what looks at values in eager -> its operands and their layouts
+    "average of split rows": (lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), [Q], [S(2)]),
+    "average of split columns": (lambda x: F.avg_pool1d(x, 2), [Q[0]], [S(2)]),
+    "local response norm": (lambda x: F.local_response_norm(x, 3), [Q[0]], [S(1)]),
+    "attention in turns": (F.scaled_dot_product_attention, [ONE, ONE.flip(2), ONE.cos()], [S(2)] * 3),
+    "causal attention in turns": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+                                  [ONE, ONE.flip(2), ONE.cos()], [S(2)] * 3),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_nothing_is_asked_of_values_in_a_graph(name):
+    f, operands, layouts = ASKS[name]
+    same_as_plain(f, operands, layouts, TWO)
+
+
+def test_attention_in_turns_keeps_what_is_no_number():
+    def program(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+    k = ONE.clone()
+    k[0, 0, 2] = torch.nan
+    want = program(ONE, k, ONE)
+    got = compiled(program)(*(gt.from_full(t, TWO, S(2)) for t in (ONE, k, ONE)))
+    torch.testing.assert_close(got.full_tensor(), want, equal_nan=True)
+
+
+@pytest.mark.parametrize("layouts", [(S(0), B), (B, S(1)), (S(1), S(0))], ids=str)
+def test_a_region_that_is_compiled_once_is_a_part_of_the_graph(layouts):
+    @torch.compiler.nested_compile_region
+    def region(x, w):
+        return (x @ w).tanh() + x
+
+    same_as_plain(lambda x, w: region(region(x, w), w), [X, X.T @ X], layouts, TWO)
