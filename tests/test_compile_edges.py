@@ -166,3 +166,19 @@ def test_a_region_that_is_compiled_once_is_a_part_of_the_graph(layouts):
         return (x @ w).tanh() + x
 
     same_as_plain(lambda x, w: region(region(x, w), w), [X, X.T @ X], layouts, TWO)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("lazy", [torch._neg_view, lambda t: torch._neg_view(t * 1j).imag], ids=["negated", "a part"])
+def test_a_gradient_that_is_lazily_negated(lazy, backend):
+    """Inductor reads it as it lies in memory, and a boxing wants it as it is."""
+    sbp = S(1) if backend == "aot_eager" else S(0)
+
+    def program(x):
+        return x.sin().to_global(sbp=sbp) if x.is_global else x.sin()
+
+    torch.compiler.reset()
+    want, x = X.clone().requires_grad_(), gt.from_full(X, TWO, S(0)).requires_grad_()
+    program(want).backward(lazy(X.cos()))
+    torch.compile(program, backend=backend, fullgraph=True)(x).backward(lazy(gt.from_full(X.cos(), TWO, sbp)))
+    torch.testing.assert_close(x.grad.full_tensor(), want.grad)
