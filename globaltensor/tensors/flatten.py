@@ -251,9 +251,10 @@ def _in_layout_of(x: Any, of: Any, kind: type | None = None) -> Any:
     """A gradient as the graph of a backward pass wants it; None where it wants none of our kind."""
     if not is_global(x) or not isinstance(of, Spec):
         return None
-    if x.spec.lazy_bits != of.lazy_bits:             # inductor reads memory, and what is lazy is not in it
-        x = x.resolve_conj().resolve_neg()
-    return to_layout(x, of.layout)
+    own: Any = x
+    if own.spec.lazy_bits != of.lazy_bits:           # inductor reads memory, and what is lazy is not in it
+        own = own.resolve_conj().resolve_neg()
+    return to_layout(own, of.layout)
 
 
 def _placed_like(x: torch.Tensor, of: Any, kind: type | None = None) -> Any:
