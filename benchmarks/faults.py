@@ -33,12 +33,13 @@ from globaltensor.runtime.preemption import REQUEUE
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path.insert(0, str(TESTS))                       # of a checkout: only that has them
 import forks  # noqa: E402
-from harness import PROGRAMS, PYTHON, RUN, Started, by_hand, environment, results  # noqa: E402
+from harness import PROGRAMS, PYTHON, RUN, Started, by_hand, end_all, environment, results  # noqa: E402
 from test_apart import check  # noqa: E402
 
 RANKS = 4
 VICTIM = 1
 PATIENCE = 60.0                                      # seconds after which a rank that was told nothing never is
+APART = 1800.0                                       # for all ways to disagree, each of which may take 30 seconds
 KERNEL, STOP, START, FAR, LOOP, WAYS, ALL_ENDED, SAVING = 2.0, 10.0, 5.0, 16.0, 20.0, 5.0, 10.0, 25.0    # limits
 LOOPS_FOR = 10                                       # seconds that ranks wait for one that lives, where one loops
 DEATHS = ("KILL", "SEGV", "exit 0", "sys.exit", "raise", "MemoryError")
@@ -66,7 +67,8 @@ def main(json: bool = False, quick: bool = False, runs: int | None = None, rows:
     chosen = [row for row in table() if (not quick or row.what in QUICK) and re.search(rows, row.what)]
     if not chosen:
         sys.exit(f"no fault has {rows!r} in its name; there are: {', '.join(row.what for row in table())}")
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)     # under nohup jobs would go on, as they should
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)     # under nohup jobs would go on, as they should
     done = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"         # torch keeps that
@@ -91,7 +93,11 @@ def summary(row: Row, runs: int, folder: Path) -> dict[str, Any]:
             return outcome, left_behind(Path(own))
 
     with ThreadPoolExecutor(cores() * row.a_core) as pool:
-        outcomes, left = zip(*pool.map(one, range(runs)))
+        try:
+            outcomes, left = zip(*pool.map(one, range(runs)))
+        except BaseException:
+            end_all()                                # who is asked to end does not wait for what they would tell
+            raise
     worst = [max(outcome.seconds) for outcome in outcomes]
     for wrong in (text for outcome, texts in zip(outcomes, left) for text in (outcome.misnamed, *texts) if text):
         print(f"{row.what}: {wrong}", file=sys.stderr, flush=True)
@@ -222,10 +228,10 @@ def launcher_told(place: str, fault: str, code: int, words: str) -> Callable[[Pa
     return run
 
 
-def finish(job: Started) -> tuple[int, str, str]:
+def finish(job: Started, patience: float = PATIENCE) -> tuple[int, str, str]:
     """As `Started.end`; one that hangs is killed, which its exit code tells."""
     try:
-        return job.end(PATIENCE)
+        return job.end(patience)
     except AssertionError as error:
         return -signal.SIGKILL, "", str(error)
 
@@ -303,8 +309,11 @@ def ranks_apart(native: str) -> Callable[[Path], Outcome]:
     def run(folder: Path) -> Outcome:
         job = Started([PYTHON, PROGRAMS / "apart.py", RANKS], environment(
             PYTHONPATH=f"{TESTS.parent}:{TESTS}", TMPDIR=str(folder / "temporary"), GLOBALTENSOR_NATIVE=native))
+        code, out, errors = finish(job, APART)
+        if code:
+            return Outcome([PATIENCE], f"ended with {code}: {out}{errors}")
         outcome = Outcome([])
-        for way, ranks in _json.loads(job.end(60 * WAYS)[1].splitlines()[-1]).items():
+        for way, ranks in _json.loads(out.splitlines()[-1]).items():
             try:
                 check(way, ranks)
             except AssertionError as error:

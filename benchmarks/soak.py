@@ -85,7 +85,8 @@ def _soaked(what: str, folder: Path, disk: disks.Disk | None, kinds: list[str], 
     """Train undisturbed, and then disturbed for so many minutes; what went wrong is added to `wrong`."""
     steps = int((STEPS_PER_MINUTE_OF_HOSTS if on else STEPS_PER_MINUTE) * minutes)
     began = time.monotonic()
-    _finish(Job(folder / "undisturbed", folder / "undisturbed" / "checkpoint", steps, min_ranks, on))
+    with Job(folder / "undisturbed", folder / "undisturbed" / "checkpoint", steps, min_ranks, on) as job:
+        _finish(job)
     undisturbed = time.monotonic() - began
     soak = Soak(folder / "disturbed", disk, kinds, steps, rng, minutes, min_ranks, on)
     soak.run()
@@ -124,7 +125,11 @@ class Soak:
     def run(self) -> None:
         """Until the example has done all its steps; disturbed for so many minutes."""
         began = time.monotonic()
-        job = self._started()
+        with ExitStack() as jobs_of_it:
+            self._disturbed(jobs_of_it.enter_context(self._started()), jobs_of_it, began)
+        self.seconds = time.monotonic() - began
+
+    def _disturbed(self, job: Job, jobs_of_it: ExitStack, began: float) -> None:
         while job.poll() is None and time.monotonic() - began < 60 * self.minutes:
             self._pause(job, self.rng.choice(MOMENTS))
             moment = self._moment()
@@ -135,9 +140,8 @@ class Soak:
                     code = job.wait(120)
                     if code not in (0, REQUEUE, 128 + signal.SIGTERM):   # it was asked before it could listen
                         raise SystemExit(f"the launcher ended with {code}: {self._errors()[-2000:]}")
-                    job = self._started()
+                    job = jobs_of_it.enter_context(self._started())
         _finish(job)
-        self.seconds = time.monotonic() - began
 
     def _started(self) -> Job:
         return Job(self.folder, self.checkpoint, self.steps, self.min_ranks, self.hosts)
@@ -175,10 +179,12 @@ class Soak:
         elif kind == "slow":
             assert self.disk is not None
             self.disk.stop()
-            time.sleep(self.rng.uniform(0.5, 4))
-            self.disk.go_on()
+            try:
+                time.sleep(self.rng.uniform(0.5, 4))
+            finally:
+                self.disk.go_on()
         elif kind == "cut":
-            hosts.cut(self.hosts[0])
+            hosts.cut(self.hosts[0])                 # nothing has to be mended in hosts that are removed
             time.sleep(self.rng.uniform(1, LONGEST_CUT))
             hosts.mend(self.hosts[0])
         elif not victims:                            # between two starts
@@ -195,9 +201,11 @@ class Soak:
         assert self.disk is not None
         before, limit = self._errors().count("No space left"), time.monotonic() + 20
         self.disk.fill()
-        while job.poll() is None and time.monotonic() < limit and self._errors().count("No space left") == before:
-            time.sleep(0.1)
-        self.disk.empty()
+        try:
+            while job.poll() is None and time.monotonic() < limit and self._errors().count("No space left") == before:
+                time.sleep(0.1)
+        finally:
+            self.disk.empty()                        # ranks that are asked to end save first
 
     def _errors(self) -> str:
         return (self.folder / "errors").read_text()
@@ -235,6 +243,20 @@ class Job:
         for launcher in self.launchers:
             launcher.wait(timeout)
         return self.poll() or 0
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End what has not ended: the soak was asked to, or has failed."""
+        for launcher in self.launchers:
+            if launcher.poll() is None:
+                if len(self.launchers) == 1:
+                    launcher.terminate()
+                    with suppress(subprocess.TimeoutExpired):
+                        launcher.wait(60)            # ranks save, and have some time for it
+                launcher.kill()                      # with a host's own numbers of processes all of them end with it
+                launcher.wait()
 
     def terminate(self) -> None:
         for launcher in self.launchers:

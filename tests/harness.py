@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +34,7 @@ class Started:
     def __init__(self, command: list, env: dict[str, str] | None = None, cwd: Path = PROGRAMS) -> None:
         self.process = subprocess.Popen([str(c) for c in command], env=env or environment(), cwd=cwd, text=True,
                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        _started.add(self)
 
     def end(self, timeout: float = 60) -> tuple[int, str, str]:
         """Exit code, output, errors. A command that takes longer is killed, and the test fails."""
@@ -42,6 +45,17 @@ class Started:
             out, err = self.process.communicate()
             raise AssertionError(f"hung for {timeout} seconds: {self.process.args}\n{out}\n{err}") from None
         return self.process.returncode, out, err
+
+
+_started: weakref.WeakSet[Started] = weakref.WeakSet()
+
+
+def end_all() -> None:
+    """Kill all commands that have not ended, with all that they started."""
+    for one in list(_started):
+        if one.process.returncode is None:           # else its number may be another's
+            with suppress(ProcessLookupError):
+                os.killpg(one.process.pid, signal.SIGKILL)
 
 
 def run(command: list, env: dict[str, str] | None = None, timeout: float = 60) -> tuple[int, str, str]:

@@ -3,12 +3,16 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import PYTHON, ROOT, good, run
+from harness import PYTHON, ROOT, environment, good, run
 
 from globaltensor.cli import bench, main
 from globaltensor.schedules.generators import generate
@@ -16,7 +20,7 @@ from globaltensor.simulator.costs import Costs, Hop
 from globaltensor.simulator.engine import simulate
 
 sys.path.insert(0, str(ROOT))                        # benchmarks/ is part of a checkout, not of the package
-from benchmarks import boxing, pipeline, plan as benchmark_of_plans, planned, processes, timing, train
+from benchmarks import boxing, hosts, pipeline, plan as benchmark_of_plans, planned, processes, timing, train
 from benchmarks.ways import WAYS, Case, Way
 
 BENCH = [PYTHON, "-m", "globaltensor.cli", "bench"]
@@ -273,3 +277,74 @@ def test_options_go_to_those_that_know_them(tmp_path, monkeypatch, capfd):
 def test_boxing_wants_ranks_that_cut_evenly(ranks):
     code, out, err = run([*BENCH, "boxing", "--ranks", ranks])
     assert code == 1 and out == "" and f"--ranks is 2, 4, 8 or 16, not {ranks}" in err
+
+
+ENDLESS = '''"""Does it end?"""
+import os, time
+from pathlib import Path
+
+def main(json=False):
+    try:
+        Path(os.environ["MADE"]).write_text(str(os.getpid()))
+        time.sleep(100)
+    finally:
+        time.sleep(0.5)                              # a second signal comes meanwhile
+        Path(os.environ["MADE"]).unlink()
+'''
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows asks no process to end")
+@pytest.mark.processes
+@pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 129), ("SIGKILL", -9)])
+def test_a_benchmark_that_is_asked_to_end_clears_up(name, code, tmp_path):
+    if name == "SIGKILL" and sys.platform != "linux":
+        pytest.skip("only Linux tells a process of its parent's death")
+    folder, made = tmp_path / "benchmarks", tmp_path / "made"
+    folder.mkdir()
+    for benchmark in ("endless", "never_begun"):
+        (folder / f"{benchmark}.py").write_text(ENDLESS)
+    program = ("from pathlib import Path; from globaltensor.cli import bench, main; "
+               f"bench.FOLDER = Path({str(folder)!r}); raise SystemExit(main(['bench']))")
+    with subprocess.Popen([PYTHON, "-c", program], env=environment(MADE=str(made)), stderr=subprocess.PIPE) as command:
+        wait_for(made.exists)
+        command.send_signal(getattr(signal, name))
+        time.sleep(0.2)
+        if name != "SIGKILL":
+            command.send_signal(getattr(signal, name))
+        assert command.wait(60) == code
+        wait_for(lambda: not made.exists())
+        assert b"Traceback" not in command.stderr.read()
+
+
+@pytest.mark.processes
+@pytest.mark.long
+@pytest.mark.parametrize("name, begins", [("hosts", ""), ("soak", "soak-*/one/disturbed/log"),
+                                          ("soak", "soak-*/two/disturbed/log"), ("faults", "faults-*/tmp*/temporary")])
+def test_a_benchmark_that_is_asked_to_end_leaves_nothing(name, begins, tmp_path):
+    if name != "faults" and hosts.lacking():
+        pytest.skip(hosts.lacking())
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    with subprocess.Popen([*BENCH, name, "--quick"], env=environment(TMPDIR=str(folder)), stdout=subprocess.DEVNULL,
+                          stderr=subprocess.DEVNULL) as command:
+        child = Path(f"/proc/{command.pid}/task/{command.pid}/children")
+        wait_for(child.read_text)
+        pid = child.read_text().strip()
+        wait_for(lambda: any(folder.glob(begins)) if begins else namespaces_of(pid), 240)
+        time.sleep(2)
+        command.terminate()
+        assert command.wait(120) == 143
+    assert not list(folder.iterdir()) and not processes.left_behind(tmp_path)
+    assert name == "faults" or not namespaces_of(pid)
+
+
+def namespaces_of(pid: str) -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if f"gtbench{pid}" in line]
+
+
+def wait_for(happens, seconds: float = 60) -> None:
+    limit = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < limit, "it did not happen"
+        time.sleep(0.02)

@@ -11,6 +11,7 @@ import argparse
 import ast
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,28 @@ class Benchmark(NamedTuple):
     question: str
     takes: tuple[str, ...]                           # the names of main's parameters
 
+
+# what asks a process to end: the terminal, a scheduler, a terminal that is closed. On Windows a benchmark makes nothing
+# that outlives it, and hears of Ctrl-C by itself
+_ENDS = [int(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] if sys.platform != "win32" else []
+# a process of a benchmark: once it is asked to end, even by the death of the one that started it, it leaves its `with`
+# and `finally` blocks, which a second signal does not disturb
+_CODE = """\
+import ctypes, signal, sys
+
+def end(number, frame):
+    for each in {ends}:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+for each in {ends}:
+    if signal.getsignal(each) != signal.SIG_IGN:
+        signal.signal(each, end)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)       # PR_SET_PDEATHSIG
+from benchmarks.{name} import main
+main(**{keywords})
+"""
 
 
 def command(chosen: argparse.Namespace) -> int:
@@ -78,7 +101,28 @@ def benchmarks() -> dict[str, Benchmark]:
 
 
 def _run(name: str, keywords: dict[str, Any]) -> bool:
-    code = f"from benchmarks.{name} import main; main(**{keywords})"
+    """Did it end well? A signal that asks this process to end goes on to that of the benchmark, which is waited for: it
+    may have made what outlives it."""
+    code = _CODE.format(ends=_ENDS, name=name, keywords=keywords)
     paths = [str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run([sys.executable, "-c", code], env=env).returncode == 0
+    asked: list[int] = []
+
+    def hand_on(number: int, _: object) -> None:
+        asked.append(number)
+        for child in started:
+            child.send_signal(number)
+
+    started: list[subprocess.Popen[bytes]] = []
+    before = {each: signal.signal(each, hand_on) for each in _ENDS if signal.getsignal(each) != signal.SIG_IGN}
+    try:
+        started.append(subprocess.Popen([sys.executable, "-c", code], env=env))
+        for number in asked:                         # before there was anybody to tell
+            started[0].send_signal(number)
+        ended = started[0].wait()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    if asked:
+        sys.exit(128 + asked[0])
+    return ended == 0
