@@ -845,9 +845,11 @@ def test_a_save_that_fails_is_told_and_leaves_the_one_before(tmp_path, monkeypat
     with pytest.raises(CheckpointError, match="No space left on device") as error:
         save(small(1), tmp_path)
     assert "test_checkpoint.py" in str(error.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]     # the room is free at once
     running = save(small(1), tmp_path, asynchronous=True)
     with pytest.raises(CheckpointError, match="No space left on device"):
         running.wait()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
     save(small(1), tmp_path, asynchronous=True)
     monkeypatch.undo()
     assert load(small(2), tmp_path)["step"] == 0

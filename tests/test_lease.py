@@ -134,6 +134,19 @@ def test_a_folder_per_rank_is_an_error_on_all(kind, tmp_path):
         assert "the ranks disagree in saving a checkpoint" in err and f"into {tmp_path}/{1 - rank}" in err, err
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("how, victim", [("no room", "0"), ("no room", "1"), ("no room at once", "0"),
+                                         ("no room at once", "1")])
+def test_a_save_that_fails_on_a_rank_is_told_to_all_and_cleared_at_once(how, victim, tmp_path):
+    for one in by_hand([PROGRAMS / "saves.py", how, tmp_path / "run", victim, tmp_path], 2):
+        assert one.end(60)[0] == 0
+    for rank, note in results(tmp_path).items():
+        assert f"rank {victim}: OSError: " in note["told"] or str(rank) == victim, note
+        assert "No space left on device" in note["told"] and note["after"] < 5, note
+    assert len(results(tmp_path)) == 2
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-00000001"]
+
+
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("when, victim", [("writing", "0"), ("writing", "1"), ("publishing", "0")])

@@ -51,6 +51,7 @@ _log = logging.getLogger(__name__)
 
 TIMEOUT = 1800.0                                     # seconds for which a rank waits for the others to write
 _GRACE = 2.0
+_CLEARS = 10.0                                       # seconds in which ranks are told that a save has failed
 _LOOK = 0.25                                         # seconds between looks whether they live
 _running: dict[Folder, Saving] = {}                  # the last save into each directory, which may still be in progress
 
@@ -92,6 +93,8 @@ def save_folder(state: Any, directory: str | os.PathLike[str], *, asynchronous: 
     except BaseException:
         if lease is not None:
             lease.give_up()
+            with suppress(Exception):                # the error that is raised says more
+                remove(lease.folder)
         raise
     _log.info("saving %s into %s%s", counted(len(tensors), "tensor"), path,
               " while the program goes on" if asynchronous else "")
@@ -177,6 +180,24 @@ class Saving:
             what = of_rank if cause else error.what.removeprefix(f"{self.path} was not written: ")
             self._mark("failed", f"{what}\n{error.why or ''}")
             self._lease.give_up()
+            self._clear_up()
+        else:
+            self._mark(f"rank-{self._rank}.told", "")
+
+    def _clear_up(self) -> None:
+        """Delete what was written, as soon as each rank is told why, or is lost; until then some may still write. Where
+        that takes too long, the next save does it."""
+        others = [] if world().single_process else [rank for rank in range(self._ranks) if rank != self._rank]
+        if others:
+            self._written.set()                      # nobody waits here for that
+        limit = time.monotonic() + _CLEARS
+        with suppress(Exception):                    # a lost store, say: the error of the save says more
+            while others and time.monotonic() < limit:
+                others = [rank for rank in others if not (self._temporary / f"rank-{rank}.told").exists()
+                          and lost_rank([rank]) is None]
+                time.sleep(0.02)
+            if not others:
+                remove(self._temporary)
 
     def _write(self) -> None:
         """Write the file of each rank that this process drives, then its mark."""
