@@ -23,6 +23,7 @@ from globaltensor.layouts.global_like import is_global
 from globaltensor.runtime.torch_internals import (
     TRACED_KEY,
     TensorBase,
+    compiling,
     invoke_subgraph,
     take_higher_order_op,
     tree_leaves,
@@ -59,7 +60,7 @@ def watch_graph_edges() -> None:
 
 def is_view_to_torch(x: Any) -> bool:
     """What `x._is_view()` tells: torch would make a boxed view that goes into a graph anew, of a base that it lacks."""
-    return TensorBase._is_view(x) and not (torch.compiler.is_compiling() and not x.traced and x.origin is not None)
+    return TensorBase._is_view(x) and not (compiling() and not x.traced and x.origin is not None)
 
 
 def _read_views(results: Any) -> None:
