@@ -113,7 +113,7 @@ def checkpoint(axes: Any) -> None:
 
 
 def faults(axes: Any) -> None:
-    rows = [row for row in tables("faults")[0] if row["limit s"] in ("2", "5", "10", "15")]
+    rows = [row for row in tables("faults")[0] if row["limit s"] in ("2", "5", "10", "20")]
     for colour, limit in zip(COLOURS, ("2", "5", "10", "15"), strict=False):
         slowest = sorted(number(row["max s"]) for row in rows if row["limit s"] == limit)
         if slowest:
