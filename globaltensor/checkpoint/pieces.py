@@ -20,7 +20,7 @@ from globaltensor.checkpoint.files import check_plain
 from globaltensor.checkpoint.hashes import HASH, KINDS, hash_kind, piece_hash
 from globaltensor.checkpoint.manifest import DTYPES, CheckpointError, Entry, SavedPiece, region_text
 from globaltensor.checkpoint.remote import Folder, RemotePath
-from globaltensor.checkpoint.tensor_files import Place, TensorFile, is_plain_memory, threads, write_tensors
+from globaltensor.checkpoint.tensor_files import Place, TensorFile, is_plain_memory, threads, workers, write_tensors
 from globaltensor.layouts.layout import spec
 from globaltensor.layouts.regions import Region, intersect, slices, volume
 from globaltensor.runtime.progress import progress
@@ -203,9 +203,9 @@ class CheckpointFiles:
                                   "the package xxhash, which computes them, is not installed", "pip install xxhash")
         order = sorted(new, key=lambda piece: (piece.file, places[piece].offset))      # the kernel reads ahead
         total = sum(place.nbytes for place in places.values())
-        with progress("checking", total, "bytes") as advance, ThreadPoolExecutor(threads()) as pool:
-            hashes = pool.map(lambda piece: self.hash(new[piece][0], piece, hash_kind(piece.hash),
-                                                      places_of.get(piece)), order)
+        with progress("checking", total, "bytes") as advance, workers() as do:
+            hashes = do(lambda piece: self.hash(new[piece][0], piece, hash_kind(piece.hash),
+                                              places_of.get(piece)), order)
             for piece, actual in zip(order, hashes):
                 advance(places[piece].nbytes)
                 if piece.hash != actual:
@@ -227,8 +227,8 @@ class CheckpointFiles:
                 else:
                     with torch.no_grad():
                         part.data.zero_()
-        with progress("loading", len(copies), "pieces") as advance, ThreadPoolExecutor(threads()) as pool:
-            copied = pool.map(lambda copy: self._copy(*copy), (c for c in copies if c[-1].data.device.type == "cpu"))
+        with progress("loading", len(copies), "pieces") as advance, workers() as do:
+            copied = do(lambda copy: self._copy(*copy), (c for c in copies if c[-1].data.device.type == "cpu"))
             for copy in copies:                      # other threads do not have the stream that this one has chosen
                 if copy[-1].data.device.type != "cpu":
                     self._copy(*copy)

@@ -20,8 +20,9 @@ import queue
 import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from io import FileIO
 from itertools import accumulate
 from pathlib import Path
@@ -53,6 +54,17 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 def threads() -> int:
     """How many threads work on the files of a process: launchers divide the cores among the ranks by this."""
     return min(8, torch.get_num_threads())
+
+
+@contextmanager
+def workers() -> Iterator[Callable[..., Iterable[Any]]]:
+    """A `map` for work on the files of a process, on its threads; where there is one, in the thread that asks: to hand
+    a piece to another one takes longer than to read a small one."""
+    if threads() == 1:
+        yield map
+        return
+    with ThreadPoolExecutor(threads()) as pool:
+        yield pool.map
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
@@ -224,7 +236,7 @@ class TensorFile:
     def hash(self, of: Place, kind: str, into: torch.Tensor | None = None) -> str:
         """As `piece_hash` of its tensor, which is read into plain memory where there is some. Raises OSError where the
         file has become shorter."""
-        hashed, buffer = KINDS[kind](), memoryview(bytearray(min(READ, of.nbytes) if into is None else 0))
+        hashed, buffer = KINDS[kind](), _read_buffer() if into is None else memoryview(b"")
         all_of_it = None if into is None else _memory_bytes(into).numpy().data
         for start in range(0, of.nbytes, READ):
             part = buffer[:of.nbytes - start] if all_of_it is None else all_of_it[start:start + READ]
@@ -252,6 +264,16 @@ class TensorFile:
             part = buffer[:rows - start]
             self.read(_memory_bytes(part).numpy().data, of.offset + (first + start) * row)
             into[start:start + count].copy_(part[(slice(None), *index[1:])])
+
+
+_buffers = threading.local()
+
+
+def _read_buffer() -> memoryview:
+    """One per thread, kept: the first write to new memory takes longer than the read."""
+    if not hasattr(_buffers, "buffer"):
+        _buffers.buffer = memoryview(bytearray(READ))
+    return _buffers.buffer
 
 
 def _allow_more_files(handle: int) -> None:
