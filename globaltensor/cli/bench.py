@@ -39,7 +39,7 @@ _ENDS = [int(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] i
 # a process of a benchmark: once it is asked to end, even by the death of the one that started it, it leaves its `with`
 # and `finally` blocks, which a second signal does not disturb
 _CODE = """\
-import ctypes, signal, sys
+import ctypes, importlib, signal, sys
 
 def end(number, frame):
     for each in {ends}:
@@ -51,8 +51,7 @@ for each in {ends}:
         signal.signal(each, end)
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)       # PR_SET_PDEATHSIG
-from benchmarks.{name} import main
-main(**{keywords})
+importlib.import_module("benchmarks.{name}").main(**{keywords})
 """
 
 
