@@ -180,3 +180,9 @@ def test_a_forbidden_boxing_moves_nothing_and_leaves_the_operands_alone():
 def test_articles_fit_what_a_message_puts_in(text, right):
     error = gt.GlobalTensorError(text, text, text)
     assert (error.what, error.why, error.fix) == (right, right, text) and right in str(error)
+
+
+@pytest.mark.parametrize("name", ["subclass_wrapper", "backward_subclass_wrapper", "dedup_wrapper", "eval_with_key"])
+def test_the_line_of_the_program_is_never_one_of_code_that_torch_writes(name):
+    found = eval(compile("ask()", f"<{name}>", "eval"), {"ask": gt.errors.where})
+    assert f"{Path(__file__).name}:" in found
