@@ -293,6 +293,7 @@ def main(json=False):
 '''
 
 
+@pytest.mark.usefixtures("real_processes")           # the benchmark is a child that gets signals
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows asks no process to end")
 @pytest.mark.processes
 @pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 129), ("SIGKILL", -9)])
