@@ -11,9 +11,11 @@ import pytest
 import torch
 from harness import PROGRAMS, RUN, good
 from torch._dynamo.backends.common import aot_autograd
+from torch.torch_version import TorchVersion
 
 import globaltensor as gt
 from globaltensor.boxings import graph_merging
+from globaltensor.runtime import graph_effects
 from globaltensor.runtime.graph_effects import add_inductor_pass, is_effect
 
 SEED = 41
@@ -153,13 +155,21 @@ def test_random_programs(seed):
     assert calls_too <= calls and nbytes_too <= nbytes, (seed, counts)
 
 
-def test_passes_of_the_program_stay():
-    config = __import__("torch._inductor.config", fromlist=["config"])
-    with config.patch(post_grad_custom_pre_pass=len):
+@pytest.mark.parametrize("version", ["2.12", "2.13"])
+def test_passes_of_the_program_stay(version, monkeypatch):
+    """torch 2.13 takes several; before, ours does the program's, too."""
+    config, done = __import__("torch._inductor.config", fromlist=["config"]), []
+    monkeypatch.setattr(graph_effects, "TORCH", TorchVersion(version))
+    with config.patch(post_grad_custom_pre_pass=done.append):
         for _ in range(2):
             add_inductor_pass(graph_merging.merge_boxings, graph_merging.__file__)
-        own, ours = config.post_grad_custom_pre_pass
-        assert own is len and ours.change is graph_merging.merge_boxings and ours.uuid()
+        now = config.post_grad_custom_pre_pass
+        passes = now if version == "2.13" else [now]
+        assert passes[-1].change is graph_merging.merge_boxings and bool(passes[-1].uuid()) is (version == "2.13")
+    graph = torch.fx.symbolic_trace(lambda x: x).graph
+    for one in passes:
+        one(graph)
+    assert done == [graph]
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from globaltensor.runtime.torch_internals import OpOverload, nodes_of_trace
+from globaltensor.runtime.torch_internals import TORCH, OpOverload, nodes_of_trace
 
 
 class _KeptNode(dict[str, Any]):
@@ -44,14 +44,31 @@ def is_effect(node: Node) -> bool:
 
 
 def add_inductor_pass(change: Callable[[Graph], None], file: str) -> None:
-    """Have inductor change every graph so, beside the passes that a program has set. `file` defines it."""
+    """Have inductor change every graph so, behind the passes that a program has set. `file` defines it.
+
+    torch before 2.13 takes one pass: there it is one that does the program's first.
+    """
     config: Any = sys.modules["torch._inductor.config"]
     before = config.post_grad_custom_pre_pass
     passes = [*before] if isinstance(before, (list, tuple)) else [] if before is None else [before]
     if any(getattr(one, "change", None) is change for one in passes):
         return
     custom: Any = importlib.import_module("torch._inductor.custom_graph_pass")
-    kind = type("Pass", (custom.CustomGraphPass,), {
-        "change": staticmethod(change), "__call__": lambda self, graph: change(graph),
-        "uuid": lambda self: custom.get_hash_for_files((file,))})
-    config.post_grad_custom_pre_pass = [*passes, kind()]
+    many = TORCH >= "2.13"
+    first = None if many else before
+
+    def run(self: Any, graph: Graph, **options: Any) -> None:
+        if first is not None:
+            first(graph, **options)
+        change(graph)
+
+    def uuid(self: Any) -> Any:
+        """By which graphs on disk are found; None where the program's pass has none."""
+        own = custom.get_hash_for_files((file,))
+        known = first.uuid() if isinstance(first, custom.CustomGraphPass) else None
+        return own if first is None else None if known is None else (known, own)
+
+    aware: Any = getattr(custom, "CustomInferenceAwareGraphPass", custom.CustomGraphPass)      # torch gives it more
+    kind = type("Pass", (aware if isinstance(first, aware) else custom.CustomGraphPass,), {
+        "change": staticmethod(change), "__call__": run, "uuid": uuid})
+    config.post_grad_custom_pre_pass = [*passes, kind()] if many else kind()
