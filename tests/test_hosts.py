@@ -15,6 +15,7 @@ from shards import cut, place
 
 import globaltensor as gt
 from globaltensor.boxings.group_step import group_step
+from globaltensor.boxings.levels import divide_axes
 from globaltensor.boxings.plan import plan, plan_bytes
 from globaltensor.boxings.redistribute import Move, plan_together
 from globaltensor.boxings.route import route
@@ -24,6 +25,7 @@ from globaltensor.layouts.regions import volume
 from globaltensor.layouts.sbp import broadcast as B, partial_max, partial_sum as P, split as S
 from globaltensor.runtime import world
 from globaltensor.runtime.machine import nccl, shared_memory
+from globaltensor.simulator.cluster import hypothetical_placements
 
 sys.path.insert(0, str(ROOT))                        # benchmarks/ is part of a checkout, not of the package
 from benchmarks.hosts import overlap
@@ -238,3 +240,21 @@ def test_a_transfer_is_hidden_behind_computation_that_takes_as_long():
     print(row)
     assert 0.8 <= row["backward"] / row["transfer"] <= 1.25, row
     assert row["of the longer"] <= 1.2, row
+
+
+def test_real_placements_stay_real_where_others_are_described():
+    """What is run on described ranks is run for the first one; a plan is made in a program that has ranks of its own,
+    and may ask for the groups of these while it is made: the answers are kept."""
+    ranks, hosts = [[0, 1], [2, 3]], (0, 0, 1, 1)
+    real = gt.placement("meta", ranks)
+    src, dst = layout(real, (P, S(0))), layout(real, (B, S(0)))
+    with hypothetical_placements():
+        group, divided = group_step(src, dst, (4, 4), 1), divide_axes(real, hosts)
+        described = gt.placement("meta", ranks)
+        x = gt.ones(4, 4, placement=described, sbp=(S(0), S(1)))
+        assert list((x @ x).shards) == [0]
+    assert group is group_step(src, dst, (4, 4), 1) and world.local_ranks_of(group.src.placement) == (1, 3)
+    assert divided is divide_axes(real, hosts) and world.local_ranks_of(divided.across_first) == (0, 1, 2, 3)
+    assert described != real
+    y = gt.ones(4, 4, placement=real, sbp=(S(0), S(1)))
+    assert list((y @ y).shards) == [0, 1, 2, 3]

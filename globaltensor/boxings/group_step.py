@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from globaltensor.boxings.traffic import axis_codes
 from globaltensor.layouts.layout import Layout, Shape, layout
-from globaltensor.layouts.placement import placement
+from globaltensor.layouts.placement import placement, with_ranks
 from globaltensor.layouts.rank_regions import RankRegions
 from globaltensor.layouts.recent import KEPT
 from globaltensor.layouts.sbp import broadcast
@@ -72,7 +72,7 @@ def _group(of: placement, axes: tuple[int, ...], rank: int) -> placement:
     own, sizes = of.coords[rank], [of.shape[axis] for axis in axes]
     flat = [at[tuple(digits.get(axis, i) for axis, i in enumerate(own))]
             for digits in (dict(zip(axes, chosen)) for chosen in product(*map(range, sizes)))]
-    return placement(of.type, _nested(flat, sizes))
+    return with_ranks(of, _nested(flat, sizes))
 
 
 def _nested(flat: Sequence[int], sizes: Sequence[int]) -> list[object]:

@@ -24,7 +24,7 @@ from math import prod
 from typing import NamedTuple
 
 from globaltensor.layouts.layout import Layout, Shape, layout
-from globaltensor.layouts.placement import placement
+from globaltensor.layouts.placement import placement, with_ranks
 from globaltensor.layouts.sbp import NdSbp, Sbp, broadcast, split
 
 _MOST_DIMS = 2                                       # dims to scatter along that are worth pricing, the longest ones
@@ -94,7 +94,7 @@ def _rearranged(of: placement, at: dict[tuple[int, ...], int], axes: Sequence[Di
             return rank(digits)
         return [nested((*digits, i)) for i in range(axes[order[len(digits)]].size)]
 
-    return placement(of.type, nested(()))
+    return with_ranks(of, nested(()))
 
 
 def in_order(axes: Sequence[DividedAxis], across_first: bool) -> list[int]:

@@ -39,7 +39,7 @@ _ENDS = [int(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] i
 # a process of a benchmark: once it is asked to end, even by the death of the one that started it, it leaves its `with`
 # and `finally` blocks, which a second signal does not disturb
 _CODE = """\
-import ctypes, importlib, signal, sys
+import importlib, signal, sys
 
 def end(number, frame):
     for each in {ends}:
@@ -49,8 +49,8 @@ def end(number, frame):
 for each in {ends}:
     if signal.getsignal(each) != signal.SIG_IGN:
         signal.signal(each, end)
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)       # PR_SET_PDEATHSIG
+from globaltensor.cli.worker import end_with_launcher
+end_with_launcher()
 importlib.import_module("benchmarks.{name}").main(**{keywords})
 """
 

@@ -104,7 +104,7 @@ def _note(line: str, code: int = 1) -> None:
 
 
 def end_with_launcher() -> None:
-    """A launcher that is killed cannot end its ranks, so Linux does."""
+    """A launcher that is killed cannot end what it started, so Linux does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)   # PR_SET_PDEATHSIG
 

@@ -120,6 +120,14 @@ class placement:
         return placement(type, range(_world_size()))
 
 
+def with_ranks(of: placement, ranks: Any) -> placement:
+    """Ranks of a placement in another order, or a part of them; described only where that is, whenever it is asked
+    for: those who ask keep the answer."""
+    other = placement(of.type, ranks)
+    object.__setattr__(other, "hypothetical", of.hypothetical)
+    return other
+
+
 _world_size: Callable[[], int] = lambda: 1           # set by the layer that knows the world
 
 

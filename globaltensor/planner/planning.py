@@ -158,7 +158,7 @@ def _machines(cluster: str | os.PathLike[str] | Cluster | ClusterGroups, devices
 
 
 def _exact_costs(program: Program, prices: VariantPrices) -> list[UnitCost] | None:
-    """The units of the chosen plan on all ranks of a stage; None where these are too many to be run in one process."""
+    """The units of the chosen plan on the whole mesh of a stage, not on two ranks of dp; None where that is large."""
     shape, task = prices.variant.shape, prices.task
     if shape.dp * shape.tp > _MOST_RANKS:
         return None

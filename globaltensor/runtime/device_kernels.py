@@ -3,7 +3,7 @@
 A library of kernels was compiled on some machine, perhaps by another compiler, and runs on a device that nobody who
 wrote it has seen. So the first use on a device runs a self-test: some 200 boxings and all laws of random numbers are
 compared with what torch ops make of them. It decides kernel by kernel, and says so once. What failed, and where there
-is not a library at all, is done by torch ops, which are right on every device.
+is no library at all, is done by torch ops, which are right on every device.
 
     copies         moves and transposes              words, uniform, normal,
     float sums     reductions of floats              exponential, integers,     random numbers

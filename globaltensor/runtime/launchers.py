@@ -2,7 +2,7 @@
 
 Each tells its processes their rank in variables of its own. They are put into torch's (RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), so that all else knows one launcher. What torch's launcher, or the user,
-has set is left as it is. No launcher started a world of one process: a lone process drives all ranks.
+has set is left as it is. A world of one process counts as started without a launcher: a lone process drives all ranks.
 
 Sources: "Output environment variables" of srun(1); "Environment variables" of Open MPI's mpirun(1); MPICH's Hydra.
 """

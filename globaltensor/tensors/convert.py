@@ -36,7 +36,7 @@ def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTens
     """
     expect(t, torch.Tensor, "from_full of no tensor", "gt.from_full(torch.tensor(...), placement, sbp)")
     dst = resolve_layout(placement, sbp, t.dim())
-    if compiling():                # no values to compare
+    if compiling():                                  # no values to compare
         return FromFull.of(t, dst)
     require(innermost(t), f"from_full on {dst}")
     agree_on(innermost(t), f"from_full on {dst}")

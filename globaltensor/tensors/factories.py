@@ -163,7 +163,7 @@ def _with_grad(x: GlobalTensor, requires_grad: Any) -> GlobalTensor:
 def _finish(name: str, shape: Shape, dtype: torch.dtype, where: Any, sbp: Any, requires_grad: bool,
             make: Make, key: int = 0) -> GlobalTensor:
     dst = resolve_layout(where, sbp, len(shape))
-    if compiling():                # no values to compare
+    if compiling():                                  # no values to compare
         return _with_grad(make_parts(shape, dtype, dst, make), requires_grad)
     refuse_fake_mode(dst.placement, f"gt.{name}")
     with without_fake_mode():
