@@ -305,7 +305,8 @@ def test_a_benchmark_that_is_asked_to_end_clears_up(name, code, tmp_path):
     for benchmark in ("endless", "never_begun"):
         (folder / f"{benchmark}.py").write_text(ENDLESS)
     # who runs the tests may ignore signals, as nohup does
-    heard = "import signal; [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)]; "
+    heard = ("import signal; "
+             "[signal.signal(n, signal.SIG_DFL) for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)]; ")
     program = (f"{heard}from pathlib import Path; from globaltensor.cli import bench, main; "
                f"bench.FOLDER = Path({str(folder)!r}); raise SystemExit(main(['bench']))")
     with subprocess.Popen([PYTHON, "-c", program], env=environment(MADE=str(made)), stderr=subprocess.PIPE) as command:
