@@ -17,6 +17,7 @@ from test_rules import made, name_of
 
 import globaltensor as gt
 from globaltensor.dispatch.core import dispatch, find
+from globaltensor.dispatch.decide import contest_of
 from globaltensor.dispatch.recipe import Recipe
 from globaltensor.dispatch.siblings import siblings_of
 from globaltensor.layouts.recent import Recent
@@ -48,7 +49,8 @@ def resized(t, dims, sizes, generator):
 def siblings(func, args, kwargs):
     """What tells the siblings of a call; None where it has none."""
     decision = find(GlobalTensor, func, args, kwargs)
-    return siblings_of(decision, Call(func, args, kwargs)) if isinstance(decision, Recipe) else None
+    call = Call(func, args, kwargs)
+    return siblings_of(decision, call, lambda: contest_of(GlobalTensor, call)) if isinstance(decision, Recipe) else None
 
 
 @pytest.mark.parametrize("func", REGARDLESS, ids=name_of)

@@ -170,7 +170,7 @@ void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   auto recipe = find_recipe(key);
   if (C10_UNLIKELY(!recipe)) {
     make_kind_key(op, args, count, kind);
-    recipe = recipe_of_sibling(kind, key, args);
+    recipe = recipe_of_sibling(kind, key, op, args);
   }
   if (lineage) lineage.enter(op, args, recipe ? recipe->lineage : op_lineage(op.schema()));
   if (recipe && runs_natively(*recipe, args)) {

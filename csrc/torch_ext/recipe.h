@@ -36,6 +36,7 @@ struct Slot {
 struct Trace {
   struct Argument {                                // a register, a list of registers, or a value
     int32_t source = -1;
+    int32_t counted = -1;                          // the number of elements of this register, to divide by
     std::vector<int32_t> sources;
     c10::IValue value;
   };
@@ -114,7 +115,9 @@ inline const at::Tensor& operand(const c10::IValue* args, Slot slot) {
 // It looks at each argument once, and so tells the lineage of the call as well.
 bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& key,
               CallLineage& lineage);
-// The key of all calls that differ from this one, which has a key, in the sizes of global operands alone.
+// Is this an argument whose ints follow from sizes, as those of `view` do? (Its twin: dispatch/siblings.py.)
+bool is_size(const c10::FunctionSchema& schema, const c10::Argument& argument);
+// The key of all calls that differ from this one, which has a key, in sizes alone: of global operands, and in arguments.
 void make_kind_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& kind);
 RecipeKey key_from(const std::string& bytes);
 
@@ -123,7 +126,8 @@ void cache_recipe(const RecipeKey& key, std::shared_ptr<Recipe> recipe, bool is_
 void clear_recipes();                              // and what siblings are made of
 
 // The recipe of a call that is new, from one of its kind at other sizes; null where there is none. It is cached.
-std::shared_ptr<const Recipe> recipe_of_sibling(const RecipeKey& kind, const RecipeKey& key, const c10::IValue* args);
+std::shared_ptr<const Recipe> recipe_of_sibling(const RecipeKey& kind, const RecipeKey& key,
+                                                const c10::OperatorHandle& op, const c10::IValue* args);
 void clear_siblings();
 
 // What stands above the kernels of a device: for shards it was done already, with the global tensors.

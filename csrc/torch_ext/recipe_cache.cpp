@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <shared_mutex>
+#include <unordered_set>
 
 #include "../common/tensor_memory.h"
 #include "generations.h"
@@ -54,7 +55,8 @@ void push_string(const std::string& text, RecipeKey& key) {
 }
 
 template <Of of>
-bool push(const c10::IValue& v, RecipeKey& key, CallLineage& lineage, const c10::Argument& argument) {
+bool push(const c10::IValue& v, RecipeKey& key, CallLineage& lineage, const c10::Argument& argument,
+          bool is_size = false) {
   if (v.isTensor()) {
     const at::Tensor& t = v.toTensor();
     if (!t.defined()) return key.push_back(kUndefined), true;
@@ -71,6 +73,7 @@ bool push(const c10::IValue& v, RecipeKey& key, CallLineage& lineage, const c10:
     key.push_back(kNone);
   } else if (v.isInt()) {
     key.push_back(kInt);
+    if (is_size) return true;
     key.push_back(v.toInt());
     if (lineage) lineage.number(double(v.toInt()));
   } else if (v.isBool()) {
@@ -94,7 +97,7 @@ bool push(const c10::IValue& v, RecipeKey& key, CallLineage& lineage, const c10:
     key.push_back(kList | uint64_t(items.size()) << 8);
     if (lineage) lineage.word(key.back());
     for (const c10::IValue& item : items)
-      if (!push<of>(item, key, lineage, argument)) return false;
+      if (!push<of>(item, key, lineage, argument, is_size)) return false;
   } else {
     return false;
   }
@@ -109,7 +112,8 @@ bool push_call(const c10::OperatorHandle& op, const c10::IValue* args, size_t co
   key.push_back(reinterpret_cast<uint64_t>(&op.schema()) ^ uint64_t(c10::get_default_dtype_as_scalartype()) << 56);
   const auto& arguments = op.schema().arguments();
   for (size_t i = 0; i < count; i++)
-    if (!push<of>(args[i], key, lineage, arguments[i])) return false;
+    if (!push<of>(args[i], key, lineage, arguments[i], of == Of::kind && is_size(op.schema(), arguments[i])))
+      return false;
   return true;
 }
 
@@ -145,6 +149,14 @@ const c10::FunctionSchema& schema_of(const RecipeKey& key) {
 bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& key,
               CallLineage& lineage) {
   return push_call<Of::call>(op, args, count, key, lineage);
+}
+
+bool is_size(const c10::FunctionSchema& schema, const c10::Argument& argument) {
+  static const std::unordered_set<std::string> names{"size",  "shape", "input_sizes", "split_size", "split_sizes",
+                                                     "start", "end"};
+  static const std::unordered_set<std::string> scaled{"aten::div", "aten::mul"};  // by a count of elements
+  return names.count(argument.name()) ||
+         (argument.name() == "other" && schema.overload_name() == "Scalar" && scaled.count(schema.name()));
 }
 
 void make_kind_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& kind) {

@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -46,6 +47,23 @@ Sizes order_of(const Sizes& sizes, const Sizes& strides) {
   return dense_strides(sizes, order) == strides ? order : Sizes();
 }
 
+// What gaps memory has, alike for many sizes: the dims from the outermost inwards, and which are repeated. Where that
+// does not tell all that may matter, as elements lie in each other's way or there are none, the strides themselves.
+Sizes gaps_of(const Sizes& sizes, const Sizes& strides) {
+  Sizes gaps(sizes.size());
+  std::iota(gaps.begin(), gaps.end(), 0);
+  std::stable_sort(gaps.begin(), gaps.end(), [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
+  int64_t reach = 0;                   // of the dims further in
+  for (auto d = gaps.rbegin(); d != gaps.rend(); ++d) {
+    if (sizes[*d] == 0 || strides[*d] < 0) return strides;
+    if (sizes[*d] == 1 || strides[*d] == 0) continue;
+    if (strides[*d] <= reach) return strides;
+    reach += strides[*d] * (sizes[*d] - 1);
+  }
+  for (size_t d = 0; d < sizes.size(); d++) gaps.push_back(strides[d] ? -1 : -2);
+  return gaps;
+}
+
 }  // namespace
 
 constexpr size_t kMany = 1024;         // specs that are kept, though nobody may hold them
@@ -69,7 +87,7 @@ class Specs {
                       fields[9].cast<bool>()};
     free_unheld();
     const std::lock_guard<std::mutex> lock(mutex_);
-    Spec* spec = intern(kind_of(traits, sizes, strides), sizes, strides);
+    Spec* spec = intern(kind_of(traits, cuts_from(fields[11]), sizes, strides), sizes, strides);
     Py_INCREF(object);
     spec->object_ = object;            // equal objects are one, so it had none
     by_object_[object] = spec;
@@ -78,13 +96,16 @@ class Specs {
 
   SpecRef sized_like(const Spec* like, Sizes sizes) {
     if (like->kind->order.empty() && !sizes.empty()) return nullptr;
-    if (by_sizes_count_ >= free_at_) {
-      py::gil_scoped_acquire interpreter;
-      free_unheld();
-    }
+    make_room();
     Sizes strides = dense_strides(sizes, like->kind->order);
     const std::lock_guard<std::mutex> lock(mutex_);
     return intern(like->kind, sizes, strides);
+  }
+
+  SpecRef strided_like(const Spec* like, const Sizes& sizes, const Sizes& strides) {
+    make_room();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return intern(kind_of(*like, like->kind->cuts, sizes, strides), sizes, strides);
   }
 
   PyObject* object_of(const Spec* spec) {
@@ -103,9 +124,19 @@ class Specs {
  private:
   using KindKey = std::tuple<PyObject*, c10::ScalarType, bool, bool, bool, size_t, Sizes, Sizes>;
 
-  std::shared_ptr<const SpecKind> kind_of(const SpecTraits& traits, const Sizes& sizes, const Sizes& strides) {
+  static std::vector<SpecKind::Cuts> cuts_from(const py::handle& per_rank) {
+    std::vector<SpecKind::Cuts> all;
+    for (const auto& own : per_rank.cast<std::vector<std::vector<std::array<int64_t, 3>>>>()) {
+      auto& cuts = all.emplace_back();
+      for (const auto& [dim, parts, index] : own) cuts.push_back({dim, parts, index});
+    }
+    return all;
+  }
+
+  std::shared_ptr<const SpecKind> kind_of(const SpecTraits& traits, const std::vector<SpecKind::Cuts>& cuts,
+                                          const Sizes& sizes, const Sizes& strides) {
     Sizes order = order_of(sizes, strides);
-    Sizes gaps = order.empty() ? strides : Sizes();
+    Sizes gaps = order.empty() ? gaps_of(sizes, strides) : Sizes();
     auto& known = kinds_[KindKey(traits.layout, traits.dtype, traits.copied, traits.conjugated, traits.negated,
                                  sizes.size(), order, gaps)];
     auto kind = known.lock();
@@ -113,7 +144,8 @@ class Specs {
       auto fresh = std::make_shared<SpecKind>(traits, ++ids_);
       fresh->ndim = sizes.size();
       fresh->order = std::move(order);
-      fresh->strides = std::move(gaps);
+      fresh->gaps = std::move(gaps);
+      fresh->cuts = cuts;
       known = kind = fresh;
     }
     return kind;
@@ -125,12 +157,11 @@ class Specs {
     return hash;
   }
 
-  // Strides follow from the kind and the sizes.
   Spec* intern(const std::shared_ptr<const SpecKind>& kind, const Sizes& sizes, const Sizes& strides) {
     const size_t hash = hash_of(kind.get(), sizes);
     auto [at, end] = by_sizes_.equal_range(hash);
     for (; at != end; ++at)
-      if (at->second->kind == kind && at->second->sizes == sizes) return at->second;
+      if (at->second->kind == kind && at->second->sizes == sizes && at->second->strides == strides) return at->second;
     auto* spec = new Spec;
     static_cast<SpecTraits&>(*spec) = *kind;
     spec->id = ++ids_;
@@ -141,6 +172,12 @@ class Specs {
     by_sizes_.emplace(hash, spec);
     by_sizes_count_ = by_sizes_.size();
     return spec;
+  }
+
+  void make_room() {
+    if (by_sizes_count_ < free_at_) return;
+    py::gil_scoped_acquire interpreter;
+    free_unheld();
   }
 
   // With the interpreter's lock. What frees Python objects may run Python, so it is done when the lock here is free.
@@ -185,6 +222,17 @@ PyObject* Spec::object() const { return Specs::all().object_of(this); }
 SpecRef spec_of(PyObject* object) { return Specs::all().of_object(object); }
 SpecRef sized_like(const Spec* spec, std::vector<int64_t> sizes) {
   return Specs::all().sized_like(spec, std::move(sizes));
+}
+SpecRef strided_like(const Spec* spec, const Sizes& sizes, const Sizes& strides) {
+  return Specs::all().strided_like(spec, sizes, strides);
+}
+
+// The twin of Layout.region.
+Sizes local_sizes(const Spec* spec, size_t nth) {
+  Sizes sizes = spec->sizes;
+  for (const auto& cut : spec->kind->cuts[nth])
+    sizes[cut.dim] = sizes[cut.dim] / cut.parts + (cut.index < sizes[cut.dim] % cut.parts);
+  return sizes;
 }
 
 void bind_specs(py::module_& m) {

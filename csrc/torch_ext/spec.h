@@ -28,10 +28,17 @@ struct SpecTraits {
 
 // All of a spec but its sizes. Of two specs of one kind, one is the other at other sizes.
 struct SpecKind : SpecTraits {
+  struct Cut {                         // a dim, into so many parts, and which of them it is
+    int64_t dim, parts, index;
+  };
+  using Cuts = std::vector<Cut>;       // what a rank has of a tensor, the outermost axis first
+
   uint64_t id;                         // never used again
   size_t ndim;
-  // The dims from the outermost in memory to the innermost, where there are no gaps; else the strides themselves.
-  std::vector<int64_t> order, strides;
+  // The dims from the outermost in memory to the innermost, where there are no gaps; else what gaps there are: the same
+  // dims and which are repeated, and the strides themselves where elements lie in each other's way.
+  std::vector<int64_t> order, gaps;
+  std::vector<Cuts> cuts;              // per rank of `ranks`
 
   SpecKind(const SpecTraits& traits, uint64_t id);
   ~SpecKind();                         // with the interpreter's lock: it holds the layout
@@ -77,6 +84,10 @@ class SpecRef {
 SpecRef spec_of(PyObject* object);     // with the interpreter's lock
 // The same at other sizes; null where memory has gaps, as its strides do not follow from sizes then.
 SpecRef sized_like(const Spec* spec, std::vector<int64_t> sizes);
+// The same at other sizes and strides.
+SpecRef strided_like(const Spec* spec, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
+// The sizes of what a rank holds, counted as in `ranks`.
+std::vector<int64_t> local_sizes(const Spec* spec, size_t nth);
 
 void bind_specs(pybind11::module_& m);
 

@@ -10,8 +10,15 @@ namespace py = pybind11;
 namespace gt {
 namespace {
 
+at::Tensor scalar_of(const at::Scalar& value, at::ScalarType dtype) {
+  at::Tensor number = at::scalar_tensor(value, dtype);
+  number.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return number;
+}
+
 c10::IValue argument_of(const Trace::Argument& argument, const std::vector<at::Tensor>& registers) {
   if (argument.source >= 0) return registers[argument.source];
+  if (argument.counted >= 0) return scalar_of(double(registers[argument.counted].numel()), at::kDouble);
   if (argument.sources.empty()) return argument.value;
   c10::List<at::Tensor> list;
   for (int32_t source : argument.sources) list.push_back(registers[source]);
@@ -42,18 +49,18 @@ c10::IValue value_from(const py::object& object, const c10::Argument& of) {
   const bool is_float = py::isinstance<py::float_>(object);
   if (of.type()->kind() != c10::TypeKind::TensorType || !(is_float || py::isinstance<py::int_>(object)))
     return torch::jit::toIValue(object, of.real_type());
-  at::Tensor number = is_float ? at::scalar_tensor(object.cast<double>(), at::kDouble)
-                               : at::scalar_tensor(object.cast<int64_t>(), at::kLong);
-  number.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return number;
+  return is_float ? scalar_of(object.cast<double>(), at::kDouble)
+                  : scalar_of(object.cast<int64_t>(), at::kLong);
 }
 
 Trace::Argument argument_from(const py::object& object, const c10::Argument& of) {
-  auto pair = object.cast<py::tuple>();               // ("place", n), ("places", [n]) or ("value", what)
+  auto pair = object.cast<py::tuple>();               // ("place", n), ("places", [n]), ("count", n) or ("value", what)
   const auto kind = pair[0].cast<std::string>();
   Trace::Argument argument;
   if (kind == "place")
     argument.source = pair[1].cast<int32_t>();
+  else if (kind == "count")
+    argument.counted = pair[1].cast<int32_t>();
   else if (kind == "places")
     argument.sources = pair[1].cast<std::vector<int32_t>>();
   else

@@ -17,6 +17,7 @@ An algorithm for the op (ring attention, a softmax of maxima and sums) competes 
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 from math import inf, prod
@@ -27,10 +28,11 @@ from globaltensor.boxings.plan import boxing_cost, least_cost
 from globaltensor.dispatch.native_choice import number_of_cheapest
 from globaltensor.layouts.layout import Layout, Spec, layout
 from globaltensor.layouts.sbp import Sbp, broadcast
-from globaltensor.rules.language import Rule, Signature, Sizes, fits, label_sizes, signatures
+from globaltensor.rules.language import Dims, Rule, Signature, Sizes, fits, label_sizes, signatures
 from globaltensor.runtime.machine import Machine
 
 Size = tuple[tuple[int, ...], int]                   # shape and bytes of an output
+Moved = Counter[tuple[Layout, Layout, Dims, int]]    # boxings: from, to, of which labels, bytes of an element
 
 _EQUAL = 1e-15                                       # seconds by which sums differ that are equal but for rounding
 _NUDGE = 1e-9                                        # seconds; settles ties, below any real cost
@@ -87,6 +89,24 @@ class _Question(NamedTuple):
         number = number_of_cheapest(self.axes, self.operands, self.outputs, self.machine, work,
                                     bytes(map(self.fits, product(*self.axes))) if some_fit else None)
         return self.cheapest_by_parts() if number is None else self.choice(number)
+
+    def moved(self, nd: tuple[Signature, ...]) -> Moved:
+        """The boxings of a choice, now and of what it leaves pending, at any size: from where to where, of which labels
+        and how many bytes an element."""
+        where, moved, own = self.operands[0].placement, Moved(), 0
+        for q, x in enumerate(self.operands):
+            want = tuple(sig.inputs[q] for sig in nd)
+            for axis, (s, t) in enumerate(zip(x.sbp, want)):
+                own |= (s != t and not s.is_broadcast or s.is_partial and t.is_partial) << axis
+            moved[x.layout, layout(where, want), self.rule.inputs[q], x.dtype.itemsize] += want != x.sbp
+        for k, (shape, nbytes) in enumerate(self.outputs):
+            left = tuple(s if not s.is_partial or own >> axis & 1 else broadcast
+                         for axis, s in enumerate(sig.outputs[k] for sig in nd))
+            done = tuple(broadcast if s.is_partial else s for s in left)
+            if left != done:
+                of = layout(where, left), layout(where, done)
+                moved[(*of, self.rule.outputs[k], nbytes // max(prod(shape), 1))] += 1
+        return moved
 
     def choice(self, number: int) -> tuple[Signature, ...]:
         """Choice `number` of `product(*axes)`."""
@@ -186,6 +206,21 @@ class Contest(NamedTuple):
                 return best
         raise AssertionError(f"all-B is always legal: {self.rule}")
 
+    def wins_at_any_size(self, choice: tuple[Signature, ...]) -> bool:
+        """Does this choice move nothing but what each other one moves too, if no part is empty? Then none is cheaper at
+        any size, as a boxing that is left out takes longer to start than what settles ties."""
+        if self.offer is not None or self.target is not None or self.rule.even or self.rule.nonempty:
+            return False
+        if self.machine.link(self.operands[0].placement)[0] < 100 * _NUDGE:
+            return False
+        question, = _questions(*self)
+        where, mine = self.operands[0].placement, question.moved(choice)
+        for nd in product(*question.axes):
+            cut = [prod([n for sig, n in zip(of, where.shape) if sig.label is not None]) for of in (choice, nd)]
+            if nd != choice and not (cut[0] >= cut[1] and _moves_no_more(mine, question.moved(nd))):
+                return False
+        return True
+
     def ranking(self) -> list[Ranked]:
         """All that is chosen from, the best first."""
         for question in _questions(*self):
@@ -205,6 +240,21 @@ def choose(rule: Rule, operands: list[Spec], outputs: list[Size], machine: Machi
     best = Contest(rule, operands, outputs, machine, target).choice()
     assert not isinstance(best, Offer)               # as there was none
     return best
+
+
+def _moves_no_more(mine: Moved, other: Moved) -> bool:
+    """Is all of `mine` in `other`, but for a cut of what is whole? That needs no message, and takes less than to gather
+    as large a tensor, or to cut it in another way and to move parts of it."""
+    rest, others = list((mine - other).elements()), list((other - mine).elements())
+    if len(rest) != 1:
+        return not rest
+    src, dst, *of = rest[0]
+    alike = [(a.sbp, b.sbp) for a, b, *item in others if item == of]
+    gathered = any(a != b and not any(t.is_split for t in b) for a, b in alike)
+    cut = [any(b[axis].is_split for _, b in alike) for axis in range(len(dst.sbp))]
+    turned = len(alike) > 1 and any(s.is_split and t.is_split and s != t for a, b in alike for s, t in zip(a, b))
+    return (all(s == t or s.is_broadcast and t.is_split for s, t in zip(src.sbp, dst.sbp))
+            and (gathered or turned and all(t.is_split for t, has in zip(dst.sbp, cut) if has)))
 
 
 def _candidates(rule: Rule, states: list[Sbp], target: int | None, may_move: bool) -> list[Signature]:

@@ -81,6 +81,8 @@ def _run_arrived(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...],
         decision = _decisions.get(key)
         if isinstance(decision, Recipe):             # which has run, so its results are verified
             native.cache_siblings(keys, cls, decision, func, args, kwargs)
+        elif decision is not None:
+            native.cache_siblings_of_mean(keys, decision, Call(func, args, kwargs), _Run(cls))
         return result
     if isinstance(decision, Recipe):
         native.cache_recipe(keys.call, cls, decision, func, args, kwargs)

@@ -14,8 +14,9 @@ import torch
 from globaltensor.algorithms import local_impls
 from globaltensor.algorithms.run import Decomposition, Run, is_traceable
 from globaltensor.boxings.native import find_boxing, reachable
+from globaltensor.dispatch.decide import contest_of
 from globaltensor.dispatch.recipe import Recipe, purpose_of, spec_of_plain
-from globaltensor.dispatch.siblings import siblings_of
+from globaltensor.dispatch.siblings import siblings_of, siblings_of_mean
 from globaltensor.dispatch.trace import Trace
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Spec
@@ -83,20 +84,35 @@ def _told_apart(call: Call, run: Run) -> Call:
     return Call(call.func, args, kwargs)
 
 
+def cache_siblings_of_mean(keys: PendingKeys, decomposition: Decomposition, call: Call, run: Run) -> None:
+    """Cache the mean of all elements for calls of other sizes too: a sum, which is divided by how many there are. It
+    moves nothing, so doing it once more for the trace is seen by nobody."""
+    siblings = None if checking() else siblings_of_mean(decomposition, call)
+    if siblings is None:
+        return
+    trace = Trace(run, call)
+    places = trace.results(decomposition(call, trace))
+    if trace.steps is None or any(len(step) == 2 for step in trace.steps):
+        return
+    steps = [(*step[:2], [step[2][0], ("count", 0)], step[3]) if step[0] == "aten::div" else step
+             for step in trace.steps]
+    torch_ext.cache_trace(keys.call, _slots(call), steps, places, [])
+    torch_ext.cache_sibling(keys.kind, keys.call, siblings._asdict())
+
+
 def cache_siblings(keys: PendingKeys, cls: type[GlobalLike], recipe: Recipe, func: OpOverload, args: tuple[Any, ...],
                    kwargs: dict[str, Any]) -> None:
     """Cache the recipe of a call for calls of other sizes, and so for this one too, if it is good for them."""
     call = Call(func, args, kwargs)
-    siblings = siblings_of(recipe, call)
+    siblings = siblings_of(recipe, call, lambda: contest_of(cls, call))
     if siblings is None:
         return
     flat = _flat(cls, recipe, call)
-    if flat is None or any(len(specs) > 1 for specs in flat.outputs):
+    if flat is None or not siblings.told_by_torch and any(len(specs) > 1 for specs in flat.outputs):
         return
     torch_ext.cache_recipe(keys.call, func._schema.name, func._schema.overload_name, **flat._asdict())
-    outputs = [[siblings.outputs[k]] if specs else [] for k, specs in enumerate(flat.outputs)]
-    torch_ext.cache_sibling(keys.kind, keys.call, operands=siblings.operands, outputs=outputs, least=siblings.least,
-                            no_larger=siblings.no_larger)
+    outputs = [siblings.outputs[k] if specs else [] for k, specs in enumerate(flat.outputs)]
+    torch_ext.cache_sibling(keys.kind, keys.call, siblings._replace(outputs=outputs)._asdict())
 
 
 class FlatRecipe(NamedTuple):
@@ -215,4 +231,5 @@ def _compare_plain(t: torch.Tensor, op: str, ranks: list[int]) -> None:
 
 
 if torch_ext is not None:
+    torch_ext.on_resized_boxing(find_boxing)
     torch_ext.on_plain_operand(_compare_plain)

@@ -63,6 +63,7 @@ from globaltensor.rules.shapes import (
     diagonal_scattered,
     expanded,
     factory_like,
+    filled_like,
     halved,
     padded,
     permuted,
@@ -138,7 +139,7 @@ lines("masked_fill.Scalar", zeroing("value", "a*B", "A*B"))
 lines("masked_fill.Tensor", pointwise("a*B+B*c"))
 lines("_to_copy", copied)
 lines("copy", copied_over)
-lines("fill.Scalar zero zeros_like ones_like full_like empty_like", factory_like)
+lines("fill.Scalar zero zeros_like ones_like full_like empty_like", filled_like)
 lines("fill.Tensor", pointwise("b"))
 lines("bucketize.Tensor", fixed("d*, k -> d*"))
 lines("view_as_real", fixed("d* -> d* r!", "a"))
@@ -222,11 +223,10 @@ decomposed("_amp_foreach_non_finite_check_and_unscale_", decompositions.unscale)
 decomposed("_foreach_max", lambda call, run: [run(aten.max.default, x) for x in call.tensors])
 lines("cumsum", along("a"), decomposition=scans.cumsum, offer=of_scan())
 lines("cumprod", along(), decomposition=scans.cumprod, offer=of_scan())
-lines("logcumsumexp", along())
 lines("cummax cummin sort sort.stable", along(outputs=2))
 lines("topk", along(outputs=2, resizes=True), decomposition=scans.topk,
       offer=of_scan(kept=lambda call: call["k"], summaries=2, resized=True))
-lines("argsort argsort.stable", along())
+lines("logcumsumexp argsort argsort.stable", along())
 lines("flip roll", along("a", name="dims"))
 lines("_softmax", along(), decomposition=decompositions.softmax, offer=of_softmax())
 lines("_safe_softmax", along(), decomposition=decompositions.safe_softmax, offer=of_softmax())

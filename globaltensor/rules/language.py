@@ -84,6 +84,11 @@ def cut_dim(tensor: Dims, label: str, inner: bool) -> int | None:
     return None
 
 
+def inner_labels(of: Rule) -> frozenset[str]:
+    """Labels that can be cut though another one is outside them in some dim."""
+    return frozenset(_outside(of))
+
+
 def _outside(of: Rule) -> dict[str, set[str]]:
     return _outside_of(of.inputs + of.outputs, tuple(label for label, _ in of.even))
 
@@ -99,9 +104,13 @@ def _outside_of(tensors: tuple[Dims, ...], sized: tuple[str, ...]) -> dict[str, 
     return outside
 
 
-@lru_cache(10_000)
 def signatures(of: Rule) -> tuple[Signature, ...]:
-    """Every legal signature on one axis, all-B first."""
+    """Every legal signature on one axis, all-B first. How long a label is does not matter, so one answer serves all."""
+    return _signatures(replace(of, even=tuple((label, 0) for label, _ in of.even)) if of.even else of)
+
+
+@lru_cache(10_000)
+def _signatures(of: Rule) -> tuple[Signature, ...]:
     inner = _outside(of)
     labels = dict.fromkeys(x for t in of.inputs for d in t for x in d
                            if (x == d[0] or x in inner) and not x.endswith("!") and x != "1")

@@ -187,6 +187,7 @@ def sliced(call: Call) -> Rule:
     return changes(tuple(shape), tuple(out))
 
 
+@regardless_of_size
 def padded(call: Call) -> Rule:
     """constant_pad_nd: pads come in pairs from the last dim backwards; linear only when padding with the int 0."""
     shape, pad = call.shapes[0], call["pad"]
@@ -230,6 +231,7 @@ def sum_of(dims: str, operands: list[int]) -> Rule:
     return replace(rule(dims), algebra=(tuple(((q, True),) for q in operands),))
 
 
+@regardless_of_size
 def stacked(call: Call) -> Rule:
     """stack: a new dim, which stays whole; every operand is a term."""
     n = call.tensors[0].dim()
@@ -240,6 +242,7 @@ def stacked(call: Call) -> Rule:
     return sum_of(f"{', '.join([' '.join(row)] * k)} -> {' '.join(out)}", list(range(k)))
 
 
+@regardless_of_size
 def repeated(call: Call) -> Rule:
     """repeat: a dim that is repeated once, that is, not at all, flows through."""
     shape, repeats = call.shapes[0], call["repeats"]
@@ -273,6 +276,12 @@ def factory_like(call: Call) -> Rule:
     return replace(rule(f"{' '.join(dim_labels(len(src)))} -> {rhs}"), algebra=((),))
 
 
+@regardless_of_size
+def filled_like(call: Call) -> Rule:
+    """zeros_like, fill: the same of the operand's own size."""
+    return factory_like(call)
+
+
 def halved(operands: int = 1) -> Family:
     """glu and its gradient: the last operand has twice the length along `dim`, which stays whole."""
 
@@ -290,6 +299,7 @@ def _diagonal_dims(call: Call, ndim: int) -> tuple[int, int]:
     return call["dim1"] % ndim, call["dim2"] % ndim
 
 
+@regardless_of_size
 def diagonal(call: Call) -> Rule:
     """diagonal: two dims become one, the last."""
     n = call.tensors[0].dim()
@@ -298,6 +308,7 @@ def diagonal(call: Call) -> Rule:
     return rule(f"{lhs} -> {' '.join(f'd{i}' for i in range(n) if i not in gone)} o!", "a")
 
 
+@regardless_of_size
 def diagonal_backward(call: Call) -> Rule:
     """diagonal_backward, diag_embed: the last dim becomes two."""
     n = len(call["input_sizes"]) if "input_sizes" in call.values else call.tensors[0].dim() + 1
@@ -325,6 +336,7 @@ def scattered_into(call: Call) -> Rule:
     return rule(f"{' '.join(row)}, {' '.join(part)} -> {' '.join(row)}", "a+b")
 
 
+@regardless_of_size
 def turned(call: Call) -> Rule:
     """rot90: of two dims one is reversed and stays whole; both where they are not exchanged."""
     n, k = call.tensors[0].dim(), call["k"] % 4
@@ -338,6 +350,7 @@ def turned(call: Call) -> Rule:
     return rule(f"{' '.join(row)} -> {' '.join(out)}", "a")
 
 
+@regardless_of_size
 def unfolded(call: Call) -> Rule:
     """Tensor.unfold: a dim becomes positions of a window and, as the last dim, the elements within it."""
     n = call.tensors[0].dim()

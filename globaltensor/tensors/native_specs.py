@@ -16,8 +16,10 @@ def _describe(of: Spec) -> tuple[Any, ...]:
     rows_cut = any(s.is_split and s.dim == 0 for s in of.sbp)
     pending = any(s.is_partial for s in of.sbp)
     conj, neg = "conj" in of.lazy_bits, "neg" in of.lazy_bits
+    cuts = [[(s.dim, parts, index) for s, parts, index in zip(of.sbp, of.placement.shape, of.placement.coords[rank])
+             if s.is_split] for rank in ranks]
     return (list(of.shape), list(of.stride), of.dtype, of.placement.type, ranks, of.copied, rows_cut, pending, conj,
-            neg, of.layout)
+            neg, of.layout, cuts)
 
 
 def _spec_from(of: Layout, shape: Shape, stride: Shape, dtype: torch.dtype, copied: bool, conj: bool, neg: bool
