@@ -934,6 +934,15 @@ def test_processes_save_and_others_load(tmp_path):
         assert result["same"]
 
 
+@pytest.mark.processes
+def test_what_fails_on_one_rank_raises_on_all(tmp_path):
+    good([*RUN, "-n", 3, PROGRAM, "unlucky", tmp_path])
+    for rank, result in results(tmp_path / "seen-unlucky3").items():
+        for what, (kind, text) in result["seen"].items():
+            assert kind == "CheckpointError" and "no room on this rank" in text, f"rank {rank}, {what}: {text}"
+            assert rank == 1 or "failed on rank 1" in text, f"rank {rank}, {what}: {text}"
+
+
 # ----------------------------------------------------------------------------------------------- Hugging Face's folders
 
 

@@ -184,7 +184,11 @@ def own_index_select(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: di
     if own is None:
         return recipe.func(*args)
     check_range(index, recipe.shapes[0][dim], "index")
-    return _look_up(x, dim % x.dim(), index.reshape(-1), own, recipe.shapes[0][dim])
+    dim %= x.dim()
+    if own[0] == own[1]:
+        return x.new_zeros((*x.shape[:dim], index.numel(), *x.shape[dim + 1:]))
+    inside, at = _within(index.reshape(-1), own, recipe.shapes[0][dim])
+    return recipe.func(x, dim, at).masked_fill_(~_with_dims(inside, x.dim() - dim - 1), 0)
 
 
 def own_index(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:

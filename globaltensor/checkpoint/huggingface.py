@@ -62,11 +62,15 @@ def load_safetensors(module: M, folder: str | os.PathLike[str]) -> M:
     expect_path(folder, "weights from no folder", 'gt.load_safetensors(model, "folder")')
     need_safetensors()
     files, entries = collective_try("loading safetensors", lambda: _check_folder(module, Path(folder)))
+    collective_try("reading safetensors", lambda: _read_weights(module, files, entries))
+    _log.info("loaded %s from %s", counted(len(entries), "tensor"), folder)
+    return module
+
+
+def _read_weights(module: nn.Module, files: CheckpointFiles, entries: dict[str, Entry]) -> None:
     fill_unloaded(module, entries)
     own = module.state_dict(keep_vars=True)
     files.fill((entry, own[name]) for name, entry in entries.items())
-    _log.info("loaded %s from %s", counted(len(entries), "tensor"), folder)
-    return module
 
 
 def _check_folder(module: nn.Module,

@@ -72,10 +72,7 @@ def load_version(state: Any, directory: Folder) -> tuple[Any, Manifest]:
     checked = collective_try("loading a checkpoint", lambda: _check_loadable(state, directory),
                              lambda checked: checked.digest)
     entries, flat = checked.manifest.entries, checked.flat
-    for value in flat.objects.values():
-        if isinstance(value, nn.Module):             # one on the meta device gets its memory
-            fill_unloaded(value, value.state_dict(keep_vars=True))
-
+    collective_try("making memory for what is on the meta device", lambda: _allocate_modules(flat))
     undo: list[Callable[[], None]] = []
     try:
         # Objects first, as their own code may refuse a state: no tensor has been written then.
@@ -84,7 +81,7 @@ def load_version(state: Any, directory: Folder) -> tuple[Any, Manifest]:
         for name, entry in entries.items():
             if name in flat.tensors and name not in checked.new:
                 own.setdefault(id(flat.tensors[name]), (entry, flat.tensors[name]))
-        checked.files.fill(own.values())
+        collective_try("reading the tensors of a checkpoint", lambda: checked.files.fill(own.values()))
     except BaseException as error:
         _undo_all(undo, error)
         raise
@@ -269,6 +266,12 @@ def _decoded(checked: CheckedState) -> Any:
     """The saved state, with new tensors where there are such and the state's own elsewhere."""
     return decode(checked.manifest.state, lambda name: checked.new[name] if name in checked.new
                   else checked.flat.tensors[name])
+
+
+def _allocate_modules(flat: FlatState) -> None:
+    for value in flat.objects.values():
+        if isinstance(value, nn.Module):
+            fill_unloaded(value, value.state_dict(keep_vars=True))
 
 
 def _load_objects(checked: CheckedState, undo: list[Callable[[], None]]) -> None:

@@ -89,7 +89,8 @@ def save_folder(state: Any, directory: str | os.PathLike[str], *, asynchronous: 
     try:
         temporary = path / broadcast_object(lease.folder.name if lease else "", 0, "naming a checkpoint")
         collective_try("finding the folder of a checkpoint", lambda: _check_folder_shared(temporary))
-        data = _data_to_write(tensors, pieces, asynchronous)
+        data = collective_try("copying what a checkpoint is to hold",
+                              lambda: _data_to_write(tensors, pieces, asynchronous))
     except BaseException:
         if lease is not None:
             lease.give_up()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import globaltensor as gt
+from globaltensor.checkpoint import huggingface, loading, pieces, saving
 
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
 
@@ -75,6 +76,42 @@ def load(folder):
     return {**found, "weights": bits(model, optimizer)[:4]}
 
 
+def unlucky(folder):
+    """What fails on rank 1 alone is told on all; afterwards all is well."""
+    model, optimizer = build(S(0))
+    step(model, optimizer, 0)
+
+    def do(what):
+        if what == "save":
+            gt.save(state(model, optimizer, 0), folder / "unlucky")
+        elif what == "load":
+            gt.load(state(model, optimizer, 0), folder / "unlucky")
+        elif what == "save_safetensors":
+            gt.save_safetensors(model, folder / "weights")
+        else:
+            gt.load_safetensors(model, folder / "weights")
+
+    seen = {}
+    for what, module, name in (("save", saving, "_data_to_write"), ("load", loading, "fill_unloaded"),
+                               ("load", pieces.CheckpointFiles, "fill"),
+                               ("save_safetensors", huggingface, "_write_temporary"),
+                               ("load_safetensors", huggingface, "fill_unloaded"),
+                               ("load_safetensors", pieces.CheckpointFiles, "fill")):
+        well = getattr(module, name)
+        if what.startswith("load"):
+            do(what.replace("load", "save"))
+        if gt.rank() == 1:
+            setattr(module, name, full)
+        seen[f"{what}, {name}"] = refusal(lambda: do(what))
+        setattr(module, name, well)
+        do(what)
+    return {"seen": seen}
+
+
+def full(*args):
+    raise MemoryError("no room on this rank")
+
+
 def loop(folder):
     """Save for ever: version n holds n everywhere."""
     P2 = gt.placement("cpu", [0, 1])
@@ -87,7 +124,7 @@ def loop(folder):
 if __name__ == "__main__":
     what, where = sys.argv[1], Path(sys.argv[2])
     began = time.perf_counter()
-    found = {"save": save, "load": load, "loop": loop}[what](where)
+    found = {"save": save, "load": load, "loop": loop, "unlucky": unlucky}[what](where)
     seen = where / f"seen-{what}{gt.world_size()}"
     os.makedirs(seen, exist_ok=True)
     (seen / f"{gt.rank()}.json").write_text(json.dumps({**found, "seconds": time.perf_counter() - began}))
