@@ -556,7 +556,9 @@ def test_a_rank_that_dies_in_mid_pipeline(native):
     for rank in (0, 1, 3):
         code, out, err = ended[rank]
         assert code == 1, out + err
-        assert f"TransportError: rank {rank} lost touch with rank {2 if native == '1' else ''}" in err, err
+        lost = f"rank {rank} lost touch with rank {2 if native == '1' else ''}"
+        ended_early = "rank 2 was killed, crashed or ended early"        # as the kernel tells while gloo still waits
+        assert f"TransportError: {lost}" in err or native == "0" and f"TransportError: {ended_early}" in err, err
         assert f"where: pipeline.py:{line}" in err, err
         seconds.append(float(re.search(r"after ([\d.]+) s", out)[1]))
     assert max(seconds[1:]) < 2, "its neighbours hear of it at once"
