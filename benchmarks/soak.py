@@ -255,7 +255,10 @@ class Job:
                     launcher.terminate()
                     with suppress(subprocess.TimeoutExpired):
                         launcher.wait(60)            # ranks save, and have some time for it
-                launcher.kill()                      # with a host's own numbers of processes all of them end with it
+                # where a host numbers its own processes, all of them have ended before its first one has
+                first = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+                for pid in first if len(self.launchers) > 1 and first else [launcher.pid]:
+                    os.kill(int(pid), signal.SIGKILL)
                 launcher.wait()
 
     def terminate(self) -> None:

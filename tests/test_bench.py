@@ -330,7 +330,8 @@ def test_a_benchmark_that_is_asked_to_end_leaves_nothing(name, begins, tmp_path)
         pytest.skip(hosts.lacking())
     folder = tmp_path / "tmp"
     folder.mkdir()
-    with subprocess.Popen([*BENCH, name, "--quick"], env=environment(TMPDIR=str(folder)), stdout=subprocess.DEVNULL,
+    env = environment(TMPDIR=str(folder), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))     # torch keeps that
+    with subprocess.Popen([*BENCH, name, "--quick"], env=env, stdout=subprocess.DEVNULL,
                           stderr=subprocess.DEVNULL) as command:
         child = Path(f"/proc/{command.pid}/task/{command.pid}/children")
         wait_for(child.read_text)
