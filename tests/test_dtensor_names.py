@@ -28,6 +28,7 @@ ARGUMENTS = {
     "DTensor": "made by functions, as in torch",
     "DeviceMesh": "backend_override and private ones",
     "init_device_mesh": "backend_override",
+    "local_map": "spmd_types, since torch 2.14",
     "fully_shard": "policies are None by default, which is what torch's defaults ask for",
 }
 
@@ -96,6 +97,9 @@ def test_factories_lie_as_they_are_told():
             assert x.placements == (Shard(0),) and x.device_mesh == mesh and x.requires_grad and x.dtype == want.dtype
             if name != "empty":
                 torch.testing.assert_close(x.full_tensor(), want.full_tensor())
+        for make, numbers in ((dtensor.linspace, [1, 2, 3, 4]), (dtensor.logspace, [10, 100, 1000, 10000])):
+            x = make(1, 4, 4, placements=[Shard(0)], requires_grad=True)
+            assert x.placements == (Shard(0),) and x.requires_grad and x.full_tensor().tolist() == numbers
         x = dtensor.full((3,), 2.0)
         assert x.placements == (Replicate(),) and x.full_tensor().tolist() == [2, 2, 2]
         assert dtensor.distribute_tensor(torch.ones(4), placements=[Shard(0)]).device_mesh == mesh

@@ -402,7 +402,7 @@ def refuse(*_: object) -> None:
 SPOILED = [
     ("Python", findings._python, lambda m: m.setattr(findings.sys, "version_info", (3, 19)), "warning", "Python 3.13"),
     ("Python", findings._python, lambda m: m.setattr(findings.sys, "platform", "darwin"), "warning", "Linux"),
-    ("torch", findings._torch, lambda m: m.setattr(findings.torch, "__version__", "2.4.1"), "wrong", "<2.14'"),
+    ("torch", findings._torch, lambda m: m.setattr(findings.torch, "__version__", "2.4.1"), "wrong", "<2.15'"),
     ("torch", findings._torch, lambda m: m.setattr(findings.dist, "is_gloo_available", bool), "warning", "build"),
     ("native code", findings._native_code, lambda m: (m.setattr(findings.native, "WANTED", True), m.setattr(
         findings.native, "why_slow", lambda: "it was not built")), "wrong", "pip install"),

@@ -207,7 +207,7 @@ def test_a_mistake_is_torchs_own_error(name):
         func(*args)
     mine = told(meta, func, args, {})
     assert isinstance(mine, (RuntimeError, IndexError, ValueError)), (mine, torchs.value)
-    assert not isinstance(mine, NotImplementedError), mine
+    assert isinstance(torchs.value, NotImplementedError) or not isinstance(mine, NotImplementedError), mine
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -236,7 +236,7 @@ MIRRORED = {
     "REDUCED": lambda: ([dtypes()[dtype] for dtype in kernel_library.REDUCED], [*range(len(kernel_library.REDUCED))]),
     "MAX_PENDING": lambda: (2 * p2p.MAX_PENDING <= constant("transport/transport.h", "GT_MESSAGES"), True),
     "KEPT": lambda: (recent.KEPT, constant("torch_ext/recipe_cache.cpp", "kKept")),
-    "_describe": lambda: (described(), len({*fields("torch_ext/spec.h", "SpecTraits"), "sizes", "strides"})),
+    "_describe": lambda: (described(), len({*fields("torch_ext/spec.h", "SpecTraits"), "sizes", "strides", "cuts"})),
     "FlatRecipe": lambda: (list(FlatRecipe._fields), re.findall(
         r'py::arg\("(\w+)"\)', code(CSRC / "torch_ext/recipe.cpp").partition("kw_only()")[2])),
     "find_boxing": lambda: (keys_of_a_boxing_step(), {"op", "partners", "ties", "result", "sizes", "strides",
@@ -293,7 +293,7 @@ INTERNALS = ROOT / "docs" / "torch-internals.md"
 PUBLIC = re.compile(r"""
     at::(Tensor|TensorList|OptionalIntArrayRef|ArrayRef|k[A-Z]\w+|GradMode::is_enabled)
     | at::(bmm|cat|einsum|empty|linear|matmul|mm|scalar_tensor)
-    | c10::(ArrayRef|IntArrayRef|SmallVector|List|IValue|SymInt|Device|DeviceType|ScalarType(::Undefined)?)
+    | c10::(ArrayRef|IntArrayRef|SmallVector|List|IValue|SymInt|Device|DeviceType|Scalar|ScalarType(::Undefined)?)
     | c10::(k[A-Z]\w+|intrusive_ptr|make_intrusive|elementSize|toString|Error|DistBackendError)
     | torch::(Library(::IMPL)?|autograd::(AutogradContext|tensor_list))
     | TORCH_(CHECK\w*|WARN|LIBRARY_IMPL|EXTENSION_NAME|VERSION) | C10_(UN)?LIKELY

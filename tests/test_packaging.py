@@ -174,8 +174,8 @@ def test_the_version_is_in_one_place(installed):
 @pytest.mark.parametrize("torch, compiler, found, required", [
     ("2.12.1", "c++", True, []),
     ("2.13.0+cpu", "c++", True, []),
-    ("1.13.0", "c++", False, ["torch<2.14,>=2.11"]),                  # pip is about to replace it
-    (None, "c++", False, ["torch<2.14,>=2.11"]),
+    ("1.13.0", "c++", False, ["torch<2.15,>=2.11"]),                  # pip is about to replace it
+    (None, "c++", False, ["torch<2.15,>=2.11"]),
     (None, "/nonexistent/c++ -m64", False, []),
 ])
 def test_a_build_finds_the_torch_that_it_is_for(torch, compiler, found, required, tmp_path):

@@ -117,7 +117,8 @@ bool make_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t cou
               CallLineage& lineage);
 // Is this an argument whose ints follow from sizes, as those of `view` do? (Its twin: dispatch/siblings.py.)
 bool is_size(const c10::FunctionSchema& schema, const c10::Argument& argument);
-// The key of all calls that differ from this one, which has a key, in sizes alone: of global operands, and in arguments.
+// The key of all calls that differ from this one, which has a key, in sizes alone: those of global operands, and
+// those that arguments name.
 void make_kind_key(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& kind);
 RecipeKey key_from(const std::string& bytes);
 

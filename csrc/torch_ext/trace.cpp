@@ -10,7 +10,7 @@ namespace py = pybind11;
 namespace gt {
 namespace {
 
-at::Tensor scalar_of(const at::Scalar& value, at::ScalarType dtype) {
+at::Tensor scalar_of(const c10::Scalar& value, c10::ScalarType dtype) {
   at::Tensor number = at::scalar_tensor(value, dtype);
   number.unsafeGetTensorImpl()->set_wrapped_number(true);
   return number;

@@ -28,7 +28,8 @@ _REFUSED = {
     "--no-python": "the Python program itself, or torchrun --no-python for another one",
     "--run-path": "globaltensor run program.py: it is run as a script",
     "--log-dir": _OUTPUT, "--redirects": _OUTPUT, "-r": _OUTPUT, "--tee": _OUTPUT, "-t": _OUTPUT,
-    "--local-ranks-filter": _OUTPUT, "--duplicate-stdout-filters": _OUTPUT, "--duplicate-stderr-filters": _OUTPUT,
+    "--log-line-prefix-template": _OUTPUT, "--local-ranks-filter": _OUTPUT, "--duplicate-stdout-filters": _OUTPUT,
+    "--duplicate-stderr-filters": _OUTPUT, "--print-completion": "globaltensor completion bash, or zsh, or fish",
 }
 
 

@@ -25,7 +25,7 @@ from globaltensor.dtensor.api import (
     loss_parallel,
 )
 from globaltensor.dtensor.device_mesh import DeviceMesh, init_device_mesh
-from globaltensor.dtensor.factories import empty, full, ones, rand, randn, zeros
+from globaltensor.dtensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
 from globaltensor.dtensor.fully_sharded import fully_shard
 from globaltensor.dtensor.styles import (
     ColwiseParallel,
@@ -41,4 +41,4 @@ from globaltensor.dtensor.styles import (
 __all__ = ["ColwiseParallel", "DTensor", "DeviceMesh", "ParallelStyle", "Partial", "Placement", "PrepareModuleInput",
            "PrepareModuleInputOutput", "PrepareModuleOutput", "Replicate", "RowwiseParallel", "SequenceParallel",
            "Shard", "distribute_module", "distribute_tensor", "empty", "full", "fully_shard", "init_device_mesh",
-           "local_map", "loss_parallel", "ones", "parallelize_module", "rand", "randn", "zeros"]
+           "linspace", "local_map", "logspace", "loss_parallel", "ones", "parallelize_module", "rand", "randn", "zeros"]

@@ -53,3 +53,31 @@ def full(size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, layout
     return factories.full(size, fill_value, dtype=dtype, requires_grad=requires_grad, **options,
                           placement=mesh_or_current(device_mesh, "full(...)"),
                           sbp=broadcast if placements is None else tuple(placements))
+
+
+@api_boundary
+def linspace(start: Any, end: Any, steps: int, *, dtype: torch.dtype | None = None,
+             layout: torch.layout = torch.strided, requires_grad: bool = False, device_mesh: DeviceMesh | None = None,
+             placements: Sequence[Placement] | None = None) -> GlobalTensor:
+    """torch.distributed.tensor.linspace, which torch has since 2.14: `steps` numbers from `start` to `end`.
+
+    Collective; moves nothing. Raises ArgumentError without a mesh, and for a layout that is not torch.strided.
+    """
+    options: dict[str, Any] = {"layout": layout}
+    return factories.linspace(start, end, steps, dtype=dtype, requires_grad=requires_grad, **options,
+                              placement=mesh_or_current(device_mesh, "linspace(...)"),
+                              sbp=broadcast if placements is None else tuple(placements))
+
+
+@api_boundary
+def logspace(start: Any, end: Any, steps: int, base: float = 10.0, *, dtype: torch.dtype | None = None,
+             layout: torch.layout = torch.strided, requires_grad: bool = False, device_mesh: DeviceMesh | None = None,
+             placements: Sequence[Placement] | None = None) -> GlobalTensor:
+    """torch.distributed.tensor.logspace, which torch has since 2.14: `base` to the power of `linspace`.
+
+    Collective; moves nothing. Raises ArgumentError without a mesh, and for a layout that is not torch.strided.
+    """
+    options: dict[str, Any] = {"layout": layout}
+    return factories.logspace(start, end, steps, base, dtype=dtype, requires_grad=requires_grad, **options,
+                              placement=mesh_or_current(device_mesh, "logspace(...)"),
+                              sbp=broadcast if placements is None else tuple(placements))

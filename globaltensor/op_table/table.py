@@ -167,10 +167,10 @@ TABLE[custom_ops.linear] = Line(fixed("b* k, n k, n -> b* n", "a*b+c"), decompos
 lines("_cdist_forward", fixed("b* m d!, b* n d! -> b* m n"))
 # of an empty part the gradient's kernel forgets which dims were repeated
 lines("_cdist_backward", fixed("b* m n, b* m d, b* n d, b* m n -> b* m d", "a*B*C*D", nonempty="b* m n d"),
-      decomposition=decompositions.empty_distances_backward, applies=lambda call: not call["grad"].numel())
+      decomposition=decompositions.empty_distances_backward, applies=lambda call: not call.tensors[0].numel())
 # of no points the kernel dies
 lines("_pdist_backward", fixed("p!, m! d, p! -> m! d", "a*B*C"),
-      decomposition=decompositions.empty_distances_backward, applies=lambda call: not call["grad"].numel())
+      decomposition=decompositions.empty_distances_backward, applies=lambda call: not call.tensors[0].numel())
 lines("linalg_cross", along("a*b", operands=2))
 for _name, _values in (("det", "b*"), ("slogdet", "b*, b*")):
     lines(f"_linalg_{_name}", fixed(f"b* m! n! -> {_values}, b* m! n!, b* p!"),

@@ -21,9 +21,8 @@ from torch._higher_order_ops.flex_attention import (
     flex_attention_backward as flex_attention_backward,
 )
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph as invoke_subgraph
-from torch._library import simple_registry
+from torch._library import opaque_object, simple_registry
 from torch._library.effects import EffectType
-from torch._library.opaque_object import register_opaque_type
 from torch._ops import OpOverload as OpOverload, OpOverloadPacket as OpOverloadPacket, _higher_order_ops
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
@@ -279,8 +278,11 @@ def register_graph_value(cls: type) -> None:
     """Let values of this class be arguments of what is called in a graph. They must be hashable, and have
     `__fx_repr__`. What a graph asks of them must be attributes: torch 2.13 fails at properties of such values.
     torch 2.11 takes classes of a metaclass of its own only: there a graph ends at them."""
-    if TORCH >= "2.12":
-        register_opaque_type(cls, typ="value")
+    registry: Any = opaque_object
+    if TORCH >= "2.14":
+        registry.register_custom_class(cls, typ="constant")
+    elif TORCH >= "2.12":
+        registry.register_opaque_type(cls, typ="value")
 
 
 def register_graph_constant(cls: type) -> None:
