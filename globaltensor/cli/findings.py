@@ -29,7 +29,7 @@ from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_cou
 from globaltensor.runtime.kernel_build import find_nvcc
 from globaltensor.runtime.units import bytes_text
 
-OLDEST_TORCH, NEXT_TORCH = (2, 11), (2, 14)          # as in pyproject.toml
+OLDEST_TORCH, NEXT_TORCH = (2, 11), (2, 15)          # as in pyproject.toml
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
 MEETING_PORT = 29400                                         # where hosts meet, in all of our pages
 _SMALL = 1 << 30                                     # bytes of /dev/shm; containers often have 64 MB
