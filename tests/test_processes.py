@@ -206,6 +206,26 @@ def test_ranks_that_are_ended_may_save(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["saved 0", "saved 1"]
 
 
+RETURNS_LATE = """
+import datetime, sys, threading, time
+import torch.distributed as dist
+import globaltensor as gt
+gt.init()
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+class Slow:
+    def __del__(self): time.sleep(1.5)               # the interpreter ends meanwhile
+sys.slow = Slow()
+threading.Thread(target=store.wait, args=(["never"], datetime.timedelta(seconds=0.7)), daemon=True).start()
+time.sleep(0.2)
+print("all is well", flush=True)
+"""
+
+
+def test_a_thread_that_returns_to_an_interpreter_that_ends_does_not_abort_it(tmp_path):
+    (tmp_path / "late.py").write_text(RETURNS_LATE)
+    assert good([*RUN, "-n", 2, tmp_path / "late.py"]).count("all is well") == 2
+
+
 @pytest.mark.check
 def test_exit_codes_are_kept():
     started = [Started([*RUN, "-n", 2, FAILS, how]) for how in ("exits", "exits with a word")]

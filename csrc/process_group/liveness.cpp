@@ -99,7 +99,19 @@ bool from_gloo() {
   return type && std::strstr(type->name(), "4gloo") && getpid() != gettid();
 }
 
+// A thread of Python's that returns from C++ while the interpreter ends is unwound by it, which C++ takes for an end of
+// the process: it stops there instead, and the process ends as it would have.
+bool unwound_by_python() {
+#if PY_VERSION_HEX >= 0x030d0000
+  const bool ending = Py_IsFinalizing();
+#else
+  const bool ending = _Py_IsFinalizing();
+#endif
+  return ending && !abi::__cxa_current_exception_type() && getpid() != gettid();
+}
+
 void on_terminate() {
+  while (unwound_by_python()) pause();
   if (!from_gloo()) {
     if (terminate_before) terminate_before();
     std::abort();
