@@ -58,10 +58,10 @@ def experts():
             "input_ids": ids, "labels": ids}
 
 
-def check_menu(of: gt.Strategy, by: float = 1.05) -> None:
+def check_menu(of: gt.Strategy) -> None:
     best = min(one["step_time"] for one in of["menu"] if one["feasible"])
     assert of["lower_bound"] <= of["step_time"] <= best
-    wins, none_can = of["step_time"] * by <= best, of["lower_bound"] * by >= best
+    wins, none_can = of["step_time"] * 1.05 <= best, of["lower_bound"] * 1.05 >= best
     assert wins or none_can, (of["step_time"], of["lower_bound"], best)
 
 
@@ -75,10 +75,10 @@ def test_46_layers_on_20_devices_by_some_schedules():
 
 
 @pytest.mark.long
-def test_46_layers_on_20_devices():
-    check_menu(layers_on_20(Fixed(), hidden=4096))
-    # the best of the menu is 1.5 % slower than the plan, and 5.2 % than the bound: a bit too much to say that none can
-    check_menu(layers_on_20(Fixed(), hidden=1024), 1.053)
+@pytest.mark.parametrize("hidden", [4096, pytest.param(1024, marks=pytest.mark.xfail(
+    strict=True, reason="the best of the menu is 1.5 % slower than the plan, and 5.2 % than the bound"))])
+def test_46_layers_on_20_devices(hidden):
+    check_menu(layers_on_20(Fixed(), hidden=hidden))
 
 
 @pytest.mark.long

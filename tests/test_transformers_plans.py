@@ -54,5 +54,5 @@ def test_plans_of_all_models():
     told = told_of()
     failed = {name: line for name, line in told.items() if line.startswith("FAILED")}
     assert not failed and len(told) > 100, failed
-    assert sum(line == "not made by transformers" for line in told.values()) <= 0.1 * len(told), told
+    assert sum(line == "not made by transformers" for line in told.values()) <= 10, told
     assert all(" rows, " in line or line.startswith("not made") for line in told.values())

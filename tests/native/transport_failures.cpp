@@ -131,7 +131,7 @@ void lose_one(int how, uint64_t seed, int rounds) {
       if (r == victim) continue;
       run.expect(r, {how == SIGKILL ? GT_DIED : GT_STOPPED, GT_ABORTED}, victim, how == SIGKILL ? "killed" : "stopped");
       double took = run.reports->of[r].when - when;
-      CHECK(took < (how == SIGKILL ? 2.0 : 10.0), "rank %d took %.2f s", r, took);
+      CHECK(took < (how == SIGKILL ? 1.0 : 10.0), "rank %d took %.2f s", r, took);
     }
     kill(run.pids[size_t(victim)], SIGKILL);
     waitpid(run.pids[size_t(victim)], nullptr, 0);

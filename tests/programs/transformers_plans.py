@@ -35,6 +35,8 @@ def small_model(name: str) -> torch.nn.Module | None:
         try:
             if how:
                 small_configs.shrink(config, how)
+            if getattr(config, "head_dim", 0) is None:               # which some configs do not work out
+                config.head_dim = config.hidden_size // config.num_attention_heads
             with torch.device("meta"):
                 return getattr(transformers, cls if isinstance(cls, str) else cls[0])(config)
         except Exception as error:                   # sizes that this one does not take; at last its own
