@@ -72,7 +72,6 @@ def load_version(state: Any, directory: Folder) -> tuple[Any, Manifest]:
     checked = collective_try("loading a checkpoint", lambda: _check_loadable(state, directory),
                              lambda checked: checked.digest)
     entries, flat = checked.manifest.entries, checked.flat
-    collective_try("making memory for what is on the meta device", lambda: _allocate_modules(flat))
     undo: list[Callable[[], None]] = []
     try:
         # Objects first, as their own code may refuse a state: no tensor has been written then.
@@ -268,14 +267,12 @@ def _decoded(checked: CheckedState) -> Any:
                   else checked.flat.tensors[name])
 
 
-def _allocate_modules(flat: FlatState) -> None:
-    for value in flat.objects.values():
+def _load_objects(checked: CheckedState, undo: list[Callable[[], None]]) -> None:
+    """Call load_state_dict of every object; functions that undo it are added to `undo`. Modules on the meta device get
+    their memory before."""
+    for value in checked.flat.objects.values():
         if isinstance(value, nn.Module):
             fill_unloaded(value, value.state_dict(keep_vars=True))
-
-
-def _load_objects(checked: CheckedState, undo: list[Callable[[], None]]) -> None:
-    """Call load_state_dict of every object; functions that undo it are added to `undo`."""
     checked.files.fill((checked.manifest.entries[name], t) for name, t in checked.new.items())
     saved = _decoded(checked)
     for path, value in checked.flat.objects.items():

@@ -88,9 +88,8 @@ def save_folder(state: Any, directory: str | os.PathLike[str], *, asynchronous: 
                            lambda: folders.start_version(path) if world().rank == 0 else None)
     try:
         temporary = path / broadcast_object(lease.folder.name if lease else "", 0, "naming a checkpoint")
-        collective_try("finding the folder of a checkpoint", lambda: _check_folder_shared(temporary))
         data = collective_try("copying what a checkpoint is to hold",
-                              lambda: _data_to_write(tensors, pieces, asynchronous))
+                              lambda: _data_to_write(tensors, pieces, asynchronous, temporary))
     except BaseException:
         if lease is not None:
             lease.give_up()
@@ -349,8 +348,10 @@ def _check_folder_shared(temporary: Folder) -> None:
 
 
 def _data_to_write(tensors: dict[str, torch.Tensor], pieces: list[PieceToWrite],
-                   copy: bool) -> dict[int, dict[PieceToWrite, torch.Tensor]]:
-    """What each rank that this process drives has to write, contiguous and on the CPU; `copy` where it may change."""
+                   copy: bool, temporary: Folder) -> dict[int, dict[PieceToWrite, torch.Tensor]]:
+    """What each rank that this process drives has to write into this folder, contiguous and on the CPU; `copy` where
+    it may change."""
+    _check_folder_shared(temporary)
     data: dict[int, dict[PieceToWrite, torch.Tensor]] = {rank: {} for rank in world().local_ranks}
     parts_of = {name: {part.rank: part for part in local_parts(t)} for name, t in tensors.items()}
     for piece in pieces:
