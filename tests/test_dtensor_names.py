@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 import globaltensor as gt
 from globaltensor import dtensor
 from globaltensor.dtensor import DeviceMesh, DTensor, Replicate, Shard, init_device_mesh
+from globaltensor.runtime.torch_internals import TORCH
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 OF_TORCH = {name: importlib.import_module(f"torch.distributed.{name}") for name in (
@@ -28,9 +29,8 @@ ARGUMENTS = {
     "DTensor": "made by functions, as in torch",
     "DeviceMesh": "backend_override and private ones",
     "init_device_mesh": "backend_override",
-    "local_map": "spmd_types, since torch 2.14",
     "fully_shard": "policies are None by default, which is what torch's defaults ask for",
-}
+} | ({"local_map": "spmd_types"} if TORCH >= "2.14" else {})
 
 
 def names_of_torch():

@@ -22,15 +22,19 @@ _WHAT = """`device_mesh` is that of the `with` block by default, and `placements
 Collective; moves nothing. Raises ArgumentError without a mesh, and for a layout that is not torch.strided."""
 
 
+def _on_mesh(name: str, make: Callable[..., GlobalTensor], *args: Any, device_mesh: DeviceMesh | None,
+             placements: Sequence[Placement] | None, **options: Any) -> GlobalTensor:
+    return make(*args, **options, placement=mesh_or_current(device_mesh, f"{name}(...)"),
+                sbp=broadcast if placements is None else tuple(placements))
+
+
 def _mesh_factory(name: str, make: Any) -> Callable[..., GlobalTensor]:
 
     def factory(*size: Any, dtype: torch.dtype | None = None, layout: torch.layout = torch.strided,
                 requires_grad: bool = False, device_mesh: DeviceMesh | None = None,
                 placements: Sequence[Placement] | None = None) -> GlobalTensor:
-        x: GlobalTensor = make(*size, dtype=dtype, layout=layout, requires_grad=requires_grad,
-                               placement=mesh_or_current(device_mesh, f"{name}(...)"),
-                               sbp=broadcast if placements is None else tuple(placements))
-        return x
+        return _on_mesh(name, make, *size, dtype=dtype, layout=layout, requires_grad=requires_grad,
+                        device_mesh=device_mesh, placements=placements)
 
     factory.__name__ = factory.__qualname__ = name
     factory.__doc__ = f"torch.distributed.tensor.{name}. {_WHAT}"
@@ -49,10 +53,8 @@ def full(size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, layout
 
     Collective; moves nothing. Raises ArgumentError without a mesh, and for a layout that is not torch.strided.
     """
-    options: dict[str, Any] = {"layout": layout}
-    return factories.full(size, fill_value, dtype=dtype, requires_grad=requires_grad, **options,
-                          placement=mesh_or_current(device_mesh, "full(...)"),
-                          sbp=broadcast if placements is None else tuple(placements))
+    return _on_mesh("full", factories.full, size, fill_value, dtype=dtype, layout=layout, requires_grad=requires_grad,
+                    device_mesh=device_mesh, placements=placements)
 
 
 @api_boundary
@@ -63,10 +65,8 @@ def linspace(start: Any, end: Any, steps: int, *, dtype: torch.dtype | None = No
 
     Collective; moves nothing. Raises ArgumentError without a mesh, and for a layout that is not torch.strided.
     """
-    options: dict[str, Any] = {"layout": layout}
-    return factories.linspace(start, end, steps, dtype=dtype, requires_grad=requires_grad, **options,
-                              placement=mesh_or_current(device_mesh, "linspace(...)"),
-                              sbp=broadcast if placements is None else tuple(placements))
+    return _on_mesh("linspace", factories.linspace, start, end, steps, dtype=dtype, layout=layout,
+                    requires_grad=requires_grad, device_mesh=device_mesh, placements=placements)
 
 
 @api_boundary
@@ -77,7 +77,5 @@ def logspace(start: Any, end: Any, steps: int, base: float = 10.0, *, dtype: tor
 
     Collective; moves nothing. Raises ArgumentError without a mesh, and for a layout that is not torch.strided.
     """
-    options: dict[str, Any] = {"layout": layout}
-    return factories.logspace(start, end, steps, base, dtype=dtype, requires_grad=requires_grad, **options,
-                              placement=mesh_or_current(device_mesh, "logspace(...)"),
-                              sbp=broadcast if placements is None else tuple(placements))
+    return _on_mesh("logspace", factories.logspace, start, end, steps, base, dtype=dtype, layout=layout,
+                    requires_grad=requires_grad, device_mesh=device_mesh, placements=placements)

@@ -59,10 +59,6 @@ CALLS = {
                               lambda x: dist.all_gather_single(x, torch.zeros(2))],
         "gather": [lambda x: dist.gather(x, parts() if RANK == 0 else None),
                    lambda x: dist.gather(one(), [x], RANK, ALONE)],
-        "gather_single": [lambda x: dist.gather_single(x, torch.zeros(8) if RANK == 0 else None, 0),
-                          lambda x: dist.gather_single(one(), x, RANK, ALONE)],
-        "gather_into_tensor": [lambda x: dist.gather_into_tensor(x, torch.zeros(8) if RANK == 0 else None, 0),
-                               lambda x: dist.gather_into_tensor(one(), x, RANK, ALONE)],
         "scatter": [lambda x: dist.scatter(x, [one()], RANK, ALONE), lambda x: dist.scatter(one(), [x], RANK, ALONE)],
         "reduce_scatter": [lambda x: dist.reduce_scatter(x, parts()), lambda x: dist.reduce_scatter(one(), [x, x])],
         "reduce_scatter_tensor": [lambda x: dist.reduce_scatter_tensor(torch.zeros(2), x)],
@@ -115,6 +111,10 @@ CALLS = {
         "scatter": [lambda x: differentiable.scatter([x, x])],
     },
 }
+for name in ("gather_single", "gather_into_tensor"):  # since torch 2.14
+    if gather := getattr(dist, name, None):
+        CALLS[dist][name] = [lambda x, gather=gather: gather(x, torch.zeros(8) if RANK == 0 else None, 0),
+                             lambda x, gather=gather: gather(one(), x, RANK, ALONE)]
 WRAPPERS = {
     "DistributedDataParallel": lambda x: DistributedDataParallel(model()),
     "fully_shard": lambda x: fully_shard(model())(x[None]),
@@ -146,7 +146,7 @@ def missing(module):
 for module in CALLS:
     assert not missing(module), f"{module.__name__}: {sorted(missing(module))}"
 ROWS = [(f"{module.__name__}.{name}", call) for module, rows in CALLS.items() for name, calls in rows.items()
-        if hasattr(module, name) for call in calls] + list(WRAPPERS.items())
+        for call in calls] + list(WRAPPERS.items())
 for name, call in ROWS:
     for sbp in (gt.sbp.broadcast, gt.sbp.split(0), gt.sbp.partial_sum):
         x = gt.from_full(torch.arange(4.0), P, sbp)
