@@ -19,6 +19,7 @@ from harness import ROOT
 from globaltensor.boxings import kernel_program, native as boxings_native, native_prices, plan, process_boxing
 from globaltensor.dispatch import choose
 from globaltensor.dispatch.native import FlatRecipe
+from globaltensor.dispatch.siblings import _SIZE_ARGUMENTS, Siblings
 from globaltensor.layouts import recent
 from globaltensor.runtime import kernel_library, p2p, philox
 from globaltensor.runtime.native import torch_ext
@@ -239,6 +240,9 @@ MIRRORED = {
     "_describe": lambda: (described(), len({*fields("torch_ext/spec.h", "SpecTraits"), "sizes", "strides", "cuts"})),
     "FlatRecipe": lambda: (list(FlatRecipe._fields), re.findall(
         r'py::arg\("(\w+)"\)', code(CSRC / "torch_ext/recipe.cpp").partition("kw_only()")[2])),
+    "Siblings": lambda: (list(Siblings._fields), re.findall(r'take\("(\w+)"', code(CSRC / "torch_ext/siblings.cpp"))),
+    "_SIZE_ARGUMENTS": lambda: (sorted(_SIZE_ARGUMENTS), sorted(re.findall(
+        r'"(\w+)"', re.search(r"names\{[^}]+", code(CSRC / "torch_ext/recipe_cache.cpp"))[0]))),
     "find_boxing": lambda: (keys_of_a_boxing_step(), {"op", "partners", "ties", "result", "sizes", "strides",
                                                            "reusable", "unmoved"} | set(
         re.findall(r'structs_from<\w+>\(fields, "(\w+)"\)', code(CSRC / "torch_ext/boxing.cpp")))),

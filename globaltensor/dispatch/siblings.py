@@ -170,7 +170,7 @@ def _of_named_sizes(line: Line, recipe: Recipe, call: Call, pending: bool) -> Si
     dims = [free.index(d) if n > 1 else ~n for d, n in enumerate(shape)]
     if not (free or call.func is aten.expand.default) or 0 in shape:
         return None
-    numbers = _named_numbers(call, _ALL)
+    numbers = _named_numbers(call, _SIZE_ARGUMENTS)
     return Siblings([dims], [[] for _ in recipe.outputs], [2] * len(free), [], numbers, pending, True, *named)
 
 
@@ -241,8 +241,8 @@ def _argument_number(call: Call, name: str) -> int:
     return list(call.values).index(name)
 
 
-_ALL = ("size", "shape", "input_sizes", "split_size", "split_sizes", "start", "end")
-# whose values a rule knows nothing of: a mean is a sum divided by a count
+_SIZE_ARGUMENTS = ("size", "shape", "input_sizes", "split_size", "split_sizes", "start", "end")
+# arguments whose values a rule knows nothing of: a mean is a sum divided by a count
 _SCALED = {aten.div.Scalar: ("other",), aten.mul.Scalar: ("other",)}
 
 
@@ -250,7 +250,7 @@ def _named_numbers(call: Call, free: tuple[str, ...]) -> list[int | None]:
     """The ints that keys of kinds leave out (`is_size` in csrc/torch_ext/recipe_cache.cpp), None where any will do."""
     numbers: list[int | None] = []
     for name, value in call.values.items():
-        if name in _ALL or name in _SCALED.get(call.func, ()):
+        if name in _SIZE_ARGUMENTS or name in _SCALED.get(call.func, ()):
             ints = [n for n in (value if isinstance(value, (list, tuple)) else [value]) if type(n) is int]
             numbers += [None if name in free else n for n in ints]
     return numbers
