@@ -258,7 +258,8 @@ class Job:
                 # where a host numbers its own processes, all of them have ended before its first one has
                 first = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
                 for pid in first if len(self.launchers) > 1 and first else [launcher.pid]:
-                    os.kill(int(pid), signal.SIGKILL)
+                    with suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
                 launcher.wait()
 
     def terminate(self) -> None:

@@ -8,6 +8,8 @@ import pytest
 import yaml
 from harness import ROOT
 
+from globaltensor.cli import findings
+
 PAPERS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/*.md")])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Addresses that may stand in the papers: of standards, of papers and of other projects, never of people.
@@ -53,6 +55,7 @@ def test_the_matrix_is_what_the_package_says_it_supports():
     minors = [int(version.split(".")[1]) for version in matrix["torch"]]
     assert minors == list(range(minors[0], minors[-1] + 1))
     assert f"torch>=2.{minors[0]},<2.{minors[-1] + 1}" in PROJECT["dependencies"]
+    assert (findings.OLDEST_TORCH, findings.NEXT_TORCH) == ((2, minors[0]), (2, minors[-1] + 1)), "the doctor's"
     makefile = (ROOT / "Makefile").read_text()
     assert any(f"torch=={entry['torch']}" in makefile for entry in matrix["include"]), "CI runs what make installs"
 
