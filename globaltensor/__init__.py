@@ -57,6 +57,7 @@ FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | dict.fromke
     "StateError": "globaltensor.checkpoint.tree",
     "audit": "globaltensor.debug.audit",
     "boxing": "globaltensor.boxings.watch",
+    "config": "globaltensor.layouts.config",
     "data": "globaltensor",                          # a room that is public as it stands, as is rules
     "dtensor": "globaltensor",
     "explain": "globaltensor.debug.explain",
@@ -133,6 +134,7 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
         TransportError as TransportError,
     )
     from globaltensor.layouts import sbp as sbp
+    from globaltensor.layouts.config import config as config
     from globaltensor.layouts.placement import placement as placement
     from globaltensor.parallel.exporting import export_ranks as export_ranks
     from globaltensor.parallel.modules import to_global as to_global

@@ -100,6 +100,7 @@ REVEALED = {                                         # what a user writes: its t
     "gt.strategy(linear, t)": "globaltensor.planner.strategy.Strategy",
     "gt.rank()": "int",
     "gt.world_size()": "int",
+    "gt.config.cache_bytes": "int",
     "gt.audit(linear, adam)": "int",
     "gt.metrics(tokens=1, every_rank=True)": "dict[str, float]",
     "gt.export_chrome_trace(None, 'trace.json')": "None",

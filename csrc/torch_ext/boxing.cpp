@@ -277,11 +277,23 @@ std::vector<Shards> move_shards_unseen(const std::vector<ShardMove>& moves, cons
   return now;
 }
 
+size_t bytes_of(const Boxing& boxing) {
+  size_t bytes = sizeof(Boxing) + boxing.steps.size() * sizeof(BoxingStep);
+  for (const BoxingStep& step : boxing.steps) {
+    bytes += step.regions.size() * sizeof(gt_region) + step.corners.size() * sizeof(gt_corner);
+    for (const auto& numbers : step.sizes) bytes += sizeof(numbers) + numbers.size() * sizeof(int64_t);
+    for (const auto& numbers : step.strides) bytes += sizeof(numbers) + numbers.size() * sizeof(int64_t);
+    bytes += step.partners.size() * (sizeof(int32_t) + 1);
+  }
+  return bytes;
+}
+
 std::shared_ptr<const Boxing> boxing_from(py::object object) { return object.cast<std::shared_ptr<Boxing>>(); }
 
 void bind_boxing(py::module_& m) {
   py::class_<Boxing, std::shared_ptr<Boxing>>(m, "Boxing", "A boxing of tensors of one spec, ready to run.")
-      .def(py::init(&make_boxing));
+      .def(py::init(&make_boxing))
+      .def("__sizeof__", [](const Boxing& boxing) { return bytes_of(boxing); });
   m.def("move_shards", &python_move_shards, "The shards of every item in its new layout, moved together.");
   m.def("redistribute_in_place", &redistribute_in_place, "Move tensors to their new layouts in place, together.");
   m.def("time_moves", &time_moves, "Seconds that so many boxings take, for benchmarks.");

@@ -33,6 +33,7 @@ struct Boxing {
   bool completes;                                  // it leaves nothing pending, and changes nothing else
   const Spec* result() const { return steps.back().result; }
 };
+size_t bytes_of(const Boxing& boxing);               // of memory, about
 
 struct ShardMove {
   const Boxing* boxing;

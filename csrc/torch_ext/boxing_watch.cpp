@@ -40,7 +40,7 @@ int64_t bytes_of(const std::vector<ShardMove>& moves) {
   CacheKey key;
   for (const ShardMove& move : moves) key.push_back(move.boxing->agreement);  // of layouts, shape and dtype
   if (const int64_t* before = known->find(key)) return *before;
-  return known->put(key, py::handle(bytes_hook)(specs_of(moves)).cast<int64_t>());
+  return known->put(key, py::handle(bytes_hook)(specs_of(moves)).cast<int64_t>(), key.size() * sizeof(uint64_t));
 }
 
 int64_t now_ns() {

@@ -108,6 +108,7 @@ void bind_recipes(py::module_& m) {
     cache_recipe(key_from(pending_key), std::make_shared<Recipe>());
   }, "Calls of this key go to Python.");
   m.def("clear_recipes", &clear_recipes, "Every call is decided anew.");
+  m.def("limit_caches", &limit_caches, "How many bytes the caches of native code may hold together.");
 }
 
 }  // namespace gt

@@ -106,6 +106,8 @@ struct Recipe {
   std::vector<PlainUses> plain_uses;               // per slot, where there are such ranks; null for a global operand
 };
 
+size_t bytes_of(const Recipe& recipe);               // of memory, about; that of its boxings, too
+
 // The operand in its slot.
 inline const at::Tensor& operand(const c10::IValue* args, Slot slot) {
   return slot.index < 0 ? args[slot.at].toTensor() : args[slot.at].toListRef()[slot.index].toTensor();
@@ -125,6 +127,7 @@ RecipeKey key_from(const std::string& bytes);
 std::shared_ptr<const Recipe> find_recipe(const RecipeKey& key);  // null: not decided yet
 void cache_recipe(const RecipeKey& key, std::shared_ptr<Recipe> recipe, bool is_resized = false);
 void clear_recipes();                              // and what siblings are made of
+void limit_caches(size_t bytes);                   // all of them together
 
 // The recipe of a call that is new, from one of its kind at other sizes; null where there is none. It is cached.
 std::shared_ptr<const Recipe> recipe_of_sibling(const RecipeKey& kind, const RecipeKey& key,

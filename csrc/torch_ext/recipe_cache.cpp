@@ -186,16 +186,42 @@ std::shared_ptr<const Recipe> find_recipe(const RecipeKey& key) {
   return recipe;
 }
 
+size_t bytes_of(const Recipe& recipe) {
+  const auto of_boxing = [](const std::shared_ptr<const Boxing>& boxing) { return boxing ? bytes_of(*boxing) : 0; };
+  size_t bytes = sizeof(Recipe) + recipe.slots.size() * sizeof(Slot) + of_boxing(recipe.slices_boxing);
+  for (const auto& boxing : recipe.boxings) bytes += sizeof(boxing) + of_boxing(boxing);
+  for (const auto& output : recipe.outputs) bytes += sizeof(output) + output.specs.size() * sizeof(SpecRef);
+  for (const auto& own : recipe.local_args) {
+    bytes += sizeof(own);
+    for (const auto& [at, value] : own)
+      bytes += sizeof(Recipe::LocalArg) + (value.isIntList() ? value.toDimVector().size() * sizeof(int64_t) : 0);
+  }
+  for (const auto& slice : recipe.slices) bytes += sizeof(slice) + 4 * slice.start.size() * sizeof(int64_t);
+  if (!recipe.trace) return bytes;
+  for (const auto& step : recipe.trace->steps) {
+    bytes += sizeof(step) + step.arguments.size() * sizeof(Trace::Argument);
+    for (const auto& [from, boxing] : step.moves) bytes += sizeof(boxing) + of_boxing(boxing);
+  }
+  return bytes;
+}
+
+void limit_caches(size_t bytes) {
+  const bool is_less = bytes < all_cache_bytes;
+  all_cache_bytes = bytes;
+  if (is_less) clear_recipes();
+}
+
 void cache_recipe(const RecipeKey& key, std::shared_ptr<Recipe> recipe, bool is_resized) {
   recipe->lineage = op_lineage(schema_of(key));
+  const size_t bytes = bytes_of(*recipe) + key.size() * sizeof(uint64_t);
   auto& all = recipes();
   std::unique_lock lock(all.mutex);
   if (is_resized) {                                  // nothing else was known
-    all.resized.put(key, std::move(recipe));
+    all.resized.put(key, std::move(recipe), bytes);
     return;
   }
   if (all.decided.find(key)) all.changes++;
-  all.decided.put(key, std::move(recipe));
+  all.decided.put(key, std::move(recipe), bytes);
 }
 
 void clear_recipes() {

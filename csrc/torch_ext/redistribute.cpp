@@ -43,7 +43,7 @@ std::shared_ptr<const Boxing> backward_boxing(const Spec* gradient, const Spec* 
   auto planned = py::handle(plan_backward)(py::handle(gradient->object()), py::handle(source->object()),
                                            py::handle(layout));
   auto boxing = planned.is_none() ? nullptr : boxing_from(planned);
-  known->put(key, {boxing, py::reinterpret_borrow<py::object>(layout)});
+  known->put(key, {boxing, py::reinterpret_borrow<py::object>(layout)}, boxing ? bytes_of(*boxing) : sizeof(key));
   return boxing;
 }
 

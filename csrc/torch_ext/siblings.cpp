@@ -218,10 +218,13 @@ void cache_sibling(const std::string& kind, const std::string& key, const py::di
   auto& all = siblings();
   const std::lock_guard<std::mutex> lock(all.mutex);
   const RecipeKey of = key_from(kind);
-  auto* known = all.by_kind.find(of);
-  if (!known) known = &all.by_kind.put(of, {});
-  if (known->size() >= kOfAKind) known->erase(known->begin());
-  known->push_back(std::move(sibling));
+  auto* before = all.by_kind.find(of);
+  OfKind known = before ? *before : OfKind();
+  if (known.size() >= kOfAKind) known.erase(known.begin());
+  known.push_back(std::move(sibling));
+  size_t bytes = of.size() * sizeof(uint64_t);
+  for (const auto& each : known) bytes += sizeof(Sibling) + bytes_of(*each->recipe);
+  all.by_kind.put(of, std::move(known), bytes);
 }
 
 }  // namespace

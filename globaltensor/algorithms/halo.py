@@ -21,7 +21,6 @@ as with a split batch. Along the other axes of the placement a convolution is cu
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from globaltensor.algorithms.run import Run
 from globaltensor.layouts.global_like import GlobalLike, spec_of
 from globaltensor.layouts.layout import Layout, Shape, Shards, layout, spec
 from globaltensor.layouts.rank_regions import RankRegions, rank_regions
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Region
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
@@ -134,7 +133,7 @@ def local_padding(own: Layout, ndim: int, slides: tuple[Slide, ...]) -> list[int
     return [0 if d in cut else slide.padding for d, slide in enumerate(slides, ndim - len(slides))]
 
 
-@lru_cache(KEPT)
+@remembered
 def window_of(own: Layout, shape: Shape, out_space: Shape, slides: tuple[Slide, ...]) -> Layout:
     """What each rank reads of an image laid out as `own`, to make its part of an output with these spatial dims.
 
@@ -188,7 +187,7 @@ def result_shapes(call: Call) -> list[Shape]:
         for v in call.values.values()))
 
 
-@lru_cache(KEPT)
+@remembered
 def _meta_shapes(func: OpOverload, values: Iterable[Any]) -> list[Shape]:
     results = meta(func, [torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, _TensorArgument) else v
                           for v in values], {})
@@ -216,7 +215,7 @@ def _axis_sbps(x: Layout, weight: Layout, channels: int, groups: int) -> list[Ax
     return axes
 
 
-@lru_cache(KEPT)
+@remembered
 def conv_layouts(x: Layout, weight: Layout, channels: int, groups: int) -> tuple[ConvLayouts, ConvLayouts]:
     """The layouts of operands and output, and those of their gradients."""
     axes = _axis_sbps(x, weight, channels, groups)

@@ -16,7 +16,6 @@ the operands may have any sbp that needs no communication (a split batch leaves 
 """
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import permutations
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from globaltensor.boxings.traffic import received_at_most
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, layout, replicated, spec
 from globaltensor.layouts.rank_regions import rank_regions
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Range, Region, slices, split_range, volume
 from globaltensor.layouts.sbp import NdSbp, Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
@@ -113,7 +112,7 @@ def _of_call(call: Call) -> GridProduct | None:
     return grid_product(equation(call), call.tensors[0].spec, call.tensors[1].spec)
 
 
-@lru_cache(KEPT)
+@remembered
 def grid_product(terms: tuple[str, str, str], of_a: Spec, of_b: Spec) -> GridProduct | None:
     """The product that communicates the fewest bytes; None if the operands are not on a grid."""
     where = of_a.placement

@@ -13,7 +13,6 @@ all devices were doing, and what comes after on any of them waits for all launch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ from globaltensor.boxings.copy_plan import CopyMove, CopyPlan, move_array
 from globaltensor.boxings.kernel_program import DIMS, compile_program, direct_steps
 from globaltensor.boxings.self_test import kernel_faults
 from globaltensor.layouts.layout import Layout, Shards, Spec, dense
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.runtime.cuda_kernels import find_cuda_kernels
 from globaltensor.runtime.device_kernels import devices_reach, kernel_verdict, provide_kernels, set_self_test
 from globaltensor.runtime.kernel_library import REDUCED
@@ -47,7 +46,7 @@ class DeviceBoxing(NamedTuple):
     steps: tuple[DeviceStep, ...]
 
 
-@lru_cache(KEPT)
+@remembered
 def find_device_boxing(of: Spec, dst: Layout) -> DeviceBoxing | None:
     """The boxing of a tensor of this spec to `dst` by kernels of ours; None where they cannot do it, or may not."""
     type = of.placement.type

@@ -6,19 +6,18 @@ They follow from the pieces of each step, so nothing is measured and nothing is 
 """
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import pairwise
 
 from globaltensor.boxings.plan import BoxingPlan
 from globaltensor.boxings.route import route
 from globaltensor.layouts.layout import Shape
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import volume
 
 Flows = dict[tuple[int, int], int]                   # (from, to) -> bytes
 
 
-@lru_cache(KEPT)
+@remembered
 def flows_of(of: BoxingPlan, shape: Shape, itemsize: int) -> Flows:
     """Bytes from rank to rank, in all steps of a plan for a tensor of this shape. Not to be changed: it is kept."""
     flows: Flows = {}

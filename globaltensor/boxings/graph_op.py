@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from globaltensor.boxings.watch import EXPLICIT
 from globaltensor.layouts.layout import Layout, Shape, Shards, dense, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions, rank_regions
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.sbp import nd_sbp
 from globaltensor.runtime import custom_ops, trace_order
 from globaltensor.runtime.graph_effects import call_effect
@@ -94,7 +93,7 @@ def _layout_text(of: Layout) -> tuple[Any, ...]:
     return where.type, where.ranks, where.axis_names, tuple(map(repr, of.sbp)), regions
 
 
-@lru_cache(KEPT)
+@remembered
 def _read_layouts(text: str) -> list[Moved]:
     return [(_layout_from_text(src), _layout_from_text(dst), getattr(torch, dtype), ndim)
             for src, dst, dtype, ndim in ast.literal_eval(text)]

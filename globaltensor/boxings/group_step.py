@@ -12,7 +12,6 @@ torch.distributed (collectives.py), the rest messages of our own (torch_program.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from globaltensor.boxings.traffic import axis_codes
 from globaltensor.layouts.layout import Layout, Shape, layout
 from globaltensor.layouts.placement import placement, with_ranks
 from globaltensor.layouts.rank_regions import RankRegions
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.sbp import broadcast
 
 
@@ -50,7 +49,7 @@ def separate_axes(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]) 
     return tuple(changed)
 
 
-@lru_cache(KEPT)
+@remembered
 def group_step(src: Layout, dst: Layout, shape: Shape, rank: int) -> GroupStep | None:
     """What the group of `rank` does in the step from src to dst; None where it is not a boxing of the group's own."""
     if src.placement != dst.placement or isinstance(src, RankRegions) or isinstance(dst, RankRegions):
@@ -65,7 +64,7 @@ def group_step(src: Layout, dst: Layout, shape: Shape, rank: int) -> GroupStep |
     return GroupStep(first, then, together.local_shape(shape, rank))
 
 
-@lru_cache(KEPT)
+@remembered
 def _group(of: placement, axes: tuple[int, ...], rank: int) -> placement:
     """The ranks of a placement that differ from `rank` on these axes only, in a placement of just these axes."""
     at = dict(zip(of.coords.values(), of.coords))    # coordinates -> rank

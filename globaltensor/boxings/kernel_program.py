@@ -26,7 +26,7 @@ from globaltensor.boxings.listed_route import SourcedRegion
 from globaltensor.boxings.route import reduced_innermost, route
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.rank_regions import RankRegions
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Region, subtract, volume
 
 DIMS = 8                                             # GT_DIMS: tensors of more dims are boxed in Python
@@ -134,7 +134,7 @@ def direct_steps(src: Layout, dst: Layout) -> list[Layout]:
     return [src, dst] if between is None else [src, *direct_steps(between, dst)]
 
 
-@lru_cache(KEPT)
+@remembered
 def region_jobs(src: Layout, dst: Layout, shape: Shape, itemsize: int, shared: bool) -> tuple[RegionJob, ...]:
     """What all ranks do, those of other processes too: every element of every new shard is written once."""
     same = set(src.placement.flat) == set(dst.placement.flat)

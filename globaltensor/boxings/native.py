@@ -5,7 +5,6 @@ of them where the extension is not built, are done by torch_program.py.
 """
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from globaltensor.boxings.kernel_program import DIMS, compile_program, direct_steps
 from globaltensor.errors import DisagreementError, TransportError, where
 from globaltensor.layouts.layout import Layout, Spec, completes, contiguous, dense
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.runtime import deadlock, lineage
 from globaltensor.runtime.liveness import Loss, first_lost
 from globaltensor.runtime.native import torch_ext
@@ -24,7 +23,7 @@ from globaltensor.runtime.world import local_ranks_of, world
 NOT_REDUCED = {torch.complex32, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
 
 
-@lru_cache(KEPT)
+@remembered
 def find_boxing(of: Spec, dst: Layout) -> Any:
     """The native boxing of a tensor of this spec to `dst`; None where there is none."""
     if torch_ext is None or of.ndim > DIMS or not reachable(of.layout, dst):

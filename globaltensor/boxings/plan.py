@@ -36,7 +36,7 @@ from globaltensor.boxings.traffic import (
 from globaltensor.layouts.layout import Layout, Shape, layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.sbp import Sbp, split
 from globaltensor.runtime.machine import Machine
 
@@ -95,7 +95,7 @@ def nominal_shape(shape: Shape, most: int) -> Shape:
     return tuple(n if n < most else most for n in shape)
 
 
-@lru_cache(KEPT)
+@remembered
 def _best_over_hosts(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Machine,
                      best: BoxingPlan) -> BoxingPlan:
     """The best of a plan in one level and those in two."""
@@ -155,7 +155,7 @@ def bytes_received(layouts: tuple[Layout, ...], shape: Shape, itemsize: int) -> 
     return total
 
 
-@lru_cache(KEPT)
+@remembered
 def _search(src: Layout, dst: Layout, shape: Shape, magnitude: int, machine: Machine) -> BoxingPlan:
     between = reduced_innermost(src) if src is not dst else None
     if between is dst:

@@ -20,7 +20,6 @@ import ctypes
 import logging
 import struct
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -41,7 +40,7 @@ from globaltensor.boxings.run_steps import Move, boxing_tag, move_wait_text
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, contiguous, dense
 from globaltensor.layouts.rank_regions import RankRegions
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.runtime.device_kernels import KERNELS, are_provided, kernel_verdict
 from globaltensor.runtime.exchange import exchange
 from globaltensor.runtime.kernel_library import IPC_BYTES, KernelLibrary
@@ -235,7 +234,7 @@ class StagedStep(NamedTuple):
     sizes: tuple[Shape | None, ...]
 
 
-@lru_cache(KEPT)
+@remembered
 def _staged_steps(of: Spec, dst: Layout, ranks: tuple[int, ...]) -> tuple[StagedStep, ...]:
     index = {rank: i for i, rank in enumerate(ranks)}
     steps = []

@@ -31,7 +31,7 @@ from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.paths import part_at, parts_within
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Range, Region, intersect
 from globaltensor.layouts.sbp import broadcast
 
@@ -239,7 +239,7 @@ def flat_index(at: Sequence[int], axes: Sequence[int], of: placement) -> int:
     return index
 
 
-@lru_cache(KEPT)
+@remembered
 def route(src: Layout, dst: Layout, shape: Shape) -> BoxingRoute | ListedRoute:
     """One step. All pending axes of src that do not stay pending must share one op."""
     return (ListedRoute if is_listed(src, dst) else BoxingRoute)(src, dst, shape)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from globaltensor.boxings.plan import BoxingPlan
 from globaltensor.boxings.torch_program import ByteStream, build_shards, compile_step, incoming_bytes, pack
 from globaltensor.errors import call_site
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, contiguous, dense_in_order, spec
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.runtime import collectives
 from globaltensor.runtime.exchange import begin_exchange
 from globaltensor.runtime.lineage import of_boxing
@@ -213,13 +212,13 @@ def boxing_tag(moves: Sequence[Move], purpose: str) -> int:
     return tag + (call_site() if purpose == watch.EXPLICIT else zlib.crc32(purpose.encode()))
 
 
-@lru_cache(KEPT)
+@remembered
 def _move_tag(of: Spec, dst: Layout) -> int:
     """The same on all ranks, and seldom that of another boxing."""
     return zlib.crc32(f"{of.layout} {dst} {of.shape} {of.dtype}".encode())
 
 
-@lru_cache(KEPT)
+@remembered
 def move_wait_text(purpose: str, of: Spec, dst: Layout) -> str:
     """What ranks that wait in a boxing say that they wait for."""
     return f"the boxing for {purpose} of {of} -> {dst}"

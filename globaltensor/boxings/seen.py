@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
 
 from globaltensor.boxings import watch
 from globaltensor.boxings.plan import BoxingPlan, plan, plan_bytes
@@ -19,7 +18,7 @@ from globaltensor.boxings.run_steps import Move
 from globaltensor.errors import where
 from globaltensor.layouts.layout import Layout, Spec, sbp_text
 from globaltensor.layouts.rank_regions import RankRegions
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.runtime import counters
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
@@ -82,7 +81,7 @@ def plan_together(moves: Sequence[Move | watch.MovedTensor], machine: Machine | 
     return [plan(move.spec.layout, move.dst, move.spec.shape, nbytes, machine) for move in moves]
 
 
-_plan_bytes = lru_cache(KEPT)(plan_bytes)
+_plan_bytes = remembered(plan_bytes)
 
 
 def most_received(moves: Sequence[Move | watch.MovedTensor], plans: Sequence[BoxingPlan]) -> int:

@@ -8,14 +8,13 @@ their ranks, in float32 for the 16-bit floats, so that every rank gets the same 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from globaltensor.boxings.route import route
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, dense
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Region, slices, volume
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.world import local_ranks_of, world
@@ -49,7 +48,7 @@ class TorchProgram(NamedTuple):
     op: str
 
 
-@lru_cache(KEPT)
+@remembered
 def compile_step(src: Layout, dst: Layout, shape: Shape) -> TorchProgram:
     """One step from src to dst as the ranks of this process do it."""
     mine = set(world().local_ranks)

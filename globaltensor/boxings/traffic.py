@@ -14,7 +14,6 @@ the first and the last of an axis, and where the larger parts end.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
 from itertools import chain, product
 from math import prod
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from globaltensor.boxings.route import BoxingRoute, disjoint, is_listed, route
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.paths import overlap, part_at
 from globaltensor.layouts.rank_regions import RankRegions
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import volume
 from globaltensor.layouts.sbp import NdSbp
 
@@ -37,7 +36,7 @@ class StepTraffic(NamedTuple):
     touched: int
 
 
-@lru_cache(KEPT)
+@remembered
 def traffic(src: Layout, dst: Layout, shape: Shape) -> StepTraffic:
     """What this step moves for a tensor of `shape`."""
     by_rank = isinstance(src, RankRegions) or isinstance(dst, RankRegions)
@@ -212,7 +211,7 @@ def _wanted_of(step: BoxingRoute, at: Sequence[int]) -> int:
         for d, (n, part) in enumerate(zip(step.shape, step.source_part(at))))
 
 
-@lru_cache(KEPT)
+@remembered
 def received_at_most(src: Layout, dst: Layout, shape: Shape) -> int:
     """Elements that the rank receives that receives most, in a step on one placement."""
     even = even_traffic(axis_codes(src.sbp), axis_codes(dst.sbp), src.placement.shape, shape)
@@ -272,7 +271,7 @@ Sizes = tuple[int, int, int, int]
 Axes = tuple[int, ...]
 
 
-@lru_cache(KEPT)
+@remembered
 def _sizes_along(n: int, path: Axes, sizes: Axes, by_dst: Axes, dst_sizes: Axes, read: Axes, cut: Axes, matched: Axes,
                  sharing: Axes, digits: tuple[Axes, ...]) -> dict[tuple[int, ...], Sizes]:
     """Along a dim, how much of a term a rank reads, and how much of that it holds; how much of what it sends ranks

@@ -7,7 +7,6 @@ both look like a write in place, so gradients are torch's own business.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from globaltensor.errors import InPlaceError, PlacementError
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Spec, contiguous, lazy_bits_of
 from globaltensor.layouts.rank_regions import rank_regions
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Region
 from globaltensor.layouts.view_parts import Straight, Strided, overlaps_itself, scattered_elements, straight
 from globaltensor.rules.call import Call, arguments, written
@@ -145,7 +144,7 @@ class _Position(NamedTuple):
     lazy_bits: frozenset[str]
 
 
-@lru_cache(KEPT)
+@remembered
 def _position(base: Spec, steps: tuple[tuple[OpOverload, tuple[Any, ...], int], ...]) -> _Position:
     """By way of these view ops, from the base on: each with its arguments, lists as tuples, and which result it is."""
     view = whole = torch.empty_strided(base.shape, base.stride, dtype=base.dtype, device="meta")

@@ -11,7 +11,6 @@ The part of a rank stays where it is, in its memory. Only where a dim does not d
 """
 from __future__ import annotations
 
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -23,7 +22,7 @@ from globaltensor.errors import GlobalTensorError, PlacementError, SbpError, exp
 from globaltensor.layouts.layout import Layout, Shape, Shards, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import rank_regions
-from globaltensor.layouts.recent import KEPT, Recent
+from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Region
 from globaltensor.layouts.sbp import NdSbp, Sbp, broadcast, partial_sum, read_sbp
 from globaltensor.runtime import lineage
@@ -34,7 +33,7 @@ from globaltensor.tensors.linear_maps import layout_of
 from globaltensor.tensors.redistribution import box_gradient, resolve_layout, to_layout
 from globaltensor.tracebacks import api_boundary
 
-_meshes: Recent[placement, DeviceMesh] = Recent()    # a mesh has process groups, which are made once
+_meshes: dict[placement, DeviceMesh] = {}            # a mesh has process groups, which all ranks make once, together
 
 
 @api_boundary
@@ -166,7 +165,7 @@ def _hand_over(x: GlobalTensor, mesh: DeviceMesh) -> DTensor:
                               stride=spec(x.spec.layout, x.spec.shape, None, x.dtype).stride)
 
 
-@lru_cache(KEPT)
+@remembered
 def torch_cut(of: Layout, shape: Shape) -> Layout | None:
     """How torch cuts a tensor of this shape, as `torch.chunk` does; None where that is how this library does."""
     where = of.placement

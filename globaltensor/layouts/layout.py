@@ -10,14 +10,13 @@ hot paths compare and hash them by identity.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from math import prod
 from weakref import WeakValueDictionary
 
 import torch
 
 from globaltensor.layouts.placement import placement
-from globaltensor.layouts.recent import KEPT, Recent
+from globaltensor.layouts.recent import Recent, remembered, shared
 from globaltensor.layouts.regions import Region, split_range
 from globaltensor.layouts.sbp import NdSbp, Sbp, broadcast, with_axes
 from globaltensor.layouts.symbols import expected, has_symbols, known_sizes
@@ -32,6 +31,7 @@ _specs: WeakValueDictionary[tuple[Layout, Shape, Shape | None, torch.dtype, bool
 _NO_BITS: frozenset[str] = frozenset()
 
 
+@shared
 class Layout:
     """A placement and one sbp per axis, split dims counted from the start. Made by `layout()`, equal by identity."""
 
@@ -123,6 +123,7 @@ def sbp_text(sbp: NdSbp) -> str:
     return repr(sbp[0]) if len(sbp) == 1 else repr(tuple(sbp))
 
 
+@shared
 class Spec:
     """Layout, global shape, global strides and dtype of a global tensor. Made by `spec()`, equal by identity.
 
@@ -217,7 +218,7 @@ def contiguous(shape: Shape) -> Shape:
     return (_contiguous.__wrapped__ if has_symbols(shape) else _contiguous)(shape)
 
 
-@lru_cache(KEPT)
+@remembered
 def _contiguous(shape: Shape) -> Shape:
     strides, step = [], 1
     for n in reversed(shape):
@@ -238,7 +239,7 @@ def dense_in_order(t: torch.Tensor, like: Shape) -> torch.Tensor:
     return t if t.stride() == own else t.new_empty_strided(t.shape, own).copy_(t)
 
 
-@lru_cache(KEPT)
+@remembered
 def _dense(shape: Shape, like: Shape) -> Shape:
     plain = contiguous(shape)
     if 0 in shape or all(n == 1 or step == its for n, step, its in zip(shape, like, plain)):

@@ -14,12 +14,14 @@ from itertools import product
 from typing import Any
 
 from globaltensor.errors import PlacementError, counted
+from globaltensor.layouts.recent import shared
 from globaltensor.tracebacks import api_boundary
 
 _hypothetical = False                                # are ranks those of a cluster that is described, and not there?
 _on_create: list[Callable[[placement], None]] = []   # the world checks ranks and devices; it is a layer above this
 
 
+@shared
 class placement:
     """Frozen and hashable. `type` is a torch device type, `ranks` a nested sequence of ints of any depth.
 

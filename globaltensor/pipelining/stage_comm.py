@@ -14,7 +14,6 @@ schedule was checked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from globaltensor.boxings.watch import note_messages
 from globaltensor.errors import ShapeError
 from globaltensor.layouts.layout import Layout, Shape, Spec, layout, replicated, spec
 from globaltensor.layouts.placement import placement
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.runtime.agreement import as_bytes, from_bytes
 from globaltensor.runtime.codec import message
 from globaltensor.runtime.p2p import P2PGroup
@@ -72,7 +71,7 @@ def bundle(tensors: Sequence[Any], random: torch.Tensor | None = None) -> Activa
     return ActivationBundle(tuple(None if t is None else t.detach() for t in tensors), meta, random)
 
 
-@lru_cache(KEPT)
+@remembered
 def forward_layout(src: Layout, where: placement) -> Layout:
     """The layout of an output on the next stage: its sbp is kept along axes of the same name, or of the same position
     where axes have no names; along others, and where it was partial, it is broadcast."""

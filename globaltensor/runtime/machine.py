@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from globaltensor.layouts.placement import placement
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _spans_hosts(machine: Machine, where: tuple[placement, ...]) -> bool:
     return len({machine.hosts[rank] for of in where for rank in of.flat}) > 1
 
 
-@lru_cache(KEPT)
+@remembered
 def _lead_to_other_hosts(machine: Machine, where: placement, axes: tuple[int, ...]) -> bool:
     first: dict[tuple[int, ...], int] = {}           # coordinates on the other axes -> host
     return any(machine.hosts[rank] != first.setdefault(tuple(-1 if axis in axes else i for axis, i in enumerate(at)),

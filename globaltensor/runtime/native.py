@@ -27,6 +27,7 @@ from typing import Any
 import torch  # its libraries must be there before ours
 
 from globaltensor.errors import BETWEEN, OURS, GlobalTensorError, warn
+from globaltensor.layouts.recent import limit
 
 if os.environ.get("GLOBALTENSOR_NATIVE", "1") not in ("", "0", "1"):
     raise GlobalTensorError(f"GLOBALTENSOR_NATIVE={os.environ['GLOBALTENSOR_NATIVE']}",
@@ -73,6 +74,7 @@ def _extension_in(file: Path) -> Any:
     spec.loader.exec_module(extension)
     sys.modules["globaltensor._torch"] = extension
     extension.set_library_paths([OURS, *BETWEEN])
+    limit.tell(extension.limit_caches)
     return extension
 
 

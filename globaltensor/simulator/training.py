@@ -32,7 +32,7 @@ from globaltensor.boxings.plan import BoxingPlan, bytes_received, plan as plan_b
 from globaltensor.errors import ShapeError
 from globaltensor.layouts.layout import Shape, layout
 from globaltensor.layouts.placement import placement
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import split_range
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.runtime.machine import Machine
@@ -291,7 +291,7 @@ def _planned_route(src_ranks: tuple[int, ...], dst_ranks: tuple[int, ...], befor
     return plan_boxing(src, dst, shape, 2 * prod(shape), machine)
 
 
-@lru_cache(KEPT)
+@remembered
 def _planned_cost(src_ranks: tuple[int, ...], dst_ranks: tuple[int, ...], before: Sbp, after: Sbp, shape: Shape,
                   machine: Machine) -> TransferCost:
     route = _planned_route(src_ranks, dst_ranks, before, after, shape, machine)

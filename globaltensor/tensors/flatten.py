@@ -32,7 +32,7 @@ from globaltensor.errors import OURS, GlobalTensorError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Layout, Shards, Spec, spec
 from globaltensor.layouts.placement import placement
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.sbp import Sbp
 from globaltensor.layouts.symbols import has_symbols
 from globaltensor.runtime.agreement import compare_plain
@@ -62,7 +62,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 def let_torch_trace(cls: Any) -> None:
     """Give the class of global tensors torch's protocol."""
 
-    @lru_cache(KEPT)
+    @remembered
     def names(of: Layout) -> list[str]:
         ranks = local_ranks_of(of.placement)
         if not ranks:

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain, count
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from globaltensor.boxings.watch import watched
 from globaltensor.errors import ArgumentError, BoxingError, GlobalTensorError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Layout, Spec, spec
-from globaltensor.layouts.recent import KEPT
+from globaltensor.layouts.recent import remembered
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import TensorBase, compiling
@@ -383,7 +382,7 @@ class BackwardBuckets:
         self.stale.clear()
 
 
-@lru_cache(KEPT)
+@remembered
 def _link_seconds(of: Spec, dst: Layout, machine: Machine) -> tuple[float, float] | None:
     """Latency and transfer, in seconds, of a boxing that passes a link between processes, which goes on while a core
     computes; None for any other."""
