@@ -75,8 +75,7 @@ def test_46_layers_on_20_devices_by_some_schedules():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("hidden", [4096, pytest.param(1024, marks=pytest.mark.xfail(
-    strict=True, reason="the best of the menu is 1.5 % slower than the plan, and 5.2 % than the bound"))])
+@pytest.mark.parametrize("hidden", [4096, 1024])
 def test_46_layers_on_20_devices(hidden):
     check_menu(layers_on_20(Fixed(), hidden=hidden))
 

@@ -166,12 +166,14 @@ def test_bounds_are_below_the_simulator_and_bytes_are_its_own(seed):
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_peaks_in_closed_form(name):
+def test_what_bounds_take_of_a_schedule(name):
     fixed = GENERATORS[name][1]
     for p, m, v in itertools.product((1, 2, 3, 5, 8), (1, 2, 3, 4, 7, 8, 9, 16, 31), [fixed] if fixed else (1, 2, 3)):
         if name in ("interleaved", "bfs") and v == 1:
             continue
-        assert list(peaks_of(name, p, m, v)) == list(peak_activations(generate(name, p, m, v))), (p, m, v)
+        schedule = generate(name, p, m, v)
+        assert list(peaks_of(name, p, m, v)) == list(peak_activations(schedule)), (p, m, v)
+        assert [row[-1].stage for row in schedule.actions] == list(range(p)), "a rank ends with its first stage"
 
 
 # -------------------------------------------------------------------------------------------------- more is not slower

@@ -8,6 +8,7 @@ pipeline, whose first is stage r, a step takes at least
     turn    all f_s, and the i_s after r, until the first backward of r; then all of r but the forwards that its list
             has before that: k_r of them                                              (gpipe, 1f1b, zb-h1, zb-h2)
 
+The last action of a rank is of its first stage: that one is reduced when all is done, and a later one may be before.
 `of_cuts` has these for given cuts, whose times and bytes are exact. `of_variant` is for whatever cut: each rank has at
 most as many layers as end within T, and T is the least at which all layers find a place. Both are checked against the
 simulator by tests.
@@ -93,8 +94,7 @@ class VariantCosts:
         hops = np.concatenate([[0.0], np.cumsum(self.hops)])
         fill = (np.cumsum(forward, 1) - forward)[:, first] + hops[first]
         work = self.micro_batches * ((forward + back) @ onto)
-        least_end = np.stack([ends[:, self.rank_of == rank].min(1) for rank in range(ranks)], 1)
-        tail = least_end + self.optimizer * by_rank
+        tail = ends[:, first] + self.optimizer * by_rank            # the last action of a rank is of its first stage
         seconds = (fill + work + tail).max(1)
         at_0 = (ends[:, 0] + self.optimizer * by_rank[:, 0])[:, None]
         if self.variant.schedule in _WHOLE_BACKWARD:
@@ -196,40 +196,51 @@ class VariantCosts:
 
     def _lines(self) -> np.ndarray:
         """T >= a + b layers for each rank and what it may recompute."""
-        p, m, chunks, layers = self.ranks, self.micro_batches, self.variant.chunks, self.task.gpt.layers
+        p, m, chunks = self.ranks, self.micro_batches, self.variant.chunks
         rank, has_output = np.arange(p), np.arange(p) == self.rank_of[-1]
         layer, *_ = self.gathers
         f, i, w = max(self.forward, layer), np.maximum(self.inputs, layer), self.weights        # i: [recompute]
-        output = sum(self.output)
         hops = np.concatenate([[0.0], np.cumsum(self.hops)])
-        fill = rank * (self.forward + self.more) + hops[rank]
+        fill = rank * (self.forward + layer + self.more) + hops[rank]
         end, end_each = float(self.ends.fixed.min()), float(self.ends.each.min())
         first = self.embedding * (rank == 0) + self.output_size * has_output
-        optimizer, own_end = self.optimizer * first, end_each * self.layer_size if chunks == 1 else 0.0
-        constant = m * (2 * self.more * chunks + output * has_output) + end + optimizer + (
-            end_each * first if chunks == 1 else 0.0)
-        slope = m * (f + i + w) + self.optimizer * self.layer_size + own_end                  # [recompute]
-        shape = (len(i), p)
-        lines = [(np.broadcast_to(fill + constant, shape), np.broadcast_to(slope[:, None], shape))]
+        # what a rank reduces last is its first stage: all of its layers, or one of them at least
+        own_end = self.layer_size if chunks == 1 else 0
+        last = first if chunks == 1 else self.embedding * (rank == 0) + self.layer_size
+        tail = end + end_each * last + self.optimizer * first
+        at_0 = end + (end_each + self.optimizer) * (self.layer_size + self.embedding)
+        alone = min(self.forward, layer) + min(float(self.inputs.min()), layer)     # gathered ahead of nothing
+        work = m * (chunks * (2 * self.more + alone) + sum(self.output) * has_output)
+        slope = m * (f + i + w)[:, None]
+        lines = [(fill + work + tail, slope + (end_each * own_end + self.optimizer * self.layer_size))]
+        if self.variant.schedule in _WHOLE_BACKWARD:
+            drain = rank * (float(self.inputs.min()) + layer + w + self.more) + hops[rank]
+            lines.append((fill + work + drain + at_0, slope))
         before = self._forwards_before()
         if before is not None:
-            least = layers * self.forward + self.output.forward + 2 * self.more * p
-            at_end = end + end_each * (self.layer_size + self.embedding) + self.optimizer * (
-                self.layer_size + self.embedding)
-            own = (m - before) * (self.more + self.output.forward * has_output)
-            if self.variant.schedule in _WHOLE_BACKWARD:
-                total = least + layers * (self.inputs.min() + w) + self.output.inputs + self.output.weights
-                own = own + (m - 1) * (self.more + (self.output.inputs + self.output.weights) * has_output)
-                slopes = (m - 1) * (i[:, None] + w) + (m - before)[None] * f
-                lines.append((np.broadcast_to(total + 2 * hops[-1] + own + at_end, shape), slopes))
-            else:
-                after = (p - 1 - rank) * self.inputs.min() + hops[-1] - hops[rank] + self.output.inputs * (rank < p - 1)
-                own = own + m * (self.more + (self.output.inputs + self.output.weights) * has_output) - self.more * p
-                slopes = m * (i[:, None] + w) + (m - before)[None] * f + (
-                    self.optimizer + end_each) * self.layer_size
-                lines.append((np.broadcast_to(least + hops[-1] + after + own + end + optimizer + end_each * first,
-                                              shape), slopes))
-        return np.stack([np.stack([a, np.maximum(b, _STEEPLY)], -1) for a, b in lines])
+            lines.append(self._turn(before, tail, at_0))
+        shape = (len(i), p)
+        return np.stack([np.stack([np.broadcast_to(a, shape), np.broadcast_to(np.maximum(b, _STEEPLY), shape)], -1)
+                         for a, b in lines])
+
+    def _turn(self, before: np.ndarray, tail: np.ndarray, at_0: float) -> tuple[np.ndarray, np.ndarray]:
+        """The line of what begins once all forwards of a micro-batch are done: a [ranks], b [recompute, ranks]."""
+        p, m, layers = self.ranks, self.micro_batches, self.task.gpt.layers
+        rank, has_output = np.arange(p), np.arange(p) == self.rank_of[-1]
+        layer, *_ = self.gathers
+        f, i, w = max(self.forward, layer), np.maximum(self.inputs, layer)[:, None], self.weights
+        end_each, back_of_output = float(self.ends.each.min()), self.output.inputs + self.output.weights
+        hops = np.concatenate([[0.0], np.cumsum(self.hops)])
+        least = layers * self.forward + self.output.forward + 2 * self.more * p + hops[-1]
+        own = (m - before) * (self.more + self.output.forward * has_output)
+        if self.variant.schedule in _WHOLE_BACKWARD:
+            least += layers * (float(self.inputs.min()) + w) + back_of_output + hops[-1]
+            own = own + (m - 1) * (self.more + back_of_output * has_output)
+            return least + own + at_0, (m - 1) * (i + w) + (m - before) * f
+        after = (p - 1 - rank) * float(self.inputs.min()) + hops[-1] - hops[rank] + self.output.inputs * (rank < p - 1)
+        own = own + m * (self.more + back_of_output * has_output) - self.more * p
+        return least + after + own + tail, (
+            m * (i + w) + (m - before) * f + (self.optimizer + end_each) * self.layer_size)
 
 
 def of_shape(task: Task, shape: MeshShape) -> float:
