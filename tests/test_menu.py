@@ -81,7 +81,8 @@ def test_46_layers_on_20_devices(hidden):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("build, global_batch", [(wide_resnet, 2048), (t5, 128), (experts, 128)])
+@pytest.mark.parametrize("build, global_batch", [
+    (wide_resnet, 256), (wide_resnet, 1024), (wide_resnet, 2048), (t5, 128), (experts, 128)])
 def test_models_of_other_kinds(build, global_batch):
     with torch.device("meta"):
         model, batch = build()

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import itertools
 import random
-from math import inf
+from math import comb, inf
 
 import numpy as np
 import pytest
@@ -20,12 +20,14 @@ from torch.nn import functional as F
 
 import globaltensor as gt
 from globaltensor.pipelining.units import units_of
+from globaltensor.planner import model_search
+from globaltensor.planner.cut_bounds import bounds_of_cuts
 from globaltensor.planner.graph import CaptureError
 from globaltensor.planner.mesh_costs import SAMPLES, MeshCosts
 from globaltensor.planner.model_prices import ModelTask, ModelVariant, VariantPrices
-from globaltensor.planner.model_search import model_shapes, search_model
+from globaltensor.planner.model_search import model_shapes, model_variants, search_model
 from globaltensor.planner.pins import PinError
-from globaltensor.planner.space import BatchError, Fixed, kinds_of_schedules
+from globaltensor.planner.space import BatchError, Fixed, all_cuts, kinds_of_schedules
 from globaltensor.planner.unit_sums import ParameterCost, PassCost, UnitCost
 from globaltensor.simulator.cluster import KNOWN, Cluster, Link
 from globaltensor.tensors import gradients
@@ -237,6 +239,33 @@ def test_ranks_that_share_cores_take_turns():
 def test_nothing_is_faster_in_a_thousand_chains():
     for seed in range(10 * SEED, 10 * SEED + 1_000):
         compare_with_all(seed)
+
+
+@pytest.mark.parametrize("many, exact", [(4096, True), (1, False)])
+def test_bounds_hold_where_cuts_are_many(monkeypatch, many, exact):
+    def is_complete(units: int, stages: int, most: int = 1) -> bool:
+        return comb(units - 1, stages - 1) <= min(most, many)
+
+    monkeypatch.setattr(model_search, "is_complete", is_complete)
+    for seed in range(SEED + 200, SEED + 206):
+        task = small_task(random.Random(seed))
+        result, best = search_model(task), fastest_of_all(task)
+        assert result.lower_bound <= best <= (result.best.seconds if result.best else inf), seed
+        assert not exact or result.best is None or result.lower_bound == best == result.best.seconds, seed
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bounds_of_cuts_are_below_the_simulator(seed):
+    draw = random.Random(SEED + 300 + seed)
+    task = dataclasses.replace(small_task(draw), fixed=Fixed())
+    several = [variant for shape in model_shapes(task) for variant in model_variants(task, shape)]
+    for variant in draw.sample(several, min(len(several), 40)):
+        prices = VariantPrices(task, variant)
+        every = all_cuts(task.units, len(prices.rank_of))
+        bounds = bounds_of_cuts(prices, np.array(every).reshape(len(every), -1))
+        for one, bound in zip(map(prices.price, every), bounds.tolist()):
+            assert bound <= one.seconds, (variant, one.cut)
+            assert not one.fits or prices.least() <= one.seconds, (variant, one.cut)
 
 
 @pytest.mark.parametrize("seed", range(6))

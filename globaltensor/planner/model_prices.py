@@ -166,9 +166,14 @@ class VariantPrices:
         return 2 * self.states.optimizer / self.cluster.memory_bandwidth
 
     def optimizer_seconds(self, units: np.ndarray) -> float:
-        """Of a rank with these units: what each tensor takes, and its bytes."""
+        """Of a rank with these units."""
+        return float(self.optimizer_of_units[units].sum())
+
+    @cached_property
+    def optimizer_of_units(self) -> np.ndarray:
+        """Seconds of each unit: what each tensor takes, and its bytes."""
         start = float(self.cluster.rates_of_kinds[_OPTIMIZER][0])
-        return self.optimizer_each * float(self.mesh.sizes[units].sum()) + start * float(self.mesh.tensors[units].sum())
+        return self.optimizer_each * self.mesh.sizes + start * self.mesh.tensors
 
     def passes(self, recompute: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds of F, I and W of each unit, with what it waits for."""
@@ -260,30 +265,6 @@ class VariantPrices:
     @property
     def _recomputes(self) -> list[str]:
         return [name for name in RECOMPUTES if self.task.fixed.allows("recompute", name)] or ["none"]
-
-    def bounds(self, several: np.ndarray) -> np.ndarray:
-        """Seconds that each of these cuts [k, stages] takes at least."""
-        m, p = self.micro_batches, self.variant.shape.pp
-        whole_backward = self.variant.chunks == 1 and self.variant.schedule in WHOLE_BACKWARD
-        f, i, w = self.passes(self.task.fixed.recompute or "none")
-        if self.variant.zero == 3 and p > 1:
-            f, i = f + self.gathers, i + self.gathers
-        ends = np.concatenate([np.zeros((len(several), 1), int), np.cumsum(several, 1)], 1)
-        done, forward = (np.concatenate([[0.0], np.cumsum(one)])[ends] for one in (f + i + w, f))
-        onto = np.equal.outer(self.rank_of, np.arange(p)).astype(float)
-        work = m * ((np.diff(done, axis=1) + 2 * self.more) @ onto)
-        sizes = np.concatenate([[0.0], np.cumsum(self.mesh.sizes)])[ends]
-        state = np.diff(sizes, axis=1)
-        fixed, each = self.end
-        if whole_backward:
-            before = done[:, :-1] + 2 * self.more * np.arange(p)             # fill and drain
-            seconds = (work + before).max(1) + fixed
-        else:
-            before = np.stack([(forward[:, :-1])[:, self.rank_of == r].min(1) for r in range(p)], 1)
-            seconds = (work + before + self.optimizer_each * (state @ onto)).max(1) + fixed
-        if p == 1:
-            seconds = seconds + (each + self.optimizer_each * whole_backward) * state.sum(1)
-        return (seconds + self.cluster.step_overhead) * _ROUNDING
 
     # --------------------------------------------------------------------------------------------------------- cuts
 
@@ -384,11 +365,15 @@ class VariantPrices:
         """What a unit passes on from rank to rank of the pipeline."""
         if rank == other:
             return Hop()
+        link = self.link(rank, other)
+        return Hop(link.latency, float(self.of.passed[unit]) / link.bandwidth)
+
+    def link(self, rank: int, other: int) -> Link:
+        """Between two ranks of the pipeline."""
         group = self.variant.shape.dp * self.variant.shape.tp
         hosts = {r // self.cluster.devices_per_host for one in (rank, other)
                  for r in (one * group, one * group + group - 1)}
-        link: Link = self.cluster.local if len(hosts) == 1 else self.cluster.remote
-        return Hop(link.latency, float(self.of.passed[unit]) / link.bandwidth)
+        return self.cluster.local if len(hosts) == 1 else self.cluster.remote
 
 
 def units_of_stages(cut: tuple[int, ...]) -> list[np.ndarray]:

@@ -5,8 +5,8 @@
     cut        of a variant: units in each stage; each rank recomputes the least with which it fits
 
 Shapes come in the order of what they take at least: the work of all units, dealt out evenly, or of the longest one.
-Of a variant those cuts are simulated which can win: all, where there are few; else the one that a dynamic program over
-units and stages finds, which is the least for
+Of a variant all cuts are simulated whose bounds (cut_bounds.py) can win, unless there are thousands. Then it is the one
+that a dynamic program over units and stages finds, which is the least for
 
     fill and drain     max over ranks r of the passes of the stages before r, once, + m times the passes of r
 
@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from globaltensor.planner.cut_bounds import bounds_of_cuts
 from globaltensor.planner.model_prices import (
     WHOLE_BACKWARD,
     ModelCandidate,
@@ -32,11 +33,12 @@ from globaltensor.planner.model_prices import (
     ModelVariant,
     VariantPrices,
 )
-from globaltensor.planner.space import cuts, divisors, even_cut, is_complete, kinds_of_schedules
+from globaltensor.planner.space import MANY_CUTS, all_cuts, divisors, even_cut, is_complete, kinds_of_schedules
 from globaltensor.runtime.progress import progress
 
 _NEVER = float("inf")
 _RUNNERS_UP = 5
+_MOST_ACTIONS = 1_000_000                            # that are simulated of variants with many cuts
 
 
 # ----------------------------------------------------------------------------------------------------------- the space
@@ -115,7 +117,7 @@ def least_memory_of_model(task: ModelTask) -> float:
         most = max((variant.zero for variant in thrifty), default=0)
         for prices in (VariantPrices(task, variant) for variant in thrifty if variant.zero == most):
             stages = len(prices.rank_of)
-            own = cuts(task.units, stages) if is_complete(task.units, stages) else (
+            own = all_cuts(task.units, stages) if is_complete(task.units, stages) else (
                 even_cut(task.units, stages), _by_work(prices, stages))
             least = min(least, *(max(prices.memory(cut)) for cut in own))
     return least
@@ -129,6 +131,7 @@ class _ModelQueue:
         self.best: ModelCandidate | None = None
         self.others: dict[object, ModelCandidate] = {}
         self.simulated: list[ModelCandidate] = []
+        self.actions = 0                             # simulated of variants with many cuts
 
     def can_win(self, bound: float) -> bool:
         return bound < (self.best.seconds if self.best else _NEVER)
@@ -164,7 +167,7 @@ class _ModelQueue:
             bound, _, item = heapq.heappop(heap)
             advance(1)
             if isinstance(item, ModelVariant):
-                self.left = min(self.left, self.cut(VariantPrices(self.task, item), bound))
+                self.left = min(self.left, self.cut(VariantPrices(self.task, item), bound, until))
                 continue
             for variant in model_variants(self.task, item):
                 self.weighed += 1
@@ -173,17 +176,11 @@ class _ModelQueue:
                     heapq.heappush(heap, (least, next(serial), variant))
         self.left = min(self.left, heap[0][0] if heap else _NEVER)
 
-    def cut(self, prices: VariantPrices, bound: float) -> float:
+    def cut(self, prices: VariantPrices, bound: float, until: float) -> float:
         """Simulate the cuts that can win; what those that are left out take at least."""
-        units, stages, allows = self.task.units, len(prices.rank_of), self.task.fixed.allows
+        units, stages = self.task.units, len(prices.rank_of)
         if is_complete(units, stages):
-            several = [cut for cut in cuts(units, stages) if allows("cut", cut)]
-            bounds = prices.bounds(np.array(several).reshape(-1, stages))
-            for k in np.argsort(bounds, kind="stable").tolist():
-                if not self.can_win(float(bounds[k])):
-                    break
-                self.enter(prices.price(several[k]))
-            return _NEVER
+            return self._simulate_by_bounds(prices, bound, until)
         tried = {even_cut(units, stages), _by_work(prices, stages)}
         if prices.variant.chunks == 1:
             planned = prices.best_cut()
@@ -195,10 +192,28 @@ class _ModelQueue:
                 if not self.can_win(bound):
                     return bound
             tried.add(planned[0])
+        allows = self.task.fixed.allows
         tried |= {other for cut in tried if not allows("cut", cut) for other in _cuts_beside(cut)}
         for cut in sorted(cut for cut in tried if allows("cut", cut)):
             self.enter(prices.price(cut))
-        return bound
+        return self._simulate_by_bounds(prices, bound, until, few=False) if is_complete(
+            units, stages, MANY_CUTS) else bound
+
+    def _simulate_by_bounds(self, prices: VariantPrices, bound: float, until: float, few: bool = True) -> float:
+        """Simulate those of all cuts that can win; what those take at least for which the time does not suffice, or, if
+        they are not few, the actions that may be simulated."""
+        stages = len(prices.rank_of)
+        several = [cut for cut in all_cuts(self.task.units, stages) if self.task.fixed.allows("cut", cut)]
+        bounds = bounds_of_cuts(prices, np.array(several).reshape(-1, stages))
+        for k in np.argsort(bounds, kind="stable").tolist():
+            least = max(float(bounds[k]), bound)
+            if not self.can_win(least):
+                break
+            if self.best and (time.monotonic() >= until or not few and self.actions >= _MOST_ACTIONS):
+                return least
+            self.enter(one := prices.price(several[k]))
+            self.actions += 0 if few else len(one.run.schedule)
+        return _NEVER
 
     def best_of(self, several: Sequence[ModelVariant], until: float) -> ModelCandidate | None:
         """The best of the even cuts of these variants; None where none fits."""

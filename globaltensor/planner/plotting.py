@@ -19,6 +19,7 @@ import numpy as np
 
 from globaltensor.errors import ArgumentError
 from globaltensor.planner.bounds import VariantCosts
+from globaltensor.planner.cut_bounds import bounds_of_cuts
 from globaltensor.planner.model_prices import ModelCandidate, ModelTask, VariantPrices
 from globaltensor.planner.model_search import model_shapes, model_variants
 from globaltensor.planner.pricing import Candidate, Task
@@ -79,7 +80,7 @@ def points_of_model(task: ModelTask, simulated: Sequence[ModelCandidate], seed: 
         if possible:
             prices = VariantPrices(task, draw.choice(possible))
             cut = even_cut(task.units, len(prices.rank_of))
-            points.append(Point(float(prices.bounds(np.array([cut]))[0]), max(prices.memory(cut)),
+            points.append(Point(float(bounds_of_cuts(prices, np.array([cut]))[0]), max(prices.memory(cut)),
                                 _axes_kind(shape.dp, shape.tp, shape.pp), False))
     return points
 

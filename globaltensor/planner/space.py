@@ -22,6 +22,7 @@ from globaltensor.schedules.generators import GENERATORS
 from globaltensor.simulator.gpt import GPT, RECOMPUTE
 
 ALL_CUTS = 128                                       # so many are few
+MANY_CUTS = 4096                                     # more than these are not gone through
 _MOST_CHUNKS = 8                                     # stages on a rank
 _FEWER_FIRST, _FEWER_LAST = 3, 10                    # than the even cut: the last stage also has the output layer
 
@@ -134,9 +135,8 @@ def kinds_of_schedules(pp: int, layers: int) -> tuple[tuple[str, int], ...]:
 @lru_cache(1_000)
 def cuts(layers: int, stages: int) -> tuple[tuple[int, ...], ...]:
     """Ways to cut so many layers into stages: layers of each. The even one is among them."""
-    if comb(layers - 1, stages - 1) <= ALL_CUTS:
-        ends = [(0, *between, layers) for between in combinations(range(1, layers), stages - 1)]
-        return tuple(tuple(b - a for a, b in pairwise(end)) for end in ends)
+    if is_complete(layers, stages):
+        return all_cuts(layers, stages)
     several, each = dict.fromkeys([_even(layers, stages)]), layers // stages
     for last in range(max(each - _FEWER_LAST, 1), each + 3):
         for first in range(max(each - _FEWER_FIRST, 1), each + 3):
@@ -147,9 +147,16 @@ def cuts(layers: int, stages: int) -> tuple[tuple[int, ...], ...]:
     return tuple(several)
 
 
-def is_complete(layers: int, stages: int) -> bool:
-    """Are the cuts all there are?"""
-    return comb(layers - 1, stages - 1) <= ALL_CUTS
+@lru_cache(100)
+def all_cuts(layers: int, stages: int) -> tuple[tuple[int, ...], ...]:
+    """All ways to cut so many layers into stages."""
+    ends = [(0, *between, layers) for between in combinations(range(1, layers), stages - 1)]
+    return tuple(tuple(b - a for a, b in pairwise(end)) for end in ends)
+
+
+def is_complete(layers: int, stages: int, most: int = ALL_CUTS) -> bool:
+    """Are the cuts all there are, and these no more than so many?"""
+    return comb(layers - 1, stages - 1) <= most
 
 
 def even_cut(layers: int, stages: int) -> tuple[int, ...]:
