@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -189,6 +189,7 @@ class MeshCosts:
         return _rates(self.cluster, tuple(range(self.tp)), partial_sum, broadcast, int(self.sizes.sum()))
 
 
+@lru_cache(10_000)
 def _rates(cluster: Cluster, ranks: tuple[int, ...], before: Sbp, after: Sbp, nbytes: int) -> tuple[float, float]:
     if len(ranks) == 1:
         return 0.0, 0.0

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from typing import NamedTuple
@@ -180,7 +180,7 @@ class _ModelQueue:
         """Simulate the cuts that can win; what those that are left out take at least."""
         units, stages = self.task.units, len(prices.rank_of)
         if is_complete(units, stages):
-            return self._simulate_by_bounds(prices, bound, until)
+            return self._simulate(prices, all_cuts(units, stages), bound, until)
         tried = {even_cut(units, stages), _by_work(prices, stages)}
         if prices.variant.chunks == 1:
             planned = prices.best_cut()
@@ -194,17 +194,16 @@ class _ModelQueue:
             tried.add(planned[0])
         allows = self.task.fixed.allows
         tried |= {other for cut in tried if not allows("cut", cut) for other in _cuts_beside(cut)}
-        for cut in sorted(cut for cut in tried if allows("cut", cut)):
-            self.enter(prices.price(cut))
-        return self._simulate_by_bounds(prices, bound, until, few=False) if is_complete(
+        self._simulate(prices, sorted(tried), bound, until)
+        return self._simulate(prices, all_cuts(units, stages), bound, until, few=False) if is_complete(
             units, stages, MANY_CUTS) else bound
 
-    def _simulate_by_bounds(self, prices: VariantPrices, bound: float, until: float, few: bool = True) -> float:
-        """Simulate those of all cuts that can win; what those take at least for which the time does not suffice, or, if
-        they are not few, the actions that may be simulated."""
-        stages = len(prices.rank_of)
-        several = [cut for cut in all_cuts(self.task.units, stages) if self.task.fixed.allows("cut", cut)]
-        bounds = bounds_of_cuts(prices, np.array(several).reshape(-1, stages))
+    def _simulate(self, prices: VariantPrices, several: Iterable[tuple[int, ...]], bound: float, until: float,
+                  few: bool = True) -> float:
+        """Those of these cuts that can win; what those take at least for which the time does not suffice, or, if they
+        are not few, the actions that may be simulated."""
+        several = [cut for cut in several if self.task.fixed.allows("cut", cut)]
+        bounds = bounds_of_cuts(prices, np.array(several, int).reshape(-1, len(prices.rank_of)))
         for k in np.argsort(bounds, kind="stable").tolist():
             least = max(float(bounds[k]), bound)
             if not self.can_win(least):

@@ -67,6 +67,7 @@ class OpCosts:
     def __init__(self, on: Cluster, where: placement) -> None:
         self.on, self.where = on, where
         self._boxings: dict[tuple[Layout, Layout, Shape, int], float] = {}
+        self._received: dict[tuple[Layout, Layout, Shape, int, int], dict[int, int]] = {}
 
     @cached_property
     def machine(self) -> Machine:
@@ -100,7 +101,10 @@ class OpCosts:
         for."""
         if src is dst:
             return {}
-        return plan_bytes(plan(src, dst, shape, together, self.transport_rates), shape, itemsize)
+        key = src, dst, shape, itemsize, together
+        if key not in self._received:                # equal layers ask the same
+            self._received[key] = plan_bytes(plan(src, dst, shape, together, self.transport_rates), shape, itemsize)
+        return self._received[key]
 
     def op(self, node: dict[str, Any], operands: list[TensorSize], share: float = 1.0) -> float:
         """Seconds of an op with operands of these shapes, of which the busiest rank does a share."""

@@ -35,7 +35,6 @@ from globaltensor.planner.plotting import draw_model_plan
 from globaltensor.planner.program_costs import Program
 from globaltensor.planner.space import BatchError, Fixed
 from globaltensor.planner.strategy import Strategy
-from globaltensor.planner.unit_costs import run_costs
 from globaltensor.planner.unit_sums import UnitCost
 from globaltensor.planner.whole_search import PlannedMachines
 from globaltensor.runtime.agreement import broadcast_object, uncoordinated
@@ -167,10 +166,8 @@ def _exact_costs(program: Program, prices: VariantPrices) -> list[UnitCost] | No
         shape.pp > 1 or not is_in_a_layer(name, program.model))]
     with hypothetical_placements():
         mesh = placement("meta", [[i * shape.tp + k for k in range(shape.tp)] for i in range(shape.dp)], ("dp", "tp"))
-        samples = shape.micro_batch * shape.dp
-        return run_costs(program.model, program.units.units, program.resized(program.inputs, samples), program.loss,
-                         mesh, task.plans[shape.tp, shape.kind], task.cluster,
-                         program.resized(program.targets, samples), parted).units
+        one, = program.run(mesh, task.plans[shape.tp, shape.kind], task.cluster, [shape.micro_batch * shape.dp], parted)
+        return one.units
 
 
 def _program(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, targets: Any) -> Program:

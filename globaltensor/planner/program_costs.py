@@ -8,7 +8,7 @@ Costs are kept, so that the same question under other pins, or with less that is
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -57,6 +57,12 @@ class Program:
             return torch.empty(shape, dtype=t.dtype, device="meta")
 
         return tree_map_only(torch.Tensor, resized, tensors)
+
+    def run(self, mesh: placement, plan: Plan, on: Cluster, sizes: Sequence[int],
+            parted: Collection[str] = ()) -> list[RunCosts]:
+        """What micro-batches of so many samples take under a plan."""
+        batches = [(self.resized(self.inputs, n), self.resized(self.targets, n)) for n in sizes]
+        return run_costs(self.model, self.units.units, batches, self.loss, mesh, plan, on, parted)
 
     @cached_property
     def blocks(self) -> np.ndarray:
@@ -133,7 +139,7 @@ class PlannedCosts:
         if key not in self._known:
             mesh = placement("meta", [[rank * tp + k for k in range(tp)] for rank in range(2)], ("dp", "tp"))
             try:
-                few, many = (self._run(mesh, plan, 2 * samples) for samples in SAMPLES)
+                few, many = self.program.run(mesh, plan, self.machines, [2 * samples for samples in SAMPLES])
             except CaptureError as error:
                 if tp == 1 or is_fixed:
                     raise
@@ -141,11 +147,6 @@ class PlannedCosts:
                 return
             self._known[key] = few, many
         result.runs[tp, kind], result.plans[tp, kind] = self._known[key], plan
-
-    def _run(self, mesh: placement, plan: Plan, samples: int) -> RunCosts:
-        of = self.program
-        return run_costs(of.model, of.units.units, of.resized(of.inputs, samples), of.loss, mesh, plan, self.machines,
-                         of.resized(of.targets, samples))
 
     def _plans_of(self, pins: Pins, fixed: Fixed, tp: int) -> dict[str, Plan]:
         """Of tp ranks, by kind. The first row that fits counts, so pins come first."""

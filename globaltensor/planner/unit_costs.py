@@ -1,8 +1,8 @@
 """What a step takes under a plan, unit by unit: told by running it without memory, as the library decides by itself.
 
-    costs = run_costs(model, units, inputs, loss, mesh, plan, cluster)
+    costs = run_costs(model, units, [(inputs, targets)], loss, mesh, plan, cluster)
 
-The model is copied to the meta device, made global there as the plan says, and run forward and backward once for a
+The model is copied to the meta device, made global there as the plan says, and run forward and backward once for each
 micro-batch. Every op and every boxing belongs to the unit in which it happens:
 
     operations and bytes    of each op, for what a rank does
@@ -25,7 +25,7 @@ from torch import nn
 
 from globaltensor.boxings.redistribute import redistribute
 from globaltensor.boxings.watch import recorded
-from globaltensor.layouts.layout import layout, replicated
+from globaltensor.layouts.layout import replicated
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import split
 from globaltensor.parallel.plan import parallelize
@@ -46,15 +46,15 @@ from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.gradients import raw_grad, replace_grad
 
 
-def run_costs(model: nn.Module, units: Sequence[Unit], inputs: Any, loss: Callable[..., Any] | None, mesh: placement,
-              plan: Mapping[str, Any], cluster: Cluster, targets: Any = None,
-              parted: Collection[str] = ()) -> RunCosts:
-    """The costs of each unit for a micro-batch of these inputs, whole, on a mesh with the axes dp and tp. `parted`:
-    names of parameters of which each rank of dp has a part, which ops gather.
+def run_costs(model: nn.Module, units: Sequence[Unit], batches: Sequence[tuple[Any, Any]],
+              loss: Callable[..., Any] | None, mesh: placement, plan: Mapping[str, Any], cluster: Cluster,
+              parted: Collection[str] = ()) -> list[RunCosts]:
+    """The costs of each unit for a micro-batch, whole, of each of these inputs and targets, on a mesh with the axes dp
+    and tp. `parted`: names of parameters of which each rank of dp has a part, which ops gather.
 
     Raises CaptureError with the line where the step cannot go on without values.
     """
-    with hypothetical_placements(), torch.enable_grad(), kernels_of("cpu"):
+    with hypothetical_placements(), torch.enable_grad():
         on = mesh.of_type("meta")
         stand_ins: dict[int, Any] = {id(p): nn.Parameter(_without_values_of(p), p.requires_grad)
                                      for p in model.parameters()}
@@ -63,21 +63,13 @@ def run_costs(model: nn.Module, units: Sequence[Unit], inputs: Any, loss: Callab
         groups = equal_layers(copied)
         parallelize(copied, on, plan)
         _split_along_dp(p for name, p in copied.named_parameters() if name in parted)
-        tracer = CostTracer(replicated(on))
-        for name, t in (*copied.named_parameters(), *copied.named_buffers()):
-            tracer.name_value(t, Ref(tracer.add_node("parameter", [t], name=name), 0))
-        rows = layout(on, tuple(split(0) if name == "dp" else s for name, s in zip(on.names, replicated(on).sbp)))
-        args, named = tree_map_only(torch.Tensor, lambda t: tracer.input(t, rows), read_inputs(inputs))
-        if targets is not None and loss is not None:
-            loss = partial(_with_targets, loss, tree_map_only(torch.Tensor, lambda t: tracer.input(t, rows), targets))
-        named = without_cache(model) | named
-        try:
+        several = []
+        for inputs, targets in batches:
+            tracer = CostTracer(replicated(on))
             with capture_errors(model):
-                passed = _run_step(copied, tracer, groups, args, named, loss)
-        finally:
-            for leaf in (*copied.parameters(), *tracer.leaves_given):
-                replace_grad(leaf, None)             # else they would wait to be reduced with those of a real step
-        return RunCosts(UnitSums(tracer, copied, units, passed, OpCosts(cluster, on)).units, tracer.whole)
+                passed = _run_step(copied, tracer, groups, without_cache(model), inputs, loss, targets)
+            several.append(RunCosts(UnitSums(tracer, copied, units, passed, OpCosts(cluster, on)).units, tracer.whole))
+        return several
 
 
 def _split_along_dp(parameters: Iterable[Any]) -> None:
@@ -88,21 +80,34 @@ def _split_along_dp(parameters: Iterable[Any]) -> None:
                 p.data, = redistribute([p], [part], "zero")
 
 
-def _run_step(copied: nn.Module, tracer: CostTracer, groups: list[list[str]], args: Any, named: Any,
-         loss: Callable[[Any], torch.Tensor] | None) -> dict[str, list[str]]:
-    with ExitStack() as stack:
-        tracer.moves = stack.enter_context(recorded())
-        stack.enter_context(tracer.following_modules(copied))
-        passed = stack.enter_context(passing(copied, groups))
-        stack.enter_context(tracer)
-        result = copied(*args, **named)
-        tracer.graph.graph["outputs"] = [tracer.ref(t) for t in tree_leaves(as_tree(result))
-                                         if isinstance(t, GlobalTensor)]
-        tracer.run_backward(loss_within(result) if loss is None else loss(result), result)
-        tracer.note_moves(None)
-    leaves = dict(copied.named_parameters())
-    tracer.graph.graph["gradients"] = {name: tracer.ref(grad) for name, p in leaves.items()
-                                       if (grad := raw_grad(p)) is not None}
+def _run_step(copied: nn.Module, tracer: CostTracer, groups: list[list[str]], named: Mapping[str, Any], inputs: Any,
+              loss: Callable[..., Any] | None, targets: Any) -> dict[str, list[str]]:
+    """Forward and backward, by the kernels that a CPU has. Which layers did not run, by the one that stands for
+    them."""
+    where, leaves = tracer.where, dict(copied.named_parameters())
+    for name, t in (*leaves.items(), *copied.named_buffers()):
+        tracer.name_value(t, Ref(tracer.add_node("parameter", [t], name=name), 0))
+    rows = where.with_sbp(tuple(split(0) if name == "dp" else s for name, s in zip(where.placement.names, where.sbp)))
+    args, own = tree_map_only(torch.Tensor, lambda t: tracer.input(t, rows), read_inputs(inputs))
+    if targets is not None and loss is not None:
+        loss = partial(_with_targets, loss, tree_map_only(torch.Tensor, lambda t: tracer.input(t, rows), targets))
+    try:
+        with ExitStack() as stack:
+            tracer.moves = stack.enter_context(recorded())
+            stack.enter_context(tracer.following_modules(copied))
+            passed = stack.enter_context(passing(copied, groups))
+            stack.enter_context(kernels_of("cpu"))
+            stack.enter_context(tracer)
+            result = copied(*args, **{**named, **own})
+            tracer.graph.graph["outputs"] = [tracer.ref(t) for t in tree_leaves(as_tree(result))
+                                             if isinstance(t, GlobalTensor)]
+            tracer.run_backward(loss_within(result) if loss is None else loss(result), result)
+            tracer.note_moves(None)
+        tracer.graph.graph["gradients"] = {name: tracer.ref(grad) for name, p in leaves.items()
+                                           if (grad := raw_grad(p)) is not None}
+    finally:
+        for leaf in (*leaves.values(), *tracer.leaves_given):
+            replace_grad(leaf, None)                 # else they would wait to be reduced with those of a real step
     return passed
 
 
