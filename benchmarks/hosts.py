@@ -1,17 +1,22 @@
-"""How long is a training step over two hosts with a slow link, beside DDP at its best bucket size?
+"""How long is a training step over hosts with slow links, beside torch's DDP, FSDP2, DTensor and pipelines?
 
-Hosts are network namespaces of this machine, joined by a cable that `tc` makes as slow as a link: 1 or 10 Gbit/s each
-way, 50 us or 1 ms to the other side. That takes root, `ip` and `tc`; a kernel without netem cannot delay, so there only
-the rate is set, which each row says. The model and its training are those of train.py, one thread per rank. Each arm
-lives in processes of its own and trains in turns while the others wait; the link changes under them. A time is that of
-the median step, of the slowest rank.
+Hosts are network namespaces of this machine, 2 or 4 with 1 or 2 ranks each. Each has a cable to a switch, which `tc`
+makes as slow as a link: 1 or 10 Gbit/s each way, 50 us or 1 ms to the other hosts. That takes root, `ip` and `tc`; a
+kernel without netem cannot delay, so there only the rate is set, which each row says. The model and its training are
+those of train.py, one thread per rank; 8 ranks train one of 8 layers, so that each has a stage of a pipeline. Each arm
+lives in processes of its own, must get the losses of the others, and trains in turns with those that it is compared
+with while these wait; the link changes under them. A time is that of the median step, of the slowest rank.
 
-    DDP            torch's over gloo, buckets of 1, 2, 4 and 25 MB: the best of these
-    FSDP2          torch's `fully_shard` of each block over gloo: parameters stay gathered from forward to backward
-    FSDP2, freed   the same, and gathered anew in backward
-    dp             ours: the batch split, parameters broadcast
-    ZeRO 1, 2      ours: `gt.zero(optimizer, stage)` on top
-    ZeRO 3         ours: parameters too, gathered a layer ahead
+    DDP                torch's over gloo, buckets of 1, 2, 4 and 25 MB: the best of these
+    FSDP2              torch's `fully_shard` of each block over gloo: parameters stay gathered from forward to backward
+    FSDP2, freed       the same, and gathered anew in backward
+    DTensor            torch's plan within a host and DDP across: the best of these buckets. Of 2 ranks each only, as tp
+    torch's pipeline   a stage on each rank, 1F1B, 8 micro-batches
+    dp                 ours: the batch split, parameters broadcast
+    ZeRO 1, 2          ours: `gt.zero(optimizer, stage)` on top
+    ZeRO 3             ours: parameters too, gathered a layer ahead
+    tp                 ours: the same plan as DTensor's within a host, the batch split across
+    pipeline           ours: the same as torch's
 
 And how much of a transfer is hidden behind a backward pass that takes as long, but no core: each layer sleeps.
 """
@@ -33,61 +38,88 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import globaltensor as gt
-from benchmarks import train
+from benchmarks import pipeline, train
 from benchmarks.processes import Workers
 from benchmarks.timing import show
 from globaltensor.tensors import gradients
 
 BUCKETS = [1, 2, 4, 25]                              # MB
 LINKS = [("1gbit", "50us"), ("1gbit", "1ms"), ("10gbit", "50us"), ("10gbit", "1ms")]
-HOSTS = 2
+BUCKETED = ("DDP", "DTensor")                        # of which the best bucket counts
+PAIRS = {"dp": "best DDP", "ZeRO 2": "FSDP2", "ZeRO 3": "FSDP2, freed", "tp": "best DTensor",
+         "pipeline": "torch's pipeline"}
+# Arms that take turns: the function that trains, below or in train.py, and what it is told.
+DP = {f"DDP {mb} MB": ("ddp", {"bucket": mb}) for mb in BUCKETS} | {"dp": ("ours", {"stage": 0})}
+SHARDED = {"FSDP2": ("fsdp2", {"frees": False}), "FSDP2, freed": ("fsdp2", {"frees": True})} | {
+    f"ZeRO {stage}": ("ours", {"stage": stage}) for stage in (1, 2, 3)}
+TP = {f"DTensor {mb} MB": ("dtensor", {"bucket": mb}) for mb in BUCKETS} | {"tp": ("tp", {})}
+PIPELINES = {"torch's pipeline": ("torch_pipeline", {}), "pipeline": ("our_pipeline", {})}
+QUICK = {(2, 1): [DP, SHARDED], (2, 2): [{name: TP[name] for name in ("DTensor 25 MB", "tp")}],
+         (4, 1): [PIPELINES]}                        # hosts and ranks of each: arms
+FULL = {(hosts, ranks): [DP, SHARDED, *([TP] if ranks > 1 else []), PIPELINES] for hosts in (2, 4) for ranks in (1, 2)}
 SLEEPER_LAYERS, SLEEPER_WIDTH = 16, 400
 
 
 class Host(NamedTuple):
-    """A network namespace: its end of the cable, and the address there."""
+    """A network namespace: its end of the cable, which has the same name on the switch, and the address there."""
 
     name: str
     end: str
     address: str
+    switch: str
 
 
 def main(json: bool = False, quick: bool = False, hidden: int | None = None) -> None:
     if no_hosts := lacking():
         print(f"hosts: left out: {no_hosts}", file=sys.stderr)
         return
-    per_host, rounds, steps, links = ([1], 1, 2, LINKS[:1]) if quick else ([1, 2], 3, 5, LINKS)
-    rows = [row for n in per_host for row in compare(hidden or (64 if quick else 256), n, links, rounds, steps)]
-    show("hosts: ms of a step over two hosts", rows, json, overlap=overlap(steps))
+    grids, rounds, steps, links = (QUICK, 1, 2, LINKS[:1]) if quick else (FULL, 3, 5, LINKS)
+    rows = [row for (count, per_host), arms in grids.items()
+            for row in compare(count, per_host, arms, hidden or (64 if quick else 256), links, rounds, steps)]
+    where, times = list(rows[0])[:4], list(rows[0])[4:-len(BUCKETED) - len(PAIRS)]
+    show("hosts: ms of a step", rows, json, [[*where, *times], [*where, *list(rows[0])[4 + len(times):]]],
+         overlap=overlap(steps))
 
 
-def compare(hidden: int, per_host: int, links: list[tuple[str, str]], rounds: int, steps: int) -> list[dict[str, Any]]:
-    """All arms on each of these links, in turns of so many steps."""
-    ranks = HOSTS * per_host
-    arms = {f"DDP {mb} MB": {"kind": "ddp", "bucket": mb} for mb in BUCKETS} | {
-        "FSDP2": {"kind": "fsdp2", "frees": False}, "FSDP2, freed": {"kind": "fsdp2", "frees": True}} | {
-        name: {"kind": "ours", "stage": stage} for stage, name in enumerate(("dp", "ZeRO 1", "ZeRO 2", "ZeRO 3"))}
-    rows = []
-    with cable() as hosts, ExitStack() as stack:
-        workers = {name: stack.enter_context(HostWorkers(hosts, per_host, {
-            **arm, "hidden": hidden, "ranks": ranks, "steps": steps})) for name, arm in arms.items()}
-        losses = {name: some.hear() for name, some in workers.items()}
-        for name, seen in losses.items():
-            train.verify(name, seen, losses["DDP 25 MB"][0])
+def compare(count: int, per_host: int, families: list[dict[str, Any]], hidden: int, links: list[tuple[str, str]],
+            rounds: int, steps: int) -> list[dict[str, Any]]:
+    """All arms on each of these links, those of a family in turns of so many steps."""
+    grid = {"hidden": hidden, "layers": max(train.LAYERS, count * per_host)}
+    first: list[float] = []
+    with cable(count) as hosts:
         if not can_delay(hosts[0]):
             links = list(dict.fromkeys((rate, "") for rate, _ in links))
-        for rate, delay in links:
-            for host in hosts:
-                slow_down(host, rate, delay)
-            speed = train.in_turns(workers, rounds)
-            ms = {name: train.BATCH * train.SEQ / tokens * 1e3 for name, tokens in speed.items()}
-            best = min((name for name in ms if name.startswith("DDP")), key=ms.__getitem__)
-            rows.append({"hosts x ranks": f"{HOSTS} x {per_host}", "link": f"{rate}, {delay or 'no delay'}",
-                         "hidden": hidden, **{name: ms[name] for name in ms if not name.startswith("DDP")},
-                         "best DDP": ms[best], "its bucket": best.removeprefix("DDP "),
-                         "dp of DDP": ms["dp"] / ms[best], "ZeRO 2 of FSDP2": ms["ZeRO 2"] / ms["FSDP2"],
-                         "ZeRO 3 of FSDP2, freed": ms["ZeRO 3"] / ms["FSDP2, freed"]})
-    return rows
+        ms: dict[tuple[str, str], dict[str, float]] = {link: {} for link in links}
+        for arms in families:
+            tp = per_host if "tp" in arms else 1
+            with ExitStack() as stack:
+                workers = {name: stack.enter_context(HostWorkers(hosts, per_host, {
+                    **grid, "kind": kind, "dp": count * per_host // tp, "tp": tp, "options": options, "steps": steps}))
+                    for name, (kind, options) in arms.items()}
+                for name, some in workers.items():
+                    losses = some.hear()
+                    first = first or losses[0]
+                    train.verify(name, losses, first)
+                for link in links:
+                    for host in hosts:
+                        slow_down(host, *link)
+                    speed = train.in_turns(workers, rounds)
+                    ms[link] |= {name: train.BATCH * train.SEQ / tokens * 1e3 for name, tokens in speed.items()}
+    return [{"hosts x ranks": f"{count} x {per_host}", "link": f"{rate}, {delay or 'no delay'}", **grid,
+             **in_pairs(ms[rate, delay])} for rate, delay in links]
+
+
+def in_pairs(ms: dict[str, float]) -> dict[str, Any]:
+    """The time of each arm, the best buckets, and how long a step of ours takes, of one of torch's; None: no such arm
+    there."""
+    buckets = {}
+    for kind in BUCKETED:
+        tried = {mb: ms[f"{kind} {mb} MB"] for mb in BUCKETS if f"{kind} {mb} MB" in ms}
+        buckets[kind] = min(tried, key=tried.__getitem__, default=None)
+        ms = ms | {f"best {kind}": min(tried.values(), default=None)}
+    names = [name for pair in PAIRS.items() for name in reversed(pair)] + ["ZeRO 1"]
+    return {**{name: ms.get(name) for name in names}, **{f"{kind}, MB": mb for kind, mb in buckets.items()},
+            **{f"{a} of {b}": ms[a] / ms[b] if a in ms else None for a, b in PAIRS.items()}}
 
 
 def overlap(steps: int, rate: str = "800mbit") -> dict[str, Any]:
@@ -101,35 +133,38 @@ def overlap(steps: int, rate: str = "800mbit") -> dict[str, Any]:
 
 
 @contextmanager
-def cable() -> Iterator[list[Host]]:
-    """Two hosts, joined; they are gone afterwards."""
-    hosts = [Host(f"gtbench{os.getpid()}{k}", f"gtbench{k}", f"10.213.78.{k + 1}") for k in range(HOSTS)]
+def cable(count: int = 2) -> Iterator[list[Host]]:
+    """So many hosts, each with a cable to one switch, a namespace of its own; they are gone afterwards."""
+    switch = f"gtbench{os.getpid()}switch"
+    hosts = [Host(f"gtbench{os.getpid()}{k}", f"gtbench{k}", f"10.213.78.{k + 1}", switch) for k in range(count)]
     try:
+        call("ip", "netns", "add", switch)
+        call("ip", "-n", switch, "link", "add", "switch", "up", "type", "bridge")
         for host in hosts:
             call("ip", "netns", "add", host.name)
-        one, other = hosts
-        call("ip", "link", "add", one.end, "netns", one.name, "type", "veth", "peer",
-             "name", other.end, "netns", other.name)
-        for host in hosts:
+            call("ip", "link", "add", host.end, "netns", host.name, "type", "veth", "peer",
+                 "name", host.end, "netns", switch)
+            call("ip", "-n", switch, "link", "set", host.end, "master", "switch", "up")
             call("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.end)
             for end in (host.end, "lo"):
                 call("ip", "-n", host.name, "link", "set", end, "up")
         yield hosts
     finally:
-        for host in hosts:
-            subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
+        for name in (*(host.name for host in hosts), switch):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 def slow_down(host: Host, rate: str, delay: str) -> None:
-    """What this host sends takes so long to arrive (not at all longer, if that is ""), and no more than so many bits a
-    second."""
-    limits = ["netem", "delay", delay, "rate", rate, "limit", "100000"] if delay else [
-        "tbf", "rate", rate, "burst", "256kb", "latency", "200ms"]
-    call("ip", "netns", "exec", host.name, "tc", "qdisc", "replace", "dev", host.end, "root", *limits)
+    """What this host sends takes so long to arrive (not at all longer, if that is ""); it sends and gets no more than
+    so many bits a second."""
+    limits = ["tbf", "rate", rate, "burst", "256kb", "latency", "200ms"]
+    delayed = ["netem", "delay", delay, "rate", rate, "limit", "100000"] if delay else limits
+    for name, words in ((host.name, delayed), (host.switch, limits)):
+        call("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", host.end, "root", *words)
 
 
 def cut(host: Host) -> None:
-    """Until `mend`, nothing passes the cable."""
+    """Until `mend`, nothing passes this host's cable."""
     call("ip", "-n", host.name, "link", "set", host.end, "down")
 
 
@@ -173,47 +208,63 @@ class HostWorkers(Workers):
 
 def worker(settings: dict[str, Any]) -> Iterator[list[float]]:
     """The losses of the first steps; then, at every turn, the seconds of some more."""
-    model, batches = train.made(settings["hidden"])
-    trainer = {"ddp": ddp, "fsdp2": fsdp2, "ours": ours}[settings["kind"]](model, batches, settings)
+    model, batches = train.made(settings["hidden"], settings["layers"])
+    trainer = KINDS[settings["kind"]](model, batches, settings["dp"], settings["tp"], **settings["options"])
     yield train.first_losses(trainer)
     yield from train.turns(trainer, settings["steps"])
 
 
-def ddp(model: nn.Module, batches: list[tuple[Tensor, Tensor]], settings: dict[str, Any]) -> train.Trainer:
+def fsdp2(model: train.GPT, batches: list[tuple[Tensor, Tensor]], dp: int, tp: int, frees: bool) -> train.Trainer:
     dist.init_process_group("gloo")
-    whole = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=settings["bucket"])
-    return of_torch(whole, batches)
-
-
-def fsdp2(model: nn.Module, batches: list[tuple[Tensor, Tensor]], settings: dict[str, Any]) -> train.Trainer:
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (settings["ranks"],))
+    mesh = init_device_mesh("cpu", (dp,))
     for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh, reshard_after_forward=settings["frees"])
-    return of_torch(model, batches)
+        fully_shard(part, mesh=mesh, reshard_after_forward=frees)
+    return train.of_torch(model, batches, dp, tp)
 
 
-def of_torch(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> train.Trainer:
-    """Each rank trains on its part of a batch."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-
-    def read(loss: Tensor) -> float:
-        """The mean over these parts."""
-        dist.all_reduce(loss)
-        return loss.item() / ranks
-
-    parts = [(a.chunk(ranks)[rank], b.chunk(ranks)[rank]) for a, b in batches]
-    return train.Trainer(model, train.adamw(list(model.parameters())), parts, read)
-
-
-def ours(model: nn.Module, batches: list[tuple[Tensor, Tensor]], settings: dict[str, Any]) -> train.Trainer:
-    where = gt.placement("cpu", torch.arange(settings["ranks"]).tolist(), axis_names=("dp",))
+def ours(model: train.GPT, batches: list[tuple[Tensor, Tensor]], dp: int, tp: int, stage: int) -> train.Trainer:
+    where = gt.placement("cpu", list(range(dp)), axis_names=("dp",))
     gt.to_global(model, where, gt.sbp.broadcast)
     parts = [(gt.from_full(a, where, gt.sbp.split(0)), gt.from_full(b, where, gt.sbp.split(0))) for a, b in batches]
     optimizer = train.adamw(list(model.parameters()))
-    if stage := settings["stage"]:
+    if stage:
         optimizer = gt.zero(optimizer, stage=stage, model=model if stage == 3 else None)
     return train.Trainer(model, optimizer, parts)
+
+
+class PipelineTrainer(train.Trainer):
+    """Its model is a step of a pipeline: (inputs, targets) -> loss, with gradients left behind."""
+
+    def step(self, k: int) -> Tensor:
+        loss = self.model(*self.batches[k % len(self.batches)])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def our_pipeline(model: train.GPT, batches: list[tuple[Tensor, Tensor]], dp: int, tp: int) -> train.Trainer:
+    stages = pipeline.cut(model, dp)
+    runner = pipeline.by_ours("1f1b", stages)
+    return PipelineTrainer(runner.step, train.adamw([p for stage in stages for p in stage.parameters()]), batches)
+
+
+def torch_pipeline(model: train.GPT, batches: list[tuple[Tensor, Tensor]], dp: int, tp: int) -> train.Trainer:
+    dist.init_process_group("gloo")
+    (stage,), step = pipeline.by_torch("1f1b", pipeline.cut(model, dp))
+
+    def run(inputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss where the last stage is; 0 elsewhere."""
+        return torch.stack(step(inputs, targets) or [torch.zeros(())]).mean()
+
+    def read(loss: Tensor) -> float:
+        dist.all_reduce(loss)
+        return loss.item()
+
+    return PipelineTrainer(run, train.adamw(list(stage.parameters())), batches, read)
+
+
+KINDS = {"ddp": train.ddp, "fsdp2": fsdp2, "ours": ours, "dtensor": train.dtensor, "tp": train.ours,
+         "our_pipeline": our_pipeline, "torch_pipeline": torch_pipeline}
 
 
 def sleeper(settings: dict[str, Any]) -> Iterator[list[float]]:
@@ -222,12 +273,12 @@ def sleeper(settings: dict[str, Any]) -> Iterator[list[float]]:
     is allowed: a core that sleeps is to be had when it wakes up."""
     with suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    where = gt.placement("cpu", list(range(HOSTS)))
+    where = gt.placement("cpu", [0, 1])
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(SLEEPER_WIDTH, SLEEPER_WIDTH, bias=False) for _ in range(SLEEPER_LAYERS)))
     gt.to_global(model, where, gt.sbp.broadcast)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    x = gt.from_full(torch.randn(HOSTS, SLEEPER_WIDTH), where, gt.sbp.split(0))
+    x = gt.from_full(torch.randn(2, SLEEPER_WIDTH), where, gt.sbp.split(0))
     nap = 0.0
     for layer in model:
         layer.register_forward_hook(lambda *call: call[-1].register_hook(lambda _: time.sleep(nap)) and None)

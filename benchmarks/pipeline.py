@@ -22,7 +22,7 @@ import ctypes
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,15 +110,25 @@ class Front(nn.Module):
 
 
 def made(hidden: int, stages: int) -> tuple[list[nn.Module], Tensor, Tensor]:
-    """Stages, inputs and targets, the same in every process: blocks dealt out evenly, the ends with the outer ones."""
+    """Stages, inputs and targets, the same in every process."""
     torch.manual_seed(0)
     model = GPT(VOCAB, SEQ, LAYERS, hidden, HEADS)
     ids = torch.randint(VOCAB, (BATCH, SEQ + 1))
-    starts = [round(k * LAYERS / stages) for k in range(stages + 1)]
-    cut = [list(model.blocks[a:b]) for a, b in zip(starts, starts[1:])]
-    cut[0].insert(0, Front(model))
-    cut[-1] += [model.norm, model.head]
-    return [nn.Sequential(*layers) for layers in cut], ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    return cut(model, stages), ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def cut(model: GPT, stages: int) -> list[nn.Module]:
+    """Blocks dealt out evenly, the ends with the outer ones."""
+    starts = [round(k * len(model.blocks) / stages) for k in range(stages + 1)]
+    parts = [list(model.blocks[a:b]) for a, b in zip(starts, starts[1:])]
+    parts[0].insert(0, Front(model))
+    parts[-1] += [model.norm, model.head]
+    return [nn.Sequential(*layers) for layers in parts]
+
+
+def by_ours(name: str, stages: list[nn.Module]) -> Any:
+    ranks = [gt.placement("cpu", [r]) for r in range(gt.world_size())]
+    return gt.pipeline(stages, ranks, name, MICRO_BATCHES, loss_of)
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -145,7 +155,7 @@ def ours(settings: dict[str, Any]) -> Iterator[Any]:
     ranks = gt.world_size()
     for name, chunks in SCHEDULES.items():
         stages, inputs, targets = made(settings["hidden"], ranks * chunks)
-        runner = gt.pipeline(stages, [gt.placement("cpu", [r]) for r in range(ranks)], name, MICRO_BATCHES, loss_of)
+        runner = by_ours(name, stages)
         sys.stdin.readline()
         yield runner.step(inputs, targets).item()
         runs: list[list[Event]] = []
@@ -283,28 +293,34 @@ def calibrated(stages: int, runs: list[list[Event]]) -> tuple[Costs, dict[tuple[
 
 
 def torchs(settings: dict[str, Any]) -> Iterator[Any]:
+    dist.init_process_group("gloo")
+    for name in TORCHS:
+        modules, inputs, targets = made(settings["hidden"], dist.get_world_size() * SCHEDULES[name])
+        own, step = by_torch(name, modules)
+        sys.stdin.readline()
+        losses = step(inputs, targets)
+        yield torch.stack(losses).mean().item() if losses else None
+        yield from turns(own, lambda: step(inputs, targets), settings)
+
+
+def by_torch(name: str, modules: list[nn.Module]) -> tuple[list[nn.Module], Callable[[Tensor, Tensor], list[Tensor]]]:
+    """This rank's stages, and a step: the losses of the micro-batches, where the last stage is."""
     import torch.distributed.pipelining as pipelining
 
-    dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for name, kind in TORCHS.items():
-        total = ranks * SCHEDULES[name]
-        modules, inputs, targets = made(settings["hidden"], total)
-        mine = [rank] if total == ranks else [rank, total - 1 - rank if name.endswith("-v") else ranks + rank]
-        stages = [pipelining.PipelineStage(modules[k], k, total, torch.device("cpu")) for k in mine]
-        schedule = getattr(pipelining.schedules, kind)(stages if total > ranks else stages[0], MICRO_BATCHES, loss_of)
+    rank, ranks, total = dist.get_rank(), dist.get_world_size(), len(modules)
+    mine = [rank] if total == ranks else [rank, total - 1 - rank if name.endswith("-v") else ranks + rank]
+    stages = [pipelining.PipelineStage(modules[k], k, total, torch.device("cpu")) for k in mine]
+    kind = getattr(pipelining.schedules, TORCHS[name])
+    schedule = kind(stages if total > ranks else stages[0], MICRO_BATCHES, loss_of)
+
+    def step(inputs: Tensor, targets: Tensor) -> list[Tensor]:
         losses: list[Tensor] = []
+        first, last = 0 in mine, total - 1 in mine
+        schedule.step(*([inputs] if first else []), **({"target": targets, "losses": losses} if last else {}),
+                      return_outputs=False)
+        return losses
 
-        def step() -> None:
-            losses.clear()
-            first, last = 0 in mine, total - 1 in mine
-            schedule.step(*([inputs] if first else []), **({"target": targets, "losses": losses} if last else {}),
-                          return_outputs=False)
-
-        sys.stdin.readline()
-        step()
-        yield torch.stack(losses).mean().item() if losses else None
-        yield from turns([modules[k] for k in mine], step, settings)
+    return [modules[k] for k in mine], step
 
 
 if __name__ == "__main__":

@@ -147,10 +147,10 @@ def _kilobytes(file: str, field: str) -> int:
     return int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
 
-def made(hidden: int) -> tuple[GPT, list[tuple[Tensor, Tensor]]]:
+def made(hidden: int, layers: int = LAYERS) -> tuple[GPT, list[tuple[Tensor, Tensor]]]:
     """The model and its batches, the same in every process."""
     torch.manual_seed(0)
-    model = GPT(VOCAB, SEQ, LAYERS, hidden, hidden // HEAD)
+    model = GPT(VOCAB, SEQ, layers, hidden, hidden // HEAD)
     ids = torch.randint(VOCAB, (CHECKED, BATCH, SEQ + 1))
     return model, [(some[:, :-1].contiguous(), some[:, 1:].contiguous()) for some in ids]
 
@@ -178,33 +178,40 @@ def plain(model: GPT, batches: list[tuple[Tensor, Tensor]], dp: int, tp: int) ->
     return Trainer(model, adamw(list(model.parameters())), batches)
 
 
-def ddp(model: GPT, batches: list[tuple[Tensor, Tensor]], dp: int, tp: int) -> Trainer:
+def ddp(model: GPT, batches: list[tuple[Tensor, Tensor]], dp: int, tp: int, bucket: int | None = None) -> Trainer:
     dist.init_process_group("gloo")
+    return of_torch(nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket), batches, dp, tp)
 
+
+def of_torch(model: nn.Module, batches: list[tuple[Tensor, Tensor]], dp: int, tp: int) -> Trainer:
+    """Every `tp` ranks train on a part of a batch."""
     def read(loss: Tensor) -> float:
-        """The mean over the ranks' parts of the batch."""
+        """The mean over these parts."""
         dist.all_reduce(loss)
-        return loss.item() / dp
+        return loss.item() / (dp * tp)
 
-    parts = [(a.chunk(dp)[dist.get_rank()], b.chunk(dp)[dist.get_rank()]) for a, b in batches]
-    whole = nn.parallel.DistributedDataParallel(model)
-    return Trainer(whole, adamw(list(whole.parameters())), parts, read)
+    part, groups = dist.get_rank() // tp, {}
+    for p in model.parameters():
+        groups.setdefault(type(p), []).append(p)     # AdamW takes no DTensors together with others
+    parts = [(a.chunk(dp)[part], b.chunk(dp)[part]) for a, b in batches]
+    return Trainer(model, adamw(*groups.values()), parts, read)
 
 
-def dtensor(model: GPT, batches: list[tuple[Tensor, Tensor]], dp: int, tp: int) -> Trainer:
+def dtensor(model: GPT, batches: list[tuple[Tensor, Tensor]], dp: int, tp: int, bucket: int | None = None) -> Trainer:
+    """Where there is more than one part of a batch, DDP adds up gradients across the parts."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (tp,))
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
     for block in model.blocks:
-        parallelize_module(block, mesh, {
+        parallelize_module(block, mesh["tp"], {
             **{f"attention.{name}": ColwiseParallel() for name in "qkv"}, "attention.o": RowwiseParallel(),
             "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
         block.attention.__class__ = OwnHeads
-    cut = [p for p in model.parameters() if isinstance(p, DTensor)]
-    return Trainer(model, adamw(cut, [p for p in model.parameters() if not isinstance(p, DTensor)]), batches)
+    whole = model if dp == 1 else nn.parallel.DistributedDataParallel(
+        model, device_mesh=mesh["dp"], bucket_cap_mb=bucket)
+    return of_torch(whole, batches, dp, tp)
 
 
 class OwnHeads(Attention):

@@ -82,9 +82,13 @@ def test_hosts():
     assert code == 0, err
     if "left out" in err:
         pytest.skip(err)
-    row, = json.loads(out)["rows"]
-    arms = ("dp", "ZeRO 1", "ZeRO 2", "ZeRO 3", "FSDP2", "FSDP2, freed", "best DDP")
-    assert row["hosts x ranks"] == "2 x 1" and min(row[name] for name in arms) > 0
+    arms = {"2 x 1": ("dp", "ZeRO 1", "ZeRO 2", "ZeRO 3", "FSDP2", "FSDP2, freed", "best DDP", "dp of best DDP"),
+            "2 x 2": ("tp", "best DTensor", "tp of best DTensor"),
+            "4 x 1": ("pipeline", "torch's pipeline", "pipeline of torch's pipeline")}
+    rows = json.loads(out)["rows"]
+    assert [row["hosts x ranks"] for row in rows] == list(arms)
+    for row in rows:
+        assert min(row[name] for name in arms[row["hosts x ranks"]]) > 0
 
 
 @pytest.mark.processes
