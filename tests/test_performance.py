@@ -41,7 +41,13 @@ def test_a_plot_was_made_from_the_results_as_they_are(name):
     assert performance.source_hash(performance.PLOTS[name]) in text, ANEW
     assert "var(--ink)" in text and performance.INK not in text and "prefers-color-scheme" in text
     if f"matplotlib {matplotlib.__version__}<" in text:
-        assert performance.drawn(name) == text, ANEW
+        assert with_numbered_ids(performance.drawn(name)) == with_numbered_ids(text), ANEW
+
+
+def with_numbered_ids(svg: str) -> str:
+    """The ids of matplotlib are hashes of floats, whose last digits differ between processors: with AVX-512 or not."""
+    numbers: dict[str, str] = {}
+    return re.sub(r"\b[mp][0-9a-f]{10}\b", lambda each: numbers.setdefault(each[0], f"id{len(numbers)}"), svg)
 
 
 def test_a_table_is_read_as_it_was_printed(tmp_path, monkeypatch):

@@ -135,6 +135,7 @@ def test_a_setting_that_is_none():
 
 
 def test_settings_have_an_effect_at_once(small):
+    gt.config.cache_bytes = 1 << 40                  # other caches of this process count, too
     dictionary = Recent()
     for k in range(60):
         dictionary[k] = Value(100_000)
