@@ -25,7 +25,6 @@ permutes its sequence itself. And no block is fetched while another is computed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from math import inf, nan, prod
 from typing import NamedTuple
 
@@ -38,6 +37,7 @@ from globaltensor.algorithms.run import Run
 from globaltensor.layouts.global_like import GlobalLike, is_global, spec_of
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, layout, spec
 from globaltensor.layouts.rank_regions import rank_regions
+from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Range, volume
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
@@ -160,7 +160,7 @@ class RingStep(NamedTuple):
     dkv: Layout
 
 
-@lru_cache(1000)
+@remembered
 def ring_steps(queries: Layout, keys: Layout, q_shape: Shape, k_shape: Shape, causal: bool) -> tuple[RingStep, ...]:
     """All steps, for queries and keys of these layouts and shapes. In the first, each rank has its own block.
 

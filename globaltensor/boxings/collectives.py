@@ -14,7 +14,7 @@ threads of its own; and those of 16-bit floats, as it rounds after each addition
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -23,6 +23,7 @@ import torch
 
 from globaltensor.boxings.group_step import GroupStep
 from globaltensor.layouts.layout import Shape
+from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Region, intersect, slices, volume
 from globaltensor.runtime.accelerators import engine_class
 from globaltensor.runtime.collectives import Collective
@@ -42,7 +43,7 @@ class Item(NamedTuple):
     shard: torch.Tensor
 
 
-@lru_cache(20_000)
+@partial(remembered, kept=20_000)
 def collective_name(step: GroupStep, dtype: torch.dtype, merged: bool = True, nbytes: int = 0) -> str | None:
     """The collective that does this step of a tensor of that dtype, the same on all ranks of the group; else None.
 

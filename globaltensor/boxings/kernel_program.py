@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from globaltensor.boxings.listed_route import SourcedRegion
@@ -168,7 +167,7 @@ def _uncovered(wanted: Region, pieces: Sequence[SourcedRegion]) -> list[Region]:
     return [region for region in rest if volume(region)]
 
 
-@lru_cache(1_000)
+@remembered
 def _terms(src: Layout, sources: tuple[int, ...]) -> Terms:
     """What the shards of these ranks are: which terms of the pending sum. Two ranks may hold copies of one."""
     coords = src.placement.coords

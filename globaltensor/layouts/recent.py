@@ -158,8 +158,8 @@ class _Results(Cache):
         self.of.cache_clear()
 
 
-def remembered(function: Callable[..., T]) -> _lru_cache_wrapper[T]:
-    """`functools.lru_cache(KEPT)`, whose entries count against the limit."""
+def remembered(function: Callable[..., T], kept: int = KEPT) -> _lru_cache_wrapper[T]:
+    """`functools.lru_cache(kept)`, whose entries count against the limit."""
     results = _Results()
 
     @wraps(function)
@@ -168,7 +168,7 @@ def remembered(function: Callable[..., T]) -> _lru_cache_wrapper[T]:
         results.note(args, value)
         return value
 
-    results.of = known = lru_cache(KEPT)(work_out)
+    results.of = known = lru_cache(kept)(work_out)
     known.__wrapped__ = function                     # for those who want it without a cache
     return known
 

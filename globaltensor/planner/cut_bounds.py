@@ -17,11 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from globaltensor.planner.model_prices import VariantPrices
+from globaltensor.planner.model_prices import ROUNDING, VariantPrices
 from globaltensor.planner.pricing import schedule_of
 from globaltensor.schedules.schedule import F, I, W
-
-_ROUNDING = 1 - 1e-9
 
 
 class ListEnds(NamedTuple):
@@ -77,7 +75,7 @@ def bounds_of_cuts(prices: VariantPrices, several: np.ndarray) -> np.ndarray:
     at_0 = weights @ lists.weights[0] + reduced[:, 0] + optimizer[:, 0]
     out = np.maximum(reduced[:, first] + optimizer, drain + at_0[:, None])
     work = m * ((forward + inputs + weights) @ onto)
-    return ((np.maximum(fill, turn) + work + out).max(1) + prices.cluster.step_overhead) * _ROUNDING
+    return ((np.maximum(fill, turn) + work + out).max(1) + prices.cluster.step_overhead) * ROUNDING
 
 
 def _hops_before(prices: VariantPrices, ends: np.ndarray) -> np.ndarray:

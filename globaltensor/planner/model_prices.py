@@ -31,7 +31,7 @@ from globaltensor.tensors import gradients
 
 _NEVER = float("inf")
 WHOLE_BACKWARD = ("gpipe", "1f1b")
-_ROUNDING = 1 - 1e-9
+ROUNDING = 1 - 1e-9
 RECOMPUTES = ("none", "selective", "full")              # the fastest first
 _ACCUMULATION = KERNEL_KINDS.index("accumulation")
 _OPTIMIZER = KERNEL_KINDS.index("optimizer")
@@ -209,7 +209,7 @@ class VariantPrices:
         seconds = self.least_work() + self.end[0]
         if shape.pp == 1:
             seconds += (self.end[1] + self.optimizer_each) * float(self.mesh.sizes.sum())
-        return seconds * _ROUNDING
+        return seconds * ROUNDING
 
     def least_work(self) -> float:
         """Seconds of the passes of the busiest rank at least: the mean of all, or the longest unit. Of several stages
@@ -218,7 +218,7 @@ class VariantPrices:
         f, i, w = self.passes(self.task.fixed.recompute or "none")
         if shape.pp == 1:
             rank = float(np.sum(f + i + w)) + cluster.micro_batch_overhead
-            return (self.micro_batches * rank + cluster.step_overhead) * _ROUNDING
+            return (self.micro_batches * rank + cluster.step_overhead) * ROUNDING
         f, i = f + self.gathers, i + self.gathers
         work = f + i + w
         rank = max(float(work.sum()) / shape.pp, float(work.max())) + cluster.micro_batch_overhead
@@ -227,7 +227,7 @@ class VariantPrices:
         crossings = np.count_nonzero(np.diff(self.rank_of))      # each at another unit
         alone = float((f + i).sum() + 2 * (latency + busy[:crossings]).sum())
         link = self.micro_batches * float(busy[0])
-        return (max(self.micro_batches * rank, link, alone) + cluster.step_overhead) * _ROUNDING
+        return (max(self.micro_batches * rank, link, alone) + cluster.step_overhead) * ROUNDING
 
     def unit_bytes(self, recompute: str) -> UnitBytes:
         """What each unit holds."""
@@ -300,7 +300,7 @@ class VariantPrices:
         for choice in reversed(choices):
             cut.append(ends - int(choice[ends]))
             ends = int(choice[ends])
-        return tuple(reversed(cut)), (float(best[n]) + self.cluster.step_overhead + self.end[0]) * _ROUNDING
+        return tuple(reversed(cut)), (float(best[n]) + self.cluster.step_overhead + self.end[0]) * ROUNDING
 
     def _added_seconds(self, rank: int) -> list[list[float]]:
         """Of a rank with the units from b to e [b][e]: seconds that the least recomputation that fits adds to each

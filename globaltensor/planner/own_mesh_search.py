@@ -28,6 +28,7 @@ import numpy as np
 
 from globaltensor.planner.model_prices import (
     RECOMPUTES,
+    ROUNDING,
     WHOLE_BACKWARD,
     ModelCandidate,
     ModelTask,
@@ -40,7 +41,6 @@ from globaltensor.planner.rank_memory import sums_of_units
 from globaltensor.planner.space import divisors
 
 _NEVER = float("inf")
-_ROUNDING = 1 - 1e-9
 _SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2")     # those with a stage on each rank
 _MOST_ACTIONS = 1_000_000                            # of pipelines that are simulated
 _MOST_STEPS = 20_000                                 # of putting them together
@@ -119,7 +119,7 @@ def search_own_meshes(orders: Iterable[DeviceOrder], known: float, until: float)
                     heapq.heappush(heap, (least, next(serial), longer))
             continue
         one = OwnMeshPrices(part.start.tables.order, part.meshes).price(part.cut)
-        assert one.seconds >= bound * _ROUNDING or not one.fits, "it takes at least what its bound says"
+        assert one.seconds >= bound * ROUNDING or not one.fits, "it takes at least what its bound says"
         result.simulated.append(one)
         actions += len(one.run.schedule)
         if one.fits and one.seconds < best:
@@ -154,7 +154,7 @@ def _least_work(order: DeviceOrder, samples: int) -> float:
     if not each:
         return _NEVER
     task = next(iter(order.tasks.values()))
-    return task.global_batch // samples * float(np.min(each, axis=0).sum()) / len(order.devices) * _ROUNDING
+    return task.global_batch // samples * float(np.min(each, axis=0).sum()) / len(order.devices) * ROUNDING
 
 
 class _Tables:
@@ -244,7 +244,7 @@ class _Tables:
         if not self.task.fixed.allows("pp", pp):
             return _NEVER
         ends, passes = (float(level[0, 0]) for level in self._behind[pp - 1])
-        return (max(ends, passes if self.schedule in WHOLE_BACKWARD else 0.0) + self.step_overhead) * _ROUNDING
+        return (max(ends, passes if self.schedule in WHOLE_BACKWARD else 0.0) + self.step_overhead) * ROUNDING
 
     def longer(self, part: _Part) -> Iterator[tuple[float, _Part]]:
         """A pipeline with one more rank, in all ways, each with its bound."""
@@ -276,7 +276,7 @@ class _Tables:
                 meshes = (*part.meshes, self.order.mesh(table.groups, variant, place))
                 cut = (*part.cut, e - part.units)
                 if behind or self._is_allowed(meshes, cut):
-                    yield (bound + self.step_overhead) * _ROUNDING, _Part(
+                    yield (bound + self.step_overhead) * ROUNDING, _Part(
                         part.start, meshes, cut, e, place + table.size, forward, passes, least, first_end)
 
     def _is_allowed(self, meshes: tuple[RankMesh, ...], cut: tuple[int, ...]) -> bool:
