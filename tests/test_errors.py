@@ -20,6 +20,7 @@ from globaltensor.errors import (
     ShapeError,
     TransportError,
 )
+from globaltensor.simulator.cluster import hypothetical_placements
 
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
 
@@ -186,3 +187,17 @@ def test_articles_fit_what_a_message_puts_in(text, right):
 def test_the_line_of_the_program_is_never_one_of_code_that_torch_writes(name):
     found = eval(compile("ask()", f"<{name}>", "eval"), {"ask": gt.errors.where})
     assert f"{Path(__file__).name}:" in found
+
+
+@pytest.mark.parametrize("ranks, names", [
+    (range(64), None), (range(64, 576, 8), None), (torch.arange(1_024).reshape(2, 32, 16), ("pp", "dp", "tp")),
+    (torch.arange(512, 640).reshape(16, 8), ("dp", "tp"))])
+def test_many_ranks_are_told_in_a_line_that_gives_them_again(ranks, names):
+    with hypothetical_placements():
+        where = gt.placement("cpu", ranks, names)
+        assert len(repr(where)) < 100 and eval(repr(where), {"placement": gt.placement, "torch": torch}) == where
+
+
+def test_many_ranks_in_uneven_steps_are_listed():
+    with hypothetical_placements():
+        assert "[0, 1, 3, 6, 10, " in repr(gt.placement("cpu", [n * (n + 1) // 2 for n in range(64)]))

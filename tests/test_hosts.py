@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -23,7 +24,7 @@ from globaltensor.boxings.run_steps import RunningBoxing
 from globaltensor.layouts.layout import layout, spec
 from globaltensor.layouts.regions import volume
 from globaltensor.layouts.sbp import broadcast as B, partial_max, partial_sum as P, split as S
-from globaltensor.runtime import world
+from globaltensor.runtime import collectives, world
 from globaltensor.runtime.machine import nccl, shared_memory
 from globaltensor.simulator.cluster import hypothetical_placements
 
@@ -258,3 +259,28 @@ def test_real_placements_stay_real_where_others_are_described():
     assert described != real
     y = gt.ones(4, 4, placement=real, sbp=(S(0), S(1)))
     assert list((y @ y).shards) == [0, 1, 2, 3]
+
+
+class Ended:
+    """A collective that was not done when one last looked, and is once one asks."""
+
+    def __init__(self, fails):
+        self.fails, self.done = fails, False
+
+    def wait(self, patience=None):
+        if not self.done:
+            self.done = True
+            raise RuntimeError("Operation timed out!")
+        if self.fails:
+            raise RuntimeError("Connection closed by peer")
+
+    def is_completed(self):
+        return self.done
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_collective_that_ends_right_after_a_look_has_ended(fails):
+    """Its time-out is one of the look, and no failure of what has been done since."""
+    call = collectives.Collective("all_gather", (0, 1), torch.zeros(1), torch.zeros(2))
+    with pytest.raises(RuntimeError, match="closed by peer") if fails else nullcontext():
+        collectives._wait_for_collective(call, Ended(fails))

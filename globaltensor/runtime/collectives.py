@@ -23,6 +23,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import reduce
 from typing import Any, NamedTuple
@@ -132,14 +133,12 @@ def _wait_for_collective(call: Collective, work: dist.Work) -> None:
     if call.source.device.type != "cpu":
         work.wait()
         return
-    while True:
-        try:
+    while not work.is_completed():
+        with suppress(RuntimeError):                 # it failed, or was not done in time, or has been done since
             work.wait(_LOOK)
             return
-        except RuntimeError:                         # it failed, or was not done in time
-            if work.is_completed():
-                raise
         deadlock.raise_if_in_vain()
+    work.wait()                                      # raises why it failed, if it did
 
 
 def _abandon(begun: Iterable[tuple[Collective, dist.Work]]) -> None:
