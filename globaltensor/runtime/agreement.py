@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -84,8 +84,23 @@ def _all_gather(mine: torch.Tensor, sizes: Mapping[int, int], what: str, tag: in
     """
     buffers = {r: mine if r == rank() else mine.new_empty(n) for r, n in sizes.items()}
     peers = [r for r in sizes if r != rank()]
-    exchange(dict.fromkeys(peers, mine), {r: buffers[r] for r in peers}, what, tag)
+    _exchange_small(dict.fromkeys(peers, mine), {r: buffers[r] for r in peers}, sizes, what, tag)
     return list(buffers.values())
+
+
+def _exchange_small(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor],
+                    members: Collection[int], what: str, tag: int) -> None:
+    """Of buffers that nobody changes afterwards. Where all `members` share memory, they tell each other where these
+    lie, which takes microseconds; gloo takes milliseconds."""
+    if torch_ext is None or not world().host_peers.issuperset(members):
+        exchange(outgoing, incoming, what, tag)
+        return
+    first = min(world().host_peers)
+    numbers = [r - first for r in members if r != rank()]
+    for r, t in outgoing.items():
+        torch_ext.send(r - first, [t], tag, what, numbers)
+    for r, t in incoming.items():
+        t.copy_(torch_ext.recv(r - first, t.nbytes, tag, what, numbers).view(t.dtype))
 
 
 def as_bytes(value: object) -> torch.Tensor:
@@ -172,14 +187,15 @@ def broadcast_object(value: T, source: int, what: str = "broadcasting a result")
     """The object that rank `source` has, on every process; collective over the whole world."""
     if world().single_process or _uncoordinated:
         return value
+    everybody = range(world().size)
     if rank() == source:
         data = as_bytes(value)
         for t in (torch.tensor([len(data)], device="cpu"), data):
-            exchange(dict.fromkeys(_peers(), t), {}, what, BROADCAST)
+            _exchange_small(dict.fromkeys(_peers(), t), {}, everybody, what, BROADCAST)
         return value
-    exchange({}, {source: (size := torch.empty(1, dtype=torch.int64, device="cpu"))}, what, BROADCAST)
+    _exchange_small({}, {source: (size := torch.empty(1, dtype=torch.int64, device="cpu"))}, everybody, what, BROADCAST)
     data = torch.empty(_size_of_message(size, source), dtype=torch.uint8, device="cpu")
-    exchange({}, {source: data}, what, BROADCAST)
+    _exchange_small({}, {source: data}, everybody, what, BROADCAST)
     return from_bytes(data, source)
 
 
