@@ -3,11 +3,10 @@
     forward    mean = sum(x) / n,  var = sum((x - mean)^2) / n,  out = (x - mean) / sqrt(var + eps) * weight + bias
     backward   with c = x - mean, i = 1 / sqrt(var + eps), and sums over all but the channels:
                grad_bias = sum(g),  grad_weight = i * sum(g c)
-               grad_x = weight * i * (g - grad_bias / n - c * i^2 * sum(g c) / n)
+               grad_x = weight * i * (g - grad_bias / n - c * i * grad_weight / n)
 
-Each rank computes the mean of its part and the sum of squares around it in one pass. They are merged (Chan, Golub and
-LeVeque, 1979) by two all-reduces of one number per channel each; the backward pass needs one, of two numbers. The
-output is written by the kernel of evaluation mode, in one more pass.
+Forward takes two all-reduces of one number per channel each, as squares are summed around the mean of the whole batch;
+backward takes one, of two numbers. The output is written by the kernel of evaluation mode.
 """
 from __future__ import annotations
 
@@ -18,12 +17,13 @@ import torch
 from torch import Tensor
 
 from globaltensor.algorithms.decompositions import cast, is_split_or_partial, sbps_of_several
-from globaltensor.algorithms.run import Run
+from globaltensor.algorithms.run import Run, traceable
 from globaltensor.layouts.global_like import GlobalLike, is_global
-from globaltensor.layouts.layout import Shards, layout, replicated, spec
-from globaltensor.layouts.sbp import broadcast, partial_sum, split
+from globaltensor.layouts.layout import replicated, spec
+from globaltensor.layouts.sbp import broadcast, split
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import option
+from globaltensor.runtime import custom_ops
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.world import local_ranks_of
 
@@ -38,8 +38,8 @@ def in_training(call: Call) -> bool:
 
 
 def trained(call: Call) -> bool:
-    """Is it the gradient of statistics over dims that are split, or over pending sums?"""
-    return bool(call["train"]) and any(s.is_partial or s.is_split and s.dim != 1
+    """Is it the gradient of an input whose statistics are over dims that are split, or over pending sums?"""
+    return bool(call["train"] and call["output_mask"][0]) and any(s.is_partial or s.is_split and s.dim != 1
                                        for name in ("input", "grad_out") if is_global(call[name])
                                        for s in sbps_of_several(call[name].spec.layout))
 
@@ -54,20 +54,18 @@ def _reduced_alike(call: Call, run: Run, names: list[str]) -> list[GlobalLike]:
     return run.redistribute(tensors, [dst] * len(tensors), "batch_norm")
 
 
-def _sums(run: Run, x: GlobalLike, terms: list[Shards], dtype: torch.dtype) -> list[GlobalLike]:
-    """Sums per channel, from the terms that ranks made of their parts of x."""
-    own = x.spec
-    # channels that are split stay so: each rank has all that their statistics need along that axis
-    pending = layout(own.placement, tuple(split(0) if s.is_split and s.dim == 1 else partial_sum if s.is_split
-                                          else broadcast for s in own.sbp))
-    done = pending.without_partials
-    sums = [run.wrap(spec(pending, (own.shape[1],), None, dtype), shards) for shards in terms]
-    return run.redistribute(sums, [done] * len(sums), "batch_norm")
-
-
 def _reduced_dims(x: GlobalLike | Tensor) -> list[int]:
     """All but the channels."""
     return [d for d in range(x.dim()) if d != 1]
+
+
+def _of_channels(run: Run, x: GlobalLike, values: list[GlobalLike]) -> list[GlobalLike]:
+    """Numbers per channel, where the ranks have those channels of x; plain ones as they are."""
+    own = x.spec.layout
+    dst = own.with_sbp(tuple(split(0) if s.is_split and s.dim == 1 else broadcast for s in own.sbp))
+    spread = [t for t in values if is_global(t)]
+    moved = iter(run.redistribute(spread, [dst] * len(spread), "batch_norm"))
+    return [next(moved) if is_global(t) else t for t in values]
 
 
 def _per_channel(run: Run, values: GlobalLike, like: GlobalLike) -> GlobalLike:
@@ -75,24 +73,19 @@ def _per_channel(run: Run, values: GlobalLike, like: GlobalLike) -> GlobalLike:
     return run(aten.view.default, values, [1, like.shape[1], *[1] * (like.dim() - 2)])
 
 
+def _mean(run: Run, sums: GlobalLike, n: int) -> GlobalLike:
+    """Over the whole batch, of what ranks have summed up."""
+    total, = run.redistribute([sums], [sums.spec.layout.without_partials], "batch_norm")
+    return run(aten.div.Tensor, total, float(n))
+
+
 def _moments(run: Run, x: GlobalLike, n: int, dtype: torch.dtype) -> tuple[GlobalLike, GlobalLike]:
     """Mean and biased variance per channel of the whole batch."""
-    dims = _reduced_dims(x)
-    own_mean, own_var, counts = {}, {}, {}
-    for rank, part in x.shards.items():
-        counts[rank] = part.numel() // max(part.shape[1], 1)
-        if counts[rank]:
-            own_var[rank], own_mean[rank] = torch.var_mean(part.to(dtype), dims, correction=0)
-        else:                                        # of nothing, torch makes NaN
-            own_var[rank], own_mean[rank] = part.new_zeros(2, part.shape[1], dtype=dtype)
-    total, = _sums(run, x, [{rank: mean * counts[rank] for rank, mean in own_mean.items()}], dtype)
-    mean = run(aten.div.Tensor, total, float(n))
-    # a part's squares around the common mean: those around its own, and how far its own is from that
-    squares = {rank: (own_var[rank] + (own_mean[rank] - mean.shards[rank]) ** 2) * counts[rank] for rank in own_mean}
-    total_squares, = _sums(run, x, [squares], dtype)
-    return mean, run(aten.div.Tensor, total_squares, float(n))
+    mean = _mean(run, run(aten.sum.dim_IntList, x, _reduced_dims(x), dtype=dtype), n)
+    return mean, _mean(run, run(custom_ops.squares_around, x, mean), n)
 
 
+@traceable
 def whole_batch_forward(call: Call, run: Run) -> tuple[GlobalLike, ...]:
     """native_batch_norm in training; the running statistics are updated in place."""
     x, = _reduced_alike(call, run, ["input"])
@@ -136,23 +129,25 @@ def as_native_backward(call: Call, run: Run) -> tuple[Any, ...]:
                list(option(call, "output_mask", (True, True, True))))
 
 
+@traceable
 def whole_batch_backward(call: Call, run: Run) -> tuple[GlobalLike | None, ...]:
     """native_batch_norm_backward in training."""
     x, grad = _reduced_alike(call, run, ["input", "grad_out"])
-    dtype, weight, dims = accumulation_dtype(x.dtype), call["weight"], _reduced_dims(x)
-    n = float(x.numel() // max(x.shape[1], 1))
-    mean, invstd = (cast(run, call[name], dtype) for name in ("save_mean", "save_invstd"))
-    wide_grad = cast(run, grad, dtype)
-    centered = run(aten.sub.Tensor, cast(run, x, dtype), _per_channel(run, mean, x))
-    sums = [run(aten.sum.dim_IntList, t, dims) for t in (wide_grad, run(aten.mul.Tensor, wide_grad, centered))]
-    reduced = [s.spec.layout.without_partials for s in sums]
-    grad_bias, dot = run.redistribute(sums, reduced, "batch_norm")   # sum(g) and sum(g c), in one go
-    scale = invstd if weight is None else run(aten.mul.Tensor, invstd, cast(run, weight, dtype))
-    slope = run(aten.mul.Tensor, run(aten.mul.Tensor, dot, run(aten.mul.Tensor, invstd, invstd)), 1 / n)
+    dtype, weight, n = accumulation_dtype(x.dtype), call["weight"], x.numel() // max(x.shape[1], 1)
+    wide_x, wide_grad = cast(run, x, dtype), cast(run, grad, dtype)
+    mean, invstd, *scales = _of_channels(run, x, [cast(run, t, dtype) for t in (
+        call["save_mean"], call["save_invstd"], weight) if t is not None])
+    wide_weight = scales[0] if scales else None
+    # torch's kernel, told the statistics of the whole batch, sums over the part of a rank
+    sums = run(aten.native_batch_norm_backward.default, wide_grad, wide_x, wide_weight, None, None, mean, invstd, True,
+               call["eps"], [False, True, True])[1:]
+    grad_weight, grad_bias = run.redistribute(sums, [s.spec.layout.without_partials for s in sums], "batch_norm")
+    slope = run(aten.mul.Tensor, run(aten.mul.Tensor, grad_weight, invstd), 1 / n)
+    scale = invstd if wide_weight is None else run(aten.mul.Tensor, invstd, wide_weight)
+    centered = run(aten.sub.Tensor, wide_x, _per_channel(run, mean, x))
     inner = run(aten.sub.Tensor, wide_grad, _per_channel(run, run(aten.mul.Tensor, grad_bias, 1 / n), x))
-    inner = run(aten.sub.Tensor, inner, run(aten.mul.Tensor, centered, _per_channel(run, slope, x)))
+    inner = run(aten.addcmul.default, inner, centered, _per_channel(run, slope, x), value=-1)
     grad_x = cast(run, run(aten.mul.Tensor, inner, _per_channel(run, scale, x)), x.dtype)
     weight_dtype = dtype if weight is None else weight.dtype
-    grad_weight = run(aten.mul.Tensor, dot, invstd)
     grads = (grad_x, cast(run, grad_weight, weight_dtype), cast(run, grad_bias, weight_dtype))
     return tuple(grad if wanted else None for grad, wanted in zip(grads, call["output_mask"]))

@@ -204,8 +204,7 @@ lines("max.dim min.dim", reduction(outputs=2, uncut=True), decomposition=scans.e
 lines("argmax argmin", reduction(uncut=True), decomposition=scans.extreme,
       offer=of_scan(summaries=2, reduces=True, applies=scans.along_split))
 lines("logsumexp", reduction(uncut=True), decomposition=decompositions.logsumexp, offer=of_logsumexp())
-lines("prod prod.dim_int", reduction(uncut=True), decomposition=scans.split_product,
-      offer=of_scan(reduces=True))
+lines("prod prod.dim_int", reduction(uncut=True), decomposition=scans.split_product, offer=of_scan(reduces=True))
 lines("median nanmedian", reduction(uncut=True))
 lines("median.dim nanmedian.dim mode kthvalue aminmax", reduction(outputs=2, uncut=True))
 lines("var.correction", reduction(uncut=True), decomposition=decompositions.variance,
@@ -310,6 +309,7 @@ lines("native_batch_norm", layers.batch_norm,
       decomposition=batch_norm.whole_batch_forward, applies=batch_norm.in_training)
 lines("native_batch_norm_backward", masked_outputs(layers.batch_norm_backward, "output_mask"),
       decomposition=batch_norm.whole_batch_backward, applies=batch_norm.trained)
+TABLE[custom_ops.squares_around] = Line(fixed("n c y*, c -> c"))
 decomposed("_native_batch_norm_legit _native_batch_norm_legit.no_stats _batch_norm_with_update cudnn_batch_norm",
            batch_norm.as_native)
 decomposed("batch_norm_backward cudnn_batch_norm_backward", batch_norm.as_native_backward)

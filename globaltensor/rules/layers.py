@@ -128,7 +128,11 @@ def batch_norm(call: Call) -> Rule:
 
 
 def batch_norm_backward(call: Call) -> Rule:
-    """Operands: grad, input, weight, running mean and variance, saved mean and inverse deviation."""
+    """Operands: grad, input, weight, running mean and variance, saved mean and inverse deviation. In training only the
+    gradient of the input needs those of the whole batch."""
+    if call["train"] and not call["output_mask"][0]:
+        return rule("n c y*, n c y*, c, c, c, c, c -> n c y*, c, c", "a*B*c*F*G;a*B*F*G;a", ndims=call.ndims,
+                    nonempty="n c y*")
     if call["train"]:
         return rule("n! c y*!, n! c y*!, c, c, c, c, c -> n! c y*!, c, c", "a*B*c*F*G;a*B*F*G;a", ndims=call.ndims,
                     nonempty="c")
