@@ -42,7 +42,7 @@ def made_up(seed: int) -> Cluster:
     """A machine of two devices with any rates."""
     draw = random.Random(seed)
     kernels = tuple(KernelRate(kind, 10 ** draw.uniform(-6, -5),
-                               10 ** draw.uniform(-12, -10) * (kind in KERNEL_KINDS[:4]),
+                               10 ** draw.uniform(-12, -10) * (kind in KERNEL_KINDS[:5]),
                                10 ** draw.uniform(-11, -10) * (kind != "view")) for kind in KERNEL_KINDS)
     link = Link(10 ** draw.uniform(-6, -5), 10 ** draw.uniform(9, 10))
     own = {one.kind: one for one in kernels}
@@ -129,7 +129,8 @@ def test_without_kernels_the_longest_of_three_counts(of):
 
 
 @pytest.mark.parametrize("op, kind", [
-    (torch.ops.aten.mm.default, "product"), (torch.ops.aten.add_.Tensor, "pointwise"),
+    (torch.ops.aten.mm.default, "product"), (torch.ops.globaltensor.contract.default, "contraction"),
+    (torch.ops.aten.add_.Tensor, "pointwise"),
     (torch.ops.aten.view.default, "view"), (torch.ops.aten.gelu.default, "curve"),
     (torch.ops.aten._softmax.default, "normalization"), (torch.ops.aten.sum.dim_IntList, "reduction"),
     (torch.ops.aten.embedding.default, "index"), (torch.ops.aten.convolution.default, "convolution"),
@@ -142,7 +143,7 @@ def test_ops_boxings_and_steps_are_measured(tmp_path, monkeypatch):
     """All ranks in one process, each op once."""
     monkeypatch.setattr(measure_here, "_BATCHES", 1)
     monkeypatch.setattr(measure_here, "_SECONDS", 0.0)
-    for name in ("_PRODUCTS", "_BATCHED", "_CONVOLUTIONS", "_ATTENTIONS", "_NORMALIZED", "_ELEMENTS"):
+    for name in ("_PRODUCTS", "_CONTRACTED", "_BATCHED", "_CONVOLUTIONS", "_ATTENTIONS", "_NORMALIZED", "_ELEMENTS"):
         monkeypatch.setattr(measure_here, name, getattr(measure_here, name)[:2])
     measure_here.main(str(tmp_path / "measured.json"))
     measured = json.loads((tmp_path / "measured.json").read_text())

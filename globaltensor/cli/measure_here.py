@@ -22,6 +22,7 @@ from torch.nn import functional as F
 import globaltensor as gt
 from globaltensor.pipelining.layer_lists import WholeModel
 from globaltensor.runtime.agreement import broadcast_object
+from globaltensor.runtime.custom_ops import contract
 from globaltensor.runtime.machine import TRANSPORTS
 from globaltensor.runtime.world import world
 
@@ -36,6 +37,7 @@ _PRODUCTS = ((16, 64, 64), (64, 64, 256), (128, 256, 256), (256, 256, 1024), (51
 _CONVOLUTIONS = ((4, 4, 8, 8), (8, 16, 16, 16), (8, 16, 32, 32), (16, 32, 32, 32))   # rows, channels, outputs, pixels
 _OF_CONVOLUTION = None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
 _BATCHED = ((4, 32, 32, 32), (8, 64, 64, 128), (8, 256, 128, 256))    # products at once, and the sizes of each
+_CONTRACTED = ((16, 16, 2, 32), (64, 64, 4, 64), (64, 128, 8, 256), (256, 128, 8, 256))           # n, h, e, f
 _NORMALIZED = ((4, 8, 8), (16, 16, 16), (16, 32, 32))                 # rows, channels, pixels along each side
 _ATTENTIONS = ((2, 4, 32, 16), (4, 4, 64, 32), (4, 4, 128, 32), (4, 8, 256, 32))      # rows, heads, positions, sizes
 _ELEMENTS = (1 << 8, 1 << 13, 1 << 16, 1 << 19, 1 << 21)
@@ -84,6 +86,15 @@ def _batched_products() -> Iterator[Row]:
         nbytes = _FLOAT * b * (m * k + k * n + m * n)
         yield "batched", 1, 2.0 * b * m * k * n, nbytes, seconds_of(torch.bmm, x, y)
         yield "batched", 1, 2.0 * b * m * k * n, nbytes, seconds_of(torch.bmm, x, _tensor(b, n, k).transpose(1, 2))
+
+
+def _contractions() -> Iterator[Row]:
+    """Products whose operands lie in another order than those of matrices do: of samples and experts, say."""
+    for n, h, e, f in _CONTRACTED:
+        x, w, y = _tensor(n, h), _tensor(e, h, f), _tensor(e, n, f)
+        nbytes = _FLOAT * float(x.numel() + w.numel() + y.numel())
+        for equation, a, b in (("nh,ehf->enf", x, w), ("enf,ehf->nh", y, w), ("nh,enf->ehf", x, y)):
+            yield "contraction", 1, 2.0 * n * h * e * f, nbytes, seconds_of(contract, equation, a, b)
 
 
 def _batch_norms() -> Iterator[Row]:
@@ -201,8 +212,8 @@ def main(path: str) -> None:
     gt.init()
     gt.manual_seed(0)
     with torch.no_grad():
-        ops = [row for rows in (_products, _batched_products, _convolutions, _attentions, _through_memory)
-               for row in counted_rows(rows())]
+        ops = [row for rows in (_products, _contractions, _batched_products, _convolutions, _attentions,
+                                _through_memory) for row in counted_rows(rows())]
         boxings = list(counted_rows(measured_boxings())) if gt.world_size() > 1 else []
     ops += [*counted_rows(_batch_norms()), _start_of_a_view(), *counted_rows(_optimizers())]
     steps = list(counted_rows(measured_steps()))

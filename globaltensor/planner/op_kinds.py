@@ -10,7 +10,8 @@ from globaltensor.simulator.cluster import KERNEL_KINDS
 
 FREE = {torch.ops.aten._unsafe_view.default, torch.ops.aten.detach.default}
 _KINDS = {
-    "product": ("linear", "contract", "mm", "addmm", "addmv", "mv", "dot"),
+    "contraction": ("contract",),
+    "product": ("linear", "mm", "addmm", "addmv", "mv", "dot"),
     "batched": ("bmm", "baddbmm"),
     "batch_norm": ("native_batch_norm", "native_batch_norm_backward", "native_group_norm",
                    "native_group_norm_backward"),

@@ -55,8 +55,8 @@ class KernelRate:
     byte: float
 
 
-KERNEL_KINDS = ("product", "batched", "convolution", "attention", "curve", "pointwise", "normalization", "batch_norm",
-                "reduction", "index", "view", "accumulation", "optimizer")
+KERNEL_KINDS = ("product", "contraction", "batched", "convolution", "attention", "curve", "pointwise", "normalization",
+                "batch_norm", "reduction", "index", "view", "accumulation", "optimizer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,9 +112,12 @@ class Cluster:
 
     @cached_property
     def rates_of_kinds(self) -> np.ndarray:
-        """Start, operation and byte of each of `KERNEL_KINDS`; those that were not measured are as pointwise ops."""
+        """Start, operation and byte of each of `KERNEL_KINDS`; those that were not measured are as pointwise ops, and
+        contractions as products."""
         known = {one.kind: (one.start, one.operation, one.byte) for one in self.kernels}
-        return np.array([known.get(kind, known.get("pointwise", (0.0, 0.0, 0.0))) for kind in KERNEL_KINDS])
+        like = {"contraction": "product"}
+        return np.array([known.get(kind, known.get(like.get(kind, "pointwise"), (0.0, 0.0, 0.0)))
+                         for kind in KERNEL_KINDS])
 
     def op_seconds(self, kinds: np.ndarray, operations: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
         """Of ops of these kinds (places in `KERNEL_KINDS`), which do so many operations on so many bytes."""
