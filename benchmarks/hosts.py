@@ -77,8 +77,10 @@ def main(json: bool = False, quick: bool = False, hidden: int | None = None) -> 
     rows = [row for (count, per_host), arms in grids.items()
             for row in compare(count, per_host, arms, hidden or (64 if quick else 256), links, rounds, steps)]
     where, times = list(rows[0])[:4], list(rows[0])[4:-len(BUCKETED) - len(PAIRS)]
+    hidden_behind = overlap(steps)
+    words = "{transfer:.0f} ms to send {MB:.0f} MB, {backward:.0f} ms of backward, {both:.0f} ms for both at once"
     show("hosts: ms of a step", rows, json, [[*where, *times], [*where, *list(rows[0])[4 + len(times):]]],
-         overlap=overlap(steps))
+         overlap=hidden_behind if json else words.format_map(hidden_behind))
 
 
 def compare(count: int, per_host: int, families: list[dict[str, Any]], hidden: int, links: list[tuple[str, str]],

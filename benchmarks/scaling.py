@@ -69,6 +69,7 @@ def main(json: bool = False, quick: bool = False) -> None:
     note = f"{cores()}; ranks beyond that share them, and efficiency counts so many"
     for columns, some, more in zip(heads, (measured, simulated, loaders), ({"cores": note}, {}, {})):
         show(f"scaling: {columns[0]}", some, json, [columns], **more)
+        print()
 
 
 def arranged(ranks: int) -> tuple[int, int]:

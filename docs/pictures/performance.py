@@ -90,6 +90,31 @@ def pipeline(axes: Any) -> None:
         _bars(panel, [row["schedule"] for row in rows], times, f"{ranks} stages", "ms for a step")
 
 
+def hosts(axes: Any) -> None:
+    rows = tables("hosts")[1]
+    arms = [column for column in rows[0] if " of " in column]
+    for panel, grid in zip(axes, dict.fromkeys(row["hosts x ranks"] for row in rows), strict=True):
+        ratios = {row["link"]: [math.nan if row[arm] == "-" else number(row[arm]) for arm in arms]
+                  for row in rows if row["hosts x ranks"] == grid}
+        _bars(panel, [arm.partition(" of ")[0] for arm in arms], ratios, f"{grid} ranks", "")
+        panel.axhline(1, color=INK, lw=0.6)
+    axes[0].set_ylabel("of the time of torch's")
+
+
+def scaling(axes: Any) -> None:
+    measured, simulated, _ = tables("scaling")
+    for panel, kind in zip(axes, ("strong", "weak"), strict=True):
+        for colour, (label, rows, own, count) in zip(COLOURS, (
+                ("measured, on two cores", measured, kind, "ranks"),
+                ("simulated, a core each", simulated, f"{kind}, this machine", "devices"),
+                ("simulated, 1.3B on dgx-h100", simulated, f"{kind}, 1.3B on dgx-h100", "devices")), strict=False):
+            kept = [row for row in rows if own in row.values()]
+            panel.plot([number(row[count]) for row in kept], [number(row["efficiency"]) for row in kept], "o-", ms=3,
+                       color=colour, label=label)
+        panel.set(xscale="log", ylim=(0, 1.1), title=kind, xlabel="ranks")
+    axes[0].set_ylabel("efficiency")
+
+
 def compiled(axes: Any) -> None:
     rows = tables("compile")[0]
     arms = [row["arm"] for row in rows if not row["arm"].endswith("compiled")]
@@ -150,6 +175,8 @@ class Plot(NamedTuple):
 PLOTS = {"performance-boxing": Plot(boxing, ("boxing-2-ranks",), 4),
          "performance-strategies": Plot(strategies, ("strategies-2-ranks", "strategies-4-ranks"), 2),
          "performance-pipeline": Plot(pipeline, ("pipeline",), 2),
+         "performance-hosts": Plot(hosts, ("hosts",), len({row["hosts x ranks"] for row in tables("hosts")[1]})),
+         "performance-scaling": Plot(scaling, ("scaling",), 2),
          "performance-compile": Plot(compiled, ("compile",)),
          "performance-generate": Plot(generate, ("generate",)),
          "performance-checkpoint": Plot(checkpoint, ("checkpoint",)),
@@ -187,6 +214,7 @@ COLUMNS = {"boxing-2-ranks": ("boxing", "size", "ceiling", "direct", "python", "
                     "left behind")}
 SHOWN: dict[str, Callable[[dict[str, str]], bool]] = {      # of long tables; all of the others
     "boxing-2-ranks": lambda row: row["dtype"] == "float32" and row["size"] in ("1 KB", "256 KB", "64 MB"),
+    "scaling": lambda row: row.get("devices") not in ("2", "64", "256"),
     "faults": lambda row: row["passed"] != "yes"}
 
 
