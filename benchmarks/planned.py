@@ -137,6 +137,15 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
+def _most_received(move: Any, ranks: set[int]) -> int:
+    """Bytes of the rank of these that receives most: ZeRO gathers the parts of all stages in one move."""
+    total = dict.fromkeys(ranks, 0)
+    for (sender, receiver), nbytes in move.flows.items():
+        if receiver in total and sender != receiver:
+            total[receiver] += nbytes
+    return max(total.values())
+
+
 def measure(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """For each strategy: seconds of a step, the most bytes of live tensors, bytes of the record."""
     gt.init()
@@ -161,7 +170,9 @@ def measure(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
             laps.append(time.perf_counter() - began)
         with gt.record() as moves:
             step()
-        received = sum(move.bytes for move in moves if move.op not in ("the pipeline", "the loss of a pipeline"))
+        here = {rank for stage in strategy["stages"] if gt.rank() in stage["ranks"] for rank in stage["ranks"]}
+        received = sum(_most_received(move, here) for move in moves
+                       if move.op not in ("the pipeline", "the loss of a pipeline"))
         live = LiveBytes(list(one.model.parameters()), list(one.model.buffers()), list(optimizer.state.values()))
         with live:
             step()

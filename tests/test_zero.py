@@ -10,7 +10,6 @@ from torch import nn
 
 import globaltensor as gt
 from globaltensor.errors import SbpError
-from globaltensor.parallel import zero
 from globaltensor.tensors import gradients
 
 SEED = 31
@@ -220,17 +219,3 @@ def test_mistakes():
     optimizer.step()
     with pytest.raises(SbpError, match="has taken steps already"):
         gt.zero(optimizer)
-
-
-def test_a_process_gathers_nothing_of_stages_that_run_elsewhere(monkeypatch):
-    """One optimizer holds the parameters of all stages of a pipeline. What others gather is no traffic of this one."""
-    ours, theirs = place([0, 1], ("dp",)), place([2, 3], ("dp",))
-    models = [spread(net(), where, torch.randn(5, 6))[0] for where in (ours, theirs)]
-    moved = []
-    monkeypatch.setattr(zero, "redistribute", lambda tensors, dsts, op: moved.extend(tensors) or list(tensors))
-    monkeypatch.setattr(zero, "foreach_copy_", lambda whole, parts: None)
-    pairs = zero.MasterParams((p, p) for model in models for p in model.parameters())
-    for p in models[1].parameters():
-        p.shards = {}
-    pairs.gather()
-    assert {t.placement for t in moved} == {ours} and len(moved) == len(list(models[0].parameters()))

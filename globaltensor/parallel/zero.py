@@ -163,12 +163,10 @@ class MasterParams(list[tuple[Any, Any]]):
                     part.copy_(torch.where(part.to(p.dtype) == now, part, now.to(part.dtype)))
 
     def gather(self) -> None:
-        """Write the parts into their parameters, all that have ranks here in one move: those of another stage of a
-        pipeline would be told as moved here."""
+        """Write the parts into their parameters, all in one move."""
         with torch.no_grad():
-            here = [(p, part) for p, part in self if p.shards]
-            parts = [part.detach().to(p.dtype) for p, part in here]
-            whole = [p for p, _ in here]
+            parts = [part.detach().to(p.dtype) for p, part in self]
+            whole = [p for p, _ in self]
             foreach_copy_(whole, redistribute(parts, [p.spec.layout for p in whole], "zero"))
         self.note_versions()
 
