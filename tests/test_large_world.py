@@ -15,7 +15,7 @@ def one_of(ranks, *axes):
     """Seconds to make a model global, of its first and its second step, the MB that the first step leaves, and the
     milliseconds of its decisions: the median and the slowest tenth."""
     ran = subprocess.run([sys.executable, "-W", "ignore", PROGRAMS / "one_of_many.py", str(ranks), *axes], check=True,
-                         capture_output=True, text=True, timeout=300, env=ALONE)
+                         capture_output=True, text=True, timeout=120, env=ALONE)
     return [float(number) for number in ran.stdout.split()]
 
 

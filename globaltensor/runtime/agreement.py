@@ -32,10 +32,6 @@ def uncoordinated() -> Iterator[None]:
         _uncoordinated = before
 
 
-def _peers() -> tuple[int, ...]:
-    return tuple(r for r in range(world().size) if r != rank())
-
-
 class Advice(NamedTuple):
     """What an error says where ranks disagree."""
 
@@ -191,7 +187,7 @@ def broadcast_object(value: T, source: int, what: str = "broadcasting a result")
     if rank() == source:
         data = as_bytes(value)
         for t in (torch.tensor([len(data)], device="cpu"), data):
-            _exchange_small(dict.fromkeys(_peers(), t), {}, everybody, what, BROADCAST)
+            _exchange_small(dict.fromkeys({*everybody} - {rank()}, t), {}, everybody, what, BROADCAST)
         return value
     _exchange_small({}, {source: (size := torch.empty(1, dtype=torch.int64, device="cpu"))}, everybody, what, BROADCAST)
     data = torch.empty(_size_of_message(size, source), dtype=torch.uint8, device="cpu")

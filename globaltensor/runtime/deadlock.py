@@ -46,6 +46,7 @@ from globaltensor.runtime.liveness import (
 )
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.stacks import stack_of
+from globaltensor.runtime.world import world
 
 PERIOD = 0.5
 SHOW_STACK = 120.0                                   # seconds
@@ -121,6 +122,8 @@ def leave() -> None:
 def raise_if_in_vain() -> None:
     """Raise where this wait can never end: called from waits that can be interrupted."""
     if _watch is not None and (_watch.rows or _watch.lost is not None) and (error := detected()) is not None:
+        if _current is not None and world().host_peers:      # native code of another rank may ask, if it saw it first
+            torch_ext.report(f"{_current.wait.what}   at {where()}")
         raise error
 
 
