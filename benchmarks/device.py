@@ -4,12 +4,18 @@ Four ranks on one GPU. Every pass is one launch that reads each byte of its sour
 targets once; GB/s counts both, and `share` is of what a plain copy of the same size reaches, measured beside it. Times
 are those of the device, of calls replayed in a CUDA graph; `enqueue us` is what a call costs the host from Python.
 Values are compared with torch's before anything is timed.
+
+Then a GPT is trained on the GPU, by plain torch and by global tensors on one rank and on two that share it:
+milliseconds of a step, as a small model, whose ops the host must start fast enough, and as one that keeps the GPU busy.
 """
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 import globaltensor as gt
 from benchmarks.timing import show
@@ -25,6 +32,9 @@ from globaltensor.boxings.kernel_program import compile_program
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from tests.cuda_library import Corner, Library, Region, build, move, shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from gpt import GPT
 
 RANKS, MEGABYTES, CALLS, ROUNDS = 4, (64, 512), 10, 7
 PATHS = [(split(0), split(1)), (split(1), split(0)), (split(0), broadcast), (partial_sum, split(0)),
@@ -128,6 +138,20 @@ def on_device(call: Callable[[], object], calls: int, rounds: int) -> float:
     return statistics.median(times)
 
 
+def copy_time(source: torch.Tensor, target: torch.Tensor, calls: int, rounds: int) -> float:
+    """Microseconds of the fastest copy: in a graph another engine may do it than outside of one, or than a kernel's."""
+    starts = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+    for start in starts:
+        start.record()
+        for _ in range(calls):
+            target.copy_(source)
+    torch.cuda.synchronize()
+    eager = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(starts)) * 1e3 / calls
+    graph, kernel = (on_device(call, calls, rounds) for call in (
+        lambda: target.copy_(source), lambda: torch.neg(source, out=target)))
+    return min(eager, graph, kernel)
+
+
 def check(library: Library, found: list[Pass]) -> None:
     """Raise where a pass makes something else than torch."""
     for one in found:
@@ -139,8 +163,8 @@ def check(library: Library, found: list[Pass]) -> None:
 def measure(library: Library, nbytes: int, calls: int, rounds: int) -> list[dict]:
     rows = []
     source, target = (torch.empty(nbytes // 4, device=library.device) for _ in range(2))
-    source.zero_()
-    copy = 2 * nbytes / on_device(lambda: target.copy_(source), calls, rounds) / 1e3
+    source.normal_()
+    copy = 2 * nbytes / copy_time(source, target, calls, rounds) / 1e3
     found = passes(nbytes, library.device)
     check(library, found)
     for one in found:
@@ -157,6 +181,65 @@ def measure(library: Library, nbytes: int, calls: int, rounds: int) -> list[dict
     return rows
 
 
+# ------------------------------------------------------------------------------------------------------- training
+class Shape(NamedTuple):
+    """A GPT and its batch; `amp`: computed in bfloat16 where that is enough."""
+
+    layers: int
+    hidden: int
+    batch: int
+    seq: int
+    amp: bool
+
+
+SHAPES = (Shape(4, 256, 8, 128, False), Shape(12, 768, 16, 1024, True))
+
+
+def trainer(shape: Shape, ranks: int) -> Callable[[], torch.Tensor]:
+    """A step of training, which returns the loss; without ranks, of plain torch."""
+    torch.manual_seed(0)
+    model = GPT(512, shape.seq, shape.layers, shape.hidden, shape.hidden // 64)
+    ids = torch.randint(512, (shape.batch, shape.seq + 1))
+    parts = [ids[:, :-1].contiguous(), ids[:, 1:].contiguous()]
+    if ranks:
+        where = gt.placement("cuda", list(range(ranks)), ("dp",))
+        gt.to_global(model, where, broadcast)
+        parts = [gt.from_full(part, where, split(0)) for part in parts]
+    else:
+        model.cuda()
+        parts = [part.cuda() for part in parts]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=shape.amp):
+            loss = F.cross_entropy(model(parts[0]).float().view(-1, 512), parts[1].view(-1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def train(shape: Shape, rounds: int) -> dict:
+    """Median milliseconds of a step of each, in turns, the GPU's work included."""
+    arms = {"plain ms": trainer(shape, 0), "one rank ms": trainer(shape, 1), "two ranks ms": trainer(shape, 2)}
+    losses = {name: [arm().item() for _ in range(3)] for name, arm in arms.items()}
+    for name, found in losses.items():
+        if not torch.allclose(*map(torch.tensor, (found, losses["plain ms"])), rtol=1e-2 if shape.amp else 1e-4):
+            raise AssertionError(f"{name}: losses {found}, not {losses['plain ms']}")
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name, arm in arms.items():
+            began = time.perf_counter()
+            for _ in range(3):
+                arm()
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - began) / 3 * 1e3)
+    row = {name: statistics.median(found) for name, found in times.items()}
+    return {**shape._asdict(), **row, "one rank / plain": row["one rank ms"] / row["plain ms"]}
+
+
 def main(json: bool = False, quick: bool = False) -> None:
     for missing, there in (("GPU", torch.cuda.is_available()), ("nvcc", shutil.which("nvcc"))):
         if not there:
@@ -168,6 +251,9 @@ def main(json: bool = False, quick: bool = False) -> None:
         rows = [row for megabytes in ((8,) if quick else MEGABYTES)
                 for row in measure(library, megabytes << 20, 2 if quick else CALLS, 2 if quick else ROUNDS)]
     show("device: boxing passes of four ranks on one GPU", rows, json, gpu=torch.cuda.get_device_name())
+    os.environ["GLOBALTENSOR_SHARE_GPU"] = "1"
+    show("device: a training step on one GPU", [train(shape, 3 if quick else 20) for shape in SHAPES], json,
+         gpu=torch.cuda.get_device_name())
 
 
 if __name__ == "__main__":

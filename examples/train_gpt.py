@@ -100,6 +100,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         metavar="FILE")
     parser.add_argument("--sp", action="store_true", help="split the sequence between the layers over the ranks of tp")
     parser.add_argument("--zero", type=int, choices=range(4), default=0, help="stage of ZeRO along dp", metavar="STAGE")
+    parser.add_argument("--device", default="cpu", help="type of the ranks' devices, such as cuda", metavar="TYPE")
     parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where that is enough")
     parser.add_argument("--recompute", action="store_true", help="run blocks again in backward, and keep less")
     parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate")
@@ -154,7 +155,7 @@ def say(*words: Any) -> None:
 def stages(options: argparse.Namespace) -> list[gt.placement]:
     """One placement of dp x tp ranks per pipeline stage."""
     ranks = torch.arange(options.pp * options.dp * options.tp).view(options.pp, options.dp, options.tp)
-    return [gt.placement("cpu", stage.tolist(), axis_names=("dp", "tp")) for stage in ranks]
+    return [gt.placement(options.device, stage.tolist(), axis_names=("dp", "tp")) for stage in ranks]
 
 
 def spread(model: GPT, places: list[gt.placement], sequence: bool = False) -> None:
@@ -182,7 +183,7 @@ class Trainer:
     """A model, its optimizer and its learning rate: plain torch, global or not."""
 
     def __init__(self, model: GPT, options: argparse.Namespace) -> None:
-        self.model, self.amp = model, options.amp
+        self.model, self.device, self.amp = model, options.device, options.amp
         for block in model.blocks if options.recompute else ():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1,
@@ -206,7 +207,7 @@ class Trainer:
         """One optimizer step on the parts of a batch; the loss before it."""
         total = 0.0
         for inputs, targets in parts:
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.amp):
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.amp):
                 logits = self.model(inputs)                                                  # [b, t, vocab]
             loss = F.cross_entropy(logits.float().view(-1, VOCAB), targets.view(-1)) / len(parts)
             loss.backward()
@@ -225,7 +226,7 @@ def train(options: argparse.Namespace) -> tuple[list[float], float]:
         fail(f"{len(text)} bytes of text are too few for --seq {options.seq}")
     torch.manual_seed(options.seed)
     model = GPT(VOCAB, options.seq, options.layers, options.hidden, options.heads, options.dropout, options.tied)
-    plain = Trainer(copy.deepcopy(model), options) if options.verify else None
+    plain = Trainer(copy.deepcopy(model).to(options.device), options) if options.verify else None
     places = stages(options)
     spread(model, places, options.sp)
     trainer = Trainer(model, options)
@@ -249,7 +250,7 @@ def train(options: argparse.Namespace) -> tuple[list[float], float]:
             show(step, losses[-1])
             note(step, losses[-1])
             if plain is not None:
-                expected = plain.step(parts)
+                expected = plain.step([(a.to(options.device), b.to(options.device)) for a, b in parts])
                 difference = abs(losses[-1] - expected) / abs(expected)
                 worst = max(worst, difference) if math.isfinite(difference) else math.inf
                 say(f"step {step:4}   global {losses[-1]:.6f}   plain {expected:.6f}   difference {difference:.1e}")
@@ -260,7 +261,7 @@ def train(options: argparse.Namespace) -> tuple[list[float], float]:
     if losses:                                       # else the checkpoint was that of the last step
         report(model, moves, losses)
     if options.sample:
-        prompt = text[:options.seq].long().unsqueeze(0)
+        prompt = text[:options.seq].long().unsqueeze(0).to(options.device)
         written = model.generate(prompt, options.sample)
         assert isinstance(written, gt.GlobalTensor)
         say(f"\nA sample:\n{bytes(written.full_tensor()[0, options.seq:].tolist()).decode(errors='replace')}")

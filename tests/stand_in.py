@@ -2,7 +2,8 @@
 
     load()              the device "privateuseone", of as many as STAND_IN_DEVICES says (4)
     load("npu")         the same under a name of its own, as backends have them
-    thread_kernels()    the kernels of csrc/ for it: the GPU's, run as threads
+    load("cuda")        no stand-in: the GPUs of this host
+    kernels_for_tests("npu")     the kernels of csrc/ for it: the GPU's, run as threads
     plant("GT_BAD_COPY")     a mistake in one of them, of enum gt_plant; plant("GT_NO_PLANT") takes it away
 
 `native/stand_in.cpp` says what it is. One process can load it once, and autograd counts devices when it starts: before
@@ -65,6 +66,9 @@ def built_kernels() -> Path:
 def load(name: str = "privateuseone") -> str:
     """Make it a device of this process; its name."""
     global _library
+    if name == "cuda":
+        torch.backends.cudnn.allow_tf32 = False      # the oracle is the CPU
+        return name
     torch.ops.load_library(built())
     _library = ctypes.CDLL(str(built()))
     torch.utils.rename_privateuse1_backend(name)
@@ -85,8 +89,25 @@ def memory_lent() -> Iterator[None]:
         _library.stand_in_lend(-1)
 
 
-def thread_kernels(type: str) -> Any:
-    """The kernels of csrc/ as threads, for devices of this type; to be had by provide_kernels."""
+def kernels_for_tests(type: str) -> Any:
+    """The kernels of csrc/ for devices of this type, with a list `calls` of what is called."""
+    if type != "cuda":
+        return _thread_kernels(type)
+    from globaltensor.runtime import cuda_kernels
+
+    class SeenKernels(cuda_kernels.KernelLibrary):
+        calls: list[str] = []
+
+        def call(self, function: str, *args: Any) -> int:
+            self.calls.append(function)
+            return super().call(function, *args)
+
+    cuda_kernels.KernelLibrary = SeenKernels  # type: ignore[misc]
+    return cuda_kernels.find_cuda_kernels()
+
+
+def _thread_kernels(type: str) -> Any:
+    """The kernels as threads."""
     from globaltensor.runtime.kernel_library import KernelLibrary  # after the device
 
     opened: list[mmap.mmap] = []

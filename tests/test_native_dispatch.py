@@ -270,3 +270,17 @@ def test_products_have_the_bits_of_the_twin():
         got, want = custom_ops._contract(equation, a, b), torch.ops.globaltensor.contract(equation, a, b)
         assert torch.equal(got, want) and got.stride() == want.stride(), equation
         torch.testing.assert_close(got, torch.einsum(equation, a, b), rtol=1e-5, atol=1e-5)
+
+
+def test_attention_of_gpus_is_done_natively(arrivals):
+    """Of torch's ops for it some results are numbers; they are replayed too."""
+    aten, rest = torch.ops.aten, (0.0, [True] * 3 + [False], True)
+    q, k, v = (gt.from_full(torch.randn(2, 4, 8, 16), gt.placement("cpu", [0, 1]), S(1)) for _ in range(3))
+    for _ in range(4):                               # decided, their steps too
+        arrivals.clear()
+        out, log, *more = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)
+        assert more[2:4] == [8, 8]
+        aten._scaled_dot_product_flash_attention_backward(q, q, k, v, out, log, *more[:4], 0.0, True, None, None)
+        made = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, is_causal=True)
+        aten._scaled_dot_product_efficient_attention_backward(q, q, k, v, None, *made, *rest)
+    assert not arrivals, arrivals

@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from harness import PYTHON, environment, good
 from shards import B, P, gather, layouts, scatter
 from torch.distributions import Multinomial, MultivariateNormal
+from torch.nn.attention import SDPBackend
 
 import globaltensor as gt
-from globaltensor.algorithms.fused_attention import rank_by_rank
-from globaltensor.dispatch.core import _Run
+from globaltensor.algorithms import attention_kernels
 from globaltensor.layouts.sbp import partial_max, partial_min, split
-from globaltensor.rules.call import Call
 from globaltensor.runtime.torch_internals import TORCH
 
 SEED = int(os.environ.get("OPS_SEED") or 20_261_121)
@@ -492,23 +491,57 @@ def test_distances_of_no_points():
     good([PYTHON, "-c", NO_POINTS], environment())
 
 
+ATTENTION = {                                        # per kernel of a GPU: what it takes between value and dropout
+    "flash": lambda mask: (), "efficient": lambda mask: (mask, True), "cudnn": lambda mask: (mask, True)}
+
+
+@pytest.mark.parametrize("kernel", ATTENTION)
 @pytest.mark.parametrize("place", PLACES)
-def test_attention_rank_by_rank(place):
-    """What kernels on GPUs are run by, on the one that CPU has: heads cut evenly and not, shared heads, 2 x 2."""
+def test_attention_of_gpus(place, kernel):
+    """torch's ops for the kernels of GPUs run as that for a CPU: heads cut evenly and not, 2 x 2, masks."""
     generator, where = torch.Generator().manual_seed(SEED % 2**31), gt.placement("cpu", PLACES[place])
-    func = aten._scaled_dot_product_flash_attention_for_cpu
-    for shapes, nd in itertools.product((((4, 6, 3, 8), (4, 6, 5, 8)), ((3, 4, 3, 8), (3, 2, 5, 8))),
-                                        layouts(4, where.ndim)):
-        q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64) for s in (*shapes, shapes[1]))
-        plain, lying = (q, k, v), [scatter(t, where, nd, generator) for t in (q, k, v)]
-        want, got = func(*plain), rank_by_rank(Call(func.default, tuple(lying), {}), _Run(gt.GlobalTensor))
-        same(got, want, f"{shapes} {nd}")
-        rest = (0.0, False)
-        grad = torch.randn(q.shape, generator=generator, dtype=torch.float64)
-        back = Call(aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-                    (scatter(grad, where, nd, generator), *lying, *got, *rest), {})
-        wanted = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, *plain, *want, *rest)
-        same(rank_by_rank(back, _Run(gt.GlobalTensor)), wanted, f"backward {shapes} {nd}")
+    forward, backward = (getattr(aten, f"_scaled_dot_product_{kernel}_attention{end}") for end in ("", "_backward"))
+    op = aten._scaled_dot_product_flash_attention_for_cpu
+    for causal, nd in itertools.product((False, True), layouts(4, where.ndim)):
+        plain = [torch.randn(4, 6, n, 8, generator=generator, dtype=torch.float64) for n in (3, 5, 5)]
+        bias = torch.randn(4, 6, 3, 5, generator=generator, dtype=torch.float64)
+        bias = bias if kernel != "flash" and not causal else None
+        lying, masks = [scatter(t, where, nd, generator) for t in plain], [bias, bias]
+        want = op(*plain, is_causal=causal, attn_mask=bias)
+        if bias is not None:
+            masks[1] = scatter(bias, where, nd, generator)
+        got = forward(*lying, *ATTENTION[kernel](masks[1]), is_causal=causal)
+        same(got[:2], want, f"{causal} {nd}")
+        grad = torch.randn(4, 6, 3, 8, generator=generator, dtype=torch.float64)
+        wanted = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, *plain, *want, 0.0, causal,
+                                                                           attn_mask=bias)
+        spread = scatter(grad, where, nd, generator)
+        if kernel == "efficient":
+            grads = backward(spread, *lying, masks[1], *got, 0.0, [True, True, True, False], causal)
+        else:
+            seeds, ends = (None, None), (*got[2:6], 0.0, causal)
+            grads = (backward(spread, *lying, *got[:2], *ends, *seeds) if kernel == "flash" else
+                     backward(spread, *lying, *got[:2], *seeds, masks[1], *ends))
+        same(grads[:3], wanted, f"backward {causal} {nd}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_attention_made_of_ops_is_that_of_the_kernel(dtype, monkeypatch):
+    """What a GPU does where torch has no kernel for it, beside the kernel of a CPU."""
+    monkeypatch.setattr(attention_kernels, "_kernel_for", lambda *_: SDPBackend.MATH)
+    generator, near = torch.Generator().manual_seed(SEED % 2**31), 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for heads, causal, masked in itertools.product((6, 2), (False, True), (False, True)):
+        q, k, v = (torch.randn(2, h, n, 8, generator=generator).to(dtype) for h, n in ((6, 5), (heads, 7), (heads, 7)))
+        mask = torch.randn(5, 7, generator=generator).to(dtype).masked_fill(torch.eye(5, 7).bool(), -torch.inf)
+        mask[3] = -torch.inf                         # sees nothing
+        options = {"attn_mask": mask if masked and not causal else None}
+        want = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, **options)
+        got = attention_kernels.attention_on_gpu(q, k, v, 0.0, causal, **options)
+        grad = torch.randn(2, 6, 5, 8, generator=generator).to(dtype)
+        wanted = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, *want, 0.0, causal, **options)
+        grads = attention_kernels.attention_gradients_on_gpu(grad, q, k, v, *want, 0.0, causal, **options)
+        for a, b in zip((*got, *grads), (*want, *wanted), strict=True):
+            torch.testing.assert_close(a, b.to(a.dtype), rtol=near, atol=near, msg=f"{heads} {causal} {masked}")
 
 
 @pytest.mark.parametrize("name", ["cudnn_batch_norm", "_batch_norm_with_update", "_native_batch_norm_legit"])

@@ -26,7 +26,11 @@ enum gt_path : uint8_t {
 // Jobs of one kind share a kernel, and a table: all in one kernel would not fit the registers.
 enum gt_kind { GT_MOVES, GT_FLOATS, GT_INTEGERS, GT_KINDS };
 
-enum { GT_UNITS = 4, GT_TILE = GT_UNITS * GT_THREADS };  // units per thread and per tile
+enum { GT_UNITS = 4, GT_TILE = GT_UNITS * GT_THREADS };  // units per thread and per tile: of narrow words, some times
+// as many, as a GPU is kept busy by the bytes that are on their way.
+__host__ __device__ constexpr int gt_times(int path) {
+  return path == GT_COPY || path == GT_COPY + 1 ? 4 : path == GT_COPY + 2 ? 2 : 1;
+}
 // Values that are reduced at a time: 16 bytes of them, but of small integers only 4 values.
 __host__ __device__ constexpr int gt_lanes(int itemsize, bool is_float) {
   return is_float || itemsize > 2 ? 16 / itemsize : 4;

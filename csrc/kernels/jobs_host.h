@@ -260,7 +260,8 @@ class Plan {
       more.push_back((uint64_t)magic << 32 | size);  // read as {size, magic}: both machines are little-endian
       job.units *= size;
     }
-    int64_t count = (job.units + (int64_t)GT_TILE - 1) / GT_TILE;
+    const int64_t each = (int64_t)GT_TILE * gt_times(path);
+    int64_t count = (job.units + each - 1) / each;
     if (turned) {
       const int64_t side = gt_turn_side(turned), x = d.size[d.ndim - 1], y = d.size[d.ndim - 2];
       job.across = (uint32_t)((x + side - 1) / side), job.down = (uint32_t)((y + side - 1) / side);

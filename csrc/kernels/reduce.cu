@@ -51,7 +51,7 @@ template <> struct JobKind<GT_MOVES> {
   using Shared = Square;
   static constexpr int blocks = 3;      // of a multiprocessor: what its registers allow without spilling
   static GT_DEVICE void tile(const gt_job& job, uint32_t tile, Square& square) {
-    const uint32_t unit = tile * GT_TILE + threadIdx.x;
+    const uint32_t unit = tile * gt_times(job.path) * GT_TILE + threadIdx.x;
     switch (job.path) {
       case GT_COPY: return copy<1>(job, unit);
       case GT_COPY + 1: return copy<2>(job, unit);

@@ -94,29 +94,38 @@ template <int U> GT_DEVICE void offsets(const gt_job& job, const int64_t* stride
   for (int u = 0; u < U; u++) at[u] += (int64_t)left[u] * stride;
 }
 
-template <int width> GT_DEVICE void copy(const gt_job& job, uint32_t unit) {
-  constexpr int U = GT_UNITS;
+// The loads of all units are on their way before the first of them is stored.
+template <int width> GT_DEVICE void copy(const gt_job& job, uint32_t first) {
+  constexpr int U = GT_UNITS, times = gt_times(GT_COPY + (width > 1) + (width > 2) + (width > 4) + (width > 8));
   const uint32_t units = job.units;
-  gt_word<width> words[U] = {};
+  gt_word<width> words[times][U] = {};
   int64_t at[U];
   if (job.sources) {
-    offsets(job, job.source_strides(0), unit, at);
     const char* source = job.places()[0];
 #pragma unroll
-    for (int u = 0; u < U; u++)
-      if (unit + u * GT_THREADS < units) words[u] = gt_read<width>(source + at[u]);
+    for (int k = 0; k < times; k++) {
+      const uint32_t unit = first + k * GT_TILE;
+      offsets(job, job.source_strides(0), unit, at);
+#pragma unroll
+      for (int u = 0; u < U; u++)
+        if (unit + u * GT_THREADS < units) words[k][u] = gt_read<width>(source + at[u]);
+    }
   }
   const int targets = job.targets;
 #pragma unroll 1
   for (int t = 0; t < targets; t++) {
-    if (t == 0 || job.each & 2) offsets(job, job.target_strides(t), unit, at);
     char* target = job.places()[job.sources + t];
 #pragma unroll
-    for (int u = 0; u < U; u++)
-      if (unit + u * GT_THREADS < units && !(gt_planted(GT_BAD_COPY) && unit + u * GT_THREADS == 5)) {
-        gt_write<width>(target + at[u], words[u]);
-        if (gt_planted(GT_BAD_END) && unit + u * GT_THREADS == units - 1) gt_write<width>(target + at[u] + width, {});
-      }
+    for (int k = 0; k < times; k++) {
+      const uint32_t unit = first + k * GT_TILE;
+      if (t == 0 || times > 1 || job.each & 2) offsets(job, job.target_strides(t), unit, at);
+#pragma unroll
+      for (int u = 0; u < U; u++)
+        if (unit + u * GT_THREADS < units && !(gt_planted(GT_BAD_COPY) && unit + u * GT_THREADS == 5)) {
+          gt_write<width>(target + at[u], words[k][u]);
+          if (gt_planted(GT_BAD_END) && unit + u * GT_THREADS == units - 1) gt_write<width>(target + at[u] + width, {});
+        }
+    }
   }
 }
 
@@ -127,10 +136,11 @@ template <class T> GT_DEVICE int bad_last() {
   return gt_planted(std::is_integral_v<T> ? GT_BAD_INTEGERS : GT_BAD_FLOATS) ? 1 : 0;
 }
 
-// A unit is V values. The loads of two sources, of U units each, are on their way at the same time.
+// A unit is V values. The loads of several sources, of U units each, are on their way at the same time.
 template <class T, int V, bool extreme> GT_DEVICE void reduce(const gt_job& job, uint32_t first) {
   using A = decltype(widen(T()));
   constexpr int width = V * (int)sizeof(T), U = V <= 4 ? 2 : 1;
+  [[maybe_unused]] constexpr int together = 4 / U;
   const uint32_t units = job.units;
   const int sources = job.sources, targets = job.targets, to = job.to;
   const bool least = job.least;
@@ -142,7 +152,7 @@ template <class T, int V, bool extreme> GT_DEVICE void reduce(const gt_job& job,
     int64_t at[U] = {};
     for (auto& values : total)
       for (A& value : values) value = nothing<extreme, A>(least);
-#pragma unroll 2
+#pragma unroll together
     for (int s = 0; s < sources - bad_last<T>(); s++) {
       if (s == 0 || job.each & 1) offsets(job, job.source_strides(s), unit, at);
       const char* source = job.places()[s];
@@ -193,6 +203,7 @@ template <class Store> GT_DEVICE void turn(const gt_job& job, uint32_t tile, Squ
   using W = typename Store::type;
   constexpr int size = sizeof(W), side = gt_turn_side(size), row = side + (size < 4 ? 4 / size : 1);
   constexpr int rows = GT_THREADS / side;
+  [[maybe_unused]] constexpr int together = size <= 2 ? 16 : size <= 4 ? 8 : 4;  // loads on their way
   static_assert(side * row * size <= (int)sizeof(Square) && side % rows == 0, "the square holds a tile");
   W* held = (W*)square.bytes;
   const uint32_t* dims = job.dims();
@@ -213,7 +224,7 @@ template <class Store> GT_DEVICE void turn(const gt_job& job, uint32_t tile, Squ
   if (quick < ys) {
     const int64_t step = job.source_strides(0)[x];
     const char* from = job.places()[0] + begin(job.source_strides(0)) + quick * size + slow * step;
-#pragma unroll 4
+#pragma unroll together
     for (uint32_t i = slow; i < side; i += rows, from += rows * step)
       if (i < xs) held[i * row + quick] = gt_read<size>(from);
   }

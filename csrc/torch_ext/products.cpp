@@ -23,6 +23,18 @@
 namespace py = pybind11;
 
 namespace gt {
+
+at::Tensor autocast(const at::Tensor& t) {
+  const auto device = t.device().type();
+  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return t;
+  if (!t.is_floating_point() || t.scalar_type() == c10::kDouble) return t;
+  return t.to(at::autocast::get_autocast_dtype(device));
+}
+
+std::optional<at::Tensor> autocast(const std::optional<at::Tensor>& t) {
+  return t && t->defined() ? std::optional(autocast(*t)) : t;
+}
+
 namespace {
 
 using at::Tensor;
@@ -130,16 +142,6 @@ struct Linear : torch::autograd::Function<Linear> {
   }
 };
 
-// What autocast would do to an operand of a product.
-Tensor cast(const Tensor& t) {
-  const auto device = t.device().type();
-  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return t;
-  if (!t.is_floating_point() || t.scalar_type() == c10::kDouble) return t;
-  return t.to(at::autocast::get_autocast_dtype(device));
-}
-
-std::optional<Tensor> cast(const std::optional<Tensor>& t) { return t && t->defined() ? std::optional(cast(*t)) : t; }
-
 [[noreturn]] void misfit(const std::string& op, const char* left, const Tensor& a, const char* right,
                          const Tensor& b) {
   try {
@@ -163,7 +165,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     return at::linear(x, weight, bias);
   }
   if (x.size(-1) != weight.size(1)) misfit("linear", "input", x, "weight", weight);
-  return linear_in_graph(cast(x), cast(weight), cast(bias));
+  return linear_in_graph(autocast(x), autocast(weight), autocast(bias));
 }
 
 // x without the leading dims of size 1 that are broadcast, and the labels of those that stay.
@@ -187,7 +189,7 @@ bool is_odd(const Tensor& a, const Tensor& b) {
 }
 
 Tensor matmul(const Tensor& x, const Tensor& y) {
-  const Tensor a = cast(x), b = cast(y);
+  const Tensor a = autocast(x), b = autocast(y);
   if (a.dim() < 2 || b.dim() < 2 || (a.dim() == 2 && b.dim() == 2) || is_odd(a, b) || beyond_backward(a, b)) {
     c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
     return at::matmul(x, y);
@@ -251,7 +253,7 @@ Tensor einsum(std::string_view text, at::TensorList operands, at::OptionalIntArr
   std::string equation(text);
   equation.erase(std::remove(equation.begin(), equation.end(), ' '), equation.end());
   if (operands.size() == 2 && is_plain(equation, operands[0], operands[1])) {
-    const Tensor a = cast(operands[0]), b = cast(operands[1]);
+    const Tensor a = autocast(operands[0]), b = autocast(operands[1]);
     if (!is_odd(a, b)) return contract_in_order(equation, a, b);
   }
   c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);

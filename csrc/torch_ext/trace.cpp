@@ -141,6 +141,10 @@ void replay(const c10::OperatorHandle& op, const Recipe& recipe, c10::DispatchKe
       stack->emplace_back(source < 0 ? at::Tensor() : registers[source]);
       continue;
     }
+    if (op.schema().returns()[k].type()->kind() != c10::TypeKind::ListType) {  // a whole number, the same for this key
+      stack->emplace_back(int64_t(trace.results[k][0]));
+      continue;
+    }
     c10::List<at::Tensor> list;
     for (int32_t source : trace.results[k]) list.push_back(registers[source]);
     stack->emplace_back(std::move(list));

@@ -8,7 +8,7 @@
     grouped_mm        experts on ranks of their own
     scans             results that depend on the order of the parts: cumsum, argmax, topk
     random_ops        the same numbers in every layout
-    fused_attention   attention kernels that return more than tensors
+    fused_attention, attention_kernels   attention on GPUs, by the op that CPUs have
     offer, reduction_offers, halo_offers  what an algorithm would take, to compete with the op's signatures
     local_impls       local kernels that stand in for the op itself on a rank
 """

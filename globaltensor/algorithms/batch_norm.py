@@ -139,7 +139,8 @@ def whole_batch_backward(call: Call, run: Run) -> tuple[GlobalLike | None, ...]:
         call["save_mean"], call["save_invstd"], weight) if t is not None])
     wide_weight = scales[0] if scales else None
     # torch's kernel, told the statistics of the whole batch, sums over the part of a rank
-    sums = run(aten.native_batch_norm_backward.default, wide_grad, wide_x, wide_weight, None, None, mean, invstd, True,
+    # (on a GPU it makes sums for a weight only where there is one; they do not depend on it)
+    sums = run(aten.native_batch_norm_backward.default, wide_grad, wide_x, invstd, None, None, mean, invstd, True,
                call["eps"], [False, True, True])[1:]
     grad_weight, grad_bias = run.redistribute(sums, [s.spec.layout.without_partials for s in sums], "batch_norm")
     slope = run(aten.mul.Tensor, run(aten.mul.Tensor, grad_weight, invstd), 1 / n)

@@ -295,7 +295,8 @@ def _attend(ring: RingCall, q: Tensor, block: _Block, out: Tensor, log: Tensor) 
         k, v = block.k[:, :, columns], block.v[:, :, columns]
         part, more = ring.kernel(q[:, :, rows], k, v, causal=causal, mask=mask)
         silent = more == 0                           # so says the kernel of a row that sees nothing, or only NaN
-        if is_of_a_trace(k) or silent.any() and k.isnan().any():     # a graph that is traced could not ask
+        # a graph that is traced could not ask, and of an accelerator one would wait for the answer
+        if is_of_a_trace(k) or k.device.type != "cpu" or silent.any() and k.isnan().any():
             more = more.masked_fill(silent & k.isnan().any(), nan)
         if mask is not None:
             more = more.masked_fill(mask.isneginf().all(-1), -inf)

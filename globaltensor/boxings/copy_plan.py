@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,13 +28,21 @@ class CopyMove(ctypes.Structure):
                 ("source_dtype", ctypes.c_int32), ("target_dtype", ctypes.c_int32), ("op", ctypes.c_int32)]
 
 
+_WORDS = ctypes.sizeof(ShardPlace) // 8
+_move = struct.Struct("=5q3i4x")
+assert _move.size == ctypes.sizeof(CopyMove)
+
+
 class CopyPlan:
     """A program of kernel_program.py for tensors of a dtype. `size` is that of the tables of shards."""
 
     def __init__(self, program: KernelProgram, dtype: torch.dtype, size: int) -> None:
-        self._regions = ctypes.create_string_buffer(program.regions, max(len(program.regions), 1))
-        self._corners = ctypes.create_string_buffer(program.corners, max(len(program.corners), 1))
-        self._count, self._op, self._dtype, self._size = program.region_count, program.op, dtype_code(dtype), size
+        texts = program.regions, program.corners
+        self._held = [ctypes.create_string_buffer(text, max(len(text), 1)) for text in texts]
+        self._regions, self._corners = map(ctypes.addressof, self._held)
+        self._count, self._end = program.region_count, (*2 * [dtype_code(dtype)], program.op)
+        self._places, self._size = struct.Struct(f"={2 * _WORDS * size}q"), size
+        self._Tables = ctypes.c_char * self._places.size
 
     def at(self, sources: Mapping[int, torch.Tensor], targets: Mapping[int, torch.Tensor]) -> CopyMove:
         """The move between these shards, by their places in the tables. They must live until it has been launched."""
@@ -43,13 +52,16 @@ class CopyPlan:
     def at_addresses(self, sources: Mapping[int, tuple[int, Sequence[int]]],
                      targets: Mapping[int, tuple[int, Sequence[int]]]) -> CopyMove:
         """The same of shards that are given by their addresses and strides."""
-        tables = [(ShardPlace * self._size)() for _ in range(2)]
-        for table, shards in zip(tables, (sources, targets)):
+        words = [0] * (2 * _WORDS * self._size)      # both tables, packed: structures take several times as long
+        for start, shards in ((0, sources), (self._size, targets)):
             for place, (data, stride) in shards.items():
-                table[place] = ShardPlace(data, Strides(*stride))
-        address = ctypes.addressof
-        move = CopyMove(address(self._regions), self._count, address(self._corners), address(tables[0]),
-                        address(tables[1]), self._dtype, self._dtype, self._op)
+                at = _WORDS * (start + place)
+                words[at] = data
+                words[at + 1:at + 1 + len(stride)] = stride
+        tables = self._Tables.from_buffer_copy(self._places.pack(*words))
+        first = ctypes.addressof(tables)
+        move = CopyMove.from_buffer_copy(_move.pack(self._regions, self._count, self._corners, first,
+                                                    first + self._places.size // 2, *self._end))
         move.held = (self, tables)                   # as long as the move lives
         return move
 

@@ -21,6 +21,7 @@ import torch
 from globaltensor.boxings.copy_plan import CopyMove, CopyPlan, move_array
 from globaltensor.boxings.kernel_program import DIMS, compile_program, direct_steps
 from globaltensor.boxings.self_test import kernel_faults
+from globaltensor.errors import MixedPlacementError
 from globaltensor.layouts.layout import Layout, Shards, Spec, dense
 from globaltensor.layouts.recent import remembered
 from globaltensor.runtime.cuda_kernels import find_cuda_kernels
@@ -85,7 +86,7 @@ def kernels_for(of: Spec) -> frozenset[str] | None:
 
 def run_device_boxings(todo: Sequence[tuple[DeviceBoxing, Shards]]) -> list[Shards]:
     """The new shards of each tensor; those of all go together, a launch per device and step."""
-    held = [{rank: shard.resolve_conj().resolve_neg() for rank, shard in shards.items()} for _, shards in todo]
+    held = [{rank: _as_it_lies(shard, boxing) for rank, shard in shards.items()} for boxing, shards in todo]
     for number in range(max(len(boxing.steps) for boxing, _ in todo)):
         moves: dict[torch.device, list[CopyMove]] = {}
         before = list(held)
@@ -100,6 +101,15 @@ def run_device_boxings(todo: Sequence[tuple[DeviceBoxing, Shards]]) -> list[Shar
                     moves.setdefault(device, []).append(plan.at(sources, targets))
         _launch_in_order(moves, sorted(devices, key=str))
     return held
+
+
+def _as_it_lies(shard: torch.Tensor, boxing: DeviceBoxing) -> torch.Tensor:
+    """The shard as its numbers lie in memory. A kernel that reads memory of another kind ends all use of its device."""
+    if shard.device not in boxing.devices:
+        raise MixedPlacementError(f"a tensor on {shard.device} beside global ones on {boxing.of.placement}",
+                                  "a kernel reads the memory of its own devices only",
+                                  f't.to("{boxing.of.placement.type}"), or gt.from_full(t, placement, sbp)')
+    return shard.resolve_conj().resolve_neg()
 
 
 def _empty_shards(of: Spec, step: DeviceStep) -> Shards:

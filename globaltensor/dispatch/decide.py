@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from globaltensor.algorithms.offer import Offer
-from globaltensor.algorithms.run import Run
 from globaltensor.dispatch import foreach
 from globaltensor.dispatch.choose import Contest, layouts
 from globaltensor.dispatch.op_errors import refuse_collectives
+from globaltensor.dispatch.other_devices import check_device, decide_elsewhere
 from globaltensor.dispatch.plain_writes import write_whole, writes_plain
 from globaltensor.dispatch.recipe import (
     Decision,
@@ -30,9 +30,9 @@ from globaltensor.dispatch.recipe import (
 from globaltensor.dispatch.user_rules import results_by_rule
 from globaltensor.dispatch.view_reads import view_slices
 from globaltensor.dispatch.view_writes import restride, write_through, writes_view
-from globaltensor.errors import InPlaceError, MixedPlacementError, PlacementError
-from globaltensor.layouts.global_like import GlobalLike, is_global
-from globaltensor.layouts.layout import Spec, contiguous, layout, replicated, spec
+from globaltensor.errors import InPlaceError, MixedPlacementError
+from globaltensor.layouts.global_like import GlobalLike
+from globaltensor.layouts.layout import Spec, contiguous, replicated, same_parts
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.recent import Recent
 from globaltensor.layouts.symbols import expected, has_symbols
@@ -69,12 +69,9 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
             return foreach.one_by_one
         return decomposition or foreach.decide_foreach(cls, call)
     where = _one_placement(cls, call)
-    if call.get("device") is not None and torch.device(call["device"]).type == "meta" != where.type:
-        return _without_memory
-    if func is torch.ops.aten._to_copy.default and not call.tensors[0].dim() and not _on_such_devices(call, where):
-        return _moved_scalar
-    if func is torch.ops.aten.empty_like.default and call["device"] is not None and where.type == "meta":
-        return _allocate
+    elsewhere = decide_elsewhere(call, where)
+    if elsewhere is not None:
+        return elsewhere
     if line is not None and decomposition is not None and line.offer is None and line.applies(call):
         return decomposition
     decision = _decide_by_rule(cls, call, line, where, len(args), beside=True)
@@ -93,7 +90,7 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
                     beside: bool = False) -> Decision:
     """The recipe of a call with so many positional arguments; `beside`: or its algorithm, where that is cheaper."""
     func = call.func
-    _check_device(call, where)
+    check_device(call, where)
     operands = [t.spec if type(t) is cls else spec_of_plain(t, where) for t in call.tensors]
     written = written_operands(call)
     home = replicated(where)
@@ -138,7 +135,7 @@ def _check_call(cls: type[GlobalLike], call: Call) -> None:
     if foreach.is_foreach(call.func):
         return                                       # whose elements are checked one by one
     where = _one_placement(cls, call)
-    _check_device(call, where)
+    check_device(call, where)
     results = _meta(call, [t.spec if type(t) is cls else spec_of_plain(t, where) for t in call.tensors])
     if results is not None:
         _check_written(call, written_operands(call), results)
@@ -162,7 +159,9 @@ def _contest(line: Line, call: Call, operands: list[Spec], results: list[Any], w
     sizes = []
     for r in _ruled(results, len(rule.outputs)):
         shape = expected(r.shape) if r is not None else ()
-        sizes.append((shape, prod(shape) * r.dtype.itemsize if r is not None else 0))
+        # a cast is priced as if it did not widen: gradients under autocast stay pending, and are reduced together
+        of = operands[0] if call.func is torch.ops.aten._to_copy.default else r
+        sizes.append((shape, prod(shape) * of.dtype.itemsize if of is not None else 0))
     assert len(sizes) == len(rule.outputs), f"{call.func}: {len(sizes)} results, {len(rule.outputs)} in its rule"
     offer = line.offer(call, operands) if beside and line.offer is not None else None
     return Contest(rule, operands, sizes, world().machine, written[0] if written and rule.outputs else None, offer)
@@ -176,6 +175,7 @@ def _follow(signature: tuple[Signature, ...], recipe: Recipe, line: Line, call: 
         shapes = [own.shape for own in operands]
         assert fits(rule, signature, operands[0].placement.shape, label_sizes(rule, shapes))
     wants, gives = layouts(recipe.signature, operands, len(rule.outputs))
+    wants = [own.layout if same_parts(own.layout, want) else want for own, want in zip(operands, wants)]
     recipe.wants = tuple(wants)
     moved = [moved_spec(own, want) for own, want in zip(operands, wants)]
     if any(new.stride != own.stride for new, own in zip(moved, operands)) and not call.func.is_view:
@@ -239,56 +239,6 @@ def _without_values(call: Call, name: str, other: str) -> MixedPlacementError:
                                f"{name} is on the meta device; a model that was built there gets its memory last",
                                'gt.materialize(model), gt.load_safetensors(model, folder) or gt.load({"model": model}, '
                                f'folder), before the model runs; for shapes alone: {other}.to("meta")')
-
-
-def _without_memory(call: Call, run: Run) -> Any:
-    """An op whose result shall be on "meta": done on operands that are there, laid out as they were."""
-    moved: list[Any] = []
-    for t in call.tensors:
-        if is_global(t):
-            own, where = t.spec, t.spec.placement
-            on_meta = layout(where.of_type("meta"), own.sbp)
-            moved.append(run.wrap(spec(on_meta, own.shape, own.stride, own.dtype),
-                                  {r: shard.to("meta") for r, shard in t.shards.items()}))
-        else:
-            moved.append(t.to("meta"))
-    args, kwargs = call.arguments_with(moved)
-    return run(call.func, *args, **kwargs)
-
-
-def _allocate(call: Call, run: Run) -> Any:
-    """Memory for a tensor on the meta device, as `module.to_empty(device=...)` asks for it: on the same ranks, in the
-    same layout, each rank its own part."""
-    own = call.tensors[0].spec
-    where = own.placement.of_type(torch.device(call["device"]).type)
-    dtype = call["dtype"] or own.dtype
-    shards = {r: torch.empty(own.local_shape(r), dtype=dtype, device=world().device(where.type, r))
-              for r in local_ranks_of(where)}
-    return run.wrap(spec(layout(where, own.sbp), own.shape, None, dtype), shards)
-
-
-def _on_such_devices(call: Call, where: placement) -> bool:
-    """Is a placement on devices of the kind that a call asks for? (On "meta" there are no values to move.)"""
-    device = call.get("device")
-    return device is None or torch.device(device).type == where.type or where.type == "meta"
-
-
-def _moved_scalar(call: Call, run: Run) -> Any:
-    """A scalar goes to the same ranks' devices of another kind: so torch brings the norms of gradients together, where
-    some parameters are on the host."""
-    own = call.tensors[0].spec
-    where = own.placement.of_type(torch.device(call["device"]).type)
-    moved, = run.redistribute(call.tensors, [replicated(where)], str(call.func))
-    return moved if call["dtype"] is None else run(call.func, moved, dtype=call["dtype"])
-
-
-def _check_device(call: Call, where: placement) -> None:
-    """`x.to("cuda")` and similar calls: a global tensor is where its placement says."""
-    device = call.get("device")
-    if device is not None and torch.device(device).type != where.type:
-        raise PlacementError(f"{call.func} to device {device} of a tensor on {where}",
-                             "the placement of a global tensor says on which devices it is",
-                             f'x.to_global(gt.placement("{torch.device(device).type}", {list(where.flat)}))')
 
 
 def _check_written(call: Call, written: tuple[int, ...], results: list[Any]) -> None:

@@ -131,9 +131,10 @@ def _device_of(recipe: Recipe, rank: int) -> torch.device:
     return world().device(recipe.home.placement.type, rank)
 
 
-def _on_device(plain: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A plain operand for a rank: among accelerators on the rank's own. One on the CPU is torch's to take or refuse."""
-    return plain.to(device) if plain.device.type == device.type not in ("cpu", "meta") else plain
+def _on_device(plain: torch.Tensor, device: torch.device, always: bool = False) -> torch.Tensor:
+    """A plain operand for a rank: among accelerators on the rank's own. One on the CPU is torch's to take or refuse,
+    unless it `always` goes there."""
+    return plain.to(device) if always or plain.device.type == device.type not in ("cpu", "meta") else plain
 
 
 def _move(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -149,7 +150,8 @@ def _move(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any], args: 
         else:
             if not is_of_a_trace(t):
                 compare_plain(t, f"a plain operand of {recipe.func}", recipe.home.placement.flat)
-            held.append({rank: _on_device(t, _device_of(recipe, rank)) for rank in recipe.ranks})
+            moves = want is not None and not t.dim() # torch takes a scalar of the CPU anywhere, but no kernel of ours
+            held.append({rank: _on_device(t, _device_of(recipe, rank), moves) for rank in recipe.ranks})
             own = spec_of_plain(t, (want or recipe.home).placement)
         if want is not None and want is not own.layout:
             items.append(Move(own, held[q], want, t.made_after if type(t) is cls else 0))

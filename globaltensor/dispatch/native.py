@@ -140,7 +140,7 @@ class FlatRecipe(NamedTuple):
 def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | None:
     """None for what is Python's."""
     local_op = _local(recipe, call)
-    if local_op is None or recipe.outputs is None or recipe.seeded or not _placed(call, recipe):
+    if local_op is None or recipe.outputs is None or recipe.seeded:
         return None
     if checking() and any(type(t) is not cls for t in call.tensors):
         return None
@@ -166,7 +166,8 @@ def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | Non
     if returns is None:
         return None
     outputs, written = returns
-    local_args = [[(_index(call.func, at), value) for at, value in recipe.local_args.get(rank, ())]
+    local_args = [[(_index(call.func, at), value) for at, value in (*recipe.local_args.get(rank, ()),
+                                                                     *_named_device(call, recipe, rank))]
                   for rank in recipe.ranks]
     ranks = recipe.home.placement.flat
     keys = ["" if type(t) is cls else plain_key(t, f"a plain operand of {recipe.func}") for t in call.tensors]
@@ -198,9 +199,11 @@ def _travels(plain: torch.Tensor, recipe: Recipe) -> bool:
         world().device(type, rank) != plain.device for rank in recipe.ranks)
 
 
-def _placed(call: Call, recipe: Recipe) -> bool:
-    """May the local op be given the device that the call names?"""
-    return call.get("device") is None or recipe.home.placement.type == "cpu"
+def _named_device(call: Call, recipe: Recipe, rank: int) -> list[tuple[str, torch.device]]:
+    """The argument `device` on a rank, where the call has it: each has one of its own."""
+    if call.get("device") is None or recipe.home.placement.type == "cpu":
+        return []
+    return [("device", world().device(recipe.home.placement.type, rank))]
 
 
 def _returns(func: OpOverload, written: tuple[int, ...], outputs: Sequence[Spec | None]

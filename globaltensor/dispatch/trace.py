@@ -61,9 +61,11 @@ class Trace(Run):
         return moved
 
     def results(self, result: Any) -> list[list[int]]:
-        """Per return of the op, its registers, -1 for None; `result` as the decomposition returned it."""
+        """Per return of the op, its registers, -1 for None; a whole number is itself, as the key tells what it is.
+        `result` as the decomposition returned it."""
         returns = [result] if isinstance(result, (torch.Tensor, list)) else list(result)
-        return [[-1 if t is None else self._register(t) for t in (r if isinstance(r, list) else [r])] for r in returns]
+        return [[-1 if t is None else t if type(t) is int else self._register(t)
+                 for t in (r if isinstance(r, list) else [r])] for r in returns]
 
     def _note(self, tensors: Sequence[Any]) -> None:
         """A register for each. (A result may be an operand that was written to: its latest register counts.)"""

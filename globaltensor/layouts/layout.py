@@ -101,16 +101,24 @@ class Layout:
 
 
 def layout(where: placement, sbp: NdSbp) -> Layout:
-    """The one Layout object for this placement and nd-sbp."""
+    """The one Layout object for this placement and nd-sbp. What is pending on an axis of one rank is whole, and is
+    called so: nothing is left to reduce there."""
     known = _layouts.get((where, sbp))
     if known is None:
-        known = _layouts[where, sbp] = Layout(where, sbp)
+        settled = tuple(broadcast if s.is_partial and n == 1 else s for s, n in zip(sbp, where.shape))
+        known = _layouts[where, sbp] = Layout(where, sbp) if settled == sbp else layout(where, settled)
     return known
 
 
 def replicated(where: placement) -> Layout:
     """Broadcast along every axis of a placement."""
     return layout(where, (broadcast,) * where.ndim)
+
+
+def same_parts(a: Layout, b: Layout) -> bool:
+    """Does every rank hold the same in both? On an axis of one rank all layouts are alike."""
+    return a is b or (type(a) is type(b) is Layout and a.placement is b.placement
+                      and all(s == t or n == 1 for s, t, n in zip(a.sbp, b.sbp, a.placement.shape)))
 
 
 def completes(src: Layout, dst: Layout) -> bool:

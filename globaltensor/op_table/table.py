@@ -147,7 +147,7 @@ lines("view_as_complex", fixed("d* r! -> d*", "a"), local_impl=local_impls.compl
 lines("threshold_backward gelu_backward sigmoid_backward tanh_backward silu_backward leaky_relu_backward "
       "hardtanh_backward hardswish_backward hardsigmoid_backward softplus_backward mish_backward elu_backward "
       "softshrink_backward hardshrink_backward logit_backward", pointwise("a*B"))
-lines("log_sigmoid_forward", pointwise(outputs=2))
+lines("log_sigmoid_forward", pointwise(outputs=2), local_impl=local_impls.log_sigmoid)
 lines("log_sigmoid_backward", pointwise("a*B*C"))
 lines("_prelu_kernel_backward", pointwise("a*B*C", outputs=2))
 
@@ -323,8 +323,8 @@ lines("_scaled_dot_product_flash_attention_for_cpu", layers.attention(), decompo
 lines("_scaled_dot_product_flash_attention_for_cpu_backward", layers.attention(backward=True),
       decomposition=ring_attention.ring_backward, offer=ring_attention.offer_backward)
 for _name in ("flash", "efficient", "cudnn"):
-    decomposed(f"_scaled_dot_product_{_name}_attention _scaled_dot_product_{_name}_attention_backward",
-               fused_attention.rank_by_rank)
+    decomposed(f"_scaled_dot_product_{_name}_attention", fused_attention.as_on_cpu)
+    decomposed(f"_scaled_dot_product_{_name}_attention_backward", fused_attention.as_on_cpu_backward)
 
 for _n in (1, 2, 3):
     for _name in (f"upsample_{('linear1d', 'bilinear2d', 'trilinear3d')[_n - 1]}", f"upsample_nearest{_n}d",

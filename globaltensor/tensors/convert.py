@@ -71,7 +71,7 @@ class FromLocal(LinearMap):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None]:
         dst, = ctx.how
-        return Part.of(to_layout(grad, dst.without_partials), dst, ctx.shape), None
+        return Part.of(to_layout(grad, dst.without_partials), dst, ctx.shape).to(ctx.device), None
 
 
 def join_alike(t: torch.Tensor, dst: Layout) -> GlobalTensor:

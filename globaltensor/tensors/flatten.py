@@ -49,7 +49,7 @@ from globaltensor.runtime.torch_internals import (
     storage_id,
 )
 from globaltensor.runtime.world import local_ranks_of, world
-from globaltensor.tensors import lookup, products
+from globaltensor.tensors import attention, lookup, products
 from globaltensor.tensors.full_value import FromFull
 from globaltensor.tensors.graph_edges import is_view_to_torch, watch_graph_edges
 from globaltensor.tensors.graph_gradients import read_for_guard, read_for_new_graph
@@ -112,6 +112,7 @@ def let_torch_trace(cls: Any) -> None:
     _library.impl("matmul", _here(products.matmul))
     _library.impl("einsum", _here(lambda equation, operands, path=None: products.einsum(equation, *operands)))
     _library.impl("embedding", _here(_embedding))
+    _library.impl("scaled_dot_product_attention", _here(attention.scaled_dot_product_attention))
 
 
 def _tie_sizes(own: Spec, shards: Shards) -> None:

@@ -72,7 +72,7 @@ class FromFull(LinearMap):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None]:
-        return plain_gradient(grad), None
+        return plain_gradient(grad).to(ctx.device), None
 
 
 def plain_gradient(grad: Any) -> torch.Tensor:
@@ -93,6 +93,12 @@ def place_full(whole: torch.Tensor, dst: Layout) -> tuple[Spec, Shards]:
         source = source.cpu()
     if dst is home:
         shards = {r: source.to(devices[r], copy=True).contiguous() for r in ranks}
-    else:
+    elif dst.placement.type in ("cpu", "meta"):
         shards = move_shards([Move(of, dict.fromkeys(ranks, source), dst)], "from_full")[0]
+    else:                                            # cut where it is: a device gets its ranks' parts only
+        cut = dst.without_partials
+        parts = {r: tuple(slice(*ends) for ends in cut.region(of.shape, r)) for r in ranks}
+        shards = {r: source[part].to(devices[r], copy=True).contiguous() for r, part in parts.items()}
+        if cut is not dst:
+            shards = move_shards([Move(of.on(cut), shards, dst)], "from_full")[0]
     return of.on(dst), shards

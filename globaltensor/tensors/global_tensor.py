@@ -42,6 +42,7 @@ from globaltensor.runtime.torch_internals import (
 )
 from globaltensor.runtime.world import world
 from globaltensor.tensors import (
+    attention,
     backward,
     copying,
     dealt_parts,
@@ -68,8 +69,7 @@ from globaltensor.tracebacks import api_boundary, fold
 
 _data: Any = torch.Tensor.data                       # a descriptor of C, as is requires_grad
 
-_TAKEN: dict[Any, Callable[..., Any]] = {**products.TAKEN, **lookup.TAKEN, **gradients.TAKEN,
-                                         torch.Tensor.__setitem__: value_reads.assign}
+_TAKEN: dict[Any, Any] = products.TAKEN | lookup.TAKEN | gradients.TAKEN | attention.TAKEN | value_reads.TAKEN
 # overrides stay in force inside these
 _WITHIN: dict[Any, Callable[..., Any]] = {**backward.TAKEN, **multihead_attention.TAKEN}
 _requires_grad: Any = TensorBase.requires_grad

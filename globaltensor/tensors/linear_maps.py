@@ -56,7 +56,7 @@ class LinearMap(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, *ctx.how = inputs
-        ctx.layout, ctx.shape = layout_of(x), tuple(x.shape)
+        ctx.layout, ctx.shape, ctx.device = layout_of(x), tuple(x.shape), x.device
 
     @classmethod
     def jvp(cls, ctx: Any, tangent: Any, *_: Any) -> Any:

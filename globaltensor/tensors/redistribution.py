@@ -169,7 +169,7 @@ class Spread(LinearMap):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None]:
         dst, _ = ctx.how
-        return Part.of(to_layout(grad, dst.without_partials), dst, ctx.shape), None, None
+        return Part.of(to_layout(grad, dst.without_partials), dst, ctx.shape).to(ctx.device), None, None
 
 
 class Part(LinearMap):

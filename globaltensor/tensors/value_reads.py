@@ -1,6 +1,7 @@
 """Ops of which torch reads values, or strides, before it dispatches them: taken at the key of global tensors alone."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,3 +53,6 @@ def fill_diagonal(x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tens
         return x
     with ExcludeDispatchKeys(OWN_KEYS):
         return torch.ops.aten.fill_diagonal_.default(x, value, wrap)
+
+
+TAKEN: dict[Callable[..., Any], Callable[..., Any]] = {torch.Tensor.__setitem__: assign}

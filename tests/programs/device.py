@@ -1,4 +1,5 @@
-"""Global tensors on a device that torch does not know from before (stand_in.py), by its name: `device.py NAME`.
+"""Global tensors on a device that torch does not know from before (stand_in.py), by its name: `device.py NAME`; or on
+the GPUs of this host: `device.py cuda`.
 
 Oracle: plain torch on the CPU, and the same program on the CPU for random numbers. Prints the name of each check that
 passed.
@@ -26,10 +27,12 @@ from globaltensor.dispatch import core  # noqa: E402
 from globaltensor.errors import GlobalTensorError  # noqa: E402
 from globaltensor.parallel import offload  # noqa: E402
 from globaltensor.runtime.native import torch_ext  # noqa: E402
+from globaltensor.runtime.world import shared_gpu  # noqa: E402
 
 SEED = 20_261_123
 print(f"device.py: SEED={SEED}", file=sys.stderr)
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
+DEVICES = torch.get_device_module(NAME).device_count()     # where there are fewer than ranks, these share them
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -47,7 +50,7 @@ def same(got: torch.Tensor, want: torch.Tensor, what: object = "", **tolerance: 
 
 def shards_are_where_they_should_be(x: torch.Tensor) -> None:
     for rank, shard in x.shards.items():
-        index = None if x.placement.type == "cpu" else rank
+        index = None if x.placement.type == "cpu" else rank % DEVICES
         assert shard.device == torch.device(x.placement.type, index), (rank, shard.device)
 
 
@@ -202,11 +205,11 @@ def random_numbers_are_those_of_the_cpu():
 def parts_and_whole_values():
     full = torch.arange(15.0).view(5, 3)
     x = gt.from_full(full, two(), S(0))
-    assert x.device == x.full_tensor().device == torch.device(NAME, gt.rank())
+    assert x.device == x.full_tensor().device == torch.device(NAME, gt.rank() % DEVICES)
     assert {r: len(t) for r, t in x.shards.items()}.items() <= {0: 3, 1: 2}.items() and x.shards
     same(gt.from_full(full, gt.placement(NAME, [1]), B).full_tensor(), full)
     assert x.sum().item() == full.sum().item() and (x >= 0).all() and (x.numpy(force=True) == full.numpy()).all()
-    halves = {0: full[:3].to(f"{NAME}:0"), 1: full[3:].to(f"{NAME}:1")}
+    halves = {0: full[:3].to(f"{NAME}:0"), 1: full[3:].to(f"{NAME}:{1 % DEVICES}")}
     if gt.world_size() == 2:
         part = halves[gt.rank()]
         same(gt.from_local(part, two(), S(0)).full_tensor(), full)
@@ -225,7 +228,7 @@ def views_indices_and_writes():
         t[-1].mul_(2)
         t.t()[0].zero_()
     same(x.full_tensor(), want)
-    same((x + torch.ones(7, device=f"{NAME}:1")).full_tensor(), want + 1)
+    same((x + torch.ones(7, device=f"{NAME}:{1 % DEVICES}")).full_tensor(), want + 1)
     same(torch.addmm(torch.ones(7, device=NAME), x, torch.eye(7, device=NAME)).full_tensor(), want + 1)
     for t, device in ((want, "cpu"), (x, NAME)):
         t[2] = torch.arange(7.0, device=device)
@@ -235,6 +238,57 @@ def views_indices_and_writes():
         same(x[gt.from_full(index, two(), B)].full_tensor(), want[index], index)
     same(x.cumsum(0).full_tensor(), want.cumsum(0))
     same(x.topk(2, 0)[0].full_tensor(), want.topk(2, 0)[0])
+
+
+def to_the_host_and_back():
+    """x.cpu() and model.to(device) go to the same ranks' devices of that type; gradients come back to theirs."""
+    full = torch.arange(35.0).view(5, 7)
+    for sbp in (S(0), S(1), B, P):
+        x = gt.from_full(full, two(), sbp).requires_grad_()
+        y = x.cpu()
+        assert y.placement == two("cpu") and y.sbp == (B if sbp == P else sbp,), y.sbp
+        shards_are_where_they_should_be(y)
+        y.square().sum().backward()
+        shards_are_where_they_should_be(x.grad)
+        same(x.grad.full_tensor(), 2 * full)
+        again = y.detach().to(NAME, torch.float64)
+        assert again.placement == two() and again.dtype == torch.float64
+        same(again.full_tensor(), full.double())
+        assert (x.detach().sum().cpu().numpy(), x.detach().argmax(1).cpu().tolist()) == (full.sum().numpy(), [6] * 5)
+        assert (x.new_ones(3, 2, device="cpu").cpu().full_tensor() == 1).all()
+        for like, value in ((torch.zeros_like(x, device="cpu"), 0), (torch.full_like(x, 7, device="cpu"), 7),
+                            (torch.rand_like(x, device="cpu").ceil(), 1)):
+            assert like.placement == two("cpu") and like.sbp == y.sbp
+            same(like.detach().full_tensor(), torch.full((5, 7), float(value)))
+    model = gt.to_global(network(), two(), B)
+    want = {name: value.full_tensor().cpu() for name, value in model.state_dict().items()}
+    for type in ("cpu", NAME, "cpu"):
+        model.to(type)
+        assert all(p.placement == two(type) and isinstance(p, nn.Parameter) for p in model.parameters())
+        for name, value in model.state_dict().items():
+            shards_are_where_they_should_be(value)
+            same(value.full_tensor(), want[name])
+    leaf = torch.ones(5, 7, requires_grad=True)      # plain, and on the host
+    (gt.from_full(leaf, two(), S(0)) * 3).sum().backward()
+    same(leaf.grad, torch.full((5, 7), 3.0))
+
+
+def scalars_of_the_host():
+    """A plain scalar on the CPU may stand beside tensors of any device, also where it must be laid out for that."""
+    want = torch.zeros(4, 6)
+    x = gt.from_full(want, two(), S(0))
+    one, three = torch.tensor(1.0), torch.tensor(3)
+    for t in (want, x):
+        t[2][1] = 7
+        t[1:3][:, 2] = three
+        for row in t:
+            row[0] = one
+        t.view(-1)[5:9].fill_(torch.tensor(2.0))
+    same(x.full_tensor(), want)
+    for sbp in (S(0), S(1), P):
+        y = gt.from_full(want, two(), sbp)
+        same((y * three + one).full_tensor(), want * 3 + 1)
+        same(torch.where(y > 2, y, one).full_tensor(), torch.where(want > 2, want, one))
 
 
 def derivatives():
@@ -286,15 +340,17 @@ def errors_name_what_to_type():
             return str(e)
         raise AssertionError("no error")
 
-    text = error(lambda: gt.zeros(3, placement=gt.placement(NAME, [0, 5]), sbp=B))
-    assert f"rank 5 has no {NAME} device of its own" in text and "this host has 4" in text, text
+    if not shared_gpu():
+        text = error(lambda: gt.zeros(3, placement=gt.placement(NAME, [0, 5]), sbp=B))
+        assert f"rank 5 has no {NAME} device of its own" in text and "this host has 4" in text, text
     assert "no device of type 'xpu'" in error(lambda: gt.placement("xpu", [0])) and NAME in error(
         lambda: gt.placement("xpu", [0]))
     x = gt.zeros(3, placement=two(), sbp=B)
     assert "several ranks" in error(x.to_local) or "x.shards" in error(x.to_local)
     error(lambda: x + gt.zeros(3, placement=two("cpu"), sbp=B))
-    error(lambda: nn.functional.embedding(gt.from_full(torch.tensor([7]), two(), B),
-                                          gt.ones(3, 2, placement=two(), sbp=B)))
+    if NAME != "cuda":                               # where torch's own kernel asserts, which ends all use of the GPU
+        error(lambda: nn.functional.embedding(gt.from_full(torch.tensor([7]), two(), B),
+                                              gt.ones(3, 2, placement=two(), sbp=B)))
 
 
 def the_dispatcher_is_native_where_it_can_be():
@@ -316,7 +372,8 @@ def the_dispatcher_is_native_where_it_can_be():
 CHECKS = [the_first_program_of_the_readme, every_boxing, data_parallel_training, tensor_parallel_training, zero_of_both,
           state_that_is_offloaded, parameters_that_are_offloaded, random_numbers_are_those_of_the_cpu,
           parts_and_whole_values,
-          views_indices_and_writes, derivatives, checkpoints_and_files, errors_name_what_to_type,
+          views_indices_and_writes, to_the_host_and_back, scalars_of_the_host, derivatives, checkpoints_and_files,
+          errors_name_what_to_type,
           the_dispatcher_is_native_where_it_can_be]
 OF_TWO_PROCESSES = [every_boxing, data_parallel_training, tensor_parallel_training, random_numbers_are_those_of_the_cpu,
                     parts_and_whole_values]

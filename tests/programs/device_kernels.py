@@ -1,4 +1,4 @@
-"""The kernels of csrc/ on the path that the package takes with them: `device_kernels.py [all] [PLANTS...]`.
+"""The kernels of csrc/ on the path that the package takes with them: `device_kernels.py [cuda] [all] [PLANTS...]`.
 
 The device is the stand-in (stand_in.py), and its kernels are the GPU's, run as threads. Without arguments it is checked
 that boxings and random numbers are right and that these kernels make them; `all` runs checks of device.py again. Each
@@ -15,11 +15,12 @@ import sys
 import warnings
 from pathlib import Path
 
-plants, sys.argv[1:] = sys.argv[1:], ["npu"]
+name = "cuda" if sys.argv[1:2] == ["cuda"] else "npu"
+plants, sys.argv[1:] = [word for word in sys.argv[1:] if word != name], [name]
 sys.path.insert(0, str(Path(__file__).parent))
 import device  # noqa: E402
 import torch  # noqa: E402
-from stand_in import plant, thread_kernels  # noqa: E402
+from stand_in import kernels_for_tests, plant  # noqa: E402
 
 import globaltensor as gt  # noqa: E402
 from globaltensor.boxings import device_boxing, redistribute  # noqa: E402
@@ -27,7 +28,7 @@ from globaltensor.boxings.run_steps import RunningBoxing  # noqa: E402
 from globaltensor.cli import doctor  # noqa: E402
 from globaltensor.runtime import device_kernels  # noqa: E402
 
-kernels = thread_kernels(device.NAME)
+kernels = kernels_for_tests(device.NAME)
 device_kernels.provide_kernels(device.NAME, lambda: kernels)
 WHERE = torch.device(device.NAME, 0)
 by_messages: list[str] = []
@@ -47,7 +48,7 @@ def boxings_run_on_the_kernels():
     by_messages.clear()
     kernels.calls.clear()
     x.to_global(sbp=(gt.sbp.broadcast, gt.sbp.split(1)))
-    assert kernels.calls == ["gt_cuda_reduce"] * 4 and not by_messages, (kernels.calls, by_messages)
+    assert kernels.calls == ["gt_cuda_reduce"] * device.DEVICES and not by_messages, (kernels.calls, by_messages)
 
 
 def boxings_of_all_pairs():
@@ -72,7 +73,7 @@ def large_sums_are_divided_among_the_devices():
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         x = gt.from_full(full.mul(5).to(dtype), gt.placement(device.NAME, [0, 1, 2, 3]), gt.sbp.partial_sum)
         boxing = device_boxing.find_device_boxing(x.spec, x.to_global(sbp=gt.sbp.broadcast).spec.layout)
-        assert boxing is not None and len(boxing.steps[0].plans) == 4
+        assert boxing is not None and len(boxing.steps[0].plans) == device.DEVICES
         for shard in x.to_global(sbp=gt.sbp.broadcast).shards.values():
             device.same(shard, full.mul(5).to(dtype), dtype)
 
@@ -118,7 +119,8 @@ def doctor_says(*expected: str) -> None:
 
 
 def doctor_prints_the_verdict():
-    doctor_says("10 of 10 kernels passed", "4 of type npu", f"kernels on {WHERE}", "through the CPU")
+    doctor_says("10 of 10 kernels passed", f"{device.DEVICES} of type {device.NAME}", f"kernels on {WHERE}",
+                *["through the CPU"] * (device.NAME != "cuda"))
 
 
 def what_is_missing_is_said_once_and_done_by_torch_ops():

@@ -44,7 +44,8 @@ from globaltensor.errors import GlobalTensorError, RuleError
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from shards import join, sizes
 
-SECONDS = 120                                        # of a child's own time
+SECONDS = 120                                        # of a child's own time for an op
+DEVICE = "cpu"                                       # on which all is
 PLACEMENTS = ([3, 1, 2], [0, 1, 2], [[4, 5], [6, 7]], [[6, 1], [0, 5]])
 B, S, P = gt.sbp.broadcast, gt.sbp.split, gt.sbp.partial_sum
 DTYPES = (torch.float64, torch.complex128, torch.float32, torch.int64, torch.bool)
@@ -74,6 +75,10 @@ OTHER_ORDER = {
 CONTIGUOUS_ONLY = {"as_strided", "as_strided_copy", "as_strided_scatter", "nn.functional.max_pool1d",
                    "torch._scaled_mm", "torch._scaled_mm_v2", "native_group_norm"}
 UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+# What is not judged on a GPU: kernels that torch launches beside its dispatcher, by addresses, of which a global tensor
+# has none; parts of attention that draw by themselves; and what writes to one place twice, in any order.
+NOT_ON_GPUS = ("jiterator", "torch.ops.aten._flash_attention_forward", "torch.ops.aten._efficient_attention_forward",
+               "nn.functional.max_unpool")
 RANDOM = {
     "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "pca_lowrank", "rand",
     "rand_like", "randint", "randint_like", "randn", "randn_like", "svd_lowrank", "uniform",
@@ -179,7 +184,7 @@ class Operand:
         base, view, _ = VIEWS[self.view] if self.view else as_it_lies(self.t)
         t = base(t)
         x = {"plain": lambda: t.clone(), "global": lambda: lay(t, self.where, self.sbp, self.seed),
-             "one rank": lambda: gt.from_full(t, gt.placement("cpu", [0]), B)}[what]()
+             "one rank": lambda: gt.from_full(t, gt.placement(DEVICE, [0]), B)}[what]()
         return view(x).detach().requires_grad_(self.requires_grad)
 
 
@@ -221,9 +226,10 @@ class Call:
 
 def has_order(call: Call) -> bool:
     """Do results lie as torch's own? Of images that are channels last, torch's shape functions tell otherwise than its
-    kernels, and parts of one sample or channel do not tell."""
+    kernels, and parts of one sample or channel do not tell. Two kernels of GPUs give others than those of a CPU."""
     last = any(operand.view == "channels last" or _is_channels_last(operand.t) for operand in call.operands)
-    return name_of(call.op) not in OTHER_ORDER and not (last and call.op.name.startswith("nn.functional."))
+    others = OTHER_ORDER if DEVICE == "cpu" else OTHER_ORDER | {"native_batch_norm", "native_dropout_backward"}
+    return name_of(call.op) not in others and not (last and call.op.name.startswith("nn.functional."))
 
 
 def _is_channels_last(t: torch.Tensor) -> bool:
@@ -291,8 +297,8 @@ def compare(got: Any, like: Any, values: Any, mode: str, strides: bool, valued: 
         assert isinstance(got, torch.Tensor), f"{got} is not a tensor"
         mine, torchs = described(got), described(like)
         for name, one, other in zip(("shape", "dtype", "layout", "strides", "is_conj", "is_neg"), mine, torchs):
-            if name in ("is_conj", "is_neg") and mode in DERIVATIVES:
-                continue                             # torch's formulas for subclasses are others
+            if name in ("is_conj", "is_neg") and (mode in DERIVATIVES or DEVICE != "cpu"):
+                continue                             # torch's formulas for subclasses are others, or its kernels'
             assert one == other or (name == "strides" and not strides), f"{name} {one} is not {other}"
         assert got.requires_grad == like.requires_grad or "inference" in mode, f"requires_grad is {got.requires_grad}"
         if valued:
@@ -308,7 +314,8 @@ def differentiable(out: Any) -> list[torch.Tensor]:
 def weights(call: Call, out: list[torch.Tensor], what: str) -> list[Any]:
     """Random gradients of results, laid out anew."""
     rng, generator = random.Random(call.seed), torch.Generator().manual_seed(call.seed)
-    operands = [Operand(torch.randn(t.shape, dtype=t.dtype, generator=generator), call.where, rng) for t in out]
+    operands = [Operand(torch.randn(t.shape, dtype=t.dtype, generator=generator).to(DEVICE), call.where, rng)
+                for t in out]
     return [operand.make(what) for operand in operands]
 
 
@@ -334,7 +341,7 @@ def forward_derivatives(call: Call, what: str) -> Any:
     generator = torch.Generator().manual_seed(call.seed)
 
     def tangent(operand: Operand) -> torch.Tensor | None:
-        return torch.randn(operand.t.shape, dtype=operand.t.dtype, generator=generator)
+        return torch.randn(operand.t.shape, dtype=operand.t.dtype, generator=generator).to(DEVICE)
 
     duals = [operand.requires_grad for operand in call.operands]
     if not any(duals):
@@ -419,7 +426,7 @@ def factory(op: Any, sample: Any, where: Any, rng: random.Random) -> str:
         return make(sample.input, *sample.args, **kwargs, placement=placement, sbp=nd_sbp)
 
     sbp = tuple(rng.choice(choices[:1] + choices[1 + (like.dtype is torch.bool):]) for _ in where.shape)
-    values = run(gt.placement("cpu", [0]), B) if op.name in RANDOM else like
+    values = run(gt.placement(DEVICE, [0]), B) if op.name in RANDOM else like
     compare(run(where, sbp), like, values, "forward", True, op.name not in UNDEFINED)
     return "right"
 
@@ -427,7 +434,7 @@ def factory(op: Any, sample: Any, where: Any, rng: random.Random) -> str:
 # -------------------------------------------------------------------------------------------------------- children
 def dtypes_of(op: Any, rng: random.Random) -> list[torch.dtype]:
     """The first of DTYPES that the op has, and another one; none for an op that other devices have."""
-    have = [d for d in DTYPES if d in op.supported_dtypes("cpu")] or sorted(op.supported_dtypes("cpu"), key=str)
+    have = [d for d in DTYPES if d in op.supported_dtypes(DEVICE)] or sorted(op.supported_dtypes(DEVICE), key=str)
     return have[:1] + rng.sample(have[1:], min(1, len(have[1:])))
 
 
@@ -436,11 +443,11 @@ def cases(op: Any, seed: int, samples: int) -> Iterator[tuple[str, Any, Any]]:
     rng = random.Random(f"{seed} {op.name} {op.variant_test_name}")
     for k, dtype in enumerate(dtypes_of(op, rng)):
         grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex) and (
-            dtype in op.supported_backward_dtypes("cpu"))
+            dtype in op.supported_backward_dtypes(DEVICE))
         torch.manual_seed(rng.randrange(2**31))
-        drawn = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), 1500))
+        drawn = list(itertools.islice(op.sample_inputs(DEVICE, dtype, requires_grad=grad), 1500))
         for i in rng.sample(range(len(drawn)), min(len(drawn), max(1, samples >> k))):
-            yield f"{str(dtype)[6:]} sample {i}", drawn[i], gt.placement("cpu", rng.choice(PLACEMENTS))
+            yield f"{str(dtype)[6:]} sample {i}", drawn[i], gt.placement(DEVICE, rng.choice(PLACEMENTS))
 
 
 def serve(op: Any, seed: int, samples: int, say: Callable[[dict], None]) -> None:
@@ -471,38 +478,73 @@ def judged(say: Callable[[dict], None], mode: str, case: str, run: Callable[[], 
         answer |= {"is": "wrong", "why": f"{type(error).__name__}: {error}"[:700],
                    "trace": "".join(traceback.format_tb(error.__traceback__)[-6:])}
     say(answer)
+    if "CUDA error" in answer.get("why", ""):        # after which the GPU serves this process no more
+        os._exit(1)
 
 
-def in_child(op: Any, seed: int, samples: int) -> Iterator[dict]:
-    """The answers of a child process that judges an op; at last what became of it, where it did not end well."""
+def answers(ops: list, seed: int, samples: int) -> Iterator[tuple[Any, dict]]:
+    """(op, answer) of all ops."""
+    while ops:
+        done = yield from from_child(ops, *(forked(ops[0], seed, samples) if DEVICE == "cpu" else started(len(ops))))
+        ops = ops[done:]
+
+
+def forked(op: Any, seed: int, samples: int) -> tuple[int, int]:
+    """A child that judges an op, and the end of the pipe to which it says how it goes."""
     ours, its = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(ours)
-        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-        with os.fdopen(its, "w") as pipe:
-            def say(answer: dict) -> None:
-                pipe.write(json.dumps(answer) + "\n")
-                pipe.flush()
-
-            try:
-                serve(op, seed, samples, say)
-            except BaseException:
-                say({"mode": "forward", "case": "", "is": "wrong", "why": traceback.format_exc()[-1500:]})
+        judge_all([op], seed, samples, its)
         os._exit(0)
     os.close(its)
-    begun = {"begun": "forward", "case": ""}
+    return child, ours
+
+
+def started(left: int) -> tuple[int, int]:
+    """A process that judges the last ops until one ends it: a GPU takes long to begin, and does not serve forks."""
+    ours, its = os.pipe()
+    command = [sys.executable, "-W", "ignore", *sys.argv, "--last", str(left), "--say", str(its)]
+    child = os.posix_spawn(sys.executable, command, os.environ,
+                           file_actions=[(os.POSIX_SPAWN_DUP2, its, its), (os.POSIX_SPAWN_CLOSE, ours)])
+    os.close(its)
+    return child, ours
+
+
+def judge_all(ops: list, seed: int, samples: int, its: int) -> None:
+    """Judge ops, and say into a pipe how it goes."""
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS * len(ops), SECONDS * len(ops)))
+    with os.fdopen(its, "w") as pipe:
+        def say(answer: dict) -> None:
+            pipe.write(json.dumps(answer) + "\n")
+            pipe.flush()
+
+        try:
+            for op in ops:
+                say({"begun": "forward", "case": "", "next": True})
+                serve(op, seed, samples, say)
+        except BaseException:
+            say({"mode": "forward", "case": "", "is": "wrong", "why": traceback.format_exc()[-1500:]})
+
+
+def from_child(ops: list, child: int, ours: int) -> Iterator[tuple[Any, dict]]:
+    """The answers of a child; at last what became of it, where it did not end well. Returns how many ops it judged."""
+    begun, number = {"begun": "forward", "case": ""}, 0
     with os.fdopen(ours) as pipe:
         for line in lines(pipe, child):
             answer = json.loads(line)
             if "begun" in answer:
                 begun = answer
+                number += "next" in answer
             else:
-                yield answer
+                yield ops[number - 1], answer
     _, status = os.waitpid(child, 0)
+    number = max(number, 1)
     if status:
         ended = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"exit {status >> 8}"
-        yield {"mode": begun["begun"], "case": begun["case"], "is": "wrong", "why": f"the process died: {ended}"}
+        yield ops[number - 1], {"mode": begun["begun"], "case": begun["case"], "is": "wrong",
+                                "why": f"the process died: {ended}"}
+    return number
 
 
 def lines(pipe: Any, child: int) -> Iterator[str]:
@@ -519,32 +561,42 @@ def lines(pipe: Any, child: int) -> Iterator[str]:
 
 
 def main() -> None:
+    global DEVICE
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", default="0/1", help="K/N: every Nth op from the Kth on")
     parser.add_argument("--samples", type=int, default=4, help="samples of an op")
     parser.add_argument("--only", nargs="*", help="names of ops")
+    parser.add_argument("--device", default="cpu", help="its type")
+    parser.add_argument("--last", type=int, default=0, help="so many of the ops")
+    parser.add_argument("--say", type=int, help="the file descriptor to which answers go")
     parser.add_argument("--trace", action="store_true", help="where errors were raised")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    gt.placement("cpu", [0])                         # the world begins here, not in each child
+    DEVICE = options.device
+    if DEVICE == "cpu":
+        gt.placement("cpu", [0])                     # the world begins here, not in each child
+    else:
+        torch._C._set_cudnn_allow_tf32(False)        # the oracle is as exact as one device is
     gc.freeze()                                      # so that children share what is here
     gc.disable()
     first, step = map(int, options.share.split("/"))
     ops = [op for op in op_db if op.name in options.only] if options.only else op_db[first % step::step]
+    if DEVICE != "cpu":
+        ops = [op for op in ops if not op.name.startswith(NOT_ON_GPUS)]
+    ops = ops[-options.last:]
+    if options.say:
+        judge_all(ops, options.seed, options.samples, options.say)
+        return
     counts: dict[str, Counter[str]] = {mode: Counter() for mode in MODES}
     failures, began = [], time.process_time()
-    for op in ops:
-        name, at = name_of(op), time.time()
-        for answer in in_child(op, options.seed, options.samples):
-            counts[answer["mode"]][answer["is"]] += 1
-            if answer["is"] in ("wrong", "refused"):
-                trace = answer.pop("trace", "")
-                failures.append({"op": name, **answer})
-                print(json.dumps(failures[-1]), *([trace] if options.trace else []), file=sys.stderr, flush=True)
-        if time.time() - at > 10:
-            print(f"{name} took {time.time() - at:.0f} s", file=sys.stderr, flush=True)
+    for op, answer in answers(ops, options.seed, options.samples):
+        counts[answer["mode"]][answer["is"]] += 1
+        if answer["is"] in ("wrong", "refused"):
+            trace = answer.pop("trace", "")
+            failures.append({"op": name_of(op), **answer})
+            print(json.dumps(failures[-1]), *([trace] if options.trace else []), file=sys.stderr, flush=True)
     used = time.process_time() - began + resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     print(json.dumps({"entries": len(ops), "counts": counts, "failures": failures, "seconds": round(used)}))
 

@@ -1,4 +1,5 @@
-"""Boxings between devices of the processes of a host, by the kernels of csrc/ run as threads: `globaltensor run -n 2`.
+"""Boxings between devices of the processes of a host, by the kernels of csrc/ run as threads: `globaltensor run -n 2`;
+with `cuda`, by those of its GPUs.
 
 With an argument, something is wrong on the rank that it names: `wrong=1` a kernel that reads wrong numbers, `none=1` no
 kernels, `closed=1` memory that cannot be shared. Then all ranks must box without these kernels, and be right.
@@ -10,11 +11,12 @@ import os
 import sys
 from pathlib import Path
 
-faults, sys.argv[1:] = dict(word.split("=") for word in sys.argv[1:]), ["npu"]
+faults = dict(word.split("=") for word in sys.argv[1:] if word != "cuda")
+sys.argv[1:] = ["cuda" if "cuda" in sys.argv else "npu"]
 sys.path.insert(0, str(Path(__file__).parent))
 import device  # noqa: E402
 import torch  # noqa: E402
-from stand_in import thread_kernels  # noqa: E402
+from stand_in import kernels_for_tests  # noqa: E402
 
 import globaltensor as gt  # noqa: E402
 from globaltensor.boxings import process_boxing  # noqa: E402
@@ -22,7 +24,9 @@ from globaltensor.errors import GlobalTensorError  # noqa: E402
 from globaltensor.runtime import device_kernels  # noqa: E402
 
 ME = os.environ["RANK"]
-kernels = thread_kernels(device.NAME)
+if device.DEVICES < 2:                               # their kernels take turns on it
+    process_boxing.shared_gpu = lambda: False
+kernels = kernels_for_tests(device.NAME)
 
 
 def none():
