@@ -148,7 +148,8 @@ bool resize_as_told(const Sibling& sibling, const c10::OperatorHandle& op, const
   }
   if (sibling.local_size < 0) return true;
   for (size_t nth = 0; nth < recipe.ranks.size(); nth++)
-    recipe.local_args[nth] = {{int32_t(sibling.local_size), c10::IValue(local_sizes(specs[0], nth))}};
+    for (auto& local : recipe.local_args[nth])       // others, such as the device, are as they were
+      if (local.at == int32_t(sibling.local_size)) local.value = c10::IValue(local_sizes(specs[0], nth));
   return true;
 }
 

@@ -23,7 +23,7 @@ from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.torch_internals import fused_sdp_choice
 
 aten = torch.ops.aten
-_MASK_STEP = 16                                        # elements by which rows of a mask must be apart
+_MASK_STEP = 16                                      # elements by which rows of a mask must be apart
 _ROWS = 32                                           # by which the memory-efficient kernel counts logarithms
 
 
