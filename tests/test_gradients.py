@@ -349,3 +349,24 @@ def test_reduced_shards_have_the_sizes_of_their_layout(shape):
             torch.testing.assert_close(w.grad.full_tensor(), rows.sum(0)[:, None].expand(shape))
             for rank, shard in w.grad.shards.items():
                 assert tuple(shard.shape) == w.grad.spec.local_shape(rank), f"{of_rows}, {of_leaf}, rank {rank}"
+
+
+def test_gradients_under_autocast_are_reduced_together_in_float32():
+    """They are made in bfloat16, and cast while they are pending."""
+    where = gt.placement("cpu", [0, 1])
+    torch.manual_seed(SEED)
+    plain = Block()
+    torch.manual_seed(SEED)
+    block, x = Block().to_global(where, gt.sbp.broadcast), torch.randn(6, 5, 16)
+    for model, rows in ((plain, x), (block, gt.from_full(x, where, gt.sbp.split(0)))):
+        with gt.record() as moves:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = model(rows)
+            y.float().square().mean().backward()
+            [p.grad for p in model.parameters()]
+    reduced, = [move for move in reductions(moves) if move.op == "gradient"]
+    assert reduced.tensors == 12 and len(reductions(moves)) == 1, reductions(moves)
+    for (name, p), q in zip(plain.named_parameters(), block.parameters()):
+        assert q.grad.dtype == torch.float32
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=0.05, atol=0.02 * p.grad.abs().max().item(),
+                                   msg=lambda text, name=name: f"{name}: {text}")

@@ -26,7 +26,7 @@ import torch
 from globaltensor.data.batch import map_structure
 from globaltensor.errors import GlobalTensorError, SbpError, ShapeError
 from globaltensor.layouts.placement import placement as Placement
-from globaltensor.layouts.sbp import SbpLike, split
+from globaltensor.layouts.sbp import SbpLike, nd_sbp, split
 from globaltensor.runtime.agreement import broadcast_object, gather_objects
 from globaltensor.runtime.codec import encode_message, message
 from globaltensor.runtime.deadlock import rank_names
@@ -79,7 +79,7 @@ class RankBatches(Generic[T]):
                  sbp: SbpLike) -> None:
         layout = resolve_layout(placement, sbp, 1)
         self.placement, self.sbp = layout.placement, layout.sbp
-        for s in self.sbp:
+        for s in nd_sbp(sbp, self.placement.names, self.placement.ndim):     # as it was asked for
             if not (s.is_broadcast or s.is_split):
                 raise SbpError(f"from_ranks with the sbp {s}", "each rank has some of the samples of a batch",
                                "gt.sbp.split(0), or gt.sbp.broadcast where ranks read the same")
