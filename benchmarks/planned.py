@@ -173,7 +173,9 @@ def measure(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
         here = {rank for stage in strategy["stages"] if gt.rank() in stage["ranks"] for rank in stage["ranks"]}
         received = sum(_most_received(move, here) for move in moves
                        if move.op not in ("the pipeline", "the loss of a pipeline"))
-        live = LiveBytes(list(one.model.parameters()), list(one.model.buffers()), list(optimizer.state.values()))
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]       # with ZeRO parts, which stay
+        live = LiveBytes(list(one.model.parameters()), list(one.model.buffers()), stepped,
+                         list(optimizer.state.values()))
         with live:
             step()
         yield {"laps": laps[_WARM:], "live": live.peak, "received": received}

@@ -391,9 +391,8 @@ def _parsed(value: Any, at: str = "") -> Sbp:
 
 def _merged(rows: Mapping[str, R], names: list[str]) -> dict[str, R]:
     """Layers that differ by their number in a list share one row, where that fits nothing else."""
-    merged: dict[str, R] = {}
-    for name, row in rows.items():
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        same = all(rows.get(other) == row for other in names if fnmatch.fnmatchcase(other, pattern))
-        merged[pattern if same else name] = row
-    return merged
+    patterns = {name: re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in rows}
+    fitting = {pattern: [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+               for pattern in set(patterns.values())}
+    return {pattern if all(rows.get(other) == row for other in fitting[pattern]) else name: row
+            for (name, row), pattern in zip(rows.items(), patterns.values())}

@@ -148,12 +148,16 @@ class PlannedCosts:
             self._known[key] = few, many
         result.runs[tp, kind], result.plans[tp, kind] = self._known[key], plan
 
+    @cached_property
+    def _recognised(self) -> tuple[Plan, Plan]:
+        """Along tp, on any number of ranks: with activations whole, and with the sequence split."""
+        return Plan.of(self.program.model, "tp"), Plan.of(self.program.model, "tp", "tp")
+
     def _plans_of(self, pins: Pins, fixed: Fixed, tp: int) -> dict[str, Plan]:
         """Of tp ranks, by kind. The first row that fits counts, so pins come first."""
         if tp == 1:
             return {"whole": Plan(pins)}
-        model = self.program.model
-        recognised, sequence = Plan.of(model, "tp"), Plan.of(model, "tp", "tp")
+        recognised, sequence = self._recognised
         kinds: dict[str, Plan] = {}
         if not recognised and not any("tp" in row for row in pins.values()):
             if tp not in self._layouts:

@@ -46,7 +46,7 @@ from shards import join, sizes
 
 SECONDS = 120                                        # of a child's own time for an op
 DEVICE = "cpu"                                       # on which all is
-PLACEMENTS = ([3, 1, 2], [0, 1, 2], [[4, 5], [6, 7]], [[6, 1], [0, 5]])
+PLACEMENTS = ([3, 1, 2], [0, 1, 2], [[4, 5], [6, 7]], [[6, 1], [0, 5]], [[5], [2]], [4])
 B, S, P = gt.sbp.broadcast, gt.sbp.split, gt.sbp.partial_sum
 DTYPES = (torch.float64, torch.complex128, torch.float32, torch.int64, torch.bool)
 NEAR = {torch.float32: 2e-4, torch.complex64: 2e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -121,7 +121,8 @@ def as_it_lies(t: torch.Tensor) -> tuple[Callable, Callable, None]:
 
 def pending(t: torch.Tensor, parts: int, rng: random.Random) -> list[torch.Tensor]:
     """Terms of a pending sum: multiples of t by small powers of two, which add up to t exactly, in this order."""
-    factors = rng.choice({2: [(2, -1), (-1, 2), (1, 0), (0, 1)],
+    factors = rng.choice({1: [(1,)],
+                          2: [(2, -1), (-1, 2), (1, 0), (0, 1)],
                           3: [(1, 1, -1), (1, -1, 1), (-1, 1, 1), (2, -1, 0), (0, -1, 2), (0, 1, 0)]}[parts])
     if t.dtype in (torch.bool, torch.uint8):
         factors = (1,) + (0,) * (parts - 1)
