@@ -123,9 +123,10 @@ def table() -> Iterator[Row]:
             yield Row(f"{fault}, before ranks have met, {by}", START, ranks_told("start", fault, native))
         yield Row(f"STOP, before ranks have met, {by}", STOP, ranks_told("start", "STOP", native))
         yield Row(f"ranks disagree in {COUNTED}, {by}", WAYS, ranks_apart(native))
-    for fault, limit in (("KILL", KERNEL), ("STOP", FAR)):
-        yield Row(f"{fault}, loading, a host each", limit, ranks_told(
-            "loading", fault, "1", HOSTS="1", LOCAL_WORLD_SIZE="1", GLOBALTENSOR_SECRET="x", GLOO_SOCKET_IFNAME="lo"))
+    for place, fault, limit in (*((place, "KILL", KERNEL) for place in ("boxing", "pipeline", "loading")),
+                                ("saving", "KILL", FAR), ("loading", "STOP", FAR)):       # nobody reads a socket there
+        yield Row(f"{fault}, {place}, a host each", limit, ranks_told(
+            place, fault, "1", HOSTS="1", LOCAL_WORLD_SIZE="1", GLOBALTENSOR_SECRET="x", GLOO_SOCKET_IFNAME="lo"))
     for (place, fault), (code, words) in BLAMED.items():
         yield Row(f"{fault}, {place}, launcher", ALL_ENDED, launcher_told(place, fault, code, words))
     for name, number in (("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129), ("SIGKILL", -9)):

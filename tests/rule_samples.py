@@ -402,6 +402,8 @@ sample("native_batch_norm_backward", r(5, 3, 2), r(5, 3, 2), r(3), None, None, r
        [False, True, True])
 sample("globaltensor.squares_around", r(5, 3), r(3))
 sample("globaltensor.squares_around", r(4, 6, 3), r(6))
+sample("globaltensor.norm_gradient", r(5, 3), r(5, 3), r(3), r(3), r(3), r(3))
+sample("globaltensor.norm_gradient", r(4, 6, 3), r(4, 6, 3), r(6), r(6), r(6), r(6))
 sample("native_batch_norm_backward", r(5, 4), r(5, 4), r(4), r(4), u(4), r(0), r(0), False, 1e-5, [True, True, True])
 sample("native_batch_norm_backward", r(4, 3), r(4, 3), None, r(3), u(3), r(0), r(0), False, 1e-5, [True, False, False])
 sample("native_group_norm", r(2, 4, 3), r(4), None, 2, 4, 3, 4, 1e-5)

@@ -296,7 +296,7 @@ INTERNALS = ROOT / "docs" / "torch-internals.md"
 # What torch documents for C++ extensions: its tensor, its values, its ops, its registration.
 PUBLIC = re.compile(r"""
     at::(Tensor|TensorList|OptionalIntArrayRef|ArrayRef|k[A-Z]\w+|GradMode::is_enabled)
-    | at::(bmm|cat|einsum|empty|linear|matmul|mm|scalar_tensor)
+    | at::(bmm|cat|einsum|empty|empty_like|linear|matmul|mm|parallel_for|scalar_tensor|sub)
     | c10::(ArrayRef|IntArrayRef|SmallVector|List|IValue|SymInt|Device|DeviceType|Scalar|ScalarType(::Undefined)?)
     | c10::(k[A-Z]\w+|intrusive_ptr|make_intrusive|elementSize|toString|Error|DistBackendError)
     | torch::(Library(::IMPL)?|autograd::(AutogradContext|tensor_list))

@@ -68,11 +68,6 @@ def _of_channels(run: Run, x: GlobalLike, values: list[GlobalLike]) -> list[Glob
     return [next(moved) if is_global(t) else t for t in values]
 
 
-def _per_channel(run: Run, values: GlobalLike, like: GlobalLike) -> GlobalLike:
-    """A value per channel, shaped to broadcast over `like`."""
-    return run(aten.view.default, values, [1, like.shape[1], *[1] * (like.dim() - 2)])
-
-
 def _mean(run: Run, sums: GlobalLike, n: int) -> GlobalLike:
     """Over the whole batch, of what ranks have summed up."""
     total, = run.redistribute([sums], [sums.spec.layout.without_partials], "batch_norm")
@@ -145,10 +140,8 @@ def whole_batch_backward(call: Call, run: Run) -> tuple[GlobalLike | None, ...]:
     grad_weight, grad_bias = run.redistribute(sums, [s.spec.layout.without_partials for s in sums], "batch_norm")
     slope = run(aten.mul.Tensor, run(aten.mul.Tensor, grad_weight, invstd), 1 / n)
     scale = invstd if wide_weight is None else run(aten.mul.Tensor, invstd, wide_weight)
-    centered = run(aten.sub.Tensor, wide_x, _per_channel(run, mean, x))
-    inner = run(aten.sub.Tensor, wide_grad, _per_channel(run, run(aten.mul.Tensor, grad_bias, 1 / n), x))
-    inner = run(aten.addcmul.default, inner, centered, _per_channel(run, slope, x), value=-1)
-    grad_x = cast(run, run(aten.mul.Tensor, inner, _per_channel(run, scale, x)), x.dtype)
+    shift = run(aten.mul.Tensor, grad_bias, 1 / n)
+    grad_x = run(custom_ops.norm_gradient, grad, x, mean, shift, slope, scale)
     weight_dtype = dtype if weight is None else weight.dtype
     grads = (grad_x, cast(run, grad_weight, weight_dtype), cast(run, grad_bias, weight_dtype))
     return tuple(grad if wanted else None for grad, wanted in zip(grads, call["output_mask"]))

@@ -162,8 +162,7 @@ lines("addbmm", broadcasting_addmm("b m k", "b k n", "m n"))
 lines("addmv", broadcasting_addmm("m k", "k", "m"))
 lines("addr", broadcasting_addmm("m", "n", "m n"))
 TABLE[custom_ops.contract] = Line(contraction, decomposition=summa.product, offer=summa.offer)
-TABLE[custom_ops.linear] = Line(fixed("b* k, n k, n -> b* n", "a*b+c"), decomposition=summa.product,
-      offer=summa.offer)
+TABLE[custom_ops.linear] = Line(fixed("b* k, n k, n -> b* n", "a*b+c"), decomposition=summa.product, offer=summa.offer)
 lines("_cdist_forward", fixed("b* m d!, b* n d! -> b* m n"))
 # of an empty part the gradient's kernel forgets which dims were repeated
 lines("_cdist_backward", fixed("b* m n, b* m d, b* n d, b* m n -> b* m d", "a*B*C*D", nonempty="b* m n d"),
@@ -310,6 +309,7 @@ lines("native_batch_norm", layers.batch_norm,
 lines("native_batch_norm_backward", masked_outputs(layers.batch_norm_backward, "output_mask"),
       decomposition=batch_norm.whole_batch_backward, applies=batch_norm.trained)
 TABLE[custom_ops.squares_around] = Line(fixed("n c y*, c -> c"))
+TABLE[custom_ops.norm_gradient] = Line(fixed("n c y*, n c y*, c, c, c, c -> n c y*", "a*f+d*f+b*e*f+c*e*f"))
 decomposed("_native_batch_norm_legit _native_batch_norm_legit.no_stats _batch_norm_with_update cudnn_batch_norm",
            batch_norm.as_native)
 decomposed("batch_norm_backward cudnn_batch_norm_backward", batch_norm.as_native_backward)

@@ -5,6 +5,8 @@
     embedding_backward(grad, indices, rows, padding_idx)
                                  the gradient of an embedding's weight, of as many rows as `rows` has
     squares_around(x, centre)    per channel (dim 1), the sum of the squares of what lies around a centre
+    norm_gradient(grad, x, mean, shift, slope, scale)
+                                 (grad - shift - (x - mean) * slope) * scale, with a value of the last four per channel
 
 And the linear maps between plain and global tensors (tensors/linear_maps.py, map_ops.py), which name layouts by their
 text:
@@ -68,22 +70,29 @@ def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, rows: torch.T
     return torch.ops.aten.embedding_dense_backward(grad, indices, rows.shape[0], padding_idx, False)
 
 
+def _per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return values.view(1, -1, *[1] * (x.dim() - 2))
+
+
 def _squares_around(x: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-    """In one pass: squares around the mean of x, and its distance from the centre (Chan, Golub and LeVeque, 1979)."""
-    count = x.numel() // max(x.shape[1], 1)
-    if count == 0:                                   # of nothing, torch makes NaN
-        return torch.zeros_like(centre)
-    spread, mean = torch.var_mean(x.to(centre.dtype), [d for d in range(x.dim()) if d != 1], correction=0)
-    return (spread + (mean - centre) ** 2) * count
+    return torch.square(x - _per_channel(centre, x)).sum([d for d in range(x.dim()) if d != 1])
+
+
+def _norm_gradient(grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, shift: torch.Tensor, slope: torch.Tensor,
+                   scale: torch.Tensor) -> torch.Tensor:
+    shift, mean, slope, scale = (_per_channel(values, x) for values in (shift, mean, slope, scale))
+    return ((grad - shift - (x - mean) * slope) * scale).to(x.dtype)
 
 
 for _schema, _kernel in (("contract(str equation, Tensor a, Tensor b) -> Tensor", _contract),
                          ("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _linear),
                          ("embedding_backward(Tensor grad, Tensor indices, Tensor rows, int padding_idx) -> Tensor",
                           _embedding_backward),
-                         ("squares_around(Tensor x, Tensor centre) -> Tensor", _squares_around)):
+                         ("squares_around(Tensor x, Tensor centre) -> Tensor", _squares_around),
+                         ("norm_gradient(Tensor grad, Tensor x, Tensor mean, Tensor shift, Tensor slope, Tensor scale) "
+                          "-> Tensor", _norm_gradient)):
     _library.define(_schema)
-    if torch_ext is None or _kernel in (_embedding_backward, _squares_around):           # the native code brings others
+    if torch_ext is None or _kernel is _embedding_backward:          # the native code brings others
         _library.impl(_schema.partition("(")[0], _kernel, "CompositeExplicitAutograd")
 
 for _map in ("redistribute(Tensor x, str layout, str? grad_layout=None)", "full_tensor(Tensor x)",
@@ -111,6 +120,7 @@ contract = torch.ops.globaltensor.contract.default
 linear = torch.ops.globaltensor.linear.default
 embedding_backward = torch.ops.globaltensor.embedding_backward.default
 squares_around = torch.ops.globaltensor.squares_around.default
+norm_gradient = torch.ops.globaltensor.norm_gradient.default
 redistribute = torch.ops.globaltensor.redistribute.default
 full_tensor = torch.ops.globaltensor.full_tensor.default
 from_full = torch.ops.globaltensor.from_full.default
@@ -124,7 +134,8 @@ fill = torch.ops.globaltensor.fill.default
 check_range = torch.ops.globaltensor.check_range.default
 # What an op of ours is made of, for the graphs of torch.compile: torch's own ops, which inductor fuses.
 MADE_OF: dict[OpOverload, Callable[..., torch.Tensor]] = {
-    contract: _contract, linear: _linear, embedding_backward: _embedding_backward, squares_around: _squares_around}
+    contract: _contract, linear: _linear, embedding_backward: _embedding_backward, squares_around: _squares_around,
+    norm_gradient: _norm_gradient}
 LINEAR_MAPS = {redistribute, full_tensor, from_full, to_local, from_local, spread, part}
 
 

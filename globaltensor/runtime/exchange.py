@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from globaltensor.errors import TransportError, first_sentence
 from globaltensor.runtime import counters, deadlock
+from globaltensor.runtime.gloo import broken_connections
 from globaltensor.runtime.liveness import lost_connection
 from globaltensor.runtime.world import rank, world
 
@@ -60,11 +61,16 @@ def begin_exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, 
     return finish
 
 
-def post(buffer: torch.Tensor, peer: int, receive: bool = False) -> dist.Work:
+def post(buffer: torch.Tensor, peer: int, what: str, receive: bool = False) -> dist.Work:
     """Start sending a flat buffer on the CPU to a rank, or filling it from there, without waiting. Messages between two
-    ranks are matched by order. The buffer must not be touched before `wait` returns."""
+    ranks are matched by order. The buffer must not be touched before `wait` returns.
+
+    Raises TransportError where the connection to the rank has closed."""
     move: Callable[..., Any] = dist.irecv if receive else dist.isend
-    return move(buffer, peer, group=world().control, tag=_POST)
+    try:
+        return move(buffer, peer, group=world().control, tag=_POST)
+    except RuntimeError as error:
+        raise _transport_error(what, [peer], error) from None
 
 
 def wait(works: Mapping[int, dist.Work], what: str, peers: tuple[int, ...]) -> None:
@@ -97,16 +103,23 @@ def waiting_for(what: str, peers: tuple[int, ...], tag: int) -> Iterator[list[in
         with deadlock.waiting(what, peers, tag):
             yield lost
     except RuntimeError as error:
-        # a rank that finds a deadlock may end, so that a lost connection may mean just that
-        if (verdict := deadlock.detected()) is not None:
-            raise verdict from None
-        loss = lost_connection(lost, first_sentence(error))
-        deadlock.keep_store()
-        others = [loss.rank] if loss is not None and loss.rank != rank() else lost     # they may have given this one up
-        names, how = deadlock.rank_names(others), loss.how if loss is not None else (
-            f"{first_sentence(error)}: a rank ended, or runs another program")
-        raise TransportError(f"rank {rank()} lost touch with {names} in {what}", how,
-                             "look at the first error of the other ranks") from None
+        raise _transport_error(what, lost, error) from None
     finally:
         if began is not None:
             counters.add(waiting=time.perf_counter() - began)
+
+
+def _transport_error(what: str, lost: Sequence[int], error: RuntimeError) -> Exception:
+    """What to raise where torch has failed, as one of these ranks did."""
+    # a rank that finds a deadlock may end, so that a lost connection may mean just that
+    if (verdict := deadlock.detected()) is not None:
+        return verdict
+    if len(lost) > 1:                                # before others of them end, too
+        lost = broken_connections(lost) or lost
+    loss = lost_connection(lost, first_sentence(error))
+    deadlock.keep_store()
+    others = [loss.rank] if loss is not None and loss.rank != rank() else lost     # they may have given this one up
+    names, how = deadlock.rank_names(others), loss.how if loss is not None else (
+        f"{first_sentence(error)}: a rank ended, or runs another program")
+    return TransportError(f"rank {rank()} lost touch with {names} in {what}", how,
+                          "look at the first error of the other ranks")

@@ -38,7 +38,24 @@ def close_connections(ranks: Iterable[int]) -> None:
     when one that is waited for has not come in time. Native code, where it is built, ends a wait and closes nothing."""
     for rank in ranks:
         with suppress(RuntimeError):                 # that it did not come
-            message = torch.empty(1, dtype=torch.uint8, device="cpu")
-            work = dist.irecv(message, rank, world().control, _NOBODY_SENDS)
-            assert work is not None                  # this rank is a member
-            work.wait(timedelta(milliseconds=1))
+            _wait_in_vain(rank)[0].wait(timedelta(milliseconds=1))
+
+
+def broken_connections(ranks: Iterable[int]) -> list[int]:
+    """Those of these ranks to which the connection has closed. A message of them cannot be waited for any more, which
+    torch says at once; where one can, its memory is not freed again."""
+    broken = []
+    for rank in ranks:
+        try:
+            keep_for_ever(_wait_in_vain(rank))
+        except RuntimeError:
+            broken.append(rank)
+    return broken
+
+
+def _wait_in_vain(rank: int) -> tuple[dist.Work, torch.Tensor]:
+    """A wait for a message of a rank that it never sends."""
+    message = torch.empty(1, dtype=torch.uint8, device="cpu")
+    work = dist.irecv(message, rank, world().control, _NOBODY_SENDS)
+    assert work is not None                          # this rank is a member
+    return work, message

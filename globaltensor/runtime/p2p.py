@@ -43,7 +43,7 @@ class P2PGroup:
         flat = [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
         message = torch.cat(flat) if len(flat) > 1 else flat[0].clone()
         for part in (message,) if sized else (torch.tensor([message.numel()], device="cpu").view(torch.uint8), message):
-            self._remote.setdefault(tag, []).append((peer, post(part, peer), part))
+            self._remote.setdefault(tag, []).append((peer, post(part, peer, self.what), part))
 
     def recv(self, peer: int, tag: Hashable, nbytes: int | None = None) -> Callable[[], torch.Tensor]:
         """Post a receive of the next message of a rank, of so many bytes if that is known. The function that is
@@ -56,7 +56,7 @@ class P2PGroup:
         if nbytes is None:
             nbytes = int(self.recv(peer, tag, 8)().view(torch.int64))
         buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        work = post(buffer, peer, receive=True)
+        work = post(buffer, peer, self.what, receive=True)
 
         def finish() -> torch.Tensor:
             wait({peer: work}, self.what, tuple(self.peers))
