@@ -3,6 +3,8 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 namespace gt {
 namespace {
 
@@ -32,7 +34,7 @@ void norm_gradient_of_row(const T* grad, const T* x, T* out, int64_t n, const T*
   for (int64_t k = 0; k < n; ++k) out[k] = (grad[k] - shift[k] - (x[k] - mean[k]) * slope[k]) * scale[k];
 }
 
-constexpr int64_t GRAIN = 1 << 15;                 // elements that are worth a thread
+constexpr int64_t kGrain = 1 << 15;                  // elements that are worth a thread
 
 // One pass over tensors that lie alike, without gaps: `inner` elements of a channel in a row, or 1.
 template <typename T>
@@ -44,7 +46,7 @@ void norm_gradient_into(const at::Tensor& grad, const at::Tensor& x, const at::T
   const T *m = mean.const_data_ptr<T>(), *s = shift.const_data_ptr<T>();
   const T *sl = slope.const_data_ptr<T>(), *sc = scale.const_data_ptr<T>();
   T* to = out.mutable_data_ptr<T>();
-  at::parallel_for(0, x.numel() / length, std::max<int64_t>(GRAIN / length, 1), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, x.numel() / length, std::max<int64_t>(kGrain / length, 1), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t at = row * length, c = row % channels;
       if (inner > 1)
