@@ -14,6 +14,8 @@ import pytest
 from harness import good
 
 from globaltensor.runtime import tcp_store
+from globaltensor.runtime.host_processes import ProcessId
+from globaltensor.runtime.liveness import Liveness, Loss
 from globaltensor.runtime.tcp_store import connect_store, no_name_server
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone has name servers per thread")
@@ -45,6 +47,28 @@ def test_a_thread_has_no_name_server_for_a_while_and_others_keep_theirs():
             socket.getaddrinfo("no-such-host.invalid", 80)
         raise KeyError
     assert seen == [0, listed] and libc.__res_state()[4] == listed
+
+
+def test_a_store_that_may_be_gone_is_asked_without_a_name_server():
+    """Torch's error names the host: where an answer was lost, a rank that had raised took 5 seconds to end."""
+    libc, seen = ctypes.CDLL(None), []
+    libc.__res_state.restype = ctypes.POINTER(ctypes.c_int)
+    state_of_thread = libc.__res_state
+
+    class Gone:
+        def check(self, *args):
+            seen.append(state_of_thread()[4])
+            raise RuntimeError("the store is gone")
+
+        get = set = add = check
+
+    assert name_servers() > 0
+    own = Liveness({1: ProcessId("another", 1, 1)}, Gone(), own=0)
+    own.ends(0)
+    assert own.first_loss() is None and own.ending([1]) is None and own.lost([1]) is None
+    assert own.first_lost(Loss(1, "it was lost")) == Loss(1, "it was lost")
+    own.await_readers()
+    assert len(seen) >= 6 and not any(seen) and state_of_thread()[4] > 0
 
 
 @pytest.mark.parametrize("quiet", [True, False])

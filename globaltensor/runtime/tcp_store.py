@@ -18,6 +18,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
+from typing import Any
 
 import torch.distributed as dist
 
@@ -56,16 +58,32 @@ def _connected(host: str, port: int, timeout: timedelta, is_master: bool, listen
 @contextmanager
 def no_name_server() -> Iterator[None]:
     """Inside, this thread asks no name server; what /etc/hosts tells is known still. With another C library than glibc,
-    nothing changes."""
-    if platform.libc_ver()[0] != "glibc":
+    nothing changes.
+
+    Also for what is asked of a store that may be gone: torch's error would name the host, once a server has answered.
+    """
+    libc = _resolver()
+    if libc is None:
         yield
         return
-    libc = ctypes.CDLL(None)
-    libc.__res_state.restype = ctypes.POINTER(_ResolverState)
-    libc.__res_init()                                # else the first question would fill it in
     state = libc.__res_state().contents
+    if not state.options & _IS_READ:                 # else the first question would fill it in
+        libc.__res_init()
     before, state.nscount = state.nscount, 0
     try:
         yield
     finally:
         state.nscount = before
+
+
+_IS_READ = 1                                         # RES_INIT of resolv.h
+
+
+@cache
+def _resolver() -> Any:
+    """glibc; None where there is another."""
+    if platform.libc_ver()[0] != "glibc":
+        return None
+    libc = ctypes.CDLL(None)
+    libc.__res_state.restype = ctypes.POINTER(_ResolverState)
+    return libc
