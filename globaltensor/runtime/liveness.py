@@ -31,7 +31,7 @@ from globaltensor.runtime.codec import decode_message, encode_message
 from globaltensor.runtime.host_processes import ENDED, RUNS, STOPPED, ProcessId, process_state
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.store_tree import read_message, write_message
-from globaltensor.runtime.tcp_store import connect_store, no_name_server
+from globaltensor.runtime.tcp_store import NamelessStore, connect_store
 
 BEAT = 2.0                                           # seconds between two beats of a heart
 SILENCE = 10.0
@@ -77,7 +77,6 @@ class Liveness:
                       for rank in ranks if rank in self.processes)
             return next((loss for loss in losses if loss is not None), None)
 
-    @no_name_server()
     def first_lost(self, loss: Loss) -> Loss:
         """The rank that was lost first, where that is known; of all that ask, the first makes it this one."""
         if self.store is None:
@@ -91,7 +90,6 @@ class Liveness:
             return first or loss
         return loss
 
-    @no_name_server()
     def first_loss(self) -> Loss | None:
         """The rank of which that was noted; once it was read, also where the store is gone."""
         if self._first is None and self.store is not None:
@@ -102,7 +100,6 @@ class Liveness:
                     write_message(self.store, _read_key(self.own), True)
         return self._first
 
-    @no_name_server()
     def await_readers(self) -> None:
         """Until every other rank has read that, or has ended, but not for long."""
         waiting, until = set(self.processes) - {self.own}, time.monotonic() + _READING
@@ -112,14 +109,12 @@ class Liveness:
                 waiting -= {rank for rank in waiting if self.ending([rank]) or self.lost([rank])
                             or self.store.check([_read_key(rank)])}
 
-    @no_name_server()
     def ends(self, rank: int) -> None:
         """This rank is about to close its connections, well or by an error of its own."""
         if self.store is not None:
             with suppress(RuntimeError):
                 self.store.set(_end_key(rank), encode_message(True, rank))  # type: ignore[arg-type]
 
-    @no_name_server()
     def ending(self, ranks: Iterable[int]) -> Loss | None:
         """The first of these ranks that has said so."""
         if self.store is not None:
@@ -146,7 +141,6 @@ class Liveness:
         assert state == STOPPED
         return Loss(rank, f"rank {rank} is stopped (by SIGSTOP, or a debugger): kill -CONT {process.pid} lets it go on")
 
-    @no_name_server()
     def _silent(self, rank: int, time_now: float) -> Loss | None:
         if self.store is None or not self.processes[rank].host:
             return None
@@ -241,7 +235,7 @@ def name_start(name: str) -> None:
 
 def of_this_start(store: dist.Store, name: str = "") -> dist.Store:
     """What ranks say that were started together (arrival.py tells why); `name`: of another start than this one."""
-    return dist.PrefixStore(f"globaltensor start {name or _start_name}", store)
+    return NamelessStore(f"globaltensor start {name or _start_name}", store)
 
 
 _liveness: Liveness | None = None

@@ -27,6 +27,9 @@ import torch.distributed as dist
 _WARNINGS_OFF = os.environ.get("TORCH_CPP_LOG_LEVEL") in ("ERROR", "FATAL")
 
 
+_IS_READ = 1                                         # RES_INIT of resolv.h
+
+
 class _ResolverState(ctypes.Structure):
     """The beginning of `struct __res_state` in resolv.h."""
 
@@ -58,10 +61,7 @@ def _connected(host: str, port: int, timeout: timedelta, is_master: bool, listen
 @contextmanager
 def no_name_server() -> Iterator[None]:
     """Inside, this thread asks no name server; what /etc/hosts tells is known still. With another C library than glibc,
-    nothing changes.
-
-    Also for what is asked of a store that may be gone: torch's error would name the host, once a server has answered.
-    """
+    nothing changes."""
     libc = _resolver()
     if libc is None:
         yield
@@ -76,7 +76,14 @@ def no_name_server() -> Iterator[None]:
         state.nscount = before
 
 
-_IS_READ = 1                                         # RES_INIT of resolv.h
+class NamelessStore(dist.PrefixStore):
+    """What has this prefix in a store that may be gone. It is asked without a name server: the message of torch's error
+    names the host, and where that answer is lost, a rank that has raised takes 5 seconds longer to end."""
+
+    add = no_name_server()(dist.Store.add)
+    check = no_name_server()(dist.Store.check)
+    get = no_name_server()(dist.Store.get)
+    set = no_name_server()(dist.Store.set)
 
 
 @cache
