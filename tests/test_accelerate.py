@@ -49,6 +49,21 @@ def model(n=8):
     return made
 
 
+@pytest.mark.long
+def test_a_compiled_model_has_the_losses_of_one_device(tmp_path, monkeypatch):
+    import accelerated
+
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    ran = []
+    for options in ["--plain"], []:
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        ran.append(accelerated.main(["--out", str(tmp_path / f"out{len(ran)}"), *options]))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
+    plain, ours = ran
+    same(ours, plain)
+
+
 def test_losses_equal_those_on_one_device_and_the_saved_model_is_its(tmp_path):
     import accelerated
 

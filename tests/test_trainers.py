@@ -43,6 +43,22 @@ def test_transformers_trainer_in_one_process(options, tmp_path):
 
 
 @pytest.mark.long
+def test_transformers_trainer_compiles_the_model(tmp_path, monkeypatch):
+    """`TrainingArguments(torch_compile=True)` sets such a variable."""
+    import trainer
+
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    ran = []
+    for options in ["--plain"], []:
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        ran.append(trainer.main(["--steps=3", "--out", str(tmp_path / f"out{len(ran)}"), *options]))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
+    plain, ours = ran
+    same(ours, plain)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("n, grid", [(2, ("--dp=1", "--tp=2")), (4, ())])
 def test_transformers_trainer_goes_on_after_it_was_killed(n, grid, tmp_path):
     """Ended after the third step, with a checkpoint of the second: the losses are those of one plain run."""
