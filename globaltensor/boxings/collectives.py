@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -131,23 +130,27 @@ def _padded(size: int) -> int:
 
 def _end_to_end(parts: Sequence[torch.Tensor], like: torch.Tensor, length: int | None = None) -> torch.Tensor:
     """Tensors in one new buffer of zeros, each from a multiple of `_ALIGNED` on."""
-    ends = [*accumulate((_padded(t.numel()) for t in parts), initial=0)]
-    buffer = like.new_empty(ends[-1] if length is None else length)
-    for t, start, stop in zip(parts, ends, ends[1:]):
-        buffer[start:start + t.numel()].view(t.shape).copy_(t)
-        buffer[start + t.numel():stop] = 0
-    buffer[ends[-1]:] = 0
+    sizes = [t.numel() for t in parts]
+    rows = [_padded(size) for size in sizes]
+    end = sum(rows)
+    buffer = like.new_empty(end if length is None else length)
+    places = buffer[:end].split_with_sizes(rows)
+    for t, place, size, row in zip(parts, places, sizes, rows):
+        (place if row == size else place[:size]).view(t.shape).copy_(t)
+        if row > size:
+            place[size:] = 0
+    if length is not None:
+        buffer[end:] = 0
     return buffer
 
 
 def _read_row(row: torch.Tensor, shapes: Iterable[Shape]) -> list[torch.Tensor]:
     """The tensors that `_end_to_end` put there."""
-    tensors, at = [], 0
-    for shape in shapes:
-        size = prod(shape)
-        tensors.append(row[at:at + size].view(shape))
-        at += _padded(size)
-    return tensors
+    shapes = list(shapes)
+    sizes = [prod(shape) for shape in shapes]
+    rows = [_padded(size) for size in sizes]
+    return [(place if len(place) == size else place[:size]).view(shape)
+            for place, size, shape in zip(row[:sum(rows)].split_with_sizes(rows), sizes, shapes)]
 
 
 def _lengths(region: Region) -> Shape:

@@ -40,6 +40,29 @@ class Step(NamedTuple):
     merged: bool = False
 
 
+class NamedCall(NamedTuple):
+    """A collective of torch.distributed, and the steps of a group that it does, by the numbers of their tensors."""
+
+    name: str
+    steps: tuple[tuple[int, GroupStep], ...]
+
+
+class DividedStep(NamedTuple):
+    """How this process does a step of many tensors, by their numbers: by boxings in memory, collectives, messages."""
+
+    in_memory: tuple[tuple[int, Any], ...]
+    named: tuple[NamedCall, ...]
+    others: tuple[int, ...]
+
+
+class MovesProgram(NamedTuple):
+    """Of many tensors: the shapes that they move in, the steps of each, and how each step is done."""
+
+    shapes: tuple[Shape, ...]
+    steps: tuple[list[Step], ...]
+    divided: tuple[DividedStep, ...]
+
+
 class Move(NamedTuple):
     """A tensor to move: its spec, its shards on this process, the layout to reach, and its lineage (lineage.py)."""
 
@@ -58,11 +81,9 @@ class RunningBoxing:
 
     def __init__(self, moves: Sequence[Move], plans: Sequence[BoxingPlan], purpose: str, check: bool = True) -> None:
         self.calls: list[str] = []
-        self._check, self._nbytes = check, sum(move.spec.nbytes for move in moves)
+        self._check = check
         self._moves, self._plans, self._purpose = moves, plans, purpose
-        self._shapes = [plan.view or move.spec.shape for move, plan in zip(moves, plans)]
-        self._steps = [_merge_reductions(plan.steps, shape, move.spec.dtype)
-                       for move, plan, shape in zip(moves, plans, self._shapes)]
+        self._program = _program_of(tuple(move.spec for move in moves), tuple(move.dst for move in moves), tuple(plans))
         shards = [{rank: shard.resolve_conj().resolve_neg() for rank, shard in move.shards.items()} for move in moves]
         self._shards = [_view_shards(own, plan.steps[0][0], plan.view) if plan.view else own
                         for own, plan in zip(shards, plans)]
@@ -78,41 +99,15 @@ class RunningBoxing:
                 for move, plan, shards in zip(self._moves, self._plans, self._shards)]
 
     def _run_steps(self) -> Iterator[None]:
-        for number in range(max(map(len, self._steps), default=0)):
+        for number, parts in enumerate(self._program.divided):
             tag = (self._tag + number) & 0x3FFFFFFF | 8        # 1 to 7 are not for boxings
-            finish = self._begin([k for k, steps in enumerate(self._steps) if len(steps) > number], number, tag)
-            if self._sending:                        # what memory alone did is done
+            done, sending = self._run_native(parts.in_memory), bool(parts.named or parts.others)
+            wait_for_named = self._begin_collectives(parts.named, tag)
+            wait_for_others = self._begin_messages(parts.others, number, tag)
+            if sending:                              # what memory alone did is done
                 yield
-            for k, shards in finish():
+            for k, shards in (*done, *wait_for_named(), *wait_for_others()):
                 self._shards[k] = shards
-
-    def _begin(self, now: Sequence[int], number: int, tag: int) -> Callable[[], list[tuple[int, Shards]]]:
-        """Begin a step of these tensors; the function that is returned waits for their new shards."""
-        in_memory: list[tuple[int, Any]] = []
-        named: dict[tuple[str, tuple[int, ...], torch.dtype], list[tuple[int, Item]]] = {}
-        others: list[int] = []
-        for k in now:
-            group, dtype = self._group(k, number), self._moves[k].spec.dtype
-            boxing = _native_boxing(group, dtype) if group is not None else None
-            merged = self._steps[k][number].merged
-            name = (collective_name(group, dtype, merged, self._nbytes) if group is not None and boxing is None else
-                    None)
-            if boxing is not None:
-                in_memory.append((k, boxing))
-            elif group is not None and name is not None:
-                shard, = self._shards[k].values()
-                named.setdefault((name, tuple(sorted(group.ranks)), dtype), []).append((k, Item(group, shard)))
-            else:
-                others.append(k)
-        done, self._sending = self._run_native(in_memory), bool(named or others)
-        wait_for_named = self._begin_collectives(named, tag)
-        wait_for_others = self._begin_messages(others, number, tag)
-        return lambda: [*done, *wait_for_named(), *wait_for_others()]
-
-    def _group(self, k: int, number: int) -> GroupStep | None:
-        if world().single_process:
-            return None                              # it has all shards: there is nothing to divide
-        return group_step(*self._steps[k][number][:2], self._shapes[k], world().rank)
 
     def _run_native(self, todo: Sequence[tuple[int, Any]]) -> list[tuple[int, Shards]]:
         if not todo:
@@ -121,23 +116,27 @@ class RunningBoxing:
                                       [self._moves[k].lineage for k, _ in todo])
         return [(k, shards) for (k, _), shards in zip(todo, moved)]
 
-    def _begin_collectives(self, named: dict[tuple[str, tuple[int, ...], torch.dtype], list[tuple[int, Item]]],
-                           tag: int) -> Callable[[], list[tuple[int, Shards]]]:
+    def _begin_collectives(self, named: Sequence[NamedCall], tag: int) -> Callable[[], list[tuple[int, Shards]]]:
+        if not named:
+            return list
         rank = world().rank
-        calls = [pack_collective(name, [item for _, item in some], rank) for (name, _, _), some in named.items()]
+        several = [[Item(step, *self._shards[k].values()) for k, step in one.steps] for one in named]
+        calls = [pack_collective(one.name, items, rank) for one, items in zip(named, several)]
         self.calls += [call.name for call in calls]
-        wait = collectives.begin_collectives(calls, self._wait_text(), tag, self._check) if calls else None
+        wait = collectives.begin_collectives(calls, self._wait_text(), tag, self._check)
 
         def finish() -> list[tuple[int, Shards]]:
-            if wait is not None:
-                wait()
-            return [(k, {rank: shard}) for call, some in zip(calls, named.values())
-                    for (k, _), shard in zip(some, unpack_collective(call, [item for _, item in some], rank))]
+            wait()
+            return [(k, {rank: shard}) for call, one, items in zip(calls, named, several)
+                    for (k, _), shard in zip(one.steps, unpack_collective(call, items, rank))]
 
         return finish
 
     def _begin_messages(self, todo: Sequence[int], number: int, tag: int) -> Callable[[], list[tuple[int, Shards]]]:
-        programs = [compile_step(*self._steps[k][number][:2], self._shapes[k]) for k in todo]
+        if not todo:
+            return list
+        all_steps, shapes = self._program.steps, self._program.shapes
+        programs = [compile_step(*all_steps[k][number][:2], shapes[k]) for k in todo]
         dtypes, shards = [self._moves[k].spec.dtype for k in todo], [self._shards[k] for k in todo]
         outgoing, incoming = pack(programs, shards), incoming_bytes(programs, dtypes)
         device = self._message_device(todo, number)
@@ -149,8 +148,8 @@ class RunningBoxing:
         def finish() -> list[tuple[int, Shards]]:
             wait()
             streams = {peer: ByteStream(data) for peer, data in buffers.items()}
-            dsts = [self._steps[k][number].dst for k in todo]
-            return [(k, build_shards(program, self._shards[k], spec(dst, self._shapes[k], None, dtype), dst, streams))
+            dsts = [all_steps[k][number].dst for k in todo]
+            return [(k, build_shards(program, self._shards[k], spec(dst, shapes[k], None, dtype), dst, streams))
                     for k, program, dtype, dst in zip(todo, programs, dtypes, dsts)]
 
         return finish
@@ -158,13 +157,45 @@ class RunningBoxing:
     def _message_device(self, now: Sequence[int], number: int) -> torch.device:
         """Where messages of a step lie on both sides: the engines of two kinds of devices never meet. On the device of
         this process's rank where all tensors come from such devices, whether or not this rank holds any."""
-        types = {self._steps[k][number].src.placement.type for k in now}
+        types = {self._program.steps[k][number].src.placement.type for k in now}
         if world().single_process or world().staged or len(types) > 1:
             return torch.device("cpu")
         return world().device(types.pop(), world().rank) if types else torch.device("cpu")
 
     def _wait_text(self) -> str:
         return move_wait_text(self._purpose, self._moves[0].spec, self._moves[0].dst)
+
+
+@remembered
+def _program_of(specs: tuple[Spec, ...], dsts: tuple[Layout, ...], plans: tuple[BoxingPlan, ...]) -> MovesProgram:
+    """What this process does of moves by these plans."""
+    shapes = tuple(plan.view or of.shape for of, plan in zip(specs, plans))
+    steps = tuple(_merge_reductions(plan.steps, shape, of.dtype) for of, plan, shape in zip(specs, plans, shapes))
+    nbytes = sum(of.nbytes for of in specs)
+    divided = tuple(_divide([(k, own[number], shapes[k], specs[k].dtype) for k, own in enumerate(steps)
+                              if len(own) > number], nbytes)
+                    for number in range(max(map(len, steps), default=0)))
+    return MovesProgram(shapes, steps, divided)
+
+
+def _divide(now: Sequence[tuple[int, Step, Shape, torch.dtype]], nbytes: int) -> DividedStep:
+    """How a step of these tensors is done. `nbytes`: of all that move together."""
+    in_memory: list[tuple[int, Any]] = []
+    named: dict[tuple[str, tuple[int, ...], torch.dtype], list[tuple[int, GroupStep]]] = {}
+    others: list[int] = []
+    for k, step, shape, dtype in now:
+        # a lone process has all shards: there is nothing to divide
+        group = None if world().single_process else group_step(step.src, step.dst, shape, world().rank)
+        boxing = _native_boxing(group, dtype) if group is not None else None
+        name = None if group is None or boxing is not None else collective_name(group, dtype, step.merged, nbytes)
+        if boxing is not None:
+            in_memory.append((k, boxing))
+        elif group is not None and name is not None:
+            named.setdefault((name, tuple(sorted(group.ranks)), dtype), []).append((k, group))
+        else:
+            others.append(k)
+    return DividedStep(tuple(in_memory), tuple(NamedCall(name, tuple(own)) for (name, _, _), own in named.items()),
+                       tuple(others))
 
 
 def _merge_reductions(steps: Sequence[tuple[Layout, Layout]], shape: Shape, dtype: torch.dtype) -> list[Step]:

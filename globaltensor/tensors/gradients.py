@@ -301,9 +301,10 @@ class Reduction(NamedTuple):
 
     def move(self) -> Move:
         """The boxing that does it."""
-        of = self.grad.spec
-        return Move(spec(of.layout, of.shape, of.stride, self.dtype), _cast(self.grad.shards, self.dtype), self.dst,
-                    self.grad.lineage)
+        of, dtype, shards = self.grad.spec, self.dtype, self.grad.shards
+        if dtype is not of.dtype:
+            of, shards = spec(of.layout, of.shape, of.stride, dtype), _cast(shards, dtype)
+        return Move(of, shards, self.dst, self.grad.lineage)
 
     def settle(self, shards: dict[int, torch.Tensor]) -> None:
         """These have come out of it."""
