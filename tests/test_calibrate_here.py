@@ -97,6 +97,16 @@ def test_the_rates_of_a_machine_are_found_again(seed, longer):
     assert (fitted.micro_batch_overhead, fitted.step_overhead) == pytest.approx((5e-4, 2e-3), rel=1e-2)
 
 
+def test_steps_that_take_less_than_their_ops_alone_tell_nothing_of_the_rest():
+    machine = made_up(SEED)
+    measured = measurements_of(machine)
+    measured["steps"] = [(k, m, taken / 100) for k, m, taken in measured["steps"]]
+    fitted = cluster_of_measurements(measured, 2, 8e9, small_models())
+    assert fitted.micro_batch_overhead == fitted.step_overhead == 0
+    after = {one.kind: one for one in fitted.kernels}
+    assert all(after[one.kind].start == pytest.approx(one.start, rel=1e-2) for one in machine.kernels)
+
+
 def test_no_rate_is_below_nothing():
     rates = fit_rates([(1, 10), (1, 20), (1, 30)], [3.0, 2.0, 1.0])
     assert (rates >= 0).all() and rates[0] > 0

@@ -118,7 +118,7 @@ x = gt.ones(64, 64, placement=P, sbp=gt.sbp.split(0))
 x.to_global(sbp=gt.sbp.broadcast)
 gt.metrics()
 if gt.rank() == 1:
-    time.sleep(0.4)
+    time.sleep(2)
 x.to_global(sbp=gt.sbp.broadcast)
 now = gt.metrics(every_rank=True)
 print(json.dumps(now))

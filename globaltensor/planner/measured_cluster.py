@@ -130,4 +130,4 @@ def _beside_ops(steps: Sequence[tuple[int, int, float]], bare: Cluster, models: 
         return rates
     # as long as alone: then a step that hardly does anything else tells little of the rest
     rest = [(part[:3], taken - part[3]) for part, taken in zip(parts, seconds) if taken - part[3] > 0.1 * taken]
-    return [*(float(n) for n in fit_rates(*zip(*rest))), 1.0]
+    return [*(map(float, fit_rates(*zip(*rest))) if rest else (0.0, 0.0, 0.0)), 1.0]
