@@ -138,7 +138,8 @@ class Soak:
                 self.moments[moment] += 1
                 if kind == "preemption":
                     code = job.wait(120)
-                    if code not in (0, REQUEUE, 128 + signal.SIGTERM):   # it was asked before it could listen
+                    # 128 + SIGTERM, or by that signal itself: it was asked before ranks, or before it could listen
+                    if code not in (0, REQUEUE, 128 + signal.SIGTERM, signal.SIGTERM):
                         raise SystemExit(f"the launcher ended with {code}: {self._errors()[-2000:]}")
                     job = jobs_of_it.enter_context(self._started())
         _finish(job)
