@@ -70,6 +70,17 @@ def good(command: list, env: dict[str, str] | None = None, timeout: float = 60) 
     return out
 
 
+def compiled(main, *options):
+    """What `main` of an example returns of these options; it must compile its model."""
+    import torch
+
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    result = main([str(option) for option in options])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
+    return result
+
+
 def good_all(*starts: tuple[list, dict[str, str]], timeout: float = 60) -> list[str]:
     """The outputs of commands that must succeed, each with what its environment has more, all at the same time: one
     process alone, or a launcher that imports torch, leaves cores idle."""

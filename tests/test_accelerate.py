@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import PYTHON, ROOT, RUN, environment, good, good_all, run
+from harness import PYTHON, ROOT, RUN, compiled, environment, good, good_all, run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -54,13 +54,8 @@ def test_a_compiled_model_has_the_losses_of_one_device(tmp_path, monkeypatch):
     import accelerated
 
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
-    ran = []
-    for options in ["--plain"], []:
-        torch.compiler.reset()
-        torch._dynamo.utils.counters.clear()
-        ran.append(accelerated.main(["--out", str(tmp_path / f"out{len(ran)}"), *options]))
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
-    plain, ours = ran
+    plain, ours = (compiled(accelerated.main, "--out", tmp_path / f"out{len(options)}", *options)
+                   for options in (["--plain"], []))
     same(ours, plain)
 
 

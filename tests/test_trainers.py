@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import PYTHON, ROOT, RUN, environment, good, run
+from harness import PYTHON, ROOT, RUN, compiled, environment, good, run
 
 import globaltensor as gt
 
@@ -48,13 +48,8 @@ def test_transformers_trainer_compiles_the_model(tmp_path, monkeypatch):
     import trainer
 
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
-    ran = []
-    for options in ["--plain"], []:
-        torch.compiler.reset()
-        torch._dynamo.utils.counters.clear()
-        ran.append(trainer.main(["--steps=3", "--out", str(tmp_path / f"out{len(ran)}"), *options]))
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
-    plain, ours = ran
+    plain, ours = (compiled(trainer.main, "--steps=3", "--out", tmp_path / f"out{len(options)}", *options)
+                   for options in (["--plain"], []))
     same(ours, plain)
 
 
