@@ -1,4 +1,5 @@
-// The ops of ours on plain tensors: globaltensor::contract by one product of matrices, and globaltensor::linear.
+// The ops of ours on plain tensors that are products: globaltensor::contract by one product of matrices, linear, and
+// products_for_peers.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -6,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "allocator.h"
 #include "products.h"
 
 namespace gt {
@@ -103,10 +105,19 @@ at::Tensor linear_plain(const at::Tensor& x, const at::Tensor& weight, const std
   return at::linear(x, weight, bias);
 }
 
+at::Tensor products_for_peers(at::TensorList left, at::TensorList right, const std::optional<at::Tensor>& added) {
+  ArenaScope for_peers(true);
+  at::Tensor sum = added ? added->addmm(left[0], right[0]) : at::matmul(left[0], right[0]);
+  for (size_t i = 1; i < left.size(); i++)
+    sum.dim() == 3 ? sum.baddbmm_(left[i], right[i]) : sum.addmm_(left[i], right[i]);
+  return sum;
+}
+
 }  // namespace
 }  // namespace gt
 
 TORCH_LIBRARY_IMPL(globaltensor, CompositeExplicitAutograd, m) {
   m.impl("contract", &gt::contract_plain);
   m.impl("linear", &gt::linear_plain);
+  m.impl("products_for_peers", &gt::products_for_peers);
 }

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ast
 import operator
-import sys
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -46,8 +45,7 @@ def merge_boxings(graph: Graph) -> None:
 
 def inductor_merges() -> None:
     """Have inductor do it from now on, if it is there."""
-    if "torch._inductor.config" in sys.modules:
-        add_inductor_pass(merge_boxings, __file__)
+    add_inductor_pass(merge_boxings, __file__)
 
 
 def _groups(boxes: Sequence[Node]) -> list[list[Node]]:

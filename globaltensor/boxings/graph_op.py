@@ -23,7 +23,7 @@ import torch
 
 from globaltensor.boxings.run_steps import Move
 from globaltensor.boxings.watch import EXPLICIT
-from globaltensor.layouts.layout import Layout, Shape, Shards, dense, layout, spec
+from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, dense, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions, rank_regions
 from globaltensor.layouts.recent import remembered
@@ -34,6 +34,7 @@ from globaltensor.runtime.torch_internals import is_of_a_trace, order_effects
 from globaltensor.runtime.world import local_ranks_of
 
 Moved = tuple[Layout, Layout, torch.dtype, int]      # src, dst, dtype and number of dims of a tensor
+_Tensor = tuple[Spec, list[int], Layout, list[int]]  # spec and own ranks of a tensor, where it was and where it goes
 
 
 def any_of_a_trace(moves: Sequence[Move]) -> bool:
@@ -106,27 +107,33 @@ def _layout_from_text(text: tuple[Any, ...]) -> Layout:
     return layout(where, sbp) if regions is None else rank_regions(where, dict(zip(where.flat, regions)), sbp)
 
 
-def _moves(shards: Sequence[torch.Tensor], layouts: str, sizes: Sequence[int]) -> list[Move]:
-    moves, left, numbers = [], iter(shards), iter(sizes)
+def _moved_tensors(layouts: str, sizes: Sequence[int]) -> list[_Tensor]:
+    """Spec and own ranks of each tensor, before and after."""
+    tensors: list[_Tensor] = []
+    numbers = iter(sizes)
     for src, dst, dtype, ndim in _read_layouts(layouts):
-        own = dict(zip(_own_ranks(src), left))
         shape, stride = (tuple(next(numbers) for _ in range(ndim)) for _ in range(2))
-        moves.append(Move(spec(src, shape, stride, dtype), own, dst))
-    return moves
+        tensors.append((spec(src, shape, stride, dtype), _own_ranks(src), dst, _own_ranks(dst)))
+    return tensors
 
 
-def _new_shape(move: Move, rank: int) -> tuple[Shape, Shape]:
-    size = move.dst.local_shape(move.spec.shape, rank)
-    return size, dense(size, dense(move.spec.shape, move.spec.stride))
+@remembered
+def _known_tensors(layouts: str, *sizes: int) -> list[_Tensor]:
+    return _moved_tensors(layouts, sizes)
+
+
+def _new_shape(own: Spec, dst: Layout, rank: int) -> tuple[Shape, Shape]:
+    size = dst.local_shape(own.shape, rank)
+    return size, dense(size, dense(own.shape, own.stride))
 
 
 def _fake(shards: Sequence[torch.Tensor], layouts: str, sizes: Sequence[int], op: str, purpose: str, unrelated: int
           ) -> list[torch.Tensor]:
     """What comes out, as every process can tell it of its own ranks."""
-    moves = _moves(shards, layouts, sizes)
-    device = shards[0].device if shards else torch.device(moves[0].dst.placement.type)
-    return [torch.empty_strided(*_new_shape(move, rank), dtype=move.spec.dtype, device=device)
-            for move in moves for rank in _own_ranks(move.dst)]
+    tensors = _moved_tensors(layouts, sizes)
+    device = shards[0].device if shards else torch.device(tensors[0][2].placement.type)
+    return [torch.empty_strided(*_new_shape(own, dst, rank), dtype=own.dtype, device=device)
+            for own, _, dst, ranks in tensors for rank in ranks]
 
 
 def implement_box(move_shards: Any) -> None:
@@ -134,9 +141,9 @@ def implement_box(move_shards: Any) -> None:
 
     def run(shards: Sequence[torch.Tensor], layouts: str, sizes: Sequence[int], op: str, purpose: str, unrelated: int
             ) -> list[torch.Tensor]:
-        moves = _moves(shards, layouts, sizes)
-        return [moved[rank] for move, moved in zip(moves, move_shards(moves, op, purpose))
-                for rank in _own_ranks(move.dst)]
+        tensors, left = _known_tensors(layouts, *sizes), iter(shards)
+        moves = [Move(own, dict(zip(ranks, left)), dst) for own, ranks, dst, _ in tensors]
+        return [moved[rank] for (*_, ranks), moved in zip(tensors, move_shards(moves, op, purpose)) for rank in ranks]
 
     custom_ops.implement(custom_ops.box, run)
     custom_ops.tell_shapes(custom_ops.box, _fake)

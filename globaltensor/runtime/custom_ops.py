@@ -7,6 +7,9 @@
     squares_around(x, centre)    per channel (dim 1), the sum of the squares of what lies around a centre
     norm_gradient(grad, x, mean, shift, slope, scale)
                                  (grad - shift - (x - mean) * slope) * scale, with a value of the last four per channel
+    products_for_peers(left, right, added)
+                                 the sum of the products of matrices, left[i] @ right[i], and of what is added, where
+                                 other processes of this host can read it
 
 And the linear maps between plain and global tensors (tensors/linear_maps.py, map_ops.py), which name layouts by their
 text:
@@ -51,14 +54,18 @@ def _contract(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     def merged(t: torch.Tensor, labels: str, *groups: list[str]) -> torch.Tensor:
         sizes = [prod(t.shape[labels.index(label)] for label in group) for group in groups]
-        return t.permute([labels.index(label) for group in groups for label in group]).reshape(sizes)
+        return _permuted(t, [labels.index(label) for group in groups for label in group]).reshape(sizes)
 
     lead = [batch] if batch else []
     multiply = torch.bmm if batch else torch.mm
     product = multiply(merged(a, left, *lead, rows, inner), merged(b, right, *lead, inner, columns))
     has = batch + rows + columns
     sizes = dict(zip(left, a.shape)) | dict(zip(right, b.shape))
-    return product.view([sizes[label] for label in has]).permute([has.index(label) for label in out]).contiguous()
+    return _permuted(product.view([sizes[label] for label in has]), [has.index(label) for label in out]).contiguous()
+
+
+def _permuted(t: torch.Tensor, order: list[int]) -> torch.Tensor:
+    return t if order == sorted(order) else t.permute(order)             # a graph has a node less
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -84,13 +91,21 @@ def _norm_gradient(grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, shif
     return ((grad - shift - (x - mean) * slope) * scale).to(x.dtype)
 
 
+def _products_for_peers(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], added: torch.Tensor | None = None
+                        ) -> torch.Tensor:
+    first = left[0] @ right[0]
+    return sum((a @ b for a, b in zip(left[1:], right[1:])), first if added is None else first + added)
+
+
 for _schema, _kernel in (("contract(str equation, Tensor a, Tensor b) -> Tensor", _contract),
                          ("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _linear),
                          ("embedding_backward(Tensor grad, Tensor indices, Tensor rows, int padding_idx) -> Tensor",
                           _embedding_backward),
                          ("squares_around(Tensor x, Tensor centre) -> Tensor", _squares_around),
                          ("norm_gradient(Tensor grad, Tensor x, Tensor mean, Tensor shift, Tensor slope, Tensor scale) "
-                          "-> Tensor", _norm_gradient)):
+                          "-> Tensor", _norm_gradient),
+                         ("products_for_peers(Tensor[] left, Tensor[] right, Tensor? added=None) -> Tensor",
+                          _products_for_peers)):
     _library.define(_schema)
     if torch_ext is None or _kernel is _embedding_backward:          # the native code brings others
         _library.impl(_schema.partition("(")[0], _kernel, "CompositeExplicitAutograd")
@@ -121,6 +136,7 @@ linear = torch.ops.globaltensor.linear.default
 embedding_backward = torch.ops.globaltensor.embedding_backward.default
 squares_around = torch.ops.globaltensor.squares_around.default
 norm_gradient = torch.ops.globaltensor.norm_gradient.default
+products_for_peers = torch.ops.globaltensor.products_for_peers.default
 redistribute = torch.ops.globaltensor.redistribute.default
 full_tensor = torch.ops.globaltensor.full_tensor.default
 from_full = torch.ops.globaltensor.from_full.default

@@ -44,14 +44,16 @@ def is_effect(node: Node) -> bool:
 
 
 def add_inductor_pass(change: Callable[[Graph], None], file: str) -> None:
-    """Have inductor change every graph so, behind the passes that a program has set. `file` defines it.
+    """Have inductor, if it is there, change every graph so, behind the passes that are set. `file` defines it.
 
-    torch before 2.13 takes one pass: there it is one that does the program's first.
+    torch before 2.13 takes one pass: there it is one that does the one before it first.
     """
-    config: Any = sys.modules["torch._inductor.config"]
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is None:
+        return
     before = config.post_grad_custom_pre_pass
     passes = [*before] if isinstance(before, (list, tuple)) else [] if before is None else [before]
-    if any(getattr(one, "change", None) is change for one in passes):
+    if any(change in getattr(one, "changes", ()) for one in passes):
         return
     custom: Any = importlib.import_module("torch._inductor.custom_graph_pass")
     many = TORCH >= "2.13"
@@ -70,5 +72,5 @@ def add_inductor_pass(change: Callable[[Graph], None], file: str) -> None:
 
     aware: Any = getattr(custom, "CustomInferenceAwareGraphPass", custom.CustomGraphPass)      # torch gives it more
     kind = type("Pass", (aware if isinstance(first, aware) else custom.CustomGraphPass,), {
-        "change": staticmethod(change), "__call__": run, "uuid": uuid})
+        "changes": (*getattr(first, "changes", ()), change), "__call__": run, "uuid": uuid})
     config.post_grad_custom_pre_pass = [*passes, kind()] if many else kind()

@@ -28,6 +28,7 @@ import torch
 
 from globaltensor.algorithms.aliasing import value_spec
 from globaltensor.boxings.graph_merging import inductor_merges
+from globaltensor.boxings.graph_products import register_product_pass
 from globaltensor.errors import OURS, GlobalTensorError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Layout, Shards, Spec, spec
@@ -81,6 +82,7 @@ def let_torch_trace(cls: Any) -> None:
             _keep_dynamo_out(len(sys.modules))
             _register_graph_calls()
             inductor_merges()
+            register_product_pass()
             watch_graph_edges()
             for shard in x.shards.values() if not isinstance(x, torch.nn.Parameter) else ():
                 let_sizes_be_symbols(shard)          # of parameters it would only be more to guard
