@@ -7,6 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from harness import PROGRAMS, ROOT, RUN, good
 
 import globaltensor as gt
 from benchmarks.planned import LiveBytes, build
@@ -38,6 +39,16 @@ def test_a_step_holds_the_bytes_of_its_plan(name, fixed):
     assert 0.97 <= expected / live.peak <= 1.1, (name, fixed, expected, live.peak)
     assert sum(strategy["stages"][0]["memory"][key] for key in (
         "parameters", "gradients", "optimizer", "activations", "temporary")) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name, micro_batch, zero", [
+    ("gpt", 2, 3), *(pytest.param(*one, marks=pytest.mark.long)
+                     for one in (("gpt", 1, 3), ("mlp", 32, 3), ("gpt", 2, 0), ("mlp", 32, 0)))])
+def test_ranks_of_a_pipeline_hold_the_bytes_of_its_plan(name, micro_batch, zero):
+    """ZeRO 3 has ops gather: parameters where these are small, and else operands, so that gradients come split."""
+    ratios = [float(line) for line in good([*RUN, "-n", 4, PROGRAMS / "live_bytes.py", name, micro_batch, zero],
+                                           {"PYTHONPATH": str(ROOT)}, timeout=300).split()]
+    assert len(ratios) == 4 and all(0.97 <= ratio <= 1.1 for ratio in ratios), ratios
 
 
 def unit_bytes(draw: random.Random, n: int) -> UnitBytes:

@@ -8,20 +8,23 @@ All ranks of a pipeline have the same mesh, unless `of_rank` says otherwise (own
 """
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from globaltensor.algorithms.offer import largest_part
 from globaltensor.layouts.sbp import broadcast, partial_sum
 from globaltensor.parallel.plan import Plan
 from globaltensor.planner.mesh_costs import SPLIT, MeshCosts, StateBytes, UnitArrays, state_bytes
 from globaltensor.planner.pricing import peaks_of, schedule_of
 from globaltensor.planner.rank_memory import BatchBytes, PeakBytes, UnitBytes, sums_of_units
 from globaltensor.planner.space import Fixed
+from globaltensor.planner.unit_sums import UnitCost
 from globaltensor.schedules.schedule import loop, vee
 from globaltensor.simulator.cluster import KERNEL_KINDS, Cluster, Link
 from globaltensor.simulator.costs import Costs, Hop
@@ -115,6 +118,7 @@ class VariantPrices:
     """The numbers of a variant that its cuts share."""
 
     meshes: tuple[RankMesh, ...] = ()
+    gradients: np.ndarray | None = None              # bytes of each unit, where a run has told them
 
     def __init__(self, task: ModelTask, variant: ModelVariant, busy: float | None = None) -> None:
         self.task, self.variant = task, variant
@@ -229,6 +233,16 @@ class VariantPrices:
         link = self.micro_batches * float(busy[0])
         return (max(self.micro_batches * rank, link, alone) + cluster.step_overhead) * ROUNDING
 
+    def with_bytes_of(self, units: Sequence[UnitCost]) -> VariantPrices:
+        """The same with the bytes of a run in which ranks of dp had parts of parameters: where ops gather these, and
+        where operands instead, so that gradients come split, depends on their sizes."""
+        twin, shape = copy.copy(self), self.variant.shape
+        twin.of = MeshCosts(units, units, self.cluster, shape.tp).arrays(shape.micro_batch, shape.dp)
+        twin.gradients = np.array([sum(largest_part(p.gradient, p.shape) * p.dtype.itemsize for p in unit.parameters
+                                       if p.gradient is not None) for unit in units], float)
+        twin._unit_bytes = {}
+        return twin
+
     def unit_bytes(self, recompute: str) -> UnitBytes:
         """What each unit holds."""
         if recompute not in self._unit_bytes:
@@ -237,6 +251,9 @@ class VariantPrices:
             self._unit_bytes[recompute] = UnitBytes.of_units(
                 self.mesh, self.of, self.states, self.kept(recompute), again, self.variant.zero, shape.dp, shape.pp,
                 whole)
+            if self.gradients is not None:
+                self._unit_bytes[recompute] = replace(
+                    self._unit_bytes[recompute], gradients=self.gradients, ahead=np.zeros(len(self.gradients)))
         return self._unit_bytes[recompute]
 
     def peak_of_rank(self, units: np.ndarray, rank: int, recompute: str) -> PeakBytes:

@@ -66,14 +66,17 @@ def model_strategy(model: nn.Module, units: Units, task: ModelTask, result: Mode
         return Strategy(head | about | {"needs": needs, "device": task.cluster.memory,
                                         "smallest_change": smallest_changes_of_model(task, needs), "menu": menu})
     prices, shape = priced(best), best.variant.shape
+    stages = _planned_stages(units, best, machines, exact)
+    per_rank = [0.0] * shape.pp
+    for stage, rank in zip(stages, prices.rank_of):
+        per_rank[rank] += stage["memory"]["total"]
     return Strategy(head | {
         "step_time": best.seconds, "lower_bound": result.lower_bound, "gap": 1 - result.lower_bound / best.seconds,
         **about, "micro_batch": shape.micro_batch, "micro_batches": prices.micro_batches,
         "schedule": best.variant.schedule, "chunks": best.variant.chunks, "time": times_of_parts(best),
         "tokens_per_second": task.global_batch * tokens / best.seconds,
         "tflops_per_device": prices.mesh.operations * task.global_batch / best.seconds / task.devices / 1e12,
-        "stages": _planned_stages(units, best, machines, exact),
-        "memory": {"per_rank": list(best.memory), "device": min(best.rooms)}, "menu": menu,
+        "stages": stages, "memory": {"per_rank": per_rank, "device": min(best.rooms)}, "menu": menu,
         "runners_up": [_other(candidate_text(one), one) for one in result.runners_up]})
 
 
@@ -137,6 +140,8 @@ def _planned_stages(units: Units, best: ModelCandidate, machines: Machines,
                                             for pattern, row in prices.task.plans[shape.tp, shape.kind].items()}
         recompute = best.recompute[rank]
         forward, inputs, weights = (float(one[own].sum()) for one in prices.passes(recompute))
+        # one run tells of all ranks what ops gather of split parameters: with two of them, as searched, it is no less
+        prices = prices if exact is None or prices.variant.zero < 3 or shape.pp == 1 else prices.with_bytes_of(exact)
         last = index == len(cuts) - 1
         crosses = not last and int(whole.rank_of[index + 1]) != rank
         mine = np.concatenate([units for s, units in enumerate(cuts) if whole.rank_of[s] == rank])
