@@ -2,7 +2,8 @@
 
 The GPT of the train benchmark with its loss, compiled by inductor as one function, and its backward; AdamW, fused, is
 not compiled. One process per rank with one thread each; plain torch is one process with as many threads, and "lone" one
-process of two threads that drives dp 2 x tp 2. Every arm lives in processes of its own, with an empty cache on disk and
+process of two threads that drives dp 2 x tp 2. DTensor's plan, and tp 2, have the last layer and the loss whole on
+every rank; "logits split", and "lone", split the vocabulary there too. Every arm lives in processes of its own, with an empty cache on disk and
 one thread that compiles. One after the other, they compile (the first step, `cold s`), must get plain torch's losses,
 and then train in turns while the others wait. Tokens by the median step, of the slowest rank.
 
@@ -46,8 +47,10 @@ class Arm(NamedTuple):
 def arms_of(quick: bool) -> dict[str, Arm]:
     """Eager and compiled of each."""
     kinds = {"plain": Arm("plain", 2, 1, False), "DTensor 2": Arm("dtensor", 1, 2, False),
-             "tp 2": Arm("ours", 1, 2, False, beside="DTensor 2"), "DDP 2": Arm("ddp", 2, 1, False),
-             "dp 2": Arm("ours", 2, 1, False, beside="DDP 2"), "lone, dp 2 x tp 2": Arm("ours", 2, 2, False, True)}
+             "tp 2": Arm("ours", 1, 2, False, beside="DTensor 2"),
+             "tp 2, logits split": Arm("ours_to_the_loss", 1, 2, False), "DDP 2": Arm("ddp", 2, 1, False),
+             "dp 2": Arm("ours", 2, 1, False, beside="DDP 2"),
+             "lone, dp 2 x tp 2": Arm("ours_to_the_loss", 2, 2, False, True)}
     if quick:
         kinds = {name: kinds[name] for name in ("plain", "dp 2")}
     return {f"{name}{suffix}": arm._replace(compiled=compiled) for name, arm in kinds.items()
@@ -82,7 +85,8 @@ def compare(arms: dict[str, Arm], hidden: int, rounds: int, steps: int, quick: b
 
 def _row(name: str, arm: Arm, hidden: int, speed: dict[str, float], cold: dict[str, float]) -> dict[str, Any]:
     beside = f"{arm.beside}{' compiled' * arm.compiled}"
-    return {"hidden": hidden, "arm": f"globaltensor {name}" if arm.kind == "ours" else name, "tokens/s": speed[name],
+    ours = arm.kind.startswith("ours")
+    return {"hidden": hidden, "arm": f"globaltensor {name}" if ours else name, "tokens/s": speed[name],
             "of eager": speed[name] / speed[name.removesuffix(" compiled")],
             "over plain": speed["plain compiled"] / speed[name] if arm.compiled else None,
             "beside": f"{speed[name] / speed[beside]:.2f} x {beside}" if beside in speed else "",

@@ -224,15 +224,20 @@ class OwnHeads(Attention):
         return self.o(mixed.transpose(1, 2).reshape(b, t, -1))
 
 
-def ours(model: GPT, batches: list[tuple[Tensor, Tensor]], dp: int, tp: int) -> Trainer:
+def ours(model: GPT, batches: list[tuple[Tensor, Tensor]], dp: int, tp: int, plan: Any = PLAN) -> Trainer:
     where = gt.placement("cpu", torch.arange(dp * tp).view(dp, tp).tolist(), axis_names=("dp", "tp"))
-    gt.to_global(model, where, PLAN)
+    gt.to_global(model, where, plan)
     rows = {"dp": gt.sbp.split(0)}
     parts = [(gt.from_full(a, where, rows), gt.from_full(b, where, rows)) for a, b in batches]
     return Trainer(model, adamw(list(model.parameters())), parts)
 
 
-KINDS = {"plain": plain, "ddp": ddp, "dtensor": dtensor, "ours": ours}
+def ours_to_the_loss(model: GPT, batches: list[tuple[Tensor, Tensor]], dp: int, tp: int) -> Trainer:
+    """The vocabulary is split too, as the loss can be."""
+    return ours(model, batches, dp, tp, PLAN | {"head.weight": COLUMNS})
+
+
+KINDS = {"plain": plain, "ddp": ddp, "dtensor": dtensor, "ours": ours, "ours_to_the_loss": ours_to_the_loss}
 
 
 if __name__ == "__main__":

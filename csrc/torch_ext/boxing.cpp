@@ -105,7 +105,7 @@ struct HostMoves {
     const int status = gt_run_moves(host_transport(), moves.data(), moves.size(), agreement, site, wait.hooks());
     if (status == GT_OK) return wait.rethrow();
     note_boxed(of);
-    raise_if_failed(status, what.text + text_of_moves(of), &wait);
+    raise_if_failed(status, "the boxing for " + what.text + text_of_moves(of), &wait);
   }
 };
 

@@ -57,13 +57,13 @@ def reachable(src: Layout, dst: Layout) -> bool:
 
 
 def _failed(how: str, what: str, rank: int, text: str) -> None:
-    """Raise the error for a failed call of the transport: `how` it failed (lost, stopped, disagreed), `what` its boxing
-    was for ("": ranks only connected), the `rank` to blame (-1: none), and what the transport says."""
-    doing = f"the boxing for {what}" if what else (what := "connecting over shared memory")
+    """Raise the error for a failed call of the transport: `how` it failed (lost, stopped, disagreed), `what` it was for
+    ("": ranks only connected), the `rank` to blame (-1: none), and what the transport says."""
+    what = what or "connecting over shared memory"
     if how == "lost" and (error := deadlock.detected()):  # else a stopped rank may keep the store
         raise error
     apart = lineage.difference(world().rank, sorted(world().host_peers)) if how == "disagreed" else ""
-    torch_ext.report(f"{what}   at {where()}{apart}")
+    torch_ext.report(f"{what.removeprefix('the boxing for ')}   at {where()}{apart}")
     replies = torch_ext.collect_reports(0.5)
     ranks = sorted(world().host_peers)
     rows = "".join(f"\n    rank {r}: {reply or 'elsewhere'}" for r, reply in zip(ranks, replies))
@@ -75,7 +75,7 @@ def _failed(how: str, what: str, rank: int, text: str) -> None:
     if rank >= 0:                                    # it may have ended because of another, or given this one up
         first = first_lost(Loss(ranks[rank], text))
         lost, text = f"rank {ranks[rank] if first.rank == world().rank else first.rank}", first.how
-    raise TransportError(f"rank {world().rank} lost touch with {lost} in {doing}" + rows, text,
+    raise TransportError(f"rank {world().rank} lost touch with {lost} in {what}" + rows, text,
                          "this call on every rank, not under `if gt.rank() == 0`" if text.endswith(" finished") else
                          "look at the first error of the other ranks")
 
