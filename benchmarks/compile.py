@@ -3,9 +3,9 @@
 The GPT of the train benchmark with its loss, compiled by inductor as one function, and its backward; AdamW, fused, is
 not compiled. One process per rank with one thread each; plain torch is one process with as many threads, and "lone" one
 process of two threads that drives dp 2 x tp 2. DTensor's plan, and tp 2, have the last layer and the loss whole on
-every rank; "logits split", and "lone", split the vocabulary there too. Every arm lives in processes of its own, with an empty cache on disk and
-one thread that compiles. One after the other, they compile (the first step, `cold s`), must get plain torch's losses,
-and then train in turns while the others wait. Tokens by the median step, of the slowest rank.
+every rank; "logits split", and "lone", split the vocabulary there too. Every arm lives in processes of its own, with an
+empty cache on disk and one thread that compiles. One after the other, they compile (the first step, `cold s`), must get
+plain torch's losses, and then train in turns while the others wait. Tokens by the median step, of the slowest rank.
 
 `over plain` is the time of a step over that of plain torch compiled; target: 1.05 at most. `cold` is the first step's
 over plain torch's; target: 2 at most.
