@@ -106,7 +106,10 @@ def compare(count: int, per_host: int, families: list[dict[str, Any]], hidden: i
                     for host in hosts:
                         slow_down(host, *link)
                     speed = train.in_turns(workers, rounds)
-                    ms[link] |= {name: train.BATCH * train.SEQ / tokens * 1e3 for name, tokens in speed.items()}
+                    own = {name: train.BATCH * train.SEQ / tokens * 1e3 for name, tokens in speed.items()}
+                    ms[link] |= own
+                    line = ", ".join(f"{name} {taken:.0f} ms" for name, taken in own.items())
+                    print(f"{count} x {per_host}, {link[0]}: {line}", file=sys.stderr, flush=True)
     return [{"hosts x ranks": f"{count} x {per_host}", "link": f"{rate}, {delay or 'no delay'}", **grid,
              **in_pairs(ms[rate, delay])} for rate, delay in links]
 
