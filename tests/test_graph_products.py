@@ -76,11 +76,28 @@ def mixed(x, w, bias, y, v):
     return (torch.addmm(bias, x, w) + y @ v).to_global(sbp=B).square()
 
 
+def of_two_dtypes(x, w, _, y, v):
+    return (x @ w + y.double() @ v.double()).to_global(sbp=B).square()
+
+
+def of_products_of_two_shapes(x, w, _, y, v):
+    narrow, wide = (x @ w).view(3, 12), torch.cat([y, y], 1)[:3] @ torch.cat([v, v]).repeat(1, 2)
+    return (narrow + wide).to_global(sbp=B).square()
+
+
 @pytest.mark.parametrize("program, products", [
     (boxed_product, [1]), (with_bias, [1]), (of_batches, [1]), (of_three_dims, [1]), (summed, [3]),
     (summed_in_three_dims, [2]), (wanted_elsewhere_too, [1]), (with_a_part_wanted_elsewhere, [1]), (weighted, []),
-    (of_two_shapes, []), (of_no_product, []), (mixed, [])])
+    (of_two_shapes, []), (of_two_dtypes, []), (of_products_of_two_shapes, []), (of_no_product, []), (mixed, [])])
 def test_products_that_a_boxing_moves(program, products, monkeypatch):
+    check(program, products, monkeypatch)
+
+
+def test_products_whose_sizes_are_symbols(monkeypatch):
+    check(summed, [3], monkeypatch, dynamic=True)
+
+
+def check(program, products, monkeypatch, **options):
     """`products`: of how many products the sum is that an op of ours makes, in forward, on each rank."""
     monkeypatch.setattr(graph_products, "world", lambda: SimpleNamespace(single_process=False))
     args = [gt.from_full(torch.randn(size), TWO, sbp).requires_grad_() for size, sbp in (
@@ -100,7 +117,7 @@ def test_products_that_a_boxing_moves(program, products, monkeypatch):
         run._boxed_call = True
         return run
 
-    f = torch.compile(program, backend=aot_autograd(fw_compiler=make, bw_compiler=make), fullgraph=True)
+    f = torch.compile(program, backend=aot_autograd(fw_compiler=make, bw_compiler=make), fullgraph=True, **options)
     for call in (f, program):
         call(*args).sum().backward()
         values = [a.grad.full_tensor() for a in args if a.grad is not None]

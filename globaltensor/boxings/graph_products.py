@@ -48,6 +48,8 @@ def _make(graph: Graph, shard: Node) -> None:
     if not products or total.meta["val"].device.type != "cpu":
         return
     bare = [_without_views(one) for one in products]
+    if len(set(map(_size_and_dtype, bare))) > 1:
+        return
     at = _PRODUCTS[bare[0].target]
     factors: list[Any] = [one.args[_PRODUCTS[one.target]:][:2] for one in bare]
     with graph.inserting_before(total):
@@ -65,6 +67,12 @@ def _without_views(node: Node) -> Node:
     return node
 
 
+def _size_and_dtype(node: Node) -> tuple[str, torch.dtype]:
+    """As text, since symbols cannot be put into sets."""
+    value = node.meta["val"]
+    return str(value.shape), value.dtype
+
+
 def _summands(node: Any, total: Node) -> list[Node]:
     """The products of which `node` is the sum, as the sum sees them; none where it is something else, or where somebody
     else wants a part of it."""
@@ -72,7 +80,7 @@ def _summands(node: Any, total: Node) -> list[Node]:
         return []
     if node.target is aten.add.Tensor and not node.kwargs and (node is total or len(node.users) == 1):
         parts = [_summands(one, total) for one in node.args]
-        like = {tuple(one.meta["val"].shape) for one in (node, *node.all_input_nodes)}
+        like = set(map(_size_and_dtype, (node, *node.all_input_nodes)))
         biased = any(_without_views(one).target is aten.addmm.default for part in parts for one in part)
         return [] if biased or not all(parts) or len(like) > 1 else [one for part in parts for one in part]
     product, chain = node, [node]
