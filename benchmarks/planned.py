@@ -137,6 +137,21 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
+def take_step(one: Trained, runner: Any, optimizer: torch.optim.Optimizer) -> None:
+    runner.step(one.inputs, one.targets)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def live_peak(one: Trained, runner: Any, optimizer: torch.optim.Optimizer) -> int:
+    """The most bytes of tensors that live in a step on this process."""
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]           # with ZeRO parts, which stay
+    live = LiveBytes(list(one.model.parameters()), list(one.model.buffers()), stepped, list(optimizer.state.values()))
+    with live:
+        take_step(one, runner, optimizer)
+    return live.peak
+
+
 def _most_received(move: Any, ranks: set[int]) -> int:
     """Bytes of the rank of these that receives most: ZeRO gathers the parts of all stages in one move."""
     total = dict.fromkeys(ranks, 0)
@@ -156,26 +171,16 @@ def measure(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
         strategy.check()
         runner, optimizer = strategy.apply(one.model, one.loss, torch.optim.AdamW)
 
-        def step() -> None:
-            runner.step(one.inputs, one.targets)
-            optimizer.step()
-            optimizer.zero_grad()
-
         laps = []
         for _ in range(settings["laps"] + _WARM):
             if gt.world_size() > 1:
                 dist.barrier()
             began = time.perf_counter()
-            step()
+            take_step(one, runner, optimizer)
             laps.append(time.perf_counter() - began)
         with gt.record() as moves:
-            step()
+            take_step(one, runner, optimizer)
         here = {rank for stage in strategy["stages"] if gt.rank() in stage["ranks"] for rank in stage["ranks"]}
         received = sum(_most_received(move, here) for move in moves
                        if move.op not in ("the pipeline", "the loss of a pipeline"))
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]       # with ZeRO parts, which stay
-        live = LiveBytes(list(one.model.parameters()), list(one.model.buffers()), stepped,
-                         list(optimizer.state.values()))
-        with live:
-            step()
-        yield {"laps": laps[_WARM:], "live": live.peak, "received": received}
+        yield {"laps": laps[_WARM:], "live": live_peak(one, runner, optimizer), "received": received}

@@ -10,7 +10,7 @@ import torch
 from harness import PROGRAMS, ROOT, RUN, good
 
 import globaltensor as gt
-from benchmarks.planned import LiveBytes, build
+from benchmarks.planned import build, live_peak, take_step
 from globaltensor.planner.rank_memory import UnitBytes
 from globaltensor.simulator.cluster import KNOWN
 
@@ -25,18 +25,10 @@ def test_a_step_holds_the_bytes_of_its_plan(name, fixed):
     fixed = {"micro_batch": len(one.inputs), "recompute": "none"} | fixed
     strategy = gt.strategy(one.model, one.inputs, KNOWN["dgx-a100"], 1, loss=one.loss, targets=one.targets, **fixed)
     runner, optimizer = strategy.apply(one.model, one.loss, torch.optim.AdamW)
-
-    def step() -> None:
-        runner.step(one.inputs, one.targets)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    live = LiveBytes(list(one.model.parameters()), list(one.model.buffers()), list(optimizer.state.values()))
-    with live:
-        step()
+    take_step(one, runner, optimizer)
+    peak = live_peak(one, runner, optimizer)
     expected = strategy["memory"]["per_rank"][0]
-    assert 0.97 <= expected / live.peak <= 1.1, (name, fixed, expected, live.peak)
+    assert 0.97 <= expected / peak <= 1.1, (name, fixed, expected, peak)
     assert sum(strategy["stages"][0]["memory"][key] for key in (
         "parameters", "gradients", "optimizer", "activations", "temporary")) == pytest.approx(expected)
 

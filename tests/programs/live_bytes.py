@@ -7,7 +7,7 @@ import sys
 import torch
 
 import globaltensor as gt
-from benchmarks.planned import LiveBytes, build
+from benchmarks.planned import build, live_peak, take_step
 from globaltensor.simulator.cluster import KNOWN
 
 gt.init()
@@ -17,17 +17,5 @@ one = build(name, small=name == "gpt")
 strategy = gt.strategy(one.model, one.inputs, KNOWN["dgx-a100"], 4, loss=one.loss, targets=one.targets, dp=2, tp=1,
                        pp=2, schedule="1f1b", micro_batch=micro_batch, zero=zero, recompute="none")
 runner, optimizer = strategy.apply(one.model, one.loss, torch.optim.AdamW)
-
-
-def step() -> None:
-    runner.step(one.inputs, one.targets)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-step()
-stepped = [p for group in optimizer.param_groups for p in group["params"]]
-live = LiveBytes(list(one.model.parameters()), stepped, list(optimizer.state.values()))
-with live:
-    step()
-sys.stdout.write(f"{strategy['memory']['per_rank'][gt.rank() // 2] / live.peak}\n")
+take_step(one, runner, optimizer)
+sys.stdout.write(f"{strategy['memory']['per_rank'][gt.rank() // 2] / live_peak(one, runner, optimizer)}\n")
