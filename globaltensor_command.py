@@ -36,6 +36,11 @@ def import_without_face() -> None:
         sys.modules["globaltensor"] = module
 
 
+def import_face() -> None:
+    """Import the rest, which what computes needs: a world that starts when it is asked for, and what torch learns."""
+    _ = importlib.import_module("globaltensor").__version__
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line `args` (default: the process's own); the exit code."""
     import_without_face()
@@ -47,7 +52,10 @@ def main(args: Sequence[str] | None = None) -> int:
     chosen = of_cli.parser(arguments[0]).parse_args(arguments)
     problem = importlib.import_module("globaltensor.cli.problem").Problem
     try:
-        return importlib.import_module(f"globaltensor.cli.{chosen.command}").command(chosen)
+        command = importlib.import_module(f"globaltensor.cli.{chosen.command}").command
+        if "globaltensor.tensors" in sys.modules:
+            import_face()
+        return command(chosen)
     except problem as error:
         lacks = error.code == 2 and not any(hint in str(error) for hint in ("try: ", "did you mean"))
         fix = f"\n  try: globaltensor {chosen.command} --help" if lacks else ""

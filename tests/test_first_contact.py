@@ -296,6 +296,38 @@ def test_a_command_prints_json_and_nothing_else(name, tmp_path, capsys):
     assert isinstance(json.loads(out), dict | list) and err == "" and code in ((0, 1) if name == "doctor" else (0,))
 
 
+# What a shell starts begins without the public names, which whoever calls the command in a test has imported already.
+COMPUTES = [PRINTED[name] for name in ("calibrate", "doctor", "memory", "plan", "play", "report", "simulate")]
+COMPUTES += ["plan --program {tmp}/train.py:build --devices 2"]
+PROGRAM = """
+import torch
+
+def build():
+    return torch.nn.Linear(8, 8), torch.randn(4, 8), lambda y: y.sum()
+"""
+
+
+@pytest.mark.usefixtures("real_processes")
+def test_a_command_that_computes_works_in_a_process_of_its_own(tmp_path):
+    import globaltensor as gt
+    with gt.record(file=str(tmp_path / "run.json")):
+        gt.ones(2, placement=gt.placement("cpu", [0, 1]), sbp="S(0)").sum().item()
+    rows = (ROOT / "tests" / "data" / "measured_plans.csv").read_text().splitlines()
+    (tmp_path / "rows.csv").write_text("\n".join(rows[:20]))
+    (tmp_path / "train.py").write_text(PROGRAM)
+    code, failed = "import sys, globaltensor_command as c; sys.exit(c.main())", []
+    for first in range(0, len(COMPUTES), 2):          # as many at once as there are cores
+        pair = COMPUTES[first:first + 2]
+        together = [subprocess.Popen([sys.executable, "-c", code, *line.format(tmp=tmp_path).split()],
+                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+                    for line in pair]
+        for line, process in zip(pair, together):
+            errors = process.communicate(timeout=120)[1]
+            if process.returncode not in ((0, 1) if line.startswith("doctor") else (0,)):
+                failed.append(f"{line}: exit {process.returncode}\n{errors}")
+    assert not failed, "\n".join(failed)
+
+
 # ------------------------------------------------------------------------------------------------------ completion
 
 
