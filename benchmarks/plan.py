@@ -8,7 +8,9 @@
                  by `globaltensor calibrate --here`), then each plan is predicted, trained and timed. Bytes of live
                  tensors are counted by a dispatch mode at their peak, bytes received within stages by gt.record
 
-`--ranks N` is the last part alone, on N processes. A step's time is that of the slower rank, the median of 30.
+`--ranks N` is the last part alone, on N processes. A step's time is that of the slower rank, the median of 12. The
+machine's speed changes within minutes, so it is measured and plans are timed in three rounds, and medians of these are
+shown: "off" is that of each round's predicted / measured - 1.
 """
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from benchmarks.processes import Workers
 from benchmarks.timing import show
 from globaltensor.cli.calibrate import measure, memory_of_rank
 from globaltensor.cli.cores import cores
-from globaltensor.cli.measure_here import small_models
+from globaltensor.cli.small_models import small_models
 from globaltensor.planner.measured_cluster import cluster_of_measurements
 from globaltensor.planner.pricing import Task
 from globaltensor.planner.search import search
@@ -37,6 +39,7 @@ from globaltensor.simulator.cluster import KNOWN
 from globaltensor.simulator.evaluation import evaluate, read_rows
 from globaltensor.simulator.gpt import GPT
 
+_ROUNDS = 3
 TABLE = Path(__file__).resolve().parents[1] / "tests" / "data" / "measured_plans.csv"
 A100 = KNOWN["dgx-a100"]
 SEARCHED = {                                         # model, devices, samples in a step
@@ -133,13 +136,21 @@ def published() -> Iterator[dict[str, Any]]:
                    "choice": agreed.choice, "rank": agreed.rank}
 
 
-def here(ranks: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """Each plan on so many processes, predicted and measured."""
+def here(ranks: int, quick: bool) -> list[dict[str, Any]]:
+    """Each plan on so many processes, predicted and measured: medians of several rounds."""
+    rounds = [list(_round(ranks, quick)) for _ in range(1 if quick else _ROUNDS)]
+    return [{key: statistics.median(row[key] for row in rows) if isinstance(value, float) else value
+             for key, value in rows[0].items()} for rows in zip(*rounds)]
+
+
+def _round(ranks: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """The machine is measured, then each plan predicted and trained."""
     cluster = cluster_of_measurements(measure(ranks), ranks, memory_of_rank(ranks), small_models(), cores=cores())
     plans = PLANS.get(ranks, [])[:2 if quick else None]
     strategies = [(name, strategy_of(name, fixed, cluster, ranks, quick)) for name, fixed in plans]
-    settings = {"strategies": strategies, "small": quick, "laps": 2 if quick else 30}
-    with Workers("benchmarks.planned:measure", ranks, settings) as workers:
+    settings = {"strategies": strategies, "small": quick, "laps": 2 if quick else 12}
+    threads = max(1, cores() // ranks)               # as `globaltensor run` sets them, where it is measured too
+    with Workers("benchmarks.planned:measure", ranks, settings, threads) as workers:
         for (name, fixed), (_, strategy) in zip(plans, strategies):
             told = workers.hear()
             taken = 1e3 * statistics.median(max(laps) for laps in zip(*(one["laps"] for one in told)))

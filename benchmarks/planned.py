@@ -164,7 +164,6 @@ def _most_received(move: Any, ranks: set[int]) -> int:
 def measure(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """For each strategy: seconds of a step, the most bytes of live tensors, bytes of the record."""
     gt.init()
-    torch.set_num_threads(1)
     for name, text in settings["strategies"]:
         one = build(name, settings["small"])
         strategy = gt.Strategy(text)

@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 import torch
 from harness import environment
-from torch import nn
 
 import globaltensor as gt
 from globaltensor.boxings.plan import boxing_cost
 from globaltensor.cli import main, measure_here
-from globaltensor.cli.measure_here import small_models
+from globaltensor.cli.small_models import small_models, small_plans
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.sbp import read_sbp
 from globaltensor.planner.measured_cluster import cluster_of_measurements, fit_rates
@@ -56,14 +55,14 @@ def made_up(seed: int) -> Cluster:
 
 
 def lasting(longer: float) -> Callable[[KernelRate], KernelRate]:
-    return lambda one: dataclasses.replace(one, operation=one.operation * longer, byte=one.byte * longer)
+    return lambda one: KernelRate(one.kind, one.start * longer, one.operation * longer, one.byte * longer)
 
 
-def measurements_of(of: Cluster, longer: float = 1.0) -> dict:
-    """What would be measured there, where operations and bytes take `longer` in a step than alone."""
+def measurements_of(of: Cluster, longer: float) -> dict:
+    """What would be measured there, where ops take `longer` in a step than alone, and ranks wait for each other."""
     ops = []
     for one in of.kernels:
-        for k in range(1, 5) if one.kind != "accumulation" else ():
+        for k in range(1, 5) if one.kind not in ("accumulation", "gather") else ():
             operations, nbytes = 10.0 ** (k + 4) * (one.operation > 0), 10.0 ** (3 + k) * k * (one.byte > 0)
             seconds = k * one.start + one.operation * operations + one.byte * nbytes
             ops.append((one.kind, k, operations, nbytes, seconds))
@@ -75,39 +74,37 @@ def measurements_of(of: Cluster, longer: float = 1.0) -> dict:
                 ends = [layout(where, (read_sbp(one),)) for one in (src, dst)]
                 boxings.append((src, dst, n, sum(boxing_cost(*ends, (n,), 4 * n, of.machine(2)))))
     busy = dataclasses.replace(of, micro_batch_overhead=5e-4, step_overhead=2e-3, kernels=tuple(
-        one if one.kind == "optimizer" else dataclasses.replace(one, start=one.start + 3e-6) for one in of.kernels))
-    busy = dataclasses.replace(busy, kernels=tuple(map(lasting(longer), busy.kernels)))
+        one if one.kind == "optimizer" else dataclasses.replace(one, start=one.start + 3e-6)
+        for one in map(lasting(longer), of.kernels)))
     steps = []
-    for k, (model, rows) in enumerate(small_models()):
-        for m in (1, 2, 8):
-            x = torch.zeros(rows * m, model[0].in_features)
-            one = gt.strategy(model, x, busy, 1, loss=nn.functional.mse_loss, targets=x, micro_batch=rows,
-                              recompute="none")
-            steps.append((k, m, one["step_time"] - one["time"]["optimizer"] + 2e-3))
-    return {"ops": ops, "boxings": boxings, "steps": steps, "transport": of.transport}
+    for k, (model, inputs, targets, loss) in enumerate(small_models()):
+        for m in (1, 4):
+            x, y = (torch.cat([one] * m) for one in (inputs, targets))
+            one = gt.strategy(model, x, busy, 1, loss=loss, targets=y, micro_batch=len(inputs), recompute="none")
+            steps.append((k, m, one["step_time"]))
+    link = Link(of.local.latency + 2e-5, of.local.bandwidth)
+    busy = dataclasses.replace(busy, local=link, remote=link, step_overhead=5e-3)
+    plans = []
+    for k, fixed in small_plans(2):
+        model, inputs, targets, loss = small_models()[k]
+        x, y = (torch.cat([one] * fixed["dp"] * fixed["pp"]) for one in (inputs, targets))
+        one = gt.strategy(model, x, busy, 2, loss=loss, targets=y, micro_batch=len(inputs), **fixed)
+        plans.append((k, fixed, one["step_time"]))
+    return {"ops": ops, "boxings": boxings, "steps": steps, "plans": plans, "transport": of.transport}
 
 
-@pytest.mark.parametrize("seed, longer", [(0, 1.0), (1, 1.0), (2, 1.0), (2, 1.4)])
-def test_the_rates_of_a_machine_are_found_again(seed, longer):
-    machine = made_up(SEED + seed)
+def test_the_rates_of_a_machine_are_found_again():
+    machine, longer = made_up(SEED), 1.4
     fitted = cluster_of_measurements(measurements_of(machine, longer), 2, 8e9, small_models())
     after = {one.kind: one for one in fitted.kernels}
     for a in map(lasting(longer), machine.kernels):
         start, b = a.start + (0.0 if a.kind == "optimizer" else 3e-6), after[a.kind]     # later in a micro-batch
-        assert (b.start, b.operation, b.byte) == pytest.approx((start, a.operation, a.byte), rel=1e-2, abs=1e-18)
-    assert fitted.local.latency == pytest.approx(machine.local.latency, rel=0.05)
+        near = 5e-2 if a.kind == "gather" else 1e-2          # known together with the start of a boxing
+        assert (b.start, b.operation) == pytest.approx((start, a.operation), rel=near, abs=1e-18), a.kind
+        assert b.byte == pytest.approx(a.byte if a.kind != "gather" else 0.0, rel=1e-2, abs=1e-18), a.kind
+    assert fitted.local.latency == pytest.approx(machine.local.latency + 2e-5, rel=0.05)
     assert fitted.local.bandwidth == pytest.approx(machine.local.bandwidth, rel=0.05)
-    assert (fitted.micro_batch_overhead, fitted.step_overhead) == pytest.approx((5e-4, 2e-3), rel=1e-2)
-
-
-def test_steps_that_take_less_than_their_ops_alone_tell_nothing_of_the_rest():
-    machine = made_up(SEED)
-    measured = measurements_of(machine)
-    measured["steps"] = [(k, m, taken / 100) for k, m, taken in measured["steps"]]
-    fitted = cluster_of_measurements(measured, 2, 8e9, small_models())
-    assert fitted.micro_batch_overhead == fitted.step_overhead == 0
-    after = {one.kind: one for one in fitted.kernels}
-    assert all(after[one.kind].start == pytest.approx(one.start, rel=1e-2) for one in machine.kernels)
+    assert (fitted.micro_batch_overhead, fitted.step_overhead) == pytest.approx((5e-4, 5e-3), rel=1e-2)
 
 
 def test_no_rate_is_below_nothing():
@@ -158,9 +155,12 @@ def test_ops_boxings_and_steps_are_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(measure_here, "_SECONDS", 0.0)
     for name in ("_PRODUCTS", "_CONTRACTED", "_BATCHED", "_CONVOLUTIONS", "_ATTENTIONS", "_NORMALIZED", "_ELEMENTS"):
         monkeypatch.setattr(measure_here, name, getattr(measure_here, name)[:2])
+    monkeypatch.setattr(measure_here, "small_plans", lambda ranks: small_plans(ranks)[::3])
     measure_here.main(str(tmp_path / "measured.json"))
     measured = json.loads((tmp_path / "measured.json").read_text())
-    assert {row[0] for row in measured["ops"]} == {*KERNEL_KINDS} - {"accumulation"}
+    assert {row[0] for row in measured["ops"]} == {*KERNEL_KINDS} - {"accumulation", "gather"}
+    assert [row[:2] for row in measured["plans"]] == [[k, fixed] for k, fixed in small_plans(8)[::3]]
+    assert all(row[-1] > 0 for row in (*measured["ops"], *measured["steps"], *measured["plans"]))
     assert all(row[4] > 0 for row in measured["ops"]) and all(row[3] > 0 for row in measured["boxings"])
     fitted = cluster_of_measurements(measured, 8, 1e9, small_models())
     assert fitted.transport == measured["transport"] == "one process"

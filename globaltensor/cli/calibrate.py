@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from globaltensor.cli.cores import cores
-from globaltensor.cli.measure_here import small_models
 from globaltensor.cli.memory import problem
 from globaltensor.cli.plan import agreement_text
 from globaltensor.cli.problem import Problem
+from globaltensor.cli.small_models import small_models
 from globaltensor.errors import GlobalTensorError
 from globaltensor.planner.measured_cluster import cluster_of_measurements
 from globaltensor.runtime.progress import progress

@@ -6,6 +6,7 @@ how many kernels it starts, how many operations they do, how many bytes they rea
 """
 from __future__ import annotations
 
+import copy
 import json
 import statistics
 import sys
@@ -13,26 +14,28 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import globaltensor as gt
+from globaltensor.cli.small_models import small_models, small_plans
 from globaltensor.pipelining.layer_lists import WholeModel
 from globaltensor.runtime.agreement import broadcast_object
 from globaltensor.runtime.custom_ops import contract
 from globaltensor.runtime.machine import TRANSPORTS
 from globaltensor.runtime.world import world
+from globaltensor.simulator.cluster import KNOWN
 
 R = TypeVar("R", bound=tuple[Any, ...])
 Row = tuple[str, int, float, float, float]           # kind, kernels, operations, bytes, seconds
 
 _BATCHES, _SECONDS = 12, 3e-3
 _SIZES_OF_BOXINGS = (1 << 10, 1 << 14, 1 << 17, 1 << 20)             # elements
-_MICRO_BATCHES = (1, 2, 8)
-_LAYERS, _WIDTH = 6, 256
+_MICRO_BATCHES = (1, 4)
+_LAYERS = 6
 _PRODUCTS = ((16, 64, 64), (64, 64, 256), (128, 256, 256), (256, 256, 1024), (512, 512, 512))
 _CONVOLUTIONS = ((4, 4, 8, 8), (8, 16, 16, 16), (8, 16, 32, 32), (16, 32, 32, 32))   # rows, channels, outputs, pixels
 _OF_CONVOLUTION = None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
@@ -167,36 +170,38 @@ def measured_boxings() -> Iterator[tuple[str, str, int, float]]:
 
 
 def measured_steps() -> Iterator[tuple[int, int, float]]:
-    """Of each small model, by its number: micro-batches, seconds of a step on one rank of a pipeline."""
-    for k, (model, rows) in enumerate(small_models()):
+    """Of each small model, by its number: micro-batches, seconds of a step on one rank of a pipeline, with AdamW's."""
+    for k, (model, inputs, targets, loss) in enumerate(small_models()):
         gt.to_global(model, gt.placement.all("cpu"), gt.sbp.broadcast)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
         for m in _MICRO_BATCHES:
-            runner = gt.pipeline([WholeModel(model)], [gt.placement.all("cpu")], "1f1b", m, F.mse_loss)
-            shape: Any = rows * m, model[0].in_features
-            x = torch.zeros(shape, dtype=torch.float32, device="cpu")
+            runner = gt.pipeline([WholeModel(model)], [gt.placement.all("cpu")], "1f1b", m, loss)
+            x, y = (torch.cat([one] * m) for one in (inputs, targets))
 
-            def step(runner: Any = runner, x: torch.Tensor = x, optimizer: Any = optimizer) -> None:
-                runner.step(x, x)
+            def step(runner: Any = runner, x: Any = x, y: Any = y, optimizer: Any = optimizer) -> None:
+                runner.step(x, y)
+                optimizer.step()
                 optimizer.zero_grad()
 
             yield k, m, seconds_of(step)
 
 
-class SmallModel(NamedTuple):
-    """A model whose steps are measured, and the rows of a micro-batch."""
+def measured_plans() -> Iterator[tuple[int, dict[str, Any], float]]:
+    """Of plans of small models: the model's number, what is fixed, and seconds of a step, AdamW's too."""
+    models = small_models()
+    for k, fixed in small_plans(gt.world_size()):
+        model, inputs, targets, loss = models[k]
+        x, y = (torch.cat([one] * fixed["dp"] * fixed["pp"]) for one in (inputs, targets))
+        roomy = replace(KNOWN["dgx-a100"], devices_per_host=gt.world_size())         # any: all is fixed
+        planned = gt.strategy(model, x, roomy, gt.world_size(), loss=loss, targets=y, micro_batch=len(inputs), **fixed)
+        runner, optimizer = planned.apply(copy.deepcopy(model), loss, torch.optim.AdamW)
 
-    module: nn.Sequential
-    rows: int
+        def step(runner: Any = runner, x: Any = x, y: Any = y, optimizer: Any = optimizer) -> None:
+            runner.step(x, y)
+            optimizer.step()
+            optimizer.zero_grad()
 
-
-def small_models() -> list[SmallModel]:
-    """Three that compute little, with few ops, many ops, many parameters; and one that computes."""
-    n = _WIDTH
-    return [SmallModel(nn.Sequential(*[nn.Linear(n, n) for _ in range(4)]), 4),
-            SmallModel(nn.Sequential(nn.Linear(n, n), *[nn.Tanh() for _ in range(48)]), 4),
-            SmallModel(nn.Sequential(*[nn.Linear(n, n) for _ in range(24)]), 4),
-            SmallModel(nn.Sequential(*[one for _ in range(6) for one in (nn.Linear(2 * n, 2 * n), nn.GELU())]), 64)]
+        yield k, fixed, seconds_of(step)
 
 
 def counted_rows(rows: Iterator[R]) -> Iterator[R]:
@@ -217,10 +222,12 @@ def main(path: str) -> None:
         boxings = list(counted_rows(measured_boxings())) if gt.world_size() > 1 else []
     ops += [*counted_rows(_batch_norms()), _start_of_a_view(), *counted_rows(_optimizers())]
     steps = list(counted_rows(measured_steps()))
+    plans = list(counted_rows(measured_plans())) if gt.world_size() > 1 else []
     if gt.rank() == 0:
         own = replace(world().machine, hosts=())
         transport = next(name for name, rates in TRANSPORTS.items() if rates == own)
-        Path(path).write_text(json.dumps({"ops": ops, "boxings": boxings, "steps": steps, "transport": transport}))
+        Path(path).write_text(json.dumps({"ops": ops, "boxings": boxings, "steps": steps, "plans": plans,
+                                         "transport": transport}))
 
 
 if __name__ == "__main__":

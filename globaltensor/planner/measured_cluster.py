@@ -1,22 +1,23 @@
-"""A cluster from what was measured on it: ops, boxings and steps of a small model (cli/measure_here.py).
+"""A cluster from what was measured on it: ops, boxings and steps of small models (cli/measure_here.py).
 
     seconds of an op     start + operations x seconds of one + bytes x seconds of one, by kind
-    of a boxing          by the library's plan: steps x latency + bytes / bandwidth
-    of a step            what its ops take, times a number, and something for the step, for each micro-batch, and each
-                         op that runs in one (autograd and what else is around it); adding a gradient to an earlier one
-                         is such an op
+    of a boxing          by the library's plan: steps x latency + bytes / bandwidth; in a step the latency is more, as
+                         ranks do not come to it at the same time
+    of a step            what its ops take, those of each kind times a number, and something for the step, for each
+                         micro-batch, and each op that runs in one (autograd and what else is around it); adding a
+                         gradient to an earlier one is such an op
 
-An op that is measured again and again finds its operands in a cache, and memory for its result that it has used before.
-In a step it does not, so there it takes longer: by that number, which is 1 or more.
+An op that is measured again and again finds its code and operands in a cache, and memory for its result that it has
+used before. In a step it does not, so there it takes longer: by that number.
 
 Each is a sum of numbers that are 0 or more, so all are found by non-negative least squares (scipy), in which errors
-count by their share of the time.
+count by their share of the time. The numbers of kinds that steps tell little of are like those of the others.
 """
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,23 +27,34 @@ from globaltensor.boxings.plan import plan, plan_cost
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import read_sbp
+from globaltensor.pipelining.units import Unit
 from globaltensor.planner.planning import strategy
+from globaltensor.planner.unit_costs import run_costs
 from globaltensor.runtime.machine import TRANSPORTS, Machine
 from globaltensor.simulator.cluster import KERNEL_KINDS, Cluster, KernelRate, Link, hypothetical_placements
 
 _INSTANT = 1e30                                  # a rate at which nothing takes any time
 _FLOAT = 4
+_ACCUMULATION = KERNEL_KINDS.index("accumulation")
+_OPTIMIZER, _MOMENTS = KERNEL_KINDS.index("optimizer"), 2
+_ALIKE = 0.2                                         # of a step: how an error is weighed by which a kind is unlike
 _ALONE = Link(1e-6, 1e10)                            # of a lone rank, which is never asked
 
 
 class MeasuredModel(Protocol):
-    """A model whose steps were measured, and the rows in each of their micro-batches."""
+    """A model whose steps were measured, what it takes in a micro-batch, and its loss."""
 
     @property
-    def module(self) -> nn.Sequential: ...
+    def module(self) -> nn.Module: ...
 
     @property
-    def rows(self) -> int: ...
+    def inputs(self) -> torch.Tensor: ...
+
+    @property
+    def targets(self) -> torch.Tensor: ...
+
+    @property
+    def loss(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]: ...
 
 
 def cluster_of_measurements(measured: Mapping[str, Any], ranks: int, memory: float, models: Sequence[MeasuredModel],
@@ -62,13 +74,19 @@ def cluster_of_measurements(measured: Mapping[str, Any], ranks: int, memory: flo
     link = _measured_link(measured["boxings"], ranks, bandwidth, transport) if measured["boxings"] else _ALONE
     bare = Cluster(name, ranks, 1 / by_kind["product"].operation, 1.0, memory, bandwidth, link, link, 1,
                    by_kind["pointwise"].start, kernels=kernels, transport=transport)
-    step, each, of_op, longer = _beside_ops(measured["steps"], bare, models)
-    slowed = [dataclasses.replace(one, operation=one.operation * longer, byte=one.byte * longer) for one in kernels]
-    gradient = KernelRate("accumulation", bare.kernel_launch + of_op, 0.0, 3 * longer / bandwidth)  # reads 2, writes 1
-    measured_here = dataclasses.replace(bare, micro_batch_overhead=each, step_overhead=step,
-                                        kernels=(*_later(slowed, of_op), gradient))
+    beside = _beside_ops(measured["steps"], bare, models)
+    slowed = [one.slower(beside.longer[one.kind]) for one in kernels]
+    gradient = _accumulation(bare).slower(beside.longer["accumulation"])
+    measured_here = dataclasses.replace(bare, micro_batch_overhead=beside.micro_batch, step_overhead=beside.step,
+                                        kernels=_later([*slowed, gradient], beside.op))
     crowded = dataclasses.replace(measured_here, cores=cores).turns(ranks)
-    return dataclasses.replace(measured_here.slowed(1 / crowded), cores=cores)
+    uncrowded = dataclasses.replace(measured_here.slowed(1 / crowded), cores=cores)
+    return _waits_of_ranks(measured["plans"], uncrowded, ranks, models).on(uncrowded)
+
+
+def _accumulation(of: Cluster) -> KernelRate:
+    """Of an op that adds a gradient to another, as pointwise ops are: it reads two and writes one of these bytes."""
+    return KernelRate("accumulation", of.kernel_launch, 0.0, 3 / of.memory_bandwidth)
 
 
 def _later(kernels: Sequence[KernelRate], seconds: float) -> tuple[KernelRate, ...]:
@@ -77,15 +95,19 @@ def _later(kernels: Sequence[KernelRate], seconds: float) -> tuple[KernelRate, .
                  for one in kernels)
 
 
-def fit_rates(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray:
-    """The numbers, 0 or more, whose products with the parts of each row add up to its seconds, as far as they can.
-    Raises ImportError without scipy (`pip install 'globaltensor[plan]'`)."""
+def fit_rates(parts: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] | float = 0.0
+              ) -> np.ndarray:
+    """The numbers, 0 or more, whose products with the parts of each row, and what is known of it, add up to its
+    seconds, as far as they can; to 0 in rows behind those that have seconds. Raises ImportError without scipy
+    (`pip install 'globaltensor[plan]'`)."""
     from scipy.optimize import nnls
 
-    table = np.array(parts, float) / np.array(seconds, float)[:, None]
-    largest = np.abs(table).max(0)
+    table, wanted, of_rows = np.array(parts, float), np.zeros(len(parts)), len(seconds)
+    table[:of_rows] /= np.array(seconds, float)[:, None]
+    wanted[:of_rows] = 1 - np.array(known) / np.array(seconds)
+    largest = np.abs(table[:of_rows]).max(0)
     largest[largest == 0] = 1.0                      # a part that no row has
-    return np.asarray(nnls(table / largest, np.ones(len(table)))[0] / largest)
+    return np.asarray(nnls(table / largest, wanted)[0] / largest)
 
 
 def _measured_link(boxings: Sequence[tuple[str, str, int, float]], ranks: int, bandwidth: float, transport: str
@@ -104,30 +126,81 @@ def _measured_link(boxings: Sequence[tuple[str, str, int, float]], ranks: int, b
     return Link(float(latency), 1 / max(float(each), 1 / bandwidth / 10))
 
 
-def _beside_ops(steps: Sequence[tuple[int, int, float]], bare: Cluster, models: Sequence[MeasuredModel]
-                ) -> list[float]:
-    """Seconds of a step, a micro-batch and an op besides what their kernels take, and how many times as long operations
-    and bytes of these take as alone."""
-    at_once = [dataclasses.replace(one, start=0.0) for one in bare.kernels]
-    ops: list[tuple[float, float, int]] = []         # of each model: seconds of its ops, without starts; how many
-    for one in models:
-        shape: Any = one.rows, one.module[0].in_features
-        x = torch.zeros(shape, dtype=torch.float32, device="cpu")
-        whole, done, later = (strategy(one.module, x, dataclasses.replace(bare, kernels=tuple(kernels)), 1, targets=x,
-                                       loss=nn.functional.mse_loss)["time"]["compute"]
-                              for kernels in (bare.kernels, at_once, _later(bare.kernels, 1.0)))
-        ops.append((whole, done, round(later - whole)))
+class Waits(NamedTuple):
+    """Seconds by which a boxing starts later in a step, to which ranks do not come at the same time, than alone; that a
+    step takes, as they wait for the last one; and of the host for each tensor that ZeRO 3 gathers."""
+
+    boxing: float = 0.0
+    step: float = 0.0
+    gather: float = 0.0
+
+    def on(self, of: Cluster) -> Cluster:
+        """The cluster with these."""
+        link = Link(of.local.latency + self.boxing, of.local.bandwidth)
+        return dataclasses.replace(of, local=link, remote=link, step_overhead=of.step_overhead + self.step,
+                                   kernels=(*of.kernels, KernelRate("gather", self.gather, 0.0, 0.0)))
+
+
+def _waits_of_ranks(plans: Sequence[tuple[int, dict[str, Any], float]], of: Cluster, ranks: int,
+                    models: Sequence[MeasuredModel]) -> Waits:
+    """What agrees best with the steps of plans in which ranks communicate."""
+    def step(k: int, fixed: dict[str, Any], waits: Waits) -> float:
+        one = models[k]
+        x, y = (torch.cat([t] * fixed["dp"] * fixed["pp"]) for t in (one.inputs, one.targets))
+        return float(strategy(one.module, x, waits.on(of), ranks, loss=one.loss, targets=y,
+                              micro_batch=len(one.inputs), **fixed)["step_time"])
+
+    waits, seconds = Waits(), [taken for *_, taken in plans]
+    for _ in range(2 if plans else 0):               # where boxings start later, some take another way
+        parts, known = [], []
+        more = (of.local.latency + waits.boxing) / 2
+        for k, fixed, _ in plans:
+            now = step(k, fixed, waits)
+            later = (step(k, fixed, waits._replace(boxing=waits.boxing + more)) - now) / more
+            gathers = (step(k, fixed, waits._replace(gather=more)) - step(k, fixed, waits._replace(gather=0.0))
+                       ) / more if fixed["zero"] == 3 else 0.0
+            parts.append((later, of.turns(ranks), gathers))
+            known.append(now - sum(n * each for n, each in zip(parts[-1], waits)))
+        waits = Waits(*map(float, fit_rates(parts, seconds, known)))
+    return waits
+
+
+class BesideOps(NamedTuple):
+    """Seconds of a step, a micro-batch and an op besides what their kernels take, and how many times as long as alone
+    those of each kind take in a step."""
+
+    step: float
+    micro_batch: float
+    op: float
+    longer: dict[str, float]
+
+
+def _beside_ops(steps: Sequence[tuple[int, int, float]], bare: Cluster, models: Sequence[MeasuredModel]) -> BesideOps:
+    rates = dataclasses.replace(bare, kernels=(*bare.kernels, _accumulation(bare))).rates_of_kinds
+    of_models = [_counted_kernels(one, bare) for one in models]
     parts, seconds = [], []
     for k, m, taken in steps:
-        whole, done, count = ops[k]
         gradients = list(models[k].module.parameters())
-        starts = m * (whole - done) + (m - 1) * len(gradients) * bare.kernel_launch
-        adding = sum(3 * p.nbytes / bare.memory_bandwidth for p in gradients)
-        parts.append((1.0, m, m * count + (m - 1) * len(gradients), m * done + (m - 1) * adding))
-        seconds.append(max(taken - starts, 0.1 * taken))
-    rates = [float(n) for n in fit_rates(parts, seconds)]
-    if rates[3] >= 1:
-        return rates
-    # as long as alone: then a step that hardly does anything else tells little of the rest
-    rest = [(part[:3], taken - part[3]) for part, taken in zip(parts, seconds) if taken - part[3] > 0.1 * taken]
-    return [*(map(float, fit_rates(*zip(*rest))) if rest else (0.0, 0.0, 0.0)), 1.0]
+        counted = m * of_models[k]
+        counted[_ACCUMULATION] = (m - 1) * np.array([len(gradients), 0, sum(p.nbytes for p in gradients)])
+        of_micro_batches = counted[:, 0].sum()
+        counted[_OPTIMIZER] = len(gradients), 0, _MOMENTS * sum(p.nbytes for p in gradients)
+        parts.append([1.0, m, of_micro_batches, 0.0, *(counted * rates).sum(1)])
+        seconds.append(taken)
+    for kind in range(len(KERNEL_KINDS)):            # a number differs from their mean where that explains much
+        alike = np.zeros(len(parts[0]))
+        alike[3], alike[4 + kind] = -_ALIKE, _ALIKE
+        parts.append(list(alike))
+    step, each, of_op, _, *longer = map(float, fit_rates(parts, seconds))
+    return BesideOps(step, each, of_op, dict(zip(KERNEL_KINDS, longer)))
+
+
+def _counted_kernels(one: MeasuredModel, on: Cluster) -> np.ndarray:
+    """Kernels, operations and bytes of each kind, in a micro-batch."""
+    with hypothetical_placements():
+        mesh = placement("meta", [[0]], ("dp", "tp"))
+    (costs,), _ = run_costs(one.module, [Unit("", ("",))], [(one.inputs, one.targets)], one.loss, mesh, {}, on)[0]
+    counted = np.zeros((len(KERNEL_KINDS), 3))
+    for done in (costs.forward, costs.inputs, costs.weights):
+        np.add.at(counted, done.kinds, np.array([np.ones(len(done.kinds)), done.operations, done.moved]).T)
+    return counted

@@ -37,7 +37,7 @@ WHOLE_BACKWARD = ("gpipe", "1f1b")
 ROUNDING = 1 - 1e-9
 RECOMPUTES = ("none", "selective", "full")              # the fastest first
 _ACCUMULATION = KERNEL_KINDS.index("accumulation")
-_OPTIMIZER = KERNEL_KINDS.index("optimizer")
+_OPTIMIZER, _GATHER = KERNEL_KINDS.index("optimizer"), KERNEL_KINDS.index("gather")
 
 
 class ModelShape(NamedTuple):
@@ -125,9 +125,7 @@ class VariantPrices:
         self._unit_bytes: dict[str, UnitBytes] = {}
         shape = variant.shape
         self.micro_batches = task.global_batch // (shape.dp * shape.micro_batch)
-        if busy is None:                             # devices, on average over a step
-            busy = shape.dp * shape.tp * shape.pp / (1 + (shape.pp - 1) / (variant.chunks * self.micro_batches))
-        times = task.cluster.turns(busy)
+        times = task.cluster.turns(shape.dp * shape.tp * shape.pp if busy is None else busy)
         self.cluster = cluster = task.cluster.slowed(times)
         self.mesh = task.costs[shape.tp, shape.kind].slowed(times)
         self.of: UnitArrays = self.mesh.arrays(shape.micro_batch, shape.dp)
@@ -137,10 +135,11 @@ class VariantPrices:
                  and self.mesh.sizes.sum() * shape.tp >= gradients.EARLY)
         self.times = self.micro_batches if early else 1          # gradients are reduced, in a step
         self.states: StateBytes = state_bytes(self.mesh.itemsize, variant.zero, shape.dp, early)
-        self.gathers = np.zeros(task.units)
+        self.gathers = self.unsharding = np.zeros(task.units)        # seconds in each pass: of links, of the host
         if variant.zero == 3 and shape.dp > 1:
             fixed, each = self.mesh.reduction(shape.dp, SPLIT, broadcast)
             self.gathers = np.where(self.mesh.sizes > 0, fixed, 0.0) + each * self.mesh.sizes
+            self.unsharding = float(cluster.rates_of_kinds[_GATHER][0]) * self.mesh.tensors
         self.more = cluster.micro_batch_overhead * shape.pp / len(self.rank_of) / 2
 
     def of_rank(self, rank: int) -> VariantPrices:
@@ -182,7 +181,8 @@ class VariantPrices:
     def passes(self, recompute: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds of F, I and W of each unit, with what it waits for."""
         again = {"none": 0.0 * self.of.forward, "selective": self.of.again, "full": self.of.forward}[recompute]
-        return self.of.forward, self.of.inputs + np.where(self.task.blocks, again, 0.0), self.of.weights + self.added
+        inputs = self.of.inputs + np.where(self.task.blocks, again, 0.0)
+        return self.of.forward + self.unsharding, inputs + self.unsharding, self.of.weights + self.added
 
     @cached_property
     def added(self) -> np.ndarray:

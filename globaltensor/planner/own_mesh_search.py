@@ -176,7 +176,7 @@ class _Tables:
     def _rank_table(self, groups: frozenset[int], variant: ModelVariant) -> RankTable:
         prices, n = self.order.prices(groups, variant), self.units
         mesh, sizes = prices.mesh, sums_of_units(prices.mesh.sizes)
-        forward = sums_of_units(prices.of.forward + prices.gathers) + prices.more
+        forward = sums_of_units(prices.passes("none")[0] + prices.gathers) + prices.more
         no_end, each_end = prices.end
         pending = sums_of_units(mesh.pending_on_tp)
         on_tp, each_on_tp = mesh.reduction_on_tp() if pending.max() > 0 else (0.0, 0.0)

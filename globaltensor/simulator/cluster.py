@@ -54,9 +54,13 @@ class KernelRate:
     operation: float
     byte: float
 
+    def slower(self, times: float) -> KernelRate:
+        """One that takes so many times longer."""
+        return KernelRate(self.kind, *(rate * times for rate in (self.start, self.operation, self.byte)))
+
 
 KERNEL_KINDS = ("product", "contraction", "batched", "convolution", "attention", "curve", "pointwise", "normalization",
-                "batch_norm", "reduction", "index", "view", "accumulation", "optimizer")
+                "batch_norm", "reduction", "index", "view", "accumulation", "gather", "optimizer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +79,8 @@ class Cluster:
     transport              by whose rates the library plans boxings when it runs there, as it knows no others then:
                            one of `TRANSPORTS`; so the bytes are those that it moves
     kernels                what ops of each kind take, where that was measured; else an op takes the longest of its
-                           operations, its bytes and `kernel_launch`, and a view nothing
+                           operations, its bytes and `kernel_launch`, and a view nothing. A "gather" is what the host
+                           does for a tensor that ZeRO 3 gathers, besides the boxing
     """
 
     name: str
@@ -103,8 +108,7 @@ class Cluster:
         if times == 1:
             return self
         local, remote = (Link(one.latency * times, one.bandwidth / times) for one in (self.local, self.remote))
-        kernels = tuple(KernelRate(one.kind, *(rate * times for rate in (one.start, one.operation, one.byte)))
-                        for one in self.kernels)
+        kernels = tuple(one.slower(times) for one in self.kernels)
         return dataclasses.replace(
             self, flops=self.flops / times, memory_bandwidth=self.memory_bandwidth / times, local=local, remote=remote,
             kernel_launch=self.kernel_launch * times, micro_batch_overhead=self.micro_batch_overhead * times,

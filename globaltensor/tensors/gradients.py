@@ -94,8 +94,7 @@ def replace_grad(leaf: Any, value: Any) -> None:
     """Replace the gradient of a leaf."""
     noted = _noted(leaf)
     for one in {id(t): t for t in (leaf, noted.part, noted.whole) if t is not None}.values():
-        order = _noted(one).order
-        if order is not None:
+        if (order := _noted(one).order) is not None:
             pending.pop(order, None)
         _set(one, value if one is leaf else None)
 
@@ -109,8 +108,7 @@ def set_grad_layout(leaf: Any, dst: Layout, early: bool = False) -> None:
 
 def share_grad(whole: Any, part: Any) -> None:
     """The two have one gradient: what comes for `whole`, in the layout and dtype of `part`."""
-    for one in (whole, part):
-        notes = _notes(one)
+    for notes in (_notes(whole), _notes(part)):
         notes.part, notes.whole = part, whole
 
 
@@ -133,8 +131,7 @@ def set_grad_reduce_dtype(parameters: Iterable[Any], dtype: torch.dtype | None) 
     if not isinstance(parameters, Iterable):
         raise ArgumentError(f"gradients of a {type(parameters).__name__}", "they belong to parameters",
                             "gt.set_grad_reduce_dtype(model.parameters(), dtype)")
-    leaves = list(parameters)
-    for leaf in leaves:
+    for leaf in (leaves := list(parameters)):
         if not is_global(leaf):
             raise GlobalTensorError("gt.set_grad_reduce_dtype of a plain parameter",
                                     f"one of shape {list(leaf.shape)} is plain, and its gradient is never reduced",
@@ -222,7 +219,7 @@ def _accumulated(leaf: Any) -> bool:
         twice = notes.order in pending
         pending[notes.order] = leaf
         _buckets.add(leaf, grad, twice)
-        if notes.early and not _early_reduction_off and sum(some.spec.nbytes for some in pending.values()) >= EARLY:
+        if notes.early and not _early_reduction_off and _buckets.nbytes >= EARLY:
             reduce_pending()
         return False
     return True
@@ -346,11 +343,13 @@ class BackwardBuckets:
         self.sum = self.expected = 0.0               # the same of all gradients since the last read, and before it
         self.under_way: list[Bucket] = []
         self.stale: set[int] = set()                 # ids of leaves whose gradients came again
-        self.each_once = False                       # was it so before the last read?
-        self.twice = False
+        self.twice = self.each_once = False          # did one come again? Was it not so before the last read?
+        self.nbytes = 0                              # of all leaves that wait
 
     def add(self, leaf: Any, grad: Any, twice: bool) -> None:
         """A gradient came; `twice`: one waits already."""
+        if not twice:
+            self.nbytes = leaf.spec.nbytes + (self.nbytes if len(pending) > 1 else 0)
         if twice:
             self.twice = True
             self.stale.add(id(leaf))
@@ -378,6 +377,7 @@ class BackwardBuckets:
     def note_read(self, whole: bool) -> None:
         """Gradients are read; `whole`: all of them."""
         self.waiting, self.transfer, self.before = [], 0.0, 0.0
+        self.nbytes = sum(leaf.spec.nbytes for leaf in pending.values())
         if whole:
             self.expected, self.sum, self.each_once, self.twice = self.sum, 0.0, not self.twice, False
         self.stale.clear()
