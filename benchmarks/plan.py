@@ -65,21 +65,26 @@ def main(json: bool = False, quick: bool = False, ranks: int | None = None) -> N
 
 
 def agreement(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the plans that were measured here."""
-    off = [abs(row["off"]) for row in rows]
+    """Of the plans that were measured here, all of them and those on each number of ranks."""
+    of_ranks = {n: [row for row in rows if row["ranks"] == n] for n in sorted({row["ranks"] for row in rows})}
     bytes_off = [row["off, bytes"] for row in rows]
+    return {"steps": _steps_text(rows),
+            **({f"steps on {n}": _steps_text(own) for n, own in of_ranks.items()} if len(of_ranks) > 1 else {}),
+            "bytes of live tensors": f"from {min(bytes_off):+.1%} to {max(bytes_off):+.1%}",
+            "bytes received": f"{sum(row['predicted B'] == row['received B'] for row in rows)} of {len(rows)} exact"}
+
+
+def _steps_text(rows: list[dict[str, Any]]) -> str:
     chosen = []
     for n, name in {(row["ranks"], row["model"]) for row in rows}:
         own = [row for row in rows if (row["ranks"], row["model"]) == (n, name)]
         if len(own) > 1:
             first = min(own, key=lambda row: row["predicted ms"])
             chosen.append(first["measured ms"] / min(row["measured ms"] for row in own))
-    return {"steps": f"{len(rows)}, off by {statistics.median(off):.1%} in the median; rank correlation "
-                     f"{_rank_correlation(rows):.2f}; the plan ranked first takes "
-                     f"{statistics.mean(chosen or [1.0]):.3f} of the best on average, at most "
-                     f"{max(chosen or [1.0]):.3f}",
-            "bytes of live tensors": f"from {min(bytes_off):+.1%} to {max(bytes_off):+.1%}",
-            "bytes received": f"{sum(row['predicted B'] == row['received B'] for row in rows)} of {len(rows)} exact"}
+    off = statistics.median(abs(row["off"]) for row in rows)
+    return (f"{len(rows)}, off by {off:.1%} in the median; rank correlation {_rank_correlation(rows):.2f}; the plan "
+            f"ranked first takes {statistics.mean(chosen or [1.0]):.3f} of the best on average, at most "
+            f"{max(chosen or [1.0]):.3f}")
 
 
 def _rank_correlation(rows: list[dict[str, Any]]) -> float:

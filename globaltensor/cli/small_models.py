@@ -118,5 +118,5 @@ def small_plans(ranks: int) -> list[tuple[int, dict[str, Any]]]:
     alone = {"dp": 1, "tp": 1, "pp": 1, "zero": 0, "recompute": "none", "schedule": "1f1b", "chunks": 1}
     along_tp = [(4, {"tp": ranks}), (5, {"tp": ranks})] if _HEADS % ranks == 0 else []
     stages = [(3, {"pp": ranks})] if ranks <= 12 else []
-    return [(k, alone | fixed) for k, fixed in (
-        (4, {"dp": ranks}), (4, {"dp": ranks, "zero": 3}), (7, {"dp": ranks}), *along_tp, *stages)]
+    zeros = [(4, {"dp": ranks, "zero": zero}) for zero in (0, 1, 3)]
+    return [(k, alone | fixed) for k, fixed in (*zeros, (7, {"dp": ranks}), *along_tp, *stages)]

@@ -128,7 +128,7 @@ def _measured_link(boxings: Sequence[tuple[str, str, int, float]], ranks: int, b
 
 class Waits(NamedTuple):
     """Seconds by which a boxing starts later in a step, to which ranks do not come at the same time, than alone; that a
-    step takes, as they wait for the last one; and of the host for each tensor that ZeRO 3 gathers."""
+    step takes, as they wait for the last one; and of the host for each tensor that ZeRO gathers."""
 
     boxing: float = 0.0
     step: float = 0.0
@@ -158,7 +158,7 @@ def _waits_of_ranks(plans: Sequence[tuple[int, dict[str, Any], float]], of: Clus
             now = step(k, fixed, waits)
             later = (step(k, fixed, waits._replace(boxing=waits.boxing + more)) - now) / more
             gathers = (step(k, fixed, waits._replace(gather=more)) - step(k, fixed, waits._replace(gather=0.0))
-                       ) / more if fixed["zero"] == 3 else 0.0
+                       ) / more if fixed["zero"] else 0.0
             parts.append((later, of.turns(ranks), gathers))
             known.append(now - sum(n * each for n, each in zip(parts[-1], waits)))
         waits = Waits(*map(float, fit_rates(parts, seconds, known)))

@@ -174,8 +174,9 @@ class VariantPrices:
 
     @cached_property
     def optimizer_of_units(self) -> np.ndarray:
-        """Seconds of each unit: what each tensor takes, and its bytes."""
-        start = float(self.cluster.rates_of_kinds[_OPTIMIZER][0])
+        """Seconds of each unit: what each tensor takes, its bytes, and the host where ZeRO gathers new values."""
+        rates, gathers = self.cluster.rates_of_kinds, self.variant.shape.dp > 1 and self.variant.zero in (1, 2)
+        start = float(rates[_OPTIMIZER][0] + gathers * rates[_GATHER][0])
         return self.optimizer_each * self.mesh.sizes + start * self.mesh.tensors
 
     def passes(self, recompute: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -80,7 +80,7 @@ class Cluster:
                            one of `TRANSPORTS`; so the bytes are those that it moves
     kernels                what ops of each kind take, where that was measured; else an op takes the longest of its
                            operations, its bytes and `kernel_launch`, and a view nothing. A "gather" is what the host
-                           does for a tensor that ZeRO 3 gathers, besides the boxing
+                           does for a tensor that ZeRO gathers, besides the boxing
     """
 
     name: str
