@@ -60,7 +60,8 @@ def machine() -> dict[str, Any]:
 
 def show(title: str, rows: list[dict[str, Any]], json: bool, tables: Sequence[Sequence[str]] = (),
          **more: Any) -> None:
-    """One JSON object with all there is, or tables of the rows: one of all columns, or one of each list of them."""
+    """One JSON object with all there is, or tables of the rows: one of all columns, or one of each list of them, with
+    the rows that have any of these."""
     if json:
         print(_json.dumps({"title": title, "machine": machine(), **more, "rows": rows}))
         return
@@ -69,7 +70,8 @@ def show(title: str, rows: list[dict[str, Any]], json: bool, tables: Sequence[Se
     for name, value in more.items():
         print(f"  {name}: {value}")
     for columns in tables or [list(rows[0])]:
-        _table(columns, [[_cell(row.get(column)) for column in columns] for row in rows])
+        _table(columns, [[_cell(row.get(column)) for column in columns] for row in rows
+                         if not row.keys().isdisjoint(columns)])
 
 
 def _table(heads: Sequence[str], lines: list[list[str]]) -> None:
