@@ -169,6 +169,12 @@ def measured_boxings() -> Iterator[tuple[str, str, int, float]]:
             yield src, dst, n, seconds_of(x.to_global, sbp=ways[dst])
 
 
+def _step_of_training(pipeline: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+    pipeline.step(x, y)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def measured_steps() -> Iterator[tuple[int, int, float]]:
     """Of each small model, by its number: micro-batches, seconds of a step on one rank of a pipeline, with AdamW's."""
     for k, (model, inputs, targets, loss) in enumerate(small_models()):
@@ -177,13 +183,7 @@ def measured_steps() -> Iterator[tuple[int, int, float]]:
         for m in _MICRO_BATCHES:
             runner = gt.pipeline([WholeModel(model)], [gt.placement.all("cpu")], "1f1b", m, loss)
             x, y = (torch.cat([one] * m) for one in (inputs, targets))
-
-            def step(runner: Any = runner, x: Any = x, y: Any = y, optimizer: Any = optimizer) -> None:
-                runner.step(x, y)
-                optimizer.step()
-                optimizer.zero_grad()
-
-            yield k, m, seconds_of(step)
+            yield k, m, seconds_of(_step_of_training, runner, optimizer, x, y)
 
 
 def measured_plans() -> Iterator[tuple[int, dict[str, Any], float]]:
@@ -195,13 +195,7 @@ def measured_plans() -> Iterator[tuple[int, dict[str, Any], float]]:
         roomy = replace(KNOWN["dgx-a100"], devices_per_host=gt.world_size())         # any: all is fixed
         planned = gt.strategy(model, x, roomy, gt.world_size(), loss=loss, targets=y, micro_batch=len(inputs), **fixed)
         runner, optimizer = planned.apply(copy.deepcopy(model), loss, torch.optim.AdamW)
-
-        def step(runner: Any = runner, x: Any = x, y: Any = y, optimizer: Any = optimizer) -> None:
-            runner.step(x, y)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        yield k, fixed, seconds_of(step)
+        yield k, fixed, seconds_of(_step_of_training, runner, optimizer, x, y)
 
 
 def counted_rows(rows: Iterator[R]) -> Iterator[R]:

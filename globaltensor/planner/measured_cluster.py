@@ -157,7 +157,7 @@ def _waits_of_ranks(plans: Sequence[tuple[int, dict[str, Any], float]], of: Clus
         for k, fixed, _ in plans:
             now = step(k, fixed, waits)
             later = (step(k, fixed, waits._replace(boxing=waits.boxing + more)) - now) / more
-            gathers = (step(k, fixed, waits._replace(gather=more)) - step(k, fixed, waits._replace(gather=0.0))
+            gathers = (step(k, fixed, waits._replace(gather=waits.gather + more)) - now
                        ) / more if fixed["zero"] else 0.0
             parts.append((later, of.turns(ranks), gathers))
             known.append(now - sum(n * each for n, each in zip(parts[-1], waits)))
