@@ -172,6 +172,21 @@ def test_gradients_that_are_dropped_are_never_reduced():
     assert not moves
 
 
+def test_bytes_that_wait_are_counted():
+    where = gt.placement("cpu", [0, 1])
+    _, block = pair(where, gt.sbp.broadcast)
+    x = gt.from_full(torch.randn(4, 6, 16, dtype=torch.float64), where, gt.sbp.split(0))
+    counted = gradients._buckets.nbytes              # of what earlier tests left
+    for _ in range(2):                               # what comes again waits once
+        (block(x) ** 2).sum().backward()
+        assert gradients._buckets.nbytes - counted == sum(p.nbytes for p in block.parameters())
+    block.up.weight.grad = block.n1.weight.grad = None
+    dropped = block.up.weight.nbytes + block.n1.weight.nbytes
+    assert gradients._buckets.nbytes - counted == sum(p.nbytes for p in block.parameters()) - dropped
+    assert block.q.weight.grad is not None
+    assert gradients._buckets.nbytes == 0 == len(gradients.pending)
+
+
 def test_a_split_parameter_gets_a_reduce_scattered_gradient():
     """ZeRO: the parameter is gathered where it is used, its gradient comes back reduced and split."""
     where = gt.placement("cpu", [0, 1])

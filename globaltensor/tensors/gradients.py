@@ -94,8 +94,8 @@ def replace_grad(leaf: Any, value: Any) -> None:
     """Replace the gradient of a leaf."""
     noted = _noted(leaf)
     for one in {id(t): t for t in (leaf, noted.part, noted.whole) if t is not None}.values():
-        if (order := _noted(one).order) is not None:
-            pending.pop(order, None)
+        if (order := _noted(one).order) is not None and pending.pop(order, None) is not None:
+            _buckets.nbytes -= one.spec.nbytes
         _set(one, value if one is leaf else None)
 
 
@@ -343,13 +343,13 @@ class BackwardBuckets:
         self.sum = self.expected = 0.0               # the same of all gradients since the last read, and before it
         self.under_way: list[Bucket] = []
         self.stale: set[int] = set()                 # ids of leaves whose gradients came again
-        self.twice = self.each_once = False          # did one come again? Was it not so before the last read?
+        self.each_once = False                       # was it so before the last read?
+        self.twice = False
         self.nbytes = 0                              # of all leaves that wait
 
     def add(self, leaf: Any, grad: Any, twice: bool) -> None:
         """A gradient came; `twice`: one waits already."""
-        if not twice:
-            self.nbytes = leaf.spec.nbytes + (self.nbytes if len(pending) > 1 else 0)
+        self.nbytes += 0 if twice else leaf.spec.nbytes
         if twice:
             self.twice = True
             self.stale.add(id(leaf))
