@@ -199,13 +199,35 @@ def test_whoever_notices_that_a_rank_is_gone_tells_all_who_wait():
     assert time.monotonic() - began < 5
 
 
-def test_an_answer_does_not_take_the_place_of_a_loss():
-    """The parent comes to look after somebody has told its child that a rank is gone."""
+class Interrupted:
+    """A store in which something else happens just before the n-th thing that is done there."""
+
+    def __init__(self, store, n, event):
+        self.store, self.left, self.event = store, n, event
+
+    def __getattr__(self, name):
+        if self.left == 0:
+            self.event()
+        self.left -= 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("moment", [None, *range(6)])
+def test_an_answer_does_not_take_the_place_of_a_loss(moment):
+    """Somebody tells a child that a rank is gone, before its parent looks after it, or at any moment meanwhile."""
     store = dist.HashStore()
     parent, child = (arrival._Others(rank, 3, store, 60) for rank in (0, 1))
+
+    def tell():
+        arrival._tell_of_loss(store, 2, 3, arrival._ended_before({2}))
+
     child.come()
-    arrival._tell_of_loss(store, 2, 3, arrival._ended_before({2}))
+    if moment is None:
+        tell()
+    else:
+        parent.store = Interrupted(store, moment, tell)
     parent.look()
+    assert moment is None or parent.store.left < 0, "the parent does not do so much"
     with pytest.raises(TransportError, match="rank 2 ended before all ranks had met"):
         child.hear()
 
@@ -220,11 +242,11 @@ def test_who_does_not_come_is_named():
 def test_an_answer_to_another_challenge_is_none():
     store = Counting(dist.HashStore())
     others = arrival._Others(1, 2, store, 60)
-    for answer in (("of another", "a name", None), ("of another", "", tuple(Loss(0, "rank 0 ended")))):
-        store_tree.write_message(store, arrival._answer_key(1), answer)
+    for key, answer in ((arrival._answer_key(1), "a name"), (arrival._loss_key(1), tuple(Loss(0, "rank 0 ended")))):
+        store_tree.write_message(store, key, ("of another", answer))
         others.hear()
         assert others.name == ""
-    store_tree.write_message(store, arrival._answer_key(1), (others.challenge, "", (0, "rank 0 ended")))
+    store_tree.write_message(store, arrival._loss_key(1), (others.challenge, (0, "rank 0 ended")))
     with pytest.raises(TransportError, match="rank 0 ended"):
         others.hear()
     store.set(arrival._answer_key(1), b"nonsense")   # which nobody of this job has signed

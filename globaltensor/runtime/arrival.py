@@ -16,7 +16,7 @@ and of several hosts each counts its own restarts, so there is no number that te
 believed because it is there. Every rank writes a *challenge*, a random number. Its parent in the tree (store_tree.py)
 answers with that number and with the name of this start, which rank 0 draws. An answer to one's own challenge was
 written after it: by a rank that lives. All else is said under that name. Whoever notices that a rank is gone answers
-the challenges of all with that.
+the challenges of all with that, in a place of its own, where no parent that is just about to answer writes over it.
 """
 from __future__ import annotations
 
@@ -133,6 +133,10 @@ def _answer_key(rank: int) -> str:
     return f"globaltensor answer {rank}"
 
 
+def _loss_key(rank: int) -> str:
+    return f"globaltensor loss {rank}"
+
+
 def _ended_before(ranks: set[int]) -> Loss:
     return Loss(min(ranks), f"{rank_names(sorted(ranks))} ended before all ranks had met")
 
@@ -141,7 +145,7 @@ def _tell_of_loss(store: dist.Store, rank: int, size: int, loss: Loss) -> None:
     """Answer whatever challenges there are, also those of ranks that have ended since."""
     for other in range(size):
         if other != rank and (challenge := read_message(store, _challenge_key(other))) is not None:
-            write_message(store, _answer_key(other), (challenge[0], "", tuple(loss)))
+            write_message(store, _loss_key(other), (challenge[0], tuple(loss)))
 
 
 def _keep_open(store: dist.Store) -> None:
@@ -181,11 +185,8 @@ class _Others:
         """While this rank waits: answer its children, and raise where a rank will not come."""
         assert self.store is not None
         for child in children_of(self.rank, self.size):
-            if (challenge := self.news(_challenge_key(child))) is None:
-                continue
-            answer = read_message(self.store, _answer_key(child))
-            if answer is None or answer[0] != challenge[0] or answer[2] is None:         # else it is told of a loss
-                write_message(self.store, _answer_key(child), (challenge[0], self.name, None))
+            if (challenge := self.news(_challenge_key(child))) is not None:
+                write_message(self.store, _answer_key(child), (challenge[0], self.name))
         self.hear()
         self.raise_if_gone()
 
@@ -198,14 +199,12 @@ class _Others:
         return decode_message(text, key)
 
     def hear(self) -> None:
-        """What the others have answered: the name of this start, or that a rank is gone."""
-        answer = self.news(_answer_key(self.rank))
-        if answer is None or answer[0] != self.challenge:            # of an earlier start
-            return
-        _, name, loss = answer
-        if loss is not None:
+        """What the others have answered: that a rank is gone, or the name of this start."""
+        challenge, loss = self.news(_loss_key(self.rank)) or (None, None)
+        if loss is not None and challenge == self.challenge:         # else of an earlier start
             raise self._gone(Loss(*loss))
-        if name != self.name:
+        challenge, name = self.news(_answer_key(self.rank)) or (None, "")
+        if challenge == self.challenge and name != self.name:
             self.name = name
             self.texts.clear()                       # the children have to be told
             raise _StartedAnew
