@@ -81,6 +81,7 @@ def build(name: str, small: bool) -> Trained:
 _PINS = ["0.*=tp:S(0)", "2.weight=tp:S(1)", "4.*=tp:S(0)", "6.weight=tp:S(1)"]
 PLANS: dict[int, list[tuple[str, dict[str, Any]]]] = {                       # ranks -> model and what is fixed
     1: [("gpt", {"micro_batch": 8}), ("gpt", {"micro_batch": 2}), ("gpt", {"micro_batch": 4, "recompute": "full"}),
+        ("gpt", {"micro_batch": 4, "recompute": "selective"}),
         ("mlp", {"micro_batch": 128}), ("mlp", {"micro_batch": 32}), ("vision", {"micro_batch": 16}),
         ("vision", {"micro_batch": 4}), ("experts", {"micro_batch": 256}), ("experts", {"micro_batch": 64})],
     2: [("gpt", {"dp": 2, "zero": 0}), ("gpt", {"dp": 2, "zero": 1}), ("gpt", {"dp": 2, "zero": 3}),

@@ -38,6 +38,7 @@ from globaltensor.simulator.cluster import (
 
 pytest.importorskip("scipy")
 SEED = 20_261_124
+OF_HOST = {"gather", "full", "selective"}            # what the host does besides ops
 
 
 def made_up(seed: int) -> Cluster:
@@ -62,7 +63,7 @@ def measurements_of(of: Cluster, longer: float) -> dict:
     """What would be measured there, where ops take `longer` in a step than alone, and ranks wait for each other."""
     ops = []
     for one in of.kernels:
-        for k in range(1, 5) if one.kind not in ("accumulation", "gather") else ():
+        for k in range(1, 5) if one.kind not in {"accumulation", *OF_HOST} else ():
             operations, nbytes = 10.0 ** (k + 4) * (one.operation > 0), 10.0 ** (3 + k) * k * (one.byte > 0)
             seconds = k * one.start + one.operation * operations + one.byte * nbytes
             ops.append((one.kind, k, operations, nbytes, seconds))
@@ -100,7 +101,7 @@ def test_the_rates_of_a_machine_are_found_again(seed, longer):
     after = {one.kind: one for one in fitted.kernels}
     for a in map(lasting(longer), machine.kernels):
         start, b = a.start + (0.0 if a.kind == "optimizer" else 3e-6), after[a.kind]     # later in a micro-batch
-        nbyte = 0.0 if a.kind == "gather" else a.byte        # the host's part has no bytes
+        nbyte = 0.0 if a.kind in OF_HOST else a.byte         # the host's part has no bytes
         assert (b.start, b.operation, b.byte) == pytest.approx((start, a.operation, nbyte), rel=1e-2, abs=1e-18), a.kind
     assert fitted.local.latency == pytest.approx(machine.local.latency + 2e-5, rel=0.05)
     assert fitted.local.bandwidth == pytest.approx(machine.local.bandwidth, rel=0.05)
@@ -115,7 +116,7 @@ def test_steps_that_take_less_than_their_ops_alone_tell_of_little_beside_them():
     assert (fitted.micro_batch_overhead, fitted.step_overhead) == pytest.approx((5e-6, 2e-5), rel=1e-2)
     assert fitted.local.latency == pytest.approx(machine.local.latency, rel=0.05)
     after = {one.kind: one for one in fitted.kernels}
-    assert all(0 < after[one.kind].start < one.start for one in machine.kernels if one.kind != "gather")
+    assert all(0 < after[one.kind].start < one.start for one in machine.kernels if one.kind not in OF_HOST)
 
 
 def test_no_rate_is_below_nothing():
@@ -169,7 +170,7 @@ def test_ops_boxings_and_steps_are_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(measure_here, "small_plans", lambda ranks: small_plans(ranks)[::3])
     measure_here.main(str(tmp_path / "measured.json"))
     measured = json.loads((tmp_path / "measured.json").read_text())
-    assert {row[0] for row in measured["ops"]} == {*KERNEL_KINDS} - {"accumulation", "gather"}
+    assert {row[0] for row in measured["ops"]} == {*KERNEL_KINDS} - {"accumulation", *OF_HOST}
     assert [row[:2] for row in measured["plans"]] == [[k, fixed] for k, fixed in small_plans(8)[::3]]
     assert all(row[-1] > 0 for row in (*measured["ops"], *measured["steps"], *measured["plans"]))
     assert all(row[4] > 0 for row in measured["ops"]) and all(row[3] > 0 for row in measured["boxings"])

@@ -16,7 +16,8 @@ from globaltensor.simulator.cluster import KNOWN
 
 PLANS = [("gpt", {"micro_batch": 8}), ("gpt", {"micro_batch": 2}), ("gpt", {"micro_batch": 4, "recompute": "full"}),
          ("gpt", {"micro_batch": 4, "recompute": "selective"}), ("mlp", {"micro_batch": 4}), ("vision", {}),
-         ("vision", {"micro_batch": 4}), ("experts", {}), ("experts", {"micro_batch": 32})]
+         ("vision", {"micro_batch": 4}), ("experts", {}), ("experts", {"micro_batch": 32}),
+         ("experts", {"micro_batch": 32, "recompute": "selective"})]
 
 
 @pytest.mark.parametrize("name, fixed", PLANS, ids=lambda value: str(value) if isinstance(value, dict) else value)

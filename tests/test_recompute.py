@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import globaltensor as gt
+from globaltensor.planner.recomputing import recompute_block
 from globaltensor.runtime import custom_ops
 
 S, B = gt.sbp.split, gt.sbp.broadcast
@@ -81,3 +82,44 @@ def test_what_the_policy_keeps_is_not_made_again():
         products[how] = sum(counts.get(key, 0) for key in ("aten::mm", "aten::addmm", "aten::bmm"))
     driven = len(block.up.weight.shards)
     assert products == {"none": 6 * driven, "whole": 8 * driven, "selective": 6 * driven}
+
+
+class Mixed(nn.Module):
+    """Attention as products by hand, and experts, whose products have a parameter: all are batched."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.experts, self.dtype = nn.Parameter(torch.randn(2, 8, 8)), dtype
+
+    def forward(self, x):                            # [b, h, s, d]
+        mixed = torch.softmax(x @ x.transpose(-1, -2), -1) @ x
+        return x + torch.einsum("bhsd,hde->bhse", mixed.to(self.dtype), self.experts.to(self.dtype)).relu()
+
+
+def runs_of(key, profile):
+    """How often an op ran: one that a mode looks at is seen once more within itself."""
+    def within(event):
+        return [one for child in event.cpu_children for one in (child, *within(child))]
+
+    return sum(event.name == key and not any(one.name == key for one in within(event)) for event in profile.events())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ranks, sbp", [([0], B), ([0, 1], S(0)), ([0, 1], S(1))], ids=["1", "2, rows", "2, heads"])
+def test_selectively_products_with_parameters_are_kept_and_attention_is_not(ranks, sbp, dtype):
+    runs, gradients = {}, {}
+    for how in ("none", "full", "selective"):
+        torch.manual_seed(SEED)
+        block = gt.to_global(Mixed(dtype), place(ranks), {"experts": S(0)} if sbp == S(1) else B)
+        if how != "none":
+            recompute_block(block, how)
+        x = gt.from_full(torch.randn(4, 2, 8, 8), place(ranks), sbp).requires_grad_()
+        block(x).sum().backward()                    # deciding how an op runs asks meta kernels, too
+        block.zero_grad()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            block(x).sum().backward()
+        gradients[how] = block.experts.grad.full_tensor()
+        driven = len(block.experts.shards)
+        runs[how] = runs_of("aten::bmm", profile) / driven
+    assert runs["full"] - runs["none"] == 3 and runs["selective"] - runs["none"] == 2, runs
+    assert all(torch.equal(one, gradients["none"]) for one in gradients.values())

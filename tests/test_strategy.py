@@ -29,7 +29,7 @@ from globaltensor.planner.model_search import model_shapes, model_variants, sear
 from globaltensor.planner.pins import PinError
 from globaltensor.planner.space import BatchError, Fixed, all_cuts, kinds_of_schedules
 from globaltensor.planner.unit_sums import ParameterCost, PassCost, UnitCost
-from globaltensor.simulator.cluster import KNOWN, Cluster, Link
+from globaltensor.simulator.cluster import KNOWN, Cluster, KernelRate, Link
 from globaltensor.tensors import gradients
 
 SEED = 20_261_124
@@ -181,20 +181,36 @@ def mesh_costs(draw: random.Random, n: int, cluster: Cluster, tp: int) -> MeshCo
     return MeshCosts(few, many, cluster, tp)
 
 
+class OfChoice(VariantPrices):
+    """Each rank of the pipeline recomputes as it is told."""
+
+    recompute: tuple[str, ...] = ()
+
+    def least_recompute(self, units, rank):
+        return self.recompute[rank], self.peak_of_rank(units, rank, self.recompute[rank]).total
+
+    def ways(self, cut):
+        """All that ranks may recompute, so that they fit: nothing, where that fits, takes least."""
+        fit = [[name for name in ("none", "selective", "full")
+                if self.peak_of_rank(own, rank, name).total <= self.task.cluster.memory * (1 + 1e-9)]
+               for rank, own in enumerate(self.dealt(cut)[2])]
+        return itertools.product(*(names[:1] if names[:1] == ["none"] else names for names in fit))
+
+
 def fastest_of_all(task: ModelTask) -> float:
-    """Of all plans, by loops over every shape, variant and cut."""
+    """Of all plans, by loops over every shape, variant and cut, and all that ranks may recompute."""
     best = inf
     for shape in model_shapes(task):
         for schedule, chunks in kinds_of_schedules(shape.pp, task.units):
             if shape.pp > 1 and not task.fixed.allows("schedule", schedule):
                 continue
             for zero in range(4) if shape.dp > 1 else (0,):
-                prices = VariantPrices(task, ModelVariant(shape, zero, schedule, chunks))
+                prices = OfChoice(task, ModelVariant(shape, zero, schedule, chunks))
                 for at in itertools.combinations(range(1, task.units), shape.pp * chunks - 1):
                     cut = tuple(b - a for a, b in itertools.pairwise((0, *at, task.units)))
-                    one = prices.price(cut)
-                    if one.fullest <= task.cluster.memory * (1 + 1e-9):
-                        best = min(best, one.seconds)
+                    for recompute in prices.ways(cut):
+                        prices.recompute = recompute
+                        best = min(best, prices.price(cut).seconds)
     return best
 
 
@@ -205,8 +221,25 @@ def on_cores(task: ModelTask, cores: int) -> ModelTask:
     return dataclasses.replace(task, cluster=cluster, costs=costs)
 
 
-def compare_with_all(seed: int, cores: int = 0) -> None:
+def with_host(task: ModelTask, full: float, selective: float) -> ModelTask:
+    """The same where recomputation takes so many seconds of the host for each op, on one mesh, whose ranks have the
+    memory for either way of it."""
+    kernels = (KernelRate("product", 1e-6, 2e-12, 1e-11), KernelRate("full", full, 0.0, 0.0),
+               KernelRate("selective", selective, 0.0, 0.0))
+    shape = max(model_shapes(task), key=lambda shape: (shape.pp <= 2, shape.pp, shape.micro_batch))
+    prices = VariantPrices(task, ModelVariant(shape, 0, task.fixed.schedule or "1f1b", 1))
+    units = np.array_split(np.arange(task.units), shape.pp)
+    needed = [max(prices.peak_of_rank(own, rank, how).total for rank, own in enumerate(units))
+              for how in ("selective", "full")]
+    fixed = dataclasses.replace(task.fixed, dp=shape.dp, tp=shape.tp, pp=shape.pp, micro_batch=shape.micro_batch)
+    cluster = dataclasses.replace(task.cluster, kernels=kernels, memory=max(needed))
+    costs = {key: MeshCosts(one.few, one.many, cluster, one.tp) for key, one in task.costs.items()}
+    return dataclasses.replace(task, cluster=cluster, costs=costs, fixed=fixed)
+
+
+def compare_with_all(seed: int, cores: int = 0, host: tuple[float, float] | None = None) -> None:
     task = on_cores(small_task(random.Random(seed)), cores)
+    task = task if host is None else with_host(task, *host)
     result, best = search_model(task), fastest_of_all(task)
     assert (result.best.seconds if result.best else inf) == best, seed
     assert result.lower_bound == best, seed
@@ -221,6 +254,11 @@ def test_nothing_is_faster_than_what_is_found():
 def test_nothing_is_faster_where_ranks_share_cores():
     for seed in range(SEED + 50, SEED + 62):
         compare_with_all(seed, cores=1 + seed % 2)
+
+
+def test_nothing_is_faster_where_recomputation_takes_the_host():
+    for seed in range(SEED + 400, SEED + 460):
+        compare_with_all(seed, host=((1e-5, 1e-3), (1e-3, 1e-5))[seed % 2])
 
 
 def test_ranks_that_share_cores_take_turns():
@@ -247,8 +285,9 @@ def test_bounds_hold_where_cuts_are_many(monkeypatch, many, exact):
         return comb(units - 1, stages - 1) <= min(most, many)
 
     monkeypatch.setattr(model_search, "is_complete", is_complete)
-    for seed in range(SEED + 200, SEED + 206):
+    for seed in (*range(SEED + 200, SEED + 206), *range(SEED + 400, SEED + 420)):
         task = small_task(random.Random(seed))
+        task = task if seed < SEED + 400 else with_host(task, 1e-5, 1e-3)
         result, best = search_model(task), fastest_of_all(task)
         assert result.lower_bound <= best <= (result.best.seconds if result.best else inf), seed
         assert not exact or result.best is None or result.lower_bound == best == result.best.seconds, seed
@@ -308,6 +347,22 @@ def test_selective_recomputation_lies_between_none_and_full():
     assert kept[0] > kept[1] > kept[2]
     again = [one["stages"][0]["backward"] for one in (none, selective, full)]
     assert again[0] < again[1] < again[2]
+
+
+@pytest.mark.parametrize("full, selective", [(1e-6, 1e-3), (1e-3, 1e-6)])
+def test_the_fastest_recomputation_that_fits_is_chosen(full, selective):
+    """Which one that is depends on what it costs the host."""
+    kernels = tuple(KernelRate(kind, start, 0.0, 1e-11) for kind, start in (
+        ("product", 1e-6), ("pointwise", 1e-6), ("full", full), ("selective", selective)))
+    of = dataclasses.replace(KNOWN["dgx-a100"], kernels=kernels)
+    model, fixed = gpt(4), {"devices": 2, "micro_batch": 4, "tp": 1, "pp": 2, "dp": 1, "schedule": "gpipe"}
+    each = {how: gt.strategy(model, IDS, of, recompute=how, **fixed) for how in ("none", "selective", "full")}
+    needs = {how: max(one["memory"]["per_rank"]) for how, one in each.items()}
+    assert needs["full"] < needs["selective"] < needs["none"]
+    best = gt.strategy(model, IDS, of, memory=needs["selective"] + 1, **fixed)
+    assert {stage["recompute"] for stage in best["stages"]} <= {"none", "full" if full < selective else "selective"}
+    assert best["lower_bound"] <= best["step_time"] <= min(each[how]["step_time"] for how in ("selective", "full"))
+    assert best["step_time"] < max(each[how]["step_time"] for how in ("selective", "full"))
 
 
 def test_a_deep_model_costs_as_much_to_run_as_a_flat_one():

@@ -216,7 +216,7 @@ def main(path: str) -> None:
         boxings = list(counted_rows(measured_boxings())) if gt.world_size() > 1 else []
     ops += [*counted_rows(_batch_norms()), _start_of_a_view(), *counted_rows(_optimizers())]
     steps = list(counted_rows(measured_steps()))
-    plans = list(counted_rows(measured_plans())) if gt.world_size() > 1 else []
+    plans = list(counted_rows(measured_plans()))
     if gt.rank() == 0:
         own = replace(world().machine, hosts=())
         transport = next(name for name, rates in TRANSPORTS.items() if rates == own)

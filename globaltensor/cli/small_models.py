@@ -113,10 +113,14 @@ def small_models() -> list[SmallModel]:
 
 
 def small_plans(ranks: int) -> list[tuple[int, dict[str, Any]]]:
-    """Models by their number, and plans of each in which so many ranks communicate: arguments of `gt.strategy`, but for
-    the global batch, a micro-batch for each rank of dp and each stage."""
-    alone = {"dp": 1, "tp": 1, "pp": 1, "zero": 0, "recompute": "none", "schedule": "1f1b", "chunks": 1}
+    """Models by their number, and plans of each in which so many ranks communicate, or blocks recompute: arguments of
+    `gt.strategy`, but for the global batch, a micro-batch for each rank of dp and each stage."""
+    alone: dict[str, Any] = {"dp": 1, "tp": 1, "pp": 1, "zero": 0, "recompute": "none", "schedule": "1f1b", "chunks": 1}
+    again: list[tuple[int, dict[str, Any]]] = [(k, {"dp": ranks, "recompute": how}) for k in (4, 5)
+                                               for how in ("none", "full", "selective")]
+    if ranks == 1:
+        return [(k, alone | fixed) for k, fixed in again]
     along_tp = [(4, {"tp": ranks}), (5, {"tp": ranks})] if _HEADS % ranks == 0 else []
     stages = [(3, {"pp": ranks})] if ranks <= 12 else []
-    zeros = [(4, {"dp": ranks, "zero": zero}) for zero in (0, 1, 3)]
-    return [(k, alone | fixed) for k, fixed in (*zeros, (7, {"dp": ranks}), *along_tp, *stages)]
+    zeros = [(4, {"dp": ranks, "zero": zero}) for zero in (1, 3)]
+    return [(k, alone | fixed) for k, fixed in (*zeros, (7, {"dp": ranks}), *along_tp, *stages, *again)]

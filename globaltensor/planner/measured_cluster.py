@@ -6,6 +6,7 @@
     of a step            what its ops take, those of each kind times a number, and something for the step, for each
                          micro-batch, and each op that runs in one (autograd and what else is around it); adding a
                          gradient to an earlier one is such an op
+    of the host          for each tensor that ZeRO gathers, and each op of a block that recomputes: from steps of plans
 
 An op that is measured again and again finds its code and operands in a cache, and memory for its result that it has
 used before. In a step it does not, so there it takes longer: by that number.
@@ -39,6 +40,8 @@ _ACCUMULATION = KERNEL_KINDS.index("accumulation")
 _OPTIMIZER, _MOMENTS = KERNEL_KINDS.index("optimizer"), 2
 _ALIKE = 0.2                                         # of a step: how an error is weighed by which a kind is unlike
 _ALONE = Link(1e-6, 1e10)                            # of a lone rank, which is never asked
+_SOME = 1e-5                                         # seconds
+MeasuredPlan = tuple[int, dict[str, Any], float]     # of which model, what is fixed, seconds of a step
 
 
 class MeasuredModel(Protocol):
@@ -128,41 +131,62 @@ def _measured_link(boxings: Sequence[tuple[str, str, int, float]], ranks: int, b
 
 class Waits(NamedTuple):
     """Seconds by which a boxing starts later in a step, to which ranks do not come at the same time, than alone; that a
-    step takes, as they wait for the last one; and of the host for each tensor that ZeRO gathers."""
+    step takes, as they wait for the last one; of the host for each tensor that ZeRO gathers, and for each op of a block
+    that recomputes, in full or selectively."""
 
     boxing: float = 0.0
     step: float = 0.0
     gather: float = 0.0
+    full: float = 0.0
+    selective: float = 0.0
 
     def on(self, of: Cluster) -> Cluster:
         """The cluster with these."""
         link = Link(of.local.latency + self.boxing, of.local.bandwidth)
         return dataclasses.replace(of, local=link, remote=link, step_overhead=of.step_overhead + self.step,
-                                   kernels=(*of.kernels, KernelRate("gather", self.gather, 0.0, 0.0)))
+                                   kernels=(*of.kernels, *(KernelRate(name, getattr(self, name), 0.0, 0.0)
+                                                           for name in ("gather", "full", "selective"))))
 
 
-def _waits_of_ranks(plans: Sequence[tuple[int, dict[str, Any], float]], of: Cluster, ranks: int,
-                    models: Sequence[MeasuredModel]) -> Waits:
-    """What agrees best with the steps of plans in which ranks communicate."""
+def _waits_of_ranks(plans: Sequence[MeasuredPlan], of: Cluster, ranks: int, models: Sequence[MeasuredModel]) -> Waits:
+    """What agrees best with the steps of plans in which ranks communicate; and then with those that recompute."""
     def step(k: int, fixed: dict[str, Any], waits: Waits) -> float:
         one = models[k]
         x, y = (torch.cat([t] * fixed["dp"] * fixed["pp"]) for t in (one.inputs, one.targets))
         return float(strategy(one.module, x, waits.on(of), ranks, loss=one.loss, targets=y,
                               micro_batch=len(one.inputs), **fixed)["step_time"])
 
-    waits, seconds = Waits(), [taken for *_, taken in plans]
-    for _ in range(2 if plans else 0):               # where boxings start later, some take another way
+    waits, together = Waits(), [row for row in plans if row[1]["recompute"] == "none" and ranks > 1]
+    for _ in range(2 if together else 0):            # where boxings start later, some take another way
         parts, known = [], []
         more = (of.local.latency + waits.boxing) / 2
-        for k, fixed, _ in plans:
+        for k, fixed, _ in together:
             now = step(k, fixed, waits)
             later = (step(k, fixed, waits._replace(boxing=waits.boxing + more)) - now) / more
             gathers = (step(k, fixed, waits._replace(gather=waits.gather + more)) - now
                        ) / more if fixed["zero"] else 0.0
             parts.append((later, of.turns(ranks), gathers))
             known.append(now - sum(n * each for n, each in zip(parts[-1], waits)))
-        waits = Waits(*map(float, fit_rates(parts, seconds, known)))
-    return waits
+        waits = Waits(*map(float, fit_rates(parts, [taken for *_, taken in together], known)))
+
+    def with_more(k: int, fixed: dict[str, Any], more: dict[str, float]) -> float:
+        return step(k, fixed, waits._replace(**more))
+
+    return waits._replace(**{how: _host_of_recomputation(how, plans, with_more) for how in ("full", "selective")})
+
+
+def _host_of_recomputation(how: str, plans: Sequence[MeasuredPlan],
+                           step: Callable[[int, dict[str, Any], dict[str, float]], float]) -> float:
+    """Seconds for each op: they tell how many times as long a step takes as one of the same plan that keeps all."""
+    parts, seconds, known = [], [], []
+    for k, fixed, taken in plans:
+        if fixed["recompute"] == how:
+            alike = fixed | {"recompute": "none"}
+            before = next(own for j, other, own in plans if (j, other) == (k, alike))
+            known.append(step(k, fixed, {}))
+            parts.append([(step(k, fixed, {how: _SOME}) - known[-1]) / _SOME])
+            seconds.append(taken / before * step(k, alike, {}))
+    return float(fit_rates(parts, seconds, known)[0]) if parts else 0.0
 
 
 class BesideOps(NamedTuple):

@@ -20,7 +20,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.planner.op_costs import OpCosts
 from globaltensor.planner.unit_sums import ParameterCost, PassCost, UnitCost
-from globaltensor.simulator.cluster import Cluster, hypothetical_placements
+from globaltensor.simulator.cluster import KERNEL_KINDS, Cluster, hypothetical_placements
 
 SAMPLES = 2, 4                                       # of a rank of dp, in the two runs
 _STATES_OF_ADAM = 2
@@ -40,7 +40,8 @@ class UnitArrays:
     first: np.ndarray                                # at the peak of a unit's backward: see unit_memory.py
     later: np.ndarray
     passed: np.ndarray
-    again: np.ndarray                                # seconds of what runs again in selective recomputation
+    full: np.ndarray                                 # seconds of recomputation: what runs again, and the host's part
+    selective: np.ndarray
     selected: np.ndarray                             # bytes that are kept then
     tp_bytes: np.ndarray                             # received along tp, forward and backward
     dp_bytes: np.ndarray
@@ -107,10 +108,14 @@ class MeshCosts:
             return np.array([max(map(between, getattr(a, name), getattr(b, name)), default=0.0) for a, b in pairs])
 
         times = np.array([[seconds(x, y) for x, y in zip(_passes(a), _passes(b))] for a, b in pairs])
+        ops = np.array([len(a.forward.kinds) for a, _ in pairs])
+        full, selective = (self.cluster.rates_of_kinds[KERNEL_KINDS.index(how), 0] * ops
+                           for how in ("full", "selective"))
         of_distinct = (
             times[:, 0, 1], times[:, 1, 1], times[:, 2, 1], times[:, :, 0].sum(1),
             each("kept"), each("unsaved"), peaks("first"), peaks("later"), each("passed"),
-            np.array([seconds(a.again, b.again)[0] for a, b in pairs]), each("selected"),
+            times[:, 0, 1] + full, np.array([seconds(a.again, b.again)[0] for a, b in pairs]) + selective,
+            each("selected"),
             np.array([received(a, b, "tp") for a, b in pairs]),
             np.array([received(a, b, "dp") for a, b in pairs]) * along_dp)
         return UnitArrays(*(one[self._distinct[1]] for one in of_distinct))

@@ -181,7 +181,7 @@ class VariantPrices:
 
     def passes(self, recompute: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds of F, I and W of each unit, with what it waits for."""
-        again = {"none": 0.0 * self.of.forward, "selective": self.of.again, "full": self.of.forward}[recompute]
+        again = {"none": 0.0 * self.of.forward, "selective": self.of.selective, "full": self.of.full}[recompute]
         inputs = self.of.inputs + np.where(self.task.blocks, again, 0.0)
         return self.of.forward + self.unsharding, inputs + self.unsharding, self.of.weights + self.added
 
@@ -270,15 +270,14 @@ class VariantPrices:
 
     def least_recompute(self, units: np.ndarray, rank: int) -> tuple[str, float]:
         """The fastest with which a rank fits; else the one with the fewest bytes."""
-        needed: list[tuple[float, str]] = []
+        ways: list[tuple[bool, float, str, float]] = []
         for name in self._recomputes:
-            needed.append((self.peak_of_rank(units, rank, name).total, name))
-            if needed[-1][0] <= self.cluster.memory:
+            nbytes = self.peak_of_rank(units, rank, name).total
+            fits = nbytes <= self.cluster.memory
+            ways.append((not fits, float(self.passes(name)[1][units].sum()) if fits else nbytes, name, nbytes))
+            if fits and name == "none":
                 break
-        else:
-            needed.append(min(needed))
-        nbytes, name = needed[-1]
-        return name, nbytes
+        return min(ways, key=lambda one: one[:2])[2:]
 
     @property
     def _recomputes(self) -> list[str]:
@@ -327,7 +326,7 @@ class VariantPrices:
         for name in reversed(self._recomputes):
             needed = self.unit_bytes(name).of_ranges(float(self._kept_micro_batches[rank]), self.micro_batches)
             added = sums_of_units(self.passes(name)[1] - passes)
-            seconds = np.where(needed <= self.cluster.memory, added, seconds)
+            seconds = np.where(needed <= self.cluster.memory, np.minimum(added, seconds), seconds)
         return seconds.tolist()
 
     def dealt(self, cut: tuple[int, ...]) -> tuple[list[np.ndarray], list[list[int]], list[np.ndarray]]:

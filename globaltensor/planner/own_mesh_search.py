@@ -200,7 +200,7 @@ class _Tables:
                 seconds = np.full(is_stage.shape, _NEVER)
                 for needed, own in ways:
                     fits = needed.of_ranges(times, self.micro_batches) <= room
-                    seconds = np.where(is_stage & fits, own, seconds)
+                    seconds = np.where(is_stage & fits, np.minimum(own, seconds), seconds)
                 by_kept[times] = seconds
         return [by_kept[self._kept_micro_batches(behind)] for behind in range(self.most)]
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-_KEPT = {"linear", "contract", "mm", "addmm", "convolution", "embedding",
+_KEPT = {"linear", "mm", "addmm", "convolution", "embedding",
          "redistribute", "box", "spread", "part", "full_tensor"}
+_PRODUCTS = {"contract", "bmm", "baddbmm"}           # of a parameter, or of attention
 
 
 def recompute_block(block: nn.Module, how: str) -> None:
@@ -26,9 +28,27 @@ def recompute_block(block: nn.Module, how: str) -> None:
 
 
 def _policy_of(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_kept(func) else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = is_kept(func) or is_product(func) and any(map(_comes_from_parameter, args))
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def is_kept(func: Any) -> bool:
     """Is what this op gives kept, where a block recomputes selectively?"""
     return func.overloadpacket.__name__ in _KEPT
+
+
+def is_product(func: Any) -> bool:
+    """Is it kept where an operand is a parameter, or comes from one alone?"""
+    return func.overloadpacket.__name__ in _PRODUCTS
+
+
+def _comes_from_parameter(t: Any) -> bool:
+    """Is it a parameter, or one that was viewed, cast or gathered?"""
+    if not isinstance(t, torch.Tensor):
+        return False
+    if isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
+        return True
+    node: Any = t.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return node is not None and isinstance(node.variable, nn.Parameter)

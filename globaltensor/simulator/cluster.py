@@ -60,7 +60,8 @@ class KernelRate:
 
 
 KERNEL_KINDS = ("product", "contraction", "batched", "convolution", "attention", "curve", "pointwise", "normalization",
-                "batch_norm", "reduction", "index", "view", "accumulation", "gather", "optimizer")
+                "batch_norm", "reduction", "index", "view", "accumulation", "gather", "full", "selective",
+                "optimizer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +80,9 @@ class Cluster:
     transport              by whose rates the library plans boxings when it runs there, as it knows no others then:
                            one of `TRANSPORTS`; so the bytes are those that it moves
     kernels                what ops of each kind take, where that was measured; else an op takes the longest of its
-                           operations, its bytes and `kernel_launch`, and a view nothing. A "gather" is what the host
-                           does for a tensor that ZeRO gathers, besides the boxing
+                           operations, its bytes and `kernel_launch`, and a view nothing. What the host does
+                           besides is a "gather", for a tensor that ZeRO gathers, and "full" or "selective", for each op
+                           of forward in a block that recomputes so
     """
 
     name: str
