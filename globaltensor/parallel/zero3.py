@@ -28,7 +28,7 @@ from globaltensor.boxings.redistribute import Move, in_layout, move_shards
 from globaltensor.layouts.layout import Layout, layout
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.parallel.offload import on_host
-from globaltensor.runtime.torch_internals import call_after_backward, end_graph, tree_flatten, uncounted_write
+from globaltensor.runtime.torch_internals import call_after_backward, end_graph, tree_flatten, uncounted_writes
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.parameter_swap import convert, swap_in, swap_out
@@ -109,11 +109,15 @@ class SavedStorages(list[dict[int, Tensor]]):
     """rank -> unsharded shard, per parameter, as autograd saved them in one forward pass: empty but while in use."""
 
     def fill(self, unsharded: list[dict[int, Tensor]] | None) -> None:
-        for k, shards in enumerate(self):
-            for rank, t in shards.items():
-                source = torch.empty(0, dtype=t.dtype, device=t.device) if unsharded is None else unsharded[k][rank]
-                with uncounted_write(t):             # a compiled layer saves t itself, and would miss its old version
-                    t.set_(source)                   # type: ignore[call-overload]  # of which torch's types do not know
+        tensors = tuple(t for shards in self for t in shards.values())
+        if unsharded is None:
+            none = {(t.dtype, t.device): torch.empty(0, dtype=t.dtype, device=t.device) for t in tensors}
+            sources = [none[t.dtype, t.device] for t in tensors]
+        else:
+            sources = [unsharded[k][rank] for k, shards in enumerate(self) for rank in shards]
+        with uncounted_writes(tensors):              # a compiled layer saves them, and would miss their old versions
+            for t, source in zip(tensors, sources):
+                t.set_(source)                       # type: ignore[call-overload]  # of which torch's types do not know
 
 
 class ShardedLayer:

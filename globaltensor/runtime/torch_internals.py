@@ -295,9 +295,9 @@ def register_graph_constant(cls: type) -> None:
         tx, source.GlobalSource(tx.output.install_global_by_id(cls.__name__, value)))(value)
 
 
-def uncounted_write(t: torch.Tensor) -> AbstractContextManager[Any]:
-    """Inside, autograd does not count what is written to a tensor."""
-    return torch.autograd._unsafe_preserve_version_counter(t)
+def uncounted_writes(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[Any]:
+    """Inside, autograd does not count what is written to these tensors."""
+    return torch.autograd._unsafe_preserve_version_counter(tensors)
 
 
 def without_modes() -> AbstractContextManager[Any]:
