@@ -130,16 +130,19 @@ def _peak_memory_in_use() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+_LOOKED_FOR = 0.1                                    # seconds in which the fastest product is looked for
+
+
 @lru_cache(1)
 def _measured_flops() -> float:
     """What products of matrices reach per second on all devices together, were they all as this process's."""
     devices, here = own_devices(), world()
     device, size = (min(devices, key=str), 4096) if devices else (torch.device("cpu"), 512)
-    best = math.inf
+    best, runs, until = math.inf, 0, time.perf_counter() + _LOOKED_FOR
     with torch.no_grad():
         a = torch.ones(size, size, dtype=torch.float32, device=device)
-        for _ in range(4):                           # the first one is to warm up
-            began = time.perf_counter()
+        while runs < 4 or time.perf_counter() < until:           # others may use the device meanwhile
+            runs, began = runs + 1, time.perf_counter()
             torch.mm(a, a)
             if devices:
                 torch.accelerator.synchronize(device)
