@@ -186,7 +186,7 @@ class OfChoice(VariantPrices):
 
     recompute: tuple[str, ...] = ()
 
-    def least_recompute(self, units, rank):
+    def fastest_recompute(self, units, rank):
         return self.recompute[rank], self.peak_of_rank(units, rank, self.recompute[rank]).total
 
     def ways(self, cut):
@@ -216,7 +216,11 @@ def fastest_of_all(task: ModelTask) -> float:
 
 def on_cores(task: ModelTask, cores: int) -> ModelTask:
     """The same where the devices of a host share so many cores."""
-    cluster = dataclasses.replace(task.cluster, cores=cores)
+    return on_cluster(task, cores=cores)
+
+
+def on_cluster(task: ModelTask, **changes) -> ModelTask:
+    cluster = dataclasses.replace(task.cluster, **changes)
     costs = {key: MeshCosts(one.few, one.many, cluster, one.tp) for key, one in task.costs.items()}
     return dataclasses.replace(task, cluster=cluster, costs=costs)
 
@@ -232,9 +236,7 @@ def with_host(task: ModelTask, full: float, selective: float) -> ModelTask:
     needed = [max(prices.peak_of_rank(own, rank, how).total for rank, own in enumerate(units))
               for how in ("selective", "full")]
     fixed = dataclasses.replace(task.fixed, dp=shape.dp, tp=shape.tp, pp=shape.pp, micro_batch=shape.micro_batch)
-    cluster = dataclasses.replace(task.cluster, kernels=kernels, memory=max(needed))
-    costs = {key: MeshCosts(one.few, one.many, cluster, one.tp) for key, one in task.costs.items()}
-    return dataclasses.replace(task, cluster=cluster, costs=costs, fixed=fixed)
+    return dataclasses.replace(on_cluster(task, kernels=kernels, memory=max(needed)), fixed=fixed)
 
 
 def compare_with_all(seed: int, cores: int = 0, host: tuple[float, float] | None = None) -> None:

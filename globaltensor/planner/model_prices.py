@@ -2,7 +2,7 @@
 
     shape      dp x tp, under one of several plans along tp, x pp, and samples in a micro-batch
     variant    of a shape: stage of ZeRO, schedule, chunks
-    cut        of a variant: units in each stage; each rank recomputes the least with which it fits
+    cut        of a variant: units in each stage; each rank recomputes in the fastest way that fits
 
 All ranks of a pipeline have the same mesh, unless `of_rank` says otherwise (own_meshes.py).
 """
@@ -268,7 +268,7 @@ class VariantPrices:
         shape = self.variant.shape
         return peaks_of(self.variant.schedule, shape.pp, self.micro_batches, self.variant.chunks)
 
-    def least_recompute(self, units: np.ndarray, rank: int) -> tuple[str, float]:
+    def fastest_recompute(self, units: np.ndarray, rank: int) -> tuple[str, float]:
         """The fastest with which a rank fits; else the one with the fewest bytes."""
         ways: list[tuple[bool, float, str, float]] = []
         for name in self._recomputes:
@@ -320,7 +320,7 @@ class VariantPrices:
         return tuple(reversed(cut)), (float(best[n]) + self.cluster.step_overhead + self.end[0]) * ROUNDING
 
     def _added_seconds(self, rank: int) -> list[list[float]]:
-        """Of a rank with the units from b to e [b][e]: seconds that the least recomputation that fits adds to each
+        """Of a rank with the units from b to e [b][e]: seconds that the fastest recomputation that fits adds to each
         micro-batch."""
         seconds, passes = np.full((self.task.units + 1,) * 2, _NEVER), self.passes("none")[1]
         for name in reversed(self._recomputes):
@@ -336,8 +336,8 @@ class VariantPrices:
         return stages, of_rank, [np.concatenate([stages[s] for s in own]) for own in of_rank]
 
     def memory(self, cut: tuple[int, ...]) -> list[float]:
-        """Bytes of each rank of the pipeline, with the least recomputation that fits."""
-        return [self.of_rank(rank).least_recompute(own, rank)[1] for rank, own in enumerate(self.dealt(cut)[2])]
+        """Bytes of each rank of the pipeline, with the fastest recomputation that fits."""
+        return [self.of_rank(rank).fastest_recompute(own, rank)[1] for rank, own in enumerate(self.dealt(cut)[2])]
 
     def costs(self, stages: list[np.ndarray], recompute: Sequence[str]) -> Costs:
         """Seconds of each action of each stage; `recompute`: of each rank of the pipeline."""
@@ -359,7 +359,7 @@ class VariantPrices:
     def price(self, cut: tuple[int, ...]) -> ModelCandidate:
         """A cut, simulated."""
         stages, of_rank, units = self.dealt(cut)
-        chosen = [self.of_rank(rank).least_recompute(own, rank) for rank, own in enumerate(units)]
+        chosen = [self.of_rank(rank).fastest_recompute(own, rank) for rank, own in enumerate(units)]
         schedule = schedule_of(self.variant.schedule, self.variant.shape.pp, self.micro_batches, self.variant.chunks)
         run = simulate(schedule, self.costs(stages, [name for name, _ in chosen]))
         seconds, reductions, optimizer = [], [], []

@@ -2,7 +2,7 @@
 
     shape      dp x tp, under one of several plans along tp, x pp, and samples in a micro-batch
     variant    of a shape: stage of ZeRO, schedule, chunks
-    cut        of a variant: units in each stage; each rank recomputes the least with which it fits
+    cut        of a variant: units in each stage; each rank recomputes in the fastest way that fits
 
 Shapes come in the order of what they take at least: the work of all units, dealt out evenly, or of the longest one.
 Of a variant all cuts are simulated whose bounds (cut_bounds.py) can win, unless there are thousands. Then it is the one

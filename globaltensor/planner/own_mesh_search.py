@@ -186,7 +186,7 @@ class _Tables:
         return RankTable(groups, variant, forward, self._all_passes(prices), end, hop)
 
     def _all_passes(self, prices: VariantPrices) -> list[np.ndarray]:
-        """Seconds of all passes, by ranks behind, with the least recomputation that fits."""
+        """Seconds of all passes, by ranks behind, with the fastest recomputation that fits."""
         is_stage = np.arange(self.units + 1)[None, :] > np.arange(self.units + 1)[:, None]
         names = [name for name in RECOMPUTES if self.task.fixed.allows("recompute", name)] or ["none"]
         ways = [(prices.unit_bytes(name), 2 * prices.more + sums_of_units(sum(prices.passes(name))

@@ -6,6 +6,7 @@
 """
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -28,21 +29,18 @@ def recompute_block(block: nn.Module, how: str) -> None:
 
 
 def _policy_of(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = is_kept(func) or is_product(func) and any(map(_comes_from_parameter, args))
+    kept = is_kept(func, args, _is_of_parameter)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def is_kept(func: Any) -> bool:
-    """Is what this op gives kept, where a block recomputes selectively?"""
-    return func.overloadpacket.__name__ in _KEPT
+def is_kept(func: Any, operands: Iterable[Any], is_of_parameter: Callable[[Any], bool]) -> bool:
+    """Is what this op gives kept, where a block recomputes selectively? Of batched products, those of which an operand
+    is a parameter, or comes from one alone."""
+    name = func.overloadpacket.__name__
+    return name in _KEPT or name in _PRODUCTS and any(map(is_of_parameter, operands))
 
 
-def is_product(func: Any) -> bool:
-    """Is it kept where an operand is a parameter, or comes from one alone?"""
-    return func.overloadpacket.__name__ in _PRODUCTS
-
-
-def _comes_from_parameter(t: Any) -> bool:
+def _is_of_parameter(t: Any) -> bool:
     """Is it a parameter, or one that was viewed, cast or gathered?"""
     if not isinstance(t, torch.Tensor):
         return False

@@ -21,7 +21,7 @@ from globaltensor.planner.cost_tracer import CostTracer
 from globaltensor.planner.graph import Ref
 from globaltensor.planner.op_costs import OpCosts, TensorSize
 from globaltensor.planner.op_kinds import kind_of
-from globaltensor.planner.recomputing import is_kept, is_product
+from globaltensor.planner.recomputing import is_kept
 from globaltensor.planner.unit_memory import UnitMemory
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -176,17 +176,13 @@ class UnitSums:
         operations = self.costs.operations(a, [size for size, _ in taken])
         for unit in self.at[node]:
             self._pass(unit, node).add_op(a["op"], operations / ways, float(sum(parts)))
-            if a["phase"] == "forward" and self._is_kept(node, a["op"]):
+            if a["phase"] == "forward" and is_kept(a["op"], self.graph.pred[node], self._is_of_parameter):
                 self.units[unit].selected += sum(parts[len(taken):])
             elif a["phase"] == "forward":
                 self.units[unit].again.add_op(a["op"], operations / ways, float(sum(parts)))
             self.units[unit].operations += operations
 
-    def _is_kept(self, node: int, op: Any) -> bool:
-        """Where its block recomputes selectively."""
-        return is_kept(op) or is_product(op) and any(map(self._comes_from_parameter, self.graph.pred[node]))
-
-    def _comes_from_parameter(self, node: int) -> bool:
+    def _is_of_parameter(self, node: int) -> bool:
         """From nothing else, by ops of one operand each."""
         while self.graph.nodes[node]["kind"] == "op" and self.graph.in_degree(node) == 1:
             node, = self.graph.pred[node]
