@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -43,6 +44,8 @@ def import_face() -> None:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line `args` (default: the process's own); the exit code."""
+    if hasattr(signal, "SIGCHLD") and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)        # inherited: every process would seem to have ended well
     import_without_face()
     of_cli = importlib.import_module("globaltensor.cli.parser")
     arguments = sys.argv[1:] if args is None else args

@@ -139,6 +139,7 @@ class Children:
         self.ready.register(self.listener, selectors.EVENT_READ, self.fork)
         self.ready.register(sys.stdin.fileno(), selectors.EVENT_READ, lambda: os._exit(0))
         self.request: dict[str, Any] | None = None
+        self.zombies: set[int] = set()               # who asked has not heard yet that they have ended
 
     def serve(self) -> dict[str, Any]:
         """Returns in the forks only, with what to run."""
@@ -173,7 +174,7 @@ class Children:
             os.close(fd)
         child = os.pidfd_open(pid)
         self.ready.register(child, selectors.EVENT_READ, lambda: self.ended(pid, child, link))
-        self.ready.register(link, selectors.EVENT_READ, lambda: self.abandoned(pid, link))
+        self.ready.register(link, selectors.EVENT_READ, lambda: self.let_go(pid, link))
 
     def close(self, link: socket.socket, *streams: int) -> None:
         """All that the process that forks has open. Its objects, too: a finalizer would close what has its number."""
@@ -185,21 +186,27 @@ class Children:
             os.close(fd)
 
     def ended(self, pid: int, child: int, link: socket.socket) -> None:
+        """Tell who asked, and keep the zombie until that has heard of it: a signal to what has just ended finds it, as
+        it does with children of one's own."""
         self.ready.unregister(child)
         os.close(child)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if link.fileno() != -1:
-            self.ready.unregister(link)
-            _tell(link, code)
-            link.close()
+        how = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        if link.fileno() == -1:
+            os.waitpid(pid, 0)
+        else:
+            self.zombies.add(pid)
+            _tell(link, how.si_status if how.si_code == os.CLD_EXITED else -how.si_status)
 
-    def abandoned(self, pid: int, link: socket.socket) -> None:
-        """Who asked has died. Linux ends the ranks of a launcher then; here it is not their parent."""
-        if link.fileno() == -1:                      # both ended between two looks
-            return
+    def let_go(self, pid: int, link: socket.socket) -> None:
+        """Who asked knows how it ended; or has died, then Linux ends the ranks of a launcher. Here it is not their
+        parent."""
         self.ready.unregister(link)
         link.close()
-        os.kill(pid, signal.SIGTERM)
+        if pid in self.zombies:
+            self.zombies.remove(pid)
+            os.waitpid(pid, 0)
+        else:
+            os.kill(pid, signal.SIGTERM)
 
 
 def _request(link: socket.socket) -> tuple[bytes, list[int]]:

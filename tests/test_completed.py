@@ -103,7 +103,7 @@ def test_the_tensor_stays_as_it_is():
 def test_only_what_was_pending_is_kept():
     """Gathering a split tensor for an op would keep all of it where a rank is to hold a part."""
     x = gt.from_full(torch.randn(6, 4), P, gt.sbp.split(0))
-    rows = torch.randperm(6)
+    rows = torch.tensor([4, 0, 5, 1, 3, 2])          # at random, all might stay where they are
     assert all(bytes_of(lambda: x[rows])[1] > 0 for _ in range(2))
 
 

@@ -124,6 +124,31 @@ def test_ranks_that_fail_do_so_in_the_same_words(how, code, words):
     assert own[0] == own[1] and own[1][0] == code and words in own[1][2], ended
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_launcher_whose_parent_ignores_that_children_end_hears_how_ranks_do(method, tmp_path):
+    """What ignores SIGCHLD hands that on, and then Linux keeps no exit codes."""
+    (tmp_path / "program.py").write_text("import sys\nsys.exit(3)\n")
+    ignoring = ["bash", "-c", 'trap "" CHLD; exec "$@"', "bash"]
+    code, _, err = run([*ignoring, *RUN, "-n", 2, "--start-method", method, tmp_path / "program.py"])
+    assert code == 3 and "failed: exit code 3" in err, err
+
+
+def test_a_process_that_has_ended_takes_signals_until_it_is_waited_for():
+    """As torch's agent takes for granted; so it must be with the forks of pytest --forks, too."""
+    with subprocess.Popen([sys.executable, "-c", ""], env=environment(), start_new_session=True) as process:
+        limit = time.monotonic() + 30
+        while alive(process.pid):
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait() == 0
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.killpg(process.pid, signal.SIGTERM)
+            time.sleep(0.1)
+
+
 @pytest.mark.long
 def test_a_crash_restarts_the_job_with_new_forks(tmp_path):
     code, _, err = run([*RUN, "-n", 2, "--start-method", "fork", "--max-restarts", 1, PROGRAMS / "lifecycle.py",
