@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -15,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from harness import PROGRAMS, PYTHON, RUN, good
 
 ROOT = Path(__file__).parent.parent
 NATIVE = ROOT / "tests" / "native"
@@ -225,3 +227,22 @@ def test_arena(build, case):
     ("tsan", "threads"), *(pytest.param("asan", case, marks=pytest.mark.long) for case in ("mixed", "held", "forks"))])
 def test_arena_under_a_sanitizer(build, flavour, case):
     run(build("transport_arena", flavour), case, SEED)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="takes two cores")
+def test_a_rank_that_waits_leaves_its_core_to_others():
+    """Two ranks on two cores linger before they sleep, but not where other programs want these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:2])
+    try:
+        others = [subprocess.Popen([PYTHON, "-c", "while True: pass"]) for _ in range(2)]
+        try:
+            out = good([*RUN, "-n", 2, PROGRAMS / "long_waits.py", 10])
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+    finally:
+        os.sched_setaffinity(0, before)
+    waited, taken = map(float, re.findall(r"[\d.]+", out))
+    assert waited > 0.5 and taken < waited / 20, out

@@ -2,12 +2,14 @@
 //
 // Where every rank has a cpu, what is waited for is a fraction of a microsecond away, and a sleep costs 15: so spin for
 // long. Where ranks outnumber cpus, the one waited for may need this very cpu: so yield soon. Only a wait that outlasts
-// both sleeps, on this rank's own bell, and looks every 10 ms whether the others are alive.
+// both sleeps, on this rank's own bell, and looks every 10 ms whether the others are alive. It sleeps at once where
+// another program has taken this cpu since the last wait: that program needs what a rank that lingers would burn.
 //
 // No wake is lost: a sleeper says so, then looks again; a poster stores, then looks for sleepers, with a full fence
 // between on either side, so that at least one of them sees the other.
 #include <linux/futex.h>
 #include <sched.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -36,12 +38,21 @@ bool spin(const Wanted& w, int pauses) {
   return w.met();
 }
 
+// How often this thread has had to leave its cpu to another one.
+long preemptions() {
+  rusage own;
+  getrusage(RUSAGE_THREAD, &own);
+  return own.ru_nivcsw;
+}
+
+// Where this rank should have a cpu of its own, it ends as soon as another thread has run there.
 bool yield(const Wanted& w, gt_transport& t, int times, double seconds) {
   double until = now() + seconds;
   for (int i = 0; i < times; ++i) {
     sched_yield();
     if (w.met()) return true;
     if (aborted(t) || now() > until) break;
+    if (!t.crowded && preemptions() != t.preemptions) break;
   }
   return false;
 }
@@ -84,6 +95,8 @@ void sleep_until_rung(gt_transport& t, const Wanted& w) {
 
 // The rest of a wait that the spinning did not see the end of.
 int outlast(gt_transport& t, size_t from, size_t to, int pauses, const gt_hooks* hooks) {
+  const bool alone = !t.crowded && t.preemptions == preemptions();
+  t.preemptions = preemptions();
   if (yield(t.wanted[from], t, kYields, kYieldLongest)) ++from;
   if (from == to) return GT_OK;
   Published published(t.own->waiting);
@@ -98,13 +111,14 @@ int outlast(gt_transport& t, size_t from, size_t to, int pauses, const gt_hooks*
       continue;
     }
     published.begin(w);
-    if (!t.crowded) yield(w, t, INT_MAX, kLinger);
+    if (alone) yield(w, t, INT_MAX, kLinger);
     while (!w.met() && status == GT_OK) {
       sleep_until_rung(t, w);
       if (!w.met()) status = watch.look(from, to);
     }
   }
   if (entered && hooks->leave) hooks->leave(hooks->context);
+  t.preemptions = preemptions();
   return status;
 }
 
