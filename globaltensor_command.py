@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -42,10 +43,20 @@ def import_face() -> None:
     _ = importlib.import_module("globaltensor").__version__
 
 
+def mend_what_is_inherited() -> None:
+    """Undo what a service may start its programs with, for this process and those that it starts: exit codes are lost
+    where SIGCHLD is ignored, and where a standard stream is closed the next file that is opened takes its place."""
+    if hasattr(signal, "SIGCHLD") and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    while (lowest := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(lowest, True)
+    os.close(lowest)
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line `args` (default: the process's own); the exit code."""
-    if hasattr(signal, "SIGCHLD") and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)        # inherited: every process would seem to have ended well
+    mend_what_is_inherited()
     import_without_face()
     of_cli = importlib.import_module("globaltensor.cli.parser")
     arguments = sys.argv[1:] if args is None else args

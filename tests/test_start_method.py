@@ -133,6 +133,25 @@ def test_a_launcher_whose_parent_ignores_that_children_end_hears_how_ranks_do(me
     assert code == 3 and "failed: exit code 3" in err, err
 
 
+@pytest.mark.parametrize("method", ("alone", *METHODS))
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_program_runs_whatever_standard_streams_are_closed(closed, method, tmp_path):
+    (tmp_path / "program.py").write_text("""
+import sys, torch, globaltensor as gt
+x = gt.from_full(torch.arange(4.), gt.placement("cpu", [0, 1]), gt.sbp.split(0))
+with gt.record() as seen:
+    total = x.sum().item()
+print(x, seen, str(seen))
+print(total, file=sys.stderr)
+open(f"{sys.argv[1]}/{gt.rank()}", "w").write(str(total))
+""")
+    starter = [sys.executable] if method == "alone" else [*RUN, "-n", 2, "--start-method", method]
+    code, out, err = run(["bash", "-c", f'exec "$@" {closed}', "bash", *starter, tmp_path / "program.py", tmp_path])
+    assert code == 0, out + err
+    written = [path.read_text() for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert written == ["6.0"] * (1 if method == "alone" else 2)
+
+
 def test_a_process_that_has_ended_takes_signals_until_it_is_waited_for():
     """As torch's agent takes for granted; so it must be with the forks of pytest --forks, too."""
     with subprocess.Popen([sys.executable, "-c", ""], env=environment(), start_new_session=True) as process:

@@ -361,8 +361,8 @@ class Watch:
 def end_process(error: GlobalTensorError) -> None:
     """Show an error and end: the main thread is inside torch, and no exception reaches it."""
     sys.excepthook(type(error), error, None)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):        # a program without a terminal may have closed them
+        stream.flush()
     os._exit(1)
 
 

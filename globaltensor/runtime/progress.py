@@ -40,8 +40,8 @@ def progress(what: str, total: float | None, unit: str = "") -> Iterator[Callabl
 
 def is_shown() -> bool:
     """Does this process show bars?"""
-    return (os.environ.get("RANK", "0") == "0" and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-            and _has_rich())
+    shows = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    return shows and os.environ.get("RANK", "0") == "0" and _has_rich()
 
 
 @functools.cache

@@ -40,4 +40,4 @@ def _folded(last: str, line: str, start: int, columns: int) -> list[str]:
 
 def terminal_columns() -> int | None:
     """How wide the terminal is that output goes to; None for a file or a program, which want whole lines."""
-    return max(20, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+    return max(20, shutil.get_terminal_size().columns) if sys.stdout and sys.stdout.isatty() else None
