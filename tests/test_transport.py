@@ -229,6 +229,7 @@ def test_arena_under_a_sanitizer(build, flavour, case):
     run(build("transport_arena", flavour), case, SEED)
 
 
+@pytest.mark.usefixtures("real_processes")           # others would not inherit the cores
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="takes two cores")
 def test_a_rank_that_waits_leaves_its_core_to_others():
     """Two ranks on two cores linger before they sleep, but not where other programs want these cores."""
@@ -245,4 +246,4 @@ def test_a_rank_that_waits_leaves_its_core_to_others():
     finally:
         os.sched_setaffinity(0, before)
     waited, taken = map(float, re.findall(r"[\d.]+", out))
-    assert waited > 0.5 and taken < waited / 20, out
+    assert waited > 0.5 and taken < waited / 10, out

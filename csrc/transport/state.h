@@ -68,7 +68,7 @@ struct gt_transport {
   gt::Control* own = nullptr;
   bool connected = false, crowded = false;
   double pause_ns = 10;
-  long preemptions = -1;         // of the thread that waited last, when it had done so
+  long preemptions = -1;         // that the thread which waited last had had by then
 
   std::vector<gt::Peer> peers;   // by rank; this rank's own entry is unused
   std::vector<gt_shard> sources, targets;
