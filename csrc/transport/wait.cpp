@@ -95,8 +95,9 @@ void sleep_until_rung(gt_transport& t, const Wanted& w) {
 
 // The rest of a wait that the spinning did not see the end of.
 int outlast(gt_transport& t, size_t from, size_t to, int pauses, const gt_hooks* hooks) {
-  const bool alone = !t.crowded && t.preemptions == preemptions();
+  const long before = t.preemptions;
   t.preemptions = preemptions();
+  const bool alone = !t.crowded && t.preemptions == before;
   if (yield(t.wanted[from], t, kYields, kYieldLongest)) ++from;
   if (from == to) return GT_OK;
   Published published(t.own->waiting);
