@@ -226,9 +226,9 @@ def test_any_layout_to_a_region_per_rank(ranks):
             dst = random_regions(where, (5, 4), rng)
             shards, = move_shards([Move(x.spec, x.shards, dst)], "test")
             for rank, shard in shards.items():
-                part = value[tuple(slice(*ends) for ends in dst.regions[rank])]
+                part = value[tuple(slice(*ends) for ends in dst.rule.region(rank))]
                 torch.testing.assert_close(shard, part, rtol=0, atol=1e-12,
-                                           msg=lambda m: f"{src} -> {dst.regions}\n{m}")
+                                           msg=lambda m: f"{src} -> {dst.rule}\n{m}")
 
 
 @pytest.mark.parametrize("ranks", WINDOW_PLACES, ids=str)
@@ -246,7 +246,7 @@ def test_windows_are_summed_into_any_layout(ranks):
             terms.setdefault(tuple(at[i] for i in kept), (rank, torch.randn(box_of, dtype=torch.float64, generator=g)))
         value = torch.zeros(5, 4, dtype=torch.float64)
         for rank, part in terms.values():
-            value[tuple(slice(*ends) for ends in src.regions[rank])] += part
+            value[tuple(slice(*ends) for ends in src.rule.region(rank))] += part
         own = {r: terms[tuple(where.coords[r][i] for i in kept)][1] for r in where.flat if r in gt.init().local_ranks}
         dst = layout(where, dst)
         shards, = move_shards([Move(spec(src, (5, 4), None, torch.float64), own, dst)], "test")

@@ -14,13 +14,14 @@ import pytest
 import torch
 from shards import place
 
+from globaltensor.algorithms.ring_attention import ring_steps
 from globaltensor.boxings import listed_route, native_prices, plan as plans, traffic as closed
 from globaltensor.boxings.listed_route import ListedRoute
 from globaltensor.boxings.roles import summed_axes
 from globaltensor.boxings.route import BoxingRoute, is_listed, route
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.paths import overlap, part_at, parts_within
-from globaltensor.layouts.rank_regions import RankRegions, rank_regions
+from globaltensor.layouts.rank_regions import RankRegions, exchanging_axes, rank_regions
 from globaltensor.layouts.regions import intersect, volume
 from globaltensor.layouts.sbp import broadcast, partial_max, partial_sum, split
 from globaltensor.runtime.machine import gloo, one_process
@@ -172,6 +173,38 @@ def test_windows():
             src, dst = layout(where, sbp), rank_regions(where, regions)
             assert isinstance(route(src, dst, shape), BoxingRoute) and is_listed(dst, src)
             check_step(src, dst, shape)
+
+
+@pytest.mark.parametrize("sizes", [((2, 3, 9, 2), (2, 6, 7, 2)), ((5, 4, 16, 1), (5, 4, 16, 1))], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_groups_that_exchange_nothing_are_listed_apart(sizes, causal):
+    """Blocks of keys in ring attention: what is worked out for the groups is what the list of all ranks gives."""
+    r, states = random.Random(SEED), [split(0), split(1), split(2), broadcast]
+    where = place(torch.randperm(24, generator=torch.Generator().manual_seed(SEED)).reshape(2, 3, 4).tolist())
+    seen = 0
+    for sbp in r.sample([*itertools.product(states, repeat=3)], 24):
+        queries = layout(where, sbp)
+        keys = queries.with_sbp(tuple(broadcast if s == split(2) and r.random() < 0.3 else s for s in sbp))
+        home, *steps = ring_steps(queries, keys, *sizes, causal)
+        for step in steps:
+            for (src, dst), shape in (((keys, step.kv), sizes[1]), ((step.dkv, home.dkv), sizes[1])):
+                axes = exchanging_axes(src, dst)
+                assert axes == tuple(axis for axis, s in enumerate(keys.sbp) if s == split(2))
+                windows = src if src is step.dkv else dst
+                listed = rank_regions(where, {rank: windows.region(shape, rank) for rank in where.flat}, windows.sbp)
+                assert len(exchanging_axes(listed, keys)) == 3
+                whole = route(*(listed if of is windows else of for of in (src, dst)), shape)
+                own = route(src, dst, shape)
+                for rank in where.flat:
+                    group = {*where.ranks_along(axes, rank)}
+                    taken = own.pieces(rank)
+                    assert [region for region, _ in taken] == [region for region, _ in whole.pieces(rank)]
+                    assert all(group.issuperset(sources) for _, sources in taken)
+                    assert sorted(own.takers(rank)) == sorted(
+                        (taker, region) for taker in sorted(group - {rank})
+                        for region, sources in own.pieces(taker) if rank in sources)
+                    seen += 1
+    assert seen > 1_000
 
 
 def test_pieces_of_some_of_many_ranks():

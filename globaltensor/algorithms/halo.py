@@ -30,7 +30,7 @@ from globaltensor.algorithms.decompositions import as_global
 from globaltensor.algorithms.run import Run
 from globaltensor.layouts.global_like import GlobalLike, spec_of
 from globaltensor.layouts.layout import Layout, Shape, Shards, layout, spec
-from globaltensor.layouts.rank_regions import RankRegions, rank_regions
+from globaltensor.layouts.rank_regions import RankRegions, regions_by
 from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Region
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
@@ -133,22 +133,34 @@ def local_padding(own: Layout, ndim: int, slides: tuple[Slide, ...]) -> list[int
     return [0 if d in cut else slide.padding for d, slide in enumerate(slides, ndim - len(slides))]
 
 
+class _Window(NamedTuple):
+    """Which part of an image a rank reads, to make its part of an output with these spatial dims."""
+
+    own: Layout
+    shape: Shape
+    out_space: Shape
+    slides: tuple[Slide, ...]
+
+    def region(self, rank: int) -> Region:
+        lead = len(self.shape) - len(self.slides)
+        cut = _split_space(self.own, len(self.shape), len(self.slides))
+        out_region = self.own.region((*self.shape[:lead], *self.out_space), rank)   # the output is cut as the image is
+        return tuple(self.slides[d - lead].reads(*out_region[d]) if d in cut else ends
+                     for d, ends in enumerate(self.own.region(self.shape, rank)))
+
+
 @remembered
 def window_of(own: Layout, shape: Shape, out_space: Shape, slides: tuple[Slide, ...]) -> Layout:
     """What each rank reads of an image laid out as `own`, to make its part of an output with these spatial dims.
 
     `own` itself, if every rank reads just what it has.
     """
-    lead = len(shape) - len(slides)
-    cut = _split_space(own, len(shape), len(slides))
-    regions: dict[int, Region] = {}
-    for rank in own.placement.flat:
-        out_region = own.region((*shape[:lead], *out_space), rank)   # the output is cut as the image is
-        regions[rank] = tuple(slides[d - lead].reads(*out_region[d]) if d in cut else ends
-                              for d, ends in enumerate(own.region(shape, rank)))
-    if all(region == own.region(shape, rank) for rank, region in regions.items()):
+    where, cut = own.placement, _split_space(own, len(shape), len(slides))
+    axes = tuple(axis for axis, s in enumerate(own.sbp) if s.is_split and s.dim in cut)
+    window = _Window(own, shape, out_space, slides)
+    if all(window.region(rank) == own.region(shape, rank) for rank in where.ranks_along(axes, where.flat[0])):
         return own
-    return rank_regions(own.placement, regions)
+    return regions_by(where, window, None, own, axes)
 
 
 def empty_parts(like: GlobalLike, window: Layout) -> Shards:
@@ -165,7 +177,7 @@ def grad_of_image(run: Run, grads: Shards, window: Layout, image: GlobalLike, ds
     cut = _split_space(dst, len(shape), space)
     # Windows overlap, so a rank's gradient of a row at the seam is a term of a sum, of which others have the rest.
     pending = tuple(s if s.is_partial else partial_sum if s.is_split and s.dim in cut else broadcast for s in dst.sbp)
-    return run.scatter_add_regions(grads, rank_regions(dst.placement, window.regions, pending), shape, dtype, dst, op)
+    return run.scatter_add_regions(grads, window.with_sbp(pending), shape, dtype, dst, op)
 
 
 def local_op(call: Call, **changed: Any) -> Any:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import inf, nan, prod
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -36,9 +37,10 @@ from globaltensor.algorithms.offer import Offer, boxings_to, largest_part
 from globaltensor.algorithms.run import Run
 from globaltensor.layouts.global_like import GlobalLike, is_global, spec_of
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, layout, spec
-from globaltensor.layouts.rank_regions import rank_regions
+from globaltensor.layouts.placement import placement
+from globaltensor.layouts.rank_regions import regions_by
 from globaltensor.layouts.recent import remembered
-from globaltensor.layouts.regions import Range, volume
+from globaltensor.layouts.regions import Range, Region, volume
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
 from globaltensor.runtime.dtypes import accumulation_dtype
@@ -152,6 +154,36 @@ def _wanted_layouts(call: Call, queries: Layout, keys: Layout) -> dict[str, Layo
     return wanted
 
 
+class _PassedBlock(NamedTuple):
+    """Which part of keys and values a rank has after so many steps: of the block that is as far back in the ring, what
+    is not behind the causal mask."""
+
+    queries: Layout
+    keys: Layout
+    q_shape: Shape
+    k_shape: Shape
+    causal: bool
+    ring: tuple[int, ...]
+    distance: int
+
+    def region(self, rank: int) -> Region:
+        where = self.keys.placement
+        *_, rows, _ = held = self.queries.region(self.q_shape, rank)
+        *outer, (start, stop), features = self.keys.region(self.k_shape, self._owner(where, rank))
+        if not volume(held):
+            stop = start
+        elif self.causal:
+            stop = max(start, min(stop, rows[1]))
+        return (*outer, (start, stop), features)
+
+    def _owner(self, where: placement, rank: int) -> int:
+        """The rank so many steps before this one, on the axes of the ring as one row."""
+        at, left = list(where.coords[rank]), -self.distance
+        for axis in reversed(self.ring):
+            left, at[axis] = divmod(at[axis] + left, where.shape[axis])
+        return where.flat[sum(map(mul, at, where.strides))]
+
+
 class RingStep(NamedTuple):
     """The blocks of one step: `kv`, the part of keys and values that each rank has then; `dkv`, that of their gradients
     that it computes."""
@@ -166,25 +198,16 @@ def ring_steps(queries: Layout, keys: Layout, q_shape: Shape, k_shape: Shape, ca
 
     Steps in which nobody receives anything are left out, and so is what of a block is behind the causal mask.
     """
-    where, ring = queries.placement, [axis for axis, s in enumerate(keys.sbp) if s == SEQUENCE]
-    groups: dict[tuple[int, ...], list[int]] = {}    # ranks whose blocks make one sequence, in its order
-    for rank in where.flat:
-        groups.setdefault(tuple(i for axis, i in enumerate(where.coords[rank]) if axis not in ring), []).append(rank)
+    where, ring = queries.placement, tuple(axis for axis, s in enumerate(keys.sbp) if s == SEQUENCE)
     pending = tuple(partial_sum if s == SEQUENCE else broadcast for s in queries.sbp)
+    # of what other axes cut, the first rank has as much as any
+    longest = where.ranks_along([axis for axis, s in enumerate(queries.sbp) if s == SEQUENCE], where.flat[0])
     steps = [RingStep(keys, _key_grad_layout(queries, keys))]
     for distance in range(1, prod(where.shape[axis] for axis in ring)):
-        regions = {}
-        for group in groups.values():
-            for i, rank in enumerate(group):
-                *outer, (start, stop), features = keys.region(k_shape, group[i - distance])
-                rows = queries.region(q_shape, rank)
-                if not volume(rows):
-                    stop = start
-                elif causal:
-                    stop = max(start, min(stop, rows[2][1]))
-                regions[rank] = (*outer, (start, stop), features)
-        if any(map(volume, regions.values())):
-            steps.append(RingStep(rank_regions(where, regions), rank_regions(where, regions, pending)))
+        block = _PassedBlock(queries, keys, q_shape, k_shape, causal, ring, distance)
+        if any(volume(block.region(rank)) for rank in reversed(longest)):
+            steps.append(RingStep(regions_by(where, block, None, keys, ring),
+                                  regions_by(where, block, pending, keys, ring)))
     return tuple(steps)
 
 

@@ -24,7 +24,7 @@ from globaltensor.algorithms.run import Run
 from globaltensor.boxings.traffic import received_at_most
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, layout, replicated, spec
-from globaltensor.layouts.rank_regions import rank_regions
+from globaltensor.layouts.rank_regions import regions_by
 from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Range, Region, slices, split_range, volume
 from globaltensor.layouts.sbp import NdSbp, Sbp, broadcast, partial_sum, split
@@ -68,8 +68,7 @@ class GridProduct(NamedTuple):
         """The same for every rank, as a layout; on axes that cut none of these labels as in `sbp`, else broadcast."""
         if self.is_whole(ends):
             return _projected_work(self, labels, sbp)
-        where = self.work.placement
-        return rank_regions(where, {rank: self.region(rank, labels, ends) for rank in where.flat}, sbp)
+        return regions_by(self.work.placement, _WorkPart(self, labels, ends), sbp)
 
     def is_whole(self, ends: Range) -> bool:
         """Is this panel the only one?"""
@@ -78,6 +77,30 @@ class GridProduct(NamedTuple):
     def shape(self, labels: str) -> Shape:
         """The sizes of these labels."""
         return tuple(dict(self.sizes)[x] for x in labels)
+
+
+class _WorkPart(NamedTuple):
+    """Which part of these labels each rank has in a panel."""
+
+    plan: GridProduct
+    labels: str
+    ends: Range
+
+    def region(self, rank: int) -> Region:
+        return self.plan.region(rank, self.labels, self.ends)
+
+
+class _Clipped(NamedTuple):
+    """What of these rows of a dim is in each rank's part."""
+
+    of: Layout
+    shape: Shape
+    dim: int
+    ends: Range
+
+    def region(self, rank: int) -> Region:
+        region = self.of.region(self.shape, rank)
+        return (*region[:self.dim], clip(region[self.dim], self.ends), *region[self.dim + 1:])
 
 
 def clip(a: Range, b: Range) -> Range:
@@ -239,22 +262,20 @@ def _accumulate(call: Call, run: Run, plan: GridProduct) -> GlobalLike:
 
 def _sum_terms(call: Call, run: Run, plan: GridProduct) -> GlobalLike:
     """An operand is stationary: every panel makes terms of a range of C, which are summed where that is wanted."""
-    out, where = plan.terms[2], plan.out.placement
+    out = plan.terms[2]
     shape, dim, dtype = plan.shape(out), out.index(plan.panel), call.tensors[0].dtype
     panels = _panels(plan)
     if plan.is_whole(panels[0]):
         return run.scatter_add_regions(_work(call, run, plan, panels[0]), plan.held(out, panels[0], plan.terms_sbp),
                                        shape, dtype, plan.out, str(call.func))
     pending = tuple(s if s.is_partial else broadcast for s in plan.out.sbp)
-    regions = {rank: plan.out.region(shape, rank) for rank in where.flat}
     shards: Shards = {}
     for ends in panels:
         terms = _work(call, run, plan, ends)
-        wanted = rank_regions(where, {rank: (*region[:dim], clip(region[dim], ends), *region[dim + 1:])
-                                      for rank, region in regions.items()}, pending)
+        wanted = regions_by(plan.out.placement, _Clipped(plan.out, shape, dim, ends), pending)
         panel = run.scatter_add_regions(terms, plan.held(out, ends, plan.terms_sbp), shape, dtype, wanted,
                                         str(call.func))
         for rank, part in panel.shards.items():
             shard = shards.setdefault(rank, part.new_empty(plan.out.local_shape(shape, rank)))
-            shard[slices(wanted.regions[rank], regions[rank])] = part
+            shard[slices(wanted.region(shape, rank), plan.out.region(shape, rank))] = part
     return run.wrap(spec(plan.out, shape, None, dtype), shards)

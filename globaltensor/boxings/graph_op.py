@@ -90,7 +90,7 @@ def _text_of_layouts(moves: Sequence[Move]) -> str:
 
 def _layout_text(of: Layout) -> tuple[Any, ...]:
     where = of.placement
-    regions = tuple(of.regions[rank] for rank in where.flat) if isinstance(of, RankRegions) else None
+    regions = tuple(of.rule.region(rank) for rank in where.flat) if isinstance(of, RankRegions) else None
     return where.type, where.ranks, where.axis_names, tuple(map(repr, of.sbp)), regions
 
 

@@ -12,7 +12,6 @@ torch.distributed (collectives.py), the rest messages of our own (torch_program.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from typing import NamedTuple
 
 from globaltensor.boxings.traffic import axis_codes
@@ -67,11 +66,7 @@ def group_step(src: Layout, dst: Layout, shape: Shape, rank: int) -> GroupStep |
 @remembered
 def _group(of: placement, axes: tuple[int, ...], rank: int) -> placement:
     """The ranks of a placement that differ from `rank` on these axes only, in a placement of just these axes."""
-    at = dict(zip(of.coords.values(), of.coords))    # coordinates -> rank
-    own, sizes = of.coords[rank], [of.shape[axis] for axis in axes]
-    flat = [at[tuple(digits.get(axis, i) for axis, i in enumerate(own))]
-            for digits in (dict(zip(axes, chosen)) for chosen in product(*map(range, sizes)))]
-    return with_ranks(of, _nested(flat, sizes))
+    return with_ranks(of, _nested(of.ranks_along(axes, rank), [of.shape[axis] for axis in axes]))
 
 
 def _nested(flat: Sequence[int], sizes: Sequence[int]) -> list[object]:

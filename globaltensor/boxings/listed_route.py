@@ -1,19 +1,20 @@
 """One step of a boxing whose sources are not parts of paths: the holders of every rank's region are looked up.
 
 For windows (rank_regions.py) that are summed into a layout, and for a sum that is shared by ranks of another placement,
-where each piece stays with a rank that holds it. As `BoxingRoute` for all else, but all ranks at once, each in the time
-that the holders of its own region take.
+where each piece stays with a rank that holds it. As `BoxingRoute` for all else, but for all ranks at once that may take
+something from each other, each in the time that the holders of its own region take.
 """
 from __future__ import annotations
 
 from bisect import bisect_left
-from functools import cached_property
+from collections.abc import Sequence
 from itertools import accumulate, pairwise, product
 from math import prod
 from typing import NamedTuple
 
 from globaltensor.boxings.roles import kept_partial, summed_axes
 from globaltensor.layouts.layout import Layout, Shape
+from globaltensor.layouts.rank_regions import exchanging_axes
 from globaltensor.layouts.regions import Range, Region, intersect
 
 Term = tuple[int, ...]                               # of a pending sum: the coordinates on its axes
@@ -30,44 +31,53 @@ class SourcedRegion(NamedTuple):
 
 
 class ListedRoute:
-    """One step, all pieces of all ranks at once."""
+    """One step. Ranks that may take something from each other are a group, of which all pieces are listed at once."""
 
     def __init__(self, src: Layout, dst: Layout, shape: Shape) -> None:
-        kept = kept_partial(src, dst)
-        ops = {s.op for s, k in zip(src.sbp, kept) if s.is_partial and not k}
+        self._step = src, dst, shape
+        self._kept = kept_partial(src, dst)
+        ops = {s.op for s, k in zip(src.sbp, self._kept) if s.is_partial and not k}
         assert len(ops) <= 1, f"one step cannot reduce {src.sbp}"
         self.op = ops.pop() if ops else ""
-        holders = _Holders(src, shape)
-        sharing = _sharing(dst, summed_axes(src, dst))
-        turns: dict[tuple[Region, Term], int] = {}   # as many ranks have wanted the same
-        cells: dict[tuple[Region, Term], list[Cell]] = {}
+        self._loose = summed_axes(src, dst)
+        self._axes = range(src.placement.ndim) if self._loose else exchanging_axes(src, dst)
         self._pieces: dict[int, tuple[SourcedRegion, ...]] = {}
-        for rank in dst.placement.flat:
-            # A sum that stays pending is not added up: the rank keeps the term of its own coordinate there.
-            fixed = tuple([src.placement.coords[rank][axis] if keep else ANY
-                           for axis, (s, keep) in enumerate(zip(src.sbp, kept)) if s.is_partial])
-            key = dst.region(shape, rank), fixed
-            if key not in cells:
-                cells[key], turns[key] = holders.cells(*key), len(cells)
-            turns[key] += 1
-            self._pieces[rank] = _take_pieces(cells[key], rank, turns[key], sharing.get(rank, []))
+        self._takers: dict[int, list[tuple[int, Region]]] = {}
 
     def pieces(self, rank: int) -> tuple[SourcedRegion, ...]:
         """What this rank of dst takes."""
+        if rank not in self._pieces:
+            self._list_group(rank)
         return self._pieces[rank]
 
     def takers(self, rank: int) -> list[tuple[int, Region]]:
-        """The other ranks that have this one as a source, each with what it takes from it, region by region."""
-        return self._takers.get(rank, [])
+        """The other ranks that have this one of src as a source, each with what it takes from it, region by region."""
+        if rank not in self._takers:
+            self._list_group(rank)
+        return self._takers[rank]
 
-    @cached_property
-    def _takers(self) -> dict[int, list[tuple[int, Region]]]:
-        takers: dict[int, list[tuple[int, Region]]] = {}
-        for taker, pieces in self._pieces.items():
+    def _list_group(self, rank: int) -> None:
+        src, dst, shape = self._step
+        givers, wanting = ((of.placement.ranks_along(self._axes, rank) for of in (src, dst))
+                           if src.placement == dst.placement else (src.placement.flat, dst.placement.flat))
+        holders = _Holders(src, shape, givers)
+        sharing = _sharing(dst, self._loose)
+        turns: dict[tuple[Region, Term], int] = {}   # as many ranks have wanted the same
+        cells: dict[tuple[Region, Term], list[Cell]] = {}
+        takers: dict[int, list[tuple[int, Region]]] = {giver: [] for giver in givers}
+        for taker in wanting:
+            # A sum that stays pending is not added up: the rank keeps the term of its own coordinate there.
+            fixed = tuple([src.placement.coords[taker][axis] if keep else ANY
+                           for axis, (s, keep) in enumerate(zip(src.sbp, self._kept)) if s.is_partial])
+            key = dst.region(shape, taker), fixed
+            if key not in cells:
+                cells[key], turns[key] = holders.cells(*key), len(cells)
+            turns[key] += 1
+            pieces = self._pieces[taker] = _take_pieces(cells[key], taker, turns[key], sharing.get(taker, []))
             for region, sources in pieces:
                 for source in {*sources} - {taker}:
-                    takers.setdefault(source, []).append((taker, region))
-        return takers
+                    takers[source].append((taker, region))
+        self._takers.update(takers)
 
 
 def _sharing(dst: Layout, loose: tuple[int, ...]) -> dict[int, list[list[int]]]:
@@ -88,12 +98,12 @@ def _sharing(dst: Layout, loose: tuple[int, ...]) -> dict[int, list[list[int]]]:
 
 
 class _Holders:
-    """The ranks that hold something of src, to be looked up by regions."""
+    """What these ranks hold of src, to be looked up by regions."""
 
-    def __init__(self, src: Layout, shape: Shape) -> None:
+    def __init__(self, src: Layout, shape: Shape, ranks: Sequence[int]) -> None:
         self.held: Held = {}
         self.order: dict[Term, int] = {}             # in which terms are added up
-        for rank in src.placement.flat:
+        for rank in ranks:
             term = tuple(i for i, s in zip(src.placement.coords[rank], src.sbp) if s.is_partial)
             self.order.setdefault(term, len(self.order))
             self.held.setdefault(src.region(shape, rank), {}).setdefault(term, []).append(rank)

@@ -30,7 +30,7 @@ from globaltensor.boxings.roles import roles, summed_axes
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.paths import part_at, parts_within
 from globaltensor.layouts.placement import placement
-from globaltensor.layouts.rank_regions import RankRegions
+from globaltensor.layouts.rank_regions import RankRegions, exchanging_axes
 from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Range, Region, intersect
 from globaltensor.layouts.sbp import broadcast
@@ -65,7 +65,7 @@ class BoxingRoute:
         self.src, self.dst, self.shape = src, dst, shape
         self.roles = does = roles(src, dst, shape)
         self.op = does.op
-        self.strides, self.dst_strides = _rank_strides(src.placement), _rank_strides(dst.placement)
+        self.strides, self.dst_strides = src.placement.strides, dst.placement.strides
         self.num_terms = prod(src.placement.shape[axis] for axis in does.reduced)
         self.paths = [(*cut, *sharing) for cut, sharing in zip(does.cut, does.sharing)]
         self.sizes = [tuple(src.placement.shape[axis] for axis in path) for path in self.paths]
@@ -77,6 +77,7 @@ class BoxingRoute:
         self.own_axes = [axis for axis in range(src.placement.ndim) if axis not in decided] if does.same else []
         cutting = {axis for path in does.cut_by_dst for axis in path}
         self.uncut = [axis for axis in range(dst.placement.ndim) if axis not in cutting]
+        self.exchanging = exchanging_axes(src, dst) if isinstance(dst, RankRegions) else ()
         self._pieces: dict[int, tuple[SourcedRegion, ...]] = {}
 
     @cached_property
@@ -201,7 +202,9 @@ class BoxingRoute:
     def _taking_digits(self, at: Sequence[int], axis: int) -> range:
         """The same on an axis that does not split dst."""
         does = self.roles
-        own = does.same and axis not in does.reduced and (axis in does.loose or not self.src.sbp[axis].is_split)
+        own = does.same and axis not in does.reduced and (
+            axis in does.loose or not self.src.sbp[axis].is_split
+            or isinstance(self.dst, RankRegions) and axis not in self.exchanging)
         digits = range(at[axis], at[axis] + 1) if own else range(self.dst.placement.shape[axis])
         return range(0 in digits) if axis in does.first else digits
 
@@ -224,11 +227,6 @@ class BoxingRoute:
             return True
         group = flat_index(self.dst.placement.coords[taker], self.roles.free, self.dst.placement)
         return (self._copy(at) - group) % self.roles.groups == 0
-
-
-def _rank_strides(of: placement) -> list[int]:
-    """How far apart neighbours along each axis are in the row of ranks."""
-    return [prod(of.shape[axis + 1:]) for axis in range(of.ndim)]
 
 
 def flat_index(at: Sequence[int], axes: Sequence[int], of: placement) -> int:

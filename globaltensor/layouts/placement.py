@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import Any
 
 from globaltensor.errors import PlacementError, counted
@@ -121,6 +122,23 @@ class placement:
     def coords(self) -> dict[int, tuple[int, ...]]:
         """rank -> its index on each axis."""
         return dict(zip(self.flat, product(*map(range, self.shape))))
+
+    @cached_property
+    def positions(self) -> dict[int, int]:
+        """rank -> its index in `flat`."""
+        return {rank: nth for nth, rank in enumerate(self.flat)}
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """How far apart neighbours along each axis are in `flat`."""
+        return tuple(prod(self.shape[axis + 1:]) for axis in range(self.ndim))
+
+    def ranks_along(self, axes: Sequence[int], rank: int) -> list[int]:
+        """The ranks that differ from one on these axes only, itself among them, the last of the axes fastest."""
+        own, strides = self.coords[rank], self.strides
+        first = self.positions[rank] - sum(own[axis] * strides[axis] for axis in axes)
+        return [self.flat[first + sum(steps)] for steps in product(*(
+            range(0, self.shape[axis] * strides[axis], strides[axis]) for axis in axes))]
 
     def of_type(self, type: str) -> placement:
         """The same ranks, on devices of another type; of a subclass, of that."""

@@ -7,6 +7,9 @@ moves tensors from and to such layouts; tensors themselves never have one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
+from struct import pack, unpack_from
+from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from globaltensor.layouts.layout import Layout, Shape, replicated
@@ -14,31 +17,85 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.regions import Region
 from globaltensor.layouts.sbp import NdSbp
 
-_interned: WeakValueDictionary[tuple[placement, NdSbp, tuple[Region, ...]], RankRegions] = WeakValueDictionary()
+Axes = tuple[int, ...]
+
+
+class RegionRule(Protocol):
+    """Which region each rank has. Rules that give the same are equal, and hash alike."""
+
+    def region(self, rank: int) -> Region:
+        """That of a rank of the placement."""
+
+
+_interned: WeakValueDictionary[tuple[placement, NdSbp, type, RegionRule, Layout | None, Axes], RankRegions] = (
+    WeakValueDictionary())
 
 
 class RankRegions(Layout):
-    """A region per rank, made by `rank_regions()`. On pending axes the value is the sum of what the ranks hold, zero
-    where none holds any; on broadcast axes several ranks may hold the same elements."""
+    """A region per rank, made by `regions_by()` or `rank_regions()`. On pending axes the value is the sum of what the
+    ranks hold, zero where none holds any; on broadcast axes several ranks may hold the same elements.
 
-    __slots__ = ("regions",)
+    `like`, where it is known, is a layout from which they differ along `axes` only.
+    """
 
-    def __init__(self, where: placement, sbp: NdSbp, regions: tuple[Region, ...]) -> None:
+    __slots__ = ("axes", "like", "rule")
+
+    def __init__(self, where: placement, sbp: NdSbp, rule: RegionRule, like: Layout | None, axes: Axes) -> None:
         super().__init__(where, sbp)
-        self.regions = dict(zip(where.flat, regions))
+        self.rule, self.like, self.axes = rule, like, axes
 
     def __repr__(self) -> str:
         return f"{self.placement} regions"
 
     def region(self, shape: Shape, rank: int) -> Region:
-        return self.regions[rank]
+        return self.rule.region(rank)
+
+    def with_sbp(self, sbp: NdSbp) -> RankRegions:
+        """The same regions; `sbp` has B and P only."""
+        return regions_by(self.placement, self.rule, sbp, self.like, self.axes)
+
+
+class _Listed(NamedTuple):
+    """The regions of all ranks: both ends of each dim, rank by rank, as the bytes of so many numbers each. They are one
+    object, as caches weigh what they hold."""
+
+    where: placement
+    numbers: int
+    ends: bytes
+
+    def region(self, rank: int) -> Region:
+        ends = unpack_from(f"{self.numbers}q", self.ends, 8 * self.numbers * self.where.positions[rank])
+        return tuple(zip(ends[::2], ends[1::2]))
+
+
+def regions_by(where: placement, rule: RegionRule, sbp: NdSbp | None = None, like: Layout | None = None,
+               axes: Axes = ()) -> RankRegions:
+    """The one RankRegions object for the regions that this rule gives; `sbp` has B and P only (None: all B)."""
+    sbp = sbp or replicated(where).sbp
+    key = where, sbp, type(rule), rule, like, axes          # rules of two kinds may be equal as tuples
+    known = _interned.get(key)
+    if known is None:
+        known = _interned[key] = RankRegions(where, sbp, rule, like, axes)
+    return known
 
 
 def rank_regions(where: placement, regions: Mapping[int, Region], sbp: NdSbp | None = None) -> RankRegions:
-    """The one RankRegions object for these regions, one per rank of the placement; `sbp` has B and P only (None: all
-    B)."""
-    key = (where, sbp or replicated(where).sbp, tuple(regions[rank] for rank in where.flat))
-    known = _interned.get(key)
-    if known is None:
-        known = _interned[key] = RankRegions(*key)
-    return known
+    """The same for these regions, one per rank of the placement."""
+    numbers = 2 * len(regions[where.flat[0]])
+    ends = [*chain.from_iterable(chain.from_iterable(regions[rank] for rank in where.flat))]
+    return regions_by(where, _Listed(where, numbers, pack(f"{len(ends)}q", *ends)), sbp)
+
+
+def exchanging_axes(src: Layout, dst: Layout) -> Axes:
+    """The axes along which ranks may take something from each other in a step between regions of theirs and another
+    layout of one placement: who differs from a rank on any other has nothing that it wants."""
+    of, other = (src, dst) if isinstance(src, RankRegions) else (dst, src)
+    everywhere = tuple(range(other.placement.ndim))
+    if not isinstance(of, RankRegions) or of.like is None or of.placement != other.placement:
+        return everywhere
+    for axis in everywhere:
+        cuts = [s if s.is_split else None for s in (of.like.sbp[axis], other.sbp[axis])]
+        sums = [s if s.is_partial else None for s in (src.sbp[axis], dst.sbp[axis])]
+        if axis not in of.axes and (cuts[0] != cuts[1] or sums[0] != sums[1]):
+            return everywhere
+    return of.axes

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.layouts.layout import Layout, Spec, spec
-from globaltensor.layouts.rank_regions import RankRegions, rank_regions
+from globaltensor.layouts.rank_regions import RankRegions, regions_by
 from globaltensor.layouts.regions import Region
 from globaltensor.runtime.torch_internals import compiling, transforms_active
 from globaltensor.tensors.redistribution import to_layout
@@ -75,7 +75,7 @@ class DealtParts(torch.autograd.Function):
         ctx.own, ctx.dim, ctx.sizes = y.spec, dim, sizes
         own, moves = y.spec, []
         for held, shape, start in _held_parts(own.layout, own.shape, dim, sizes):
-            shards = {rank: _narrowed(shard, dim, own.region(rank), held.regions[rank], start)
+            shards = {rank: _narrowed(shard, dim, own.region(rank), held.region(shape, rank), start)
                       for rank, shard in y.shards.items()}
             moves.append(Move(spec(held, shape, None, own.dtype), shards, own.layout, y.lineage))
         return tuple(y.wrap(spec(own.layout, move.spec.shape, None, own.dtype), shards)
@@ -106,15 +106,24 @@ class JoinedParts(torch.autograd.Function):
 def _held_parts(own: Layout, shape: tuple[int, ...], dim: int, sizes: Sequence[int]
                 ) -> list[tuple[RankRegions, tuple[int, ...], int]]:
     """Of each part what ranks hold of it in a tensor of this layout, its shape, and where it starts."""
-    parts = []
-    for start, size in zip(accumulate(sizes, initial=0), sizes):
-        held: dict[int, Region] = {}
-        for rank in own.placement.flat:
-            region = own.region(shape, rank)
-            first, last = (min(max(at - start, 0), size) for at in region[dim])
-            held[rank] = (*region[:dim], (first, last), *region[dim + 1:])
-        parts.append((rank_regions(own.placement, held), (*shape[:dim], size, *shape[dim + 1:]), start))
-    return parts
+    return [(regions_by(own.placement, _HeldPart(own, shape, dim, start, size)),
+             (*shape[:dim], size, *shape[dim + 1:]), start)
+            for start, size in zip(accumulate(sizes, initial=0), sizes)]
+
+
+class _HeldPart(NamedTuple):
+    """What a rank holds of a part of a dim, counted from where the part starts."""
+
+    own: Layout
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    size: int
+
+    def region(self, rank: int) -> Region:
+        region = self.own.region(self.shape, rank)
+        first, last = (min(max(at - self.start, 0), self.size) for at in region[self.dim])
+        return (*region[:self.dim], (first, last), *region[self.dim + 1:])
 
 
 def _narrowed(shard: Tensor, dim: int, region: Region, part: Region, start: int) -> Tensor:
