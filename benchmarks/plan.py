@@ -8,9 +8,9 @@
                  by `globaltensor calibrate --here`), then each plan is predicted, trained and timed. Bytes of live
                  tensors are counted by a dispatch mode at their peak, bytes received within stages by gt.record
 
-`--ranks N` is the last part alone, on N processes. A step's time is that of the slower rank, the median of 12. The
-machine's speed changes within minutes, so it is measured and plans are timed in three rounds, and medians of these are
-shown: "off" is that of each round's predicted / measured - 1.
+`--ranks N` is the last part alone, on N processes. A step's time is that of the slower rank, the median of 12, which
+all plans take in turns. The machine's speed changes within minutes, so it is measured and plans are timed in three
+rounds, and medians of these are shown: "off" is that of each round's predicted / measured - 1.
 """
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _round(ranks: int, quick: bool) -> Iterator[dict[str, Any]]:
     cluster = cluster_of_measurements(measure(ranks), ranks, memory_of_rank(ranks), small_models(), cores=cores())
     plans = PLANS.get(ranks, [])[:2 if quick else None]
     strategies = [(name, strategy_of(name, fixed, cluster, ranks, quick)) for name, fixed in plans]
-    settings = {"strategies": strategies, "small": quick, "laps": 2 if quick else 12}
+    settings = {"strategies": strategies, "small": quick, "laps": 4 if quick else 12}
     threads = max(1, cores() // ranks)               # as `globaltensor run` sets them, where it is measured too
     with Workers("benchmarks.planned:measure", ranks, settings, threads) as workers:
         for (name, fixed), (_, strategy) in zip(plans, strategies):

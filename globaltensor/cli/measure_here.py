@@ -11,8 +11,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,9 +31,10 @@ from globaltensor.runtime.world import world
 from globaltensor.simulator.cluster import KNOWN
 
 R = TypeVar("R", bound=tuple[Any, ...])
+Step = Callable[[], None]                            # of training
 Row = tuple[str, int, float, float, float]           # kind, kernels, operations, bytes, seconds
 
-_BATCHES, _SECONDS = 12, 3e-3
+_TURNS, _BATCHES, _SECONDS = 4, 12, 3e-3
 _SIZES_OF_BOXINGS = (1 << 10, 1 << 14, 1 << 17, 1 << 20)             # elements
 _MICRO_BATCHES = (1, 4)
 _LAYERS = 6
@@ -49,19 +51,37 @@ _FLOAT = 4
 
 def seconds_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
     """Of a call, on average over several batches: where ranks share a core, each waits for others now and then."""
+    own = partial(call, *args, **kwargs)
+    times = _calls_of_a_batch(own)
+    return statistics.mean(_batch(own, times) for _ in range(_BATCHES))
+
+
+def _calls_of_a_batch(call: Callable[[], Any]) -> int:
+    """How many, so that a batch takes long enough to be timed; the same on all ranks."""
     for _ in range(2):
-        call(*args, **kwargs)
+        call()
+    times = max(int(_SECONDS / max(_batch(call, 1), 1e-7)), 1)
+    return int(broadcast_object(times, 0, "how often an op is run"))
+
+
+def _batch(call: Callable[[], Any], times: int) -> float:
+    """Seconds of a call, on average."""
     began = time.perf_counter()
-    call(*args, **kwargs)
-    times = max(int(_SECONDS / max(time.perf_counter() - began, 1e-7)), 1)
-    times = int(broadcast_object(times, 0, "how often an op is run"))
-    taken = []
-    for _ in range(_BATCHES):
-        began = time.perf_counter()
-        for _ in range(times):
-            call(*args, **kwargs)
-        taken.append((time.perf_counter() - began) / times)
-    return statistics.mean(taken)
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - began) / times
+
+
+def seconds_in_turns(steps: Sequence[Step]) -> list[float]:
+    """Of each, the median of several batches. All take turns, so that a machine that becomes slower meanwhile is slower
+    for all: then what is compared is still true."""
+    times = [_calls_of_a_batch(step) for step in steps]
+    taken: list[list[float]] = [[] for _ in steps]
+    for _ in counted_rows((turn,) for turn in range(_TURNS)):
+        for step, n, own in zip(steps, times, taken):
+            step()                                   # caches are full of what others read
+            own += [_batch(step, n) for _ in range(_BATCHES // _TURNS)]
+    return [statistics.median(own) for own in taken]
 
 
 def _tensor(*shape: int) -> Any:
@@ -175,19 +195,19 @@ def _step_of_training(pipeline: Any, optimizer: torch.optim.Optimizer, x: torch.
     optimizer.zero_grad()
 
 
-def measured_steps() -> Iterator[tuple[int, int, float]]:
-    """Of each small model, by its number: micro-batches, seconds of a step on one rank of a pipeline, with AdamW's."""
+def steps_of_one_rank() -> Iterator[tuple[int, int, Step]]:
+    """Of each small model, by its number: micro-batches, and a step on one rank of a pipeline, with AdamW's."""
     for k, (model, inputs, targets, loss) in enumerate(small_models()):
         gt.to_global(model, gt.placement.all("cpu"), gt.sbp.broadcast)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
         for m in _MICRO_BATCHES:
             runner = gt.pipeline([WholeModel(model)], [gt.placement.all("cpu")], "1f1b", m, loss)
             x, y = (torch.cat([one] * m) for one in (inputs, targets))
-            yield k, m, seconds_of(_step_of_training, runner, optimizer, x, y)
+            yield k, m, partial(_step_of_training, runner, optimizer, x, y)
 
 
-def measured_plans() -> Iterator[tuple[int, dict[str, Any], float]]:
-    """Of plans of small models: the model's number, what is fixed, and seconds of a step, AdamW's too."""
+def steps_of_plans() -> Iterator[tuple[int, dict[str, Any], Step]]:
+    """Of plans of small models: the model's number, what is fixed, and a step, AdamW's too."""
     models = small_models()
     for k, fixed in small_plans(gt.world_size()):
         model, inputs, targets, loss = models[k]
@@ -195,7 +215,7 @@ def measured_plans() -> Iterator[tuple[int, dict[str, Any], float]]:
         roomy = replace(KNOWN["dgx-a100"], devices_per_host=gt.world_size())         # any: all is fixed
         planned = gt.strategy(model, x, roomy, gt.world_size(), loss=loss, targets=y, micro_batch=len(inputs), **fixed)
         runner, optimizer = planned.apply(copy.deepcopy(model), loss, torch.optim.AdamW)
-        yield k, fixed, seconds_of(_step_of_training, runner, optimizer, x, y)
+        yield k, fixed, partial(_step_of_training, runner, optimizer, x, y)
 
 
 def counted_rows(rows: Iterator[R]) -> Iterator[R]:
@@ -215,8 +235,9 @@ def main(path: str) -> None:
                                 _through_memory) for row in counted_rows(rows())]
         boxings = list(counted_rows(measured_boxings())) if gt.world_size() > 1 else []
     ops += [*counted_rows(_batch_norms()), _start_of_a_view(), *counted_rows(_optimizers())]
-    steps = list(counted_rows(measured_steps()))
-    plans = list(counted_rows(measured_plans()))
+    alone, planned = list(counted_rows(steps_of_one_rank())), list(counted_rows(steps_of_plans()))
+    taken = iter(seconds_in_turns([step for *_, step in (*alone, *planned)]))
+    steps, plans = ([(k, how, next(taken)) for k, how, _ in rows] for rows in (alone, planned))
     if gt.rank() == 0:
         own = replace(world().machine, hosts=())
         transport = next(name for name, rates in TRANSPORTS.items() if rates == own)
