@@ -184,6 +184,8 @@ def measure(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
         plans.append(_Timed(one, strategy, *strategy.apply(one.model, one.loss, torch.optim.AdamW), []))
     for turn in range(-1, _TURNS):
         for plan in plans:
+            if gt.world_size() > 1:
+                dist.barrier()                       # but not between steps: no program has one there
             laps = [_lap(plan) for _ in range(1 + settings["laps"] // _TURNS if turn >= 0 else _WARM)]
             plan.laps.extend(laps[1:] if turn >= 0 else [])          # the first finds others' operands in the caches
     for plan in plans:
@@ -198,8 +200,6 @@ def measure(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _lap(of: _Timed) -> float:
     """Seconds of a step."""
-    if gt.world_size() > 1:
-        dist.barrier()
     began = time.perf_counter()
     take_step(of.one, of.runner, of.optimizer)
     return time.perf_counter() - began
