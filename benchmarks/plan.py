@@ -9,7 +9,7 @@
                  tensors are counted by a dispatch mode at their peak, bytes received within stages by gt.record
 
 `--ranks N` is the last part alone, on N processes. A step's time is that of the slower rank, the median of 12, which
-all plans take in turns. The machine's speed changes within minutes, so it is measured and plans are timed in three
+all plans take in turns. The machine's speed changes within minutes, so it is measured and plans are timed in five
 rounds, and medians of these are shown: "off" is that of each round's predicted / measured - 1.
 """
 from __future__ import annotations
@@ -39,7 +39,7 @@ from globaltensor.simulator.cluster import KNOWN
 from globaltensor.simulator.evaluation import evaluate, read_rows
 from globaltensor.simulator.gpt import GPT
 
-_ROUNDS = 3
+_ROUNDS = 5
 TABLE = Path(__file__).resolve().parents[1] / "tests" / "data" / "measured_plans.csv"
 A100 = KNOWN["dgx-a100"]
 SEARCHED = {                                         # model, devices, samples in a step

@@ -140,7 +140,7 @@ def test_two_layers_are_gathered_at_a_time(monkeypatch):
         return sum(any(s.untyped_storage().nbytes() for s in t.shards.values()) for t in saved)
 
     real = zero3.unshard
-    monkeypatch.setattr(zero3, "unshard", lambda layers: (seen.append(there()), real(layers), seen.append(there())))
+    monkeypatch.setattr(zero3, "unshard", lambda *layers: (seen.append(there()), real(*layers), seen.append(there())))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         loss = net(x).pow(2).mean()
         assert len(saved) == 2 * LAYERS - 1 and there() == 0         # the input needs no gradient, so not the first

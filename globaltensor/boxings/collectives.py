@@ -91,12 +91,14 @@ def pack_collective(name: str, items: Sequence[Item], rank: int) -> Collective:
     return Collective(name, ranks, torch.cat(rows), first.new_empty(longest))
 
 
-def unpack_collective(call: Collective, items: Sequence[Item], rank: int) -> list[torch.Tensor]:
-    """The new shards: of reductions views of the one result, which lives as long as one of them does."""
+def unpack_collective(call: Collective, items: Sequence[Item], rank: int, into: Sequence[torch.Tensor | None]
+                      ) -> list[torch.Tensor]:
+    """The new shards: of reductions views of the one result, which lives as long as one of them does; else in the
+    memory that is given, if any."""
     shapes = [step.dst.local_shape(step.shape, rank) for step, _ in items]
     if call.name in ("all_reduce", "reduce_scatter"):
         return _read_row(call.result, shapes)
-    shards = [shard.new_empty(shape) for shape, (_, shard) in zip(shapes, items)]
+    shards = [shard.new_empty(shape) if own is None else own for shape, (_, shard), own in zip(shapes, items, into)]
     if call.name == "all_gather":
         for row, holder in zip(call.result.view(len(call.ranks), -1), call.ranks):
             parts = [step.src.region(step.shape, holder) for step, _ in items]

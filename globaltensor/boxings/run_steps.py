@@ -64,12 +64,16 @@ class MovesProgram(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A tensor to move: its spec, its shards on this process, the layout to reach, and its lineage (lineage.py)."""
+    """A tensor to move: its spec, its shards on this process, the layout to reach, and its lineage (lineage.py).
+
+    `into`: memory of the new shards, which may be used or not; none of it is the old ones'.
+    """
 
     spec: Spec
     shards: Shards
     dst: Layout
     lineage: int = 0
+    into: Shards | None = None
 
 
 class RunningBoxing:
@@ -102,7 +106,7 @@ class RunningBoxing:
         for number, parts in enumerate(self._program.divided):
             tag = (self._tag + number) & 0x3FFFFFFF | 8        # 1 to 7 are not for boxings
             done, sending = self._run_native(parts.in_memory), bool(parts.named or parts.others)
-            wait_for_named = self._begin_collectives(parts.named, tag)
+            wait_for_named = self._begin_collectives(parts.named, number, tag)
             wait_for_others = self._begin_messages(parts.others, number, tag)
             if sending:                              # what memory alone did is done
                 yield
@@ -116,7 +120,13 @@ class RunningBoxing:
                                       [self._moves[k].lineage for k, _ in todo])
         return [(k, shards) for (k, _), shards in zip(todo, moved)]
 
-    def _begin_collectives(self, named: Sequence[NamedCall], tag: int) -> Callable[[], list[tuple[int, Shards]]]:
+    def _into(self, k: int, number: int) -> Shards:
+        """Memory for the shards of a tensor after this step: after the last one, if that has their shape."""
+        is_last = number + 1 == len(self._program.steps[k]) and not self._plans[k].view
+        return is_last and self._moves[k].into or {}
+
+    def _begin_collectives(self, named: Sequence[NamedCall], number: int, tag: int
+                           ) -> Callable[[], list[tuple[int, Shards]]]:
         if not named:
             return list
         rank = world().rank
@@ -128,7 +138,8 @@ class RunningBoxing:
         def finish() -> list[tuple[int, Shards]]:
             wait()
             return [(k, {rank: shard}) for call, one, items in zip(calls, named, several)
-                    for (k, _), shard in zip(one.steps, unpack_collective(call, items, rank))]
+                    for (k, _), shard in zip(one.steps, unpack_collective(
+                        call, items, rank, [self._into(k, number).get(rank) for k, _ in one.steps]))]
 
         return finish
 
@@ -149,7 +160,8 @@ class RunningBoxing:
             wait()
             streams = {peer: ByteStream(data) for peer, data in buffers.items()}
             dsts = [all_steps[k][number].dst for k in todo]
-            return [(k, build_shards(program, self._shards[k], spec(dst, shapes[k], None, dtype), dst, streams))
+            return [(k, build_shards(program, self._shards[k], spec(dst, shapes[k], None, dtype), dst, streams,
+                                     self._into(k, number)))
                     for k, program, dtype, dst in zip(todo, programs, dtypes, dsts)]
 
         return finish

@@ -8,6 +8,7 @@ their ranks, in float32 for the 16-bit floats, so that every rank gets the same 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -117,13 +118,15 @@ def incoming_bytes(programs: Sequence[TorchProgram], dtypes: Sequence[torch.dtyp
     return incoming
 
 
-def build_shards(program: TorchProgram, held: Shards, of: Spec, dst: Layout,
-                 received: Mapping[int, ByteStream]) -> Shards:
-    """The new shards of this process's ranks, from those that it holds of a tensor and the bytes that came."""
+def build_shards(program: TorchProgram, held: Shards, of: Spec, dst: Layout, received: Mapping[int, ByteStream],
+                 into: Mapping[int, torch.Tensor] = MappingProxyType({})) -> Shards:
+    """The new shards of this process's ranks, in this memory where there is any, from those that it holds of a tensor
+    and the bytes that came."""
     built: Shards = {}
     for rank, (shape, zero) in program.shapes.items():
         device = world().device(dst.placement.type, rank)
-        shard = torch.empty_strided(shape, dense(shape, of.stride), dtype=of.dtype, device=device)
+        shard = into[rank] if rank in into else torch.empty_strided(
+            shape, dense(shape, of.stride), dtype=of.dtype, device=device)
         if zero:
             shard.zero_()
         for at, size, parts in program.fills[rank]:
@@ -145,10 +148,13 @@ def _reduce(into: torch.Tensor, terms: list[torch.Tensor], op: str) -> None:
         into.copy_(terms[0])
     elif op == "sum":
         # the first two at once: a copy of the first, to add to, would cost a pass over memory
-        total = torch.add(*(term.to(into.device, accumulation_dtype(into.dtype)) for term in terms[:2]))
-        for term in terms[2:]:
-            total += term.to(into.device, total.dtype)
-        into.copy_(total)
+        dtype = accumulation_dtype(into.dtype)
+        first, second, *rest = (term.to(into.device, dtype) for term in terms)
+        total = torch.add(first, second, out=into) if dtype is into.dtype else torch.add(first, second)
+        for term in rest:
+            total += term
+        if total is not into:
+            into.copy_(total)
     else:
         pick = torch.maximum if op == "max" else torch.minimum
         best = terms[0].to(into.device)

@@ -113,7 +113,7 @@ class _Door:
             _inside.update(inner)
             self.layers = ShardedLayers(module, axis, inner)
             self.others = ShardedLayer(module, axis, {id(p) for one in self.layers.layers for _, _, p in one.slots})
-        unshard([self.others])
+        unshard(self.others)
         self.others.swap_in_unsharded(0)
         _running.append(module)
         return tuple(self._whole(x) for x in args), {key: self._whole(x) for key, x in named.items()}

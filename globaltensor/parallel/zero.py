@@ -24,14 +24,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from globaltensor.boxings.redistribute import redistribute
+from globaltensor.boxings.redistribute import redistribute, write_redistributed
 from globaltensor.errors import SbpError, expect
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.sbp import split
 from globaltensor.parallel.offload import check_offload, folder_of, offload_state
 from globaltensor.parallel.zero3 import ShardedLayers
 from globaltensor.runtime.dtypes import accumulation_dtype
-from globaltensor.runtime.torch_internals import foreach_copy_
 from globaltensor.tensors import gradients
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -165,9 +164,7 @@ class MasterParams(list[tuple[Any, Any]]):
     def gather(self) -> None:
         """Write the parts into their parameters, all in one move."""
         with torch.no_grad():
-            parts = [part.detach().to(p.dtype) for p, part in self]
-            whole = [p for p, _ in self]
-            foreach_copy_(whole, redistribute(parts, [p.spec.layout for p in whole], "zero"))
+            write_redistributed([part.detach().to(p.dtype) for p, part in self], [p for p, _ in self], "zero")
         self.note_versions()
 
     def masters(self) -> list[Any]:

@@ -2,7 +2,8 @@
 
 The layers are the items of a model's lists of modules (nn.ModuleList, nn.Sequential), in the order in which they run:
 
-    forward    before layer i    what is missing of layers i and i + 1 is gathered, all of it in one move
+    forward    before layer i    what is missing of layers i and i + 1 is gathered, all of it in one move; but where a
+                                 link between processes is waited for, layer i + 1 is gathered while layer i computes
                after layer i     it is resharded: what was gathered is freed
     backward   before layer i    the same with layers i and i - 1; layer i + 1 is done, and resharded
 
@@ -24,13 +25,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from globaltensor.boxings.redistribute import Move, in_layout, move_shards
+from globaltensor.boxings.redistribute import BegunBoxing, Move, finish_boxings, in_layout, move_shards
 from globaltensor.layouts.layout import Layout, layout
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.parallel.offload import on_host
-from globaltensor.runtime.torch_internals import call_after_backward, end_graph, tree_flatten, uncounted_writes
+from globaltensor.runtime.torch_internals import (
+    call_after_backward,
+    end_graph,
+    in_fake_mode,
+    tree_flatten,
+    uncounted_writes,
+)
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.gradients import link_seconds
 from globaltensor.tensors.parameter_swap import convert, swap_in, swap_out
 from globaltensor.tensors.redistribution import to_layout
 
@@ -71,7 +79,7 @@ class ShardedLayers:
                   "a graph: compile without fullgraph=True, each layer by itself, or take gt.zero(..., stage=2)")
         self.forward_pass, self.last = self.forward_pass + (i <= self.last), i
         self.ending = False                          # a backward pass that raised has not come to its end
-        unshard(self.layers[i:i + 2])
+        unshard(self.layers[i], self.layers[i + 1:i + 2])
         self.layers[i].swap_in_unsharded(self.forward_pass)
 
     def _after_forward(self, i: int, out: Any) -> None:
@@ -84,7 +92,7 @@ class ShardedLayers:
     def _before_backward(self, i: int, forward_pass: int) -> None:
         if i + 1 < len(self.layers):
             self.layers[i + 1].finish_backward(forward_pass)
-        unshard(self.layers[max(i - 1, 0):i + 1][::-1])
+        unshard(self.layers[i], self.layers[max(i - 1, 0):i])
         if not self.ending:                          # layers may run in any order: those that no other one finishes
             self.ending = True
             call_after_backward(lambda: self._end_backward(forward_pass))
@@ -137,16 +145,42 @@ class ShardedLayer:
                     self.layouts.append(unsharded)
         self.unsharded: list[dict[int, Tensor]] | None = None            # rank -> shard, per parameter
         self.versions: list[int] = []                # of the parameters, when that was gathered
+        self.begun: BegunBoxing | None = None        # what gathers it meanwhile, and the parameters' versions then
+        self.begun_with: list[int] = []
         self.saved: weakref.WeakValueDictionary[int, SavedStorages] = weakref.WeakValueDictionary()   # by forward pass
         self.in_use: SavedStorages | None = None     # while the layer works
         self.files: list[mmap.mmap] = []             # in which offloaded parameters lie
 
     def is_sharded(self) -> bool:
         """Is nothing gathered, or what was before someone wrote to a parameter?"""
-        return self.unsharded is None or self.versions != [p._version for _, _, p in self.slots]
+        return self.unsharded is None or self.versions != self._versions()
+
+    def _versions(self) -> list[int]:
+        return [p._version for _, _, p in self.slots]
+
+    def gathering(self) -> list[Move]:
+        """The moves that gather it."""
+        return [_gathering(p, dst) for (_, _, p), dst in zip(self.slots, self.layouts)]
+
+    def waits_for_a_link(self) -> bool:
+        """Does its gathering go on while a core computes?"""
+        return all(p.placement == dst.placement and link_seconds(p.spec, dst, world().machine) is not None
+                   for (_, _, p), dst in zip(self.slots, self.layouts))
+
+    def begin(self) -> None:
+        """Begin to gather it."""
+        self.begun, self.begun_with = BegunBoxing(self.gathering(), "zero"), self._versions()
+
+    def finish(self) -> None:
+        """Wait for what was begun. It is dropped where someone wrote to a parameter meanwhile."""
+        if self.begun is not None:
+            unsharded, _ = finish_boxings([self.begun], [], "zero")
+            self.begun = None
+            if self.begun_with == self._versions():
+                self.set_unsharded(unsharded)
 
     def set_unsharded(self, unsharded: list[dict[int, Tensor]]) -> None:
-        self.unsharded, self.versions = unsharded, [p._version for _, _, p in self.slots]
+        self.unsharded, self.versions = unsharded, self._versions()
         for storages in self.saved.values():
             storages.fill(unsharded)
 
@@ -176,18 +210,24 @@ class ShardedLayer:
             storages.fill(None)
 
     def finish_backward(self, forward_pass: int) -> None:
+        self.finish()                                # of one that did not run after all
         self.reshard()
         self.saved.pop(forward_pass, None)
 
 
-def unshard(layers: list[ShardedLayer]) -> None:
-    """Gather what is not gathered of these layers' parameters, in one move."""
-    sharded = [layer for layer in layers if layer.is_sharded()]
-    moves = [_gathering(p, dst) for layer in sharded for (_, _, p), dst in zip(layer.slots, layer.layouts)]
-    unsharded = iter(move_shards(moves, "zero"))
+def unshard(now: ShardedLayer, ahead: Sequence[ShardedLayer] = ()) -> None:
+    """Gather what is not gathered of a layer's parameters, and of those that come next: in one move; or, where a link
+    is waited for, while this one computes."""
+    now.finish()
+    later = [layer for layer in ahead if layer.waits_for_a_link() and not in_fake_mode()]
+    sharded = [layer for layer in (now, *ahead) if layer.is_sharded() and layer not in later]
+    unsharded = iter(move_shards([move for layer in sharded for move in layer.gathering()], "zero"))
     for layer in sharded:
         layer.set_unsharded([next(unsharded) for _ in layer.slots])
         layer.drop_pages()
+    for layer in later:
+        if layer.is_sharded() and layer.begun is None:
+            layer.begin()
 
 
 def _gathering(p: GlobalTensor, dst: Layout) -> Move:

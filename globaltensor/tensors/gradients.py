@@ -354,7 +354,7 @@ class BackwardBuckets:
             self.twice = True
             self.stale.add(id(leaf))
             self.waiting = [other for other in self.waiting if other is not leaf]
-        elif (link := _link_seconds(grad.spec, grad_layout(leaf), world().machine)) and not _early_reduction_off:
+        elif (link := link_seconds(grad.spec, grad_layout(leaf), world().machine)) and not _early_reduction_off:
             latency, transfer = link
             self.sum += transfer
             if self.each_once:
@@ -384,7 +384,7 @@ class BackwardBuckets:
 
 
 @remembered
-def _link_seconds(of: Spec, dst: Layout, machine: Machine) -> tuple[float, float] | None:
+def link_seconds(of: Spec, dst: Layout, machine: Machine) -> tuple[float, float] | None:
     """Latency and transfer, in seconds, of a boxing that passes a link between processes, which goes on while a core
     computes; None for any other."""
     if world().single_process or of.placement.type != "cpu" or native.find_boxing(of, dst) is not None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 
 import globaltensor as gt
+from globaltensor.boxings import redistribute
+from globaltensor.parallel import zero3
 from globaltensor.tensors import gradients
 
 SEED = 20_261_124
@@ -22,6 +24,8 @@ def train(where, times_latency, micro_batches=1, stage=0, drop=False, record=Fal
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     optimizer = gt.zero(optimizer, stage=stage) if stage else optimizer
     begun, generator = [], torch.Generator().manual_seed(SEED)
+    held = {p: next(iter(p.shards.values())).data_ptr() for p in net.parameters()}
+    written = [p._version for p in net.parameters()]
     for step in range(STEPS):
         with gt.record() if record and gt.rank() == 0 else nullcontext() as moves:
             for _ in range(micro_batches if step != STEPS - 1 else 2):         # twice in the last step, unforeseen
@@ -35,7 +39,47 @@ def train(where, times_latency, micro_batches=1, stage=0, drop=False, record=Fal
             continue
         optimizer.step()
         optimizer.zero_grad()
+        before, written = written, [p._version for p in net.parameters()]
+        assert all(old < new for old, new in zip(before, written)), (before, written)
+    assert all(next(iter(p.shards.values())).data_ptr() == at for p, at in held.items())
     return [p.full_tensor() for p in net.parameters()], begun
+
+
+def train_by_layers(where, ahead):
+    """ZeRO 3: the parameters after some steps, the losses, and how many layers were begun ahead in each step; a
+    parameter is written to between two layers in one of them."""
+    torch.manual_seed(SEED)
+    net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    gt.to_global(net, where, gt.sbp.broadcast)
+    optimizer = gt.zero(torch.optim.Adam(net.parameters(), lr=0.01), stage=3, model=net)
+    begun, losses, generator = [], [], torch.Generator().manual_seed(SEED)
+    begin, link = zero3.ShardedLayer.begin, zero3.link_seconds
+    zero3.ShardedLayer.begin = lambda layer: (begun.append(layer), begin(layer))
+    zero3.link_seconds = link if ahead else lambda *_: None
+    double = net[1].register_forward_hook(lambda *_: double_it(net[2].weight))      # net[2] is begun by then
+    for step in range(STEPS):
+        before = len(begun)
+        x = gt.from_full(torch.randn(16, WIDTH, generator=generator), where, gt.sbp.split(0))
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((len(begun) - before, loss.full_tensor().item()))
+        if step == 1:
+            double.remove()
+            with torch.no_grad():
+                net[:3](x)                           # the fourth is begun, and not run
+    zero3.ShardedLayer.begin, zero3.link_seconds = begin, link
+    return [p.full_tensor() for p in net.parameters()], losses
+
+
+def double_it(weight):
+    with torch.no_grad():
+        weight *= 2
+
+
+def copied_again(tensors, _):
+    raise AssertionError(f"gathered parameters came in other memory: {[list(t.shape) for t in tensors]}")
 
 
 def check_watch(net, moves, each_once):
@@ -57,6 +101,7 @@ def check_watch(net, moves, each_once):
 
 def main(folder):
     where, seen = gt.placement.all("cpu"), {}
+    redistribute.foreach_copy_ = copied_again
     for name, how in {"plain": {}, "micro-batches": {"micro_batches": 2}, "zero": {"stage": 2},
                       "dropped": {"drop": True}, "recorded by one": {"record": True}}.items():
         at_once, none = train(where, float("inf"), **how)
@@ -64,6 +109,14 @@ def main(folder):
         assert none == [0] * STEPS, none
         for a, b in zip(at_once, bucket_wise, strict=True):
             assert torch.equal(a, b), f"{name}: {(a - b).abs().max()}"
+    at_once, losses = train_by_layers(where, False)
+    ahead, others = train_by_layers(where, True)
+    assert [loss for _, loss in losses] == [loss for _, loss in others], (losses, others)
+    assert not sum(n for n, _ in losses), losses
+    both = 2 * (LAYERS - 1)                          # forward and backward
+    assert [n for n, _ in others] == [both, both, both - 1, both], others
+    for a, b in zip(at_once, ahead, strict=True):
+        assert torch.equal(a, b), f"ZeRO 3: {(a - b).abs().max()}"
     Path(folder, f"{gt.rank()}.json").write_text(json.dumps(seen))
 
 
