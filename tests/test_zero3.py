@@ -85,6 +85,18 @@ def recomputed(net, x):
     once(net, x)
 
 
+def whole_layers_recomputed(net, x, reentrant=False):
+    """Backward runs each layer forward again, hooks and all."""
+    x = x.detach().requires_grad_()
+    for block in net.blocks:
+        x = checkpoint(block, x, use_reentrant=reentrant)
+    x.pow(2).mean().backward()
+
+
+reentrantly_recomputed = partial(whole_layers_recomputed, reentrant=True)
+reentrantly_recomputed.__name__ = "reentrantly_recomputed"
+
+
 def after_an_error(net, x):
     with pytest.raises(RuntimeError):
         net(x[..., 1:])
@@ -97,7 +109,7 @@ def loss_of_the_middle(net, x):
 
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("how", [once, two_at_once, in_turns, looked_at_between, recomputed, after_an_error,
-                                 loss_of_the_middle])
+                                 loss_of_the_middle, whole_layers_recomputed, reentrantly_recomputed])
 def test_training(name, how):
     nets = made(name)
     for _ in range(3):
@@ -110,11 +122,12 @@ def test_training(name, how):
         assert block.up.weight is block.up._parameters["weight"]
 
 
-def test_few_moves_of_the_published_bytes():
+@pytest.mark.parametrize("how", [once, whole_layers_recomputed, reentrantly_recomputed])
+def test_few_moves_of_the_published_bytes(how):
     _, (net, x, optimizer) = made("dp of 4")
     for _ in range(2):
         with gt.record() as moves:
-            once(net, x)
+            how(net, x)
             optimizer.step()
             optimizer.zero_grad()
     size = sum(p.numel() * 8 for p in net.parameters())
@@ -122,7 +135,10 @@ def test_few_moves_of_the_published_bytes():
     # forward: layers 0 and 1, then 2, then 3; backward: 3 and 2, then 1, then 0
     assert [m.tensors for m in gathers] == [8, 4, 4, 8, 4, 4]
     assert sum(m.bytes for m in gathers) == 2 * 3 * size // 4
-    assert [(m.bytes, m.tensors) for m in moves if m.op == "gradient"] == [(3 * size // 4, 4 * LAYERS)]
+    # backward passes within one another: each reads the gradients of its layer
+    times = LAYERS if how is reentrantly_recomputed else 1
+    assert [(m.bytes, m.tensors) for m in moves if m.op == "gradient"] == [
+        (3 * size // 4 // times, 4 * LAYERS // times)] * times
     assert not [m for m in moves if m.bytes > 64 and m.op not in ("zero", "gradient")]
 
 

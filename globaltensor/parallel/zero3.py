@@ -5,7 +5,8 @@ The layers are the items of a model's lists of modules (nn.ModuleList, nn.Sequen
     forward    before layer i    what is missing of layers i and i + 1 is gathered, all of it in one move; but where a
                                  link between processes is waited for, layer i + 1 is gathered while layer i computes
                after layer i     it is resharded: what was gathered is freed
-    backward   before layer i    the same with layers i and i - 1; layer i + 1 is done, and resharded
+    backward   before layer i    the same with layers i and i - 1, also before it runs again, where activations are
+                                 recomputed; layer i + 1 is done, and resharded
 
 Autograd saves the gathered tensors for backward, but not their memory: between the two their storages are empty, and
 backward fills them again. Gradients of what was gathered are pending sums, and stay so until they are read.
@@ -30,6 +31,7 @@ from globaltensor.layouts.layout import Layout, layout
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.parallel.offload import on_host
 from globaltensor.runtime.torch_internals import (
+    backward_sequence_number,
     call_after_backward,
     end_graph,
     in_fake_mode,
@@ -78,8 +80,12 @@ class ShardedLayers:
         end_graph("ZeRO 3 gathers a layer's parameters before it runs and frees them behind it, which is not an op of "
                   "a graph: compile without fullgraph=True, each layer by itself, or take gt.zero(..., stage=2)")
         self.forward_pass, self.last = self.forward_pass + (i <= self.last), i
-        self.ending = False                          # a backward pass that raised has not come to its end
-        unshard(self.layers[i], self.layers[i + 1:i + 2])
+        if _in_backward():                           # it runs again, and the layer before it comes next
+            self._expect_end(self.forward_pass)
+            unshard(self.layers[i], self.layers[max(i - 1, 0):i])
+        else:
+            self.ending = False                      # a backward pass that raised has not come to its end
+            unshard(self.layers[i], self.layers[i + 1:i + 2])
         self.layers[i].swap_in_unsharded(self.forward_pass)
 
     def _after_forward(self, i: int, out: Any) -> None:
@@ -87,13 +93,18 @@ class ShardedLayers:
         for t in tree_flatten(out)[0]:
             if isinstance(t, Tensor) and t.requires_grad:            # who waits for backward keeps the storages alive
                 t.register_hook(lambda grad, storages=storages: self._before_backward(i, forward_pass))
-        self.layers[i].reshard()
+        if not _in_backward():
+            self.layers[i].reshard()
 
     def _before_backward(self, i: int, forward_pass: int) -> None:
         if i + 1 < len(self.layers):
             self.layers[i + 1].finish_backward(forward_pass)
         unshard(self.layers[i], self.layers[max(i - 1, 0):i])
-        if not self.ending:                          # layers may run in any order: those that no other one finishes
+        self._expect_end(forward_pass)
+
+    def _expect_end(self, forward_pass: int) -> None:
+        """Layers may run in any order: the end of backward finishes those that no other one does."""
+        if not self.ending:
             self.ending = True
             call_after_backward(lambda: self._end_backward(forward_pass))
 
@@ -101,6 +112,10 @@ class ShardedLayers:
         self.ending = False
         for layer in self.layers:
             layer.finish_backward(forward_pass)
+
+
+def _in_backward() -> bool:
+    return backward_sequence_number() is not None
 
 
 def is_in_a_layer(name: str, model: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import globaltensor as gt
 from globaltensor.boxings import redistribute
@@ -45,9 +46,9 @@ def train(where, times_latency, micro_batches=1, stage=0, drop=False, record=Fal
     return [p.full_tensor() for p in net.parameters()], begun
 
 
-def train_by_layers(where, ahead):
+def train_by_layers(where, ahead, again):
     """ZeRO 3: the parameters after some steps, the losses, and how many layers were begun ahead in each step; a
-    parameter is written to between two layers in one of them."""
+    parameter is written to between two layers in some of them. `again`: layers are recomputed."""
     torch.manual_seed(SEED)
     net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     gt.to_global(net, where, gt.sbp.broadcast)
@@ -56,11 +57,14 @@ def train_by_layers(where, ahead):
     begin, link = zero3.ShardedLayer.begin, zero3.link_seconds
     zero3.ShardedLayer.begin = lambda layer: (begun.append(layer), begin(layer))
     zero3.link_seconds = link if ahead else lambda *_: None
-    double = net[1].register_forward_hook(lambda *_: double_it(net[2].weight))      # net[2] is begun by then
+    # net[2] is begun by then; in backward it is not written to again
+    double = net[1].register_forward_hook(lambda *_: None if again else double_it(net[2].weight))
     for step in range(STEPS):
         before = len(begun)
         x = gt.from_full(torch.randn(16, WIDTH, generator=generator), where, gt.sbp.split(0))
-        loss = net(x).square().mean()
+        for layer in net:
+            x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+        loss = x.square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -68,7 +72,8 @@ def train_by_layers(where, ahead):
         if step == 1:
             double.remove()
             with torch.no_grad():
-                net[:3](x)                           # the fourth is begun, and not run
+                for layer in net[:3]:                # the fourth is begun, and not run
+                    x = layer(x)
     zero3.ShardedLayer.begin, zero3.link_seconds = begin, link
     return [p.full_tensor() for p in net.parameters()], losses
 
@@ -109,14 +114,15 @@ def main(folder):
         assert none == [0] * STEPS, none
         for a, b in zip(at_once, bucket_wise, strict=True):
             assert torch.equal(a, b), f"{name}: {(a - b).abs().max()}"
-    at_once, losses = train_by_layers(where, False)
-    ahead, others = train_by_layers(where, True)
-    assert [loss for _, loss in losses] == [loss for _, loss in others], (losses, others)
-    assert not sum(n for n, _ in losses), losses
-    both = 2 * (LAYERS - 1)                          # forward and backward
-    assert [n for n, _ in others] == [both, both, both - 1, both], others
-    for a, b in zip(at_once, ahead, strict=True):
-        assert torch.equal(a, b), f"ZeRO 3: {(a - b).abs().max()}"
+    for again in (False, True):
+        at_once, losses = train_by_layers(where, False, again)
+        ahead, others = train_by_layers(where, True, again)
+        assert [loss for _, loss in losses] == [loss for _, loss in others], (losses, others)
+        assert not sum(n for n, _ in losses), losses
+        both = 2 * (LAYERS - 1)                      # forward and backward
+        assert [n for n, _ in others] == [both, both, both - 1, both], others
+        for a, b in zip(at_once, ahead, strict=True):
+            assert torch.equal(a, b), f"ZeRO 3: {(a - b).abs().max()}"
     Path(folder, f"{gt.rank()}.json").write_text(json.dumps(seen))
 
 
