@@ -163,7 +163,8 @@ def test_kinds_of_ops(op, kind):
 
 def test_ops_boxings_and_steps_are_measured(tmp_path, monkeypatch):
     """All ranks in one process, each op once."""
-    monkeypatch.setattr(measure_here, "_BATCHES", 1)
+    for name in ("_BATCHES", "_TURNS", "_OF_TURN"):
+        monkeypatch.setattr(measure_here, name, 1)
     monkeypatch.setattr(measure_here, "_SECONDS", 0.0)
     for name in ("_PRODUCTS", "_CONTRACTED", "_BATCHED", "_CONVOLUTIONS", "_ATTENTIONS", "_NORMALIZED", "_ELEMENTS"):
         monkeypatch.setattr(measure_here, name, getattr(measure_here, name)[:2])

@@ -34,7 +34,7 @@ R = TypeVar("R", bound=tuple[Any, ...])
 Step = Callable[[], None]                            # of training
 Row = tuple[str, int, float, float, float]           # kind, kernels, operations, bytes, seconds
 
-_TURNS, _BATCHES, _SECONDS = 4, 12, 3e-3
+_BATCHES, _TURNS, _OF_TURN, _SECONDS = 12, 4, 3, 3e-3
 _SIZES_OF_BOXINGS = (1 << 10, 1 << 14, 1 << 17, 1 << 20)             # elements
 _MICRO_BATCHES = (1, 4)
 _LAYERS = 6
@@ -80,7 +80,7 @@ def seconds_in_turns(steps: Sequence[Step]) -> list[float]:
     for _ in counted_rows((turn,) for turn in range(_TURNS)):
         for step, n, own in zip(steps, times, taken):
             step()                                   # caches are full of what others read
-            own += [_batch(step, n) for _ in range(_BATCHES // _TURNS)]
+            own += [_batch(step, n) for _ in range(_OF_TURN)]
     return [statistics.median(own) for own in taken]
 
 
