@@ -9,6 +9,7 @@ import itertools
 import operator
 import random
 from math import prod
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ from globaltensor.boxings import listed_route, native_prices, plan as plans, tra
 from globaltensor.boxings.listed_route import ListedRoute
 from globaltensor.boxings.roles import summed_axes
 from globaltensor.boxings.route import BoxingRoute, is_listed, route
-from globaltensor.layouts.layout import layout
+from globaltensor.layouts.layout import Layout, layout
 from globaltensor.layouts.paths import overlap, part_at, parts_within
-from globaltensor.layouts.rank_regions import RankRegions, exchanging_axes, rank_regions
+from globaltensor.layouts.rank_regions import RankRegions, exchanging_axes, rank_regions, regions_by
 from globaltensor.layouts.regions import intersect, volume
 from globaltensor.layouts.sbp import broadcast, partial_max, partial_sum, split
 from globaltensor.runtime.machine import gloo, one_process
@@ -173,6 +174,35 @@ def test_windows():
             src, dst = layout(where, sbp), rank_regions(where, regions)
             assert isinstance(route(src, dst, shape), BoxingRoute) and is_listed(dst, src)
             check_step(src, dst, shape)
+
+
+class Widened(NamedTuple):
+    """A rank's part of a layout, and a row more on both sides."""
+
+    of: Layout
+    shape: tuple[int, ...]
+
+    def region(self, rank):
+        (start, stop), *others = self.of.region(self.shape, rank)
+        return ((max(start - 1, 0), min(stop + 1, self.shape[0])), *others)
+
+
+@pytest.mark.parametrize("ranks", PLACES[2:4], ids=str)
+def test_windows_that_say_along_which_axes_they_differ(ranks):
+    """From and to every layout, also those that cut what the windows have whole, or in another order."""
+    where = place(ranks)
+    for sbp, other in itertools.product(itertools.product(STATES, repeat=2), repeat=2):
+        like, of = layout(where, tuple(broadcast if s.is_partial else s for s in sbp)), layout(where, other)
+        axes = tuple(axis for axis, s in enumerate(like.sbp) if s == split(0))
+        pending = tuple(partial_sum if axis in axes else broadcast for axis in range(2))
+        for shape in SHAPES[1:3]:
+            check_step(of, regions_by(where, Widened(like, shape), None, like, axes), shape)
+            windows = regions_by(where, Widened(like, shape), pending, like, axes)
+            listed = rank_regions(where, {rank: windows.region(shape, rank) for rank in where.flat}, pending)
+            own, whole = ListedRoute(windows, of, shape), ListedRoute(listed, of, shape)
+            for rank in where.flat:
+                assert [(region, len(sources)) for region, sources in own.pieces(rank)] == [
+                    (region, len(sources)) for region, sources in whole.pieces(rank)], f"{like} {of} {shape} {rank}"
 
 
 @pytest.mark.parametrize("sizes", [((2, 3, 9, 2), (2, 6, 7, 2)), ((5, 4, 16, 1), (5, 4, 16, 1))], ids=str)

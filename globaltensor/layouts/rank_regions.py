@@ -88,7 +88,8 @@ def rank_regions(where: placement, regions: Mapping[int, Region], sbp: NdSbp | N
 
 def exchanging_axes(src: Layout, dst: Layout) -> Axes:
     """The axes along which ranks may take something from each other in a step between regions of theirs and another
-    layout of one placement: who differs from a rank on any other has nothing that it wants."""
+    layout of one placement: who differs from a rank on any other has nothing that it wants. That is known where the
+    other layout is cut as that from which the regions differ, and no sum changes along other axes."""
     of, other = (src, dst) if isinstance(src, RankRegions) else (dst, src)
     everywhere = tuple(range(other.placement.ndim))
     if not isinstance(of, RankRegions) or of.like is None or of.placement != other.placement:
@@ -96,6 +97,6 @@ def exchanging_axes(src: Layout, dst: Layout) -> Axes:
     for axis in everywhere:
         cuts = [s if s.is_split else None for s in (of.like.sbp[axis], other.sbp[axis])]
         sums = [s if s.is_partial else None for s in (src.sbp[axis], dst.sbp[axis])]
-        if axis not in of.axes and (cuts[0] != cuts[1] or sums[0] != sums[1]):
+        if cuts[0] != cuts[1] or axis not in of.axes and sums[0] != sums[1]:
             return everywhere
     return of.axes
