@@ -413,6 +413,27 @@ def test_what_zero_moves_and_keeps():
     assert len(set(found.values())) == 1              # a reduction is a reduce-scatter and a gather
 
 
+@pytest.mark.parametrize("tp, dp", [(1, 64), (4, 16), (8, 8), (2, 4)])
+def test_gradients_over_hosts_move_what_a_ring_does(tp, dp):
+    """Within hosts, between them, and within them again: together the 2 (n - 1) / n of one all-reduction."""
+    gpt = GPT(8, 512, 8, 128, 1024)
+    step = simulate_training(gpt, TrainingPlan(2, 2 * dp, dp, tp), KNOWN["dgx-a100"])
+    parameters = gpt.parameters_per_layer // tp * gpt.layers + gpt.embeddings // tp
+    assert step.data.bytes == pytest.approx(2 * (dp - 1) / dp * 2 * parameters, rel=1e-3)
+
+
+def test_a_reduction_takes_rounds_where_the_transport_does():
+    """log2(n) of them on GPUs, one where ranks read each other's memory; a stage hands over in one."""
+    far = Link(1.0, 1e30)
+    slow = Cluster("slow", 8, 1e30, 1.0, 1e30, 1e30, far, far)
+    for ranks, rounds in ((2, 1), (4, 2), (8, 3)):
+        for transport, times in (("nccl", rounds), ("shared memory", 1)):
+            plan = TrainingPlan(1, 1, 1, ranks, 2)
+            step = simulate_training(GPT(2, 64, 8, 8), plan, replace(slow, transport=transport))
+            assert step.tensor.latency == 6 * times, (ranks, transport)
+            assert step.stage.latency == 1
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "zb-v"])
 def test_what_zero_3_moves_and_keeps(capsys, name):
     d, p, m, l, h, s, vocabulary = 4, 2, 8, 8, 512, 128, 1024

@@ -116,12 +116,13 @@ def fit_rates(parts: Sequence[Sequence[float]], seconds: Sequence[float], known:
 def _measured_link(boxings: Sequence[tuple[str, str, int, float]], ranks: int, bandwidth: float, transport: str
                    ) -> Link:
     parts, seconds = [], []
+    one_each = Machine(1.0, 1.0, _INSTANT, in_rounds=TRANSPORTS[transport].in_rounds)
     with hypothetical_placements():
         where = placement("meta", list(range(ranks)))
         for src, dst, n, taken in boxings:
             ends = [layout(where, (one,)) for one in map(read_sbp, (src, dst)) if one is not None]
             done = plan(ends[0], ends[1], (n,), _FLOAT * n, TRANSPORTS[transport])
-            steps, received = plan_cost(done, (n,), Machine(1.0, 1.0, _INSTANT))
+            steps, received = plan_cost(done, (n,), one_each)
             _, copied = plan_cost(done, (n,), Machine(1.0, _INSTANT, bandwidth))
             parts.append((steps, received * _FLOAT * n))
             seconds.append(max(taken - copied * _FLOAT * n, 0.1 * taken))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import log2, prod
 
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.recent import remembered
@@ -20,6 +21,9 @@ class Machine:
     bandwidth, host_bandwidth  bytes per second that one rank receives
     memory                     bytes per second that one rank copies in its own memory
     work                       elementary operations per second of one rank (a multiply-add, an element visited)
+    in_rounds                  what n ranks exchange takes log2(n) rounds, a latency each: the least where a rank has
+                               one partner at a time (doi:10.1177/1094342005051521). Without it a rank reads from
+                               all others at once, as from shared memory
     """
 
     latency: float
@@ -29,6 +33,7 @@ class Machine:
     host_latency: float = 5e-5
     host_bandwidth: float = 1e9
     hosts: tuple[int, ...] = ()
+    in_rounds: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -37,19 +42,23 @@ class Machine:
     def _hash(self) -> int:
         """Kept, as `hosts` has an entry per rank and every price is looked up by machine."""
         return hash((self.latency, self.bandwidth, self.memory, self.work, self.host_latency, self.host_bandwidth,
-                     self.hosts))
+                     self.hosts, self.in_rounds))
 
     def link(self, *where: placement) -> tuple[float, float]:
         """Latency and bandwidth of an exchange among the ranks of placements: the slowest link between them counts."""
-        if self.hosts and _spans_hosts(self, where):
-            return self.host_latency, self.host_bandwidth
-        return self.latency, self.bandwidth
+        # from one placement to another, each rank has its partner
+        ranks = prod(where[0].shape) if len(set(where)) == 1 else 1
+        return self._link_of(ranks, bool(self.hosts) and _spans_hosts(self, where))
 
     def link_along(self, where: placement, axes: tuple[int, ...]) -> tuple[float, float]:
         """The same among ranks of a placement that differ on these axes only."""
-        if self.hosts and _lead_to_other_hosts(self, where, axes):
-            return self.host_latency, self.host_bandwidth
-        return self.latency, self.bandwidth
+        ranks = prod(where.shape[axis] for axis in axes)
+        return self._link_of(ranks, bool(self.hosts) and _lead_to_other_hosts(self, where, axes))
+
+    def _link_of(self, ranks: int, across: bool) -> tuple[float, float]:
+        """The same among so many ranks, of one host or of several."""
+        latency, bandwidth = (self.host_latency, self.host_bandwidth) if across else (self.latency, self.bandwidth)
+        return latency * max(log2(ranks), 1) if self.in_rounds else latency, bandwidth
 
 
 @lru_cache(1_000)
@@ -67,5 +76,6 @@ def _lead_to_other_hosts(machine: Machine, where: placement, axes: tuple[int, ..
 one_process = Machine(latency=1e-5, bandwidth=1e10)      # ranks that share a process copy through memory
 shared_memory = Machine(latency=3e-6, bandwidth=2e10)   # processes of one host, as measured with two ranks
 gloo = Machine(latency=1e-4, bandwidth=2e9)              # sockets on loopback, as measured with torch's gloo
-nccl = Machine(latency=2e-5, bandwidth=1e11, memory=1e12, work=2e13, host_latency=3e-5, host_bandwidth=2e10)
+nccl = Machine(latency=2e-5, bandwidth=1e11, memory=1e12, work=2e13, host_latency=3e-5, host_bandwidth=2e10,
+               in_rounds=True)
 TRANSPORTS = {"one process": one_process, "shared memory": shared_memory, "gloo": gloo, "nccl": nccl}

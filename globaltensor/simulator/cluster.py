@@ -38,7 +38,8 @@ class ClusterError(PlacementError):
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What one device receives over it: seconds of latency, and bytes per second."""
+    """What one device receives over it: seconds of latency, and bytes per second. What n GPUs exchange takes log2(n)
+    latencies (`Machine.in_rounds`)."""
 
     latency: float
     bandwidth: float
@@ -140,7 +141,8 @@ class Cluster:
                                f"{self.devices_per_host} each", "a smaller dp, tp or pp")
         return Machine(self.local.latency, self.local.bandwidth, self.memory_bandwidth, self.flops * self.efficiency,
                        self.remote.latency, self.remote.bandwidth,
-                       tuple(device // self.devices_per_host for device in range(devices)))
+                       tuple(device // self.devices_per_host for device in range(devices)),
+                       TRANSPORTS[self.transport].in_rounds)
 
     def transport_rates(self, devices: int) -> Machine:
         """The rates by which the library itself plans boxings when it runs there."""

@@ -28,7 +28,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from globaltensor.boxings.plan import BoxingPlan, bytes_received, plan as plan_boxing
+from globaltensor.boxings.plan import BoxingPlan, bytes_received, plan as plan_boxing, plan_bytes
 from globaltensor.errors import ShapeError
 from globaltensor.layouts.layout import Shape, layout
 from globaltensor.layouts.placement import placement
@@ -296,8 +296,8 @@ def _planned_cost(src_ranks: tuple[int, ...], dst_ranks: tuple[int, ...], before
                   machine: Machine) -> TransferCost:
     route = _planned_route(src_ranks, dst_ranks, before, after, shape, machine)
     crossing_step = next(((x, y) for x, y in pairwise(route.layouts) if x.placement != y.placement), route.layouts[:1])
-    most, crossing = (max(bytes_received(layouts, shape, 2).values(), default=0)
-                      for layouts in (route.layouts, crossing_step))
+    most, crossing = (max(received.values(), default=0) for received in (
+        plan_bytes(route, shape, 2), bytes_received(crossing_step, shape, 2)))
     return TransferCost(route.seconds(2 * prod(shape)), most, route.fixed, crossing)
 
 
