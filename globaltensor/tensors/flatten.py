@@ -114,7 +114,7 @@ def let_torch_trace(cls: Any) -> None:
     _library.impl("matmul", _here(products.matmul))
     _library.impl("einsum", _here(lambda equation, operands, path=None: products.einsum(equation, *operands)))
     _library.impl("embedding", _here(_embedding))
-    _library.impl("scaled_dot_product_attention", _here(attention.scaled_dot_product_attention))
+    _library.impl("scaled_dot_product_attention", attention.traced_attention)
 
 
 def _tie_sizes(own: Spec, shards: Shards) -> None:

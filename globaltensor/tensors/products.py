@@ -116,13 +116,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if x.is_nested or x.dim() < 2 or weight.dim() != 2 or bias is not None and bias.dim() != 1 or transforms_active():
         return F.linear(x, weight, bias)
     _check_product(x.shape[-1] == weight.shape[1], "linear", x, weight)
-    x, weight, bias = _autocast(x, weight, bias)
+    x, weight, bias = autocast(x, weight, bias)
     return Linear.apply(x, weight, bias)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """torch.matmul, leading dims broadcast; two dims and fewer go torch's own way."""
-    a, b = _autocast(a, b)
+    a, b = autocast(a, b)
     if a.dim() < 2 or b.dim() < 2 or a.dim() == b.dim() == 2 or _is_odd(a, b) or transforms_active():
         return torch.matmul(a, b)
     _check_product(a.shape[-1] == b.shape[-2], "matmul", a, b)
@@ -145,7 +145,7 @@ def _without_ones(x: torch.Tensor, batch: tuple[int, ...], many: int) -> tuple[t
 def einsum(equation: str, *operands: Any) -> torch.Tensor:
     """torch.einsum; two operands with plain labels are one contraction, the rest goes torch's own way."""
     if len(operands) == 2 and _is_plain(equation, operands):
-        a, b = _autocast(*operands)
+        a, b = autocast(*operands)
         if not _is_odd(a, b):
             return _contract_in_order(equation.replace(" ", ""), a, b)
     return torch.einsum(equation, *operands)
@@ -199,7 +199,7 @@ def _check_product(fits: bool, name: str, a: torch.Tensor, b: torch.Tensor) -> N
         raise RuntimeError(f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
 
 
-def _autocast(*tensors: Any) -> tuple[Any, ...]:
+def autocast(*tensors: Any) -> tuple[Any, ...]:
     """What autocast would do to the operands of a product."""
     kind = next(t.device.type for t in tensors if t is not None)
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
