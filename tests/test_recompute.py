@@ -119,7 +119,7 @@ def test_selectively_products_with_parameters_are_kept_and_attention_is_not(rank
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             block(x).sum().backward()
         gradients[how] = block.experts.grad.full_tensor()
-        driven = len(block.experts.shards)
-        runs[how] = runs_of("aten::bmm", profile) / driven
-    assert runs["full"] - runs["none"] == 3 and runs["selective"] - runs["none"] == 2, runs
+        runs[how] = runs_of("aten::bmm", profile)
+    driven = len(block.experts.shards)               # none by a process that has no rank of it
+    assert runs["full"] - runs["none"] == 3 * driven and runs["selective"] - runs["none"] == 2 * driven, runs
     assert all(torch.equal(one, gradients["none"]) for one in gradients.values())
