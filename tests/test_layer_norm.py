@@ -136,7 +136,8 @@ def test_sixteen_bits_are_computed_in_float32(norm, dtype):
 
 @pytest.mark.parametrize("samples", [2, 3, 5])
 @pytest.mark.parametrize("last", [False, True])
-def test_a_gradient_of_batch_norm_that_lies_otherwise_in_memory(samples, last):
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_a_gradient_of_batch_norm_that_lies_otherwise_in_memory(samples, last, training):
     """Of one sample, which a rank may have, torch's kernel misreads a gradient whose channels come last."""
     generator = torch.Generator().manual_seed(SEED)
     x, weight, bias, upstream = (torch.randn(shape, dtype=torch.float64, generator=generator)
@@ -146,7 +147,8 @@ def test_a_gradient_of_batch_norm_that_lies_otherwise_in_memory(samples, last):
         to = (lambda t, sbp: gt.from_full(t, where, sbp)) if spread else (lambda t, sbp: t)
         leaves = [to(t.clone(), sbp).requires_grad_() for t, sbp in ((x, S(0)), (weight, B), (bias, B))]
         operand = leaves[0].contiguous(memory_format=torch.channels_last) if last else leaves[0]
-        out = F.batch_norm(operand, None, None, *leaves[1:], True).flatten(2).transpose(1, 2)
+        running = [to(t.abs(), B) for t in (bias, weight)]
+        out = F.batch_norm(operand, *running, *leaves[1:], training).flatten(2).transpose(1, 2)
         (out.square() * to(upstream, S(0))).sum().backward()
         results.append([t.grad.full_tensor() if spread else t.grad for t in leaves])
     for one, other in zip(*results, strict=True):

@@ -19,7 +19,7 @@ from torch import Tensor
 from globaltensor.algorithms.decompositions import cast, is_split_or_partial, sbps_of_several
 from globaltensor.algorithms.run import Run, traceable
 from globaltensor.layouts.global_like import GlobalLike, is_global
-from globaltensor.layouts.layout import contiguous, replicated, spec
+from globaltensor.layouts.layout import replicated, spec
 from globaltensor.layouts.sbp import broadcast, split
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import option
@@ -129,10 +129,6 @@ def whole_batch_backward(call: Call, run: Run) -> tuple[GlobalLike | None, ...]:
     """native_batch_norm_backward in training."""
     x, grad = _reduced_alike(call, run, ["input", "grad_out"])
     dtype, weight, n = accumulation_dtype(x.dtype), call["weight"], x.numel() // max(x.shape[1], 1)
-    # of one sample, torch's kernel misreads two that lie in memory in different orders; a rank may have just one
-    if grad.spec.stride != x.spec.stride:
-        x, grad = (t if t.spec.stride == contiguous(t.spec.shape) else
-                   run(aten.clone.default, t, memory_format=torch.contiguous_format) for t in (x, grad))
     wide_x, wide_grad = cast(run, x, dtype), cast(run, grad, dtype)
     mean, invstd, *scales = _of_channels(run, x, [cast(run, t, dtype) for t in (
         call["save_mean"], call["save_invstd"], weight) if t is not None])

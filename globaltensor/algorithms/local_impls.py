@@ -81,7 +81,7 @@ def log_sigmoid(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[st
     return out, buffer if buffer.shape == out.shape else torch.empty_like(out)
 
 
-def contiguous_group_norm(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def contiguous_norm(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Of one sample, whose strides torch's check and its kernel read in different ways (channels last, or not). And of
     a gradient and an operand that lie differently, because one of them was boxed: the kernel takes them for alike."""
     n = 1 if recipe.func is aten.native_group_norm.default else 2
@@ -333,7 +333,7 @@ def is_idle(recipe: LocalRecipe, args: Sequence[Any]) -> bool:
         indexed = [(dim, operand)]
     elif impl is log_sigmoid:
         return bool(args[0].device.type == "cpu")
-    elif impl is contiguous_group_norm:
+    elif impl is contiguous_norm:
         samples = [recipe.regions[0][rank][0] for rank in recipe.ranks]
         return all(stop - start > 1 for start, stop in samples) and not any(recipe.wants)
     else:

@@ -300,14 +300,14 @@ lines("_fused_rms_norm_backward", masked_outputs(layers.normalized(
     "b* d*!, b* d*!, b* o*!, d*! -> b* d*!, d*!", "a*B*C*d;a*B*C"), "output_mask"),
       decomposition=layer_norm.rms_norm_backward, offer=layer_norm.offer_statistics(together=1))
 lines("native_group_norm", layers.group_norm("n (g c) s*!, (g c), (g c) -> n (g c) s*!, n g, n g", "A*b+c;A;A"),
-      local_args=group_counts, local_impl=local_impls.contiguous_group_norm)
+      local_args=group_counts, local_impl=local_impls.contiguous_norm)
 lines("native_group_norm_backward", masked_outputs(layers.group_norm(
     "n (g c) s*!, n (g c) s*!, n g, n g, (g c) -> n (g c) s*!, (g c), (g c)", "a*B*C*D*e;a*B*C*D;a"), "output_mask"),
-    local_args=group_counts, local_impl=local_impls.contiguous_group_norm)
+    local_args=group_counts, local_impl=local_impls.contiguous_norm)
 lines("native_batch_norm", layers.batch_norm,
       decomposition=batch_norm.whole_batch_forward, applies=batch_norm.in_training)
 lines("native_batch_norm_backward", masked_outputs(layers.batch_norm_backward, "output_mask"),
-      decomposition=batch_norm.whole_batch_backward, applies=batch_norm.trained)
+      decomposition=batch_norm.whole_batch_backward, applies=batch_norm.trained, local_impl=local_impls.contiguous_norm)
 TABLE[custom_ops.squares_around] = Line(fixed("n c y*, c -> c"))
 TABLE[custom_ops.norm_gradient] = Line(fixed("n c y*, n c y*, c, c, c, c -> n c y*", "a*f+d*f+b*e*f+c*e*f"))
 decomposed("_native_batch_norm_legit _native_batch_norm_legit.no_stats _batch_norm_with_update cudnn_batch_norm",
