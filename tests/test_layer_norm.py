@@ -54,6 +54,19 @@ def test_forward_and_backward(norm, ranks, sbp, features, affine):
         assert results[1][0].sbp == gt.from_full(plain[0], where, sbp).sbp
 
 
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm, lambda x, shape, weight, bias: dispatch(
+    gt.GlobalTensor, aten._fused_rms_norm.default, (x, shape, weight, 1e-6), {})[0] if x.is_global
+    else aten._fused_rms_norm(x, shape, weight, 1e-6)[0]], ids=["layer norm", "rms norm", "fused rms norm"])
+def test_results_lie_in_memory_as_those_of_torch(norm):
+    """Found by a random program: what elementwise ops make of a transposed operand lies as that does."""
+    plain = torch.randn(4, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(SEED))
+    x = gt.from_full(plain, place([[0, 1], [2, 3]]), (S(0), S(1)))
+    for _ in range(3):
+        expected, out = (norm(t.mT, [6], None, None) for t in (plain, x))
+        torch.testing.assert_close(out.full_tensor(), expected)
+        assert out.stride() == expected.stride()
+
+
 def test_only_statistics_are_sent():
     where, rows = place([[0, 1], [2, 3]]), 64
     x = gt.from_full(torch.randn(2 * rows, 32), where, (S(0), S(1))).requires_grad_()

@@ -72,6 +72,11 @@ def cast(run: Run, x: GlobalLike, dtype: torch.dtype | None) -> GlobalLike:
     return x if dtype is None or x.dtype == dtype else run(aten._to_copy.default, x, dtype=dtype)
 
 
+def contiguous_operand(run: Run, x: Any) -> Any:
+    """x, contiguous in memory, as results of many kernels are whatever their operands: elementwise ops keep it so."""
+    return x if x.is_contiguous() else run(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
 # ------------------------------------------------------------------------------------------------- means and norms
 
 
@@ -211,9 +216,7 @@ def safe_softmax(call: Call, run: Run) -> Any:
 
 def _softmax_operand(call: Call, run: Run) -> tuple[GlobalLike, torch.dtype]:
     """The operand, contiguous as the result will be and in the dtype that kernels compute in; the result's dtype."""
-    x = call.tensors[0]
-    if not x.is_contiguous():
-        x = run(aten.clone.default, x, memory_format=torch.contiguous_format)
+    x = contiguous_operand(run, call.tensors[0])
     wide = cast(run, x, accumulation_dtype(x.dtype))
     return wide, wide.dtype if call["half_to_float"] else x.dtype
 

@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from globaltensor.algorithms.decompositions import cast
+from globaltensor.algorithms.decompositions import cast, contiguous_operand
 from globaltensor.algorithms.offer import Offer, Offers, PricedBoxing, boxings_to, largest_part
 from globaltensor.algorithms.run import Run, traceable
 from globaltensor.layouts.global_like import GlobalLike
@@ -105,7 +105,7 @@ def _means(call: Call, run: Run, tensors: list[GlobalLike]) -> list[GlobalLike]:
 @traceable
 def layer_norm(call: Call, run: Run) -> tuple[GlobalLike, ...]:
     """native_layer_norm: the output, means and inverse deviations."""
-    x = call["input"]
+    x = contiguous_operand(run, call["input"])
     full = cast(run, x, accumulation_dtype(x.dtype))
     mean, = _means(call, run, [full])
     # Two reductions: mean(x^2) - mean^2 in one would cancel to noise where the mean is large.
@@ -122,7 +122,7 @@ def layer_norm(call: Call, run: Run) -> tuple[GlobalLike, ...]:
 @traceable
 def rms_norm(call: Call, run: Run) -> tuple[GlobalLike, ...]:
     """_fused_rms_norm: the output and inverse roots of mean squares."""
-    x = call["input"]
+    x = contiguous_operand(run, call["input"])
     full = cast(run, x, accumulation_dtype(x.dtype))
     square, = _means(call, run, [run(aten.mul.Tensor, full, full)])
     eps = call["eps"] if call["eps"] is not None else torch.finfo(full.dtype).eps
@@ -135,7 +135,7 @@ def _backward_parts(call: Call, run: Run, centered: bool) -> tuple[GlobalLike, G
     """grad_x; and grad * y and grad in the accumulation dtype, which are still to be summed over the samples."""
     x = call["input"]
     dtype = accumulation_dtype(x.dtype)
-    grad, y = cast(run, call["grad_out"], dtype), cast(run, x, dtype)
+    grad, y = (cast(run, contiguous_operand(run, t), dtype) for t in (call["grad_out"], x))
     if centered:
         y = run(aten.sub.Tensor, y, cast(run, call["mean"], dtype))
     inverse = cast(run, call["rstd"], dtype)
