@@ -39,11 +39,29 @@ class Net(nn.Module):
         return x
 
 
-def made(name):
+class Mixed(nn.Module):
+    """Its modules run in another order than it has them, in lists of lists and dicts; one does not run at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.unused = nn.Linear(HIDDEN, 8, bias=False), nn.Linear(HIDDEN, HIDDEN)
+        self.blocks = nn.ModuleList(nn.ModuleList([nn.LayerNorm(HIDDEN), Block()]) for _ in range(2))
+        self.more = nn.ModuleDict({"first": Block(), "codes": nn.Embedding(8, HIDDEN)})
+        self.body = nn.ModuleDict({"last": nn.ModuleList([Block()])})
+        self.head.weight = self.more["codes"].weight
+
+    def forward(self, x):
+        x = self.more["first"](x) + self.more["codes"](x[..., 0].gt(0).long())
+        for norm, block in self.blocks:
+            x = block(norm(x))
+        return self.head(self.body["last"][0](x))
+
+
+def made(name, net=Net):
     """A plain net and a global one under ZeRO 3, with optimizers and inputs."""
     where = place(*PLACES[name])
     torch.manual_seed(SEED)
-    plain, x = Net().double(), torch.randn(8, 3, HIDDEN).double()
+    plain, x = net().double(), torch.randn(8, 3, HIDDEN).double()
     rows = {"*.up.*": {"tp": S(0)}, "*.down.weight": {"tp": S(1)}} if "tp" in where.axis_names else {}
     model = gt.parallelize(copy.deepcopy(plain), where, rows)
     ours = gt.zero(torch.optim.AdamW(model.parameters(), lr=0.01), stage=3, model=model)
@@ -142,6 +160,26 @@ def test_few_moves_of_the_published_bytes(how):
     assert not [m for m in moves if m.bytes > 64 and m.op not in ("zero", "gradient")]
 
 
+def test_layers_are_found_in_any_model():
+    nets = made("dp of 4", Mixed)
+    assert [name for name, _ in zero3.layers_of(nets[0][0])] == [
+        "head", "unused", "blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1", "more.first", "body.last.0"]
+    for _ in range(3):
+        for net, x, optimizer in nets:
+            with gt.record() as moves:
+                once(net, x)
+                optimizer.step()
+                optimizer.zero_grad()
+        same(nets[1][0], nets[0][0])
+    gathers = [m for m in moves if m.op == "zero"]
+    # forward: first and norm, block, norm, block, last, head; backward: head and last, and so on, but not `unused`
+    assert [m.tensors for m in gathers] == [4 + 2, 4, 2, 4, 4, 1, 1 + 4, 4, 2, 4, 2, 4]
+    net = nets[1][0]
+    run = sum(p.numel() * 8 for p in net.parameters()) - sum(p.numel() * 8 for p in net.unused.parameters())
+    assert sum(m.bytes for m in gathers) == 2 * 3 * run // 4
+    assert {m.op for m in moves if m.bytes > 64} == {"zero", "gradient", "aten.embedding.default"}
+
+
 def test_two_layers_are_gathered_at_a_time(monkeypatch):
     """Whatever autograd keeps: of all parameters that were ever gathered, whose memory is there?"""
     _, (net, x, _) = made("dp")
@@ -155,8 +193,14 @@ def test_two_layers_are_gathered_at_a_time(monkeypatch):
     def there():
         return sum(any(s.untyped_storage().nbytes() for s in t.shards.values()) for t in saved)
 
+    def unshard(now, ahead):
+        seen.append(there())
+        real(now, ahead)
+        on_the_way = [layer for layer in ahead if layer.begun is not None]       # over a link, while `now` computes
+        seen.append(there() + 2 * len(on_the_way))
+
     real = zero3.unshard
-    monkeypatch.setattr(zero3, "unshard", lambda *layers: (seen.append(there()), real(*layers), seen.append(there())))
+    monkeypatch.setattr(zero3, "unshard", unshard)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         loss = net(x).pow(2).mean()
         assert len(saved) == 2 * LAYERS - 1 and there() == 0         # the input needs no gradient, so not the first

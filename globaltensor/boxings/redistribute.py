@@ -62,12 +62,15 @@ def move_shards(moves: Sequence[Move], op: str = watch.EXPLICIT, purpose: str = 
 
 
 class BegunBoxing:
-    """Tensors whose boxing goes on while the program does something else. `seconds`: how long it took to begin it."""
+    """Tensors whose boxing goes on while the program does something else. `seconds`: how long it took to begin it.
 
-    def __init__(self, moves: Sequence[Move], op: str) -> None:
+    check   that all ranks mean the same: now, while it goes on; else once it is waited for, together with others
+    """
+
+    def __init__(self, moves: Sequence[Move], op: str, check: bool = False) -> None:
         began = time.perf_counter()
         self.moves, self.plans = moves, plan_together(moves)
-        self.running = RunningBoxing(moves, self.plans, op, check=False)
+        self.running = RunningBoxing(moves, self.plans, op, check)
         self.seconds = time.perf_counter() - began
 
 

@@ -1,6 +1,8 @@
 """Sharded parameters, gathered (unsharded) a layer at a time, one layer ahead, and freed behind it: ZeRO 3.
 
-The layers are the items of a model's lists of modules (nn.ModuleList, nn.Sequential), in the order in which they run:
+The layers are the items of a model's lists of modules (nn.ModuleList, nn.ModuleDict, nn.Sequential), and beside these
+the modules that hold no others, such as the last norm and the head; but no embedding, of which backward needs nothing.
+They are expected in the order in which they ran before, and at first in that in which the model holds them:
 
     forward    before layer i    what is missing of layers i and i + 1 is gathered, all of it in one move; but where a
                                  link between processes is waited for, layer i + 1 is gathered while layer i computes
@@ -19,8 +21,9 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,23 +47,27 @@ from globaltensor.tensors.gradients import link_seconds
 from globaltensor.tensors.parameter_swap import convert, swap_in, swap_out
 from globaltensor.tensors.redistribution import to_layout
 
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
 
 class ShardedLayers:
     """The layers of a model whose parameters are split along an axis. Made after the parameters; hooks do the rest.
 
-    modules   the layers, in the order in which they usually run; default: the items of the model's lists
+    modules   the layers, in the order in which they usually run; default: those of the model (`layers_of`)
     """
 
     def __init__(self, model: nn.Module, axis: str, modules: Sequence[nn.Module] = ()) -> None:
-        listed = [item for _, items in _lists_of_layers(model) for item in items]
-        layers = [ShardedLayer(m, axis) for m in modules or listed]
+        layers = [ShardedLayer(m, axis) for m in modules or dict.fromkeys(m for _, m in layers_of(model))]
         inner = {id(m) for layer in layers for m in layer.module.modules() if m is not layer.module}
         self.layers = [layer for layer in layers if layer.slots and id(layer.module) not in inner]
-        self.forward_pass = self.last = 0            # its number, and the layer that ran last
+        self.forward_pass = 0                        # its number
+        self.ran: list[ShardedLayer] = []            # in it, in their order
         self.ending = False                          # will the end of this backward pass be noticed?
-        for i, layer in enumerate(self.layers):
-            layer.module.register_forward_pre_hook(lambda module, args, i=i: self._before_forward(i))
-            layer.module.register_forward_hook(lambda module, args, out, i=i: self._after_forward(i, out),
+        for before, after in pairwise(self.layers):
+            before.after, after.before = [after], [before]
+        for layer in self.layers:
+            layer.module.register_forward_pre_hook(lambda module, args, layer=layer: self._before_forward(layer))
+            layer.module.register_forward_hook(lambda module, args, out, layer=layer: self._after_forward(layer, out),
                                                always_call=True)
 
     def offload(self, optimizer: torch.optim.Optimizer, folder: str | None) -> None:
@@ -76,30 +83,40 @@ class ShardedLayers:
         for layer in self.layers:
             layer.drop_pages()
 
-    def _before_forward(self, i: int) -> None:
+    def _before_forward(self, layer: ShardedLayer) -> None:
         end_graph("ZeRO 3 gathers a layer's parameters before it runs and frees them behind it, which is not an op of "
                   "a graph: compile without fullgraph=True, each layer by itself, or take gt.zero(..., stage=2)")
-        self.forward_pass, self.last = self.forward_pass + (i <= self.last), i
         if _in_backward():                           # it runs again, and the layer before it comes next
+            self.forward_pass += 1
             self._expect_end(self.forward_pass)
-            unshard(self.layers[i], self.layers[max(i - 1, 0):i])
+            unshard(layer, layer.before)
         else:
             self.ending = False                      # a backward pass that raised has not come to its end
-            unshard(self.layers[i], self.layers[i + 1:i + 2])
-        self.layers[i].swap_in_unsharded(self.forward_pass)
+            self._note_order(layer)
+            unshard(layer, layer.after)
+        layer.swap_in_unsharded(self.forward_pass)
 
-    def _after_forward(self, i: int, out: Any) -> None:
-        forward_pass, storages = self.forward_pass, self.layers[i].swap_out_unsharded()
+    def _note_order(self, layer: ShardedLayer) -> None:
+        if layer in self.ran:                        # a new pass
+            self.ran[-1].after = []
+            self.forward_pass, self.ran = self.forward_pass + 1, []
+        layer.before = self.ran[-1:]
+        for last in layer.before:
+            last.after = [layer]
+        self.ran.append(layer)
+
+    def _after_forward(self, layer: ShardedLayer, out: Any) -> None:
+        forward_pass, storages = self.forward_pass, layer.swap_out_unsharded()
         for t in tree_flatten(out)[0]:
             if isinstance(t, Tensor) and t.requires_grad:            # who waits for backward keeps the storages alive
-                t.register_hook(lambda grad, storages=storages: self._before_backward(i, forward_pass))
+                t.register_hook(lambda grad, storages=storages: self._before_backward(layer, forward_pass))
         if not _in_backward():
-            self.layers[i].reshard()
+            layer.reshard()
 
-    def _before_backward(self, i: int, forward_pass: int) -> None:
-        if i + 1 < len(self.layers):
-            self.layers[i + 1].finish_backward(forward_pass)
-        unshard(self.layers[i], self.layers[max(i - 1, 0):i])
+    def _before_backward(self, layer: ShardedLayer, forward_pass: int) -> None:
+        for done in layer.after:
+            done.finish_backward(forward_pass)
+        unshard(layer, layer.before)
         self._expect_end(forward_pass)
 
     def _expect_end(self, forward_pass: int) -> None:
@@ -120,12 +137,16 @@ def _in_backward() -> bool:
 
 def is_in_a_layer(name: str, model: nn.Module) -> bool:
     """Is this parameter gathered with a layer? Others are gathered by each op that needs them."""
-    return any(name.startswith(f"{path}." if path else "") for path, _ in _lists_of_layers(model))
+    return any(name.startswith(f"{path}.") for path, _ in layers_of(model))
 
 
-def _lists_of_layers(model: nn.Module) -> list[tuple[str, nn.ModuleList | nn.Sequential]]:
-    """Those whose items are layers, with where they stand."""
-    return [(path, m) for path, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+def layers_of(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a model, with where they are. A list in a list runs none of its own: its items are layers, too."""
+    for key, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or not isinstance(module, _LISTS) and [*child.children()]:
+            yield from layers_of(child, f"{path}{key}.")
+        elif not isinstance(child, nn.Embedding):
+            yield path + key, child
 
 
 class SavedStorages(list[dict[int, Tensor]]):
@@ -165,6 +186,8 @@ class ShardedLayer:
         self.saved: weakref.WeakValueDictionary[int, SavedStorages] = weakref.WeakValueDictionary()   # by forward pass
         self.in_use: SavedStorages | None = None     # while the layer works
         self.files: list[mmap.mmap] = []             # in which offloaded parameters lie
+        self.before: list[ShardedLayer] = []         # the one that ran before it, if any, and the one after
+        self.after: list[ShardedLayer] = []
 
     def is_sharded(self) -> bool:
         """Is nothing gathered, or what was before someone wrote to a parameter?"""
@@ -184,7 +207,7 @@ class ShardedLayer:
 
     def begin(self) -> None:
         """Begin to gather it."""
-        self.begun, self.begun_with = BegunBoxing(self.gathering(), "zero"), self._versions()
+        self.begun, self.begun_with = BegunBoxing(self.gathering(), "zero", check=True), self._versions()
 
     def finish(self) -> None:
         """Wait for what was begun. It is dropped where someone wrote to a parameter meanwhile."""
