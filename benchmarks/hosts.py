@@ -12,6 +12,7 @@ with while these wait; the link changes under them. A time is that of the median
     FSDP2, freed       the same, and gathered anew in backward
     DTensor            torch's plan within a host and DDP across: the best of these buckets. Of 2 ranks each only, as tp
     torch's pipeline   a stage on each rank, 1F1B, 8 micro-batches
+    alone              plain torch, each rank on its part of a batch, and nothing is sent: no way to send it is faster
     dp                 ours: the batch split, parameters broadcast
     ZeRO 1, 2          ours: `gt.zero(optimizer, stage)` on top
     ZeRO 3             ours: parameters too, gathered a layer ahead
@@ -46,10 +47,11 @@ from globaltensor.tensors import gradients
 BUCKETS = [1, 2, 4, 25]                              # MB
 LINKS = [("1gbit", "50us"), ("1gbit", "1ms"), ("10gbit", "50us"), ("10gbit", "1ms")]
 BUCKETED = ("DDP", "DTensor")                        # of which the best bucket counts
-PAIRS = {"dp": "best DDP", "ZeRO 2": "FSDP2", "ZeRO 3": "FSDP2, freed", "tp": "best DTensor",
-         "pipeline": "torch's pipeline"}
+PAIRS = {"alone": "best DDP", "dp": "best DDP", "ZeRO 2": "FSDP2", "ZeRO 3": "FSDP2, freed",
+         "tp": "best DTensor", "pipeline": "torch's pipeline"}
 # Arms that take turns: the function that trains, below or in train.py, and what it is told.
-DP = {f"DDP {mb} MB": ("ddp", {"bucket": mb}) for mb in BUCKETS} | {"dp": ("ours", {"stage": 0})}
+DP = {f"DDP {mb} MB": ("ddp", {"bucket": mb}) for mb in BUCKETS} | {
+    "dp": ("ours", {"stage": 0}), "alone": ("alone", {})}
 SHARDED = {"FSDP2": ("fsdp2", {"frees": False}), "FSDP2, freed": ("fsdp2", {"frees": True})} | {
     f"ZeRO {stage}": ("ours", {"stage": stage}) for stage in (1, 2, 3)}
 TP = {f"DTensor {mb} MB": ("dtensor", {"bucket": mb}) for mb in BUCKETS} | {"tp": ("tp", {})}
@@ -101,7 +103,8 @@ def compare(count: int, per_host: int, families: list[dict[str, Any]], hidden: i
                 for name, some in workers.items():
                     losses = some.hear()
                     first = first or losses[0]
-                    train.verify(name, losses, first)
+                    if name != "alone":              # whose gradients are its own
+                        train.verify(name, losses, first)
                 for link in links:
                     for host in hosts:
                         slow_down(host, *link)
@@ -219,6 +222,11 @@ def worker(settings: dict[str, Any]) -> Iterator[list[float]]:
     yield from train.turns(trainer, settings["steps"])
 
 
+def alone(model: train.GPT, batches: list[tuple[Tensor, Tensor]], dp: int, tp: int) -> train.Trainer:
+    dist.init_process_group("gloo")
+    return train.of_torch(model, batches, dp, tp)
+
+
 def fsdp2(model: train.GPT, batches: list[tuple[Tensor, Tensor]], dp: int, tp: int, frees: bool) -> train.Trainer:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dp,))
@@ -268,7 +276,7 @@ def torch_pipeline(model: train.GPT, batches: list[tuple[Tensor, Tensor]], dp: i
     return PipelineTrainer(run, train.adamw(list(stage.parameters())), batches, read)
 
 
-KINDS = {"ddp": train.ddp, "fsdp2": fsdp2, "ours": ours, "dtensor": train.dtensor, "tp": train.ours,
+KINDS = {"alone": alone, "ddp": train.ddp, "fsdp2": fsdp2, "ours": ours, "dtensor": train.dtensor, "tp": train.ours,
          "our_pipeline": our_pipeline, "torch_pipeline": torch_pipeline}
 
 
