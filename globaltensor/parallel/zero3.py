@@ -114,8 +114,9 @@ class ShardedLayers:
             layer.reshard()
 
     def _before_backward(self, layer: ShardedLayer, forward_pass: int) -> None:
-        for done in layer.after:
-            done.finish_backward(forward_pass)
+        for done in layer.after:                     # or not, where layers ran in another order: then it comes again
+            done.finish()
+            done.reshard()
         unshard(layer, layer.before)
         self._expect_end(forward_pass)
 
