@@ -126,9 +126,30 @@ def loss_of_the_middle(net, x):
     (net.blocks[1](net.blocks[0](x)).pow(2).mean()).backward()
 
 
+def twice(net, x):
+    loss = net(x).pow(2).mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def losses_of_one_graph(net, x):
+    middle = net.blocks[1](net.blocks[0](x))
+    end = net.blocks[2](middle)
+    middle.pow(2).mean().backward(retain_graph=True)
+    end.pow(2).mean().backward()
+
+
+def gradient_penalty(net, x):
+    x = x.detach().requires_grad_()
+    out = net(x)
+    grad, = torch.autograd.grad(out.pow(2).sum(), x, create_graph=True)
+    (net(x * 0.5).mean() + out.mean() + grad.pow(2).mean()).backward()
+
+
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("how", [once, two_at_once, in_turns, looked_at_between, recomputed, after_an_error,
-                                 loss_of_the_middle, whole_layers_recomputed, reentrantly_recomputed])
+                                 loss_of_the_middle, whole_layers_recomputed, reentrantly_recomputed, twice,
+                                 losses_of_one_graph, gradient_penalty])
 def test_training(name, how):
     nets = made(name)
     for _ in range(3):

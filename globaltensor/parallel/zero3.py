@@ -37,6 +37,7 @@ from globaltensor.runtime.torch_internals import (
     backward_sequence_number,
     call_after_backward,
     end_graph,
+    graph_is_kept,
     in_fake_mode,
     tree_flatten,
     uncounted_writes,
@@ -115,21 +116,23 @@ class ShardedLayers:
 
     def _before_backward(self, layer: ShardedLayer, forward_pass: int) -> None:
         for done in layer.after:                     # or not, where layers ran in another order: then it comes again
-            done.finish()
-            done.reshard()
+            done.finish_backward()
         unshard(layer, layer.before)
+        if torch.is_grad_enabled() and forward_pass in layer.saved:
+            layer.saved[forward_pass].stay = True
         self._expect_end(forward_pass)
 
     def _expect_end(self, forward_pass: int) -> None:
         """Layers may run in any order: the end of backward finishes those that no other one does."""
         if not self.ending:
-            self.ending = True
-            call_after_backward(lambda: self._end_backward(forward_pass))
+            self.ending, kept = True, graph_is_kept()
+            call_after_backward(lambda: self._end_backward(None if kept else forward_pass))
 
-    def _end_backward(self, forward_pass: int) -> None:
+    def _end_backward(self, over: int | None) -> None:
+        """`over`: the forward pass, if it cannot be gone through backward once more."""
         self.ending = False
         for layer in self.layers:
-            layer.finish_backward(forward_pass)
+            layer.finish_backward(over)
 
 
 def _in_backward() -> bool:
@@ -151,7 +154,13 @@ def layers_of(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Modul
 
 
 class SavedStorages(list[dict[int, Tensor]]):
-    """rank -> unsharded shard, per parameter, as autograd saved them in one forward pass: empty but while in use."""
+    """rank -> unsharded shard, per parameter, as autograd saved them in one forward pass: empty but while in use.
+
+    `stay`: a backward pass that is differentiated itself has saved them once more, and nothing says when it is gone
+    through. They are emptied when that backward pass is over.
+    """
+
+    stay = False
 
     def fill(self, unsharded: list[dict[int, Tensor]] | None) -> None:
         tensors = tuple(t for shards in self for t in shards.values())
@@ -246,12 +255,15 @@ class ShardedLayer:
         """Free what was gathered. What autograd saved of it stays, without memory."""
         self.unsharded = None
         for storages in self.saved.values():
-            storages.fill(None)
+            if not storages.stay:
+                storages.fill(None)
 
-    def finish_backward(self, forward_pass: int) -> None:
+    def finish_backward(self, over: int | None = None) -> None:
+        """`over`: of this forward pass nothing is needed any more."""
         self.finish()                                # of one that did not run after all
+        if over is not None and over in self.saved:
+            self.saved.pop(over).fill(None)
         self.reshard()
-        self.saved.pop(forward_pass, None)
 
 
 def unshard(now: ShardedLayer, ahead: Sequence[ShardedLayer] = ()) -> None:

@@ -196,6 +196,11 @@ def backward_sequence_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
+def graph_is_kept() -> bool:
+    """Within a backward pass: can the same graph run backward once more, as it was asked to retain it?"""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def let_sizes_be_symbols(t: Any) -> None:
     """Let dynamo have symbols for all sizes of a tensor, as far as it has any; nothing is guarded for that."""
     if TORCH >= "2.13":
