@@ -34,7 +34,7 @@ import torch.distributed as dist
 from globaltensor.runtime import deadlock
 from globaltensor.runtime.accelerators import engine_class
 from globaltensor.runtime.exchange import wait_for_works, waiting_for
-from globaltensor.runtime.gloo import gloo_error, keep_for_ever
+from globaltensor.runtime.gloo import gloo_error, keep_for_ever, yield_cores
 from globaltensor.runtime.liveness import tell_end
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.store_tree import looks
@@ -120,6 +120,7 @@ def _group_of(ranks: tuple[int, ...], type: str) -> Any:
         _await_members(store, len(ranks))
         if type == "cpu":
             known = dist.ProcessGroupGloo(store, ranks.index(rank()), len(ranks), world().timeout)
+            yield_cores()
         else:
             group = engine_class(world().engine)     # such as NCCL's
             known = group(store, ranks.index(rank()), len(ranks), group.Options())

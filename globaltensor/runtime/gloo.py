@@ -1,4 +1,10 @@
-"""Where gloo has failed: its threads keep what they work on, so nothing of that may be freed.
+"""gloo's threads: when they run, and what is left of them where gloo has failed.
+
+A thread of gloo serves the connections of each group. When a message comes while another thread is sending by the same
+connection, that thread asks the kernel again and again until the other is done. Where it has taken the other's core,
+that is some milliseconds. So these threads do not take a core from one that computes (`SCHED_BATCH`).
+
+Where gloo has failed, its threads keep what they work on, so nothing of that may be freed.
 
 A peer that does something else than this rank may send more than it asked for. gloo then throws in the thread that
 serves its connections, which would end the process before anybody has said what the ranks do. Native code stops that
@@ -7,9 +13,12 @@ thread instead. The watch over waits finds what the ranks wait for, and all of t
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +28,18 @@ from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import world
 
 _NOBODY_SENDS = 7                                    # a tag
+_SERVES = "gloo_tcp_loop\n"                          # the name of a thread that serves connections
+
+
+def yield_cores() -> None:
+    """From now on the threads of gloo that there are wait until a core is free, or another thread has had its turn.
+    To be called when a group has been made. Only Linux knows such threads."""
+    if sys.platform != "linux":
+        return
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):                      # it has ended, or a sandbox forbids it
+            if (thread / "comm").read_text() == _SERVES and os.sched_getscheduler(int(thread.name)) == os.SCHED_OTHER:
+                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 def gloo_error() -> str:

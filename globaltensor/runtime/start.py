@@ -22,7 +22,7 @@ import torch.distributed as dist
 from globaltensor.errors import TransportError, counted, expect, expect_amount
 from globaltensor.runtime import arrival, deadlock, lineage, liveness, machine as machines, native
 from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count, engine_in, engine_of
-from globaltensor.runtime.gloo import gloo_error, keep_for_ever
+from globaltensor.runtime.gloo import gloo_error, keep_for_ever, yield_cores
 from globaltensor.runtime.host_processes import ProcessId
 from globaltensor.runtime.launchers import check_variables, ranks_per_host, recognize_launcher
 from globaltensor.runtime.machine import Machine
@@ -128,6 +128,7 @@ def _world_of(store: dist.Store, processes: dict[int, ProcessId], rank: int, siz
         base = replace(base, hosts=hosts)
     # what ranks agree on is small and lies on the CPU, from where no other engine sends
     control = None if "cpu:" in backends else dist.new_group(backend="gloo", timeout=timeout + _BACKSTOP)
+    yield_cores()
     return World(size, (dist.get_rank(),), base, f"torch.distributed ({engine})", control,
                  timeout + _BACKSTOP, engine)
 

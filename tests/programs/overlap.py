@@ -1,5 +1,6 @@
 """Gradients that are reduced while backward goes on: every process compares them with those reduced all at once."""
 import json
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -104,6 +105,14 @@ def check_watch(net, moves, each_once):
         assert moves[0].tensors == 2 * LAYERS and moves[0].bytes == sum(p.nbytes for p in net.parameters()), moves
 
 
+def check_threads():
+    """What serves gloo's connections, in the group of all ranks and in that of the buckets, takes no core from others,
+    which Linux can be told."""
+    policies = [os.sched_getscheduler(int(thread.name)) for thread in Path("/proc/self/task").glob("*")
+                if (thread / "comm").read_text().startswith("gloo")]
+    assert len(policies) == 2 and set(policies) == {os.SCHED_BATCH}, policies
+
+
 def main(folder):
     where, seen = gt.placement.all("cpu"), {}
     redistribute.foreach_copy_ = copied_again
@@ -123,6 +132,8 @@ def main(folder):
         assert [n for n, _ in others] == [both, both, both - 1, both], others
         for a, b in zip(at_once, ahead, strict=True):
             assert torch.equal(a, b), f"ZeRO 3: {(a - b).abs().max()}"
+    if sys.platform == "linux":
+        check_threads()
     Path(folder, f"{gt.rank()}.json").write_text(json.dumps(seen))
 
 
