@@ -13,7 +13,7 @@ threads of its own; and those of 16-bit floats, as it rounds after each addition
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Region, intersect, slices, volume
 from globaltensor.runtime.accelerators import engine_class
 from globaltensor.runtime.collectives import Collective
+from globaltensor.runtime.torch_internals import foreach_copy_
 from globaltensor.runtime.world import world
 
 # gloo adds numbers of these, in any order; in two ranks also those of 16 bits, as one addition is rounded once
@@ -69,10 +70,11 @@ def collective_name(step: GroupStep, dtype: torch.dtype, merged: bool = True, nb
 
 def pack_collective(name: str, items: Sequence[Item], rank: int) -> Collective:
     """The call that does these steps of one group, tensors of one dtype."""
-    ranks = tuple(sorted(items[0].step.ranks))
+    steps = tuple(step for step, _ in items)
+    ranks = tuple(sorted(steps[0].ranks))
     first = items[0].shard
     if name == "all_reduce":
-        buffer = _end_to_end([shard for _, shard in items], first)
+        buffer = _end_to_end([shard for _, shard in items], _placed(_shard_shapes(steps, rank)), first)
         return Collective(name, ranks, buffer, buffer)
     if name == "all_to_all":
         taken = [[shard[slices(part, step.src.region(step.shape, rank))] for step, shard in items
@@ -82,12 +84,13 @@ def pack_collective(name: str, items: Sequence[Item], rank: int) -> Collective:
                          for holder in ranks)
         source = torch.cat([t.reshape(-1) for parts in taken for t in parts] or [first.new_empty(0)])
         return Collective(name, ranks, source, first.new_empty(sum(received)), sent, received)
-    longest = max(_row_length(name, items, r) for r in ranks)
+    longest = _longest(steps, name == "reduce_scatter")
     if name == "all_gather":
-        source = _end_to_end([shard for _, shard in items], first, longest)
+        source = _end_to_end([shard for _, shard in items], _placed(_shard_shapes(steps, rank), longest), first)
         return Collective(name, ranks, source, first.new_empty(longest * len(ranks)))
     rows = [_end_to_end([shard[slices(step.dst.region(step.shape, r), step.src.region(step.shape, rank))]
-                         for step, shard in items], first, longest) for r in ranks]
+                         for step, shard in items], _placed(_shard_shapes(steps, r, True), longest), first)
+            for r in ranks]
     return Collective(name, ranks, torch.cat(rows), first.new_empty(longest))
 
 
@@ -95,19 +98,17 @@ def unpack_collective(call: Collective, items: Sequence[Item], rank: int, into: 
                       ) -> list[torch.Tensor]:
     """The new shards: of reductions views of the one result, which lives as long as one of them does; else in the
     memory that is given, if any."""
-    shapes = [step.dst.local_shape(step.shape, rank) for step, _ in items]
+    steps = tuple(step for step, _ in items)
+    shapes = _shard_shapes(steps, rank, True)
     if call.name in ("all_reduce", "reduce_scatter"):
-        return _read_row(call.result, shapes)
+        return _placed(shapes, len(call.result)).read(call.result)
     shards = [shard.new_empty(shape) if own is None else own for shape, (_, shard), own in zip(shapes, items, into)]
     if call.name == "all_gather":
-        for row, holder in zip(call.result.view(len(call.ranks), -1), call.ranks):
-            parts = [step.src.region(step.shape, holder) for step, _ in items]
-            for shard, part, piece in zip(shards, parts, _read_row(row, map(_lengths, parts))):
-                shard[slices(part, tuple((0, n) for n in shard.shape))].copy_(piece)
+        _read_gathered(call, steps, shards)
         return shards
     at = 0
     for holder in call.ranks:
-        for shard, (step, _) in zip(shards, items):
+        for shard, step in zip(shards, steps):
             if (shared := _shared(step, holder, rank)) is not None:
                 piece = call.result[at:at + volume(shared)].view(_lengths(shared))
                 shard[slices(shared, step.dst.region(step.shape, rank))].copy_(piece)
@@ -115,44 +116,84 @@ def unpack_collective(call: Collective, items: Sequence[Item], rank: int, into: 
     return shards
 
 
+def _read_gathered(call: Collective, steps: tuple[GroupStep, ...], shards: Sequence[torch.Tensor]) -> None:
+    """Bring what each rank gave to its places: by one copy for a tensor, where all are split evenly."""
+    rows = call.result.view(len(call.ranks), -1)
+    dims = [_even_dim(step, call.ranks) for step in steps]
+    if None not in dims:
+        pieces = _placed(_shard_shapes(steps, call.ranks[0]), rows.shape[1]).read(rows)
+        foreach_copy_([shard.unflatten(dim, (len(rows), piece.shape[1 + dim])).movedim(dim, 0)
+                       for shard, dim, piece in zip(shards, dims, pieces) if dim is not None], pieces)
+        return
+    for row, holder in zip(rows, call.ranks):
+        for shard, step, piece in zip(shards, steps, _placed(_shard_shapes(steps, holder), len(row)).read(row)):
+            shard[slices(step.src.region(step.shape, holder), tuple((0, n) for n in shard.shape))].copy_(piece)
+
+
+def _even_dim(step: GroupStep, ranks: tuple[int, ...]) -> int | None:
+    """The dim that is split into equal parts, one after the other for these ranks; None where it is otherwise."""
+    dim = step.src.sbp[0].dim
+    alone = len(step.src.sbp) == 1 and step.src.placement.flat == ranks
+    return dim if alone and step.shape[dim] % len(ranks) == 0 else None
+
+
 def _shared(step: GroupStep, holder: int, taker: int) -> Region | None:
     """What `taker` gets from `holder` in an all-to-all."""
     return intersect(step.src.region(step.shape, holder), step.dst.region(step.shape, taker))
 
 
-def _row_length(name: str, items: Sequence[Item], rank: int) -> int:
-    """Elements of what `rank` gives to an all-gather, or gets of a reduce-scatter."""
-    return sum(_padded(prod((step.src if name == "all_gather" else step.dst).local_shape(step.shape, rank)))
-               for step, _ in items)
+@remembered
+def _shard_shapes(steps: tuple[GroupStep, ...], rank: int, after: bool = False) -> tuple[Shape, ...]:
+    """Of the shards that `rank` has before these steps, or after them."""
+    return tuple((step.dst if after else step.src).local_shape(step.shape, rank) for step in steps)
 
 
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+@remembered
+def _longest(steps: tuple[GroupStep, ...], after: bool) -> int:
+    """Elements that the shards of the rank take up that has most."""
+    return max(_placed(_shard_shapes.__wrapped__(steps, rank, after)).length for rank in steps[0].ranks)
 
 
-def _end_to_end(parts: Sequence[torch.Tensor], like: torch.Tensor, length: int | None = None) -> torch.Tensor:
-    """Tensors in one new buffer of zeros, each from a multiple of `_ALIGNED` on."""
-    sizes = [t.numel() for t in parts]
-    rows = [_padded(size) for size in sizes]
-    end = sum(rows)
-    buffer = like.new_empty(end if length is None else length)
-    places = buffer[:end].split_with_sizes(rows)
-    for t, place, size, row in zip(parts, places, sizes, rows):
-        (place if row == size else place[:size]).view(t.shape).copy_(t)
-        if row > size:
-            place[size:] = 0
-    if length is not None:
-        buffer[end:] = 0
+class Rows(NamedTuple):
+    """Where tensors lie in a flat buffer of `length`, end to end, each from a multiple of `_ALIGNED` on: the lengths
+    into which to cut it, and which of these pieces are the tensors, and which are gaps."""
+
+    shapes: tuple[Shape, ...]
+    length: int
+    cuts: list[int]
+    at: list[int]
+    gaps: list[int]
+
+    def read(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in this buffer, or in each of several such ones: [*n, length] -> [*n, *shape]."""
+        pieces = buffer.split_with_sizes(self.cuts, -1)
+        return [pieces[k].view(buffer.shape[:-1] + shape) for k, shape in zip(self.at, self.shapes)]
+
+
+@remembered
+def _placed(shapes: tuple[Shape, ...], length: int | None = None) -> Rows:
+    """These tensors end to end; `length`: that of the buffer, which may be longer."""
+    cuts: list[int] = []
+    at, gaps = [], []
+    for shape in shapes:
+        at.append(len(cuts))
+        cuts.append(prod(shape))
+        if gap := -cuts[-1] % _ALIGNED:
+            gaps.append(len(cuts))
+            cuts.append(gap)
+    if length is not None and length > sum(cuts):
+        gaps.append(len(cuts))
+        cuts.append(length - sum(cuts))
+    return Rows(shapes, sum(cuts), cuts, at, gaps)
+
+
+def _end_to_end(parts: list[torch.Tensor], rows: Rows, like: torch.Tensor) -> torch.Tensor:
+    """Tensors in one new buffer, with zeros between them."""
+    pieces = (buffer := like.new_empty(rows.length)).split_with_sizes(rows.cuts)
+    foreach_copy_([pieces[k].view(shape) for k, shape in zip(rows.at, rows.shapes)], parts)
+    for k in rows.gaps:
+        pieces[k].zero_()
     return buffer
-
-
-def _read_row(row: torch.Tensor, shapes: Iterable[Shape]) -> list[torch.Tensor]:
-    """The tensors that `_end_to_end` put there."""
-    shapes = list(shapes)
-    sizes = [prod(shape) for shape in shapes]
-    rows = [_padded(size) for size in sizes]
-    return [(place if len(place) == size else place[:size]).view(shape)
-            for place, size, shape in zip(row[:sum(rows)].split_with_sizes(rows), sizes, shapes)]
 
 
 def _lengths(region: Region) -> Shape:

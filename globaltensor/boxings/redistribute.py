@@ -19,15 +19,20 @@ import torch
 from globaltensor.boxings import native, watch
 from globaltensor.boxings.device_boxing import find_device_boxing, run_device_boxings
 from globaltensor.boxings.graph_op import any_of_a_trace, box_in_graph, implement_box
+from globaltensor.boxings.plan import plan
 from globaltensor.boxings.process_boxing import find_meeting, run_process_boxings
 from globaltensor.boxings.run_steps import Move as Move, RunningBoxing
 from globaltensor.boxings.seen import plan_together, seen, seen_moves
-from globaltensor.layouts.layout import Layout, Shards, dense
+from globaltensor.layouts.layout import Layout, Shards, Spec, dense
+from globaltensor.layouts.recent import remembered
 from globaltensor.runtime import trace_order
+from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.memory import refuse_fake_mode
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import foreach_copy_, in_fake_mode, without_fake_mode
-from globaltensor.runtime.world import local_ranks_of
+from globaltensor.runtime.world import local_ranks_of, world
+
+_LARGE = 25 << 20                                    # bytes: as if so many were planned as one
 
 
 def move_shards(moves: Sequence[Move], op: str = watch.EXPLICIT, purpose: str = "") -> list[Shards]:
@@ -122,6 +127,16 @@ def in_layout(t: Any, dst: Layout, shards: Shards) -> Any:
     moved = type(t).wrap(t.spec.moved(dst), shards)
     moved.lineage = t.lineage
     return moved
+
+
+@remembered
+def link_seconds(of: Spec, dst: Layout, machine: Machine) -> tuple[float, float] | None:
+    """Latency and transfer, in seconds, of a boxing that passes a link between processes, which goes on while a core
+    computes; None for any other."""
+    if world().single_process or of.placement.type != "cpu" or native.find_boxing(of, dst) is not None:
+        return None
+    own = plan(of.layout, dst, of.shape, _LARGE, machine)
+    return own.fixed, own.rate * of.nbytes
 
 
 def _in_one_pass(moves: Sequence[Move], purpose: str) -> Callable[[], list[Shards]] | None:

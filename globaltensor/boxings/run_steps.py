@@ -56,11 +56,13 @@ class DividedStep(NamedTuple):
 
 
 class MovesProgram(NamedTuple):
-    """Of many tensors: the shapes that they move in, the steps of each, and how each step is done."""
+    """Of many tensors: the shapes that they move in, the steps of each, how each step is done, and the strides of those
+    that shall not be contiguous."""
 
     shapes: tuple[Shape, ...]
     steps: tuple[list[Step], ...]
     divided: tuple[DividedStep, ...]
+    strides: tuple[Shape | None, ...]
 
 
 class Move(NamedTuple):
@@ -99,8 +101,9 @@ class RunningBoxing:
         """Wait for it: the new shards of every tensor."""
         for _ in self._run:
             pass
-        return [_settle_shards(move, plan, shards) if plan.steps else move.shards
-                for move, plan, shards in zip(self._moves, self._plans, self._shards)]
+        every = zip(self._moves, self._plans, self._program.strides, self._program.steps, self._shards)
+        return [_settle_shards(move, plan, stride, shards) if steps else move.shards
+                for move, plan, stride, steps, shards in every]
 
     def _run_steps(self) -> Iterator[None]:
         for number, parts in enumerate(self._program.divided):
@@ -122,8 +125,8 @@ class RunningBoxing:
 
     def _into(self, k: int, number: int) -> Shards:
         """Memory for the shards of a tensor after this step: after the last one, if that has their shape."""
-        is_last = number + 1 == len(self._program.steps[k]) and not self._plans[k].view
-        return is_last and self._moves[k].into or {}
+        into = self._moves[k].into
+        return into if into and number + 1 == len(self._program.steps[k]) and not self._plans[k].view else {}
 
     def _begin_collectives(self, named: Sequence[NamedCall], number: int, tag: int
                            ) -> Callable[[], list[tuple[int, Shards]]]:
@@ -187,7 +190,9 @@ def _program_of(specs: tuple[Spec, ...], dsts: tuple[Layout, ...], plans: tuple[
     divided = tuple(_divide([(k, own[number], shapes[k], specs[k].dtype) for k, own in enumerate(steps)
                               if len(own) > number], nbytes)
                     for number in range(max(map(len, steps), default=0)))
-    return MovesProgram(shapes, steps, divided)
+    strides = (of.moved(dst).stride for of, dst in zip(specs, dsts))
+    return MovesProgram(shapes, steps, divided, tuple(
+        None if stride == contiguous(of.shape) else stride for of, stride in zip(specs, strides)))
 
 
 def _divide(now: Sequence[tuple[int, Step, Shape, torch.dtype]], nbytes: int) -> DividedStep:
@@ -232,14 +237,11 @@ def _native_boxing(group: GroupStep, dtype: torch.dtype) -> Any:
     return native.find_boxing(spec(group.src, group.shape, None, dtype), group.dst)
 
 
-def _settle_shards(move: Move, plan: BoxingPlan, shards: Shards) -> Shards:
+def _settle_shards(move: Move, plan: BoxingPlan, stride: Shape | None, shards: Shards) -> Shards:
     """The new shards as those of the tensor that moved, its dims in memory in their order."""
     if plan.view:
         shards = _view_shards(shards, move.dst, move.spec.shape)
-    stride = move.spec.moved(move.dst).stride
-    if stride == contiguous(move.spec.shape):
-        return shards
-    return {rank: dense_in_order(shard, stride) for rank, shard in shards.items()}
+    return shards if stride is None else {rank: dense_in_order(shard, stride) for rank, shard in shards.items()}
 
 
 def _view_shards(shards: Shards, held: Layout, shape: Shape) -> Shards:
@@ -249,16 +251,17 @@ def _view_shards(shards: Shards, held: Layout, shape: Shape) -> Shards:
 
 def boxing_tag(moves: Sequence[Move], purpose: str) -> int:
     """By what ranks notice that they do not mean the same boxing."""
-    # k makes the tag depend on the order: ranks that box the same tensors in another order disagree.
-    tag = sum(k * _move_tag(move.spec, move.dst) for k, move in enumerate(moves, 1))
+    tag = _moves_tag(tuple(move.spec for move in moves), tuple(move.dst for move in moves))
     tag += of_boxing([move.lineage for move in moves])
     return tag + (call_site() if purpose == watch.EXPLICIT else zlib.crc32(purpose.encode()))
 
 
 @remembered
-def _move_tag(of: Spec, dst: Layout) -> int:
-    """The same on all ranks, and seldom that of another boxing."""
-    return zlib.crc32(f"{of.layout} {dst} {of.shape} {of.dtype}".encode())
+def _moves_tag(specs: tuple[Spec, ...], dsts: tuple[Layout, ...]) -> int:
+    """The same on all ranks, and seldom that of other boxings."""
+    # k makes the tag depend on the order: ranks that box the same tensors in another order disagree.
+    return sum(k * zlib.crc32(f"{of.layout} {dst} {of.shape} {of.dtype}".encode())
+               for k, (of, dst) in enumerate(zip(specs, dsts), 1))
 
 
 @remembered

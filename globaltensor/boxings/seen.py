@@ -73,12 +73,16 @@ def seen_moves(op: str, moves: Sequence[Move], plans: Sequence[BoxingPlan], seco
         yield calls
 
 
-def plan_together(moves: Sequence[Move | watch.MovedTensor], machine: Machine | None = None) -> list[BoxingPlan]:
+def plan_together(moves: Sequence[Move | watch.MovedTensor], machine: Machine | None = None) -> tuple[BoxingPlan, ...]:
     """The plan of each of these tensors, which move together: they share the latency of their steps, so that each is
     planned as if it were as large as all. `machine`: of another world than this one."""
-    machine = machine or world().machine
-    nbytes = sum(move.spec.nbytes for move in moves if move.spec.layout is not move.dst)
-    return [plan(move.spec.layout, move.dst, move.spec.shape, nbytes, machine) for move in moves]
+    return _plan_together(tuple((move.spec, move.dst) for move in moves), machine or world().machine)
+
+
+@remembered
+def _plan_together(moves: tuple[tuple[Spec, Layout], ...], machine: Machine) -> tuple[BoxingPlan, ...]:
+    nbytes = sum(of.nbytes for of, dst in moves if of.layout is not dst)
+    return tuple(plan(of.layout, dst, of.shape, nbytes, machine) for of, dst in moves)
 
 
 _plan_bytes = remembered(plan_bytes)

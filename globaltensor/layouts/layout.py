@@ -177,7 +177,9 @@ class Spec:
 
     def moved(self, where: Layout) -> Spec:
         """The same tensor after a boxing: new memory without gaps, its dims in the order of the old one."""
-        return self if where is self.layout else spec(where, self.shape, dense(self.shape, self.stride), self.dtype)
+        if where is self.layout:
+            return self
+        return (_spec_moved.__wrapped__ if self.symbolic else _spec_moved)(self, where)
 
     @property
     def expected(self) -> Spec:
@@ -212,6 +214,11 @@ def spec(where: Layout, shape: Shape, stride: Shape | None, dtype: torch.dtype, 
         known = _specs.setdefault((where, shape, known.stride, dtype, copied, lazy_bits), known)
         _specs[key] = known
     return known
+
+
+@remembered
+def _spec_moved(of: Spec, where: Layout) -> Spec:
+    return spec(where, of.shape, dense(of.shape, of.stride), of.dtype)
 
 
 def lazy_bits_of(t: torch.Tensor) -> frozenset[str]:

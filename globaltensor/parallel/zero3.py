@@ -29,7 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from globaltensor.boxings.redistribute import BegunBoxing, Move, finish_boxings, in_layout, move_shards
+from globaltensor.boxings.redistribute import (
+    BegunBoxing,
+    Move,
+    finish_boxings,
+    in_layout,
+    link_seconds,
+    move_shards,
+)
 from globaltensor.layouts.layout import Layout, layout
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.parallel.offload import on_host
@@ -44,7 +51,6 @@ from globaltensor.runtime.torch_internals import (
 )
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.gradients import link_seconds
 from globaltensor.tensors.parameter_swap import convert, swap_in, swap_out
 from globaltensor.tensors.redistribution import to_layout
 

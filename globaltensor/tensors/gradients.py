@@ -26,14 +26,11 @@ from typing import Any, NamedTuple
 import torch
 
 from globaltensor.boxings import native
-from globaltensor.boxings.plan import plan
-from globaltensor.boxings.redistribute import BegunBoxing, Move, finish_boxings, redistribute
+from globaltensor.boxings.redistribute import BegunBoxing, Move, finish_boxings, link_seconds, redistribute
 from globaltensor.boxings.watch import watched
 from globaltensor.errors import ArgumentError, BoxingError, GlobalTensorError
 from globaltensor.layouts.global_like import is_global
-from globaltensor.layouts.layout import Layout, Spec, spec
-from globaltensor.layouts.recent import remembered
-from globaltensor.runtime.machine import Machine
+from globaltensor.layouts.layout import Layout, spec
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import TensorBase, compiling
 from globaltensor.runtime.world import world
@@ -84,7 +81,7 @@ def _notes(leaf: Any) -> LeafGradient:
 
 def read_grad(leaf: Any) -> Any:
     """The gradient of a leaf, settled; or as it lies, for torch.compile, which reads all while it traces."""
-    noted = _noted(leaf)
+    noted = leaf.__dict__.get(ATTRIBUTE, _NOTHING_NOTED)           # optimizers read all gradients some three times
     if pending and not (noted.part is None and compiling()):
         reduce_pending()
     return raw_grad(leaf) if noted.part is None else _handed_over(noted.whole, noted.part)
@@ -93,8 +90,8 @@ def read_grad(leaf: Any) -> Any:
 def replace_grad(leaf: Any, value: Any) -> None:
     """Replace the gradient of a leaf."""
     noted = _noted(leaf)
-    for one in {id(t): t for t in (leaf, noted.part, noted.whole) if t is not None}.values():
-        if (order := _noted(one).order) is not None and pending.pop(order, None) is not None:
+    for one in (leaf,) if noted.part is None else (noted.part, noted.whole):       # `leaf` is one of these two
+        if pending and (order := _noted(one).order) is not None and pending.pop(order, None) is not None:
             _buckets.nbytes -= one.spec.nbytes
         _set(one, value if one is leaf else None)
 
@@ -213,16 +210,17 @@ def _accumulated(leaf: Any) -> bool:
         _set(leaf, grad)
     if type(grad) is not type(leaf):
         return False
-    if grad.spec.layout is not grad_layout(leaf):
-        notes = _noted(leaf)
-        assert notes.order is not None               # only what is watched comes here
-        twice = notes.order in pending
-        pending[notes.order] = leaf
-        _buckets.add(leaf, grad, twice)
-        if notes.early and not _early_reduction_off and _buckets.nbytes >= EARLY:
-            reduce_pending()
-        return False
-    return True
+    notes = _noted(leaf)
+    dst = notes.layout or leaf.spec.layout
+    if grad.spec.layout is dst:
+        return True
+    assert notes.order is not None                   # only what is watched comes here
+    twice = notes.order in pending
+    pending[notes.order] = leaf
+    _buckets.add(Reduction(leaf, grad, dst, notes), twice)
+    if notes.early and not _early_reduction_off and _buckets.nbytes >= EARLY:
+        reduce_pending()
+    return False
 
 
 _early_reduction_off = False
@@ -260,7 +258,7 @@ def reduce_pending(of: Iterable[Any] | None = None) -> None:
     """Bring all waiting gradients, or those of some leaves and all that are under way, to where they shall lie."""
     begun = _buckets.under_way
     arriving = [one if _buckets.is_current(one) else None for bucket in begun for one in bucket.reductions]
-    orders = {k for one in arriving if one is not None and (k := _noted(one.leaf).order) is not None}
+    orders = {k for one in arriving if one is not None and (k := one.notes.order) is not None}
     keys = sorted((pending.keys() if of is None else pending.keys() & {_noted(leaf).order for leaf in of}) - orders)
     waiting = [one for key in keys if (one := Reduction.of(pending[key])) is not None]
     if begun or waiting and not _reduce_natively(waiting):
@@ -279,27 +277,34 @@ def reduce_pending(of: Iterable[Any] | None = None) -> None:
 
 
 class Reduction(NamedTuple):
-    """A gradient of a leaf, and the layout that it is brought to."""
+    """A gradient of a leaf, the layout that it is brought to, and what is noted of it."""
 
     leaf: Any
     grad: Any
     dst: Layout
+    notes: LeafGradient
 
     @classmethod
     def of(cls, leaf: Any) -> Reduction | None:
         """What the gradient of a leaf needs; None where it lies where it shall."""
-        grad, dst = raw_grad(leaf), grad_layout(leaf)
-        return None if grad is None or grad.spec.layout is dst else cls(leaf, grad, dst)
+        grad, notes = raw_grad(leaf), _noted(leaf)
+        one = cls(leaf, grad, notes.layout or leaf.spec.layout, notes)
+        return one if grad is not None and one.is_needed else None
 
     @property
-    def dtype(self) -> torch.dtype:
-        """In which it is sent."""
-        return _noted(self.leaf).reduce_dtype or self.grad.dtype
+    def is_needed(self) -> bool:
+        """Is this the gradient of the leaf, and not where it shall lie?"""
+        return raw_grad(self.leaf) is self.grad and self.grad.spec.layout is not self.dst
+
+    @property
+    def casts(self) -> bool:
+        """Is it sent in another dtype than its own?"""
+        return self.notes.reduce_dtype not in (None, self.grad.spec.dtype)
 
     def move(self) -> Move:
         """The boxing that does it."""
-        of, dtype, shards = self.grad.spec, self.dtype, self.grad.shards
-        if dtype is not of.dtype:
+        of, shards = self.grad.spec, self.grad.shards
+        if self.casts and (dtype := self.notes.reduce_dtype) is not None:
             of, shards = spec(of.layout, of.shape, of.stride, dtype), _cast(shards, dtype)
         return Move(of, shards, self.dst, self.grad.lineage)
 
@@ -314,7 +319,7 @@ def _cast(shards: dict[int, torch.Tensor], dtype: torch.dtype) -> dict[int, torc
 
 def _reduce_natively(waiting: list[Reduction]) -> bool:
     """Where memory does it, and nobody watches, these gradients are reduced where they lie."""
-    if torch_ext is None or watched() or any(one.dtype != one.grad.dtype for one in waiting):
+    if torch_ext is None or watched() or any(one.casts for one in waiting):
         return False
     boxings = [native.find_boxing(one.grad.spec, one.dst) for one in waiting]
     if None in boxings:
@@ -338,7 +343,7 @@ class BackwardBuckets:
     """
 
     def __init__(self) -> None:
-        self.waiting: list[Any] = []                 # leaves of the next bucket
+        self.waiting: list[Reduction] = []           # of the next bucket
         self.transfer = self.before = 0.0            # seconds that these take to be sent, and the last bucket took
         self.sum = self.expected = 0.0               # the same of all gradients since the last read, and before it
         self.under_way: list[Bucket] = []
@@ -347,32 +352,32 @@ class BackwardBuckets:
         self.twice = False
         self.nbytes = 0                              # of all leaves that wait
 
-    def add(self, leaf: Any, grad: Any, twice: bool) -> None:
+    def add(self, one: Reduction, twice: bool) -> None:
         """A gradient came; `twice`: one waits already."""
-        self.nbytes += 0 if twice else leaf.spec.nbytes
         if twice:
             self.twice = True
-            self.stale.add(id(leaf))
-            self.waiting = [other for other in self.waiting if other is not leaf]
-        elif (link := link_seconds(grad.spec, grad_layout(leaf), world().machine)) and not _early_reduction_off:
+            self.stale.add(id(one.leaf))
+            self.waiting = [other for other in self.waiting if other.leaf is not one.leaf]
+            return
+        self.nbytes += one.leaf.spec.nbytes
+        if (link := link_seconds(one.grad.spec, one.dst, world().machine)) and not _early_reduction_off:
             latency, transfer = link
             self.sum += transfer
             if self.each_once:
-                self.waiting.append(leaf)
+                self.waiting.append(one)
                 self.transfer += transfer
                 enough = min(2 * self.before, self.expected / BUCKETS, self.expected - self.sum)
                 if self.transfer >= max(TIMES_LATENCY * latency, enough):
                     self._begin()
 
     def _begin(self) -> None:
-        reductions = [one for leaf in self.waiting if (one := Reduction.of(leaf)) is not None]
+        reductions = [one for one in self.waiting if one.is_needed]
         self.under_way.append(Bucket(BegunBoxing([one.move() for one in reductions], "gradient"), reductions))
         self.waiting, self.transfer, self.before = [], 0.0, self.transfer
 
     def is_current(self, one: Reduction) -> bool:
         """Is this still to be read? What came again, or was replaced or dropped, is not what was sent."""
-        leaf = one.leaf
-        return id(leaf) not in self.stale and raw_grad(leaf) is one.grad and _noted(leaf).order in pending
+        return id(one.leaf) not in self.stale and raw_grad(one.leaf) is one.grad and one.notes.order in pending
 
     def note_read(self, whole: bool) -> None:
         """Gradients are read; `whole`: all of them."""
@@ -381,16 +386,6 @@ class BackwardBuckets:
         if whole:
             self.expected, self.sum, self.each_once, self.twice = self.sum, 0.0, not self.twice, False
         self.stale.clear()
-
-
-@remembered
-def link_seconds(of: Spec, dst: Layout, machine: Machine) -> tuple[float, float] | None:
-    """Latency and transfer, in seconds, of a boxing that passes a link between processes, which goes on while a core
-    computes; None for any other."""
-    if world().single_process or of.placement.type != "cpu" or native.find_boxing(of, dst) is not None:
-        return None
-    own = plan(of.layout, dst, of.shape, EARLY, machine)
-    return own.fixed, own.rate * of.nbytes
 
 
 _buckets = BackwardBuckets()
