@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from functools import partial
 
 import pytest
@@ -139,6 +140,14 @@ def losses_of_one_graph(net, x):
     end.pow(2).mean().backward()
 
 
+def losses_of_two_graphs(net, x):
+    """In one forward pass: the first backward pass goes through two of its layers, the second through the others."""
+    first = net.blocks[1](net.blocks[0](x)).pow(2).mean()
+    second = net.blocks[3](net.blocks[2](x)).pow(2).mean()
+    first.backward()
+    second.backward()
+
+
 def gradient_penalty(net, x):
     x = x.detach().requires_grad_()
     out = net(x)
@@ -149,7 +158,7 @@ def gradient_penalty(net, x):
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("how", [once, two_at_once, in_turns, looked_at_between, recomputed, after_an_error,
                                  loss_of_the_middle, whole_layers_recomputed, reentrantly_recomputed, twice,
-                                 losses_of_one_graph, gradient_penalty])
+                                 losses_of_one_graph, losses_of_two_graphs, gradient_penalty])
 def test_training(name, how):
     nets = made(name)
     for _ in range(3):
@@ -160,6 +169,39 @@ def test_training(name, how):
         same(nets[1][0], nets[0][0])
     for block in nets[1][0].blocks:                  # nothing is left standing before a parameter
         assert block.up.weight is block.up._parameters["weight"]
+
+
+@pytest.mark.parametrize("how", [once, two_at_once, losses_of_one_graph, losses_of_two_graphs, twice, gradient_penalty])
+def test_training_of_what_fully_shard_has_split(how):
+    mesh = gt.dtensor.init_device_mesh("cpu", (2,))
+    torch.manual_seed(SEED)
+    plain, x = Net().double(), torch.randn(8, 3, HIDDEN).double()
+    model = copy.deepcopy(plain)
+    for part in (*model.blocks, model):
+        gt.dtensor.fully_shard(part, mesh=mesh)
+    nets = [(plain, x), (model, gt.dtensor.distribute_tensor(x, mesh, [gt.dtensor.Shard(0)]))]
+    nets = [(net, x, torch.optim.AdamW(net.parameters(), lr=0.01)) for net, x in nets]
+    for _ in range(3):
+        for net, x, optimizer in nets:
+            how(net, x)
+            optimizer.step()
+            optimizer.zero_grad()
+        same(model, plain)
+
+
+def test_what_was_gathered_for_gradients_of_gradients_is_freed_behind_them():
+    """While the graphs of two forward passes, one of them with a penalty, are still held by their losses."""
+    _, (model, x, _) = made("dp")
+    x = x.requires_grad_()
+    first, second = model(x), model(x * 0.5)
+    grad, = torch.autograd.grad(first.pow(2).sum(), x, create_graph=True)
+    loss = second.mean() + first.mean() + grad.pow(2).mean()
+    layers = [module for module in gc.get_objects() if isinstance(module, zero3.ShardedLayer)
+              and any(module.module is block for block in model.blocks)]
+    loss.backward()
+    held = [t.untyped_storage().nbytes() for layer in layers for storages in layer.saved.values() for shards in storages
+            for t in shards.values()]
+    assert len(layers) == LAYERS and held and not any(held), held
 
 
 @pytest.mark.parametrize("how", [once, whole_layers_recomputed, reentrantly_recomputed])

@@ -69,7 +69,7 @@ class ShardedLayers:
         self.layers = [layer for layer in layers if layer.slots and id(layer.module) not in inner]
         self.forward_pass = 0                        # its number
         self.ran: list[ShardedLayer] = []            # in it, in their order
-        self.ending = False                          # will the end of this backward pass be noticed?
+        self.in_backward: set[tuple[ShardedLayer, int]] = set()     # layers of forward passes, until its end
         for before, after in pairwise(self.layers):
             before.after, after.before = [after], [before]
         for layer in self.layers:
@@ -95,10 +95,10 @@ class ShardedLayers:
                   "a graph: compile without fullgraph=True, each layer by itself, or take gt.zero(..., stage=2)")
         if _in_backward():                           # it runs again, and the layer before it comes next
             self.forward_pass += 1
-            self._expect_end(self.forward_pass)
+            self._expect_end(layer, self.forward_pass)
             unshard(layer, layer.before)
         else:
-            self.ending = False                      # a backward pass that raised has not come to its end
+            self.in_backward.clear()                 # a backward pass that raised has not come to its end
             self._note_order(layer)
             unshard(layer, layer.after)
         layer.swap_in_unsharded(self.forward_pass)
@@ -126,19 +126,23 @@ class ShardedLayers:
         unshard(layer, layer.before)
         if torch.is_grad_enabled() and forward_pass in layer.saved:
             layer.saved[forward_pass].stay = True
-        self._expect_end(forward_pass)
+        self._expect_end(layer, forward_pass)
 
-    def _expect_end(self, forward_pass: int) -> None:
+    def _expect_end(self, layer: ShardedLayer, forward_pass: int) -> None:
         """Layers may run in any order: the end of backward finishes those that no other one does."""
-        if not self.ending:
-            self.ending, kept = True, graph_is_kept()
-            call_after_backward(lambda: self._end_backward(None if kept else forward_pass))
+        if not self.in_backward:
+            kept = graph_is_kept()
+            call_after_backward(lambda: self._end_backward(kept))
+        self.in_backward.add((layer, forward_pass))
 
-    def _end_backward(self, over: int | None) -> None:
-        """`over`: the forward pass, if it cannot be gone through backward once more."""
-        self.ending = False
+    def _end_backward(self, kept: bool) -> None:
+        """`kept`: it may be gone through once more."""
+        for layer, forward_pass in self.in_backward:
+            if not kept and forward_pass in layer.saved:
+                layer.saved[forward_pass].stay = False
+        self.in_backward.clear()
         for layer in self.layers:
-            layer.finish_backward(over)
+            layer.finish_backward()
 
 
 def _in_backward() -> bool:
@@ -155,7 +159,7 @@ def layers_of(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Modul
     for key, child in module.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or not isinstance(module, _LISTS) and [*child.children()]:
             yield from layers_of(child, f"{path}{key}.")
-        elif not isinstance(child, nn.Embedding):
+        elif not isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             yield path + key, child
 
 
@@ -163,7 +167,7 @@ class SavedStorages(list[dict[int, Tensor]]):
     """rank -> unsharded shard, per parameter, as autograd saved them in one forward pass: empty but while in use.
 
     `stay`: a backward pass that is differentiated itself has saved them once more, and nothing says when it is gone
-    through. They are emptied when that backward pass is over.
+    through. They are emptied when a backward pass is over that goes through their layer and keeps no graph.
     """
 
     stay = False
@@ -264,11 +268,8 @@ class ShardedLayer:
             if not storages.stay:
                 storages.fill(None)
 
-    def finish_backward(self, over: int | None = None) -> None:
-        """`over`: of this forward pass nothing is needed any more."""
+    def finish_backward(self) -> None:
         self.finish()                                # of one that did not run after all
-        if over is not None and over in self.saved:
-            self.saved.pop(over).fill(None)
         self.reshard()
 
 
