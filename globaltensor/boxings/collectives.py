@@ -119,22 +119,27 @@ def unpack_collective(call: Collective, items: Sequence[Item], rank: int, into: 
 def _read_gathered(call: Collective, steps: tuple[GroupStep, ...], shards: Sequence[torch.Tensor]) -> None:
     """Bring what each rank gave to its places: by one copy for a tensor, where all are split evenly."""
     rows = call.result.view(len(call.ranks), -1)
-    dims = [_even_dim(step, call.ranks) for step in steps]
-    if None not in dims:
+    evenly = _even_views(steps, call.ranks)
+    if evenly is not None:
         pieces = _placed(_shard_shapes(steps, call.ranks[0]), rows.shape[1]).read(rows)
-        foreach_copy_([shard.unflatten(dim, (len(rows), piece.shape[1 + dim])).movedim(dim, 0)
-                       for shard, dim, piece in zip(shards, dims, pieces) if dim is not None], pieces)
+        foreach_copy_([shard.view(shape).movedim(dim, 0) for shard, (shape, dim) in zip(shards, evenly)], pieces)
         return
     for row, holder in zip(rows, call.ranks):
         for shard, step, piece in zip(shards, steps, _placed(_shard_shapes(steps, holder), len(row)).read(row)):
             shard[slices(step.src.region(step.shape, holder), tuple((0, n) for n in shard.shape))].copy_(piece)
 
 
-def _even_dim(step: GroupStep, ranks: tuple[int, ...]) -> int | None:
-    """The dim that is split into equal parts, one after the other for these ranks; None where it is otherwise."""
-    dim = step.src.sbp[0].dim
-    alone = len(step.src.sbp) == 1 and step.src.placement.flat == ranks
-    return dim if alone and step.shape[dim] % len(ranks) == 0 else None
+@remembered
+def _even_views(steps: tuple[GroupStep, ...], ranks: tuple[int, ...]) -> tuple[tuple[Shape, int], ...] | None:
+    """Where all tensors are split into equal parts, one after the other for these ranks: the shape of each as that of
+    its parts, and the dim that counts them."""
+    views = []
+    for of in steps:
+        dim, n = of.src.sbp[0].dim, len(ranks)
+        if len(of.src.sbp) > 1 or of.src.placement.flat != ranks or of.shape[dim] % n:
+            return None
+        views.append((of.shape[:dim] + (n, of.shape[dim] // n) + of.shape[dim + 1:], dim))
+    return tuple(views)
 
 
 def _shared(step: GroupStep, holder: int, taker: int) -> Region | None:

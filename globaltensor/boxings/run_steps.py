@@ -90,9 +90,8 @@ class RunningBoxing:
         self._check = check
         self._moves, self._plans, self._purpose = moves, plans, purpose
         self._program = _program_of(tuple(move.spec for move in moves), tuple(move.dst for move in moves), tuple(plans))
-        shards = [{rank: shard.resolve_conj().resolve_neg() for rank, shard in move.shards.items()} for move in moves]
-        self._shards = [_view_shards(own, plan.steps[0][0], plan.view) if plan.view else own
-                        for own, plan in zip(shards, plans)]
+        self._shards = [_view_shards(move.shards, plan.steps[0][0], plan.view) if plan.view else move.shards
+                        for move, plan in zip(moves, plans)]
         self._tag = boxing_tag(moves, purpose)
         self._run = self._run_steps()
         next(self._run, None)
@@ -119,7 +118,8 @@ class RunningBoxing:
     def _run_native(self, todo: Sequence[tuple[int, Any]]) -> list[tuple[int, Shards]]:
         if not todo:
             return []
-        moved = torch_ext.move_shards([(boxing, self._shards[k]) for k, boxing in todo], self._purpose,
+        held = [{rank: shard.resolve_conj().resolve_neg() for rank, shard in self._shards[k].items()} for k, _ in todo]
+        moved = torch_ext.move_shards([(boxing, shards) for (_, boxing), shards in zip(todo, held)], self._purpose,
                                       [self._moves[k].lineage for k, _ in todo])
         return [(k, shards) for (k, _), shards in zip(todo, moved)]
 

@@ -184,9 +184,9 @@ def _check_next(ranks: tuple[int, ...], tag: int) -> list[dist.Work]:
     """A message to the next rank of the group, and one from the rank before, which arrive where all mean the same."""
     at, control = ranks.index(rank()), world().control
     buffers = torch.zeros(1, dtype=torch.uint8, device="cpu"), torch.empty(1, dtype=torch.uint8, device="cpu")
-    ops = [dist.P2POp(dist.isend, buffers[0], ranks[(at + 1) % len(ranks)], control, tag),
-           dist.P2POp(dist.irecv, buffers[1], ranks[at - 1], control, tag)]
-    return dist.batch_isend_irecv(ops)
+    works = (dist.isend(buffers[0], ranks[(at + 1) % len(ranks)], control, tag),
+             dist.irecv(buffers[1], ranks[at - 1], control, tag))
+    return [work for work in works if work is not None]
 
 
 def _start(call: Collective) -> dist.Work:

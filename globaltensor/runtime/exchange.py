@@ -46,15 +46,16 @@ def begin_exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, 
     moves += [(dist.isend, t, r) for r, t in outgoing.items()]
     if not moves:
         return lambda: None
-    group = world().control if moves[0][1].device.type == "cpu" else None
-    ops = [dist.P2POp(move, t, r, group, tag) for move, t, r in moves]
     peers = tuple(sorted({*outgoing, *incoming}))
     with waiting_for(what, peers, tag):              # sending to a rank that has ended raises at once
-        works = dist.batch_isend_irecv(ops)
+        if moves[0][1].device.type == "cpu":
+            works = [move(t, r, world().control, tag) for move, t, r in moves]
+        else:                                        # engines of devices need to know of all of them at once
+            works = dist.batch_isend_irecv([dist.P2POp(move, t, r, None, tag) for move, t, r in moves])
 
     def finish() -> None:
         with waiting_for(what, peers, tag) as lost:
-            wait_for_works([((op.peer,), work) for op, work in zip(ops, works)], lost)
+            wait_for_works([((peer,), work) for (_, _, peer), work in zip(moves, works)], lost)
         for target, source in staged.values():
             target.copy_(source)
 

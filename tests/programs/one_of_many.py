@@ -34,13 +34,10 @@ class Done:
     is_completed = wait
 
 
-class Message:
-    """To or from a peer, who sends zeros."""
-
-    def __init__(self, move, tensor, peer, *_):
-        self.peer = peer
-        if move is dist.irecv:
-            tensor.zero_()
+def receive(tensor, *_):
+    """From a peer, who sends zeros."""
+    tensor.zero_()
+    return Done()
 
 
 def collective(call):
@@ -55,7 +52,7 @@ def no_wait(*_):
     yield []
 
 
-dist.P2POp, dist.batch_isend_irecv = Message, lambda messages: [Done() for _ in messages]
+dist.isend, dist.irecv = lambda *_: Done(), receive
 collectives._start, collectives._group_of = collective, lambda ranks, type: None
 collectives._check_next = lambda ranks, tag: []
 agreement._all_gather = lambda mine, sizes, what, tag: [mine] * len(sizes)
