@@ -75,7 +75,7 @@ def main(json: bool = False, quick: bool = False, hidden: int | None = None) -> 
     if no_hosts := lacking():
         print(f"hosts: left out: {no_hosts}", file=sys.stderr)
         return
-    grids, rounds, steps, links = (QUICK, 1, 2, LINKS[:1]) if quick else (FULL, 3, 5, LINKS)
+    grids, rounds, steps, links = (QUICK, 1, 2, LINKS[:1]) if quick else (FULL, 6, 5, LINKS)
     rows = [row for (count, per_host), arms in grids.items()
             for row in compare(count, per_host, arms, hidden or (64 if quick else 256), links, rounds, steps)]
     where, times = list(rows[0])[:4], list(rows[0])[4:-len(BUCKETED) - len(PAIRS)]

@@ -155,15 +155,16 @@ def test_ninety_six_layers_have_few_ops():
     assert len(ops_of_graph(few)) == len(ops_of_graph(many))
 
 
-def test_unequal_members_are_no_repeats():
+@pytest.mark.parametrize("named", [False, True])
+def test_unequal_members_are_no_repeats(named):
     class Members(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Dropout(0.1), nn.Dropout(0.5), nn.Linear(4, 4),
-                                         nn.Linear(4, 4, bias=False)])
+            layers = [nn.Linear(4, 4), nn.Dropout(0.1), nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)]
+            self.layers = nn.ModuleDict({str(k): m for k, m in enumerate(layers)}) if named else nn.ModuleList(layers)
 
         def forward(self, x):
-            for layer in self.layers:
+            for layer in self.layers.children():
                 x = layer(x).relu()
             return x.sum()
 

@@ -13,6 +13,7 @@ from harness import PROGRAMS, RUN, good
 from torch import nn
 
 import globaltensor as gt
+from globaltensor.pipelining.layer_lists import list_of_layers
 
 SEED, MICRO = 20_261_123, 3
 print(f"tests/test_pipeline_models.py: SEED={SEED}")
@@ -200,9 +201,10 @@ def test_dropout_before_the_layers_is_drawn_once():
 class Layered(nn.Module):
     """Of a forward that torch.fx does not follow."""
 
-    def __init__(self, order=(0, 1, 2, 3), both=False):
+    def __init__(self, order=(0, 1, 2, 3), both=False, named=False):
         super().__init__()
-        self.words, self.layers = nn.Embedding(11, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.words, layers = nn.Embedding(11, 8), [nn.Linear(8, 8) for _ in range(4)]
+        self.layers = nn.ModuleDict({f"layer{k}": m for k, m in enumerate(layers)}) if named else nn.ModuleList(layers)
         self.order, self.both = order, both
 
     def forward(self, ids):
@@ -210,8 +212,23 @@ class Layered(nn.Module):
         if ids.max() > 10:
             raise IndexError
         for k in self.order:
-            x = self.layers[k](x)
+            x = [*self.layers.children()][k](x)
         return (x + first if self.both else x).sum()
+
+
+def test_layers_may_have_names():
+    """As those of torchtitan's models. Beside a list, a dict is none: multi-task heads are one."""
+    torch.manual_seed(0)
+    listed = Layered()
+    named = Layered(named=True)
+    named.load_state_dict({name.replace("layers.", "layers.layer"): t for name, t in listed.state_dict().items()})
+    ids = batch()[0]
+    ours, theirs = (gt.pipeline(model, PLACES, "1f1b", MICRO) for model in (named, listed))
+    assert ours.step(ids).item() == theirs.step(ids).item()
+    for a, b in zip(named.parameters(), listed.parameters(), strict=True):
+        assert a.placement == b.placement and torch.equal(a.grad.full_tensor(), b.grad.full_tensor())
+    both = nn.ModuleDict({"body": Layered(), "heads": nn.ModuleDict({k: nn.Linear(99, 99) for k in "ab"})})
+    assert list_of_layers(both)[0] == "body.layers" and list_of_layers(Layered(named=True))[0] == "layers"
 
 
 @pytest.mark.parametrize("order", [(0, 1, 3, 2), (0, 1, 2, 3, 3), (0, 1)], ids=str)

@@ -47,8 +47,8 @@ def cut_by_layers(model: nn.Module, stages: int | Sequence[str], cost: Callable[
     beside the list has both parameters and parts of its own; a stage raises it where the layers do not run one after
     the other, each once.
     """
-    path, layers = list_of_layers(model)
-    names = [f"{path}.{k}" for k in range(len(layers))]
+    path, items = list_of_layers(model)
+    names, layers = [f"{path}.{key}" for key in items], [*items.values()]
     if isinstance(stages, int):
         starts = balanced([(cost or parameters)(layer) for layer in layers], stages)
     else:
@@ -67,15 +67,20 @@ def cut_by_layers(model: nn.Module, stages: int | Sequence[str], cost: Callable[
     return [LayerStage(model, layers, begin, end, before, after, taken) for begin, end in zip(starts, ends)]
 
 
-def has_layer_list(model: nn.Module) -> bool:
-    """Has the model a list of two layers or more?"""
-    return any(isinstance(m, nn.ModuleList) and len(m) > 1 for m in model.modules())
+def layer_lists(model: nn.Module) -> dict[str, dict[str, nn.Module]]:
+    """The lists of two modules or more, with their items by name. Where there is none, what is a list in a ModuleDict:
+    its items are of one class."""
+    lists, dicts = ({name: dict(m.named_children()) for name, m in model.named_modules() if isinstance(m, kind)}
+                    for kind in (nn.ModuleList, nn.ModuleDict))
+    dicts = {name: items for name, items in dicts.items() if len({type(item) for item in items.values()}) == 1}
+    lists, dicts = ({name: items for name, items in of.items() if len(items) > 1} for of in (lists, dicts))
+    return lists or dicts
 
 
-def list_of_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """The list of modules with the most parameters."""
-    lists = [(name, list(m)) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    return max(lists, key=lambda one: sum(p.numel() for layer in one[1] for p in layer.parameters()))
+def list_of_layers(model: nn.Module) -> tuple[str, dict[str, nn.Module]]:
+    """The list of modules with the most parameters, and its items."""
+    return max(layer_lists(model).items(),
+               key=lambda one: sum(p.numel() for layer in one[1].values() for p in layer.parameters()))
 
 
 def modules_beside(model: nn.Module, path: str) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:

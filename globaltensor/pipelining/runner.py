@@ -35,7 +35,7 @@ from globaltensor.layouts.sbp import broadcast, split
 from globaltensor.pictures.timetable_picture import Timetable
 from globaltensor.pipelining.actions import PipelineModel, PipelineStep
 from globaltensor.pipelining.dry_run import dry_run
-from globaltensor.pipelining.layer_lists import cut_by_layers, has_layer_list
+from globaltensor.pipelining.layer_lists import cut_by_layers, layer_lists
 from globaltensor.pipelining.stage_comm import StageComm, TensorMeta
 from globaltensor.pipelining.stage_placement import StageParameters, rank_groups, stage_placements
 from globaltensor.pipelining.stages import StageError, as_modules, cut_sequence
@@ -68,7 +68,8 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
 
     model          the stages, as a list of modules; or a module, which is cut into stages of equal cost: an
                    nn.Sequential; any other whose forward torch.fx can trace (inside its blocks anything may happen);
-                   or one with an nn.ModuleList of layers that run one after the other, as transformers' have
+                   or one with an nn.ModuleList or nn.ModuleDict of layers that run one after the other, as those of
+                   transformers and torchtitan have
     placements     one for each rank of the schedule, or one for each stage; of any sizes and layouts
     schedule       a name (gpipe, 1f1b, interleaved, bfs, zb-h1, zb-h2, zb-v, dualpipe-v), a file, or a Schedule. One
                    with a name may send gradients early (schedules/early_send.py), others are run as they are
@@ -129,7 +130,7 @@ def _cut_module(model: nn.Module, stages: int | Sequence[str], cost: Callable[[n
     try:
         return cut_traced(model, stages, cost, inputs)
     except UntraceableError as untraceable:
-        if not has_layer_list(model):
+        if not layer_lists(model):
             raise
         try:
             return cut_by_layers(model, stages, cost, inputs)

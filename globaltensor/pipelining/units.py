@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import fx, nn
 
-from globaltensor.pipelining.layer_lists import can_be_left_out, has_layer_list, list_of_layers, modules_beside
+from globaltensor.pipelining.layer_lists import can_be_left_out, layer_lists, list_of_layers, modules_beside
 from globaltensor.pipelining.stages import StageError, sequence_layers
 from globaltensor.pipelining.tracing import UntraceableError, traced_nodes
 
@@ -44,7 +44,7 @@ def units_of(model: nn.Module, inputs: Sequence[str] = ()) -> Units:
         why = f"{error.what}: {error.why}"
     except StageError as error:
         return Units([_one_unit(model)], f"{error.what}: {error.why}")
-    if has_layer_list(model):
+    if layer_lists(model):
         try:
             return Units(_of_list(model))
         except StageError as error:
@@ -87,9 +87,9 @@ def _of_graph(model: nn.Module, work: list[fx.Node]) -> list[Unit]:
 
 def _of_list(model: nn.Module) -> list[Unit]:
     path, layers = list_of_layers(model)
-    others = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1
-              and not f"{name}.".startswith(f"{path}.") and not path.startswith(f"{name}.")
-              and any(True for _ in m.parameters())]
+    others = [name for name, items in layer_lists(model).items()
+              if not f"{name}.".startswith(f"{path}.") and not path.startswith(f"{name}.")
+              and any(True for item in items.values() for _ in item.parameters())]
     if others:
         raise StageError(f"a {type(model).__name__} has layers in {path} and in {others[0]}", "layers of one list may "
                          "take what the other gave, and a stage hands on one result")
@@ -98,7 +98,7 @@ def _of_list(model: nn.Module) -> list[Unit]:
         if m._parameters and not can_be_left_out(m):
             raise StageError(f"a {type(model).__name__} has a {type(m).__name__} before its layers, {name}",
                              "what it gives is not known in later stages, which leave it out")
-    units = [Unit(f"{path}.{k}", (f"{path}.{k}",)) for k in range(len(layers))]
+    units = [Unit(f"{path}.{key}", (f"{path}.{key}",)) for key in layers]
     units[0] = Unit(units[0].name, (*(name for name, m in before.items() if m._parameters), *units[0].parts))
     units[-1] = Unit(units[-1].name, (*units[-1].parts, *(name for name, m in after.items() if m._parameters)))
     return units

@@ -57,7 +57,7 @@ def capture(model: nn.Module, example_inputs: Any, loss: Callable[[Any], torch.T
     example_inputs   a tensor, a tuple of arguments or a dict of them by name; of tensors only shapes and dtypes count
     loss             what the model returns -> a scalar. None: the model returns it, alone or as `.loss`; where it does
                      not, backward begins with a gradient for each of its outputs, as in a stage of a pipeline
-    repeats          capture equal members of a ModuleList or a Sequential once
+    repeats          capture equal members of a ModuleList, ModuleDict or Sequential once
     Raises CaptureError with the line where the step cannot go on without values.
     """
     tracer = Tracer()

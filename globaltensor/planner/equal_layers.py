@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.planner.repeats import structure_of
+from globaltensor.planner.repeats import LISTS, structure_of
 from globaltensor.runtime.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 
 REAL = 3
@@ -22,7 +22,7 @@ def equal_layers(model: nn.Module) -> list[list[str]]:
     """Names of equal neighbours in a list, where there are many."""
     groups: list[list[str]] = []
     for path, several in model.named_modules():
-        if not isinstance(several, (nn.ModuleList, nn.Sequential)):
+        if not isinstance(several, LISTS):
             continue
         run: list[str] = []
         last: Any = None

@@ -1,9 +1,9 @@
 """Equal blocks are captured once: 96 layers take little longer than one.
 
-Members of a ModuleList or a Sequential are equal where their classes, sizes and settings are, all the way down, and
-they are called with tensors of the same shapes. The first of them runs. In the place of each later one stands a
-function of autograd that gives, forward and backward, tensors like those that the first gave. It is one node in each
-direction, which refers to the block.
+Members of a ModuleList, a ModuleDict or a Sequential are equal where their classes, sizes and settings are, all the
+way down, and they are called with tensors of the same shapes. The first of them runs. In the place of each later one
+stands a function of autograd that gives, forward and backward, tensors like those that the first gave. It is one node
+in each direction, which refers to the block.
 
 What is not compared is code that a member was given by hand, such as hooks: so members with hooks all run, and so do
 those that take something else than tensors and numbers, such as a cache that grows.
@@ -24,6 +24,7 @@ from globaltensor.runtime.torch_internals import tree_flatten, tree_map_only, tr
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _OF_THE_PLACE = {"layer_idx", "layer_index", "layer_id"}     # which member it is, as transformers' layers know
 
 
@@ -35,7 +36,7 @@ def repeating(model: nn.Module, tracer: Tracer) -> Iterator[None]:
     blocks: dict[Any, _Known] = {}
     try:
         for several in model.modules():
-            members = list(several.children()) if isinstance(several, (nn.ModuleList, nn.Sequential)) else []
+            members = list(several.children()) if isinstance(several, LISTS) else []
             structures = [structure_of(member) for member in members]
             for member, structure in zip(members, structures):
                 if structures.count(structure) > 1 and "forward" not in vars(member):
