@@ -17,7 +17,8 @@ from shards import place, scatter, sizes
 
 import globaltensor as gt
 from globaltensor.errors import BoxingError
-from globaltensor.parallel.experts import arrange_slots
+from globaltensor.layouts.layout import layout
+from globaltensor.parallel.experts import Relabel, arrange_slots
 
 SEED = int(os.environ.get("EXPERTS_SEED") or 20_261_123)
 print(f"tests/test_experts.py: EXPERTS_SEED={SEED}")
@@ -382,3 +383,18 @@ def test_in_two_processes(native, tmp_path):
             torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-3, atol=1e-5)
     told = [[[op, n] for op, n in seen["moves"] if op.startswith("aten.index")] for seen in (*found.values(), alone)]
     assert told[0] == told[1] == told[2] and sum(n for _, n in told[0]) > 0
+
+
+@pytest.mark.parametrize("sbp", [(S(0), B), (S(0), S(1)), (B, S(1))], ids=str)
+def test_axes_in_another_order_can_be_differentiated_twice(sbp):
+    home, other = place([[0, 1], [2, 3]], ("a", "b")), place([[0, 2], [1, 3]], ("b", "a"))
+    value = torch.randn(6, 4, dtype=F64, generator=generator())
+
+    def penalty(x, y):
+        grad, = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        (grad.pow(2).sum() + grad.sum()).backward()
+        return x.grad
+
+    plain, x = value.clone().requires_grad_(), gt.from_full(value, home, sbp).requires_grad_()
+    torch.testing.assert_close(penalty(x, Relabel.apply(x, layout(other, sbp[::-1]), [1, 0])).full_tensor(),
+                               penalty(plain, plain * 1))

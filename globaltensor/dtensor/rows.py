@@ -3,7 +3,8 @@
 Every rank computes a loss of its own rows, and the gradient of a parameter is the mean of the ranks' gradients. Of
 global tensors there is one loss, and its gradient. So a gradient is divided by the number of ranks where a batch is
 taken apart into rows, and multiplied by it where rows are put together: what a rank computes of its rows between the
-two, and the gradients of the rows it began with, are then as in torch.
+two, and the gradients of the rows it began with, are then as in torch. A gradient that is differentiated itself passes
+the same places again, the other way round each time.
 """
 from __future__ import annotations
 
@@ -43,4 +44,18 @@ def rows_of(x: Any) -> Any:
 
 def _scale_gradient(x: torch.Tensor, factor: float) -> None:
     if x.requires_grad and factor != 1:
-        x.register_hook(lambda grad: grad * factor)
+        x.register_hook(lambda grad: _Crossing.apply(grad, factor, 1.0) if torch.is_grad_enabled() else grad * factor)
+
+
+class _Crossing(torch.autograd.Function):
+    """What passes between rows and the batch is multiplied by `factor`, and what comes back by `back`. (A product,
+    differentiated, would multiply by the same again.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, factor: float, back: float) -> Any:
+        ctx.factor, ctx.back = factor, back
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, None, None]:
+        return _Crossing.apply(grad, ctx.back, ctx.factor), None, None

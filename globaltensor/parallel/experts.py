@@ -190,9 +190,9 @@ class Relabel(torch.autograd.Function):
         reordered = [ctx.src.sbp[axis] for axis in ctx.order]
         grad = grad.to_global(sbp=tuple(s if s.is_split else broadcast if g.is_split else g
                                         for s, g in zip(reordered, grad.sbp)))
-        restored = tuple(grad.sbp[ctx.order.index(axis)] for axis in range(len(reordered)))
-        of = spec(ctx.src.with_sbp(restored), grad.spec.shape, grad.spec.stride, grad.spec.dtype)
-        return GlobalTensor.wrap(of, grad.shards), None, None
+        inverse = [ctx.order.index(axis) for axis in range(len(reordered))]
+        restored = tuple(grad.sbp[axis] for axis in inverse)
+        return Relabel.apply(grad, ctx.src.with_sbp(restored), inverse), None, None
 
 
 def stacked_parameters(name: str, layer: nn.Module) -> list[str]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from globaltensor.boxings.redistribute import redistribute
 from globaltensor.errors import GlobalTensorError
@@ -87,6 +88,7 @@ class _FlexAttention(torch.autograd.Function):
         return tuple(wrapped)
 
     @staticmethod
+    @once_differentiable                             # as torch's kernel
     def backward(ctx: Any, *grads: Any) -> Any:
         query, key, value, out, logsumexp = ctx.saved_tensors
         call, where = ctx.call, ctx.call.where

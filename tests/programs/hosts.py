@@ -77,6 +77,16 @@ def boxings(where, dtype, shapes, notes, most):
             notes[f"{list(where.shape)} {dtype} {src} -> {dst}"] = [move.bytes, list(move.calls)]
 
 
+def conjugates(where):
+    """What torch conjugates when it reads it is conjugated on its way."""
+    value = torch.complex(*torch.randint(-9, 10, (2, 8, 12), generator=generator).float())
+    for src, dst in itertools.product([S(0), S(1), B], repeat=2):
+        x = gt.from_full(value, where, src).conj()
+        y, = redistribute([x], [layout(where, (dst,) * where.ndim)], "to_global")
+        for r, shard in y.shards.items():
+            assert torch.equal(shard, value.conj()[tuple(slice(*ends) for ends in y.spec.region(r))]), f"{src} -> {dst}"
+
+
 def main(folder, most):
     n, notes = gt.world_size(), {}
     line, grid = gt.placement("cpu", range(n)), gt.placement("cpu", torch.arange(n).view(2, -1).tolist())
@@ -86,6 +96,7 @@ def main(folder, most):
     for where, dtype, shapes in ((grid, torch.float32, small), (back, torch.bfloat16, small),
                                  (grid, torch.bfloat16, large), (line, torch.int64, large)):
         boxings(where, dtype, shapes, notes, most)
+    conjugates(line)
     Path(folder, f"{gt.rank()}.json").write_text(json.dumps(notes))
 
 
