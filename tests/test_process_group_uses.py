@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,8 +118,16 @@ def subgroups():
                 dist.destroy_process_group(group)
 
 
+def threads():
+    """What serves the connections of gloo, within the backend, takes no core from others, which Linux can be told."""
+    if dist.get_backend() == process_group.NAME and sys.platform == "linux":
+        policies = [os.sched_getscheduler(int(thread.name)) for thread in Path("/proc/self/task").glob("*")
+                    if (thread / "comm").read_text().startswith("gloo_tcp")]
+        assert policies and set(policies) == {os.SCHED_BATCH}, policies
+
+
 @built
-@pytest.mark.parametrize("use", [unusual_reductions, strided, works_and_objects, point_to_point])
+@pytest.mark.parametrize("use", [unusual_reductions, strided, works_and_objects, point_to_point, threads])
 @pytest.mark.parametrize("size", [2, 4])
 def test_other_uses(ranks, use, size):
     ranks(size).run(use)

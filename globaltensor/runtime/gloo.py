@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime import native
 from globaltensor.runtime.world import world
 
 _NOBODY_SENDS = 7                                    # a tag
@@ -44,7 +44,7 @@ def yield_cores() -> None:
 
 def gloo_error() -> str:
     """Why a thread of gloo was stopped in this process; "" where none was."""
-    return "" if torch_ext is None else torch_ext.gloo_error()
+    return "" if native.torch_ext is None else native.torch_ext.gloo_error()
 
 
 def keep_for_ever(objects: Iterable[Any]) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from globaltensor.errors import TransportError
 from globaltensor.runtime import native
+from globaltensor.runtime.gloo import yield_cores
 from globaltensor.runtime.torch_internals import backend_of
 
 NAME = "globaltensor"
@@ -42,6 +43,7 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
         raise TransportError(f'the backend "{NAME}" needs gloo', "this torch was built without it",
                              "a torch from pytorch.org")
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+    yield_cores()
     return extension.Backend(store, rank, size, timeout, gloo)
 
 
