@@ -210,6 +210,25 @@ def test_what_was_gathered_for_gradients_of_gradients_is_freed_behind_them():
     assert len(layers) == LAYERS and not any(held) and bool(held) == bool({0, 1} & {*world().local_ranks}), held
 
 
+def test_what_was_gathered_for_a_backward_pass_that_raised_is_freed_behind_the_next_one():
+    """Of whichever forward pass, so also of one from before."""
+    def refuse(grad):
+        raise ArithmeticError("on purpose")
+
+    _, (model, x, _) = made("dp")
+    between = []
+    model.blocks[1].register_forward_hook(lambda module, args, out: between.append(out))
+    before, loss = model(x).square().sum(), model(x * 0.5).square().sum()
+    between[1].register_hook(refuse)
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        loss.backward()
+    del loss
+    before.backward()
+    held = [layer.module for layer in gc.get_objects() if isinstance(layer, zero3.ShardedLayer)
+            and any(layer.module is block for block in model.blocks) and layer.unsharded is not None]
+    assert not held, held
+
+
 @pytest.mark.parametrize("how", [once, whole_layers_recomputed, reentrantly_recomputed])
 def test_few_moves_of_the_published_bytes(how):
     _, (net, x, optimizer) = made("dp of 4")

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -70,6 +70,7 @@ class ShardedLayers:
         self.forward_pass = 0                        # its number
         self.ran: list[ShardedLayer] = []            # in it, in their order
         self.in_backward: set[tuple[ShardedLayer, int]] = set()     # layers of forward passes, until its end
+        self.backward_end: Callable[[], Callable[[], None] | None] = lambda: None
         for before, after in pairwise(self.layers):
             before.after, after.before = [after], [before]
         for layer in self.layers:
@@ -98,7 +99,6 @@ class ShardedLayers:
             self._expect_end(layer, self.forward_pass)
             unshard(layer, layer.before)
         else:
-            self.in_backward.clear()                 # a backward pass that raised has not come to its end
             self._note_order(layer)
             unshard(layer, layer.after)
         layer.swap_in_unsharded(self.forward_pass)
@@ -130,9 +130,11 @@ class ShardedLayers:
 
     def _expect_end(self, layer: ShardedLayer, forward_pass: int) -> None:
         """Layers may run in any order: the end of backward finishes those that no other one does."""
-        if not self.in_backward:
-            kept = graph_is_kept()
-            call_after_backward(lambda: self._end_backward(kept))
+        if self.backward_end() is None:              # one that raised did not come to its end, which is freed with it
+            self.in_backward.clear()
+            end = partial(self._end_backward, graph_is_kept())
+            call_after_backward(end)
+            self.backward_end = weakref.ref(end)
         self.in_backward.add((layer, forward_pass))
 
     def _end_backward(self, kept: bool) -> None:
@@ -140,7 +142,7 @@ class ShardedLayers:
         for layer, forward_pass in self.in_backward:
             if not kept and forward_pass in layer.saved:
                 layer.saved[forward_pass].stay = False
-        self.in_backward.clear()
+        self.backward_end = lambda: None
         for layer in self.layers:
             layer.finish_backward()
 

@@ -64,6 +64,10 @@ class LeafGradient:
     whole: Any = None
     reduce_dtype: torch.dtype | None = None
 
+    def layout_of(self, leaf: Any) -> Layout:
+        """The layout in which the gradient is handed over."""
+        return self.layout or leaf.spec.layout
+
 
 ATTRIBUTE = "_leaf_gradient"
 _NOTHING_NOTED = LeafGradient()
@@ -150,7 +154,7 @@ def _handed_over(whole: Any, part: Any) -> Any:
 
 def grad_layout(leaf: Any) -> Layout:
     """The layout in which the gradient of a leaf is handed over: its own, or the one that was asked for."""
-    return _noted(leaf).layout or leaf.spec.layout
+    return _noted(leaf).layout_of(leaf)
 
 
 def watch_leaf(leaf: Any) -> None:
@@ -211,7 +215,7 @@ def _accumulated(leaf: Any) -> bool:
     if type(grad) is not type(leaf):
         return False
     notes = _noted(leaf)
-    dst = notes.layout or leaf.spec.layout
+    dst = notes.layout_of(leaf)
     if grad.spec.layout is dst:
         return True
     assert notes.order is not None                   # only what is watched comes here
@@ -288,7 +292,7 @@ class Reduction(NamedTuple):
     def of(cls, leaf: Any) -> Reduction | None:
         """What the gradient of a leaf needs; None where it lies where it shall."""
         grad, notes = raw_grad(leaf), _noted(leaf)
-        one = cls(leaf, grad, notes.layout or leaf.spec.layout, notes)
+        one = cls(leaf, grad, notes.layout_of(leaf), notes)
         return one if grad is not None and one.is_needed else None
 
     @property
