@@ -173,6 +173,22 @@ def test_unequal_members_are_no_repeats(named):
     assert block.module == "layers.0" and [graph.nodes[f]["module"] for f, _ in block.repeats] == ["layers.3"]
 
 
+def test_members_whose_gradients_are_differentiated_all_run():
+    class Penalty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+
+        def forward(self, x):
+            first, = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+            return first.square().sum()
+
+    x = torch.zeros(2, 4, requires_grad=True)
+    graph, all_run = capture(Penalty(), x), capture(Penalty(), x, repeats=False)
+    assert not graph.graph["blocks"] and graph.graph["gradients"].keys() == all_run.graph["gradients"].keys()
+    assert len(ops_of_graph(graph)) == len(ops_of_graph(all_run)) and len(graph.graph["gradients"]) == 7
+
+
 def test_a_stage_without_a_loss_takes_gradients():
     graph = capture(nn.Linear(4, 3), torch.zeros(2, 4, requires_grad=True))
     seed, = (a for a in graph.nodes.values() if a["kind"] == "seed")

@@ -15,7 +15,12 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import globaltensor as gt
-from tests.harness import PROGRAMS as FOLDER, PYTHON, RUN, good
+from globaltensor.layouts.layout import layout
+from globaltensor.parallel.experts import Relabel
+from globaltensor.runtime.native import torch_ext
+from globaltensor.tensors.dealt_parts import with_dealt_parts
+from tests.harness import PROGRAMS as FOLDER, PYTHON, RUN, environment, good
+from tests.programs.autograd_functions import differentiated_again, functions_of_autograd
 from tests.shards import B, P, place
 
 S = gt.sbp.split
@@ -269,6 +274,58 @@ print("as before")
 def test_an_error_leaves_the_thread_as_it_was(native, monkeypatch):
     monkeypatch.setenv("GLOBALTENSOR_NATIVE", native)
     assert good([PYTHON, "-c", ERRORS]).strip() == "as before"
+
+
+# Where a gradient of these is not differentiated itself, and why.
+NOT_AGAIN = {"_Enter": "the planner's trace", "_Leave": "the planner's trace", "_Repeated": "raises, and all run",
+             "_FlexAttention": "raises, as torch's", "_Product": "products that a schedule defers, without a graph",
+             **dict.fromkeys(["PartOnMesh", "OwnPart", "_Crossing", "FromDTensor", "ToDTensor", "ToLocal", "Spread"],
+                             "parts_twice.py"),
+             **dict.fromkeys(["Contract", "Linear", "Redistribute"] if torch_ext else [], "native code has its own")}
+
+
+def check_sharded_parameters():
+    """Of ZeRO 3, by the gradients of all parameters."""
+    nets = [network(), gt.parallelize(network(), gt.placement("cpu", [0, 1], ("dp",)))]
+    gt.zero(torch.optim.SGD(nets[1].parameters()), "dp", stage=3, model=nets[1])
+    for net in nets:
+        first = torch.autograd.grad(net(X).sin().sum(), [*net.parameters()], create_graph=True)
+        sum(g.square().sum() for g in first).backward()
+    for p, q in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(value(q.grad), p.grad)
+
+
+def test_every_function_of_autograd_is_differentiated_again():
+    def thrice(program, x):
+        x = x.detach().requires_grad_()
+        first, = torch.autograd.grad(program(x).sin().sum(), x, create_graph=True)
+        second, = torch.autograd.grad((first ** 2).sum(), x, create_graph=True)
+        (second ** 2).sum().backward()
+        return value(x.grad)
+
+    grid = Spread([[0, 1], [2, 3]], (S(0), S(1)))
+    swapped = layout(gt.placement("cpu", [[0, 2], [1, 3]], ("b", "a")), (S(1), S(0)))
+    more = [
+        (lambda x: gt.from_local(x.sin(), place([0, 1]), B).exp(), lambda x: x.sin().exp(), X),
+        (lambda x: Relabel.apply(x.sin(), swapped, [1, 0]).exp(), lambda x: x.sin().exp(), grid.place(X)),
+        (lambda x: torch.cat([part.exp() for part in with_dealt_parts(x.sin()).split([3, 1], 1)], 1),
+         lambda x: x.sin().exp(), grid.place(X)),
+    ]
+    with differentiated_again() as names:
+        for ranks, sbp in LAYOUTS:
+            for program in PROGRAMS.values():
+                thrice(lambda x, on=Spread(ranks, sbp), program=program: program(x, on), Spread(ranks, sbp).place(X))
+        for program, plain, x in more:
+            torch.testing.assert_close(thrice(program, x), thrice(plain, X))
+        check_sharded_parameters()
+    assert not NOT_AGAIN.keys() & names
+    assert names | NOT_AGAIN.keys() == {cls.__name__ for cls in functions_of_autograd()}
+
+
+@pytest.mark.processes
+def test_every_function_of_autograd_without_native_code():
+    test = f"{__file__}::{test_every_function_of_autograd_is_differentiated_again.__name__}"
+    good([PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", test], environment(GLOBALTENSOR_NATIVE="0"))
 
 
 @pytest.mark.processes

@@ -268,9 +268,10 @@ class PartOnMesh(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> tuple[GlobalTensor, None]:
         grad = plain_gradient(grad)
         if torch.is_grad_enabled() and grad.requires_grad:           # it is differentiated itself
-            return OwnPart.apply(grad, ctx.back, ctx.shape), None
-        shards = {r: grad.contiguous() for r in local_ranks_of(ctx.back.placement)}
-        x = GlobalTensor.wrap(spec(ctx.back, ctx.shape, None, grad.dtype), shards)
+            x = OwnPart.apply(grad, ctx.back, ctx.shape)
+        else:
+            shards = {r: grad.contiguous() for r in local_ranks_of(ctx.back.placement)}
+            x = GlobalTensor.wrap(spec(ctx.back, ctx.shape, None, grad.dtype), shards)
         return lineage.begin_lineage(x), None
 
 

@@ -39,7 +39,7 @@ from torch import nn
 from globaltensor.errors import raised_at
 from globaltensor.planner.device_kernels_of import kernels_of
 from globaltensor.planner.graph import CaptureError
-from globaltensor.planner.repeats import repeating
+from globaltensor.planner.repeats import DifferentiatedAgain, repeating
 from globaltensor.planner.tracer import Tracer, as_tree
 from globaltensor.runtime.torch_internals import tree_leaves
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -57,11 +57,18 @@ def capture(model: nn.Module, example_inputs: Any, loss: Callable[[Any], torch.T
     example_inputs   a tensor, a tuple of arguments or a dict of them by name; of tensors only shapes and dtypes count
     loss             what the model returns -> a scalar. None: the model returns it, alone or as `.loss`; where it does
                      not, backward begins with a gradient for each of its outputs, as in a stage of a pipeline
-    repeats          capture equal members of a ModuleList, ModuleDict or Sequential once
+    repeats          capture equal members of a ModuleList, ModuleDict or Sequential once, where that is possible
     Raises CaptureError with the line where the step cannot go on without values.
     """
+    try:
+        return _capture(model, *read_inputs(example_inputs), loss, repeats)
+    except DifferentiatedAgain:
+        return _capture(model, *read_inputs(example_inputs), loss, False)
+
+
+def _capture(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any],
+             loss: Callable[[Any], torch.Tensor] | None, repeats: bool) -> networkx.DiGraph:
     tracer = Tracer()
-    args, named = read_inputs(example_inputs)
     with ExitStack() as stack:
         leaves = tracer.leaves(model)
         args, named = tracer.inputs(args, named)

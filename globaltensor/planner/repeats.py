@@ -6,7 +6,8 @@ stands a function of autograd that gives, forward and backward, tensors like tho
 in each direction, which refers to the block.
 
 What is not compared is code that a member was given by hand, such as hooks: so members with hooks all run, and so do
-those that take something else than tensors and numbers, such as a cache that grows.
+those that take something else than tensors and numbers, such as a cache that grows. Where gradients are differentiated
+themselves, all members run: what stands for a block has no gradients of gradients.
 """
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.planner.graph import Block, Ref
+from globaltensor.planner.graph import Block, CaptureError, Ref
 from globaltensor.planner.tracer import Tracer
 from globaltensor.runtime.torch_internals import tree_flatten, tree_map_only, tree_unflatten
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -28,9 +29,14 @@ LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _OF_THE_PLACE = {"layer_idx", "layer_index", "layer_id"}     # which member it is, as transformers' layers know
 
 
+class DifferentiatedAgain(CaptureError):
+    """A gradient through a member that did not run has to have a graph."""
+
+
 @contextmanager
 def repeating(model: nn.Module, tracer: Tracer) -> Iterator[None]:
-    """Inside, members of lists that are equal to one that ran are not run."""
+    """Inside, members of lists that are equal to one that ran are not run. Raises DifferentiatedAgain where they have
+    to be."""
     names = {id(module): name for name, module in model.named_modules()}
     changed: list[nn.Module] = []
     blocks: dict[Any, _Known] = {}
@@ -183,6 +189,9 @@ class _Repeated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise DifferentiatedAgain(f"the gradients of {ctx.path} are differentiated", "it was not run",
+                                      "capture(..., repeats=False)")
         tracer, needs = ctx.tracer, ctx.needs_input_grad[3:]
         grads_of_inputs = [tracer.like(t) if learns else None for t, learns in zip(ctx.inputs, needs)]
         node = _add_repeat(tracer, ctx.number, ctx.path, "backward",

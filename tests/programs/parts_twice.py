@@ -1,7 +1,10 @@
 """Gradients of gradients through `to_local` and `from_local`, and by torch.func, one rank a process."""
 import torch
+from autograd_functions import differentiated_again
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import globaltensor as gt
+from globaltensor.dtensor.rows import rows_of
 
 B, S, P = gt.sbp.broadcast, gt.sbp.split, gt.sbp.partial_sum
 place = gt.placement("cpu", range(gt.world_size()))
@@ -11,6 +14,13 @@ whole = torch.arange(12.0, dtype=torch.float64).reshape(4, 3) / 7
 def twice(function, x):
     first, = torch.autograd.grad(function(x), x, create_graph=True)
     (first ** 2).sum().backward()
+    return x.grad
+
+
+def thrice(function, x):
+    first, = torch.autograd.grad(function(x), x, create_graph=True)
+    second, = torch.autograd.grad((first ** 2).sum(), x, create_graph=True)
+    (second ** 2).sum().backward()
     return x.grad
 
 
@@ -44,5 +54,37 @@ for sbp in (S(0), P, B):
     sum((g ** 2).sum() for g in first).backward()
     if sbp == S(0):                                  # of a sum every rank squares what all have alike
         torch.testing.assert_close(found, parts[gt.rank()].grad)
+
+# where gradients that come in can be differentiated, too
+mesh = gt.dtensor.init_device_mesh("cpu", (gt.world_size(),))
+theirs = torch.distributed.init_device_mesh("cpu", (gt.world_size(),))
+
+
+def on_a_placement(x):
+    return gt.from_local(x.to_local() ** 3, place, x.sbp).square().sum()
+
+
+def on_a_mesh(x):
+    return gt.dtensor.DTensor.from_local(x.to_local() ** 3, mesh, [gt.dtensor.Shard(0)]).square().sum()
+
+
+def rows_of_a_batch(x):
+    return gt.world_size() * rows_of(x ** 3).square().sum()   # whose gradients are averaged
+
+
+def among_dtensors(x):
+    ours = gt.from_dtensor(x).to_global(sbp=S(1))
+    return (ours ** 3).to_dtensor().square().sum()
+
+
+expected = thrice(lambda x: (x ** 6).sum(), whole.clone().requires_grad_())
+with differentiated_again() as names:
+    for program, x in ((on_a_placement, gt.from_full(whole, place, S(0))),
+                       (on_a_mesh, gt.dtensor.distribute_tensor(whole, mesh, [gt.dtensor.Shard(0)])),
+                       (rows_of_a_batch, gt.dtensor.distribute_tensor(whole, mesh, [gt.dtensor.Shard(0)])),
+                       (among_dtensors, distribute_tensor(whole, theirs, [Shard(0)]))):
+        torch.testing.assert_close(thrice(program, x.requires_grad_()).full_tensor(), expected)
+assert names >= {"PartOnMesh", "OwnPart", "_Crossing", "FromDTensor", "ToDTensor", "ToLocal", "Spread"}, names
+
 if gt.rank() == 0:
     print("as plain torch")
