@@ -42,8 +42,8 @@ _set = _grad.__set__
 _order = count()
 pending: dict[int, Any] = {}                         # leaves whose gradients lie elsewhere than they do, by their order
 EARLY = 25 << 20                                     # bytes of gradients that wait, at most, for leaves reduced early
-TIMES_LATENCY = 8                                    # how long a bucket takes to be sent, at least
-BUCKETS = 8
+TIMES_LATENCY = 4                                    # how long a bucket takes to be sent, at least
+BUCKETS = 13
 
 
 @dataclass(slots=True, eq=False)
