@@ -19,7 +19,8 @@ with while these wait; the link changes under them. A time is that of the median
     tp                 ours: the same plan as DTensor's within a host, the batch split across
     pipeline           ours: the same as torch's
 
-And how much of a transfer is hidden behind a backward pass that takes as long, but no core: each layer sleeps.
+And how much of a transfer is hidden behind a backward pass that takes as long, but no core: each layer sleeps. The same
+of a boxing that is begun (`wait=False`) before a sleep that takes as long.
 """
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def main(json: bool = False, quick: bool = False, hidden: int | None = None) -> 
             for row in compare(count, per_host, arms, hidden or (64 if quick else 256), links, rounds, steps)]
     where, times = list(rows[0])[:4], list(rows[0])[4:-len(BUCKETED) - len(PAIRS)]
     hidden_behind = overlap(steps)
-    words = "{transfer:.0f} ms to send {MB:.0f} MB, {backward:.0f} ms of backward, {both:.0f} ms for both at once"
+    words = ("{transfer:.0f} ms to send {MB:.0f} MB, {backward:.0f} ms of backward, {both:.0f} ms for both at once; "
+             "{boxing:.0f} ms for a boxing, {begun:.0f} ms when begun before a sleep as long")
     show("hosts: ms of a step", rows, json, [[*where, *times], [*where, *list(rows[0])[4 + len(times):]]],
          overlap=hidden_behind if json else words.format_map(hidden_behind))
 
@@ -131,13 +133,15 @@ def in_pairs(ms: dict[str, float]) -> dict[str, Any]:
 
 
 def overlap(steps: int, rate: str = "800mbit") -> dict[str, Any]:
-    """The least ms, of so many steps, of a transfer, of a backward pass that takes as long, and of both together."""
+    """The least ms, of so many steps, of a transfer, of a backward pass that takes as long, and of both together; of a
+    boxing, and of one that is begun before a sleep that takes as long."""
     with cable() as hosts, HostWorkers(hosts, 1, {"steps": steps}, "benchmarks.hosts:sleeper") as workers:
         for host in hosts:
             slow_down(host, rate, "")
-        transfer, backward, both = (min(map(max, zip(*workers.hear()))) * 1e3 for _ in range(3))
+        transfer, backward, both, boxing, begun = (min(map(max, zip(*workers.hear()))) * 1e3 for _ in range(5))
     return {"link": rate, "MB": SLEEPER_LAYERS * SLEEPER_WIDTH**2 * 4 / 1e6, "transfer": transfer,
-            "backward": backward, "both": both, "of the longer": both / max(transfer, backward)}
+            "backward": backward, "both": both, "of the longer": both / max(transfer, backward),
+            "boxing": boxing, "begun": begun}
 
 
 @contextmanager
@@ -321,6 +325,20 @@ def sleeper(settings: dict[str, Any]) -> Iterator[list[float]]:
     alone, both = zip(*((lap(False), lap(True)) for _ in range(steps)))
     yield list(alone)
     yield list(both)
+
+    def begin(then_sleep: float) -> float:
+        """The seconds of a boxing of as many bytes that is begun before a sleep."""
+        pending = gt.from_local(torch.ones(SLEEPER_LAYERS, SLEEPER_WIDTH, SLEEPER_WIDTH), where, gt.sbp.partial_sum)
+        model(x).sum().item()
+        began = time.perf_counter()
+        whole = pending.to_global(sbp=gt.sbp.broadcast, wait=False)
+        time.sleep(then_sleep)
+        assert all(shard[0, 0, 0] == 2 for shard in whole.shards.values())
+        return time.perf_counter() - began
+
+    yield (waited := [begin(0.0) for _ in range(steps)])
+    nap = 0.0
+    yield [begin(longest(waited)) for _ in range(steps)]
 
 
 if __name__ == "__main__":

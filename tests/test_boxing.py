@@ -48,6 +48,8 @@ def check(x, value, dst):
             part = value[tuple(slice(*ends) for ends in regions[r])]
             torch.testing.assert_close(shard, part, rtol=0, atol=1e-12, msg=lambda m: f"{x.spec} -> {dst}\n{m}")
     torch.testing.assert_close(whole(y), value, rtol=0, atol=1e-12, msg=lambda m: f"{x.spec} -> {dst}\n{m}")
+    begun = x.to_global(dst.placement, dst.sbp, wait=False)
+    assert begun.spec is y.spec and all(torch.equal(begun.shards[r], y.shards[r]) for r in y.shards)
 
 
 SHAPES = [(6, 4), (5, 3), (1, 7), (0, 3)]

@@ -32,7 +32,7 @@ LAYOUTS = [*(([0, 1, 2], (sbp,)) for sbp in (S(0), S(1), B, P)), ([[0, 1], [2, 3
 class Plain:
     """What programs do, of plain tensors: all but products and lookups leaves a tensor as it is."""
 
-    place = box = back = full = lift = staticmethod(lambda t, *_: t)
+    place = box = begin = full = lift = staticmethod(lambda t, *_: t)
 
 
 class Spread:
@@ -47,6 +47,9 @@ class Spread:
 
     def box(self, x, *sbp):
         return x.to_global(sbp=[sbp[i % len(sbp)] for i in range(len(self.sbp))])
+
+    def begin(self, x, *sbp):
+        return x.to_global(sbp=[sbp[i % len(sbp)] for i in range(len(self.sbp))], wait=False)
 
     def full(self, x):
         return x.full_tensor()
@@ -67,6 +70,7 @@ INDEX = torch.tensor([0, 2, 2, 1])
 PROGRAMS = {
     "boxing": lambda x, on: on.box(x.sin(), B) * x,
     "boxings": lambda x, on: on.box(on.box(x ** 2, S(0), B).exp(), P, S(0)).sin(),
+    "begun boxing": lambda x, on: on.begin(x.sin(), B).exp() * x,
     "full_tensor": lambda x, on: on.full(x.sin() * x).pow(2).sum(-1),
     "from_full": lambda x, on: on.lift(x.exp()).cos() * x,
     "a whole value beside its tensor": lambda x, on: on.full(x.sin()) * x,
@@ -279,6 +283,7 @@ def test_an_error_leaves_the_thread_as_it_was(native, monkeypatch):
 # Where a gradient of these is not differentiated itself, and why.
 NOT_AGAIN = {"_Enter": "the planner's trace", "_Leave": "the planner's trace", "_Repeated": "raises, and all run",
              "_FlexAttention": "raises, as torch's", "_Product": "products that a schedule defers, without a graph",
+             "RedistributeMeanwhile": "its backward is that of Redistribute",
              **dict.fromkeys(["PartOnMesh", "OwnPart", "_Crossing", "FromDTensor", "ToDTensor", "ToLocal", "Spread"],
                              "parts_twice.py"),
              **dict.fromkeys(["Contract", "Linear", "Redistribute"] if torch_ext else [], "native code has its own")}

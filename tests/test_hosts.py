@@ -236,11 +236,12 @@ def test_gradients_are_reduced_during_backward_where_a_link_is_waited_for(tmp_pa
 @pytest.mark.skipif(os.geteuid() != 0 or None in (shutil.which("ip"), shutil.which("tc")),
                     reason="network namespaces need root, ip and tc")
 def test_a_transfer_is_hidden_behind_computation_that_takes_as_long():
-    """100 ms of transfer beside 100 ms of backward take at most 120 ms: the least of some steps, as load only adds."""
+    """100 ms of transfer beside 100 ms of backward take at most 120 ms: the least of some steps, as load only adds. So
+    does a boxing that was begun beside a sleep."""
     row = overlap(steps=10)
     print(row)
     assert 0.8 <= row["backward"] / row["transfer"] <= 1.25, row
-    assert row["of the longer"] <= 1.2, row
+    assert row["of the longer"] <= 1.2 and row["begun"] <= 1.2 * row["boxing"], row
 
 
 def test_real_placements_stay_real_where_others_are_described():

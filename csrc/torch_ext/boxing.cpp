@@ -183,7 +183,7 @@ py::list python_move_shards(const py::list& items, const std::string& what, cons
 }
 
 // Does nobody else see the memory of these shards, and do they lie as the new ones would?
-bool may_write_over(const GlobalImpl* impl, const Boxing& boxing) {
+bool may_write_over(GlobalImpl* impl, const Boxing& boxing) {
   if (impl->view.call || boxing.steps.size() != 1 || !boxing.steps[0].reusable) return false;
   const BoxingStep& step = boxing.steps[0];
   for (size_t nth = 0; nth < impl->kept().size(); nth++) {

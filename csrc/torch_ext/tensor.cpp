@@ -121,6 +121,7 @@ int set_shards(PyObject* self, PyObject* value, void*) {
   if (is_traced(self)) return set_traced_item(self, "_shards", value) | set_traced_item(self, "completed", Py_None);
   auto* impl = global(THPVariable_Unpack(self));
   impl->view = {};
+  impl->arriving = nullptr;
   impl->forget_completed();
   impl->shards() = shards_from(impl->spec, value);
   return 0;
@@ -134,6 +135,21 @@ PyObject* get_origin(PyObject* self, void*) {
   if (!view.call) Py_RETURN_NONE;
   return origin_of(view).release().ptr();
   END_HANDLE_TH_ERRORS
+}
+
+PyObject* get_arriving(PyObject* self, void*) {
+  if (is_traced(self)) Py_RETURN_NONE;
+  const auto& arriving = global(THPVariable_Unpack(self))->arriving;
+  PyObject* object = arriving ? arriving->object() : Py_None;
+  Py_INCREF(object);
+  return object;
+}
+
+int set_arriving(PyObject* self, PyObject* value, void*) {
+  HANDLE_TH_ERRORS
+  global(THPVariable_Unpack(self))->arriving = std::make_shared<ArrivingShards>(value);
+  return 0;
+  END_HANDLE_TH_ERRORS_RET(-1)
 }
 
 PyObject* get_lineage(PyObject* self, void*) {
@@ -152,6 +168,7 @@ int set_lineage(PyObject* self, PyObject* value, void*) {
 PyGetSetDef properties[] = {
     {"spec", get_spec, set_spec, "layout, shape, stride and dtype", nullptr},
     {"shards", get_shards, set_shards, "the parts this process drives, rank -> plain tensor", nullptr},
+    {"arriving", get_arriving, set_arriving, "the boxing under way whose shards these will be, or None", nullptr},
     {"lineage", get_lineage, set_lineage, "a hash of all that made the value; 0 where nothing is known", nullptr},
     {"origin", get_origin, nullptr, "the call that made a boxed view; None of other tensors", nullptr},
 };
@@ -210,6 +227,30 @@ void GlobalImpl::lie_as(const Spec* other) {
 
 GlobalImpl::~GlobalImpl() = default;
 
+ArrivingShards::ArrivingShards(PyObject* of) : of_(of) { Py_INCREF(of_); }
+
+ArrivingShards::~ArrivingShards() {
+  if (!Py_IsInitialized()) return;                   // the program has ended
+  py::gil_scoped_acquire lock;
+  Py_DECREF(of_);
+}
+
+const Shards& ArrivingShards::read(const Spec* spec) {
+  py::gil_scoped_acquire lock;                       // read() gives it back while it waits
+  if (!shards_) {
+    Shards arrived = shards_from(spec, py::handle(of_).attr("read")().ptr());
+    if (!shards_) shards_ = std::move(arrived);
+  }
+  return *shards_;
+}
+
+void GlobalImpl::await_shards() {
+  const auto one = arriving;                         // which another thread may take away meanwhile
+  if (!one) return;
+  shards_ = one->read(spec);
+  arriving = nullptr;
+}
+
 void GlobalImpl::take_spec(const Spec* other) {
   lie_as(other);
   spec = other;
@@ -219,6 +260,7 @@ void GlobalImpl::take_spec(const Spec* other) {
 GlobalImpl::Pointer GlobalImpl::shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const {
   at::Tensor copy = wrap(spec, Shards(shards_));
   auto* impl = global(copy);
+  impl->arriving = arriving;
   impl->key_set_ = key_set_;                         // the copy is a tensor of inference mode where this one is
   impl->view = view;
   impl->lineage = lineage;
@@ -238,6 +280,7 @@ void GlobalImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& fr
   const auto* other = static_cast<const GlobalImpl*>(from.get());
   spec = other->spec;
   shards_ = other->shards_;
+  arriving = other->arriving;
   view = other->view;
   lineage = other->lineage;
   forget_completed();
@@ -245,6 +288,7 @@ void GlobalImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& fr
 
 void GlobalImpl::release_resources() {
   shards_.clear();
+  arriving = nullptr;
   forget_completed();
   view = {};
   c10::TensorImpl::release_resources();

@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "spec.h"
@@ -32,9 +33,23 @@ struct BoxedView {
   int64_t writes_when_made = -1;
 };
 
+// Shards that a boxing under way will give, to all tensors of its value: whoever needs them first waits.
+class ArrivingShards {
+ public:
+  explicit ArrivingShards(PyObject* of);             // an object whose read() gives a dict rank -> tensor
+  ~ArrivingShards();
+  const Shards& read(const Spec* spec);
+  PyObject* object() const { return of_; }
+
+ private:
+  PyObject* of_;
+  std::optional<Shards> shards_;
+};
+
 struct GlobalImpl final : c10::TensorImpl {
   SpecRef spec;                        // none in a spec's `like`, which the spec holds
   BoxedView view;                      // of other tensors without a call
+  std::shared_ptr<ArrivingShards> arriving;  // until they are needed
   bool viewed = false;                 // a view was made of it
   uint64_t lineage = 0;                // of its value (lineage.h); 0: nothing is known of it
   std::atomic<bool> is_completed{false};
@@ -48,9 +63,12 @@ struct GlobalImpl final : c10::TensorImpl {
   // The parts that this process drives. Those of a boxed view are made now, unless they were since the last write.
   Shards& shards() {
     if (C10_UNLIKELY(view.call != nullptr)) read_view();
+    return kept();
+  }
+  Shards& kept() {                     // without making them
+    if (C10_UNLIKELY(arriving != nullptr)) await_shards();
     return shards_;
   }
-  const Shards& kept() const { return shards_; }     // without making them
   using Pointer = c10::intrusive_ptr<c10::TensorImpl>;
   Pointer shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const override;
   Pointer shallow_copy_and_detach(c10::VariableVersion&& version, bool allow) const override;
@@ -60,6 +78,7 @@ struct GlobalImpl final : c10::TensorImpl {
 
  private:
   void read_view();
+  void await_shards();
   void lie_as(const Spec* other);      // sizes, strides and lazy bits
 
   Shards shards_;

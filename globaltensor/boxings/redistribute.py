@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from threading import RLock
 from typing import Any
 
 import torch
@@ -23,13 +24,21 @@ from globaltensor.boxings.plan import plan
 from globaltensor.boxings.process_boxing import find_meeting, run_process_boxings
 from globaltensor.boxings.run_steps import Move as Move, RunningBoxing
 from globaltensor.boxings.seen import plan_together, seen, seen_moves
+from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Layout, Shards, Spec, dense
 from globaltensor.layouts.recent import remembered
 from globaltensor.runtime import trace_order
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.memory import refuse_fake_mode
 from globaltensor.runtime.native import torch_ext
-from globaltensor.runtime.torch_internals import foreach_copy_, in_fake_mode, without_fake_mode
+from globaltensor.runtime.torch_internals import (
+    compiling,
+    foreach_copy_,
+    in_fake_mode,
+    modes_active,
+    without_fake_mode,
+    without_modes,
+)
 from globaltensor.runtime.world import local_ranks_of, world
 
 _LARGE = 25 << 20                                    # bytes: as if so many were planned as one
@@ -97,6 +106,57 @@ def finish_boxings(begun: Sequence[BegunBoxing], moves: Sequence[Move], op: str)
         shards = [one.finish() for one in running]
         calls += [call for one in running for call in one.calls]
     return shards if moves else [*shards, []]
+
+
+class ArrivingShards:
+    """The shards of a tensor in another layout, which move while the program goes on: whoever reads them first waits.
+
+    Every rank begins and reads the same ones in the same order. At most `UNDER_WAY` go on at once; one more waits for
+    the first of them, whether or not its tensor is still there. (A message that nobody waits for needs its memory.)
+    """
+
+    def __init__(self, x: Any, dst: Layout) -> None:
+        while len(_arriving) >= UNDER_WAY:
+            _arriving[0].await_all()
+        self._same = x.detach()                      # its version is that of all tensors with its memory
+        self._version = None if x.is_inference() else x._version
+        self._begun = BegunBoxing([Move(x.spec, x.shards, dst, trace_order.of(x))], watch.EXPLICIT, check=True)
+        self._shards: Shards | None = None
+        self._written_to = False                     # what they are made of, meanwhile
+        self._one_at_a_time = RLock()
+        _arriving.append(self)
+
+    def await_all(self) -> Shards:
+        """The shards, in whatever state."""
+        with self._one_at_a_time:
+            if self._shards is None:
+                with without_modes(), torch.inference_mode(self._version is None), torch.no_grad():
+                    ((self._shards,), _) = finish_boxings([self._begun], [], watch.EXPLICIT)
+                self._written_to = self._version is not None and self._same._version != self._version
+                _arriving.remove(self)
+            return self._shards
+
+    def read(self) -> Shards:
+        """The shards. Raises GlobalTensorError where someone wrote to what they are made of."""
+        shards = self.await_all()
+        if self._written_to:
+            raise GlobalTensorError("a tensor was written to while its boxing went on",
+                                    "what has arrived may be its value from before or after",
+                                    "read the result first, or to_global without wait=False")
+        return shards
+
+
+UNDER_WAY = 16
+_arriving: list[ArrivingShards] = []                 # that nobody has read yet, the first first
+
+
+def moves_meanwhile(x: Any, dst: Layout) -> bool:
+    """Is there anything to gain by it: does this boxing go from process to process, so that a program can go on? Not
+    where someone watches boxings, or ops."""
+    if seen() or modes_active() or compiling() or in_fake_mode() or world().single_process:
+        return False
+    types = {x.spec.placement.type, dst.placement.type}
+    return "meta" not in types and dst is not x.spec.layout and _in_one_pass([Move(x.spec, x.shards, dst)], "") is None
 
 
 def redistribute(tensors: Sequence[Any], dsts: Sequence[Layout], op: str) -> list[Any]:

@@ -327,7 +327,7 @@ def _redistribute(x: GlobalTensor, device_mesh: DeviceMesh | None = None, placem
                   backward_dtype: torch.dtype | None = None) -> GlobalTensor:
     """A boxing to a mesh, or to other placements on its own (default: all broadcast).
 
-    async_op         by which torch may go on meanwhile: changes nothing
+    async_op         return while it moves between processes; the first use of a value waits for it
     forward_dtype    in which it moves, and what comes out is; so does its gradient
     backward_dtype   refused with ArgumentError where it is another one
     """
@@ -335,7 +335,8 @@ def _redistribute(x: GlobalTensor, device_mesh: DeviceMesh | None = None, placem
     if backward_dtype not in (None, moved):
         raise ArgumentError(f"redistribute(backward_dtype={backward_dtype}) of what moves as {moved}",
                             "a gradient moves in the dtype of its tensor", f"forward_dtype={backward_dtype}")
-    return x.to(moved).to_global(device_mesh or x.placement, tuple(placements) if placements is not None else broadcast)
+    return x.to(moved).to_global(device_mesh or x.placement, tuple(placements) if placements is not None else broadcast,
+                                 wait=not async_op)
 
 
 def _full_with_gradient(x: GlobalTensor, grad_placements: Placements) -> torch.Tensor:

@@ -242,10 +242,12 @@ def _global_shape(shapes: dict[int, Shape], dst: Layout) -> Shape:
 
 
 @api_boundary
-def plain_to_global(t: torch.Tensor, placement: Any = None, sbp: Any = None, grad_sbp: Any = None) -> GlobalTensor:
-    """A plain tensor becomes global: `from_local`. Where torch.func wraps a global one it is a boxing."""
+def plain_to_global(t: torch.Tensor, placement: Any = None, sbp: Any = None, grad_sbp: Any = None, wait: bool = True
+                    ) -> GlobalTensor:
+    """A plain tensor becomes global: `from_local`, which moves nothing. Where torch.func wraps a global one it is a
+    boxing."""
     if layout_of(t) is not None:
-        return box_from(t, placement, sbp, grad_sbp)
+        return box_from(t, placement, sbp, grad_sbp, wait)
     if placement is None or sbp is None:
         raise GlobalTensorError("a plain tensor has no placement and sbp of its own to keep",
                                 "it becomes each rank's part of a global one", "t.to_global(placement, sbp)")

@@ -14,6 +14,7 @@ import torch
 
 from globaltensor.algorithms.aliasing import BoxedView, Origin, take_memory
 from globaltensor.algorithms.completed import Completed
+from globaltensor.boxings.redistribute import ArrivingShards
 from globaltensor.dispatch.core import arrive, remake, traced_operand
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shape, Shards, Spec, spec
@@ -59,8 +60,6 @@ from globaltensor.tensors.full_value import FullTensor, no_gradient_placements
 from globaltensor.tensors.printing import format_of, text_of
 from globaltensor.tensors.redistribution import (
     box_from,
-    box_gradient,
-    find_gradient_boxing,
     resolve_layout,
     to_layout,
     to_local,
@@ -88,6 +87,7 @@ class GlobalTensor(TensorMethods):
 
     spec: Spec
     boxed_view: BoxedView | None = None              # a boxed view: how it was made, without native code
+    arriving: ArrivingShards | None = None           # until they are needed
     viewed = False                                   # a view was made of it, without native code
     traced = False                                   # its shards are those of a trace (flatten.py)
     completed: Completed | None = None               # of a pending one, with nothing pending, without native code
@@ -120,11 +120,13 @@ class GlobalTensor(TensorMethods):
     @property
     def shards(self) -> Shards:
         """The parts this process drives, rank -> plain tensor; those of a boxed view are made when they are read."""
+        if self.arriving is not None:
+            self._shards, self.arriving = self.arriving.read(), None
         return self._shards if self.boxed_view is None else self.boxed_view.read()
 
     @shards.setter
     def shards(self, value: Shards) -> None:
-        self._shards, self.completed, self.boxed_view = value, None, None        # a view no more, if it was one
+        self._shards, self.arriving, self.completed, self.boxed_view = value, None, None, None
 
     @property
     def origin(self) -> Origin | None:
@@ -168,13 +170,15 @@ class GlobalTensor(TensorMethods):
         return True
 
     def to_global(self, placement: Placement | None = None, sbp: SbpLike | None = None,
-                  grad_sbp: SbpLike | None = None) -> GlobalTensor:
+                  grad_sbp: SbpLike | None = None, wait: bool = True) -> GlobalTensor:
         """Boxing: the same value on another placement, with another sbp, or both; differentiable.
 
         placement  default: x's own
         sbp        one, one per axis, or a dict by axis name; default: as it is, where the placement has as many axes,
                    else broadcast
         grad_sbp   the sbp in which the gradient leaves, on x's placement (default: dual to x's)
+        wait       False: return while it moves between processes. The first use of a value of the result waits for it,
+                   on all ranks at the same point of the program; until then x may not be written to
 
         Along one axis of n ranks, for a tensor of T bytes in all, what each rank receives:
 
@@ -200,7 +204,7 @@ class GlobalTensor(TensorMethods):
         lines of the program, and TransportError where one of them died.
         """
         try:
-            return box_from(self, placement, sbp, grad_sbp)
+            return box_from(self, placement, sbp, grad_sbp, wait)
         except Exception as error:                   # written out: a decorator would cost as much as a small boxing
             fold(error)
             raise
@@ -370,10 +374,6 @@ def _at_our_key(func: OpOverload) -> None:
     func.py_impl(OWN_KEY)(partial(arrive, GlobalTensor, func))       # a partial has no frame
 
 
-def _box_gradient_of(grad: Any, x: Any, dst: Any) -> Any:
-    return box_gradient(grad, x.layout, dst)
-
-
 flatten.let_torch_trace(GlobalTensor)
 _aten = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericWrapper")
 _aten.impl("one_hot", value_reads.one_hot)
@@ -397,4 +397,3 @@ else:                                                # the same class, with its 
     torch_ext.on_view_read(api_boundary(remake))
     torch_ext.on_arrival(_at_our_key)
     torch_ext.on_lookup(api_boundary(lookup.Lookup.apply))
-    torch_ext.on_redistribute_backward(find_gradient_boxing, api_boundary(_box_gradient_of))

@@ -12,7 +12,7 @@ import torch
 
 from globaltensor.algorithms.aliasing import value_spec
 from globaltensor.boxings import native, watch
-from globaltensor.boxings.redistribute import Move, in_layout, move_shards
+from globaltensor.boxings.redistribute import ArrivingShards, Move, in_layout, move_shards, moves_meanwhile
 from globaltensor.errors import GlobalTensorError, SbpError
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Spec, layout
@@ -21,9 +21,10 @@ from globaltensor.layouts.sbp import Sbp, broadcast, in_range, nd_sbp
 from globaltensor.runtime import custom_ops, trace_order
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import modes_active, transforms_active
-from globaltensor.runtime.world import world
+from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.full_value import FromFull, plain_gradient
 from globaltensor.tensors.linear_maps import LinearMap, layout_of
+from globaltensor.tracebacks import api_boundary
 
 Global = TypeVar("Global", bound=GlobalLike)         # the tensor class, which stands above
 
@@ -45,12 +46,15 @@ def _read_layout(where: Any, sbp: Any, ndim: int) -> Layout:
 _on_every_axis = lru_cache(maxsize=1024)(_read_layout)
 
 
-def box_from(x: Any, where: Any, sbp: Any, grad_sbp: Any) -> Any:
-    """x.to_global(where, sbp, grad_sbp); x may be wrapped by torch.func."""
+def box_from(x: Any, where: Any, sbp: Any, grad_sbp: Any, wait: bool) -> Any:
+    """x.to_global(where, sbp, grad_sbp, wait); x may be wrapped by torch.func."""
     own = layout_of(x)
     assert own is not None                           # else it is from_local
     dst = resolve_layout(*filled_in(own, where, sbp), x.dim())
-    return to_layout(x, dst, resolve_layout(own.placement, grad_sbp, x.dim()) if grad_sbp is not None else None)
+    grad_layout = resolve_layout(own.placement, grad_sbp, x.dim()) if grad_sbp is not None else None
+    if not wait and is_global(x) and not transforms_active() and moves_meanwhile(x, dst):
+        return RedistributeMeanwhile.of(x, dst, grad_layout)
+    return to_layout(x, dst, grad_layout)
 
 
 def filled_in(own: Layout, where: Any, sbp: Any) -> tuple[Any, Any]:
@@ -91,6 +95,19 @@ class Redistribute(LinearMap):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, None, None]:
         return box_gradient(grad, ctx.layout, ctx.how[1]), None, None
+
+
+class RedistributeMeanwhile(Redistribute):
+    """The same, which goes on until a value of it is needed."""
+
+    @staticmethod
+    def forward(x: Any, dst: Layout, grad_layout: Layout | None = None) -> Any:
+        where = dst.placement
+        nothing = {rank: torch.empty(0, dtype=x.dtype, device=world().device(where.type, rank))
+                   for rank in local_ranks_of(where)}
+        moved = in_layout(x, dst, nothing)
+        moved.arriving = ArrivingShards(x, dst)
+        return moved
 
 
 def box(x: Global, dst: Layout) -> Global:
@@ -193,3 +210,11 @@ def sum_parts(x: GlobalLike, dst: Layout, shape: Shape) -> torch.Tensor:
               if all(i == 0 for i, s in zip(dst.placement.coords[r], dst.sbp) if s.is_broadcast)]
     parts = firsts if world().single_process else list(x.shards.values())
     return sum(parts[1:], parts[0].clone()) if parts else torch.zeros(shape, dtype=x.dtype, device="cpu")
+
+
+def _box_gradient_of(grad: Any, x: Spec, grad_layout: Layout | None) -> Any:
+    return box_gradient(grad, x.layout, grad_layout)
+
+
+if torch_ext is not None:
+    torch_ext.on_redistribute_backward(find_gradient_boxing, api_boundary(_box_gradient_of))

@@ -1,5 +1,6 @@
 """Boxings among processes of which some share no memory: every process checks its part of each against the whole value,
 and writes the collectives and bytes of those that name themselves to FOLDER/<rank>.json."""
+import copy
 import itertools
 import json
 import random
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 
 import globaltensor as gt
-from globaltensor.boxings.redistribute import redistribute
+from globaltensor.boxings.redistribute import UNDER_WAY, _arriving, redistribute
 from globaltensor.layouts.layout import layout
 
 S, B, P, PMAX = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum, gt.sbp.partial_max
@@ -71,7 +72,9 @@ def boxings(where, dtype, shapes, notes, most):
             wholes.append(expected(value, terms, where, src))
         with gt.record() as moves:
             ys = redistribute(xs, [to] * len(xs), "to_global")
-        for y, whole in zip(ys, wholes):
+        begun = [x.to_global(sbp=dst, wait=False) for x in xs]
+        assert all(y.arriving is not None for y, move in zip(begun, moves) if move.calls), f"{src} -> {dst}"
+        for y, whole in zip([*ys, *begun], [*wholes, *wholes]):
             check(y, whole, to)
         for move in moves:
             notes[f"{list(where.shape)} {dtype} {src} -> {dst}"] = [move.bytes, list(move.calls)]
@@ -87,6 +90,49 @@ def conjugates(where):
             assert torch.equal(shard, value.conj()[tuple(slice(*ends) for ends in y.spec.region(r))]), f"{src} -> {dst}"
 
 
+def meanwhile(line):
+    """Boxings that are begun, and waited for when a value is needed."""
+    value = torch.arange(40.0).view(8, 5)
+
+    def begun(t=value, src=S(0), dst=B):
+        return gt.from_full(t, line, src).to_global(sbp=dst, wait=False)
+
+    x = gt.from_full(value, line, S(0)).requires_grad_()
+    y = x.to_global(sbp=B, wait=False)
+    assert y.arriving is not None and y.shape == x.shape and y.sbp == (B,) and y.device == x.device
+    (y.sin() * y).sum().backward()
+    assert y.arriving is None and torch.equal(y.detach().full_tensor(), value)
+    torch.testing.assert_close(x.grad.full_tensor(), value.cos() * value + value.sin())
+
+    first, second = begun(), begun(dst=S(1))         # read in another order than they were begun in
+    assert second.sum().item() == first.sum().item() == value.sum()
+    assert torch.equal(copy.deepcopy(begun()).full_tensor(), value)
+    for _ in range(2 * UNDER_WAY):
+        begun()                                      # nobody reads it
+    assert len(_arriving) <= UNDER_WAY and torch.equal(begun().full_tensor(), value)
+    with torch.inference_mode():
+        inner = begun()
+    outer = begun()
+    with torch.inference_mode():
+        assert outer.sum().item() == inner.sum().item()
+    assert inner.is_inference() and not outer.is_inference() and not next(iter(outer.shards.values())).is_inference()
+    with gt.record() as moves:
+        assert begun().arriving is None              # watched, it is done at once
+    assert [move.op for move in moves] == ["from_full", "to_global"], moves
+    x = gt.from_full(value, line, S(0))
+    late, early = x.to_global(sbp=B, wait=False), x.to_global(sbp=B, wait=False)
+    assert early.sum().item() == value.sum()
+    x.add_(1)
+    for _ in range(2):
+        try:
+            late.sum()
+        except gt.GlobalTensorError as error:
+            assert "written to while its boxing went on" in str(error)
+        else:
+            raise AssertionError("nobody noticed")
+    begun()                                          # under way when the program ends
+
+
 def main(folder, most):
     n, notes = gt.world_size(), {}
     line, grid = gt.placement("cpu", range(n)), gt.placement("cpu", torch.arange(n).view(2, -1).tolist())
@@ -97,6 +143,7 @@ def main(folder, most):
                                  (grid, torch.bfloat16, large), (line, torch.int64, large)):
         boxings(where, dtype, shapes, notes, most)
     conjugates(line)
+    meanwhile(line)
     Path(folder, f"{gt.rank()}.json").write_text(json.dumps(notes))
 
 
