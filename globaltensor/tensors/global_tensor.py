@@ -178,7 +178,7 @@ class GlobalTensor(TensorMethods):
                    else broadcast
         grad_sbp   the sbp in which the gradient leaves, on x's placement (default: dual to x's)
         wait       False: return while it moves between processes. The first use of a value of the result waits for it,
-                   on all ranks at the same point of the program; until then x may not be written to
+                   on all ranks at the same point of the program; until then x may not be written to. Recorded there
 
         Along one axis of n ranks, for a tensor of T bytes in all, what each rank receives:
 
