@@ -337,8 +337,8 @@ def sleeper(settings: dict[str, Any]) -> Iterator[list[float]]:
         return time.perf_counter() - began
 
     yield (waited := [begin(0.0) for _ in range(steps)])
-    nap = 0.0
-    yield [begin(longest(waited)) for _ in range(steps)]
+    as_long = longest(waited)
+    yield [begin(as_long) for _ in range(steps)]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ one, and are planned so.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from threading import RLock
 from typing import Any
@@ -32,7 +33,6 @@ from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.memory import refuse_fake_mode
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import (
-    compiling,
     foreach_copy_,
     in_fake_mode,
     modes_active,
@@ -111,20 +111,17 @@ def finish_boxings(begun: Sequence[BegunBoxing], moves: Sequence[Move], op: str)
 class ArrivingShards:
     """The shards of a tensor in another layout, which move while the program goes on: whoever reads them first waits.
 
-    Every rank begins and reads the same ones in the same order. At most `UNDER_WAY` go on at once; one more waits for
-    the first of them, whether or not its tensor is still there. (A message that nobody waits for needs its memory.)
+    Every rank that has a part in them begins and reads the same ones in the same order. `make_room` comes before.
     """
 
     def __init__(self, x: Any, dst: Layout) -> None:
-        while len(_arriving) >= UNDER_WAY:
-            _arriving[0].await_all()
         self._same = x.detach()                      # its version is that of all tensors with its memory
         self._version = None if x.is_inference() else x._version
         self._begun = BegunBoxing([Move(x.spec, x.shards, dst, trace_order.of(x))], watch.EXPLICIT, check=True)
         self._shards: Shards | None = None
         self._written_to = False                     # what they are made of, meanwhile
         self._one_at_a_time = RLock()
-        _arriving.append(self)
+        _arriving[-1] = self
 
     def await_all(self) -> Shards:
         """The shards, in whatever state."""
@@ -133,7 +130,7 @@ class ArrivingShards:
                 with without_modes(), torch.inference_mode(self._version is None), torch.no_grad():
                     ((self._shards,), _) = finish_boxings([self._begun], [], watch.EXPLICIT)
                 self._written_to = self._version is not None and self._same._version != self._version
-                _arriving.remove(self)
+                _arriving[_arriving.index(self)] = None
             return self._shards
 
     def read(self) -> Shards:
@@ -147,14 +144,23 @@ class ArrivingShards:
 
 
 UNDER_WAY = 16
-_arriving: list[ArrivingShards] = []                 # that nobody has read yet, the first first
+_arriving: deque[ArrivingShards | None] = deque(maxlen=UNDER_WAY)   # of the last calls, what nobody has read yet
+
+
+def make_room() -> None:
+    """Before a call that begins a boxing, or does it at once: wait for what was begun `UNDER_WAY` calls ago, whether or
+    not its tensor is still there. (A message that nobody waits for needs its memory.) All ranks count the same calls,
+    but not the same boxings: those that have no part in one may begin what others do at once."""
+    if len(_arriving) == UNDER_WAY and (oldest := _arriving[0]) is not None:
+        oldest.await_all()
+    _arriving.append(None)
 
 
 def moves_meanwhile(x: Any, dst: Layout) -> bool:
     """Is there anything to gain by it: does this boxing go from process to process, so that a program can go on? Not
     where someone looks at ops. Who watches boxings sees it where it is waited for: a rank that watches alone does as
     the others do, which may move something else before that."""
-    if modes_active() or compiling() or in_fake_mode() or world().single_process:
+    if modes_active() or in_fake_mode() or world().single_process:
         return False
     types = {x.spec.placement.type, dst.placement.type}
     return "meta" not in types and dst is not x.spec.layout and _in_one_pass([Move(x.spec, x.shards, dst)], "") is None

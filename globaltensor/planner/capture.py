@@ -60,10 +60,11 @@ def capture(model: nn.Module, example_inputs: Any, loss: Callable[[Any], torch.T
     repeats          capture equal members of a ModuleList, ModuleDict or Sequential once, where that is possible
     Raises CaptureError with the line where the step cannot go on without values.
     """
+    args, named = read_inputs(example_inputs)
     try:
-        return _capture(model, *read_inputs(example_inputs), loss, repeats)
+        return _capture(model, args, named, loss, repeats)
     except DifferentiatedAgain:
-        return _capture(model, *read_inputs(example_inputs), loss, False)
+        return _capture(model, args, named, loss, repeats=False)
 
 
 def _capture(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any],

@@ -8,8 +8,8 @@ import torch
 
 from globaltensor.tensors import gradients
 
-_OURS = {"spec", "lineage", "_shards", "boxed_view", "viewed", "traced", "made_after", "completed", "_is_param",
-         gradients.ATTRIBUTE}
+_OURS = {"spec", "lineage", "_shards", "arriving", "boxed_view", "viewed", "traced", "made_after", "completed",
+         "_is_param", gradients.ATTRIBUTE}
 
 
 def user_attributes(x: torch.Tensor) -> dict[str, Any]:

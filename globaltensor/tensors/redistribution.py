@@ -12,7 +12,14 @@ import torch
 
 from globaltensor.algorithms.aliasing import value_spec
 from globaltensor.boxings import native, watch
-from globaltensor.boxings.redistribute import ArrivingShards, Move, in_layout, move_shards, moves_meanwhile
+from globaltensor.boxings.redistribute import (
+    ArrivingShards,
+    Move,
+    in_layout,
+    make_room,
+    move_shards,
+    moves_meanwhile,
+)
 from globaltensor.errors import GlobalTensorError, SbpError
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Spec, layout
@@ -20,7 +27,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import Sbp, broadcast, in_range, nd_sbp
 from globaltensor.runtime import custom_ops, trace_order
 from globaltensor.runtime.native import torch_ext
-from globaltensor.runtime.torch_internals import modes_active, transforms_active
+from globaltensor.runtime.torch_internals import compiling, modes_active, transforms_active
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.full_value import FromFull, plain_gradient
 from globaltensor.tensors.linear_maps import LinearMap, layout_of
@@ -52,8 +59,10 @@ def box_from(x: Any, where: Any, sbp: Any, grad_sbp: Any, wait: bool) -> Any:
     assert own is not None                           # else it is from_local
     dst = resolve_layout(*filled_in(own, where, sbp), x.dim())
     grad_layout = resolve_layout(own.placement, grad_sbp, x.dim()) if grad_sbp is not None else None
-    if not wait and is_global(x) and not transforms_active() and moves_meanwhile(x, dst):
-        return RedistributeMeanwhile.of(x, dst, grad_layout)
+    if not wait and not compiling():
+        make_room()
+        if is_global(x) and not transforms_active() and moves_meanwhile(x, dst):
+            return RedistributeMeanwhile.of(x, dst, grad_layout)
     return to_layout(x, dst, grad_layout)
 
 

@@ -108,9 +108,14 @@ def meanwhile(line):
     first, second = begun(), begun(dst=S(1))         # read in another order than they were begun in
     assert second.sum().item() == first.sum().item() == value.sum()
     assert torch.equal(copy.deepcopy(begun()).full_tensor(), value)
-    for _ in range(2 * UNDER_WAY):
-        begun()                                      # nobody reads it
-    assert len(_arriving) <= UNDER_WAY and torch.equal(begun().full_tensor(), value)
+    unread = [begun() for _ in range(2 * UNDER_WAY)]
+    assert [y.arriving in _arriving for y in unread] == [False] * UNDER_WAY + [True] * UNDER_WAY
+    del unread                                       # nobody reads it
+    assert torch.equal(begun().full_tensor(), value)
+    late = begun()
+    for _ in range(UNDER_WAY):                       # all ranks count calls, whatever they do at one
+        gt.ones(4, placement=gt.placement("cpu", [0]), sbp=B).to_global(sbp=B, wait=False)
+    assert late.arriving not in _arriving and torch.equal(late.full_tensor(), value)
     with torch.inference_mode():
         inner = begun()
     outer = begun()
