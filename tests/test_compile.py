@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ import globaltensor as gt
 from globaltensor.errors import OutOfRangeError
 from globaltensor.layouts.symbols import expected, expected_of, known_sizes
 from globaltensor.runtime import torch_internals
+from globaltensor.tensors import flatten
 
 sys.path.insert(0, os.fspath(ROOT / "examples"))
 from gpt import GPT
@@ -171,6 +173,12 @@ def test_that_torch_compiles_is_seen_with_any_torch(newest, monkeypatch):
     assert not torch_internals.compiling() and not torch_internals.compiling_before_2_13()
     assert torch.compile(program, backend=backend, fullgraph=True)(torch.ones(2))[1] and seen == [True]
     assert not torch_internals.compiling() and not torch_internals.compiling_before_2_13()
+
+
+def test_what_the_package_keeps_of_a_program_may_be_gone(monkeypatch):
+    """A `weakref.proxy` raises at every question, and may stand in what a program registered with the package."""
+    monkeypatch.setattr(flatten, "kept", [weakref.proxy(nn.Identity())], raising=False)
+    assert flatten._register_while_tracing in {*flatten._package_functions()}
 
 
 @LONG

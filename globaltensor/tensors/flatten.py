@@ -182,11 +182,12 @@ def _package_functions() -> Iterator[FunctionType]:
         if id(one) in seen:
             continue
         seen.add(id(one))
-        if isinstance(one, FunctionType):
+        kind = type(one)     # not isinstance, which asks a weakref.proxy of what is gone for its class, and raises
+        if kind is FunctionType:
             if one.__code__.co_filename.startswith(OURS):
                 yield one
             todo += [one.__closure__, vars(one)]     # not its globals: other modules' are not ours
-        elif isinstance(one, _HOLDERS) or _is_of_package((one if isinstance(one, type) else type(one)).__module__):
+        elif issubclass(kind, _HOLDERS) or _is_of_package((one if issubclass(kind, type) else kind).__module__):
             todo += gc.get_referents(one)
 
 
