@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -99,6 +100,24 @@ def installed(unpacked, tmp_path_factory) -> Path:
     wheel, = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder)
     return folder
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+def test_native_code_that_is_built_alone_must_compile(checkout):
+    """As after a change of csrc/: else what was built before would be left there, and be tested."""
+    for header in (checkout / "csrc").rglob("*.h"):
+        header.write_text("#error on purpose\n")
+    done = subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], capture_output=True, text=True,
+                          timeout=120, cwd=checkout, env=environment())
+    assert done.returncode and "on purpose" in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+def test_a_compiler_that_cannot_say_its_version_is_as_none(checkout, tmp_path):
+    """The package is installed without native code, as it is without a compiler."""
+    python(BUILD.replace(WITHOUT_TORCH, "import sys; sys.argv = ['setup.py']\n").format(kind="wheel", to=str(tmp_path)),
+           checkout)
+    wheel, = tmp_path.glob("*.whl")
+    assert not [file for file in zipfile.ZipFile(wheel).namelist() if file.endswith(".so")]
 
 
 def ran(installed: Path, *command: str) -> str:
