@@ -200,12 +200,13 @@ LINE = ["[4] torch.float32", "[4] torch.int64"]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("native, per_host, most", [
-    ("1", 2, 12), *[pytest.param(*case, marks=pytest.mark.long)
-                    for case in (("1", 2, 300), ("0", 4, 300), ("1", 1, 300))]])
-def test_processes_on_several_hosts(native, per_host, most, tmp_path):
-    """Processes that are said to be on several hosts share no memory: collectives do what has their name."""
-    for one in by_hand([PROGRAMS / "hosts.py", tmp_path, most], 4, LOCAL_WORLD_SIZE=str(per_host),
+@pytest.mark.parametrize("native, per_host, most, few", [
+    ("1", 2, 12, 4), ("1", 1, 12, 1), *[pytest.param(*case, marks=pytest.mark.long) for case in (
+        ("1", 2, 300, 4), ("0", 4, 300, 4), ("1", 1, 300, 4), ("1", 1, 300, 1), ("0", 1, 100, 1))]])
+def test_processes_on_several_hosts(native, per_host, most, few, tmp_path):
+    """Processes that are said to be on several hosts share no memory: collectives do what has their name, or messages
+    where no more than a `few` ranks gather."""
+    for one in by_hand([PROGRAMS / "hosts.py", tmp_path, most, few], 4, LOCAL_WORLD_SIZE=str(per_host),
                        GLOBALTENSOR_NATIVE=native, **HOSTS):
         code, out, err = one.end(200)
         assert code == 0, out + err

@@ -17,6 +17,9 @@ never gets it, and the deadlock watch tells all ranks what each of them does. Co
 share such a message: its tag is a hash of all that were begun in the group since the last one. Where lengths differ, a
 thread of gloo fails, which would end the process: native code stops that thread instead, so that the watch has its say.
 Without native code a collective begins after that message.
+
+Over gloo, few ranks gather by messages to each other, each with the tag. gloo's ring takes a round for each rank, and
+its thread waits for a core in every one, beside the threads that serve that message and compute.
 """
 from __future__ import annotations
 
@@ -42,6 +45,7 @@ from globaltensor.runtime.torch_internals import all_gather_flat, default_store,
 from globaltensor.runtime.world import rank, world
 
 _LOOK = timedelta(seconds=0.2)
+_FEW = 4                                             # ranks
 _groups: dict[tuple[tuple[int, ...], str], Any] = {}       # by ranks and device type: backends of torch.distributed
 _lost_groups: set[tuple[int, ...]] = set()           # in which torch still works on a collective that was given up
 _unchecked: dict[tuple[int, ...], int] = {}          # by ranks: a hash of the tags of which no message was sent yet
@@ -70,34 +74,52 @@ def begin_collectives(calls: Sequence[Collective], what: str, tag: int, check: b
     Raises TransportError where a peer died or did not take part in time.
     """
     on_device = [_staged(call) for call in calls]
+    of_engine = [call for call in on_device if not _goes_by_messages(call)]
     peers = tuple(sorted({r for call in calls for r in call.ranks} - {rank()}))
     with waiting_for(what, peers, tag):
-        for ranks, type in sorted({(call.ranks, call.source.device.type) for call in on_device}):
+        for ranks, type in sorted({(call.ranks, call.source.device.type) for call in of_engine}):
             _group_of(ranks, type)
-        for ranks in {call.ranks for call in on_device}:
+        for ranks in {call.ranks for call in of_engine}:
             _unchecked[ranks] = _join_tags(_unchecked[ranks], tag) if ranks in _unchecked else tag
-        checked = _check_tags(on_device) if check or torch_ext is None else None
+        checked = _check_tags(of_engine) if check or torch_ext is None else None
         if checked and torch_ext is None:
             wait_for_works([(peers, work) for work in checked[1]], list(peers))
             checked[1].clear()
-        works = [_start(call) for call in on_device]
+        works = [_start(call) for call in of_engine]
+        messages = [sent for call in on_device if _goes_by_messages(call) for sent in _gather_by_messages(call, tag)]
 
     def finish() -> None:
-        joined, checks = checked or _check_tags(on_device)
+        joined, checks = checked or _check_tags(of_engine)
         with waiting_for(what, peers, joined or tag) as lost:
             try:
                 # First what cannot be mistaken: a collective that others take for another one may fail in any way.
-                wait_for_works([(peers, work) for work in checks], lost)
-                for call, work in zip(on_device, works):
+                wait_for_works([*messages, *((peers, work) for work in checks)], lost)
+                for call, work in zip(of_engine, works):
                     _wait_for_collective(call, work)
             except RuntimeError:
-                _abandon(zip(on_device, works))
+                _abandon(zip(of_engine, works))
                 raise
         for call, done in zip(calls, on_device):
             if done.result is not call.result:
                 call.result.copy_(done.result)
 
     return finish
+
+
+def _goes_by_messages(call: Collective) -> bool:
+    return call.name == "all_gather" and call.source.device.type == "cpu" and len(call.ranks) <= _FEW
+
+
+def _gather_by_messages(call: Collective, tag: int) -> list[tuple[tuple[int, ...], dist.Work]]:
+    """Send to all others what they gather, and receive what they send: works, each with the rank that it waits for."""
+    if not call.source.numel():
+        return []
+    row, control = call.source.view(torch.uint8), world().control
+    rows = dict(zip(call.ranks, call.result.view(torch.uint8).view(len(call.ranks), -1)))
+    rows.pop(rank()).copy_(row)
+    works = [(r, dist.irecv(theirs, r, control, tag)) for r, theirs in rows.items()]
+    works += [(r, dist.isend(row, r, control, tag)) for r in rows]
+    return [((r,), work) for r, work in works if work is not None]
 
 
 def _staged(call: Collective) -> Collective:

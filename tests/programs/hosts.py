@@ -13,6 +13,7 @@ import torch
 import globaltensor as gt
 from globaltensor.boxings.redistribute import UNDER_WAY, _arriving, redistribute
 from globaltensor.layouts.layout import layout
+from globaltensor.runtime import collectives
 
 S, B, P, PMAX = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum, gt.sbp.partial_max
 SEED = 20_261_123
@@ -142,7 +143,8 @@ def meanwhile(line):
     begun()                                          # under way when the program ends
 
 
-def main(folder, most):
+def main(folder, most, few):
+    collectives._FEW = few                           # ranks, at most, that gather by messages
     n, notes = gt.world_size(), {}
     line, grid = gt.placement("cpu", range(n)), gt.placement("cpu", torch.arange(n).view(2, -1).tolist())
     small, large = [(8, 16), (5, 3), (4, 12), (1, 7)], [(256, 512), (4, 12)]
@@ -157,4 +159,4 @@ def main(folder, most):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))
