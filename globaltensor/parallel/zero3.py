@@ -5,7 +5,8 @@ the modules that hold no others, such as the last norm and the head; but no embe
 They are expected in the order in which they ran before, and at first in that in which the model holds them:
 
     forward    before layer i    what is missing of layers i and i + 1 is gathered, all of it in one move; but where a
-                                 link between processes is waited for, layer i + 1 is gathered while layer i computes
+                                 link between processes is waited for, layer i + 1 is gathered while layer i computes,
+                                 and layer i + 2 with it if i + 1 is small, such as a norm, and so on
                after layer i     it is resharded: what was gathered is freed
     backward   before layer i    the same with layers i and i - 1, also before it runs again, where activations are
                                  recomputed; layer i + 1 is done, and resharded
@@ -24,7 +25,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -97,10 +98,10 @@ class ShardedLayers:
         if _in_backward():                           # it runs again, and the layer before it comes next
             self.forward_pass += 1
             self._expect_end(layer, self.forward_pass)
-            unshard(layer, layer.before)
+            unshard(layer, _coming(layer, "before"))
         else:
             self._note_order(layer)
-            unshard(layer, layer.after)
+            unshard(layer, _coming(layer, "after"))
         layer.swap_in_unsharded(self.forward_pass)
 
     def _note_order(self, layer: ShardedLayer) -> None:
@@ -123,7 +124,7 @@ class ShardedLayers:
     def _before_backward(self, layer: ShardedLayer, forward_pass: int) -> None:
         for done in layer.after:                     # or not, where layers ran in another order: then it comes again
             done.finish_backward()
-        unshard(layer, layer.before)
+        unshard(layer, _coming(layer, "before"))
         if torch.is_grad_enabled() and forward_pass in layer.saved:
             layer.saved[forward_pass].stay = True
         self._expect_end(layer, forward_pass)
@@ -203,8 +204,7 @@ class ShardedLayer:
                     self.layouts.append(unsharded)
         self.unsharded: list[dict[int, Tensor]] | None = None            # rank -> shard, per parameter
         self.versions: list[int] = []                # of the parameters, when that was gathered
-        self.begun: BegunBoxing | None = None        # what gathers it meanwhile, and the parameters' versions then
-        self.begun_with: list[int] = []
+        self.begun: BegunLayers | None = None          # what gathers it meanwhile
         self.saved: weakref.WeakValueDictionary[int, SavedStorages] = weakref.WeakValueDictionary()   # by forward pass
         self.in_use: SavedStorages | None = None     # while the layer works
         self.files: list[mmap.mmap] = []             # in which offloaded parameters lie
@@ -213,34 +213,32 @@ class ShardedLayer:
 
     def is_sharded(self) -> bool:
         """Is nothing gathered, or what was before someone wrote to a parameter?"""
-        return self.unsharded is None or self.versions != self._versions()
+        return self.unsharded is None or self.versions != self.current_versions()
 
-    def _versions(self) -> list[int]:
+    def current_versions(self) -> list[int]:
+        """Of its parameters: others, once someone has written to them."""
         return [p._version for _, _, p in self.slots]
 
     def gathering(self) -> list[Move]:
         """The moves that gather it."""
         return [_gathering(p, dst) for (_, _, p), dst in zip(self.slots, self.layouts)]
 
-    def waits_for_a_link(self) -> bool:
-        """Does its gathering go on while a core computes?"""
-        return all(p.placement == dst.placement and link_seconds(p.spec, dst, world().machine) is not None
-                   for (_, _, p), dst in zip(self.slots, self.layouts))
-
-    def begin(self) -> None:
-        """Begin to gather it."""
-        self.begun, self.begun_with = BegunBoxing(self.gathering(), "zero", check=True), self._versions()
+    def link(self) -> tuple[float, float] | None:
+        """Latency and transfer of its gathering, in seconds, where that goes on while a core computes; else None."""
+        links = [link_seconds(p.spec, dst, world().machine) if p.placement == dst.placement else None
+                 for (_, _, p), dst in zip(self.slots, self.layouts)]
+        known = [link for link in links if link is not None]
+        if len(known) < len(links):
+            return None
+        return max(latency for latency, _ in known), sum(transfer for _, transfer in known)
 
     def finish(self) -> None:
-        """Wait for what was begun. It is dropped where someone wrote to a parameter meanwhile."""
+        """Wait for what was begun."""
         if self.begun is not None:
-            unsharded, _ = finish_boxings([self.begun], [], "zero")
-            self.begun = None
-            if self.begun_with == self._versions():
-                self.set_unsharded(unsharded)
+            self.begun.finish()
 
     def set_unsharded(self, unsharded: list[dict[int, Tensor]]) -> None:
-        self.unsharded, self.versions = unsharded, self._versions()
+        self.unsharded, self.versions = unsharded, self.current_versions()
         for storages in self.saved.values():
             storages.fill(unsharded)
 
@@ -275,19 +273,52 @@ class ShardedLayer:
         self.reshard()
 
 
+class BegunLayers:
+    """Layers that are gathered in one move while a core computes."""
+
+    def __init__(self, layers: Sequence[ShardedLayer]) -> None:
+        self.begun_with = [(layer, layer.current_versions()) for layer in layers]
+        self.boxing = BegunBoxing([move for layer in layers for move in layer.gathering()], "zero", check=True)
+        for layer in layers:
+            layer.begun = self
+
+    def finish(self) -> None:
+        """Wait for them. Those are dropped to whose parameters someone wrote meanwhile."""
+        moved, _ = finish_boxings([self.boxing], [], "zero")
+        shards = iter(moved)
+        for layer, versions in self.begun_with:
+            layer.begun, unsharded = None, [next(shards) for _ in layer.slots]
+            if versions == layer.current_versions():
+                layer.set_unsharded(unsharded)
+
+
 def unshard(now: ShardedLayer, ahead: Sequence[ShardedLayer] = ()) -> None:
     """Gather what is not gathered of a layer's parameters, and of those that come next: in one move; or, where a link
     is waited for, while this one computes."""
     now.finish()
-    later = [layer for layer in ahead if layer.waits_for_a_link() and not in_fake_mode()]
+    later = [layer for layer in ahead if layer.link() is not None and not in_fake_mode()]
     sharded = [layer for layer in (now, *ahead) if layer.is_sharded() and layer not in later]
     unsharded = iter(move_shards([move for layer in sharded for move in layer.gathering()], "zero"))
     for layer in sharded:
         layer.set_unsharded([next(unsharded) for _ in layer.slots])
         layer.drop_pages()
-    for layer in later:
-        if layer.is_sharded() and layer.begun is None:
-            layer.begin()
+    if begun := [layer for layer in later if layer.is_sharded() and layer.begun is None]:
+        BegunLayers(begun)
+
+
+def _coming(layer: ShardedLayer, side: Literal["before", "after"]) -> list[ShardedLayer]:
+    """The layer that is expected next. Over a link several, until they take longer to be sent than a message to arrive:
+    those that are small, such as a norm, hide nothing of the one behind them."""
+    coming: list[ShardedLayer] = []
+    transfer = 0.0
+    following = getattr(layer, side)
+    while following and following[0] not in (layer, *coming):
+        coming += following
+        link = following[0].link()
+        if link is None or (transfer := transfer + link[1]) >= link[0]:
+            break
+        following = getattr(following[0], side)
+    return coming
 
 
 def _gathering(p: GlobalTensor, dst: Layout) -> Move:

@@ -55,8 +55,8 @@ def train_by_layers(where, ahead, again):
     gt.to_global(net, where, gt.sbp.broadcast)
     optimizer = gt.zero(torch.optim.Adam(net.parameters(), lr=0.01), stage=3, model=net)
     begun, losses, generator = [], [], torch.Generator().manual_seed(SEED)
-    begin, link = zero3.ShardedLayer.begin, zero3.link_seconds
-    zero3.ShardedLayer.begin = lambda layer: (begun.append(layer), begin(layer))
+    begin, link = zero3.BegunLayers, zero3.link_seconds
+    zero3.BegunLayers = lambda layers: (begun.extend(layers), begin(layers))
     zero3.link_seconds = link if ahead else lambda *_: None
     # net[2] is begun by then; in backward it is not written to again
     double = net[1].register_forward_hook(lambda *_: None if again else double_it(net[2].weight))
@@ -75,8 +75,24 @@ def train_by_layers(where, ahead, again):
             with torch.no_grad():
                 for layer in net[:3]:                # the fourth is begun, and not run
                     x = layer(x)
-    zero3.ShardedLayer.begin, zero3.link_seconds = begin, link
+    zero3.BegunLayers, zero3.link_seconds = begin, link
     return [p.full_tensor() for p in net.parameters()], losses
+
+
+def check_small_layers(where):
+    """A norm is gathered in one move with what comes behind it, in forward and in backward, and small layers together
+    until they are not small."""
+    for net, wanted in (([WIDTH, 0, WIDTH, 0, WIDTH], [["1", "2"], ["3", "4"], ["3", "2"], ["1", "0"]]),
+                        ([WIDTH, 0, 0, 0, WIDTH], [["1", "2", "3", "4"], ["3", "2", "1", "0"]])):
+        torch.manual_seed(SEED)
+        net = torch.nn.Sequential(*(torch.nn.Linear(n, n) if n else torch.nn.LayerNorm(WIDTH) for n in net))
+        gt.to_global(net, where, gt.sbp.broadcast)
+        gt.zero(torch.optim.SGD(net.parameters(), lr=0.1), stage=3, model=net)
+        names, begun, gathering = {module: name for name, module in net.named_children()}, [], zero3.BegunLayers
+        zero3.BegunLayers = lambda layers: (begun.append([names[one.module] for one in layers]), gathering(layers))
+        net(gt.ones(4, WIDTH, placement=where, sbp=gt.sbp.split(0))).sum().backward()
+        zero3.BegunLayers = gathering
+        assert begun == wanted, begun
 
 
 def double_it(weight):
@@ -132,6 +148,7 @@ def main(folder):
         assert [n for n, _ in others] == [both, both, both - 1, both], others
         for a, b in zip(at_once, ahead, strict=True):
             assert torch.equal(a, b), f"ZeRO 3: {(a - b).abs().max()}"
+    check_small_layers(where)
     if sys.platform == "linux":
         check_threads()
     Path(folder, f"{gt.rank()}.json").write_text(json.dumps(seen))
