@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from globaltensor.runtime import deadlock
 from globaltensor.runtime.accelerators import engine_class
-from globaltensor.runtime.exchange import wait_for_works, waiting_for
+from globaltensor.runtime.exchange import keep_until_done, wait_for_works, waiting_for
 from globaltensor.runtime.gloo import gloo_error, keep_for_ever, yield_cores
 from globaltensor.runtime.liveness import tell_end
 from globaltensor.runtime.native import torch_ext
@@ -103,7 +103,7 @@ def begin_collectives(calls: Sequence[Collective], what: str, tag: int, check: b
             if done.result is not call.result:
                 call.result.copy_(done.result)
 
-    return finish
+    return keep_until_done(finish)
 
 
 def _goes_by_messages(call: Collective) -> bool:

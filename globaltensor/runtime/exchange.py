@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -59,7 +60,26 @@ def begin_exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, 
         for target, source in staged.values():
             target.copy_(source)
 
-    return finish
+    return keep_until_done(finish)
+
+
+_unfinished: dict[int, Callable[[], None]] = {}
+_order = count()
+
+
+def keep_until_done(finish: Callable[[], None]) -> Callable[[], None]:
+    """The same wait for messages, which keeps what it holds until it is done, also where nobody waits: gloo goes on to
+    send and to receive, and finds no end where the memory of a message is gone."""
+    number = next(_order)
+    _unfinished[number] = finish
+
+    def finish_once() -> None:
+        try:
+            finish()
+        finally:
+            _unfinished.pop(number, None)
+
+    return finish_once
 
 
 def post(buffer: torch.Tensor, peer: int, what: str, receive: bool = False) -> dist.Work:
