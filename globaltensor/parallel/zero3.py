@@ -204,7 +204,7 @@ class ShardedLayer:
                     self.layouts.append(unsharded)
         self.unsharded: list[dict[int, Tensor]] | None = None            # rank -> shard, per parameter
         self.versions: list[int] = []                # of the parameters, when that was gathered
-        self.begun: BegunLayers | None = None          # what gathers it meanwhile
+        self.begun: BegunLayers | None = None        # what gathers it meanwhile
         self.saved: weakref.WeakValueDictionary[int, SavedStorages] = weakref.WeakValueDictionary()   # by forward pass
         self.in_use: SavedStorages | None = None     # while the layer works
         self.files: list[mmap.mmap] = []             # in which offloaded parameters lie

@@ -9,7 +9,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import torch
@@ -63,21 +62,17 @@ def begin_exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, 
     return keep_until_done(finish)
 
 
-_unfinished: dict[int, Callable[[], None]] = {}
-_order = count()
+_unfinished: set[Callable[[], None]] = set()
 
 
 def keep_until_done(finish: Callable[[], None]) -> Callable[[], None]:
-    """The same wait for messages, which keeps what it holds until it is done, also where nobody waits: gloo goes on to
-    send and to receive, and finds no end where the memory of a message is gone."""
-    number = next(_order)
-    _unfinished[number] = finish
+    """The same wait for messages, which keeps what it holds until it is done, also where nobody waits or the wait was
+    given up: gloo goes on to send and to receive, and finds no end where the memory of a message is gone."""
+    _unfinished.add(finish)
 
     def finish_once() -> None:
-        try:
-            finish()
-        finally:
-            _unfinished.pop(number, None)
+        finish()
+        _unfinished.discard(finish)
 
     return finish_once
 
