@@ -127,6 +127,16 @@ def test_strided_and_complex_parts(tmp_path):
     assert bits(into["t"]) == bits(full.t()) and torch.equal(into["wide"], wide.conj())
 
 
+def test_a_boxed_view_follows_what_is_loaded(tmp_path):
+    where, full = place([0, 1]), torch.arange(42.0).view(6, 7)
+    dcp.save({"x": gt.from_full(full, where, S(0))}, checkpoint_id=tmp_path)
+    x = gt.zeros(6, 7, placement=where, sbp=S(0))
+    row = x[4]
+    assert not row.full_tensor().any()
+    dcp.load({"x": x}, checkpoint_id=tmp_path)
+    assert torch.equal(row.full_tensor(), full[4])
+
+
 # ---------------------------------------------------------------------------------------------- what cannot be done
 
 

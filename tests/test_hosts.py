@@ -220,6 +220,22 @@ def test_processes_on_several_hosts(native, per_host, most, few, tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long), pytest.param(6, marks=pytest.mark.long)])
+def test_zero_gathers_while_the_next_forward_pass_begins(ranks):
+    """Parameters over a link come while the program goes on, by messages or, of many ranks, by gloo's all-gather."""
+    for one in by_hand([PROGRAMS / "write_behind.py", "all"], ranks, LOCAL_WORLD_SIZE="1", **HOSTS):
+        code, out, err = one.end(100)
+        assert code == 0, out + err
+
+
+@pytest.mark.processes
+def test_a_process_ends_with_its_messages_sent():
+    for one in by_hand([PROGRAMS / "write_behind.py", "ends"], 2, LOCAL_WORLD_SIZE="1", **HOSTS):
+        code, out, err = one.end(100)
+        assert code == 0 and out == "with 0 messages that nobody waited for\n", out + err
+
+
+@pytest.mark.processes
 def test_gradients_are_reduced_during_backward_where_a_link_is_waited_for(tmp_path):
     """The same bits as when reduced at once, of two ranks; each is sent once, so not where gradients come twice."""
     for one in by_hand([PROGRAMS / "overlap.py", tmp_path], 2, LOCAL_WORLD_SIZE="1", **HOSTS):

@@ -64,6 +64,22 @@ def test_training(where, name, stage, accumulate, monkeypatch):
         assert all(value.sbp == p.sbp for value in state)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_views_of_a_parameter_follow_its_steps(stage):
+    """Also those that had to be boxed, which keep a value of their own: a gathered one is a write."""
+    where = place(*PLACES["2 x tp 2"])
+    model, x = spread(net(), where, torch.randn(4, 6))
+    optimizer, weight = gt.zero(torch.optim.SGD(model.parameters(), lr=0.1), stage=stage), model[0].weight
+    views = [lambda w: w[2], lambda w: w[:, :3], lambda w: w.t(), lambda w: w.view(-1)]
+    held = [view(weight.detach()) for view in views]
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for one, view in zip(held, views):
+            assert torch.equal(one.full_tensor(), view(weight.detach().full_tensor()))
+
+
 @pytest.mark.parametrize("n", [2, 4])
 def test_bytes_sent_and_kept_in_stage_1(n):
     where = place(list(range(n)), ("dp",))

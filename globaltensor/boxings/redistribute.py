@@ -33,7 +33,6 @@ from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.memory import refuse_fake_mode
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import (
-    foreach_copy_,
     in_fake_mode,
     modes_active,
     without_fake_mode,
@@ -170,23 +169,6 @@ def redistribute(tensors: Sequence[Any], dsts: Sequence[Layout], op: str) -> lis
     """Global tensors in other layouts, moved together; one whose layout does not change is itself."""
     moved = move_shards([Move(t.spec, t.shards, dst, trace_order.of(t)) for t, dst in zip(tensors, dsts)], op)
     return [t if t.spec.layout is dst else in_layout(t, dst, shards) for t, dst, shards in zip(tensors, dsts, moved)]
-
-
-def write_redistributed(tensors: Sequence[Any], targets: Sequence[Any], op: str) -> None:
-    """Write tensors into others of their shapes and dtypes that are laid out otherwise, moved together; on each process
-    the new values go where they shall lie as soon as they come, if they come in messages."""
-    moves = [Move(t.spec, t.shards, target.spec.layout, trace_order.of(t), target.shards)
-             for t, target in zip(tensors, targets)]
-    if any_of_a_trace(moves):                        # there a write is an op
-        foreach_copy_([*targets], redistribute(tensors, [target.spec.layout for target in targets], op))
-        return
-    elsewhere = [(target.shards[rank], shard) for target, shards in zip(targets, move_shards(moves, op))
-                 for rank, shard in shards.items() if shard is not target.shards[rank]]
-    if elsewhere:
-        foreach_copy_([own for own, _ in elsewhere], [shard for _, shard in elsewhere])
-    for t, target in zip(tensors, targets):
-        torch.autograd.graph.increment_version(target)
-        target.lineage = t.lineage
 
 
 def in_layout(t: Any, dst: Layout, shards: Shards) -> Any:

@@ -96,6 +96,12 @@ class RunningBoxing:
         self._run = self._run_steps()
         next(self._run, None)
 
+    @property
+    def waits_alone(self) -> bool:
+        """Is it no other rank's affair when this one waits? All of it is begun, and nothing is sent from the memory of
+        the tensors that move: it is one step, of collectives, which copy."""
+        return len(self._program.divided) == 1 and not self._program.divided[0].others
+
     def finish(self) -> list[Shards]:
         """Wait for it: the new shards of every tensor."""
         for _ in self._run:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from globaltensor.algorithms.aliasing import note_write
 from globaltensor.errors import ArgumentError, expect_path
 from globaltensor.layouts.layout import Spec, layout
 from globaltensor.layouts.placement import placement
@@ -150,6 +151,7 @@ class StateElsewhere:
             if kept is not None and kept.stepped is t:
                 for rank, shard in t.shards.items():
                     kept.home.shards[rank].copy_(shard)
+                note_write(kept.home)
             elif kept is None or kept.home is not t:             # what was there before is unmapped with its tensor
                 files: list[mmap.mmap] = []
                 kept = KeptState(on_host(t, self.folder, files), files)

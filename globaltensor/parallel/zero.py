@@ -5,7 +5,7 @@
 An optimizer of torch's is handed parts: of every parameter that is broadcast along the axis, a leaf of its own that is
 split along it. Its state lies like the part, so each rank has 1/N of it. Nothing about the loop changes: gradients come
 split (a reduce-scatter instead of an all-reduce), and are those of the parameter and of its part alike; after each step
-the parts are gathered into the parameters, in one move.
+the parts are gathered into the parameters, in one move, or over a link during the next forward pass (write_behind.py).
 
     stage 1   optimizer state split. Sent per rank and step: 2 (N-1)/N of the parameters' bytes, as without ZeRO
     stage 2   also gradients: pending sums are split during backward, once 25 MB wait: so for every micro-batch
@@ -18,17 +18,18 @@ Parameters of 16 bits get parts of float32, master weights: bytes per rank for P
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from globaltensor.boxings.redistribute import redistribute, write_redistributed
+from globaltensor.boxings.redistribute import redistribute
 from globaltensor.errors import SbpError, expect
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.sbp import split
 from globaltensor.parallel.offload import check_offload, folder_of, offload_state
+from globaltensor.parallel.write_behind import WriteBehind, write_behind, write_counts
 from globaltensor.parallel.zero3 import ShardedLayers
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.tensors import gradients
@@ -141,9 +142,19 @@ def split_layout(lies: Layout, shape: Shape, axis: str) -> Layout | None:
 class MasterParams(list[tuple[Any, Any]]):
     """Parameters and the parts that are stepped in their place: (parameter, part)."""
 
+    behind: Sequence[WriteBehind] = ()               # of the last step, what may not be there yet
+
     def note_versions(self) -> None:
         """Remember the parameters as they are now."""
-        self.versions = [_write_counts(p) for p, _ in self]
+        self.versions = [write_counts(p._version, p.shards) for p, _ in self]
+
+    def _arrive(self) -> None:
+        """Remember the parameters as they were when they came."""
+        for one in self.behind:
+            one.finish()
+        if self.behind:
+            self.versions = [versions for one in self.behind for versions in one.versions]
+        self.behind = ()
 
     def before_step(self) -> None:
         """Parts as their parameters are now, and their gradients handed over: a compiled step compares them with those
@@ -155,17 +166,20 @@ class MasterParams(list[tuple[Any, Any]]):
     def refresh(self) -> None:
         """Parts of parameters that someone else wrote to, such as `load_state_dict`, are made of them anew; where one
         is the rounded part still, the part is what it was."""
+        self._arrive()
         with torch.no_grad():
             for (p, part), versions in zip(self, self.versions):
-                if _write_counts(p) != versions:
+                if write_counts(p._version, p.shards) != versions:
                     now, = redistribute([p], [part.spec.layout], "zero")
                     part.copy_(torch.where(part.to(p.dtype) == now, part, now.to(part.dtype)))
 
     def gather(self) -> None:
-        """Write the parts into their parameters, all in one move."""
+        """Write the parts into their parameters, all in one move; or while the program goes on."""
         with torch.no_grad():
-            write_redistributed([part.detach().to(p.dtype) for p, part in self], [p for p, _ in self], "zero")
-        self.note_versions()
+            parts = [part.detach().to(p.dtype) for p, part in self]
+            self.behind = write_behind(parts, [p for p, _ in self], "zero")
+        if not self.behind:
+            self.note_versions()
 
     def masters(self) -> list[Any]:
         """The parts that say more than their parameters do, those of 16 bits: they belong to the optimizer's state."""
@@ -179,11 +193,6 @@ class MasterParams(list[tuple[Any, Any]]):
                 masters = redistribute([p for p, _ in wide], [part.spec.layout for _, part in wide], "zero")
             for (_, own), saved in zip(wide, masters, strict=True):
                 own.copy_(saved)
-
-
-def _write_counts(p: Any) -> list[int]:
-    """What changes when someone writes to a parameter or its shards, or gives it other memory."""
-    return [p._version, *[number for shard in p.shards.values() for number in (shard.data_ptr(), shard._version)]]
 
 
 def _part_to_step(p: Any, dst: Layout, stage: int, pairs: MasterParams) -> Any:

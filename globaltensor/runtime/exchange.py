@@ -5,19 +5,21 @@ deadlock watch, and a peer that ended is named. Ranks of one process reach each 
 """
 from __future__ import annotations
 
+import atexit
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from globaltensor.errors import TransportError, first_sentence
+from globaltensor.errors import GlobalTensorError, TransportError, first_sentence
 from globaltensor.runtime import counters, deadlock
 from globaltensor.runtime.gloo import broken_connections
-from globaltensor.runtime.liveness import lost_connection
+from globaltensor.runtime.liveness import has_heard_of_a_loss, lost_connection
 from globaltensor.runtime.world import rank, world
 
 AGREE, GATHER, BROADCAST, _POST = 1, 2, 3, 4          # tags; boxings have larger ones
@@ -62,19 +64,35 @@ def begin_exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, 
     return keep_until_done(finish)
 
 
-_unfinished: set[Callable[[], None]] = set()
+_unfinished: dict[Callable[[], None], None] = {}     # in the order in which they were begun
 
 
 def keep_until_done(finish: Callable[[], None]) -> Callable[[], None]:
     """The same wait for messages, which keeps what it holds until it is done, also where nobody waits or the wait was
     given up: gloo goes on to send and to receive, and finds no end where the memory of a message is gone."""
-    _unfinished.add(finish)
+    _end_with_messages_sent()
+    _unfinished[finish] = None
 
     def finish_once() -> None:
         finish()
-        _unfinished.discard(finish)
+        _unfinished.pop(finish, None)
 
     return finish_once
+
+
+@cache
+def _end_with_messages_sent() -> None:
+    atexit.register(_finish_all)                     # before all that was registered earlier, which ends connections
+
+
+def _finish_all() -> None:
+    """A process that ends well sends first what it has begun to send, which others may need."""
+    for finish in list(_unfinished):
+        if has_heard_of_a_loss():
+            return
+        with suppress(GlobalTensorError):            # a rank was lost meanwhile: who needs anything of it will say so
+            finish()
+            del _unfinished[finish]
 
 
 def post(buffer: torch.Tensor, peer: int, what: str, receive: bool = False) -> dist.Work:

@@ -67,7 +67,7 @@ class Liveness:
         self.lock = threading.Lock()
         self._stopped: dict[int, tuple[float, float]] = {}           # rank -> since when, and when last seen so
         self._beats: dict[int, tuple[int, float]] = {}               # rank -> the last beat, and when it was new
-        self._first: Loss | None = None              # once it was read
+        self.heard_of: Loss | None = None              # once it was read
 
     def lost(self, ranks: Iterable[int]) -> Loss | None:
         """The first of these ranks that is lost."""
@@ -92,13 +92,13 @@ class Liveness:
 
     def first_loss(self) -> Loss | None:
         """The rank of which that was noted; once it was read, also where the store is gone."""
-        if self._first is None and self.store is not None:
+        if self.heard_of is None and self.store is not None:
             with suppress(RuntimeError):             # it is gone, or somebody else has written there
                 note = read_message(self.store, _LOST)
                 if note is not None:
-                    self._first = Loss(*note)
+                    self.heard_of = Loss(*note)
                     write_message(self.store, _read_key(self.own), True)
-        return self._first
+        return self.heard_of
 
     def await_readers(self) -> None:
         """Until every other rank has read that, or has ended, but not for long."""
@@ -255,6 +255,11 @@ def lost_rank(ranks: Iterable[int]) -> Loss | None:
 def known_loss() -> Loss | None:
     """The rank that failed first, where that was noted."""
     return None if _liveness is None else _liveness.first_loss()
+
+
+def has_heard_of_a_loss() -> bool:
+    """Does this rank know of one that failed, maybe itself? It asks nobody."""
+    return _liveness is not None and _liveness.heard_of is not None
 
 
 def ended_after_a_failure(ranks: Iterable[int]) -> Loss | None:

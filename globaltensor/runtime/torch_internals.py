@@ -62,6 +62,7 @@ TRACED_KEYS = DispatchKeySet(TRACED_KEY)
 data_address: Callable[[torch.Tensor], int] = _c._data_address       # 0 for a tensor without memory
 num_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
 foreach_copy_ = torch._foreach_copy_
+storage_use_count: Callable[[int], int] = _c._storage_Use_Count     # by the storage's `_cdata`
 fused_sdp_choice = torch._fused_sdp_choice
 PRINT_OPTIONS = torch._tensor_str.PRINT_OPTS
 print_options = torch._tensor_str.printoptions

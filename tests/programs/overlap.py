@@ -10,8 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import globaltensor as gt
-from globaltensor.boxings import redistribute
-from globaltensor.parallel import zero3
+from globaltensor.parallel import write_behind, zero3
 from globaltensor.runtime import collectives
 from globaltensor.tensors import gradients
 
@@ -146,7 +145,7 @@ def check_threads():
 
 def main(folder):
     where, seen = gt.placement.all("cpu"), {}
-    redistribute.foreach_copy_ = copied_again
+    write_behind.foreach_copy_ = copied_again
     for name, how in {"plain": {}, "micro-batches": {"micro_batches": 2}, "zero": {"stage": 2},
                       "dropped": {"drop": True}, "recorded by one": {"record": True}}.items():
         at_once, none = train(where, float("inf"), **how)

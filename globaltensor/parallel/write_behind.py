@@ -1,0 +1,171 @@
+"""Parameters that are written to while the program goes on: how ZeRO 1 and 2 gather over a link.
+
+After a step every parameter is gathered from its parts. Where a link between hosts is what that waits for, it is only
+begun: some parameters at a time, in the optimizer's order, which is mostly that of the next forward pass. Whoever reads
+one first waits for those that come with it, so that this pass hides the others.
+
+A rank may read parameters that other ranks do not read, or before they do. So to wait must be its own affair, as it is
+for gathers of one step that collectives do: all ranks have begun them. And nobody may see an old value, or half of a
+new one, through another tensor of the same memory. So where anything else holds a parameter's memory, it is waited for
+at once.
+"""
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from threading import RLock
+from typing import Any
+
+import torch
+
+from globaltensor.algorithms.aliasing import note_write
+from globaltensor.boxings.graph_op import any_of_a_trace
+from globaltensor.boxings.redistribute import BegunBoxing, Move, finish_boxings, link_seconds, move_shards, redistribute
+from globaltensor.boxings.seen import plan_together
+from globaltensor.boxings.watch import watched
+from globaltensor.layouts.layout import Shards
+from globaltensor.runtime import trace_order
+from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.torch_internals import foreach_copy_, in_fake_mode, storage_use_count, without_modes
+from globaltensor.runtime.world import world
+from globaltensor.tensors.gradients import BUCKETS, TIMES_LATENCY
+
+
+def write_behind(tensors: Sequence[Any], targets: Sequence[Any], op: str) -> list[WriteBehind]:
+    """Write tensors into others of their shapes and dtypes that are laid out otherwise: what of it may be under way
+    still, in their order; nothing where it is done, which is in one move. On each process new values go where they
+    shall lie as soon as they come, if they come in messages."""
+    bounds = _bounds_of_pieces(tensors, targets)
+    alone = [not _is_held_elsewhere(target) for target in targets] if bounds else []
+    moves = [Move(t.spec, t.shards, target.spec.layout, trace_order.of(t), target.shards)
+             for t, target in zip(tensors, targets)]
+    if any_of_a_trace(moves):                        # there a write is an op
+        foreach_copy_([*targets], redistribute(tensors, [target.spec.layout for target in targets], op))
+        return []
+    if not bounds:
+        _copy_to_targets(move_shards(moves, op), moves)
+        _note_written(tensors, targets)
+        return []
+    _note_written(tensors, targets)
+    begun = [WriteBehind(moves[start:stop], targets[start:stop], op) for start, stop in bounds]
+    if watched():                                    # who records sees one boxing, here
+        _finish_writes(begun, op)
+    for one, (start, stop) in zip(begun, bounds):
+        if all(alone[start:stop]):
+            one.hand_over(targets[start:stop])
+        else:
+            one.finish()
+    return begun
+
+
+class WriteBehind:
+    """Tensors that are written to others, together. `versions`: of each target, once it is there, what changes when
+    someone writes to it."""
+
+    def __init__(self, moves: Sequence[Move], targets: Sequence[Any], op: str) -> None:
+        self.moves, self.op = moves, op
+        self.boxing: BegunBoxing | None = BegunBoxing(moves, op, check=True)
+        self._counts = [target._version for target in targets]
+        self.versions: list[list[int]] = []
+        self._one_at_a_time = RLock()
+
+    def hand_over(self, targets: Sequence[Any]) -> None:
+        """Let whoever reads one of the targets wait; or wait now."""
+        if self.boxing is None or not self.boxing.running.waits_alone:
+            self.finish()
+            return
+        for target, move in zip(targets, self.moves):
+            target.arriving = _ArrivingTarget(self, move.into or {})
+
+    def finish(self) -> None:
+        """Wait until they are there."""
+        with self._one_at_a_time:
+            if self.boxing is not None:
+                _finish_writes([self], self.op)
+
+    def take(self, moved: Sequence[Shards]) -> None:
+        """These have come."""
+        _copy_to_targets(moved, self.moves)
+        self.versions = [write_counts(version, move.into or {}) for version, move in zip(self._counts, self.moves)]
+        self.boxing, self.moves = None, []
+
+
+class _ArrivingTarget:
+    """The shards of a tensor that is written to: whoever reads them first waits for it."""
+
+    def __init__(self, of: WriteBehind, shards: Shards) -> None:
+        self._of, self._shards = of, shards
+
+    def read(self) -> Shards:
+        self._of.finish()
+        return self._shards
+
+
+def write_counts(version: int, shards: Shards) -> list[int]:
+    """What changes when someone writes to a tensor of this version and these shards, or gives it other memory."""
+    return [version, *(number for shard in shards.values() for number in (shard.data_ptr(), shard._version))]
+
+
+def _finish_writes(several: Sequence[WriteBehind], op: str) -> None:
+    with without_modes(), torch.inference_mode(False), torch.no_grad():
+        *moved, _ = finish_boxings([one.boxing for one in several if one.boxing is not None], [], op)
+        for one, shards in zip(several, moved, strict=True):
+            one.take(shards)
+
+
+def _copy_to_targets(moved: Sequence[Shards], moves: Sequence[Move]) -> None:
+    """What has come in other memory than it shall lie in."""
+    elsewhere = [(move.into[rank], shard) for move, shards in zip(moves, moved) if move.into
+                 for rank, shard in shards.items() if shard is not move.into[rank]]
+    if elsewhere:
+        foreach_copy_([own for own, _ in elsewhere], [shard for _, shard in elsewhere])
+
+
+def _note_written(tensors: Sequence[Any], targets: Sequence[Any]) -> None:
+    """The targets have the values of these tensors now."""
+    for t, target in zip(tensors, targets):
+        torch.autograd.graph.increment_version(target)
+        note_write(target)
+        target.lineage = t.lineage
+
+
+def _bounds_of_pieces(tensors: Sequence[Any], targets: Sequence[Any]) -> list[tuple[int, int]]:
+    """From where to where they are written together, each time for so long that it is worth it; nothing where all of
+    them are written at once."""
+    if torch_ext is None or world().single_process or any(t.traced for t in targets) or in_fake_mode():
+        return []
+    links = [link_seconds(t.spec, target.spec.layout, world().machine) for t, target in zip(tensors, targets)]
+    known = [link for link in links if link is not None]
+    whole = sum(transfer for _, transfer in known)
+    moves = [Move(t.spec, {}, target.spec.layout) for t, target in zip(tensors, targets)]
+    if len(known) < len(links) or not whole or any(len(its.steps) > 1 for its in plan_together(moves)):
+        return []
+    return list(_cut_by_time(known, whole / BUCKETS))
+
+
+def _cut_by_time(links: Sequence[tuple[float, float]], least: float) -> Iterator[tuple[int, int]]:
+    """Pieces that take so many seconds to be sent, and some times their latency."""
+    start, taken = 0, 0.0
+    for stop, (latency, transfer) in enumerate(links, 1):
+        taken += transfer
+        if taken >= max(least, TIMES_LATENCY * latency) or stop == len(links):
+            yield start, stop
+            start, taken = stop, 0.0
+
+
+def _is_held_elsewhere(target: Any) -> bool:
+    """Does anything but this tensor hold its shards, or their memory?"""
+    fresh = type(target).wrap(target.spec, {rank: shard.new_empty(0) for rank, shard in target.shards.items()})
+    return _references(target) != _references(fresh)
+
+
+def _references(t: Any) -> list[tuple[int, ...]]:
+    """How often C++ and Python hold each of its shards, and its memory."""
+    counts: list[tuple[int, ...]] = []
+    shards = t.shards
+    while shards:
+        _, shard = shards.popitem()
+        memory = shard.untyped_storage()
+        counts.append((shard._use_count(), sys.getrefcount(shard), storage_use_count(memory._cdata),
+                       sys.getrefcount(memory)))
+    return counts
