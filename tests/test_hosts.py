@@ -220,10 +220,11 @@ def test_processes_on_several_hosts(native, per_host, most, few, tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long), pytest.param(6, marks=pytest.mark.long)])
-def test_zero_gathers_while_the_next_forward_pass_begins(ranks):
+@pytest.mark.parametrize("ranks, per_host, which", [
+    (2, 1, "all"), (4, 2, "grid"), *[pytest.param(n, 1, "all", marks=pytest.mark.long) for n in (4, 6)]])
+def test_zero_gathers_while_the_next_forward_pass_begins(ranks, per_host, which):
     """Parameters over a link come while the program goes on, by messages or, of many ranks, by gloo's all-gather."""
-    for one in by_hand([PROGRAMS / "write_behind.py", "all"], ranks, LOCAL_WORLD_SIZE="1", **HOSTS):
+    for one in by_hand([PROGRAMS / "write_behind.py", which], ranks, LOCAL_WORLD_SIZE=str(per_host), **HOSTS):
         code, out, err = one.end(100)
         assert code == 0, out + err
 

@@ -64,6 +64,12 @@ class MovesProgram(NamedTuple):
     divided: tuple[DividedStep, ...]
     strides: tuple[Shape | None, ...]
 
+    @property
+    def waits_alone(self) -> bool:
+        """Is it no other rank's affair when this one waits? All of it is begun, and nothing is sent from the memory of
+        the tensors that move: it is one step, of collectives, which copy."""
+        return len(self.divided) == 1 and not self.divided[0].others
+
 
 class Move(NamedTuple):
     """A tensor to move: its spec, its shards on this process, the layout to reach, and its lineage (lineage.py).
@@ -89,29 +95,24 @@ class RunningBoxing:
         self.calls: list[str] = []
         self._check = check
         self._moves, self._plans, self._purpose = moves, plans, purpose
-        self._program = _program_of(tuple(move.spec for move in moves), tuple(move.dst for move in moves), tuple(plans))
+        specs, dsts = tuple(move.spec for move in moves), tuple(move.dst for move in moves)
+        self.program = moves_program(specs, dsts, tuple(plans))
         self._shards = [_view_shards(move.shards, plan.steps[0][0], plan.view) if plan.view else move.shards
                         for move, plan in zip(moves, plans)]
         self._tag = boxing_tag(moves, purpose)
         self._run = self._run_steps()
         next(self._run, None)
 
-    @property
-    def waits_alone(self) -> bool:
-        """Is it no other rank's affair when this one waits? All of it is begun, and nothing is sent from the memory of
-        the tensors that move: it is one step, of collectives, which copy."""
-        return len(self._program.divided) == 1 and not self._program.divided[0].others
-
     def finish(self) -> list[Shards]:
         """Wait for it: the new shards of every tensor."""
         for _ in self._run:
             pass
-        every = zip(self._moves, self._plans, self._program.strides, self._program.steps, self._shards)
+        every = zip(self._moves, self._plans, self.program.strides, self.program.steps, self._shards)
         return [_settle_shards(move, plan, stride, shards) if steps else move.shards
                 for move, plan, stride, steps, shards in every]
 
     def _run_steps(self) -> Iterator[None]:
-        for number, parts in enumerate(self._program.divided):
+        for number, parts in enumerate(self.program.divided):
             tag = (self._tag + number) & 0x3FFFFFFF | 8        # 1 to 7 are not for boxings
             done, sending = self._run_native(parts.in_memory), bool(parts.named or parts.others)
             wait_for_named = self._begin_collectives(parts.named, number, tag)
@@ -132,7 +133,7 @@ class RunningBoxing:
     def _into(self, k: int, number: int) -> Shards:
         """Memory for the shards of a tensor after this step: after the last one, if that has their shape."""
         into = self._moves[k].into
-        return into if into and number + 1 == len(self._program.steps[k]) and not self._plans[k].view else {}
+        return into if into and number + 1 == len(self.program.steps[k]) and not self._plans[k].view else {}
 
     def _begin_collectives(self, named: Sequence[NamedCall], number: int, tag: int
                            ) -> Callable[[], list[tuple[int, Shards]]]:
@@ -155,7 +156,7 @@ class RunningBoxing:
     def _begin_messages(self, todo: Sequence[int], number: int, tag: int) -> Callable[[], list[tuple[int, Shards]]]:
         if not todo:
             return list
-        all_steps, shapes = self._program.steps, self._program.shapes
+        all_steps, shapes = self.program.steps, self.program.shapes
         programs = [compile_step(*all_steps[k][number][:2], shapes[k]) for k in todo]
         dtypes, shards = [self._moves[k].spec.dtype for k in todo], [self._shards[k] for k in todo]
         outgoing, incoming = pack(programs, shards), incoming_bytes(programs, dtypes)
@@ -178,7 +179,7 @@ class RunningBoxing:
     def _message_device(self, now: Sequence[int], number: int) -> torch.device:
         """Where messages of a step lie on both sides: the engines of two kinds of devices never meet. On the device of
         this process's rank where all tensors come from such devices, whether or not this rank holds any."""
-        types = {self._program.steps[k][number].src.placement.type for k in now}
+        types = {self.program.steps[k][number].src.placement.type for k in now}
         if world().single_process or world().staged or len(types) > 1:
             return torch.device("cpu")
         return world().device(types.pop(), world().rank) if types else torch.device("cpu")
@@ -188,7 +189,7 @@ class RunningBoxing:
 
 
 @remembered
-def _program_of(specs: tuple[Spec, ...], dsts: tuple[Layout, ...], plans: tuple[BoxingPlan, ...]) -> MovesProgram:
+def moves_program(specs: tuple[Spec, ...], dsts: tuple[Layout, ...], plans: tuple[BoxingPlan, ...]) -> MovesProgram:
     """What this process does of moves by these plans."""
     shapes = tuple(plan.view or of.shape for of, plan in zip(specs, plans))
     steps = tuple(_merge_reductions(plan.steps, shape, of.dtype) for of, plan, shape in zip(specs, plans, shapes))

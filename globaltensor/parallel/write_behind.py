@@ -12,7 +12,7 @@ at once.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import RLock
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from globaltensor.algorithms.aliasing import note_write
 from globaltensor.boxings.graph_op import any_of_a_trace
 from globaltensor.boxings.redistribute import BegunBoxing, Move, finish_boxings, link_seconds, move_shards, redistribute
+from globaltensor.boxings.run_steps import moves_program
 from globaltensor.boxings.seen import plan_together
 from globaltensor.boxings.watch import watched
 from globaltensor.layouts.layout import Shards
@@ -33,45 +34,50 @@ from globaltensor.tensors.gradients import BUCKETS, TIMES_LATENCY
 
 def write_behind(tensors: Sequence[Any], targets: Sequence[Any], op: str) -> list[WriteBehind]:
     """Write tensors into others of their shapes and dtypes that are laid out otherwise: what of it may be under way
-    still, in their order; nothing where it is done, which is in one move. On each process new values go where they
-    shall lie as soon as they come, if they come in messages."""
-    bounds = _bounds_of_pieces(tensors, targets)
-    alone = [not _is_held_elsewhere(target) for target in targets] if bounds else []
-    moves = [Move(t.spec, t.shards, target.spec.layout, trace_order.of(t), target.shards)
-             for t, target in zip(tensors, targets)]
-    if any_of_a_trace(moves):                        # there a write is an op
-        foreach_copy_([*targets], redistribute(tensors, [target.spec.layout for target in targets], op))
+    still, in their order; the rest is done, in one move. On each process new values go where they shall lie as soon as
+    they come, if they come in messages."""
+    times = _times_behind(tensors, targets)
+    at_once = [k for k in range(len(targets)) if k not in times]
+    write_redistributed([tensors[k] for k in at_once], [targets[k] for k in at_once], op)
+    if not times:
         return []
-    if not bounds:
-        _copy_to_targets(move_shards(moves, op), moves)
-        _note_written(tensors, targets)
-        return []
-    _note_written(tensors, targets)
-    begun = [WriteBehind(moves[start:stop], targets[start:stop], op) for start, stop in bounds]
+    pieces = [(piece, any(_is_held_elsewhere(targets[k]) for k in piece)) for piece in _cut_by_time(times)]
+    begun = [WriteBehind([tensors[k] for k in piece], [targets[k] for k in piece], op) for piece, _ in pieces]
     if watched():                                    # who records sees one boxing, here
         _finish_writes(begun, op)
-    for one, (start, stop) in zip(begun, bounds):
-        if all(alone[start:stop]):
-            one.hand_over(targets[start:stop])
-        else:
+    for one, (piece, is_held) in zip(begun, pieces):
+        if is_held:
             one.finish()
+        else:
+            one.hand_over([targets[k] for k in piece])
     return begun
 
 
-class WriteBehind:
-    """Tensors that are written to others, together. `versions`: of each target, once it is there, what changes when
-    someone writes to it."""
+def write_redistributed(tensors: Sequence[Any], targets: Sequence[Any], op: str) -> None:
+    """The same, all of it at once."""
+    moves = _writes(tensors, targets)
+    if any_of_a_trace(moves):                        # there a write is an op
+        foreach_copy_([*targets], redistribute(tensors, [target.spec.layout for target in targets], op))
+    elif moves:
+        _copy_to_targets(move_shards(moves, op), moves)
+        _note_written(tensors, targets)
 
-    def __init__(self, moves: Sequence[Move], targets: Sequence[Any], op: str) -> None:
-        self.moves, self.op = moves, op
-        self.boxing: BegunBoxing | None = BegunBoxing(moves, op, check=True)
+
+class WriteBehind:
+    """Tensors that are written to others, together. `versions`: by the id of each target what changes when someone
+    writes to it, once it is there."""
+
+    def __init__(self, tensors: Sequence[Any], targets: Sequence[Any], op: str) -> None:
+        self.moves, self.op = _writes(tensors, targets), op
+        self.boxing: BegunBoxing | None = BegunBoxing(self.moves, op, check=True)
+        _note_written(tensors, targets)
         self._counts = [target._version for target in targets]
-        self.versions: list[list[int]] = []
+        self.versions: dict[int, list[int]] = dict.fromkeys(map(id, targets), [])
         self._one_at_a_time = RLock()
 
     def hand_over(self, targets: Sequence[Any]) -> None:
         """Let whoever reads one of the targets wait; or wait now."""
-        if self.boxing is None or not self.boxing.running.waits_alone:
+        if self.boxing is None or not self.boxing.running.program.waits_alone:
             self.finish()
             return
         for target, move in zip(targets, self.moves):
@@ -86,7 +92,8 @@ class WriteBehind:
     def take(self, moved: Sequence[Shards]) -> None:
         """These have come."""
         _copy_to_targets(moved, self.moves)
-        self.versions = [write_counts(version, move.into or {}) for version, move in zip(self._counts, self.moves)]
+        for key, version, move in zip(self.versions, self._counts, self.moves):
+            self.versions[key] = write_counts(version, move.into or {})
         self.boxing, self.moves = None, []
 
 
@@ -129,28 +136,34 @@ def _note_written(tensors: Sequence[Any], targets: Sequence[Any]) -> None:
         target.lineage = t.lineage
 
 
-def _bounds_of_pieces(tensors: Sequence[Any], targets: Sequence[Any]) -> list[tuple[int, int]]:
-    """From where to where they are written together, each time for so long that it is worth it; nothing where all of
-    them are written at once."""
+def _times_behind(tensors: Sequence[Any], targets: Sequence[Any]) -> dict[int, tuple[float, float]]:
+    """Latency and transfer, in seconds, of those that a link carries while the program goes on, by their number."""
     if torch_ext is None or world().single_process or any(t.traced for t in targets) or in_fake_mode():
-        return []
+        return {}
     links = [link_seconds(t.spec, target.spec.layout, world().machine) for t, target in zip(tensors, targets)]
-    known = [link for link in links if link is not None]
-    whole = sum(transfer for _, transfer in known)
-    moves = [Move(t.spec, {}, target.spec.layout) for t, target in zip(tensors, targets)]
-    if len(known) < len(links) or not whole or any(len(its.steps) > 1 for its in plan_together(moves)):
-        return []
-    return list(_cut_by_time(known, whole / BUCKETS))
+    ends = [(t.spec, target.spec.layout) for t, target in zip(tensors, targets)]
+    plans = plan_together([Move(of, {}, dst) for of, dst in ends])
+    return {k: link for k, ((of, dst), its, link) in enumerate(zip(ends, plans, links))
+            if link is not None and moves_program((of,), (dst,), (its,)).waits_alone}
 
 
-def _cut_by_time(links: Sequence[tuple[float, float]], least: float) -> Iterator[tuple[int, int]]:
-    """Pieces that take so many seconds to be sent, and some times their latency."""
-    start, taken = 0, 0.0
-    for stop, (latency, transfer) in enumerate(links, 1):
+def _cut_by_time(times: Mapping[int, tuple[float, float]]) -> Iterator[list[int]]:
+    """Pieces of them that take so long to be sent that each is worth it."""
+    least = sum(transfer for _, transfer in times.values()) / BUCKETS
+    piece, taken = [], 0.0
+    for k, (latency, transfer) in times.items():
+        piece.append(k)
         taken += transfer
-        if taken >= max(least, TIMES_LATENCY * latency) or stop == len(links):
-            yield start, stop
-            start, taken = stop, 0.0
+        if taken >= max(least, TIMES_LATENCY * latency):
+            yield piece
+            piece, taken = [], 0.0
+    if piece:
+        yield piece
+
+
+def _writes(tensors: Sequence[Any], targets: Sequence[Any]) -> list[Move]:
+    return [Move(t.spec, t.shards, target.spec.layout, trace_order.of(t), target.shards)
+            for t, target in zip(tensors, targets)]
 
 
 def _is_held_elsewhere(target: Any) -> bool:

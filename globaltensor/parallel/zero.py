@@ -145,15 +145,14 @@ class MasterParams(list[tuple[Any, Any]]):
     behind: Sequence[WriteBehind] = ()               # of the last step, what may not be there yet
 
     def note_versions(self) -> None:
-        """Remember the parameters as they are now."""
-        self.versions = [write_counts(p._version, p.shards) for p, _ in self]
+        """Remember the parameters as they are now; those that come later as they were when they came."""
+        later = {key for one in self.behind for key in one.versions}
+        self.versions = {id(p): write_counts(p._version, p.shards) for p, _ in self if id(p) not in later}
 
     def _arrive(self) -> None:
-        """Remember the parameters as they were when they came."""
         for one in self.behind:
             one.finish()
-        if self.behind:
-            self.versions = [versions for one in self.behind for versions in one.versions]
+            self.versions |= one.versions
         self.behind = ()
 
     def before_step(self) -> None:
@@ -168,8 +167,8 @@ class MasterParams(list[tuple[Any, Any]]):
         is the rounded part still, the part is what it was."""
         self._arrive()
         with torch.no_grad():
-            for (p, part), versions in zip(self, self.versions):
-                if write_counts(p._version, p.shards) != versions:
+            for p, part in self:
+                if write_counts(p._version, p.shards) != self.versions[id(p)]:
                     now, = redistribute([p], [part.spec.layout], "zero")
                     part.copy_(torch.where(part.to(p.dtype) == now, part, now.to(part.dtype)))
 
@@ -178,8 +177,7 @@ class MasterParams(list[tuple[Any, Any]]):
         with torch.no_grad():
             parts = [part.detach().to(p.dtype) for p, part in self]
             self.behind = write_behind(parts, [p for p, _ in self], "zero")
-        if not self.behind:
-            self.note_versions()
+        self.note_versions()
 
     def masters(self) -> list[Any]:
         """The parts that say more than their parameters do, those of 16 bits: they belong to the optimizer's state."""
