@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from globaltensor.runtime import deadlock
 from globaltensor.runtime.accelerators import engine_class
-from globaltensor.runtime.exchange import keep_until_done, wait_for_works, waiting_for
+from globaltensor.runtime.exchange import finish_all, keep_until_done, wait_for_works, waiting_for
 from globaltensor.runtime.gloo import gloo_error, keep_for_ever, yield_cores
 from globaltensor.runtime.liveness import tell_end
 from globaltensor.runtime.native import torch_ext
@@ -183,6 +183,7 @@ def _await_members(store: dist.Store, size: int) -> None:
 
 
 def _end_groups() -> None:
+    finish_all()                                     # in these groups, too
     tell_end(rank())
     if gloo_error():
         keep_for_ever(_groups.values())

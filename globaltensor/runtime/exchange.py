@@ -82,10 +82,10 @@ def keep_until_done(finish: Callable[[], None]) -> Callable[[], None]:
 
 @cache
 def _end_with_messages_sent() -> None:
-    atexit.register(_finish_all)                     # before all that was registered earlier, which ends connections
+    atexit.register(finish_all)                      # before all that was registered earlier, which ends connections
 
 
-def _finish_all() -> None:
+def finish_all() -> None:
     """A process that ends well sends first what it has begun to send, which others may need."""
     for finish in list(_unfinished):
         if has_heard_of_a_loss():

@@ -67,7 +67,8 @@ class Liveness:
         self.lock = threading.Lock()
         self._stopped: dict[int, tuple[float, float]] = {}           # rank -> since when, and when last seen so
         self._beats: dict[int, tuple[int, float]] = {}               # rank -> the last beat, and when it was new
-        self.heard_of: Loss | None = None              # once it was read
+        self.heard_of: Loss | None = None            # once it was read
+        self._said_end = False
 
     def lost(self, ranks: Iterable[int]) -> Loss | None:
         """The first of these ranks that is lost."""
@@ -111,7 +112,8 @@ class Liveness:
 
     def ends(self, rank: int) -> None:
         """This rank is about to close its connections, well or by an error of its own."""
-        if self.store is not None:
+        if self.store is not None and not self._said_end:        # torch warns where the store has ended meanwhile
+            self._said_end = True
             with suppress(RuntimeError):
                 self.store.set(_end_key(rank), encode_message(True, rank))  # type: ignore[arg-type]
 
