@@ -31,6 +31,8 @@ from globaltensor.runtime.torch_internals import foreach_copy_, in_fake_mode, st
 from globaltensor.runtime.world import world
 from globaltensor.tensors.gradients import BUCKETS, TIMES_LATENCY
 
+LEAST = 2e-3                                         # seconds that a piece is sent: to begin one takes a core 0.8 ms
+
 
 def write_behind(tensors: Sequence[Any], targets: Sequence[Any], op: str) -> list[WriteBehind]:
     """Write tensors into others of their shapes and dtypes that are laid out otherwise: what of it may be under way
@@ -149,7 +151,7 @@ def _times_behind(tensors: Sequence[Any], targets: Sequence[Any]) -> dict[int, t
 
 def _cut_by_time(times: Mapping[int, tuple[float, float]]) -> Iterator[list[int]]:
     """Pieces of them that take so long to be sent that each is worth it."""
-    least = sum(transfer for _, transfer in times.values()) / BUCKETS
+    least = max(LEAST, sum(transfer for _, transfer in times.values()) / BUCKETS)
     piece, taken = [], 0.0
     for k, (latency, transfer) in times.items():
         piece.append(k)
