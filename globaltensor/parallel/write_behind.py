@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from threading import RLock
 from typing import Any
 
@@ -35,24 +36,14 @@ LEAST = 2e-3                                         # seconds that a piece is s
 
 
 def write_behind(tensors: Sequence[Any], targets: Sequence[Any], op: str) -> list[WriteBehind]:
-    """Write tensors into others of their shapes and dtypes that are laid out otherwise: what of it may be under way
-    still, in their order; the rest is done, in one move. On each process new values go where they shall lie as soon as
-    they come, if they come in messages."""
+    """Write tensors into others of their shapes and dtypes that are laid out otherwise: what of it is under way still,
+    in their order, of which some cannot wait; the rest is done, in one move. On each process new values go where they
+    shall lie as soon as they come, if they come in messages."""
     times = _times_behind(tensors, targets)
     at_once = [k for k in range(len(targets)) if k not in times]
     write_redistributed([tensors[k] for k in at_once], [targets[k] for k in at_once], op)
-    if not times:
-        return []
-    pieces = [(piece, any(_is_held_elsewhere(targets[k]) for k in piece)) for piece in _cut_by_time(times)]
-    begun = [WriteBehind([tensors[k] for k in piece], [targets[k] for k in piece], op) for piece, _ in pieces]
-    if watched():                                    # who records sees one boxing, here
-        _finish_writes(begun, op)
-    for one, (piece, is_held) in zip(begun, pieces):
-        if is_held:
-            one.finish()
-        else:
-            one.hand_over([targets[k] for k in piece])
-    return begun
+    return [WriteBehind([tensors[k] for k in piece], [targets[k] for k in piece], op)
+            for piece in _cut_by_time(times)]
 
 
 def write_redistributed(tensors: Sequence[Any], targets: Sequence[Any], op: str) -> None:
@@ -70,26 +61,16 @@ class WriteBehind:
     writes to it, once it is there."""
 
     def __init__(self, tensors: Sequence[Any], targets: Sequence[Any], op: str) -> None:
+        is_held = any(map(_is_held_elsewhere, targets))
         self.moves, self.op = _writes(tensors, targets), op
         self.boxing: BegunBoxing | None = BegunBoxing(self.moves, op, check=True)
+        self.can_wait = self.boxing.running.program.waits_alone and not is_held
         _note_written(tensors, targets)
         self._counts = [target._version for target in targets]
         self.versions: dict[int, list[int]] = dict.fromkeys(map(id, targets), [])
-        self._one_at_a_time = RLock()
-
-    def hand_over(self, targets: Sequence[Any]) -> None:
-        """Let whoever reads one of the targets wait; or wait now."""
-        if self.boxing is None or not self.boxing.running.program.waits_alone:
-            self.finish()
-            return
+        self.one_at_a_time = RLock()
         for target, move in zip(targets, self.moves):
             target.arriving = _ArrivingTarget(self, move.into or {})
-
-    def finish(self) -> None:
-        """Wait until they are there."""
-        with self._one_at_a_time:
-            if self.boxing is not None:
-                _finish_writes([self], self.op)
 
     def take(self, moved: Sequence[Shards]) -> None:
         """These have come."""
@@ -106,7 +87,7 @@ class _ArrivingTarget:
         self._of, self._shards = of, shards
 
     def read(self) -> Shards:
-        self._of.finish()
+        finish_writes([self._of])
         return self._shards
 
 
@@ -115,11 +96,24 @@ def write_counts(version: int, shards: Shards) -> list[int]:
     return [version, *(number for shard in shards.values() for number in (shard.data_ptr(), shard._version))]
 
 
-def _finish_writes(several: Sequence[WriteBehind], op: str) -> None:
-    with without_modes(), torch.inference_mode(False), torch.no_grad():
-        *moved, _ = finish_boxings([one.boxing for one in several if one.boxing is not None], [], op)
-        for one, shards in zip(several, moved, strict=True):
-            one.take(shards)
+def finish_urgent_writes(begun: Sequence[WriteBehind]) -> None:
+    """Wait for those now; for all where someone records, who sees one boxing, here.
+
+    Raises BoxingError where a `gt.boxing` block does not allow it: they may be waited for outside of it.
+    """
+    finish_writes([one for one in begun if watched() or not one.can_wait])
+
+
+def finish_writes(several: Sequence[WriteBehind]) -> None:
+    """Wait until all of them are there."""
+    with ExitStack() as locks, without_modes(), torch.inference_mode(False), torch.no_grad():
+        for one in several:
+            locks.enter_context(one.one_at_a_time)
+        boxings = {one: one.boxing for one in several if one.boxing is not None}
+        if boxings:
+            *moved, _ = finish_boxings([*boxings.values()], [], several[0].op)
+            for one, shards in zip(boxings, moved, strict=True):
+                one.take(shards)
 
 
 def _copy_to_targets(moved: Sequence[Shards], moves: Sequence[Move]) -> None:
@@ -143,6 +137,8 @@ def _times_behind(tensors: Sequence[Any], targets: Sequence[Any]) -> dict[int, t
     if torch_ext is None or world().single_process or any(t.traced for t in targets) or in_fake_mode():
         return {}
     links = [link_seconds(t.spec, target.spec.layout, world().machine) for t, target in zip(tensors, targets)]
+    if not any(links):
+        return {}
     ends = [(t.spec, target.spec.layout) for t, target in zip(tensors, targets)]
     plans = plan_together([Move(of, {}, dst) for of, dst in ends])
     return {k: link for k, ((of, dst), its, link) in enumerate(zip(ends, plans, links))

@@ -29,7 +29,13 @@ from globaltensor.errors import SbpError, expect
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.sbp import split
 from globaltensor.parallel.offload import check_offload, folder_of, offload_state
-from globaltensor.parallel.write_behind import WriteBehind, write_behind, write_counts
+from globaltensor.parallel.write_behind import (
+    WriteBehind,
+    finish_urgent_writes,
+    finish_writes,
+    write_behind,
+    write_counts,
+)
 from globaltensor.parallel.zero3 import ShardedLayers
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.tensors import gradients
@@ -150,8 +156,8 @@ class MasterParams(list[tuple[Any, Any]]):
         self.versions = {id(p): write_counts(p._version, p.shards) for p, _ in self if id(p) not in later}
 
     def _arrive(self) -> None:
+        finish_writes(self.behind)
         for one in self.behind:
-            one.finish()
             self.versions |= one.versions
         self.behind = ()
 
@@ -178,6 +184,7 @@ class MasterParams(list[tuple[Any, Any]]):
             parts = [part.detach().to(p.dtype) for p, part in self]
             self.behind = write_behind(parts, [p for p, _ in self], "zero")
         self.note_versions()
+        finish_urgent_writes(self.behind)
 
     def masters(self) -> list[Any]:
         """The parts that say more than their parameters do, those of 16 bits: they belong to the optimizer's state."""

@@ -40,7 +40,7 @@ class Job:
             optimizer.zero_grad()
 
     def arriving(self):
-        return [p.arriving is not None for p in self.net.parameters()]
+        return under_way(self.net)
 
     def check(self):
         for p, q in zip(self.net.parameters(), self.plain.parameters(), strict=True):
@@ -49,6 +49,11 @@ class Job:
     def first(self, parameter=0):
         """This rank's shard, and what it shall be."""
         return next(iter([*self.net.parameters()][parameter].shards.values())), [*self.plain.parameters()][parameter]
+
+
+def under_way(net):
+    """Which parameters are not there yet?"""
+    return [p.arriving is not None and p.arriving._of.boxing is not None for p in net.parameters()]
 
 
 def same(shard, value):
@@ -145,6 +150,28 @@ def recorded(job):
     job.check()
 
 
+def refused(job):
+    """In a block that allows no boxing: what was begun is there outside of it."""
+    for _ in range(2):
+        job.step()
+        x = torch.randn(16, WIDTH, generator=job.generator)
+        job.net(gt.from_full(x, job.where, S)).square().mean().backward()
+        job.plain(x).square().mean().backward()
+        assert job.net[0].weight.grad is not None                # reduced outside
+        try:
+            with gt.boxing("forbid"):
+                job.optimizer.step()
+        except gt.BoxingError:
+            pass
+        else:
+            raise AssertionError("it was not forbidden")
+        job.twin.step()
+        for optimizer in (job.optimizer, job.twin):
+            optimizer.zero_grad()
+    job.step()
+    job.check()
+
+
 def read_by_a_thread(job):
     for _ in range(3):
         job.step()
@@ -227,7 +254,7 @@ def grid():
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        assert [p.arriving is not None for p in net.parameters()] == [True, False, True, False]
+        assert under_way(net) == [True, False, True, False]
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.full_tensor(), q)
 
@@ -252,7 +279,7 @@ def main(which):
         grid()
         return
     for check in (training, nobody_reads_before_the_next_step, one_rank_reads, one_rank_holds, written_to, loaded,
-                  recorded, read_by_a_thread, read_without_gradients, copied, compiled, dropped):
+                  recorded, refused, read_by_a_thread, read_without_gradients, copied, compiled, dropped):
         for stage in (1, 2):
             check(Job(stage))
     for dtype in (torch.bfloat16, torch.float64):
