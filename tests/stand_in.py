@@ -79,6 +79,11 @@ def load(name: str = "privateuseone") -> str:
 _library: Any = None
 
 
+def waits(stream: torch.Stream, of: torch.Stream) -> int:
+    """How often one stream was told to wait for another."""
+    return int(_library.stand_in_waits(ctypes.c_int64(stream.stream_id), ctypes.c_int64(of.stream_id)))
+
+
 @contextmanager
 def memory_lent() -> Iterator[None]:
     """Inside, kernels that get addresses may use the memory of the devices."""

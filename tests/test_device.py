@@ -5,7 +5,9 @@ checks are those of programs/device.py, in a process of their own, as a process 
 """
 from __future__ import annotations
 
+import json
 import shutil
+from pathlib import Path
 
 import pytest
 from harness import PROGRAMS, PYTHON, RUN, environment, good
@@ -39,3 +41,28 @@ def test_a_backend_with_a_name_of_its_own_and_no_native_code() -> None:
 def test_a_process_for_each_device(native: str) -> None:
     said = passed([*RUN, "-n", "2", PROGRAM, "npu"], GLOBALTENSOR_NATIVE=native)
     assert sorted(said) == sorted(checks("OF_TWO_PROCESSES") * 2)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kernels", [[], pytest.param(["kernels"], marks=pytest.mark.long)], ids=["engine", "kernels"])
+def test_processes_whose_devices_have_an_engine(kernels: list[str]) -> None:
+    """As GPUs have NCCL. The kernels are those of csrc/, between processes."""
+    program = PROGRAMS / "engine.py"
+    listed = program.read_text().partition("\nCHECKS = [")[2].partition("]")[0].split(", ")
+    names = checks("OF_TWO_PROCESSES") + listed[1:]
+    assert sorted(passed([*RUN, "-n", "2", program, "npu", *kernels])) == sorted(names * 2)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("program", "ranks"), [
+    ("overlap.py", 2), ("write_behind.py all", 2), pytest.param("write_behind.py ends", 2, marks=pytest.mark.long),
+    pytest.param("write_behind.py grid", 4, marks=pytest.mark.long)])
+def test_an_engine_moves_while_devices_compute(program: str, ranks: int, tmp_path: Path) -> None:
+    """What the CPUs of several hosts do: gradients during backward, gathers ahead and behind."""
+    name, *which = program.split()
+    passed([*RUN, "-n", str(ranks), PROGRAMS / name, *(which or [tmp_path]), "npu"])
+    if not which:
+        for path in sorted(tmp_path.glob("*.json")):
+            seen = json.loads(path.read_text())
+            assert seen["plain"][0] == 0 and min(seen["plain"][1:3]) >= 3 and seen["micro-batches"] == [0] * 4, seen
+        assert len(list(tmp_path.iterdir())) == ranks

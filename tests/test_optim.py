@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from shards import place
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.testing._internal import common_methods_invocations
 
 import globaltensor as gt
 
@@ -212,3 +213,49 @@ def test_a_plain_parameter_has_no_gradient_to_reduce():
     model = nn.Sequential(nn.Linear(4, 4).to_global(place([0, 1]), B), nn.Linear(4, 4))
     with pytest.raises(gt.GlobalTensorError, match="of a plain parameter"):
         gt.set_grad_reduce_dtype(model.parameters(), torch.bfloat16)
+
+
+# ------------------------------------------------------------------ lists that an op writes
+WRITES_LISTS = [op for kind in ("unary", "binary", "pointwise", "other")
+                for op in getattr(common_methods_invocations, f"foreach_{kind}_op_db") if op.inplace_variant]
+
+
+def copied(value, copy_of):
+    """Arguments with a copy of each tensor."""
+    if isinstance(value, list):
+        return [copied(v, copy_of) for v in value]
+    return copy_of(value.detach().clone()) if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+@pytest.mark.parametrize("op", WRITES_LISTS, ids=lambda op: op.name)
+def test_a_list_that_is_written_has_new_values_and_versions(op):
+    """Versions are what ZeRO and autograd know of writes by."""
+    where, seen = gt.placement("cpu", [0, 1]), 0
+    for sample in list(op.sample_inputs("cpu", torch.float32, noncontiguous=False))[::3]:
+        own = [sample.input, *sample.args]
+        plain, ours = copied(own, lambda t: t), copied(own, lambda t: gt.from_full(t, where, S(0)))
+        try:
+            op.inplace_variant(*plain, **sample.kwargs)
+        except RuntimeError:
+            continue                                 # torch refuses the sample
+        op.inplace_variant(*ours, **sample.kwargs)
+        for a, b in zip(ours[0], plain[0]):
+            if b.dim():
+                seen += 1
+                assert (a._version > 0) == (b._version > 0), (a._version, b._version)
+                torch.testing.assert_close(a.full_tensor(), b, equal_nan=True)
+    assert seen
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_undoes_what_backward_needs_is_an_error(fused):
+    plain, model, x, gx = pair(place(*PLACES["dp"]))
+    for net, data in ((plain, x), (model, gx)):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=not fused, fused=fused)
+        loss = net(data).square().mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        if net is plain and fused:                   # torch misses it there
+            continue
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

@@ -162,7 +162,12 @@ void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) 
       });
     }
   }
-  for (int32_t slot : recipe.writes) note_write(operands[slot].owner);
+  for (int32_t slot : recipe.writes) {
+    const at::Tensor& owner = operands[slot].owner;
+    note_write(owner);
+    // of lists torch's kernels count the versions, not its dispatcher
+    if (recipe.slots[slot].index >= 0 && !owner.is_inference()) owner.unsafeGetTensorImpl()->bump_version();
+  }
   stack->resize(first + recipe.outputs.size());
   // One rank and tensors out: each shard goes from the stack straight into its tensor.
   const bool direct = recipe.ranks.size() == 1 && !recipe.returns_lists;

@@ -234,3 +234,11 @@ def note_write(t: Any) -> None:
         memory = _watched.get(memory_id(t))
         if memory is not None:
             memory.count += 1
+
+
+def note_write_in_list(t: Any) -> None:
+    """The same of an element of a list that an op writes. Its version is counted here: torch's kernels do so for plain
+    tensors."""
+    note_write(t)
+    if not t.traced and not t.is_inference():
+        torch.autograd.graph.increment_version(t)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from threading import RLock
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch
 from globaltensor.boxings import native, watch
 from globaltensor.boxings.device_boxing import find_device_boxing, run_device_boxings
 from globaltensor.boxings.graph_op import any_of_a_trace, box_in_graph, implement_box
-from globaltensor.boxings.plan import plan
+from globaltensor.boxings.plan import BoxingPlan, plan
 from globaltensor.boxings.process_boxing import find_meeting, run_process_boxings
 from globaltensor.boxings.run_steps import Move as Move, RunningBoxing
 from globaltensor.boxings.seen import plan_together, seen, seen_moves
@@ -29,6 +31,7 @@ from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Layout, Shards, Spec, dense
 from globaltensor.layouts.recent import remembered
 from globaltensor.runtime import trace_order
+from globaltensor.runtime.accelerators import is_capturing, on_stream
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.memory import refuse_fake_mode
 from globaltensor.runtime.native import torch_ext
@@ -41,6 +44,7 @@ from globaltensor.runtime.torch_internals import (
 from globaltensor.runtime.world import local_ranks_of, world
 
 _LARGE = 25 << 20                                    # bytes: as if so many were planned as one
+BEGINNING = 250e-6                                   # seconds in which a host begins what devices do
 
 
 def move_shards(moves: Sequence[Move], op: str = watch.EXPLICIT, purpose: str = "") -> list[Shards]:
@@ -82,9 +86,37 @@ class BegunBoxing:
 
     def __init__(self, moves: Sequence[Move], op: str, check: bool = False) -> None:
         began = time.perf_counter()
-        self.moves, self.plans = moves, plan_together(moves)
+        self.moves, self.plans = moves, plans_of_begun(moves)
+        self.stream = _stream_of(moves)
         self.running = RunningBoxing(moves, self.plans, op, check)
         self.seconds = time.perf_counter() - began
+
+    def finish(self) -> list[Shards]:
+        """Wait for it: the new shards. What comes next on the stream that began it sees them, too."""
+        with on_stream(self.stream):
+            return self.running.finish()
+
+
+def plans_of_begun(moves: Sequence[Move]) -> tuple[BoxingPlan, ...]:
+    """The plans of what is only begun. On devices that is the first step: so there a host is no level of its own, and
+    the engine reduces over hosts as it likes."""
+    of_devices = any(move.spec.placement.type != "cpu" for move in moves)
+    return plan_together(moves, _without_hosts(world().machine) if of_devices else None)
+
+
+def _stream_of(moves: Sequence[Move]) -> torch.Stream | None:
+    """The current stream of the device where the new shards of this process's rank will lie, or its old ones lie."""
+    rank = world().rank
+    for move in moves:
+        for where in (move.dst.placement, move.spec.placement):
+            if rank in where.coords and where.type not in ("cpu", "meta"):
+                return torch.accelerator.current_stream(world().device(where.type, rank))
+    return None
+
+
+@lru_cache(4)
+def _without_hosts(machine: Machine) -> Machine:
+    return replace(machine, hosts=())
 
 
 def finish_boxings(begun: Sequence[BegunBoxing], moves: Sequence[Move], op: str) -> list[list[Shards]]:
@@ -100,10 +132,9 @@ def finish_boxings(begun: Sequence[BegunBoxing], moves: Sequence[Move], op: str)
     with seen_moves(op, together, [*(of for one in begun for of in one.plans), *plans],
                     sum(one.seconds for one in begun)) as calls:
         # begun before the others are waited for, as what it checks is theirs too
-        running = [RunningBoxing(moves, plans, op)] if moves else []
-        running = [*(one.running for one in begun), *running]
-        shards = [one.finish() for one in running]
-        calls += [call for one in running for call in one.calls]
+        last = [RunningBoxing(moves, plans, op)] if moves else []
+        shards = [*(one.finish() for one in begun), *(one.finish() for one in last)]
+        calls += [call for one in (*(one.running for one in begun), *last) for call in one.calls]
     return shards if moves else [*shards, []]
 
 
@@ -178,14 +209,22 @@ def in_layout(t: Any, dst: Layout, shards: Shards) -> Any:
     return moved
 
 
-@remembered
 def link_seconds(of: Spec, dst: Layout, machine: Machine) -> tuple[float, float] | None:
-    """Latency and transfer, in seconds, of a boxing that passes a link between processes, which goes on while a core
-    computes; None for any other."""
-    if world().single_process or of.placement.type != "cpu" or native.find_boxing(of, dst) is not None:
+    """Latency and transfer, in seconds, of a boxing that passes a link between processes, which goes on while a core or
+    a device computes; None for any other. A graph of kernels that is captured may end before what was begun in it."""
+    return None if is_capturing(of.placement.type) else _link_seconds(of, dst, machine)
+
+
+@remembered
+def _link_seconds(of: Spec, dst: Layout, machine: Machine) -> tuple[float, float] | None:
+    type = of.placement.type
+    on_devices = type not in ("cpu", "meta")
+    if world().single_process or type == "meta" or on_devices and (world().staged or dst.placement.type != type):
+        return None
+    if native.find_boxing(of, dst) is not None or on_devices and find_meeting([Move(of, {}, dst)]) is not None:
         return None
     own = plan(of.layout, dst, of.shape, _LARGE, machine)
-    return own.fixed, own.rate * of.nbytes
+    return own.fixed + BEGINNING * on_devices, own.rate * of.nbytes
 
 
 def _in_one_pass(moves: Sequence[Move], purpose: str) -> Callable[[], list[Shards]] | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from globaltensor.algorithms.aliasing import note_write
+from globaltensor.algorithms.aliasing import note_write, note_write_in_list
 from globaltensor.algorithms.completed import with_completed
 from globaltensor.algorithms.run import Run, looks_at_values
 from globaltensor.boxings.redistribute import Move, move_shards, redistribute
@@ -28,7 +28,7 @@ from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, spec
 from globaltensor.layouts.recent import Recent
 from globaltensor.layouts.regions import Range
-from globaltensor.rules.call import Call, arguments, written
+from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime import lineage, trace_order
 from globaltensor.runtime.memory import refuse_fake_mode, require
 from globaltensor.runtime.native import torch_ext
@@ -198,9 +198,10 @@ def _ordered(recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any], resu
 
 def _note_writes(call: Call) -> None:
     """Count what a decomposition has written, by other ops or by hand."""
-    for t in written(call) if call.func._schema.is_mutable else ():
-        if is_global(t):
-            note_write(t)
+    names = {a.name for a in arguments(call.func) if a.written}
+    for t, name, slot in zip(call.tensors, call.names, call.slots):
+        if name in names and is_global(t):
+            (note_write if slot.item is None else note_write_in_list)(t)
 
 
 def remake(func: OpOverload, values: Sequence[Any]) -> list[Shards]:

@@ -21,9 +21,16 @@ import torch
 
 from globaltensor.algorithms.aliasing import note_write
 from globaltensor.boxings.graph_op import any_of_a_trace
-from globaltensor.boxings.redistribute import BegunBoxing, Move, finish_boxings, link_seconds, move_shards, redistribute
+from globaltensor.boxings.redistribute import (
+    BegunBoxing,
+    Move,
+    finish_boxings,
+    link_seconds,
+    move_shards,
+    plans_of_begun,
+    redistribute,
+)
 from globaltensor.boxings.run_steps import moves_program
-from globaltensor.boxings.seen import plan_together
 from globaltensor.boxings.watch import watched
 from globaltensor.layouts.layout import Shards
 from globaltensor.runtime import trace_order
@@ -140,7 +147,7 @@ def _times_behind(tensors: Sequence[Any], targets: Sequence[Any]) -> dict[int, t
     if not any(links):
         return {}
     ends = [(t.spec, target.spec.layout) for t, target in zip(tensors, targets)]
-    plans = plan_together([Move(of, {}, dst) for of, dst in ends])
+    plans = plans_of_begun([Move(of, {}, dst) for of, dst in ends])
     return {k: link for k, ((of, dst), its, link) in enumerate(zip(ends, plans, links))
             if link is not None and moves_program((of,), (dst,), (its,)).waits_alone}
 

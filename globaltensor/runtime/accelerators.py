@@ -5,6 +5,8 @@ No kind is named here. `torch.accelerator` knows which there is, each backend ha
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,3 +41,27 @@ def engine_class(engine: str) -> Any:
 def engine_in(backends: str, type: str | None) -> str:
     """The engine for devices of a type in what `dist.get_backend_config()` says, such as "cpu:gloo,cuda:nccl"."""
     return dict(pair.split(":") for pair in backends.split(",") if ":" in pair).get(type or "", GLOO)
+
+
+def is_capturing(type: str) -> bool:
+    """Does the current stream of such a device note what it is given, for a graph, instead of doing it?"""
+    if type in ("cpu", "meta"):
+        return False
+    capturing = getattr(torch.get_device_module(type), "is_current_stream_capturing", None)
+    return capturing is not None and capturing()
+
+
+@contextmanager
+def on_stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Do what is inside on this stream, and what comes next on the current one of its device after it."""
+    if stream is None or (current := torch.accelerator.current_stream(stream.device)) == stream:
+        yield
+        return
+    index = torch.accelerator.current_device_index()
+    torch.accelerator.set_stream(stream)             # which makes its device the current one
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(current)
+        torch.accelerator.set_device_index(index)
+    current.wait_stream(stream)

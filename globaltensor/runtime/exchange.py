@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from globaltensor.errors import GlobalTensorError, TransportError, first_sentence
 from globaltensor.runtime import counters, deadlock
+from globaltensor.runtime.accelerators import accelerator
 from globaltensor.runtime.gloo import broken_connections
 from globaltensor.runtime.liveness import has_heard_of_a_loss, lost_connection
 from globaltensor.runtime.world import rank, world
@@ -93,6 +94,8 @@ def finish_all() -> None:
         with suppress(GlobalTensorError):            # a rank was lost meanwhile: who needs anything of it will say so
             finish()
             del _unfinished[finish]
+    if not world().staged and (type := accelerator()) is not None and not has_heard_of_a_loss():
+        torch.accelerator.synchronize(world().device(type, rank()))          # their waits return before they are over
 
 
 def post(buffer: torch.Tensor, peer: int, what: str, receive: bool = False) -> dist.Work:

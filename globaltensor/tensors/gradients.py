@@ -7,7 +7,7 @@ gradients that wait into the layouts of their parameters, in one fused boxing.
 Every rank runs the same program, so all of them settle the same gradients: waiting leaves are held on to until then,
 and taken in the order in which they were made.
 
-Where a link between hosts is what a reduction waits for, it is begun while backward goes on, a bucket of gradients at a
+Where a link between hosts or devices is what a reduction waits for, it is begun while backward goes on, a bucket at a
 time, and waited for by that first read, which is also when `gt.record()` and `gt.boxing(...)` see it. That is done only
 where no gradient came twice between the last two reads: else each would be sent once per micro-batch. A gradient that
 comes again nevertheless is reduced anew.

@@ -14,6 +14,7 @@
 #include <unistd.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -79,6 +80,11 @@ struct Allocator final : c10::Allocator {
 } allocator;
 
 // ---- devices, streams, generators
+thread_local int64_t current_stream[64];
+std::map<std::pair<int64_t, int64_t>, int> waits;       // of the one stream for the other
+
+c10::Device indexed(c10::Device device) { return {kDevice, device.has_index() ? device.index() : current}; }
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDevice; }
   c10::Device exchangeDevice(c10::Device device) const override {
@@ -95,15 +101,28 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (device.index() >= 0) current = device.index();
   }
   c10::Stream getStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, device);
+    device = indexed(device);
+    return c10::Stream(c10::Stream::UNSAFE, device, current_stream[device.index()]);
   }
-  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
-  // Kernels end before they return, so there is nothing to order.
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
-    *event = const_cast<Guard*>(this);
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, indexed(device));
   }
-  void block(void*, const c10::Stream&) const override {}
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    static std::atomic<int64_t> last = 0;
+    return c10::Stream(c10::Stream::UNSAFE, indexed(device), ++last);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const c10::Stream before = getStream(stream.device());
+    current_stream[stream.device_index()] = stream.id();
+    return before;
+  }
+  // Kernels end before they return, so there is nothing to order; but who waits for whom can be asked.
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    *event = reinterpret_cast<void*>(stream.id() + 1);
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    waits[std::pair(stream.id(), reinterpret_cast<int64_t>(event) - 1)]++;
+  }
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override {}
@@ -453,4 +472,9 @@ extern "C" __attribute__((visibility("default"))) int stand_in_file(char* at, si
   --found;
   *offset = static_cast<size_t>(at - found->first), *bytes = found->second.bytes;
   return *offset < *bytes ? found->second.file : -1;
+}
+
+// How often one stream was told to wait for another.
+extern "C" __attribute__((visibility("default"))) int stand_in_waits(int64_t stream, int64_t of) {
+  return waits[std::pair(stream, of)];
 }

@@ -1,4 +1,7 @@
-"""Gradients that are reduced while backward goes on: every process compares them with those reduced all at once."""
+"""Gradients that are reduced while backward goes on: every process compares them with those reduced all at once.
+
+`overlap.py FOLDER [TYPE]`: on the CPU, or on devices that stand in for others, with an engine of their own.
+"""
 import gc
 import json
 import os
@@ -9,10 +12,18 @@ from pathlib import Path
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import globaltensor as gt
-from globaltensor.parallel import write_behind, zero3
-from globaltensor.runtime import collectives
-from globaltensor.tensors import gradients
+TYPE = sys.argv[2] if len(sys.argv) > 2 else "cpu"
+if TYPE != "cpu":
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    import stand_in_engine
+    stand_in_engine.provide(TYPE)
+
+import globaltensor as gt  # noqa: E402
+from globaltensor.boxings import redistribute  # noqa: E402
+from globaltensor.parallel import write_behind, zero3  # noqa: E402
+from globaltensor.runtime import collectives  # noqa: E402
+from globaltensor.runtime.machine import Machine  # noqa: E402
+from globaltensor.tensors import gradients  # noqa: E402
 
 SEED = 20_261_124
 WIDTH, LAYERS, STEPS = 256, 6, 4
@@ -100,13 +111,13 @@ def check_dropped(where):
     """What was begun may be dropped, as with a model: messages need their memory until they are done."""
     ranks = tuple(range(gt.world_size()))
     for tag in range(8, 24, 8):
-        row = torch.ones(2_000_000)
+        row = torch.ones(2_000_000, device=TYPE)
         begun = collectives.begin_collectives(
             [collectives.Collective("all_gather", ranks, row, row.new_empty(len(ranks) * len(row)))], "nobody", tag)
         del row, begun
         gc.collect()
         x = gt.from_full(torch.arange(40.0), where, gt.sbp.split(0))
-        assert torch.equal(x.full_tensor(), torch.arange(40.0))
+        assert torch.equal(x.full_tensor().cpu(), torch.arange(40.0))
 
 
 def double_it(weight):
@@ -144,7 +155,9 @@ def check_threads():
 
 
 def main(folder):
-    where, seen = gt.placement.all("cpu"), {}
+    gt.init(machine=Machine(latency=5e-5, bandwidth=1e9) if TYPE != "cpu" else None)   # a model so small, a slow link
+    where, seen = gt.placement.all(TYPE), {}
+    redistribute.BEGINNING = 0
     write_behind.foreach_copy_ = copied_again
     for name, how in {"plain": {}, "micro-batches": {"micro_batches": 2}, "zero": {"stage": 2},
                       "dropped": {"drop": True}, "recorded by one": {"record": True}}.items():
@@ -164,7 +177,7 @@ def main(folder):
             assert torch.equal(a, b), f"ZeRO 3: {(a - b).abs().max()}"
     check_small_layers(where)
     check_dropped(where)
-    if sys.platform == "linux":
+    if sys.platform == "linux" and TYPE == "cpu":
         check_threads()
     Path(folder, f"{gt.rank()}.json").write_text(json.dumps(seen))
 

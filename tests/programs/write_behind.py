@@ -1,17 +1,29 @@
 """ZeRO 1 and 2 over a link: parameters that come while the program goes on are those of one device, whoever reads them
-first, and however."""
+first, and however.
+
+`write_behind.py WHICH [TYPE]`: on the CPU, or on devices that stand in for others, with an engine of their own.
+"""
 import atexit
 import copy
 import gc
 import sys
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 
-import globaltensor as gt
-from globaltensor.parallel import write_behind
-from globaltensor.runtime import exchange
+TYPE = sys.argv[2] if len(sys.argv) > 2 else "cpu"
+if TYPE != "cpu":
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    import stand_in
+    import stand_in_engine
+    stand_in_engine.provide(TYPE)
+
+import globaltensor as gt  # noqa: E402
+from globaltensor.parallel import write_behind  # noqa: E402
+from globaltensor.runtime import exchange  # noqa: E402
+from globaltensor.tensors import gradients  # noqa: E402
 
 SEED = 20_261_128
 WIDTH, LAYERS = 64, 4
@@ -24,7 +36,7 @@ class Job:
     def __init__(self, stage=1, dtype=torch.float32, optimizer=torch.optim.SGD):
         torch.manual_seed(SEED)
         self.plain = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-        self.where = gt.placement.all("cpu")
+        self.where = gt.placement.all(TYPE)
         self.net = gt.to_global(copy.deepcopy(self.plain).to(dtype), self.where, B)
         self.optimizer = gt.zero(optimizer(self.net.parameters(), lr=0.1), stage=stage)
         self.twin = optimizer(self.plain.parameters(), lr=0.1)
@@ -44,7 +56,7 @@ class Job:
 
     def check(self):
         for p, q in zip(self.net.parameters(), self.plain.parameters(), strict=True):
-            torch.testing.assert_close(p.full_tensor().float(), q, rtol=1e-6, atol=1e-6)
+            same(p.full_tensor().float(), q)
 
     def first(self, parameter=0):
         """This rank's shard, and what it shall be."""
@@ -57,7 +69,7 @@ def under_way(net):
 
 
 def same(shard, value):
-    torch.testing.assert_close(shard, value, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(shard.cpu(), value, rtol=1e-6, atol=1e-6)
 
 
 def training(job):
@@ -97,13 +109,13 @@ def one_rank_holds(job):
             held += [job.first(0)[0], next(iter(job.net[1].weight.view(-1).shards.values()))]
             held += [job.net[2].weight.detach()]
             job.step_of_one = job.net.state_dict()
-            held += [job.first(-1)[0].numpy()]
+            held += [job.first(-1)[0].numpy() if TYPE == "cpu" else job.first(-1)[0].view(-1)]
         job.step()
         if gt.rank() == 0:
             same(held[0], job.plain[0].weight)
             same(held[1], job.plain[1].weight.reshape(-1))
             same(next(iter(held[2].shards.values())), job.plain[2].weight)
-            same(torch.from_numpy(held[3]), job.plain[-1].bias)
+            same(torch.as_tensor(held[3]), job.plain[-1].bias)
             same(next(iter(job.step_of_one["3.weight"].shards.values())), job.plain[3].weight)
     job.check()
 
@@ -190,7 +202,7 @@ def read_without_gradients(job):
         job.step()
         x = torch.ones(4, WIDTH)
         with mode():
-            torch.testing.assert_close(job.net(gt.from_full(x, job.where, S)).full_tensor(), job.plain(x),
+            torch.testing.assert_close(job.net(gt.from_full(x, job.where, S)).full_tensor().cpu(), job.plain(x),
                                        rtol=1e-5, atol=1e-5)
     job.step()
     job.check()
@@ -214,7 +226,8 @@ def compiled(job):
     for _ in range(2):
         job.step()
         x = torch.ones(4, WIDTH)
-        torch.testing.assert_close(run(gt.from_full(x, job.where, S)).full_tensor(), job.plain(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(run(gt.from_full(x, job.where, S)).full_tensor().cpu(), job.plain(x),
+                                   rtol=1e-5, atol=1e-5)
     job.check()
 
 
@@ -240,9 +253,36 @@ def same_bits_as_at_once(dtype):
     assert all(map(torch.equal, *runs))
 
 
+def read_on_another_stream(job):
+    """What is waited for there is written on the stream of the step, for which that one waits."""
+    device, index = job.first()[0].device, torch.accelerator.current_device_index()
+    first, other = torch.accelerator.current_stream(device), torch.Stream(device=device)
+    for _ in range(2):
+        job.step()
+        before = len(stand_in_engine.waited_on), stand_in.waits(other, first)
+        torch.accelerator.set_stream(other)
+        same(*job.first())
+        assert torch.accelerator.current_stream(device) == other
+        torch.accelerator.set_stream(first)
+        torch.accelerator.set_device_index(index)
+        assert {*stand_in_engine.waited_on[before[0]:]} == {first.stream_id} and not all(job.arriving())
+        assert stand_in.waits(other, first) == before[1] + 1
+    job.check()
+
+
+def captured_in_a_graph(job):
+    """Nothing is begun there which may end behind it."""
+    module = torch.get_device_module(TYPE)
+    for captures in (True, False, True, False):
+        module.is_current_stream_capturing = lambda captures=captures: captures
+        job.step()
+        assert any(job.arriving()) != captures and not gradients._buckets.under_way
+    job.check()
+
+
 def grid():
     """Tensor parallelism within hosts: matrices come behind; what takes several steps is there at once."""
-    where = gt.placement("cpu", [[0, 1], [2, 3]], axis_names=("dp", "tp"))
+    where = gt.placement(TYPE, [[0, 1], [2, 3]], axis_names=("dp", "tp"))
     torch.manual_seed(SEED)
     plain = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64)).double()
     net = gt.to_global(copy.deepcopy(plain), where, {"0.*": {"tp": S}, "2.weight": {"tp": gt.sbp.split(1)}})
@@ -254,9 +294,10 @@ def grid():
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        assert under_way(net) == [True, False, True, False]
+        # a bias in two hosts, that is in one part on each, takes two steps; devices reduce over hosts as they like
+        assert under_way(net) == [True, False, True, TYPE != "cpu"], under_way(net)
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.full_tensor(), q)
+        torch.testing.assert_close(p.full_tensor().cpu(), q)
 
 
 def main(which):
@@ -278,8 +319,9 @@ def main(which):
     if which == "grid":
         grid()
         return
+    of_devices = [read_on_another_stream, captured_in_a_graph] * (TYPE != "cpu")
     for check in (training, nobody_reads_before_the_next_step, one_rank_reads, one_rank_holds, written_to, loaded,
-                  recorded, refused, read_by_a_thread, read_without_gradients, copied, compiled, dropped):
+                  recorded, refused, read_by_a_thread, read_without_gradients, copied, compiled, dropped, *of_devices):
         for stage in (1, 2):
             check(Job(stage))
     for dtype in (torch.bfloat16, torch.float64):

@@ -1,0 +1,84 @@
+"""Processes whose devices stand in for others, with an engine of their own, as GPUs have NCCL.
+
+`globaltensor run -n 2 engine.py npu [kernels]`. With `kernels`, those of csrc/ box what is small between processes.
+
+Prints the name of each check that passed.
+"""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+with_kernels, sys.argv[1:] = "kernels" in sys.argv, ["npu"]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+import stand_in  # noqa: E402
+import stand_in_engine  # noqa: E402
+
+stand_in_engine.provide(sys.argv[1])
+load, stand_in.load = stand_in.load, lambda name: name       # it is loaded
+import device  # noqa: E402
+import torch  # noqa: E402
+
+import globaltensor as gt  # noqa: E402
+from globaltensor.runtime import device_kernels  # noqa: E402
+from globaltensor.runtime.world import world  # noqa: E402
+from globaltensor.tensors import gradients  # noqa: E402
+
+kernels = stand_in.kernels_for_tests(device.NAME) if with_kernels else None
+if with_kernels:
+    device_kernels.provide_kernels(device.NAME, lambda: kernels)
+
+
+def zero_along_dp():
+    for stage in (1, 2, 3):
+        for by_layer in (False, True) if stage == 3 else (False,):
+            device.trains(gt.placement(device.NAME, [0, 1], ("dp",)), device.S(0), device.B, "dp", stage,
+                          make=device.Headed, by_layer=by_layer)
+
+
+def gradients_of_two_kinds():
+    """Large ones are begun during backward, by the engine. Small ones are, too, but where kernels reduce them."""
+    where = gt.placement(device.NAME, [0, 1], ("dp",))
+    plain = torch.nn.Sequential(*(torch.nn.Linear(400, 400) for _ in range(3)))
+    net = torch.nn.Sequential(*(torch.nn.Linear(400, 400) for _ in range(3)))
+    net.load_state_dict(plain.state_dict())
+    gt.to_global(net, where, device.B)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, net)]
+    for step in range(3):
+        x = torch.randn(6, 400, generator=torch.Generator().manual_seed(step))
+        for m, own, batch in ((plain, optimizers[0], x), (net, optimizers[1], gt.from_full(x, where, device.S(0)))):
+            own.zero_grad()
+            m(batch).square().mean().backward()
+            if m is net and step:
+                begun = [one.leaf.dim() for bucket in gradients._buckets.under_way for one in bucket.reductions]
+                assert sorted(begun) == ([2] * 3 if with_kernels else [1] * 3 + [2] * 3), begun
+            own.step()
+    for p, q in zip(plain.parameters(), net.parameters(), strict=True):
+        device.same(q.detach().full_tensor(), p.detach(), rtol=1e-5, atol=1e-6)
+
+
+def micro_batches_of_a_pipeline():
+    batch = torch.randint(11, (8,), generator=torch.Generator().manual_seed(device.SEED))
+    plain, loss = device.network(), torch.nn.functional.cross_entropy
+    want = loss(plain(batch), batch)
+    want.backward()
+    net = device.network()
+    runner = gt.pipeline(net, [gt.placement(device.NAME, [rank]) for rank in (0, 1)], micro_batches=4, loss=loss)
+    device.same(runner.step(batch, batch).full_tensor(), want.detach())
+    for p, q in zip(plain.parameters(), net.parameters(), strict=True):
+        device.same(q.grad.full_tensor(), p.grad, rtol=1e-5, atol=1e-6)
+
+
+CHECKS = [*device.OF_TWO_PROCESSES, zero_along_dp, gradients_of_two_kinds, micro_batches_of_a_pipeline]
+
+if __name__ == "__main__":
+    gt.init()
+    assert world().engine == stand_in_engine.NAME and not world().staged
+    gradients.TIMES_LATENCY = 0                      # of models that are so small
+    for check in CHECKS:
+        check()
+        print(check.__name__, flush=True)
+    collectives = {"all_reduce", "reduce_scatter"} if with_kernels else {"all_reduce", "reduce_scatter", "all_gather",
+                                                                         "all_to_all"}
+    assert {*stand_in_engine.calls} == {"messages", *collectives}, {*stand_in_engine.calls}
+    assert not with_kernels or kernels.calls.count("gt_cuda_reduce_in_sync") > 50
