@@ -11,10 +11,11 @@ one, and are planned so.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from threading import RLock
 from typing import Any
 
@@ -31,7 +32,7 @@ from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Layout, Shards, Spec, dense
 from globaltensor.layouts.recent import remembered
 from globaltensor.runtime import trace_order
-from globaltensor.runtime.accelerators import is_capturing, on_stream
+from globaltensor.runtime.accelerators import before_captures, is_capturing, on_stream
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.memory import refuse_fake_mode
 from globaltensor.runtime.native import torch_ext
@@ -90,11 +91,31 @@ class BegunBoxing:
         self.stream = _stream_of(moves)
         self.running = RunningBoxing(moves, self.plans, op, check)
         self.seconds = time.perf_counter() - began
+        self._shards: list[Shards] | None = None
+        if self.stream is not None:
+            _finish_before_captures()
+            _on_devices.add(self)
 
     def finish(self) -> list[Shards]:
         """Wait for it: the new shards. What comes next on the stream that began it sees them, too."""
-        with on_stream(self.stream):
-            return self.running.finish()
+        if self._shards is None:
+            with on_stream(self.stream):
+                self._shards = self.running.finish()
+            _on_devices.discard(self)
+        return self._shards
+
+
+_on_devices: weakref.WeakSet[BegunBoxing] = weakref.WeakSet()    # what devices have begun
+
+
+@cache
+def _finish_before_captures() -> None:
+    before_captures(_finish_on_devices)
+
+
+def _finish_on_devices() -> None:
+    for one in list(_on_devices):
+        one.finish()
 
 
 def plans_of_begun(moves: Sequence[Move]) -> tuple[BoxingPlan, ...]:

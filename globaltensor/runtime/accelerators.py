@@ -5,8 +5,9 @@ No kind is named here. `torch.accelerator` knows which there is, each backend ha
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -49,6 +50,22 @@ def is_capturing(type: str) -> bool:
         return False
     capturing = getattr(torch.get_device_module(type), "is_current_stream_capturing", None)
     return capturing is not None and capturing()
+
+
+def before_captures(do: Callable[[], None]) -> None:
+    """Call this whenever a stream is about to be captured: inside, nothing that began before can be waited for."""
+    for module, name in ((torch.cuda, "CUDAGraph"), (torch.xpu, "XPUGraph"), (torch.accelerator, "Graph")):
+        if (graph := getattr(module, name, None)) is not None:           # which this torch may not have
+            graph.capture_begin = _doing_first(do, graph.capture_begin)
+
+
+def _doing_first(do: Callable[[], None], begin: Callable[..., None]) -> Callable[..., None]:
+    @wraps(begin)
+    def capture_begin(graph: Any, *args: Any, **options: Any) -> None:
+        do()
+        begin(graph, *args, **options)
+
+    return capture_begin
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import copy
 import gc
 import sys
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -277,6 +277,16 @@ def captured_in_a_graph(job):
         module.is_current_stream_capturing = lambda captures=captures: captures
         job.step()
         assert any(job.arriving()) != captures and not gradients._buckets.under_way
+    for read in (True, False):
+        job.step()
+        before = len(stand_in_engine.waited_on)
+        with suppress(AttributeError):               # there is no CUDA
+            torch.cuda.CUDAGraph.capture_begin(None)
+        waited = len(stand_in_engine.waited_on)
+        assert waited > before
+        if read:                                     # without a wait
+            same(*job.first())
+            assert len(stand_in_engine.waited_on) == waited
     job.check()
 
 
