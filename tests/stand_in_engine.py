@@ -75,6 +75,16 @@ class ProcessGroupSTANDIN:
         return self._begin("all_to_all", result, source, lambda into, own: self._gloo.alltoall_base(
             into, own, received, sent))
 
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Arriving:
+        assert tensors[0].device.type != "cpu"
+        calls.append("send")
+        return Arriving(self._gloo.send([tensors[0].cpu()], to, tag), [])
+
+    def recv(self, tensors: list[torch.Tensor], of: int, tag: int) -> Arriving:
+        calls.append("recv")
+        into = torch.empty(tensors[0].shape, dtype=tensors[0].dtype)
+        return Arriving(self._gloo.recv([into], of, tag), [(tensors[0], into)])
+
 
 def _exchange(ops: Sequence[Any]) -> list[Arriving]:
     """torch.distributed.batch_isend_irecv"""

@@ -53,6 +53,12 @@ def test_processes_whose_devices_have_an_engine(kernels: list[str]) -> None:
     assert sorted(passed([*RUN, "-n", "2", program, "npu", *kernels])) == sorted(names * 2)
 
 
+@pytest.mark.long
+@pytest.mark.processes
+def test_stages_of_several_devices_send_to_each_other_by_their_engine() -> None:
+    assert passed([*RUN, "-n", "4", PROGRAMS / "engine.py", "npu"]) == ["stages_of_two_ranks"] * 4
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(("program", "ranks"), [
     ("overlap.py", 2), ("write_behind.py all", 2), pytest.param("write_behind.py ends", 2, marks=pytest.mark.long),

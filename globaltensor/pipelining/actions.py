@@ -194,7 +194,7 @@ class PipelineStep:
         pending = self.posted.pop(action, None) or self._post_receive(comm, action)
         received = pending.wait()
         if kind == "RECV_B":                         # its gradient is here, so the activation sent has been received
-            comm.messages.wait_sent((stage + 1, "F", mb))
+            comm.free_sent((stage + 1, "F", mb))
         self.inbox[stage, kind[-1], mb] = received
         for later in list(channel)[:PREFETCHED]:
             if later in self.posted:
@@ -216,7 +216,7 @@ class PipelineStep:
             transfer = comm.plan(self._plan_key(action), link, lambda meta: layouts_forward(meta, link.receivers))
         else:
             transfer = comm.plan(self._plan_key(action), link, lambda _: layouts_backward(self.saved[stage, mb].meta))
-        return PendingReceive(comm.messages, transfer, RANDOM_STATE_BYTES if direction == "F" else 0,
+        return PendingReceive(comm, transfer, RANDOM_STATE_BYTES if direction == "F" else 0,
                               (stage, direction, mb))
 
     # ---------------------------------------------------------------------------------------- the actions that compute

@@ -270,7 +270,7 @@ class PipelineRunner:
                 with garbage_collection_off():
                     step.run(self._ranks)
                 if self._comm is not None:
-                    self._comm.messages.flush()
+                    self._comm.flush()
                 return self._agree(step, tuple(keys), train)
         finally:
             torch.set_rng_state(random_after)

@@ -10,6 +10,11 @@ schedule was checked for.
     bundle    the tensors of an output, or their gradients, and the random state that the stage left behind
     meta      what the receiver must know to read it: layouts, shapes, dtypes. Sent in a message of its own before the
               first bundle of its kind (`key`), and remembered on both sides
+
+Messages go from CPU to CPU. Where tensors lie on devices with an engine of torch's own, it carries them from the second
+step on: by then both sides know which ranks of theirs meet, and connect them before the step. Of such a bundle a
+message on the CPU comes nevertheless, with the random state or a single byte: by its tag the receiver knows which one
+comes, and that its sender lives.
 """
 from __future__ import annotations
 
@@ -28,12 +33,13 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.recent import remembered
 from globaltensor.runtime.agreement import as_bytes, from_bytes
 from globaltensor.runtime.codec import message
-from globaltensor.runtime.p2p import P2PGroup
+from globaltensor.runtime.p2p import DeviceChannels, P2PGroup, may_open_channels
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 PREFETCHED = 2                                       # receives of a channel that a rank posts before their turn
 _BOXING = "the pipeline"
+_WORD = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 @message
@@ -143,16 +149,28 @@ class TransferPlan:
         self.sizes = self.message.incoming_bytes()   # sender -> bytes that this process receives from it
         self.followers = link.followers if world().rank in link.senders.coords else ()
         self.lead = link.lead if world().rank in link.receivers.coords else -1
+        self.by_engine = False
+        self.may_go_by_engine = link.senders.type == link.receivers.type and may_open_channels(link.senders.type)
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The ranks between which its tensors go, of which this process is one: sender and receiver."""
+        me = world().rank
+        return [*((me, receiver) for program in self.message.programs for receiver in program.outgoing),
+                *((sender, me) for sender in self.sizes)]
 
     def pack(self, bundle: ActivationBundle) -> dict[int, list[torch.Tensor]]:
-        """What each receiver gets of a bundle, on the CPU."""
+        """What each receiver gets of a bundle's tensors, in flat bytes."""
         tensors = [bundle.tensors[k] for k in self.present]
         ready = redistribute(tensors, self.sent, _BOXING) if tensors else []
-        outgoing = self.message.pack([t.shards for t in ready])
-        if bundle.random is not None:
-            for receiver in self.followers:
-                outgoing[receiver] = [bundle.random, *outgoing.get(receiver, ())]
-        return {receiver: [t.cpu() for t in pieces] for receiver, pieces in outgoing.items()}
+        return self.message.pack([t.shards for t in ready])
+
+    def sizes_on_cpu(self, random: int) -> dict[int, int]:
+        """Of the messages on the CPU that this process receives of a bundle, with a random state of so many bytes."""
+        sizes = dict.fromkeys(self.sizes, 1) if self.by_engine else dict(self.sizes)
+        if random:                                   # the lead sends it in front of its parts of the tensors
+            sizes[self.lead] = random + (0 if self.by_engine else sizes.get(self.lead, 0))
+        return sizes
 
     def unpack(self, received: dict[int, torch.Tensor]) -> tuple[Any, ...]:
         """The tensors, in the layouts wanted, from the bytes received."""
@@ -176,14 +194,30 @@ class StageComm:
     """Sends and receives of this process, for all stages and steps: transfer plans are kept from step to step."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self.messages = P2PGroup(ranks, "")
+        self.messages, self.channels = P2PGroup(ranks, ""), DeviceChannels()
         self.plans: dict[Hashable, TransferPlan] = {}
         self.steps = 0
 
     def begin_step(self) -> None:
-        """Number the step; the number appears in errors."""
+        """Number the step; the number appears in errors. Channels are opened for what has come up in the step before,
+        on both sides of a link."""
         self.steps += 1
         self.messages.what = f"step {self.steps} of a pipeline"
+        new = [own for own in self.plans.values() if own.may_go_by_engine and not own.by_engine]
+        for own in new:
+            own.by_engine = True
+        if pairs := {pair for own in new for pair in own.pairs}:
+            self.channels.open(pairs, world().device(new[0].link.senders.type, world().rank))
+
+    def free_sent(self, tag: Hashable) -> None:
+        """What was sent with this tag has been received: its memory is free again."""
+        self.messages.wait_sent(tag)
+        self.channels.free_sent(tag)
+
+    def flush(self) -> None:
+        """Wait until all messages are received."""
+        self.messages.flush()
+        self.channels.free_all()
 
     def send(self, key: Hashable, bundle: ActivationBundle, dsts: Layouts, link: StageLink,
              tag: Hashable) -> None:
@@ -200,8 +234,17 @@ class StageComm:
             raise ShapeError("the outputs of a stage differ from earlier ones for inputs of the same shapes",
                              f"{describe(bundle.meta)} instead of {describe(transfer.meta)}",
                              "stages whose output shapes follow from the shapes and dtypes of their inputs")
-        for receiver, tensors in transfer.pack(bundle).items():
+        pieces = transfer.pack(bundle)
+        on_cpu = {receiver: [t.cpu() for t in tensors] for receiver, tensors in pieces.items()
+                  } if not transfer.by_engine else {receiver: [_WORD] for receiver in pieces}
+        if bundle.random is not None:
+            for receiver in transfer.followers:
+                on_cpu[receiver] = [bundle.random, *(() if transfer.by_engine else on_cpu.get(receiver, ()))]
+        for receiver, tensors in on_cpu.items():
             self.messages.send(tensors, receiver, tag)
+        if transfer.by_engine:
+            for receiver, tensors in pieces.items():
+                self.channels.send(tensors, receiver, tag)
 
     def plan(self, key: Hashable, link: StageLink,
              dsts: Callable[[BundleMeta], Layouts]) -> TransferPlan:
@@ -218,21 +261,24 @@ class PendingReceive:
     random   bytes of the random state that come with it
     """
 
-    def __init__(self, messages: P2PGroup, transfer: TransferPlan, random: int, tag: Hashable) -> None:
+    def __init__(self, comm: StageComm, transfer: TransferPlan, random: int, tag: Hashable) -> None:
         self.transfer, self.random = transfer, random
-        sizes = dict(transfer.sizes)
-        if random:
-            sizes[transfer.lead] = sizes.get(transfer.lead, 0) + random
-        self.receives = {peer: messages.recv(peer, tag, nbytes) for peer, nbytes in sizes.items()}
+        self.receives = {peer: comm.messages.recv(peer, tag, nbytes)
+                         for peer, nbytes in transfer.sizes_on_cpu(random).items()}
+        device = world().device(transfer.link.receivers.type, world().rank)
+        self.on_devices = {peer: comm.channels.recv(peer, nbytes, device)
+                           for peer, nbytes in transfer.sizes.items()} if transfer.by_engine else {}
 
     def wait(self) -> ActivationBundle:
         """The bundle, its tensors in the layouts wanted."""
         received = {peer: finish() for peer, finish in self.receives.items()}
         note_messages(self.transfer.sizes, world().rank)
         random = None
-        if self.random:                              # the lead sends it in front of its parts of the tensors
+        if self.random:
             data = received[self.transfer.lead]
             random, received[self.transfer.lead] = data[:self.random], data[self.random:]
+        if self.transfer.by_engine:
+            received = {peer: finish() for peer, finish in self.on_devices.items()}
         return ActivationBundle(self.transfer.unpack(received), self.transfer.meta, random)
 
 

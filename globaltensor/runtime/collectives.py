@@ -145,7 +145,9 @@ def _group_of(ranks: tuple[int, ...], type: str) -> Any:
             yield_cores()
         else:
             group = engine_class(world().engine)     # such as NCCL's
-            known = group(store, ranks.index(rank()), len(ranks), group.Options())
+            options = group.Options()
+            options._timeout = world().timeout
+            known = group(store, ranks.index(rank()), len(ranks), options)
         _groups[ranks, type] = known
     return known
 
@@ -171,6 +173,15 @@ def _abandon(begun: Iterable[tuple[Collective, dist.Work]]) -> None:
         if call.source.device.type == "cpu" and not work.is_completed():
             keep_for_ever([_groups.pop((call.ranks, "cpu"), None), work, call.source, call.result])
             _lost_groups.add(call.ranks)
+
+
+def open_channel(source: int, target: int, device: torch.device) -> Any:
+    """The group in which one rank sends to another what lies on devices, and nothing goes the other way: a message that
+    nobody takes yet holds up none that comes from there. Collective between the two, which send a word at once: an
+    engine connects where it is first needed, and would wait there."""
+    group, word = _group_of((source, target), device.type), torch.zeros(16, dtype=torch.uint8, device=device)
+    (group.send([word], 1, 0) if rank() == source else group.recv([word], 0, 0)).wait()
+    return group
 
 
 def _await_members(store: dist.Store, size: int) -> None:

@@ -20,7 +20,7 @@ from globaltensor.errors import GlobalTensorError, TransportError, first_sentenc
 from globaltensor.runtime import counters, deadlock
 from globaltensor.runtime.accelerators import accelerator
 from globaltensor.runtime.gloo import broken_connections
-from globaltensor.runtime.liveness import has_heard_of_a_loss, lost_connection
+from globaltensor.runtime.liveness import has_heard_of_a_loss, known_loss, lost_connection
 from globaltensor.runtime.world import rank, world
 
 AGREE, GATHER, BROADCAST, _POST = 1, 2, 3, 4          # tags; boxings have larger ones
@@ -94,8 +94,10 @@ def finish_all() -> None:
         with suppress(GlobalTensorError):            # a rank was lost meanwhile: who needs anything of it will say so
             finish()
             del _unfinished[finish]
-    if not world().staged and (type := accelerator()) is not None and not has_heard_of_a_loss():
-        torch.accelerator.synchronize(world().device(type, rank()))          # their waits return before they are over
+    if not world().staged and (type := accelerator()) is not None:          # whose waits return before they are over
+        done = torch.accelerator.current_stream(world().device(type, rank())).record_event()
+        while not done.query() and known_loss() is None:
+            time.sleep(0.02)
 
 
 def post(buffer: torch.Tensor, peer: int, what: str, receive: bool = False) -> dist.Work:

@@ -4,18 +4,22 @@ In an exchange both sides take part at the same time. Here they do not: a send r
 busy with something else for long. Between two processes messages are received in the order in which they were sent.
 
 On one host a message is a note of where the bytes are in the sender's memory; the receiver copies them from there.
-Between hosts it goes through torch.distributed, where a receive that is posted early overlaps with other work.
+Between hosts it goes through torch.distributed, where a receive that is posted early overlaps with other work. Between
+devices an engine of torch's own carries it, such as NCCL, once both sides have opened a channel.
 """
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from globaltensor.runtime import counters
+from globaltensor.runtime.accelerators import engine_class
+from globaltensor.runtime.collectives import open_channel
 from globaltensor.runtime.exchange import post, wait
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import world
@@ -75,6 +79,58 @@ class P2PGroup:
             self.wait_sent(tag)
         for number in self._local_numbers:
             torch_ext.wait_acked(number, self.what, self._local_numbers)
+
+
+def may_open_channels(type: str) -> bool:
+    """Can an engine carry messages between devices of this type?"""
+    return type not in ("cpu", "meta") and not world().staged and engine_class(world().engine) is not None
+
+
+class DeviceChannels:
+    """Messages between devices of this process and of others. That both sides mean the same is for the caller to check:
+    an engine takes any message for the next one."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, int], Any] = {}          # by sender and receiver
+        # By tag, what is being sent: its memory is used by another stream until a wait for it.
+        self._sent: dict[Hashable, list[tuple[dist.Work, torch.Tensor]]] = {}
+
+    def open(self, pairs: Iterable[tuple[int, int]], device: torch.device) -> None:
+        """Open channels from one rank to another. Both sides come, and have none of these yet, or both have it. All
+        ranks open theirs in ascending order, so that no two wait for each other in vain."""
+        for pair in sorted(set(pairs) - self._groups.keys()):
+            self._groups[pair] = open_channel(*pair, device)
+
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: Hashable) -> None:
+        """Send flat bytes of one device, as one message, without waiting for its receiver."""
+        message = torch.cat(list(tensors))
+        if message.numel():
+            work = self._groups[world().rank, peer].send([message], 1, 0)
+            self._sent.setdefault(tag, []).append((work, message))
+
+    def recv(self, peer: int, nbytes: int, device: torch.device) -> Callable[[], torch.Tensor]:
+        """Post a receive of the next message of a rank. The function that is returned lets what comes next on the
+        current stream wait for it, and gives its bytes, flat."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if not nbytes:
+            return lambda: buffer
+        work = self._groups[peer, world().rank].recv([buffer], 0, 0)
+
+        def finish() -> torch.Tensor:
+            work.wait()
+            return buffer
+
+        return lambda: _receive_counted(finish)
+
+    def free_sent(self, tag: Hashable) -> None:
+        """The memory of messages of this tag is free again, for what comes next on the current stream."""
+        for work, _ in self._sent.pop(tag, ()):
+            work.wait()
+
+    def free_all(self) -> None:
+        """That of all messages."""
+        for tag in list(self._sent):
+            self.free_sent(tag)
 
 
 def _receive_counted(receive: Callable[[], torch.Tensor]) -> torch.Tensor:
