@@ -20,10 +20,11 @@ calls: list[str] = []                                # of this process, in order
 waited_on: list[int] = []                            # on which streams it was told to wait
 
 
-class Arriving:
+class Arriving(dist.Work):
     """What torch calls a work: `results` come from host memory."""
 
     def __init__(self, work: dist.Work, results: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__()
         self._work, self._results = work, results
         self._device = results[0][0].device if results else None
         for result, _ in results:

@@ -259,3 +259,34 @@ def test_a_step_that_undoes_what_backward_needs_is_an_error(fused):
             continue
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+# ------------------------------------------------------------------ norms of several placements
+@pytest.mark.parametrize("norm", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("places", [([0], [1]), ([0, 1], [2, 3, 4]), ([0, 1, 2], [1])], ids=str)
+def test_gradients_of_all_stages_are_clipped_together(places, foreach, norm):
+    plain, ours = [], []
+    for k, ranks in enumerate(places):
+        for size in (5, 3):
+            full, where = torch.randn(size, 4, generator=torch.Generator().manual_seed(k)), gt.placement("cpu", ranks)
+            plain.append(nn.Parameter(full.clone()))
+            ours.append(nn.Parameter(gt.from_full(full, where, S(0) if size == 5 else B)))
+            plain[-1].grad, ours[-1].grad = full * 3, gt.from_full(full * 3, where, S(0) if size == 5 else B)
+    want = nn.utils.clip_grad_norm_(plain, 0.7, norm, foreach=foreach)
+    torch.testing.assert_close(nn.utils.clip_grad_norm_(ours, 0.7, norm, foreach=foreach).full_tensor(), want)
+    for p, q in zip(ours, plain):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def test_scalars_go_to_where_the_rest_of_an_op_is():
+    here, there = gt.placement("cpu", [0, 1]), gt.placement("cpu", [2])
+    x, scalar = gt.from_full(torch.arange(6.0), here, S(0)), gt.from_full(torch.tensor(2.0), there, B)
+    for value in (x * scalar, scalar + x, torch.where(x > scalar, x, scalar), x.clone().div_(scalar)):
+        assert value.placement == here
+    assert torch.equal((x * scalar).full_tensor(), torch.arange(6.0) * 2)
+    assert (scalar * x.sum()).placement == there and (x.sum() * scalar).placement == here
+    with pytest.raises(gt.MixedPlacementError, match="one placement"):
+        scalar.mul_(x.sum()).add_(x)
+    with pytest.raises(gt.MixedPlacementError, match="one placement"):     # its gradient would be on another placement
+        x * scalar.clone().requires_grad_()

@@ -27,6 +27,7 @@ from globaltensor.dispatch.recipe import (
     spec_of_plain,
     written_operands,
 )
+from globaltensor.dispatch.scalars import bring_scalars, mixed_placements, placement_of_scalars
 from globaltensor.dispatch.user_rules import results_by_rule
 from globaltensor.dispatch.view_reads import view_slices
 from globaltensor.dispatch.view_writes import restride, write_through, writes_view
@@ -68,6 +69,8 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
         if decomposition is None and foreach.has_plain_element(call):
             return foreach.one_by_one
         return decomposition or foreach.decide_foreach(cls, call)
+    if placement_of_scalars(call) is not None:
+        return bring_scalars
     where = _one_placement(cls, call)
     elsewhere = decide_elsewhere(call, where)
     if elsewhere is not None:
@@ -227,10 +230,7 @@ def _one_placement(cls: type[GlobalLike], call: Call) -> placement:
         if with_values:
             raise _without_values(call, without, with_values[0])
     if len(places) > 1:
-        (first, a), (second, b) = list(places.items())[:2]
-        raise MixedPlacementError(f"{call.func}: {a} is on {first}, {b} on {second}",
-                                  "the operands of one op live on one placement",
-                                  f"{b}.to_global(gt.{first})")
+        raise mixed_placements(call, *list(places.items())[:2])
     return next(iter(places))
 
 

@@ -32,7 +32,7 @@ from globaltensor.runtime.stacks import arm_stacks
 from globaltensor.runtime.start_watch import watch_start
 from globaltensor.runtime.store_tree import gather_in_store
 from globaltensor.runtime.torch_internals import default_store, process_groups
-from globaltensor.runtime.world import World, begin, shared_gpu, start_with, started
+from globaltensor.runtime.world import World, begin, device_here, shared_gpu, start_with, started
 from globaltensor.tracebacks import api_boundary
 
 _log = logging.getLogger(__name__)
@@ -101,6 +101,8 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
         host_peers.know(processes)
         new = _world_of(store, processes, rank, size, timeout, machine)
         begin(new)
+        if torch_ext is not None and (type := accelerator()) is not None:
+            torch_ext.set_device_here(device_here(type).index)
         # begun before it is connected: connecting takes messages, which need to know the ranks
         if size > 1:
             _connect(new, timeout, machine)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from globaltensor.errors import PlacementError
 from globaltensor.layouts import placement as placements
 from globaltensor.layouts.placement import placement
-from globaltensor.runtime.accelerators import GLOO, accelerator
+from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count
 from globaltensor.runtime.machine import Machine
 
 
@@ -119,6 +119,14 @@ def _device(of: World, type: str, rank: int) -> torch.device:
         raise PlacementError(f"rank {rank} has no {type} device of its own", f"this host has {count}",
                              "fewer ranks, or GLOBALTENSOR_SHARE_GPU=1 to put several on one")
     return torch.device(type, index % count)
+
+
+def device_here(type: str) -> torch.device:
+    """The device that tensors name of which this process has no part: as those of which it has one. torch groups by
+    device what it clips and steps, and all ranks shall form the same groups."""
+    if type in ("cpu", "meta") or world().single_process:
+        return torch.device(type)
+    return torch.device(type, int(os.environ.get("LOCAL_RANK", world().rank)) % max(accelerator_count(), 1))
 
 
 def has_devices(type: str) -> bool:

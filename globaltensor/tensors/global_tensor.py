@@ -41,7 +41,7 @@ from globaltensor.runtime.torch_internals import (
     no_torch_function,
     reading_lazy_bits,
 )
-from globaltensor.runtime.world import world
+from globaltensor.runtime.world import device_here, world
 from globaltensor.tensors import (
     attention,
     backward,
@@ -102,7 +102,7 @@ class GlobalTensor(TensorMethods):
         first = next(iter(shards.values()), None)
         if first is not None and keys is OWN_KEYS and is_of_a_trace(first):
             return cls.wrap_traced(of, shards)
-        device = torch.device(of.placement.type) if first is None else first.device
+        device = device_here(of.placement.type) if first is None else first.device
         x = make_wrapper_subclass(cls, of.shape, strides=of.stride, dtype=of.dtype, device=device,
                                   _extra_dispatch_keys=keys_with(of.lazy_bits, keys))
         deny_data_ptr(x)

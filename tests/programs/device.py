@@ -314,6 +314,21 @@ def derivatives():
     same(got.full_tensor(), nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True))
 
 
+def norms_of_several_devices():
+    """Those of the stages of a pipeline, by which all gradients are clipped."""
+    for foreach in (None, False):
+        plain, ours = [], []
+        for k, ranks in enumerate(([0], [1], [0, 1])):
+            full, where = torch.randn(5, 4, generator=torch.Generator().manual_seed(k)), gt.placement(NAME, ranks)
+            plain.append(nn.Parameter(full.clone()))
+            ours.append(nn.Parameter(gt.from_full(full, where, S(0))))
+            plain[-1].grad, ours[-1].grad = full.clone(), gt.from_full(full, where, S(0))
+        want = nn.utils.clip_grad_norm_(plain, 0.5, foreach=foreach)
+        same(nn.utils.clip_grad_norm_(ours, 0.5, foreach=foreach).full_tensor(), want)
+        for p, q in zip(ours, plain):
+            same(p.grad.full_tensor(), q.grad)
+
+
 def checkpoints_and_files():
     model = gt.to_global(network(), two(), B)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -373,11 +388,12 @@ def the_dispatcher_is_native_where_it_can_be():
 CHECKS = [the_first_program_of_the_readme, every_boxing, data_parallel_training, tensor_parallel_training, zero_of_both,
           state_that_is_offloaded, parameters_that_are_offloaded, random_numbers_are_those_of_the_cpu,
           parts_and_whole_values,
-          views_indices_and_writes, to_the_host_and_back, scalars_of_the_host, derivatives, checkpoints_and_files,
+          views_indices_and_writes, to_the_host_and_back, scalars_of_the_host, norms_of_several_devices, derivatives,
+          checkpoints_and_files,
           errors_name_what_to_type,
           the_dispatcher_is_native_where_it_can_be]
 OF_TWO_PROCESSES = [every_boxing, data_parallel_training, tensor_parallel_training, random_numbers_are_those_of_the_cpu,
-                    parts_and_whole_values]
+                    parts_and_whole_values, norms_of_several_devices]
 
 if __name__ == "__main__":
     for check in CHECKS if gt.world_size() > 2 else OF_TWO_PROCESSES:
