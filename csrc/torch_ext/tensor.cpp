@@ -45,7 +45,7 @@ c10::DispatchKeySet keys_of(c10::DeviceType device) {
   return c10::DispatchKeySet({c10::computeDispatchKey(c10::kFloat, c10::kStrided, c10::Device(device)), kGlobal});
 }
 
-c10::DeviceIndex device_here = 0;                     // of this process, which has no part of some tensors
+int8_t device_here = 0;                              // of this process, which has no part of some tensors
 
 c10::Device device_of(const Spec* spec, const Shards& shards) {
   if (!shards.empty()) return shards[0].device();
@@ -311,7 +311,7 @@ at::Tensor wrap(const Spec* spec, Shards&& shards) {
 
 void bind_tensor(py::module_& m) {
   bind_completed(m);
-  m.def("set_device_here", [](c10::DeviceIndex index) { device_here = index; },
+  m.def("set_device_here", [](int8_t index) { device_here = index; },
         "The device that tensors name of which this process has no part.");
   m.def("claim_ops", &claim_all_ops,
         "What is done once, with the first global tensor: ahead, for forks of this process.");
