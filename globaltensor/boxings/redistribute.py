@@ -211,7 +211,7 @@ def moves_meanwhile(x: Any, dst: Layout) -> bool:
     """Is there anything to gain by it: does this boxing go from process to process, so that a program can go on? Not
     where someone looks at ops. Who watches boxings sees it where it is waited for: a rank that watches alone does as
     the others do, which may move something else before that."""
-    if modes_active() or in_fake_mode() or world().single_process:
+    if modes_active() or in_fake_mode() or world().single_process or is_capturing(x.spec.placement.type):
         return False
     types = {x.spec.placement.type, dst.placement.type}
     return "meta" not in types and dst is not x.spec.layout and _in_one_pass([Move(x.spec, x.shards, dst)], "") is None

@@ -46,7 +46,7 @@ from globaltensor.runtime.world import rank, world
 
 _LOOK = timedelta(seconds=0.2)
 _FEW = 4                                             # ranks
-_groups: dict[tuple[tuple[int, ...], str], Any] = {}       # by ranks and device type: backends of torch.distributed
+_groups: dict[tuple[tuple[int, ...], str], Any] = {}       # by ranks and what moves in them: backends of torch's
 _lost_groups: set[tuple[int, ...]] = set()           # in which torch still works on a collective that was given up
 _unchecked: dict[tuple[int, ...], int] = {}          # by ranks: a hash of the tags of which no message was sent yet
 
@@ -179,7 +179,8 @@ def open_channel(source: int, target: int, device: torch.device) -> Any:
     """The group in which one rank sends to another what lies on devices, and nothing goes the other way: a message that
     nobody takes yet holds up none that comes from there. Collective between the two, which send a word at once: an
     engine connects where it is first needed, and would wait there."""
-    group, word = _group_of((source, target), device.type), torch.zeros(16, dtype=torch.uint8, device=device)
+    group = _group_of((source, target), f"{device.type} channel")        # not the one of their collectives
+    word = torch.zeros(16, dtype=torch.uint8, device=device)
     (group.send([word], 1, 0) if rank() == source else group.recv([word], 0, 0)).wait()
     return group
 
