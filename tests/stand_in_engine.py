@@ -1,6 +1,7 @@
 """An engine of torch.distributed for the device that stands in (stand_in.py): what NCCL is for GPUs.
 
     provide("npu")      before gt.init(): processes move tensors of the device that stands in by it
+    provide("cuda")     no stand-in: the GPUs of this host, and NCCL
 
 As NCCL does, it returns at once, works while the program goes on, and reads and writes memory of the device only. What
 is sent is copied at the beginning, and what has come is written by `wait`; until then the result has wrong numbers. So
@@ -103,7 +104,8 @@ def _exchange(ops: Sequence[Any]) -> list[Arriving]:
 
 def provide(type: str) -> None:
     """Load the device under this name, and let processes move its tensors by this engine."""
-    stand_in.load(type)
+    if stand_in.load(type) == "cuda":
+        return
     dist.Backend.register_backend(NAME, lambda store, rank, size, timeout: dist.ProcessGroupGloo(
         store, rank, size, timeout), devices=[type])
     distributed: Any = dist.distributed_c10d

@@ -6,6 +6,7 @@ ranks, these share them.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,6 +48,15 @@ def test_a_gpt_trains_as_plain_torch_does(words: list[str]) -> None:
 @pytest.mark.processes
 def test_a_gpt_trains_in_two_processes() -> None:
     assert "The largest relative difference" in passed([*RUN, "-n", "2", *TRAIN, "--tp", "1"])[-1]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank")
+@pytest.mark.parametrize("program", ["engine.py", "overlap.py", "write_behind.py all", "write_behind.py ends"])
+def test_nccl_moves_while_gpus_compute(program: str, tmp_path: Path) -> None:
+    name, *which = program.split()
+    words = {"engine.py": ["cuda"], "overlap.py": [tmp_path, "cuda"]}.get(name, [*which, "cuda"])
+    good([*RUN, "-n", "2", PROGRAMS / name, *words], environment(GLOBALTENSOR_GPU_KERNELS="0"), 300)
 
 
 @pytest.mark.long

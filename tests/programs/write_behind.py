@@ -329,7 +329,7 @@ def main(which):
     if which == "grid":
         grid()
         return
-    of_devices = [read_on_another_stream, captured_in_a_graph] * (TYPE != "cpu")
+    of_devices = [read_on_another_stream, captured_in_a_graph] * (TYPE not in ("cpu", "cuda"))
     for check in (training, nobody_reads_before_the_next_step, one_rank_reads, one_rank_holds, written_to, loaded,
                   recorded, refused, read_by_a_thread, read_without_gradients, copied, compiled, dropped, *of_devices):
         for stage in (1, 2):
