@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,12 @@ def test_an_engine_moves_while_devices_compute(program: str, ranks: int, tmp_pat
             seen = json.loads(path.read_text())
             assert seen["plain"][0] == 0 and min(seen["plain"][1:3]) >= 3 and seen["micro-batches"] == [0] * 4, seen
         assert len(list(tmp_path.iterdir())) == ranks
+
+
+@pytest.mark.processes
+def test_ranks_without_a_device_of_their_own_run_on_the_cpu_and_end_well() -> None:
+    """On a host with fewer devices than ranks; here messages go through torch, which are looked after at the end."""
+    done = subprocess.run([*RUN, "-n", "2", PROGRAMS / "engine.py", "npu", "cpu"], capture_output=True, text=True,
+                          timeout=100, env=environment(STAND_IN_DEVICES="1", GLOBALTENSOR_NATIVE="0"))
+    assert done.returncode == 0 and done.stdout.split() == ["on_the_cpu"] * 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr and "no npu device" not in done.stderr, done.stderr

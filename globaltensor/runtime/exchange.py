@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from globaltensor.errors import GlobalTensorError, TransportError, first_sentence
 from globaltensor.runtime import counters, deadlock
-from globaltensor.runtime.accelerators import accelerator
 from globaltensor.runtime.gloo import broken_connections
 from globaltensor.runtime.liveness import has_heard_of_a_loss, known_loss, lost_connection
 from globaltensor.runtime.world import rank, world
@@ -94,8 +93,8 @@ def finish_all() -> None:
         with suppress(GlobalTensorError):            # a rank was lost meanwhile: who needs anything of it will say so
             finish()
             del _unfinished[finish]
-    if not world().staged and (type := accelerator()) is not None:          # whose waits return before they are over
-        done = torch.accelerator.current_stream(world().device(type, rank())).record_event()
+    for device in () if world().staged else world().used_devices:          # whose waits return before they are over
+        done = torch.accelerator.current_stream(device).record_event()
         while not done.query() and known_loss() is None:
             time.sleep(0.02)
 

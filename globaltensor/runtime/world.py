@@ -50,6 +50,11 @@ class World:
         """The first rank that this process drives."""
         return self.local_ranks[0]
 
+    @property
+    def used_devices(self) -> set[torch.device]:
+        """The accelerators on which this process has kept shards. It may have none, on a host that has some."""
+        return {device for device in self.device_of.values() if device.type not in ("cpu", "meta")}
+
     def device(self, type: str, rank: int) -> torch.device:
         """The device on which this process keeps the shards of `rank`."""
         device = self.device_of.get((type, rank))

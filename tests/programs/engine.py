@@ -1,7 +1,7 @@
 """Processes whose devices stand in for others, with an engine of their own, as GPUs have NCCL.
 
 `globaltensor run -n 2 engine.py npu [kernels]`. With `kernels`, those of csrc/ box what is small between processes. In
-place of npu, cuda stands for the GPUs of this host and NCCL.
+place of npu, cuda stands for the GPUs of this host and NCCL. With `cpu`, nothing lies on devices.
 
 Prints the name of each check that passed.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-with_kernels, sys.argv[1:] = "kernels" in sys.argv, ["cuda" if "cuda" in sys.argv else "npu"]
+with_kernels, without_devices = "kernels" in sys.argv, "cpu" in sys.argv
+sys.argv[1:] = ["cuda" if "cuda" in sys.argv else "npu"]
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import stand_in  # noqa: E402
 import stand_in_engine  # noqa: E402
@@ -85,14 +86,14 @@ def micro_batches_of_a_pipeline():
 
 def stages_of_two_ranks():
     """Tensor parallelism within stages, several stages on a rank, and messages between ranks of other numbers."""
-    loss, rows = torch.nn.functional.cross_entropy, {"1.*": {"tp": device.S(0)}, "4.weight": {"tp": device.S(1)}}
+    loss = torch.nn.functional.cross_entropy
     pair = [gt.placement(device.NAME, ranks, ("tp",)) for ranks in ([0, 1], [2, 3])]
     uneven = [gt.placement(device.NAME, ranks, ("tp",)) for ranks in ([2], [0, 1, 3])]
-    for schedule, stages, chunks in (("1f1b", pair, None), ("interleaved", pair, 2), ("zb-v", pair, None),
-                                     ("1f1b", uneven, None)):
+    for schedule, stages, chunks, plan in (("1f1b", pair, None, {"1.*": {"tp": device.S(0)}}), ("zb-v", pair, None, {}),
+                                           ("interleaved", pair, 2, {}), ("1f1b", uneven, None, {})):
         plain, net = device.network(), device.network()
-        if chunks is None and stages is pair and schedule == "1f1b":
-            gt.parallelize(net[:2], pair[0], {"1.*": rows["1.*"]})
+        if plan:
+            gt.parallelize(net[:2], stages[0], plan)
         runner = gt.pipeline(net, stages, schedule, micro_batches=4, loss=loss, chunks=chunks)
         for step in range(3):
             batch = torch.randint(11, (8,), generator=torch.Generator().manual_seed(step))
@@ -107,6 +108,11 @@ def stages_of_two_ranks():
                 device.same(q.grad.full_tensor(), p.grad, schedule, rtol=1e-5, atol=1e-6)
 
 
+def on_the_cpu():
+    x = gt.from_full(torch.arange(6.0), device.two("cpu"), device.S(0))
+    device.same(x.to_global(sbp=device.B).full_tensor(), torch.arange(6.0))
+
+
 CHECKS = [*device.OF_TWO_PROCESSES, zero_along_dp, gradients_of_two_kinds, micro_batches_of_a_pipeline]
 OF_FOUR_PROCESSES = [stages_of_two_ranks]
 
@@ -114,10 +120,10 @@ if __name__ == "__main__":
     gt.init()
     assert world().engine == (stand_in_engine.NAME if STANDS_IN else "nccl") and not world().staged
     gradients.TIMES_LATENCY = 0                      # of models that are so small
-    for check in CHECKS if gt.world_size() == 2 else OF_FOUR_PROCESSES:
+    for check in [on_the_cpu] if without_devices else CHECKS if gt.world_size() == 2 else OF_FOUR_PROCESSES:
         check()
         print(check.__name__, flush=True)
-    if gt.world_size() > 2 or not STANDS_IN:
+    if gt.world_size() > 2 or without_devices or not STANDS_IN:
         sys.exit()
     collectives = {"all_reduce", "reduce_scatter", *(() if with_kernels else ("all_gather", "all_to_all"))}
     assert {*stand_in_engine.calls} == {"messages", "send", "recv", *collectives}, {*stand_in_engine.calls}
