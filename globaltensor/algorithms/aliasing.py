@@ -236,9 +236,9 @@ def note_write(t: Any) -> None:
             memory.count += 1
 
 
-def note_write_in_list(t: Any) -> None:
-    """The same of an element of a list that an op writes. Its version is counted here: torch's kernels do so for plain
-    tensors."""
+def note_uncounted_write(t: Any) -> None:
+    """The same of a write whose version torch's dispatcher does not count: past it, or to an element of a list, where
+    torch's kernels do so for plain tensors."""
     note_write(t)
     if not t.traced and not t.is_inference():
         torch.autograd.graph.increment_version(t)

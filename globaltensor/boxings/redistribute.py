@@ -130,7 +130,7 @@ def _stream_of(moves: Sequence[Move]) -> torch.Stream | None:
     rank = world().rank
     for move in moves:
         for where in (move.dst.placement, move.spec.placement):
-            if rank in where.coords and where.type not in ("cpu", "meta"):
+            if where.type not in ("cpu", "meta") and rank in where.coords:
                 return torch.accelerator.current_stream(world().device(where.type, rank))
     return None
 

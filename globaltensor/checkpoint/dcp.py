@@ -21,7 +21,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from globaltensor.algorithms.aliasing import note_write
+from globaltensor.algorithms.aliasing import note_uncounted_write
 from globaltensor.checkpoint.loading import check_loadable
 from globaltensor.checkpoint.manifest import CheckpointError
 from globaltensor.checkpoint.pieces import MAX_PIECE_BYTES, local_parts, whole_region
@@ -90,8 +90,7 @@ def create_chunk_list(t: GlobalTensor) -> list[ChunkStorageMetadata]:
     check_loadable(t, f"a tensor {t.spec}")
     wanted = [_storage(chunk) for chunk in chunks(t)]
     # torch reads into the shards' memory, past the tensor: a graph that has saved it must notice
-    torch.autograd.graph.increment_version(t)
-    note_write(t)
+    note_uncounted_write(t)
     return wanted
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from globaltensor.algorithms.aliasing import note_write, note_write_in_list
+from globaltensor.algorithms.aliasing import note_uncounted_write, note_write
 from globaltensor.algorithms.completed import with_completed
 from globaltensor.algorithms.run import Run, looks_at_values
 from globaltensor.boxings.redistribute import Move, move_shards, redistribute
@@ -198,10 +198,12 @@ def _ordered(recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any], resu
 
 def _note_writes(call: Call) -> None:
     """Count what a decomposition has written, by other ops or by hand."""
+    if not call.func._schema.is_mutable:
+        return
     names = {a.name for a in arguments(call.func) if a.written}
     for t, name, slot in zip(call.tensors, call.names, call.slots):
         if name in names and is_global(t):
-            (note_write if slot.item is None else note_write_in_list)(t)
+            (note_write if slot.item is None else note_uncounted_write)(t)
 
 
 def remake(func: OpOverload, values: Sequence[Any]) -> list[Shards]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from globaltensor.algorithms.aliasing import boxed_views, note_write, note_write_in_list
+from globaltensor.algorithms.aliasing import boxed_views, note_uncounted_write, note_write
 from globaltensor.algorithms.completed import keep_completed
 from globaltensor.algorithms.random_ops import seeded
 from globaltensor.boxings.redistribute import Move, move_shards
@@ -47,7 +47,7 @@ def execute(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: 
     if recipe.written:
         _write_back(recipe, operands, held)
         for q in recipe.written:
-            (note_write if recipe.slots[q].item is None else note_write_in_list)(operands[q])
+            (note_write if recipe.slots[q].item is None else note_uncounted_write)(operands[q])
         return _written_results(cls, recipe, operands, results)
     return _wrap(cls, recipe, operands, results)
 

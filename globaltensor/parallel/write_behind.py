@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from globaltensor.algorithms.aliasing import note_write
+from globaltensor.algorithms.aliasing import note_uncounted_write
 from globaltensor.boxings.graph_op import any_of_a_trace
 from globaltensor.boxings.redistribute import (
     BegunBoxing,
@@ -134,8 +134,7 @@ def _copy_to_targets(moved: Sequence[Shards], moves: Sequence[Move]) -> None:
 def _note_written(tensors: Sequence[Any], targets: Sequence[Any]) -> None:
     """The targets have the values of these tensors now."""
     for t, target in zip(tensors, targets):
-        torch.autograd.graph.increment_version(target)
-        note_write(target)
+        note_uncounted_write(target)
         target.lineage = t.lineage
 
 

@@ -18,7 +18,7 @@ comes, and that its sender lives.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -165,6 +165,16 @@ class TransferPlan:
         ready = redistribute(tensors, self.sent, _BOXING) if tensors else []
         return self.message.pack([t.shards for t in ready])
 
+    def on_cpu(self, pieces: Mapping[int, list[torch.Tensor]], random: torch.Tensor | None
+               ) -> dict[int, list[torch.Tensor]]:
+        """The messages on the CPU that go with these pieces, or are them."""
+        sent = {receiver: [_WORD] if self.by_engine else [t.cpu() for t in tensors]
+                for receiver, tensors in pieces.items()}
+        if random is not None:
+            for receiver in self.followers:
+                sent[receiver] = [random] if self.by_engine else [random, *sent.get(receiver, ())]
+        return sent
+
     def sizes_on_cpu(self, random: int) -> dict[int, int]:
         """Of the messages on the CPU that this process receives of a bundle, with a random state of so many bytes."""
         sizes = dict.fromkeys(self.sizes, 1) if self.by_engine else dict(self.sizes)
@@ -235,12 +245,7 @@ class StageComm:
                              f"{describe(bundle.meta)} instead of {describe(transfer.meta)}",
                              "stages whose output shapes follow from the shapes and dtypes of their inputs")
         pieces = transfer.pack(bundle)
-        on_cpu = {receiver: [t.cpu() for t in tensors] for receiver, tensors in pieces.items()
-                  } if not transfer.by_engine else {receiver: [_WORD] for receiver in pieces}
-        if bundle.random is not None:
-            for receiver in transfer.followers:
-                on_cpu[receiver] = [bundle.random, *(() if transfer.by_engine else on_cpu.get(receiver, ()))]
-        for receiver, tensors in on_cpu.items():
+        for receiver, tensors in transfer.on_cpu(pieces, bundle.random).items():
             self.messages.send(tensors, receiver, tag)
         if transfer.by_engine:
             for receiver, tensors in pieces.items():
