@@ -24,7 +24,6 @@ import torch
 
 from globaltensor.errors import ArgumentError
 from globaltensor.runtime import counters
-from globaltensor.runtime.accelerators import accelerator
 from globaltensor.runtime.agreement import gather_objects
 from globaltensor.runtime.counters import Counts
 from globaltensor.runtime.world import world
@@ -101,22 +100,16 @@ def _since(seconds: float, counted: Counts, tokens: float | None, flops: float |
     if tokens is not None:
         numbers["tokens_per_second"] = tokens / seconds
     if flops is not None:
-        numbers["mfu"] = flops / seconds / (peak_flops or _measured_flops())
+        numbers["mfu"] = flops / seconds / (peak_flops or _measured_flops(frozenset(world().used_devices)))
     return numbers | {"boxings": counted.boxings, "communication_bytes": counted.bytes + counted.received,
                       "communication_seconds": counted.seconds, "waiting_seconds": counted.waiting}
 
 
 def _memory_in_use() -> dict[str, float]:
     numbers: dict[str, float] = {"peak_memory_bytes": _peak_memory_in_use()}
-    if devices := own_devices():
+    if devices := world().used_devices:
         numbers["peak_device_memory_bytes"] = sum(map(torch.accelerator.max_memory_allocated, devices))
     return numbers
-
-
-def own_devices() -> set[torch.device]:
-    """The accelerators that this process drives."""
-    type, here = accelerator(), world()
-    return set() if type is None else {here.device(type, rank) for rank in here.local_ranks}
 
 
 def _peak_memory_in_use() -> float:
@@ -134,9 +127,10 @@ _LOOKED_FOR = 0.1                                    # seconds in which the fast
 
 
 @lru_cache(1)
-def _measured_flops() -> float:
-    """What products of matrices reach per second on all devices together, were they all as this process's."""
-    devices, here = own_devices(), world()
+def _measured_flops(devices: frozenset[torch.device]) -> float:
+    """What products of matrices reach per second on the devices of all processes together, were they all as these of
+    this process. Without devices, on the CPUs."""
+    here = world()
     device, size = (min(devices, key=str), 4096) if devices else (torch.device("cpu"), 512)
     best, runs, until = math.inf, 0, time.perf_counter() + _LOOKED_FOR
     with torch.no_grad():

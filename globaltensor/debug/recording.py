@@ -28,7 +28,6 @@ from globaltensor.debug.merged_trace import (
     process_name,
     write_trace_file,
 )
-from globaltensor.debug.metrics import own_devices
 from globaltensor.errors import ArgumentError
 from globaltensor.pictures.trace_report import described
 from globaltensor.runtime.world import world
@@ -77,8 +76,8 @@ def _recorded_to(path: Path, pipeline: Any) -> Iterator[Record]:
 
 
 def _bytes_in_use() -> int:
-    """Bytes: of the accelerators of this process, or else of the process itself."""
-    if devices := own_devices():
+    """Bytes: of the accelerators that this process has used, or else of the process itself."""
+    if devices := world().used_devices:
         return sum(map(torch.accelerator.memory_allocated, devices))
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0

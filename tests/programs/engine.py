@@ -109,8 +109,12 @@ def stages_of_two_ranks():
 
 
 def on_the_cpu():
+    """Ranks of which one has no device to ask, either."""
+    gt.metrics()
     x = gt.from_full(torch.arange(6.0), device.two("cpu"), device.S(0))
     device.same(x.to_global(sbp=device.B).full_tensor(), torch.arange(6.0))
+    numbers = gt.metrics(flops=1.0)
+    assert numbers["mfu"] > 0 and "peak_device_memory_bytes" not in numbers, numbers
 
 
 CHECKS = [*device.OF_TWO_PROCESSES, zero_along_dp, gradients_of_two_kinds, micro_batches_of_a_pipeline]
