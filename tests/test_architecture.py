@@ -31,7 +31,7 @@ LAYERS = [                                           # low to high; rooms on one
     {"pipelining", "simulator", "dtensor", "trainers"},
     {"planner", "playground"},
     {"__init__"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
 

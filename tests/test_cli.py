@@ -47,6 +47,12 @@ def test_help_names_every_command(capsys):
         assert code == 0 and module.__doc__.splitlines()[0] in " ".join(own.split())
 
 
+def test_the_command_of_a_chosen_interpreter():
+    """As of `python -m pip`."""
+    done = subprocess.run([sys.executable, "-m", "globaltensor", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"globaltensor {globaltensor.__version__}\n"), done.stderr
+
+
 def test_version(capsys):
     assert said(capsys, "--version") == (0, f"globaltensor {globaltensor.__version__}\n", "")
 

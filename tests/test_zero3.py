@@ -9,6 +9,8 @@ import pytest
 import torch
 from shards import place
 from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import globaltensor as gt
@@ -156,10 +158,31 @@ def gradient_penalty(net, x):
     (net(x * 0.5).mean() + out.mean() + grad.pow(2).mean()).backward()
 
 
+def with_other_parameters(net, x):
+    """A gradient step within a step, and a call with others in the place of some."""
+    own = dict(net.named_parameters())
+    loss = functional_call(net, own, (x,)).pow(2).mean()
+    grads = torch.autograd.grad(loss, [*own.values()], create_graph=True)
+    stepped = {name: p - 0.1 * grad for (name, p), grad in zip(own.items(), grads)}
+    functional_call(net, stepped, (x,)).pow(2).mean().backward()
+    functional_call(net, {"blocks.1.up.weight": own["blocks.1.up.weight"] * 0.5}, (x,)).pow(2).mean().backward()
+
+
+def with_a_copy(net, x):
+    """As a running mean of a model is."""
+    teacher = copy.deepcopy(net)
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p.mul_(0.9)
+        target = teacher(x)
+    (net(x) - target).pow(2).mean().backward()
+
+
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("how", [once, two_at_once, in_turns, looked_at_between, recomputed, after_an_error,
                                  loss_of_the_middle, whole_layers_recomputed, reentrantly_recomputed, twice,
-                                 losses_of_one_graph, losses_of_two_graphs, gradient_penalty])
+                                 losses_of_one_graph, losses_of_two_graphs, gradient_penalty, with_other_parameters,
+                                 with_a_copy])
 def test_training(name, how):
     nets = made(name)
     for _ in range(3):
@@ -251,6 +274,46 @@ def test_few_moves_of_the_published_bytes(how):
     assert [(m.bytes, m.tensors) for m in moves if m.op == "gradient"] == [
         (3 * size // 4 // times, 4 * LAYERS // times)] * times
     assert not [m for m in moves if m.bytes > 64 and m.op not in ("zero", "gradient")]
+
+
+def test_writes_that_no_version_counts_to_what_was_gathered_ahead():
+    """By `p.data`, after a pass that ended early."""
+    (plain, x, _), (model, spread, _) = made("dp")
+    with torch.no_grad():
+        model.blocks[0](spread)
+        for p in [*plain.parameters(), *model.parameters()]:
+            p.data.mul_(2)
+        torch.testing.assert_close(model(spread).full_tensor(), plain(x), rtol=1e-9, atol=1e-12)
+
+
+def assigned(net):
+    net.load_state_dict({name: p.detach() * 0.5 for name, p in net.state_dict().items()}, assign=True)
+
+
+def pruned(net):
+    prune.l1_unstructured(net.blocks[0].up, "weight", 0.5)
+
+
+def normed(net):
+    parametrizations.weight_norm(net.blocks[0].up)
+
+
+def one_more_parameter(net):
+    net.blocks[0].up.weight = nn.Parameter(net.blocks[0].up.weight.detach() * 0.5)
+
+
+@pytest.mark.parametrize("change", [assigned, pruned, normed, one_more_parameter])
+def test_parameters_of_others_in_their_place(change):
+    """Once gt.zero has found a layer's parameters, others may come there for good."""
+    (plain, x, _), (model, spread, _) = made("dp")
+    for net in (plain, model):
+        change(net)
+    for _ in range(2):
+        once(plain, x), once(model, spread)
+        torch.testing.assert_close(model(spread).full_tensor(), plain(x), rtol=1e-9, atol=1e-12)
+        grads = [[p.grad for p in net.parameters()] for net in (model, plain)]
+        for ours, grad in zip(*grads):
+            torch.testing.assert_close(ours.full_tensor(), grad, rtol=1e-9, atol=1e-12)
 
 
 def test_layers_are_found_in_any_model():

@@ -237,6 +237,13 @@ void bind_boxed_views(py::module_& m) {
   m.def("on_view_read", [](py::object hook) { do_call = hook.release(); },
         "What does the call of a boxed view that the native dispatcher has no recipe for.");
   m.def("note_write", &note_write, "Count a write to the memory of a tensor.");
+  py::class_<MemoryWrites, std::shared_ptr<MemoryWrites>>(m, "MemoryWrites", "How often a piece of memory was written to.")
+      .def_property_readonly("count", &writes_to);
+  static const auto unheld = std::make_shared<MemoryWrites>(nullptr);  // of a process that holds nothing of a tensor
+  m.def("watched_writes", [](const at::Tensor& t) {
+    return global(t)->view.call || !global(t)->kept().empty() ? watched_writes(global(t)) : unheld;
+  },
+        "What counts the writes to the memory of a tensor, as long as it is held.");
   m.def("become", &become, "Let a tensor be what a view is.");
 }
 

@@ -9,13 +9,12 @@ it instead, its *origin*, with the base in it:
     y.add_(1)          a write through y goes to the memory of x (dispatch/view_writes.py)
 
 The base may be a boxed view too. The memory at the end of the chain counts the writes to it, whichever alias they come
-by (a view, `x.detach()`, `x.data`); only memory that has boxed views is counted.
+by (a view, `x.detach()`, `x.data`; runtime/memory_writes.py).
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -23,8 +22,9 @@ from globaltensor.errors import InPlaceError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Shards, Spec, spec
 from globaltensor.runtime import lineage, trace_order
+from globaltensor.runtime.memory_writes import MemoryWrites, count_write, watched_writes
 from globaltensor.runtime.native import torch_ext
-from globaltensor.runtime.torch_internals import DisableTorchDispatch, OpOverload, storage_id
+from globaltensor.runtime.torch_internals import DisableTorchDispatch, OpOverload
 
 aten = torch.ops.aten
 
@@ -59,17 +59,6 @@ def check_writable(t: Any, func: OpOverload, name: str) -> None:
                            "other operands that it writes are global, or processes outside the placement do not "
                            "know the value",
                            "x.full_tensor() for a plain operand")
-
-
-class MemoryWrites:
-    """How often a piece of memory was written to."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-# by storage, as long as it has boxed views, or belongs to a pending tensor that was completed
-_watched: WeakValueDictionary[int, MemoryWrites] = WeakValueDictionary()
 
 
 class ViewCall:
@@ -113,25 +102,6 @@ class BoxedView:
     @property
     def origin(self) -> Origin:
         return Origin(self.call.func, self.call.values, self.nth)
-
-
-def memory_id(t: Any) -> int:
-    """The same number for global tensors of one memory; of one that this process holds a part of."""
-    # of the lowest rank, not of the first in the dict, whose order follows the placement's: aliases may have another
-    # one
-    return storage_id(t.shards[min(t.shards)])
-
-
-def watched_writes(base: Any) -> MemoryWrites:
-    if base.boxed_view is not None:
-        return base.boxed_view.call.memory
-    if not base.shards:
-        return MemoryWrites()                        # of a process that holds nothing of it
-    key = memory_id(base)
-    memory = _watched.get(key)
-    if memory is None:
-        memory = _watched[key] = MemoryWrites()
-    return memory
 
 
 def boxed_views(cls: Any, specs: list[Spec], func: OpOverload, values: tuple[Any, ...], run: Callable[..., list[Shards]]
@@ -226,14 +196,7 @@ def note_write(t: Any) -> None:
     """Count a write to the memory of `t`, that of its base where it is a boxed view."""
     if t.traced:
         trace_order.note_traced_write()
-    if torch_ext is not None and not t.traced:
-        torch_ext.note_write(t)
-    elif t.boxed_view is not None:
-        t.boxed_view.call.memory.count += 1
-    elif _watched and t.shards:
-        memory = _watched.get(memory_id(t))
-        if memory is not None:
-            memory.count += 1
+    count_write(t)
 
 
 def note_uncounted_write(t: Any) -> None:

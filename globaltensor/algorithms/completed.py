@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from globaltensor.algorithms.aliasing import MemoryWrites, watched_writes
 from globaltensor.layouts.global_like import is_global, spec_of
 from globaltensor.layouts.layout import Shards, Spec
 from globaltensor.rules.call import arguments
+from globaltensor.runtime.memory_writes import MemoryWrites, current_version, watched_writes
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import OpOverload, is_composite
 
@@ -46,7 +46,7 @@ def keep_completed(t: Any, own: Spec, shards: Shards) -> None:
     whole = (type(t).wrap_traced if t.traced else type(t).wrap)(own, shards)
     whole.lineage = t.lineage
     memory = watched_writes(t)
-    t.completed = Completed(whole, memory, memory.count, _version(t))
+    t.completed = Completed(whole, memory, memory.count, current_version(t))
 
 
 def _completed(t: Any) -> Any:
@@ -56,13 +56,9 @@ def _completed(t: Any) -> Any:
     if torch_ext is not None and not t.traced:
         return torch_ext.completed(t)
     kept: Completed | None = t.completed
-    if kept is None or kept.writes != kept.memory.count or kept.version != _version(t):
+    if kept is None or kept.writes != kept.memory.count or kept.version != current_version(t):
         return t
     return kept.whole
-
-
-def _version(t: Any) -> int:
-    return 0 if t.is_inference() else t._version
 
 
 def with_completed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]

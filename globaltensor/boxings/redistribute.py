@@ -35,6 +35,7 @@ from globaltensor.runtime import trace_order
 from globaltensor.runtime.accelerators import before_captures, is_capturing, on_stream
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.memory import refuse_fake_mode
+from globaltensor.runtime.memory_writes import writes_of
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import (
     in_fake_mode,
@@ -166,8 +167,8 @@ class ArrivingShards:
     """
 
     def __init__(self, x: Any, dst: Layout) -> None:
-        self._same = x.detach()                      # its version is that of all tensors with its memory
-        self._version = None if x.is_inference() else x._version
+        self._same = x.detach()
+        self._writes = writes_of(x)
         self._begun = BegunBoxing([Move(x.spec, x.shards, dst, trace_order.of(x))], watch.EXPLICIT, check=True)
         self._shards: Shards | None = None
         self._written_to = False                     # what they are made of, meanwhile
@@ -178,9 +179,9 @@ class ArrivingShards:
         """The shards, in whatever state."""
         with self._one_at_a_time:
             if self._shards is None:
-                with without_modes(), torch.inference_mode(self._version is None), torch.no_grad():
+                with without_modes(), torch.inference_mode(self._same.is_inference()), torch.no_grad():
                     ((self._shards,), _) = finish_boxings([self._begun], [], watch.EXPLICIT)
-                self._written_to = self._version is not None and self._same._version != self._version
+                self._written_to = writes_of(self._same) != self._writes
                 _arriving[_arriving.index(self)] = None
             return self._shards
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from globaltensor.algorithms.aliasing import memory_id
 from globaltensor.algorithms.run import Run
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import Recipe, decide_aliases, spec_of_plain, written_operands
@@ -23,6 +22,7 @@ from globaltensor.op_table.variants import foreach_algebra
 from globaltensor.rules.call import Call, Slot, arguments, written
 from globaltensor.rules.families import broadcast_shape, pointwise
 from globaltensor.rules.language import NUMBER
+from globaltensor.runtime.memory_writes import memory_id
 from globaltensor.runtime.meta import meta
 from globaltensor.runtime.torch_internals import OpOverload
 from globaltensor.runtime.world import local_ranks_of, world

@@ -34,6 +34,7 @@ from globaltensor.boxings.run_steps import moves_program
 from globaltensor.boxings.watch import watched
 from globaltensor.layouts.layout import Shards
 from globaltensor.runtime import trace_order
+from globaltensor.runtime.memory_writes import shard_versions, writes_of
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import foreach_copy_, in_fake_mode, storage_use_count, without_modes
 from globaltensor.runtime.world import world
@@ -64,7 +65,7 @@ def write_redistributed(tensors: Sequence[Any], targets: Sequence[Any], op: str)
 
 
 class WriteBehind:
-    """Tensors that are written to others, together. `versions`: by the id of each target what changes when someone
+    """Tensors that are written to others, together. `writes`: by the id of each target what stays equal until someone
     writes to it, once it is there."""
 
     def __init__(self, tensors: Sequence[Any], targets: Sequence[Any], op: str) -> None:
@@ -73,8 +74,8 @@ class WriteBehind:
         self.boxing: BegunBoxing | None = BegunBoxing(self.moves, op, check=True)
         self.can_wait = self.boxing.running.program.waits_alone and not is_held
         _note_written(tensors, targets)
-        self._counts = [target._version for target in targets]
-        self.versions: dict[int, list[int]] = dict.fromkeys(map(id, targets), [])
+        self._counted = [writes_of(target) for target in targets]
+        self.writes: dict[int, Any] = dict.fromkeys(map(id, targets))
         self.one_at_a_time = RLock()
         for target, move in zip(targets, self.moves):
             target.arriving = _ArrivingTarget(self, move.into or {})
@@ -82,8 +83,8 @@ class WriteBehind:
     def take(self, moved: Sequence[Shards]) -> None:
         """These have come."""
         _copy_to_targets(moved, self.moves)
-        for key, version, move in zip(self.versions, self._counts, self.moves):
-            self.versions[key] = write_counts(version, move.into or {})
+        for key, counted, move in zip(self.writes, self._counted, self.moves):
+            self.writes[key] = counted, shard_versions(move.into or {})
         self.boxing, self.moves = None, []
 
 
@@ -96,11 +97,6 @@ class _ArrivingTarget:
     def read(self) -> Shards:
         finish_writes([self._of])
         return self._shards
-
-
-def write_counts(version: int, shards: Shards) -> list[int]:
-    """What changes when someone writes to a tensor of this version and these shards, or gives it other memory."""
-    return [version, *(number for shard in shards.values() for number in (shard.data_ptr(), shard._version))]
 
 
 def finish_urgent_writes(begun: Sequence[WriteBehind]) -> None:

@@ -27,17 +27,17 @@ from torch import nn
 from globaltensor.boxings.redistribute import redistribute
 from globaltensor.errors import SbpError, expect
 from globaltensor.layouts.layout import Layout, Shape
-from globaltensor.layouts.sbp import split
+from globaltensor.layouts.sbp import broadcast, split
 from globaltensor.parallel.offload import check_offload, folder_of, offload_state
 from globaltensor.parallel.write_behind import (
     WriteBehind,
     finish_urgent_writes,
     finish_writes,
     write_behind,
-    write_counts,
 )
 from globaltensor.parallel.zero3 import ShardedLayers
 from globaltensor.runtime.dtypes import accumulation_dtype
+from globaltensor.runtime.memory_writes import shard_versions, writes_of
 from globaltensor.tensors import gradients
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -51,15 +51,16 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
          offload: str | os.PathLike[str] | None = None) -> O:
     """Split an optimizer's state (1), the gradients (2) and the parameters (3) along an axis. Returns the optimizer.
 
-    optimizer   new: it has taken no step yet. One that works element by element, as Adam and SGD do, moves nothing in
-                its step; one that looks at whole matrices, as Muon does, gathers what it needs
+    optimizer   new, or one that has taken steps: what it keeps is split, too. One that works element by element, as
+                Adam and SGD do, moves nothing in its step; one that looks at whole matrices, as Muon does, gathers what
+                it needs
     axis        a name that the parameters' placements have; parameters that are split along it already stay as they are
     model       of stage 3: gather its parameters layer by layer, one layer ahead (zero3.py), not op by op
     offload     where the state is while it is not stepped (offload.py): in files of a folder on a disk; or "cpu", in
                 the host's memory, which changes nothing of parameters that are there. Parameters on GPUs and other
                 devices that are gathered layer by layer (stage 3, with a model) are there too, but for those of 16 bits
-    Collective; moves nothing yet. Raises SbpError for another stage, a model where it is not stage 3, an optimizer that
-    has state, a parameter that is not global or lacks the axis; ArgumentError for offload of LBFGS.
+    Collective; moves nothing yet. Raises SbpError for another stage, a model where it is not stage 3, a parameter that
+    is not global or lacks the axis; ArgumentError for offload of LBFGS.
     """
     expect(optimizer, torch.optim.Optimizer, "gt.zero of no optimizer",
            "gt.zero(torch.optim.AdamW(model.parameters()))")
@@ -73,9 +74,6 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
         expect(model, torch.nn.Module, "gt.zero told of no model", "gt.zero(optimizer, stage=3, model=model)")
     if offload is not None:
         check_offload(offload)
-    if optimizer.state:
-        raise SbpError("the optimizer has taken steps already", "its state would have to be split, too",
-                       "gt.zero(torch.optim.AdamW(...)), then optimizer.load_state_dict(...) where there is a state")
     pairs = _step_parts(optimizer, axis, lambda _: stage)
     layers = None if model is None else ShardedLayers(model, axis)
     if layers is not None and offload is not None:
@@ -98,13 +96,26 @@ def _step_parts(optimizer: torch.optim.Optimizer, axis: str, stage_of: Callable[
     for group in optimizer.param_groups:
         wanted = [(p, _zero_layout(p, axis) if stage_of(p) else None) for p in group["params"]]
         group["params"] = [p if dst is None else _part_to_step(p, dst, stage_of(p), pairs) for p, dst in wanted]
+        for (p, dst), part in zip(wanted, group["params"]):
+            if dst is not None and p in optimizer.state:
+                optimizer.state[part] = _split_state(optimizer.state.pop(p), p, part)
     return pairs
+
+
+def _split_state(state: Mapping[str, Any], p: Any, part: Any) -> dict[str, Any]:
+    """What the optimizer has kept of a parameter, for what it steps from now on. What has another shape than that, such
+    as a count of steps, stays as it is."""
+    splits = {key: t if isinstance(t, GlobalTensor) else from_full(t, p.placement, broadcast)
+              for key, t in state.items() if isinstance(t, torch.Tensor) and t.dim() and t.shape == part.shape}
+    with torch.no_grad():
+        parts = redistribute([*splits.values()], [part.spec.layout] * len(splits), "zero")
+        return {**state, **{key: t.to(part.dtype) if t.dtype == p.dtype else t for key, t in zip(splits, parts)}}
 
 
 def _register_zero_hooks(optimizer: torch.optim.Optimizer, pairs: MasterParams) -> None:
     optimizer.register_load_state_dict_post_hook(globalize_state)
     if pairs:
-        pairs.note_versions()
+        pairs.note_writes()
         optimizer.register_step_pre_hook(lambda *_: pairs.before_step())
         optimizer.register_step_post_hook(lambda *_: pairs.gather())
         optimizer.register_state_dict_post_hook(lambda _, state: state.update(masters=pairs.masters()))
@@ -150,15 +161,15 @@ class MasterParams(list[tuple[Any, Any]]):
 
     behind: Sequence[WriteBehind] = ()               # of the last step, what may not be there yet
 
-    def note_versions(self) -> None:
+    def note_writes(self) -> None:
         """Remember the parameters as they are now; those that come later as they were when they came."""
-        later = {key for one in self.behind for key in one.versions}
-        self.versions = {id(p): write_counts(p._version, p.shards) for p, _ in self if id(p) not in later}
+        later = {key for one in self.behind for key in one.writes}
+        self.writes = {id(p): (writes_of(p), shard_versions(p.shards)) for p, _ in self if id(p) not in later}
 
     def _arrive(self) -> None:
         finish_writes(self.behind)
         for one in self.behind:
-            self.versions |= one.versions
+            self.writes |= one.writes
         self.behind = ()
 
     def before_step(self) -> None:
@@ -174,7 +185,7 @@ class MasterParams(list[tuple[Any, Any]]):
         self._arrive()
         with torch.no_grad():
             for p, part in self:
-                if write_counts(p._version, p.shards) != self.versions[id(p)]:
+                if (writes_of(p), shard_versions(p.shards)) != self.writes[id(p)]:
                     now, = redistribute([p], [part.spec.layout], "zero")
                     part.copy_(torch.where(part.to(p.dtype) == now, part, now.to(part.dtype)))
 
@@ -183,7 +194,7 @@ class MasterParams(list[tuple[Any, Any]]):
         with torch.no_grad():
             parts = [part.detach().to(p.dtype) for p, part in self]
             self.behind = write_behind(parts, [p for p, _ in self], "zero")
-        self.note_versions()
+        self.note_writes()
         finish_urgent_writes(self.behind)
 
     def masters(self) -> list[Any]:

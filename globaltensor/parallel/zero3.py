@@ -41,6 +41,7 @@ from globaltensor.boxings.redistribute import (
 from globaltensor.layouts.layout import Layout, layout
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.parallel.offload import on_host
+from globaltensor.runtime.memory_writes import writes_of
 from globaltensor.runtime.torch_internals import (
     backward_sequence_number,
     call_after_backward,
@@ -75,9 +76,11 @@ class ShardedLayers:
         for before, after in pairwise(self.layers):
             before.after, after.before = [after], [before]
         for layer in self.layers:
-            layer.module.register_forward_pre_hook(lambda module, args, layer=layer: self._before_forward(layer))
-            layer.module.register_forward_hook(lambda module, args, out, layer=layer: self._after_forward(layer, out),
-                                               always_call=True)
+            layer.module.register_forward_pre_hook(
+                lambda module, args, layer=layer: self._before_forward(layer) if layer.stands_in(module) else None)
+            layer.module.register_forward_hook(
+                lambda module, args, out, layer=layer: self._after_forward(layer, out) if layer.in_use else None,
+                always_call=True)
 
     def offload(self, optimizer: torch.optim.Optimizer, folder: str | None) -> None:
         """Keep on the host those that the optimizer steps themselves: of 16 bits it steps others, in their place."""
@@ -203,21 +206,27 @@ class ShardedLayer:
                     self.slots.append((owner, key, p))
                     self.layouts.append(unsharded)
         self.unsharded: list[dict[int, Tensor]] | None = None            # rank -> shard, per parameter
-        self.versions: list[int] = []                # of the parameters, when that was gathered
+        self.writes: list[Any] = []                  # to the parameters, when that was gathered
         self.begun: BegunLayers | None = None        # what gathers it meanwhile
         self.saved: weakref.WeakValueDictionary[int, SavedStorages] = weakref.WeakValueDictionary()   # by forward pass
         self.in_use: SavedStorages | None = None     # while the layer works
+        self.swapped: list[tuple[nn.Module, str]] = []       # in which places of it
         self.files: list[mmap.mmap] = []             # in which offloaded parameters lie
         self.before: list[ShardedLayer] = []         # the one that ran before it, if any, and the one after
         self.after: list[ShardedLayer] = []
 
     def is_sharded(self) -> bool:
         """Is nothing gathered, or what was before someone wrote to a parameter?"""
-        return self.unsharded is None or self.versions != self.current_versions()
+        return self.unsharded is None or self.writes != self.writes_now()
 
-    def current_versions(self) -> list[int]:
-        """Of its parameters: others, once someone has written to them."""
-        return [p._version for _, _, p in self.slots]
+    def stands_in(self, module: nn.Module) -> bool:
+        """Would this module work with any of these parameters? Not where others have taken their places, for a call
+        (torch.func.functional_call) or for good, and not if it is a copy of the layer."""
+        return module is self.module and any(_is_at(*slot) for slot in self.slots)
+
+    def writes_now(self) -> list[Any]:
+        """What stays equal until someone writes to its parameters."""
+        return [writes_of(p) for _, _, p in self.slots]
 
     def gathering(self) -> list[Move]:
         """The moves that gather it."""
@@ -238,7 +247,7 @@ class ShardedLayer:
             self.begun.finish()
 
     def set_unsharded(self, unsharded: list[dict[int, Tensor]]) -> None:
-        self.unsharded, self.versions = unsharded, self.current_versions()
+        self.unsharded, self.writes = unsharded, self.writes_now()
         for storages in self.saved.values():
             storages.fill(unsharded)
 
@@ -253,11 +262,14 @@ class ShardedLayer:
         self.in_use = SavedStorages({rank: t.detach() for rank, t in shards.items()} for shards in self.unsharded)
         self.saved[forward_pass] = self.in_use
         for (owner, key, p), unsharded, shards in zip(self.slots, self.layouts, self.in_use):
-            swap_in(owner, key, UnshardedParameter.apply(p, unsharded, shards))
+            if _is_at(owner, key, p):
+                swap_in(owner, key, UnshardedParameter.apply(p, unsharded, shards))
+                self.swapped.append((owner, key))
 
     def swap_out_unsharded(self) -> SavedStorages | None:
-        for owner, key, _ in self.slots:
+        for owner, key in self.swapped:
             swap_out(owner, key)
+        self.swapped.clear()
         storages, self.in_use = self.in_use, None
         return storages
 
@@ -273,11 +285,16 @@ class ShardedLayer:
         self.reshard()
 
 
+def _is_at(owner: nn.Module, key: str, p: Any) -> bool:
+    """Is this the module's parameter still?"""
+    return owner._parameters.get(key) is p
+
+
 class BegunLayers:
     """Layers that are gathered in one move while a core computes."""
 
     def __init__(self, layers: Sequence[ShardedLayer]) -> None:
-        self.begun_with = [(layer, layer.current_versions()) for layer in layers]
+        self.begun_with = [(layer, layer.writes_now()) for layer in layers]
         self.boxing = BegunBoxing([move for layer in layers for move in layer.gathering()], "zero", check=True)
         for layer in layers:
             layer.begun = self
@@ -286,24 +303,25 @@ class BegunLayers:
         """Wait for them. Those are dropped to whose parameters someone wrote meanwhile."""
         moved, _ = finish_boxings([self.boxing], [], "zero")
         shards = iter(moved)
-        for layer, versions in self.begun_with:
+        for layer, writes in self.begun_with:
             layer.begun, unsharded = None, [next(shards) for _ in layer.slots]
-            if versions == layer.current_versions():
+            if writes == layer.writes_now():
                 layer.set_unsharded(unsharded)
 
 
 def unshard(now: ShardedLayer, ahead: Sequence[ShardedLayer] = ()) -> None:
     """Gather what is not gathered of a layer's parameters, and of those that come next: in one move; or, where a link
     is waited for, while this one computes."""
-    now.finish()
-    later = [layer for layer in ahead if layer.link() is not None and not in_fake_mode()]
-    sharded = [layer for layer in (now, *ahead) if layer.is_sharded() and layer not in later]
-    unsharded = iter(move_shards([move for layer in sharded for move in layer.gathering()], "zero"))
-    for layer in sharded:
-        layer.set_unsharded([next(unsharded) for _ in layer.slots])
-        layer.drop_pages()
-    if begun := [layer for layer in later if layer.is_sharded() and layer.begun is None]:
-        BegunLayers(begun)
+    with torch.inference_mode(False):                # what is gathered in it may stay for a pass with gradients
+        now.finish()
+        later = [layer for layer in ahead if layer.link() is not None and not in_fake_mode()]
+        sharded = [layer for layer in (now, *ahead) if layer.is_sharded() and layer not in later]
+        unsharded = iter(move_shards([move for layer in sharded for move in layer.gathering()], "zero"))
+        for layer in sharded:
+            layer.set_unsharded([next(unsharded) for _ in layer.slots])
+            layer.drop_pages()
+        if begun := [layer for layer in later if layer.is_sharded() and layer.begun is None]:
+            BegunLayers(begun)
 
 
 def _coming(layer: ShardedLayer, side: Literal["before", "after"]) -> list[ShardedLayer]:

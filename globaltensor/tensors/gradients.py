@@ -9,8 +9,7 @@ and taken in the order in which they were made.
 
 Where a link between hosts or devices is what a reduction waits for, it is begun while backward goes on, a bucket at a
 time, and waited for by that first read, which is also when `gt.record()` and `gt.boxing(...)` see it. That is done only
-where no gradient came twice between the last two reads: else each would be sent once per micro-batch. A gradient that
-comes again nevertheless is reduced anew.
+where no gradient came twice between the last two reads, as each would be sent again; one that does is reduced anew.
 
 A leaf's gradient may be brought to another layout than the leaf's own (`set_grad_layout`), and then be handed over to
 the *part* of the leaf that an optimizer works on (`share_grad`): that is ZeRO (zero.py).
@@ -144,7 +143,7 @@ def set_grad_reduce_dtype(parameters: Iterable[Any], dtype: torch.dtype | None) 
 def _handed_over(whole: Any, part: Any) -> Any:
     grad, before = raw_grad(whole), raw_grad(part)
     if grad is not None:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             grad, = redistribute([grad], [part.spec.layout], "gradient")
             grad = grad.to(part.dtype)
             _set(part, grad if before is None else before + grad)
@@ -258,8 +257,10 @@ def restore(taken: Iterable[tuple[Any, Any]]) -> None:
             _set(leaf, before if raw_grad(leaf) is None else before.add_(raw_grad(leaf)))
 
 
+@torch.inference_mode(False)
 def reduce_pending(of: Iterable[Any] | None = None) -> None:
-    """Bring all waiting gradients, or those of some leaves and all that are under way, to where they shall lie."""
+    """Bring all waiting gradients, or those of some leaves and all that are under way, to where they shall lie: for
+    good, so not as tensors of inference mode."""
     begun = _buckets.under_way
     arriving = [one if _buckets.is_current(one) else None for bucket in begun for one in bucket.reductions]
     orders = {k for one in arriving if one is not None and (k := one.notes.order) is not None}
