@@ -9,7 +9,7 @@ import re
 import pytest
 from harness import ROOT, TORCHRUN, environment, run
 
-SOME = ("boxing", "gradients", "layer_norm", "zero", "zero3", "grids", "networks")
+SOME = ("boxing", "gradients", "layer_norm", "zero", "zero3", "master_params", "grids", "networks")
 ALL = (*SOME, "optim", "recompute", "traps")
 
 

@@ -79,6 +79,33 @@ def test_the_numbers_are_the_same_and_no_state_is_resident(model, kind, stage, t
                                        two[key].full_tensor() if two[key].is_global else two[key], rtol=0, atol=0)
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in a group, and scales a step by the norm of all that it steps, as many of other projects do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"count": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            norm = sum(p.grad.pow(2).sum() for p in group["params"]).sqrt()
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                p.sub_(mean.add_(p.grad) / norm / group["count"])
+
+
+def test_an_optimizer_of_others_is_stepped_once_a_step(model, tmp_path):
+    other = copy.deepcopy(model)
+    ours, plain = gt.zero(Counting(model.parameters()), offload=tmp_path), Counting(other.parameters())
+    x = gt.from_full(torch.randn(4, WIDTH), WHERE, gt.sbp.split(0))
+    for _ in range(2):
+        torch.testing.assert_close(step(model, ours, x), step(other, plain, x))
+    assert ours.param_groups[0]["count"] == 2
+    for p, q in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(p.full_tensor(), q.detach().full_tensor())
+
+
 def test_what_cannot_be_in_files_says_so(model, tmp_path):
     with pytest.raises(gt.ArgumentError, match="of LBFGS"):
         gt.zero(torch.optim.LBFGS(model.parameters()), offload=tmp_path)

@@ -142,8 +142,11 @@ def by_a_list(p):
     torch._foreach_mul_([p.data], 0.5)
 
 
-def kept_data(p, kept={}):                           # noqa: B006
-    kept.setdefault(p, p.data).mul_(0.5)
+_KEPT = {}
+
+
+def kept_data(p):
+    _KEPT.setdefault(p, p.data).mul_(0.5)
 
 
 @pytest.mark.parametrize("write", [clipped, set_by_element, added_to_a_view, by_a_list, kept_data])

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <numeric>
 #include <unordered_map>
+#include <utility>
 
 namespace py = pybind11;
 
@@ -22,6 +23,22 @@ struct MemoryWrites {
   std::atomic<int64_t> count{0};
   explicit MemoryWrites(const c10::StorageImpl* storage) : storage(storage) {}
   ~MemoryWrites();
+
+  void add_one() {
+    count++;
+    if (C10_LIKELY(!is_awaited.load(std::memory_order_acquire))) return;
+    const py::gil_scoped_acquire lock;
+    if (const py::object call = await_next(py::none()); !call.is_none()) call();
+  }
+  // Calls this at the next write, once; gives what was to be called till now. With the interpreter's lock.
+  py::object await_next(py::object call) {
+    is_awaited = !call.is_none();
+    return std::exchange(on_next_write, std::move(call));
+  }
+
+ private:
+  std::atomic<bool> is_awaited{false};
+  py::object on_next_write = py::none();
 };
 
 namespace {
@@ -163,6 +180,12 @@ void become(const at::Tensor& t, const at::Tensor& view) {
 }  // namespace
 
 MemoryWrites::~MemoryWrites() {
+  if (Py_IsInitialized()) {
+    const py::gil_scoped_acquire lock;
+    on_next_write = py::object();
+  } else {
+    on_next_write.release();                         // the program has ended
+  }
   if (!storage) return;
   auto& all = watched_memory();
   const std::lock_guard<std::mutex> lock(all.mutex);
@@ -182,6 +205,13 @@ std::shared_ptr<MemoryWrites> watched_writes(GlobalImpl* base) {
   if (!memory) known = memory = std::make_shared<MemoryWrites>(storage);
   all.size = all.by_storage.size();
   return memory;
+}
+
+static std::shared_ptr<MemoryWrites> known_writes(const c10::StorageImpl* storage) {
+  auto& all = watched_memory();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  auto at = all.by_storage.find(storage);
+  return at == all.by_storage.end() ? nullptr : at->second.lock();
 }
 
 int64_t writes_to(const MemoryWrites& memory) { return memory.count; }
@@ -214,16 +244,12 @@ void push_boxed_views(const c10::OperatorHandle& op, std::shared_ptr<const Recip
 }
 
 void note_write(const at::Tensor& t) {
-  auto& all = watched_memory();
-  if (!all.size) return;
+  if (!watched_memory().size) return;
   auto* impl = global(t);
   if (impl->view.call) {
-    impl->view.call->memory->count++;
+    impl->view.call->memory->add_one();
   } else if (!impl->kept().empty()) {
-    const std::lock_guard<std::mutex> lock(all.mutex);
-    auto at = all.by_storage.find(impl->kept()[0].storage().unsafeGetStorageImpl());
-    if (at == all.by_storage.end()) return;
-    if (auto memory = at->second.lock()) memory->count++;
+    if (auto memory = known_writes(impl->kept()[0].storage().unsafeGetStorageImpl())) memory->add_one();
   }
 }
 
@@ -238,7 +264,9 @@ void bind_boxed_views(py::module_& m) {
         "What does the call of a boxed view that the native dispatcher has no recipe for.");
   m.def("note_write", &note_write, "Count a write to the memory of a tensor.");
   py::class_<MemoryWrites, std::shared_ptr<MemoryWrites>>(m, "MemoryWrites", "How often a piece of memory was written to.")
-      .def_property_readonly("count", &writes_to);
+      .def_property_readonly("count", &writes_to)
+      .def("await_next", [](MemoryWrites& of, py::object call) { of.await_next(std::move(call)); },
+           "Call this at the next write, once; None: nothing.");
   static const auto unheld = std::make_shared<MemoryWrites>(nullptr);  // of a process that holds nothing of a tensor
   m.def("watched_writes", [](const at::Tensor& t) {
     return global(t)->view.call || !global(t)->kept().empty() ? watched_writes(global(t)) : unheld;

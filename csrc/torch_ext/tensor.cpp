@@ -149,7 +149,7 @@ PyObject* get_arriving(PyObject* self, void*) {
 
 int set_arriving(PyObject* self, PyObject* value, void*) {
   HANDLE_TH_ERRORS
-  global(THPVariable_Unpack(self))->arriving = std::make_shared<ArrivingShards>(value);
+  global(THPVariable_Unpack(self))->arriving = value == Py_None ? nullptr : std::make_shared<ArrivingShards>(value);
   return 0;
   END_HANDLE_TH_ERRORS_RET(-1)
 }

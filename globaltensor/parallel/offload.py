@@ -38,10 +38,8 @@ Piece = list[list[Any]]                              # of each group some of its
 
 
 def offload_state(optimizer: torch.optim.Optimizer, where: str | os.PathLike[str]) -> None:
-    """Keep the state of an optimizer that has taken no step in the host's memory ("cpu"), or in files of a folder."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ArgumentError("gt.zero(offload=...) of LBFGS", "its step works with all parameters at once",
-                            "an optimizer that steps each parameter by itself, such as AdamW")
+    """Keep the state of an optimizer in the host's memory ("cpu"), or in files of a folder. `check_offload` comes
+    before. torch's optimizers step each parameter by itself; what others count or add up in a step is not known."""
     folder = folder_of(where)
     if folder is None and all(p.placement.type == "cpu" for group in optimizer.param_groups for p in group["params"]):
         return                                       # it is there as it is
@@ -55,7 +53,7 @@ def offload_state(optimizer: torch.optim.Optimizer, where: str | os.PathLike[str
             with torch.enable_grad():
                 loss = closure()
         groups, whole = self.param_groups, [group["params"] for group in self.param_groups]
-        pieces = [*_pieces(whole), []]
+        pieces = [*(_pieces(whole) if own_step.__module__.startswith("torch.optim.") else [whole]), []]
         away.bring(self.state, pieces[0])
         try:
             for piece, following in zip(pieces, pieces[1:]):
@@ -84,12 +82,18 @@ def folder_of(where: str | os.PathLike[str]) -> str | None:
     return None if os.fspath(where) == "cpu" else os.fspath(where)
 
 
-def check_offload(where: str | os.PathLike[str]) -> None:
-    """Raise ArgumentError for what is neither "cpu" nor a folder, nor could become one."""
+def check_offload(where: str | os.PathLike[str], optimizer: torch.optim.Optimizer) -> None:
+    """Raise ArgumentError for what is neither "cpu" nor a folder, and for LBFGS; OSError for a folder that cannot be
+    made."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ArgumentError("gt.zero(offload=...) of LBFGS", "its step works with all parameters at once",
+                            "an optimizer that steps each parameter by itself, such as AdamW")
     expect_path(where, "gt.zero with state offloaded to no place", 'offload="cpu", or a folder')
     if os.path.exists(where) and not os.path.isdir(where):
         raise ArgumentError(f"offload={os.fspath(where)!r}", "that is a file, not a folder",
                             'offload="cpu", or a folder')
+    if (folder := folder_of(where)) is not None:
+        os.makedirs(folder, exist_ok=True)
 
 
 def _pieces(groups: Piece) -> Iterator[Piece]:
@@ -122,8 +126,6 @@ class StateElsewhere:
 
     def __init__(self, folder: str | None) -> None:
         self.folder = folder
-        if folder is not None:
-            os.makedirs(folder, exist_ok=True)
         self.kept: dict[tuple[int, str], KeptState] = {}         # by parameter and name
         self.held_back: dict[Any, dict[str, GlobalTensor]] = {}  # by parameter: what is being loaded
 

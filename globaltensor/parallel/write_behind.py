@@ -78,7 +78,7 @@ class WriteBehind:
         self.writes: dict[int, Any] = dict.fromkeys(map(id, targets))
         self.one_at_a_time = RLock()
         for target, move in zip(targets, self.moves):
-            target.arriving = _ArrivingTarget(self, move.into or {})
+            target.arriving = ArrivingTarget(self, move.into or {})
 
     def take(self, moved: Sequence[Shards]) -> None:
         """These have come."""
@@ -88,7 +88,7 @@ class WriteBehind:
         self.boxing, self.moves = None, []
 
 
-class _ArrivingTarget:
+class ArrivingTarget:
     """The shards of a tensor that is written to: whoever reads them first waits for it."""
 
     def __init__(self, of: WriteBehind, shards: Shards) -> None:

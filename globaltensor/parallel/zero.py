@@ -18,7 +18,8 @@ Parameters of 16 bits get parts of float32, master weights: bytes per rank for P
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -28,16 +29,10 @@ from globaltensor.boxings.redistribute import redistribute
 from globaltensor.errors import SbpError, expect
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.sbp import broadcast, split
+from globaltensor.parallel.master_params import MasterParams
 from globaltensor.parallel.offload import check_offload, folder_of, offload_state
-from globaltensor.parallel.write_behind import (
-    WriteBehind,
-    finish_urgent_writes,
-    finish_writes,
-    write_behind,
-)
 from globaltensor.parallel.zero3 import ShardedLayers
 from globaltensor.runtime.dtypes import accumulation_dtype
-from globaltensor.runtime.memory_writes import shard_versions, writes_of
 from globaltensor.tensors import gradients
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -58,9 +53,13 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
     model       of stage 3: gather its parameters layer by layer, one layer ahead (zero3.py), not op by op
     offload     where the state is while it is not stepped (offload.py): in files of a folder on a disk; or "cpu", in
                 the host's memory, which changes nothing of parameters that are there. Parameters on GPUs and other
-                devices that are gathered layer by layer (stage 3, with a model) are there too, but for those of 16 bits
-    Collective; moves nothing yet. Raises SbpError for another stage, a model where it is not stage 3, a parameter that
-    is not global or lacks the axis; ArgumentError for offload of LBFGS.
+                devices that are gathered layer by layer (stage 3, with a model) are too, but for those of 16 bits.
+                torch's optimizers are stepped 32 MB of parameters at a time, and others all at once, as a step of
+                theirs may count or add up what it steps: then all of the state is brought for it
+    Collective; moves nothing yet. Raises SbpError for another stage, a model where it is not stage 3 or whose
+    parameters are not the optimizer's, a parameter that is not global or lacks the axis, an optimizer that `gt.zero`
+    was called for before; ArgumentError for offload of LBFGS, OSError for a folder that cannot be made. The optimizer
+    is then as it was.
     """
     expect(optimizer, torch.optim.Optimizer, "gt.zero of no optimizer",
            "gt.zero(torch.optim.AdamW(model.parameters()))")
@@ -72,8 +71,12 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
                        "only stage 3 gathers parameters layer by layer", "stage=3, or no model")
     if model is not None:
         expect(model, torch.nn.Module, "gt.zero told of no model", "gt.zero(optimizer, stage=3, model=model)")
+        own = {id(p) for p in model.parameters()}
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise SbpError("gt.zero was told a model of which the optimizer steps no parameter",
+                           "a layer's parameters are gathered where the model runs it", "the optimizer's own model")
     if offload is not None:
-        check_offload(offload)
+        check_offload(offload, optimizer)
     pairs = _step_parts(optimizer, axis, lambda _: stage)
     layers = None if model is None else ShardedLayers(model, axis)
     if layers is not None and offload is not None:
@@ -93,8 +96,9 @@ def zero_by_parameter(optimizer: O, axis: str, stage_of: Callable[[torch.Tensor]
 def _step_parts(optimizer: torch.optim.Optimizer, axis: str, stage_of: Callable[[torch.Tensor], int]) -> MasterParams:
     """Hand the optimizer the parts that it steps instead of parameters; all pairs of these."""
     pairs = MasterParams()
-    for group in optimizer.param_groups:
-        wanted = [(p, _zero_layout(p, axis) if stage_of(p) else None) for p in group["params"]]
+    layouts = [[(p, _zero_layout(p, axis) if stage_of(p) else None) for p in group["params"]]
+               for group in optimizer.param_groups]  # of all, before any is changed: an error leaves them as they were
+    for group, wanted in zip(optimizer.param_groups, layouts):
         group["params"] = [p if dst is None else _part_to_step(p, dst, stage_of(p), pairs) for p, dst in wanted]
         for (p, dst), part in zip(wanted, group["params"]):
             if dst is not None and p in optimizer.state:
@@ -115,11 +119,26 @@ def _split_state(state: Mapping[str, Any], p: Any, part: Any) -> dict[str, Any]:
 def _register_zero_hooks(optimizer: torch.optim.Optimizer, pairs: MasterParams) -> None:
     optimizer.register_load_state_dict_post_hook(globalize_state)
     if pairs:
-        pairs.note_writes()
+        pairs.watch()
+        _give_state_by_parameter(optimizer)
+        optimizer.register_load_state_dict_post_hook(_give_state_by_parameter)
         optimizer.register_step_pre_hook(lambda *_: pairs.before_step())
         optimizer.register_step_post_hook(lambda *_: pairs.gather())
-        optimizer.register_state_dict_post_hook(lambda _, state: state.update(masters=pairs.masters()))
+        if pairs.masters():
+            optimizer.register_state_dict_post_hook(lambda _, state: state.update(masters=pairs.masters()))
         optimizer.register_load_state_dict_pre_hook(lambda _, state: pairs.load(state.get("masters")))
+
+
+class _StateOfParts(defaultdict[Any, Any]):
+    """An optimizer's state, by what it steps. Who asks by a parameter is given that of its part."""
+
+    def __missing__(self, key: Any) -> Any:
+        part = gradients.part_of(key) if isinstance(key, GlobalTensor) else None
+        return super().__missing__(key) if part is None or part is key else self[part]
+
+
+def _give_state_by_parameter(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state = _StateOfParts(dict, optimizer.state)
 
 
 def globalize_state(optimizer: torch.optim.Optimizer) -> None:
@@ -139,6 +158,9 @@ def _zero_layout(p: torch.Tensor, axis: str) -> Layout | None:
     if not isinstance(p, GlobalTensor):
         raise SbpError("gt.zero takes an optimizer of global parameters", f"one of shape {list(p.shape)} is plain",
                        "gt.parallelize(model, placement) before gt.zero")
+    if gradients.part_of(p) is p:
+        raise SbpError("gt.zero of an optimizer that it was called for before", "it steps parts of parameters already",
+                       "gt.zero(...) once for each optimizer")
     names = p.placement.names
     if axis not in names:
         raise SbpError(f"a parameter of shape {list(p.shape)} has no axis {axis!r}",
@@ -154,61 +176,6 @@ def split_layout(lies: Layout, shape: Shape, axis: str) -> Layout | None:
     if not lies.sbp[lies.placement.names.index(axis)].is_broadcast or not free:
         return None
     return lies.along({axis: split(max(free, key=lambda d: shape[d]))})
-
-
-class MasterParams(list[tuple[Any, Any]]):
-    """Parameters and the parts that are stepped in their place: (parameter, part)."""
-
-    behind: Sequence[WriteBehind] = ()               # of the last step, what may not be there yet
-
-    def note_writes(self) -> None:
-        """Remember the parameters as they are now; those that come later as they were when they came."""
-        later = {key for one in self.behind for key in one.writes}
-        self.writes = {id(p): (writes_of(p), shard_versions(p.shards)) for p, _ in self if id(p) not in later}
-
-    def _arrive(self) -> None:
-        finish_writes(self.behind)
-        for one in self.behind:
-            self.writes |= one.writes
-        self.behind = ()
-
-    def before_step(self) -> None:
-        """Parts as their parameters are now, and their gradients handed over: a compiled step compares them with those
-        that it was made for before it reads any."""
-        self.refresh()
-        for _, part in self:
-            gradients.read_grad(part)
-
-    def refresh(self) -> None:
-        """Parts of parameters that someone else wrote to, such as `load_state_dict`, are made of them anew; where one
-        is the rounded part still, the part is what it was."""
-        self._arrive()
-        with torch.no_grad():
-            for p, part in self:
-                if (writes_of(p), shard_versions(p.shards)) != self.writes[id(p)]:
-                    now, = redistribute([p], [part.spec.layout], "zero")
-                    part.copy_(torch.where(part.to(p.dtype) == now, part, now.to(part.dtype)))
-
-    def gather(self) -> None:
-        """Write the parts into their parameters, all in one move; or while the program goes on."""
-        with torch.no_grad():
-            parts = [part.detach().to(p.dtype) for p, part in self]
-            self.behind = write_behind(parts, [p for p, _ in self], "zero")
-        self.note_writes()
-        finish_urgent_writes(self.behind)
-
-    def masters(self) -> list[Any]:
-        """The parts that say more than their parameters do, those of 16 bits: they belong to the optimizer's state."""
-        return [part.detach() for p, part in self if part.dtype != p.dtype]
-
-    def load(self, masters: list[Any] | None) -> None:
-        """Take saved ones. An optimizer on one device has none: its parameters say what it had."""
-        with torch.no_grad():
-            wide = [(p, part) for p, part in self if part.dtype != p.dtype]
-            if masters is None:
-                masters = redistribute([p for p, _ in wide], [part.spec.layout for _, part in wide], "zero")
-            for (_, own), saved in zip(wide, masters, strict=True):
-                own.copy_(saved)
 
 
 def _part_to_step(p: Any, dst: Layout, stage: int, pairs: MasterParams) -> Any:

@@ -5,6 +5,7 @@ averaged in many a program.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,6 +19,17 @@ class MemoryWrites:
 
     def __init__(self) -> None:
         self.count = 0
+        self._on_next_write: Callable[[], None] | None = None
+
+    def add_one(self) -> None:
+        self.count += 1
+        call, self._on_next_write = self._on_next_write, None
+        if call is not None:
+            call()
+
+    def await_next(self, call: Callable[[], None] | None) -> None:
+        """Call this at the next write, once; None: nothing."""
+        self._on_next_write = call
 
 
 _UNHELD = MemoryWrites()                            # of a process that holds nothing of a tensor
@@ -53,11 +65,11 @@ def count_write(t: Any) -> None:
     if torch_ext is not None and not t.traced:
         torch_ext.note_write(t)
     elif t.boxed_view is not None:
-        t.boxed_view.call.memory.count += 1
+        t.boxed_view.call.memory.add_one()
     elif _watched and t.shards:
         memory = _watched.get(memory_id(t))
         if memory is not None:
-            memory.count += 1
+            memory.add_one()
 
 
 def current_version(t: Any) -> int:

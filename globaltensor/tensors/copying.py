@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from globaltensor.errors import GlobalTensorError
 from globaltensor.tensors import gradients
 
 _OURS = {"spec", "lineage", "_shards", "arriving", "boxed_view", "viewed", "traced", "made_after", "completed",
@@ -22,6 +23,10 @@ def deep_copy(x: Any, memo: dict[int, Any]) -> Any:
     if id(x) not in memo:
         if not x.is_leaf:
             raise RuntimeError("Only leaf tensors can be deep-copied")
+        if gradients.part_of(x) is x:
+            raise GlobalTensorError("an optimizer under gt.zero cannot be copied",
+                                    "its copy would step parts that belong to no parameter",
+                                    "gt.zero(torch.optim.AdamW(copy.parameters())), then load_state_dict")
         value = x.detach().clone()
         if isinstance(x, torch.nn.Parameter):
             memo[id(x)] = torch.nn.Parameter(value, x.requires_grad)

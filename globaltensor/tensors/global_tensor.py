@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from globaltensor.algorithms.aliasing import BoxedView, Origin, take_memory
+from globaltensor.algorithms.aliasing import BoxedView, Origin, note_write, take_memory
 from globaltensor.algorithms.completed import Completed
 from globaltensor.boxings.redistribute import ArrivingShards
 from globaltensor.dispatch.core import arrive, remake, traced_operand
@@ -219,6 +219,7 @@ class GlobalTensor(TensorMethods):
             raise GlobalTensorError("x.data = t of a global tensor x and a plain tensor t",
                                     f"t has no layout, and x is on {self.spec.layout}",
                                     "x.data = gt.from_full(t, x.placement, x.sbp)")
+        note_write(self)                             # who watches its memory watches other memory from now on
         with DisableTorchFunctionSubclass():
             _data.__set__(self, value)
         if torch_ext is None:

@@ -112,9 +112,9 @@ def share_grad(whole: Any, part: Any) -> None:
         notes.part, notes.whole = part, whole
 
 
-def has_part(leaf: Any) -> bool:
-    """Does an optimizer work on a part of this leaf in its place?"""
-    return _noted(leaf).part is not None
+def part_of(leaf: Any) -> Any:
+    """The part that an optimizer works on in the place of this leaf (or of that which this is a part of), if any."""
+    return _noted(leaf).part
 
 
 @api_boundary

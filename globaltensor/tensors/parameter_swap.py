@@ -97,7 +97,7 @@ def check_convertible(parameter: Tensor, name: str, to: type[Tensor] = GlobalTen
     if is_lazy(parameter):
         raise GlobalTensorError(what, "its module is lazy: the first forward pass tells its shape",
                                 "module(x) once, on a plain x of the right shape, before module.to_global(...)")
-    if gradients.has_part(parameter):
+    if gradients.part_of(parameter) is not None:
         raise GlobalTensorError(what, "gt.zero has split it, and its optimizer works on the parts",
                                 "module.to_global(...) before gt.zero(...)")
     if isinstance(parameter, GlobalTensor) and to is GlobalTensor or not isinstance(parameter, nn.Parameter):

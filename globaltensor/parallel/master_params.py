@@ -1,0 +1,197 @@
+"""Parameters and the parts of them that an optimizer steps in their place: two tensors, one value.
+
+A step writes parts, and all of them are written into their parameters behind it, in one move. Between steps a program
+may write to either: it loads weights, clips them, averages them; SAM and LBFGS move the parts, run the model, and move
+them again. Whoever reads the other one first has it brought up to date, with all that wait for that: so both read like
+the one tensor that they are on one device. Every rank runs the same program, so all read the same ones.
+"""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import RLock
+from typing import Any
+
+import torch
+
+from globaltensor.algorithms.aliasing import note_uncounted_write
+from globaltensor.boxings.redistribute import Move, move_shards, redistribute
+from globaltensor.errors import GlobalTensorError
+from globaltensor.layouts.layout import Shards, spec
+from globaltensor.parallel.write_behind import (
+    ArrivingTarget,
+    WriteBehind,
+    finish_urgent_writes,
+    finish_writes,
+    write_behind,
+    write_redistributed,
+)
+from globaltensor.runtime import trace_order
+from globaltensor.runtime.memory_writes import MemoryWrites, shard_versions, watched_writes, writes_of
+from globaltensor.runtime.torch_internals import without_modes
+from globaltensor.tensors import gradients
+from globaltensor.tensors.global_tensor import GlobalTensor
+
+_WHOLE, _PART = 0, 1                                 # of a pair
+
+
+class MasterParams(list[tuple[Any, Any]]):
+    """Pairs (parameter, part). `watch` comes when all of them are in it."""
+
+    def __init__(self) -> None:
+        self.behind: Sequence[WriteBehind] = ()      # of the last step, what may not have arrived yet
+        self.writes: dict[int, Any] = {}             # by the id of a parameter: what had been written to it
+        self.newer: dict[int, int] = {}              # of pairs that differ: which of the two was written to
+        self.memories: list[tuple[MemoryWrites, MemoryWrites]] = []      # of each pair, watched
+        self._callbacks: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self._one_at_a_time = RLock()
+        self._writing = False
+
+    def watch(self) -> None:
+        """Notice the next write to any of them, but to those that wait for what was written to the other one."""
+        me = weakref.ref(self)
+        waiting = {key for one in self.behind for key in one.writes} | {id(self[k][_WHOLE]) for k in self.newer}
+        for k, (p, part) in enumerate(self):
+            if k == len(self._callbacks):
+                self._callbacks.append((partial(_note_newer, me, k, _WHOLE), partial(_note_newer, me, k, _PART)))
+                self.memories.append((watched_writes(p), watched_writes(part)))
+            if id(p) not in waiting:
+                writes = writes_of(p)
+                self.writes[id(p)] = writes, shard_versions(p.shards)
+                self.memories[k] = writes[1], watched_writes(part)
+            for memory, callback in zip(self.memories[k], self._callbacks[k]):
+                memory.await_next(callback)
+
+    @contextmanager
+    def _as_writer(self) -> Iterator[None]:
+        """Inside, what is written to one makes the other no older."""
+        with self._one_at_a_time, without_modes(), torch.inference_mode(False), torch.no_grad():
+            before, self._writing = self._writing, True
+            try:
+                yield
+            finally:
+                self._writing = before
+                self.watch()
+
+    def note_newer(self, k: int, side: int) -> None:
+        """Someone wrote to one of a pair: the other one is brought up to date when it is read."""
+        if not self._writing and k not in self.newer:
+            older = self[k][1 - side]
+            older.arriving = _Outdated(self, older.shards)
+            self.newer[k] = side
+
+    def update(self) -> None:
+        """Bring up to date what is not."""
+        with self._as_writer():
+            self._arrive()
+            self._equalize(dict(self.newer))
+
+    def _equalize(self, newer: Mapping[int, int]) -> None:
+        """Write the newer of these pairs to the others: all parts in one move, and all parameters."""
+        for k, side in newer.items():
+            self[k][1 - side].arriving = None
+        try:
+            parts, wholes = ([self[k] for k in sorted(newer) if newer[k] == side] for side in (_PART, _WHOLE))
+            write_redistributed([_cast_shards(part, p.dtype) for p, part in parts], [p for p, _ in parts], "zero")
+            _write_to_parts(wholes)
+        except BaseException:                        # it is not allowed here, or a rank has failed: they are as before
+            for k, side in newer.items():
+                self[k][1 - side].arriving = _Outdated(self, self[k][1 - side].shards)
+            raise
+        for k in newer:
+            self.newer.pop(k, None)
+
+    def _arrive(self) -> None:
+        finish_writes(self.behind)
+        for one in self.behind:
+            self.writes |= one.writes
+        self.behind = ()
+
+    def before_step(self) -> None:
+        """Parts as their parameters are now, and their gradients handed over: a compiled step compares them with those
+        that it was made for before it reads any.
+
+        Raises GlobalTensorError where `gt.zero` was called for another optimizer of these parameters since."""
+        with self._as_writer():
+            self._arrive()
+            self._equalize({k: _WHOLE for k in range(len(self)) if self._is_whole_newer(k)})
+        for p, part in self:
+            if gradients.part_of(p) is not part:
+                raise GlobalTensorError(f"a step of an optimizer whose parameter of shape {list(p.shape)} another one "
+                                        "has taken over", "gt.zero was called for that since, and gradients go to its "
+                                        "parts", "one optimizer under gt.zero for each parameter")
+            gradients.read_grad(part)
+
+    def _is_whole_newer(self, k: int) -> bool:
+        p, _ = self[k]
+        if k in self.newer:
+            return self.newer[k] == _WHOLE
+        return bool((writes_of(p), shard_versions(p.shards)) != self.writes[id(p)])      # by a shard of its own
+
+    def gather(self) -> None:
+        """Write the parts into their parameters, all in one move; or while the program goes on."""
+        with self._as_writer():
+            self._equalize({k: side for k, side in self.newer.items() if side == _WHOLE})
+            for k in self.newer:
+                self[k][_WHOLE].arriving = None
+            self.newer.clear()
+            parts = [part.detach().to(p.dtype) for p, part in self]
+            self.behind = write_behind(parts, [p for p, _ in self], "zero")
+            sent = {key: one for one in self.behind for key in one.writes}
+            for p, part in self:
+                if id(p) in sent:                    # who writes to the part meanwhile waits
+                    part.arriving = ArrivingTarget(sent[id(p)], part.shards)
+        finish_urgent_writes(self.behind)
+
+    def masters(self) -> list[Any]:
+        """The parts that say more than their parameters do, those of 16 bits: they belong to the optimizer's state."""
+        return [part.detach() for p, part in self if part.dtype != p.dtype]
+
+    def load(self, masters: list[Any] | None) -> None:
+        """Take saved ones. An optimizer on one device has none: its parameters say what it had."""
+        with torch.no_grad():
+            wide = [(p, part) for p, part in self if part.dtype != p.dtype]
+            if not masters:
+                masters = redistribute([p for p, _ in wide], [part.spec.layout for _, part in wide], "zero")
+            for (_, own), saved in zip(wide, masters, strict=True):
+                own.copy_(saved)
+
+
+class _Outdated:
+    """The shards of a tensor that is older than the other one of its pair. Who reads them has them written first."""
+
+    def __init__(self, pairs: MasterParams, shards: Shards) -> None:
+        self._pairs, self._shards = weakref.ref(pairs), shards
+
+    def read(self) -> Shards:
+        pairs = self._pairs()
+        if pairs is not None:                        # else its optimizer is gone, and what it wrote with it
+            pairs.update()
+        return self._shards
+
+
+def _note_newer(pairs: weakref.ref[MasterParams], k: int, side: int) -> None:
+    alive = pairs()
+    if alive is not None:
+        alive.note_newer(k, side)
+
+
+def _cast_shards(t: Any, dtype: torch.dtype) -> Any:
+    """A tensor in another dtype, below all that ops go through: it is needed in the midst of one."""
+    if t.dtype == dtype:
+        return t
+    own = spec(t.spec.layout, t.spec.shape, t.spec.stride, dtype)
+    return GlobalTensor.wrap(own, {rank: shard.detach().to(dtype) for rank, shard in t.shards.items()})
+
+
+def _write_to_parts(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Make parts of their parameters anew; where an element is the rounded part still, the part is what it was."""
+    moves = [Move(p.spec, p.shards, part.spec.layout, trace_order.of(p)) for p, part in pairs]
+    for (p, part), moved in zip(pairs, move_shards(moves, "zero") if moves else (), strict=True):
+        for rank, now in moved.items():
+            own = part.shards[rank].detach()
+            own.copy_(torch.where(own.to(p.dtype) == now, own, now.to(own.dtype)))
+        note_uncounted_write(part)
+        part.lineage = 0                             # of two values

@@ -1,0 +1,228 @@
+"""A parameter and the part that ZeRO's optimizer steps in its place read like one tensor, whoever writes to which."""
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from shards import place
+from torch import nn
+
+import globaltensor as gt
+from globaltensor.errors import GlobalTensorError, SbpError
+from globaltensor.tensors import gradients
+
+SEED = 23
+S, B = gt.sbp.split, gt.sbp.broadcast
+PLACES = {"2": ([0, 1], ("dp",)), "3": ([0, 1, 2], ("dp",)), "2 x tp 2": ([[0, 1], [2, 3]], ("dp", "tp"))}
+ROWS = {"0.*": {"tp": S(0)}, "2.weight": {"tp": S(1)}}
+
+
+def net():
+    torch.manual_seed(SEED)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)).double()
+
+
+def both(name, optimizer, stage):
+    """(net, batch, optimizer), plain and under ZeRO."""
+    where = place(*PLACES[name])
+    plain, x = net(), torch.randn(5, 6).double()
+    model = gt.parallelize(copy.deepcopy(plain), where, ROWS if "tp" in where.axis_names else {})
+    lies = {axis: S(0) for axis in where.axis_names if axis == "dp"}
+    ours = gt.zero(optimizer(model.parameters()), stage=stage)
+    return (plain, x, optimizer(plain.parameters())), (model, gt.from_full(x, where, lies), ours)
+
+
+def loss_of(model, x):
+    return model(x).pow(2).mean()
+
+
+def closure_of(model, x, optimizer, losses):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+    return closure
+
+
+def of_groups(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def lbfgs(model, x, optimizer, losses):
+    optimizer.step(closure_of(model, x, optimizer, losses))
+
+
+def sam(model, x, optimizer, losses):
+    """Foret et al., arXiv:2010.01412: a step by the gradient at a point near by."""
+    closure = closure_of(model, x, optimizer, losses)
+    closure()
+    with torch.no_grad():
+        steps = [0.1 * p.grad for p in of_groups(optimizer)]
+        for p, step in zip(of_groups(optimizer), steps):
+            p.add_(step)
+    closure()
+    with torch.no_grad():
+        for p, step in zip(of_groups(optimizer), steps):
+            p.sub_(step)
+    optimizer.step()
+
+
+def decay_by_hand(model, x, optimizer, losses):
+    closure_of(model, x, optimizer, losses)()
+    optimizer.step()
+    with torch.no_grad():
+        for p in of_groups(optimizer):
+            p.mul_(0.5)
+        losses.append(loss_of(model, x).item())
+
+
+def turns(model, x, optimizer, losses):
+    """One is written to, then the other one, with nothing read between."""
+    closure_of(model, x, optimizer, losses)()
+    optimizer.step()
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), of_groups(optimizer)):
+            p.mul_(0.5)
+            q.add_(0.25)
+            p.data.mul_(2)
+            q.data.sub_(0.125)
+            p.fill_(0.5) if p.dim() == 1 else q.mul_(0.5)
+        losses.append(loss_of(model, x).item())
+
+
+def swapped_for_evaluation(model, x, optimizer, losses):
+    """As schedule-free optimizers do: other weights while the model is evaluated."""
+    closure_of(model, x, optimizer, losses)()
+    optimizer.step()
+    kept = [p.detach().clone() for p in of_groups(optimizer)]
+    with torch.no_grad():
+        torch._foreach_mul_(of_groups(optimizer), 0.9)
+    with torch.inference_mode():
+        losses.append(loss_of(model, x).item())
+    with torch.no_grad():
+        for p, before in zip(of_groups(optimizer), kept):
+            p.copy_(before)
+
+
+def other_memory(model, x, optimizer, losses):
+    closure_of(model, x, optimizer, losses)()
+    optimizer.step()
+    for p in model.parameters():
+        p.data = p.data * 0.5
+    losses.append(loss_of(model, x).item())
+
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+PROGRAMS = {"lbfgs": (lbfgs, lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=4)),
+            "lbfgs with a line search": (lbfgs, lambda p: torch.optim.LBFGS(p, line_search_fn="strong_wolfe")),
+            **{one.__name__: (one, SGD) for one in (sam, decay_by_hand, turns, swapped_for_evaluation, other_memory)}}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("where", PLACES)
+def test_both_read_like_one_tensor(where, program, stage):
+    run, optimizer = PROGRAMS[program]
+    nets, losses = both(where, optimizer, stage), ([], [])
+    for _ in range(3):
+        for (model, x, own), its in zip(nets, losses):
+            run(model, x, own, its)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-9)
+    for p, q in zip(nets[1][0].parameters(), nets[0][0].parameters()):
+        torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_ordinary_step_gathers_once(stage):
+    (_, _, _), (model, x, optimizer) = both("2", SGD, stage)
+    for _ in range(3):
+        loss_of(model, x).backward()
+        with gt.record() as moves:
+            optimizer.step()
+            optimizer.zero_grad()
+        loss_of(model, x)
+        assert [move.op for move in moves].count("zero") == 1, moves
+
+
+def test_what_is_not_allowed_leaves_both_as_they_were():
+    (_, _, _), (model, x, optimizer) = both("2", SGD, 1)
+    with torch.no_grad():
+        of_groups(optimizer)[0].zero_()
+        with pytest.raises(gt.BoxingError), gt.boxing("forbid"):
+            model[0].weight.sum()
+    assert model[0].weight.full_tensor().eq(0).all()
+
+
+def test_weights_of_16_bits_keep_what_their_parts_say_more():
+    where = place([0, 1], ("dp",))
+    model = gt.parallelize(net().bfloat16(), where)
+    optimizer = gt.zero(torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
+    part, p = of_groups(optimizer)[0], model[0].weight
+    with torch.no_grad():
+        part.add_(1e-3)
+        masters = part.full_tensor().clone()
+        assert torch.equal(p.full_tensor(), masters.bfloat16())
+        p[0].fill_(2)
+    assert torch.equal(part.full_tensor()[1:], masters[1:]) and part.full_tensor()[0].eq(2).all()
+
+
+def test_an_optimizer_that_is_gone_leaves_a_parameter_alone():
+    """And it goes, though the parameters stay."""
+    (_, _, _), (model, x, optimizer) = both("2", SGD, 1)
+    with torch.no_grad():
+        of_groups(optimizer)[0].add_(1)
+    del optimizer
+    loss_of(model, x).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_mistakes_leave_an_optimizer_as_it_was(tmp_path):
+    where = place([0, 1], ("dp",))
+    (plain, x, _), (model, spread, _) = both("2", SGD, 3)
+    model = gt.parallelize(copy.deepcopy(plain), where)
+    other, file = net(), tmp_path / "file"
+    file.write_text("")
+    optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": other.parameters()}])
+    before = of_groups(optimizer)
+    for mistake in ({"stage": 1}, {"stage": 3, "model": net()}, {"offload": file / "in a file"}):
+        with pytest.raises((SbpError, OSError)):
+            gt.zero(optimizer, **mistake)
+        assert all(p is q for p, q in zip(of_groups(optimizer), before))
+        assert all(gradients.part_of(p) is None for p in model.parameters())
+    gt.parallelize(other, where)
+    gt.zero(optimizer)
+    with pytest.raises(SbpError, match="called for before"):
+        gt.zero(optimizer)
+    with pytest.raises(GlobalTensorError, match="cannot be copied"):
+        copy.deepcopy((model, optimizer))
+    copied = copy.deepcopy(model)
+    copied_optimizer = gt.zero(torch.optim.AdamW(copied.parameters()))
+    loss_of(copied, spread).backward()
+    copied_optimizer.step()
+    assert not torch.equal(copied[0].weight.full_tensor(), model[0].weight.full_tensor())
+
+
+def test_of_two_optimizers_of_one_parameter_the_first_is_done():
+    (_, _, _), (model, x, first) = both("2", SGD, 1)
+    loss_of(model, x).backward()
+    first.step()
+    second = gt.zero(SGD(model.parameters()), stage=1)
+    loss_of(model, x).backward()
+    second.step()
+    with pytest.raises(GlobalTensorError, match="another one has taken over"):
+        first.step()
+
+
+def test_the_state_is_asked_for_by_parameter():
+    (_, _, _), (model, x, optimizer) = both("2", SGD, 1)
+    loss_of(model, x).backward()
+    optimizer.step()
+    for _ in range(2):
+        assert optimizer.state[model[0].weight]["momentum_buffer"].sbp == (S(0),)
+        state = optimizer.state_dict()
+        assert len(state["state"]) == 4 and "masters" not in state
+        optimizer.load_state_dict(state)
