@@ -94,7 +94,7 @@ class MasterParams(list[tuple[Any, Any]]):
             self[k][1 - side].arriving = None
         try:
             parts, wholes = ([self[k] for k in sorted(newer) if newer[k] == side] for side in (_PART, _WHOLE))
-            write_redistributed([_cast_shards(part, p.dtype) for p, part in parts], [p for p, _ in parts], "zero")
+            _write_to_parameters(parts)
             _write_to_parts(wholes)
         except BaseException:                        # it is not allowed here, or a rank has failed: they are as before
             for k, side in newer.items():
@@ -186,6 +186,14 @@ def _cast_shards(t: Any, dtype: torch.dtype) -> Any:
     return GlobalTensor.wrap(own, {rank: shard.detach().to(dtype) for rank, shard in t.shards.items()})
 
 
+def _write_to_parameters(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Write parts into their parameters, whose lineage stays: a rank that holds nothing of them does not come here."""
+    before = [p.lineage for p, _ in pairs]
+    write_redistributed([_cast_shards(part, p.dtype) for p, part in pairs], [p for p, _ in pairs], "zero")
+    for (p, _), own in zip(pairs, before):
+        p.lineage = own
+
+
 def _write_to_parts(pairs: Sequence[tuple[Any, Any]]) -> None:
     """Make parts of their parameters anew; where an element is the rounded part still, the part is what it was."""
     moves = [Move(p.spec, p.shards, part.spec.layout, trace_order.of(p)) for p, part in pairs]
@@ -194,4 +202,3 @@ def _write_to_parts(pairs: Sequence[tuple[Any, Any]]) -> None:
             own = part.shards[rank].detach()
             own.copy_(torch.where(own.to(p.dtype) == now, own, now.to(own.dtype)))
         note_uncounted_write(part)
-        part.lineage = 0                             # of two values

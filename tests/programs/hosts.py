@@ -129,17 +129,18 @@ def meanwhile(line):
         assert not moves and pending[0].to_global(sbp=S(0)).sum().item() == 16
         assert [y.sum().item() for y in several[::-1]] == [32, 16]
     assert [move.op for move in moves][2:] == ["to_global"] * 2 * (gt.rank() == 0), moves
-    x = gt.from_full(value, line, S(0))
-    late, early = x.to_global(sbp=B, wait=False), x.to_global(sbp=B, wait=False)
-    assert early.sum().item() == value.sum()
-    x.add_(1)
-    for _ in range(2):
-        try:
-            late.sum()
-        except gt.GlobalTensorError as error:
-            assert "written to while its boxing went on" in str(error)
-        else:
-            raise AssertionError("nobody noticed")
+    for write in (lambda x: x.add_(1), lambda x: x.data.mul_(2)):
+        x = gt.from_full(value, line, S(0))
+        late, early = x.to_global(sbp=B, wait=False), x.to_global(sbp=B, wait=False)
+        assert early.sum().item() == value.sum()
+        write(x)
+        for _ in range(2):
+            try:
+                late.sum()
+            except gt.GlobalTensorError as error:
+                assert "written to while its boxing went on" in str(error)
+            else:
+                raise AssertionError("nobody noticed")
     begun()                                          # under way when the program ends
 
 
