@@ -114,9 +114,10 @@ class MasterParams(list[tuple[Any, Any]]):
         that it was made for before it reads any.
 
         Raises GlobalTensorError where `gt.zero` was called for another optimizer of these parameters since."""
-        with self._as_writer():
-            self._arrive()
-            self._equalize({k: _WHOLE for k in range(len(self)) if self._is_whole_newer(k)})
+        self._arrive()
+        if wholes := {k: _WHOLE for k in range(len(self)) if self._is_whole_newer(k)}:
+            with self._as_writer():
+                self._equalize(wholes)
         for p, part in self:
             if gradients.part_of(p) is not part:
                 raise GlobalTensorError(f"a step of an optimizer whose parameter of shape {list(p.shape)} another one "
