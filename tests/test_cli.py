@@ -19,6 +19,7 @@ from globaltensor.cli import bench, info, launch, main, run
 from globaltensor.cli.agent import RestartingAgent
 from globaltensor.cli.options import run_options
 from globaltensor.cli.torchrun import translate
+from globaltensor.runtime.host_processes import RUNS, STOPPED
 
 
 def said(capsys, *args):
@@ -81,6 +82,10 @@ def test_without_a_command_it_shows_the_commands(capsys):
     (("run", "--max-restarts", "-1", __file__), "'-1' is not a whole number of at least 0"),
     (("run", "--standalone", "--nnodes", "2", __file__), "--standalone is for one host"),
     (("run", "--nnodes=1:4", __file__), "'1:4' is a range; try: --nnodes 4 --min-ranks R"),
+    (("run", "--nnodes", "1:2", __file__), "try: --nnodes 2 --min-ranks R, where 1 host has R ranks"),
+    (("run", "--np", "2", __file__), "--np: did you mean --nproc-per-node?"),
+    (("run", "-np", "2", __file__), "-np is two flags here; did you mean -n?"),
+    (("run", "--max", "2", __file__), "--max: did you mean --max-restarts?"),
     (("run", "--nproc_per_node=gpus", __file__), "'gpus' is not a whole number of at least 1"),
     (("run", "--rdzv_backend", "etcd", __file__), "there is no 'etcd'; choose from c10d, static"),
     *((("run", flag, "3", __file__), f"{flag} is torchrun's, and does nothing here\n  try: ") for flag in
@@ -194,30 +199,47 @@ def test_hosts_do_not_talk_over_loopback(environ):
 
 
 def failures(**codes):
-    return {int(rank[1:]): SimpleNamespace(exitcode=code) for rank, code in codes.items()}
+    return {int(rank[1:]): SimpleNamespace(exitcode=code, pid=1000 + int(rank[1:])) for rank, code in codes.items()}
 
 
-@pytest.mark.parametrize("codes, notes, code, causes, lines", [
-    (dict(r0=1, r1=1), {0: "ValueError: a", 1: "ValueError: a"}, 1, [0, 1], ["ranks 0, 1 failed: ValueError: a"]),
-    (dict(r0=1, r1=3, r2=-15), {0: "TransportError: b", 1: "exit code 3"}, 3, [1],
+def ended(*ranks, state=RUNS):
+    return {1000 + rank: state for rank in ranks}
+
+
+@pytest.mark.parametrize("codes, notes, ended, code, causes, lines", [
+    (dict(r0=1, r1=1), {0: "ValueError: a", 1: "ValueError: a"}, {}, 1, [0, 1], ["ranks 0, 1 failed: ValueError: a"]),
+    (dict(r0=1, r1=3, r2=-15), {0: "TransportError: b", 1: "exit code 3"}, ended(2), 3, [1],
      ["rank 1 failed: exit code 3", "rank 0 then lost touch with others (TransportError)", "rank 2 ended with it"]),
-    (dict(r0=1, r1=-9), {0: "TransportError: b"}, 137, [1],
+    (dict(r0=1, r1=-9), {0: "TransportError: b"}, {}, 137, [1],
      ["rank 1 was killed by SIGKILL (did the host run out of memory?)",
       "rank 0 then lost touch with others (TransportError)"]),
     (dict(r0=1, r1=-9, r2=1), {0: "CheckpointError: a/step-1 was not written: rank 1 was killed (process 7)",
                                2: "CheckpointError: a/step-1 was not written: rank 1 was killed (process 7)"},
-     137, [1], ["rank 1 was killed by SIGKILL (did the host run out of memory?)",
-                "ranks 0, 2 could not save then (CheckpointError)"]),
-    (dict(r0=-15, r1=-15), {1: "KeyError: 'x'"}, 1, [1], ["rank 1 failed: KeyError: 'x'", "rank 0 ended with it"]),
-    (dict(r0=-11), {}, 128 + signal.SIGSEGV, [0], ["rank 0 was killed by SIGSEGV"]),
-    (dict(r0=5), {}, 5, [0], ["rank 0 exited with code 5"]),
-    (dict(r0=99, r1=99), {0: "exit code 99"}, 99, [0, 1], ["ranks 0, 1 were asked to end, to go on later"]),
+     {}, 137, [1], ["rank 1 was killed by SIGKILL (did the host run out of memory?)",
+                    "ranks 0, 2 could not save then (CheckpointError)"]),
+    (dict(r0=-15, r1=-15), {1: "KeyError: 'x'"}, ended(0, 1), 1, [1],
+     ["rank 1 failed: KeyError: 'x'", "rank 0 ended with it"]),
+    (dict(r0=1, r1=-15), {0: "TransportError: b"}, {}, 143, [1],
+     ["rank 1 was killed by SIGTERM, which this launcher did not send",
+      "rank 0 then lost touch with others (TransportError)"]),
+    (dict(r0=-15, r1=-15, r2=-15), {}, ended(2), 143, [0, 1],
+     ["ranks 0, 1 were killed by SIGTERM, which this launcher did not send", "rank 2 ended with it"]),
+    (dict(r0=-9, r1=1), {1: "KeyError: 'x'"}, ended(0), 1, [1],
+     ["rank 1 failed: KeyError: 'x'", "rank 0 ended with it, by SIGKILL, after the time that --grace gives"]),
+    (dict(r0=1, r1=-9), {0: "TransportError: b"}, ended(1, state=STOPPED), 137, [1],
+     ["rank 1 was stopped (by SIGSTOP, or a debugger) while others waited, and killed",
+      "rank 0 then lost touch with others (TransportError)"]),
+    (dict(r0=-9, r1=1), {0: "exit code 0", 1: "KeyError: 'x'"}, ended(0), 1, [1], ["rank 1 failed: KeyError: 'x'"]),
+    (dict(r0=255), {0: "exit code 255"}, {}, 255, [0], ["rank 0 failed: exit code 255"]),
+    (dict(r0=-11), {}, {}, 128 + signal.SIGSEGV, [0], ["rank 0 was killed by SIGSEGV"]),
+    (dict(r0=5), {}, {}, 5, [0], ["rank 0 exited with code 5"]),
+    (dict(r0=99, r1=99), {0: "exit code 99"}, {}, 99, [0, 1], ["ranks 0, 1 were asked to end, to go on later"]),
 ])
-def test_the_report_names_the_cause_first(tmp_path, capsys, codes, notes, code, causes, lines):
+def test_the_report_names_the_cause_first(tmp_path, capsys, codes, notes, ended, code, causes, lines):
     for rank, line in notes.items():
         exit_code = int(line.split()[-1]) if line.startswith("exit code") else 1
         (tmp_path / f"{rank}.json").write_text(json.dumps({"error": line, "code": exit_code}))
-    assert launch._report(failures(**codes), str(tmp_path)) == (code, causes)
+    assert launch._report(failures(**codes), ended, str(tmp_path)) == (code, causes)
     assert capsys.readouterr().err.splitlines() == [f"globaltensor: {line}" for line in lines]
 
 
@@ -249,11 +271,15 @@ def test_ranks_have_the_time_that_they_were_given_with_any_torch(newest, monkeyp
     if not newest:
         monkeypatch.setattr(LocalElasticAgent, "_shutdown", ended_in_2_11)
     monkeypatch.setattr(LocalElasticAgent, "__init__", made_in_2_11)
-    agent = RestartingAgent(None, str(tmp_path), 77, 1, lambda failures: [], None)
+    agent = RestartingAgent(None, str(tmp_path), 77, 1, lambda failures, ended: [], None)
     agent._pcontext = SimpleNamespace(close=lambda death_sig, timeout=30: asked.append((death_sig, timeout)))
     agent._shutdown(signal.SIGINT, timeout=5)
     agent._shutdown()
     assert [asked[0], asked[2]] == [(signal.SIGINT, 77), (signal.SIGTERM, 77)]     # then torch, of none
+    agent._pcontext.subprocess_handlers = {}
+    agent._end_in_time(agent._pcontext)
+    agent._pcontext.close()                          # as torch does where a rank has failed
+    assert asked[4] == (signal.SIGTERM, 77)
 
 
 @pytest.mark.usefixtures("real_processes")

@@ -17,20 +17,21 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from globaltensor.cli.forks import ForkServer
-from globaltensor.runtime.host_processes import STOPPED, process_id, process_state
+from globaltensor.runtime.host_processes import RUNS, STOPPED, process_id, process_state
 from globaltensor.runtime.preemption import REQUEUE
 
 
 class RestartingAgent(LocalElasticAgent):
     """Runs the ranks of this host, of which those that fail are left out as long as `fewest` are left. `report` is told
-    of the failures before each restart, and gives the ranks that caused them. `forks` forks them, where they are not to
-    be processes that begin anew."""
+    of the failures before each restart, and of what was ended because of them, and gives the ranks that caused them.
+    `forks` forks them, where they are not to be processes that begin anew."""
 
     def __init__(self, spec: WorkerSpec, folder: str, grace: int, fewest: int,
-                 report: Callable[[Mapping[int, Any]], list[int]], forks: ForkServer | None) -> None:
+                 report: Callable[[Mapping[int, Any], Mapping[int, str]], list[int]], forks: ForkServer | None) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=folder))
         self.grace, self.fewest, self.report, self.forks = grace, fewest, report, forks
         self.failures: Mapping[int, Any] = {}
+        self.ended: dict[int, str] = {}              # the processes that this one has ended -> their state then
 
     def run(self, role: str = "default") -> RunResult:
         """Until all ranks have ended well, or too often badly. SIGUSR1 is passed on to them meanwhile."""
@@ -52,6 +53,7 @@ class RestartingAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with self.forks.in_place_of_spawn() if self.forks else nullcontext():
             started: dict[int, Any] = super()._start_workers(worker_group)
+        self._end_in_time(self._pcontext)
         if self.forks and self._remaining_restarts:
             self.forks.prepare_restart()
         return started
@@ -68,19 +70,28 @@ class RestartingAgent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._stop_workers(worker_group)             # first, so that all have said how they ended
         if self.failures:                            # else another host had some, or has come
-            causes = self.report(self.failures)
+            causes = self.report(self.failures, self.ended)
             spec = worker_group.spec
             spec.local_world_size = max(self.fewest, spec.local_world_size - len(causes))
         super()._restart_workers(worker_group)
+
+    def _end_in_time(self, ranks: Any) -> None:
+        """Whoever ends these ranks, they have the time that they were given, and it is noted which were ended. torch
+        does so when one of them fails, and knows of no other time than 30 seconds."""
+        close, self.ended = ranks.close, {}
+
+        def close_in_time(death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
+            for pid in [rank.proc.pid for rank in ranks.subprocess_handlers.values() if rank.proc.poll() is None]:
+                process = process_id(pid)
+                state = self.ended.setdefault(pid, RUNS if process is None else process_state(process))
+                if state == STOPPED:
+                    os.kill(pid, signal.SIGKILL)     # it would not hear of SIGTERM, and be waited for
+            close(death_sig, self.grace)
+
+        ranks.close = close_in_time
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Ends the ranks within the time that they were given: torch 2.11 knows of no other than 30 seconds."""
         if self._pcontext is not None:
             self._pcontext.close(death_sig, self.grace)
         super()._shutdown(death_sig)
-
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        for process in map(process_id, self.pids()):
-            if process is not None and process_state(process) == STOPPED:
-                os.kill(process.pid, signal.SIGKILL)     # it would not hear of SIGTERM, and be waited for
-        super()._stop_workers(worker_group)

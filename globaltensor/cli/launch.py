@@ -19,6 +19,7 @@ from typing import Any
 from globaltensor.cli.forks import ForkServer
 from globaltensor.cli.problem import Problem
 from globaltensor.runtime.deadlock import rank_names
+from globaltensor.runtime.host_processes import STOPPED
 from globaltensor.runtime.preemption import REQUEUE
 from globaltensor.runtime.secret import draw_secret
 
@@ -48,7 +49,7 @@ def launch(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str],
         raise Problem(f"the ranks could not be started {place}\n  why: {str(error).splitlines()[0]}", 1) from None
     if not result.is_failed():
         return 0
-    return _report(result.failures, folder)[0]
+    return _report(result.failures, agent.ended, folder)[0]
 
 
 def _agent(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str], forks: ForkServer | None) -> Any:
@@ -66,8 +67,8 @@ def _agent(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str],
                       rdzv_handler=meeting, max_restarts=chosen.max_restarts, monitor_interval=0.1,
                       local_addr=meeting.name if alone else chosen.local_addr)
 
-    def report(failures: Mapping[int, Any]) -> list[int]:
-        causes = _report(failures, folder)[1]
+    def report(failures: Mapping[int, Any], ended: Mapping[int, str]) -> list[int]:
+        causes = _report(failures, ended, folder)[1]
         for path in Path(folder).glob("*.json"):
             path.unlink()
         Path(folder, "first").unlink(missing_ok=True)
@@ -90,17 +91,17 @@ def _saved(folder: str, ranks: int) -> bool:
     return len(notes) == ranks and all(note["code"] == REQUEUE for note in notes.values())
 
 
-def _report(failures: Mapping[int, Any], folder: str) -> tuple[int, list[int]]:
-    """Say which ranks failed of what, first those that began it; `failures` as torch's agent gives them. Returns the
-    exit code of the first of them, and all that began it."""
+def _report(failures: Mapping[int, Any], ended: Mapping[int, str], folder: str) -> tuple[int, list[int]]:
+    """Say which ranks failed of what, first those that began it; `failures` as torch's agent gives them, `ended` as
+    RestartingAgent notes it. Returns the exit code of the first of them, and all that began it."""
     notes = _endings(folder)
     well = sorted(rank for rank, note in notes.items() if note["code"] == 0)
     notes = {rank: note for rank, note in notes.items() if rank not in well}
     # one that ended well, and was still at its last lines when the others were ended, is not a cause
-    failed = {rank: f for rank, f in failures.items() if rank not in well or f.exitcode != -signal.SIGTERM}
+    failed = {rank: f for rank, f in failures.items() if rank not in well or f.pid not in ended}
     fates: dict[tuple[int, str], list[int]] = {}
     for rank, failure in sorted((failed or failures).items()):
-        fates.setdefault(_fate(failure.exitcode, notes.get(rank)), []).append(rank)
+        fates.setdefault(_fate(failure.exitcode, notes.get(rank), ended.get(failure.pid)), []).append(rank)
     if min(fates)[0] == _LOST_TOUCH:                 # of whom? Of a rank that did not fail, but ended before the others
         if well:
             print(f"globaltensor: {rank_names(well)} ended without an error, while others waited", file=sys.stderr)
@@ -117,8 +118,9 @@ def _report(failures: Mapping[int, Any], folder: str) -> tuple[int, list[int]]:
 _LOST_TOUCH = 2
 
 
-def _fate(code: int, note: dict[str, Any] | None) -> tuple[int, str]:
-    """What happened to a rank, after a number that puts causes before what follows from them."""
+def _fate(code: int, note: dict[str, Any] | None, ended: str | None) -> tuple[int, str]:
+    """What happened to a rank, after a number that puts causes before what follows from them. `ended`: its state when
+    this launcher ended it; None where it ended before."""
     if note is not None and note["error"].startswith("TransportError"):
         return _LOST_TOUCH, "then lost touch with others (TransportError)"
     if note is not None and re.match(r"CheckpointError: .* was not written: rank \d+", note["error"]):
@@ -129,7 +131,12 @@ def _fate(code: int, note: dict[str, Any] | None) -> tuple[int, str]:
         return 0, f"failed: {note['error']}"
     if code > 0:
         return 1, f"exited with code {code}"
-    name = signal.Signals(-code).name
-    if code == -signal.SIGTERM:
+    if ended == STOPPED:
+        return 0, "was stopped (by SIGSTOP, or a debugger) while others waited, and killed"
+    if ended and code == -signal.SIGKILL:
+        return 3, "ended with it, by SIGKILL, after the time that --grace gives"
+    if ended and code == -signal.SIGTERM:
         return 3, "ended with it"
-    return 0, f"was killed by {name}" + (" (did the host run out of memory?)" if name == "SIGKILL" else "")
+    name = signal.Signals(-code).name
+    why = {"SIGKILL": " (did the host run out of memory?)", "SIGTERM": ", which this launcher did not send"}
+    return 0, f"was killed by {name}{why.get(name, '')}"

@@ -92,6 +92,8 @@ def pattern(text: str) -> str:
 
 def rank_count(text: str) -> int | str:
     """A number of ranks, or what to count: gpu, cpu, auto."""
+    if text == "p":                                  # of -np 2, as mpirun has it
+        raise argparse.ArgumentTypeError("-np is two flags here; did you mean -n?")
     return text if text in ("gpu", "cpu", "auto") else positive(text)
 
 
@@ -99,8 +101,9 @@ def host_count(text: str) -> int:
     """A number of hosts. A range, which torchrun takes, is given in ranks here."""
     fewest, _, most = text.partition(":")
     if most:
-        raise argparse.ArgumentTypeError(f"{text!r} is a range; try: --nnodes {most} --min-ranks R, where {fewest} "
-                                         "hosts have R ranks")
+        have = "1 host has" if fewest == "1" else f"{fewest} hosts have"
+        raise argparse.ArgumentTypeError(f"{text!r} is a range; try: --nnodes {most} --min-ranks R, where {have} R "
+                                         "ranks")
     return positive(text)
 
 

@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
             flags = [flag for action in self._actions for flag in action.option_strings
                      if flag.startswith("--") and action.help != argparse.SUPPRESS]
             near = [f"{one}: did you mean {meant[0]}?" for one in unknown if one.startswith("-") and
-                    (meant := difflib.get_close_matches(one.partition("=")[0], flags, 1))]
+                    (meant := _meant(one.partition("=")[0], flags))]
             self.error(near[0] if near else f"there is no argument {' '.join(unknown)}\n  try: {self.prog} --help")
         return chosen, unknown
 
@@ -71,6 +71,12 @@ class Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(str(value), choices, 1)
         raise argparse.ArgumentError(action, f"there is no {str(value)!r}; " + (
             f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(choices)}"))
+
+
+def _meant(typed: str, known: list[str]) -> list[str]:
+    """The flags that may have been meant, the likeliest first: one of which a part was typed, or one that is close."""
+    begun = [flag for flag in known if typed != "--" and flag.startswith(typed)]
+    return begun or difflib.get_close_matches(typed, known, 1)
 
 
 class Help(argparse.HelpFormatter):

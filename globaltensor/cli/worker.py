@@ -16,6 +16,7 @@ import runpy
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -24,6 +25,7 @@ FOLDER = "GLOBALTENSOR_RUN_FOLDER"                   # names a folder that the l
 
 def main(argv: list[str]) -> None:
     """Run `program arguments...` or `-m module arguments...`."""
+    last = LastWords(Path(os.environ[FOLDER]), int(os.environ["RANK"]))
     end_with_launcher()
     faulthandler.enable()                            # a segmentation fault shows the line of the program
     # by its path: to import it would import torch
@@ -31,23 +33,24 @@ def main(argv: list[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):     # whole lines: ranks' lines do not mix
             stream.reconfigure(line_buffering=True, write_through=False)
-    sys.excepthook = show_failure
+    sys.excepthook = last.show_failure
     module = argv[0] == "-m"
     sys.argv = argv[1:] if module else argv
     sys.path[0] = os.getcwd() if module else str(Path(argv[0]).resolve().parent)
     try:
         _run_program(sys.argv[0], module)
-        _note("", 0)
+        last.note("", 0)
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
-            _note(f"exit code {ended.code}" if ended.code else "", ended.code or 0)
+            last.note(f"exit code {ended.code}" if ended.code else "", (ended.code or 0) & 0xFF)
             raise
-        _tell(str(ended.code), f"{ended.code}\n")    # sys.exit("why")
+        last.say(str(ended.code), f"{ended.code}\n")     # sys.exit("why")
         raise SystemExit(1) from None
     except Exception as error:                       # not left to sys.excepthook: torch has wrapped that by now
-        show_failure(type(error), error, error.__traceback__)
+        last.show_failure(type(error), error, error.__traceback__)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        last.note_interrupt(error)
         raise SystemExit(128 + signal.SIGINT) from None
 
 
@@ -71,36 +74,59 @@ def _run_program(name: str, module: bool) -> None:
         exec(code, vars(program))
 
 
-def show_failure(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-    """In place of Python's own sys.excepthook: the traceback from the program's first line on, once per host."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
-    while at is not None and at.tb_frame.f_code.co_filename in ours:
-        at = at.tb_next
-    # a SyntaxError begins with the place, a message may have many lines
-    lines = "".join(traceback.format_exception_only(kind, error)).splitlines()
-    line = next(line for line in lines if not line.startswith(" "))
-    if (library := sys.modules.get("globaltensor.runtime.liveness")) is not None:
-        library.tell_failure(int(os.environ["RANK"]), error)
-    _tell(line.removeprefix("globaltensor.errors."), "".join(traceback.format_exception(kind, error, at)))
+class LastWords:
+    """What a rank says when it ends. By then its program may have changed the environment, closed the streams, or run
+    for longer than what lies in a folder for temporary files is kept: none of that makes a job fail, or hides why."""
 
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank        # shared with the launcher and the other ranks of this host
 
-def _tell(line: str, text: str) -> None:
-    """Leave `line` for the launcher, and show `text` unless another rank of this host was first."""
-    _note(line)
-    try:
-        os.close(os.open(os.path.join(os.environ[FOLDER], "first"), os.O_CREAT | os.O_EXCL))
-    except OSError:
-        return
-    sys.stdout.flush()
-    who = f"rank {os.environ['RANK']}:\n" if sys.stderr is sys.__stderr__ else ""       # else torch says who
-    print(who + text, end="", file=sys.stderr, flush=True)
+    def show_failure(self, kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        """In place of Python's own sys.excepthook: the traceback from the program's first line on, once per host."""
+        ours = {__file__, runpy.__file__, "<frozen runpy>"}
+        while at is not None and at.tb_frame.f_code.co_filename in ours:
+            at = at.tb_next
+        # a SyntaxError begins with the place, a message may have many lines
+        lines = "".join(traceback.format_exception_only(kind, error)).splitlines()
+        line = next(line for line in lines if not line.startswith(" "))
+        self._tell_others(error)
+        self.say(line.removeprefix("globaltensor.errors."), "".join(traceback.format_exception(kind, error, at)))
 
+    def note_interrupt(self, error: KeyboardInterrupt) -> None:
+        """Ctrl-C, or SIGINT to this rank alone, which the launcher knows. It shows no traceback: all would have one."""
+        self._tell_others(error)
+        errors = sys.modules.get("globaltensor.errors")
+        place = "" if errors is None else f"   at {errors.raised_at(error)}"
+        self.note(f"KeyboardInterrupt{place}", 128 + signal.SIGINT)
 
-def _note(line: str, code: int = 1) -> None:
-    """How this rank ended: the launcher knows the exit code only, and of a rank that ended well not even when."""
-    note = Path(os.environ[FOLDER], f"{os.environ['RANK']}.json")
-    note.with_suffix(".new").write_text(json.dumps({"error": line, "code": code}))
-    note.with_suffix(".new").rename(note)            # a rank may be ended at any moment; half a note is none
+    def say(self, line: str, text: str) -> None:
+        """Leave `line` for the launcher, and show `text` unless another rank of this host was first."""
+        self.note(line)
+        try:
+            os.close(os.open(self.folder / "first", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        except OSError:                              # who was first cannot be known, so each shows its own
+            pass
+        with suppress(Exception):                    # closed, or of the program's own making
+            sys.stdout.flush()
+        for stream in filter(None, (sys.stderr, sys.__stderr__)):
+            who = f"rank {self.rank}:\n" if stream is sys.__stderr__ else ""        # else torch says who
+            with suppress(Exception):
+                stream.write(who + text)
+                stream.flush()
+                return
+
+    def note(self, line: str, code: int = 1) -> None:
+        """How this rank ended: the launcher knows the exit code only, and of a rank that ended well not even when."""
+        new = self.folder / f"{self.rank}.new"       # a rank may be ended at any moment; half a note is none
+        with suppress(OSError):                      # the folder is gone, or the disk is full
+            new.write_text(json.dumps({"error": line, "code": code}))
+            new.rename(new.with_suffix(".json"))
+
+    def _tell_others(self, error: BaseException) -> None:
+        if (library := sys.modules.get("globaltensor.runtime.liveness")) is not None:
+            library.tell_failure(self.rank, error)
 
 
 def end_with_launcher() -> None:

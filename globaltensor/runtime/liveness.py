@@ -278,7 +278,7 @@ def tell_failure(rank: int, error: BaseException) -> None:
     """Before this rank ends by an error that nobody has caught: the others are told which, unless a rank had failed
     before. One of ranks that are lost tells of them, and is not a cause."""
     if _liveness is not None and not isinstance(error, TransportError):
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
         _liveness.first_lost(Loss(rank, f"rank {rank} raised {text}   at {raised_at(error)}"))
 
 
