@@ -4,9 +4,11 @@ from __future__ import annotations
 import heapq
 import math
 import random
+import socket
 import threading
 import time
 from collections import Counter, defaultdict
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
@@ -252,6 +254,59 @@ def test_an_answer_to_another_challenge_is_none():
     store.set(arrival._answer_key(1), b"nonsense")   # which nobody of this job has signed
     with pytest.raises(TransportError, match="wrong signature"):
         others.hear()
+
+
+def listening(answers):
+    """A server that is no store, the pages that it gives being none that anybody asked for."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        held = []                                    # else what is silent would close
+        with suppress(OSError):
+            while True:
+                held.append(server.accept()[0])
+                if answers:
+                    held[-1].sendall(answers)
+                    held.pop().close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return server
+
+
+@pytest.mark.parametrize("rank, host, answers, what, fix", [
+    ("1", "no-such-host.invalid", None, "the ranks cannot meet at no-such-host.invalid", "MASTER_ADDR=HOST"),
+    ("0", "no-such-host.invalid", None, "the ranks cannot meet at no-such-host.invalid", "MASTER_ADDR=HOST"),
+    ("1", "two..dots", None, "the ranks cannot meet at two..dots", "MASTER_ADDR=HOST"),
+    ("1", "127.0.0.1", b"", "what listens at 127.0.0.1:PORT is not rank 0", "another MASTER_PORT"),
+    ("1", "127.0.0.1", b"HTTP/1.0 400 Bad Request\r\n\r\n", "what listens at 127.0.0.1:PORT is not", "another MASTER_"),
+    ("0", "127.0.0.1", b"", "the ranks could not find each other", "globaltensor run")])
+def test_a_place_to_meet_that_is_none_is_named_soon(rank, host, answers, what, fix, monkeypatch):
+    """Not when the half hour is over that ranks may come later; a server that is silent would keep torch for ever."""
+    monkeypatch.setattr(arrival, "_NAMELESS", 0.1)
+    monkeypatch.setattr(arrival, "_ANSWERING", timedelta(seconds=1))
+    server = listening(answers)
+    port = str(server.getsockname()[1])
+    for name, value in dict(RANK=rank, WORLD_SIZE="2", MASTER_ADDR=host, MASTER_PORT=port).items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    with server, pytest.raises(TransportError) as caught:
+        arrival.open_store(PATIENCE)
+    assert what.replace("PORT", port) in caught.value.what and fix in caught.value.fix and caught.value.why
+    assert "unset RANK WORLD_SIZE" in caught.value.fix and time.monotonic() - began < 40
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_who_waits_for_long_says_so(rank, monkeypatch):
+    monkeypatch.setattr(arrival, "_SILENT", 0.1)
+    monkeypatch.setattr(arrival, "of_this_start", lambda store, name: store)
+    port = str(free_port())
+    for name, value in dict(RANK=rank, WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=port).items():
+        monkeypatch.setenv(name, value)
+    patience, awaited = timedelta(seconds=1), "ranks 1, 2" if rank == "0" else "rank 0"
+    with pytest.warns(UserWarning, match=f"rank {rank} of 3 waits at 127.0.0.1:{port} for {awaited}\n") as said:
+        with pytest.raises(TransportError, match="did not come within 1 s"):
+            arrival.meet(arrival.open_store(patience), int(rank), 3, patience)
+    assert len(said) == 1
 
 
 @pytest.mark.long

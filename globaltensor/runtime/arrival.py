@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import queue
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -32,7 +34,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from globaltensor.errors import GlobalTensorError, TransportError, first_sentence
+from globaltensor.errors import GlobalTensorError, TransportError, first_sentence, warn
 from globaltensor.runtime.codec import decode_message
 from globaltensor.runtime.deadlock import rank_names
 from globaltensor.runtime.host_processes import (
@@ -63,6 +65,16 @@ _SCANS = 0.5                                         # seconds between looks at 
 _TOGETHER = 2.0                                      # seconds within which a launcher has started all ranks of a host
 _AFTER = 4                                           # so many ranks after itself each rank looks after
 _PATIENCE = timedelta(seconds=2)                     # for which a rank that ends waits for the store
+_NAMELESS = 30.0                                     # seconds: in some clusters a host's name comes with the host
+_ANSWERING = timedelta(seconds=60)                   # where many ranks start on few cores, who keeps the store is late
+_SILENT = 30.0                                       # seconds for which a rank waits without a word
+_LEFT_OVER = ("globaltensor run -n N program.py, or torchrun; where RANK and WORLD_SIZE are left over: "
+              "unset RANK WORLD_SIZE")
+
+
+def _meeting_place() -> str:
+    """Where the ranks meet."""
+    return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
 
 
 class _StartedAnew(Exception):
@@ -72,7 +84,8 @@ class _StartedAnew(Exception):
 def open_store(timeout: timedelta) -> dist.Store:
     """The store of this job, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    Raises TransportError where the rank that keeps it has ended, or does not come in time.
+    Raises TransportError where the rank that keeps it has ended, or does not come in time, and where that place is none
+    or somebody else's.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
@@ -80,18 +93,53 @@ def open_store(timeout: timedelta) -> dist.Store:
                              "RANK and WORLD_SIZE are", "globaltensor run -n N program.py, or torchrun")
     others = _Others(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, timeout.total_seconds())
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    while not others.keeps:
+    while True:
         try:
-            socket.create_connection((host, port), 5).close()
+            if others.keeps:
+                socket.getaddrinfo(host, port)       # torch would ask for its own address until time is over
+            else:
+                socket.create_connection((host, port), 5).close()
             break
+        except (socket.gaierror, UnicodeError) as error:
+            if others.seconds() > _NAMELESS:
+                _end_meeting()                       # nobody can be told there that this rank ends
+                raise TransportError(f"the ranks cannot meet at {host}", f"MASTER_ADDR has no address here: {error}",
+                                     f"MASTER_ADDR=HOST, where HOST is that of rank 0, or {_LEFT_OVER}") from None
+            others.raise_if_gone()
         except OSError:
             others.raise_if_gone()
-            time.sleep(_PERIOD)
-    try:
-        return connect_store(host, port, timeout, is_master=others.keeps, shared=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise TransportError("the ranks could not find each other", first_sentence(error),
-                             "globaltensor run -n N program.py, or torchrun") from None
+        time.sleep(_PERIOD)
+    store = _connect_within(host, port, min(timeout, _ANSWERING), others)
+    store.set_timeout(timeout)
+    return store
+
+
+def _connect_within(host: str, port: int, patience: timedelta, others: _Others) -> dist.TCPStore:
+    """The store that is kept there. In a thread, as torch waits for ever where something else listens and is silent."""
+    ended: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            ended.put(connect_store(host, port, patience, is_master=others.keeps, shared=True))
+        except (OSError, ValueError, RuntimeError) as error:
+            ended.put(error)
+
+    threading.Thread(target=connect, daemon=True, name="globaltensor store").start()
+    store: dist.TCPStore | Exception | None = None
+    limit = time.monotonic() + patience.total_seconds() + _PATIENCE.total_seconds()
+    while store is None and time.monotonic() < limit:
+        try:
+            store = ended.get(timeout=_SCANS)
+        except queue.Empty:
+            others.raise_if_gone()
+    if isinstance(store, dist.TCPStore):
+        return store
+    _end_meeting()                                   # who listens there would not hear that this rank ends
+    if others.keeps and store is not None:
+        raise TransportError("the ranks could not find each other", first_sentence(store), _LEFT_OVER) from None
+    raise TransportError(f"what listens at {host}:{port} is not rank 0 of this job",
+                         "it does not answer" if store is None else first_sentence(store),
+                         f"another MASTER_PORT, the same for all ranks, or {_LEFT_OVER}") from None
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, dict[int, ProcessId]]:
@@ -161,7 +209,7 @@ class _Others:
         self.host_peers = HostPeers(rank, size)
         self.launched = "TORCHELASTIC_RUN_ID" in os.environ
         self.keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self.began, self.scanned, self.patience = time.monotonic(), 0.0, patience
+        self.began, self.scanned, self.patience, self.warned = time.monotonic(), 0.0, patience, False
         self.seen: set[int] = set()
         self.missing: set[int] = set()
         self.came: dict[int, ProcessId] = {}         # of those that this rank looks after
@@ -212,6 +260,7 @@ class _Others:
     def raise_if_gone(self) -> None:
         """Raise for ranks that will not come, and for those that have not come when time is over."""
         time_now = time.monotonic()
+        self._warn_of_wait()
         if time_now - self.scanned >= _SCANS:
             self.scanned = time_now
             here = self.host_peers.seen_here()
@@ -221,12 +270,23 @@ class _Others:
                     self.hear()                      # perhaps of the one with which it began
                     _tell_of_loss(self.store, self.rank, self.size, loss)
                 raise self._gone(loss)
-        if time_now > self.began + self.patience:
+        if self.seconds() > self.patience:
             _end_meeting()                           # for all of them: none need say that it ends
-            place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
             raise TransportError(f"{rank_names(self._awaited())} did not come within {self.patience:.0f} s",
-                                 f"rank {self.rank} of {self.size} waited at {place}",
-                                 "globaltensor run -n N program.py, or torchrun")
+                                 f"rank {self.rank} of {self.size} waited at {_meeting_place()}", _LEFT_OVER)
+
+    def seconds(self) -> float:
+        """For how many this rank has waited."""
+        return time.monotonic() - self.began
+
+    def _warn_of_wait(self) -> None:
+        """Say for whom this rank waits, after a while, as it may do so for long: rank 0, or who does not even find it,
+        lest all say the same."""
+        if not self.warned and self.seconds() > _SILENT and (self.store is None or self.rank == 0):
+            self.warned = True
+            awaited = self._awaited() if self.rank == 0 else [0]
+            warn(f"rank {self.rank} of {self.size} waits at {_meeting_place()} for {rank_names(awaited)}\n"
+                 f"  why:   all ranks meet there, and have {self.patience:.0f} s for it\n  try:   {_LEFT_OVER}")
 
     def _gone(self, loss: Loss) -> TransportError:
         _end_meeting()                               # all who came know of that one: this rank need not tell of itself

@@ -39,7 +39,7 @@ def check_variables(env: Mapping[str, str] = os.environ) -> None:
     size = env.get("WORLD_SIZE", "")
     most = int(size) - 1 if size.isdecimal() and int(size) else None
     for name, first, last in (("WORLD_SIZE", 1, None), ("RANK", 0, most), ("LOCAL_WORLD_SIZE", 1, None),
-                              ("LOCAL_RANK", 0, None), ("MASTER_PORT", 0, 65535),
+                              ("LOCAL_RANK", 0, None), ("MASTER_PORT", 1 if most else 0, 65535),
                               ("TORCHELASTIC_RESTART_COUNT", 0, None)):
         value = env.get(name, str(first))
         if not value.isdecimal() or not first <= int(value) <= (int(value) if last is None else last):
