@@ -56,8 +56,13 @@ def backward_forbidden():
 # what to do, class, and what must stand in: the first line, `why`, `try`
 MISTAKES = {
     "rank outside the world": (lambda: on(0, 99), PlacementError, "rank 99 is outside the world of 8 ranks",
-                               "0 to 7", "GLOBALTENSOR_RANKS=100"),
-    "negative rank": (lambda: on(-1), PlacementError, "rank -1", "0 to 7", "other ranks"),
+                               "0 to 7", "GLOBALTENSOR_RANKS=100, or gt.init(100)"),
+    "many outside": (lambda: gt.placement("cpu", range(20)), PlacementError, "rank 19 is outside the world of 8 ranks",
+                     "0 to 7", "GLOBALTENSOR_RANKS=20, or gt.init(20)"),
+    "outside by axes": (lambda: gt.placement("cpu", [[9, 12], [11, 10]]), PlacementError, "rank 12 is outside", "",
+                        "GLOBALTENSOR_RANKS=13, or gt.init(13)"),
+    "negative rank": (lambda: on(-1), PlacementError, "rank -1 is none", "0 to 7", "other ranks, from 0 on"),
+    "negative and outside": (lambda: on(0, 99, -2, -1), PlacementError, "rank -2 is none", "0 to 7", "from 0 on"),
     "duplicate ranks": (lambda: on(0, 1, 0), PlacementError, "rank 0 appears more than once in [0, 1, 0]", "one shard",
                         "each rank once"),
     "ragged ranks": (lambda: gt.placement("cpu", [[0, 1], [2]]), PlacementError, "ragged ranks: [[0, 1], [2]]", "grid",

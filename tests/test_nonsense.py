@@ -545,7 +545,7 @@ _OF_A_RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SI
 @pytest.mark.parametrize("name, value", [
     ("WORLD_SIZE", "two"), ("WORLD_SIZE", "0"), ("RANK", "x"), ("RANK", "-1"), ("RANK", "2"), ("LOCAL_RANK", "1.5"),
     ("LOCAL_WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", ""), ("MASTER_PORT", "x"), ("MASTER_PORT", "99999"),
-    ("TORCHELASTIC_RESTART_COUNT", "often")])
+    ("MASTER_PORT", "0"), ("TORCHELASTIC_RESTART_COUNT", "often")])
 def test_a_launchers_variable_of_nonsense_is_refused(name, value):
     check_variables(_OF_A_RANK)
     with pytest.raises(gt.TransportError, match=f"{name}={value}") as caught:
@@ -557,3 +557,16 @@ def test_a_rank_beyond_the_last_is_refused_at_once():
     code, out, err = run([PYTHON, "-c", "import globaltensor as gt; gt.world_size()"],
                          environment(**{**_OF_A_RANK, "RANK": "5", "MASTER_ADDR": "127.0.0.1"}))
     assert code == 1 and "RANK=5" in err and "where:" in err and "try:" in err, out + err
+
+
+def test_what_is_to_be_typed_where_a_launcher_s_variables_are_left_over_is_read_then():
+    """GLOBALTENSOR_RANKS is not."""
+    ask = [PYTHON, "-c", "import globaltensor as gt; print(gt.placement('cpu', [0, 1]))"]
+    left = environment(**{**_OF_A_RANK, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+                          "MASTER_PORT": "0", "GLOBALTENSOR_RANKS": "2"})
+    code, out, err = run(ask, left)
+    assert code == 1 and "rank 1 is outside the world of 1 rank\n" in err and "WORLD_SIZE=1 is set" in err, out + err
+    assert "try:   other ranks, or start more: globaltensor run -n 2 ..., or: unset RANK WORLD_SIZE\n" in err, err
+    for name in ("RANK", "WORLD_SIZE"):
+        del left[name]
+    assert run(ask, left)[0] == 0

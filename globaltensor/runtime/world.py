@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from globaltensor.errors import PlacementError
+from globaltensor.errors import PlacementError, counted
 from globaltensor.layouts import placement as placements
 from globaltensor.layouts.placement import placement
 from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count
@@ -150,12 +150,17 @@ def _check_placement(created: placement) -> None:
             raise PlacementError(f"this host has no device of type {created.type!r}",
                                  "torch sees the CPU only" if usable == "cpu" else f"torch sees {usable} devices",
                                  f'gt.placement("{usable}", {list(created.flat)})')
-    size = world_size()
-    for r in created.flat:
-        if not 0 <= r < size:
-            fix = f"GLOBALTENSOR_RANKS={r + 1}" if world().single_process else f"globaltensor run -n {r + 1} ..."
-            raise PlacementError(f"rank {r} is outside the world of {size} ranks", f"its ranks are 0 to {size - 1}",
-                                 f"other ranks, or start more: {fix}")
+    size, lowest, highest = world_size(), min(created.flat), max(created.flat)
+    if lowest < 0:
+        raise PlacementError(f"rank {lowest} is none", f"the ranks are 0 to {size - 1}", "other ranks, from 0 on")
+    if highest >= size:
+        why, fix = f"its ranks are 0 to {size - 1}", f"globaltensor run -n {highest + 1} ..."
+        if not (dist.is_available() and dist.is_initialized()):
+            fix = f"GLOBALTENSOR_RANKS={highest + 1}, or gt.init({highest + 1}) before anything else"
+        elif size == 1 and "WORLD_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+            why, fix = f"{why}: WORLD_SIZE=1 is set, perhaps left over", f"{fix}, or: unset RANK WORLD_SIZE"
+        raise PlacementError(f"rank {highest} is outside the world of {counted(size, 'rank')}", why,
+                             f"other ranks, or start more: {fix}")
 
 
 placements._on_create.append(_check_placement)
