@@ -331,6 +331,11 @@ def test_mistakes():
         gt.zero(torch.optim.SGD(model.parameters()), stage=4)
     with pytest.raises(SbpError, match="only stage 3 gathers"):
         gt.zero(torch.optim.SGD(model.parameters()), stage=2, model=model)
+    layouts = [p.sbp for p in model.parameters()]
+    for other in (spread(net(), where, torch.randn(5, 6))[0], net()):
+        with pytest.raises(SbpError, match="another model than the optimizer's"):
+            gt.zero(torch.optim.SGD(model.parameters()), stage=3, model=other)
+    assert [p.sbp for p in model.parameters()] == layouts
     with pytest.raises(SbpError, match="has no axis 'tp'"):
         gt.zero(torch.optim.SGD(model.parameters()), axis="tp")
     with pytest.raises(SbpError, match="is plain"):

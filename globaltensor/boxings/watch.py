@@ -181,6 +181,8 @@ def boxing(mode: str = "auto", budget: int | None = None) -> AbstractContextMana
 
     mode     "auto" does it, "warn" does it and warns, "forbid" raises BoxingError before anything moves
     budget   how many bytes (received by the rank that receives most) implicit boxings of the block may move in all
+    It holds for the whole process, as backward may run on other threads: also for other threads and asyncio tasks of
+    the program while the block runs.
     Not collective, but what one process refuses the others wait for: enter it in every process. Raises BoxingError for
     another mode, or what is not a number of bytes.
     """

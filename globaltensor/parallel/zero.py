@@ -71,10 +71,10 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
                        "only stage 3 gathers parameters layer by layer", "stage=3, or no model")
     if model is not None:
         expect(model, torch.nn.Module, "gt.zero told of no model", "gt.zero(optimizer, stage=3, model=model)")
-        own = {id(p) for p in model.parameters()}
-        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            raise SbpError("gt.zero was told a model of which the optimizer steps no parameter",
-                           "a layer's parameters are gathered where the model runs it", "the optimizer's own model")
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if stepped.isdisjoint(map(id, model.parameters())):
+            raise SbpError("gt.zero was told another model than the optimizer's", "the optimizer has none of its "
+                           "parameters", "gt.zero(torch.optim.AdamW(model.parameters()), stage=3, model=model)")
     if offload is not None:
         check_offload(offload, optimizer)
     pairs = _step_parts(optimizer, axis, lambda _: stage)

@@ -45,6 +45,8 @@ _CREATE = Advice("the ranks disagree about what to create", "every rank runs the
 _PLAIN = Advice("the ranks use different plain tensors", "a plain tensor counts as broadcast: the same on every rank",
                 "gt.data.from_ranks(loader, placement) where every rank has batches of its own, "
                 "gt.from_local(batch, placement, gt.sbp.split(0)) for one batch, or gt.data.DataLoader")
+_USE = Advice("the ranks do different things with the same plain tensor", _CREATE.why,
+              "the same placement, sbp and other arguments on every rank")
 
 
 def agree(what: str, ranks: Sequence[int] | None = None, advice: Advice = _CREATE) -> None:
@@ -61,6 +63,8 @@ def agree(what: str, ranks: Sequence[int] | None = None, advice: Advice = _CREAT
         return
     texts = gather_unchecked(f"{what}   at {where()}", what, ranks)
     rows = "".join(f"\n    rank {r}: {text}" for r, text in zip(ranks, texts))
+    if advice is _PLAIN and len({text.rpartition("   at ")[0].rpartition(": [")[2] for text in texts}) == 1:
+        advice = _USE                                # the values of all, as `agree_on` writes them, are the same
     raise DisagreementError(advice.what + rows, advice.why, advice.fix)
 
 

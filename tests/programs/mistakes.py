@@ -57,6 +57,7 @@ MISTAKES = {
     "another shape": lambda: gt.zeros(5 if odd else 4, placement=where, sbp=B),
     "another placement": lambda: gt.zeros(4, placement=part if odd else where, sbp=B),
     "another factory": lambda: (gt.ones if odd else gt.zeros)(4, placement=where, sbp=B),
+    "another layout": lambda: gt.from_full(torch.arange(8.), where, S(0) if odd else B),
     "another value": lambda: gt.from_full(torch.full((4,), float(me)), where, B),
     "another module": lambda: gt.to_global(_unlike(torch.nn.Linear(3, 3)), where, B),
     "another seed": seeded,
