@@ -151,10 +151,11 @@ def test_nothing_is_written_where_the_block_raises(tmp_path):
     (lambda path: dict(pipeline=3), "without a file", "file="),
     (lambda path: dict(file=3), "gt.record(file=3)", "run.json"),
     (lambda path: dict(file=path / "x.json", pipeline=3), "pipeline=int", "gt.pipeline"),
+    (lambda path: dict(file="/"), "was not written", "a folder"),
     (lambda path: dict(file=path / "no" / "x.json"), "was not written", "a folder")])
-def test_what_cannot_be_recorded_is_refused(arguments, what, fix, tmp_path):
+def test_what_cannot_be_recorded_is_refused_before_the_block_runs(arguments, what, fix, tmp_path):
     with pytest.raises(gt.GlobalTensorError) as error, gt.record(**arguments(tmp_path)):
-        pass
+        pytest.fail("the block runs")
     assert what in error.value.what and fix in error.value.fix
 
 

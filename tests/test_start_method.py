@@ -23,6 +23,7 @@ from test_processes import alive
 
 from globaltensor.cli.forks import ForkedRank, ForkServer
 from globaltensor.cli.problem import Problem
+from globaltensor.runtime.native import torch_ext
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux", reason="Linux alone forks ranks")]
 
@@ -123,6 +124,15 @@ def test_ranks_that_fail_do_so_in_the_same_words(how, code, words):
     # the other rank may still have been on its way, or have ended before it was told
     own = [(code, out, re.sub(r"globaltensor: rank 0 .*\n", "", err)) for code, out, err in ended]
     assert own[0] == own[1] and own[1][0] == code and words in own[1][2], ended
+
+
+@pytest.mark.skipif(torch_ext is None, reason="the native code is not built")
+def test_what_a_rank_has_forked_is_told_that_it_is_no_rank():
+    code, out, err = run([*RUN, "-n", 2, FAILS, "forks"])
+    assert code == 0 and out.count("the value is 40.0") == 2, out + err
+    for rank in range(2):
+        assert re.search(f"(?m) in a process that rank {rank} has forked$", out), out
+    assert out.count("why:   the rank alone is connected to the others") == 2 and "first error" not in out, out
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -5,6 +5,7 @@ of them where the extension is not built, are done by torch_program.py.
 """
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from globaltensor.errors import DisagreementError, TransportError, where
 from globaltensor.layouts.layout import Layout, Spec, completes, contiguous, dense
 from globaltensor.layouts.recent import remembered
 from globaltensor.runtime import deadlock, lineage
-from globaltensor.runtime.liveness import Loss, first_lost
+from globaltensor.runtime.liveness import Loss, first_lost, process_of
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import local_ranks_of, world
 
@@ -60,6 +61,10 @@ def _failed(how: str, what: str, rank: int, text: str) -> None:
     """Raise the error for a failed call of the transport: `how` it failed (lost, stopped, disagreed), `what` it was for
     ("": ranks only connected), the `rank` to blame (-1: none), and what the transport says."""
     what = what or "connecting over shared memory"
+    if (own := process_of(world().rank)) is not None and own.pid != os.getpid():
+        raise TransportError(f"{what} in a process that rank {world().rank} has forked",
+                             "the rank alone is connected to the others",
+                             "global tensors in the rank itself, and plain ones in what it forks")
     if how == "lost" and (error := deadlock.detected()):  # else a stopped rank may keep the store
         raise error
     apart = lineage.difference(world().rank, sorted(world().host_peers)) if how == "disagreed" else ""

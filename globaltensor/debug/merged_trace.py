@@ -81,8 +81,22 @@ def write_trace_file(path: Path, trace: Row | None) -> None:
             path.write_bytes(gzip.compress(data, 5) if path.suffix == ".gz" else data)
         except OSError as error:
             failure = str(error)
-    failure = broadcast_object(failure, 0, _WHAT)
-    if failure:
+    _raise_if_unwritten(path, failure)
+
+
+def check_trace_file(path: Path) -> None:
+    """Before what takes long: can a file of this name be? Collective: raises GlobalTensorError on all ranks if not."""
+    failure = ""
+    if world().rank == 0 and path.is_dir():
+        failure = "it is a folder"
+    elif world().rank == 0 and not path.parent.is_dir():
+        failure = f"there is no folder {path.parent}"
+    _raise_if_unwritten(path, failure)
+
+
+def _raise_if_unwritten(path: Path, failure: str) -> None:
+    """`failure` is that of rank 0."""
+    if failure := broadcast_object(failure, 0, _WHAT):
         raise GlobalTensorError(f"{os.fspath(path)} was not written", failure, "a folder of rank 0 that has room")
 
 

@@ -22,6 +22,7 @@ import torch
 from globaltensor.boxings.watch import BoxingRecord, Record, layouts_text, recorded
 from globaltensor.debug.merged_trace import (
     RankTrace,
+    check_trace_file,
     clock_offset,
     gather_to_first,
     merge_traces,
@@ -62,6 +63,7 @@ def record(file: str | os.PathLike[str] | None = None, pipeline: Any = None) -> 
 
 @contextmanager
 def _recorded_to(path: Path, pipeline: Any) -> Iterator[Record]:
+    check_trace_file(path)
     memory: list[tuple[float, int]] = []
     began = time.time()
     with recorded() as moves:

@@ -74,6 +74,14 @@ if how == "saves":                                   # when it is ended, for 7 s
     signal.signal(signal.SIGTERM, save)
     print(f"rank {gt.rank()} is process {os.getpid()}", flush=True)
     time.sleep(600)
+if how == "forks":                                   # as multiprocessing does
+    if not os.fork():
+        try:
+            x.sum().item()
+        except gt.TransportError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.wait()
 if how == "parts ways":                              # ranks that do different things
     if gt.rank() == 0:
         print(x.sum().item())
