@@ -263,7 +263,7 @@ void bind_boxed_views(py::module_& m) {
   m.def("on_view_read", [](py::object hook) { do_call = hook.release(); },
         "What does the call of a boxed view that the native dispatcher has no recipe for.");
   m.def("note_write", &note_write, "Count a write to the memory of a tensor.");
-  py::class_<MemoryWrites, std::shared_ptr<MemoryWrites>>(m, "MemoryWrites", "How often a piece of memory was written to.")
+  py::class_<MemoryWrites, std::shared_ptr<MemoryWrites>>(py::handle(), "MemoryWrites")
       .def_property_readonly("count", &writes_to)
       .def("await_next", [](MemoryWrites& of, py::object call) { of.await_next(std::move(call)); },
            "Call this at the next write, once; None: nothing.");
