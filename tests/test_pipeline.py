@@ -94,6 +94,42 @@ def test_a_second_step_adds_to_the_gradients_of_the_first():
         torch.testing.assert_close(p.grad.full_tensor(), 2 * want[name], rtol=1e-12, atol=1e-15)
 
 
+class Failing(nn.Linear):
+    """Raises in its forward of this number, if any."""
+
+    calls, fails_at = 0, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise ValueError("a bad batch")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("stage, micro_batch", [(0, 1), (1, 1), (1, 2), (1, 4)])
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_step_that_raises_leaves_the_gradients_that_were_there(name, stage, micro_batch, unused):
+    """Stages on several ranks, which reduce their gradients at the end, beside stages on one."""
+    model = nn.Sequential(Failing(6, 6), Failing(6, 6)).double()
+    x, y = torch.randn(2, 8, 6, dtype=torch.float64)
+    seen, sums = [], []
+    for places in (alone(2), grid(2, 1, 2)):
+        own = copy.deepcopy(model)
+        runner = gt.pipeline(list(own), places, name, 4, F.mse_loss)
+        runner.step(x, y)
+        if unused:
+            own[0].weight.grad = None                # nothing is there to be kept
+        own[stage].fails_at = own[stage].calls + micro_batch
+        with pytest.raises(ValueError, match="a bad batch"):
+            runner.step(x, y)
+        seen.append([p.grad.full_tensor() for p in own.parameters() if p.grad is not None])
+        runner.step(x, y)
+        sums.append([p.grad.full_tensor() for p in own.parameters()])
+    for one, several in zip(seen[0] + sums[0], seen[1] + sums[1], strict=True):
+        torch.testing.assert_close(several, one, rtol=1e-12, atol=1e-15)
+
+
 def test_a_schedule_from_a_text(tmp_path):
     file = tmp_path / "mine.txt"
     file.write_text("0F0 0F1 0F2 0B2 0I1 0B0 0W1\n1F0 1F1 1F2 1B2 1B1 1I0 1W0\n")
@@ -282,6 +318,89 @@ def test_frozen_and_unused_parameters(name):
         assert p.grad is None or torch.equal(p.grad.full_tensor(), want[n]), n
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_frozen_and_what_trains_may_change_between_steps(name, recompute):
+    model = tanhs(4)
+    x, y = torch.randn(2, 8, 6, dtype=torch.float64)
+    runner = gt.pipeline(list(model), alone(2 if name == "zb-v" else 4), name, 4, F.mse_loss, recompute=recompute)
+    plain = tanhs(4)
+    plain.load_state_dict({key: p.full_tensor() for key, p in model.state_dict().items()})
+    for learning in ((2, 3), (1, 3), (0, 1, 2, 3), (2,)):
+        for k in range(4):
+            for both in (model, plain):
+                both[k].requires_grad_(k in learning)
+        total, want = accumulated(plain, list(zip(x.chunk(4), y.chunk(4))), F.mse_loss)
+        assert runner.step(x, y).item() == total.item()
+        for n, p in model.named_parameters():
+            assert (p.grad is None) == (want[n] is None), n
+            assert p.grad is None or torch.equal(p.grad.full_tensor(), want[n]), n
+        model.zero_grad()
+
+
+class Writing(nn.Module):
+    """Writes to its inputs before it does anything else, and passes one on that it has made depend on a weight."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.linear, self.scale, self.first = nn.Linear(6, 6), nn.Parameter(torch.randn(6)), first
+
+    def forward(self, x, carried=None):
+        x.add_(1)
+        nn.functional.leaky_relu_(x, 0.3)
+        carried = x * 2 if self.first else carried.mul_(self.scale)
+        return self.linear(x), carried
+
+
+class Joined(nn.Module):
+    def forward(self, x, carried):
+        return x.sub_(carried)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_stages_may_write_to_their_inputs(name, recompute):
+    stages = nn.ModuleList([Writing(True), Writing(False), Writing(False), Joined()]).double()
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stages = stages
+
+        def forward(self, x):
+            given = (x,)
+            for stage in self.stages[:-1]:
+                given = stage(*given)
+            return self.stages[-1](*given)
+
+    x, y = torch.randn(2, 8, 6, dtype=torch.float64)
+    total, want = accumulated(Whole(), list(zip(x.clone().chunk(4), y.chunk(4))), F.mse_loss)
+    before = x.clone()
+    runner = gt.pipeline(list(stages), alone(2 if name == "zb-v" else 4), name, 4, F.mse_loss, recompute=recompute)
+    for _ in range(2):                               # the first one also tries whether the stages fit
+        loss = runner.step(x, y)
+        assert loss.item() == total.item() == runner.eval(x, y).item() and torch.equal(x, before)
+        for n, p in stages.named_parameters():
+            assert (p.grad is None) == (want[f"stages.{n}"] is None), n
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad.full_tensor(), want[f"stages.{n}"], rtol=1e-12, atol=1e-15, msg=n)
+        stages.zero_grad()
+
+
+def test_tensors_of_a_batch_that_are_cut_alike():
+    model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11)).double()
+    ids, y = torch.randint(11, (2, 8, 5))
+
+    def loss(logits, targets):
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    total, want = accumulated(model, list(zip(ids.chunk(4), y.chunk(4))), loss)
+    runner = gt.pipeline(list(model), alone(2), "1f1b", 4, loss)
+    for targets in (y, y.flatten(), list(y.flatten().chunk(4))):     # five rows go with each row of the inputs
+        same_bits(model, total, want, runner.step(ids, targets))
+        model.zero_grad()
+
+
 # --------------------------------------------------------------------------------------------------------------- hybrid
 
 
@@ -354,6 +473,34 @@ def test_gradients_are_reduced_once_for_each_stage_and_step():
     _, want = accumulated(model_before, list(zip(x.chunk(8), y.chunk(8))), F.mse_loss)
     for grad, one in zip(grads, want.values()):
         torch.testing.assert_close(grad.full_tensor(), 3 * one, rtol=1e-12, atol=1e-15)
+
+
+class Mixing(nn.Module):
+    def forward(self, x):
+        return x @ x.T @ x                           # of rows that lie on two ranks
+
+
+def test_the_first_step_counts_what_the_others_count():
+    x, y = torch.randn(2, 6, 4)
+    places = [gt.placement("cpu", [0, 1], ("dp",))]
+    runners = [gt.pipeline([nn.Sequential(nn.Linear(4, 4), Mixing())], places, "1f1b", 1, F.mse_loss) for _ in range(2)]
+    counted = []
+    for rows in (6, 6, 4, 4):
+        with gt.record() as moves:
+            runners[0].step(x[:rows], y[:rows])
+        counted.append([(move.op, move.bytes) for move in moves])
+    assert counted[0] == counted[1] and counted[2] == counted[3]
+    budget = sum(nbytes for _, nbytes in counted[0])
+    with gt.boxing(budget=budget):
+        runners[1].step(x, y)
+    with pytest.raises(gt.BoxingError), gt.boxing(budget=budget - 1):
+        runners[1].step(x, y)
+    again = gt.pipeline(runners[1].stages, places, "1f1b", 1, F.mse_loss)
+    with pytest.raises(StageError, match="BoxingError"), gt.boxing("forbid"):
+        again.step(x, y)
+    with pytest.warns(UserWarning) as told, gt.boxing("warn"):
+        again.step(x, y)
+    assert len(told) == sum(nbytes > 0 for _, nbytes in counted[0])
 
 
 # ------------------------------------------------------------------------------------------------------ the two halves
@@ -490,6 +637,14 @@ class Plain(nn.Module):
      lambda: gt.pipeline(list(tanhs(2)), alone(2), loss=F.mse_loss).step(torch.ones(3, 6), torch.ones(3, 6))),
     (ShapeError, "2 inputs for 4 micro-batches",
      lambda: gt.pipeline(list(tanhs(2)), alone(2), loss=F.mse_loss).step([torch.ones(3, 6)] * 2)),
+    (ShapeError, "targets of 3 rows beside inputs of 4",
+     lambda: gt.pipeline(list(tanhs(2)), alone(2), micro_batches=2, loss=F.mse_loss).step(
+         torch.ones(4, 6), torch.ones(3, 6))),
+    (ShapeError, "targets of 2 rows beside inputs of 4",
+     lambda: gt.pipeline(list(tanhs(2)), alone(2), micro_batches=2, loss=F.mse_loss).step(
+         torch.ones(4, 6), torch.ones(2, 6))),
+    (ShapeError, "inputs of 5 rows beside inputs of 4",
+     lambda: gt.pipeline(list(tanhs(2)), alone(2), micro_batches=2).step((torch.ones(4, 6), torch.ones(5, 6)))),
     (GlobalTensorError, "inputs that require a gradient",
      lambda: gt.pipeline(list(tanhs(2)), alone(2)).step(torch.ones(4, 6, requires_grad=True))),
     (StageError, "stage 1 of 2 fails on [1, 6] float32",
@@ -509,7 +664,7 @@ def test_mistakes(kind, text, build):
 
 
 # Of the cases, those whose ranks do the most different things. `make test-all` runs all of them without native code.
-MIXED = ("zb-v", "skip", "dp, zero 2", "three and one")
+MIXED = ("zb-v", "skip", "dp, zero 2", "three and one", "frozen in turn")
 
 
 @pytest.mark.processes
@@ -524,7 +679,7 @@ def test_processes_give_the_bits_of_one_process(ranks, native, cases, tmp_path):
              ([*RUN, "-n", ranks, PIPELINE, tmp_path / "many", *cases], {"GLOBALTENSOR_NATIVE": native}), timeout=240)
     (one,), seen = results(tmp_path / "one").values(), results(tmp_path / "many")
     assert sorted(seen) == list(range(ranks))
-    assert len(one) == (len(cases) or {2: 18, 4: 24}[ranks])
+    assert len(one) == (len(cases) or {2: 20, 4: 26}[ranks])
     for rank, found in seen.items():
         assert found.keys() == one.keys()
         for case, values in found.items():
@@ -571,6 +726,13 @@ def test_stages_that_do_not_fit_are_told_on_every_rank(tmp_path):
     for rank, found in results(tmp_path).items():
         kind, text = found["misfits"]["error"]
         assert kind == "StageError" and "stage 1 of 2 fails on [1, 5] float64" in text, f"rank {rank}: {text}"
+        kind, text = found["misfits"]["rows"]
+        assert kind == "StageError" and "The size of tensor a (2) must match" in text, f"rank {rank}: {text}"
+        kind, text = found["misfits"]["later"]
+        if rank == 0:
+            assert kind == "ShapeError" and "[2, 4] float32 B with a gradient instead of [2, 4] float64 B" in text, text
+        else:
+            assert kind == "TransportError", text
 
 
 def test_measured_events_are_a_timetable():

@@ -205,6 +205,21 @@ def _in_force(policy: _Policy) -> Iterator[None]:
         _notify_native()
 
 
+@contextmanager
+def not_counted() -> Iterator[None]:
+    """Inside, boxings are not recorded, no block warns of them, and none counts them. What a block forbids, and what it
+    has no budget left for, is refused nevertheless."""
+    recorders, policies = _recorders[:], _policies[:]
+    _recorders.clear()
+    _policies[:] = [_Policy("auto" if own.mode == "warn" else own.mode, own.budget, own.used) for own in policies]
+    _notify_native()
+    try:
+        yield
+    finally:
+        _recorders[:], _policies[:] = recorders, policies
+        _notify_native()
+
+
 def _notify_native() -> None:
     """Native code leaves boxings to Python while there is a recorder or a policy."""
     if torch_ext is not None:

@@ -108,14 +108,19 @@ class PipelineStep:
         for stage in (s for rank in ranks for s in self.schedule.stages_of[rank]) if self.train else ():
             # A stage's sum over micro-batches is reduced on its own; what was there before must not be reduced again.
             self.earlier_grads[stage] = gradients.set_aside(self.model.parameters.reduced_by_stage(stage))
-        # Gradients that ZeRO splits early are not sent once a micro-batch where other stages would wait for it.
-        with gradients.no_early_reduction() if self.schedule.stages > 1 else nullcontext():
-            if len(ranks) == self.schedule.ranks and self.comm is None:
-                self._run_all_lists()
-            else:
-                with uncoordinated():
-                    for rank in ranks:
-                        self._run_list(rank, self.schedule.actions[rank])
+        try:
+            # Gradients that ZeRO splits early are not sent once a micro-batch where other stages would wait for it.
+            with gradients.no_early_reduction() if self.schedule.stages > 1 else nullcontext():
+                if len(ranks) == self.schedule.ranks and self.comm is None:
+                    self._run_all_lists()
+                else:
+                    with uncoordinated():
+                        for rank in ranks:
+                            self._run_list(rank, self.schedule.actions[rank])
+        finally:                                     # where a stage raised, its gradients from before are still aside
+            with uncoordinated():
+                for before in self.earlier_grads.values():
+                    gradients.restore(before)
         assert not (self.saved or self.inbox or self.outbox or self.posted), "a checked schedule leaves nothing behind"
 
     def _run_all_lists(self) -> None:
@@ -224,7 +229,7 @@ class PipelineStep:
     def _forward(self, stage: int, mb: int) -> None:
         received = self.inbox.pop((stage, "F", mb))
         with_graph = self.train and not self.model.recompute
-        inputs, outputs = self.call(stage, mb, received, grad=with_graph)
+        inputs, outputs = self.call(stage, mb, received, grad=with_graph, again=self.train and not with_graph)
         random = torch.get_rng_state()
         meta: BundleMeta = ()
         if stage == self.last:
@@ -271,20 +276,26 @@ class PipelineStep:
 
     # ------------------------------------------------------------------------------------------------- running a stage
 
-    def call(self, stage: int, mb: int, received: ActivationBundle, grad: bool) -> tuple[list[Any], tuple[Any, ...]]:
+    def call(self, stage: int, mb: int, received: ActivationBundle, grad: bool, again: bool = False
+             ) -> tuple[list[Any], tuple[Any, ...]]:
         """Run a stage from the random state that came with its input; its inputs as leaves, and its outputs. The last
-        stage's output, in training, is the micro-batch's part of the loss."""
+        stage's output, in training, is the micro-batch's part of the loss.
+
+        again   it will be run on the same once more: what it writes to its inputs goes to copies
+        """
         assert received.random is not None           # a bundle that goes forward has it
-        inputs = [t if t is None else t.detach() for t in received.tensors]
+        inputs = [t if t is None else t.detach().clone() if again else t.detach() for t in received.tensors]
         for leaf, part in zip(inputs, received.meta):
             if grad and part is not None and part.needs_grad:
                 TensorBase.requires_grad_(leaf, True)
+        arguments = inputs if not grad else [
+            t if t is None else _SameMemory.apply(t) if t.requires_grad else t.detach() for t in inputs]
         torch.set_rng_state(received.random)
         dtype, enabled = self.autocast
         device_type = self.model.placements[stage].type
         with torch.set_grad_enabled(grad), torch.autocast(device_type, dtype, enabled, cache_enabled=False):
             names = self.names if stage == 0 else ()
-            positional, named = inputs[:len(inputs) - len(names)], inputs[len(inputs) - len(names):]
+            positional, named = arguments[:len(arguments) - len(names)], arguments[len(arguments) - len(names):]
             outputs = _checked_outputs(self.model.stages[stage](*positional, **dict(zip(names, named))), stage)
             if stage == self.last and (self.train or self.targets[mb] is not None):
                 outputs = (self._loss(outputs, mb),)
@@ -307,11 +318,26 @@ class PipelineStep:
                     received: ActivationBundle) -> BundleMeta:
         """Which outputs need a gradient, without a graph: an input that is passed through does if it did; others that
         are not integers do if any input or parameter does."""
-        of_input = {id(x): part.needs_grad for x, part in zip(inputs, received.meta) if part is not None}
-        anything = any(of_input.values()) or any(p.requires_grad for p in self.model.stages[stage].parameters())
+        of_input = {id(x): part.needs_grad for x, part in zip(inputs, received.meta)
+                    if part is not None and not x._version}      # not written to: x is a copy, which begins at 0
+        anything = (any(part.needs_grad for part in received.meta if part is not None)
+                    or any(p.requires_grad for p in self.model.stages[stage].parameters()))
         return tuple(part and part._replace(needs_grad=of_input.get(id(y), anything and (y.is_floating_point()
                                                                                         or y.is_complex())))
                      for part, y in zip(meta, outputs))
+
+
+class _SameMemory(torch.autograd.Function):
+    """A leaf as a tensor that a stage may write to, as it may to what another layer made. Torch lets nobody write to a
+    leaf that requires a gradient, nor to a view of it; what this makes is none for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Any) -> Any:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad
 
 
 def layouts_forward(meta: BundleMeta, where: placement) -> Layouts:

@@ -2,7 +2,7 @@
 
 Once a schedule runs, a stage that fails on its inputs raises on its own ranks only; the others just see that these are
 gone. So one micro-batch is run forward first, stage by stage, and all processes learn the outcome of each. Inputs that
-differ in sizes only are of one kind: batches of varying length are checked once.
+differ in sizes only are of one kind: batches of varying length are checked once. What the check moves is not counted.
 """
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from globaltensor.boxings.watch import not_counted
 from globaltensor.pipelining.actions import PipelineStep, buffers_left_alone, layouts_forward
 from globaltensor.pipelining.stage_comm import ActivationBundle, BundleMeta, bundle, describe, move_bundle
 from globaltensor.pipelining.stages import StageError
@@ -18,6 +19,7 @@ from globaltensor.runtime.agreement import gather_objects, uncoordinated
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 
+@not_counted()
 def dry_run(step: PipelineStep, mb: int, inputs: Sequence[Any], own_stages: Sequence[int]) -> None:
     """Run a micro-batch forward through all stages, one after the other; `own_stages` are those of this process.
 
@@ -31,7 +33,7 @@ def dry_run(step: PipelineStep, mb: int, inputs: Sequence[Any], own_stages: Sequ
         if stage in own_stages:
             try:
                 with uncoordinated(), model.parameters.replicas_in(stage), buffers_left_alone(module):
-                    outputs = step.call(stage, mb, received, grad=False)[1]
+                    outputs = step.call(stage, mb, received, grad=False, again=True)[1]
                 meta = bundle(outputs).meta
             except Exception as error:               # whatever a user's module raises: all processes must learn of it
                 first_line = str(error).splitlines()[0] if str(error) else "without a message"

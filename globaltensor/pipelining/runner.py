@@ -28,20 +28,20 @@ import torch
 from torch import nn
 
 from globaltensor.boxings.redistribute import redistribute
-from globaltensor.errors import ArgumentError, GlobalTensorError, ShapeError, expect
-from globaltensor.layouts.layout import layout, spec
+from globaltensor.errors import ArgumentError, GlobalTensorError, expect
+from globaltensor.layouts.layout import spec
 from globaltensor.layouts.placement import placement
-from globaltensor.layouts.sbp import broadcast, split
 from globaltensor.pictures.timetable_picture import Timetable
 from globaltensor.pipelining.actions import PipelineModel, PipelineStep
 from globaltensor.pipelining.dry_run import dry_run
 from globaltensor.pipelining.layer_lists import cut_by_layers, layer_lists
+from globaltensor.pipelining.micro_batches import MicroBatches, check_rows, with_named
 from globaltensor.pipelining.stage_comm import StageComm, TensorMeta
 from globaltensor.pipelining.stage_placement import StageParameters, rank_groups, stage_placements
 from globaltensor.pipelining.stages import StageError, as_modules, cut_sequence
 from globaltensor.pipelining.tracing import UntraceableError, cut_traced
 from globaltensor.runtime import lineage
-from globaltensor.runtime.agreement import compare_plain, gather_objects
+from globaltensor.runtime.agreement import gather_objects
 from globaltensor.runtime.p2p import MAX_PENDING
 from globaltensor.runtime.world import world
 from globaltensor.schedules.check import check_schedule
@@ -52,9 +52,7 @@ from globaltensor.schedules.schedule import F, Schedule
 from globaltensor.schedules.text import read_schedule
 from globaltensor.schedules.timetable import Event
 from globaltensor.tensors import gradients
-from globaltensor.tensors.full_value import place_full
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.redistribution import to_layout
 from globaltensor.tracebacks import api_boundary
 
 
@@ -180,12 +178,13 @@ class PipelineRunner:
 
     def __init__(self, model: PipelineModel, schedule: Schedule, batch: str) -> None:
         here = world()
-        self.stages, self.schedule, self.model, self.batch = model.stages, schedule, model, batch
+        self.stages, self.schedule, self.model = model.stages, schedule, model
         self.evaluation = communicate(schedule.only([F]))
         self.events: list[Event] = []
         self.seeds: list[int] = []
         by_rank = [model.placements[stages[0]] for stages in schedule.stages_of]
         self._everyone = sorted({rank for where in by_rank for rank in where.flat})
+        self._cutter = MicroBatches(schedule.micro_batches, batch, self._everyone)
         self._comm = None if here.single_process else StageComm(self._everyone)
         self._ranks = [r for r, where in enumerate(by_rank) if here.single_process or here.rank in where.coords]
         self._dry_run_kinds: set[Hashable] = set()
@@ -199,6 +198,12 @@ class PipelineRunner:
                           tensor or tuple for each micro-batch. Plain ones are the same on every process
         named             more inputs, tensors that the first stage takes by name and that are cut likewise; None: not
                           passed. Without a loss function, targets are such an input, called so
+
+        Collective. Raises ShapeError and ArgumentError for a batch that cannot be cut, GlobalTensorError for one that
+        requires a gradient, DisagreementError for plain tensors that differ, and StageError where a stage or the loss
+        fails on the first inputs of their kind: on every rank. What a stage raises later, its own ranks raise; others
+        raise TransportError or DisagreementError once these have ended or gone on. Gradients of before the step stay,
+        and what its backward passes have added.
         """
         targets, named = self._who_takes(targets, named)
         with lineage.paused():
@@ -208,7 +213,8 @@ class PipelineRunner:
     def eval(self, inputs: Any = (), targets: Any = None, **named: Any) -> Any:
         """Forward only, without gradients: the output of the last stage, the micro-batches concatenated again along
         dim 0, and scalars, such as a loss that the stage returns, reduced as those of a step; with targets, the loss.
-        Arguments as those of `step`. Call `eval()` of the modules first where they behave differently then."""
+        Arguments as those of `step`. Call `eval()` of the modules first where they behave differently then.
+        Collective. Raises what `step` does."""
         targets, named = self._who_takes(targets, named)
         with lineage.paused():
             results = self._run(inputs, targets, named, False, self.evaluation)
@@ -230,7 +236,8 @@ class PipelineRunner:
 
     @api_boundary
     def gathered_events(self) -> Timetable:
-        """The events of all processes: prints as a timetable, which a notebook shows as a picture."""
+        """The events of all processes: prints as a timetable, which a notebook shows as a picture. Collective. Raises
+        TransportError where a process has ended."""
         own: Any = tuple(map(tuple, self.own_events()))
         return Timetable(Event(*event) for events in gather_objects(own, "the events of a pipeline")
                          for event in events)
@@ -250,10 +257,12 @@ class PipelineRunner:
         autocast = torch.get_autocast_dtype(first.type), torch.is_autocast_enabled(first.type)
         with torch.autocast(first.type, enabled=False), torch.no_grad():
             names = tuple(name for name, value in named.items() if value is not None)
-            micro_inputs = self._micro_batches(_with_named(inputs, [named[name] for name in names]), first, "inputs")
+            micro_inputs = self._cutter.cut(with_named(inputs, [named[name] for name in names]), first, "inputs")
             micro_targets = ([None] * len(micro_inputs) if targets is None
-                             else self._micro_batches(targets, last, "targets"))
-        mode = train, autocast, names, tuple(m.training for m in self.stages)
+                             else self._cutter.cut(targets, last, "targets"))
+            if not (isinstance(inputs, list) and isinstance(targets, (list, type(None)))):   # cut by the user already
+                check_rows(micro_inputs, micro_targets)
+        mode = train, autocast, names, self._state_of_stages()
         keys = [(mode, _shapes(x), _shapes(y or ())) for x, y in zip(micro_inputs, micro_targets)]
         base = int(torch.randint(1 << 62, (), device="cpu"))
         self.seeds = [base + j for j in range(len(micro_inputs))]
@@ -279,10 +288,20 @@ class PipelineRunner:
     def _dry_run(self, step: PipelineStep, micro_inputs: Sequence[tuple[Any, ...]], mode: Hashable) -> None:
         """For inputs of a kind that was not seen before: do the stages fit together?"""
         for mb, inputs in enumerate(micro_inputs):
-            kind = mode, tuple((t.dim(), t.dtype) for t in (*inputs, *(step.targets[mb] or ())))
+            kind = mode, tuple((t.dim(), t.dtype, t.shape[:1] == inputs[0].shape[:1])
+                               for t in (*inputs, *(step.targets[mb] or ())))
             if kind not in self._dry_run_kinds:
                 dry_run(step, mb, inputs, [stage for stage in range(len(self.stages)) if self._has(stage)])
                 self._dry_run_kinds.add(kind)
+
+    def _state_of_stages(self) -> Hashable:
+        """What the outputs of stages follow from besides their inputs, of all stages and the same on every process:
+        which parameters learn and how they lie, which stages train (by the modules without children: a stage that was
+        cut is a new module, which `model.eval()` does not reach), and the dtype of new tensors."""
+        every: list[torch.Tensor] = [p for stage in self.stages for p in stage.parameters()]
+        parameters = tuple((p.requires_grad, p.spec.layout if isinstance(p, GlobalTensor) else None) for p in every)
+        training = tuple(any(m.training for m in stage.modules() if not m._modules) for stage in self.stages)
+        return parameters, training, torch.get_default_dtype()
 
     def _has(self, stage: int) -> bool:
         """Does this process run the stage?"""
@@ -333,54 +352,6 @@ class PipelineRunner:
         for (part,) in results[1:]:
             total = total + part
         return redistribute([total], [total.spec.layout.replicated], "the loss of a pipeline")[0]
-
-    # ---------------------------------------------------------------------------------------------------- micro-batches
-
-    def _micro_batches(self, batch: Any, where: placement, what: str) -> list[tuple[Any, ...]]:
-        """For each micro-batch a tuple of global tensors on a placement."""
-        m = self.schedule.micro_batches
-        if isinstance(batch, tuple) and not batch:
-            raise ArgumentError(f"a pipeline without {what}", "it runs a batch; its stages are modules of their own",
-                                "runner.eval(inputs); stage.eval() for each of runner.stages, to change their mode")
-        if not isinstance(batch, list):
-            batch = list(zip(*(self._split(t, what) for t in (batch if isinstance(batch, tuple) else (batch,)))))
-        elif len(batch) != m:
-            raise ShapeError(f"{len(batch)} {what} for {m} micro-batches", "a list has one for each of them",
-                             f"a list of {m}, or a tensor that is cut along dim 0")
-        parts = [part if isinstance(part, tuple) else (part,) for part in batch]
-        return [tuple(self._to_placement(t, where, what) for t in part) for part in parts]
-
-    def _split(self, t: torch.Tensor, what: str) -> Sequence[torch.Tensor]:
-        m = self.schedule.micro_batches
-        if not isinstance(t, torch.Tensor) or not t.dim() or len(t) < m:
-            size = f"of {list(t.shape)}" if isinstance(t, torch.Tensor) else f"that are a {type(t).__name__}"
-            raise ShapeError(f"{what} {size} for {m} micro-batches", "a batch is cut along dim 0",
-                             f"{m} rows or more, or fewer micro-batches")
-        return t.tensor_split(m)
-
-    def _to_placement(self, t: torch.Tensor, where: placement, what: str) -> GlobalTensor:
-        expect(t, torch.Tensor, f"{what} of a pipeline", "runner.step(inputs, targets)")
-        if t.requires_grad:
-            raise GlobalTensorError(f"{what} that require a gradient", "a step leaves gradients in parameters only",
-                                    f"{what}.detach()")
-        along_batch = split(0) if t.dim() else broadcast
-        dst = layout(where, tuple(along_batch if name == self.batch else broadcast
-                                  for name in where.axis_names or ("",) * where.ndim))
-        if isinstance(t, GlobalTensor):
-            return to_layout(t, dst)
-        compare_plain(t, f"the {what} of a pipeline", self._everyone)
-        return GlobalTensor.wrap(*place_full(t, dst))
-
-
-def _with_named(inputs: Any, values: list[Any]) -> Any:
-    """The inputs of a batch, and behind them those that have names."""
-    if not values:
-        return inputs
-    if isinstance(inputs, list):
-        raise ArgumentError("named inputs beside a list of micro-batches", "the list is not cut, and they would be",
-                            "tensors of the whole batch, which are all cut alike")
-    return (*(inputs if isinstance(inputs, tuple) else (inputs,)), *values)
-
 
 def _shapes(tensors: Sequence[Any]) -> Hashable:
     return tuple((t.spec.layout, t.spec.shape, t.spec.dtype) for t in tensors)

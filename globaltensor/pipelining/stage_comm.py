@@ -28,7 +28,7 @@ from globaltensor.boxings.plan import plan
 from globaltensor.boxings.redistribute import Move, move_shards, redistribute
 from globaltensor.boxings.watch import note_messages
 from globaltensor.errors import ShapeError
-from globaltensor.layouts.layout import Layout, Shape, Spec, layout, replicated, spec
+from globaltensor.layouts.layout import Layout, Shape, Spec, layout, replicated, sbp_text, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.recent import remembered
 from globaltensor.runtime.agreement import as_bytes, from_bytes
@@ -242,8 +242,9 @@ class StageComm:
                 self.messages.send([as_bytes(bundle.meta)], receiver, "meta", sized=False)
         elif transfer.meta != bundle.meta:
             raise ShapeError("the outputs of a stage differ from earlier ones for inputs of the same shapes",
-                             f"{describe(bundle.meta)} instead of {describe(transfer.meta)}",
-                             "stages whose output shapes follow from the shapes and dtypes of their inputs")
+                             f"{_in_full(bundle.meta)} instead of {_in_full(transfer.meta)}",
+                             "stages whose outputs follow from the shapes and dtypes of their inputs, from which of "
+                             "their parameters learn, and from train() or eval()")
         pieces = transfer.pack(bundle)
         for receiver, tensors in transfer.on_cpu(pieces, bundle.random).items():
             self.messages.send(tensors, receiver, tag)
@@ -291,3 +292,9 @@ def describe(meta: BundleMeta) -> str:
     """`[4, 8] float32, no tensor`."""
     return ", ".join("no tensor" if part is None else f"{list(part.shape)} {str(part.dtype).removeprefix('torch.')}"
                      for part in meta)
+
+
+def _in_full(meta: BundleMeta) -> str:
+    """The same with all that a receiver must know: `[4, 8] float32 B with a gradient, [4] int64 B`."""
+    return ", ".join(describe((part,)) + ("" if part is None else f" {sbp_text(part.layout.sbp)}" +
+                                          " with a gradient" * part.needs_grad) for part in meta)

@@ -242,7 +242,7 @@ def no_early_reduction() -> Iterator[None]:
 
 def set_aside(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
     """Take the settled gradients out of these leaves: pending sums are added to each other at no cost, to what is
-    settled each by a reduction of its own. `put_back` adds them again."""
+    settled each by a reduction of its own. `restore` adds them again."""
     taken = [(leaf, raw_grad(leaf)) for leaf in leaves if leaf.requires_grad and raw_grad(leaf) is not None
              and raw_grad(leaf).spec.layout is grad_layout(leaf)]
     for leaf, _ in taken:
@@ -251,10 +251,11 @@ def set_aside(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
 
 
 def restore(taken: Iterable[tuple[Any, Any]]) -> None:
-    """Add what was set aside to what has come since, which is settled too."""
+    """Add what was set aside to what has come since, as it lies: where backward did not end it is a sum that waits."""
     with torch.no_grad():
         for leaf, before in taken:
-            _set(leaf, before if raw_grad(leaf) is None else before.add_(raw_grad(leaf)))
+            grad = raw_grad(leaf)
+            _set(leaf, before if grad is None else redistribute([before], [grad.spec.layout], "gradient")[0].add_(grad))
 
 
 @torch.inference_mode(False)
@@ -353,8 +354,7 @@ class BackwardBuckets:
         self.sum = self.expected = 0.0               # the same of all gradients since the last read, and before it
         self.under_way: list[Bucket] = []
         self.stale: set[int] = set()                 # ids of leaves whose gradients came again
-        self.each_once = False                       # was it so before the last read?
-        self.twice = False
+        self.each_once = self.twice = False          # each_once: was it so before the last read?
         self.nbytes = 0                              # of all leaves that wait
 
     def add(self, one: Reduction, twice: bool) -> None:

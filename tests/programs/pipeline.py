@@ -96,6 +96,42 @@ def skip(ranks):
                                        for n, p in stages.named_parameters()}}
 
 
+class InTraining(nn.Module):
+    """Gives two tensors in training and one otherwise; writes to its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(6, 6), nn.Dropout(0.0)
+
+    def forward(self, x, extra=None):
+        x = self.linear(x.mul_(2) if extra is None else x.add_(extra))
+        return (x, x.sin()) if self.dropout.training else x
+
+
+def in_turn(ranks, changes, **options):
+    """Steps between which something changes that decides what stages pass to each other."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(InTraining() for _ in range(ranks))
+    runner = gt.pipeline([nn.Sequential(block) if not k else block for k, block in enumerate(blocks)],
+                         [place(r) for r in range(ranks)], "1f1b", 3,
+                         lambda y, x: F.mse_loss(y[0] if isinstance(y, tuple) else y, x), **options)
+    x, found = torch.randn(8, 6), []
+    for step in range(4):
+        changes(blocks, step)
+        found += [runner.step(x, x).item(), runner.eval(x, x).item()]
+    return {"steps": found, "bits": {n: zlib.crc32(p.grad.full_tensor().numpy().tobytes())
+                                     for n, p in blocks.named_parameters() if p.grad is not None}}
+
+
+def freeze(blocks, step):
+    for k, block in enumerate(blocks):
+        block.requires_grad_((k + step) % 3 == 0 or k == len(blocks) - 1)
+
+
+def switch(blocks, step):
+    blocks.train(step % 2 == 0)
+
+
 def normed(ranks):
     torch.manual_seed(0)
     model = nn.Sequential(*(m for _ in range(ranks) for m in (nn.Linear(6, 6), nn.BatchNorm1d(6))))
@@ -217,12 +253,31 @@ def dies():
         print(f"after {time.perf_counter() - began:.2f} s", flush=True)
 
 
+class Rounding(nn.Linear):
+    rounds = False
+
+    def forward(self, x):
+        return super().forward(x).float() if self.rounds else super().forward(x)
+
+
 def misfits():
-    try:
-        gt.pipeline([nn.Linear(4, 5), nn.Linear(6, 4)], [place(0), place(1)], "1f1b", 2, F.mse_loss).step(
-            torch.ones(2, 4), torch.ones(2, 4))
-    except gt.GlobalTensorError as error:
-        return {"error": [type(error).__name__, str(error)]}
+    """Errors: of stages that do not fit, of a loss and its targets after a step, of a stage that changes by itself."""
+    found = {}
+
+    def caught(name, run):
+        try:
+            run()
+        except gt.GlobalTensorError as error:
+            found[name] = [type(error).__name__, str(error)]
+
+    x, places = torch.ones(4, 4), [place(0), place(1)]
+    caught("error", lambda: gt.pipeline([nn.Linear(4, 5), nn.Linear(6, 4)], places, "1f1b", 4, F.mse_loss).step(x, x))
+    stages = gt.pipeline([Rounding(4, 4), nn.Linear(4, 4)], places, "1f1b", 2, lambda y, x: F.mse_loss(y.double(), x))
+    stages.step(x, x)
+    caught("rows", lambda: stages.step(x, torch.ones(8, 4)))
+    stages.stages[0].rounds = True
+    caught("later", lambda: stages.step(x, x))
+    return found
 
 
 def cases(ranks):
@@ -238,6 +293,8 @@ def cases(ranks):
     yield "skip", lambda: skip(ranks)
     yield "batch norm", lambda: normed(ranks)
     yield "events", lambda: events(ranks)
+    yield "frozen in turn", lambda: in_turn(ranks, freeze)
+    yield "training and not", lambda: in_turn(ranks, switch, recompute=True)
     if ranks == 4:
         yield "dp", lambda: hybrid("1f1b", "dp")
         yield "dp, zero 1", lambda: hybrid("1f1b", "dp", zero=1)
