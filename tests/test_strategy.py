@@ -76,7 +76,16 @@ def images():
     return torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randn(8, 5, dtype=torch.float64)
 
 
+def heads():
+    return nn.Sequential(nn.TransformerEncoderLayer(12, 3, 20, 0.0, batch_first=True), nn.Linear(12, 4)).double()
+
+
+def sequences():
+    return torch.randn(8, 7, 12, dtype=torch.float64), torch.randn(8, 7, 4, dtype=torch.float64)
+
+
 MODELS = {"chain": (chain, rows, F.mse_loss), "gpt": (small_gpt, tokens, cross_entropy),
+          "heads": (heads, sequences, F.mse_loss),
           "vision": (vision, images, F.mse_loss)}
 
 RUNS = [("chain", 1, {}), ("chain", 2, {"dp": 2, "zero": 3}), ("chain", 4, {"dp": 2, "pp": 2, "schedule": "1f1b"}),
@@ -129,6 +138,7 @@ def check_gradients(strategy, model, plain, loss, inputs, targets):
     ("gpt", 2, {"tp": 2, "sp": True, "recompute": "selective"}), ("gpt", 4, {"dp": 4, "zero": 0}),
     ("gpt", 4, {"dp": 4, "zero": 1}), ("chain", 4, {"dp": 4, "zero": 0}), ("vision", 4, {"dp": 4, "zero": 0}),
     ("gpt", 2, {"dp": 2, "zero": 3}), ("gpt", 4, {"dp": 2, "tp": 2, "zero": 3}),
+    ("heads", 2, {"dp": 2, "zero": 0}), ("heads", 4, {"dp": 4, "zero": 1}), ("heads", 2, {"pp": 2, "schedule": "1f1b"}),
     ("gpt", 4, {"dp": 2, "pp": 2, "schedule": "1f1b"}), ("chain", 4, {"dp": 2, "pp": 2, "schedule": "zb-h1"})],
     ids=str)
 def test_the_bytes_of_a_stage_are_those_of_the_record(name, devices, fixed):
@@ -399,7 +409,13 @@ def test_a_forward_that_looks_at_values_is_named_by_its_line():
 @pytest.mark.parametrize("options, error, told", [
     ({"dp": 3}, BatchError, "a global batch of 8"),
     ({"dp": 2, "micro_batch": 3}, BatchError, "micro-batches of 3 on dp 2"),
-    ({"pp": 7, "devices": 8}, BatchError, "the model has 6 units"), ({"dp": 4, "tp": 4}, BatchError, "16 ranks on 4"),
+    ({"pp": 7, "devices": 8}, BatchError, "the model has 6 units"),
+    ({"pp": 4, "schedule": "zb-v"}, BatchError, "pp 4 with 2 stages on each rank"),
+    ({"pp": 2, "schedule": "1f1b", "chunks": 2}, BatchError, "1f1b with 2 stages on each rank"),
+    ({"pp": 2, "schedule": "interleaved", "chunks": 1}, BatchError, "interleaved with 1 stages on each rank"),
+    ({"schedule": "zb-v", "chunks": 3}, BatchError, "zb-v with 3 stages on each rank"),
+    ({"pp": 2, "chunks": 9}, BatchError, "a schedule with 9 stages on each rank"),
+    ({"dp": 4, "tp": 4}, BatchError, "16 ranks on 4"),
     ({"zero": 4}, gt.GlobalTensorError, "zero=4"), ({"schedule": "zigzag"}, gt.GlobalTensorError, "schedule='zigzag'"),
     ({"pins": ["*.a.weight=tp:S(0)", "1.*=tp:S(1)"]}, PinError, "*.a.weight=tp:S(0) and 1.*=tp:S(1) contradict"),
     ({"pins": ["*.a.bias=tp:S(1)"]}, PinError, "*.a.bias=tp:S(1)"),
@@ -412,6 +428,14 @@ def test_what_cannot_be_planned_is_said(options, error, told):
     with pytest.raises(error) as caught:
         gt.strategy(chain(), torch.zeros(8, 8, dtype=torch.float64), **{"devices": 4} | options)
     assert told in str(caught.value)
+
+
+def test_of_small_layers_no_plan_along_tp_is_made():
+    small, large = (nn.Sequential(nn.Linear(n, n), nn.ReLU(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, n)).to("meta")
+                    for n in (32, 4096))
+    with pytest.raises(BatchError, match="the best layouts of its graph split no parameter"):
+        gt.strategy(small, torch.zeros(8, 32), devices=2, tp=2)
+    assert gt.strategy(large, torch.zeros(8, 4096), devices=2, tp=2)["stages"][0]["plan"]["0.weight"]["tp"] == "S(0)"
 
 
 def test_where_nothing_fits_the_least_change_is_named():

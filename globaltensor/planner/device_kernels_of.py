@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -37,16 +38,26 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and isinstance(args[0] if args else kwargs["query"], GlobalTensor):
+        if func is F.scaled_dot_product_attention:
             return _attention(self.device, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            func = _with_attention(func, self.device)
         return func(*args, **kwargs)
+
+
+def _with_attention(func: Any, device: str) -> Any:
+    """A function of torch's that calls attention inside, where a mode does not see it: the same with ours."""
+    names = {**func.__globals__, "scaled_dot_product_attention": partial(_attention, device)}
+    names[func.__name__] = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
+    return names[func.__name__]
 
 
 def _attention(device: str, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
                is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Any:
     described = [None if t is None else (tuple(t.shape), tuple(t.stride()), t.dtype, t.requires_grad)
                  for t in (query, key, value, attn_mask)]
-    if not query.is_meta or not _is_fused(device, *described, dropout_p, is_causal, scale, enable_gqa):
+    on_meta = isinstance(query, GlobalTensor) and query.is_meta
+    if not on_meta or not _is_fused(device, *described, dropout_p, is_causal, scale, enable_gqa):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
                                               enable_gqa=enable_gqa)
     if enable_gqa:                                   # several heads of queries share one of keys: torch repeats those

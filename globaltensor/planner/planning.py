@@ -33,7 +33,7 @@ from globaltensor.planner.model_report import model_strategy
 from globaltensor.planner.pins import PinError, read_pins
 from globaltensor.planner.plotting import draw_model_plan
 from globaltensor.planner.program_costs import Program
-from globaltensor.planner.space import BatchError, Fixed
+from globaltensor.planner.space import BatchError, Fixed, chunks_of
 from globaltensor.planner.strategy import Strategy
 from globaltensor.planner.unit_sums import UnitCost
 from globaltensor.planner.whole_search import PlannedMachines
@@ -205,6 +205,11 @@ def _checked_choices(fixed: Fixed, devices: int) -> Fixed:
                                 f"{name}={known[-1]!r}, or nothing: then it is chosen")
     if fixed.sequence_parallel is not None:
         expect(fixed.sequence_parallel, bool, "sp says neither yes nor no", "sp=True, or nothing: then it is chosen")
+    tried = sorted({n for name in ([fixed.schedule] if fixed.schedule else GENERATORS) for n in chunks_of(name)})
+    if fixed.pp != 1 and fixed.chunks not in (None, *tried):
+        raise BatchError(f"{fixed.schedule or 'a schedule'} with {fixed.chunks} stages on each rank",
+                         f"it is planned with {tried[0] if len(tried) == 1 else f'{tried[0]} to {tried[-1]}'}",
+                         f"chunks={min(tried, key=lambda n: abs(n - (fixed.chunks or 1)))}, or another schedule")
     ranks = (fixed.dp or 1) * (fixed.tp or 1) * (fixed.pp or 1)
     if ranks > devices:
         raise BatchError(f"{ranks} ranks on {devices} devices", "dp x tp x pp are at most as many as the devices",
@@ -218,7 +223,8 @@ def _check_batch(global_batch: int, fixed: Fixed, devices: int, units: int, why:
         raise BatchError(f"a global batch of {global_batch} in micro-batches of {fixed.micro_batch or 1} on dp "
                          f"{fixed.dp or 1}", "dp x micro-batch divides the global batch",
                          f"global_batch={max(global_batch // splits, 1) * splits}")
-    if (fixed.pp or 1) * (fixed.chunks or 1) > units:
+    chunks = fixed.chunks or (chunks_of(fixed.schedule)[0] if fixed.schedule and fixed.pp not in (None, 1) else 1)
+    if (fixed.pp or 1) * chunks > units:
         reason = f": {why}" if why else ""
-        raise BatchError(f"pp {fixed.pp or 1} with {fixed.chunks or 1} stages on each rank", f"the model has {units} "
-                         f"units that can be cut{reason}", f"pp={max(units // (fixed.chunks or 1), 1)}")
+        raise BatchError(f"pp {fixed.pp or 1} with {chunks} stages on each rank", f"the model has {units} "
+                         f"units that can be cut{reason}", f"pp={max(units // chunks, 1)}")

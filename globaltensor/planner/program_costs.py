@@ -123,7 +123,8 @@ class PlannedCosts:
                         self._add(result, tp, kind, plan, fixed.tp is not None)
         if not result.runs:
             name = type(self.program.model).__name__
-            raise BatchError(f"tp {fixed.tp}", f"no layer of a {name} is recognised that could be split along tp",
+            raise BatchError(f"tp {fixed.tp}", f"no layer of a {name} is recognised that could be split along tp, and "
+                             "the best layouts of its graph split no parameter",
                              "tp=1, or pins=['pattern=tp:S(0)']")
         return result
 

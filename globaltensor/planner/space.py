@@ -10,7 +10,7 @@ more than the others, which are as even as can be.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, pairwise
@@ -126,10 +126,16 @@ def kinds_of_schedules(pp: int, layers: int) -> tuple[tuple[str, int], ...]:
     if pp == 1:
         return (("1f1b", 1),)
     several: list[tuple[str, int]] = []
-    for name, (_, chunks) in GENERATORS.items():
-        few = 1 if name == "zb-h1" else 2            # with one, interleaved is 1f1b and bfs is gpipe
-        several += [(name, v) for v in ([chunks] if chunks else range(few, _MOST_CHUNKS + 1)) if pp * v <= layers]
+    for name in GENERATORS:
+        several += [(name, v) for v in chunks_of(name) if pp * v <= layers]
     return tuple(several)
+
+
+def chunks_of(schedule: str) -> Sequence[int]:
+    """The stages on each rank with which a schedule is tried."""
+    chunks = GENERATORS[schedule][1]
+    few = 1 if schedule == "zb-h1" else 2            # with one, interleaved is 1f1b and bfs is gpipe
+    return [chunks] if chunks else range(few, _MOST_CHUNKS + 1)
 
 
 @lru_cache(1_000)
