@@ -24,6 +24,13 @@ def test_links_lead_to_definitions(page):
         assert name in definitions(file), f"{page.name} links {path}#{name}: there is no such definition"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages_agree_about_gpus(page):
+    """docs/gpu.md says what ran on one GPU; it is several that nothing ever ran on. Every other page has to say so too."""
+    said = re.findall(r"never r[ua]n on \S+ ?\S*|A GPU has never|stand-in for a device", " ".join(page.read_text().split()))
+    assert all("several" in words or "cluster" in words for words in said), f"{page.name} against docs/gpu.md: {said}"
+
+
 def test_the_design_links_what_a_newcomer_looks_for():
     """The rule of softmax, the step from P to S(0), the kernel that does it, where gradients are reduced."""
     files = {path.removeprefix("../") for path, _ in fragments(ROOT / "docs" / "design.md")}
