@@ -62,4 +62,9 @@ class NoMemory(torch.UntypedStorage):
                                 "x.full_tensor(), x.to_local(), or its shards: x.shards[rank]; to save a model: "
                                 "gt.save_safetensors(model, folder)")
 
+    def resize_(self, size: int) -> Any:
+        raise GlobalTensorError("another size for a global tensor's storage, as torch's FullyShardedDataParallel asks",
+                                "it has no memory of its own", "for a model gt.parallelize and gt.zero(optimizer, "
+                                "stage=3, model=model), without torch's wrapper; x.resize_(...) for a tensor")
+
     __reduce__ = data_ptr

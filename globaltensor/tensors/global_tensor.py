@@ -16,6 +16,7 @@ from globaltensor.algorithms.aliasing import BoxedView, Origin, note_write, take
 from globaltensor.algorithms.completed import Completed
 from globaltensor.boxings.redistribute import ArrivingShards
 from globaltensor.dispatch.core import arrive, remake, traced_operand
+from globaltensor.dispatch.op_errors import refuse_wrapping
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shape, Shards, Spec, spec
 from globaltensor.layouts.placement import placement, placement as Placement
@@ -58,12 +59,7 @@ from globaltensor.tensors import (
 )
 from globaltensor.tensors.full_value import FullTensor, no_gradient_placements
 from globaltensor.tensors.printing import format_of, text_of
-from globaltensor.tensors.redistribution import (
-    box_from,
-    resolve_layout,
-    to_layout,
-    to_local,
-)
+from globaltensor.tensors.redistribution import box_from, resolve_layout, to_layout, to_local
 from globaltensor.tracebacks import api_boundary, fold
 
 _data: Any = torch.Tensor.data                       # a descriptor of C, as is requires_grad
@@ -303,6 +299,7 @@ class GlobalTensor(TensorMethods):
                                 "x.full_tensor(), x.to_local(), or its shards: x.shards[rank]")
 
     map_ = map2_ = share_memory_ = __dlpack__ = apply_
+    fsdp_pre_all_gather = property(api_boundary(refuse_wrapping))     # for which torch's fully_shard looks
 
     # ------------------------------------------------------------------------------------------------ its value
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -117,8 +118,9 @@ for name in ("gather_single", "gather_into_tensor"):  # since torch 2.14
                              lambda x, gather=gather: gather(one(), x, RANK, ALONE)]
 WRAPPERS = {
     "DistributedDataParallel": lambda x: DistributedDataParallel(model()),
-    "fully_shard": lambda x: fully_shard(model())(x[None]),
-    "FullyShardedDataParallel": lambda x: FullyShardedDataParallel(model(), device_id=torch.device("cpu"))(x[None]),
+    "fully_shard": lambda x: fully_shard(model()),  # where it is typed, not in the first forward pass
+    "replicate": lambda x: replicate(model()),
+    "FullyShardedDataParallel": lambda x: FullyShardedDataParallel(model(), device_id=torch.device("cpu")),
     "ZeroRedundancyOptimizer": lambda x: _step_of_zero(model(), x[None]),
 }
 
