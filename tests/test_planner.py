@@ -541,6 +541,9 @@ def test_cuts_in_a_few_characters(layers, text):
 def test_explained_on_the_command_line(capsys):
     code, out, err = said(capsys, f"{NANO} --tp 2 --explain")
     assert (code, err) == (0, "") and "fastest otherwise" in out and "fastest without" in out and "plain dp:" in out
+    _, out, _ = said(capsys, f"{NANO} --micro-batch 1 --explain")        # which is fixed for plain dp, too
+    by_hand, = re.findall(r"(?m)^dp +(dp 8, micro-batch 1) +([\d.]+ .?s)", out)
+    assert re.search(r"plain dp: {1}, .*%, by {0};".format(*by_hand), out), out
     code, out, _ = said(capsys, f"{NANO} --pp 1 --memory 2GB --json --explain")
     one = gt.Strategy(json.loads(out))
     one.check()
@@ -595,7 +598,7 @@ def test_bytes_of_a_device(capsys, text, value):
     (NANO.replace("--global-batch 512", ""), "which --global-batch?"), (f"{NANO} --dp 7", "a global batch of 512"),
     (f"{NANO} --dp 8 --micro-batch 128", "a global batch of 512 in micro-batches of 128 on dp 8"),
     (f"{NANO} --tp 5", "tp 5 with 12 heads"), (f"{NANO} --pp 13 --devices 16", "pp 13 with 12 layers"),
-    (f"{NANO} --dp 4 --tp 4", "16 ranks on 8 devices"), (f"{NANO} --schedule zigzag", "there is no 'zigzag'"),
+    (f"{NANO} --dp 4 --tp 4", "16 ranks on 8 devices"),  (f"{NANO} --schedule zigzag", "there is no 'zigzag'"),
     (f"{NANO} --pp 8 --schedule interleaved --chunks 2", "interleaved with 2 stages on each rank"),
     (f"{NANO} --memory none", "is not a number above 0"), (f"{NANO} --memory 8XB", "is not a number above 0"),
     (f"{NANO} --plot /nowhere/plan.png", "could not be written"), (f"{NANO} --plot plan.doc", "could not be written"),

@@ -298,7 +298,8 @@ GPT_TINY = "--model gpt --layers 4 --hidden 64 --heads 4 --seq 32"
     (f"simulate {GPT_TINY} --pp 2 --dp 3 --global-batch 8", "try: --global-batch 6"),
     (f"simulate {GPT_TINY} --pp 2 --global-batch 8 --cluster dgx", "try: dgx-h100 or dgx-a100"),
     ("simulate --model gpt --layers 4 --hidden 65 --heads 4 --seq 32 --global-batch 8", "hidden 65 over 4 heads"),
-    ("memory", "how large is the model?"),
+    (f"simulate {GPT_TINY} --tp 3 --global-batch 8", "try: --tp 2"),
+    (f"memory {GPT_TINY} --tp 3", "tp 3 with 4 heads"), ("memory", "how large is the model?"),
     ("memory --params many", "--params many is not a number of parameters"),
     ("memory --params 1e9 --bytes 2,2", "'2,2' is not three numbers of bytes"),
     ("memory --params 1e9 --zero 4", "there is no '4'; choose from 0, 1, 2, 3"),
@@ -494,7 +495,7 @@ def test_a_cluster_of_ones_own(capsys, tmp_path):
     found = answer(capsys, f"simulate {GPT_TINY} --pp 2 --global-batch 8 --cluster {file}")
     assert found["cluster"] == "small" and not found["memory"]["fits"]
     code, _, err = said(capsys, f"simulate {GPT_TINY} --pp 4 --dp 4 --global-batch 16 --cluster {file}")
-    assert code == 2 and "16 devices of small\n  why: it has 1 hosts with 8 each" in err
+    assert code == 2 and "16 devices of small\n  why: it has 1 hosts with 8 each\n  try: --devices 8, or a" in err
 
 
 @pytest.mark.parametrize("written, text", [

@@ -70,6 +70,7 @@ def estimate(chosen: argparse.Namespace) -> dict[str, Any]:
         "model_states_gb": float(states.total / 10 ** 9)}
     total = states.total
     if gpt:
+        gpt.check_tensor_parallel(chosen.tp)
         layer = gpt.activations_per_layer(chosen.micro_batch, chosen.tp, chosen.sp, chosen.recompute)
         summary |= {"activations_per_layer": number(layer), "activations": number(layer * gpt.layers),
                   "activations_gb": float(layer * gpt.layers / 10 ** 9)}

@@ -179,8 +179,8 @@ def cost_of_fixing(of: Searchable, best: Any, name: str, value: object, without:
 
 
 def _plain_dp(of: Searchable, best: Any) -> dict[str, Any]:
-    """What one replica on each device takes."""
-    plain = Fixed(dp=of.devices, tp=1, pp=1, zero=0)
+    """What one replica on each device takes, with what was fixed of a micro-batch."""
+    plain = Fixed(dp=of.devices, tp=1, pp=1, zero=0, micro_batch=of.fixed.micro_batch, recompute=of.fixed.recompute)
     try:
         one = of.fastest(plain, float("inf"))
         if one is None:
@@ -219,7 +219,8 @@ def explanation_text(of: Mapping[str, Any], step_time: float) -> str:
         rows += [(one["choice"], one["fixed"], *_cost_cells(one, one["without"], step_time)) for one in of["fixed"]]
         lines += ["", *aligned(rows, right={3, 4})]
     plain = of["plain_dp"]
-    took = f" {seconds_text(plain['step_time'])}, {plain['costs'] / step_time:+.1%};" if plain["fits"] else ""
+    took = (f" {seconds_text(plain['step_time'])}, {plain['costs'] / step_time:+.1%}, by {plain['plan']};"
+            if plain["fits"] else "")
     return "\n".join([*lines, "", f"plain dp:{took} {plain['why']}"])
 
 

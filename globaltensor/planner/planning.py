@@ -80,7 +80,7 @@ def strategy(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Clu
     plot          a file for a picture of the plan: .png, .svg or .pdf
     Collective: rank 0 plans, and tells the others. It moves no tensor.
     Raises CaptureError where the model cannot be run without values, BatchError where there is no plan at all, PinError
-    for pins that cannot be.
+    for pins that cannot be; `except gt.GlobalTensorError` catches them all, as they have no names in gt.
     """
     choices = Fixed(dp, tp, pp, sp, micro_batch, zero, recompute, schedule, chunks)
 

@@ -78,7 +78,7 @@ class Variant(NamedTuple):
 
 
 def shapes(gpt: GPT, devices: int, global_batch: int, fixed: Fixed) -> list[MeshShape]:
-    """All of them. Raises BatchError where there is none, and says which choice leaves none."""
+    """All of them. Raises BatchError, or ShapeError for tp, where there is none, and says which choice leaves none."""
     several = list(_all_shapes(gpt, devices, global_batch, fixed))
     if several:
         return several
@@ -87,9 +87,7 @@ def shapes(gpt: GPT, devices: int, global_batch: int, fixed: Fixed) -> list[Mesh
         raise BatchError(f"a global batch of {global_batch} in micro-batches of {fixed.micro_batch or 1} on dp "
                          f"{fixed.dp or 1}", "dp x micro-batch divides the global batch",
                          f"--global-batch {max(global_batch // splits, 1) * splits}")
-    if fixed.tp and gpt.heads % fixed.tp:
-        raise BatchError(f"tp {fixed.tp} with {gpt.heads} heads", "heads are dealt out whole, as many to each rank",
-                         f"--tp {max(n for n in divisors(gpt.heads) if n <= fixed.tp)}")
+    gpt.check_tensor_parallel(fixed.tp or 1)
     if fixed.pp and fixed.pp > gpt.layers:
         raise BatchError(f"pp {fixed.pp} with {gpt.layers} layers", "a stage has at least one layer",
                          f"--pp {gpt.layers}")

@@ -137,8 +137,9 @@ class Cluster:
     def machine(self, devices: int) -> Machine:
         """The rates by which boxings are planned, for the first `devices` of the cluster."""
         if self.hosts and devices > self.hosts * self.devices_per_host:
-            raise ClusterError(f"{devices} devices of {self.name}", f"it has {self.hosts} hosts with "
-                               f"{self.devices_per_host} each", "a smaller dp, tp or pp")
+            raise ClusterError(f"{devices} devices of {self.name}",
+                               f"it has {self.hosts} hosts with {self.devices_per_host} each",
+                               f"--devices {self.hosts * self.devices_per_host}, or a smaller dp, tp or pp")
         return Machine(self.local.latency, self.local.bandwidth, self.memory_bandwidth, self.flops * self.efficiency,
                        self.remote.latency, self.remote.bandwidth,
                        tuple(device // self.devices_per_host for device in range(devices)),

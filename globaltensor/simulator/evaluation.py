@@ -89,6 +89,7 @@ def _plan_row(fields: dict[str, str | None], where: str) -> PlanRow:
     try:
         gpt = GPT(sizes["layers"], sizes["hidden"], sizes["heads"], sizes["seq"], sizes["vocab"],
                   chosen["attention"] == "flash")
+        gpt.check_tensor_parallel(plan.tp)
         assert plan.micro_batches
     except GlobalTensorError as error:
         raise RowError(f"{where}: {error.what}", error.why, error.fix) from None

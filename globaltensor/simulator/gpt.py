@@ -44,6 +44,13 @@ class GPT:
             raise ShapeError(f"hidden {self.hidden} over {self.heads} heads", "the heads divide the hidden size",
                              f"hidden {self.hidden // self.heads * self.heads or self.heads}")
 
+    def check_tensor_parallel(self, tensor: int) -> None:
+        """Raise ShapeError where the heads are not so many ranks' worth."""
+        if self.heads % tensor:
+            most = max(n for n in range(1, tensor) if self.heads % n == 0)
+            raise ShapeError(f"tp {tensor} with {self.heads} heads", "heads are dealt out whole, as many to each rank",
+                             f"--tp {most}")
+
     @property
     def parameters_per_layer(self) -> int:
         """12 h^2 weights, 9 h biases, 4 h of the two norms."""

@@ -168,7 +168,8 @@ def simulate_training(gpt: GPT, plan: TrainingPlan, cluster: Cluster, record: bo
 
 
 def plan_schedule(gpt: GPT, plan: TrainingPlan, own: Schedule | None) -> Schedule:
-    """The plan's schedule, or one's own. Raises ShapeError where it does not fit."""
+    """The plan's schedule, or one's own. Raises ShapeError where it, or the plan, does not fit."""
+    gpt.check_tensor_parallel(plan.tp)
     schedule = own or generate(plan.schedule, plan.pp, plan.micro_batches, plan.chunks)
     if (schedule.ranks, m := schedule.micro_batches) != (plan.pp, plan.micro_batches):
         raise ShapeError(f"{schedule.name} has {schedule.ranks} ranks and {m} micro-batches", f"the plan has {plan.pp} "
