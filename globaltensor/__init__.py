@@ -198,7 +198,8 @@ else:
         if hasattr(torch, name):
             return getattr(torch, name)
         as_printed = {"S": "sbp.split", "B": "sbp.broadcast", "P": "sbp.partial_sum"}       # as layouts print
-        near = [as_printed[name]] if name in as_printed else _difflib.get_close_matches(name, __dir__(), 1)
+        near = [as_printed[name]] if name in as_printed else (       # ours first
+            _difflib.get_close_matches(name, FACE, 1) or _difflib.get_close_matches(name, __dir__(), 1))
         raise AttributeError(f"module 'globaltensor' has no attribute {name!r}" +
                              (f"; did you mean {near[0]!r}?" if near else ""), name=name)
 

@@ -67,8 +67,8 @@ def test_what_dir_shows():
 
 
 @pytest.mark.parametrize("name, near", [("spilt", "split"), ("S", "sbp.split"), ("placment", "placement"),
-                                        ("from_ful", "from_full"), ("matmull", "matmul"), ("Lineer", None),
-                                        ("qqqq", None)])
+                                        ("spb", "sbp"), ("from_ful", "from_full"), ("matmull", "matmul"),
+                                        ("Lineer", None), ("qqqq", None)])
 def test_a_wrong_name_is_blamed_on_us(name, near):
     with pytest.raises(AttributeError) as caught:
         getattr(gt, name)

@@ -98,10 +98,11 @@ def _without(key: str, value: Any, placement: Any) -> str:
     return f'placement=gt.placement("{device}", {list(placement.ranks)})'
 
 
-def _check_size(name: str, size: tuple[Any, ...]) -> None:
-    if any(isinstance(n, Placement) for n in size):
-        raise ArgumentError(f"gt.{name} with a placement among the sizes", "placement and sbp are given by name",
-                            f"gt.{name}(4, placement=P, sbp=gt.sbp.broadcast)")
+def _check_size(name: str, size: tuple[Any, ...], options: dict[str, Any], placement: Any) -> None:
+    without = placement is not None and not size and options.get("size") is None
+    if without or any(isinstance(n, Placement) for n in size):
+        raise ArgumentError(f"gt.{name} {'without a size' if without else 'with a placement among the sizes'}", "sizes "
+                            "come first, the rest by name", f"gt.{name}(4, placement=P, sbp=gt.sbp.broadcast)")
 
 
 @contextmanager
@@ -136,7 +137,7 @@ def _with_doc(factory: Any, name: str, what: str) -> Any:
 
 
 def make_parts(shape: Shape, dtype: torch.dtype, dst: Layout, make: Make) -> GlobalTensor:
-    """A global tensor whose part for a box is `make(box, device)`; pending sums: the first rank holds the value."""
+    """A global tensor whose part is `make(region, device)`; pending sums: the first rank holds the value."""
     ranks = local_ranks_of(dst.placement)
     ready = dst.without_partials
     parts: dict[tuple[Region, torch.device], torch.Tensor] = {}
@@ -182,7 +183,7 @@ def _sized(name: str, what: str) -> Sized:
 
     def factory(*size: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
                 requires_grad: bool = False, **options: Any) -> torch.Tensor:
-        _check_size(name, size)
+        _check_size(name, size, options, placement)
         extra = _checked(name, options, placement, sbp, "size")
         if placement is None:
             return make(*size, dtype=dtype, requires_grad=requires_grad, **extra)
@@ -280,7 +281,7 @@ def _drawn(name: str, what: str, draw: Callable[..., torch.Tensor], fill: Callab
     def factory(*size: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
                 generator: torch.Generator | None = None, requires_grad: bool = False,
                 **options: Any) -> torch.Tensor:
-        _check_size(name, size)
+        _check_size(name, size, options, placement)
         extra = _checked(name, options, placement, sbp, "size", "generator")
         if placement is None:
             return make(*size, dtype=dtype, generator=generator, requires_grad=requires_grad, **extra)

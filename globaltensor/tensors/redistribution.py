@@ -24,7 +24,7 @@ from globaltensor.errors import GlobalTensorError, SbpError
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Spec, layout
 from globaltensor.layouts.placement import placement
-from globaltensor.layouts.sbp import Sbp, broadcast, in_range, nd_sbp
+from globaltensor.layouts.sbp import Sbp, broadcast, code_of, in_range, nd_sbp
 from globaltensor.runtime import custom_ops, trace_order
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import compiling, modes_active, transforms_active
@@ -69,6 +69,9 @@ def box_from(x: Any, where: Any, sbp: Any, grad_sbp: Any, wait: bool) -> Any:
 def filled_in(own: Layout, where: Any, sbp: Any) -> tuple[Any, Any]:
     """The placement and sbp that a user asked for, of a tensor laid out as `own`: that is where one is None. On a
     placement of other axes the sbp is broadcast."""
+    if isinstance(where, Sbp):
+        raise SbpError(f"not a placement: {where!r}, which is an sbp", "the placement comes first, and may be left out",
+                       f"sbp={code_of((where,))}")
     where = own.placement if where is None else where
     if sbp is None:
         sbp = own.sbp if getattr(where, "shape", None) == own.placement.shape else broadcast
