@@ -60,3 +60,25 @@ def test_a_stand_in_is_what_the_forward_finds_and_nothing_else():
         assert torch.equal(layer(x), x)
         raise ZeroDivisionError
     assert layer.weight is own and "weight" not in layer.__dict__
+
+
+def refuse(name, parameter):
+    if name == "1.bias":
+        raise ValueError(name)
+    return gt.sbp.split(0)
+
+
+@pytest.mark.parametrize("sbp, error", [
+    (gt.sbp.split(1), gt.SbpError), ({"*.weight": gt.sbp.split(1), "1.bias": gt.sbp.split(1)}, gt.SbpError),
+    (refuse, ValueError), (lambda name, _: "B" if name[0] == "0" else "?", gt.SbpError)])
+@pytest.mark.parametrize("already", [False, True], ids=["plain", "global"])
+def test_a_module_that_could_not_be_made_global_is_as_it_was(sbp, error, already):
+    """split(1) fits weights, not biases: nothing is changed before the layouts of all are known."""
+    where = gt.placement("cpu", [0, 1])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if already:
+        gt.to_global(model, where)
+    before = {name: (type(p), p.is_global and p.sbp) for name, p in model.named_parameters()}
+    with pytest.raises(error):
+        gt.to_global(model, where, sbp)
+    assert {name: (type(p), p.is_global and p.sbp) for name, p in model.named_parameters()} == before

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from globaltensor.errors import SbpError, expect
+from globaltensor.layouts.layout import Layout
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, SbpLike, broadcast, split
 from globaltensor.parallel.pretrained import learn_save_pretrained
@@ -36,21 +37,24 @@ def to_global(module: M, placement: Placement, sbp: SbpLike | Callable[[str, Any
           fits) -> sbp, where names that fit none are broadcast
     Parameters stay the objects that they are: an optimizer made before goes on training them, and tied ones stay tied.
     (One that has taken steps keeps its plain state, which a fused optimizer refuses.) Those that are global already
-    are boxed. Collective. Returns the module. Raises SbpError for a pattern that fits no name, GlobalTensorError for a
-    parameter that a forward pass without its backward, or `gt.zero`, holds on to.
+    are boxed. Collective. Returns the module. Raises, before anything is changed, SbpError for a pattern that fits no
+    name and for an sbp that does not fit a parameter, GlobalTensorError for a parameter that a forward pass without its
+    backward, or `gt.zero`, holds on to.
     """
     check_module(module, placement, "to_global")
     if isinstance(sbp, Mapping) and not _by_axis(sbp, placement):
         _check_patterns(module, sbp)
     tensors = list(named_tensors(module))
     with weights_made_again(module):
-        # all before any is changed: an error leaves the module as it was
+        layouts: dict[int, Layout] = {}              # all before any is changed: an error leaves the module as it was
         for name, _, _, tensor, _ in tensors:
             check_convertible(tensor, name)
+            if id(tensor) not in layouts:
+                layouts[id(tensor)] = resolve_layout(placement, _sbp_of(name, tensor, sbp, placement), tensor.dim())
         converted: dict[int, torch.Tensor] = {}
-        for name, owner, key, tensor, kind in tensors:
+        for _, owner, key, tensor, kind in tensors:
             if id(tensor) not in converted:          # tied ones are converted once, and stay tied
-                own = _sbp_of(name, tensor, sbp, placement)
+                own = layouts[id(tensor)].sbp
                 converted[id(tensor)] = new = convert(tensor, partial(_place, placement, own))
                 if new.is_meta:
                     set_device_to_be(new, placement.type)
