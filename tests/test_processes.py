@@ -152,7 +152,7 @@ def test_mistakes_are_told_on_every_rank_and_at_once(tmp_path):
             assert kind == kinds.get(name, "DisagreementError"), f"rank {rank}, {name}: {kind} {text}"
             assert re.fullmatch(r"\S*mistakes\.py:\d+", where), f"{name}: {where}"
             assert seconds < 5, f"{name} took {seconds} seconds"
-            assert ("different things with the same plain tensor" in text) == (name == "another layout"), text
+            assert ("the ranks use a plain tensor differently" in text) == (name == "another layout"), text
             if kind in ("DisagreementError", "ShapeError"):
                 assert "rank 0:" in text and "rank 1:" in text, text
 
@@ -303,6 +303,19 @@ def test_ranks_that_mean_something_else_get_no_value(how, native):
         rows = [re.search(rf"    rank {other}[: ].*{DISAGREEMENTS[how]}", err) for other in range(2)]
         assert all(rows), f"{how}, rank {rank}: {err}"
         assert how == "swapped in a line" or rows[0][1] != rows[1][1], err
+
+
+def test_a_plain_tensor_of_two_layouts():
+    """The reason told is the layout where that differs, and the values where those do."""
+    for how, reason in (("layouts", "the ranks use a plain tensor differently"), ("values", "different plain tensors")):
+        for code, out, err in [one.end(45) for one in by_hand([PROGRAMS / "disagreements.py", how], 2)]:
+            assert code == 1 and "the value is" not in out and reason in err, err
+
+
+def test_a_signal_handler_that_saves_while_its_rank_waits():
+    one, other = [r.end(45) for r in by_hand([PROGRAMS / "signalled.py"], 2)]
+    assert other[0] == 1 and "saving a checkpoint in a signal handler, while this rank waits in ones([5]" in other[2]
+    assert one[0] == 1 and "rank 1" in one[2], one
 
 
 @pytest.mark.parametrize("native", ["0", "1"])

@@ -25,14 +25,17 @@ import torch.utils.data
 from globaltensor.data.batch import BatchCutter
 from globaltensor.data.sampler import Batch, Sampler
 from globaltensor.data.seeding import SeededDataset, UnwrapDataset, mix, random_streams
-from globaltensor.errors import ArgumentError, DisagreementError, GlobalTensorError, counted, expect
+from globaltensor.errors import ArgumentError, GlobalTensorError, counted, expect
 from globaltensor.layouts.layout import sbp_text
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import SbpLike
-from globaltensor.runtime.agreement import agree
+from globaltensor.runtime.agreement import Advice, agree
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tracebacks import api_boundary
+
+_OTHER_BATCHES = Advice("the ranks disagree about a batch", "each process reads its own samples of the same batch",
+                        "the same loop on every rank; where shapes differ, a collate_fn that pads to a fixed length")
 
 
 class _Requests:
@@ -179,14 +182,8 @@ class DataLoader:
         if world().single_process or not self._check:
             return
         order = zlib.crc32(array("q", batch.indices).tobytes())
-        try:
-            agree(f"samples {batch.start} to {batch.stop} of epoch {batch.epoch} (indices {order:08x}): "
-                  f"{', '.join(described)}")
-        except DisagreementError as error:
-            raise DisagreementError(error.what.replace("about what to create", "about a batch"),
-                                    "each process reads its own samples of the same batch",
-                                    "the same loop on every rank; where shapes differ, a collate_fn that pads to a "
-                                    "fixed length") from None
+        agree(f"samples {batch.start} to {batch.stop} of epoch {batch.epoch} (indices {order:08x}): "
+              f"{', '.join(described)}", advice=_OTHER_BATCHES)
 
 
 def _check_loader_options(shuffle: object, seed: object, collate_fn: object, prefetch_factor: object, timeout: object,

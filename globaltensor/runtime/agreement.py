@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,13 +10,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from globaltensor.errors import DisagreementError, TransportError, where
+from globaltensor.errors import DisagreementError, GlobalTensorError, TransportError, where
 from globaltensor.runtime.codec import decode_message, encode_message
 from globaltensor.runtime.exchange import AGREE, BROADCAST, GATHER, exchange
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import rank, world
 
 _uncoordinated = False
+_waiting = threading.local()                         # the call in which a thread waits for others
 _LARGEST = 1 << 30                                  # bytes of a message
 
 T = TypeVar("T")
@@ -45,8 +47,9 @@ _CREATE = Advice("the ranks disagree about what to create", "every rank runs the
 _PLAIN = Advice("the ranks use different plain tensors", "a plain tensor counts as broadcast: the same on every rank",
                 "gt.data.from_ranks(loader, placement) where every rank has batches of its own, "
                 "gt.from_local(batch, placement, gt.sbp.split(0)) for one batch, or gt.data.DataLoader")
-_USE = Advice("the ranks do different things with the same plain tensor", _CREATE.why,
-              "the same placement, sbp and other arguments on every rank")
+_PLAIN_FOR = Advice("the ranks use a plain tensor differently", "its values are the same on all of them, and they ask "
+                    "for another shape, layout or number of micro-batches", "the same arguments on every rank")
+_OF_VALUES = ", of values with checksum "
 
 
 def agree(what: str, ranks: Sequence[int] | None = None, advice: Advice = _CREATE) -> None:
@@ -62,9 +65,9 @@ def agree(what: str, ranks: Sequence[int] | None = None, advice: Advice = _CREAT
     if all(torch.equal(mine, other) for other in _all_gather(mine, dict.fromkeys(ranks, 2), what, AGREE)):
         return
     texts = gather_unchecked(f"{what}   at {where()}", what, ranks)
+    if advice is _PLAIN and len({text.partition(_OF_VALUES)[2][:8] for text in texts}) == 1:
+        advice = _PLAIN_FOR
     rows = "".join(f"\n    rank {r}: {text}" for r, text in zip(ranks, texts))
-    if advice is _PLAIN and len({text.rpartition("   at ")[0].rpartition(": [")[2] for text in texts}) == 1:
-        advice = _USE                                # the values of all, as `agree_on` writes them, are the same
     raise DisagreementError(advice.what + rows, advice.why, advice.fix)
 
 
@@ -81,7 +84,22 @@ def _all_gather(mine: torch.Tensor, sizes: Mapping[int, int], what: str, tag: in
 
     Not by gloo's collectives: their threads may still hold what they moved when the interpreter ends, and a thread
     that needs an interpreter that has ended aborts the process.
+
+    Raises GlobalTensorError in a signal handler that has come while this thread waits here: the others wait for what it
+    was about to send, and would take another message for it, or wait for ever.
     """
+    if (within := getattr(_waiting, "call", None)) is not None:
+        raise GlobalTensorError(f"{what} in a signal handler, while this rank waits in {within}",
+                                "the handler has come between messages of that call, which others wait for",
+                                "gt.preempted, or a flag that the handler sets and that the loop reads between steps")
+    _waiting.call = what
+    try:
+        return _gather_of_all(mine, sizes, what, tag)
+    finally:
+        _waiting.call = None
+
+
+def _gather_of_all(mine: torch.Tensor, sizes: Mapping[int, int], what: str, tag: int) -> list[torch.Tensor]:
     buffers = {r: mine if r == rank() else mine.new_empty(n) for r, n in sizes.items()}
     peers = [r for r in sizes if r != rank()]
     _exchange_small(dict.fromkeys(peers, mine), {r: buffers[r] for r in peers}, sizes, what, tag)
@@ -124,7 +142,7 @@ def _size_of_message(size: torch.Tensor, sender: int) -> int:
 def agree_on(t: torch.Tensor, what: str, ranks: Sequence[int] | None = None) -> None:
     """Check that the processes of these ranks (default: all) hold the same tensor `t`."""
     if not world().single_process:
-        agree(f"{what}: {list(t.shape)}, {t.dtype}, of values with checksum {checksum(t):08x}", ranks, _PLAIN)
+        agree(f"{what}: {list(t.shape)}, {t.dtype}{_OF_VALUES}{checksum(t):08x}", ranks, _PLAIN)
 
 
 _uses: dict[tuple[int, ...], dict[str, int]] = {}    # by ranks and key, without native code

@@ -1,6 +1,8 @@
 """Ranks that do something else than the others, in the way that the first argument names: none may get a value."""
 import sys
 
+import torch
+
 import globaltensor as gt
 
 how = sys.argv[1]
@@ -38,6 +40,10 @@ def result():
         return x[7 if odd else 0] + 0
     if how == "slice":
         return x[1:3 if odd else 4].contiguous()
+    if how == "layouts":
+        return gt.from_full(torch.ones(4, 4), where, S(int(odd)))
+    if how == "values":
+        return gt.from_full(torch.ones(4, 4) + odd, where, S(0))
     raise AssertionError(how)
 
 
