@@ -39,9 +39,10 @@ def in_training(call: Call) -> bool:
 
 def trained(call: Call) -> bool:
     """Is it the gradient of an input whose statistics are over dims that are split, or over pending sums?"""
-    return bool(call["train"] and call["output_mask"][0]) and any(s.is_partial or s.is_split and s.dim != 1
-                                       for name in ("input", "grad_out") if is_global(call[name])
-                                       for s in sbps_of_several(call[name].spec.layout))
+    return bool(call["train"] and call["output_mask"][0]) and any(
+        s.is_partial or s.is_split and s.dim != 1
+        for name in ("input", "grad_out") if is_global(call[name])
+        for s in sbps_of_several(call[name].spec.layout))
 
 
 def _reduced_alike(call: Call, run: Run, names: list[str]) -> list[GlobalLike]:

@@ -278,7 +278,7 @@ def _own_share(rows: Range, where: placement, rank: int, shared: list[int]) -> R
 
 
 def _rows_of_holders(groups: _Groups, shards: Shards, held: dict[int, Range], wanted: dict[int, Range], of: Spec,
-              row: dict[int, Shape], axes: tuple[int, ...]) -> Shards:
+                     row: dict[int, Shape], axes: tuple[int, ...]) -> Shards:
     """Each rank's wanted range of rows, from those that the others hold; the shards themselves if they are that."""
     if held == wanted:
         return shards

@@ -337,6 +337,6 @@ def is_idle(recipe: LocalRecipe, args: Sequence[Any]) -> bool:
         samples = [recipe.regions[0][rank][0] for rank in recipe.ranks]
         return all(stop - start > 1 for start, stop in samples) and not any(recipe.wants)
     else:
-        return impl in (extremum, complex_pairs) and all(stop > start for rank in recipe.ranks
-                                        for start, stop in recipe.regions[0][rank])
+        return impl in (extremum, complex_pairs) and all(
+            stop > start for rank in recipe.ranks for start, stop in recipe.regions[0][rank])
     return all(_own_range(recipe, rank, dim, operand) is None for rank in recipe.ranks for dim, operand in indexed)

@@ -83,7 +83,7 @@ def _boxed_views(cls: type[GlobalLike], recipe: Recipe, call: Call, remake: Rema
 
 
 def _run_ranks(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: dict[str, Any]
-         ) -> tuple[Sequence[Any], list[Shards], dict[int, Any]]:
+               ) -> tuple[Sequence[Any], list[Shards], dict[int, Any]]:
     """The operands, what was held of them where the recipe wants them, and per rank what the local op returned."""
     func, simple, local_impl, seed = recipe.func, recipe.simple, recipe.local_impl, None
     # inductor fuses what an op is made of

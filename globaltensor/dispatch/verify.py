@@ -1,7 +1,9 @@
 """The first run of a recipe is verified: what every rank returned must be what the specs say.
 
 Native code reads shards by their specs. So a rule that does not fit its kernel, or an operand that is repeated where
-the rule does not know it, would read memory that is not its own; here it becomes an error that names op and rank.
+the rule does not know it, would read memory that is not its own; here it becomes an error that names op and rank. It
+is one run, in Python: later ones are not compared, nor recipes that native code makes of known ones at other sizes
+(csrc/torch_ext/siblings.cpp), nor ops whose results tell the specs.
 
 Strides are what the kernels returned, where all parts have one size: torch's shape functions tell those of some ops
 wrongly, as of a convolution of channels-last images. Ops above dispatch go by a spec's strides (the gradient of group

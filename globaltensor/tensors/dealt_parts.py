@@ -96,7 +96,7 @@ class JoinedParts(torch.autograd.Function):
                  for part, (held, _, _) in zip(parts, _held_parts(own.layout, own.shape, dim, ctx.sizes))]
         moved = move_shards(moves, _BOXING)
         return parts[0].wrap(spec(own.layout, own.shape, None, parts[0].dtype),
-                                 {rank: torch.cat([shards[rank] for shards in moved], dim) for rank in moved[0]})
+                             {rank: torch.cat([shards[rank] for shards in moved], dim) for rank in moved[0]})
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
