@@ -196,3 +196,24 @@ def test_group_norm_between_convolutions_that_lie_differently(n, channels_last):
             assert got == stride or n == 1 or layouts[0] != B or layouts[1] != B or not at.shards, layouts
             for t, want in zip(leaves, plain):
                 torch.testing.assert_close(t.grad.full_tensor(), want.grad)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_loss_that_merges_no_dims_moves_only_the_gradient(ranks):
+    """As docs/limits.md says of a batch that the ranks do not divide: 16 samples of 8 over 3 ranks."""
+    torch.manual_seed(SEED)
+    hidden, weight = torch.randn(16, 8, 4), torch.randn(12, 4, requires_grad=True)
+    labels = torch.randint(0, 12, (16, 8))
+    where = gt.placement("cpu", range(ranks))
+    w = gt.from_full(weight.detach(), where, B).requires_grad_()
+    with gt.record() as moves:
+        logits = gt.from_full(hidden, where, S(0)) @ w.T
+        loss = F.cross_entropy(logits.transpose(1, 2), gt.from_full(labels, where, S(0)))
+        loss.backward()
+        assert w.grad.sbp == (B,)
+    expected = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten())
+    expected.backward()
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    torch.testing.assert_close(w.grad.full_tensor(), weight.grad)
+    gradient = 2 * (ranks - 1) * weight.numel() * 4
+    assert sum(m.bytes for m in moves) <= gradient + 8 * 2 * ranks, [(m.op, m.bytes) for m in moves]
