@@ -39,8 +39,8 @@ _GlobalTensor.to_dtensor = lambda x, mesh=None: _importlib.import_module(  # typ
     "globaltensor.dtensor.conversion").to_dtensor(x, mesh)
 
 _ERRORS = ("ArgumentError", "BoxingError", "DisagreementError", "GlobalTensorError", "InPlaceError",
-           "MixedPlacementError", "OutOfRangeError", "PlacementError", "RuleError", "RuleSyntaxError", "SbpError",
-           "ShapeError", "TransportError")
+           "MixedPlacementError", "OutOfRangeError", "PlacementError", "PlainTensorError", "RuleError",
+           "RuleSyntaxError", "SbpError", "ShapeError", "TransportError")
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn",
               "randperm", "tensor", "zeros")
 _LIKE_FACTORIES = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
@@ -127,6 +127,7 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
         MixedPlacementError as MixedPlacementError,
         OutOfRangeError as OutOfRangeError,
         PlacementError as PlacementError,
+        PlainTensorError as PlainTensorError,
         RuleError as RuleError,
         RuleSyntaxError as RuleSyntaxError,
         SbpError as SbpError,

@@ -133,6 +133,10 @@ class SbpError(GlobalTensorError, ValueError):
     """An sbp that cannot be: a wrong number of them, a split dim out of range, the sbp of a plain tensor."""
 
 
+class PlainTensorError(SbpError, AttributeError):
+    """The sbp or the placement of a plain tensor, which has neither: `hasattr(t, "sbp")` is False."""
+
+
 class ArgumentError(GlobalTensorError, TypeError):
     """A keyword that a function does not take, or does not take beside the others."""
 

@@ -269,3 +269,49 @@ def test_a_value_behind_a_bit(sbp):
     value = torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(3))
     for whole in (value.conj(), value.conj().imag):
         assert torch.equal(gt.from_full(whole, gt.placement("cpu", [0, 1]), sbp).full_tensor(), whole)
+
+
+def test_a_plain_tensor_has_no_sbp():
+    for t in (torch.ones(2), nn.Linear(1, 1).weight):
+        assert not hasattr(t, "sbp") and getattr(t, "placement", None) is None
+
+
+@pytest.mark.parametrize("kind", ["leaf", "parameter", "result", "view"])
+def test_a_shallow_copy_shares_memory(kind):
+    def make(t):
+        t = nn.Parameter(t) if kind == "parameter" else t.requires_grad_(kind != "view")
+        t = t * 2 if kind == "result" else t[1:] if kind == "view" else t
+        t.mark = [1]
+        return t
+
+    plain, ours = make(torch.ones(4, 3)), make(gt.ones(4, 3, placement=TWO, sbp=S(0)))
+    for t in (plain, ours):
+        twin = copy.copy(t)
+        assert twin is not t and twin.mark is t.mark and twin.is_leaf and isinstance(twin, nn.Parameter) == (
+            kind == "parameter") and twin.requires_grad == t.requires_grad
+        with torch.no_grad():
+            twin.fill_(7)
+        assert bool((t == 7).all())
+
+
+class Named(torch.Tensor):
+    """As data sets give them."""
+
+
+def test_a_subclass_beside_a_global_tensor_counts_as_plain():
+    value = torch.arange(4.0)
+    x, t = gt.from_full(value, TWO, S(0)), value.as_subclass(Named)
+    for result, expected in [(x + t, value * 2), (t + x, value * 2), (torch.cat([x, t]), torch.cat([value, value])),
+                             (gt.from_full(t, TWO, S(0)) + 1, value + 1), (x.clone().mul_(t), value * value),
+                             (torch.where(x > 1, t, 2.0), torch.where(value > 1, value, 2.0))]:
+        assert type(result) is gt.GlobalTensor and torch.equal(result.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_unsigned_numbers_that_torch_does_not_add(dtype):
+    t, i = (torch.arange(24).view(6, 4) - 12).to(dtype), torch.tensor([5, 0, 3])
+    x = gt.from_full(t, TWO, S(0))
+    for f in (lambda x: torch.cat([x, x]), lambda x: x[i], lambda x: x[i, i % 4], lambda x: x.diagonal(),
+              lambda x: nn.functional.embedding(i, x), lambda x: x.index_select(0, i)):
+        assert torch.equal(f(x).full_tensor(), f(t))
+    assert torch.equal(x.to_global(sbp=P).full_tensor(), t)

@@ -19,6 +19,7 @@ from globaltensor.errors import OutOfRangeError
 from globaltensor.layouts.layout import Layout, Shape, dense
 from globaltensor.layouts.regions import Range, Region
 from globaltensor.runtime import custom_ops
+from globaltensor.runtime.dtypes import SIGNED
 from globaltensor.runtime.graph_effects import call_effect
 from globaltensor.runtime.torch_internals import OpOverload, assert_async, is_of_a_trace, order_effects
 
@@ -142,6 +143,12 @@ def _within(index: Tensor, own: Range, n: int) -> tuple[Tensor, Tensor]:
     return inside, torch.where(inside, index - own[0], 0)
 
 
+def _zeroed(rows: Tensor, where: Tensor) -> Tensor:
+    """With zeros there, in place."""
+    (rows.view(SIGNED[rows.dtype]) if rows.dtype in SIGNED else rows).masked_fill_(where, 0)
+    return rows
+
+
 def own_embedding(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
     """Rows of the rank's part of the weight, zeros for indices outside it."""
     weight, indices, *rest = args
@@ -152,7 +159,7 @@ def own_embedding(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[
     if own[0] == own[1]:
         return weight.new_zeros(*indices.shape, weight.shape[1])
     inside, at = _within(indices, own, recipe.shapes[0][0])
-    return recipe.func(weight, at, *rest, **kwargs).masked_fill_(~inside.unsqueeze(-1), 0)
+    return _zeroed(recipe.func(weight, at, *rest, **kwargs), ~inside.unsqueeze(-1))
 
 
 def own_embedding_backward(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -180,7 +187,7 @@ def own_gather(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str
     if own[0] == own[1]:
         return x.new_zeros(index.shape)
     inside, at = _within(index, own, recipe.shapes[0][dim])
-    return recipe.func(x, dim, at, *rest, **kwargs).masked_fill_(~inside, 0)
+    return _zeroed(recipe.func(x, dim, at, *rest, **kwargs), ~inside)
 
 
 def own_index_select(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -194,7 +201,7 @@ def own_index_select(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: di
     if own[0] == own[1]:
         return x.new_zeros((*x.shape[:dim], index.numel(), *x.shape[dim + 1:]))
     inside, at = _within(index.reshape(-1), own, recipe.shapes[0][dim])
-    return recipe.func(x, dim, at).masked_fill_(~_with_dims(inside, x.dim() - dim - 1), 0)
+    return _zeroed(recipe.func(x, dim, at), ~_with_dims(inside, x.dim() - dim - 1))
 
 
 def own_index(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -218,7 +225,7 @@ def _look_up(x: Tensor, dim: int, index: Tensor, own: Range, n: int) -> Tensor:
         return row[(slice(None),) * dim + (torch.zeros_like(index),)]
     inside, at = _within(index, own, n)
     rows = x[(slice(None),) * dim + (at,)]
-    return rows.masked_fill_(~_with_dims(inside, x.dim() - dim - 1), 0)
+    return _zeroed(rows, ~_with_dims(inside, x.dim() - dim - 1))
 
 
 def _with_dims(mask: Tensor, n: int) -> Tensor:

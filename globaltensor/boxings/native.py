@@ -21,7 +21,8 @@ from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import local_ranks_of, world
 
 # Of these the kernel moves bytes, but adds no numbers.
-NOT_REDUCED = {torch.complex32, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
+NOT_REDUCED = {torch.complex32, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
+               torch.uint16, torch.uint32, torch.uint64}
 
 
 @remembered
@@ -75,7 +76,7 @@ def _failed(how: str, what: str, rank: int, text: str) -> None:
     if how == "disagreed":
         raise DisagreementError("the ranks disagree about what to do" + rows,
                                 f"{text}: every rank runs the same program",
-                                "no global op under a condition that differs between ranks, such as gt.rank() == 0")
+                                deadlock.SAME_PROGRAM)
     lost = "the others"
     if rank >= 0:                                    # it may have ended because of another, or given this one up
         first = first_lost(Loss(ranks[rank], text))

@@ -17,7 +17,7 @@ from globaltensor.boxings.route import route
 from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, dense
 from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Region, slices, volume
-from globaltensor.runtime.dtypes import accumulation_dtype
+from globaltensor.runtime.dtypes import SIGNED, accumulation_dtype
 from globaltensor.runtime.world import local_ranks_of, world
 
 Index = tuple[slice, ...]
@@ -147,6 +147,8 @@ def _reduce(into: torch.Tensor, terms: list[torch.Tensor], op: str) -> None:
     if len(terms) == 1:
         into.copy_(terms[0])
     elif op == "sum":
+        if into.dtype in SIGNED:
+            into, terms = into.view(SIGNED[into.dtype]), [term.view(SIGNED[term.dtype]) for term in terms]
         # the first two at once: a copy of the first, to add to, would cost a pass over memory
         dtype = accumulation_dtype(into.dtype)
         first, second, *rest = (term.to(into.device, dtype) for term in terms)

@@ -28,8 +28,10 @@ from globaltensor.runtime.meta import meta
 from globaltensor.runtime.torch_internals import OpOverload, storage_id
 
 aten = torch.ops.aten
+# One value for all elements, so that several of them may be one in memory.
+_FILLING = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 # What the elements were does not count.
-_OVERWRITING = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+_OVERWRITING = {aten.copy_.default, *_FILLING}
 # Elementwise, though torch does not tag them so.
 _ELEMENTWISE = {*_OVERWRITING, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor}
 
@@ -226,7 +228,7 @@ class _Target:
         self.base, self.position = _base(view)
         self.pending = any(s.is_partial for s in self.base.spec.sbp)
         if view.spec.numel and (overlaps_itself(self.position.memory) or
-                                overlaps_itself(self.position.view) and func not in _OVERWRITING):
+                                overlaps_itself(self.position.view) and func not in _FILLING):
             raise InPlaceError(f"{func} into a view of which several elements are one in memory",
                                "an expanded tensor cannot take a value for each of its elements",
                                "clone() the tensor first")

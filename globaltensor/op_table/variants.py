@@ -7,6 +7,7 @@
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -21,6 +22,7 @@ from globaltensor.layouts.global_like import is_global
 from globaltensor.op_table.line import Line, always_decomposed
 from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call, arguments
+from globaltensor.runtime.meta import on_one_element
 from globaltensor.runtime.torch_internals import (
     OpOverload,
     break_graph,
@@ -28,12 +30,25 @@ from globaltensor.runtime.torch_internals import (
     counting_writes,
     has_kernel,
     is_composite,
+    without_modes,
 )
 
 aten = torch.ops.aten
 # Composite ops that read memory before they call an op: they run on shards, as ops do that torch does not unfold.
 READS_MEMORY = [aten.choose_qparams_optimized.default, aten.fbgemm_linear_quantize_weight.default,
                 aten.fbgemm_pack_gemm_matrix_fp16.default, aten._rowwise_prune.default]
+# Composite ops that leave their `out` as it was where an operand is of a subclass.
+LOSES_OUT = [getattr(aten.linalg_matrix_rank, name) for name in aten.linalg_matrix_rank.overloads() if "out" in name]
+
+# They work in the dtype of their `out`, where the caller names none.
+WORKS_IN_DTYPE_OF_OUT = [aten.sum.dim_IntList, aten.prod.default, aten.prod.dim_int, aten.mean.default, aten.mean.dim,
+                         aten.cumsum.default, aten.cumprod.default]
+# They cast to the dtype of their `out`, as elementwise ops do; `bernoulli` to any.
+CASTS_TO_OUT = [aten.addr.out, aten.cat.out, aten.stack.out, aten._chunk_cat.out, aten.floor_divide.out,
+                aten.max.unary_out, aten.min.unary_out, aten.logsumexp.out, aten.nansum.out, aten.std.correction_out,
+                aten.var.correction_out, aten._fft_c2r.out, aten.cholesky.out, aten.geqrf.a,
+                aten.linalg_householder_product.out, aten.linalg_pinv.atol_rtol_tensor_out,
+                aten.normal.Tensor_Tensor_out, aten.normal.Tensor_float_out, aten.normal.float_Tensor_out]
 
 
 @lru_cache(None)
@@ -43,7 +58,7 @@ def line_of(func: OpOverload) -> Line | None:
         return TABLE[func]
     if func in READS_MEMORY:
         return None
-    if is_composite(func):
+    if is_composite(func) and func not in LOSES_OUT:
         return Line(always_decomposed, decomposition=_by_torch)
     if func._schema.name == "aten::set_":
         return Line(always_decomposed, decomposition=_other_memory)
@@ -133,17 +148,58 @@ def _into_out(functional: OpOverload) -> Decomposition:
         targets = [call[a.name] for a in arguments(call.func) if a.written]
         sources = [t for t in call.tensors if not any(t is out for out in targets)]
         from_global = any(is_global(t) for t in sources)             # else only the targets are global
+        if functional in WORKS_IN_DTYPE_OF_OUT and kwargs["dtype"] is None:
+            kwargs["dtype"] = targets[0].dtype
         results = run(functional, *args, **kwargs) if from_global else functional(*args, **kwargs)
-        for target, result in zip(targets, results if isinstance(results, (tuple, list)) else [results]):
-            if target.shape != result.shape:
-                had, gets = tuple(target.shape), tuple(result.shape)
-                raise InPlaceError(f"{call.func} into an `out` of shape {had}, not {gets}",
-                                   "a global tensor keeps its shape, and with it what each rank holds",
-                                   "x = ... without out=")
-            run(aten.copy_.default, target, result)
+        pairs = list(zip(*map(_in_one_list, (targets, results if isinstance(results, (tuple, list)) else [results]))))
+        for target, result in pairs:                 # all, before one is written
+            _check_out(call, target, result)
+        for target, result in pairs:
+            if target.shape == result.shape:
+                run(aten.copy_.default, target, result)
+            elif is_global(target):
+                become(target, run(aten._to_copy.default, result, dtype=target.dtype))
+            else:
+                run(aten.copy_.default, target.resize_(result.shape), result)
+        if not call.func._schema.returns:
+            return None                              # the targets are one list
         return targets[0] if len(targets) == 1 else tuple(targets)
 
     return write
+
+
+def _in_one_list(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """Those of an op that gives a list, too."""
+    return [t for one in tensors for t in (one if isinstance(one, (tuple, list)) else [one])]
+
+
+def _check_out(call: Call, target: torch.Tensor, result: torch.Tensor) -> None:
+    """Raise where torch's kernel would not write such a result there, or a global tensor cannot get its shape."""
+    if target.shape != result.shape:
+        if target.numel() or target._is_view() or is_global(target) and not is_global(result):
+            had, gets = tuple(target.shape), tuple(result.shape)
+            raise InPlaceError(f"{call.func} into an `out` of shape {had}, not {gets}",
+                               "a global tensor keeps its shape, and with it what each rank holds",
+                               "x = ... without out=")
+        if is_global(target) and target.traced:
+            break_graph(call.func)                   # which would give another shape to what stands for it alone
+    if target.dtype != result.dtype and not _casts(call, result.dtype, target.dtype):
+        raise InPlaceError(f"{call.func} into an `out` of {target.dtype}, not {result.dtype}",
+                           "the op does not cast what it gives to that dtype",
+                           f"an `out` of {result.dtype}, or x = ... without out=, and x.to({target.dtype})")
+
+
+def _casts(call: Call, own: torch.dtype, wanted: torch.dtype) -> bool:
+    """Does torch's kernel cast a result to the dtype of its `out`? Raises its own error where it is elementwise."""
+    if call.func is aten.bernoulli.out:
+        return True
+    if not torch.can_cast(own, wanted):
+        return False
+    if torch.Tag.pointwise not in call.func.tags:
+        return call.func in CASTS_TO_OUT + LOSES_OUT
+    with without_modes():
+        on_one_element(call.func, *call.full_arguments())
+    return True
 
 
 FOREACH = {                                          # algebra by the number of tensors; nonlinear where none stands

@@ -366,6 +366,8 @@ def end_process(error: GlobalTensorError) -> None:
     os._exit(1)
 
 
+SAME_PROGRAM = ("no global op under a condition that differs between ranks, such as gt.rank() == 0, or after an error "
+                "that one rank alone has caught")
 _DEADLOCK = "globaltensor deadlock"
 
 
@@ -388,7 +390,7 @@ def _rows(waits: Mapping[int, Wait], apart: Mapping[int, str]) -> str:
 
 def _error(rows: str, at: str) -> DisagreementError:
     return DisagreementError("deadlock: every rank waits for another" + rows, "every rank runs the same program",
-                             "no global op under a condition that differs between ranks, such as gt.rank() == 0", at)
+                             SAME_PROGRAM, at)
 
 
 def rank_names(ranks: Sequence[int]) -> str:

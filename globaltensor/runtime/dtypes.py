@@ -1,7 +1,10 @@
-"""The dtype that sums are accumulated in."""
+"""The dtype that sums are accumulated in, and that of unsigned numbers with which torch does not reckon."""
 from __future__ import annotations
 
 import torch
+
+# torch adds and fills none of these. Seen as signed ones, their sums have the same bits.
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -150,15 +150,20 @@ def _pointwise(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
     operands = [torch.empty_strided(t.shape, t.stride(), dtype=torch.float32, device="meta")
                 for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     like = meta((aten.neg.default, aten.add.Tensor, aten.addcmul.default)[len(operands) - 1], operands, {})
-    ones = tree_map_only(Tensor, lambda t: torch.ones((1,) * t.dim(), dtype=t.dtype, device="cpu"),
-                         (list(args), kwargs))
-    result = func(*ones[0], **ones[1])
+    result = on_one_element(func, args, kwargs)
     if not func._schema.is_mutable:
         return tree_map_only(Tensor, lambda t: like.to(t.dtype), result)
     if like.shape != args[0].shape:                  # in torch's words
         own, whole = list(args[0].shape), list(like.shape)
         raise RuntimeError(f"output with shape {own} doesn't match the broadcast shape {whole}")
     return args[0]
+
+
+def on_one_element(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a pointwise op does with operands of these dtypes, of one element each."""
+    ones = tree_map_only(Tensor, lambda t: torch.ones((1,) * t.dim(), dtype=t.dtype, device="cpu"),
+                         (list(args), kwargs))
+    return func(*ones[0], **ones[1])
 
 
 def _addmm(x: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:

@@ -1,4 +1,4 @@
-"""Deep copies of global tensors, and what users have set on them."""
+"""Copies of global tensors, their class, and what users have set on them."""
 from __future__ import annotations
 
 from copy import deepcopy
@@ -16,6 +16,21 @@ _OURS = {"spec", "lineage", "_shards", "arriving", "boxed_view", "viewed", "trac
 def user_attributes(x: torch.Tensor) -> dict[str, Any]:
     """What users have set on a tensor."""
     return {name: value for name, value in x.__dict__.items() if name not in _OURS}
+
+
+def same_memory_copy(x: Any) -> Any:
+    """copy.copy of a global tensor: a leaf in the same memory, with what users have set on x."""
+    value = x.detach()
+    copied: Any = (torch.nn.Parameter(value, x.requires_grad) if isinstance(x, torch.nn.Parameter)
+                   else value.requires_grad_(x.requires_grad))
+    copied.__dict__.update(user_attributes(x))
+    return copied
+
+
+def keep_global(x: Any, cls: type) -> Any:
+    """x.as_subclass(cls) of a global tensor: itself. Functions of a subclass of torch.Tensor ask it of each result, and
+    a tensor of that class counts as plain beside a global one."""
+    return x
 
 
 def deep_copy(x: Any, memo: dict[int, Any]) -> Any:

@@ -21,7 +21,7 @@ from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shape, Shards, Spec, spec
 from globaltensor.layouts.placement import placement, placement as Placement
 from globaltensor.layouts.sbp import NdSbp, SbpLike
-from globaltensor.op_table.variants import READS_MEMORY
+from globaltensor.op_table.variants import LOSES_OUT, READS_MEMORY
 from globaltensor.runtime import trace_order
 from globaltensor.runtime.memory import NoMemory
 from globaltensor.runtime.native import torch_ext
@@ -350,8 +350,7 @@ class GlobalTensor(TensorMethods):
         return _rebuild, (self.placement, [str(s) for s in self.sbp], shards, own.shape, own.stride, own.dtype,
                           self.requires_grad, isinstance(self, torch.nn.Parameter), copying.user_attributes(self))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
-        return copying.deep_copy(self, memo)
+    __copy__, __deepcopy__, as_subclass = copying.same_memory_copy, copying.deep_copy, copying.keep_global
 
 
 def _rebuild(where: placement, sbps: list[str], shards: Shards, shape: Shape, stride: Shape, dtype: torch.dtype,
@@ -377,7 +376,7 @@ _aten = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericWrapper")
 _aten.impl("one_hot", value_reads.one_hot)
 _aten.impl("fill_diagonal_", value_reads.fill_diagonal)
 _aten.impl("tensor_split.tensor_indices_or_sections", value_reads.tensor_split)
-for _func in READS_MEMORY:
+for _func in READS_MEMORY + LOSES_OUT:
     _aten.impl(_func.name(), partial(arrive, GlobalTensor, _func))
 flex_attention.take_flex_attention()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from globaltensor.errors import SbpError
+from globaltensor.errors import PlainTensorError
 from globaltensor.layouts.layout import Layout
 from globaltensor.runtime.torch_internals import foreach_supported_types
 from globaltensor.tensors import convert, map_ops
@@ -23,8 +23,8 @@ from globaltensor.tracebacks import api_boundary
 def _layout(self: torch.Tensor) -> Layout:
     own = layout_of(self)
     if own is None:
-        raise SbpError("a plain tensor has no sbp and no placement", "it is not global",
-                       "x.to_global(placement, sbp) first, or ask x.is_global")
+        raise PlainTensorError("a plain tensor has no sbp and no placement", "it is not global",
+                               "x.to_global(placement, sbp) first, or ask x.is_global")
     return own
 
 
