@@ -193,3 +193,23 @@ def test_shapes_that_the_rule_does_not_tell_ask_for_a_fake_kernel(function, dims
     with pytest.raises(gt.RuleError, match="no fake kernel") as caught:
         op(x, *rest)
     assert f'register_fake("{op._opoverload._schema.name}")' in caught.value.fix
+
+
+@pytest.mark.parametrize("ruled", [False, True])
+def test_an_op_that_is_defined_anew_is_the_new_one(ruled):
+    """As by a cell of a notebook that is run again: torch keeps the op's place in memory."""
+    where = gt.placement("cpu", [0, 1])
+    x = draw(4, 3)
+    name = f"gt_test::op{next(_numbers)}"
+    for times, scale in ((64, 1), (1, 2), (1, 3), (2, 3)):
+        op = torch.library.custom_op(name, lambda x, times=times, scale=scale: torch.cat([scale * x] * times),
+                                     mutates_args=(), schema="(Tensor x) -> Tensor")
+        op.register_fake(lambda x, times=times: x.new_empty(times * x.shape[0], *x.shape[1:]))
+        if ruled and times == 1:
+            gt.rule(op, "i j -> i j", "a")
+        for rows in (4, 4, 8):                       # the same call, and one by a sibling
+            own = draw(rows, 3)
+            y = op(gt.from_full(own, where, S(0)))
+            assert y.shape == op(own).shape
+            torch.testing.assert_close(y.to_global(sbp=S(0)).full_tensor(), op(own), rtol=0, atol=0)
+        assert op(gt.from_full(x, where, B)).sbp == (B,)

@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
@@ -54,9 +55,14 @@ py::handle on_arrival;                               // gives an op its function
 // imports DTensor and sympy, half a second at the first op of a process.
 void call_python(const c10::OperatorHandle& op, Stack* stack) {
   static auto* known = new std::unordered_set<const c10::FunctionSchema*>();
+  static uint64_t known_since = ops_dropped();
   c10::impl::ExcludeDispatchKeyGuard below(kBeforePython);
   {
     py::gil_scoped_acquire lock;
+    if (known_since != ops_dropped()) {
+      known->clear();
+      known_since = ops_dropped();
+    }
     if (!known->count(&op.schema())) {
       on_arrival(torch::detail::getTorchApiFunction(op));
       known->insert(&op.schema());
@@ -70,7 +76,7 @@ void note_view(const c10::OperatorHandle& op, const c10::IValue* args) {
   const auto& returns = op.schema().returns();
   if (returns.empty() || !returns[0].alias_info() || returns[0].alias_info()->isWrite() || !args[0].isTensor()) return;
   auto* impl = args[0].toTensor().unsafeGetTensorImpl();
-  if (is_global(impl)) static_cast<GlobalImpl*>(impl)->viewed = true;
+  if (is_global(impl)) static_cast<GlobalImpl*>(impl)->viewed.store(true, std::memory_order_relaxed);
 }
 
 // May this recipe be run here and now? Boxings that someone watches go through Python, which tells the watcher.
@@ -146,9 +152,25 @@ py::object pending_keys() {
   return py::make_tuple(bytes_of(pending), bytes_of(pending_kind));
 }
 
+std::atomic<uint64_t> dropped{0};
+
+// Torch calls it with its own lock held, so it waits for no other.
+struct DropListener final : c10::OpRegistrationListener {
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+    if (!Py_IsInitialized()) return;                 // the program has ended
+    forget_schema(&op.schema());
+    dropped++;
+  }
+};
+
 }  // namespace
 
+uint64_t ops_dropped() { return dropped.load(std::memory_order_acquire); }
+
 void claim_ops() {
+  [[maybe_unused]] static auto* listens = new c10::RegistrationHandleRAII(
+      c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<DropListener>()));
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto ns = name.getNamespace();
     if (ns && (*ns == "aten" || *ns == "globaltensor")) claim_op(name);

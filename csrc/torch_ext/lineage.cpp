@@ -141,8 +141,14 @@ OpLineage op_lineage(const c10::FunctionSchema& schema) {
           schema.is_mutable()};
 }
 
+void forget_schema(const c10::FunctionSchema* schema) {
+  History& all = history();
+  for (uint64_t i = 0; i < std::min(all.count, kEvents); i++)
+    if (all.events[i].op == schema) all.events[i].op = nullptr;
+}
+
 namespace {
-std::vector<uint64_t> boxed;
+thread_local std::vector<uint64_t> boxed;
 }
 
 void note_boxed(const std::vector<ShardMove>& moves) {

@@ -82,6 +82,7 @@ class LineageScope {
   uint64_t before_;
 };
 
+void forget_schema(const c10::FunctionSchema* schema);  // of an op that torch drops
 void note_boxed(const std::vector<ShardMove>& moves);  // of a boxing that failed, for errors
 
 void bind_lineage(pybind11::module_& m);

@@ -128,6 +128,8 @@ std::shared_ptr<const Recipe> find_recipe(const RecipeKey& key);  // null: not d
 void cache_recipe(const RecipeKey& key, std::shared_ptr<Recipe> recipe, bool is_resized = false);
 void clear_recipes();                              // and what siblings are made of
 void limit_caches(size_t bytes);                   // all of them together
+// How many ops torch has dropped. What is defined next, mostly the same op once more, may have the address of one.
+uint64_t ops_dropped();
 
 // The recipe of a call that is new, from one of its kind at other sizes; null where there is none. It is cached.
 std::shared_ptr<const Recipe> recipe_of_sibling(const RecipeKey& kind, const RecipeKey& key,

@@ -125,6 +125,7 @@ struct Recipes {
   // Siblings' are kept apart: they are many, and quickly made again.
   Generations<std::shared_ptr<const Recipe>> decided{kKept}, resized{kKept};
   std::atomic<uint64_t> changes{1};                  // how often a recipe was replaced, or all were cleared
+  std::atomic<uint64_t> known_since{0};              // of all ops that torch had dropped by then
 };
 
 // What this thread ran last, by hash: it takes no lock.
@@ -164,11 +165,19 @@ void make_kind_key(const c10::OperatorHandle& op, const c10::IValue* args, size_
   push_call<Of::kind>(op, args, count, kind, none);
 }
 
+// Keys have the address of the op's schema.
+static void forget_dropped_ops() {
+  const uint64_t dropped = ops_dropped();
+  clear_recipes();
+  recipes().known_since.store(dropped, std::memory_order_release);
+}
+
 std::shared_ptr<const Recipe> find_recipe(const RecipeKey& key) {
   static thread_local std::array<RecentRecipe, kRecent> recent;
   auto& all = recipes();
   const uint64_t hash = hash_of(key);
   RecentRecipe& last = recent[hash % kRecent];
+  if (C10_UNLIKELY(all.known_since.load(std::memory_order_acquire) != ops_dropped())) forget_dropped_ops();
   const uint64_t changes = all.changes.load(std::memory_order_acquire);
   if (last.hash == hash && last.changes == changes && last.key == key) return last.recipe;
   std::shared_ptr<const Recipe> recipe;

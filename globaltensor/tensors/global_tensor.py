@@ -22,7 +22,7 @@ from globaltensor.layouts.layout import Shape, Shards, Spec, spec
 from globaltensor.layouts.placement import placement, placement as Placement
 from globaltensor.layouts.sbp import NdSbp, SbpLike
 from globaltensor.op_table.variants import LOSES_OUT, READS_MEMORY
-from globaltensor.runtime import trace_order
+from globaltensor.runtime import custom_ops, trace_order
 from globaltensor.runtime.memory import NoMemory
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import (
@@ -368,7 +368,8 @@ torch.serialization.add_safe_globals([_rebuild, placement])     # it runs nothin
 
 def _at_our_key(func: OpOverload) -> None:
     """Give an op its function in Python, at our own key: what the native dispatcher calls where it has no recipe."""
-    func.py_impl(OWN_KEY)(partial(arrive, GlobalTensor, func))       # a partial has no frame
+    func.py_kernels.pop(OWN_KEY, None)
+    func.py_impl(OWN_KEY)(partial(arrive, GlobalTensor, custom_ops.named_now(func)))     # a partial has no frame
 
 
 flatten.let_torch_trace(GlobalTensor)
