@@ -264,3 +264,18 @@ def test_a_restart_is_logged(tmp_path):
                        "\nsys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')")
     out = good([*RUN, "-n", 2, "--max-restarts", 1, program])
     assert "rank 0 of 2 starts\n" in out and "rank 0 of 2 starts again, restart 1\n" in out
+
+
+def test_equal_policies_may_be_nested():
+    """Where the inner block ends, the outer one goes on; where that ends, none is left."""
+    x, w = (gt.from_full(torch.ones(16, 16), gt.placement("cpu", [0, 1]), gt.sbp.split(1)) for _ in range(2))
+    with gt.record() as moves:
+        x @ w
+    with gt.boxing(budget=2 * moves.bytes):
+        with gt.boxing(budget=2 * moves.bytes):
+            x @ w
+        x @ w
+        with pytest.raises(gt.BoxingError, match="of its budget"):
+            x @ w
+    for _ in range(3):
+        x @ w

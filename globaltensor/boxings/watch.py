@@ -150,7 +150,7 @@ def layouts_text(move: BoxingRecord) -> str:
     return f"{move.src}{f' x{move.tensors}' if move.tensors > 1 else ''} -> {to}"
 
 
-@dataclass
+@dataclass(eq=False)                                 # nested blocks often have equal ones
 class _Policy:
     mode: str
     budget: int | None
