@@ -2,6 +2,8 @@
 import os
 import subprocess
 import sys
+from random import Random
+from threading import Thread
 from weakref import finalize, ref
 
 import pytest
@@ -142,3 +144,46 @@ def test_settings_have_an_effect_at_once(small):
     assert len(dictionary) == 60
     gt.config.cache_bytes = MEGABYTE
     assert not dictionary and recent.limit.nbytes == MEGABYTE
+
+
+class SlowKey:
+    """Its hash and equality are Python's, where another thread may come in."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __hash__(self):
+        return hash(self.n)
+
+    def __eq__(self, other):
+        return self.n == other.n
+
+
+def test_several_threads_share_one():
+    wrong, kept = [], Recent(8)
+
+    def use(seed):
+        numbers = Random(seed)
+        try:
+            for i in range(20_000):
+                key = SlowKey(numbers.randrange(20))
+                if kept.get(key) is None:
+                    kept[key] = 1
+                if i % 500 == seed:
+                    kept.clear()
+                if i % 50 == seed:
+                    kept.forget(lambda key: key.n == seed)
+        except Exception as error:
+            wrong.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [Thread(target=use, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong

@@ -73,7 +73,7 @@ class Cache:
 
     def clear(self) -> None:
         self._noted = self._weight = 0
-        self._samples.clear()
+        self._samples = []                           # another thread may be about to change one in the old list
 
     @property
     def nbytes(self) -> float:
@@ -86,8 +86,8 @@ class Cache:
 
     def note(self, key: object, value: object) -> None:
         """There is a new entry."""
-        stands_for = 1
-        if len(self._samples) == _SAMPLES and self._weight * KEPT < limit.nbytes * self._noted / 4:
+        stands_for, samples = 1, self._samples
+        if len(samples) == _SAMPLES and self._weight * KEPT < limit.nbytes * self._noted / 4:
             if _chance() * _EACH >= 1:
                 return
             stands_for = _EACH
@@ -95,10 +95,10 @@ class Cache:
         weight = bytes_of(entry)
         self._noted += stands_for
         self._weight += weight * stands_for
-        if len(self._samples) < _SAMPLES:
-            self._samples.append((entry, weight))
+        if len(samples) < _SAMPLES:
+            samples.append((entry, weight))
         elif (at := int(_chance() * self._noted)) < _SAMPLES * stands_for:      # each that came by the same chance
-            self._samples[at % _SAMPLES] = (entry, weight)
+            samples[at % _SAMPLES] = (entry, weight)
         limit.grown(weight * stands_for)
 
 
@@ -191,8 +191,7 @@ class Recent(Cache, Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         value = self._young.get(key)
-        if value is None and key in self._old:
-            value = self._old.pop(key)
+        if value is None and (value := self._old.pop(key, None)) is not None:
             self._insert(key, value)
         return value
 
@@ -213,5 +212,6 @@ class Recent(Cache, Generic[K, V]):
     def forget(self, wrong: Callable[[K], bool]) -> None:
         """Drop the entries with such keys."""
         for generation in (self._young, self._old):
-            for key in [key for key in generation if wrong(key)]:
-                del generation[key]
+            for key in list(generation):             # other threads use it meanwhile
+                if wrong(key):
+                    generation.pop(key, None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import count
 from threading import RLock
 from typing import Any
 
@@ -41,6 +42,7 @@ from globaltensor.runtime.world import world
 from globaltensor.tensors.gradients import BUCKETS, TIMES_LATENCY
 
 LEAST = 2e-3                                         # seconds that a piece is sent: to begin one takes a core 0.8 ms
+_order = count()
 
 
 def write_behind(tensors: Sequence[Any], targets: Sequence[Any], op: str) -> list[WriteBehind]:
@@ -76,7 +78,7 @@ class WriteBehind:
         _note_written(tensors, targets)
         self._counted = [writes_of(target) for target in targets]
         self.writes: dict[int, Any] = dict.fromkeys(map(id, targets))
-        self.one_at_a_time = RLock()
+        self.one_at_a_time, self.order = RLock(), next(_order)
         for target, move in zip(targets, self.moves):
             target.arriving = ArrivingTarget(self, move.into or {})
 
@@ -110,7 +112,7 @@ def finish_urgent_writes(begun: Sequence[WriteBehind]) -> None:
 def finish_writes(several: Sequence[WriteBehind]) -> None:
     """Wait until all of them are there."""
     with ExitStack() as locks, without_modes(), torch.inference_mode(False), torch.no_grad():
-        for one in several:
+        for one in sorted(several, key=lambda one: one.order):       # alike on all threads: none waits for another
             locks.enter_context(one.one_at_a_time)
         boxings = {one: one.boxing for one in several if one.boxing is not None}
         if boxings:
