@@ -82,7 +82,7 @@ FACE = dict.fromkeys(_FACTORIES, "globaltensor.tensors.factories") | dict.fromke
     "record": "globaltensor.debug.recording",
     "REQUEUE": "globaltensor.runtime.preemption",
     "resume": "globaltensor.checkpoint.resuming",
-    "set_grad_reduce_dtype": "globaltensor.tensors.gradients",
+    "set_grad_reduce_dtype": "globaltensor.tensors.reduce_dtype",
     "save": "globaltensor.checkpoint.torch_files",
     "save_safetensors": "globaltensor.checkpoint.huggingface",
     "rule": "globaltensor.dispatch.core",
@@ -173,7 +173,6 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
         zeros as zeros,
     )
     from globaltensor.tensors.global_tensor import GlobalTensor as GlobalTensor
-    from globaltensor.tensors.gradients import set_grad_reduce_dtype as set_grad_reduce_dtype
     from globaltensor.tensors.like_factories import (
         empty_like as empty_like,
         full_like as full_like,
@@ -184,6 +183,7 @@ if TYPE_CHECKING:                                    # ours, and all of torch's 
         zeros_like as zeros_like,
     )
     from globaltensor.tensors.materialize import materialize as materialize
+    from globaltensor.tensors.reduce_dtype import set_grad_reduce_dtype as set_grad_reduce_dtype
     from globaltensor.tensors.torch_names import *
 else:
     __all__ = sorted(FACE)

@@ -56,22 +56,12 @@ WatchedMemory& watched_memory() {
 
 py::handle do_call;                                // (op, arguments) -> the shards of every result
 
-// Another tensor of the same memory, that no autograd knows.
-at::Tensor same_memory(const at::Tensor& t) {
-  auto* impl = global(t);
-  at::Tensor same = wrap(impl->spec, Shards(impl->kept()));
-  global(same)->view = impl->view;
-  global(same)->lineage = impl->lineage;
-  return same;
-}
-
 std::shared_ptr<ViewCall> view_call(const c10::OperatorHandle& op, Stack arguments,
                                     std::shared_ptr<const Recipe> recipe) {
-  at::Tensor base = same_memory(arguments[0].toTensor());
+  at::Tensor base = global(arguments[0].toTensor())->alias();
   auto memory = watched_writes(global(base));
   arguments[0] = std::move(base);
-  return std::make_shared<ViewCall>(ViewCall{op, std::move(arguments), std::move(recipe), std::move(memory), {}, {},
-                                             call_lineage});
+  return std::make_shared<ViewCall>(op, std::move(arguments), std::move(recipe), std::move(memory), call_lineage);
 }
 
 at::Tensor result_of(const std::shared_ptr<ViewCall>& call, size_t nth, const Spec* spec) {
@@ -122,10 +112,11 @@ at::Tensor slice_of(const at::Tensor& shard, const Recipe::Slice& slice) {
 
 // Where a view runs straight along its base, slices of the shards are boxed, and not the base.
 std::vector<Shards> boxed_slices(const Recipe& recipe, const at::Tensor& base) {
-  const Shards& shards = global(base)->shards();
-  Shards held;
-  for (size_t nth = 0; nth < recipe.slices.size(); nth++) held.push_back(slice_of(shards[nth], recipe.slices[nth]));
-  return move_shards({{recipe.slices_boxing.get(), &held}}, recipe.purpose);
+  HeldShards held;
+  const Shards& shards = global(base)->shards(held);
+  Shards slices;
+  for (size_t nth = 0; nth < recipe.slices.size(); nth++) slices.push_back(slice_of(shards[nth], recipe.slices[nth]));
+  return move_shards({{recipe.slices_boxing.get(), &slices}}, recipe.purpose);
 }
 
 // The native way, below all that global tensors went through.
@@ -171,10 +162,7 @@ py::list python_boxed_views(const py::list& specs, const std::string& name, cons
 void become(const at::Tensor& t, const at::Tensor& view) {
   auto *to = global(t), *from = global(view);
   to->take_spec(from->spec);
-  to->view = {};
-  to->shards() = from->kept();
-  to->view = from->view;
-  to->lineage = from->lineage;
+  to->take_value(*from);
 }
 
 }  // namespace
@@ -216,14 +204,39 @@ static std::shared_ptr<MemoryWrites> known_writes(const c10::StorageImpl* storag
 
 int64_t writes_to(const MemoryWrites& memory) { return memory.count; }
 
-void GlobalImpl::read_view() {
+Shards GlobalImpl::read_view() {
   ViewCall& call = *view.call;
+  const ViewLock lock(call);
   const int64_t now = call.memory->count;
-  if (view.writes_when_made == now) return;
+  if (view.writes_when_made == now) return shards_;
   if (call.writes_when_made != now || call.taken[view.nth]) make_results(call, spec, now);
   shards_ = std::move(call.results[view.nth]);
   call.taken[view.nth] = true;
   view.writes_when_made = now;
+  return shards_;
+}
+
+ValueLock::ValueLock(const GlobalImpl& of) {
+  if (of.view.call) view_.emplace(*of.view.call);
+  if (C10_UNLIKELY(of.is_arriving.load(std::memory_order_acquire))) interpreter_.emplace();
+}
+
+at::Tensor GlobalImpl::alias() const {
+  const ValueLock lock(*this);
+  at::Tensor same = wrap(spec, Shards(shards_));
+  auto* impl = global(same);
+  impl->set_arriving(arriving);
+  impl->view = view;
+  impl->lineage = lineage;
+  return same;
+}
+
+void GlobalImpl::take_value(const GlobalImpl& other) {
+  const ValueLock lock(other);
+  shards_ = other.shards_;
+  set_arriving(other.arriving);
+  view = other.view;
+  lineage = other.lineage;
 }
 
 void push_boxed_views(const c10::OperatorHandle& op, std::shared_ptr<const Recipe> recipe, Stack* stack) {
@@ -254,8 +267,12 @@ void note_write(const at::Tensor& t) {
 }
 
 py::object origin_of(const BoxedView& view) {
-  static auto* origin = new py::object(py::module_::import("globaltensor.algorithms.aliasing").attr("Origin"));
-  return (*origin)(torch::detail::getTorchApiFunction(view.call->op), arguments_of(*view.call), view.nth);
+  static PyObject* origin = nullptr;   // set below: an import may let in another thread, which would wait for a static
+  if (!origin) {
+    const py::object cls = py::module_::import("globaltensor.algorithms.aliasing").attr("Origin");
+    origin = py::object(cls).release().ptr();
+  }
+  return py::handle(origin)(torch::detail::getTorchApiFunction(view.call->op), arguments_of(*view.call), view.nth);
 }
 
 void bind_boxed_views(py::module_& m) {

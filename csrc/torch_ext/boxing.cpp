@@ -199,16 +199,18 @@ bool may_write_over(GlobalImpl* impl, const Boxing& boxing) {
 void redistribute_in_place(const std::vector<std::pair<std::shared_ptr<Boxing>, at::Tensor>>& items,
                            const std::string& what) {
   std::vector<ShardMove> moves;
+  HeldShards held;
   for (const auto& [boxing, t] : items) {
+    TORCH_CHECK(global(t)->spec == boxing->source, "a boxing for another spec");
     const bool in_place = may_write_over(global(t), *boxing);
-    moves.push_back({boxing.get(), &global(t)->shards(), global(t)->lineage, in_place});
+    moves.push_back({boxing.get(), &global(t)->shards(held), global(t)->lineage, in_place});
   }
   auto moved = move_shards(moves, Purpose(what));
   for (size_t i = 0; i < moved.size(); i++) {
     GlobalImpl* impl = global(items[i].second);
     impl->take_spec(moves[i].boxing->result());
     impl->view = {};
-    impl->shards() = std::move(moved[i]);
+    impl->kept() = std::move(moved[i]);
   }
 }
 

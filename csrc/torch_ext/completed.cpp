@@ -25,11 +25,14 @@ at::Tensor completed(const at::Tensor& t) {
     kept.reset();
     return at::Tensor();
   }
-  if (!kept->whole.defined()) {
-    kept->whole = wrap(kept->spec, std::move(kept->shards));
-    global(kept->whole)->lineage = impl->lineage;
+  if (kept->whole.defined()) return kept->whole;
+  at::Tensor whole = wrap(kept->spec, Shards(kept->shards));  // Python may run here, and so another thread
+  global(whole)->lineage = impl->lineage;
+  if (kept && !kept->whole.defined()) {
+    kept->whole = whole;
+    kept->shards.clear();
   }
-  return kept->whole;
+  return whole;
 }
 
 // Does this op want the value of its operands, and not their memory, or what each rank holds? What an op that torch

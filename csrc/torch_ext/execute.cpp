@@ -23,14 +23,16 @@ struct Operand {
   at::Tensor owner;                                  // keeps it alive while its shards are in its place
   const Shards* shards;                              // null: a plain tensor, the same on every rank
 };
-using Operands = c10::SmallVector<Operand, 6>;
+struct Operands : c10::SmallVector<Operand, 6> {
+  HeldShards held;                                   // of those that are boxed views
+};
 
 // Takes the operands out of a call's arguments. What is in a list stays there: the list is the caller's.
 Operands take_operands(const Recipe& recipe, c10::IValue* args) {
   Operands operands;
   for (Slot slot : recipe.slots) {
     at::Tensor t = slot.index < 0 ? std::move(args[slot.at]).toTensor() : operand(args, slot);
-    const Shards* shards = is_global(t.unsafeGetTensorImpl()) ? &global(t)->shards() : nullptr;
+    const Shards* shards = is_global(t.unsafeGetTensorImpl()) ? &global(t)->shards(operands.held) : nullptr;
     operands.push_back({std::move(t), shards});
   }
   return operands;

@@ -24,7 +24,8 @@ Tensor move(const Tensor& x, const Boxing& boxing) {
   auto* impl = global(x);
   TORCH_CHECK(impl->spec == boxing.source, "a boxing for another spec");
   static const Purpose explicit_boxing("to_global");
-  auto shards = move_shards({{&boxing, &impl->shards(), impl->lineage}}, explicit_boxing);
+  HeldShards held;
+  auto shards = move_shards({{&boxing, &impl->shards(held), impl->lineage}}, explicit_boxing);
   Tensor moved = wrap(boxing.result(), std::move(shards[0]));
   global(moved)->lineage = impl->lineage;
   return moved;

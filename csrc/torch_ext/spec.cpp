@@ -86,11 +86,14 @@ class Specs {
                       fields[5].cast<bool>(), fields[6].cast<bool>(), fields[7].cast<bool>(), fields[8].cast<bool>(),
                       fields[9].cast<bool>()};
     free_unheld();
+    const auto layout = std::make_shared<const LayoutRef>(traits.layout);
     const std::lock_guard<std::mutex> lock(mutex_);
-    Spec* spec = intern(kind_of(traits, cuts_from(fields[11]), sizes, strides), sizes, strides);
-    Py_INCREF(object);
-    spec->object_ = object;            // equal objects are one, so it had none
-    by_object_[object] = spec;
+    Spec* spec = intern(kind_of(traits, layout, cuts_from(fields[11]), sizes, strides), sizes, strides);
+    if (!spec->object_) {              // equal objects are one: else another thread was here while Python ran
+      Py_INCREF(object);
+      spec->object_ = object;
+      by_object_[object] = spec;
+    }
     return spec;
   }
 
@@ -105,7 +108,7 @@ class Specs {
   SpecRef strided_like(const Spec* like, const Sizes& sizes, const Sizes& strides) {
     make_room();
     const std::lock_guard<std::mutex> lock(mutex_);
-    return intern(kind_of(*like, like->kind->cuts, sizes, strides), sizes, strides);
+    return intern(kind_of(*like, like->kind->layout_ref, like->kind->cuts, sizes, strides), sizes, strides);
   }
 
   PyObject* object_of(const Spec* spec) {
@@ -133,15 +136,16 @@ class Specs {
     return all;
   }
 
-  std::shared_ptr<const SpecKind> kind_of(const SpecTraits& traits, const std::vector<SpecKind::Cuts>& cuts,
-                                          const Sizes& sizes, const Sizes& strides) {
+  std::shared_ptr<const SpecKind> kind_of(const SpecTraits& traits, const std::shared_ptr<const LayoutRef>& layout,
+                                          const std::vector<SpecKind::Cuts>& cuts, const Sizes& sizes,
+                                          const Sizes& strides) {
     Sizes order = order_of(sizes, strides);
     Sizes gaps = order.empty() ? gaps_of(sizes, strides) : Sizes();
     auto& known = kinds_[KindKey(traits.layout, traits.dtype, traits.copied, traits.conjugated, traits.negated,
                                  sizes.size(), order, gaps)];
     auto kind = known.lock();
     if (!kind) {
-      auto fresh = std::make_shared<SpecKind>(traits, ++ids_);
+      auto fresh = std::make_shared<SpecKind>(traits, ++ids_, layout);
       fresh->ndim = sizes.size();
       fresh->order = std::move(order);
       fresh->gaps = std::move(gaps);
@@ -215,8 +219,8 @@ class Specs {
   uint64_t ids_ = 0;
 };
 
-SpecKind::SpecKind(const SpecTraits& traits, uint64_t id) : SpecTraits(traits), id(id) { Py_INCREF(layout); }
-SpecKind::~SpecKind() { Py_DECREF(layout); }
+LayoutRef::LayoutRef(PyObject* layout) : layout_(layout) { Py_INCREF(layout_); }
+LayoutRef::~LayoutRef() { Py_DECREF(layout_); }
 
 PyObject* Spec::object() const { return Specs::all().object_of(this); }
 SpecRef spec_of(PyObject* object) { return Specs::all().of_object(object); }

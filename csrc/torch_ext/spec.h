@@ -14,6 +14,17 @@ namespace gt {
 
 struct GlobalImpl;
 
+// A reference to a layout, with which kinds of it are made where nobody has the interpreter's lock.
+class LayoutRef {
+ public:
+  explicit LayoutRef(PyObject* layout);              // with the interpreter's lock; its end, too
+  LayoutRef(const LayoutRef&) = delete;
+  ~LayoutRef();
+
+ private:
+  PyObject* layout_;
+};
+
 struct SpecTraits {
   PyObject* layout;
   c10::ScalarType dtype;
@@ -39,9 +50,10 @@ struct SpecKind : SpecTraits {
   // dims and which are repeated, and the strides themselves where elements lie in each other's way.
   std::vector<int64_t> order, gaps;
   std::vector<Cuts> cuts;              // per rank of `ranks`
+  std::shared_ptr<const LayoutRef> layout_ref;       // shared by the kinds that were made of one
 
-  SpecKind(const SpecTraits& traits, uint64_t id);
-  ~SpecKind();                         // with the interpreter's lock: it holds the layout
+  SpecKind(const SpecTraits& traits, uint64_t id, std::shared_ptr<const LayoutRef> layout_ref)
+      : SpecTraits(traits), id(id), layout_ref(std::move(layout_ref)) {}
 };
 
 struct Spec : SpecTraits {

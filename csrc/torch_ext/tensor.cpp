@@ -96,8 +96,9 @@ PyObject* get_shards(PyObject* self, void*) {
   if (C10_UNLIKELY(is_traced(self))) return traced_property(self, python_shards);
   auto* impl = global(THPVariable_Unpack(self));
   py::dict shards;
-  const Shards& held = impl->shards();
-  for (size_t i = 0; i < held.size(); i++) shards[py::int_(impl->spec->ranks[i])] = held[i];
+  HeldShards held;
+  const Shards& own = impl->shards(held);
+  for (size_t i = 0; i < own.size(); i++) shards[py::int_(impl->spec->ranks[i])] = own[i];
   return shards.release().ptr();
   END_HANDLE_TH_ERRORS
 }
@@ -123,9 +124,9 @@ int set_shards(PyObject* self, PyObject* value, void*) {
   if (is_traced(self)) return set_traced_item(self, "_shards", value) | set_traced_item(self, "completed", Py_None);
   auto* impl = global(THPVariable_Unpack(self));
   impl->view = {};
-  impl->arriving = nullptr;
+  impl->set_arriving(nullptr);
   impl->forget_completed();
-  impl->shards() = shards_from(impl->spec, value);
+  impl->kept() = shards_from(impl->spec, value);
   return 0;
   END_HANDLE_TH_ERRORS_RET(-1)
 }
@@ -149,7 +150,8 @@ PyObject* get_arriving(PyObject* self, void*) {
 
 int set_arriving(PyObject* self, PyObject* value, void*) {
   HANDLE_TH_ERRORS
-  global(THPVariable_Unpack(self))->arriving = value == Py_None ? nullptr : std::make_shared<ArrivingShards>(value);
+  global(THPVariable_Unpack(self))->set_arriving(value == Py_None ? nullptr
+                                                                  : std::make_shared<ArrivingShards>(value));
   return 0;
   END_HANDLE_TH_ERRORS_RET(-1)
 }
@@ -247,10 +249,19 @@ const Shards& ArrivingShards::read(const Spec* spec) {
 }
 
 void GlobalImpl::await_shards() {
-  const auto one = arriving;                         // which another thread may take away meanwhile
+  py::gil_scoped_acquire lock;
+  const auto one = arriving;                         // which another thread may take away while this one waits
   if (!one) return;
-  shards_ = one->read(spec);
-  arriving = nullptr;
+  const Shards& arrived = one->read(spec);
+  if (arriving != one) return;
+  shards_ = arrived;
+  set_arriving(nullptr);
+}
+
+void GlobalImpl::set_arriving(std::shared_ptr<ArrivingShards> one) {
+  const bool any = one != nullptr;
+  arriving = std::move(one);
+  is_arriving.store(any, std::memory_order_release);
 }
 
 void GlobalImpl::take_spec(const Spec* other) {
@@ -260,12 +271,9 @@ void GlobalImpl::take_spec(const Spec* other) {
 }
 
 GlobalImpl::Pointer GlobalImpl::shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const {
-  at::Tensor copy = wrap(spec, Shards(shards_));
+  at::Tensor copy = alias();
   auto* impl = global(copy);
-  impl->arriving = arriving;
   impl->key_set_ = key_set_;                         // the copy is a tensor of inference mode where this one is
-  impl->view = view;
-  impl->lineage = lineage;
   if (!impl->is_inference()) impl->set_version_counter(version);
   impl->set_allow_tensor_metadata_change(allow);
   return copy.getIntrusivePtr();
@@ -281,16 +289,13 @@ void GlobalImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& fr
   c10::TensorImpl::shallow_copy_from(from);
   const auto* other = static_cast<const GlobalImpl*>(from.get());
   spec = other->spec;
-  shards_ = other->shards_;
-  arriving = other->arriving;
-  view = other->view;
-  lineage = other->lineage;
+  take_value(*other);
   forget_completed();
 }
 
 void GlobalImpl::release_resources() {
   shards_.clear();
-  arriving = nullptr;
+  set_arriving(nullptr);
   forget_completed();
   view = {};
   c10::TensorImpl::release_resources();

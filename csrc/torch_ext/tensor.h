@@ -11,6 +11,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
+#include <forward_list>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -22,6 +23,7 @@ namespace gt {
 constexpr auto kGlobal = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
 using Shards = c10::SmallVector<at::Tensor, 1>;  // in the order of the spec's ranks; empty on ranks without any
+using HeldShards = std::forward_list<Shards>;    // as long as they are used
 
 struct ViewCall;
 struct Completed;
@@ -49,8 +51,9 @@ class ArrivingShards {
 struct GlobalImpl final : c10::TensorImpl {
   SpecRef spec;                        // none in a spec's `like`, which the spec holds
   BoxedView view;                      // of other tensors without a call
-  std::shared_ptr<ArrivingShards> arriving;  // until they are needed
-  bool viewed = false;                 // a view was made of it
+  std::shared_ptr<ArrivingShards> arriving;  // until they are needed; the interpreter's lock guards it
+  std::atomic<bool> is_arriving{false};
+  std::atomic<bool> viewed{false};     // a view was made of it
   uint64_t lineage = 0;                // of its value (lineage.h); 0: nothing is known of it
   std::atomic<bool> is_completed{false};
   std::unique_ptr<Completed> completed;  // of a pending one, with nothing pending (completed.h)
@@ -60,15 +63,19 @@ struct GlobalImpl final : c10::TensorImpl {
   ~GlobalImpl() override;
   void take_spec(const Spec* other);
   void forget_completed();
-  // The parts that this process drives. Those of a boxed view are made now, unless they were since the last write.
-  Shards& shards() {
-    if (C10_UNLIKELY(view.call != nullptr)) read_view();
+  // The parts that this process drives, for any thread. Those of a boxed view are made now, unless they were since the
+  // last write, and kept by `held`: another thread may write elsewhere, and make them anew while these are used.
+  const Shards& shards(HeldShards& held) {
+    if (C10_UNLIKELY(view.call != nullptr)) return held.emplace_front(read_view());
     return kept();
   }
   Shards& kept() {                     // without making them
-    if (C10_UNLIKELY(arriving != nullptr)) await_shards();
+    if (C10_UNLIKELY(is_arriving.load(std::memory_order_acquire))) await_shards();
     return shards_;
   }
+  at::Tensor alias() const;            // another tensor of the same memory, that no autograd knows
+  void take_value(const GlobalImpl& other);
+  void set_arriving(std::shared_ptr<ArrivingShards> one);
   using Pointer = c10::intrusive_ptr<c10::TensorImpl>;
   Pointer shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const override;
   Pointer shallow_copy_and_detach(c10::VariableVersion&& version, bool allow) const override;
@@ -77,7 +84,7 @@ struct GlobalImpl final : c10::TensorImpl {
   const char* tensorimpl_type_name() const override { return "GlobalImpl"; }
 
  private:
-  void read_view();
+  Shards read_view();
   void await_shards();
   void lie_as(const Spec* other);      // sizes, strides and lazy bits
 

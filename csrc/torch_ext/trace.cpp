@@ -36,7 +36,9 @@ void push_result(const c10::IValue& result, std::vector<at::Tensor>& registers) 
 
 void run_moves(const Trace::Step& step, std::vector<at::Tensor>& registers) {
   std::vector<ShardMove> moves;
-  for (const auto& [source, boxing] : step.moves) moves.push_back({boxing.get(), &global(registers[source])->shards()});
+  HeldShards held;
+  for (const auto& [source, boxing] : step.moves)
+    moves.push_back({boxing.get(), &global(registers[source])->shards(held)});
   auto moved = move_shards(moves, step.purpose);
   for (size_t i = 0; i < moved.size(); i++)
     registers.push_back(wrap(step.moves[i].second->result(), std::move(moved[i])));

@@ -53,7 +53,7 @@ void note_turn(const Tensor& t, const std::string& name, const std::string& over
 }  // namespace
 
 void bind_turned_views(py::module_& m) {
-  m.def("was_viewed", [](const Tensor& t) { return global(t)->viewed; }, "Was a view made of this tensor?");
+  m.def("was_viewed", [](const Tensor& t) { return global(t)->viewed.load(); }, "Was a view made of this tensor?");
   m.def("forget_views", [](const Tensor& t) { global(t)->viewed = false; }, "No view of this tensor is left.");
   m.def("note_turn", &note_turn, "A view was turned in place, by a view op with these arguments after the first.");
 }

@@ -14,6 +14,7 @@ by (a view, `x.detach()`, `x.data`; runtime/memory_writes.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +71,7 @@ class ViewCall:
         self._lineage = lineage.current()
         self._results: list[Shards | None] = []
         self._made = -1
+        self.one_at_a_time = RLock()                 # of the threads that read its results
 
     def result(self, nth: int) -> Shards:
         """The shards of result `nth`, made now unless they were for another one."""
@@ -94,9 +96,11 @@ class BoxedView:
     def read(self) -> Shards:
         """The view's shards, as of the last write to the memory at the end of the chain."""
         if self._made != self.call.memory.count:
-            # as of before the call: a write that another thread does meanwhile is not lost
-            writes = self.call.memory.count
-            self._shards, self._made = self.call.result(self.nth), writes
+            with self.call.one_at_a_time:
+                # as of before the call: a write that another thread does meanwhile is not lost
+                if self._made != (writes := self.call.memory.count):
+                    self._shards = self.call.result(self.nth)
+                    self._made = writes
         return self._shards
 
     @property

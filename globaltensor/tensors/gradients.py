@@ -5,7 +5,8 @@ micro-batches need no `no_sync`. The first read of any `.grad` (by an optimizer,
 gradients that wait into the layouts of their parameters, in one fused boxing.
 
 Every rank runs the same program, so all of them settle the same gradients: waiting leaves are held on to until then,
-and taken in the order in which they were made.
+and taken in the order in which they were made. Each thread settles what its own backward passes left, as those of
+others may go on; where it reads a leaf that another thread left, what that one left too.
 
 Where a link between hosts or devices is what a reduction waits for, it is begun while backward goes on, a bucket at a
 time, and waited for by that first read, which is also when `gt.record()` and `gt.boxing(...)` see it. That is done only
@@ -16,10 +17,11 @@ the *part* of the leaf that an optimizer works on (`share_grad`): that is ZeRO (
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +29,12 @@ import torch
 from globaltensor.boxings import native
 from globaltensor.boxings.redistribute import BegunBoxing, Move, finish_boxings, link_seconds, redistribute
 from globaltensor.boxings.watch import watched
-from globaltensor.errors import ArgumentError, BoxingError, GlobalTensorError
-from globaltensor.layouts.global_like import is_global
+from globaltensor.errors import BoxingError
 from globaltensor.layouts.layout import Layout, spec
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.this_thread import this_thread
 from globaltensor.runtime.torch_internals import TensorBase, compiling
 from globaltensor.runtime.world import world
-from globaltensor.tracebacks import api_boundary
 
 _grad: Any = TensorBase.grad                # a descriptor of C
 raw_grad = _grad.__get__                             # the gradient of a leaf as it lies
@@ -43,6 +44,7 @@ pending: dict[int, Any] = {}                         # leaves whose gradients li
 EARLY = 25 << 20                                     # bytes of gradients that wait, at most, for leaves reduced early
 TIMES_LATENCY = 4                                    # how long a bucket takes to be sent, at least
 BUCKETS = 13
+_one_at_a_time = RLock()                             # of the threads that note what waits, or reduce it
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +52,7 @@ class LeafGradient:
     """What is noted of the gradient of a leaf, in the attribute `ATTRIBUTE` of the leaf, where anything is.
 
     order         of the leaf among those that are watched: every rank reduces in this order; None: it is not watched
+    thread        the token of the thread whose backward pass left it waiting
     layout        the layout that the gradient is brought to; None: the leaf's own
     early         during backward already, as soon as `EARLY` bytes wait
     part, whole   the part of a leaf that an optimizer works on, and that leaf: noted on both of them
@@ -57,6 +60,7 @@ class LeafGradient:
     """
 
     order: int | None = None
+    thread: object = None
     layout: Layout | None = None
     early: bool = False
     part: Any = None
@@ -77,7 +81,7 @@ def _noted(leaf: Any) -> LeafGradient:
     return leaf.__dict__.get(ATTRIBUTE, _NOTHING_NOTED)
 
 
-def _notes(leaf: Any) -> LeafGradient:
+def notes_of(leaf: Any) -> LeafGradient:
     """What is noted on a leaf, to be changed."""
     return leaf.__dict__.setdefault(ATTRIBUTE, LeafGradient())
 
@@ -86,7 +90,7 @@ def read_grad(leaf: Any) -> Any:
     """The gradient of a leaf, settled; or as it lies, for torch.compile, which reads all while it traces."""
     noted = leaf.__dict__.get(ATTRIBUTE, _NOTHING_NOTED)           # optimizers read all gradients some three times
     if pending and not (noted.part is None and compiling()):
-        reduce_pending()
+        reduce_pending(beside=leaf if noted.whole is None else noted.whole)
     return raw_grad(leaf) if noted.part is None else _handed_over(noted.whole, noted.part)
 
 
@@ -94,21 +98,23 @@ def replace_grad(leaf: Any, value: Any) -> None:
     """Replace the gradient of a leaf."""
     noted = _noted(leaf)
     for one in (leaf,) if noted.part is None else (noted.part, noted.whole):       # `leaf` is one of these two
-        if pending and (order := _noted(one).order) is not None and pending.pop(order, None) is not None:
-            _buckets.nbytes -= one.spec.nbytes
+        if pending and (order := _noted(one).order) is not None:
+            with _one_at_a_time:
+                if pending.pop(order, None) is not None:
+                    _buckets.nbytes -= one.spec.nbytes
         _set(one, value if one is leaf else None)
 
 
 def set_grad_layout(leaf: Any, dst: Layout, early: bool = False) -> None:
     """Gradients of this leaf are brought to `dst`. `early`: during backward already, as soon as `EARLY` bytes wait."""
-    notes = _notes(leaf)
+    notes = notes_of(leaf)
     notes.layout, notes.early = dst, early
     watch_anew(leaf)
 
 
 def share_grad(whole: Any, part: Any) -> None:
     """The two have one gradient: what comes for `whole`, in the layout and dtype of `part`."""
-    for notes in (_notes(whole), _notes(part)):
+    for notes in (notes_of(whole), notes_of(part)):
         notes.part, notes.whole = part, whole
 
 
@@ -117,37 +123,15 @@ def part_of(leaf: Any) -> Any:
     return _noted(leaf).part
 
 
-@api_boundary
-def set_grad_reduce_dtype(parameters: Iterable[Any], dtype: torch.dtype | None) -> None:
-    """Send the gradients of these parameters in another dtype when they are reduced, then bring them back to their own:
-    half the bytes for bfloat16. What arrives is added up in float32. None: in their own dtype again.
-
-    Every process makes the call. Raises ArgumentError for a dtype that is not floating point and for what are no
-    parameters, GlobalTensorError for a plain parameter.
-    """
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ArgumentError(f"gradients cannot be reduced in {dtype!r}", "they are floating point numbers",
-                            "gt.set_grad_reduce_dtype(model.parameters(), torch.bfloat16)")
-    if not isinstance(parameters, Iterable):
-        raise ArgumentError(f"gradients of a {type(parameters).__name__}", "they belong to parameters",
-                            "gt.set_grad_reduce_dtype(model.parameters(), dtype)")
-    for leaf in (leaves := list(parameters)):
-        if not is_global(leaf):
-            raise GlobalTensorError("gt.set_grad_reduce_dtype of a plain parameter",
-                                    f"one of shape {list(leaf.shape)} is plain, and its gradient is never reduced",
-                                    "gt.parallelize(model, placement) before it")
-    for leaf in leaves:
-        _notes(leaf).reduce_dtype = dtype
-
-
 def _handed_over(whole: Any, part: Any) -> Any:
-    grad, before = raw_grad(whole), raw_grad(part)
-    if grad is not None:
-        with torch.inference_mode(False), torch.no_grad():
-            grad, = redistribute([grad], [part.spec.layout], "gradient")
-            grad = grad.to(part.dtype)
-            _set(part, grad if before is None else before + grad)
-        _set(whole, None)
+    if raw_grad(whole) is not None:
+        with _one_at_a_time, torch.inference_mode(False), torch.no_grad():
+            grad, before = raw_grad(whole), raw_grad(part)
+            if grad is not None:
+                grad, = redistribute([grad], [part.spec.layout], "gradient")
+                grad = grad.to(part.dtype)
+                _set(part, grad if before is None else before + grad)
+                _set(whole, None)
     return raw_grad(part)
 
 
@@ -159,7 +143,7 @@ def grad_layout(leaf: Any) -> Layout:
 def watch_leaf(leaf: Any) -> None:
     """Watch what backward accumulates in this leaf."""
     if leaf.is_leaf and not leaf.traced and _noted(leaf).order is None:
-        _notes(leaf).order = next(_order)
+        notes_of(leaf).order = next(_order)
         if _watched_natively(leaf):
             torch_ext.watch_gradient(leaf)
         else:                                        # first: hooks of the user's may read the gradient
@@ -180,7 +164,7 @@ def keep_hooks(leaf: Any) -> None:
     if leaf._post_accumulate_grad_hooks is not None:
         leaf._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
     if _noted(leaf).order is not None:
-        _notes(leaf).order = None
+        notes_of(leaf).order = None
         watch_leaf(leaf)
 
 
@@ -218,26 +202,28 @@ def _accumulated(leaf: Any) -> bool:
     if grad.spec.layout is dst:
         return True
     assert notes.order is not None                   # only what is watched comes here
-    twice = notes.order in pending
-    pending[notes.order] = leaf
-    _buckets.add(Reduction(leaf, grad, dst, notes), twice)
-    if notes.early and not _early_reduction_off and _buckets.nbytes >= EARLY:
-        reduce_pending()
+    with _one_at_a_time:
+        twice = notes.order in pending
+        pending[notes.order] = leaf
+        if not twice:
+            notes.thread = this_thread.token
+        _buckets.add(Reduction(leaf, grad, dst, notes), twice)
+        if notes.early and not _early_reduction_off and _buckets.nbytes >= EARLY:
+            reduce_pending()
     return False
 
 
-_early_reduction_off = False
+_early_reduction_off: list[None] = []                # one for each block that says so, on any thread
 
 
 @contextmanager
 def no_early_reduction() -> Iterator[None]:
     """Inside, gradients that are reduced early wait as others do."""
-    global _early_reduction_off
-    before, _early_reduction_off = _early_reduction_off, True
+    _early_reduction_off.append(None)
     try:
         yield
     finally:
-        _early_reduction_off = before
+        _early_reduction_off.pop()
 
 
 def set_aside(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
@@ -258,14 +244,24 @@ def restore(taken: Iterable[tuple[Any, Any]]) -> None:
             _set(leaf, before if grad is None else redistribute([before], [grad.spec.layout], "gradient")[0].add_(grad))
 
 
-@torch.inference_mode(False)
-def reduce_pending(of: Iterable[Any] | None = None) -> None:
-    """Bring all waiting gradients, or those of some leaves and all that are under way, to where they shall lie: for
-    good, so not as tensors of inference mode."""
+def reduce_pending(of: Iterable[Any] | None = None, beside: Any = None) -> None:
+    """Bring all gradients that this thread has left waiting, or the one that left that of `beside`, to where they shall
+    lie; or those of some leaves; and all that are under way. For good, so not as tensors of inference mode."""
+    with _one_at_a_time, torch.inference_mode(False):
+        if of is None:
+            threads = {None, this_thread.token}
+            if beside is not None and _noted(beside).order in pending:
+                threads.add(_noted(beside).thread)
+            _reduce_waiting({order for order, leaf in pending.items() if _noted(leaf).thread in threads}, whole=True)
+        else:
+            _reduce_waiting(pending.keys() & {_noted(leaf).order for leaf in of}, whole=False)
+
+
+def _reduce_waiting(waits: Set[int], whole: bool) -> None:
     begun = _buckets.under_way
     arriving = [one if _buckets.is_current(one) else None for bucket in begun for one in bucket.reductions]
     orders = {k for one in arriving if one is not None and (k := one.notes.order) is not None}
-    keys = sorted((pending.keys() if of is None else pending.keys() & {_noted(leaf).order for leaf in of}) - orders)
+    keys = sorted(waits - orders)
     waiting = [one for key in keys if (one := Reduction.of(pending[key])) is not None]
     if begun or waiting and not _reduce_natively(waiting):
         _buckets.under_way = []
@@ -279,7 +275,7 @@ def reduce_pending(of: Iterable[Any] | None = None) -> None:
                 one.settle(shards)
     for order in (*orders, *keys):
         del pending[order]
-    _buckets.note_read(whole=of is None)
+    _buckets.note_read(whole)
 
 
 class Reduction(NamedTuple):
@@ -353,7 +349,7 @@ class BackwardBuckets:
         self.transfer = self.before = 0.0            # seconds that these take to be sent, and the last bucket took
         self.sum = self.expected = 0.0               # the same of all gradients since the last read, and before it
         self.under_way: list[Bucket] = []
-        self.stale: set[int] = set()                 # ids of leaves whose gradients came again
+        self.stale: set[int | None] = set()          # the order of leaves whose gradients came again
         self.each_once = self.twice = False          # each_once: was it so before the last read?
         self.nbytes = 0                              # of all leaves that wait
 
@@ -361,7 +357,7 @@ class BackwardBuckets:
         """A gradient came; `twice`: one waits already."""
         if twice:
             self.twice = True
-            self.stale.add(id(one.leaf))
+            self.stale.add(one.notes.order)
             self.waiting = [other for other in self.waiting if other.leaf is not one.leaf]
             return
         self.nbytes += one.leaf.spec.nbytes
@@ -382,7 +378,8 @@ class BackwardBuckets:
 
     def is_current(self, one: Reduction) -> bool:
         """Is this still to be read? What came again, or was replaced or dropped, is not what was sent."""
-        return id(one.leaf) not in self.stale and raw_grad(one.leaf) is one.grad and one.notes.order in pending
+        order = one.notes.order
+        return order not in self.stale and raw_grad(one.leaf) is one.grad and order in pending
 
     def note_read(self, whole: bool) -> None:
         """Gradients are read; `whole`: all of them."""

@@ -35,15 +35,15 @@ def read_for_new_graph() -> None:
 
 def read_for_guard(x: Any) -> None:
     """Before torch compares x with what a graph was made for."""
-    if gradients.pending and not x.requires_grad and _is_pending_gradient(x):
+    if gradients.pending and not x.requires_grad and (leaf := _leaf_of_pending(x)) is not None:
         _lost.clear()
         try:
-            gradients.reduce_pending()
+            gradients.reduce_pending(beside=leaf)
         except BaseException as error:
             _lost.append(error)
             raise
 
 
-def _is_pending_gradient(x: Any) -> bool:
-    """Is this the gradient of a parameter that is still to be reduced?"""
-    return any(gradients.raw_grad(leaf) is x for leaf in gradients.pending.values())
+def _leaf_of_pending(x: Any) -> Any:
+    """The parameter of which this is the gradient, still to be reduced; None where it is no such gradient."""
+    return next((leaf for leaf in list(gradients.pending.values()) if gradients.raw_grad(leaf) is x), None)
