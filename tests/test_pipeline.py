@@ -40,10 +40,12 @@ def alone(ranks):
 
 
 def accumulated(model, parts, loss):
-    """The loss and the gradients of a plain loop over micro-batches of (inputs, targets)."""
+    """The loss and the gradients of a plain loop over micro-batches of (inputs, targets), whose means count by their
+    rows."""
     model, total = copy.deepcopy(model), 0.0
+    rows = sum(len(targets) for _, targets in parts)
     for inputs, targets in parts:
-        value = loss(model(*inputs) if isinstance(inputs, tuple) else model(inputs), targets) / len(parts)
+        value = loss(model(*inputs) if isinstance(inputs, tuple) else model(inputs), targets) / (rows / len(targets))
         value.backward()
         total = total + value.detach()
     return total, {name: p.grad for name, p in model.named_parameters()}
@@ -81,6 +83,23 @@ def test_every_schedule_gives_the_bits_of_gradient_accumulation(name, p, m, reco
     same_bits(model, total, want, runner.step(x, y))
     assert torch.equal(runner.eval(x).full_tensor(), outputs)
     assert runner.eval(x, y).item() == total.item()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows, m", [(9, 4), (5, 3), (8, 4)])
+def test_the_loss_is_that_of_the_batch_on_one_device(name, rows, m):
+    """However it is cut."""
+    model = tanhs(2 * CHUNKS.get(name, 1))
+    x, y = torch.randn(2, rows, 6, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    loss = F.mse_loss(plain(x), y)
+    loss.backward()
+    runner = gt.pipeline(list(model), alone(2), name, m, F.mse_loss)
+    ours = runner.step(x, y)
+    for value in (ours, runner.eval(x, y)):
+        torch.testing.assert_close(value.full_tensor(), loss.detach(), rtol=1e-12, atol=0)
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-10, atol=1e-14)
 
 
 def test_a_second_step_adds_to_the_gradients_of_the_first():

@@ -71,10 +71,10 @@ def batch():
 
 
 def expected(model, rows):
-    """Losses averaged over micro-batches, logits, and gradients."""
+    """The mean of losses over the rows of micro-batches, logits, and gradients."""
     parts = list(zip(*(t.tensor_split(MICRO) for t in rows)))
     outputs = [model(*part) for part in parts]
-    loss = sum(loss for _, loss in outputs) / MICRO
+    loss = sum(loss * len(part[0]) for (_, loss), part in zip(outputs, parts)) / len(rows[0])
     loss.backward()
     return loss.detach(), torch.cat([logits for logits, _ in outputs]).detach(), {
         name: p.grad for name, p in model.named_parameters()}

@@ -79,14 +79,15 @@ class PipelineStep:
     keys              for each micro-batch, what the shapes inside the stages follow from
     names             of those inputs that the first stage takes by name, the last ones
     autocast          (dtype, enabled) of the caller, in force inside the stages only
+    divisors          of the losses of micro-batches, which are added up
     """
 
     def __init__(self, model: PipelineModel, schedule: Schedule, comm: StageComm | None,
                  inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...] | None],
                  keys: Sequence[Hashable], seeds: Sequence[int], train: bool,
-                 autocast: tuple[torch.dtype, bool], names: tuple[str, ...] = ()) -> None:
+                 autocast: tuple[torch.dtype, bool], names: tuple[str, ...], divisors: Sequence[float]) -> None:
         self.model, self.schedule, self.comm, self.train, self.autocast = model, schedule, comm, train, autocast
-        self.targets, self.keys, self.names = targets, keys, names
+        self.targets, self.keys, self.names, self.divisors = targets, keys, names, divisors
         self.last = schedule.stages - 1
         self.inbox: dict[tuple[int, str, int], ActivationBundle] = {}              # (stage, "F" or "B", micro-batch)
         self.outbox: dict[tuple[int, str, int], tuple[ActivationBundle, Layouts]] = {}
@@ -312,7 +313,7 @@ class PipelineStep:
             raise ShapeError(f"the loss of micro-batch {mb} is {_describe_output(loss)}",
                              "a step begins its backward passes with one number",
                              "loss=a function that returns a scalar")
-        return loss / len(self.keys) if self.model.reduction == "mean" else loss
+        return loss if self.divisors[mb] == 1 else loss / self.divisors[mb]
 
     def _needs_grad(self, stage: int, meta: BundleMeta, inputs: Sequence[Any], outputs: Sequence[Any],
                     received: ActivationBundle) -> BundleMeta:

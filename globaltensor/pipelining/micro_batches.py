@@ -1,6 +1,7 @@
 """A batch in micro-batches: tensors cut along dim 0, or a list that was cut before; on the placement of a stage."""
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,13 @@ def check_rows(inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, .
             raise ShapeError(f"{what} of {whole} rows beside inputs of {other}",
                              f"micro-batches of {own} rows do not go with those of {first}",
                              "as many rows in each tensor; or lists that have a tensor for each micro-batch")
+
+
+def mean_divisors(inputs: Sequence[tuple[Any, ...]]) -> list[float]:
+    """By what the mean of each micro-batch is divided, so that they add up to the mean of the batch, whose rows they
+    have: of equal ones their number. Rows are those of the first input that has any."""
+    rows = [next((len(t) for t in part if t.dim()), 1) for part in inputs]
+    return [sum(rows) / n if n else math.inf for n in rows]
 
 
 def with_named(inputs: Any, values: list[Any]) -> Any:

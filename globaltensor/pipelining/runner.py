@@ -35,7 +35,7 @@ from globaltensor.pictures.timetable_picture import Timetable
 from globaltensor.pipelining.actions import PipelineModel, PipelineStep
 from globaltensor.pipelining.dry_run import dry_run
 from globaltensor.pipelining.layer_lists import cut_by_layers, layer_lists
-from globaltensor.pipelining.micro_batches import MicroBatches, check_rows, with_named
+from globaltensor.pipelining.micro_batches import MicroBatches, check_rows, mean_divisors, with_named
 from globaltensor.pipelining.stage_comm import StageComm, TensorMeta
 from globaltensor.pipelining.stage_placement import StageParameters, rank_groups, stage_placements
 from globaltensor.pipelining.stages import StageError, as_modules, cut_sequence
@@ -78,7 +78,9 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
     starts, cost   of a module that is cut: the names of the layers with which later stages begin; the cost of a layer
                    (default: its parameters; `globaltensor.pipelining.stages.measured(model, inputs)` measures)
     batch          the axis along which plain inputs and targets are split, where a placement has it
-    reduction      "mean": the loss of a step is the mean of those of its micro-batches; "sum": their sum
+    reduction      "mean": losses of micro-batches are means of their rows, and that of a step is the mean of all rows.
+                   A mean of something else, such as of targets that are not ignored, counts by the rows all the same.
+                   "sum": that of a step is their sum
     recompute      keep only the inputs of stages, and run the stages again before their backward passes
     inputs         of a module that is cut by tracing: which of its inputs with a default value, such as labels=None,
                    will be passed; the others keep theirs
@@ -182,6 +184,7 @@ class PipelineRunner:
         self.evaluation = communicate(schedule.only([F]))
         self.events: list[Event] = []
         self.seeds: list[int] = []
+        self._divisors: list[float] = []             # of the losses of micro-batches of the last step
         by_rank = [model.placements[stages[0]] for stages in schedule.stages_of]
         self._everyone = sorted({rank for where in by_rank for rank in where.flat})
         self._cutter = MicroBatches(schedule.micro_batches, batch, self._everyone)
@@ -231,8 +234,7 @@ class PipelineRunner:
         """One of the outputs of the last stage, of all micro-batches."""
         if parts[0] is None or parts[0].dim():
             return None if parts[0] is None else torch.cat(list(parts))
-        total = self._total([(part,) for part in parts])
-        return total / len(parts) if self.model.reduction == "mean" else total
+        return self._total([(part / own,) for part, own in zip(parts, self._divisors)])
 
     @api_boundary
     def gathered_events(self) -> Timetable:
@@ -262,6 +264,7 @@ class PipelineRunner:
                              else self._cutter.cut(targets, last, "targets"))
             if not (isinstance(inputs, list) and isinstance(targets, (list, type(None)))):   # cut by the user already
                 check_rows(micro_inputs, micro_targets)
+        self._divisors = mean_divisors(micro_inputs) if self.model.reduction == "mean" else [1.0] * len(micro_inputs)
         mode = train, autocast, names, self._state_of_stages()
         keys = [(mode, _shapes(x), _shapes(y or ())) for x, y in zip(micro_inputs, micro_targets)]
         base = int(torch.randint(1 << 62, (), device="cpu"))
@@ -269,7 +272,7 @@ class PipelineRunner:
         random_after = torch.get_rng_state()         # the program draws one number a step, whatever the stages draw
         step = PipelineStep(self.model, schedule, self._comm,
                             micro_inputs if 0 in self._ranks or self._has(0) else (), micro_targets, keys, self.seeds,
-                            train, autocast, names)
+                            train, autocast, names, self._divisors)
         if self._comm is not None:
             self._comm.begin_step()
         try:
