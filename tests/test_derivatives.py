@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import globaltensor as gt
 from globaltensor.layouts.layout import layout
 from globaltensor.parallel.experts import Relabel
+from globaltensor.pipelining.actions import _SameMemory
 from globaltensor.runtime.native import torch_ext
 from globaltensor.tensors.dealt_parts import with_dealt_parts
 from tests.harness import PROGRAMS as FOLDER, PYTHON, RUN, environment, good
@@ -313,6 +314,7 @@ def test_every_function_of_autograd_is_differentiated_again():
     more = [
         (lambda x: gt.from_local(x.sin(), place([0, 1]), B).exp(), lambda x: x.sin().exp(), X),
         (lambda x: Relabel.apply(x.sin(), swapped, [1, 0]).exp(), lambda x: x.sin().exp(), grid.place(X)),
+        (lambda x: _SameMemory.apply(x.sin()).exp(), lambda x: x.sin().exp(), grid.place(X)),
         (lambda x: torch.cat([part.exp() for part in with_dealt_parts(x.sin()).split([3, 1], 1)], 1),
          lambda x: x.sin().exp(), grid.place(X)),
     ]

@@ -204,7 +204,7 @@ def test_a_loss_that_merges_no_dims_moves_only_the_gradient(ranks):
     torch.manual_seed(SEED)
     hidden, weight = torch.randn(16, 8, 4), torch.randn(12, 4, requires_grad=True)
     labels = torch.randint(0, 12, (16, 8))
-    where = gt.placement("cpu", range(ranks))
+    where = place([*range(ranks)])
     w = gt.from_full(weight.detach(), where, B).requires_grad_()
     with gt.record() as moves:
         logits = gt.from_full(hidden, where, S(0)) @ w.T

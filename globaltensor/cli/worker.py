@@ -112,10 +112,12 @@ class LastWords:
             sys.stdout.flush()
         for stream in filter(None, (sys.stderr, sys.__stderr__)):
             who = f"rank {self.rank}:\n" if stream is sys.__stderr__ else ""        # else torch says who
-            with suppress(Exception):
+            try:
                 stream.write(who + text)
                 stream.flush()
                 return
+            except Exception:                        # closed, too; Python would try again at its end, and exit with 120
+                sys.stderr = None
 
     def note(self, line: str, code: int = 1) -> None:
         """How this rank ended: the launcher knows the exit code only, and of a rank that ended well not even when."""
