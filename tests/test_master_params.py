@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -150,9 +151,10 @@ def test_an_ordinary_step_gathers_once(stage):
 
 def test_what_is_not_allowed_leaves_both_as_they_were():
     (_, _, _), (model, x, optimizer) = both("2", SGD, 1)
+    has_part = bool(model[0].weight.shards)          # else this process has nothing to bring up to date
     with torch.no_grad():
         of_groups(optimizer)[0].zero_()
-        with pytest.raises(gt.BoxingError), gt.boxing("forbid"):
+        with pytest.raises(gt.BoxingError) if has_part else nullcontext(), gt.boxing("forbid"):
             model[0].weight.sum()
     assert model[0].weight.full_tensor().eq(0).all()
 

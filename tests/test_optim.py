@@ -269,7 +269,7 @@ def test_gradients_of_all_stages_are_clipped_together(places, foreach, norm):
     plain, ours = [], []
     for k, ranks in enumerate(places):
         for size in (5, 3):
-            full, where = torch.randn(size, 4, generator=torch.Generator().manual_seed(k)), gt.placement("cpu", ranks)
+            full, where = torch.randn(size, 4, generator=torch.Generator().manual_seed(k)), place(ranks)
             plain.append(nn.Parameter(full.clone()))
             ours.append(nn.Parameter(gt.from_full(full, where, S(0) if size == 5 else B)))
             plain[-1].grad, ours[-1].grad = full * 3, gt.from_full(full * 3, where, S(0) if size == 5 else B)
@@ -280,7 +280,7 @@ def test_gradients_of_all_stages_are_clipped_together(places, foreach, norm):
 
 
 def test_scalars_go_to_where_the_rest_of_an_op_is():
-    here, there = gt.placement("cpu", [0, 1]), gt.placement("cpu", [2])
+    here, there = place([0, 1]), place([2])
     x, scalar = gt.from_full(torch.arange(6.0), here, S(0)), gt.from_full(torch.tensor(2.0), there, B)
     for value in (x * scalar, scalar + x, torch.where(x > scalar, x, scalar), x.clone().div_(scalar)):
         assert value.placement == here
