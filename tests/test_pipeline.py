@@ -161,6 +161,21 @@ def test_a_schedule_from_a_text(tmp_path):
         torch.testing.assert_close(p.grad.full_tensor(), want[name], rtol=1e-12, atol=1e-15)
 
 
+class Counted(nn.Linear):
+    """Gives a number of rows beside its output."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y, (y[:, 0] > -99).sum()
+
+
+def test_a_count_that_is_added_up_stays_an_integer():
+    x = torch.randn(9, 6, dtype=torch.float64)
+    stages = [nn.Linear(6, 6).double(), Counted(6, 6).double()]
+    _, count = gt.pipeline(stages, alone(2), "1f1b", 4, lambda y: y[0].mean(), reduction="sum").eval(x)
+    assert count.dtype == torch.int64 and count.item() == 9
+
+
 def test_the_sum_of_losses():
     model = tanhs(2)
     x, y = torch.randn(2, 8, 6, dtype=torch.float64)

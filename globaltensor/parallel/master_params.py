@@ -78,9 +78,12 @@ class MasterParams(list[tuple[Any, Any]]):
     def note_newer(self, k: int, side: int) -> None:
         """Someone wrote to one of a pair: the other one is brought up to date when it is read."""
         if not self._writing and k not in self.newer:
-            older = self[k][1 - side]
-            older.arriving = _Outdated(self, older.shards)
+            self._outdate(k, side)
             self.newer[k] = side
+
+    def _outdate(self, k: int, side: int) -> None:
+        older = self[k][1 - side]
+        older.arriving = _Outdated(self, older.shards)
 
     def update(self) -> None:
         """Bring up to date what is not."""
@@ -98,7 +101,7 @@ class MasterParams(list[tuple[Any, Any]]):
             _write_to_parts(wholes)
         except BaseException:                        # it is not allowed here, or a rank has failed: they are as before
             for k, side in newer.items():
-                self[k][1 - side].arriving = _Outdated(self, self[k][1 - side].shards)
+                self._outdate(k, side)
             raise
         for k in newer:
             self.newer.pop(k, None)

@@ -234,7 +234,9 @@ class PipelineRunner:
         """One of the outputs of the last stage, of all micro-batches."""
         if parts[0] is None or parts[0].dim():
             return None if parts[0] is None else torch.cat(list(parts))
-        return self._total([(part / own,) for part, own in zip(parts, self._divisors)])
+        if self.model.reduction == "mean":           # else a count stays an integer
+            parts = [part / own for part, own in zip(parts, self._divisors)]
+        return self._total([(part,) for part in parts])
 
     @api_boundary
     def gathered_events(self) -> Timetable:
@@ -355,6 +357,7 @@ class PipelineRunner:
         for (part,) in results[1:]:
             total = total + part
         return redistribute([total], [total.spec.layout.replicated], "the loss of a pipeline")[0]
+
 
 def _shapes(tensors: Sequence[Any]) -> Hashable:
     return tuple((t.spec.layout, t.spec.shape, t.spec.dtype) for t in tensors)

@@ -80,28 +80,15 @@ def views_of_one_view(times=600):
     at_once(read, read)
 
 
-def one_backward_each(times=400):
-    """Each trains a weight of its own."""
+def gradients_of_each(rows, width, passes, times):
+    """Each trains a weight of its own: a read of its gradients leaves alone those that the other one is adding to."""
     def train():
-        w = gt.from_full(torch.ones(6, 8), P, B).requires_grad_()
-        x = gt.from_full(torch.ones(4, 6), P, S(0))
+        w = gt.from_full(torch.ones(rows, width), P, B).requires_grad_()
+        x = gt.from_full(torch.ones(4, rows), P, S(0))
         for _ in range(times):
-            (x @ w).sum().backward()
-            assert w.grad.sum().item() == 192
-            w.grad = None
-
-    at_once(train, train)
-
-
-def micro_batches(times=120):
-    """A read of one thread's gradients leaves alone those that another is adding to."""
-    def train():
-        w = gt.from_full(torch.ones(64, 64), P, B).requires_grad_()
-        x = gt.from_full(torch.ones(4, 64), P, S(0))
-        for _ in range(times):
-            for _ in range(3):
+            for _ in range(passes):
                 (x @ w).sum().backward()
-            assert w.grad.sum().item() == 3 * 4 * 64 * 64
+            assert w.grad.sum().item() == passes * 4 * rows * width
             w.grad = None
 
     at_once(train, train)
@@ -160,8 +147,8 @@ CASES = {
     "results of one call": lambda: readers_of_one_view(lambda x: x.unbind()[3]),
     "a write elsewhere": a_write_elsewhere,
     "views of one view": views_of_one_view,
-    "one backward each": one_backward_each,
-    "micro-batches": micro_batches,
+    "one backward each": lambda: gradients_of_each(6, 8, passes=1, times=400),
+    "micro-batches": lambda: gradients_of_each(64, 64, passes=3, times=120),
     "read by another": read_by_another,
     "models": models,
     "specs at new sizes": specs_at_new_sizes,
