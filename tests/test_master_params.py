@@ -228,3 +228,32 @@ def test_the_state_is_asked_for_by_parameter():
         state = optimizer.state_dict()
         assert len(state["state"]) == 4 and "masters" not in state
         optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("where", PLACES)
+def test_parameters_that_are_added_later(where, stage, by_layer, tmp_path):
+    """As fine-tuning does: the head is trained first, then what comes before it, too."""
+    where, plain, x = place(*PLACES[where]), net(), torch.randn(5, 6).double()
+    model = gt.parallelize(copy.deepcopy(plain), where, ROWS if "tp" in where.axis_names else {})
+    gx = gt.from_full(x, where, {axis: S(0) for axis in where.axis_names if axis == "dp"})
+    own = gt.zero(SGD(model[2].parameters()), stage=stage, model=model if by_layer and stage == 3 else None,
+                  offload=tmp_path if by_layer else None)
+    nets = (plain, x, SGD(plain[2].parameters())), (model, gx, own)
+    for steps in (2, 3):
+        for its, batch, optimizer in nets:
+            its[0].requires_grad_(steps == 3)
+            if steps == 3:
+                optimizer.add_param_group({"params": its[0].parameters(), "lr": 0.05})
+            for _ in range(steps):
+                closure_of(its, batch, optimizer, [])()
+                optimizer.step()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-6, atol=1e-8)
+        assert own.state[p]["momentum_buffer"].sbp[0].is_split
+    before = of_groups(own)
+    for group, error in ((model[0].parameters(), ValueError), (nn.Linear(2, 2).parameters(), SbpError)):
+        with pytest.raises(error):
+            own.add_param_group({"params": group})
+    assert all(p is q for p, q in zip(of_groups(own), before, strict=True))

@@ -149,9 +149,11 @@ class MasterParams(list[tuple[Any, Any]]):
                     part.arriving = ArrivingTarget(sent[id(p)], part.shards)
         finish_urgent_writes(self.behind)
 
-    def masters(self) -> list[Any]:
-        """The parts that say more than their parameters do, those of 16 bits: they belong to the optimizer's state."""
-        return [part.detach() for p, part in self if part.dtype != p.dtype]
+    def saved_masters(self) -> dict[str, list[Any]]:
+        """What belongs to the optimizer's state: the parts that say more than their parameters do, those of 16 bits, if
+        there are any."""
+        masters = [part.detach() for p, part in self if part.dtype != p.dtype]
+        return {"masters": masters} if masters else {}
 
     def load(self, masters: list[Any] | None) -> None:
         """Take saved ones. An optimizer on one device has none: its parameters say what it had."""

@@ -18,8 +18,9 @@ Parameters of 16 bits get parts of float32, master weights: bytes per rank for P
 from __future__ import annotations
 
 import os
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -46,9 +47,9 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
          offload: str | os.PathLike[str] | None = None) -> O:
     """Split an optimizer's state (1), the gradients (2) and the parameters (3) along an axis. Returns the optimizer.
 
-    optimizer   new, or one that has taken steps: what it keeps is split, too. One that works element by element, as
-                Adam and SGD do, moves nothing in its step; one that looks at whole matrices, as Muon does, gathers what
-                it needs
+    optimizer   new, or one that has taken steps: what it keeps is split, too, and so are parameters that its
+                `add_param_group` is given later. One that works element by element, as Adam and SGD do, moves nothing
+                in its step; one that looks at whole matrices, as Muon does, gathers what it needs
     axis        a name that the parameters' placements have; parameters that are split along it already stay as they are
     model       of stage 3: gather its parameters layer by layer, one layer ahead (zero3.py), not op by op
     offload     where the state is while it is not stepped (offload.py): in files of a folder on a disk; or "cpu", in
@@ -77,33 +78,63 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
                            "parameters", "gt.zero(torch.optim.AdamW(model.parameters()), stage=3, model=model)")
     if offload is not None:
         check_offload(offload, optimizer)
-    pairs = _step_parts(optimizer, axis, lambda _: stage)
-    layers = None if model is None else ShardedLayers(model, axis)
-    if layers is not None and offload is not None:
-        layers.offload(optimizer, folder_of(offload))
+    by_layer: set[int] = set()                       # ids of the parameters that are gathered with their layers
+
+    def gather_by_layer() -> None:
+        if model is not None:
+            layers = ShardedLayers(model, axis, without=by_layer)
+            by_layer.update(id(p) for layer in layers.layers for _, _, p in layer.slots)
+            if offload is not None:
+                layers.offload(optimizer, folder_of(offload))
+
+    _step_parts(optimizer, axis, lambda _: stage, gather_by_layer)
     if offload is not None:
         offload_state(optimizer, offload)
-    _register_zero_hooks(optimizer, pairs)
     return optimizer
 
 
 def zero_by_parameter(optimizer: O, axis: str, stage_of: Callable[[torch.Tensor], int]) -> O:
     """As `zero`, op by op where it gathers, with a stage for each parameter: 0 leaves one as it is."""
-    _register_zero_hooks(optimizer, _step_parts(optimizer, axis, stage_of))
+    _step_parts(optimizer, axis, stage_of)
     return optimizer
 
 
-def _step_parts(optimizer: torch.optim.Optimizer, axis: str, stage_of: Callable[[torch.Tensor], int]) -> MasterParams:
-    """Hand the optimizer the parts that it steps instead of parameters; all pairs of these."""
-    pairs = MasterParams()
+def _step_parts(optimizer: torch.optim.Optimizer, axis: str, stage_of: Callable[[torch.Tensor], int],
+                after: Callable[[], None] = lambda: None) -> None:
+    """Hand the optimizer the parts that it steps instead of parameters, also of groups that are added later. `after` is
+    called when it has them."""
+    pairs, own, kind = MasterParams(), weakref.ref(optimizer), type(optimizer)       # weak: it goes with its last user
+
+    def add_param_group(group: dict[str, Any]) -> None:
+        optimizer = own()
+        assert optimizer is not None                 # its method was called
+        stepped = {id(p) for before in optimizer.param_groups for p in before["params"]}
+        kind.add_param_group(optimizer, group)
+        try:
+            if any(id(gradients.part_of(p)) in stepped for p in group["params"]):
+                raise ValueError("some parameters appear in more than one parameter group")      # as torch says it
+            _split_groups(optimizer, [group], axis, stage_of, pairs)
+        except BaseException:
+            del optimizer.param_groups[-1]
+            raise
+        after()
+        pairs.watch()
+
+    _split_groups(optimizer, optimizer.param_groups, axis, stage_of, pairs)
+    after()
+    optimizer.add_param_group = add_param_group  # type: ignore[assignment, method-assign]  # of this one
+    _register_zero_hooks(optimizer, pairs)
+
+
+def _split_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], axis: str,
+                  stage_of: Callable[[torch.Tensor], int], pairs: MasterParams) -> None:
     layouts = [[(p, _zero_layout(p, axis) if stage_of(p) else None) for p in group["params"]]
-               for group in optimizer.param_groups]  # of all, before any is changed: an error leaves them as they were
-    for group, wanted in zip(optimizer.param_groups, layouts):
+               for group in groups]                  # of all, before any is changed: an error leaves them as they were
+    for group, wanted in zip(groups, layouts):
         group["params"] = [p if dst is None else _part_to_step(p, dst, stage_of(p), pairs) for p, dst in wanted]
         for (p, dst), part in zip(wanted, group["params"]):
             if dst is not None and p in optimizer.state:
                 optimizer.state[part] = _split_state(optimizer.state.pop(p), p, part)
-    return pairs
 
 
 def _split_state(state: Mapping[str, Any], p: Any, part: Any) -> dict[str, Any]:
@@ -117,16 +148,14 @@ def _split_state(state: Mapping[str, Any], p: Any, part: Any) -> dict[str, Any]:
 
 
 def _register_zero_hooks(optimizer: torch.optim.Optimizer, pairs: MasterParams) -> None:
+    pairs.watch()
+    _give_state_by_parameter(optimizer)
     optimizer.register_load_state_dict_post_hook(globalize_state)
-    if pairs:
-        pairs.watch()
-        _give_state_by_parameter(optimizer)
-        optimizer.register_load_state_dict_post_hook(_give_state_by_parameter)
-        optimizer.register_step_pre_hook(lambda *_: pairs.before_step())
-        optimizer.register_step_post_hook(lambda *_: pairs.gather())
-        if pairs.masters():
-            optimizer.register_state_dict_post_hook(lambda _, state: state.update(masters=pairs.masters()))
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: pairs.load(state.get("masters")))
+    optimizer.register_load_state_dict_post_hook(_give_state_by_parameter)
+    optimizer.register_step_pre_hook(lambda *_: pairs.before_step())
+    optimizer.register_step_post_hook(lambda *_: pairs.gather() if pairs else None)
+    optimizer.register_state_dict_post_hook(lambda _, state: state.update(pairs.saved_masters()))
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: pairs.load(state.get("masters")))
 
 
 class _StateOfParts(defaultdict[Any, Any]):

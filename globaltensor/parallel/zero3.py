@@ -63,10 +63,12 @@ class ShardedLayers:
     """The layers of a model whose parameters are split along an axis. Made after the parameters; hooks do the rest.
 
     modules   the layers, in the order in which they usually run; default: those of the model (`layers_of`)
+    without   the ids of parameters that are gathered otherwise
     """
 
-    def __init__(self, model: nn.Module, axis: str, modules: Sequence[nn.Module] = ()) -> None:
-        layers = [ShardedLayer(m, axis) for m in modules or dict.fromkeys(m for _, m in layers_of(model))]
+    def __init__(self, model: nn.Module, axis: str, modules: Sequence[nn.Module] = (),
+                 without: Collection[int] = ()) -> None:
+        layers = [ShardedLayer(m, axis, without) for m in modules or dict.fromkeys(m for _, m in layers_of(model))]
         inner = {id(m) for layer in layers for m in layer.module.modules() if m is not layer.module}
         self.layers = [layer for layer in layers if layer.slots and id(layer.module) not in inner]
         self.forward_pass = 0                        # its number

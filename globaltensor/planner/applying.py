@@ -55,7 +55,7 @@ def apply_strategy(strategy: Mapping[str, Any], model: nn.Module, loss: Callable
         zero(optimizer, axis, stages[0]["zero"], model if stages[0]["zero"] == 3 else None)
     elif any(stage["zero"] for stage in stages):
         by_parameter = _zero_of_parameters(stages, parameters)
-        zero_by_parameter(optimizer, axis, lambda p: by_parameter[id(p)])
+        zero_by_parameter(optimizer, axis, lambda p: by_parameter.get(id(p), 0))
     return runner, optimizer
 
 
