@@ -37,6 +37,11 @@ def z(*shape):
     return Draw(lambda g: torch.randint(-1, 3, shape, generator=g).double())
 
 
+def w2(*shape):
+    """Numbers in (2, 5)."""
+    return Draw(lambda g: torch.rand(shape, generator=g, dtype=torch.float64) * 3 + 2)
+
+
 def odd(*shape):
     """Some of nan, inf, -inf, 1 and 2."""
     values = torch.tensor([torch.nan, torch.inf, -torch.inf, 1, 2], dtype=torch.float64)
@@ -205,6 +210,75 @@ samples("_linalg_solve_ex", (r(3, 3), r(3)), (r(3, 3), r(3, 4)), (r(5, 2, 2), r(
 sample("_linalg_solve_ex", r(4, 2, 2), r(4, 3, 2), left=False)
 sample("linalg_cross", r(5, 3), r(5, 3))
 sample("linalg_cross", r(3, 4), r(3, 4), dim=0)
+
+
+def definite(*shape):
+    """Symmetric matrices with positive eigenvalues, far from each other."""
+    n = shape[-1]
+
+    def make(g):
+        a = torch.randn(shape, generator=g, dtype=torch.float64)
+        return 0.1 * (a + a.mT) + torch.diag(torch.arange(1, n + 1).double())
+    return Draw(make)
+
+
+def rising(*shape):
+    return Draw(lambda g: torch.randn(shape, generator=g, dtype=torch.float64).sort(-1).values)
+
+
+def z_complex(*shape):
+    return Draw(lambda g: torch.randn(shape, generator=g, dtype=torch.complex128))
+
+
+SPECIAL = " ".join(f"special_{name}" for name in (
+    "i0e i1e entr erfcx log_ndtr ndtri airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 "
+    "modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 "
+    "spherical_bessel_j0").split())
+POLYNOMIALS = " ".join(f"special_{name}" for name in (
+    *(f"{kind}chebyshev_polynomial_{k}" for kind in ("", "shifted_") for k in "tuvw"),
+    "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"))
+samples(f"{SPECIAL} frexp.Tensor", *ONE)
+samples("copysign.Scalar", (w(6, 4),), (w(5, 3),), rest=(-1.5,))
+samples("mvlgamma", (w2(6, 4),), (w2(5, 3),), rest=(2,))
+samples("igamma igammac special_xlog1py", *TWO[:3])
+samples("special_zeta", (w2(6, 4), u(6, 4)), (w2(5, 3), u(3)))
+samples(POLYNOMIALS, (u(6, 4), i(4, 6, 4)), (u(5, 3), i(4, 3)))
+samples("linalg_cholesky_ex linalg_inv_ex cholesky cholesky_inverse linalg_matrix_exp linalg_lu_factor_ex linalg_qr "
+        "_linalg_eigh _linalg_svd", (definite(3, 3),), (definite(5, 3, 3),), (definite(2, 3, 2, 2),))
+sample("linalg_eig", definite(5, 3, 3))
+for n in ((6, 4, 3), (5, 2, 3)):
+    sample("linalg_qr", r(*n))
+    sample("linalg_qr", r(*n), "complete")
+    sample("linalg_qr", r(*n), "r")
+    sample("_linalg_svd", r(*n), False, False)
+sample("_linalg_eigh", definite(5, 3, 3), "U", False)
+samples("linalg_solve_triangular", (definite(3, 3), r(3, 4)), (definite(5, 2, 2), r(5, 2, 3)),
+        (definite(2, 2), r(4, 2, 3)), upper=True)
+sample("linalg_solve_triangular", definite(5, 2, 2), r(5, 3, 2), upper=False, left=False)
+for n in ((6, 4), (5, 3), (2, 5, 3)):
+    last = len(n) - 1
+    sample("_fft_c2c", z_complex(*n), [last], 0, True)
+    sample("_fft_c2c", z_complex(*n), [0], 1, False)
+    sample("_fft_c2c", z_complex(*n), [0, 1], 0, True)
+    sample("_fft_r2c", r(*n), [last], 0, True)
+    sample("_fft_r2c", r(*n), [0], 0, False)
+    sample("_fft_c2r", z_complex(*n), [last], 0, 2 * n[-1] - 2)
+    sample("_fft_c2r", z_complex(*n), [0], 0, 2 * n[0] - 1)
+for n, k in ((6, 4), (5, 3)):
+    sample("_euclidean_dist", r(n, k), r(4, k))
+    sample("_euclidean_dist", r(2, n, k), r(2, 4, k))
+    sample("searchsorted.Tensor", rising(k), r(n, 3))
+    sample("searchsorted.Tensor", rising(n, k), r(n, 3), right=True)
+    sample("searchsorted.Tensor", nothing(n, k), r(n, 3), sorter=Draw(lambda g, n=n, k=k: torch.rand(n, k).argsort(-1)))
+    sample("isin.Tensor_Tensor", i(9, n, k), i(9, 3))
+    sample("isin.Tensor_Tensor", i(9, n, k), i(9, 3, 2), invert=True)
+    sample("take", r(n, k), i(n * k, 5, 2))
+    sample("grid_sampler_3d", r(n, k, 2, 2, 2), r(n, 2, 3, 1, 3), 0, 0, False)
+    for mask in ([True, True], [True, False], [False, True]):
+        sample("grid_sampler_3d_backward", r(n, k, 2, 3, 1), r(n, k, 2, 2, 2), r(n, 2, 3, 1, 3), 0, 0, False, mask)
+    for way in ("bilinear", "bicubic"):
+        sample(f"_upsample_{way}2d_aa", r(n, k, 4, 4), [3, 3], False)
+        sample(f"_upsample_{way}2d_aa_backward", r(n, k, 3, 3), [3, 3], [n, k, 4, 4], False)
 
 
 def convolutions(space, groups, transposed, n=5, c=6):
@@ -512,7 +586,8 @@ UNCHECKED = {
     "globaltensor.contract", "convolution_backward", "_cdist_backward", "_pdist_backward",
     "native_layer_norm_backward", "native_batch_norm", "native_batch_norm_backward", "native_group_norm_backward",
     "_weight_norm_interface", "_weight_norm_interface_backward", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention_for_cpu_backward", "grid_sampler_2d", "grid_sampler_2d_backward",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    *(f"grid_sampler_{n}d{end}" for n in (2, 3) for end in ("", "_backward")),
     *(f"{name}{n}d{end}" for n in (1, 2, 3) for name in ("reflection_pad", "replication_pad", "avg_pool", "max_unpool",
                                                          "_adaptive_avg_pool", "adaptive_max_pool", "max_pool")
       for end in ("", "_backward", "_with_indices", "_with_indices_backward")),

@@ -107,6 +107,20 @@ def test_only_what_was_pending_is_kept():
     assert all(bytes_of(lambda: x[rows])[1] > 0 for _ in range(2))
 
 
+ACTIVATIONS = ("relu relu6 gelu silu mish hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus softsign "
+               "softshrink hardshrink tanhshrink logsigmoid sigmoid tanh").split()
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_reduces_its_operand_once(name):
+    """Also those whose gradients torch can make of others: silu_backward, mish_backward."""
+    x = pending(torch.randn(6, 4, dtype=torch.float64))
+    x.requires_grad_()
+    y, forward = bytes_of(lambda: getattr(F, name)(x * 1))
+    _, backward = bytes_of(lambda: y.backward(gt.ones(6, 4, dtype=torch.float64, placement=P, sbp=gt.sbp.broadcast)))
+    assert forward > 0 and backward == 0
+
+
 class RMSNorm(nn.Module):
     """In small ops, as models of `transformers` have it."""
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from globaltensor.algorithms.offer import Offers
 from globaltensor.algorithms.run import Decomposition
 from globaltensor.layouts.layout import Spec
@@ -48,9 +50,26 @@ TABLE: dict[OpOverload, Line] = {}                   # filled by table.py, and b
 proof.look_lines_up_in(TABLE)                        # the judge is in a room below
 
 
+def _op(name: str) -> OpOverload:
+    """aten.add.Tensor from "add.Tensor", aten.relu.default from "relu"."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def lines(names: str, family: Family, **columns: Any) -> None:
+    """The same line for several ops, whose names are separated by spaces."""
+    for name in names.split():
+        TABLE[_op(name)] = Line(family, **columns)
+
+
 def always_decomposed(call: Call) -> Rule:
     """The family of an op that is always decomposed: nothing may ask for its rule."""
     raise AssertionError(f"{call.func} is always decomposed")
+
+
+def decomposed(names: str, decomposition: Decomposition) -> None:
+    """The line of several ops that are decomposed on every call."""
+    lines(names, always_decomposed, decomposition=decomposition)
 
 
 def sized(name: str) -> LocalArgs:

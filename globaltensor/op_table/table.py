@@ -1,11 +1,11 @@
 """Every op that runs split, a line each: name, rule, and further columns where a rank's local run differs.
 
+Those of mathematics that networks seldom need are in mathematics.py.
+
 `tests/test_rules.py` proves each line by brute force against plain torch. In-place, `out=` and foreach variants follow
 from the functional op (`variants.py`). An op that is not here runs on whole operands: all-B.
 """
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -26,22 +26,21 @@ from globaltensor.algorithms import (
 )
 from globaltensor.algorithms.halo_offers import offer_convolution, offer_convolution_backward, offer_pooling
 from globaltensor.algorithms.reduction_offers import of_logsumexp, of_norm, of_reduction, of_scan, of_softmax
-from globaltensor.algorithms.run import Decomposition
 from globaltensor.layouts.sbp import broadcast, partial_max, partial_min, partial_sum
 from globaltensor.op_table.line import (
-    TABLE,
     Line,
-    always_decomposed,
+    decomposed,
     group_counts,
+    lines,
     own_channels,
     scaled,
     shifted_diagonal,
     sized,
     strided,
 )
+from globaltensor.op_table.mathematics import TABLE
 from globaltensor.rules import indices, layers
 from globaltensor.rules.families import (
-    Family,
     along,
     broadcasting_addmm,
     contraction,
@@ -53,7 +52,6 @@ from globaltensor.rules.families import (
     masked_outputs,
     pointwise,
     reduction,
-    solved,
     zeroing,
 )
 from globaltensor.rules.shapes import (
@@ -85,28 +83,10 @@ from globaltensor.rules.shapes import (
     viewed,
 )
 from globaltensor.runtime import custom_ops
-from globaltensor.runtime.torch_internals import OpOverload
 
 __all__ = ["TABLE"]                                  # filled by the lines below
 
 aten = torch.ops.aten
-
-
-def op(name: str) -> OpOverload:
-    """aten.add.Tensor from "add.Tensor", aten.relu.default from "relu"."""
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet), overload or "default")
-
-
-def lines(names: str, family: Family, **columns: Any) -> None:
-    """The same line for several ops, whose names are separated by spaces."""
-    for name in names.split():
-        TABLE[op(name)] = Line(family, **columns)
-
-
-def decomposed(names: str, decomposition: Decomposition) -> None:
-    """The line of several ops that are decomposed on every call."""
-    lines(names, always_decomposed, decomposition=decomposition)
 
 
 # ---------------------------------------------------------------------------------------- element by element
@@ -124,7 +104,7 @@ lines("abs relu relu6 exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal 
       "cosh tanh asinh acosh atanh erf erfc erfinv sigmoid silu mish gelu hardtanh hardswish angle signbit "
       "hardsigmoid leaky_relu elu celu softplus softshrink hardshrink threshold sign sgn floor ceil round "
       "round.decimals trunc frac isnan isinf isposinf isneginf logical_not bitwise_not nan_to_num clamp clamp_min "
-      "clamp_max pow.Tensor_Scalar pow.Scalar digamma polygamma lgamma i0 special_i1 sinc logit "
+      "clamp_max pow.Tensor_Scalar pow.Scalar sinc logit "
       "eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar remainder.Scalar fmod.Scalar "
       "bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar where.ScalarSelf where.ScalarOther where.Scalar",
       pointwise())
@@ -141,7 +121,6 @@ lines("_to_copy", copied)
 lines("copy", copied_over)
 lines("fill.Scalar zero zeros_like ones_like full_like empty_like", filled_like)
 lines("fill.Tensor", pointwise("b"))
-lines("bucketize.Tensor", fixed("d*, k -> d*"))
 lines("view_as_real", fixed("d* -> d* r!", "a"))
 lines("view_as_complex", fixed("d* r! -> d*", "a"), local_impl=local_impls.complex_pairs)
 lines("threshold_backward gelu_backward sigmoid_backward tanh_backward silu_backward leaky_relu_backward "
@@ -163,19 +142,6 @@ lines("addmv", broadcasting_addmm("m k", "k", "m"))
 lines("addr", broadcasting_addmm("m", "n", "m n"))
 TABLE[custom_ops.contract] = Line(contraction, decomposition=summa.product, offer=summa.offer)
 TABLE[custom_ops.linear] = Line(fixed("b* k, n k, n -> b* n", "a*b+c"), decomposition=summa.product, offer=summa.offer)
-lines("_cdist_forward", fixed("b* m d!, b* n d! -> b* m n"))
-# of an empty part the gradient's kernel forgets which dims were repeated
-lines("_cdist_backward", fixed("b* m n, b* m d, b* n d, b* m n -> b* m d", "a*B*C*D", nonempty="b* m n d"),
-      decomposition=decompositions.empty_distances_backward, applies=lambda call: not call.tensors[0].numel())
-# of no points the kernel dies
-lines("_pdist_backward", fixed("p!, m! d, p! -> m! d", "a*B*C"),
-      decomposition=decompositions.empty_distances_backward, applies=lambda call: not call.tensors[0].numel())
-lines("linalg_cross", along("a*b", operands=2))
-for _name, _values in (("det", "b*"), ("slogdet", "b*, b*")):
-    lines(f"_linalg_{_name}", fixed(f"b* m! n! -> {_values}, b* m! n!, b* p!"),
-          decomposition=strided_memory.factored_by_columns, applies=strided_memory.lies_otherwise)
-lines("_linalg_solve_ex", solved, decomposition=strided_memory.factored_by_columns,
-      applies=strided_memory.lies_otherwise)
 decomposed("_grouped_mm", grouped_mm.grouped_mm)
 lines("convolution", layers.convolved, local_args=scaled("groups"), decomposition=halo.convolution,
       offer=offer_convolution)
@@ -353,9 +319,6 @@ lines("pixel_shuffle", layers.shuffled(up=True))
 lines("pixel_unshuffle", layers.shuffled(up=False))
 lines("_pack_padded_sequence", fixed("t! b! f*!, l! -> p! f*!, s!"), decomposition=decompositions.packed_sequence)
 lines("channel_shuffle", fixed("n c! s* -> n c! s*", "a"))
-lines("grid_sampler_2d", fixed("n c y! x!, n p q i! -> n c p q", "a*B"))
-lines("grid_sampler_2d_backward", masked_outputs(fixed(
-    "n c p q, n c y! x!, n p q i! -> n c y! x!, n p q i!", "a*C;a*b*C"), "output_mask", always={1}))
 
 # ------------------------------------------------------------------------------------------------------- losses
 lines("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",

@@ -188,17 +188,6 @@ def contraction(call: Call) -> Rule:
     return rule(f"{sides[0]}, {sides[1]} -> {sides[2]}", "a*b")
 
 
-def solved(call: Call) -> Rule:
-    """A x = b, or x A = b, of a batch of either; the matrix is given back with its factors."""
-    a, b = call.shapes
-    vectors = len(b) == 1 or b == a[:-1]             # as torch tells them from matrices
-    batch = " ".join(dim_labels(len(a) - 2))
-    if not vectors and a[:-2] != b[:-2]:             # they broadcast
-        return fixed("a*! m! n!, b*! p! q! -> c*! r! s!, a*! m! n!, a*! t!, a*!", "A*b;A;A;A")(call)
-    x = "n!" if vectors else "n! k" if call["left"] else "k n!"
-    return rule(f"{batch} m! n!, {batch} {x} -> {batch} {x}, {batch} m! n!, {batch} p!, {batch}", "A*b;A;A;A")
-
-
 def broadcasting_addmm(left: str, right: str, out: str) -> Family:
     """addmm and similar ops: a + b*c, where a broadcasts to the product."""
 

@@ -118,8 +118,8 @@ def storage_id(t: torch.Tensor) -> int:
 
 
 def is_composite(func: OpOverload) -> bool:
-    """Does torch itself make this op of others, before it reaches us?"""
-    return has_kernel(func, "CompositeImplicitAutograd")
+    """Does torch itself make this op of others, before it reaches us? Not where it has a kernel, too: silu_backward."""
+    return has_kernel(func, "CompositeImplicitAutograd") and not has_kernel(func, "CPU")
 
 
 def has_kernel(func: OpOverload, key: str) -> bool:

@@ -1,0 +1,72 @@
+"""Lines of the table: special functions, linear algebra, Fourier transforms, distances, searches and sampling."""
+from __future__ import annotations
+
+import torch
+
+from globaltensor.algorithms import decompositions, strided_memory
+from globaltensor.op_table.line import TABLE, decomposed, lines, sized
+from globaltensor.rules import layers
+from globaltensor.rules.families import along, fixed, masked_outputs, pointwise
+from globaltensor.rules.numerics import factors, searched, solved, solved_triangular, transformed
+
+__all__ = ["TABLE"]                                  # filled by the lines below, and by table.py
+
+aten = torch.ops.aten
+
+# ---------------------------------------------------------------------------------------------- special functions
+lines("digamma polygamma lgamma mvlgamma i0 special_i0e special_i1 special_i1e special_entr special_erfcx "
+      "special_log_ndtr special_ndtri special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 "
+      "special_bessel_y1 special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 "
+      "special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
+      "special_spherical_bessel_j0 copysign.Scalar", pointwise())
+lines("igamma igammac special_zeta special_chebyshev_polynomial_t special_chebyshev_polynomial_u "
+      "special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_shifted_chebyshev_polynomial_t "
+      "special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
+      "special_shifted_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he "
+      "special_laguerre_polynomial_l special_legendre_polynomial_p", pointwise())
+lines("special_xlog1py", pointwise("a*B"))
+lines("frexp.Tensor", pointwise(outputs=2))
+
+# ------------------------------------------------------------------------------------------------- linear algebra
+lines("linalg_cross", along("a*b", operands=2))
+for _name, _values in (("det", "b*"), ("slogdet", "b*, b*")):
+    lines(f"_linalg_{_name}", fixed(f"b* m! n! -> {_values}, b* m! n!, b* p!"),
+          decomposition=strided_memory.factored_by_columns, applies=strided_memory.lies_otherwise)
+lines("_linalg_solve_ex", solved, decomposition=strided_memory.factored_by_columns,
+      applies=strided_memory.lies_otherwise)
+lines("linalg_solve_triangular", solved_triangular)
+lines("linalg_cholesky_ex linalg_inv_ex", fixed("b* m! n! -> b* m! n!, b*"))
+lines("cholesky cholesky_inverse linalg_matrix_exp", fixed("b* m! n! -> b* m! n!"))
+lines("linalg_eig", fixed("b* m! n! -> b* m!, b* m! n!"))
+lines("_linalg_eigh", factors("b* m!, b* m! n!", "b* m!, v!", lambda call: call["compute_v"]))
+lines("_linalg_svd", factors("b* m! k!, b* k!, b* l! n!", "u!, b* k!, v!", lambda call: call["compute_uv"]))
+lines("linalg_qr", factors("b* m! k!, b* k! n!", "q!, b* k! n!", lambda call: call["mode"] != "r"))
+lines("linalg_lu_factor_ex", fixed("b* m! n! -> b* m! n!, b* k!, b*"))
+decomposed("trace", lambda call, run: run(aten.sum.default, run(aten.diagonal.default, call["self"])))
+
+# -------------------------------------------------------------------------------------------- Fourier transforms
+lines("_fft_c2c _fft_r2c _fft_c2r", transformed)
+
+# ------------------------------------------------------------------------------------------ distances, searches
+lines("_cdist_forward _euclidean_dist", fixed("b* m d!, b* n d! -> b* m n"))
+# of an empty part the gradient's kernel forgets which dims were repeated
+lines("_cdist_backward", fixed("b* m n, b* m d, b* n d, b* m n -> b* m d", "a*B*C*D", nonempty="b* m n d"),
+      decomposition=decompositions.empty_distances_backward, applies=lambda call: not call.tensors[0].numel())
+# of no points the kernel dies
+lines("_pdist_backward", fixed("p!, m! d, p! -> m! d", "a*B*C"),
+      decomposition=decompositions.empty_distances_backward, applies=lambda call: not call.tensors[0].numel())
+decomposed("dist", lambda call, run: run(aten.linalg_vector_norm.default,
+                                         run(aten.sub.Tensor, call["self"], call["other"]), call["p"]))
+lines("bucketize.Tensor", fixed("d*, k -> d*"))
+lines("searchsorted.Tensor", searched)
+lines("isin.Tensor_Tensor", fixed("d*, k*! -> d*"))
+lines("take", fixed("s*!, i* -> i*", "a*B"))
+
+# --------------------------------------------------------------------------------------------- sampling of images
+for _n, _out, _in in ((2, "p q", "y! x!"), (3, "o p q", "z! y! x!")):
+    lines(f"grid_sampler_{_n}d", fixed(f"n c {_in}, n {_out} i! -> n c {_out}", "a*B"))
+    lines(f"grid_sampler_{_n}d_backward", masked_outputs(fixed(
+        f"n c {_out}, n c {_in}, n {_out} i! -> n c {_in}, n {_out} i!", "a*C;a*b*C"), "output_mask", always={1}))
+for _name in ("bilinear", "bicubic"):
+    lines(f"_upsample_{_name}2d_aa", layers.spatial(2, "a"))
+    lines(f"_upsample_{_name}2d_aa_backward", layers.spatial(2, "a"), local_args=sized("input_size"))
