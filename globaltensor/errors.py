@@ -214,10 +214,11 @@ def expect(value: object, kind: type, role: str, fix: str) -> None:
                             f"it is a {type(value).__name__}, where a {kind.__name__} is wanted", fix)
 
 
-def keyword_fix(key: str, valid: Iterable[str]) -> str:
-    """What to type in place of a keyword that is not taken: the valid one that is most like it, or none."""
+def keyword_fix(key: str, valid: Iterable[str], before: str = "") -> str:
+    """What to type in place of a keyword (or of a name with something `before` it) that is not taken: the valid one
+    that is most like it, or none."""
     near = get_close_matches(key, valid, 1)
-    return f"{near[0]}=..." if near else f"the same without {key}="
+    return f"{before}{near[0]}=..." if near else f"the same without {before}{key}="
 
 
 def expect_path(value: object, role: str, fix: str) -> None:

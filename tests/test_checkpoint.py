@@ -1041,3 +1041,30 @@ def test_safetensors_that_do_not_fit_change_nothing(spoil, words, tmp_path):
         gt.load_safetensors(model, tmp_path)
     assert words in str(error.value), error.value
     assert model_bits(model) == before
+
+
+def test_a_file_takes_what_a_folder_takes(tmp_path):
+    """Modules and optimizers by their state; and the file that is there stays until the new one is whole."""
+    def trained(spread):
+        torch.manual_seed(3)
+        model = nn.Linear(4, 3)
+        x = torch.ones(2, 4)
+        if spread:
+            model = gt.parallelize(model, gt.placement("cpu", [0, 1], ("dp",)))
+            x = gt.from_full(x, model.weight.placement, gt.sbp.split(0))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(x).sum().backward()
+        optimizer.step()
+        return {"model": model, "inner": [optimizer], "step": 3}
+
+    file, link = tmp_path / "state.pt", tmp_path / "link.pt"
+    file.write_bytes(b"")
+    link.symlink_to(file)
+    gt.save(trained(True), link)
+    saved, right = torch.load(file), trained(False)
+    assert link.is_symlink() and saved["step"] == 3
+    torch.testing.assert_close(dict(saved["model"]), dict(right["model"].state_dict()))
+    torch.testing.assert_close(saved["inner"][0], right["inner"][0].state_dict())
+    with pytest.raises(CheckpointError, match="Can't pickle"):
+        gt.save({"step": lambda: 4}, file)
+    assert torch.load(file)["step"] == 3 and sorted(tmp_path.iterdir()) == [link, file]

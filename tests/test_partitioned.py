@@ -93,3 +93,6 @@ def test_gradients_are_the_same_and_each_input_is_gathered_once(ranks, sbp, leng
 def test_an_axis_is_a_name():
     with pytest.raises(gt.ArgumentError, match="axis=1"), gt.partition_activations(1):
         pass
+    x = gt.ones(2, 2, placement=gt.placement("cpu", [0, 1], ("tp",)), sbp=gt.sbp.broadcast, requires_grad=True)
+    with pytest.raises(gt.ArgumentError, match="its placement has tp"), gt.partition_activations("pt"):
+        (2 * x).tanh()

@@ -687,6 +687,8 @@ class Plain(nn.Module):
      lambda: gt.pipeline([Plain(), nn.Linear(5, 6)], alone(2)).step(torch.ones(4, 6))),
     (StageError, "the loss of micro-batch 0 is a tensor of [1, 6]",
      lambda: gt.pipeline([nn.Linear(6, 6), nn.Linear(6, 6)], alone(2)).step(torch.ones(4, 6))),
+    (StageError, "loss=F.cross_entropy",
+     lambda: gt.pipeline([nn.Linear(6, 6), nn.Linear(6, 6)], alone(2)).step(torch.ones(4, 6), torch.ones(4, 6))),
 ])
 def test_mistakes(kind, text, build):
     with pytest.raises(kind) as error:

@@ -163,7 +163,7 @@ def in_a_list(xs: list[torch.Tensor]) -> torch.Tensor:
 
 WRONG = {
     "not an op": (lambda: gt.rule(print, "i -> i"), "not an op"),
-    "an unknown name": (lambda: gt.rule("gt_test::no_such", "i -> i"), "not an op"),
+    "an unknown name": (lambda: gt.rule("gt_test::no_such", "i -> i"), "not an op: 'gt_test::no_such'"),
     "several overloads": (lambda: gt.rule(torch.ops.aten.add, "i, i -> i"), "overloads"),
     "an op of the table": (lambda: gt.rule(torch.ops.aten.mm.default, "m k, k n -> m n"), "has a line in the table"),
     "an op of others": (lambda: gt.rule(torch.ops.aten.einsum.default, "i -> i"), "needs no rule"),

@@ -13,13 +13,16 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias, overload
 
 import torch
 
 from globaltensor.checkpoint.collective import collective_try
+from globaltensor.checkpoint.files import temporary_name
 from globaltensor.checkpoint.loading import load_folder
 from globaltensor.checkpoint.saving import Saving, save_folder
+from globaltensor.checkpoint.tree import is_object, state_of
 from globaltensor.errors import ArgumentError, keyword_fix
 from globaltensor.runtime.world import rank
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -48,8 +51,10 @@ def save(state: Any, target: PathLike | IO[bytes], **options: Any) -> Saving | N
     """Save a state into a folder (see `globaltensor.checkpoint.saving.save_folder`), or a file by torch.save.
 
     A file gets whole tensors, which plain torch loads: those in nested dicts, lists and tuples are gathered on every
-    process, and rank 0 writes. Collective. A folder takes asynchronous= and keep=, a file the options of torch.save.
-    Raises ArgumentError for what is neither, CheckpointError on every process where a folder cannot be written.
+    process, modules, optimizers and other objects with a state_dict give that, and rank 0 writes. The file appears when
+    it is whole: one that was there stays until then. Collective. A folder takes asynchronous= and keep=, a file the
+    options of torch.save. Raises ArgumentError for what is neither, CheckpointError on every process where a folder or
+    file cannot be written.
     """
     if not isinstance(target, (str, os.PathLike)) and not hasattr(target, "write"):
         raise ArgumentError(f"gt.save to {target!r}", "a state is saved to a folder or a file",
@@ -63,9 +68,22 @@ def save(state: Any, target: PathLike | IO[bytes], **options: Any) -> Saving | N
                                 'gt.save(state, "folder")')
     # by all processes, as gathering takes all of them; only rank 0 writes
     plain = with_whole_tensors(state)
-    collective_try("saving a file", lambda: torch.save(plain, target, **options) if rank() == 0 else None)
+    collective_try("saving a file", lambda: _write(plain, target, options) if rank() == 0 else None)
     _log.info("saved %s, whole", target)
     return None
+
+
+def _write(plain: Any, target: PathLike | IO[bytes], options: dict[str, Any]) -> None:
+    if not isinstance(target, (str, os.PathLike)):
+        torch.save(plain, target, **options)
+        return
+    path = Path(os.path.realpath(target))            # a link stays one
+    temporary = temporary_name(path)
+    try:
+        torch.save(plain, temporary, **options)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @overload
@@ -114,8 +132,10 @@ def _is_file(target: Any) -> bool:
 
 
 def with_whole_tensors(value: Any, known: dict[int, torch.Tensor] | None = None) -> Any:
-    """The same state with plain tensors; tied ones stay tied. Collective."""
+    """The same state with plain tensors, and objects by their state; tied tensors stay tied. Collective."""
     known = {} if known is None else known
+    if is_object(value):
+        value = state_of(value)
     if isinstance(value, GlobalTensor):
         if id(value) not in known:
             known[id(value)] = value.detach().full_tensor()

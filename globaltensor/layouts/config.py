@@ -29,7 +29,7 @@ class Config:
     def __setattr__(self, name: str, value: object) -> None:
         if name not in _NAMES:
             raise ArgumentError(f"gt.config has no setting {name!r}", f"its settings: {', '.join(_NAMES)}",
-                                f"gt.config.{keyword_fix(name, _NAMES)}")
+                                keyword_fix(name, _NAMES, "gt.config."))
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:

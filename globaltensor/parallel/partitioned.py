@@ -47,7 +47,8 @@ def partition_activations(axis: str = "tp") -> AbstractContextManager[None]:
            dim as long as the axis, and a pending sum: a row "*.down ->" B of the plan, of the second layer of each
            pair, reduces that at once, which takes no more bytes than reducing it later. Values do not change
     Enter it on every rank. For models whose blocks are recomputed, so that little is kept: each tensor that is kept is
-    gathered. Raises ArgumentError for an axis that is not a name.
+    gathered. Raises ArgumentError for an axis that is not a name, and where the placement of a tensor that is kept has
+    names, but not this one.
     """
     if not isinstance(axis, str) or not axis:
         raise ArgumentError(f"axis={axis!r}", "it is the name of an axis of a placement",
@@ -57,8 +58,13 @@ def partition_activations(axis: str = "tp") -> AbstractContextManager[None]:
 
 def _keep_part(axis: str, t: Tensor) -> Any:
     """Called for each tensor that autograd keeps."""
-    if not isinstance(t, GlobalTensor) or axis not in t.placement.names or not t.is_floating_point() or (
-            t.is_leaf and t.requires_grad):
+    if not isinstance(t, GlobalTensor) or not t.is_floating_point() or t.is_leaf and t.requires_grad:
+        return t
+    names = t.placement.names
+    if names and axis not in names:
+        raise ArgumentError(f"gt.partition_activations({axis!r}) of a tensor of shape {list(t.shape)}",
+                            f"its placement has {', '.join(names)}", f"gt.partition_activations({names[-1]!r})")
+    if axis not in names:
         return t
     at, own = t.placement.names.index(axis), t.spec.layout
     taken = {sbp.dim for sbp in own.sbp if sbp.is_split}

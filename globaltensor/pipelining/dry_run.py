@@ -42,8 +42,9 @@ def dry_run(step: PipelineStep, mb: int, inputs: Sequence[Any], own_stages: Sequ
         failure = next((error for _, error in outcomes if error), "")
         if failure:
             raise StageError(f"stage {stage} of {len(model.stages)} fails on {describe(received.meta)}", failure,
-                             "stages that each take what the one before returns, and a loss that takes what the last "
-                             "returns")
+                             "stages that each take what the one before returns, and " + (
+                                 "a last one that returns the loss; or gt.pipeline(..., loss=F.cross_entropy)"
+                                 if model.loss is None else "a loss that takes what the last returns"))
         if stage == step.last:
             return
         meta = next(meta for meta, _ in outcomes if meta is not None)

@@ -172,6 +172,7 @@ def overload_of(op: Any) -> OpOverload:
 
     Raises RuleError where it is not an op, or a packet of several overloads.
     """
+    typed = op
     if isinstance(op, str):
         library, _, name = op.partition("::")
         packet = getattr(getattr(torch.ops, library), name.partition(".")[0], None) if name else None
@@ -184,7 +185,7 @@ def overload_of(op: Any) -> OpOverload:
                             " or ".join(f"torch.ops.{op}.{name}" for name in names))
         op = getattr(op, names[0])
     if not isinstance(op, OpOverload):
-        raise RuleError(f"not an op: {op!r}", "a rule is given to an op that torch's dispatcher knows",
+        raise RuleError(f"not an op: {typed!r}", "a rule is given to an op that torch's dispatcher knows",
                         '@torch.library.custom_op("mine::twice", mutates_args=()) before your function')
     return op
 
