@@ -192,6 +192,31 @@ def test_a_dim_that_is_marked_dynamic_needs_one_graph():
     assert counter.graphs == 1
 
 
+SAVE_SIZES = {                                       # of the zeros that their gradients are scattered into
+    "max": lambda y: y.max(1)[0], "sort": lambda y: y.sort(0)[0], "topk": lambda y: y.topk(2, 1)[0],
+    "kthvalue": lambda y: y.kthvalue(2, 1)[0], "mode": lambda y: y.mode(1)[0], "median": lambda y: y.median(1)[0],
+    "cummax": lambda y: y.cummax(1)[0], "cumprod": lambda y: y.cumprod(1), "unfold": lambda y: y.unfold(1, 2, 2),
+    "scatter_add": lambda y: torch.zeros_like(y).scatter_add(1, y.argsort(1), y)}
+
+
+@pytest.mark.parametrize("name", [name if name == "max" else pytest.param(name, marks=LONG) for name in SAVE_SIZES])
+def test_gradients_that_need_sizes_need_no_graph_for_each_size(name):
+    """Numbers for symbols in a backward graph would leave the forward one, which is for symbols, without a match."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    plain = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
+    weight = gt.from_full(plain.detach(), TWO, B).requires_grad_()
+    f, counter = compiled(lambda x, w: SAVE_SIZES[name](x @ w))
+    for n in (6, 8, 10, 12):
+        x = torch.randn(n, 6, dtype=torch.float64)
+        out, right = f(gt.from_full(x, TWO, S(0)), weight), SAVE_SIZES[name](x @ plain)
+        torch.testing.assert_close(out.full_tensor(), right)
+        out.sum().backward()
+        right.sum().backward()
+        torch.testing.assert_close(weight.grad.full_tensor(), plain.grad)
+    assert counter.graphs <= 2
+
+
 @LONG
 def test_what_knows_no_symbols_has_a_graph_for_each_size():
     f, counter = compiled(lambda x: x.sort(1).values.var(0) + x[0])

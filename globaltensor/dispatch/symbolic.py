@@ -37,9 +37,11 @@ _aten = torch.ops.aten
 # They write rules of symbols, beside the families that depend on no size.
 _FAMILIES = {shapes.viewed, shapes.expanded, shapes.squeezed, shapes.sliced, shapes.selected, shapes.factory_like,
              shapes.sized_backward, shapes.split_list, shapes.unbound, shapes.padded, shapes.concatenated,
-             shapes.stacked, indices.embedded, indices.embedded_backward, indices.embedded_backward_rows,
+             shapes.stacked, shapes.unfolded_backward, indices.embedded, indices.embedded_backward,
+             indices.embedded_backward_rows, indices.gathered, indices.scattered_value,
              *(TABLE[op].family for op in (_aten.nll_loss_forward.default, _aten.nll_loss_backward.default,
-                                           _aten.mse_loss.default, _aten.mse_loss_backward.default))}
+                                           _aten.mse_loss.default, _aten.mse_loss_backward.default,
+                                           _aten.scatter.src, _aten.scatter_add.default))}
 _DECOMPOSITIONS = {decompositions.mean, decompositions.nll_mean, decompositions.mean_loss,
                    decompositions.mean_loss_backward, decompositions.softmax, decompositions.log_softmax,
                    decompositions.softmax_backward, decompositions.log_softmax_backward, random_ops.native_dropout}

@@ -89,7 +89,7 @@ def _along_index(call: Call, touched: str, index: str) -> tuple[str, str, str]:
     if len({len(s) for s in shapes}) > 1:            # torch takes 0-dim operands beside those of one dim
         x, k, s, *_ = [name if shape else "" for name, shape in zip(("v!", "k!", "s!"), (*shapes, ()))]
         return x, k, s
-    same = [len({s[i] for s in shapes if len(s) == len(shapes[0])}) == 1 for i in range(len(row))]
+    same = [all(s[i] == shapes[0][i] for s in shapes) for i in range(len(row))]
     sides = []
     for name in ("x", index, "s"):
         dims = []

@@ -96,6 +96,10 @@ def let_torch_trace(cls: Any) -> None:
 
     def unflattened(inner: Mapping[str, torch.Tensor], of: Spec, size: Sequence[Any], stride: Sequence[Any]) -> Any:
         shards = dict(zip(sorted(local_ranks_of(of.placement)), inner.values()))
+        if any(n is None for n in size):
+            raise GlobalTensorError("torch.compile of an op whose gradient has a graph for one size only, in a graph "
+                                    "that is for any", "the gradient has no rule for symbols in the place of sizes",
+                                    "torch.compile(..., dynamic=False)")
         traced = any(map(is_of_a_trace, inner.values()))
         sizes, strides = in_graph((tuple(size), tuple(stride))) if traced else (tuple(size), tuple(stride))
         own = spec(of.layout, sizes, strides, of.dtype, of.copied and traced, of.lazy_bits)
