@@ -117,10 +117,24 @@ def other_memory(model, x, optimizer, losses):
     losses.append(loss_of(model, x).item())
 
 
+def converted(model, x, optimizer, losses):
+    """By torch, into what it is: `nn.Module.to` gives each parameter the data of a fresh one."""
+    closure_of(model, x, optimizer, losses)()
+    model.to("cpu").double()
+    optimizer.step()
+    model.to("cpu")
+    with torch.no_grad():
+        for p in of_groups(optimizer):
+            p.mul_(0.5)
+    model._apply(torch.clone)
+    losses.append(loss_of(model, x).item())
+
+
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 PROGRAMS = {"lbfgs": (lbfgs, lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=4)),
             "lbfgs with a line search": (lbfgs, lambda p: torch.optim.LBFGS(p, line_search_fn="strong_wolfe")),
-            **{one.__name__: (one, SGD) for one in (sam, decay_by_hand, turns, swapped_for_evaluation, other_memory)}}
+            **{one.__name__: (one, SGD) for one in (sam, decay_by_hand, turns, swapped_for_evaluation, other_memory,
+                                                        converted)}}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -217,6 +231,26 @@ def test_of_two_optimizers_of_one_parameter_the_first_is_done():
     second.step()
     with pytest.raises(GlobalTensorError, match="another one has taken over"):
         first.step()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_another_dtype_of_the_model(stage):
+    """Parts go on as master weights of what has fewer digits now; of more digits they would lose some."""
+    where = place([0, 1], ("dp",))
+    plain = net().float()
+    model = gt.parallelize(copy.deepcopy(plain), where)
+    optimizer = gt.zero(torch.optim.SGD(model.parameters(), 0.1), stage=stage, model=model if stage == 3 else None)
+    data, losses = torch.randn(5, 6), ([], [])
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        for m, x, o, its in ((plain, data, torch.optim.SGD(plain.parameters(), 0.1), losses[0]),
+                             (model, gt.from_full(data, where, S(0)), optimizer, losses[1])):
+            m.to(dtype)
+            closure_of(m, x.to(dtype), o, its)()
+            o.step()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=1e-3)
+    loss_of(model.double(), gt.from_full(data.double(), where, S(0))).backward()
+    with nullcontext() if stage == 3 else pytest.raises(GlobalTensorError, match="more digits than the part"):
+        optimizer.step()
 
 
 def test_the_state_is_asked_for_by_parameter():

@@ -67,6 +67,42 @@ def test_transformers_trainer_goes_on_after_it_was_killed(n, grid, tmp_path):
     assert not any(getattr(t, "is_global", False) for one in state["state"].values() for t in one.values())
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_transformers_trainer_with_gt_zero(stage, tmp_path):
+    """As docs/bridges.md says it is typed. The trainer moves the model to its device, which it is on."""
+    import transformers
+
+    from globaltensor.trainers import huggingface
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen, self.layer = torch.nn.Linear(4, 6).requires_grad_(False), torch.nn.Linear(6, 3)
+
+        def forward(self, x, labels):
+            logits = self.layer(self.frozen(x).tanh())
+            return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    data = [{"x": torch.full((4,), i / 8), "labels": i % 3} for i in range(8)]
+    losses, weights = [], []
+    for library in (transformers, huggingface):
+        transformers.set_seed(1)
+        model = Net()
+        if library is huggingface:
+            gt.parallelize(model, gt.placement("cpu", [0, 1], ("dp",)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        arguments = library.TrainingArguments(
+            tmp_path, max_steps=4, per_device_train_batch_size=2, logging_steps=1, save_strategy="no", use_cpu=True,
+            report_to=[], disable_tqdm=True, dataloader_pin_memory=False, gradient_accumulation_steps=2)
+        trainer = library.Trainer(model, arguments, train_dataset=data, optimizers=(
+            gt.zero(optimizer, stage=stage) if library is huggingface else optimizer, None))
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+        weights.append([p.full_tensor() if library is huggingface else p.detach() for p in model.parameters()])
+    assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=1e-4)
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-4)
+
+
 def test_what_a_trainer_cannot_do_says_what_to_type(tmp_path):
     import transformers
 

@@ -116,7 +116,8 @@ class MasterParams(list[tuple[Any, Any]]):
         """Parts as their parameters are now, and their gradients handed over: a compiled step compares them with those
         that it was made for before it reads any.
 
-        Raises GlobalTensorError where `gt.zero` was called for another optimizer of these parameters since."""
+        Raises GlobalTensorError where `gt.zero` was called for another optimizer of these parameters since, and for one
+        whose dtype or placement is another now that its part cannot follow."""
         self._arrive()
         if wholes := {k: _WHOLE for k in range(len(self)) if self._is_whole_newer(k)}:
             with self._as_writer():
@@ -126,6 +127,10 @@ class MasterParams(list[tuple[Any, Any]]):
                 raise GlobalTensorError(f"a step of an optimizer whose parameter of shape {list(p.shape)} another one "
                                         "has taken over", "gt.zero was called for that since, and gradients go to its "
                                         "parts", "one optimizer under gt.zero for each parameter")
+            if torch.promote_types(p.dtype, part.dtype) != part.dtype or p.placement != part.placement:
+                raise GlobalTensorError(f"a step of a parameter of {p.dtype} on {p.placement} under gt.zero",
+                                        f"it has more digits than the part of {part.dtype} that is stepped, or lies "
+                                        "elsewhere: it was changed after gt.zero", "model.to(...) before gt.zero(...)")
             gradients.read_grad(part)
 
     def _is_whole_newer(self, k: int) -> bool:

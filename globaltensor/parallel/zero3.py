@@ -189,7 +189,8 @@ class SavedStorages(list[dict[int, Tensor]]):
             sources = [unsharded[k][rank] for k, shards in enumerate(self) for rank in shards]
         with uncounted_writes(tensors):              # a compiled layer saves them, and would miss their old versions
             for t, source in zip(tensors, sources):
-                t.set_(source)                       # type: ignore[call-overload]  # of which torch's types do not know
+                if t.dtype == source.dtype:          # else the model has another one since that forward pass
+                    t.set_(source)                   # type: ignore[call-overload]  # of which torch's types do not know
 
 
 class ShardedLayer:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +12,34 @@ from globaltensor.tensors import gradients
 
 _OURS = {"spec", "lineage", "_shards", "arriving", "boxed_view", "viewed", "traced", "made_after", "completed",
          "_is_param", gradients.ATTRIBUTE}
+_HOOKS = "_hooks_of_other"                           # on the way from the first of two that are swapped to the second
+attributes: Any = torch.Tensor.__dict__["__dict__"]  # a descriptor of C
 
 
 def user_attributes(x: torch.Tensor) -> dict[str, Any]:
     """What users have set on a tensor."""
     return {name: value for name, value in x.__dict__.items() if name not in _OURS}
+
+
+def swap_attributes(x: Any, others: dict[str, Any]) -> None:
+    """torch.utils.swap_tensors(x, y), by which `nn.Module.to` and `Module.float` give a parameter the data of a fresh
+    one, sets `x.__dict__` to that of y, and `y.__dict__` to that of x. What is noted of the gradients of a leaf, and
+    what users have set on it and y has not, stays where it is. Hooks, which torch would leave behind, stay as well."""
+    own = attributes.__get__(x)
+    notes, coming = (its.get(gradients.ATTRIBUTE, gradients.LeafGradient()) for its in (own, others))
+    order = coming.order
+    if order is not None and notes.order is not None or x._post_accumulate_grad_hooks:
+        order = notes.order                          # what comes is watched, or will be, as x was
+    kept = {} if any(name not in _OURS and name != _HOOKS for name in others) else user_attributes(x)
+    attributes.__set__(x, kept | others | {gradients.ATTRIBUTE: replace(notes, order=order)})
+    hooks = attributes.__get__(x).pop(_HOOKS, None)
+    if hooks is None and gradients.ATTRIBUTE in own:
+        own[_HOOKS] = x._backward_hooks, x._post_accumulate_grad_hooks
+    elif hooks is not None:                          # x has the data that the first one will have
+        if hooks[0] is not None:
+            x._backward_hooks = hooks[0]
+        if hooks[1] is not None:
+            x._post_accumulate_grad_hooks = hooks[1]
 
 
 def same_memory_copy(x: Any) -> Any:

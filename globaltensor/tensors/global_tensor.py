@@ -351,6 +351,7 @@ class GlobalTensor(TensorMethods):
                           self.requires_grad, isinstance(self, torch.nn.Parameter), copying.user_attributes(self))
 
     __copy__, __deepcopy__, as_subclass = copying.same_memory_copy, copying.deep_copy, copying.keep_global
+    __dict__ = property(copying.attributes.__get__, copying.swap_attributes)     # `swap_tensors` alone sets it
 
 
 def _rebuild(where: placement, sbps: list[str], shards: Shards, shape: Shape, stride: Shape, dtype: torch.dtype,

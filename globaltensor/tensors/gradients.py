@@ -78,7 +78,8 @@ _NOTHING_NOTED = LeafGradient()
 
 def _noted(leaf: Any) -> LeafGradient:
     """What is noted on a leaf, to be read."""
-    return leaf.__dict__.get(ATTRIBUTE, _NOTHING_NOTED)
+    noted: LeafGradient = getattr(leaf, ATTRIBUTE, _NOTHING_NOTED)
+    return noted
 
 
 def notes_of(leaf: Any) -> LeafGradient:
@@ -88,7 +89,7 @@ def notes_of(leaf: Any) -> LeafGradient:
 
 def read_grad(leaf: Any) -> Any:
     """The gradient of a leaf, settled; or as it lies, for torch.compile, which reads all while it traces."""
-    noted = leaf.__dict__.get(ATTRIBUTE, _NOTHING_NOTED)           # optimizers read all gradients some three times
+    noted = getattr(leaf, ATTRIBUTE, _NOTHING_NOTED)               # optimizers read all gradients some three times
     if pending and not (noted.part is None and compiling()):
         reduce_pending(beside=leaf if noted.whole is None else noted.whole)
     return raw_grad(leaf) if noted.part is None else _handed_over(noted.whole, noted.part)

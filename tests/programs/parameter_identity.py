@@ -124,9 +124,13 @@ def gradients_stay():
             assert q.grad is None or torch.allclose(p.grad.full_tensor(), q.grad, atol=1e-5)
 
 
+TORCHS = {"to": lambda m: m.to("cpu"), "float": lambda m: m.float(), "another dtype": lambda m: m.double().float(),
+          "_apply": lambda m: m._apply(torch.clone)}
+
+
 def hooks_stay():
-    def hooked(convert):
-        m, calls = model(), []
+    def hooked(convert, first=lambda m: m):
+        m, calls = first(model()), []
         p = m.up.weight
         handles = [p.register_hook(lambda grad: grad * 2),
                    p.register_post_accumulate_grad_hook(lambda q: calls.append(whole(q.grad).clone()))]
@@ -143,9 +147,25 @@ def hooks_stay():
 
     want = hooked(None)
     assert len(want) == 5
-    for convert in CONVERSIONS.values():
-        for g, w in zip(hooked(convert), want, strict=True):
+    for got in (*map(hooked, CONVERSIONS.values()),
+                *(hooked(own, CONVERSIONS["parallelize"]) for own in TORCHS.values())):
+        for g, w in zip(got, want, strict=True):
             torch.testing.assert_close(g, w)
+
+
+def torchs_own_conversions_keep_what_is_noted():
+    """What users set on a parameter, the dtype of its reduction, and that it is watched when it learns again."""
+    for convert in TORCHS.values():
+        m = gt.parallelize(nn.Linear(32, 32), gt.placement("cpu", [0, 1]))
+        gt.set_grad_reduce_dtype(m.parameters(), torch.bfloat16)
+        m.weight.mark = 5
+        m.bias.requires_grad_(False)
+        convert(m)
+        m.bias.requires_grad_(True)
+        with gt.record() as moves:
+            m(gt.ones(2, 32, placement=m.weight.placement, sbp=S(0))).sum().backward()
+            assert m.weight.grad.sbp == m.bias.grad.sbp == (B,)
+        assert m.weight.mark == 5 and sum(move.bytes for move in moves) == 2 * m.weight.numel()
 
 
 def an_optimizer_in_a_hook():
@@ -315,9 +335,9 @@ def many_times():
 
 
 for check in (optimizers_made_before_and_after, parameters_are_what_they_were, gradients_stay, hooks_stay,
-              an_optimizer_in_a_hook, zero_keeps_them, a_pipeline_keeps_them, copies_are_as_torch_makes_them,
-              data_of_another_layout, torchs_own_conversions, refusals, a_loss_that_is_done_is_no_hindrance,
-              rnns_look_their_weights_up_anew, many_times):
+              torchs_own_conversions_keep_what_is_noted, an_optimizer_in_a_hook, zero_keeps_them, a_pipeline_keeps_them,
+              copies_are_as_torch_makes_them, data_of_another_layout, torchs_own_conversions, refusals,
+              a_loss_that_is_done_is_no_hindrance, rnns_look_their_weights_up_anew, many_times):
     if sys.argv[1:] in ([], [check.__name__]):
         check()
         print(check.__name__, flush=True)
