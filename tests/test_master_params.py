@@ -163,6 +163,38 @@ def test_an_ordinary_step_gathers_once(stage):
         assert [move.op for move in moves].count("zero") == 1, moves
 
 
+def halve_the_last(optimizer, *_):
+    of_groups(optimizer)[-1].data.mul_(0.5)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_only_what_a_step_changes_is_gathered(stage):
+    """Not what is frozen or got no gradient; but what it writes to without one, and what was written to before it."""
+    where, optimizer = place([0, 1], ("dp",)), partial(torch.optim.SGD, lr=0.1)
+    torch.manual_seed(SEED)
+    plain = nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in ("frozen", "unused", "used", "by hand")})
+    plain.frozen.requires_grad_(False)
+    model, data = gt.parallelize(copy.deepcopy(plain), where), torch.randn(6, 64)
+    sides = [(plain, data, optimizer(plain.parameters())),
+             (model, gt.from_full(data, where, S(0)), gt.zero(optimizer(model.parameters()), stage=stage))]
+    for _, _, own in sides:
+        own.register_step_pre_hook(halve_the_last)
+    for step in range(3):
+        for m, x, own in sides:
+            own.zero_grad()
+            loss_of(lambda x, m=m: m["by hand"](m.used(m.frozen(x))).tanh(), x).backward()
+            m["by hand"].weight.grad = None
+            if step == 1:
+                with torch.no_grad():
+                    of_groups(own)[1].add_(1)
+            with gt.record() as moves:
+                own.step()
+        assert [move.op for move in moves] == ["gradient", "zero"], moves
+        assert sum(move.bytes for move in moves if move.op == "zero") == 64 * 64 * 4 // 2
+        for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+            torch.testing.assert_close(p.full_tensor(), q.detach(), msg=lambda text, name=name: f"{name}: {text}")
+
+
 def test_what_is_not_allowed_leaves_both_as_they_were():
     (_, _, _), (model, x, optimizer) = both("2", SGD, 1)
     has_part = bool(model[0].weight.shards)          # else this process has nothing to bring up to date

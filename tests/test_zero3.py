@@ -276,6 +276,21 @@ def test_few_moves_of_the_published_bytes(how):
     assert not [m for m in moves if m.bytes > 64 and m.op not in ("zero", "gradient")]
 
 
+@pytest.mark.parametrize("how", [once, whole_layers_recomputed])
+def test_frozen_first_layers_are_gathered_for_the_forward_pass_alone(how):
+    nets = made("dp of 4")
+    for frozen in (True, True, False):
+        for net, x, optimizer in nets:
+            net.blocks[:2].requires_grad_(not frozen)
+            with gt.record() as moves:
+                how(net, x)
+            optimizer.step()
+            optimizer.zero_grad()
+        gathers = [m.tensors for m in moves if m.op == "zero"]
+        assert how is not once or sum(gathers) == 4 * (2 * LAYERS - 2 * frozen), gathers
+        same(nets[1][0], nets[0][0])
+
+
 def test_writes_that_no_version_counts_to_what_was_gathered_ahead():
     """By `p.data`, after a pass that ended early."""
     (plain, x, _), (model, spread, _) = made("dp")

@@ -29,7 +29,7 @@ from globaltensor.parallel.write_behind import (
     write_redistributed,
 )
 from globaltensor.runtime import trace_order
-from globaltensor.runtime.memory_writes import MemoryWrites, shard_versions, watched_writes, writes_of
+from globaltensor.runtime.memory_writes import MemoryWrites, current_version, shard_versions, watched_writes, writes_of
 from globaltensor.runtime.torch_internals import without_modes
 from globaltensor.tensors import gradients
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -45,6 +45,7 @@ class MasterParams(list[tuple[Any, Any]]):
         self.writes: dict[int, Any] = {}             # by the id of a parameter: what had been written to it
         self.newer: dict[int, int] = {}              # of pairs that differ: which of the two was written to
         self.memories: list[tuple[MemoryWrites, MemoryWrites]] = []      # of each pair, watched
+        self._versions: dict[int, int] = {}          # by the id of a part, before a step
         self._callbacks: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self._one_at_a_time = RLock()
         self._writing = False
@@ -132,6 +133,7 @@ class MasterParams(list[tuple[Any, Any]]):
                                         f"it has more digits than the part of {part.dtype} that is stepped, or lies "
                                         "elsewhere: it was changed after gt.zero", "model.to(...) before gt.zero(...)")
             gradients.read_grad(part)
+        self._versions = {id(part): current_version(part) for _, part in self}
 
     def _is_whole_newer(self, k: int) -> bool:
         p, _ = self[k]
@@ -140,16 +142,21 @@ class MasterParams(list[tuple[Any, Any]]):
         return bool((writes_of(p), shard_versions(p.shards)) != self.writes[id(p)])      # by a shard of its own
 
     def gather(self) -> None:
-        """Write the parts into their parameters, all in one move; or while the program goes on."""
+        """Write the parts that a step wrote to into their parameters, all in one move; or while the program goes on.
+
+        All ranks know which: those with a gradient, or another version, which is also counted where nothing is held. A
+        part that was written to unseen by these is newer, as between steps."""
         with self._as_writer():
+            stepped = [k for k, (_, part) in enumerate(self) if gradients.raw_grad(part) is not None
+                       or current_version(part) != self._versions.get(id(part))]
             self._equalize({k: side for k, side in self.newer.items() if side == _WHOLE})
-            for k in self.newer:
+            for k in self.newer.keys() & {*stepped}:
                 self[k][_WHOLE].arriving = None
-            self.newer.clear()
-            parts = [part.detach().to(p.dtype) for p, part in self]
-            self.behind = write_behind(parts, [p for p, _ in self], "zero")
+                del self.newer[k]
+            pairs = [self[k] for k in stepped]
+            self.behind = write_behind([part.detach().to(p.dtype) for p, part in pairs], [p for p, _ in pairs], "zero")
             sent = {key: one for one in self.behind for key in one.writes}
-            for p, part in self:
+            for p, part in pairs:
                 if id(p) in sent:                    # who writes to the part meanwhile waits
                     part.arriving = ArrivingTarget(sent[id(p)], part.shards)
         finish_urgent_writes(self.behind)

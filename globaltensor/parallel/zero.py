@@ -5,7 +5,8 @@
 An optimizer of torch's is handed parts: of every parameter that is broadcast along the axis, a leaf of its own that is
 split along it. Its state lies like the part, so each rank has 1/N of it. Nothing about the loop changes: gradients come
 split (a reduce-scatter instead of an all-reduce), and are those of the parameter and of its part alike; after each step
-the parts are gathered into the parameters, in one move, or over a link during the next forward pass (write_behind.py).
+the parts that it changed are gathered into the parameters, in one move, or over a link during the next forward pass
+(write_behind.py).
 
     stage 1   optimizer state split. Sent per rank and step: 2 (N-1)/N of the parameters' bytes, as without ZeRO
     stage 2   also gradients: pending sums are split during backward, once 25 MB wait: so for every micro-batch

@@ -120,9 +120,10 @@ class ShardedLayers:
 
     def _after_forward(self, layer: ShardedLayer, out: Any) -> None:
         forward_pass, storages = self.forward_pass, layer.swap_out_unsharded()
-        for t in tree_flatten(out)[0]:
-            if isinstance(t, Tensor) and t.requires_grad:            # who waits for backward keeps the storages alive
-                t.register_hook(lambda grad, storages=storages: self._before_backward(layer, forward_pass))
+        learning = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and t.requires_grad]
+        layer.awaits_backward = bool(learning) or not torch.is_grad_enabled()     # it may run again, with gradients
+        for t in learning:                           # who waits for backward keeps the storages alive
+            t.register_hook(lambda grad, storages=storages: self._before_backward(layer, forward_pass))
         if not _in_backward():
             layer.reshard()
 
@@ -214,6 +215,7 @@ class ShardedLayer:
         self.saved: weakref.WeakValueDictionary[int, SavedStorages] = weakref.WeakValueDictionary()   # by forward pass
         self.in_use: SavedStorages | None = None     # while the layer works
         self.swapped: list[tuple[nn.Module, str]] = []       # in which places of it
+        self.awaits_backward = True                  # did what came out of it? Not of frozen first layers
         self.files: list[mmap.mmap] = []             # in which offloaded parameters lie
         self.before: list[ShardedLayer] = []         # the one that ran before it, if any, and the one after
         self.after: list[ShardedLayer] = []
@@ -333,7 +335,7 @@ def _coming(layer: ShardedLayer, side: Literal["before", "after"]) -> list[Shard
     coming: list[ShardedLayer] = []
     transfer = 0.0
     following = getattr(layer, side)
-    while following and following[0] not in (layer, *coming):
+    while following and following[0] not in (layer, *coming) and (side == "after" or following[0].awaits_backward):
         coming += following
         link = following[0].link()
         if link is None or (transfer := transfer + link[1]) >= link[0]:
