@@ -73,6 +73,17 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path, changes, told, tried):
     assert "lab.json" in caught.value.what
 
 
+@pytest.mark.parametrize("changes, told, tried", [
+    ({"efficiency": 5}, "efficiency is 5", '"efficiency": 0.5'), ({"efficiency": 0}, "is 0", '"efficiency": 0.5'),
+    ({"devices_per_host": 0}, "devices_per_host is 0", '"devices_per_host": 8'),
+    ({"hosts": -1}, "hosts is -1", '"hosts": 1'), ({"memory": "80 GB"}, "memory is '80 GB'", '"memory": 1e12'),
+    ({"local": {"latency": -1, "bandwidth": 1}}, "local.latency is -1", '"local.latency": 1e-5')])
+def test_numbers_that_no_host_has_are_refused(tmp_path, changes, told, tried):
+    with pytest.raises(ClusterError) as caught:
+        read_cluster(written(tmp_path, HOST | changes))
+    assert told in caught.value.what and caught.value.fix == tried, str(caught.value)
+
+
 def test_more_devices_than_there_are(tmp_path):
     with pytest.raises(ClusterError, match="4: 2 of old, 2 of new"):
         gt.strategy(MODELS["chain"][0](), torch.zeros(8, 8).double(), written(tmp_path, described()), devices=5)

@@ -84,7 +84,40 @@ def sequences():
     return torch.randn(8, 7, 12, dtype=torch.float64), torch.randn(8, 7, 4, dtype=torch.float64)
 
 
+class Unused(nn.Module):
+    """Modules and a parameter that forward does not use, one without elements, and a dict for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.pooler, self.head = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), nn.Linear(8, 4)
+        self.extra, self.none = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(0))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return {"hidden": x, "out": self.head(x)}
+
+
+def of_dict(output, targets):
+    return F.mse_loss(output["out"], targets)
+
+
+class Last(nn.Module):
+    """What one recurrent layer gives for the last token."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.layer, self.head = kind(12, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0])
+
+
 MODELS = {"chain": (chain, rows, F.mse_loss), "gpt": (small_gpt, tokens, cross_entropy),
+          "unused": (lambda: Unused().double(), rows, of_dict),
+          **{kind.__name__: (lambda kind=kind: Last(kind).double(), sequences, F.mse_loss)
+             for kind in (nn.RNN, nn.LSTM, nn.GRU)},
           "heads": (heads, sequences, F.mse_loss),
           "vision": (vision, images, F.mse_loss)}
 
@@ -95,7 +128,9 @@ RUNS = [("chain", 1, {}), ("chain", 2, {"dp": 2, "zero": 3}), ("chain", 4, {"dp"
         ("gpt", 4, {"dp": 2, "tp": 2, "zero": 1}),
         ("gpt", 2, {"pp": 2, "schedule": "interleaved", "chunks": 2}), ("gpt", 2, {"dp": 2, "recompute": "full"}),
         ("gpt", 2, {"tp": 2, "sp": True, "recompute": "selective"}), ("chain", 2, {"pp": 2, "recompute": "selective"}),
-        ("vision", 2, {"dp": 2, "zero": 2}), ("vision", 2, {"pp": 2, "schedule": "gpipe"})]
+        ("vision", 2, {"dp": 2, "zero": 2}), ("vision", 2, {"pp": 2, "schedule": "gpipe"}),
+        ("unused", 1, {}), ("unused", 2, {}), ("unused", 2, {"dp": 2, "zero": 1}),
+        ("unused", 2, {"pp": 2, "schedule": "1f1b"}), *[(kind, 2, {"dp": 2}) for kind in ("RNN", "LSTM", "GRU")]]
 
 
 @pytest.mark.parametrize("name, devices, fixed", RUNS, ids=str)
@@ -124,8 +159,10 @@ def check_gradients(strategy, model, plain, loss, inputs, targets):
     expected.backward()
     runner, optimizer = strategy.apply(model, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     torch.testing.assert_close(runner.step(inputs, targets).full_tensor(), expected)
-    for (name, p), q in zip(model.named_parameters(), plain.named_parameters()):
-        torch.testing.assert_close(p.grad.full_tensor(), q[1].grad, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=lambda text, name=name: f"{name}: {text}")
     optimizer.step()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     for p, q in zip(model.parameters(), plain.parameters()):

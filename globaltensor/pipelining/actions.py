@@ -297,18 +297,19 @@ class PipelineStep:
         with torch.set_grad_enabled(grad), torch.autocast(device_type, dtype, enabled, cache_enabled=False):
             names = self.names if stage == 0 else ()
             positional, named = arguments[:len(arguments) - len(names)], arguments[len(arguments) - len(names):]
-            outputs = _checked_outputs(self.model.stages[stage](*positional, **dict(zip(names, named))), stage)
+            output = self.model.stages[stage](*positional, **dict(zip(names, named)))
             if stage == self.last and (self.train or self.targets[mb] is not None):
-                outputs = (self._loss(outputs, mb),)
-        return inputs, outputs
+                return inputs, (self._loss(output, mb),)
+        return inputs, _checked_outputs(output, stage)
 
-    def _loss(self, outputs: tuple[Any, ...], mb: int) -> Any:
-        # without a function for it, the loss is what the last stage returns: alone, or beside logits and the like
-        numbers = [y for y in outputs if y is not None and y.numel() == 1]
-        loss, target = numbers[0] if len(numbers) == 1 else outputs[0], self.targets[mb]
-        if self.model.loss is not None:
-            output = outputs if len(outputs) > 1 else outputs[0]
+    def _loss(self, output: Any, mb: int) -> Any:
+        target = self.targets[mb]
+        if self.model.loss is not None:              # it takes what the stage returns, whatever that is
             loss = self.model.loss(output) if target is None else self.model.loss(output, *target)
+        else:                                        # what the stage returns: alone, or beside logits and the like
+            outputs = _checked_outputs(output, self.last)
+            numbers = [y for y in outputs if y is not None and y.numel() == 1]
+            loss = numbers[0] if len(numbers) == 1 else outputs[0]
         if not isinstance(loss, GlobalTensor) or loss.numel() != 1:
             raise ShapeError(f"the loss of micro-batch {mb} is {_describe_output(loss)}",
                              "a step begins its backward passes with one number",

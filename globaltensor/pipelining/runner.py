@@ -72,7 +72,7 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
     schedule       a name (gpipe, 1f1b, interleaved, bfs, zb-h1, zb-h2, zb-v, dualpipe-v), a file, or a Schedule. One
                    with a name may send gradients early (schedules/early_send.py), others are run as they are
     micro_batches  into how many a batch is cut (default: 4, or those of the schedule)
-    loss           of the last stage's output and the targets, a scalar (default: the last stage returns it itself,
+    loss           of what the last stage returns and the targets, a scalar (default: the last stage returns it itself,
                    alone or beside others that are not scalars: `return logits, loss`)
     chunks         stages on each rank, where the schedule leaves a choice
     starts, cost   of a module that is cut: the names of the layers with which later stages begin; the cost of a layer

@@ -6,6 +6,8 @@
                           the last                                                              (layer_lists.py)
     any other             all of it, with the reason why it is not cut
 
+Parameters that forward does not use are parts of the first.
+
 A stage of `gt.pipeline(model, ..., starts=[...])` begins with the name of a unit.
 """
 from __future__ import annotations
@@ -36,6 +38,13 @@ class Units(NamedTuple):
 
 def units_of(model: nn.Module, inputs: Sequence[str] = ()) -> Units:
     """The units of a plain model. `inputs`: names of inputs with a default value that will be passed."""
+    units, why = _units_in_use(model, inputs)
+    known = tuple(f"{part}." for unit in units for part in unit.parts if part)
+    unused = [name for name, _ in model.named_parameters() if not f"{name}.".startswith(known)] if known else []
+    return Units([Unit(units[0].name, (*units[0].parts, *unused)), *units[1:]], why)
+
+
+def _units_in_use(model: nn.Module, inputs: Sequence[str]) -> Units:
     if isinstance(model, nn.Sequential):
         return Units([Unit(name, (name,)) for name, _ in sequence_layers(model)])
     try:

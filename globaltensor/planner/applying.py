@@ -84,8 +84,9 @@ def _check_layers(stages: list[Stage], model: nn.Module, modules: dict[str, nn.M
                                 "and parameters of its own", *difflib.get_close_matches(name, modules, 1))
     for parameter, _ in model.named_parameters():
         if parameter not in names and not any(parameter.startswith(f"{name}.") for name in names):
+            missing = parameter.rpartition(".")[0] or parameter
             raise StrategyError(f"no stage has {parameter}", "the layers of the stages are all of the model",
-                                parameter.rpartition(".")[0])
+                                f'"layers": [..., "{missing}"] in one of the stages')
 
 
 def _check_runnable(stages: list[Stage]) -> str:

@@ -176,8 +176,8 @@ class OpCosts:
         each: list[Sbp] = [broadcast, *[split(d) for d in range(len(shape)) if cut]]
         layouts = [layout(self.where, nd) for nd in product(each, repeat=self.where.ndim)]
         return [one for one in layouts if all(
-            n >= prod(w for s, w in zip(one.sbp, self.where.shape) if s.is_split and s.dim == d)
-            for d, n in enumerate(shape))]
+            max(n, 1) >= prod(w for s, w in zip(one.sbp, self.where.shape) if s.is_split and s.dim == d)
+            for d, n in enumerate(shape))]           # of no elements: whole
 
 
 _ALIKE = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:        # torch counts only that of GPUs

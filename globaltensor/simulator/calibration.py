@@ -96,6 +96,7 @@ def _numbers(of: Cluster) -> list[float]:
 def _with(start: Cluster, logarithms: np.ndarray) -> Cluster:
     efficiency, memory, near, near_rate, far, far_rate, launch, micro_batch, step = (
         float(f"{exp(x):.6g}") for x in logarithms)
-    return dataclasses.replace(start, efficiency=efficiency, memory_bandwidth=memory, local=Link(near, near_rate),
-                               remote=Link(far, far_rate), kernel_launch=launch, micro_batch_overhead=micro_batch,
-                               step_overhead=step)
+    # a device that does more than `flops` says has more
+    return dataclasses.replace(start, flops=start.flops * max(efficiency, 1.0), efficiency=min(efficiency, 1.0),
+                               memory_bandwidth=memory, local=Link(near, near_rate), remote=Link(far, far_rate),
+                               kernel_launch=launch, micro_batch_overhead=micro_batch, step_overhead=step)

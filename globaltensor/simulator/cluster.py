@@ -231,11 +231,20 @@ def _kernels_of(value: Any, source: str) -> tuple[KernelRate, ...]:
 
 
 def checked_number(value: Any, name: str, source: str, least: float = 0) -> float:
+    example = f'"{name}": {_EXAMPLES.get(name.rpartition(".")[2], "1e12")}'
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
-        raise ClusterError(f"{source}: {name} is {value!r}", f"it is a number, {least:g} or more", f'"{name}": 1e12')
+        raise ClusterError(f"{source}: {name} is {value!r}", f"it is a number, {least:g} or more", example)
     if value == 0 and name.rpartition(".")[2] in ("bandwidth", "flops", "efficiency", "memory_bandwidth"):
-        raise ClusterError(f"{source}: {name} is 0", "then no transfer and no action ever ends", f'"{name}": 1e12')
+        raise ClusterError(f"{source}: {name} is 0", "then no transfer and no action ever ends", example)
+    if name == "efficiency" and value > 1:
+        raise ClusterError(f"{source}: efficiency is {value!r}", "it is the share of flops that large products reach, "
+                           "at most 1", example)
     return value
+
+
+_EXAMPLES = {"devices_per_host": "8", "hosts": "1", "cores": "8", "efficiency": "0.5", "latency": "1e-5",
+             "kernel_launch": "1e-5", "micro_batch_overhead": "1e-3", "step_overhead": "1e-3", "start": "1e-5",
+             "operation": "1e-11", "byte": "1e-12"}
 
 
 @contextmanager
