@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from globaltensor.errors import ArgumentError, GlobalTensorError, ShapeError, expect
+from globaltensor.errors import ArgumentError, GlobalTensorError, ShapeError, counted, expect
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast, split
@@ -45,12 +45,19 @@ class MicroBatches:
         parts = [part if isinstance(part, tuple) else (part,) for part in batch]
         return [tuple(self._to_placement(t, where, what) for t in part) for part in parts]
 
+    def of_rows(self, *batches: Any) -> MicroBatches:
+        """The same, or as many micro-batches as these have rows, where that is less: none is empty."""
+        tensors = [t for batch in batches if not isinstance(batch, list)
+                   for t in (batch if isinstance(batch, tuple) else (batch,))]
+        rows = [len(t) for t in tensors if isinstance(t, torch.Tensor) and t.dim()]
+        return replace(self, number=max(min(self.number, *rows), 1)) if rows else self
+
     def _split(self, t: torch.Tensor, what: str) -> Sequence[torch.Tensor]:
         m = self.number
         if not isinstance(t, torch.Tensor) or not t.dim() or len(t) < m:
             size = f"of {list(t.shape)}" if isinstance(t, torch.Tensor) else f"that are a {type(t).__name__}"
-            raise ShapeError(f"{what} {size} for {m} micro-batches", "a batch is cut along dim 0",
-                             f"{m} rows or more, or fewer micro-batches")
+            raise ShapeError(f"{what} {size} for {counted(m, 'micro-batch', 'micro-batches')}",
+                             "a batch is cut along dim 0", f"{counted(m, 'row')} or more")
         return t.tensor_split(m)
 
     def _to_placement(self, t: torch.Tensor, where: placement, what: str) -> GlobalTensor:

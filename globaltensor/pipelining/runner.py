@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from globaltensor.boxings.redistribute import redistribute
-from globaltensor.errors import ArgumentError, GlobalTensorError, expect
+from globaltensor.errors import ArgumentError, GlobalTensorError, expect, warn
 from globaltensor.layouts.layout import spec
 from globaltensor.layouts.placement import placement
 from globaltensor.pictures.timetable_picture import Timetable
@@ -190,7 +190,9 @@ class PipelineRunner:
         self._cutter = MicroBatches(schedule.micro_batches, batch, self._everyone)
         self._comm = None if here.single_process else StageComm(self._everyone)
         self._ranks = [r for r, where in enumerate(by_rank) if here.single_process or here.rank in where.coords]
+        self._shorter: dict[tuple[int, int], Schedule] = {}      # by the schedule, with fewer micro-batches
         self._dry_run_kinds: set[Hashable] = set()
+        self._warned = False                         # of what differs from one device
         self._agreed: dict[Hashable, tuple[Any, ...]] = {}       # by shapes of a step, what all processes know of it
 
     @api_boundary
@@ -198,7 +200,8 @@ class PipelineRunner:
         """Forward and backward of a batch: gradients are left in the parameters. The loss, on the last placement.
 
         inputs, targets   a tensor, or a tuple of several, cut into micro-batches along dim 0; or a list that has a
-                          tensor or tuple for each micro-batch. Plain ones are the same on every process
+                          tensor or tuple for each micro-batch. Plain ones are the same on every process. Of fewer
+                          rows than micro-batches each is one
         named             more inputs, tensors that the first stage takes by name and that are cut likewise; None: not
                           passed. Without a loss function, targets are such an input, called so
 
@@ -261,9 +264,10 @@ class PipelineRunner:
         autocast = torch.get_autocast_dtype(first.type), torch.is_autocast_enabled(first.type)
         with torch.autocast(first.type, enabled=False), torch.no_grad():
             names = tuple(name for name, value in named.items() if value is not None)
-            micro_inputs = self._cutter.cut(with_named(inputs, [named[name] for name in names]), first, "inputs")
-            micro_targets = ([None] * len(micro_inputs) if targets is None
-                             else self._cutter.cut(targets, last, "targets"))
+            inputs = with_named(inputs, [named[name] for name in names])
+            cutter = self._cutter if isinstance(inputs, list) else self._cutter.of_rows(inputs, targets)
+            micro_inputs = cutter.cut(inputs, first, "inputs")
+            micro_targets = [None] * len(micro_inputs) if targets is None else cutter.cut(targets, last, "targets")
             if not (isinstance(inputs, list) and isinstance(targets, (list, type(None)))):   # cut by the user already
                 check_rows(micro_inputs, micro_targets)
         self._divisors = mean_divisors(micro_inputs) if self.model.reduction == "mean" else [1.0] * len(micro_inputs)
@@ -272,7 +276,7 @@ class PipelineRunner:
         base = int(torch.randint(1 << 62, (), device="cpu"))
         self.seeds = [base + j for j in range(len(micro_inputs))]
         random_after = torch.get_rng_state()         # the program draws one number a step, whatever the stages draw
-        step = PipelineStep(self.model, schedule, self._comm,
+        step = PipelineStep(self.model, self._of_micro_batches(schedule, len(micro_inputs)), self._comm,
                             micro_inputs if 0 in self._ranks or self._has(0) else (), micro_targets, keys, self.seeds,
                             train, autocast, names, self._divisors)
         if self._comm is not None:
@@ -290,6 +294,14 @@ class PipelineRunner:
             torch.set_rng_state(random_after)
             self.events = step.events
 
+    def _of_micro_batches(self, schedule: Schedule, number: int) -> Schedule:
+        """The schedule of a step with so many: a batch may have fewer rows than the schedule has micro-batches."""
+        if number == schedule.micro_batches:
+            return schedule
+        if (id(schedule), number) not in self._shorter:
+            self._shorter[id(schedule), number] = schedule.first(number)
+        return self._shorter[id(schedule), number]
+
     def _dry_run(self, step: PipelineStep, micro_inputs: Sequence[tuple[Any, ...]], mode: Hashable) -> None:
         """For inputs of a kind that was not seen before: do the stages fit together?"""
         for mb, inputs in enumerate(micro_inputs):
@@ -298,6 +310,8 @@ class PipelineRunner:
             if kind not in self._dry_run_kinds:
                 dry_run(step, mb, inputs, [stage for stage in range(len(self.stages)) if self._has(stage)])
                 self._dry_run_kinds.add(kind)
+                if not self._warned and len(micro_inputs) > 1 and world().rank == min(world().rank, *self._everyone):
+                    self._warned = _warn_of_batch_norm(self.stages, len(micro_inputs))
 
     def _state_of_stages(self) -> Hashable:
         """What the outputs of stages follow from besides their inputs, of all stages and the same on every process:
@@ -357,6 +371,22 @@ class PipelineRunner:
         for (part,) in results[1:]:
             total = total + part
         return redistribute([total], [total.spec.layout.replicated], "the loss of a pipeline")[0]
+
+
+def _warn_of_batch_norm(stages: Sequence[nn.Module], micro_batches: int) -> bool:
+    """Where a module takes the statistics of what it is given, which is a micro-batch here. Did it warn?"""
+    for stage, module in enumerate(stages):
+        for name, m in module.named_modules():
+            if isinstance(m, _BATCH_NORM) and (m.training or m.running_mean is None):
+                warn(f"batch norm takes the statistics of each of {micro_batches} micro-batches, not those of the "
+                     f"batch: {name or type(m).__name__} of stage {stage}"
+                     "\n  why:   each runs by itself, so losses and gradients are not those of one device"
+                     "\n  try:   micro_batches=1, its eval() with statistics that are kept, or nn.GroupNorm")
+                return True
+    return False
+
+
+_BATCH_NORM = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def _shapes(tensors: Sequence[Any]) -> Hashable:

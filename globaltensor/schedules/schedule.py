@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
 from typing import NamedTuple, overload
@@ -168,11 +168,19 @@ class Schedule:
     def only(self, kinds: Iterable[int], name: str = "") -> Schedule:
         """The same without the other kinds of action: `only([F])` is an evaluation, without the backward passes."""
         wanted = frozenset(kinds)
-        keeps = [[kind in wanted for kind in row.kinds] for row in self.actions]
+        return self._where([[kind in wanted for kind in row.kinds] for row in self.actions], name or self.name)
+
+    def first(self, micro_batches: int) -> Schedule:
+        """The same with so many micro-batches, the first ones. What remains keeps its order, so it ends, too."""
+        end = micro_batches * self.stages
+        return replace(self._where([[key < end for key in row.keys] for row in self.actions], self.name),
+                       micro_batches=micro_batches)
+
+    def _where(self, keeps: Sequence[Sequence[bool]], name: str) -> Schedule:
         rows = tuple(Actions(compress(row.kinds, keep), compress(row.keys, keep), self.stages)
                      for row, keep in zip(self.actions, keeps))
         lines = tuple(tuple(compress(own, keep)) for own, keep in zip(self.lines, keeps))
-        return Schedule(name or self.name, self.rank_of, self.micro_batches, rows, self.source, lines)
+        return Schedule(name, self.rank_of, self.micro_batches, rows, self.source, lines)
 
     def at(self, rank: int, position: int) -> str:
         """How an error names an action: `rank 1, action 7: 2F3 (line 4 of mine.txt)`."""

@@ -285,6 +285,7 @@ def cases(ranks):
         yield name, lambda name=name: simple(name, ranks)
     yield "few micro-batches", lambda: simple("zb-v", ranks, micro_batches=1)
     yield "uneven micro-batches", lambda: simple("interleaved", ranks, micro_batches=3)
+    yield "fewer rows than micro-batches", lambda: simple("zb-h1", ranks, batch=3)
     yield "dropout", lambda: simple("1f1b", ranks, dropout=0.3)
     yield "recomputed dropout", lambda: simple("zb-h1", ranks, dropout=0.3, recompute=True)
     yield "tied", lambda: simple("1f1b", ranks, tied=True)
