@@ -37,14 +37,17 @@ def must_be_boxed(call: Call) -> bool:
 def as_strided_scatter(call: Call, run: Run) -> Any:
     """A copy of x whose elements there are those of `src`. Raises PlacementError where the copy's memory would be
     another one: of memory with gaps, and for an offset in the memory of a view."""
-    x = call["self"]
+    x, src = call["self"], call["src"]
+    if list(src.shape) != list(call["size"]):        # in torch's words
+        raise RuntimeError("expected src to have a size equal to the slice of self. src size = "
+                           f"{list(src.shape)}, slice size = {list(call['size'])}")
     if x.spec.stride != dense(x.spec.shape, x.spec.stride) or (
             call["storage_offset"] is not None and not has_own_memory(x)):
         raise PlacementError("as_strided_scatter of a tensor that must be boxed for it, and is a view",
                              "strides speak of memory, and what is boxed has other memory", "x.contiguous() first")
     written = run(aten.clone.default, x)
     view = run(aten.as_strided.default, written, call["size"], call["stride"], call["storage_offset"])
-    run(aten.copy_.default, view, call["src"])
+    run(aten.copy_.default, view, src)
     return written
 
 

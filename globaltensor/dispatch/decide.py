@@ -6,6 +6,7 @@ global shapes. An op without a line in the table, and one whose output only runn
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -99,7 +100,7 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
     home = replicated(where)
     results = _meta(call, operands)
     if results is None and line is not None:
-        results = results_by_rule(call, line.rule(call), operands, torch.device(where.type))
+        results = results_by_rule(call, line, operands, torch.device(where.type))
     recipe = Recipe(func, home, local_ranks_of(where), tuple(call.slots), (home,) * len(operands), written=written,
                     # with a line, random_ops sees to it that numbers do not depend on the layout
                     seeded=line is None and torch.Tag.nondeterministic_seeded in func.tags)
@@ -256,6 +257,9 @@ def _changed(call: Call, how: str) -> InPlaceError:
                         f"x = x.{call.func._schema.name.split('::')[1].rstrip('_')}(...)")
 
 
+_TYPE_WITHOUT_VALUES = re.compile(r"\bMeta(\w+)Type\b")
+
+
 def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
     """What the op returns, as meta tensors in a flat list; None where only running it tells.
 
@@ -280,11 +284,12 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
     except (RuntimeError, IndexError) as error:
         if str(error).startswith("output with shape"):
             raise _changed(call, str(error)) from None
+        text = _TYPE_WITHOUT_VALUES.sub(r"torch.\1Tensor", str(error))       # as of the tensors that these stand for
         # torch has no class of errors for "no shape function": only its words tell that from a user's mistake
-        if any(word in str(error).lower() for word in ("meta", "data-dependent", "no fake impl", "not allocated")):
+        if any(word in text.lower() for word in ("meta", "data-dependent", "no fake impl", "not allocated")):
             return None
         if all(own.numel for own in operands):
-            raise
+            raise (type(error)(text) if text != str(error) else error) from None
         result = _of_empty(call, operands)
     flat = tree_flatten(result)[0] if result is not None else []
     if key is not None and all(isinstance(r, torch.Tensor) for r in flat):

@@ -69,13 +69,14 @@ def _check_fits(func: OpOverload, parsed: Parsed, dims: str) -> None:
                         f"{', '.join(returned) or 'nothing'}", "every result is a tensor and has its dims")
 
 
-def results_by_rule(call: Call, of: Rule, operands: list[Spec], device: torch.device) -> list[torch.Tensor] | None:
+def results_by_rule(call: Call, line: Line, operands: list[Spec], device: torch.device) -> list[torch.Tensor] | None:
     """What an op without a fake kernel returns, as meta tensors; None for an op whose rule no user gave.
 
     Raises RuleError, with the fake kernel to add, where the rule does not tell the shapes or tiny operands will not do.
     """
     if call.func not in _given:
         return None
+    of = line.rule(call)
     sizes = label_sizes(of, [own.shape for own in operands])
     tiny = dict.fromkeys(sizes, _TINY)
     try:

@@ -185,7 +185,8 @@ def nll_loss(space: str = "", *, backward: bool = False) -> Family:
     def write(call: Call) -> Rule:
         n = call.tensors[int(backward)].dim() - 1 - len(space.split())
         batch = " ".join(f"n{i}" for i in range(n))
-        x, target = f"{batch} c {space}", f"{batch} {space}"
+        one = "1" if not n and call.tensors[int(backward) + 1].dim() else ""      # the class of one row, as a list
+        x, target = f"{batch} c {space}", f"{batch or one} {space}"
         how = call["reduction"]
         each = target if how == NONE else ""
         if backward:

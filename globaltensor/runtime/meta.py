@@ -55,6 +55,8 @@ PYTHON_ONLY = {f"aten::{name}" for name in ("grid_sampler_2d", "grid_sampler_3d"
 
 def meta(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The op's result for meta tensors. A user's mistake is torch's own error."""
+    if (check := _CHECKS.get(func._schema.name.removesuffix("_"))) is not None:
+        check(*args, **kwargs)
     return _method_of(func)(func, args, kwargs)
 
 
@@ -228,6 +230,13 @@ def _index_fill(x: Tensor, dim: int, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
+def _addr(x: Tensor, a: Tensor, b: Tensor, **scales: Any) -> Tensor:
+    if a.dim() != 1 or b.dim() != 1:
+        raise RuntimeError("not vectors")
+    x.expand(a.shape[0], b.shape[0])
+    return aten.addcmul.default(x, a.unsqueeze(1), b.unsqueeze(0))
+
+
 def _attention_on_cpu(*operands: Any, **more: Any) -> Any:
     kernel = python_meta(_ATTENTION)
     assert kernel is not None
@@ -255,7 +264,7 @@ AS: dict[OpOverload, Callable[..., Any]] = {
     aten.mv.default: lambda a, b: (a @ b.unsqueeze(1)).squeeze(1),
     aten.dot.default: _dot,
     aten.vdot.default: _dot,
-    aten.addr.default: lambda x, a, b, **scales: aten.addcmul(x, a.unsqueeze(1), b.unsqueeze(0)),
+    aten.addr.default: _addr,
     aten.huber_loss.default: _huber_loss,
     aten.logsumexp.default: lambda x, dim, keepdim=False: x.exp().sum(dim, keepdim),
     aten.var.correction: _variance,
@@ -271,4 +280,39 @@ AS: dict[OpOverload, Callable[..., Any]] = {
     aten.zero.default: torch.empty_like,             # in the order of the operand, which torch tells since 2.13
     _ATTENTION: _attention_on_cpu,
     **SHAPES,
+}
+
+
+# ------------------------------------------------------------------------------------- what only torch's kernels check
+
+
+def _check_selected(x: Tensor, dim: int, index: Tensor) -> None:
+    if index.dim() > 1:
+        raise IndexError("index_select(): Index is supposed to be a vector")
+    if index.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError("index_select(): Expected dtype int32 or int64 for index")
+
+
+def _check_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *_: Any) -> None:
+    if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in indices):
+        return                                       # how many elements a mask names only its values tell
+    size = list(meta(aten.index.Tensor, [x, indices], {}).shape)
+    own = list(values.shape)
+    if len(own) > len(size) or any(n not in (1, m) for n, m in zip(reversed(own), reversed(size))):
+        raise RuntimeError(f"shape mismatch: value tensor of shape {own} cannot be broadcast to indexing result of "
+                           f"shape {size}")
+
+
+def _check_classes(x: Tensor, target: Tensor, *_: Any) -> None:
+    if target.dtype not in (torch.int64, torch.uint8):
+        name = target.type().rpartition(".")[2].removesuffix("Tensor")
+        raise RuntimeError(f"expected target dtype to be Long or Byte, but got {name}")
+
+
+# A rank may run an op of ours instead, or a part for which the kernel has nothing to check; and all processes shall
+# raise, those too that run no kernel.
+_CHECKS: dict[str, Callable[..., None]] = {
+    "aten::index_select": _check_selected,
+    "aten::index_put": _check_put,
+    "aten::nll_loss2d_forward": _check_classes,
 }

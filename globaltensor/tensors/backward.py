@@ -51,8 +51,11 @@ def _cannot(*tensors: Any) -> bool:
 def _seeds(outs: Sequence[Any], grads: Any) -> list[Any]:
     """The gradients to start from: one where none is given for a scalar."""
     seeds = _sequence(grads) if grads is not None else [None] * len(outs)
-    if any(seed is None and isinstance(out, torch.Tensor) and out.numel() != 1 for out, seed in zip(outs, seeds)):
-        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    for out in (out for out, seed in zip(outs, seeds) if seed is None and isinstance(out, torch.Tensor)):
+        if out.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        if not out.dtype.is_floating_point:
+            raise RuntimeError(f"grad can be implicitly created only for real scalar outputs but got {out.dtype}")
     # of a global tensor a global one: from its edge alone, torch could make a plain one at most
     return [torch.ones_like(out) if seed is None and isinstance(out, torch.Tensor) else seed
             for out, seed in zip(outs, seeds)]
