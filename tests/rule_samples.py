@@ -448,6 +448,8 @@ for rows in (6, 5, 2):
     sample("index_fill.int_Tensor", r(rows, 3), 0, order(rows, keep=short), r())
     sample("index_put", r(rows, 3), [order(rows, keep=short)], r(short, 3), False)
     sample("index_put", r(rows, 3), [order(rows, keep=short)], r(3), False)
+    sample("index_put", r(rows, 3), [order(rows, keep=short), i(3, short)], r(short), False)
+    sample("index_put", r(rows, 2, 3), [order(rows, keep=short), None, i(3, short)], r(2), False)
     sample("index_put", r(rows, 3), [b(rows, 3)], r(), False)
     sample("index_put", r(rows, 3), [b(rows)], r(1), True)
     sample("index_put", r(rows, 3), [Draw(lambda g, n=rows: torch.arange(n) > 0)], r(rows - 1, 3), False)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from globaltensor.algorithms.row_writes import assign_own, listed
 from globaltensor.errors import OutOfRangeError
 from globaltensor.layouts.layout import Layout, Shape, dense
 from globaltensor.layouts.regions import Range, Region
@@ -264,14 +265,21 @@ def own_index_add(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[
 
 
 def own_index_put(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    """x[:, i] += values by one index, along a cut dim: values that belong to other ranks are added as zeros."""
-    x, indices, values, *_ = args
+    """x[:, i] += values by one index, along a cut dim: values that belong to other ranks are added as zeros. x[i, j] =
+    values, along any cut dims: those are left out."""
+    x, indices, values, *accumulate = args
     dims = [i for i, t in enumerate(indices) if t is not None]
-    own = _own_range(recipe, rank, dims[0]) if len(dims) == 1 and indices[dims[0]].dtype != torch.bool else None
-    if own is None:
+    if any(indices[d].dtype in (torch.bool, torch.uint8) for d in dims):
         return recipe.func(*args, **kwargs)
-    dim, index = dims[0], indices[dims[0]]
-    n = recipe.shapes[0][dim]
+    parts = _own_parts(recipe, rank, dims)
+    if not parts:
+        return recipe.func(*args, **kwargs)
+    if not any(accumulate):
+        for d in parts if 0 not in recipe.shapes[0] else ():
+            check_range(indices[d], recipe.shapes[0][d], "index", lowest=-recipe.shapes[0][d])
+        return _assigned(recipe, x, {d: indices[d] for d in dims}, parts, values)
+    (dim, own), = parts.items()
+    index, n = indices[dim], recipe.shapes[0][dim]
     if 0 not in recipe.shapes[0]:
         check_range(index, n, "index", lowest=-n)
     if own[0] == own[1]:
@@ -280,6 +288,40 @@ def own_index_put(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[
     inside = _with_dims(inside, x.dim() - dim - 1)
     own_values = torch.where(inside, values, values.new_zeros(()))
     return recipe.func(x, [*indices[:dim], at, *indices[dim + 1:]], own_values, True)
+
+
+def own_rows(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    """index_copy, index_fill: rows that belong to other ranks are left out."""
+    x, dim, index, value = args
+    parts = _own_parts(recipe, rank, [dim] if x.dim() else [])
+    if not parts:
+        return recipe.func(*args, **kwargs)
+    n = recipe.shapes[0][dim]
+    copies = recipe.func in (aten.index_copy.default, aten.index_copy_.default)
+    check_range(index, n, "index", lowest=0 if copies else -n)
+    values = value if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype, device=x.device)
+    return _assigned(recipe, x, {dim % x.dim(): index.reshape(-1)}, parts, values)
+
+
+def _own_parts(recipe: LocalRecipe, rank: int, dims: list[int]) -> dict[int, Range]:
+    """The rank's parts of those dims of the first operand that are cut."""
+    parts = {d % len(recipe.shapes[0]): _own_range(recipe, rank, d) for d in dims}
+    return {d: own for d, own in parts.items() if own is not None}
+
+
+def _assigned(recipe: LocalRecipe, x: Tensor, indices: dict[int, Tensor], parts: dict[int, Range], values: Tensor
+              ) -> Tensor:
+    """x[indices] = values, for those elements that fall into all of these parts."""
+    whole = torch.broadcast_tensors(*indices.values())
+    if not x.numel() or not whole[0].numel():
+        return _written(recipe, x, x.clone())
+    lists = {d: t.reshape(-1) for d, t in zip(indices, whole)}
+    inside = torch.ones_like(lists[min(lists)], dtype=torch.bool)
+    for d, own in parts.items():
+        within, lists[d] = _within(lists[d], own, recipe.shapes[0][d])
+        inside &= within
+    rows = listed(x, lists, whole[0].shape, values)
+    return assign_own(x, lists, inside, rows, recipe.func._schema.is_mutable)
 
 
 def _written(recipe: LocalRecipe, x: Tensor, value: Tensor) -> Tensor:
@@ -330,11 +372,10 @@ def is_idle(recipe: LocalRecipe, args: Sequence[Any]) -> bool:
     impl = recipe.local_impl
     if impl in (own_embedding, own_embedding_backward):
         indexed = [(0, 0 if impl is own_embedding else 2)]
-    elif impl in (own_gather, own_index_select, own_scatter, own_index_add):
+    elif impl in (own_gather, own_index_select, own_scatter, own_index_add, own_rows):
         indexed = [(args[1], 0)] if recipe.shapes[0] else []
     elif impl in (own_index, own_index_put):
-        dims = [i for i, t in enumerate(args[1]) if t is not None]
-        indexed = [(dims[0], 0)] if len(dims) == 1 else []
+        indexed = [(d, 0) for d, t in enumerate(args[1]) if t is not None]
     elif impl is own_nll:
         operand, dim = _classes(recipe)
         indexed = [(dim, operand)]

@@ -249,8 +249,8 @@ lines("scatter_add", indices.scattered("a+B*c", index="k"), local_impl=local_imp
 lines("scatter.reduce scatter.value_reduce scatter_reduce.two", indices.scattered("", touched="v!"))
 lines("index_add", indices.index_written("a+B*c"), local_impl=local_impls.own_index_add,
       decomposition=grouped_mm.add_rows, applies=grouped_mm.scatters_rows)
-lines("index_copy index_fill.int_Tensor", indices.index_written("a*B+B*c", touched="v!", index="k!"))
-lines("index_fill.int_Scalar", indices.index_filled)
+lines("index_copy index_fill.int_Tensor", indices.index_written("a*B+B*c", index="k!"), local_impl=local_impls.own_rows)
+lines("index_fill.int_Scalar", indices.index_filled, local_impl=local_impls.own_rows)
 lines("index_put", indices.index_assigned, local_impl=local_impls.own_index_put, decomposition=grouped_mm.add_rows,
       applies=grouped_mm.scatters_rows)
 

@@ -134,16 +134,16 @@ def scattered_value(call: Call) -> Rule:
 
 
 def index_filled(call: Call) -> Rule:
-    # Whole, unlike index_add's: an index of another rank is harmless if zeros are added, but a fill has no such value.
-    return index_written(_by_zero(call, "a*B"), touched="v!", index="k!")(call)
+    # The index is whole, unlike index_add's: a rank that has a part of it would know nothing of what others write.
+    return index_written(_by_zero(call, "a*B"), index="k!")(call)
 
 
 def _indexed_dims(call: Call) -> list[int]:
     return [i for i, t in enumerate(call["indices"]) if t is not None]
 
 
-def _index_labels(call: Call, stay: str = "") -> tuple[list[str], list[str], list[str], Shape]:
-    """Labels of x, of each index and of x[indices], and the shape of that; `stay` "!" keeps what is indexed whole.
+def _index_labels(call: Call, assigns: bool = False) -> tuple[list[str], list[str], list[str], Shape]:
+    """Labels of x, of each index and of x[indices], and the shape of that. Who `assigns` needs whole indices.
 
     As in numpy, the dims of the indices replace the indexed ones if these are neighbours, and else come first.
     """
@@ -151,9 +151,10 @@ def _index_labels(call: Call, stay: str = "") -> tuple[list[str], list[str], lis
     shapes = call.shapes[1:1 + len(where)]
     idx = broadcast_shape(shapes)
     # Several indices name an element together. If two of the dims were cut, no rank would have the elements of its rows
-    # and another's columns; a local_impl knows one index only.
-    x = [(f"v{stay}" if len(where) == 1 else f"d{i}!") if i in where else f"d{i}" for i in range(len(shape))]
-    labels = [f"k{i}{stay}" for i in range(len(idx))]
+    # and another's columns; a local_impl knows one index only. But to assign, each rank leaves out what is others'.
+    x = [("v" if len(where) == 1 else f"d{i}" if assigns else f"d{i}!") if i in where else f"d{i}"
+         for i in range(len(shape))]
+    labels = [f"k{i}!" if assigns else f"k{i}" for i in range(len(idx))]
     first = where[0] if where and where[-1] - where[0] + 1 == len(where) else 0
     rest = [i for i in range(len(shape)) if i not in where]
     out = [x[i] for i in rest[:first]] + labels + [x[i] for i in rest[first:]]
@@ -171,7 +172,7 @@ def index_assigned(call: Call) -> Rule:
     """x[i, :, j] = values, or += where they accumulate; x[mask] = value."""
     if any(t.dtype in (torch.bool, torch.uint8) for t in call.tensors[1:-1]):
         return _masked_put(call)
-    x, indices, out, size = _index_labels(call, "" if call["accumulate"] else "!")
+    x, indices, out, size = _index_labels(call, not call["accumulate"])
     values = broadcast_labels(call.shapes[-1], size, out)
     return rule(f"{', '.join([' '.join(x), *indices, values])} -> {' '.join(x)}", _put_algebra(call))
 
