@@ -85,14 +85,15 @@ own = Own()
 own.itself, own.file = own, open("left_open.txt", "w")    # closed where the module is taken down, in no other order
 own.file.write("text")
 atexit.register(lambda: print(pickle.loads(pickle.dumps(Own)) is Own))      # looked up in __main__
-print(__name__, __package__, sys.argv[1:], sys.path[0])
+print(__name__, __package__, sys.argv[1:], sys.path[:2])
 """
 
 
 @pytest.mark.usefixtures("real_processes")           # pytest --forks runs files alone
-@pytest.mark.parametrize("method, form", [("fork", "file"), *(("spawn", form) for form in (
-    "file", "module", "package", "folder", "archive", "compiled"))])
-def test_a_program_of_any_form_runs_as_in_python(method, form, tmp_path):
+@pytest.mark.parametrize("method, form, safe_path", [("fork", "file", ""), ("fork", "file", "1"), *(
+    ("spawn", form, "") for form in ("file", "module", "package", "folder", "archive", "compiled")), *(
+    ("spawn", form, "1") for form in ("file", "module", "folder"))])
+def test_a_program_of_any_form_runs_as_in_python(method, form, safe_path, tmp_path):
     (tmp_path / "own").mkdir()
     for name in ("program.py", "own/__main__.py"):
         (tmp_path / name).write_text(AS_IN_PYTHON)
@@ -101,9 +102,11 @@ def test_a_program_of_any_form_runs_as_in_python(method, form, tmp_path):
     py_compile.compile(tmp_path / "program.py", tmp_path / "compiled.pyc")
     words = {"file": ["program.py"], "module": ["-m", "program"], "package": ["-m", "own"], "folder": ["./own"],
              "archive": ["own.zip"], "compiled": ["compiled.pyc"]}[form]
-    said = []
+    said, env = [], environment()
+    if safe_path:                                    # of PYTHONPATH the first entry counts, too
+        env = environment(PYTHONSAFEPATH="1", PYTHONPATH=os.pathsep.join(["first", str(tmp_path), env["PYTHONPATH"]]))
     for starter in ([sys.executable], [*RUN, "-n", 1, "--start-method", method]):
-        code, out, err = Started([*starter, *words, "--an", "option"], cwd=tmp_path).end()
+        code, out, err = Started([*starter, *words, "--an", "option"], env, cwd=tmp_path).end()
         assert code == 0, err
         said.append((out, (tmp_path / "left_open.txt").read_text()))
         (tmp_path / "left_open.txt").unlink()

@@ -121,8 +121,8 @@ _modules: dict[str, ModuleType] = {}                 # the modules that ranks be
 def main(argv: list[str]) -> None:
     """Become the ranks that run this program."""
     atexit.register(leave_memory)                 # what is registered first is called last
-    # as in a rank: what lies beside the program comes before other modules of that name
-    sys.path[0] = os.getcwd() if argv[0] == "-m" else str(Path(argv[0]).resolve().parent)
+    if not sys.flags.safe_path:                   # as in a rank: what lies beside the program comes before others
+        sys.path[0] = os.getcwd() if argv[0] == "-m" else str(Path(argv[0]).resolve().parent)
     gc.disable()                                     # all that is imported stays: to look for garbage takes 0.2 s
     import torch
 

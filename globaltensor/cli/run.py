@@ -58,7 +58,7 @@ def _check_command(chosen: argparse.Namespace) -> None:
         raise Problem(f"{sys.platform} has no signals by which ranks could be ended and told to save\n  try: python "
                       f"{chosen.program}, one process that drives all ranks; or Linux, also in WSL 2", 1)
     if chosen.module:
-        sys.path.insert(0, os.getcwd())
+        sys.path[:0] = [] if os.environ.get("PYTHONSAFEPATH") else [os.getcwd()]         # as in the ranks
         if importlib.util.find_spec(chosen.program.partition(".")[0]) is None:
             raise Problem(f"there is no module {chosen.program!r}\n  looked in {os.getcwd()} and where Python looks")
     elif not Path(chosen.program).exists():

@@ -36,7 +36,8 @@ def main(argv: list[str]) -> None:
     sys.excepthook = last.show_failure
     module = argv[0] == "-m"
     sys.argv = argv[1:] if module else argv
-    sys.path[0] = os.getcwd() if module else str(Path(argv[0]).resolve().parent)
+    if not sys.flags.safe_path:                      # else nothing of this file stands before PYTHONPATH
+        sys.path[0] = os.getcwd() if module else str(Path(argv[0]).resolve().parent)
     try:
         _run_program(sys.argv[0], module)
         last.note("", 0)
@@ -62,7 +63,7 @@ def _run_program(name: str, module: bool) -> None:
     if module:
         run_module(name)
     elif pkgutil.get_importer(name) is not None:     # a folder or an archive
-        sys.path[0] = os.path.join(os.getcwd(), name)
+        sys.path[:0 if sys.flags.safe_path else 1] = [os.path.join(os.getcwd(), name)]
         run_module("__main__", False)
     else:
         vars(program).update(__file__=name, __cached__=None)
