@@ -17,6 +17,7 @@ import yaml
 from harness import PROGRAMS, PYTHON, RUN, environment, free_port, good, results, run
 
 from globaltensor.errors import TransportError
+from globaltensor.runtime import launchers
 from globaltensor.runtime.launchers import first_host, recognize_launcher, tasks_per_node
 
 PROGRAM = PROGRAMS / "launched.py"
@@ -60,6 +61,20 @@ def test_environments(env, name, expected):
               and k != "PMI_RANK"}
     assert torchs == expected
     assert name is None or 20000 <= int(env["MASTER_PORT"]) < 30000
+
+
+@pytest.mark.parametrize("env, per_host, own, one_host", [
+    ({}, 2, 1, False), ({"MASTER_ADDR": "127.0.0.1"}, 2, 1, True), ({"LOCAL_WORLD_SIZE": "4"}, 4, 3, True),
+    ({"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}, 1, 0, False), ({"LOCAL_RANK": "0"}, 2, 0, False)])
+def test_who_shares_a_host_is_seen_where_no_launcher_says_it(env, per_host, own, one_host, monkeypatch):
+    monkeypatch.setattr(launchers, "_seat", None)
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert launchers.is_one_host(4, env.get("MASTER_ADDR", "n1")) == one_host
+    launchers.take_seat(["a", "a", "b", "b"], 3)
+    assert (launchers.ranks_per_host(4), launchers.local_rank(3)) == (per_host, own)
 
 
 def test_all_ranks_of_a_job_meet_at_one_port():

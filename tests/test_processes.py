@@ -133,6 +133,32 @@ def test_two_hosts_with_a_network_each(alone, tmp_path):
     check(tmp_path, 4, alone, same_plans=False)
 
 
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="a pid namespace takes unshare")
+@pytest.mark.parametrize("said", ["", "2"])
+def test_two_pods_of_which_no_launcher_says_that_they_are_two(said, alone, tmp_path):
+    """Kubeflow's PyTorchJob sets four variables. Where LOCAL_WORLD_SIZE says that both pods are one host, both end."""
+    with network() as (names, addresses):
+        env = dict(MASTER_ADDR=addresses[0], MASTER_PORT=str(free_port()), WORLD_SIZE="2", GLOBALTENSOR_SECRET="secret")
+        pods = [Started(["ip", "netns", "exec", name, "unshare", "-p", "-f", "--mount-proc", PYTHON, VALUES, tmp_path],
+                        environment(GLOO_SOCKET_IFNAME=f"gtveth{k}", RANK=str(k), **env,
+                                    **({"LOCAL_WORLD_SIZE": said, "LOCAL_RANK": str(k)} if said else {})))
+                for k, name in enumerate(names)]
+        for code, out, err in [pod.end() for pod in pods]:
+            assert code == (1 if said else 0), out + err
+            assert not said or torch_ext is None or "is it on another host?" in err, err
+    if not said:
+        check(tmp_path, 2, alone, same_plans=False)
+
+
+@pytest.mark.skipif(torch_ext is None, reason="the native code is not built")
+@pytest.mark.parametrize("spare, said", [(20 << 30, ""), (700 << 20, "ulimit -v unlimited")])
+def test_a_limit_on_the_address_space(spare, said):
+    """What all ranks of the host share has to fit in what it leaves each; else the error names it."""
+    code, out, err = run([*RUN, "-n", 2, PROGRAMS / "limited.py", spare])
+    assert (code, out.count("over shared memory")) == ((1, 0) if said else (0, 2)), out + err
+    assert said in err, err
+
+
 # --------------------------------------------------------------------------------------------------- mistakes
 
 

@@ -11,8 +11,10 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -117,11 +119,29 @@ void after_fork_in_child() {
   lock.unlock();
 }
 
-// Called with the lock. Half the size, and half again, where the address space is limited.
-bool make_arena(std::string& error) {
+// Of the address space that a limit (`ulimit -v`) leaves this process; without one, all there is.
+uint64_t address_space_left() {
+  rlimit limit;
+  if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur == RLIM_INFINITY) return UINT64_MAX;
+  unsigned long long pages = 0;
+  if (FILE* file = fopen("/proc/self/statm", "re")) {
+    if (fscanf(file, "%llu", &pages) != 1) pages = 0;
+    fclose(file);
+  }
+  uint64_t used = pages * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  return limit.rlim_cur > used ? limit.rlim_cur - used : 0;
+}
+
+// Called with the lock. Each of the `ranks` of this host maps the arenas of all: where the address space is limited,
+// they take a half of what is left. Half the size, and half again, where the system has less than it tells.
+bool make_arena(int ranks, std::string& error) {
   if (arena) return true;
+  constexpr uint64_t kLeast = uint64_t{1} << 28;
   uint64_t memory = memory_size();
-  for (uint64_t size = std::max(uint64_t{64} << 30, 2 * memory / kPage * kPage); size >= uint64_t{1} << 30; size /= 2) {
+  uint64_t share = address_space_left() / (2 * static_cast<uint64_t>(ranks)) / kPage * kPage;
+  error = "the address space that is left has no room for memory that is shared";
+  for (uint64_t size = std::min(share, std::max(uint64_t{64} << 30, 2 * memory / kPage * kPage)); size >= kLeast;
+       size = size / 2 / kPage * kPage) {
     int fd = segment_make("globaltensor-arena", size, error);
     if (fd < 0) return false;
     void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
@@ -155,7 +175,7 @@ void give_back() {
 
 bool make_first() {
   std::string error;
-  return make_arena(error);
+  return make_arena(1, error);
 }
 
 bool is_held(uint64_t offset) {
@@ -167,10 +187,10 @@ bool is_held(uint64_t offset) {
 
 }  // namespace
 
-int arena_file(std::string& error) {
+int arena_file(int ranks, std::string& error) {
   std::lock_guard<std::mutex> guard(lock);
   try {
-    return make_arena(error) ? arena->fd : -1;
+    return make_arena(ranks, error) ? arena->fd : -1;
   } catch (const std::bad_alloc&) {
     error = "out of memory";
     return -1;

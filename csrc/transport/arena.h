@@ -6,8 +6,8 @@
 
 namespace gt {
 
-// The arena's file, which is made at first use; -1 and `error` where that fails.
-int arena_file(std::string& error);
+// The arena's file, which is made at first use; -1 and `error` where that fails. `ranks`: of this host, which map it.
+int arena_file(int ranks, std::string& error);
 
 // Where the arena begins: a pointer into it is sent to a peer as its distance from here. Null before first use.
 char* arena_base();

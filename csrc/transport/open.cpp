@@ -46,7 +46,7 @@ void note_cpus(gt_transport& t) {
 
 std::string open_own(gt_transport& t) {
   std::string error;
-  t.arena_fd = arena_file(error);
+  t.arena_fd = arena_file(t.ranks, error);
   if (t.arena_fd < 0) return error;
   t.control_fd = segment_make("globaltensor-control", Control::bytes(t.ranks), error);
   if (t.control_fd < 0) return error;

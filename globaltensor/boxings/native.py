@@ -16,6 +16,7 @@ from globaltensor.errors import DisagreementError, TransportError, where
 from globaltensor.layouts.layout import Layout, Spec, completes, contiguous, dense
 from globaltensor.layouts.recent import remembered
 from globaltensor.runtime import deadlock, lineage
+from globaltensor.runtime.host_processes import why_unmapped
 from globaltensor.runtime.liveness import Loss, first_lost, process_of
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import local_ranks_of, world
@@ -81,9 +82,15 @@ def _failed(how: str, what: str, rank: int, text: str) -> None:
     if rank >= 0:                                    # it may have ended because of another, or given this one up
         first = first_lost(Loss(ranks[rank], text))
         lost, text = f"rank {ranks[rank] if first.rank == world().rank else first.rank}", first.how
-    raise TransportError(f"rank {world().rank} lost touch with {lost} in {what}" + rows, text,
-                         "this call on every rank, not under `if gt.rank() == 0`" if text.endswith(" finished") else
-                         "look at the first error of the other ranks")
+    fix = "look at the first error of the other ranks"
+    if text.endswith(" finished"):
+        fix = "this call on every rank, not under `if gt.rank() == 0`"
+    elif text.endswith("on another host?"):
+        fix = "LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them: ranks of one host share memory"
+    elif "cannot be mapped" in text:
+        why, fix = why_unmapped()
+        text += f": {why}"
+    raise TransportError(f"rank {world().rank} lost touch with {lost} in {what}" + rows, text, fix)
 
 
 if torch_ext is not None:

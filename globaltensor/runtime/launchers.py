@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from globaltensor.errors import TransportError
 
@@ -116,6 +116,30 @@ def first_host(text: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
+_seat: tuple[int, int] | None = None                # as `take_seat` has seen it
+
+
+def take_seat(hosts: Sequence[str], rank: int) -> None:
+    """All ranks have met, each on one of these hosts: that tells who shares one, where no launcher does. Kubeflow's
+    `PyTorchJob`, and what is typed by hand, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT only."""
+    global _seat
+    _seat = hosts.count(hosts[rank]), hosts[:rank].count(hosts[rank])
+
+
 def ranks_per_host(size: int) -> int:
-    """Of a job of so many ranks; all, where no launcher says otherwise."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    """Of a job of so many ranks; where no launcher says it, all of them until they have met."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", _seat[0] if _seat else size))
+
+
+def local_rank(rank: int) -> int:
+    """The number of this rank on its host."""
+    if _seat and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & os.environ.keys():
+        return _seat[1]
+    return int(os.environ.get("LOCAL_RANK", rank % int(os.environ.get("LOCAL_WORLD_SIZE", rank + 1))))
+
+
+def is_one_host(size: int, address: str) -> bool:
+    """Must the ranks that meet at this address be on one host? The same on all of them, before they have met."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return ranks_per_host(size) == size
+    return address in ("localhost", "::1") or address.startswith("127.")

@@ -27,7 +27,7 @@ def share_secret(one_host: bool, first: bool) -> None:
     """
     if os.environ.get(SECRET):
         return
-    why = "its ranks are on several hosts"
+    why = "its ranks may be on several hosts"
     if one_host:
         try:
             os.environ[SECRET] = _own_file(Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"))

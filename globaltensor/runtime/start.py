@@ -19,12 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from globaltensor.errors import TransportError, counted, expect, expect_amount
+from globaltensor.errors import TransportError, counted, expect, expect_amount, first_sentence
 from globaltensor.runtime import arrival, deadlock, lineage, liveness, machine as machines, native
 from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count, engine_in, engine_of
 from globaltensor.runtime.gloo import gloo_error, keep_for_ever, yield_cores
-from globaltensor.runtime.host_processes import ProcessId
-from globaltensor.runtime.launchers import check_variables, ranks_per_host, recognize_launcher
+from globaltensor.runtime.host_processes import ProcessId, why_unmapped
+from globaltensor.runtime.launchers import (
+    check_variables,
+    is_one_host,
+    local_rank,
+    ranks_per_host,
+    recognize_launcher,
+    take_seat,
+)
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.secret import share_secret
@@ -94,10 +101,11 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
                   (int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])))
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     _log.info("rank %d of %d starts%s", rank, size, f" again, restart {again}" if again else "")
-    share_secret(ranks_per_host(size) == size, rank == 0)
+    share_secret(is_one_host(size, _meeting_host(running)), rank == 0)
     with watch_start(rank, size) as host_peers:
         meeting = liveness.connected_to(default_store()) if running else arrival.open_store(timeout)
         store, processes = arrival.meet(meeting, rank, size, timeout)
+        take_seat([processes[r].host for r in range(size)], rank)
         host_peers.know(processes)
         new = _world_of(store, processes, rank, size, timeout, machine)
         begin(new)
@@ -107,6 +115,16 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
         if size > 1:
             _connect(new, timeout, machine)
     return new
+
+
+def _meeting_host(running: bool) -> str:
+    """Where the server of the job's store is; a store that has none, such as a file, counts as one of this host."""
+    if not running:
+        return os.environ.get("MASTER_ADDR", "")
+    store: Any = default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else "localhost"
 
 
 def _world_of(store: dist.Store, processes: dict[int, ProcessId], rank: int, size: int, timeout: timedelta,
@@ -143,9 +161,9 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     here = range(first, min(first + per_host, new.size))
     address = None
     if torch_ext is not None:
-        address = torch_ext.open_transport(new.rank - first, len(here), (timeout + _BACKSTOP).total_seconds())
+        address = _open_transport(new.rank, new.rank - first, len(here), timeout)
     # All of them or none: a rank that cannot share memory would never come to the meetings of those that do.
-    seat = address, per_host, int(os.environ.get("LOCAL_RANK", new.rank % per_host))
+    seat = address, per_host, local_rank(new.rank)
     state = torch.get_rng_state() if new.rank == 0 else None     # without this each process has one of its own
     with arrival.in_touch():
         rows = gather_in_store(store, "globaltensor seat", (seat, state), new.rank, new.size,
@@ -169,11 +187,21 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     atexit.register(torch_ext.close_transport)
 
 
+def _open_transport(rank: int, number: int, ranks: int, timeout: timedelta) -> str:
+    """The address of this rank, for the ranks of its host; where it cannot have one, the others are told why."""
+    assert torch_ext is not None
+    try:
+        return torch_ext.open_transport(number, ranks, (timeout + _BACKSTOP).total_seconds())
+    except RuntimeError as error:
+        loss = liveness.Loss(rank, f"rank {rank} cannot share memory: {first_sentence(error)}")
+        raise TransportError(liveness.first_lost(loss).how, *why_unmapped()) from None
+
+
 def _check_seats(seats: Sequence[tuple[str | None, int, int]]) -> None:
     """Raise TransportError unless each host has as many ranks as others, and ranks of a host follow each other."""
-    for rank, (_, per_host, local_rank) in enumerate(seats):
-        if per_host != seats[0][1] or local_rank != rank % per_host:
-            raise TransportError(f"rank {rank} is rank {local_rank} of {per_host} on its host, rank 0 is rank "
+    for rank, (_, per_host, number) in enumerate(seats):
+        if per_host != seats[0][1] or number != rank % per_host:
+            raise TransportError(f"rank {rank} is rank {number} of {per_host} on its host, rank 0 is rank "
                                  f"{seats[0][2]} of {seats[0][1]}",
                                  "every host runs as many ranks, and ranks of one host follow each other",
                                  "srun --ntasks-per-node=N --distribution=block, mpirun --map-by ppr:N:node, or "

@@ -25,7 +25,7 @@ from globaltensor.runtime.host_processes import (
     rank_processes,
 )
 from globaltensor.runtime.launchers import ranks_per_host
-from globaltensor.runtime.liveness import Liveness, Loss
+from globaltensor.runtime.liveness import Liveness, Loss, known_loss
 from globaltensor.runtime.store_tree import last_look
 
 _PERIOD = 0.5
@@ -71,8 +71,10 @@ class HostPeers:
         self._met = True
 
     def lost(self) -> Loss | None:
-        """The first that is stopped, or has ended after all had met."""
-        return self._alive.lost(self._alive.processes) if self._met else self.long_stopped(self.seen_here())
+        """The first that is stopped, or has ended after all had met, or has noted why it fails: also of other hosts."""
+        if not self._met:
+            return self.long_stopped(self.seen_here())
+        return self._alive.lost(self._alive.processes) or known_loss()
 
 
 @contextmanager

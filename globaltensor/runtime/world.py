@@ -18,6 +18,7 @@ from globaltensor.errors import PlacementError, counted
 from globaltensor.layouts import placement as placements
 from globaltensor.layouts.placement import placement
 from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count
+from globaltensor.runtime.launchers import local_rank
 from globaltensor.runtime.machine import Machine
 
 
@@ -119,7 +120,7 @@ def _device(of: World, type: str, rank: int) -> torch.device:
     if type in ("cpu", "meta"):
         return torch.device(type)
     count = torch.get_device_module(type).device_count()
-    index = rank if of.single_process else int(os.environ.get("LOCAL_RANK", rank))
+    index = rank if of.single_process else local_rank(rank)
     if index >= count and not shared_gpu():
         raise PlacementError(f"rank {rank} has no {type} device of its own", f"this host has {count}",
                              "fewer ranks, or GLOBALTENSOR_SHARE_GPU=1 to put several on one")
@@ -131,7 +132,7 @@ def device_here(type: str) -> torch.device:
     device what it clips and steps, and all ranks shall form the same groups."""
     if type in ("cpu", "meta") or world().single_process:
         return torch.device(type)
-    return torch.device(type, int(os.environ.get("LOCAL_RANK", world().rank)) % max(accelerator_count(), 1))
+    return torch.device(type, local_rank(world().rank) % max(accelerator_count(), 1))
 
 
 def has_devices(type: str) -> bool:
