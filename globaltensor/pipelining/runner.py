@@ -362,7 +362,8 @@ class PipelineRunner:
                 if p.requires_grad and (stage, k) not in without_grad and gradients.raw_grad(p) is None:
                     assert isinstance(p, GlobalTensor)           # stages are moved to their placements
                     dst = gradients.grad_layout(p)
-                    p.grad = GlobalTensor.wrap(spec(dst, p.spec.shape, None, p.spec.dtype), {})
+                    # beside what the part of ZeRO kept of earlier steps, which it is added to as on the other ranks
+                    gradients.set_raw(p, GlobalTensor.wrap(spec(dst, p.spec.shape, None, p.spec.dtype), {}))
 
     def _total(self, results: Sequence[tuple[Any, ...]]) -> GlobalTensor:
         """The sum of scalars, one for each micro-batch, on the last placement."""

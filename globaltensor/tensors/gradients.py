@@ -38,7 +38,7 @@ from globaltensor.runtime.world import world
 
 _grad: Any = TensorBase.grad                # a descriptor of C
 raw_grad = _grad.__get__                             # the gradient of a leaf as it lies
-_set = _grad.__set__
+set_raw = _grad.__set__
 _order = count()
 pending: dict[int, Any] = {}                         # leaves whose gradients lie elsewhere than they do, by their order
 EARLY = 25 << 20                                     # bytes of gradients that wait, at most, for leaves reduced early
@@ -103,7 +103,7 @@ def replace_grad(leaf: Any, value: Any) -> None:
             with _one_at_a_time:
                 if pending.pop(order, None) is not None:
                     _buckets.nbytes -= one.spec.nbytes
-        _set(one, value if one is leaf else None)
+        set_raw(one, value if one is leaf else None)
 
 
 def set_grad_layout(leaf: Any, dst: Layout, early: bool = False) -> None:
@@ -131,8 +131,8 @@ def _handed_over(whole: Any, part: Any) -> Any:
             if grad is not None:
                 grad, = redistribute([grad], [part.spec.layout], "gradient")
                 grad = grad.to(part.dtype)
-                _set(part, grad if before is None else before + grad)
-                _set(whole, None)
+                set_raw(part, grad if before is None else before + grad)
+                set_raw(whole, None)
     return raw_grad(part)
 
 
@@ -195,7 +195,7 @@ def _accumulated(leaf: Any) -> bool:
         # by way of a plain tensor that the leaf was written into, or zeros that a formula of torch made of numbers
         with torch.no_grad():
             grad = torch.zeros_like(leaf) + grad
-        _set(leaf, grad)
+        set_raw(leaf, grad)
     if type(grad) is not type(leaf):
         return False
     notes = _noted(leaf)
@@ -233,7 +233,7 @@ def set_aside(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
     taken = [(leaf, raw_grad(leaf)) for leaf in leaves if leaf.requires_grad and raw_grad(leaf) is not None
              and raw_grad(leaf).spec.layout is grad_layout(leaf)]
     for leaf, _ in taken:
-        _set(leaf, None)
+        set_raw(leaf, None)
     return taken
 
 
@@ -241,8 +241,9 @@ def restore(taken: Iterable[tuple[Any, Any]]) -> None:
     """Add what was set aside to what has come since, as it lies: where backward did not end it is a sum that waits."""
     with torch.no_grad():
         for leaf, before in taken:
-            grad = raw_grad(leaf)
-            _set(leaf, before if grad is None else redistribute([before], [grad.spec.layout], "gradient")[0].add_(grad))
+            if (grad := raw_grad(leaf)) is not None:
+                before = redistribute([before], [grad.spec.layout], "gradient")[0].add_(grad)
+            set_raw(leaf, before)
 
 
 def reduce_pending(of: Iterable[Any] | None = None, beside: Any = None) -> None:

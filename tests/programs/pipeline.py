@@ -44,8 +44,9 @@ def loss_of(logits, targets):
     return F.cross_entropy(logits.reshape(-1, 11), targets.reshape(-1))
 
 
-def train(model, stages, places, schedule, steps=2, zero=0, lengths=(5,), loss=loss_of, batch=8, **options):
-    """Losses of some steps, the norm that was clipped, and the bits of all parameters and buffers afterwards."""
+def train(model, stages, places, schedule, steps=2, zero=0, lengths=(5,), loss=loss_of, batch=8, kept=False, **options):
+    """Losses of some steps, the norm that was clipped, and the bits of all parameters and buffers afterwards. `kept`:
+    gradients of a step are added to those of the one before it."""
     torch.manual_seed(1)
     runner = gt.pipeline(stages, places, schedule, loss=loss, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -57,7 +58,8 @@ def train(model, stages, places, schedule, steps=2, zero=0, lengths=(5,), loss=l
         value = runner.step(ids[:, :-1], ids[:, 1:]).item()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
         optimizer.step()
-        optimizer.zero_grad()
+        if not kept:
+            optimizer.zero_grad()
         found += [value, norm]
     ids = torch.randint(11, (batch, lengths[0] + 1))
     model.eval()
@@ -299,6 +301,7 @@ def cases(ranks):
     if ranks == 4:
         yield "dp", lambda: hybrid("1f1b", "dp")
         yield "dp, zero 1", lambda: hybrid("1f1b", "dp", zero=1)
+        yield "dp, zero 1, gradients that stay", lambda: hybrid("1f1b", "dp", zero=1, kept=True)
         yield "dp, zero 2", lambda: hybrid("zb-h1", "dp", zero=2, tied=True)
         yield "tp", lambda: hybrid("interleaved", "tp")
         yield "tp, zb-v", lambda: hybrid("zb-v", "tp", recompute=True)
