@@ -114,7 +114,25 @@ class Last(nn.Module):
         return self.head(self.layer(x)[0])
 
 
-MODELS = {"chain": (chain, rows, F.mse_loss), "gpt": (small_gpt, tokens, cross_entropy),
+class Loop(nn.Module):
+    """One layer runs three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.layer(x).tanh()
+        return self.head(x)
+
+
+def uneven():
+    return nn.Sequential(nn.Linear(8, 13), nn.ReLU(), nn.Linear(13, 7), nn.ReLU(), nn.Linear(7, 4)).double()
+
+
+MODELS = {"chain": (chain, rows, F.mse_loss), "uneven": (uneven, rows, F.mse_loss),
+          "loop": (lambda: Loop().double(), rows, F.mse_loss), "gpt": (small_gpt, tokens, cross_entropy),
           "unused": (lambda: Unused().double(), rows, of_dict),
           **{kind.__name__: (lambda kind=kind: Last(kind).double(), sequences, F.mse_loss)
              for kind in (nn.RNN, nn.LSTM, nn.GRU)},
@@ -176,13 +194,19 @@ def check_gradients(strategy, model, plain, loss, inputs, targets):
     ("gpt", 4, {"dp": 4, "zero": 1}), ("chain", 4, {"dp": 4, "zero": 0}), ("vision", 4, {"dp": 4, "zero": 0}),
     ("gpt", 2, {"dp": 2, "zero": 3}), ("gpt", 4, {"dp": 2, "tp": 2, "zero": 3}),
     ("heads", 2, {"dp": 2, "zero": 0}), ("heads", 4, {"dp": 4, "zero": 1}), ("heads", 2, {"pp": 2, "schedule": "1f1b"}),
-    ("gpt", 4, {"dp": 2, "pp": 2, "schedule": "1f1b"}), ("chain", 4, {"dp": 2, "pp": 2, "schedule": "zb-h1"})],
+    ("gpt", 4, {"dp": 2, "pp": 2, "schedule": "1f1b"}), ("chain", 4, {"dp": 2, "pp": 2, "schedule": "zb-h1"}),
+    *[("uneven", 2, {"dp": 2, "zero": zero}) for zero in (0, 1, 2, 3)], ("uneven", 3, {"dp": 3, "zero": 1}),
+    ("unused", 2, {"dp": 2, "zero": 0}), ("unused", 2, {"dp": 2, "zero": 3}),
+    *[("loop", 2, {"dp": 2, "zero": zero}) for zero in (0, 3)],
+    ("GRU", 2, {"dp": 2, "zero": 0}), ("RNN", 2, {"dp": 2, "zero": 0})],
     ids=str)
 def test_the_bytes_of_a_stage_are_those_of_the_record(name, devices, fixed):
     build, data, loss = MODELS[name]
     model, (inputs, targets) = build(), data()
     here = dataclasses.replace(KNOWN["dgx-a100"], transport="one process")
-    strategy = gt.strategy(model, inputs, here, devices, loss=loss, targets=targets, micro_batch=2, **fixed)
+    whole = {"global_batch": 6} if devices == 3 else {}
+    strategy = gt.strategy(model, inputs, here, devices, loss=loss, targets=targets, micro_batch=2, **fixed, **whole)
+    inputs, targets = inputs[:strategy["global_batch"]], targets[:strategy["global_batch"]]
     runner, optimizer = strategy.apply(model, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     for _ in range(2):                               # the second step is like all others
         with gt.record() as moves:

@@ -168,10 +168,10 @@ def _bytes_along(prices: VariantPrices, exact: list[UnitCost] | None, own: np.nd
 
 
 def _bytes_of_updates(prices: VariantPrices, exact: list[UnitCost] | None, own: np.ndarray, mine: np.ndarray) -> int:
-    """Bytes of gradients and parameters that the busiest rank receives in a step for a stage. Gradients of all stages
-    of a rank, `mine`, move together, and so do parameters."""
+    """Bytes of gradients and of parameters that the busiest rank of each receives in a step for a stage. Gradients of
+    all stages of a rank, `mine`, move together, and so do parameters."""
     shape, zero, m = prices.variant.shape, prices.variant.zero, prices.micro_batches
-    received: dict[int, int] = {}
+    total = 0
     with hypothetical_placements():
         where = placement("meta", [[i * shape.tp + k for k in range(shape.tp)] for i in range(shape.dp)], ("dp", "tp"))
         costs = OpCosts(prices.task.cluster, where)
@@ -187,14 +187,16 @@ def _bytes_of_updates(prices: VariantPrices, exact: list[UnitCost] | None, own: 
                     gradient = gradient.along({"dp": broadcast})
                 gradients.append((one, gradient, part or lies, prices.times if part else 1))
             if part is not None:
-                gathers.append((one, part, lies, 2 * m if zero == 3 else 1))
+                gathers.append((one, part, lies, one.gathers * m if zero == 3 else 1))
         for moves in gradients, gathers:
+            received: dict[int, int] = {}
             together = sum(one.nbytes for one, src, dst, _ in moves if src is not dst)
             for one, src, dst, times in moves:
                 if one.name in stage:
                     for rank, nbytes in costs.received(src, dst, one.shape, one.dtype.itemsize, together).items():
                         received[rank] = received.get(rank, 0) + nbytes * times
-    return max(received.values(), default=0)
+            total += max(received.values(), default=0)
+    return total
 
 
 def _memory_of_rank(prices: VariantPrices, best: ModelCandidate, own: np.ndarray, rank: int, cuts: list[np.ndarray]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -55,6 +56,7 @@ class Tracer(UntracedMode):
         self._kept: list[Any] = []                   # alive, so that no id is used again
         self._refs: dict[int, Ref] = {}
         self._modules: list[str] = []
+        self.calls: Counter[str] = Counter()         # of each module, by its path
         self._forward_of: dict[int, int] = {}        # autograd's number of a call -> its first node
         self._writer: dict[int, int] = {}            # memory -> the last node that wrote to it
         self._inputs: dict[str, Any] = {}
@@ -212,6 +214,7 @@ class Tracer(UntracedMode):
 
         def enter(module: nn.Module, args: Any) -> None:
             self._modules.append(names.get(id(module), self._modules[-1] if self._modules else ""))
+            self.calls[names.get(id(module), "")] += 1
 
         def leave(module: nn.Module, args: Any, result: Any) -> None:
             self._modules.pop()
@@ -277,7 +280,6 @@ def _is_boxing() -> bool:
             return True
         frame = frame.f_back
     return False
-
 
 
 _BOXINGS = os.path.join(OURS, "boxings")

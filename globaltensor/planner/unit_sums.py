@@ -16,6 +16,7 @@ from torch import nn
 from globaltensor.boxings.seen import most_received, plan_together
 from globaltensor.boxings.watch import BoxingRecord
 from globaltensor.layouts.layout import Layout, Shape
+from globaltensor.parallel.zero3 import layers_of
 from globaltensor.pipelining.units import Unit
 from globaltensor.planner.cost_tracer import CostTracer
 from globaltensor.planner.graph import Ref
@@ -46,13 +47,15 @@ class PassCost:
 
 @dataclass(frozen=True)
 class ParameterCost:
-    """A parameter, or a buffer without a gradient: how it lies, and its gradient, on the mesh."""
+    """A parameter, or a buffer without a gradient: how it lies, and its gradient, on the mesh. `gathers`: how often
+    ZeRO 3 gathers its layer for a micro-batch."""
 
     name: str
     shape: Shape
     dtype: torch.dtype
     lies: Layout
     gradient: Layout | None
+    gathers: int = 2
 
     @property
     def nbytes(self) -> int:
@@ -256,13 +259,20 @@ class UnitSums:
         gradients = {name: self.tracer.layouts[ref.node][ref.output]
                      for name, ref in self.graph.graph["gradients"].items()}
         instead = {name: first for first, names in self.passed.items() for name in names}
+        gathers = {layer: self._gathers(layer, instead.get(layer, layer)) for layer, _ in layers_of(model)}
         for name, t in model.named_parameters():
+            layer = next((layer for layer in gathers if name.startswith(f"{layer}.")), "")
             of = next((f"{first}{name[len(own):]}" for own, first in instead.items()
                        if name.startswith(f"{own}.")), name)
             unit, value = self.unit_of(name), t
             assert isinstance(value, GlobalTensor)   # parallelize made it so
-            self.units[unit or 0].parameters.append(ParameterCost(name, tuple(t.shape), t.dtype, value.spec.layout,
-                                                                  gradients.get(of)))
+            self.units[unit or 0].parameters.append(ParameterCost(
+                name, tuple(t.shape), t.dtype, value.spec.layout, gradients.get(of), gathers.get(layer, 2)))
         for name, b in model.named_buffers():
             if isinstance(b, GlobalTensor):
                 self.units[self.unit_of(name) or 0].buffers += self.costs.part(b.spec.layout, b.shape, b.itemsize)
+
+    def _gathers(self, layer: str, like: str) -> int:
+        """At each of its calls in forward, and once for backward if that goes through the one that is like it."""
+        return self.tracer.calls[layer] + any(f"{a['module']}.".startswith(f"{like}.")
+                                              for a in self.graph.nodes.values() if a["phase"] == "backward")
