@@ -576,8 +576,14 @@ for how in (0, 1, 2):
     sample("nll_loss_forward", r(5), i(5), None, how, -100)
     sample("nll_loss_backward", r(), r(5), i(5), None, how, -100, u())
 
-# Kernels that this build of torch has for other devices only.
-ELSEWHERE = {"_fused_rms_norm_backward"}
+sample("mkldnn_rnn_layer", r(3, 5, 6), r(16, 6), r(16, 4), r(16), r(16), r(5, 4), r(5, 4), False, [], 2, 4, 1, True,
+       False, False, True)
+sample("mkldnn_rnn_layer_backward", r(3, 5, 6), r(16, 6), r(16, 4), r(16), r(16), r(5, 4), r(5, 4), r(3, 5, 4), r(5, 4),
+       r(5, 4), r(3, 5, 4), None, None, False, 2, 4, 1, True, True, False, [], False, r(0))
+
+# Kernels that this build of torch has for other devices only; and those of LSTMs, whose workspace has no value to
+# compare: tests/test_networks.py compares the rest.
+ELSEWHERE = {"_fused_rms_norm_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"}
 
 # What has no value to compare.
 VALUELESS = {"empty_like", "new_empty", "new_empty_strided"}

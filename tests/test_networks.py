@@ -217,3 +217,62 @@ def test_a_loss_that_merges_no_dims_moves_only_the_gradient(ranks):
     torch.testing.assert_close(w.grad.full_tensor(), weight.grad)
     gradient = 2 * (ranks - 1) * weight.numel() * 4
     assert sum(m.bytes for m in moves) <= gradient + 8 * 2 * ranks, [(m.op, m.bytes) for m in moves]
+
+
+RECURRENT = {"LSTM": lambda: nn.LSTM(6, 5, batch_first=True), "GRU": lambda: nn.GRU(6, 5, 2),
+             "RNN": lambda: nn.RNN(6, 5), "LSTM both ways": lambda: nn.LSTM(6, 5, bidirectional=True, bias=False),
+             "ReLU": lambda: nn.RNN(6, 5, nonlinearity="relu", batch_first=True)}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("batch", [4, 3])
+def test_a_recurrent_layer_keeps_a_split_batch(name, batch):
+    """Without a state of the program's: it is zeros that torch makes."""
+    torch.manual_seed(SEED)
+    plain, where = RECURRENT[name](), place([0, 1])
+    x = torch.randn(batch, 4, 6) if plain.batch_first else torch.randn(4, batch, 6)
+    for _ in range(3):                               # by way of Python, taught to the native dispatcher, and by it
+        net, own = gt.to_global(copy.deepcopy(plain), where, B), x.clone().requires_grad_()
+        xs = gt.from_full(x, where, S(0 if plain.batch_first else 1)).requires_grad_()
+        plain.zero_grad()
+        want = plain(own)[0]
+        want.square().sum().backward()
+        with gt.record() as moves:
+            got = net(xs)[0]
+            got.square().sum().backward()
+        if gt.runtime.native.torch_ext is not None or "LSTM" in name:
+            assert not sum(m.bytes for m in moves) and got.sbp == xs.sbp, list(moves)
+        torch.testing.assert_close(got.full_tensor(), want)
+        for one, other in zip((xs, *net.parameters()), (own, *plain.parameters())):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_a_recurrent_cell_keeps_a_split_batch(kind):
+    plain, where = kind(6, 5), place([0, 1])
+    net, x, state, own = gt.to_global(copy.deepcopy(plain), where, B), torch.randn(3, 4, 6), None, None
+    for step in x:
+        with gt.boxing("forbid"):
+            own = net(gt.from_full(step, where, S(0)), own)
+        state = plain(step, state)
+    for one, other in zip(*((t if isinstance(t, tuple) else [t]) for t in (own, state))):
+        assert one.sbp == (S(0),)
+        torch.testing.assert_close(one.full_tensor(), other)
+
+
+@pytest.mark.parametrize("lies", [B, S(0), S(1), S(2)], ids=str)
+@pytest.mark.parametrize("gradient_lies", [B, S(0), S(1), gt.sbp.partial_sum], ids=str)
+def test_an_lstm_and_its_gradient_lie_anyhow(lies, gradient_lies):
+    """Its workspace is that of the part of the batch that a rank has, if it is kept at all."""
+    torch.manual_seed(SEED)
+    plain, where = nn.LSTM(6, 5), place([0, 1])
+    net, x, weight = gt.to_global(copy.deepcopy(plain), where, B), torch.randn(4, 3, 6), torch.randn(4, 3, 5)
+    want, (state, _) = plain(x)
+    (want * weight).sum().add(state.sum()).backward()
+    for _ in range(2):
+        net.zero_grad()
+        got, (own, _) = net(gt.from_full(x, where, lies))
+        torch.autograd.backward([got, own], [gt.from_full(weight, where, B).to_global(sbp=gradient_lies),
+                                             gt.ones(1, 3, 5, placement=where, sbp=B)])
+        for one, other in zip(net.parameters(), plain.parameters()):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)

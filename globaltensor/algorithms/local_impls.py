@@ -91,6 +91,23 @@ def contiguous_norm(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dic
     return recipe.func(*(args[:n] if alike else [t.contiguous() for t in args[:n]]), *args[n:], **kwargs)
 
 
+def lstm_layer(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """mkldnn_rnn_layer: of a part of the batch its workspace, which no shape function describes, is not kept."""
+    output, hy, cy, workspace = recipe.func(*args, **kwargs)
+    keeps = workspace is None or _own_range(recipe, rank, 1) is None
+    return output, hy, cy, workspace if keeps else workspace.new_empty(0)
+
+
+def lstm_layer_backward(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """mkldnn_rnn_layer_backward, with a workspace for the same part of the batch: made once more where it is not."""
+    *operands, reverse, mode, hidden, layers, biases, train, both_ways, sizes, batch_first, workspace = args
+    if not workspace.numel() or _own_range(recipe, rank, 1) is not None:
+        with torch.enable_grad():                    # else it leaves the workspace out
+            workspace = aten.mkldnn_rnn_layer.default(*operands[:7], reverse, sizes, mode, hidden, layers, biases,
+                                                      both_ways, batch_first, train)[3]
+    return recipe.func(*args[:-1], workspace, **kwargs)
+
+
 def lowest_value(dtype: torch.dtype) -> float | int:
     """The value that no other is below."""
     return -torch.inf if dtype.is_floating_point else 0 if dtype == torch.bool else torch.iinfo(dtype).min

@@ -270,6 +270,12 @@ lines("native_group_norm", layers.group_norm("n (g c) s*!, (g c), (g c) -> n (g 
 lines("native_group_norm_backward", masked_outputs(layers.group_norm(
     "n (g c) s*!, n (g c) s*!, n g, n g, (g c) -> n (g c) s*!, (g c), (g c)", "a*B*C*D*e;a*B*C*D;a"), "output_mask"),
     local_args=group_counts, local_impl=local_impls.contiguous_norm)
+lines("mkldnn_rnn_layer", fixed("t! n f!, g! f!, g! h!, x*!, y*!, n h!, n h! -> t! n h!, n h!, n h!, w!",
+                                "A*B*C*D*E*F*G;A*B*C*D*E*F*G;A*B*C*D*E*F*G;D", nonempty="n"),
+      local_impl=local_impls.lstm_layer)
+lines("mkldnn_rnn_layer_backward", fixed(
+    "t! n f!, g! f!, g! h!, x*!, y*!, n h!, n h!, t! n h!, n h!, n h!, t! n h!, n h!, n h!, w! -> "
+    "t! n f!, g! f!, g! h!, g!, g!, n h!, n h!", nonempty="n"), local_impl=local_impls.lstm_layer_backward)
 lines("native_batch_norm", layers.batch_norm,
       decomposition=batch_norm.whole_batch_forward, applies=batch_norm.in_training)
 lines("native_batch_norm_backward", masked_outputs(layers.batch_norm_backward, "output_mask"),

@@ -55,6 +55,7 @@ from globaltensor.tensors import (
     multihead_attention,
     native_specs,
     products,
+    recurrent,
     value_reads,
 )
 from globaltensor.tensors.full_value import FullTensor, no_gradient_placements
@@ -380,6 +381,8 @@ _aten.impl("fill_diagonal_", value_reads.fill_diagonal)
 _aten.impl("tensor_split.tensor_indices_or_sections", value_reads.tensor_split)
 for _func in READS_MEMORY + LOSES_OUT:
     _aten.impl(_func.name(), partial(arrive, GlobalTensor, _func))
+for _func, _kernel in recurrent.KERNELS.items():
+    _aten.impl(_func.name(), _kernel)
 flex_attention.take_flex_attention()
 
 if torch_ext is None:
