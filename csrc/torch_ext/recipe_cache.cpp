@@ -1,8 +1,10 @@
 // Recipes by key: the op, the specs of global operands, shapes of plain ones, the values of static arguments. Floats
-// count by type alone, as no rule depends on one.
+// count by type, and by whether they are 0, and finite, as no rule depends on more of one.
 #include <c10/core/DefaultDtype.h>
 #include <array>
 #include <atomic>
+#include <cmath>
+#include <complex>
 #include <shared_mutex>
 #include <unordered_set>
 
@@ -19,6 +21,22 @@ enum Tag : uint64_t {
   kNone = 1, kInt, kBool, kDouble, kComplex, kString, kDevice, kGenerator, kList, kUndefined, kPlain, kSpec
 };
 
+// What a key says of a number: whether it is 0, and finite.
+template <class Number>
+uint64_t kind_of(Number value) {
+  return uint64_t(value == Number(0)) | uint64_t(!std::isfinite(std::abs(value))) << 1;
+}
+
+// The same of a Python number that torch has made a tensor of.
+uint64_t kind_of_scalar(const at::Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kDouble: return kind_of(*t.const_data_ptr<double>());
+    case at::kComplexDouble: return kind_of(*static_cast<const std::complex<double>*>(t.const_data_ptr()));
+    case at::kLong: return *t.const_data_ptr<int64_t>() == 0;
+    default: return 0;
+  }
+}
+
 // What a key says of global operands: all, or all but their sizes.
 enum class Of { call, kind };
 
@@ -33,7 +51,8 @@ void push_tensor(const at::Tensor& t, RecipeKey& key) {
   }
   key.push_back(kPlain | uint64_t(impl->dim()) << 8 | uint64_t(t.scalar_type()) << 16 |
                 uint64_t(impl->is_wrapped_number()) << 24 | uint64_t(t.device().type()) << 32 |
-                uint64_t(uint8_t(t.device().index())) << 40);
+                uint64_t(uint8_t(t.device().index())) << 40 |
+                (impl->is_wrapped_number() ? kind_of_scalar(t) : 0) << 48);
   for (int64_t n : impl->sizes()) key.push_back(n);
   for (int64_t n : impl->strides()) key.push_back(n);
 }
@@ -73,14 +92,17 @@ bool push(const c10::IValue& v, RecipeKey& key, CallLineage& lineage, const c10:
     key.push_back(kNone);
   } else if (v.isInt()) {
     key.push_back(kInt);
-    if (is_size) return true;
+    if (is_size) {
+      if (argument.name() == "other") key.back() |= kind_of(double(v.toInt())) << 8;
+      return true;
+    }
     key.push_back(v.toInt());
     if (lineage) lineage.number(double(v.toInt()));
   } else if (v.isBool()) {
     key.push_back(kBool | uint64_t(v.toBool()) << 8);
     if (lineage) lineage.word(key.back());
   } else if (v.isDouble()) {
-    key.push_back(kDouble);
+    key.push_back(kDouble | kind_of(v.toDouble()) << 8);
     if (lineage) lineage.number(v.toDouble());
   } else if (v.isString()) {
     push_string(v.toStringRef(), key);
@@ -88,7 +110,7 @@ bool push(const c10::IValue& v, RecipeKey& key, CallLineage& lineage, const c10:
   } else if (v.isDevice()) {
     key.push_back(kDevice | uint64_t(v.toDevice().type()) << 8 | uint64_t(uint8_t(v.toDevice().index())) << 16);
   } else if (v.isComplexDouble()) {
-    key.push_back(kComplex);
+    key.push_back(kComplex | kind_of(std::complex<double>(v.toComplexDouble())) << 8);
     if (lineage) lineage.number(v.toComplexDouble().real()), lineage.number(v.toComplexDouble().imag());
   } else if (v.isGenerator()) {
     key.push_back(kGenerator);

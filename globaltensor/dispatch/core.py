@@ -229,11 +229,8 @@ def _by_rule(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwa
 def _key(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     key: list[Any] = [func, torch.get_default_dtype()]          # which i / 2 of integers gives
     for value in args:
-        kind = type(value)
-        if kind is cls:
+        if type(value) is cls:
             key.append(value.spec)
-        elif kind is float:
-            key.append(float)
         else:
             key.append(static(value, cls))
     if kwargs:

@@ -10,6 +10,7 @@ A recipe is made in one place and run in several. A new field of `Recipe` must b
 """
 from __future__ import annotations
 
+from cmath import isfinite
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,13 +103,16 @@ def decide_aliases(recipe: Recipe, operands: Sequence[Spec]) -> None:
 def static(value: Any, cls: type[GlobalLike]) -> Any:
     """The part of a cache key for one argument: the spec of a tensor, the type of a float or generator, else the value.
 
-    So no decision may depend on the value of a float. An int is not taken for the bool that equals it.
+    So no decision may depend on the value of a float, but for whether it is 0, and finite. An int is not taken for the
+    bool that equals it.
     """
     kind = type(value)
     if kind is cls:
         return value.spec
     # a learning rate that changes every step must not be a new decision every step
-    if kind is float or kind is complex or kind is torch.Generator:
+    if kind is float or kind is complex:
+        return kind, value == 0, isfinite(value)
+    if kind is torch.Generator:
         return kind
     if kind is int or kind is bool:
         return kind, value

@@ -16,7 +16,7 @@ from globaltensor.algorithms.run import Decomposition
 from globaltensor.layouts.layout import Spec
 from globaltensor.rules import proof
 from globaltensor.rules.call import Call
-from globaltensor.rules.families import Family
+from globaltensor.rules.families import Family, of_numbers
 from globaltensor.rules.language import Rule, sized_rule
 from globaltensor.runtime.torch_internals import OpOverload
 
@@ -42,8 +42,8 @@ class Line:
     offer: Offers | None = None
 
     def rule(self, call: Call) -> Rule:
-        """The rule of a call, for operands of these sizes."""
-        return sized_rule(self.family(call), call.shapes)
+        """The rule of a call, for operands of these sizes and the numbers in it."""
+        return sized_rule(of_numbers(self.family(call), call), call.shapes)
 
 
 TABLE: dict[OpOverload, Line] = {}                   # filled by table.py, and by users through `gt.rule`

@@ -4,10 +4,11 @@ A family is a function Call -> Rule, or makes one from options, so that a line o
 Here are those of arithmetic; `shapes.py` has those of views, `indices.py` of indexing, `layers.py` of networks.
 
 The value of an int argument may decide a rule, that of a float may not: what was decided for one call is used for all
-calls that differ in floats only.
+calls that differ in floats only. (Whether a float is 0, and whether it is finite, all of these have alike.)
 """
 from __future__ import annotations
 
+from cmath import isfinite
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
@@ -47,6 +48,17 @@ def kept_whole(of: Rule) -> Rule:
 
     # `even` names labels that are cut, and none is any more
     return replace(of, inputs=stay(of.inputs), outputs=stay(of.outputs), even=())
+
+
+def of_numbers(of: Rule, call: Call) -> Rule:
+    """The same rule for the Python numbers of a call. Linear holds for finite ones: the terms of a pending sum, times
+    inf or divided by 0, may be inf and -inf, whose sum is nan."""
+    numbers = [number for value in call.values.values() for number in (value if type(value) is list else [value])
+               if type(number) in (bool, int, float, complex)]
+    if all(map(isfinite, numbers)) and (all(numbers) or "div" not in call.func._schema.name):
+        return of
+    return replace(of, algebra=tuple(tuple(tuple((q, False) for q, _ in term) for term in terms)
+                                     for terms in of.algebra))
 
 
 def masked_outputs(family: Family, mask: str, always: Collection[int] = ()) -> Family:
