@@ -675,6 +675,8 @@ STATISTICS = {                                       # name -> most bytes, funct
         3 * 4 * 8, lambda x: x.softmax(1), ((4, 64), S1)),
     "cross entropy of a cut vocabulary: two numbers a row, two for the loss, and one a row back": (
         3 * 5 * 8 + 2 * 8, lambda x, y: F.cross_entropy(x, y), ((5, 64), S1), (ints(64, 5), B)),
+    "a log-probability of a cut vocabulary: two numbers a row, and none back": (
+        2 * 5 * 8, lambda x, y: x.log_softmax(1).gather(1, y), ((5, 64), S1), (ints(64, 5, 1), B)),
     "argmax along a split dim: the best of each part and where": (
         2 * 4 * 8, lambda x: x + 0 * x.argmax(1, keepdim=True), ((4, 64), S1)),
     "cumsum along a split dim: a sum of each part": (

@@ -45,9 +45,9 @@ def _statistic(call: Call, own: Spec, pending: Sbp = partial_sum) -> PricedBoxin
 
 
 def _offer(operands: list[Spec], name: str, turns: Turns, passes: int,
-           gives: tuple[Layout, ...]) -> Offer:
-    """An offer to do these boxings, with all operands laid out as the first, going over its part so often."""
-    home = operands[0].layout.without_partials
+           gives: tuple[Layout, ...], like: int = 0) -> Offer:
+    """An offer to do these boxings, with all operands laid out as one of them, going over its part so often."""
+    home = operands[like].layout.without_partials
     wants = (home,) * len(operands)
     return Offer(name, wants, gives, passes * largest_part(home, operands[0].shape),
                  (boxings_to(operands, wants), *map(tuple, turns)))
@@ -57,15 +57,26 @@ def of_softmax(*, backward: bool = False) -> Offers:
     """Of softmax and log_softmax: a maximum and a sum for each row; their gradients: a sum."""
 
     def offer(call: Call, operands: list[Spec]) -> Offer | None:
-        if not reduces_split(call) or not operands[0].numel:
+        like = _split_along(call, operands)
+        if like is None or not operands[0].numel:
             return None
-        own = operands[0]
+        own = operands[like]
         turns = [[_statistic(call, own)]] if backward else [[_statistic(call, own, partial_max)],
                                                             [_statistic(call, own)]]
         return _offer(operands, "sums of the parts" if backward else "maxima and sums of the parts", turns, 5,
-                      (own.layout.without_partials,))
+                      (own.layout.without_partials,), like)
 
     return offer
+
+
+def _split_along(call: Call, operands: list[Spec]) -> int | None:
+    """The first operand that is split along a dim that is worked along, where the others need no more than to be cut,
+    or reduced, to lie like it: whole ones are, as the gradient of a `gather`."""
+    for like, own in enumerate(operands):
+        if any(s.is_split and s.dim in dims_of(call, own.ndim) for s in own.sbp):
+            fit = all(s == at or not s.is_split for other in operands for s, at in zip(other.sbp, own.sbp))
+            return like if like == 0 or fit else None
+    return None
 
 
 def of_reduction(statistics: Callable[[Call], Sequence[Sbp]] = lambda call: (), *,
