@@ -94,6 +94,7 @@ def test_a_view_moves_nothing_until_it_is_read():
         assert row.shape == (4,) and a.stride() == (4, 1) and not moves
         row.sum(), row.sum(), a.sum(), b.sum()
         assert len(moves) == 2                       # one for the row, one for both halves
+        assert moves[0].src is x.spec.layout and " -> " in str(moves[0])
         x.add_(1)
         row.sum()
         assert len(moves) == 3

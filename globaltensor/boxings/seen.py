@@ -69,8 +69,13 @@ def seen_moves(op: str, moves: Sequence[Move], plans: Sequence[BoxingPlan], seco
         return
     moved = [watch.MovedTensor(move.spec, move.dst, its) for move, its in zip(moves, plans)
              if move.spec.layout is not move.dst]
-    with shown(op, moved[0].spec.layout, moved[0].dst, most_received(moves, plans), moved, seconds) as calls:
+    with shown(op, _shown_source(moved[0].spec), moved[0].dst, most_received(moves, plans), moved, seconds) as calls:
         yield calls
+
+
+def _shown_source(of: Spec) -> Layout:
+    """Whence it moves, as a program knows it: the slices of a view by the layout of its base."""
+    return of.layout.base or of.layout if isinstance(of.layout, RankRegions) else of.layout
 
 
 def plan_together(moves: Sequence[Move | watch.MovedTensor], machine: Machine | None = None) -> tuple[BoxingPlan, ...]:
@@ -106,7 +111,7 @@ def _bytes_of(specs: list[tuple[Spec, Spec]]) -> int:
 def _name_of(purpose: str, specs: list[tuple[Spec, Spec]]) -> str:
     """How its range is called. A purpose is an op, with the numbers of its arguments in brackets."""
     before, after = specs[0]
-    return range_name(purpose.partition("(")[0], before.layout, after.layout, len(specs), _bytes_of(specs),
+    return range_name(purpose.partition("(")[0], _shown_source(before), after.layout, len(specs), _bytes_of(specs),
                       where())
 
 

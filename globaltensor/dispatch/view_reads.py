@@ -43,7 +43,7 @@ def view_slices(call: Call, base: Spec, view: Spec) -> ViewSlices | None:
             if key not in alike:
                 alike[key] = line.part(base.region(rank)) or nothing
             regions[rank] = alike[key]
-        return spec(rank_regions(base.placement, regions), view.shape, view.stride, view.dtype)
+        return spec(rank_regions(base.placement, regions, base=base.layout), view.shape, view.stride, view.dtype)
 
     return ViewSlices(own, held)
 

@@ -27,22 +27,24 @@ class RegionRule(Protocol):
         """That of a rank of the placement."""
 
 
-_interned: WeakValueDictionary[tuple[placement, NdSbp, type, RegionRule, Layout | None, Axes], RankRegions] = (
-    WeakValueDictionary())
+_interned: WeakValueDictionary[tuple[placement, NdSbp, type, RegionRule, Layout | None, Axes, Layout | None],
+                               RankRegions] = WeakValueDictionary()
 
 
 class RankRegions(Layout):
     """A region per rank, made by `regions_by()` or `rank_regions()`. On pending axes the value is the sum of what the
     ranks hold, zero where none holds any; on broadcast axes several ranks may hold the same elements.
 
-    `like`, where it is known, is a layout from which they differ along `axes` only.
+    `like`, where it is known, is a layout from which they differ along `axes` only. `base` is that of the tensor of
+    which they are a view, if they are one.
     """
 
-    __slots__ = ("axes", "like", "rule")
+    __slots__ = ("axes", "base", "like", "rule")
 
-    def __init__(self, where: placement, sbp: NdSbp, rule: RegionRule, like: Layout | None, axes: Axes) -> None:
+    def __init__(self, where: placement, sbp: NdSbp, rule: RegionRule, like: Layout | None, axes: Axes,
+                 base: Layout | None) -> None:
         super().__init__(where, sbp)
-        self.rule, self.like, self.axes = rule, like, axes
+        self.rule, self.like, self.axes, self.base = rule, like, axes, base
 
     def __repr__(self) -> str:
         return f"{self.placement} regions"
@@ -52,7 +54,7 @@ class RankRegions(Layout):
 
     def with_sbp(self, sbp: NdSbp) -> RankRegions:
         """The same regions; `sbp` has B and P only."""
-        return regions_by(self.placement, self.rule, sbp, self.like, self.axes)
+        return regions_by(self.placement, self.rule, sbp, self.like, self.axes, self.base)
 
 
 class _Listed(NamedTuple):
@@ -69,21 +71,22 @@ class _Listed(NamedTuple):
 
 
 def regions_by(where: placement, rule: RegionRule, sbp: NdSbp | None = None, like: Layout | None = None,
-               axes: Axes = ()) -> RankRegions:
+               axes: Axes = (), base: Layout | None = None) -> RankRegions:
     """The one RankRegions object for the regions that this rule gives; `sbp` has B and P only (None: all B)."""
     sbp = sbp or replicated(where).sbp
-    key = where, sbp, type(rule), rule, like, axes          # rules of two kinds may be equal as tuples
+    key = where, sbp, type(rule), rule, like, axes, base    # rules of two kinds may be equal as tuples
     known = _interned.get(key)
     if known is None:
-        known = _interned[key] = RankRegions(where, sbp, rule, like, axes)
+        known = _interned[key] = RankRegions(where, sbp, rule, like, axes, base)
     return known
 
 
-def rank_regions(where: placement, regions: Mapping[int, Region], sbp: NdSbp | None = None) -> RankRegions:
+def rank_regions(where: placement, regions: Mapping[int, Region], sbp: NdSbp | None = None,
+                 base: Layout | None = None) -> RankRegions:
     """The same for these regions, one per rank of the placement."""
     numbers = 2 * len(regions[where.flat[0]])
     ends = [*chain.from_iterable(chain.from_iterable(regions[rank] for rank in where.flat))]
-    return regions_by(where, _Listed(where, numbers, pack(f"{len(ends)}q", *ends)), sbp)
+    return regions_by(where, _Listed(where, numbers, pack(f"{len(ends)}q", *ends)), sbp, base=base)
 
 
 def exchanging_axes(src: Layout, dst: Layout) -> Axes:
