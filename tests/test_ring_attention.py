@@ -304,7 +304,7 @@ class Watched(_Run):
         super().__init__(gt.GlobalTensor)
         self.blocks, self.most, self.asked = [], Counter(), 0
 
-    def redistribute(self, tensors, dsts, op):
+    def redistribute(self, tensors, dsts, op, keep=False):
         moved = super().redistribute(tensors, dsts, op)
         new = [t for t, dst in zip(moved, dsts) if isinstance(dst, RankRegions)]
         self.blocks += [(rank, weakref.ref(shard), shard.numel()) for t in new for rank, shard in t.shards.items()]

@@ -45,6 +45,7 @@ struct Trace {
     Purpose purpose{""};                           // of a boxing
     std::optional<c10::OperatorHandle> op;         // none: a boxing
     bool plain = false;                            // on plain tensors: the gradient of a mean, to be divided
+    bool keeps = false;                            // of a boxing: pending sums are completed by it (completed.h)
     std::vector<Argument> arguments;
     std::vector<std::pair<int32_t, std::shared_ptr<const Boxing>>> moves;
   };

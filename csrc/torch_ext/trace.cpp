@@ -3,6 +3,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include "completed.h"
 #include "recipe.h"
 
 namespace py = pybind11;
@@ -40,8 +41,11 @@ void run_moves(const Trace::Step& step, std::vector<at::Tensor>& registers) {
   for (const auto& [source, boxing] : step.moves)
     moves.push_back({boxing.get(), &global(registers[source])->shards(held)});
   auto moved = move_shards(moves, step.purpose);
-  for (size_t i = 0; i < moved.size(); i++)
-    registers.push_back(wrap(step.moves[i].second->result(), std::move(moved[i])));
+  for (size_t i = 0; i < moved.size(); i++) {
+    const Boxing& boxing = *step.moves[i].second;
+    if (step.keeps && boxing.completes) keep_completed(registers[step.moves[i].first], boxing.result(), moved[i]);
+    registers.push_back(wrap(boxing.result(), std::move(moved[i])));
+  }
 }
 
 // ---- a trace from Python (dispatch/trace.py)
@@ -73,11 +77,12 @@ Trace::Argument argument_from(const py::object& object, const c10::Argument& of)
 Trace::Step trace_step_from(const py::tuple& fields) {
   Trace::Step step;
   step.name = fields[0].cast<std::string>();
-  if (fields.size() == 2) {                           // (what, [(place, Boxing)])
+  if (fields.size() == 2) {                           // (what, [(place, Boxing, keeps)])
     step.purpose = Purpose(step.name);
     for (auto move : fields[1].cast<py::list>()) {
       auto pair = move.cast<py::tuple>();
       step.moves.emplace_back(pair[0].cast<int32_t>(), boxing_from(pair[1]));
+      step.keeps |= pair[2].cast<bool>();
     }
     return step;
   }

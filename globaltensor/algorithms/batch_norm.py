@@ -52,7 +52,7 @@ def _reduced_alike(call: Call, run: Run, names: list[str]) -> list[GlobalLike]:
                run.wrap(spec(replicated(where), tuple(call[name].shape), call[name].stride(), call[name].dtype),
                         dict.fromkeys(local_ranks_of(where), call[name])) for name in names]
     dst = tensors[0].spec.layout.without_partials
-    return run.redistribute(tensors, [dst] * len(tensors), "batch_norm")
+    return run.redistribute(tensors, [dst] * len(tensors), "batch_norm", keep=True)
 
 
 def _reduced_dims(x: GlobalLike | Tensor) -> list[int]:

@@ -344,7 +344,7 @@ def rrelu(call: Call, run: Run) -> GlobalLike:
         out = run(aten.leaky_relu.default, x, (lower + upper) / 2)
     else:
         key = _next_key(call)
-        x, = run.redistribute([x], [x.spec.layout.without_partials], str(call.func))
+        x, = run.redistribute([x], [x.spec.layout.without_partials], str(call.func), keep=True)
         slope = _fill(call, run, run(aten.empty_like.default, x), key, draw_slopes)
         slope = run(aten.where.ScalarOther, run(aten.le.Scalar, x, 0), slope, 1.0)
         run(aten.copy_.default, call["noise"], slope)

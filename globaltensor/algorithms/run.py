@@ -28,8 +28,10 @@ class Run(Protocol):
     def plain(self, call: Call) -> Any:
         """The call itself, by the op's rule."""
 
-    def redistribute(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[GlobalLike]:
-        """The same values in other layouts, moved together."""
+    def redistribute(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str, keep: bool = False
+                     ) -> list[GlobalLike]:
+        """The same values in other layouts, moved together. `keep` them beside tensors that were pending, for ops that
+        come later (completed.py); nobody may write to them then."""
 
     def gather_regions(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[Shards]:
         """What every rank gets of each tensor, in layouts that may be a region per rank; moved together."""

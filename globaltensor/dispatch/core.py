@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from globaltensor.algorithms.aliasing import note_uncounted_write, note_write
-from globaltensor.algorithms.completed import with_completed
+from globaltensor.algorithms.completed import keep_completed, with_completed
 from globaltensor.algorithms.run import Run, looks_at_values
 from globaltensor.boxings.redistribute import Move, move_shards, redistribute
 from globaltensor.boxings.rows import RowExchange, row_exchange
@@ -25,7 +25,7 @@ from globaltensor.dispatch.execute import execute, view_shards
 from globaltensor.dispatch.op_errors import add_operands
 from globaltensor.dispatch.recipe import Decision, Recipe, static
 from globaltensor.layouts.global_like import GlobalLike, is_global
-from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, spec
+from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, completes, spec
 from globaltensor.layouts.recent import Recent
 from globaltensor.layouts.regions import Range
 from globaltensor.rules.call import Call, arguments
@@ -264,8 +264,13 @@ class _Run(Run):
         args, kwargs = call.full_arguments()
         return execute(self.cls, _by_rule(self.cls, call.func, tuple(args), kwargs), args, kwargs, remake)
 
-    def redistribute(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[GlobalLike]:
-        return redistribute(tensors, dsts, op)
+    def redistribute(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str, keep: bool = False
+                     ) -> list[GlobalLike]:
+        moved = redistribute(tensors, dsts, op)
+        for t, new in zip(tensors, moved):
+            if keep and completes(t.spec.layout, new.spec.layout):
+                keep_completed(t, new.spec, new.shards)
+        return moved
 
     def gather_regions(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[Shards]:
         return move_shards([Move(t.spec, t.shards, dst) for t, dst in zip(tensors, dsts)], op)

@@ -49,15 +49,16 @@ class Trace(Run):
             self.steps.append((func._schema.name, func._schema.overload_name, values, plain))
         return result
 
-    def redistribute(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[GlobalLike]:
-        moved = self._run.redistribute(tensors, dsts, op)
+    def redistribute(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str, keep: bool = False
+                     ) -> list[GlobalLike]:
+        moved = self._run.redistribute(tensors, dsts, op, keep)
         moves = [(self._register(t), native.find_boxing(t.spec, dst), new)
                  for t, dst, new in zip(tensors, dsts, moved) if new is not t]
         self._note([new for _, _, new in moves])
         if any(boxing is None for _, boxing, _ in moves):
             self.steps = None
         elif moves and self.steps is not None:
-            self.steps.append((op, [(register, boxing) for register, boxing, _ in moves]))
+            self.steps.append((op, [(register, boxing, keep) for register, boxing, _ in moves]))
         return moved
 
     def results(self, result: Any) -> list[list[int]]:
