@@ -186,7 +186,7 @@ def _bytes_of_updates(prices: VariantPrices, exact: list[UnitCost] | None, own: 
                 if shape.dp == 1:
                     gradient = gradient.along({"dp": broadcast})
                 gradients.append((one, gradient, part or lies, prices.times if part else 1))
-            if part is not None:
+            if part is not None and (zero == 3 or gradient is not None):         # who learns nothing stays as it is
                 gathers.append((one, part, lies, one.gathers * m if zero == 3 else 1))
         for moves in gradients, gathers:
             received: dict[int, int] = {}
