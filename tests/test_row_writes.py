@@ -86,3 +86,45 @@ def test_what_moves_are_the_values(name):
     with gt.record() as moves:
         WRITES[name](cache, n, k)
     assert sum(m.bytes for m in moves) <= ROW + 8 * 8, [(m.op, m.bytes) for m in moves]
+
+
+def masked(x, v, mask, dim):
+    """Rows taken and written by a mask, in every form."""
+    at, n = (slice(None),) * dim + (mask,), int(mask.sum())
+    doubled = x * 2
+    written, added = doubled.clone(), doubled.clone()
+    written[at] = v.narrow(dim, 0, n) * 3
+    added[at] += 1
+    put = torch.ops.aten.index_put(doubled, [*[None] * dim, mask], v.narrow(dim, 0, n), True)
+    return doubled[at], written, added, put
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("named", ["some", "none"])
+def test_a_mask_of_a_dim(named, dim):
+    draw = torch.Generator().manual_seed(dim)
+    x, v = (torch.randn(7, 5, 3, generator=draw) for _ in range(2))
+    mask = torch.randn(x.shape[dim], generator=draw) > (0 if named == "some" else 9)
+    plain = x.clone().requires_grad_(), v.clone().requires_grad_()
+    want = masked(*plain, mask, dim)
+    sum((t ** 2).sum() for t in want).backward()
+    for where, sbp in LAYOUTS:
+        for mask_sbp in (None, B, S(0)):
+            on = [gt.from_full(t, where, B).to_global(sbp=sbp).detach().requires_grad_() for t in (x, v)]
+            own = mask if mask_sbp is None else gt.from_full(mask, where, mask_sbp)
+            got = masked(*on, own, dim)
+            sum((t ** 2).sum() for t in got).backward()
+            for a, b in zip([*got, *(t.grad for t in on)], [*want, *(t.grad for t in plain)], strict=True):
+                torch.testing.assert_close(a.full_tensor(), b, msg=f"{sbp}, mask {mask_sbp}")
+
+
+def test_by_a_mask_its_rows_move_as_by_their_numbers():
+    where = gt.placement("cpu", [0, 1])
+    x = gt.randn(1024, 64, placement=where, sbp=S(0))
+    mask = gt.arange(1024, placement=where, sbp=S(0)) % 64 == 0
+    with gt.record() as moves:
+        by_mask, numbers = x[mask], mask.nonzero()[:, 0]
+    assert by_mask.sbp == x[numbers].sbp == (S(0),) and torch.equal(by_mask.full_tensor(), x[numbers].full_tensor())
+    assert sum(m.bytes for m in moves) <= 1024 + 1024 + 16 * 64 * 4 < x.numel() * 4 / 8
+    with pytest.raises(IndexError, match="shape of the mask"):
+        x[mask[:8]]

@@ -17,6 +17,7 @@ from globaltensor.algorithms import (
     halo,
     layer_norm,
     local_impls,
+    masks,
     pooling,
     random_ops,
     ring_attention,
@@ -238,8 +239,8 @@ lines("embedding", indices.embedded, local_impl=local_impls.own_embedding)
 lines("embedding_dense_backward", indices.embedded_backward)
 TABLE[custom_ops.embedding_backward] = Line(indices.embedded_backward_rows,
       local_impl=local_impls.own_embedding_backward)
-lines("index.Tensor", indices.indexed, local_impl=local_impls.own_index, decomposition=grouped_mm.take_rows,
-      applies=grouped_mm.gathers_rows)
+lines("index.Tensor", indices.indexed, local_impl=local_impls.own_index, decomposition=masks.take_named,
+      applies=masks.takes_named)
 lines("index_select", indices.index_selected, local_impl=local_impls.own_index_select,
       decomposition=grouped_mm.take_rows, applies=grouped_mm.gathers_rows)
 lines("gather", indices.gathered, local_impl=local_impls.own_gather)
@@ -251,8 +252,8 @@ lines("index_add", indices.index_written("a+B*c"), local_impl=local_impls.own_in
       decomposition=grouped_mm.add_rows, applies=grouped_mm.scatters_rows)
 lines("index_copy index_fill.int_Tensor", indices.index_written("a*B+B*c", index="k!"), local_impl=local_impls.own_rows)
 lines("index_fill.int_Scalar", indices.index_filled, local_impl=local_impls.own_rows)
-lines("index_put", indices.index_assigned, local_impl=local_impls.own_index_put, decomposition=grouped_mm.add_rows,
-      applies=grouped_mm.scatters_rows)
+lines("index_put", indices.index_assigned, local_impl=local_impls.own_index_put, decomposition=masks.write_named,
+      applies=masks.writes_named)
 
 # ------------------------------------------------------------------------------------------------- networks' own
 lines("native_layer_norm", layers.normalized("b* d*!, d*!, d*! -> b* d*!, b* o*!, b* o*!", "A*b+c;A;A"),
