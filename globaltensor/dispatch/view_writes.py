@@ -172,9 +172,9 @@ def _as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.view_as_complex(t)
     if t.dtype.itemsize == dtype.itemsize:
         return t.view(dtype)
-    raise InPlaceError(f"a write into a view of {t.dtype} as {dtype} that needs a boxing",
+    raise InPlaceError(f"a view of {t.dtype} as {dtype} that needs a boxing, written to or taken apart by strides",
                        "its elements are parts of, or several of, those of the tensor it was made from",
-                       "write into the tensor itself, or clone() the view first")
+                       "clone() the view first; to write, write into the tensor itself")
 
 
 def _base(view: Any) -> tuple[Any, _Position]:
