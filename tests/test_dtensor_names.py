@@ -12,7 +12,7 @@ import pickle
 
 import pytest
 import torch
-from harness import ROOT
+from harness import PROGRAMS, ROOT, RUN, environment, good
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 import globaltensor as gt
@@ -178,3 +178,11 @@ def test_functions_without_the_module_are_called_and_warn():
     assert model(x).placements == (Replicate(),)
     with pytest.raises(gt.ArgumentError, match="output_fn of 1 argument"):
         dtensor.distribute_module(model, mesh, None, None, lambda out: out)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("native", [pytest.param("0", marks=pytest.mark.long), "1"])
+def test_a_rank_outside_of_the_mesh_knows_the_shapes_of_parts(native):
+    """It has no part to tell them by: local_map gives it one of zeros, and from_local is told, or says so."""
+    out = good([*RUN, "-n", 3, PROGRAMS / "outside_mesh.py"], environment(GLOBALTENSOR_NATIVE=native))
+    assert out.count("outside:") == 1 and "leaves this rank out" in out, out

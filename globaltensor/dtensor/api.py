@@ -63,10 +63,15 @@ class DTensor(metaclass=_OnAMesh):
         run_check         compare the parts of all ranks of the world, and take the first rank's where they are to be
                           copies; in a process that drives several ranks it always does
         grad_placements   how the gradient lies whose part is the gradient of the part (default: as the tensor)
-        Raises ShapeError for a part that is cut neither as this library cuts `shape` nor as torch does.
+        Raises ShapeError for a part that is cut neither as this library cuts `shape` nor as torch does, and without
+        `shape` outside of the mesh for what `to_local` gives there, from which no shape follows.
         """
         expect(local_tensor, torch.Tensor, "from_local of no tensor", "DTensor.from_local(t, mesh, [Shard(0)])")
         device_mesh = mesh_or_current(device_mesh, "DTensor.from_local")
+        if shape is None and local_tensor.shape == (0,) and not local_ranks_of(device_mesh):
+            raise ShapeError(f"DTensor.from_local on rank {world().rank} of a part without elements",
+                             f"{device_mesh} leaves this rank out, so it cannot know how large the whole is",
+                             "DTensor.from_local(..., shape=x.shape), or local_map")
         dst = _layout_on_mesh(device_mesh, placements, local_tensor.dim())
         whole = tuple(shape) if shape is not None else tuple(
             n * dst.num_parts(d) for d, n in enumerate(local_tensor.shape))
@@ -200,8 +205,8 @@ def loss_parallel() -> Iterator[None]:
 def local_map(func: Callable[..., Any] | None = None, out_placements: Any = None, in_placements: Any = None,
               in_grad_placements: Any = None, device_mesh: DeviceMesh | None = None, *,
               redistribute_inputs: bool = False) -> Callable[..., Any]:
-    """A function of parts made one of whole tensors: it is called with each rank's own, and gives its own. Without
-    `func`, a decorator.
+    """A function of parts made one of whole tensors: it is called with each rank's own, and gives its own; outside of
+    the mesh with zeros like the first rank's, as shapes follow from what it gives. Without `func`, a decorator.
 
     out_placements, in_placements, in_grad_placements   for each result, argument, or gradient of one, its placements,
                                                         None where it is not a tensor; one for a function of one result
@@ -226,7 +231,7 @@ def local_map(func: Callable[..., Any] | None = None, out_placements: Any = None
                                             "redistribute_inputs=True, or x.redistribute(placements=...)")
                     x = to_layout(x, dst)
                 back = in_grad_placements[i] if in_grad_placements is not None else None
-                x = x.to_local(grad_placements=back)  # type: ignore[call-arg]  # learnt below
+                x = local_part(x, back, zeros=True)
             parts.append(x)
         out = func(*parts, **kwargs)
         several = isinstance(out, tuple)
@@ -243,36 +248,38 @@ def local_map(func: Callable[..., Any] | None = None, out_placements: Any = None
 
 
 @api_boundary
-def local_part(x: GlobalTensor, grad_placements: Placements | None = None) -> torch.Tensor:
-    """This rank's part, in its memory; without elements in a process outside the mesh. Its gradient lies as the part
-    does, unless `grad_placements` say otherwise; a pending sum's is whole on every rank."""
+def local_part(x: GlobalTensor, grad_placements: Placements | None = None, zeros: bool = False) -> torch.Tensor:
+    """This rank's part, in its memory; without elements in a process outside the mesh, or `zeros` like the first. Its
+    gradient lies as the part does, unless `grad_placements` say otherwise; a pending sum's is whole on every rank."""
     own = x.spec.layout
     if len(world().local_ranks) > 1:
         return to_local(x)                           # which refuses
     back = own.without_partials if grad_placements is None else _layout_on_mesh(own.placement, grad_placements, x.dim())
-    return PartOnMesh.apply(x, back)
+    return PartOnMesh.apply(x, back, zeros)
 
 
 class PartOnMesh(torch.autograd.Function):
     """The part of a tensor on a mesh. Its gradient is the part of the tensor's, in the layout `back`."""
 
     @staticmethod
-    def forward(ctx: Any, x: GlobalTensor, back: Layout) -> torch.Tensor:
+    def forward(ctx: Any, x: GlobalTensor, back: Layout, zeros: bool) -> torch.Tensor:
         ctx.back, ctx.of = back, x.spec.layout
         ctx.shape = tuple(x.shape)
-        part = x.shards.get(world().rank)
-        return x.new_tensor([]) if part is None else part.view_as(part)
+        if (part := x.shards.get(world().rank)) is not None:
+            return part.view_as(part)
+        shape = ctx.of.local_shape(ctx.shape, ctx.of.placement.flat[0]) if zeros else (0,)
+        return torch.zeros(shape, dtype=x.dtype, device=x.device)
 
     @staticmethod
     @api_boundary
-    def backward(ctx: Any, grad: Any) -> tuple[GlobalTensor, None]:
+    def backward(ctx: Any, grad: Any) -> tuple[GlobalTensor, None, None]:
         grad = plain_gradient(grad)
         if torch.is_grad_enabled() and grad.requires_grad:           # it is differentiated itself
             x = OwnPart.apply(grad, ctx.back, ctx.shape)
         else:
             shards = {r: grad.contiguous() for r in local_ranks_of(ctx.back.placement)}
             x = GlobalTensor.wrap(spec(ctx.back, ctx.shape, None, grad.dtype), shards)
-        return lineage.begin_lineage(x), None
+        return lineage.begin_lineage(x), None, None
 
 
 class OwnPart(torch.autograd.Function):
@@ -282,6 +289,7 @@ class OwnPart(torch.autograd.Function):
     def forward(ctx: Any, t: torch.Tensor, dst: Layout, shape: Shape, back: Layout | None = None) -> GlobalTensor:
         ctx.back, rank = back or dst.without_partials, world().rank
         inside = rank in dst.placement.coords
+        ctx.outside = None if inside else t.shape
         if inside and dst.local_shape(shape, rank) == t.shape:
             return GlobalTensor.wrap(spec(dst, shape, None, t.dtype), {rank: t.detach().contiguous()})
         if inside and _shape_by_torch(dst, shape, rank) != t.shape:
@@ -292,7 +300,8 @@ class OwnPart(torch.autograd.Function):
     @staticmethod
     @api_boundary
     def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None, None]:
-        return local_part(to_layout(grad, ctx.back)), None, None, None
+        part = local_part(to_layout(grad, ctx.back))
+        return part if ctx.outside is None else part.new_zeros(ctx.outside), None, None, None
 
 
 def _shape_by_torch(dst: Layout, shape: Shape, rank: int) -> Shape:
