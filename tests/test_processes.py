@@ -331,11 +331,16 @@ def test_ranks_that_mean_something_else_get_no_value(how, native):
         assert how == "swapped in a line" or rows[0][1] != rows[1][1], err
 
 
-def test_a_plain_tensor_of_two_layouts():
-    """The reason told is the layout where that differs, and the values where those do."""
-    for how, reason in (("layouts", "the ranks use a plain tensor differently"), ("values", "different plain tensors")):
-        for code, out, err in [one.end(45) for one in by_hand([PROGRAMS / "disagreements.py", how], 2)]:
-            assert code == 1 and "the value is" not in out and reason in err, err
+@pytest.mark.parametrize("how, reason, fix", [
+    ("layouts", "the ranks use a plain tensor differently", "the same arguments"),
+    ("values", "different plain tensors", "gt.data.from_ranks"),
+    ("models", "the ranks have different models\n.*rank 0: weight of a model on", r"torch\.manual_seed\(0\)"),
+    ("saves", "only some of the ranks save a checkpoint\n", r"gt\.save\(\.\.\.\) on every rank"),
+    ("creates", "the ranks disagree about what to do\n", "no global op under a condition")])
+def test_the_reason_follows_from_what_all_ranks_are_at(how, reason, fix):
+    for code, out, err in [one.end(45) for one in by_hand([PROGRAMS / "disagreements.py", how], 2)]:
+        assert code == 1 and "the value is" not in out and re.search(f"DisagreementError: .*{reason}", err), err
+        assert re.search(f"try: +{fix}", err), err
 
 
 def test_a_signal_handler_that_saves_while_its_rank_waits():

@@ -18,7 +18,7 @@ from globaltensor.layouts.layout import Layout
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, SbpLike, broadcast, split
 from globaltensor.parallel.pretrained import learn_save_pretrained
-from globaltensor.tensors.convert import from_full
+from globaltensor.tensors.convert import from_full_of_model
 from globaltensor.tensors.factories import empty
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.materialize import named_tensors, set_device_to_be
@@ -52,10 +52,10 @@ def to_global(module: M, placement: Placement, sbp: SbpLike | Callable[[str, Any
             if id(tensor) not in layouts:
                 layouts[id(tensor)] = resolve_layout(placement, _sbp_of(name, tensor, sbp, placement), tensor.dim())
         converted: dict[int, torch.Tensor] = {}
-        for _, owner, key, tensor, kind in tensors:
+        for name, owner, key, tensor, kind in tensors:
             if id(tensor) not in converted:          # tied ones are converted once, and stay tied
                 own = layouts[id(tensor)].sbp
-                converted[id(tensor)] = new = convert(tensor, partial(_place, placement, own))
+                converted[id(tensor)] = new = convert(tensor, partial(_place, name, placement, own))
                 if new.is_meta:
                     set_device_to_be(new, placement.type)
             getattr(owner, kind)[key] = converted[id(tensor)]
@@ -95,13 +95,13 @@ def check_module(module: Any, placement: Any, name: str) -> None:
     resolve_layout(placement, broadcast, 0)
 
 
-def _place(placement: Placement, sbp: Any, tensor: torch.Tensor) -> GlobalTensor:
+def _place(name: str, placement: Placement, sbp: Any, tensor: torch.Tensor) -> GlobalTensor:
     """A tensor that every process holds whole, or a global one, in this layout; one on the meta device stays there."""
     if tensor.is_meta:
         return empty(tensor.shape, placement=placement.of_type("meta"), sbp=sbp, dtype=tensor.dtype)
     if isinstance(tensor, GlobalTensor):
         return tensor.to_global(placement, sbp)
-    return from_full(tensor, placement, sbp)
+    return from_full_of_model(tensor, name, placement, sbp)
 
 
 def _by_axis(sbp: Mapping[str, Any], placement: Any) -> bool:

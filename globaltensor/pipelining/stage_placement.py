@@ -24,7 +24,7 @@ from globaltensor.layouts.sbp import broadcast
 from globaltensor.runtime.torch_internals import TensorBase
 from globaltensor.schedules.schedule import Schedule
 from globaltensor.tensors import backward, gradients
-from globaltensor.tensors.convert import from_full
+from globaltensor.tensors.convert import from_full_of_model
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.materialize import named_tensors
 from globaltensor.tensors.parameter_swap import check_convertible, convert, swapped_in, weights_made_again
@@ -120,9 +120,9 @@ class StageParameters:
         for name, _, _, tensor, _ in [row for module in stages for row in named_tensors(module)]:
             check_convertible(tensor, name)
         for stage, (module, where) in enumerate(zip(stages, placements)):
-            for _, owner, key, tensor, kind in list(named_tensors(module)):
+            for name, owner, key, tensor, kind in list(named_tensors(module)):
                 if id(tensor) not in moved:
-                    placed = _to_placement(tensor, where)
+                    placed = _to_placement(name, tensor, where)
                     moved[id(tensor)] = moved[id(placed)] = tensor, placed
                 placed = moved[id(tensor)][1]
                 getattr(owner, kind)[key] = placed
@@ -165,12 +165,12 @@ class StageParameters:
             yield
 
 
-def _to_placement(tensor: torch.Tensor, where: placement) -> Any:
+def _to_placement(name: str, tensor: torch.Tensor, where: placement) -> Any:
     """A parameter or buffer on a placement: a plain one is broadcast, a global one keeps its sbp."""
     if isinstance(tensor, GlobalTensor) and tensor.placement == where:
         return tensor
     return convert(tensor, lambda t: to_layout(t, _same_sbp(t, where)) if isinstance(t, GlobalTensor)
-                   else from_full(t, where, broadcast))
+                   else from_full_of_model(t, name, where, broadcast))
 
 
 def _same_sbp(tensor: GlobalTensor, where: placement) -> Layout:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ import torch
 
 from globaltensor.errors import DisagreementError, GlobalTensorError, TransportError, where
 from globaltensor.runtime.codec import decode_message, encode_message
+from globaltensor.runtime.deadlock import SAME_PROGRAM
 from globaltensor.runtime.exchange import AGREE, BROADCAST, GATHER, exchange
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import rank, world
@@ -49,6 +51,11 @@ _PLAIN = Advice("the ranks use different plain tensors", "a plain tensor counts 
                 "gt.from_local(batch, placement, gt.sbp.split(0)) for one batch, or gt.data.DataLoader")
 _PLAIN_FOR = Advice("the ranks use a plain tensor differently", "its values are the same on all of them, and they ask "
                     "for another shape, layout or number of micro-batches", "the same arguments on every rank")
+OF_A_MODEL = Advice("the ranks have different models", "each makes the same one: of the same random numbers, or the "
+                    "same file", "torch.manual_seed(0) on every rank, before the model is made")
+_OTHER_CALLS = Advice("the ranks disagree about what to do", "every rank runs the same program", SAME_PROGRAM)
+_INCOMPLETE = Advice("only some of the ranks save a checkpoint", "all ranks save it together, each its part",
+                     "gt.save(...) on every rank, not under `if gt.rank() == 0`")
 _OF_VALUES = ", of values with checksum "
 
 
@@ -65,10 +72,19 @@ def agree(what: str, ranks: Sequence[int] | None = None, advice: Advice = _CREAT
     if all(torch.equal(mine, other) for other in _all_gather(mine, dict.fromkeys(ranks, 2), what, AGREE)):
         return
     texts = gather_unchecked(f"{what}   at {where()}", what, ranks)
-    if advice is _PLAIN and len({text.partition(_OF_VALUES)[2][:8] for text in texts}) == 1:
-        advice = _PLAIN_FOR
+    advice = _advice_for(texts, advice)
     rows = "".join(f"\n    rank {r}: {text}" for r, text in zip(ranks, texts))
     raise DisagreementError(advice.what + rows, advice.why, advice.fix)
+
+
+def _advice_for(texts: Sequence[str], advice: Advice) -> Advice:
+    """What to say of what all ranks are at; `advice` is for where all are at one call, so the same on all of them."""
+    calls = {re.split(r"   at |\(| on |: |\[| \d", text)[0] for text in texts}
+    if len(calls) > 1:
+        return _INCOMPLETE if "saving a checkpoint" in calls else _OTHER_CALLS
+    if advice in (_PLAIN, OF_A_MODEL) and len({text.partition(_OF_VALUES)[2][:8] for text in texts}) == 1:
+        return _PLAIN_FOR
+    return advice
 
 
 def gather_unchecked(value: object, what: str, ranks: Sequence[int] | None = None) -> list[Any]:
@@ -139,10 +155,10 @@ def _size_of_message(size: torch.Tensor, sender: int) -> int:
     return int(size)
 
 
-def agree_on(t: torch.Tensor, what: str, ranks: Sequence[int] | None = None) -> None:
+def agree_on(t: torch.Tensor, what: str, ranks: Sequence[int] | None = None, advice: Advice = _PLAIN) -> None:
     """Check that the processes of these ranks (default: all) hold the same tensor `t`."""
     if not world().single_process:
-        agree(f"{what}: {list(t.shape)}, {t.dtype}{_OF_VALUES}{checksum(t):08x}", ranks, _PLAIN)
+        agree(f"{what}: {list(t.shape)}, {t.dtype}{_OF_VALUES}{checksum(t):08x}", ranks, advice)
 
 
 _uses: dict[tuple[int, ...], dict[str, int]] = {}    # by ranks and key, without native code

@@ -14,7 +14,7 @@ from globaltensor.layouts.rank_regions import rank_regions
 from globaltensor.layouts.regions import Range
 from globaltensor.layouts.sbp import NdSbp, SbpLike, broadcast, nd_sbp
 from globaltensor.runtime import custom_ops, lineage
-from globaltensor.runtime.agreement import agree_on, checksum, gather_objects
+from globaltensor.runtime.agreement import OF_A_MODEL, Advice, agree_on, checksum, gather_objects
 from globaltensor.runtime.codec import message
 from globaltensor.runtime.memory import missing, require
 from globaltensor.runtime.torch_internals import break_graph, compiling, innermost, modes_active
@@ -35,11 +35,21 @@ def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTens
     Raises SbpError for an sbp that does not fit, DisagreementError on every rank where `t` is not the same everywhere.
     """
     expect(t, torch.Tensor, "from_full of no tensor", "gt.from_full(torch.tensor(...), placement, sbp)")
+    return _whole_alike(t, placement, sbp)
+
+
+def from_full_of_model(t: torch.Tensor, name: str, placement: Placement, sbp: SbpLike) -> GlobalTensor:
+    """The same of a model's parameter or buffer of this name, which errors tell."""
+    return _whole_alike(t, placement, sbp, f"{name or 'a tensor'} of a model", OF_A_MODEL)
+
+
+def _whole_alike(t: torch.Tensor, placement: Placement, sbp: SbpLike, name: str = "from_full",
+                 *advice: Advice) -> GlobalTensor:
     dst = resolve_layout(placement, sbp, t.dim())
     if compiling():                                  # no values to compare
         return FromFull.of(t, dst)
-    require(innermost(t), f"from_full on {dst}")
-    agree_on(innermost(t), f"from_full on {dst}")
+    require(innermost(t), f"{name} on {dst}")
+    agree_on(innermost(t), f"{name} on {dst}", None, *advice)
     return lineage.begin_lineage(FromFull.of(t, dst))
 
 

@@ -44,6 +44,15 @@ def result():
         return gt.from_full(torch.ones(4, 4), where, S(int(odd)))
     if how == "values":
         return gt.from_full(torch.ones(4, 4) + odd, where, S(0))
+    if how == "models":                              # made without a seed
+        torch.manual_seed(gt.rank())
+        return gt.parallelize(torch.nn.Linear(4, 3), where).weight
+    if how == "saves" and odd:                       # nothing is written
+        gt.save({"x": x}, "/nonexistent/checkpoint")
+    if how == "creates" and odd:
+        return gt.zeros(4, 4, placement=where, sbp=S(0))
+    if how in ("saves", "creates"):
+        return gt.from_full(torch.ones(4, 4), where, S(0))
     raise AssertionError(how)
 
 
