@@ -82,6 +82,7 @@ PROGRAMS = {
     "einsum": lambda x, on: torch.einsum("...i,ij->...j", x.cos(), on.place(V)),
     "lookup": lambda x, on: F.embedding(on.place(INDEX), on.place(V) * x.sum()).sin(),
     "pointwise": lambda x, on: F.softsign(x) + x ** 3 + x.abs(),
+    "results that are saved": lambda x, on: (x.tanh().relu() + x.sigmoid().exp()).softmax(-1).sqrt() * x.sin().tanh(),
     "norm": lambda x, on: F.layer_norm(x, (4,)) * torch.linalg.vector_norm(x, dim=-1, keepdim=True),
 }
 
@@ -132,6 +133,7 @@ KINDS = {
     "vmap": lambda program, x, on: vmap(lambda row: program(row, on))(x),
     "vmap of grad": lambda program, x, on: vmap(grad(scalar(program, on)))(x),
     "product with the hessian": lambda program, x, on: jvp(grad(scalar(program, on)), (x,), (x.cos(),))[1],
+    "make_fx of backward": lambda program, x, on: make_fx(lambda x: backward(program, x, on))(x * 2)(x),
     "make_fx of grad": lambda program, x, on: make_fx(grad(scalar(program, on)))(x * 2)(x),
 }
 WHOLE = {

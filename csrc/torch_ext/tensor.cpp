@@ -6,6 +6,8 @@
 #include "recipe.h"
 
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
@@ -270,13 +272,24 @@ void GlobalImpl::take_spec(const Spec* other) {
   forget_completed();
 }
 
+// Autograd keeps the result of an op by such a copy. A mode sees it as the op `detach`, as with torch's own tensors: a
+// tracer that did not would take the value it traces with for a constant.
+GlobalImpl::Pointer GlobalImpl::copied_by_mode() const {
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  const int64_t modes = Modes::stack_len();
+  if (modes == 0 || c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) return {};
+  return Modes::get_stack_at(modes - 1)->pyinterpreter()->detach(this);
+}
+
 GlobalImpl::Pointer GlobalImpl::shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const {
-  at::Tensor copy = alias();
-  auto* impl = global(copy);
-  impl->key_set_ = key_set_;                         // the copy is a tensor of inference mode where this one is
-  if (!impl->is_inference()) impl->set_version_counter(version);
-  impl->set_allow_tensor_metadata_change(allow);
-  return copy.getIntrusivePtr();
+  Pointer copy = copied_by_mode();
+  if (!copy) {
+    copy = alias().getIntrusivePtr();
+    static_cast<GlobalImpl&>(*copy).key_set_ = key_set_;   // of inference mode where this one is
+  }
+  if (!copy->is_inference()) copy->set_version_counter(version);
+  copy->set_allow_tensor_metadata_change(allow);
+  return copy;
 }
 
 GlobalImpl::Pointer GlobalImpl::shallow_copy_and_detach(c10::VariableVersion&& version, bool allow) const {

@@ -85,6 +85,7 @@ struct GlobalImpl final : c10::TensorImpl {
 
  private:
   Shards read_view();
+  Pointer copied_by_mode() const;      // none where no mode is active
   void await_shards();
   void lie_as(const Spec* other);      // sizes, strides and lazy bits
 
