@@ -156,6 +156,41 @@ def test_tails(n, batch, tail, want):
     assert list(sampler) == want and len(sampler) == len(want)
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_may_grow_and_shrink_between_epochs(shuffle, workers):
+    """Each epoch has the samples that torch's own loader finds, and a state goes on from any of them."""
+    values = [torch.tensor([float(i)]) for i in range(4)]
+
+    def load():
+        return DataLoader(values, 3, place([0, 1]), S(0), shuffle=shuffle, num_workers=workers)
+
+    def epoch(loader):
+        return [gather(batch).flatten().tolist() for batch in loader]
+
+    ours, torchs = load(), torch.utils.data.DataLoader(values, 3)
+    for change in (lambda: None, lambda: values.extend(torch.arange(4.0, 9).split(1)), lambda: values.__delitem__(
+            slice(2, None)), values.clear, lambda: values.extend(torch.arange(5.0).split(1))):
+        change()
+        assert len(ours) == len(torchs)
+        again = load()
+        again.load_state_dict(ours.state_dict())
+        got = epoch(ours)
+        assert sorted(sum(got, [])) == sorted(x for batch in torchs for x in batch.flatten().tolist())
+        assert epoch(again) == got and len(got) == len(torchs)
+    next(iter(ours))                                 # broken off
+    values += torch.arange(5.0, 7).split(1)
+    assert len(sum(epoch(ours), [])) == 7
+    next(iter(ours))
+    state = ours.state_dict()
+    ours.load_state_dict(state)
+    values.pop()
+    with pytest.raises(gt.GlobalTensorError, match="6 samples that had 7"):
+        iter(ours)
+    ours.set_epoch(9)
+    assert len(sum(epoch(ours), [])) == 6
+
+
 def test_epochs_follow_each_other():
     """One that was gone through is followed by the next, one that was broken off is begun again."""
     sampler = Sampler(5, 2, shuffle=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import PROGRAMS, PYTHON, RUN, environment, good, results
 from shards import gather, place
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import globaltensor as gt
 from globaltensor.errors import GlobalTensorError, SbpError, ShapeError
@@ -73,6 +73,23 @@ def test_len_is_that_of_the_longest():
     assert len(gt.data.from_ranks(lambda r: DataLoader(data, 2 + r), where)) == 5
     with pytest.raises(TypeError, match="len"):
         len(gt.data.from_ranks(lambda r: iter([]), where))
+
+
+class Stream(IterableDataset):
+    """Rows of ones, of a number that nobody is told."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        yield from torch.ones(self.n, 3)
+
+
+def test_loaders_of_streams():
+    batches = gt.data.from_ranks(lambda r: DataLoader(Stream(4 + 3 * r), 2), place([0, 1]))
+    assert [tuple(x.shape) for x in batches] == [(4, 3), (4, 3), (2, 3), (1, 3)]
+    with pytest.raises(TypeError, match="len"):
+        len(batches)
 
 
 MISTAKES = {

@@ -59,7 +59,8 @@ class _Requests:
 class DataLoader:
     """Iterates over a dataset in batches of global tensors.
 
-    dataset      map-style: `dataset[i]` and `len(dataset)`; the same in every process
+    dataset      map-style: `dataset[i]` and `len(dataset)`; the same in every process. It may grow or shrink between
+                 epochs, if no `sampler` is given; a state is loaded when it is as long as it was when that was saved
     batch_size   of the global batch, whatever the number of ranks
     placement    of the batches
     sbp          of the batches: split(0) along axes that divide the batch, broadcast along others; split(1), ... along
@@ -100,6 +101,7 @@ class DataLoader:
                  worker_init_fn: Callable[[int], None] | None = None, multiprocessing_context: Any = None,
                  generator: torch.Generator | None = None, check: bool = True) -> None:
         _check_dataset(dataset)
+        self._own_sampler = sampler is None
         if not isinstance(num_workers, int) or num_workers < 0:
             raise ArgumentError(f"num_workers={num_workers!r}", "it is how many processes load the samples of a rank",
                                 "num_workers=2; 0: none")
@@ -125,11 +127,16 @@ class DataLoader:
             prefetch_factor=prefetch_factor, persistent_workers=persistent_workers)
 
     def __len__(self) -> int:
-        """Batches in a whole epoch."""
-        return len(self.sampler)
+        """Batches in a whole epoch; where the dataset has grown or shrunk, in the next one."""
+        return self.sampler.count_batches(self._samples())
+
+    def _samples(self) -> int:
+        """How many samples an epoch that begins now has."""
+        return len(self.dataset) if self._own_sampler else self.sampler.n
 
     @api_boundary
     def __iter__(self) -> Iterator[Any]:
+        self.sampler.resize(self._samples())
         batches = self.sampler.batches()
         state, s = self.sampler.state_dict(), self.sampler
         agree(f"DataLoader of {s.n} samples from {state}, batch_size={s.batch_size}, shuffle={s.shuffle}, "
@@ -152,11 +159,14 @@ class DataLoader:
 
     def state_dict(self) -> dict[str, int]:
         """How many samples were yielded, including those of earlier epochs: {"consumed": int}."""
+        if self.sampler.between_epochs:
+            self.sampler.resize(self._samples())
         return self.sampler.state_dict()
 
     @api_boundary
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after so many samples, possibly on other ranks and with another batch size."""
+        self.sampler.n = self._samples()
         self.sampler.load_state_dict(state)
 
     @api_boundary

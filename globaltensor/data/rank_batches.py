@@ -16,7 +16,7 @@ batch the processes tell each other the places, shapes and dtypes of its tensors
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -86,7 +86,7 @@ class RankBatches(Generic[T]):
         self._heads = {*heads_of(layout).values()}
         self._text = f"gt.data.from_ranks on {layout}"
         self._loaders = self._own_loaders(loader)
-        sizes = [len(own) if isinstance(own, Sized) else None for own in self._loaders.values()]
+        sizes = [_length(own) for own in self._loaders.values()]
         self._sizes = [n for process in gather_objects(sizes, self._text) for n in process]
 
     def _own_loaders(self, loader: Iterable[T] | Callable[[int], Iterable[T]]) -> dict[int, Iterable[T]]:
@@ -166,6 +166,14 @@ class RankBatches(Generic[T]):
         rows = torch.empty(none.shape, dtype=none.dtype, device="cpu")
         mine = {r: tensors[r][path].detach() if r in tensors else rows for r in self._loaders}
         return join_rows(mine, parts, self.placement, self.sbp, f"{self._text}, the tensor at {path or 'its top'}")
+
+
+def _length(loader: Any) -> int | None:
+    """Its batches; None where it cannot tell. torch's DataLoader of a stream has a `__len__` that raises TypeError."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _common_structure(notes: Mapping[int, RankNote]) -> tuple[int, dict[str, PartInfo]]:

@@ -77,8 +77,30 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         if not (self._resume and epoch == self._epoch):
             self._epoch, self._position, self._resume = epoch, 0, False
 
+    @property
+    def between_epochs(self) -> bool:
+        """Is no epoch begun that is not over?"""
+        return self._position in (0, self.n)
+
+    @api_boundary
+    def resize(self, n: int) -> None:
+        """Between iterations: the epochs that follow have n samples. An epoch that was broken off starts again.
+
+        Raises GlobalTensorError where it would go on in the middle, as its position was loaded.
+        """
+        if n == self.n:
+            return
+        if self._resume and not self.between_epochs:
+            raise GlobalTensorError(f"a dataset of {n} samples that had {self.n} when a position in it was loaded",
+                                    "the position is one among the samples of that epoch",
+                                    "load the state once the dataset is as it was, or begin an epoch: "
+                                    f"set_epoch({self._epoch + 1})")
+        if self.n and self._position == self.n:      # that epoch is over
+            self._epoch, self._position = self._epoch + 1, 0
+        self.n = n
+
     def state_dict(self) -> dict[str, int]:
-        """How many samples were yielded, including those of earlier epochs."""
+        """How many samples were yielded, including those of earlier epochs, which count as if of the same size."""
         return {"consumed": self._epoch * self.n + self._position}
 
     @api_boundary
@@ -96,7 +118,12 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Batches in a whole epoch."""
-        return self._count(0)
+        return self.count_batches(self.n)
+
+    def count_batches(self, samples: int) -> int:
+        """Batches of so many samples that follow each other."""
+        full, rest = divmod(samples, self.batch_size)
+        return full + (rest > 0 and self.tail != "drop")
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self.batches():
@@ -115,7 +142,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
             done = self.n > 0 and self._position == self.n
             self._epoch, self._position = self._epoch + done, 0
         self._resume = False
-        epoch, start, count = self._epoch, self._position, self._count(self._position)
+        epoch, start, count = self._epoch, self._position, self.count_batches(self.n - self._position)
         order = self.order(epoch)
         if len(order) != self.n:
             raise GlobalTensorError(f"an order of {len(order)} indices in a sampler of {self.n} samples",
@@ -127,11 +154,6 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     def yielded(self, batch: Batch) -> None:
         """This batch has reached the user: state_dict() is now the state after it."""
         self._epoch, self._position = batch.epoch, batch.stop
-
-    def _count(self, start: int) -> int:
-        """Batches from a position to the end of the epoch."""
-        full, rest = divmod(self.n - start, self.batch_size)
-        return full + (rest > 0 and self.tail != "drop")
 
     def _cut(self, order: Any, epoch: int, start: int, count: int) -> Iterator[Batch]:
         for k in range(count):
