@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import globaltensor as gt
+from tests.harness import PROGRAMS as FOLDER, RUN, good
 
 B, P, S = gt.sbp.broadcast, gt.sbp.partial_sum, gt.sbp.split
 WHERE = gt.placement("cpu", [0, 1, 2])
@@ -105,3 +106,7 @@ def test_a_plain_module_is_trained_on_global_inputs(kind, foreach):
     for got, want in zip(models[0].parameters(), models[1].parameters()):
         assert not isinstance(got, gt.GlobalTensor)
         torch.testing.assert_close(got, want)
+
+
+def test_processes_that_hold_no_part_write_the_same():
+    good([*RUN, "-n", 3, FOLDER / "plain_writes.py"])

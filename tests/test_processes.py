@@ -168,7 +168,7 @@ def test_mistakes_are_told_on_every_rank_and_at_once(tmp_path):
     assert sorted(told) == [0, 1, 2, 3]
     shapes = ("a longer part", "another width", "another number of dims", "another dtype")
     kinds = {"no such dim": "SbpError", "mixed placements": "MixedPlacementError", "forbidden boxing": "BoxingError",
-             "into a plain tensor": "InPlaceError",
+             "into a plain tensor too": "InPlaceError",
              **dict.fromkeys(shapes, "ShapeError")}
     for rank, said in told.items():
         assert said.pop("and goes on") == 6.0

@@ -53,12 +53,12 @@ def value_spec(of: Spec) -> Spec:
 
 
 def check_writable(t: Any, func: OpOverload, name: str) -> None:
-    """Raise InPlaceError for an operand that cannot take what an op writes: a plain tensor, in a world where some
-    processes hold no part of the value (see dispatch/plain_writes.py), or beside global ones that are written too."""
+    """Raise InPlaceError for an operand that cannot take what an op writes: a plain tensor beside global ones that
+    are written too, or in a stage of a pipeline on processes that do not know the value (dispatch/plain_writes.py)."""
     if not is_global(t):
         raise InPlaceError(f"{func} would write a global value into a plain tensor ({name})",
-                           "other operands that it writes are global, or processes outside the placement do not "
-                           "know the value",
+                           "other operands that it writes are global, or processes of this stage of a pipeline do "
+                           "not know the value",
                            "x.full_tensor() for a plain operand")
 
 

@@ -1,8 +1,9 @@
 """Writes of global values into plain tensors: `total += loss`, the state of an optimizer of plain parameters.
 
 A plain tensor counts as broadcast, so it can take a value that every process knows whole: operands are boxed to that,
-and the op is done once per process, on plain tensors. Where some process holds no part of the operands, it could not
-write what the others write: an InPlaceError.
+and the op is done once per process, on plain tensors. Processes outside the placement get the value too, as
+`x.full_tensor()` gives it to them: torch's own code makes plain tensors for global values (`pad_sequence`, `vander`).
+A stage of a pipeline runs on its own processes alone, and these alone have its plain tensors.
 """
 from __future__ import annotations
 
@@ -10,27 +11,37 @@ from typing import Any
 
 import torch
 
+from globaltensor.algorithms.aliasing import check_writable
 from globaltensor.algorithms.run import Run
-from globaltensor.layouts.global_like import is_global
+from globaltensor.layouts.global_like import GlobalLike, is_global
+from globaltensor.layouts.layout import Layout, replicated
+from globaltensor.layouts.placement import placement
 from globaltensor.rules.call import Call, written
+from globaltensor.runtime.agreement import ranks_apart
 from globaltensor.runtime.world import world
 
 
 def writes_plain(call: Call) -> bool:
-    """Does the op write elements of plain tensors only, on processes that all know the values? (`set_` and others
-    change which memory a tensor has.)"""
+    """Does the op write elements of plain tensors only? (`set_` and others change which memory a tensor has.)"""
     targets = written(call) if torch.Tag.inplace_view not in call.func.tags else []
-    if not targets or any(map(is_global, targets)):
-        return False
-    held = {rank for t in call.tensors if is_global(t) for rank in t.spec.placement.flat}
-    return world().single_process or len(held) == world().size
+    return bool(targets) and not any(map(is_global, targets))
+
+
+def _known_whole(t: GlobalLike) -> Layout:
+    """Where every process that does the op has the whole value."""
+    own, everybody = t.spec.placement, range(world().size)
+    if world().single_process or ranks_apart() or {*own.flat} == {*everybody}:
+        return t.spec.layout.replicated
+    return replicated(placement(own.type, everybody))
 
 
 def write_whole(call: Call, run: Run) -> Any:
     """The op on whole values."""
     op = str(call.func)
     operands = [t for t in call.tensors if is_global(t)]
-    boxed = run.redistribute(operands, [t.spec.layout.replicated for t in operands], op)
+    boxed = run.redistribute(operands, [_known_whole(t) for t in operands], op)
+    if not all(t.shards for t in boxed):             # of other processes than those of the stage
+        check_writable(written(call)[0], call.func, "its target")
     whole = {id(t): next(iter(value.shards.values())) for t, value in zip(operands, boxed)}
     args, kwargs = call.arguments_with([whole.get(id(t), t) for t in call.tensors])
     return call.func(*args, **kwargs)

@@ -36,6 +36,11 @@ def uncoordinated() -> Iterator[None]:
         _uncoordinated = before
 
 
+def ranks_apart() -> bool:
+    """Do the processes do different things now?"""
+    return _uncoordinated
+
+
 class Advice(NamedTuple):
     """What an error says where ranks disagree."""
 

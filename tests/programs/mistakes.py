@@ -67,7 +67,8 @@ MISTAKES = {
     "targets of its own": targets_of_its_own,
     "an index of its own": lambda: gt.zeros(4, 5, placement=where, sbp=B)[torch.tensor([me])],
     "another plain operand of two ranks": lambda: gt.zeros(4, placement=part, sbp=S(0)) * torch.full((4,), float(me)),
-    "into a plain tensor": lambda: torch.ones(4).add_(gt.ones(4, placement=part, sbp=B)),
+    "into a plain tensor too": lambda: torch._foreach_add_(
+        [torch.ones(4), gt.ones(4, placement=part, sbp=B)], [gt.ones(4, placement=part, sbp=B)] * 2),
     "mixed placements": mixed,
     "forbidden boxing": forbidden,
 }
