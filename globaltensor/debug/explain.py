@@ -119,8 +119,9 @@ class _Seeing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        asked_for = func in LINEAR_MAPS              # whose boxings have rows of their own
-        if asked_for or not any(type(t) is GlobalTensor for t in tree_leaves((args, kwargs))):
+        # a boxing that was asked for has a row of its own; autograd detaches what it saves, which does nothing to it
+        without_row = func in LINEAR_MAPS or func is torch.ops.aten.detach.default
+        if without_row or not any(type(t) is GlobalTensor for t in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         self.between()
         decision = decide(GlobalTensor, func, args, kwargs)
