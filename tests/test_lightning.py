@@ -101,6 +101,14 @@ def test_zero_and_a_module_that_is_global_by_then(tmp_path):
         torch.testing.assert_close(module.layer.weight.detach().full_tensor(), plain)
 
 
+def test_metrics_of_the_module_do_not_add_up_over_ranks(tmp_path):
+    metrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed: pip install torchmetrics")
+    module = Line()
+    module.seen = metrics.SumMetric()
+    trainer(tmp_path, strategy(WHERE)).fit(module, torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=4))
+    assert module.seen.distributed_available_fn() is False
+
+
 @pytest.mark.parametrize("options, message", [
     (dict(devices=4), r"devices=4(.|\n)*Trainer\(devices=1\)"), (dict(num_nodes=2), "num_nodes=2")])
 def test_what_a_strategy_cannot_do_says_what_to_type(options, message, tmp_path):

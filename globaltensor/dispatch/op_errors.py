@@ -26,7 +26,8 @@ def refuse_collectives(func: OpOverload) -> None:
             "a collective combines what each rank has for itself, and a global tensor is one value on all ranks; its "
             "sums are made where the value is asked for",
             "x.item() or x.full_tensor() for the value, x.to_global(sbp=...) for another layout, x.to_local() for this "
-            "rank's part; for a model gt.parallelize and gt.zero, without DistributedDataParallel or fully_shard")
+            "rank's part; for a model gt.parallelize and gt.zero, without DistributedDataParallel or fully_shard; for "
+            "a library that combines ranks by itself its own switch, such as torchmetrics' sync_on_compute=False")
 
 
 def refuse_wrapping(parameter: Any) -> NoReturn:

@@ -30,6 +30,10 @@ from globaltensor.tracebacks import api_boundary
 from globaltensor.trainers.one_program import placement_of, to_batch, to_plain
 
 
+def _never() -> bool:
+    return False
+
+
 class GlobalTensorStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # it is Any to mypy
     """Ranks of a placement as if they were one device.
 
@@ -89,6 +93,9 @@ class GlobalTensorStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # it is
         if not any(isinstance(p, GlobalTensor) for p in module.parameters()) and self.where is not None:
             parallelize(module, self.where, self.plan)
         self.where = placement_of(module)
+        for metric in module.modules():              # torchmetrics' would add up what every rank has whole
+            if hasattr(metric, "distributed_available_fn"):
+                metric.distributed_available_fn = _never
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The batch, which every process has read whole, made global."""
