@@ -20,7 +20,7 @@ from globaltensor.errors import OutOfRangeError
 from globaltensor.layouts.layout import Layout, Shape, dense
 from globaltensor.layouts.regions import Range, Region
 from globaltensor.runtime import custom_ops
-from globaltensor.runtime.dtypes import SIGNED
+from globaltensor.runtime.dtypes import SIGNED, highest_value, lowest_value
 from globaltensor.runtime.graph_effects import call_effect
 from globaltensor.runtime.torch_internals import OpOverload, assert_async, is_of_a_trace, order_effects
 
@@ -106,16 +106,6 @@ def lstm_layer_backward(recipe: LocalRecipe, rank: int, args: list[Any], kwargs:
             workspace = aten.mkldnn_rnn_layer.default(*operands[:7], reverse, sizes, mode, hidden, layers, biases,
                                                       both_ways, batch_first, train)[3]
     return recipe.func(*args[:-1], workspace, **kwargs)
-
-
-def lowest_value(dtype: torch.dtype) -> float | int:
-    """The value that no other is below."""
-    return -torch.inf if dtype.is_floating_point else 0 if dtype == torch.bool else torch.iinfo(dtype).min
-
-
-def highest_value(dtype: torch.dtype) -> float | int:
-    """The value that no other is above."""
-    return torch.inf if dtype.is_floating_point else 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 # ------------------------------------------------------------------------------------- indices into a rank's own part

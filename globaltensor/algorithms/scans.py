@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from globaltensor.algorithms.decompositions import reduces_split
-from globaltensor.algorithms.local_impls import highest_value, lowest_value
 from globaltensor.algorithms.run import Decomposition, Run
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Layout, Shards, spec
 from globaltensor.layouts.sbp import broadcast, split
 from globaltensor.rules.call import Call
 from globaltensor.rules.families import dims_of
+from globaltensor.runtime.dtypes import highest_value, lowest_value
 
 
 def _split_axes(x: GlobalLike, dim: int) -> list[int]:

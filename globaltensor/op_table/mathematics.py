@@ -14,7 +14,7 @@ __all__ = ["TABLE"]                                  # filled by the lines below
 aten = torch.ops.aten
 
 # ---------------------------------------------------------------------------------------------- special functions
-lines("digamma polygamma lgamma mvlgamma i0 special_i0e special_i1 special_i1e special_entr special_erfcx "
+lines("digamma polygamma lgamma i0 special_i0e special_i1 special_i1e special_entr special_erfcx "
       "special_log_ndtr special_ndtri special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 "
       "special_bessel_y1 special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 "
       "special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
@@ -36,7 +36,7 @@ lines("_linalg_solve_ex", solved, decomposition=strided_memory.factored_by_colum
       applies=strided_memory.lies_otherwise)
 lines("linalg_solve_triangular", solved_triangular)
 lines("linalg_cholesky_ex linalg_inv_ex", fixed("b* m! n! -> b* m! n!, b*"))
-lines("cholesky cholesky_inverse linalg_matrix_exp", fixed("b* m! n! -> b* m! n!"))
+lines("linalg_matrix_exp", fixed("b* m! n! -> b* m! n!"))
 # of no matrices the kernel gives other strides
 lines("linalg_eig", fixed("b* m! n! -> b* m!, b* m! n!", nonempty="b*"))
 lines("_linalg_eigh", factors("b* m!, b* m! n!", "b* m!, v!", lambda call: call["compute_v"]))

@@ -1,4 +1,4 @@
-"""The dtype that sums are accumulated in, and that of unsigned numbers with which torch does not reckon."""
+"""Of dtypes: what sums are accumulated in, the signed one of unsigned numbers, the least and the greatest value."""
 from __future__ import annotations
 
 import torch
@@ -13,3 +13,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype.itemsize > 2 * (1 + dtype.is_complex):
         return dtype
     return torch.complex64 if dtype.is_complex else torch.float32 if dtype.is_floating_point else dtype
+
+
+def lowest_value(dtype: torch.dtype) -> float | int:
+    """The value that no other is below."""
+    return -torch.inf if dtype.is_floating_point else 0 if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def highest_value(dtype: torch.dtype) -> float | int:
+    """The value that no other is above."""
+    return torch.inf if dtype.is_floating_point else 1 if dtype == torch.bool else torch.iinfo(dtype).max

@@ -379,9 +379,8 @@ _aten = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericWrapper")
 _aten.impl("one_hot", value_reads.one_hot)
 _aten.impl("fill_diagonal_", value_reads.fill_diagonal)
 _aten.impl("tensor_split.tensor_indices_or_sections", value_reads.tensor_split)
-for _func in READS_MEMORY + LOSES_OUT:
-    _aten.impl(_func.name(), partial(arrive, GlobalTensor, _func))
-for _func, _kernel in recurrent.KERNELS.items():
+_kernels = {func: partial(arrive, GlobalTensor, func) for func in READS_MEMORY + LOSES_OUT} | recurrent.KERNELS
+for _func, _kernel in _kernels.items():
     _aten.impl(_func.name(), _kernel)
 flex_attention.take_flex_attention()
 
