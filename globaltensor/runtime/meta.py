@@ -48,7 +48,7 @@ POINTWISE = {f"aten::{name}" for name in (
     "masked_fill_.Scalar", "masked_fill_.Tensor", "complex", "polar", "hardswish", "hardswish_backward",
     "hardtanh_backward", "log_sigmoid_forward", "log_sigmoid_backward", "rrelu_with_noise_backward",
     "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "soft_margin_loss_backward",
-    "binary_cross_entropy_backward")}
+    "binary_cross_entropy_backward", "mish_backward")}
 # Their strides come out right only if Python is asked for all that their Python calls.
 PYTHON_ONLY = {f"aten::{name}" for name in ("grid_sampler_2d", "grid_sampler_3d", "rrelu_with_noise")}
 
