@@ -27,7 +27,6 @@ from globaltensor.runtime.torch_internals import (
     UntracedMode,
     call_kernel,
     has_kernel,
-    is_composite,
     python_meta,
     tree_leaves,
     tree_map_only,
@@ -38,6 +37,7 @@ _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 Method = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]
 
 STRUCTURED, COMPOSITE = "CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd"     # torch's names
+IMPLICIT = "CompositeImplicitAutograd"               # by which an op with kernels of its own may be made of others, too
 
 # Their C++ functions call nothing but ops. Of others torch does not tell whether they read values.
 COMPOSED = {f"aten::{name}" for name in (
@@ -48,7 +48,7 @@ POINTWISE = {f"aten::{name}" for name in (
     "masked_fill_.Scalar", "masked_fill_.Tensor", "complex", "polar", "hardswish", "hardswish_backward",
     "hardtanh_backward", "log_sigmoid_forward", "log_sigmoid_backward", "rrelu_with_noise_backward",
     "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "soft_margin_loss_backward",
-    "binary_cross_entropy_backward", "mish_backward")}
+    "binary_cross_entropy_backward")}
 # Their strides come out right only if Python is asked for all that their Python calls.
 PYTHON_ONLY = {f"aten::{name}" for name in ("grid_sampler_2d", "grid_sampler_3d", "rrelu_with_noise")}
 
@@ -93,7 +93,7 @@ def _method_of(func: OpOverload) -> Method:
         return _as_another
     if has_kernel(func, STRUCTURED):
         return _structured
-    if is_composite(func):
+    if has_kernel(func, IMPLICIT):
         return _by_decomposition
     if func.namespace in ("aten", "globaltensor") and has_kernel(func, COMPOSITE) and not func.is_view and (
             func.name() in COMPOSED or not has_kernel(func, "Meta")):
@@ -116,7 +116,7 @@ def _structured(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 def _by_decomposition(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     with Asking():
-        return call_kernel(func, "CompositeImplicitAutograd", args, kwargs)
+        return call_kernel(func, IMPLICIT, args, kwargs)
 
 
 def _composed(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
