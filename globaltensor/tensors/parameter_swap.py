@@ -116,4 +116,7 @@ def _become(parameter: nn.Parameter, value: Tensor) -> None:
     attributes = user_attributes(parameter)          # which swap_tensors would leave with the other object
     torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
     parameter.__dict__.update(attributes)
+    if isinstance(parameter, GlobalTensor):          # its gradient comes to where it is now
+        notes = gradients.notes_of(parameter)
+        notes.layout, notes.early = None, False
     gradients.keep_hooks(parameter)
