@@ -244,7 +244,6 @@ samples("special_zeta", (w2(6, 4), u(6, 4)), (w2(5, 3), u(3)))
 samples(POLYNOMIALS, (u(6, 4), i(4, 6, 4)), (u(5, 3), i(4, 3)))
 samples("linalg_cholesky_ex linalg_inv_ex linalg_matrix_exp linalg_lu_factor_ex linalg_qr _linalg_eigh _linalg_svd",
         (definite(3, 3),), (definite(5, 3, 3),), (definite(2, 3, 2, 2),))
-sample("linalg_eig", definite(5, 3, 3))
 for n in ((6, 4, 3), (5, 2, 3)):
     sample("linalg_qr", r(*n))
     sample("linalg_qr", r(*n), "complete")

@@ -305,6 +305,8 @@ def own_rows(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, 
         return recipe.func(*args, **kwargs)
     n = recipe.shapes[0][dim]
     copies = recipe.func in (aten.index_copy.default, aten.index_copy_.default)
+    if recipe.func is aten.index_copy.default:
+        x = x.contiguous()                           # as torch's result lies
     check_range(index, n, "index", lowest=0 if copies else -n)
     values = value if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype, device=x.device)
     return _assigned(recipe, x, {dim % x.dim(): index.reshape(-1)}, parts, values)

@@ -37,8 +37,6 @@ lines("_linalg_solve_ex", solved, decomposition=strided_memory.factored_by_colum
 lines("linalg_solve_triangular", solved_triangular)
 lines("linalg_cholesky_ex linalg_inv_ex", fixed("b* m! n! -> b* m! n!, b*"))
 lines("linalg_matrix_exp", fixed("b* m! n! -> b* m! n!"))
-# of no matrices the kernel gives other strides
-lines("linalg_eig", fixed("b* m! n! -> b* m!, b* m! n!", nonempty="b*"))
 lines("_linalg_eigh", factors("b* m!, b* m! n!", "b* m!, v!", lambda call: call["compute_v"]))
 lines("_linalg_svd", factors("b* m! k!, b* k!, b* l! n!", "u!, b* k!, v!", lambda call: call["compute_uv"]))
 lines("linalg_qr", factors("b* m! k!, b* k! n!", "q!, b* k! n!", lambda call: call["mode"] != "r"))

@@ -3,9 +3,6 @@
 For scaled dot product attention torch asks the device of the operands which fused kernel fits them. The meta device has
 none, so a program would be seen to make s x s matrices that it never makes. Inside `kernels_of("cpu")` the choice is
 that of the device named, asked on fake tensors of it.
-
-Recurrent layers compare the devices of their operands: the state that they make themselves is a plain tensor with
-values (tracer.py), which joins the others on the meta device here.
 """
 from __future__ import annotations
 
@@ -19,24 +16,21 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from globaltensor.runtime.torch_internals import OpOverload, UntracedMode, fake_mode, tree_map_only, without_modes
+from globaltensor.runtime.torch_internals import OpOverload, UntracedMode, fake_mode, without_modes
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 aten = torch.ops.aten
 _fused = aten._scaled_dot_product_flash_attention_for_cpu.default
-_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.lstm_cell, torch.gru_cell,
-              torch.rnn_tanh_cell, torch.rnn_relu_cell}
 
 
 @contextmanager
 def kernels_of(device: str) -> Iterator[None]:
-    """Inside, attention of global tensors on the meta device is computed by the op that it would be on a device, and
-    recurrent layers take plain tensors beside global ones."""
-    with _KernelsOf(device):
+    """Inside, attention of global tensors on the meta device is computed by the op that it would be on a device."""
+    with _Attention(device):
         yield
 
 
-class _KernelsOf(TorchFunctionMode):
+class _Attention(TorchFunctionMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device = device
@@ -48,14 +42,7 @@ class _KernelsOf(TorchFunctionMode):
             return _attention(self.device, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             func = _with_attention(func, self.device)
-        if func in _RECURRENT:
-            with without_modes():
-                args, kwargs = tree_map_only(torch.Tensor, _beside_global, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _beside_global(t: torch.Tensor) -> torch.Tensor:
-    return t if t.is_meta else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
 def _with_attention(func: Any, device: str) -> Any:

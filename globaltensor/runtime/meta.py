@@ -293,7 +293,20 @@ def _check_selected(x: Tensor, dim: int, index: Tensor) -> None:
         raise RuntimeError("index_select(): Expected dtype int32 or int64 for index")
 
 
+def _check_filled(x: Tensor, dim: int, index: Tensor, value: Any) -> None:
+    if isinstance(value, Tensor) and value.dim():
+        raise RuntimeError("index_fill_ only supports a 0-dimensional value tensor, but got tensor with "
+                           f"{value.dim()} dimension(s).")
+    if index.dtype != torch.int64:
+        raise IndexError("index_fill_(): Expected dtype int64 for index.")
+    if index.dim() > 1:
+        raise RuntimeError("Index has to be a vector/scalar")
+
+
 def _check_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *_: Any) -> None:
+    if x.dtype != values.dtype:
+        raise RuntimeError(f"Index put requires the source and destination dtypes match, got {_name_of_dtype(x)} for "
+                           f"the destination and {_name_of_dtype(values)} for the source.")
     if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in indices):
         return                                       # how many elements a mask names only its values tell
     size = list(meta(aten.index.Tensor, [x, indices], {}).shape)
@@ -305,14 +318,19 @@ def _check_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *_: 
 
 def _check_classes(x: Tensor, target: Tensor, *_: Any) -> None:
     if target.dtype not in (torch.int64, torch.uint8):
-        name = target.type().rpartition(".")[2].removesuffix("Tensor")
-        raise RuntimeError(f"expected target dtype to be Long or Byte, but got {name}")
+        raise RuntimeError(f"expected target dtype to be Long or Byte, but got {_name_of_dtype(target)}")
+
+
+def _name_of_dtype(t: Tensor) -> str:
+    """As C++ calls it."""
+    return t.type().rpartition(".")[2].removesuffix("Tensor")
 
 
 # A rank may run an op of ours instead, or a part for which the kernel has nothing to check; and all processes shall
 # raise, those too that run no kernel.
 _CHECKS: dict[str, Callable[..., None]] = {
     "aten::index_select": _check_selected,
+    "aten::index_fill": _check_filled,
     "aten::index_put": _check_put,
     "aten::nll_loss2d_forward": _check_classes,
 }
