@@ -248,3 +248,23 @@ def test_spelled_as_in_programs(name):
             for g, w in zip(got, want, strict=True):
                 same(g, w, lambda number=number: f"{name} of {number!r} and a tensor in {sbp}")
     assert taken
+
+
+CASTS = {                                            # of values into a tensor of integers
+    "fill_": lambda x, v: (x * 1).fill_(v[1]), "copy_": lambda x, v: (x * 1).copy_(v),
+    "index_fill": lambda x, v: x.index_fill(0, torch.tensor([1]), v[1]),
+    "masked_fill": lambda x, v: x.masked_fill(x > 3, v[1]),
+    "slice_scatter": lambda x, v: x.slice_scatter(v[None], 0, 1, 2),
+    "select_scatter": lambda x, v: x.select_scatter(v, 0, 1), "diagonal_scatter": torch.diagonal_scatter,
+    "an assignment": lambda x, v: torch.ops.aten.copy(x, v)}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_a_pending_sum_that_is_cast_to_integers_is_reduced_first(name):
+    """Each of its terms would be rounded."""
+    where = gt.placement("cpu", [0, 1])
+    x, value = torch.arange(12).view(4, 3), torch.tensor([1.2, -2.3, 3.6])
+    parts = {0: value - 0.7, 1: torch.full_like(value, 0.7)}
+    for sbp in (gt.sbp.split(0), gt.sbp.split(1), gt.sbp.broadcast):
+        got = CASTS[name](gt.from_full(x, where, sbp), gt.from_shards(parts, where, gt.sbp.partial_sum))
+        assert torch.equal(got.full_tensor(), CASTS[name](x, value)), sbp

@@ -308,7 +308,7 @@ def own_rows(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, 
     if recipe.func is aten.index_copy.default:
         x = x.contiguous()                           # as torch's result lies
     check_range(index, n, "index", lowest=0 if copies else -n)
-    values = value if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype, device=x.device)
+    values = value.to(x.dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype, device=x.device)
     return _assigned(recipe, x, {dim % x.dim(): index.reshape(-1)}, parts, values)
 
 

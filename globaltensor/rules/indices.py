@@ -15,7 +15,14 @@ import torch
 
 from globaltensor.layouts.layout import Shape
 from globaltensor.rules.call import Call
-from globaltensor.rules.families import Family, broadcast_labels, broadcast_shape, regardless_of_size, with_nonlinear
+from globaltensor.rules.families import (
+    Family,
+    broadcast_labels,
+    broadcast_shape,
+    keeps_sums,
+    regardless_of_size,
+    with_nonlinear,
+)
 from globaltensor.rules.language import Rule
 from globaltensor.rules.parse import rule
 
@@ -74,7 +81,8 @@ def index_written(algebra: str, *, touched: str = "v", index: str = "k") -> Fami
         if len(call.tensors) > 2:
             operands.append(" ".join((index if call.tensors[1].dim() else "1") if i == at else x
                                      for i, x in enumerate(row[:call.tensors[2].dim()])))
-        return rule(f"{', '.join(operands)} -> {' '.join(row)}", algebra)
+        linear = all(keeps_sums(t.dtype, call.tensors[0].dtype) for t in call.tensors[2:])       # index_fill casts
+        return rule(f"{', '.join(operands)} -> {' '.join(row)}", algebra if linear else "")
 
     return write
 

@@ -14,7 +14,7 @@ from sys import maxsize
 from globaltensor.layouts.layout import Shape
 from globaltensor.layouts.symbols import has_symbols, surely_equal
 from globaltensor.rules.call import Call
-from globaltensor.rules.families import Family, dim_labels, dims_of, regardless_of_size
+from globaltensor.rules.families import Family, dim_labels, dims_of, keeps_sums, regardless_of_size
 from globaltensor.rules.language import Rule
 from globaltensor.rules.parse import rule
 
@@ -322,7 +322,13 @@ def diagonal_scattered(call: Call) -> Rule:
     n = call.tensors[0].dim()
     gone = _diagonal_dims(call, n)
     row = " ".join(f"d{i}!" if i in gone else f"d{i}" for i in range(n))
-    return rule(f"{row}, {' '.join(f'd{i}' for i in range(n) if i not in gone)} o! -> {row}", "a+b")
+    return rule(f"{row}, {' '.join(f'd{i}' for i in range(n) if i not in gone)} o! -> {row}", _copied_into(call))
+
+
+def _copied_into(call: Call) -> str:
+    """The algebra of a copy of which a part is the second operand, cast to the dtype of the first."""
+    own, source = (t.dtype for t in call.tensors)
+    return "a+b" if keeps_sums(source, own) else ""
 
 
 def scattered_into(call: Call) -> Rule:
@@ -333,7 +339,7 @@ def scattered_into(call: Call) -> Rule:
     part = [f"s{i}!" if i == dim else f"d{i}" for i in range(n)]
     if call.tensors[1].dim() < n:
         del part[dim]
-    return rule(f"{' '.join(row)}, {' '.join(part)} -> {' '.join(row)}", "a+b")
+    return rule(f"{' '.join(row)}, {' '.join(part)} -> {' '.join(row)}", _copied_into(call))
 
 
 @regardless_of_size
