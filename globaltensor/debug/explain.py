@@ -190,7 +190,8 @@ def _second(contest: Contest, taken: Choice) -> tuple[str, float]:
     if not best:
         return "", 0.0
     second = min(best.values(), key=lambda one: one[:2])
-    dearer = second.seconds - own.seconds if own is not None else 0.0
+    # a slice that stays split, of which rows at the seams move (view_reads.py), is not in the contest
+    dearer = second.seconds - (own.seconds if own is not None else 0.0)
     if isinstance(second.choice, Offer):
         return _offer_text(second.choice), dearer
     wants, gives = layouts(second.choice, contest.operands, len(contest.rule.outputs))

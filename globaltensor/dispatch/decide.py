@@ -30,7 +30,7 @@ from globaltensor.dispatch.recipe import (
 )
 from globaltensor.dispatch.scalars import bring_scalars, mixed_placements, placement_of_scalars
 from globaltensor.dispatch.user_rules import results_by_rule
-from globaltensor.dispatch.view_reads import view_slices
+from globaltensor.dispatch.view_reads import stays_split, view_slices
 from globaltensor.dispatch.view_writes import restride, write_through, writes_view
 from globaltensor.errors import InPlaceError, MixedPlacementError
 from globaltensor.layouts.global_like import GlobalLike
@@ -119,7 +119,7 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
     decide_aliases(recipe, operands)
     views = recipe.outputs or ()
     if recipe.boxes_view and len(views) == 1 and views[0] is not None and not views[0].symbolic:
-        recipe.slices = view_slices(call, operands[0], views[0])
+        _take_slices(call, operands[0], recipe)
     # an argument that the caller left out is not among the local call's positions
     recipe.local_args = {rank: tuple((_passed(func, at, positional), value) for at, value in own)
                          for rank, own in recipe.local_args.items()}
@@ -129,6 +129,20 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
         if recipe.outputs and len(returns) == 1 and str(returns[0].type) == "Tensor":
             recipe.single = recipe.outputs[0]
     return recipe
+
+
+def _take_slices(call: Call, base: Spec, recipe: Recipe) -> None:
+    """Let a boxed view be made of what ranks hold of it. Of views of a boxed view only a slice that stays split is: for
+    others, their base is boxed as a whole."""
+    boxed, = recipe.outputs or ()
+    assert boxed is not None
+    view = stays_split(call, base, boxed)
+    stays = view is not boxed
+    if not base.copied or stays:
+        recipe.slices = view_slices(call, base, view)
+    if stays and recipe.slices is not None:
+        recipe.outputs, recipe.wants = [view], (view.layout,)
+        recipe.signature = tuple(Signature((s,), (s,), None) for s in view.sbp)
 
 
 _as_strided = torch.ops.aten.as_strided.default

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from globaltensor.algorithms.shifts import Shift, missing_rows
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.dispatch.view_writes import position_of
 from globaltensor.layouts.layout import Shards, Spec, spec
@@ -20,9 +21,9 @@ from globaltensor.runtime.world import local_ranks_of
 
 
 def view_slices(call: Call, base: Spec, view: Spec) -> ViewSlices | None:
-    """What ranks hold of the view that a call makes; None where it does not run straight, its base is a boxed view too
-    or a pending sum, or the call has another operand (slice_inverse)."""
-    if base.copied or base.lazy_bits or view.lazy_bits or base.dtype != view.dtype or not view.ndim or not view.numel:
+    """What ranks hold of the view that a call makes; None where it does not run straight, its base is a pending sum, or
+    the call has another operand (slice_inverse)."""
+    if base.lazy_bits or view.lazy_bits or base.dtype != view.dtype or not view.ndim or not view.numel:
         return None
     if len(call.slots) > 1 or any(s.is_partial for s in base.sbp):
         return None
@@ -46,6 +47,22 @@ def view_slices(call: Call, base: Spec, view: Spec) -> ViewSlices | None:
         return spec(rank_regions(base.placement, regions, base=base.layout), view.shape, view.stride, view.dtype)
 
     return ViewSlices(own, held)
+
+
+def stays_split(call: Call, base: Spec, view: Spec) -> Spec:
+    """The view's spec. A slice along a split dim is laid out as its base, if less moves then: rows at the seams, and
+    not nearly all of it, for another dim to be split."""
+    if call.func is not torch.ops.aten.slice.Tensor or any(s.is_partial for s in base.sbp):
+        return view
+    dim = call["dim"] % base.ndim
+    parts, rows = base.layout.num_parts(dim), view.shape[dim]
+    if parts == 1 or rows < parts:
+        return view
+    start, _, step = slice(call["start"], call["end"], call["step"]).indices(base.shape[dim])
+    if missing_rows(Shift(start, step), rows, base.shape[dim], parts, gets_result=False) * parts * parts >= (
+            rows * (parts - 1)):
+        return view
+    return spec(base.layout, view.shape, view.stride, view.dtype, view.copied, view.lazy_bits)
 
 
 def read_slices(of: ViewSlices, shards: Mapping[int, torch.Tensor], view: Spec, op: str, purpose: str) -> Shards:

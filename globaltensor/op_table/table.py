@@ -22,6 +22,7 @@ from globaltensor.algorithms import (
     random_ops,
     ring_attention,
     scans,
+    shifts,
     strided_memory,
     summa,
 )
@@ -191,7 +192,8 @@ lines("cummax cummin sort sort.stable", along(outputs=2))
 lines("topk", along(outputs=2, resizes=True), decomposition=scans.topk,
       offer=of_scan(kept=lambda call: call["k"], summaries=2, resized=True))
 lines("logcumsumexp argsort argsort.stable", along())
-lines("flip roll", along("a", name="dims"))
+lines("flip", along("a", name="dims"))
+lines("roll", along("a", name="dims"), decomposition=shifts.shifted, offer=shifts.offer_shifts)
 lines("_softmax", along(), decomposition=decompositions.softmax, offer=of_softmax())
 lines("_safe_softmax", along(), decomposition=decompositions.safe_softmax, offer=of_softmax())
 lines("_log_softmax", along(), decomposition=decompositions.log_softmax, offer=of_softmax())
@@ -211,18 +213,21 @@ lines("select.int", selected)
 lines("slice.Tensor", sliced)
 lines("split.Tensor split_with_sizes unsafe_split.Tensor unsafe_split_with_sizes", split_list)
 lines("unbind.int", unbound)
-lines("cat", concatenated)
+lines("cat", concatenated, decomposition=shifts.shifted, offer=shifts.offer_shifts)
 lines("stack", stacked)
 lines("repeat", repeated)
-lines("select_backward slice_backward", sized_backward, local_args=sized("input_sizes"))
-lines("slice_scatter select_scatter", scattered_into)
+lines("select_backward", sized_backward, local_args=sized("input_sizes"))
+lines("slice_backward", sized_backward, local_args=sized("input_sizes"), decomposition=shifts.shifted,
+      offer=shifts.offer_shifts)
+lines("slice_scatter", scattered_into, decomposition=shifts.shifted, offer=shifts.offer_shifts)
+lines("select_scatter", scattered_into)
 lines("diagonal diagonal_copy", diagonal)
 lines("diag_embed", diagonal_backward)
 lines("diagonal_backward", diagonal_backward, local_args=sized("input_sizes"))
 lines("diagonal_scatter", diagonal_scattered)
 lines("unfold", unfolded)
 lines("unfold_backward", unfolded_backward, local_args=sized("input_sizes"))
-lines("constant_pad_nd", padded)
+lines("constant_pad_nd", padded, decomposition=shifts.shifted, offer=shifts.offer_shifts)
 decomposed("as_strided_copy", strided_memory.as_strided_copy)
 lines("as_strided_scatter", fixed("d*!, s*! -> d*!", "a+b"), decomposition=strided_memory.as_strided_scatter,
       applies=strided_memory.must_be_boxed)
