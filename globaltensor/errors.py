@@ -57,6 +57,14 @@ def raised_at(error: BaseException) -> str:
     return "{}:{}".format(*(own or steps or [("<unknown>", 0)])[-1])
 
 
+def message_of(error: BaseException) -> str:
+    """What it says; whatever its class does when it is asked."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"            # as Python says it
+
+
 def warn(text: str) -> None:
     """A warning at the user's line, which Python shows once for each line."""
     file, _, line = where().rpartition(":")

@@ -36,6 +36,7 @@ ENDINGS = {                                          # of the program -> exit co
     "sys.exit(256)": (0, {"error": "exit code 256", "code": 0}, ""),
     "sys.exit('why')": (1, {"error": "why", "code": 1}, "rank 1:\nwhy\n"),
     "raise ValueError('mine')": (1, {"error": "ValueError: mine", "code": 1}, "ValueError: mine\n"),
+    "os.fork() or sys.exit(3)\nos.wait()": (0, {"error": "", "code": 0}, ""),      # what it forks is no rank
     "os.kill(os.getpid(), signal.SIGINT); time.sleep(9)": (130, {"error": "KeyboardInterrupt", "code": 130}, ""),
 }
 

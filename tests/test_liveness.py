@@ -224,6 +224,23 @@ def test_the_first_failure_is_told_by_all_also_when_the_store_is_gone():
     assert ranks[2].first_lost(other) == first, "it was read before"
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("cannot print")
+
+
+@pytest.mark.parametrize("error, how", [
+    (Unprintable(), "raised Unprintable: <exception str() failed>"), (ValueError(), "raised ValueError"),
+    (ValueError("a\nb"), "raised ValueError: a"), (SystemExit(3), "ended by sys.exit(3)"),
+    (SystemExit("why"), "ended by sys.exit(why)"), (SystemExit(), None), (SystemExit(0), None), (SystemExit(99), None)])
+def test_how_a_rank_failed_is_told_and_no_good_end(error, how, monkeypatch):
+    store = Store()
+    monkeypatch.setattr(liveness, "_liveness", Liveness({}, store, 1))
+    liveness.tell_failure(1, error)
+    loss = Liveness({}, store).first_loss()
+    assert loss == (how and liveness.Loss(1, f"rank 1 {how}   at <unknown>:0"))
+
+
 def test_the_rank_that_keeps_others_waiting_is_found_behind_those_that_wait_too():
     def watch(*waits):
         look = deadlock.Watch(Store({f"globaltensor wait {rank}": encode_message((1, "boxing", peers, 8, "x:1"), rank)

@@ -15,7 +15,6 @@ all of it right, none of them goes this way, and one says so.
 """
 from __future__ import annotations
 
-import atexit
 import ctypes
 import logging
 import struct
@@ -44,6 +43,7 @@ from globaltensor.layouts.recent import remembered
 from globaltensor.runtime.device_kernels import KERNELS, are_provided, kernel_verdict
 from globaltensor.runtime.exchange import exchange
 from globaltensor.runtime.kernel_library import IPC_BYTES, KernelLibrary
+from globaltensor.runtime.process_end import at_end
 from globaltensor.runtime.world import shared_gpu, world
 
 RANKS = 16                                           # GT_CUDA_RANKS
@@ -179,7 +179,7 @@ def _without_kernels(ranks: tuple[int, ...], why: str) -> Meeting | None:
 def _area_on(device: torch.device, library: KernelLibrary) -> StagingArea:
     if device not in _areas:
         _areas[device] = area = StagingArea(library, device)
-        atexit.register(area.words[:1].fill_, 1)     # or a kernel that waits for an ended rank would keep this process
+        at_end(area.words[:1].fill_, 1)              # or a kernel that waits for an ended rank would keep this process
     return _areas[device]
 
 

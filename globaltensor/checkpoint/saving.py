@@ -41,8 +41,8 @@ from globaltensor.checkpoint.tree import FlatState, flatten
 from globaltensor.errors import ErrorNote, counted, expect, where
 from globaltensor.layouts.regions import slices
 from globaltensor.runtime.agreement import broadcast_object, checksum, gather_objects
-from globaltensor.runtime.deadlock import patience, stacks_of
-from globaltensor.runtime.liveness import first_lost, lost_rank
+from globaltensor.runtime.deadlock import patience
+from globaltensor.runtime.liveness import first_lost, lost_rank, stacks_of
 from globaltensor.runtime.progress import progress
 from globaltensor.runtime.world import world, world_size
 from globaltensor.tensors.global_tensor import GlobalTensor

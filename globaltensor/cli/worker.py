@@ -42,6 +42,7 @@ def main(argv: list[str]) -> None:
         _run_program(sys.argv[0], module)
         last.note("", 0)
     except SystemExit as ended:
+        last.tell_others(ended)
         if ended.code is None or isinstance(ended.code, int):
             last.note(f"exit code {ended.code}" if ended.code else "", (ended.code or 0) & 0xFF)
             raise
@@ -81,6 +82,7 @@ class LastWords:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank        # shared with the launcher and the other ranks of this host
+        self.process = os.getpid()                   # what it forks runs in here too, and is no rank
 
     def show_failure(self, kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
         """In place of Python's own sys.excepthook: the traceback from the program's first line on, once per host."""
@@ -90,12 +92,12 @@ class LastWords:
         # a SyntaxError begins with the place, a message may have many lines
         lines = "".join(traceback.format_exception_only(kind, error)).splitlines()
         line = next(line for line in lines if not line.startswith(" "))
-        self._tell_others(error)
+        self.tell_others(error)
         self.say(line.removeprefix("globaltensor.errors."), "".join(traceback.format_exception(kind, error, at)))
 
     def note_interrupt(self, error: KeyboardInterrupt) -> None:
         """Ctrl-C, or SIGINT to this rank alone, which the launcher knows. It shows no traceback: all would have one."""
-        self._tell_others(error)
+        self.tell_others(error)
         errors = sys.modules.get("globaltensor.errors")
         place = "" if errors is None else f"   at {errors.raised_at(error)}"
         self.note(f"KeyboardInterrupt{place}", 128 + signal.SIGINT)
@@ -104,7 +106,8 @@ class LastWords:
         """Leave `line` for the launcher, and show `text` unless another rank of this host was first."""
         self.note(line)
         try:
-            os.close(os.open(self.folder / "first", os.O_CREAT | os.O_EXCL))
+            if os.getpid() == self.process:
+                os.close(os.open(self.folder / "first", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return
         except OSError:                              # who was first cannot be known, so each shows its own
@@ -122,12 +125,15 @@ class LastWords:
 
     def note(self, line: str, code: int = 1) -> None:
         """How this rank ended: the launcher knows the exit code only, and of a rank that ended well not even when."""
+        if os.getpid() != self.process:
+            return
         new = self.folder / f"{self.rank}.new"       # a rank may be ended at any moment; half a note is none
         with suppress(OSError):                      # the folder is gone, or the disk is full
             new.write_text(json.dumps({"error": line, "code": code}))
             new.rename(new.with_suffix(".json"))
 
-    def _tell_others(self, error: BaseException) -> None:
+    def tell_others(self, error: BaseException) -> None:
+        """That wait for this rank, at once: threads that it has started may keep its process."""
         if (library := sys.modules.get("globaltensor.runtime.liveness")) is not None:
             library.tell_failure(self.rank, error)
 

@@ -23,7 +23,6 @@ its thread waits for a core in every one, beside the threads that serve that mes
 """
 from __future__ import annotations
 
-import atexit
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -40,6 +39,7 @@ from globaltensor.runtime.exchange import finish_all, keep_until_done, wait_for_
 from globaltensor.runtime.gloo import gloo_error, keep_for_ever, yield_cores
 from globaltensor.runtime.liveness import tell_end
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.process_end import at_end
 from globaltensor.runtime.store_tree import looks
 from globaltensor.runtime.torch_internals import all_gather_flat, default_store, reduce_scatter_flat
 from globaltensor.runtime.world import rank, world
@@ -137,7 +137,7 @@ def _group_of(ranks: tuple[int, ...], type: str) -> Any:
         if ranks in _lost_groups:
             raise RuntimeError("an earlier wait for these ranks was given up")
         if not _groups:
-            atexit.register(_end_groups)
+            at_end(_end_groups)
         store = dist.PrefixStore(f"globaltensor {type} {ranks}/", default_store())
         _await_members(store, len(ranks))
         if type == "cpu":

@@ -21,7 +21,6 @@ closes its connections too: of a deadlock the last rank, whose end frees the oth
 """
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import sys
@@ -38,14 +37,15 @@ from globaltensor.runtime.gloo import close_connections, gloo_error
 from globaltensor.runtime.liveness import (
     Loss,
     ended_after_a_failure,
+    ended_ranks,
     feed_heart,
     first_lost,
     known_loss,
     lost_rank,
-    process_of,
+    stacks_of,
 )
 from globaltensor.runtime.native import torch_ext
-from globaltensor.runtime.stacks import stack_of
+from globaltensor.runtime.process_end import at_end
 from globaltensor.runtime.world import world
 
 PERIOD = 0.5
@@ -142,7 +142,7 @@ def watch(store: Any, rank: int, size: int, timeout: float = math.inf) -> None:
     _watch = Watch(store, rank, size, timeout)
     thread = threading.Thread(target=_watch.run, daemon=True, name="globaltensor watch")
     thread.start()
-    atexit.register(_watch.end, thread)
+    at_end(_watch.end, thread)
 
 
 def detected() -> GlobalTensorError | None:
@@ -159,17 +159,6 @@ def keep_store() -> None:
 def patience() -> float:
     """After so many seconds, a wait for a rank that lives ends too."""
     return math.inf if _watch is None else _watch.timeout
-
-
-def stacks_of(ranks: Sequence[int]) -> str:
-    """Where these ranks, which live, are, as far as this host can tell."""
-    rows = []
-    for rank in ranks:
-        process = process_of(rank)
-        stack = stack_of(process.pid) if process is not None and process.here else ""
-        rows.append(f"rank {rank} lives, and is here:\n{stack}" if stack else
-                    f"rank {rank} lives; `globaltensor stacks` on its host shows where it is")
-    return "\n".join(rows)
 
 
 class Watch:
@@ -222,11 +211,19 @@ class Watch:
     def check_peers(self, current: Current) -> None:
         """End the wait for a rank that is lost, or for too long; show where those are that keep it waiting for long."""
         wait, waited = current.wait, time.monotonic() - current.began
-        if (loss := lost_rank(wait.peers) or ended_after_a_failure(wait.peers)) is not None:
+        parted = ended_ranks(wait.peers)             # which have sent all that they had for others
+        loss = lost_rank(set(wait.peers) - set(parted)) or ended_after_a_failure(wait.peers)
+        fix = "look at its own error, and at what its host says of it"
+        # threads may go on where the main threads of all ranks are over
+        if loss is None and parted and set(parted) >= set(self.keeping(wait)) \
+                and (current.thread == threading.main_thread().ident or lost_rank(parted)):
+            loss = Loss(parted[0], f"rank {parted[0]} has ended")
+            fix = "this call on every rank, not under `if gt.rank() == 0`"
+        if loss is not None:
             loss = first_lost(loss)
             whom = "it" if loss.rank in wait.peers else rank_names(wait.peers)
             self.give_up(current, f"{loss.how}, while rank {self.rank} waited for {whom} in {wait.what}",
-                         "no rank can go on without it", "look at its own error, and at what its host says of it")
+                         "no rank can go on without it", fix)
         elif waited > self.timeout:
             keeping = self.keeping(wait)
             what, why = (f"rank {self.rank} waited {waited:.0f} s for {rank_names(keeping)} in {wait.what}",

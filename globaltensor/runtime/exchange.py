@@ -5,7 +5,6 @@ deadlock watch, and a peer that ended is named. Ranks of one process reach each 
 """
 from __future__ import annotations
 
-import atexit
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from globaltensor.errors import GlobalTensorError, TransportError, first_sentenc
 from globaltensor.runtime import counters, deadlock
 from globaltensor.runtime.gloo import broken_connections
 from globaltensor.runtime.liveness import has_heard_of_a_loss, known_loss, lost_connection
+from globaltensor.runtime.process_end import at_end, before_threads
 from globaltensor.runtime.world import rank, world
 
 AGREE, GATHER, BROADCAST, _POST = 1, 2, 3, 4          # tags; boxings have larger ones
@@ -82,7 +82,8 @@ def keep_until_done(finish: Callable[[], None]) -> Callable[[], None]:
 
 @cache
 def _end_with_messages_sent() -> None:
-    atexit.register(finish_all)                      # before all that was registered earlier, which ends connections
+    at_end(finish_all)                               # before all that was registered earlier, which ends connections
+    before_threads(finish_all)                       # and before the others are told that this rank has ended
 
 
 def finish_all() -> None:
@@ -92,7 +93,7 @@ def finish_all() -> None:
             return
         with suppress(GlobalTensorError):            # a rank was lost meanwhile: who needs anything of it will say so
             finish()
-            del _unfinished[finish]
+            _unfinished.pop(finish, None)            # a thread of the program may wait for it, too
     for device in () if world().staged else world().used_devices:          # whose waits return before they are over
         done = torch.accelerator.current_stream(device).record_event()
         while not done.query() and known_loss() is None:

@@ -14,22 +14,23 @@ it when the store has ended with the rank that kept it, which gives them time to
 """
 from __future__ import annotations
 
-import atexit
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
 from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from globaltensor.errors import TransportError, raised_at
+from globaltensor.errors import TransportError, message_of, raised_at
 from globaltensor.runtime.codec import decode_message, encode_message
 from globaltensor.runtime.host_processes import ENDED, RUNS, STOPPED, ProcessId, process_state
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.process_end import at_end, is_good_exit
+from globaltensor.runtime.stacks import stack_of
 from globaltensor.runtime.store_tree import read_message, write_message
 from globaltensor.runtime.tcp_store import NamelessStore, connect_store
 
@@ -41,6 +42,7 @@ _WRITING = 0.5                                      # seconds for which a rank t
 _ENDING = 0.5                                        # seconds from the end of a rank's connections to that of the rank
 _CONNECTING = 60.0                                   # seconds for which a connection to the store is tried
 _LOST = "globaltensor lost"
+_ENDED = f"{_LOST}: ended"                           # there once a rank has
 _READING = 2.0                                       # seconds within which every rank looks for such a note
 _AFTER = 4                                           # while ranks start, each looks after so many
 _LOOKS = 2.0                                         # seconds: looks that are further apart do not count
@@ -68,7 +70,7 @@ class Liveness:
         self._stopped: dict[int, tuple[float, float]] = {}           # rank -> since when, and when last seen so
         self._beats: dict[int, tuple[int, float]] = {}               # rank -> the last beat, and when it was new
         self.heard_of: Loss | None = None            # once it was read
-        self._said_end = False
+        self._said_end, self.process = False, os.getpid()
 
     def lost(self, ranks: Iterable[int]) -> Loss | None:
         """The first of these ranks that is lost."""
@@ -111,20 +113,25 @@ class Liveness:
                             or self.store.check([_read_key(rank)])}
 
     def ends(self, rank: int) -> None:
-        """This rank is about to close its connections, well or by an error of its own."""
+        """The program of this rank has ended, well or by an error of its own."""
         if self.store is not None and not self._said_end:        # torch warns where the store has ended meanwhile
             self._said_end = True
             with suppress(RuntimeError):
-                self.store.set(_end_key(rank), encode_message(True, rank))  # type: ignore[arg-type]
+                write_message(self.store, _end_key(rank), True)
+                self.store.set(_ENDED, "some")
 
     def ending(self, ranks: Iterable[int]) -> Loss | None:
         """The first of these ranks that has said so."""
+        ended = self.ended(ranks)
+        return Loss(ended[0], f"rank {ended[0]} has ended") if ended else None
+
+    def ended(self, ranks: Iterable[int]) -> list[int]:
+        """Those of these ranks that have said so."""
         if self.store is not None:
             with suppress(RuntimeError, TransportError):
-                for rank in ranks:
-                    if self.store.check([_end_key(rank)]) and decode_message(self.store.get(_end_key(rank)), rank):
-                        return Loss(rank, f"rank {rank} has ended")
-        return None
+                if self.store.check([_ENDED]):       # one question, where most often none has
+                    return [rank for rank in ranks if read_message(self.store, _end_key(rank))]
+        return []
 
     def _lost_here(self, rank: int, time_now: float) -> Loss | None:
         process = self.processes[rank]
@@ -184,7 +191,7 @@ def start_heart(store: dist.Store, rank: int) -> None:
     _next_beats = (encode_message(n, key) for n in count(int(time.time()) * 1000))
     if torch_ext is not None:
         torch_ext.start_heart(store, key, BEAT)
-        atexit.register(torch_ext.stop_heart)
+        at_end(torch_ext.stop_heart)
         feed_heart()
         return
     ended = threading.Event()
@@ -198,8 +205,8 @@ def start_heart(store: dist.Store, rank: int) -> None:
 
     thread = threading.Thread(target=beat, daemon=True, name="globaltensor heart")
     thread.start()
-    atexit.register(thread.join, BEAT)               # the last that is registered is called first
-    atexit.register(ended.set)
+    at_end(thread.join, BEAT)                        # the last that is registered is called first
+    at_end(ended.set)
 
 
 def feed_heart() -> None:
@@ -269,6 +276,11 @@ def ended_after_a_failure(ranks: Iterable[int]) -> Loss | None:
     return None if _liveness is None or known_loss() is None else _liveness.ending(ranks)
 
 
+def ended_ranks(ranks: Iterable[int]) -> list[int]:
+    """Those of these ranks whose programs have ended, and have said so."""
+    return [] if _liveness is None else _liveness.ended(ranks)
+
+
 def first_lost(loss: Loss) -> Loss:
     """Before an error that names a rank that is lost: the one with which it began, for all ranks the same."""
     return loss if _liveness is None else _liveness.first_lost(loss)
@@ -276,10 +288,16 @@ def first_lost(loss: Loss) -> Loss:
 
 def tell_failure(rank: int, error: BaseException) -> None:
     """Before this rank ends by an error that nobody has caught: the others are told which, unless a rank had failed
-    before. One of ranks that are lost tells of them, and is not a cause."""
-    if _liveness is not None and not isinstance(error, TransportError):
-        text = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
-        _liveness.first_lost(Loss(rank, f"rank {rank} raised {text}   at {raised_at(error)}"))
+    before. One of ranks that are lost tells of them, and is not a cause. Nor is an exit that tells of no error."""
+    if _liveness is None or _liveness.process != os.getpid() or is_good_exit(error):     # a fork shares the connection
+        return
+    kind, text = type(error).__name__, message_of(error)
+    how = f"ended by sys.exit({text})" if isinstance(error, SystemExit) else f"raised {kind}: {text}"
+    if torch_ext is not None:
+        torch_ext.leave_transport(how.partition(":")[0])
+    if not isinstance(error, TransportError):
+        first_line = how.splitlines()[0].removesuffix(": ")
+        _liveness.first_lost(Loss(rank, f"rank {rank} {first_line}   at {raised_at(error)}"))
 
 
 def keep_store_for_readers(store: dist.Store) -> None:
@@ -324,9 +342,8 @@ def lost_connection(ranks: Sequence[int], how: str) -> Loss | None:
     return None if loss is None else first_lost(loss)
 
 
-@cache
 def tell_end(rank: int) -> None:
-    """Once, before this rank closes its connections: those that wait for it learn whose they were."""
+    """Before this rank closes its connections: those that wait for it learn whose they were."""
     if _liveness is not None:
         _liveness.ends(rank)
 
@@ -334,3 +351,14 @@ def tell_end(rank: int) -> None:
 def process_of(rank: int) -> ProcessId | None:
     """The process of a rank; None where it is not known."""
     return None if _liveness is None else _liveness.processes.get(rank)
+
+
+def stacks_of(ranks: Sequence[int]) -> str:
+    """Where these ranks, which live, are, as far as this host can tell."""
+    rows = []
+    for rank in ranks:
+        process = process_of(rank)
+        stack = stack_of(process.pid) if process is not None and process.here else ""
+        rows.append(f"rank {rank} lives, and is here:\n{stack}" if stack else
+                    f"rank {rank} lives; `globaltensor stacks` on its host shows where it is")
+    return "\n".join(rows)

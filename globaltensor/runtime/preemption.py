@@ -12,9 +12,9 @@ from types import FrameType
 from typing import Any
 
 from globaltensor.runtime.agreement import gather_objects
+from globaltensor.runtime.process_end import REQUEUE as REQUEUE
 from globaltensor.tracebacks import api_boundary
 
-REQUEUE = 99                                         # the exit code of a job that is to be started again
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))  # Windows: one
 _EVERY = 1.0                                         # seconds between two questions
 _MOST = 1000                                         # steps between them

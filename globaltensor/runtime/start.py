@@ -6,8 +6,8 @@ process drives all ranks.
 """
 from __future__ import annotations
 
-import atexit
 import logging
+import multiprocessing.util
 import os
 import sys
 import time
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from globaltensor.errors import TransportError, counted, expect, expect_amount, first_sentence
 from globaltensor.runtime import arrival, deadlock, lineage, liveness, machine as machines, native
 from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count, engine_in, engine_of
+from globaltensor.runtime.exchange import finish_all
 from globaltensor.runtime.gloo import gloo_error, keep_for_ever, yield_cores
 from globaltensor.runtime.host_processes import ProcessId, why_unmapped
 from globaltensor.runtime.launchers import (
@@ -34,6 +35,7 @@ from globaltensor.runtime.launchers import (
 )
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.process_end import at_end, before_threads
 from globaltensor.runtime.secret import share_secret
 from globaltensor.runtime.stacks import arm_stacks
 from globaltensor.runtime.start_watch import watch_start
@@ -131,14 +133,14 @@ def _world_of(store: dist.Store, processes: dict[int, ProcessId], rank: int, siz
               machine: Machine | None) -> World:
     """The world of ranks that have met in this store."""
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        atexit.register(liveness.keep_store_for_readers, store)
+        at_end(liveness.keep_store_for_readers, store)
     if not dist.is_initialized():
         _start_torch(store, rank, size, timeout)
     if torch_ext is not None:
         torch_ext.outlive_gloo()
     with arrival.in_touch():
         liveness.set_liveness(liveness.Liveness(processes, liveness.own_connection(default_store()), rank))
-        _leave_on_errors(rank)
+        _tell_others_of_end(rank)
         if any(not process.here for process in processes.values()):
             liveness.start_heart(liveness.own_connection(default_store()), rank)
     hosts = tuple(r // ranks_per_host(size) for r in range(size)) if ranks_per_host(size) < size else ()
@@ -184,7 +186,7 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     if machine is None and new.staged:
         new.machine = replace(machines.shared_memory, hosts=new.machine.hosts)
     torch_ext.install_allocator()
-    atexit.register(torch_ext.close_transport)
+    at_end(torch_ext.close_transport)
 
 
 def _open_transport(rank: int, number: int, ranks: int, timeout: timedelta) -> str:
@@ -208,17 +210,27 @@ def _check_seats(seats: Sequence[tuple[str | None, int, int]]) -> None:
                                  "LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them")
 
 
-def _leave_on_errors(rank: int) -> None:
-    """A process that ends by an exception lets its peers know at once: they raise instead of waiting for it."""
+def _tell_others_of_end(rank: int) -> None:
+    """Of this rank's program, well or by an exception, at once: they raise instead of waiting for it. That may live on,
+    for as long as threads of the program do."""
     hook = sys.excepthook
 
     def leaving(kind: type, error: BaseException, trace: Any) -> None:
         liveness.tell_failure(rank, error)
-        if torch_ext is not None:
-            torch_ext.leave_transport(f"raised {kind.__name__}")
         hook(kind, error, trace)
 
     sys.excepthook = leaving
+    before_threads(liveness.tell_end, rank)
+    if multiprocessing.parent_process() is not None:
+        multiprocessing.util.Finalize(None, _tell_of_child, (rank,), exitpriority=0)
+
+
+def _tell_of_child(rank: int) -> None:
+    """The process of this rank, which multiprocessing has started, ends: that shows an error of it itself."""
+    if (error := sys.exc_info()[1]) is not None:
+        liveness.tell_failure(rank, error)
+    finish_all()
+    liveness.tell_end(rank)
 
 
 def _start_torch(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -230,7 +242,7 @@ def _start_torch(store: dist.Store, rank: int, size: int, timeout: timedelta) ->
     with arrival.in_touch():
         dist.init_process_group(GLOO if engine == GLOO else f"cpu:gloo,{type}:{engine}", store=store, rank=rank,
                                 world_size=size, timeout=timeout + _BACKSTOP)
-    atexit.register(_end_torch)
+    at_end(_end_torch)
 
 
 def _end_torch() -> None:

@@ -1,0 +1,90 @@
+"""How ranks end, and what the others are told of it: also where the process lives on, or no launcher
+has started it."""
+from __future__ import annotations
+
+import pytest
+from harness import PYTHON, RUN, Started, environment, free_port
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("real_processes")]
+
+BEGIN = """
+import os, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+import globaltensor as gt
+everywhere = gt.placement.all("cpu")
+x = gt.ones(6, 8, placement=everywhere, sbp=gt.sbp.split(0))
+x.sum().item()
+if gt.rank() == 1:
+"""
+POOL = "ThreadPoolExecutor(1).submit(time.sleep, 999); "
+ENDINGS = {                                          # of rank 1 -> exit code, what is said of it
+    "threading.Thread(target=time.sleep, args=(999,)).start(); raise ValueError('mine')": (
+        1, ["rank 1 failed: ValueError: mine"]),
+    POOL + "sys.exit(3)": (3, ["rank 1 ended by sys.exit(3)   at ", "rank 1 failed: exit code 3"]),
+    POOL + "sys.exit()": (1, ["rank 1 has ended, while rank 0 waited for it", "this call on every rank",
+                              "rank 1 ended without an error, while others waited"]),
+    "os._exit(0)": (1, ["rank 1 ended without an error, while others waited"]),
+}
+
+
+def run_program(folder, text, ranks=2):
+    """Exit code, output, errors of a job that runs this program."""
+    (folder / "program.py").write_text(text)
+    return Started([*RUN, "-n", ranks, folder / "program.py"]).end(60)
+
+
+@pytest.mark.parametrize("ending", [pytest.param(each, marks=[pytest.mark.long] if i else [])
+                                    for i, each in enumerate(ENDINGS)])
+def test_who_waits_for_a_rank_whose_program_has_ended_is_told_though_threads_of_it_live(ending, tmp_path):
+    code, _, err = run_program(tmp_path, f"{BEGIN}    {ending}\nx.sum().item()\n")
+    expected, words = ENDINGS[ending]
+    assert code == expected and all(each in err for each in words), err
+
+
+def test_a_rank_that_has_given_its_part_may_end_while_another_is_late(tmp_path):
+    code, out, err = run_program(tmp_path, BEGIN + """    pass
+time.sleep(4 * (gt.rank() == 2))
+y = x.to_global(placement=gt.placement("cpu", [0]), sbp=gt.sbp.broadcast)
+if gt.rank() == 0:
+    print(y.to_local().sum().item())
+""", 3)
+    assert (code, out) == (0, "48.0\n"), err
+
+
+def test_what_a_rank_forks_ends_as_any_process_and_is_no_rank(tmp_path):
+    code, out, err = run_program(tmp_path, BEGIN + """    pass
+for code in (0, 3):
+    if not os.fork():
+        sys.exit(code)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == code
+if not os.fork():
+    raise ValueError("of a child")
+assert os.wait()[1]
+print(x.sum().item())
+""")
+    assert (code, out) == (0, "48.0\n" * 2), err
+
+
+@pytest.mark.parametrize("way", ["raise ValueError('mine')", "sys.exit(3)"])
+@pytest.mark.parametrize("start", ["spawn", "fork"])
+def test_a_rank_that_multiprocessing_starts_tells_how_it_failed(start, way, tmp_path):
+    program = f"""
+import multiprocessing, os, sys
+def body(rank):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="{free_port()}")
+    import globaltensor as gt
+    x = gt.ones(8, placement=gt.placement.all("cpu"), sbp=gt.sbp.split(0))
+    x.sum().item()
+    if rank == 1:
+        {way}
+    x.sum().item()
+if __name__ == "__main__":
+    ranks = [multiprocessing.get_context("{start}").Process(target=body, args=(rank,)) for rank in range(2)]
+    [rank.start() for rank in ranks]
+    [rank.join() for rank in ranks]
+    print([rank.exitcode for rank in ranks])
+"""
+    (tmp_path / "program.py").write_text(program)
+    _, out, err = Started([PYTHON, tmp_path / "program.py"], environment()).end(60)
+    how = "raised ValueError: mine" if "raise" in way else "ended by sys.exit(3)"
+    assert out == f"[1, {1 if 'raise' in way else 3}]\n" and f"rank 1 {how}   at " in err, f"{out}\n{err}"
