@@ -234,6 +234,12 @@ def test_an_answer_does_not_take_the_place_of_a_loss(moment):
         child.hear()
 
 
+def test_ranks_that_were_started_with_other_sizes_are_told():
+    store = dist.HashStore()
+    told = in_threads(2, lambda rank: arrival.meet(Counting(store), rank, 2 + rank, PATIENCE))
+    assert all("rank 1 was started as one of 3 ranks, rank 0 as one of 2" in str(error) for error in told), told
+
+
 def test_who_does_not_come_is_named():
     store, size = dist.HashStore(), 6
     told = in_threads(size, lambda rank: rank in (2, 4) or arrival.meet(Counting(store), rank, size,

@@ -213,7 +213,7 @@ class _Others:
         self.seen: set[int] = set()
         self.missing: set[int] = set()
         self.came: dict[int, ProcessId] = {}         # of those that this rank looks after
-        self.challenge, self.name = secrets.token_hex(8), secrets.token_hex(8) if rank == 0 else ""
+        self.challenge, self.name = secrets.token_hex(8), f"{secrets.token_hex(8)} of {size}" if rank == 0 else ""
         self.texts: dict[str, bytes] = {}            # by key, what this rank has read there and done what follows
 
     def come(self) -> None:
@@ -253,9 +253,21 @@ class _Others:
             raise self._gone(Loss(*loss))
         challenge, name = self.news(_answer_key(self.rank)) or (None, "")
         if challenge == self.challenge and name != self.name:
+            self._check_size(int(name.rpartition(" ")[2]))
             self.name = name
             self.texts.clear()                       # the children have to be told
             raise _StartedAnew
+
+    def _check_size(self, size: int) -> None:
+        """As many ranks as rank 0 was started with, or these would wait for each other in vain."""
+        if size != self.size:
+            loss = Loss(self.rank, f"rank {self.rank} was started as one of {self.size} ranks, rank 0 as one of {size}")
+            assert self.store is not None
+            _tell_of_loss(self.store, self.rank, max(size, self.size), loss)
+            _end_meeting()
+            raise TransportError(loss.how, f"they meet at {_meeting_place()}, and each has a WORLD_SIZE of its own",
+                                 f"the same WORLD_SIZE for all ranks of a job; another MASTER_PORT for another job; "
+                                 f"{_LEFT_OVER}")
 
     def raise_if_gone(self) -> None:
         """Raise for ranks that will not come, and for those that have not come when time is over."""
