@@ -15,7 +15,7 @@ from harness import good
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 import globaltensor
-from globaltensor.cli import bench, info, launch, main, run
+from globaltensor.cli import bench, info, launch, main, ps, run
 from globaltensor.cli.agent import RestartingAgent
 from globaltensor.cli.options import run_options
 from globaltensor.cli.torchrun import translate
@@ -75,6 +75,7 @@ def test_without_a_command_it_shows_the_commands(capsys):
     (("run", "-n", "0", "x.py"), "'0' is not a whole number of at least 1"),
     (("run", "-n", "two", "x.py"), "'two' is not a whole number of at least 1"),
     (("run", "nowhere.py"), "there is no program 'nowhere.py'"),
+    (("run", "/dev/null"), "'/dev/null' is no file\n  why: each rank reads the program, and what a pipe"),
     (("run", "-m", "no_such_module"), "there is no module 'no_such_module'"),
     (("run", "--nnodes", "2", __file__), "2 hosts need a place to meet\n  try: globaltensor run --nnodes 2 --rdzv-end"),
     (("run", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--node-rank", "2", __file__), "--node-rank 2 of 2 hosts"),
@@ -193,6 +194,19 @@ def test_cores_are_shared_out_unless_the_user_did(environ, ranks):
     assert environ["OMP_NUM_THREADS"] == "7"
 
 
+def test_arguments_that_are_not_utf_8_are_shown_as_well():
+    with subprocess.Popen([sys.executable, "-c", "input()", b"a\xff"], stdin=subprocess.PIPE) as process:
+        assert ps.program(process.pid).endswith("input() a\N{REPLACEMENT CHARACTER}")
+        process.kill()
+
+
+def test_where_nothing_may_be_written_it_is_said_what_to_type(environ, monkeypatch, capsys):
+    monkeypatch.setattr(run.tempfile, "TemporaryDirectory", lambda **_: (_ for _ in ()).throw(
+        FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")))
+    code, _, err = said(capsys, "run", __file__)
+    assert code == 1 and "No usable temporary directory" in err and "TMPDIR=FOLDER" in err
+
+
 def test_hosts_do_not_talk_over_loopback(environ):
     run._environment(2, hosts=2)
     assert "GLOO_SOCKET_IFNAME" not in environ
@@ -206,7 +220,11 @@ def ended(*ranks, state=RUNS):
     return {1000 + rank: state for rank in ranks}
 
 
-@pytest.mark.parametrize("codes, notes, ended, code, causes, lines", [
+@pytest.mark.parametrize("codes, notes, ended, code, causes, lines", [       # rank 3 has ended by os._exit(0)
+    (dict(r0=1), {0: "TransportError: b"}, {}, 1, [],
+     ["rank 3 ended without an error, while others waited", "rank 0 then lost touch with others (TransportError)"]),
+    (dict(r0=1, r1=-40), {0: "TransportError: b"}, {}, 168, [1],
+     ["rank 1 was killed by SIGRTMIN+6", "rank 0 then lost touch with others (TransportError)"]),
     (dict(r0=1, r1=1), {0: "ValueError: a", 1: "ValueError: a"}, {}, 1, [0, 1], ["ranks 0, 1 failed: ValueError: a"]),
     (dict(r0=1, r1=3, r2=-15), {0: "TransportError: b", 1: "exit code 3"}, ended(2), 3, [1],
      ["rank 1 failed: exit code 3", "rank 0 then lost touch with others (TransportError)", "rank 2 ended with it"]),
@@ -239,7 +257,7 @@ def test_the_report_names_the_cause_first(tmp_path, capsys, codes, notes, ended,
     for rank, line in notes.items():
         exit_code = int(line.split()[-1]) if line.startswith("exit code") else 1
         (tmp_path / f"{rank}.json").write_text(json.dumps({"error": line, "code": exit_code}))
-    assert launch._report(failures(**codes), ended, str(tmp_path)) == (code, causes)
+    assert launch._report(failures(**codes), ended, [3], str(tmp_path)) == (code, causes)
     assert capsys.readouterr().err.splitlines() == [f"globaltensor: {line}" for line in lines]
 
 

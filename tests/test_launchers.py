@@ -11,11 +11,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from harness import PROGRAMS, PYTHON, RUN, environment, free_port, good, results, run
 
+from globaltensor.cli import recipe as recipes
 from globaltensor.errors import TransportError
 from globaltensor.runtime import launchers
 from globaltensor.runtime.launchers import first_host, recognize_launcher, tasks_per_node
@@ -126,7 +128,8 @@ def test_a_script_for_slurm(tmp_path):
 
 
 def test_a_script_for_kubernetes():
-    words = ("k8s", "--nodes", "2", "--gpus", "4", "--image", "me/it:1", "/app/train_gpt.py", "--text", "a 'b' \"c\"")
+    words = ("k8s", "--nodes", "2", "--gpus", "4", "--image", "me/it:1", "/app/train_gpt.py", "--text",
+             "a 'b' \"c\" $$ $(D)")
     service, secret, job = yaml.safe_load_all(recipe(*words))
     assert service["metadata"]["name"] == secret["metadata"]["name"] == job["metadata"]["name"] == "train-gpt"
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"] == {"job-name": "train-gpt"}
@@ -134,12 +137,22 @@ def test_a_script_for_kubernetes():
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2 and job["spec"]["completionMode"] == "Indexed"
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["image"] == "me/it:1" and container["resources"]["limits"] == {"nvidia.com/gpu": 4}
-    shell, flag, line = container["command"]
+    shell, flag, line = (word.replace("$$", "$") for word in container["command"])      # as Kubernetes does
     shown = good([shell, flag, line.replace("exec globaltensor", "printf '%s\\n'")],
                  environment(JOB_COMPLETION_INDEX="1")).splitlines()
     assert shown == ["run", "-n", "4", "--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint",
-                     "train-gpt-0.train-gpt:29400", "/app/train_gpt.py", "--text", "a 'b' \"c\""]
+                     "train-gpt-0.train-gpt:29400", "/app/train_gpt.py", "--text", "a 'b' \"c\" $$ $(D)"]
     assert "resources" not in recipe("k8s", "train.py")
+
+
+@pytest.mark.parametrize("program, name", [("123.py", "job-123"), ("2026-11-28.py", "job-2026-11-28"),
+                                           ("null.py", "null"), ("no.py", "no"), ("_a.py", "a"), ("_.py", "job"),
+                                           ("a" * 39 + "_b.py", "a" * 39)])
+def test_what_a_program_is_called_is_a_name_of_a_service(program, name):
+    chosen = SimpleNamespace(program=program, nodes=2, gpus=None, image="i", args=[])
+    service, secret, job = yaml.safe_load_all(recipes._kubernetes_job(chosen))
+    assert service["metadata"]["name"] == secret["metadata"]["name"] == job["metadata"]["name"] == name
+    assert service["spec"]["selector"] == {"job-name": name} and job["spec"]["template"]["spec"]["subdomain"] == name
 
 
 def test_a_script_for_ray():

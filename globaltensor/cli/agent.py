@@ -18,16 +18,18 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from globaltensor.cli.forks import ForkServer
 from globaltensor.runtime.host_processes import RUNS, STOPPED, process_id, process_state
-from globaltensor.runtime.preemption import REQUEUE
+from globaltensor.runtime.process_end import REQUEUE
 
 
 class RestartingAgent(LocalElasticAgent):
     """Runs the ranks of this host, of which those that fail are left out as long as `fewest` are left. `report` is told
-    of the failures before each restart, and of what was ended because of them, and gives the ranks that caused them.
+    of the failures before each restart, of what was ended because of them, and of who had ended without one, and gives
+    the ranks that caused them.
     `forks` forks them, where they are not to be processes that begin anew."""
 
     def __init__(self, spec: WorkerSpec, folder: str, grace: int, fewest: int,
-                 report: Callable[[Mapping[int, Any], Mapping[int, str]], list[int]], forks: ForkServer | None) -> None:
+                 report: Callable[[Mapping[int, Any], Mapping[int, str], list[int]], list[int]],
+                 forks: ForkServer | None) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=folder))
         self.grace, self.fewest, self.report, self.forks = grace, fewest, report, forks
         self.failures: Mapping[int, Any] = {}
@@ -50,6 +52,12 @@ class RestartingAgent(LocalElasticAgent):
         """The processes of the ranks."""
         return [] if self._pcontext is None else list(self._pcontext.pids().values())
 
+    def unnoticed(self) -> list[int]:
+        """The ranks that have ended, without a failure, and not by this launcher."""
+        ranks = {worker.local_rank: worker.global_rank for worker in self.get_worker_group().workers}
+        ended = {} if self._pcontext is None else {ranks[i]: pid for i, pid in self._pcontext.pids().items()}
+        return [rank for rank, pid in ended.items() if rank not in self.failures and pid not in self.ended]
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with self.forks.in_place_of_spawn() if self.forks else nullcontext():
             started: dict[int, Any] = super()._start_workers(worker_group)
@@ -70,7 +78,7 @@ class RestartingAgent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._stop_workers(worker_group)             # first, so that all have said how they ended
         if self.failures:                            # else another host had some, or has come
-            causes = self.report(self.failures, self.ended)
+            causes = self.report(self.failures, self.ended, self.unnoticed())
             spec = worker_group.spec
             spec.local_world_size = max(self.fewest, spec.local_world_size - len(causes))
         super()._restart_workers(worker_group)

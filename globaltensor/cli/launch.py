@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from globaltensor.cli.forks import ForkServer
 from globaltensor.cli.problem import Problem
 from globaltensor.runtime.deadlock import rank_names
 from globaltensor.runtime.host_processes import STOPPED
-from globaltensor.runtime.preemption import REQUEUE
+from globaltensor.runtime.process_end import REQUEUE
 from globaltensor.runtime.secret import draw_secret
 
 
@@ -49,7 +50,7 @@ def launch(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str],
         raise Problem(f"the ranks could not be started {place}\n  why: {str(error).splitlines()[0]}", 1) from None
     if not result.is_failed():
         return 0
-    return _report(result.failures, agent.ended, folder)[0]
+    return _report(result.failures, agent.ended, agent.unnoticed(), folder)[0]
 
 
 def _agent(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str], forks: ForkServer | None) -> Any:
@@ -67,8 +68,8 @@ def _agent(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str],
                       rdzv_handler=meeting, max_restarts=chosen.max_restarts, monitor_interval=0.1,
                       local_addr=meeting.name if alone else chosen.local_addr)
 
-    def report(failures: Mapping[int, Any], ended: Mapping[int, str]) -> list[int]:
-        causes = _report(failures, ended, folder)[1]
+    def report(failures: Mapping[int, Any], ended: Mapping[int, str], unnoticed: list[int]) -> list[int]:
+        causes = _report(failures, ended, unnoticed, folder)[1]
         for path in Path(folder).glob("*.json"):
             path.unlink()
         Path(folder, "first").unlink(missing_ok=True)
@@ -91,11 +92,12 @@ def _saved(folder: str, ranks: int) -> bool:
     return len(notes) == ranks and all(note["code"] == REQUEUE for note in notes.values())
 
 
-def _report(failures: Mapping[int, Any], ended: Mapping[int, str], folder: str) -> tuple[int, list[int]]:
-    """Say which ranks failed of what, first those that began it; `failures` as torch's agent gives them, `ended` as
-    RestartingAgent notes it. Returns the exit code of the first of them, and all that began it."""
+def _report(failures: Mapping[int, Any], ended: Mapping[int, str], unnoticed: list[int],
+            folder: str) -> tuple[int, list[int]]:
+    """Say which ranks failed of what, first those that began it; `failures` as torch's agent gives them, `ended` and
+    `unnoticed` as RestartingAgent notes it. Returns the exit code of the first of them, and all that began it."""
     notes = _endings(folder)
-    well = sorted(rank for rank, note in notes.items() if note["code"] == 0)
+    well = sorted({rank for rank, note in notes.items() if note["code"] == 0} | set(unnoticed))
     notes = {rank: note for rank, note in notes.items() if rank not in well}
     # one that ended well, and was still at its last lines when the others were ended, is not a cause
     failed = {rank: f for rank, f in failures.items() if rank not in well or f.pid not in ended}
@@ -113,6 +115,12 @@ def _report(failures: Mapping[int, Any], ended: Mapping[int, str], folder: str) 
     code = notes[first]["code"] if first in notes else failures[first].exitcode
     causes = [rank for (what, _), ranks in fates.items() if what < _LOST_TOUCH for rank in ranks]
     return code if code > 0 else 128 - code, causes
+
+
+def _signal_name(number: int) -> str:
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"SIGRTMIN+{number - signal.SIGRTMIN}"    # of those for programs' own use the first has a name, and the last
 
 
 _LOST_TOUCH = 2
@@ -137,6 +145,6 @@ def _fate(code: int, note: dict[str, Any] | None, ended: str | None) -> tuple[in
         return 3, "ended with it, by SIGKILL, after the time that --grace gives"
     if ended and code == -signal.SIGTERM:
         return 3, "ended with it"
-    name = signal.Signals(-code).name
+    name = _signal_name(-code)
     why = {"SIGKILL": " (did the host run out of memory?)", "SIGTERM": ", which this launcher did not send"}
     return 0, f"was killed by {name}{why.get(name, '')}"

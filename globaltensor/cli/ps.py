@@ -67,7 +67,7 @@ def jobs() -> list[list[RankProcess]]:
 def program(pid: int) -> str:
     """What the process runs: the program and its arguments."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
     except OSError:
         return "has ended"
     for script in (worker.__file__, fork_server.__file__):
@@ -78,7 +78,7 @@ def program(pid: int) -> str:
 
 def _status_line(pid: int, name: str) -> str:
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{name}:")), "")

@@ -38,23 +38,23 @@ _KUBERNETES = """\
 apiVersion: v1
 kind: Service
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
   clusterIP: None
   selector:
-    job-name: {name}
+    job-name: "{name}"
 ---
 apiVersion: v1
 kind: Secret
 metadata:
-  name: {name}
+  name: "{name}"
 stringData:
-  secret: {secret}                                   # drawn for this file: who reads it may join the job
+  secret: "{secret}"                                 # drawn for this file: who reads it may join the job
 ---
 apiVersion: batch/v1
 kind: Job
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
   completionMode: Indexed
   completions: {nodes}
@@ -62,7 +62,7 @@ spec:
   backoffLimit: 0
   template:
     spec:
-      subdomain: {name}
+      subdomain: "{name}"
       restartPolicy: Never
       containers:
       - name: ranks
@@ -72,7 +72,7 @@ spec:
         - name: GLOBALTENSOR_SECRET
           valueFrom:
             secretKeyRef:
-              name: {name}
+              name: "{name}"
               key: secret
 {gpus}        volumeMounts:
         - name: shared-memory
@@ -144,8 +144,9 @@ def command(chosen: argparse.Namespace) -> int:
 
 
 def _job_name(chosen: argparse.Namespace) -> str:
-    """The program's, as names of hosts may be written."""
-    return re.sub("[^a-z0-9]+", "-", PurePath(chosen.program).stem.lower()).strip("-")[:40] or "job"
+    """The program's, as names of services may be written: they begin with a letter."""
+    name = re.sub("[^a-z0-9]+", "-", PurePath(chosen.program).stem.lower()).strip("-")
+    return (name if name[:1].isalpha() else f"job-{name}")[:40].strip("-")
 
 
 def _batch_script(chosen: argparse.Namespace) -> str:
@@ -158,7 +159,8 @@ def _kubernetes_job(chosen: argparse.Namespace) -> str:
     name = _job_name(chosen)
     run = shlex.join(["globaltensor", "run", "-n", str(chosen.gpus or 1), "--nnodes", str(chosen.nodes)])
     run += f' --node-rank "$JOB_COMPLETION_INDEX" --rdzv-endpoint {name}-0.{name}:29400 '
-    words = ["/bin/sh", "-c", f"exec {run}{shlex.join([chosen.program, *chosen.args])}"]
+    program = shlex.join([chosen.program, *chosen.args]).replace("$", "$$")      # Kubernetes makes one of two
+    words = ["/bin/sh", "-c", f"exec {run}{program}"]
     limits = f"        resources:\n          limits:\n            nvidia.com/gpu: {chosen.gpus}\n"
     return _KUBERNETES.format(name=name, nodes=chosen.nodes, image=json.dumps(chosen.image), command=json.dumps(words),
                               secret=secrets.token_hex(32), gpus=limits if chosen.gpus else "")

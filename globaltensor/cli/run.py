@@ -41,7 +41,7 @@ def command(chosen: argparse.Namespace) -> int:
     _check_command(chosen)
     ranks = chosen.ranks or accelerators() or 2
     _environment(ranks, chosen.nnodes)
-    with tempfile.TemporaryDirectory(prefix="globaltensor-") as folder:
+    with _temporary_folder() as folder:
         os.environ[worker.FOLDER] = folder
         program = [*(["-m"] if chosen.module else []), chosen.program, *chosen.args]
         with ForkServer(program) if chosen.start_method == "fork" else nullcontext() as forks:
@@ -50,6 +50,15 @@ def command(chosen: argparse.Namespace) -> int:
             launch = importlib.import_module("globaltensor.cli.launch").launch
             gc.enable()
             return int(launch(chosen, ranks, folder, [str(Path(worker.__file__)), *program], forks))
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """What the launcher shares with its ranks."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="globaltensor-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise Problem(f"there is no folder for temporary files\n  why: {error.strerror}\n  try: TMPDIR=FOLDER, one "
+                      "that may be written, before globaltensor run", 1) from None
 
 
 def _check_command(chosen: argparse.Namespace) -> None:
@@ -65,6 +74,9 @@ def _check_command(chosen: argparse.Namespace) -> None:
         raise Problem(f"there is no program {chosen.program!r}\n  looked in {os.getcwd()}")
     elif Path(chosen.program).is_dir() and not Path(chosen.program, "__main__.py").exists():
         raise Problem(f"{chosen.program!r} is a folder\n  try: a file in it, or -m and the name of a module")
+    elif not Path(chosen.program).is_dir() and not Path(chosen.program).is_file():
+        raise Problem(f"{chosen.program!r} is no file\n  why: each rank reads the program, and what a pipe or a "
+                      "terminal gives can be read once\n  try: cat > program.py, then globaltensor run program.py")
     if chosen.rdzv_endpoint and not re.fullmatch(r".+:\d{1,5}", chosen.rdzv_endpoint):
         raise Problem(f"--rdzv-endpoint {chosen.rdzv_endpoint} has no port\n  try: --rdzv-endpoint "
                       f"{chosen.rdzv_endpoint}:29400")
