@@ -25,9 +25,11 @@ from globaltensor.checkpoint.collective import collective_try
 from globaltensor.checkpoint.files import sync, temporary_name, write_atomically
 from globaltensor.checkpoint.loading import check_fit, check_names, needed
 from globaltensor.checkpoint.manifest import CheckpointError, Entry, SavedPiece
+from globaltensor.checkpoint.objects import ids_of_own, load_module
 from globaltensor.checkpoint.pieces import (
     CheckpointFiles,
     check_dtype,
+    empty_copy,
     need_safetensors,
 )
 from globaltensor.checkpoint.tensor_files import Place, write_tensors
@@ -62,15 +64,19 @@ def load_safetensors(module: M, folder: str | os.PathLike[str]) -> M:
     expect_path(folder, "weights from no folder", 'gt.load_safetensors(model, "folder")')
     need_safetensors()
     files, entries = collective_try("loading safetensors", lambda: _check_folder(module, Path(folder)))
-    collective_try("reading safetensors", lambda: _read_weights(module, files, entries))
+    values = collective_try("reading safetensors", lambda: _read_weights(module, files, entries))
+    collective_try("loading safetensors", lambda: load_module(module, values))
     _log.info("loaded %s from %s", counted(len(entries), "tensor"), folder)
     return module
 
 
-def _read_weights(module: nn.Module, files: CheckpointFiles, entries: dict[str, Entry]) -> None:
+def _read_weights(module: nn.Module, files: CheckpointFiles, entries: dict[str, Entry]) -> dict[str, Any]:
+    """Read them into what is the module's own, and into new tensors for what its state_dict makes. All of that."""
     fill_unloaded(module, entries)
-    own = module.state_dict(keep_vars=True)
-    files.fill((entry, own[name]) for name, entry in entries.items())
+    own, state = ids_of_own(module), module.state_dict(keep_vars=True)
+    values = {name: empty_copy(t) if name in entries and id(t) not in own else t for name, t in state.items()}
+    files.fill((entry, values[name]) for name, entry in entries.items())
+    return values
 
 
 def _check_folder(module: nn.Module,

@@ -3,9 +3,9 @@
 Every tensor of the state knows which region of it each rank of this process holds; the manifest says which pieces that
 region overlaps. Neither depends on the other's layout, so any layout and number of ranks loads what any other saved.
 
-Three rounds, and all processes agree after each of the first two: the pieces are hashed, and those that go into new
-tensors read into them meanwhile; objects that take their state by load_state_dict get it, on these new tensors, so that
-the old state can be restored; tensors are written in place.
+Rounds, and all processes agree after each: the pieces are hashed, and those that go into new tensors read into them
+meanwhile; objects that take their state by load_state_dict get it, on these new tensors, so that the old state can be
+restored; tensors are written in place; modules with code of their own for it are called (objects.py).
 """
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from torch import nn
 from globaltensor.checkpoint import folders
 from globaltensor.checkpoint.collective import collective_try
 from globaltensor.checkpoint.manifest import CheckpointError, Entry, Manifest, parse_manifest
+from globaltensor.checkpoint.objects import give_memory, ids_of_own, load_modules, load_objects, undo_all
 from globaltensor.checkpoint.pieces import (
     CheckpointFiles,
     empty_copy,
+    empty_global,
     empty_state,
     local_parts,
     need_safetensors,
     overlaps,
 )
 from globaltensor.checkpoint.remote import Folder, folder_at
-from globaltensor.checkpoint.tree import FlatState, at_path, decode, flatten, is_object, join_path, state_of
+from globaltensor.checkpoint.tree import FlatState, decode, flatten, is_object, join_path
 from globaltensor.errors import counted
 from globaltensor.runtime.torch_internals import has_internal_overlap
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.materialize import fill_unloaded
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ def load_version(state: Any, directory: Folder) -> tuple[Any, Manifest]:
                              lambda checked: checked.digest)
     entries, flat = checked.manifest.entries, checked.flat
     undo: list[Callable[[], None]] = []
+    collective_try("allocating what is loaded", lambda: give_memory(flat))
     try:
         # Objects first, as their own code may refuse a state: no tensor has been written then.
         collective_try("loading the state of objects", lambda: _load_objects(checked, undo))
@@ -82,8 +84,9 @@ def load_version(state: Any, directory: Folder) -> tuple[Any, Manifest]:
                 own.setdefault(id(flat.tensors[name]), (entry, flat.tensors[name]))
         collective_try("reading the tensors of a checkpoint", lambda: checked.files.fill(own.values()))
     except BaseException as error:
-        _undo_all(undo, error)
+        undo_all(undo, error)
         raise
+    collective_try("loading the state of modules", lambda: load_modules(flat, _decoded(checked)))
     _log.info("loaded %s from %s", counted(len(entries), "tensor"), directory)
     return _merged_state(state, _decoded(checked)), checked.manifest
 
@@ -112,9 +115,9 @@ def _check_loadable(state: Any, directory: Folder) -> CheckedState:
     check_names(targets, manifest.entries, f"the checkpoint in {folder}")
     for name, t in targets.items():
         check_fit(manifest.entries[name], t)
-        if t.is_meta and not isinstance(_owner(name, flat)[1], nn.Module):
+        if t.is_meta and (name in new or not isinstance(_owner(name, flat)[1], nn.Module)):
             raise CheckpointError(f"{name!r} of the state is on the meta device",
-                                  "it has no memory to load into; modules are given theirs as they are loaded",
+                                  "it has no memory to load into; modules are given theirs, for parameters and buffers",
                                   'gt.load({"model": model}, folder), or gt.materialize(model) before')
     _check_tied_tensors(targets, manifest.entries)
     _check_keys(state, decode(manifest.state, lambda name: None), "", f"the checkpoint in {folder}")
@@ -218,47 +221,94 @@ def _owner(name: str, flat: FlatState) -> tuple[str, Any]:
 
 
 def _new_tensors(manifest: Manifest, flat: FlatState) -> dict[str, torch.Tensor]:
-    """A new tensor for each that the state_dict of an object has. A fresh optimizer does not have them yet."""
-    new = {}
+    """A new tensor for each that the state_dict of an object has, but not for what is a module's own. A fresh optimizer
+    does not have them yet."""
+    ids = {path: ids_of_own(value) for path, value in flat.objects.items() if isinstance(value, nn.Module)}
+    new, states = {}, dict[int, _StateOfParameter]()
     for name, entry in manifest.entries.items():
         path, owner = _owner(name, flat)
-        if owner is None or isinstance(owner, nn.Module):
+        own = flat.tensors.get(name)
+        if owner is None or own is not None and id(own) in ids.get(path, ()):
             continue                                 # written in place
-        if name in flat.tensors:
-            check_fit(entry, flat.tensors[name])
-            new[name] = empty_copy(flat.tensors[name])
+        if _takes_any(name, path, owner):
+            new[name] = _tensor_for(entry, own, owner)
+        elif own is not None:
+            check_fit(entry, own)
+            new[name] = empty_copy(own)
         elif isinstance(owner, torch.optim.Optimizer):
             param = _param(name[len(path) + 1 if path else 0:], owner)
             if param is not None:
-                _check_state(entry, param)
+                states.setdefault(id(param), _StateOfParameter(param, owner, [])).entries.append(entry)
                 on_param = entry.is_global or isinstance(param, GlobalTensor) and _like_param(entry, param)
                 new[name] = empty_state(param, entry.shape, entry.dtype) if on_param else torch.empty(
                     entry.shape, dtype=entry.dtype, device="cpu")
+    for state in states.values():
+        state.check()
     return new
 
 
+def _takes_any(name: str, path: str, owner: Any) -> bool:
+    """Does this object, or extra state of a module, decide by itself what it takes: tensors of any size, or more?"""
+    if isinstance(owner, nn.Module):
+        return name[len(path) + 1 if path else 0:].partition("/")[0].endswith("_extra_state")
+    return owner is not None and not isinstance(owner, torch.optim.Optimizer)
+
+
+def _tensor_for(entry: Entry, own: torch.Tensor | None, owner: Any) -> torch.Tensor:
+    """A new tensor as it was saved, laid out like the one that the object has in its place."""
+    if isinstance(own, GlobalTensor):
+        of = own.spec.layout.without_partials
+        return empty_global(entry.shape, entry.dtype, of if own.dim() == len(entry.shape) else of.replicated)
+    if own is None and entry.is_global:
+        raise CheckpointError(f"{entry.name!r} is a global tensor that the {type(owner).__name__} does not have yet",
+                              "how it is to be laid out is not known",
+                              "the object as it is when it has its tensors, after a step of it")
+    return torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if own is None else own.device)
+
+
 def _like_param(entry: Entry, param: torch.Tensor) -> bool:
-    """Was this saved by an optimizer of plain tensors, for a parameter, and is not a step counter?"""
-    return entry.shape == tuple(param.shape) and not entry.name.endswith("/step")
+    """Was this saved by an optimizer of plain tensors, for a parameter or several, and is not a step counter?"""
+    return (bool(entry.shape) or not param.dim()) and not entry.name.endswith("/step")
 
 
 def _param(rest: str, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-    """The parameter to which a name within an optimizer's state_dict belongs."""
+    """The parameter to which a name within an optimizer's state_dict belongs; of a group's values its first one."""
     match = re.fullmatch(r"state/(\d{1,9})/.+", rest)
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return params[int(match[1])] if match and int(match[1]) < len(params) else None
+    if match:
+        return params[int(match[1])] if int(match[1]) < len(params) else None
+    match = re.fullmatch(r"param_groups/(\d{1,9})/.+", rest)
+    groups = optimizer.param_groups
+    return groups[int(match[1])]["params"][0] if match and int(match[1]) < len(groups) else None
 
 
-def _check_state(entry: Entry, param: torch.Tensor) -> None:
-    if len(entry.shape) == param.dim() and any(n not in (1, m) for n, m in zip(entry.shape, param.shape)):
-        raise CheckpointError(f"{entry.name!r} is {list(entry.shape)}, its parameter {list(param.shape)}",
-                              "the state of an optimizer belongs to parameters of the same shapes",
-                              "the optimizer of the model that was saved")
+class _StateOfParameter(NamedTuple):
+    """What a fresh optimizer is to have for a parameter."""
+
+    param: torch.Tensor
+    optimizer: torch.optim.Optimizer
+    entries: list[Entry]
+
+    def check(self) -> None:
+        """Check that it belongs to parameters of these shapes. Beside what has the parameter's, an optimizer may keep
+        sums along dims (Adafactor), matrices for them (Shampoo), and vectors for all parameters (LBFGS)."""
+        shape = tuple(self.param.shape)
+        if any(entry.shape == shape for entry in self.entries):
+            return
+        total = sum(p.numel() for group in self.optimizer.param_groups for p in group["params"])
+        for entry in self.entries:
+            sizes = entry.shape
+            fits = sorted(sizes) != sorted(shape) and set(sizes) <= {1, *shape} or sizes == (total,)
+            if len(sizes) == len(shape) and not fits:
+                raise CheckpointError(f"{entry.name!r} is {list(sizes)}, its parameter {list(shape)}",
+                                      "the state of an optimizer belongs to parameters of the same shapes",
+                                      "the optimizer of the model that was saved")
 
 
 def _is_dropped(name: str, flat: FlatState, manifest: Manifest) -> bool:
-    """Is this state that the optimizer did not have yet when it was saved? load_state_dict replaces all of it."""
-    return name not in manifest.entries and isinstance(_owner(name, flat)[1], torch.optim.Optimizer)
+    """Is this state that was not there yet when it was saved? load_state_dict replaces all of it."""
+    path, owner = _owner(name, flat)
+    return name not in manifest.entries and (isinstance(owner, torch.optim.Optimizer) or _takes_any(name, path, owner))
 
 
 def _decoded(checked: CheckedState) -> Any:
@@ -268,44 +318,8 @@ def _decoded(checked: CheckedState) -> Any:
 
 
 def _load_objects(checked: CheckedState, undo: list[Callable[[], None]]) -> None:
-    """Call load_state_dict of every object; functions that undo it are added to `undo`. Modules on the meta device get
-    their memory before."""
-    for value in checked.flat.objects.values():
-        if isinstance(value, nn.Module):
-            fill_unloaded(value, value.state_dict(keep_vars=True))
     checked.files.fill((checked.manifest.entries[name], t) for name, t in checked.new.items())
-    saved = _decoded(checked)
-    for path, value in checked.flat.objects.items():
-        own = at_path(saved, path)
-        if isinstance(value, nn.Module) and all(isinstance(v, torch.Tensor) for v in own.values()):
-            continue                                 # its tensors are written in place, and it has nothing else
-        undo.append(_restore_function(value))
-        value.load_state_dict(own)
-
-
-def _undo_all(undo: list[Callable[[], None]], error: BaseException) -> None:
-    """Undo all of it. An object that refuses its old state, too, is mentioned in a note to the error."""
-    for step in reversed(undo):
-        try:
-            step()
-        except Exception as another:
-            error.add_note(f"and the old state could not be restored: {type(another).__name__}: {another}")
-
-
-def _restore_function(value: Any) -> Callable[[], None]:
-    """A function that restores the present state of an object. Copies what load_state_dict might overwrite."""
-    before = state_of(value)
-    if not isinstance(value, (nn.Module, torch.optim.Optimizer)):
-        before = _copied(before)
-    return lambda: value.load_state_dict(before)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) is dict:
-        return {k: _copied(v) for k, v in value.items()}
-    return [_copied(v) for v in value] if type(value) is list else value
+    load_objects(checked.flat, _decoded(checked), undo)
 
 
 def _merged_state(own: Any, saved: Any) -> Any:
