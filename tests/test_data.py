@@ -490,3 +490,8 @@ def test_a_process_reads_only_its_own_samples(tmp_path):
             assert kind == ("ValueError" if failed else "DisagreementError"), f"rank {rank}, {case}: {text}"
             assert failed or "rank 0:" in text and "rank 1:" in text, text
     assert "bad luck" in many[0]["errors"]["a sample that cannot be read"][1]
+
+
+@pytest.mark.processes
+def test_ranks_that_catch_an_error_of_a_sample_go_on():
+    good([*RUN, "-n", 2, str(PROGRAMS / "data_refused.py")])

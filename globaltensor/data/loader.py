@@ -30,6 +30,7 @@ from globaltensor.layouts.layout import sbp_text
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import SbpLike
 from globaltensor.runtime.agreement import Advice, agree
+from globaltensor.runtime.lineage import uncounted_if_it_fails
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tracebacks import api_boundary
@@ -174,15 +175,16 @@ class DataLoader:
         for batch in batches:
             total = len(batch.indices)
             seed = mix(self.sampler.seed, batch.epoch, batch.start, self._cutter.rows(total)[0])
-            try:
-                with nullcontext() if self.num_workers else random_streams(seed):
-                    collated = next(loaded)
-                global_batch, described = self._cutter.to_global(collated, total)
-            except Exception as error:               # the other ranks would wait for this one for ever
-                with suppress(GlobalTensorError):
-                    self._check_agreement(batch, [f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"])
-                raise
-            self._check_agreement(batch, described)
+            with uncounted_if_it_fails():
+                try:
+                    with nullcontext() if self.num_workers else random_streams(seed):
+                        collated = next(loaded)
+                    global_batch, described = self._cutter.to_global(collated, total)
+                except Exception as error:           # the other ranks would wait for this one for ever
+                    with suppress(GlobalTensorError):
+                        self._check_agreement(batch, [f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"])
+                    raise
+                self._check_agreement(batch, described)
             self.sampler.yielded(batch)
             yield global_batch
         next(loaded, None)                           # lets the workers end, or wait for the next epoch

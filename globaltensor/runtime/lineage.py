@@ -81,6 +81,19 @@ def begin_lineage(x: Any) -> Any:
     return x
 
 
+@contextmanager
+def uncounted_if_it_fails() -> Iterator[None]:
+    """Inside, ranks make tensors and then agree that all could. Where that raises, which it does on every rank, those
+    that some have made count on none: ranks that catch the error go on alike."""
+    before = dict(_made)
+    try:
+        yield
+    except BaseException:
+        _made.clear()
+        _made.update(before)
+        raise
+
+
 def of_boxing(lineages: Sequence[int]) -> int:
     """What a boxing of tensors of these lineages agrees on: the op that it is for counts, where there is one."""
     global _boxed
