@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
 
@@ -294,6 +295,89 @@ def test_the_state_is_asked_for_by_parameter():
         state = optimizer.state_dict()
         assert len(state["state"]) == 4 and "masters" not in state
         optimizer.load_state_dict(state)
+
+
+def _momentum_to_zero(state, p):
+    if p in state:
+        state[p]["momentum_buffer"].zero_()
+
+
+STATE_IS_RESET = {
+    "if p in state": _momentum_to_zero,
+    "if p in state.keys()": lambda state, p: _momentum_to_zero(state, p) if p in state.keys() else None,
+    "get": lambda state, p: state.get(p, {"momentum_buffer": p})["momentum_buffer"].zero_(),
+    "get of none": lambda state, p: state[p].update(state.get(nn.Parameter(p.detach()), {"momentum_buffer": None})),
+    "pop": lambda state, p: state.pop(p, None),
+    "pop, put back": lambda state, p: state.update({p: {**state.pop(p), "momentum_buffer": None}}),
+    "state[p] = {}": lambda state, p: state.__setitem__(p, {}),
+    "del state[p]": lambda state, p: state.__delitem__(p),
+    "setdefault": lambda state, p: state.setdefault(p, {}).clear(),
+    "update": lambda state, p: state.update([(p, {})]),
+    "|=": lambda state, p: state.__ior__({p: {}}),
+    "copy": lambda state, p: state.copy()[p].clear(),
+    "clear": lambda state, p: state.clear(),
+    "ones like it": lambda state, p: state.__setitem__(p, {"momentum_buffer": torch.ones_like(p)}),
+    "zeros like it": lambda state, p: state[p].update(momentum_buffer=torch.zeros_like(p)),
+    "plain zeros": lambda state, p: state[p].update(momentum_buffer=torch.zeros(p.shape, dtype=p.dtype)),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("way", STATE_IS_RESET)
+def test_the_state_is_changed_by_parameter(way, stage):
+    losses, kept = [], []
+    for model, x, optimizer in both("2 x tp 2", SGD, stage):
+        losses.append([])
+        for _ in range(3):
+            closure_of(model, x, optimizer, losses[-1])()
+            optimizer.step()
+            for p in (model[0].weight, model[2].bias):
+                STATE_IS_RESET[way](optimizer.state, p)
+        kept.append([p in optimizer.state for p in model.parameters()] + [len(optimizer.state)])
+        optimizer.load_state_dict(optimizer.state_dict())
+        for _ in range(2):
+            closure_of(model, x, optimizer, losses[-1])()
+            optimizer.step()
+    torch.testing.assert_close(losses[1], losses[0])
+    assert kept[1] == kept[0]
+    kept = [t for p in optimizer.state for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
+    assert len(kept) == 4 and all(t.sbp[0].is_split for t in kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_state_of_whole_parameters_is_loaded_split(stage, dtype):
+    """That of an optimizer without ZeRO, of a global model or of a plain one."""
+    where = place([0, 1], ("dp",))
+    plain, x = net().to(dtype), torch.randn(5, 6).to(dtype)
+    for is_global in (False, True):
+        source = gt.parallelize(copy.deepcopy(plain), where) if is_global else copy.deepcopy(plain)
+        before = SGD(source.parameters())
+        closure_of(source, gt.from_full(x, where, S(0)) if is_global else x, before, [])()
+        before.step()
+        model = gt.parallelize(copy.deepcopy(plain), where)
+        optimizer = gt.zero(SGD(model.parameters()), stage=stage)
+        optimizer.load_state_dict(before.state_dict())
+        for p, q in zip(model.parameters(), source.parameters(), strict=True):
+            momentum, expected = optimizer.state[p]["momentum_buffer"], before.state[q]["momentum_buffer"]
+            assert momentum.sbp[0].is_split and momentum.dtype == of_groups(optimizer)[0].dtype
+            expected = expected.full_tensor() if is_global else expected
+            torch.testing.assert_close(momentum.full_tensor().to(dtype), expected)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_another_dict_as_the_state(stage):
+    losses = []
+    for model, x, optimizer in both("2", SGD, stage):
+        losses.append([])
+        for anew in (False, True, False):
+            closure_of(model, x, optimizer, losses[-1])()
+            if anew:
+                held = {p: optimizer.state[p] for p in [*model.parameters()][1:]}
+                optimizer.state = defaultdict(dict, held)
+            optimizer.step()
+        assert len(optimizer.state) == 4 and all(p in optimizer.state for p in model.parameters())
+    torch.testing.assert_close(losses[1], losses[0])
 
 
 @pytest.mark.parametrize("by_layer", [False, True])

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, KeysView, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -153,6 +153,8 @@ def _register_zero_hooks(optimizer: torch.optim.Optimizer, pairs: MasterParams) 
     _give_state_by_parameter(optimizer)
     optimizer.register_load_state_dict_post_hook(globalize_state)
     optimizer.register_load_state_dict_post_hook(_give_state_by_parameter)
+    optimizer.register_step_pre_hook(_take_state)
+    optimizer.register_state_dict_pre_hook(_take_state)
     optimizer.register_step_pre_hook(lambda *_: pairs.before_step())
     optimizer.register_step_post_hook(lambda *_: pairs.gather() if pairs else None)
     optimizer.register_state_dict_post_hook(lambda _, state: state.update(pairs.saved_masters()))
@@ -160,24 +162,86 @@ def _register_zero_hooks(optimizer: torch.optim.Optimizer, pairs: MasterParams) 
 
 
 class _StateOfParts(defaultdict[Any, Any]):
-    """An optimizer's state, by what it steps. Who asks by a parameter is given that of its part."""
+    """An optimizer's state, by what it steps, and iterated so. A parameter stands for its part, whatever is asked."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.by_parameter: dict[Any, Any] = {}       # part -> parameter, of those that were asked for so since a step
 
     def __missing__(self, key: Any) -> Any:
+        part = self._own_key(key)
+        return super().__missing__(key) if part is key else self[part]
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(self._own_key(key))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(self._own_key(key), value)
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(self._own_key(key))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(self._own_key(key), default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        return super().pop(self._own_key(key), *default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return super().setdefault(self._own_key(key), default)
+
+    def update(self, *others: Any, **names: Any) -> None:
+        for key, value in dict(*others, **names).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> _StateOfParts:  # type: ignore[misc]  # as dict's
+        self.update(other)
+        return self
+
+    def keys(self) -> KeysView[Any]:  # type: ignore[override]  # it asks `in` of this
+        return KeysView(self)
+
+    def _own_key(self, key: Any) -> Any:
         part = gradients.part_of(key) if isinstance(key, GlobalTensor) else None
-        return super().__missing__(key) if part is None or part is key else self[part]
+        if part is None or part is key:
+            return key
+        self.by_parameter[part] = key
+        return part
+
+    def split_whole(self) -> None:
+        """Split what a program may have made like a parameter, for what is stepped in its place."""
+        for part, p in self.by_parameter.items():
+            _lay_like(super().get(part), p, part)
+        self.by_parameter.clear()
 
 
 def _give_state_by_parameter(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.state = _StateOfParts(dict, optimizer.state)
+    if not isinstance(optimizer.state, _StateOfParts):
+        state, optimizer.state = optimizer.state, _StateOfParts(dict)
+        optimizer.state.update(state)
+
+
+def _take_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before a step or `state_dict`: what a program changed of the state, or put in its place, as a step needs it."""
+    _give_state_by_parameter(optimizer)
+    state: Any = optimizer.state
+    state.split_whole()
+
+
+def _lay_like(state: Any, p: Any, part: Any) -> None:
+    """Let what is as large as the part lie like it, and have its dtype where it has that of the parameter."""
+    if isinstance(state, dict):
+        others = {key: t for key, t in state.items() if not isinstance(t, GlobalTensor)
+                  or t.placement == p.placement and (t.sbp, t.dtype) != (part.sbp, part.dtype)}
+        state.update(_split_state(others, p, part))
 
 
 def globalize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer's state that was loaded from one device, plain and whole, the layouts of what it steps."""
+    """Give an optimizer's state that was loaded, from one device or of whole parameters, the layouts of what it
+    steps."""
     for p, state in optimizer.state.items():
-        if isinstance(p, GlobalTensor) and isinstance(state, Mapping):
-            for key, t in state.items():
-                if isinstance(t, torch.Tensor) and not isinstance(t, GlobalTensor) and t.shape == p.shape and t.dim():
-                    state[key] = from_full(t, p.placement, p.sbp)  # type: ignore[index]  # a dict of torch's
+        if isinstance(p, GlobalTensor):
+            _lay_like(state, p, p)
 
 
 def _zero_layout(p: torch.Tensor, axis: str) -> Layout | None:
