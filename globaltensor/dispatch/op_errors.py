@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -28,15 +28,6 @@ def refuse_collectives(func: OpOverload) -> None:
             "x.item() or x.full_tensor() for the value, x.to_global(sbp=...) for another layout, x.to_local() for this "
             "rank's part; for a model gt.parallelize and gt.zero, without DistributedDataParallel or fully_shard; for "
             "a library that combines ranks by itself its own switch, such as torchmetrics' sync_on_compute=False")
-
-
-def refuse_wrapping(parameter: Any) -> NoReturn:
-    """Raise where torch's `fully_shard`, or `replicate`, which is made of it, takes a parameter: it asks each for a
-    gathering of its own. Its first collective would be refused too, but that is in the first forward pass."""
-    raise GlobalTensorError(
-        "torch's fully_shard or replicate of a global model",
-        "it splits what each rank has for itself, and a global parameter is one value on all ranks",
-        "gt.parallelize and gt.zero(optimizer, stage=3, model=model), without fully_shard")
 
 
 def _see_lists_of_lists(library: Any) -> None:

@@ -137,6 +137,10 @@ def _as_global(d: DTensor) -> GlobalTensor:
     dst = resolve_layout(where, tuple(sbp_of(p) for p in how), d.dim())
     with torch.no_grad():
         local: Any = d.to_local()
+    if isinstance(local, GlobalTensor):
+        raise GlobalTensorError("a DTensor whose part is a global tensor has no value here",
+                                "each rank's part is a plain tensor, and a global tensor is the whole value",
+                                "x.to_dtensor(), or DTensor.from_local(x.to_local(), ...)")
     local = getattr(local, "wait", lambda: local)()  # torch may still be moving it
     averaged = prod(n for p, n in zip(how, where.shape) if _is_average(p))
     return wrap_part(local / averaged if averaged > 1 else local, dst, tuple(d.shape))

@@ -16,7 +16,6 @@ from globaltensor.algorithms.aliasing import BoxedView, Origin, note_write, take
 from globaltensor.algorithms.completed import Completed
 from globaltensor.boxings.redistribute import ArrivingShards
 from globaltensor.dispatch.core import arrive, remake, traced_operand
-from globaltensor.dispatch.op_errors import refuse_wrapping
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shape, Shards, Spec, spec
 from globaltensor.layouts.placement import placement, placement as Placement
@@ -61,6 +60,7 @@ from globaltensor.tensors import (
 from globaltensor.tensors.full_value import FullTensor, no_gradient_placements
 from globaltensor.tensors.printing import format_of, text_of
 from globaltensor.tensors.redistribution import box_from, resolve_layout, to_layout, to_local
+from globaltensor.tensors.wrappers import TorchMethods
 from globaltensor.tracebacks import api_boundary, fold
 
 _data: Any = torch.Tensor.data                       # a descriptor of C, as is requires_grad
@@ -74,12 +74,8 @@ _requires_grad: Any = TensorBase.requires_grad
 if TYPE_CHECKING:
     import numpy as np
 
-    from globaltensor.tensors.tensor_methods import TensorMethods
-else:
-    TensorMethods = torch.Tensor
 
-
-class GlobalTensor(TensorMethods):
+class GlobalTensor(TorchMethods):
     """Made by the factories (`gt.randn`, ...), `gt.from_full`, `gt.from_local`, `gt.from_shards` and `to_global`."""
 
     spec: Spec
@@ -300,7 +296,6 @@ class GlobalTensor(TensorMethods):
                                 "x.full_tensor(), x.to_local(), or its shards: x.shards[rank]")
 
     map_ = map2_ = share_memory_ = __dlpack__ = apply_
-    fsdp_pre_all_gather = property(api_boundary(refuse_wrapping))     # for which torch's fully_shard looks
 
     # ------------------------------------------------------------------------------------------------ its value
 

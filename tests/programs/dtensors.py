@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import globaltensor as gt
 
@@ -95,6 +96,19 @@ def check_refusals():
             mixed()
     with pytest.raises(gt.SbpError, match="has no sbp"):
         gt.from_dtensor(DTensor.from_local(torch.ones(4), mesh, [Partial("product")], run_check=False))
+    whole = gt.ones(4, placement=gt.from_mesh(mesh), sbp=gt.sbp.broadcast)
+    layer = gt.parallelize(torch.nn.Linear(4, 4), gt.from_mesh(mesh))
+    for nested in (lambda: DTensor.from_local(x, mesh, [Shard(0)], run_check=False),
+                   lambda: DTensor.from_local(whole, mesh, [Replicate()], run_check=False),
+                   lambda: DTensor.from_local(x, mesh, [Shard(0)], shape=x.shape, stride=x.stride()),
+                   lambda: distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None),
+                   lambda: parallelize_module(layer, mesh, ColwiseParallel(), src_data_rank=None)):
+        with pytest.raises(gt.GlobalTensorError, match=r"DTensor of a global tensor(.|\n)*try:   x.to_dtensor\(\)"):
+            nested()
+    d = DTensor.from_local(torch.ones(4), mesh, [Shard(0)], run_check=False)
+    d._local_tensor = x                              # in a way that torch has not yet
+    with pytest.raises(gt.GlobalTensorError, match="whose part is a global tensor"):
+        gt.from_dtensor(d)
     with pytest.raises(gt.PlacementError, match="on another mesh"):
         x.to_dtensor(init_device_mesh("cpu", (gt.world_size(), 1)))
     with pytest.raises(gt.ArgumentError, match="from_dtensor of no DTensor"):

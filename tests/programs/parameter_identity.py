@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import sys
 import weakref
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 import globaltensor as gt
 from globaltensor.errors import GlobalTensorError
@@ -322,6 +324,55 @@ def rnns_look_their_weights_up_anew():
         rnn.double()(gt.from_full(x.double(), LINE, S(1)))
 
 
+class Square(nn.Module):
+    """A parametrization that saves what it takes."""
+
+    def forward(self, w):
+        return w * w
+
+
+CHANGES = {
+    "remove_parametrizations": lambda m: parametrize.remove_parametrizations(m[0], "weight"),
+    "double, and back": lambda m: m.double().float(),
+}
+
+
+def parameters_change_while_an_output_is_held():
+    """As in plain torch, which refuses the backward pass of an output from before, if the parameter learns."""
+    def squared(layer):
+        parametrize.register_parametrization(layer, "weight", Square())
+
+    def parametrized(parametrization, learns):
+        torch.manual_seed(SEED)
+        m = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        parametrization(m[0])
+        m[0].parametrizations.weight.original.requires_grad_(learns)
+        return m
+
+    for parametrization in (squared, parametrizations.spectral_norm):
+        for change, learns in itertools.product(CHANGES, (True, False)):
+            plain, m = (parametrized(parametrization, learns) for _ in range(2))     # a copy would share its class
+            m, x = m.to_global(LINE, B), torch.randn(6, 4)
+            for one, batch in ((m, gt.from_full(x, LINE, S(0))), (plain, x)):
+                held, same = one(batch), one[0].parametrizations.weight.original
+                before = held.detach().clone()
+                optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+                CHANGES[change](one)
+                if change == "remove_parametrizations":
+                    assert one[0].weight is same
+                    try:
+                        held.sum().backward()
+                    except RuntimeError:
+                        assert learns
+                    else:
+                        assert not learns
+                optimizer.zero_grad()
+                one(batch).sum().backward()
+                optimizer.step()
+                assert (held.detach() - before).abs().sum().item() == 0
+            alike(m, plain)
+
+
 def many_times():
     """Nothing is freed twice or kept."""
     for _ in range(20):
@@ -337,7 +388,8 @@ def many_times():
 for check in (optimizers_made_before_and_after, parameters_are_what_they_were, gradients_stay, hooks_stay,
               torchs_own_conversions_keep_what_is_noted, an_optimizer_in_a_hook, zero_keeps_them, a_pipeline_keeps_them,
               copies_are_as_torch_makes_them, data_of_another_layout, torchs_own_conversions, refusals,
-              a_loss_that_is_done_is_no_hindrance, rnns_look_their_weights_up_anew, many_times):
+              a_loss_that_is_done_is_no_hindrance, rnns_look_their_weights_up_anew,
+              parameters_change_while_an_output_is_held, many_times):
     if sys.argv[1:] in ([], [check.__name__]):
         check()
         print(check.__name__, flush=True)

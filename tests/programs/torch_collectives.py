@@ -14,8 +14,9 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import globaltensor as gt
@@ -121,12 +122,20 @@ WRAPPERS = {
     "fully_shard": lambda x: fully_shard(model()),  # where it is typed, not in the first forward pass
     "replicate": lambda x: replicate(model()),
     "FullyShardedDataParallel": lambda x: FullyShardedDataParallel(model(), device_id=torch.device("cpu")),
-    "ZeroRedundancyOptimizer": lambda x: _step_of_zero(model(), x[None]),
+    "ZeroRedundancyOptimizer": lambda x: of_zero(model()),  # where it is typed, not in its first step
+    "ZeroRedundancyOptimizer of buckets": lambda x: of_zero(model(), parameters_as_bucket_view=True),
+    "ZeroRedundancyOptimizer beside DistributedDataParallel": lambda x: of_zero(model(), overlap_with_ddp=True),
+    "ZeroRedundancyOptimizer of a part": lambda x: of_zero(nn.ModuleList([nn.Linear(4, 4), model()])),
+    "PostLocalSGDOptimizer": lambda x: step_of_local_sgd(model(), x[None]),
 }
 
 
-def _step_of_zero(net, x):
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+def of_zero(net, **options):
+    ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1, **options)
+
+
+def step_of_local_sgd(net, x):
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), PeriodicModelAverager(2, 0))
     net(x).sum().backward()
     optimizer.step()
 
