@@ -283,6 +283,46 @@ def test_an_error_leaves_the_thread_as_it_was(native, monkeypatch):
     assert good([PYTHON, "-c", ERRORS]).strip() == "as before"
 
 
+UNUSED = """
+import torch, globaltensor as gt
+from torch.autograd.graph import get_gradient_edge
+S, B, place = gt.sbp.split, gt.sbp.broadcast, gt.placement("cpu", [0, 1])
+X = torch.arange(6.).reshape(3, 2)
+
+
+def slopes(to, again, by_edge, **how):
+    x, y = (to(X).requires_grad_() for _ in range(2))
+    inner = y * 2
+    asked = [x, y, inner, get_gradient_edge(y) if by_edge else y]
+    try:
+        return torch.autograd.grad([x.square().sum()], asked, None, None, again, **how)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+
+
+for sbp in (S(0), S(1), B):
+    for again in (False, True):
+        for by_edge in (False, True):
+            for how in ({"materialize_grads": True}, {"allow_unused": True, "materialize_grads": True}, {},
+                        {"allow_unused": False, "materialize_grads": True}, {"allow_unused": True},
+                        {"allow_unused": False}):
+                ours = slopes(lambda t: gt.from_full(t, place, sbp), again, by_edge, **how)
+                for g, w in zip(ours, slopes(torch.clone, again, by_edge, **how), strict=True):
+                    if isinstance(w, torch.Tensor):
+                        torch.testing.assert_close(g.full_tensor(), w)
+                        assert g.requires_grad == w.requires_grad
+                    else:
+                        assert g == w, (g, w)
+print("as torch's")
+"""
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_gradients_of_what_is_not_used(native, monkeypatch):
+    monkeypatch.setenv("GLOBALTENSOR_NATIVE", native)
+    assert good([PYTHON, "-c", UNUSED]).strip() == "as torch's"
+
+
 # Where a gradient of these is not differentiated itself, and why.
 NOT_AGAIN = {"_Enter": "the planner's trace", "_Leave": "the planner's trace", "_Repeated": "raises, and all run",
              "_FlexAttention": "raises, as torch's", "_Product": "products that a schedule defers, without a graph",

@@ -8,12 +8,15 @@ over.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from globaltensor.runtime.torch_internals import DisableTorchFunctionSubclass
+
+_GRAD = signature(torch.autograd.grad)
 
 
 def backward(tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
@@ -35,12 +38,22 @@ def method(x: torch.Tensor, gradient: Any = None, retain_graph: bool | None = No
 
 def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """torch.autograd.grad, with tensors named by their edges in the graph."""
-    outs, ins = _sequence(outputs), _sequence(inputs)
-    if _cannot(*outs, *ins):
+    how = dict(_GRAD.bind(outputs, inputs, grad_outputs, *args, **kwargs).arguments)
+    outs, ins = _sequence(how.pop("outputs")), _sequence(how.pop("inputs"))
+    seeds, zeros = how.pop("grad_outputs"), how.pop("materialize_grads", False)
+    if _cannot(*outs, *ins) or zeros and how.get("allow_unused") is False:
         with DisableTorchFunctionSubclass():
-            return torch.autograd.grad(outputs, inputs, grad_outputs, *args, **kwargs)
-    return torch.autograd.grad([_edge(t) for t in outs], [_edge(t) for t in ins], _seeds(outs, grad_outputs),
-                               *args, **kwargs)
+            return torch.autograd.grad(outputs, inputs, seeds, **how, materialize_grads=zeros)
+    if zeros:
+        how["allow_unused"] = True
+    edges, others = [_edge(t) for t in outs], [_edge(t) for t in ins]
+    grads: tuple[Any, ...] = torch.autograd.grad(edges, others, _seeds(outs, seeds), **how)
+    if not zeros:
+        return grads
+    if any(g is None and not isinstance(t, torch.Tensor) for g, t in zip(grads, ins)):         # torch says it so
+        raise RuntimeError("materialize_grads cannot be used when the given input is a GradientEdge")
+    again = how.get("create_graph", False)
+    return tuple(torch.zeros_like(t, requires_grad=again) if g is None else g for g, t in zip(grads, ins))
 
 
 def _cannot(*tensors: Any) -> bool:

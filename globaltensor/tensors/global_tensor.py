@@ -210,8 +210,8 @@ class GlobalTensor(TorchMethods):
     def _set_data(self, value: torch.Tensor) -> None:
         if not isinstance(value, GlobalTensor):
             raise GlobalTensorError("x.data = t of a global tensor x and a plain tensor t",
-                                    f"t has no layout, and x is on {self.spec.layout}",
-                                    "x.data = gt.from_full(t, x.placement, x.sbp)")
+                                    f"x would have the memory of t, and has parts on {self.spec.layout}",
+                                    "x.data.copy_(t), or x.data = gt.from_full(t, x.placement, x.sbp)")
         note_write(self)                             # who watches its memory watches other memory from now on
         with DisableTorchFunctionSubclass():
             _data.__set__(self, value)
