@@ -178,6 +178,7 @@ def test_mistakes_are_told_on_every_rank_and_at_once(tmp_path):
             assert kind == kinds.get(name, "DisagreementError"), f"rank {rank}, {name}: {kind} {text}"
             assert re.fullmatch(r"\S*mistakes\.py:\d+", where), f"{name}: {where}"
             assert seconds < 5, f"{name} took {seconds} seconds"
+            assert ("torch.zeros instead of torch.empty" in text) == (name == "memory that nobody wrote"), text
             assert ("the ranks use a plain tensor differently" in text) == (name == "another layout"), text
             if kind in ("DisagreementError", "ShapeError"):
                 assert "rank 0:" in text and "rank 1:" in text, text

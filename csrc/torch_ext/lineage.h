@@ -34,6 +34,7 @@ constexpr uint64_t kResultBits = 0xFF;
 class CallLineage {
  public:
   bool saw_completed = false;                        // an operand is completed: another call is to be looked at
+  bool reads = true;                                 // the op reads the operand that is looked at now
   CallLineage() {
     if (lineages_kept && !call_lineage) begin();
   }

@@ -86,8 +86,8 @@ bool push(const c10::IValue& v, RecipeKey& key, CallLineage& lineage, const c10:
     if (!lineage) return true;
     if (ours)
       lineage.operand(global(t)->lineage);
-    else if (!argument.alias_info() || !argument.alias_info()->isWrite())  // else nobody may have set its memory
-      lineage.plain(t);
+    else if (lineage.reads && (!argument.alias_info() || !argument.alias_info()->isWrite()))
+      lineage.plain(t);                              // else nobody may have set its memory
   } else if (v.isNone()) {
     key.push_back(kNone);
   } else if (v.isInt()) {
@@ -126,6 +126,15 @@ bool push(const c10::IValue& v, RecipeKey& key, CallLineage& lineage, const c10:
   return true;
 }
 
+// Does the op not look at its first operand, a plain one? So torch.baddbmm(torch.empty(...), q, k, beta=0).
+// Twin: `ignores_first` in runtime/lineage.py.
+bool ignores_first(const c10::FunctionSchema& schema, const c10::IValue* args, size_t count) {
+  if (!count || !args[0].isTensor() || is_global(args[0].toTensor().unsafeGetTensorImpl())) return false;
+  const auto beta = schema.argumentIndexWithName("beta");
+  if (!beta || !schema.argumentIndexWithName("alpha") || size_t(*beta) >= count) return false;
+  return args[*beta].isScalar() && args[*beta].toScalar().equal(0);
+}
+
 template <Of of>
 bool push_call(const c10::OperatorHandle& op, const c10::IValue* args, size_t count, RecipeKey& key,
                CallLineage& lineage) {
@@ -133,7 +142,8 @@ bool push_call(const c10::OperatorHandle& op, const c10::IValue* args, size_t co
   // i / 2 of integers gives the default dtype; no address needs the upper byte
   key.push_back(reinterpret_cast<uint64_t>(&op.schema()) ^ uint64_t(c10::get_default_dtype_as_scalartype()) << 56);
   const auto& arguments = op.schema().arguments();
-  for (size_t i = 0; i < count; i++)
+  lineage.reads = !ignores_first(op.schema(), args, count);
+  for (size_t i = 0; i < count; i++, lineage.reads = true)
     if (!push<of>(args[i], key, lineage, arguments[i], of == Of::kind && is_size(op.schema(), arguments[i])))
       return false;
   return true;

@@ -24,6 +24,7 @@ from globaltensor.rules.call import Call, Slot, arguments, put, set_arguments
 from globaltensor.runtime.agreement import broadcast_object, compare_plain
 from globaltensor.runtime.codec import message
 from globaltensor.runtime.custom_ops import MADE_OF
+from globaltensor.runtime.lineage import ignores_first
 from globaltensor.runtime.meta import without_memory
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.philox import draw_key
@@ -148,7 +149,7 @@ def _move(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any], args: 
             held.append(t.shards)
             own = t.spec
         else:
-            if not is_of_a_trace(t):
+            if not is_of_a_trace(t) and (q or not ignores_first(recipe.func, kwargs)):
                 compare_plain(t, f"a plain operand of {recipe.func}", recipe.home.placement.flat)
             moves = want is not None and not t.dim() # torch takes a scalar of the CPU anywhere, but no kernel of ours
             held.append({rank: _on_device(t, _device_of(recipe, rank), moves) for rank in recipe.ranks})

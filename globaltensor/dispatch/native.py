@@ -23,6 +23,7 @@ from globaltensor.layouts.layout import Spec
 from globaltensor.layouts.view_parts import Slice
 from globaltensor.rules.call import Call, arguments
 from globaltensor.runtime.agreement import agree_on, checking, plain_key
+from globaltensor.runtime.lineage import ignores_first
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import OpOverload
 from globaltensor.runtime.world import world
@@ -170,7 +171,8 @@ def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | Non
                                                                      *_named_device(call, recipe, rank))]
                   for rank in recipe.ranks]
     ranks = recipe.home.placement.flat
-    keys = ["" if type(t) is cls else plain_key(t, f"a plain operand of {recipe.func}") for t in call.tensors]
+    keys = ["" if type(t) is cls or not q and ignores_first(call.func, call.values) else
+            plain_key(t, f"a plain operand of {recipe.func}") for q, t in enumerate(call.tensors)]
     compared = not world().single_process and bool(recipe.ranks) and any(keys)
     return FlatRecipe(list(recipe.ranks), _slots(call), boxings, outputs, written,
                       local_args if any(local_args) else [], local_op, recipe.boxes_view, slices_boxing,

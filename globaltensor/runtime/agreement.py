@@ -54,6 +54,9 @@ _CREATE = Advice("the ranks disagree about what to create", "every rank runs the
 _PLAIN = Advice("the ranks use different plain tensors", "a plain tensor counts as broadcast: the same on every rank",
                 "gt.data.from_ranks(loader, placement) where every rank has batches of its own, "
                 "gt.from_local(batch, placement, gt.sbp.split(0)) for one batch, or gt.data.DataLoader")
+_OF_EMPTY = Advice(_PLAIN.what, f"{_PLAIN.why}; what torch.empty gives is not, until all of it is written",
+                    f"torch.zeros instead of torch.empty, torch.use_deterministic_algorithms(True) where a library "
+                    f"makes it (VonMises.sample); or {_PLAIN.fix}")
 _PLAIN_FOR = Advice("the ranks use a plain tensor differently", "its values are the same on all of them, and they ask "
                     "for another shape, layout or number of micro-batches", "the same arguments on every rank")
 OF_A_MODEL = Advice("the ranks have different models", "each makes the same one: of the same random numbers, or the "
@@ -89,6 +92,8 @@ def _advice_for(texts: Sequence[str], advice: Advice) -> Advice:
         return _INCOMPLETE if "saving a checkpoint" in calls else _OTHER_CALLS
     if advice in (_PLAIN, OF_A_MODEL) and len({text.partition(_OF_VALUES)[2][:8] for text in texts}) == 1:
         return _PLAIN_FOR
+    if advice is _PLAIN and re.search(r"aten\.(where|masked_)", texts[0]):
+        return _OF_EMPTY                            # a loop that fills in what a mask tells
     return advice
 
 

@@ -22,7 +22,7 @@ import hashlib
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -143,10 +143,10 @@ def call_with_lineage(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     operands: list[int] = []
     numbers: list[float] = []
     written: list[Any] = []
-    for a, value in passed:
+    for k, (a, value) in enumerate(passed):
         is_written = a.alias_info is not None and a.alias_info.is_write
         written += list(value) if is_written and isinstance(value, (list, tuple)) else [value] if is_written else []
-        parts.append(_part(value, is_written, operands, numbers))
+        parts.append(_part(value, is_written or not k and ignores_first(func, kwargs), operands, numbers))
     with within(_hash((_SAME_VALUE.get(schema.name, schema.name), schema.overload_name, torch.is_grad_enabled(),
                        parts))):
         result = run()
@@ -165,20 +165,26 @@ def call_with_lineage(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     return result
 
 
+def ignores_first(func: OpOverload, options: Mapping[str, Any]) -> bool:
+    """Does the op not look at its first operand? So `torch.baddbmm(torch.empty(...), q, k, beta=0)`. The
+    twin of `ignores_first` in recipe_cache.cpp."""
+    return options.get("beta") == 0 and any(a.name == "alpha" for a in func._schema.arguments)
+
+
 def _hash(parts: Any) -> int:
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & ~RESULTS
 
 
-def _part(value: Any, is_written: bool, operands: list[int], numbers: list[float]) -> Any:
+def _part(value: Any, is_skipped: bool, operands: list[int], numbers: list[float]) -> Any:
     """What an argument adds: the twin of `push` in recipe_cache.cpp."""
     if isinstance(value, (list, tuple)):
-        return [_part(one, is_written, operands, numbers) for one in value]
+        return [_part(one, is_skipped, operands, numbers) for one in value]
     if is_global(value):
         operands.append(value.lineage)
         return value.lineage
     if isinstance(value, torch.Tensor):
-        return None if is_written else _samples(value)
+        return None if is_skipped else _samples(value)
     if isinstance(value, (int, float)):
         numbers.append(float(value))
     return value if isinstance(value, (int, float, complex, str, type(None))) else str(type(value))

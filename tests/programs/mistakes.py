@@ -62,6 +62,7 @@ MISTAKES = {
     "another module": lambda: gt.to_global(_unlike(torch.nn.Linear(3, 3)), where, B),
     "another seed": seeded,
     "another plain operand": lambda: gt.zeros(4, placement=where, sbp=S(0)) + torch.full((4,), float(me)),
+    "memory that nobody wrote": lambda: torch.full((4,), float(me)).where(gt.ones(4, placement=where, sbp=B) > 0, 1.0),
     "batches of its own": fed_its_own_batches,
     "another plain operand later": differing_later,
     "targets of its own": targets_of_its_own,
@@ -80,7 +81,21 @@ def _unlike(net):
     return net
 
 
+def products_that_read_no_sum():
+    """With beta=0 an op does not look at what it would add to: such as torch.empty, as models write it."""
+    gt.manual_seed(0)
+    a, b, c, v = torch.rand(3, 4), torch.rand(4, 5), torch.rand(2, 4, 4), torch.rand(4)
+    for name, factors, size in (("addmm", (a, b), (3, 5)), ("addmm", (a, b), (5,)), ("baddbmm", (c, c), (2, 4, 4)),
+                                ("addbmm", (c, c), (4, 4)), ("addmv", (a, v), (3,)), ("addr", (v, v), (4, 4))):
+        for sbp in (S(0), B):
+            ours = [gt.from_full(t, where, sbp) for t in factors]
+            got = getattr(torch, name)(torch.full(size, float("nan") if odd else float(me)), *ours, beta=0, alpha=0.5)
+            wanted = getattr(torch, name)(torch.zeros(size), *factors, alpha=0.5)
+            torch.testing.assert_close(got.full_tensor(), wanted)
+
+
 def main(folder):
+    products_that_read_no_sum()
     told = {}
     for name, mistake in MISTAKES.items():
         began = time.perf_counter()
