@@ -218,6 +218,34 @@ def test_the_bytes_of_a_stage_are_those_of_the_record(name, devices, fixed):
         move.bytes for move in moves if move.op not in ("the pipeline", "the loss of a pipeline")), told
 
 
+WIDE = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))      # along tp a pending sum comes out of it
+
+
+@pytest.mark.parametrize("fixed", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}, {"tp": 4, "micro_batch": 2}], ids=str)
+@pytest.mark.parametrize("told", [{}, {"loss": F.mse_loss, "targets": torch.zeros(8, 64)}], ids=["alone", "with loss"])
+def test_a_pending_sum_that_comes_out_is_reduced_by_the_loss(fixed, told):
+    here = dataclasses.replace(KNOWN["dgx-a100"], flops=1e12, memory_bandwidth=1e11, local=Link(1e-6, 1e10),
+                               transport="one process")
+    model, inputs = copy.deepcopy(WIDE), torch.randn(8, 64)
+    strategy = gt.strategy(model, inputs, here, 4, zero=0, **fixed, **told)
+    runner, _ = strategy.apply(model, F.mse_loss, torch.optim.SGD)
+    with gt.record() as moves:
+        runner.step(inputs, torch.zeros(8, 64))
+        assert model[0].weight.grad is not None      # reduced by now
+    stage, = strategy["stages"]
+    assert stage["bytes"]["tp"] + stage["bytes"]["dp"] == sum(
+        move.bytes for move in moves if move.op != "the loss of a pipeline"), str(moves)
+    assert "tp" not in fixed or stage["bytes"]["tp"]
+
+
+@pytest.mark.parametrize("told", [{}, {"loss": F.mse_loss, "targets": torch.zeros(8, 64)}], ids=["alone", "with loss"])
+def test_on_a_slow_link_nothing_is_split_that_has_to_be_reduced(told):
+    slow = Cluster("slow", 2, 1e12, 0.5, 1e9, 1e11, Link(1e-3, 1e7), Link(1e-3, 1e7))
+    one = gt.strategy(WIDE, torch.zeros(8, 64), slow, 2, **told)
+    assert one["stages"][0]["axes"] == {"dp": 1, "tp": 1}
+    assert gt.strategy(WIDE, torch.zeros(8, 64), slow, 2, tp=2, **told)["step_time"] > slow.local.latency
+
+
 # -------------------------------------------------------------------------------------------- small chains, all plans
 
 
@@ -478,6 +506,8 @@ def test_a_forward_that_looks_at_values_is_named_by_its_line():
     ({"pp": 2, "chunks": 9}, BatchError, "a schedule with 9 stages on each rank"),
     ({"dp": 4, "tp": 4}, BatchError, "16 ranks on 4"),
     ({"zero": 4}, gt.GlobalTensorError, "zero=4"), ({"schedule": "zigzag"}, gt.GlobalTensorError, "schedule='zigzag'"),
+    ({"schedule": "gpip"}, gt.GlobalTensorError, "try:   schedule='gpipe'"),
+    ({"schedule": "1F1B"}, gt.GlobalTensorError, "try:   schedule='1f1b'"),
     ({"pins": ["*.a.weight=tp:S(0)", "1.*=tp:S(1)"]}, PinError, "*.a.weight=tp:S(0) and 1.*=tp:S(1) contradict"),
     ({"pins": ["*.a.bias=tp:S(1)"]}, PinError, "*.a.bias=tp:S(1)"),
     ({"pins": ["*.a.bias=tp:P"]}, PinError, "no rule"),
@@ -511,6 +541,7 @@ def test_where_nothing_fits_the_least_change_is_named():
     assert "memory" in changes and "KB" in str(one)
     for name, value in changes.items():
         assert planned(**{name: value})["feasible"], name
+    assert not planned(memory=changes["memory"] - 2)["feasible"], "and no less is enough"
 
 
 def test_an_infeasible_plan_is_not_applied():

@@ -20,7 +20,7 @@ from globaltensor.planner.dry_run import record_of_dry_run
 from globaltensor.planner.op_costs import OpCosts
 from globaltensor.planner.stage_choices import StageChoices, plan_stage
 from globaltensor.planner.within_stage import PlanningError, solve
-from globaltensor.simulator.cluster import KNOWN
+from globaltensor.simulator.cluster import KNOWN, Cluster, Link
 
 pytest.importorskip("scipy")
 SEED = int(os.environ.get("PLAN_SEED") or 20_261_124)
@@ -172,6 +172,17 @@ def test_memory_decides_what_is_stored_in_parts():
     assert tight.memory <= roomy.memory * 0.5 and tight.seconds >= roomy.seconds * (1 - 1e-9)
     with pytest.raises(PlanningError, match="fits in the memory"):
         plan_stage(graph, CLUSTER, data, memory=1e4)
+
+
+def test_what_a_model_returns_is_no_pending_sum():
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    slow = Cluster("slow", 2, 1e12, 0.5, 1e9, 1e11, Link(1e-3, 1e7), Link(1e-3, 1e7))
+    where = gt.placement("cpu", [0, 1], ("tp",))
+    alone, of_loss = (plan_stage(capture(model, torch.zeros(8, 64), loss), slow, where, whole_inputs=True)
+                      for loss in (None, lambda y: y.square().mean()))
+    for plan in alone, of_loss:
+        assert not any(s.is_split for row in plan.plan.values() for s in row.values())
+        assert not any(op.nbytes for op in plan.ops)
 
 
 def test_equal_blocks_are_planned_once():

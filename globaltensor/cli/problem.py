@@ -15,7 +15,9 @@ class Problem(Exception):
 def unwritable(path: object, error: OSError | ValueError) -> Problem:
     """A file or folder that the command was to write."""
     why = getattr(error, "strerror", None) or error
-    return Problem(f"{path} could not be written: {why}\n  try: a name in a folder that is there and may be written", 1)
+    fix = ("a name in a folder that is there and may be written" if isinstance(error, OSError) else
+           "a name that ends in .png, .svg or .pdf")             # what matplotlib knows no format for
+    return Problem(f"{path} could not be written: {why}\n  try: {fix}", 1)
 
 
 def check_new_file(path: object, option: str) -> None:

@@ -161,17 +161,19 @@ def _show(chosen: argparse.Namespace, run: SimulatedRun, step: SimulatedStep | N
         label = len(f"rank {run.schedule.ranks - 1}  ")
         columns = shutil.get_terminal_size((240 + label, 0)).columns
         print(timetable.as_text(events, max(columns - label, 20)), end="\n\n")
+    path = chosen.plot or chosen.trace
     try:
         if chosen.plot:
             title = f"{run.schedule.name}: bubble {summary['bubble_rate']:.1%}"
             timetable.draw(chosen.plot, {title: events}, "seconds" if step else "time")
         if chosen.trace:
+            path = chosen.trace
             counters = {"memory in GB" if step else "activations": _curve(run, step, events)}
             timetable.write_trace(chosen.trace, events, 1e6 if step else 1.0, counters)
     except ImportError:
         raise Problem("--plot needs matplotlib\n  try: pip install 'globaltensor[plot]'", 1) from None
     except (OSError, ValueError) as error:
-        raise unwritable(chosen.plot or chosen.trace, error) from None
+        raise unwritable(path, error) from None
 
 
 def _curve(run: SimulatedRun, step: SimulatedStep | None,

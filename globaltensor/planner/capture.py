@@ -12,7 +12,8 @@ from an input or a parameter has none.
 A node is a number, in the order of the calls, with these attributes:
 
     kind      "op", or where a value comes from: "parameter", "buffer", "input", "constant", "seed" (the gradient with
-              which backward begins); "repeat", a block that is equal to an earlier one (repeats.py)
+              which backward begins); "repeat", a block that is equal to an earlier one (repeats.py); "output", where
+              a loss that is not told takes what the model returns
     op        the op; None where there is none
     args      its arguments by name, with a Ref (node, output) in the place of each tensor
     shapes, strides, dtypes     of the outputs

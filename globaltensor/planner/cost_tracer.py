@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from globaltensor.boxings.redistribute import redistribute
 from globaltensor.boxings.watch import BoxingRecord
 from globaltensor.errors import where
 from globaltensor.layouts.layout import Layout, Shape, replicated
@@ -68,6 +69,16 @@ class CostTracer(Tracer):
                 received = t.spec.nbytes - max(part.nbytes for part in t.shards.values())
                 self.moves.append(BoxingRecord(str(func), where(), t.spec.layout, dst, received, 0.0))
         return self.shapes_alone(func, args, kwargs)
+
+    def take_output(self, t: GlobalTensor) -> int:
+        """A pending sum that the model returns is reduced, as most losses reduce it."""
+        self.note_moves(None)
+        self._operands = [(t.spec.layout, tuple(t.shape), t.dtype)]
+        with without_modes(), torch.no_grad():
+            redistribute([t], [t.spec.layout.without_partials], "the output of the model")
+        node = super().take_output(t)
+        self.note_moves(node)
+        return node
 
     def note_moves(self, node: int | None) -> None:
         """Boxings since the last time belong to this node, or to the next one."""

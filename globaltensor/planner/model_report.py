@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -244,7 +245,7 @@ def smallest_changes_of_model(task: ModelTask, needs: float) -> dict[str, Any]:
     more = _least_number(lambda n: fits(replace(task, devices=n)), task.devices, most)
     if more is not None:
         changes["devices"] = more
-    enough_bytes = -(-int(needs) // 10 ** 6) * 10 ** 6
+    enough_bytes = ceil(needs)
     if fits(_on_larger(task, float(enough_bytes))):
         changes["memory"] = enough_bytes
     return changes

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cache, partial
 from typing import Any
 
@@ -201,8 +202,9 @@ def _checked_choices(fixed: Fixed, devices: int) -> Fixed:
     for name, known in (("zero", (0, 1, 2, 3)), ("recompute", RECOMPUTE), ("schedule", tuple(GENERATORS))):
         value = getattr(fixed, name)
         if value is not None and value not in known:
+            near = get_close_matches(str(value).lower(), [each for each in known if isinstance(each, str)], 1, 0.4)
             raise ArgumentError(f"{name}={value!r}", f"it is one of {', '.join(map(str, known))}",
-                                f"{name}={known[-1]!r}, or nothing: then it is chosen")
+                                f"{name}={(near or known[-1:])[0]!r}, or nothing: then it is chosen")
     if fixed.sequence_parallel is not None:
         expect(fixed.sequence_parallel, bool, "sp says neither yes nor no", "sp=True, or nothing: then it is chosen")
     tried = sorted({n for name in ([fixed.schedule] if fixed.schedule else GENERATORS) for n in chunks_of(name)})

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -264,7 +265,7 @@ def smallest_changes(task: Task, needs: float) -> dict[str, object]:
             middle = (low + high) // 2
             low, high = (low, middle) if fits(replace(task, devices=middle)) else (middle, high)
         changes["devices"] = high
-    enough_bytes = -(-int(needs) // 10 ** 6) * 10 ** 6               # in whole megabytes
+    enough_bytes = ceil(needs)
     if fits(replace(task, cluster=replace(task.cluster, memory=float(enough_bytes)))):
         changes["memory"] = enough_bytes
     return changes

@@ -150,6 +150,9 @@ class StageChoices:
         if kind == "op":
             takes = self._takes(node)
             options = self.costs.options(attributes, [self.operand(ref) for ref in takes])
+        elif kind == "output":                       # whoever takes it: whole or split, but no pending sum
+            takes = self._takes(node)
+            options = [Option((one,), ()) for one in self.costs.storages(self.operand(takes[0]).shape)]
         else:
             takes = []
             cut = (kind == "parameter" or kind == "input" and not self.whole_inputs

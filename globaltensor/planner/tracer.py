@@ -242,6 +242,8 @@ class Tracer(UntracedMode):
         ends = [t for t in ends if isinstance(t, GlobalTensor) and t.requires_grad]
         if loss is not None and ends:
             self.graph.graph["loss"] = self.ref(loss)
+        for t in ends if loss is None else ():
+            self.take_output(t)
         seeds = []
         for t in ends:
             seed = self.like(t)
@@ -249,6 +251,12 @@ class Tracer(UntracedMode):
             seeds.append(seed)
         if ends:
             torch.autograd.backward(ends, seeds)
+
+    def take_output(self, t: GlobalTensor) -> int:
+        """What the model returns is taken by a loss that nobody has told: a node which takes it, and gives nothing."""
+        node = self.add_node("output", [])
+        self.add_uses(node, [self.ref(t)])
+        return node
 
     def note_gradients(self, leaves: Mapping[str, torch.Tensor]) -> None:
         """What backward left for each parameter, and for each input."""
