@@ -33,13 +33,15 @@ _SKIP = (OURS, TORCH, os.path.dirname(os.__file__) + os.sep + "contextlib", "<fr
 
 def where(frame: FrameType | None = None) -> str:
     """`file:line` of the user's innermost frame, at or above `frame` (default: the caller)."""
-    frame = sys._getframe(1) if frame is None else frame
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_SKIP) and not str(frame.f_globals.get("__name__")).startswith(_SKIPPED_MODULES):
-            return f"{_name_to_show(name)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "<unknown>"
+    frame = _call_of_program(sys._getframe(1) if frame is None else frame)
+    return f"{_name_to_show(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "<unknown>"
+
+
+def _call_of_program(at: FrameType | None) -> FrameType | None:
+    while at is not None and (at.f_code.co_filename.startswith(_SKIP) or str(
+            at.f_globals.get("__name__")).startswith(_SKIPPED_MODULES)):
+        at = at.f_back
+    return at
 
 
 def _name_to_show(file: str) -> str:
@@ -65,10 +67,14 @@ def message_of(error: BaseException) -> str:
         return "<exception str() failed>"            # as Python says it
 
 
-def warn(text: str) -> None:
-    """A warning at the user's line, which Python shows once for each line."""
-    file, _, line = where().rpartition(":")
-    warnings.warn_explicit(text, UserWarning, file or "<unknown>", int(line) if line.isdigit() else 1)
+def warn(text: str, kind: type[Warning] = UserWarning) -> None:
+    """A warning at the user's line, and of the user's module, which Python shows once for each line."""
+    frame = _call_of_program(sys._getframe(1))
+    if frame is None:
+        warnings.warn_explicit(text, kind, "<unknown>", 1)
+    else:
+        warnings.warn_explicit(text, kind, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"),
+                               frame.f_globals.setdefault("__warningregistry__", {}))
 
 
 def call_site() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+import warnings
 
 import pytest
 import torch
@@ -43,6 +44,25 @@ def test_a_drawing():
         "  6  +--------+",
         "+ is a pending sum (P)",
     ]
+
+
+@pytest.mark.parametrize("what, told", [([zeros(2)], "show of a list\n"), (5, "show of an int\n"),
+                                        (torch.ones(2), "show of a plain tensor\n")])
+def test_what_is_no_global_tensor_is_not_drawn(what, told):
+    with pytest.raises(GlobalTensorError, match=told):
+        gt.show(what)
+
+
+def test_warnings_are_at_the_line_of_the_program():
+    x, w = zeros(4, 4, where=LINE, sbp=S(0)), zeros(4, 2, where=LINE, sbp=S(0))
+    with warnings.catch_warnings(record=True) as caught, gt.boxing("warn"):
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module=re.escape(__name__) + "$")
+        for _ in range(3):
+            x @ w
+        line = sys._getframe().f_lineno - 1
+    one, = caught                                    # once for its line
+    assert (one.filename, one.lineno) == (__file__, line) and str(one.message).startswith("aten.mm.default needs")
 
 
 def test_one_dim_uneven_permuted_and_empty():

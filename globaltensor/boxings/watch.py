@@ -9,7 +9,6 @@ state is global to the process.
 """
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 from globaltensor.boxings.flows import Flows, flows_of
 from globaltensor.boxings.plan import BoxingPlan
-from globaltensor.errors import BoxingError, counted, where
+from globaltensor.errors import BoxingError, counted, warn
 from globaltensor.layouts.layout import Layout, Spec, sbp_text
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import RankRegions
@@ -245,7 +244,7 @@ def permit(op: str, src: Layout, dst: Layout, nbytes: int) -> None:
             raise BoxingError(what, f"the block moved {policy.used:,} bytes of its budget of {policy.budget:,}",
                               _fix(dst))
         if policy.mode == "warn":
-            warnings.warn(f"{where()}: {what}", stacklevel=2)
+            warn(what)
 
 
 def _fix(dst: Layout) -> str:

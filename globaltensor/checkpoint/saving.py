@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-import warnings
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,7 +37,7 @@ from globaltensor.checkpoint.pieces import (
 )
 from globaltensor.checkpoint.remote import Folder, folder_at
 from globaltensor.checkpoint.tree import FlatState, flatten
-from globaltensor.errors import ErrorNote, counted, expect, where
+from globaltensor.errors import ErrorNote, counted, expect, warn, where
 from globaltensor.layouts.regions import slices
 from globaltensor.runtime.agreement import broadcast_object, checksum, gather_objects
 from globaltensor.runtime.deadlock import patience
@@ -289,7 +288,7 @@ def _join_earlier(path: Folder) -> None:
     if earlier is not None:
         earlier._thread.join()
         if earlier._error is not None and not earlier._reported:
-            warnings.warn(f"an earlier save failed: {earlier._error.what}", RuntimeWarning, stacklevel=3)
+            warn(f"an earlier save failed: {earlier._error.what}", RuntimeWarning)
 
 
 def _checked_flat(state: Any) -> FlatState:

@@ -21,8 +21,10 @@ import sys
 from math import prod
 from typing import Any, overload
 
+import torch
+
 from globaltensor.checkpoint.contents import Contents, contents_of
-from globaltensor.errors import GlobalTensorError, expect_path
+from globaltensor.errors import ArgumentError, GlobalTensorError, expect_path
 from globaltensor.layouts.layout import Spec
 from globaltensor.layouts.regions import Region
 from globaltensor.pictures.cells import Cell, cells, legend
@@ -79,6 +81,9 @@ def show(x: Any, file: str | None = None) -> Drawing:
         contents = contents_of(x)
         lines: list[list[Segment]] = [[(line, None)] for line in str(contents).splitlines()]
         return _shown(lines, contents)
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError(f"show of a {type(x).__name__}", "it draws one global tensor, or tells of one checkpoint",
+                            "gt.show(x) for each tensor x in it")
     if not isinstance(x, GlobalTensor):
         raise GlobalTensorError("show of a plain tensor", "it lies on no ranks", "x.to_global(placement, sbp) first")
     picture = layout_picture(x.spec)
@@ -208,7 +213,10 @@ def _picture(of: Spec, file: str) -> None:
     axes.set(yticks=sorted({y for ys, *_ in rectangles for y in ys}) if len(dims) == 2 else [],
              ylabel=f"dim {dims[0]}" if len(dims) == 2 else "")
     axes.set_title(f"{list(of.shape)} on {of.layout}\n{', '.join(legend(of))}", fontsize=9)
-    figure.savefig(file)
+    try:
+        figure.savefig(file)
+    except ValueError as error:                      # a format that matplotlib does not know
+        raise GlobalTensorError(f"no picture {file!r}", str(error), 'gt.show(x, file="x.svg")') from None
 
 
 Rectangle2 = tuple[tuple[int, int], tuple[int, int], str, int]

@@ -7,7 +7,6 @@ alone, so that what is broadcast has the same gradient on every rank, which is n
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +19,7 @@ from torch.distributed.tensor import Placement
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.dtensor.conversion import placements_of, torch_cut, wrap_part
 from globaltensor.dtensor.device_mesh import DeviceMesh, mesh_or_current
-from globaltensor.errors import ArgumentError, ShapeError, counted, expect
+from globaltensor.errors import ArgumentError, ShapeError, counted, expect, warn
 from globaltensor.layouts.layout import Layout, Shape, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import rank_regions
@@ -184,7 +183,7 @@ def _with_module(function: Callable[..., Any], name: str, values: str) -> Callab
     if taken != 2:
         raise ArgumentError(f"{name} of {counted(taken, 'argument')}",
                             f"it is called with a module, its {values} and the mesh", wanted)
-    warnings.warn(f"{name} without the module is deprecated: {wanted}", FutureWarning, stacklevel=4)
+    warn(f"{name} without the module is deprecated: {wanted}", FutureWarning)
     return lambda _, values, mesh: function(values, mesh)
 
 
