@@ -359,6 +359,8 @@ def stacks_of(ranks: Sequence[int]) -> str:
     for rank in ranks:
         process = process_of(rank)
         stack = stack_of(process.pid) if process is not None and process.here else ""
-        rows.append(f"rank {rank} lives, and is here:\n{stack}" if stack else
+        in_torch = "distributed_c10d.py" in stack.partition("\n")[0]
+        what = ", in a call of torch.distributed that others of its group have to make" if in_torch else ""
+        rows.append(f"rank {rank} lives{what}, and is here:\n{stack}" if stack else
                     f"rank {rank} lives; `globaltensor stacks` on its host shows where it is")
     return "\n".join(rows)

@@ -53,7 +53,8 @@ def stack_of(pid: int) -> str:
             with open(file, "rb") as text:
                 text.seek(before)
                 parts = text.read().decode(errors="replace").split(_HEAD)
-        return "\n".join(re.findall(r"(?m)^  File .+$", "".join(parts[1:2])))
+        # of the program: not of what `globaltensor run` starts it by
+        return "\n".join(re.findall(r'(?m)^  File (?!".*globaltensor/cli/worker\.py").+$', "".join(parts[1:2])))
     return ""
 
 
