@@ -182,3 +182,27 @@ def test_a_gradient_that_is_lazily_negated(lazy, backend):
     program(want).backward(lazy(X.cos()))
     torch.compile(program, backend=backend, fullgraph=True)(x).backward(lazy(gt.from_full(X.cos(), TWO, sbp)))
     torch.testing.assert_close(x.grad.full_tensor(), want.grad)
+
+
+VIEW_WRITES = {  # through views that must be boxed, of rows or columns that are split
+    "flat": lambda y: y.view(-1).mul_(2), "steps": lambda y: y.view(-1)[::2].fill_(5),
+    "diagonal": lambda y: y.diagonal().add_(1), "not straight": lambda y: y.view(3, 8).t().add_(1),
+    "values of another": lambda y: y.view(-1)[3:9].copy_(y.detach().cos()[1]), "row": lambda y: y[0].mul_(2),
+    "view of a view": lambda y: y[0][1:3].fill_(2), "turned": lambda y: y.t()[1].mul_(3),
+    "a dim more": lambda y: y.unsqueeze(1)[2].add_(1), "not elementwise": lambda y: y.view(-1).cumsum_(0),
+}
+
+
+@pytest.mark.parametrize("sbp", [S(0), S(1)], ids=str)
+@pytest.mark.parametrize("name", VIEW_WRITES)
+def test_a_graph_writes_through_boxed_views(name, sbp):
+    def program(x):
+        y = x.sin()
+        VIEW_WRITES[name](y)
+        return y
+
+    same_as_plain(program, [X], [sbp], THREE)
+    x, want = gt.from_full(X, THREE, sbp), X.clone()
+    compiled(VIEW_WRITES[name])(x)
+    VIEW_WRITES[name](want)
+    torch.testing.assert_close(x.full_tensor(), want)

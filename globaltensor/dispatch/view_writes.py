@@ -25,7 +25,7 @@ from globaltensor.layouts.view_parts import Straight, Strided, overlaps_itself, 
 from globaltensor.rules.call import Call, arguments, written
 from globaltensor.runtime.agreement import compare_plain
 from globaltensor.runtime.meta import meta
-from globaltensor.runtime.torch_internals import OpOverload, storage_id
+from globaltensor.runtime.torch_internals import OpOverload, is_of_a_trace, storage_id, without_modes
 
 aten = torch.ops.aten
 # One value for all elements, so that several of them may be one in memory.
@@ -104,7 +104,7 @@ class _Piece:
     """What a rank holds of a view: `elements`, where they lie if the view runs straight, else taken from there."""
 
     def __init__(self, shard: Tensor, region: Region, position: _Position) -> None:
-        self.part = self._mask = None
+        self.part = self._in_view = None
         if position.line is not None:
             self.part = position.line.part(region)
             self.empty = self.part is None
@@ -112,7 +112,9 @@ class _Piece:
                 self.elements = position.line.slice_of(region, self.part).of(shard)
             return
         self._shape, self._shard = position.view.shape, shard
-        self._mask, self._index = scattered_elements(position.memory, position.view, region)
+        inside, index = scattered_elements(position.memory, position.view, region)
+        self._in_view = _indices_of(inside, position, region)
+        self._index = tuple(i[self._in_view] for i in index)
         self.elements = shard[self._index]
         self.empty = not self.elements.numel()
 
@@ -121,13 +123,24 @@ class _Piece:
         if not whole.dim():
             return whole
         if self.part is None:
-            return whole.expand(self._shape)[self._mask]
+            return whole.expand(self._shape)[self._in_view]
         return whole[tuple(slice(0, 1) if n == 1 else slice(*r) for n, r in _ranges_of(whole.shape, self.part))]
 
     def put_back(self) -> None:
         """Write elements that were taken to where they lie."""
-        if self._mask is not None:
+        if self._in_view is not None:
             self._shard[self._index] = self.elements
+
+
+def _indices_of(inside: Tensor, position: _Position, region: Region) -> tuple[Tensor, ...]:
+    """Where a mask is set that tells which elements of a view lie in a region of the base. A graph is asked for none of
+    its values: how many are set is computed outside of it."""
+    if not is_of_a_trace(inside):
+        return inside.nonzero(as_tuple=True)
+    with without_modes():
+        mask, _ = scattered_elements(position.memory, position.view, region)
+        count = int(mask.sum())
+    return inside.nonzero_static(size=count).unbind(1)
 
 
 def _ranges_of(shape: Sequence[int], part: Region) -> list[tuple[int, tuple[int, int]]]:

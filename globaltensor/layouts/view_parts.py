@@ -77,10 +77,17 @@ class Slice(NamedTuple):
     steps: Shape
 
     def of(self, shard: Tensor) -> Tensor:
-        """The view."""
-        first = shard.storage_offset() + sum(i * step for i, step in zip(self.start, shard.stride()))
-        strides = [1 if d is None else step * shard.stride(d) for d, step in zip(self.dims, self.steps)]
-        return shard.as_strided(self.size, strides, first)
+        """The view. (Not by as_strided, which a graph does not take for a view of a view that is written to.)"""
+        if 0 in self.size:
+            return shard.new_empty(self.size)
+        along = {d: (n, step) for n, d, step in zip(self.size, self.dims, self.steps) if d is not None}
+        view = shard[tuple(slice(i, i + (along[d][0] - 1) * along[d][1] + 1, along[d][1]) if d in along else i
+                           for d, i in enumerate(self.start))]
+        kept = sorted(along)
+        view = view.permute([kept.index(d) for d in self.dims if d is not None])
+        for nth, d in enumerate(self.dims):
+            view = view.unsqueeze(nth) if d is None else view
+        return view
 
 
 class ViewSlices:
@@ -125,8 +132,8 @@ def straight(base: Strided, view: Strided) -> Straight | None:
 
 
 def scattered_elements(base: Strided, view: Strided, region: Region) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Which elements of the view lie in a region of the base, as a mask, and their indices in the shard that holds
-    it."""
+    """Which elements of the view lie in a region of the base, as a mask; and of all elements, their indices in the
+    shard that holds it, which mean something where the mask is set."""
     place = torch.tensor(view.offset - base.offset, device="cpu")
     for n, step in zip(view.shape, view.stride):
         place = place.unsqueeze(-1) + torch.arange(n, device="cpu") * step
@@ -137,7 +144,7 @@ def scattered_elements(base: Strided, view: Strided, region: Region) -> tuple[Te
         place = place % base.stride[d]
     for d, (low, high) in enumerate(region):
         inside &= (index[d] >= low) & (index[d] < high)
-    return inside, tuple((i - low)[inside] for i, (low, _) in zip(index, region))
+    return inside, tuple(i - low for i, (low, _) in zip(index, region))
 
 
 def _outermost_first(base: Strided) -> list[int]:
