@@ -4,6 +4,7 @@ Oracle: the same program in plain torch, forward and backward.
 """
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -206,3 +207,35 @@ def test_a_graph_writes_through_boxed_views(name, sbp):
     compiled(VIEW_WRITES[name])(x)
     VIEW_WRITES[name](want)
     torch.testing.assert_close(x.full_tensor(), want)
+
+
+SHARED = {"turned": lambda y: y.t(), "rows": lambda y: y[:2], "alias": lambda y: y.detach()}
+
+
+@pytest.mark.parametrize("view", SHARED)
+def test_a_graph_that_takes_two_tensors_of_one_memory_and_writes_to_one_is_an_error(view):
+    def across(x):
+        y = x + 1
+        v = SHARED[view](y)
+        torch._dynamo.graph_break()
+        v.zero_()
+        return y + 1
+
+    y = gt.from_full(X, TWO, B)
+    for run in (lambda: compiled(lambda v, y: v.zero_() + y.sum())(SHARED[view](y), y),
+                lambda: torch.compile(across, backend="aot_eager")(y)):
+        with pytest.raises(Exception, match=r"shares memory with another one\n.*\n.*\n.*y\.clone\(\)"):
+            run()
+    torch.testing.assert_close(y.full_tensor(), X)
+
+
+def test_a_graph_may_write_to_parts_of_one_memory_that_lie_apart():
+    y = gt.from_full(X, TWO, B)
+    compiled(lambda a, b: a.add_(b))(y[:2], y[2:])
+    torch.testing.assert_close(y.full_tensor(), torch.cat([X[:2] + X[2:], X[2:]]))
+
+
+def test_a_deep_copy_ends_the_graph():
+    torch.compiler.reset()
+    got = torch.compile(lambda x: copy.deepcopy(x) * 3, backend="aot_eager")(gt.from_full(X, TWO, S(0)))
+    torch.testing.assert_close(got.full_tensor(), X * 3)

@@ -68,6 +68,7 @@ PRINT_OPTIONS = torch._tensor_str.PRINT_OPTS
 print_options = torch._tensor_str.printoptions
 assert_async = torch._assert_async
 traced_assert = torch._assert                        # torch.fx keeps it
+functional_value = torch._from_functional_tensor     # what one stands for at the moment
 was_written_in_trace = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from globaltensor.errors import GlobalTensorError
+from globaltensor.runtime.torch_internals import end_graph
 from globaltensor.tensors import gradients
 
 _OURS = {"spec", "lineage", "_shards", "arriving", "boxed_view", "viewed", "traced", "made_after", "completed",
@@ -59,6 +60,7 @@ def keep_global(x: Any, cls: type) -> Any:
 
 def deep_copy(x: Any, memo: dict[int, Any]) -> Any:
     """copy.deepcopy of a global tensor. Of a parameter torch copies the value alone."""
+    end_graph("copy.deepcopy of a global tensor notes what it copied, by where it lies in memory")
     if id(x) not in memo:
         if not x.is_leaf:
             raise RuntimeError("Only leaf tensors can be deep-copied")

@@ -24,11 +24,15 @@ from globaltensor.runtime.torch_internals import (
     TRACED_KEY,
     TensorBase,
     compiling,
+    functional_value,
     invoke_subgraph,
+    storage_id,
     take_higher_order_op,
     tree_leaves,
     was_written_in_trace,
 )
+
+Span = tuple[int, int, int]                          # a memory, the first element in it, and the one behind the last
 
 
 @lru_cache(1)
@@ -39,9 +43,10 @@ def watch_graph_edges() -> None:
 
     @wraps(run)
     def run_to_the_edge(self: Any, *args: Any, **options: Any) -> Any:
+        spans = [_spans(t) for t in args]            # before a write, which gives a traced tensor a new memory
         results = run(self, *args, **options)
         _read_views(results)
-        _check_inputs(args)
+        _check_inputs(args, spans)
         return results
 
     count = torch.autograd.graph.increment_version
@@ -69,14 +74,38 @@ def _read_views(results: Any) -> None:
             _ = t.shards
 
 
-def _check_inputs(inputs: tuple[Any, ...]) -> None:
+def _check_inputs(inputs: tuple[Any, ...], spans: list[list[Span]]) -> None:
     traced = [t for t in inputs if isinstance(t, torch.Tensor) and is_global(t) and t.traced]
-    if any(t.spec.copied for t in traced) and any(_is_written(t) for t in inputs if isinstance(t, torch.Tensor)):
+    written = [n for n, t in enumerate(inputs) if isinstance(t, torch.Tensor) and _is_written(t)]
+    if written and any(t.spec.copied for t in traced):
         raise InPlaceError("a compiled function writes to an argument, and another one, or the same, is a boxed view",
                            "the graph has a copy of what the view shows, and would miss a write to its base",
                            "the function with view.clone(), or what it writes outside of what is compiled")
+    for n in written:
+        if any(_overlap(spans[n], other) for m, other in enumerate(spans) if m != n):
+            raise InPlaceError("a compiled function writes to an argument that shares memory with another one",
+                               "the graph takes them for tensors of their own, and would miss the write in the other",
+                               "the function with one of them, and a view of it made inside; or with y.clone()")
+
+
+def _spans(t: Any) -> list[Span]:
+    """Where the shards of a traced tensor lie in memory."""
+    if not (isinstance(t, torch.Tensor) and is_global(t) and t.traced and t.origin is None):
+        return []
+    shards: list[Any] = [*t.shards.values()]
+    fakes: list[Any] = [functional_value(one.elem) if _is_functional(one) else one for one in shards]
+    return [(storage_id(one), one.storage_offset(), one.storage_offset() + 1 + sum(
+             (n - 1) * step for n, step in zip(one.shape, one.stride()))) for one in fakes if one.numel()]
+
+
+def _overlap(ours: list[Span], others: list[Span]) -> bool:
+    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in ours for b in others)
 
 
 def _is_written(t: Any) -> bool:
     shards: list[Any] = [*t.shards.values()] if is_global(t) else [t]
-    return any(type(one).__name__ == "FunctionalTensor" and was_written_in_trace(one.elem) for one in shards)
+    return any(_is_functional(one) and was_written_in_trace(one.elem) for one in shards)
+
+
+def _is_functional(one: Any) -> bool:
+    return type(one).__name__ == "FunctionalTensor"
