@@ -67,3 +67,43 @@ def test_results_lie_in_memory_as_plain_ones(name):
                 if got.is_global and plain.numel():
                     assert order(got) == order(plain), f"{sbps}: strides {got.stride()}, not {plain.stride()}"
     assert tried
+
+
+def in_memory(t):
+    """Its strides, and its elements as they lie in memory."""
+    return t.stride(), t.as_strided((t.numel(),), (1,)).tolist()
+
+
+CL = torch.channels_last
+FORMATS = {
+    "resize_": lambda x, like: x.resize_(2, 3, 2, 2, memory_format=CL),
+    "resize_ to fewer": lambda x, like: x.resize_(2, 3, 2, 1, memory_format=CL),
+    "resize_ to the same": lambda x, like: x.resize_(2, 3, 2, 2).resize_(2, 3, 2, 2, memory_format=CL),
+    "resize_as_": lambda x, like: x.resize_as_(like, memory_format=CL),
+    "resize_as_ without": lambda x, like: x.resize_as_(like),
+    "resize_as_ as it lies": lambda x, like: x.resize_as_(like, memory_format=torch.preserve_format),
+    "of a plain one": lambda x, like: torch.arange(24.0).resize_as_(like, memory_format=CL),
+    "of a plain one as it lies": lambda x, like: torch.arange(24.0).resize_as_(like,
+                                                                               memory_format=torch.preserve_format),
+}
+
+
+@pytest.mark.parametrize("sbp", ["S(0)", "B", "P"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_resize_takes_its_memory_format(name, sbp):
+    x, like = torch.arange(24.0), torch.zeros(2, 3, 2, 2)
+    where = gt.placement("cpu", RANKS)
+    ours = [gt.from_full(t, where, sbp) for t in (x, like)]
+    assert (in_memory(FORMATS[name](ours[0], ours[1].contiguous(memory_format=CL)))
+            == in_memory(FORMATS[name](x, like.contiguous(memory_format=CL))))
+
+
+def test_a_memory_format_does_not_hang_on_calls_before():
+    """The same call on a tensor in another layout, and at a size whose strides are those of contiguous memory."""
+    plain = torch.arange(24.0).view(4, 6)
+    for shape in ((6, 1, 2, 2), (2, 3, 2, 2)):
+        for call in (torch.Tensor.contiguous, torch.clone):
+            for sbp in ("S(0)", "S(1)", "B", "P") * 2:
+                x = gt.from_full(plain, gt.placement("cpu", RANKS), sbp)
+                got, want = (call(t.view(shape), memory_format=CL) for t in (x, plain))
+                assert (got.stride(), got.tolist()) == (want.stride(), want.tolist()), (shape, call, sbp)

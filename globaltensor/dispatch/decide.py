@@ -26,6 +26,7 @@ from globaltensor.dispatch.recipe import (
     moved_spec,
     output_spec,
     spec_of_plain,
+    static,
     written_operands,
 )
 from globaltensor.dispatch.scalars import bring_scalars, mixed_placements, placement_of_scalars
@@ -304,9 +305,9 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
             return None
         if all(own.numel for own in operands):
             raise (type(error)(text) if text != str(error) else error) from None
-        result = _of_empty(call, operands)
+        result, key = _of_empty(call, operands), None
     flat = tree_flatten(result)[0] if result is not None else []
-    if key is not None and all(isinstance(r, torch.Tensor) for r in flat):
+    if key is not None and all(isinstance(r, torch.Tensor) and _is_like(r, operands[0]) for r in flat):
         _alike[key] = [r.dtype for r in flat]
     return flat if all(isinstance(r, torch.Tensor) or r is None for r in flat) else None
 
@@ -347,6 +348,12 @@ def _alike_key(call: Call, operands: list[Spec]) -> tuple[Any, ...] | None:
     if torch.Tag.pointwise not in call.func.tags or not shape or any(
             own.shape != shape or own.stride != contiguous(shape) or own.lazy_bits for own in operands):
         return None
-    others = [type(v) if isinstance(v, (int, float, complex)) else v for v in call.values.values()
-              if not isinstance(v, (torch.Tensor, list))]
+    others = [static(v, type(call.tensors[0])) for v in call.values.values() if not isinstance(v, (torch.Tensor, list))]
+    if any(isinstance(v, torch.memory_format) for v in others):
+        return None                                  # which says what strides come out, of some shapes only
     return (call.func, torch.get_default_dtype(), *[own.dtype for own in operands], *others)
+
+
+def _is_like(result: torch.Tensor, own: Spec) -> bool:
+    """Is it of the shape of a contiguous operand, and contiguous as that?"""
+    return tuple(result.shape) == own.shape and result.stride() == own.stride

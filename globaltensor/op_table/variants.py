@@ -131,11 +131,13 @@ def _reshaped(functional: OpOverload) -> Decomposition:
     """The functional op's view, which the operand then is."""
 
     def write(call: Call, run: Run) -> Any:
-        if not is_global(call.tensors[0]):           # a plain tensor gets the shape of a global one
-            return call.tensors[0].resize_(call.tensors[1].shape)
-        args, _ = _as(functional, call).full_arguments()
-        turn(call.tensors[0], functional, args[1:], run)
-        return call.tensors[0]
+        target, *like = call.tensors
+        args, options = _as(functional, call).full_arguments()       # a memory format is one
+        if not is_global(target):                    # a plain tensor gets the shape of a global one
+            template = torch.empty_strided(like[0].shape, like[0].stride(), dtype=target.dtype, device="meta")
+            return target.resize_as_(template, **options)
+        turn(target, functional, args[1:], lambda *operands: run(*operands, **options))
+        return target
 
     return write
 
