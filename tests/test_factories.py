@@ -293,3 +293,32 @@ def test_an_init_draws_from_the_generator_it_is_given(name):
 
     same_for_all_layouts(draw)
     assert len(INITS) >= 8
+
+
+OF_SCALARS = {
+    "tensor": torch.tensor,
+    "as_tensor": torch.as_tensor,
+    "asarray": torch.asarray,
+    "Tensor": torch.Tensor,
+    "FloatTensor": torch.FloatTensor,
+    "new_tensor": lambda losses: torch.ones(1).new_tensor(losses),
+    "new_tensor of a global one": lambda losses: losses[0].new_tensor(losses),
+    "mixed": lambda losses: torch.tensor([*losses, 2.5]),
+    "nested": lambda losses: torch.tensor([losses, losses]),
+    "of one element": lambda losses: torch.tensor([t.reshape(1) for t in losses]),
+    "integers": lambda losses: torch.tensor([t.long() for t in losses]),
+    "LongTensor": lambda losses: torch.LongTensor([t.long() for t in losses]),
+    "complex": lambda losses: torch.tensor([t + 1j for t in losses]),
+    "bool": lambda losses: torch.tensor([t > 2 for t in losses]),
+    "bfloat16": lambda losses: torch.tensor([t.bfloat16() for t in losses]),
+}
+
+
+@pytest.mark.parametrize("sbp", ["S(0)", "B", "P"])
+@pytest.mark.parametrize("name", OF_SCALARS)
+def test_a_list_of_global_scalars_is_a_tensor_of_their_values(name, sbp):
+    t = torch.tensor([1.0, 2.0, 6.0])                # whose mean is exact
+    x = gt.from_full(t, gt.placement("cpu", [0, 1]), sbp)
+    got, want = (OF_SCALARS[name]([a.sum(), a.mean(), a[1]]) for a in (x, t))
+    assert got.dtype == want.dtype and got.equal(want)
+    assert gt.tensor([x.sum(), x[2]], placement=x.placement, sbp="B").tolist() == [9, 6]

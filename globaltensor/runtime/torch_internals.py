@@ -50,6 +50,7 @@ dispatch_key = _c._parse_dispatch_key
 CONJ: Any = dispatch_key("Conjugate")
 NEG: Any = dispatch_key("Negative")
 neg_view = torch._neg_view
+_included, _excluded = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
 DispatchKeySet = _c.DispatchKeySet
 ExcludeDispatchKeys = _c._ExcludeDispatchKeyGuard
 OWN_KEY: Any = dispatch_key("TESTING_ONLY_GenericWrapper")       # no other tensor has it
@@ -142,8 +143,7 @@ def python_meta(func: OpOverload) -> Callable[..., Any] | None:
 
 def counting_writes() -> AbstractContextManager[Any]:
     """Inside it, ops that come from below autograd count writes and tie views to what they view, as those above it."""
-    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+    return torch._C._ForceDispatchKeyGuard(_included(), _excluded().remove(torch._C.DispatchKey.ADInplaceOrView))
 
 
 def keys_with(lazy_bits: frozenset[str], own: Any = OWN_KEYS) -> Any:
@@ -154,8 +154,12 @@ def keys_with(lazy_bits: frozenset[str], own: Any = OWN_KEYS) -> Any:
 
 def reading_lazy_bits() -> AbstractContextManager[Any]:
     """Inside it, kernels see the bits of conj() and similar views, which torch hides on its own way to Python."""
-    excluded = torch._C._dispatch_tls_local_exclude_set().remove(CONJ).remove(NEG)
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+    return torch._C._ForceDispatchKeyGuard(_included(), _excluded().remove(CONJ).remove(NEG))
+
+
+def reaching_subclasses() -> AbstractContextManager[Any]:
+    """Inside it, ops come to subclasses, which torch leaves out while it makes a tensor of a list."""
+    return torch._C._ForceDispatchKeyGuard(_included(), _excluded().remove(torch._C.DispatchKey.Python))
 
 
 def modes_active() -> bool:

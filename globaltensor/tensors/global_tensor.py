@@ -347,6 +347,7 @@ class GlobalTensor(TorchMethods):
                           self.requires_grad, isinstance(self, torch.nn.Parameter), copying.user_attributes(self))
 
     __copy__, __deepcopy__, as_subclass = copying.same_memory_copy, copying.deep_copy, copying.keep_global
+    __float__, __int__, __index__, __bool__, __complex__ = value_reads.NUMBERS
     __dict__ = property(copying.attributes.__get__, copying.swap_attributes)     # `swap_tensors` alone sets it
 
 
@@ -371,10 +372,9 @@ def _at_our_key(func: OpOverload) -> None:
 
 flatten.let_torch_trace(GlobalTensor)
 _aten = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericWrapper")
-_aten.impl("one_hot", value_reads.one_hot)
-_aten.impl("fill_diagonal_", value_reads.fill_diagonal)
-_aten.impl("tensor_split.tensor_indices_or_sections", value_reads.tensor_split)
-_kernels = {func: partial(arrive, GlobalTensor, func) for func in READS_MEMORY + LOSES_OUT} | recurrent.KERNELS
+_kernels: dict[Any, Callable[..., Any]] = {func: partial(arrive, GlobalTensor, func)
+                                           for func in READS_MEMORY + LOSES_OUT}
+_kernels |= recurrent.KERNELS | value_reads.KERNELS
 for _func, _kernel in _kernels.items():
     _aten.impl(_func.name(), _kernel)
 flex_attention.take_flex_attention()

@@ -2,16 +2,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 
 from globaltensor.layouts.global_like import is_global
 from globaltensor.runtime.memory import require
-from globaltensor.runtime.torch_internals import OWN_KEYS, ExcludeDispatchKeys, is_of_a_trace
+from globaltensor.runtime.torch_internals import (
+    OWN_KEYS,
+    ExcludeDispatchKeys,
+    OpOverload,
+    is_of_a_trace,
+    reaching_subclasses,
+)
 from globaltensor.tensors.full_value import whole_value
 from globaltensor.tensors.lookup import check_classes
 from globaltensor.tensors.redistribution import to_layout
+from globaltensor.tracebacks import api_boundary
+
+aten = torch.ops.aten
 
 
 def may_take_data(x: Any, value: Any) -> bool:
@@ -33,7 +43,7 @@ def one_hot(x: Any, num_classes: int = -1) -> torch.Tensor:
     check_classes(x, num_classes)
     with ExcludeDispatchKeys(OWN_KEYS):
         # torch compares where it cannot scatter, and a comparison has the strides of what is compared
-        return torch.ops.aten.one_hot.default(torch.ops.aten.contiguous.default(x), num_classes)
+        return aten.one_hot.default(aten.contiguous.default(x), num_classes)
 
 
 def tensor_split(x: Any, indices: Any, dim: int = 0) -> list[torch.Tensor]:
@@ -43,7 +53,7 @@ def tensor_split(x: Any, indices: Any, dim: int = 0) -> list[torch.Tensor]:
     else:
         require(indices, "the indices of tensor_split")
     with ExcludeDispatchKeys(OWN_KEYS):
-        return torch.ops.aten.tensor_split.tensor_indices_or_sections(x, indices, dim)
+        return aten.tensor_split.tensor_indices_or_sections(x, indices, dim)
 
 
 def fill_diagonal(x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tensor:
@@ -52,7 +62,24 @@ def fill_diagonal(x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tens
         x.diagonal().fill_(value)
         return x
     with ExcludeDispatchKeys(OWN_KEYS):
-        return torch.ops.aten.fill_diagonal_.default(x, value, wrap)
+        return aten.fill_diagonal_.default(x, value, wrap)
 
 
+def _read_within(name: str) -> Callable[[torch.Tensor], Any]:
+    """One of torch's conversions to a Python number, also where torch itself asks for it: `torch.tensor([x, y])`."""
+    own: Callable[[torch.Tensor], Any] = getattr(torch.Tensor, name)
+
+    @wraps(own)
+    def number(x: torch.Tensor) -> Any:
+        with reaching_subclasses():
+            return own(x)
+
+    return api_boundary(number)
+
+
+# in this order, __float__, ...
+NUMBERS: Any = [_read_within(f"__{name}__") for name in ("float", "int", "index", "bool", "complex")]
+KERNELS: dict[OpOverload, Callable[..., Any]] = {
+    aten.one_hot.default: one_hot, aten.fill_diagonal_.default: fill_diagonal,
+    aten.tensor_split.tensor_indices_or_sections: tensor_split}
 TAKEN: dict[Callable[..., Any], Callable[..., Any]] = {torch.Tensor.__setitem__: assign}
