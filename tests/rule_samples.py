@@ -314,7 +314,9 @@ for dims in ([0], [1], [0, -1], []):
         samples("var.correction std.correction var_mean.correction std_mean.correction", *REDUCED, rest=(dims,),
                 keepdim=keep)
         samples("norm.ScalarOpt_dim", *REDUCED, rest=(2, dims, keep))
-        samples("any.dims all.dims", (b(6, 4),), (b(5, 2, 3),), rest=(dims or None, keep))
+        samples("any.dims all.dims", (b(6, 4),), (b(5, 2, 3),), rest=(dims, keep))
+    if not dims:                                     # None is all dims there, and an empty list is none of them
+        samples("any.dims all.dims", (b(6, 4),), (b(5, 2, 3),), rest=(None, True))
     if dims:
         samples("count_nonzero.dim_IntList", (b(6, 4),), (b(5, 2, 3),), rest=(dims,))
 SAMPLES["logsumexp"] = [s for s in SAMPLES["logsumexp"] if s[0][1]]

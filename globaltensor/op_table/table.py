@@ -159,8 +159,10 @@ lines("maximum", keeping("max", pointwise()))
 lines("minimum", keeping("min", pointwise()))
 lines("amax", keeping("max", reduction(leaves="max")), local_impl=local_impls.extremum)
 lines("amin", keeping("min", reduction(leaves="min")), local_impl=local_impls.extremum)
-lines("any any.dim any.dims", reduction(leaves="max"))
-lines("all all.dim all.dims", reduction(leaves="min"))
+lines("any any.dim", reduction(leaves="max"))
+lines("any.dims", reduction(leaves="max", or_none=True))
+lines("all all.dim", reduction(leaves="min"))
+lines("all.dims", reduction(leaves="min", or_none=True))
 lines("max", reduction(uncut=True), decomposition=decompositions.whole_extremum,
       offer=of_reduction(left=[partial_max], passes=1))
 lines("min", reduction(uncut=True), decomposition=decompositions.whole_extremum,

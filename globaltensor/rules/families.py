@@ -156,12 +156,14 @@ def dims_of(call: Call, ndim: int, name: str = "dim") -> list[int]:
     return [d % max(ndim, 1) for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
 
 
-def reduction(algebra: str = "A", *, leaves: str = "sum", outputs: int = 1, uncut: bool = False) -> Family:
-    """Reduces the dims of its `dim` argument, all if it has none; `uncut`: these dims stay whole."""
+def reduction(algebra: str = "A", *, leaves: str = "sum", outputs: int = 1, uncut: bool = False, or_none: bool = False
+              ) -> Family:
+    """Reduces the dims of its `dim` argument, all if it has none; `uncut`: these dims stay whole; `or_none`: an empty
+    list is no dim."""
 
     def write(call: Call) -> Rule:
         ndim = call.tensors[0].dim()
-        gone = dims_of(call, ndim) if ndim else []
+        gone = dims_of(call, ndim) if ndim and not (or_none and call["dim"] is not None and not call["dim"]) else []
         keep = bool(call.get("keepdim", False))
         lhs = " ".join(f"d{i}!" if uncut and i in gone else f"d{i}" for i in range(ndim))
         rhs = " ".join("1" if i in gone else f"d{i}" for i in range(ndim) if keep or i not in gone)
