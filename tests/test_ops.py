@@ -739,6 +739,18 @@ def test_an_index_may_name_no_rows(function):
             torch.testing.assert_close(ours.full_tensor(), theirs, msg=f"{sbp}")
 
 
+@pytest.mark.parametrize("sbp", [S0, B], ids=str)
+def test_an_assignment_may_have_no_indices(sbp):
+    def written(x):
+        return x.index_put([], torch.ones(1), True)
+
+    where = gt.placement("cpu", [0, 1])
+    assert written(gt.from_full(torch.ones(0), where, sbp)).full_tensor().equal(written(torch.ones(0)))
+    for function in (written, lambda x: torch.ops.aten.index(x, [])):
+        with pytest.raises(IndexError, match="at least one index must be provided"):
+            function(gt.from_full(torch.ones(3), where, sbp))
+
+
 def test_inference_mode_runs_split():
     """There torch hands over ops that it otherwise takes apart first."""
     where = gt.placement("cpu", [0, 1])

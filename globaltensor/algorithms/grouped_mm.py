@@ -47,8 +47,8 @@ S0, S1, S2 = split(0), split(1), split(2)
 def _row_index(call: Call) -> Any:
     """The index, global or plain, if dim 0 alone is indexed, by one list of integers; else None."""
     if "indices" in call.values:
-        first, *others = call["indices"]
-        index = first if all(t is None for t in others) else None
+        first, others = call["indices"][:1], call["indices"][1:]
+        index = first[0] if first and all(t is None for t in others) else None
     else:
         index = call["index"] if call["dim"] == 0 else None
     return index if index is not None and index.dim() == 1 and index.dtype in (torch.int32, torch.int64) else None

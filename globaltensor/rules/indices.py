@@ -188,9 +188,11 @@ def index_assigned(call: Call) -> Rule:
 def _put_algebra(call: Call) -> str:
     """The values, plus a: all of it if they accumulate, else where the indices do not point."""
     last = len(call.tensors) - 1
-    inner = "*".join(chr(ord("A") + q) for q in range(1, last))
-    values = f"{inner}*{chr(ord('a') + last)}"
-    return f"a+{values}" if call["accumulate"] else f"a*{inner}+{values}"
+    indices = [chr(ord("A") + q) for q in range(1, last)]
+    values = "*".join([*indices, chr(ord("a") + last)])
+    if call["accumulate"]:
+        return f"a+{values}"
+    return f"{'*'.join(['a', *indices])}+{values}" if indices else values
 
 
 def _masked_put(call: Call) -> Rule:
