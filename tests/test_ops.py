@@ -751,6 +751,14 @@ def test_an_assignment_may_have_no_indices(sbp):
             function(gt.from_full(torch.ones(3), where, sbp))
 
 
+@pytest.mark.parametrize("sbp", [S0, B], ids=str)
+@pytest.mark.parametrize("shapes", [((5, 5, 5, 5, 5), (1, 1, 1, 4, 4)), ((5, 5, 5, 5), (1, 1, 4, 4))], ids=str)
+def test_a_grid_that_does_not_fit_is_torchs_error(shapes, sbp):
+    where = gt.placement("cpu", [0, 1])
+    with pytest.raises(RuntimeError, match="expected grid and input to have same batch size"):
+        torch.grid_sampler_2d(*[gt.from_full(torch.rand(shape), where, sbp) for shape in shapes], 0, 0, True)
+
+
 def test_inference_mode_runs_split():
     """There torch hands over ops that it otherwise takes apart first."""
     where = gt.placement("cpu", [0, 1])

@@ -296,6 +296,8 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
             result = as_on(operands[0].placement.type, call.func, operands, meta(call.func, args, kwargs))
     except NotImplementedError:
         return None
+    except (ValueError, AssertionError):             # Python's own, of a shape function that unpacks what does not fit
+        result, key = _of_zeros(call, operands), None
     except (RuntimeError, IndexError) as error:
         if str(error).startswith("output with shape"):
             raise _changed(call, str(error)) from None
@@ -305,7 +307,7 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
             return None
         if all(own.numel for own in operands):
             raise (type(error)(text) if text != str(error) else error) from None
-        result, key = _of_empty(call, operands), None
+        result, key = _of_zeros(call, operands), None
     flat = tree_flatten(result)[0] if result is not None else []
     if key is not None and all(isinstance(r, torch.Tensor) and _is_like(r, operands[0]) for r in flat):
         _alike[key] = [r.dtype for r in flat]
@@ -328,9 +330,9 @@ def _meta_operand(own: Spec) -> torch.Tensor:
     return neg_view(t) if "neg" in own.lazy_bits else t
 
 
-def _of_empty(call: Call, operands: list[Spec]) -> Any:
-    """What the op returns where an operand is empty: torch's kernels take then what its shape functions refuse, such as
-    a product of two dtypes, or rows that no index names."""
+def _of_zeros(call: Call, operands: list[Spec]) -> Any:
+    """What the op itself returns for zeros, or raises. Of an empty operand torch's kernels take what its shape
+    functions refuse, such as a product of two dtypes, or rows that no index names."""
     zeros = [torch.zeros((), dtype=own.dtype, device="cpu").expand(own.shape) for own in operands]
     for i in written_operands(call):                 # to memory of their own
         zeros[i] = torch.zeros(operands[i].shape, dtype=operands[i].dtype, device="cpu")
