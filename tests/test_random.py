@@ -405,6 +405,8 @@ def test_mistakes():
     x = empty((4, 4), LINE[0], split(0), F32)
     wrong = {
         "normal expects std": lambda: x.normal_(0, -1), "std >= 0": lambda: torch.normal(x, x.fill_(-1)),
+        "but found std -1\n": lambda: torch.normal(x, -1.0),
+        "all elements of std": lambda: torch.normal(x, x.fill_(math.nan)),
         r"from=3\.?0? > to=2|from.*to": lambda: x.uniform_(3, 2), "p_in >= 0|p.*in": lambda: x.bernoulli_(1.5),
         "not implemented for 'Int'": lambda: empty((4,), LINE[0], split(0), torch.int32).normal_(),
         "0, 1": lambda: x.bernoulli_(torch.full((4,), 2.0))}
@@ -413,6 +415,21 @@ def test_mistakes():
             mistake()
     with pytest.raises(RuntimeError, match="p_in"):  # by what a global tensor says, into a plain one
         torch.zeros(4, 4).bernoulli_(x.fill_(-1))
+
+
+INFINITE = {
+    "exponential": lambda x: x.exponential_(math.inf), "exponential of a rate beyond the dtype":
+        lambda x: x.exponential_(1e60 if x.dtype == F32 else math.inf),
+    "cauchy around inf": lambda x: x.cauchy_(math.inf, 1), "cauchy around -inf": lambda x: x.cauchy_(-math.inf, 1),
+    "cauchy of infinite width": lambda x: x.cauchy_(0, math.inf).abs_(),
+}
+
+
+@pytest.mark.parametrize("name", INFINITE)
+def test_infinite_parameters(name):
+    for dtype in (F32, F64):
+        made = INFINITE[name](empty((5,), LINE[0], split(0), dtype))
+        assert torch.equal(whole(made), INFINITE[name](torch.empty(5, dtype=dtype)))
 
 
 # ------------------------------------------------------------------------------------------------------ statistics

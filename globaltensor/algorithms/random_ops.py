@@ -134,12 +134,12 @@ def draw_geometric(call: Arguments, elements: Elements) -> Tensor:
 
 
 def draw_cauchy(call: Arguments, elements: Elements) -> Tensor:
-    """The quotient of two normals; finite, as torch's is."""
+    """The quotient of two normals; finite, as torch's is, where its parameters are."""
     key, shape, region, dtype, device = elements
     pairs = philox.normal(key, *philox.pairs(shape, region, _at_least_float32(dtype)), device)
-    value = pairs[..., 0].div(pairs[..., 1]).mul_(call["sigma"]).add_(call["median"])
+    value = pairs[..., 0].div(pairs[..., 1]).nan_to_num_().mul_(call["sigma"]).add_(call["median"])
     largest = torch.finfo(elements.dtype).max
-    return value.nan_to_num_().clamp_(-largest, largest)
+    return value.clamp_(-largest, largest) if math.isfinite(call["sigma"] + call["median"]) else value
 
 
 def draw_log_normal(call: Arguments, elements: Elements) -> Tensor:
@@ -320,9 +320,13 @@ def normal_around(call: Call, run: Run) -> GlobalLike:
 
 
 def _check_std(std: Tensor | GlobalLike | float) -> None:
-    """torch's own error, which depends on the values."""
-    parts = std.shards.values() if is_global(std) else [std] if isinstance(std, Tensor) else []
-    if any(not s.is_meta and not is_of_a_trace(s) and bool((s < 0).any()) for s in parts):
+    """torch's own errors, which depend on the values."""
+    if isinstance(std, (int, float)):
+        with without_modes() if modes_active() else nullcontext():
+            torch.empty(0, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=_unused)
+        return
+    parts = std.shards.values() if is_global(std) else [std]
+    if any(not s.is_meta and not is_of_a_trace(s) and not bool((s >= 0).all()) for s in parts):
         raise RuntimeError("normal expects all elements of std >= 0.0")
 
 
