@@ -124,6 +124,27 @@ def forward_over_backward(program, x, on):
         return forward_ad.unpack_dual(first).tangent
 
 
+LAZY = [lambda t: t, torch.conj, torch._neg_view, lambda t: t.conj().t()]
+VIEWS = [torch.real, torch.imag, torch.conj, torch.t, lambda t: t[1:], lambda t: t.exp()]
+
+
+@pytest.mark.parametrize("ranks, sbp", LAYOUTS[:4])
+def test_tangents_of_lazy_tensors(ranks, sbp):
+    """torch copies a tangent into memory that is conjugated and negated as that of its tensor is."""
+    x = torch.complex(torch.arange(12.0).reshape(4, 3), torch.ones(4, 3))
+
+    def tangent(lazy, other, view, put):
+        with forward_ad.dual_level():
+            t = other(put(x.sin()))
+            return forward_ad.unpack_dual(view(forward_ad.make_dual(lazy(put(x)), t))).tangent
+
+    for lazy in LAZY:
+        for other in LAZY[:3] if lazy is not LAZY[3] else LAZY[3:]:
+            for view in VIEWS:
+                got = tangent(lazy, other, view, Spread(ranks, sbp).place).full_tensor()
+                torch.testing.assert_close(got, tangent(lazy, other, view, lambda t: t))
+
+
 KINDS = {
     "backward": backward, "double backward": double_backward, "forward": forward,
     "forward over backward": forward_over_backward,

@@ -231,6 +231,7 @@ lines("unfold", unfolded)
 lines("unfold_backward", unfolded_backward, local_args=sized("input_sizes"))
 lines("constant_pad_nd", padded, decomposition=shifts.shifted, offer=shifts.offer_shifts)
 decomposed("as_strided_copy", strided_memory.as_strided_copy)
+decomposed("_new_zeros_with_same_feature_meta", strided_memory.zeros_in_memory_like)
 lines("as_strided_scatter", fixed("d*!, s*! -> d*!", "a+b"), decomposition=strided_memory.as_strided_scatter,
       applies=strided_memory.must_be_boxed)
 lines("tril triu", triangle, local_args=shifted_diagonal)
