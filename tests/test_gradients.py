@@ -385,3 +385,20 @@ def test_gradients_under_autocast_are_reduced_together_in_float32():
         assert q.grad.dtype == torch.float32
         torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=0.05, atol=0.02 * p.grad.abs().max().item(),
                                    msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_gradients_of_sparse_lookups_are_dense(kind):
+    """Of a global weight, and of a plain one by global numbers of rows."""
+    numbers, where = torch.tensor([[0, 2], [1, 1]]), place([0, 1])
+    torch.manual_seed(SEED)
+    plain = kind(4, 3, sparse=True)
+    plain(numbers).square().sum().backward()
+    for sbp in (gt.sbp.split(0), gt.sbp.split(1), gt.sbp.broadcast):
+        weight = gt.from_full(plain.weight.detach(), where, sbp).requires_grad_()
+        torch.func.functional_call(plain, {"weight": weight}, (numbers,)).square().sum().backward()
+        assert torch.equal(weight.grad.full_tensor(), plain.weight.grad.to_dense())
+    weight = plain.weight.detach().clone().requires_grad_()
+    rows = torch.func.functional_call(plain, {"weight": weight}, (gt.from_full(numbers, where, gt.sbp.broadcast),))
+    rows.square().sum().backward()
+    assert torch.equal(weight.grad, plain.weight.grad.to_dense())

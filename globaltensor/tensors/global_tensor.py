@@ -374,7 +374,7 @@ flatten.let_torch_trace(GlobalTensor)
 _aten = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericWrapper")
 _kernels: dict[Any, Callable[..., Any]] = {func: partial(arrive, GlobalTensor, func)
                                            for func in READS_MEMORY + LOSES_OUT}
-_kernels |= recurrent.KERNELS | value_reads.KERNELS
+_kernels |= recurrent.KERNELS | value_reads.KERNELS | lookup.KERNELS
 for _func, _kernel in _kernels.items():
     _aten.impl(_func.name(), _kernel)
 flex_attention.take_flex_attention()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from globaltensor.algorithms.local_impls import check_range
 from globaltensor.layouts.global_like import is_global
 from globaltensor.runtime import custom_ops
-from globaltensor.runtime.torch_internals import transforms_active
+from globaltensor.runtime.torch_internals import OWN_KEYS, ExcludeDispatchKeys, OpOverload, transforms_active
 
 aten = torch.ops.aten
 _embedding = aten.embedding.default
@@ -67,6 +67,12 @@ def embedding(input: torch.Tensor, weight: Any, padding_idx: int | None = None, 
     return Lookup.apply(weight, input, -1 if padding_idx is None else padding_idx % weight.shape[0])
 
 
+def _embedding_bag(weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, by_frequency: bool = False,
+                   mode: int = 0, sparse: bool = False, *others: Any) -> Any:
+    with ExcludeDispatchKeys(OWN_KEYS):
+        return aten._embedding_bag.default(weight, indices, offsets, by_frequency, mode, False, *others)
+
+
 def check_classes(tensor: torch.Tensor, num_classes: int = -1) -> None:
     """F.one_hot looks at the values of plain CPU tensors only. Raises OutOfRangeError for a class that there is not."""
     if is_global(tensor) and num_classes > 0:
@@ -75,3 +81,7 @@ def check_classes(tensor: torch.Tensor, num_classes: int = -1) -> None:
 
 
 TAKEN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {F.embedding: embedding}
+# Beside global tensors, gradients are dense whatever `sparse` says.
+KERNELS: dict[OpOverload, Callable[..., Any]] = {
+    aten._embedding_bag.default: _embedding_bag,
+    aten.embedding_sparse_backward.default: aten.embedding_dense_backward.default}
