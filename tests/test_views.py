@@ -266,6 +266,70 @@ def test_gradients_of_views_that_were_turned_in_place(turn, mode, written_after)
         torch.testing.assert_close(found.full_tensor(), gradient(x.clone()), msg=str(sbp))
 
 
+OVERLAPS = {                                         # of a vector; True: refused
+    "x[1:].copy_(x[:-1])": True, "x[1:].mul_(x[:-1])": True, "x[1:] = x[:-1]": True, "x.div_(x[0])": True,
+    "x[1:].addcmul_(x[:-1], x[:-1])": True, "x[1:].lerp_(x[:-1], 0.5)": True, "x[:2] += x[0]": True,
+    "x.index_add_(0, i, x[:3])": True, "x.index_copy_(0, i, x[:3])": True, "x.scatter_(0, i, x[:3])": True,
+    "x.scatter_(0, torch.arange(6), x)": True, "x.index_put_((torch.arange(6),), x)": True,
+    "x[1:].index_add_(0, i, x[:3])": True, "torch._foreach_mul_([x[1:]], [x[:-1]])": True,
+    "x.view(2, 3).t().contiguous().t()[1:].add_(x[3:])": False, "x[::2].add_(x[1::2])": False, "x[1:] *= 2": False,
+    "x[:3].copy_(x[3:])": False, "x[2:4].mul_(x[2:4])": False, "x[::2].copy_(x[:3])": False, "x.mul_(x)": False,
+    "x[:2].fill_(x[0])": False, "x.masked_fill_(x > 0, x[0])": False, "x[2:].index_add_(0, i, x[:3].clone())": False,
+    "x.copy_(x.flip(0))": False,
+}
+
+
+@pytest.mark.parametrize("text", OVERLAPS)
+def test_writes_to_memory_that_is_read(text):
+    """Refused as torch does, in its words, also where what is read was boxed."""
+    def refusal(x):
+        for _ in range(3):                           # with native code the second is cached
+            try:
+                exec(text, {"torch": torch}, {"x": x, "i": torch.tensor([2, 1, 0])})
+            except RuntimeError as error:
+                return str(error).splitlines()[0]
+        return ""
+
+    want = torch.arange(1.0, 7.0)
+    assert bool(text_of := refusal(want)) == OVERLAPS[text]
+    for sbp in (S(0), B):
+        x = gt.from_full(torch.arange(1.0, 7.0), THREE, B).to_global(sbp=sbp)
+        other = gt.from_full(torch.ones(6), THREE, B).to_global(sbp=sbp)
+        for _ in range(3):                           # whether or not such a call came before, of other memory
+            other[1:].copy_(x[:-1])
+            other.index_add_(0, torch.tensor([2, 1, 0]), x[:3])
+        assert refusal(x) == text_of, sbp
+        torch.testing.assert_close(x.full_tensor(), want)
+
+
+EXPANDED = {
+    "one": lambda x: x.expand(3, 4)[2, 2].add_(5), "assigned": lambda x: x.expand(3, 4)[2, 2].copy_(x[0, 0] * 7),
+    "filled": lambda x: x.expand(3, 4)[2].zero_(), "diagonal": lambda x: x.expand(3, 4).fill_diagonal_(7),
+    "column": lambda x: x.expand(2, 3, 4)[1, 1:, 2].mul_(2), "flat": lambda x: x.expand(3, 4)[:, 1].cumsum_(0),
+    "turned": lambda x: x.expand(3, 4)[1:].t()[1].copy_(torch.ones(2) * 8),
+    "scattered": lambda x: x.expand(3, 4).diagonal().mul_(3), "row": lambda x: x.expand(3, 4)[1:].mul_(3),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_writes_into_what_was_expanded(name):
+    """A view of it whose elements are apart in memory takes them; any other is refused."""
+    def result(x):
+        try:
+            EXPANDED[name](x)
+        except RuntimeError:
+            return None
+        return x
+
+    want = result(torch.arange(1.0, 4.0).view(3, 1))
+    assert (want is None) == (name == "row")
+    for sbp in (S(0), S(1), B, P):
+        got = result(gt.from_full(torch.arange(1.0, 4.0).view(3, 1), THREE, B).to_global(sbp=sbp))
+        assert (got is None) == (want is None)
+        if got is not None:
+            assert torch.equal(got.full_tensor(), want), sbp
+
+
 def test_errors():
     x = gt.from_full(views.plain_x(), THREE, S(0))
     with pytest.raises(RuntimeError, match="more than one element"):

@@ -22,6 +22,7 @@ from globaltensor.dispatch import foreach, native, symbolic, user_rules
 from globaltensor.dispatch.decide import decide, decide_by_rule
 from globaltensor.dispatch.decision_log import log_decision
 from globaltensor.dispatch.execute import execute, view_shards
+from globaltensor.dispatch.memory_overlap import refuse_overlap
 from globaltensor.dispatch.op_errors import add_operands
 from globaltensor.dispatch.recipe import Decision, Recipe, static
 from globaltensor.layouts.global_like import GlobalLike, is_global
@@ -71,6 +72,8 @@ def _run_arrived(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...],
     for t in _tensors(args, kwargs):
         if type(t) is not cls and not (t.is_meta and _on_meta(cls, args, kwargs)):
             require(t, f"an operand of {func}")
+    if func._schema.is_mutable:
+        refuse_overlap(Call(func, args, kwargs))
     keys = native.pending_keys(func) if torch_ext is not None else None
     if keys is None:
         return dispatch(cls, func, args, kwargs)

@@ -15,6 +15,7 @@ from globaltensor.algorithms import local_impls
 from globaltensor.algorithms.run import Decomposition, Run, is_traceable
 from globaltensor.boxings.native import find_boxing, reachable
 from globaltensor.dispatch.decide import contest_of
+from globaltensor.dispatch.memory_overlap import may_hide_overlap
 from globaltensor.dispatch.recipe import Recipe, purpose_of, spec_of_plain
 from globaltensor.dispatch.siblings import siblings_of, siblings_of_mean
 from globaltensor.dispatch.trace import Trace
@@ -58,7 +59,7 @@ def cache_recipe(key: bytes, cls: type[GlobalLike], recipe: Recipe, func: OpOver
 
 def cache_trace(key: bytes, decomposition: Decomposition, call: Call, run: Run) -> Any:
     """Do a decomposition, and cache the trace of it, or that the call goes to Python."""
-    if checking() or not is_traceable(decomposition) or not Trace.fits(call):
+    if checking() or not is_traceable(decomposition) or not Trace.fits(call) or may_hide_overlap(call):
         torch_ext.cache_python_fallback(key)
         return decomposition(call, run)
     call = _told_apart(call, run)
@@ -141,7 +142,7 @@ class FlatRecipe(NamedTuple):
 def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | None:
     """None for what is Python's."""
     local_op = _local(recipe, call)
-    if local_op is None or recipe.outputs is None or recipe.seeded:
+    if local_op is None or recipe.outputs is None or recipe.seeded or may_hide_overlap(call):
         return None
     if checking() and any(type(t) is not cls for t in call.tensors):
         return None

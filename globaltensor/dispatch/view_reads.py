@@ -15,20 +15,20 @@ from globaltensor.dispatch.view_writes import position_of
 from globaltensor.layouts.layout import Shards, Spec, spec
 from globaltensor.layouts.rank_regions import rank_regions
 from globaltensor.layouts.regions import Region
-from globaltensor.layouts.view_parts import Slice, ViewSlices
+from globaltensor.layouts.view_parts import Slice, Strided, ViewSlices, overlaps_itself
 from globaltensor.rules.call import Call
 from globaltensor.runtime.world import local_ranks_of
 
 
 def view_slices(call: Call, base: Spec, view: Spec) -> ViewSlices | None:
-    """What ranks hold of the view that a call makes; None where it does not run straight, its base is a pending sum, or
-    the call has another operand (slice_inverse)."""
+    """What ranks hold of the view that a call makes; None where it does not run straight, its base is expanded or a
+    pending sum, or the call has another operand (slice_inverse)."""
     if base.lazy_bits or view.lazy_bits or base.dtype != view.dtype or not view.ndim or not view.numel:
         return None
     if len(call.slots) > 1 or any(s.is_partial for s in base.sbp):
         return None
     line = position_of(base, call).line
-    if line is None:
+    if line is None or overlaps_itself(Strided(base.shape, base.stride)):
         return None
     nothing = ((0, 0),) * view.ndim
     empty = Slice((0,) * base.ndim, (0,) * view.ndim, line.dims, line.steps)

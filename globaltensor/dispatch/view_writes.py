@@ -169,7 +169,9 @@ def _position(base: Spec, steps: tuple[tuple[OpOverload, tuple[Any, ...], int], 
         result = meta(func, args, {a.name: value for a, value in zip(names[1:], values) if a.keyword})
         view = result[nth] if isinstance(result, (tuple, list)) else result
     memory = _as_dtype(whole, view.dtype)
-    of_memory = Strided(tuple(memory.shape), memory.stride())
+    # of what is expanded there is one in memory
+    of_memory = Strided(tuple(n if step else min(n, 1) for n, step in zip(memory.shape, memory.stride())),
+                        memory.stride())
     of_view = Strided(tuple(view.shape), view.stride(), int(view.storage_offset()))
     return _Position(of_memory, of_view, straight(of_memory, of_view), view.dtype, lazy_bits_of(view))
 
@@ -199,6 +201,12 @@ def _base(view: Any) -> tuple[Any, _Position]:
         steps.insert(0, (origin.func, values, origin.nth))
         base = origin.base
     return base, _position(base.spec, tuple(steps))
+
+
+def start_in_base(t: Any) -> int:
+    """How many bytes into the memory at the end of its chain a tensor begins."""
+    _, position = _base(t)
+    return (position.view.offset - position.memory.offset) * position.dtype.itemsize
 
 
 def position_of(base: Spec, call: Call) -> _Position:
@@ -240,14 +248,25 @@ class _Target:
         self.view = view
         self.base, self.position = _base(view)
         self.pending = any(s.is_partial for s in self.base.spec.sbp)
-        if view.spec.numel and (overlaps_itself(self.position.memory) or
-                                overlaps_itself(self.position.view) and func not in _FILLING):
+        if view.spec.numel and (overlaps_itself(self.position.view) and func not in _FILLING or self._holds_copies()):
             raise InPlaceError(f"{func} into a view of which several elements are one in memory",
                                "an expanded tensor cannot take a value for each of its elements",
                                "clone() the tensor first")
-        pieces = {rank: _Piece(_as_dtype(shard, self.position.dtype), self._region(rank), self.position)
+        pieces = {rank: _Piece(self._memory(shard), self._region(rank), self.position)
                  for rank, shard in self.base.shards.items()} if view.spec.numel else {}
         self.pieces = {rank: piece for rank, piece in pieces.items() if not piece.empty}
+
+    def _holds_copies(self) -> bool:
+        """Is what strides call one element several of them on a rank?"""
+        repeated = [d for d, step in enumerate(self.base.spec.stride) if not step]
+        return any(shard.shape[d] > 1 and shard.stride(d) for shard in self.base.shards.values() for d in repeated)
+
+    def _memory(self, shard: Tensor) -> Tensor:
+        """The shard as elements of the view's dtype, without those that are there by `expand`."""
+        shard = _as_dtype(shard, self.position.dtype)
+        for d, (n, step) in enumerate(zip(self.position.memory.shape, self.position.memory.stride)):
+            shard = shard if step or n == shard.shape[d] else shard.narrow(d, 0, n)
+        return shard
 
     def holds_zeros(self, rank: int) -> bool:
         """Of a pending sum the first rank holds the value, the others zero."""
