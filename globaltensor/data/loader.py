@@ -30,7 +30,7 @@ from globaltensor.layouts.layout import sbp_text
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import SbpLike
 from globaltensor.runtime.agreement import Advice, agree
-from globaltensor.runtime.lineage import uncounted_if_it_fails
+from globaltensor.runtime.lineage import taken_back_if_it_fails
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tracebacks import api_boundary
@@ -175,7 +175,7 @@ class DataLoader:
         for batch in batches:
             total = len(batch.indices)
             seed = mix(self.sampler.seed, batch.epoch, batch.start, self._cutter.rows(total)[0])
-            with uncounted_if_it_fails():
+            with taken_back_if_it_fails():
                 try:
                     with nullcontext() if self.num_workers else random_streams(seed):
                         collated = next(loaded)

@@ -82,7 +82,7 @@ def begin_lineage(x: Any) -> Any:
 
 
 @contextmanager
-def uncounted_if_it_fails() -> Iterator[None]:
+def taken_back_if_it_fails() -> Iterator[None]:
     """Inside, ranks make tensors and then agree that all could. Where that raises, which it does on every rank, those
     that some have made count on none: ranks that catch the error go on alike."""
     before = dict(_made)
@@ -176,15 +176,15 @@ def _hash(parts: Any) -> int:
     return int.from_bytes(digest, "little") & ~RESULTS
 
 
-def _part(value: Any, is_skipped: bool, operands: list[int], numbers: list[float]) -> Any:
+def _part(value: Any, is_left_out: bool, operands: list[int], numbers: list[float]) -> Any:
     """What an argument adds: the twin of `push` in recipe_cache.cpp."""
     if isinstance(value, (list, tuple)):
-        return [_part(one, is_skipped, operands, numbers) for one in value]
+        return [_part(one, is_left_out, operands, numbers) for one in value]
     if is_global(value):
         operands.append(value.lineage)
         return value.lineage
     if isinstance(value, torch.Tensor):
-        return None if is_skipped else _samples(value)
+        return None if is_left_out else _samples(value)
     if isinstance(value, (int, float)):
         numbers.append(float(value))
     return value if isinstance(value, (int, float, complex, str, type(None))) else str(type(value))

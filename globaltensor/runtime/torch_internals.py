@@ -287,9 +287,8 @@ def leave_alone(code: CodeType) -> None:
 
 
 def register_graph_value(cls: type) -> None:
-    """Let values of this class be arguments of what is called in a graph. They must be hashable, and have
-    `__fx_repr__`. What a graph asks of them must be attributes: torch 2.13 fails at properties of such values.
-    torch 2.11 takes classes of a metaclass of its own only: there a graph ends at them."""
+    """Let values of this class be arguments of what is called in a graph. They must be hashable, have `__fx_repr__` and
+    attributes for what a graph asks of them: torch 2.13 fails at properties. torch 2.11 ends a graph at them."""
     registry: Any = opaque_object
     if TORCH >= "2.14":
         registry.register_custom_class(cls, typ="constant")

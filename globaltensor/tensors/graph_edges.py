@@ -13,13 +13,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from functools import lru_cache, wraps
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from globaltensor.algorithms.aliasing import note_write
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.global_like import is_global
+from globaltensor.layouts.symbols import expected
 from globaltensor.runtime.torch_internals import (
     TRACED_KEY,
     TensorBase,
@@ -32,7 +35,31 @@ from globaltensor.runtime.torch_internals import (
     was_written_in_trace,
 )
 
-Span = tuple[int, int, int]                          # a memory, the first element in it, and the one behind the last
+
+class _ShardPlace(NamedTuple):
+    """Where a shard lies: in which memory, from which element on, and how."""
+
+    memory: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def meets(self, other: _ShardPlace) -> bool:
+        """Do they share an element? Also where that is too hard to tell."""
+        if self.memory != other.memory:
+            return False
+        exactly: Any = numpy.shares_memory           # whose types know no bound for the work
+        try:
+            return bool(exactly(self._bytes(), other._bytes(), max_work=10**6))
+        except numpy.exceptions.TooHardError:
+            return True
+
+    def _bytes(self) -> Any:
+        """An array that lies so, as if elements were of one byte each. Nothing may read it."""
+        offset, = expected((self.offset,))
+        return numpy.asarray(SimpleNamespace(__array_interface__={
+            "data": (1 + offset, True), "shape": expected(self.shape), "strides": expected(self.stride),
+            "typestr": "|u1", "version": 3}))
 
 
 @lru_cache(1)
@@ -43,10 +70,10 @@ def watch_graph_edges() -> None:
 
     @wraps(run)
     def run_to_the_edge(self: Any, *args: Any, **options: Any) -> Any:
-        spans = [_spans(t) for t in args]            # before a write, which gives a traced tensor a new memory
+        pieces = [_places_of(t) for t in args]          # before a write, which gives a traced tensor a new memory
         results = run(self, *args, **options)
         _read_views(results)
-        _check_inputs(args, spans)
+        _check_inputs(args, pieces)
         return results
 
     count = torch.autograd.graph.increment_version
@@ -74,7 +101,7 @@ def _read_views(results: Any) -> None:
             _ = t.shards
 
 
-def _check_inputs(inputs: tuple[Any, ...], spans: list[list[Span]]) -> None:
+def _check_inputs(inputs: tuple[Any, ...], pieces: list[list[_ShardPlace]]) -> None:
     traced = [t for t in inputs if isinstance(t, torch.Tensor) and is_global(t) and t.traced]
     written = [n for n, t in enumerate(inputs) if isinstance(t, torch.Tensor) and _is_written(t)]
     if written and any(t.spec.copied for t in traced):
@@ -82,24 +109,20 @@ def _check_inputs(inputs: tuple[Any, ...], spans: list[list[Span]]) -> None:
                            "the graph has a copy of what the view shows, and would miss a write to its base",
                            "the function with view.clone(), or what it writes outside of what is compiled")
     for n in written:
-        if any(_overlap(spans[n], other) for m, other in enumerate(spans) if m != n):
+        if any(a.meets(b) for m, others in enumerate(pieces) if m != n for a in pieces[n] for b in others):
             raise InPlaceError("a compiled function writes to an argument that shares memory with another one",
                                "the graph takes them for tensors of their own, and would miss the write in the other",
                                "the function with one of them, and a view of it made inside; or with y.clone()")
 
 
-def _spans(t: Any) -> list[Span]:
+def _places_of(t: Any) -> list[_ShardPlace]:
     """Where the shards of a traced tensor lie in memory."""
     if not (isinstance(t, torch.Tensor) and is_global(t) and t.traced and t.origin is None):
         return []
     shards: list[Any] = [*t.shards.values()]
     fakes: list[Any] = [functional_value(one.elem) if _is_functional(one) else one for one in shards]
-    return [(storage_id(one), one.storage_offset(), one.storage_offset() + 1 + sum(
-             (n - 1) * step for n, step in zip(one.shape, one.stride()))) for one in fakes if one.numel()]
-
-
-def _overlap(ours: list[Span], others: list[Span]) -> bool:
-    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in ours for b in others)
+    return [_ShardPlace(storage_id(one), one.storage_offset(), tuple(one.shape), one.stride()) for one in fakes
+            if one.numel()]
 
 
 def _is_written(t: Any) -> bool:
