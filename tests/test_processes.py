@@ -391,6 +391,11 @@ def test_no_thread_of_torch_may_hold_what_was_moved_when_the_interpreter_ends():
     assert code == 0, err
 
 
+@pytest.mark.parametrize("program", ["torch_style.py", "outside_mesh.py"])
+def test_a_rank_without_native_code_works_with_others(program, tmp_path):
+    good([*RUN, "-n", "2", PROGRAMS / "mixed_native.py", PROGRAMS / program, tmp_path])
+
+
 def test_a_program_is_its_own_main_with_its_own_arguments():
     env = environment()
     del env["OMP_NUM_THREADS"]

@@ -174,7 +174,7 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
     seats = [seat for seat, _ in rows]
     _check_seats(seats)
     addresses = [address for address, _, _ in seats]
-    lineage.keep((None in addresses) == (torch_ext is None))     # not between native code and its twin
+    lineage.keep(len({address is None for address in addresses}) == 1)       # not between native code and its twin
     if None in addresses or len(here) == 1:
         if address is not None:
             torch_ext.close_transport()

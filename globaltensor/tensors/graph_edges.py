@@ -70,7 +70,7 @@ def watch_graph_edges() -> None:
 
     @wraps(run)
     def run_to_the_edge(self: Any, *args: Any, **options: Any) -> Any:
-        pieces = [_places_of(t) for t in args]          # before a write, which gives a traced tensor a new memory
+        pieces = [_places_of(t) for t in args]       # before a write, which gives a traced tensor a new memory
         results = run(self, *args, **options)
         _read_views(results)
         _check_inputs(args, pieces)
