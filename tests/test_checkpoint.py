@@ -15,6 +15,8 @@ import runpy
 import shutil
 import struct
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ from shards import B, P, fulls, gather, lay, place
 from torch import nn
 
 import globaltensor as gt
-from globaltensor.checkpoint import folders, hashes, manifest, pieces, saving, tensor_files
+from globaltensor.checkpoint import folders, hashes, huggingface, manifest, pieces, saving, tensor_files
 from globaltensor.checkpoint.manifest import CheckpointError
 from globaltensor.checkpoint.torch_files import load, save
 from globaltensor.layouts.sbp import split as S
@@ -1068,3 +1070,28 @@ def test_a_file_takes_what_a_folder_takes(tmp_path):
     with pytest.raises(CheckpointError, match="Can't pickle"):
         gt.save({"step": lambda: 4}, file)
     assert torch.load(file)["step"] == 3 and sorted(tmp_path.iterdir()) == [link, file]
+
+
+@pytest.mark.parametrize("save", [lambda model, to: gt.save_safetensors(model, to, shard_gb=1e-6),
+                                  lambda model, to: gt.save(model.state_dict(), to / "model.pt")],
+                         ids=["safetensors", "torch's file"])
+def test_a_full_disk_keeps_nothing_of_a_file_that_did_not_fit(save, tmp_path, monkeypatch):
+    model = gt.to_global(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)), gt.placement("cpu", [0, 1]), B)
+    write, count = huggingface.write_tensors, itertools.count()
+
+    def half(path, *rest):
+        if next(count):
+            Path(path).write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, *rest)
+
+    def unexpected(state, path):
+        Path(path).write_bytes(b"half of it")
+        raise RuntimeError("unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(huggingface, "write_tensors", half)
+    monkeypatch.setattr(torch, "save", unexpected)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save(model, tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -11,7 +11,8 @@ import secrets
 import shutil
 import stat
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import overload
 
@@ -34,6 +35,17 @@ def temporary_name(path: Folder) -> Folder:
     return path.with_name(f"{path.name}.tmp-{token}")
 
 
+@contextmanager
+def removed_on_error(file: Path) -> Iterator[None]:
+    """Inside, this file is written: half of it would fill a disk that is full."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            file.unlink()
+        raise
+
+
 def write_atomically(path: Folder, data: bytes, durable: bool = True) -> None:
     """A file of these bytes, on the disk when this returns; a reader sees all of it or no file.
 
@@ -43,12 +55,13 @@ def write_atomically(path: Folder, data: bytes, durable: bool = True) -> None:
         path.write_bytes(data)
         return
     temporary = temporary_name(path)
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with removed_on_error(temporary):
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
     if durable:
         sync(path.parent)
 

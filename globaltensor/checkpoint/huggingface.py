@@ -22,7 +22,7 @@ from torch import nn
 
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.checkpoint.collective import collective_try
-from globaltensor.checkpoint.files import sync, temporary_name, write_atomically
+from globaltensor.checkpoint.files import removed_on_error, sync, temporary_name, write_atomically
 from globaltensor.checkpoint.loading import check_fit, check_names, needed
 from globaltensor.checkpoint.manifest import CheckpointError, Entry, SavedPiece
 from globaltensor.checkpoint.objects import ids_of_own, load_module
@@ -156,12 +156,16 @@ def save_safetensors(module: nn.Module, folder: str | os.PathLike[str], *, shard
                                                for i in range(len(groups))]
     collective_try("making the folder", lambda: folder.mkdir(parents=True, exist_ok=True))
     written: list[tuple[Path, Path]] = []
-    for i, (name, group) in enumerate(zip(names, groups)):
-        rank = i % world_size()                      # no rank needs memory for more than a file at a time
-        held = _gather_to({n: tensors[n] for n in group}, rank)
-        written += collective_try("writing safetensors", partial(_write_temporary, folder / name, held, rank))
-    # Only once all are written: a full disk leaves the files of the earlier save as they were.
-    collective_try("renaming safetensors", lambda: _rename(written))
+    try:
+        for i, (name, group) in enumerate(zip(names, groups)):
+            rank = i % world_size()                  # no rank needs memory for more than a file at a time
+            held = _gather_to({n: tensors[n] for n in group}, rank)
+            written += collective_try("writing safetensors", partial(_write_temporary, folder / name, held, rank))
+        # Only once all are written: a full disk leaves the files of the earlier save as they were.
+        collective_try("renaming safetensors", lambda: _rename(written))
+    finally:
+        for temporary, _ in written:
+            temporary.unlink(missing_ok=True)
     collective_try("finishing safetensors", lambda: _write_index(folder, dict(zip(names, groups)), tensors))
     _log.info("saved %s into %s", counted(len(tensors), "tensor"), folder)
 
@@ -213,7 +217,8 @@ def _write_temporary(path: Path, held: dict[str, torch.Tensor], rank: int) -> li
     if rank not in world().local_ranks:
         return []
     temporary = temporary_name(path)
-    write_tensors(temporary, held, {"format": "pt"})
+    with removed_on_error(temporary):
+        write_tensors(temporary, held, {"format": "pt"})
     return [(temporary, path)]
 
 

@@ -9,8 +9,10 @@ A file object, an existing file and a name that ends as torch's files do (`SUFFI
 """
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import IO, Any, Literal, TypeAlias, overload
 import torch
 
 from globaltensor.checkpoint.collective import collective_try
-from globaltensor.checkpoint.files import temporary_name
+from globaltensor.checkpoint.files import removed_on_error, temporary_name
 from globaltensor.checkpoint.loading import load_folder
 from globaltensor.checkpoint.saving import Saving, save_folder
 from globaltensor.checkpoint.tree import is_object, state_of
@@ -79,11 +81,14 @@ def _write(plain: Any, target: PathLike | IO[bytes], options: dict[str, Any]) ->
         return
     path = Path(os.path.realpath(target))            # a link stays one
     temporary = temporary_name(path)
-    try:
-        torch.save(plain, temporary, **options)
+    with removed_on_error(temporary):
+        try:
+            torch.save(plain, temporary, **options)
+        except RuntimeError:                         # in which torch speaks of positions in its archive
+            if shutil.disk_usage(path.parent).free < 2 ** 20:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
+            raise
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @overload
