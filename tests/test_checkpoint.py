@@ -1095,3 +1095,30 @@ def test_a_full_disk_keeps_nothing_of_a_file_that_did_not_fit(save, tmp_path, mo
     with pytest.raises(CheckpointError, match="No space left on device"):
         save(model, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+class _Averages:
+    """Makes its state anew whenever it is asked."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def state_dict(self):
+        return {str(n): t * 1 for n, t in enumerate(self.tensors)}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def test_a_file_has_what_is_tied_once_and_each_of_what_is_made_for_it(tmp_path):
+    where = gt.placement("cpu", [0, 1])
+    model = tied(where)
+    save(model.state_dict(), tmp_path / "state.pt")
+    read = torch.load(tmp_path / "state.pt")
+    storages = {name: t.untyped_storage().data_ptr() for name, t in read.items()}
+    plain = {name: id(t) for name, t in model.state_dict(keep_vars=True).items()}
+    assert len(set(storages.values())) == len(set(plain.values())) < len(plain)
+    objects = {n: _Averages([gt.full((3,), 10. * n + k, placement=where, sbp=B) for k in range(3)]) for n in range(20)}
+    save(objects, tmp_path / "objects.pt")
+    for n, state in torch.load(tmp_path / "objects.pt").items():
+        assert [float(t[0]) for t in state.values()] == [10. * n + k for k in range(3)]

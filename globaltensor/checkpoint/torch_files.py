@@ -26,6 +26,7 @@ from globaltensor.checkpoint.loading import load_folder
 from globaltensor.checkpoint.saving import Saving, save_folder
 from globaltensor.checkpoint.tree import is_object, state_of
 from globaltensor.errors import ArgumentError, keyword_fix
+from globaltensor.runtime.torch_internals import storage_id
 from globaltensor.runtime.world import rank
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tracebacks import api_boundary
@@ -136,15 +137,24 @@ def _is_file(target: Any) -> bool:
     return not os.path.isdir(name) and (os.path.isfile(name) or name.endswith(SUFFIXES))
 
 
-def with_whole_tensors(value: Any, known: dict[int, torch.Tensor] | None = None) -> Any:
-    """The same state with plain tensors, and objects by their state; tied tensors stay tied. Collective."""
+def _memory_of(t: GlobalTensor) -> Any:
+    """What is equal for tensors that are one in memory; where that has no elements, or no part is here, for none."""
+    parts = [(rank, storage_id(one), one.storage_offset(), one.stride()) for rank, one in t.shards.items()]
+    return (t.spec, *parts) if parts and t.numel() else id(t)
+
+
+def with_whole_tensors(value: Any, known: dict[Any, tuple[GlobalTensor, torch.Tensor]] | None = None) -> Any:
+    """The same state with plain tensors, and objects by their state; tied tensors stay tied, where a rank of this
+    process has parts of them. Collective."""
     known = {} if known is None else known
     if is_object(value):
         value = state_of(value)
     if isinstance(value, GlobalTensor):
-        if id(value) not in known:
-            known[id(value)] = value.detach().full_tensor()
-        return known[id(value)]
+        if id(value) not in known:                   # a state_dict has new tensors of one memory for what is tied
+            whole = value.detach().full_tensor()     # of each, as a process without a part cannot tell
+            _, whole = known.setdefault(_memory_of(value), (value, whole))
+            known[id(value)] = value, whole          # held, or another one might get its id
+        return known[id(value)][1]
     if type(value) in (dict, OrderedDict):
         return type(value)((key, with_whole_tensors(one, known)) for key, one in value.items())
     if type(value) in (list, tuple):
