@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from harness import PROGRAMS as FOLDER, RUN, environment, good
 from shards import place, sizes
 from torch.nn import functional as F
 
@@ -120,7 +121,7 @@ def test_dtypes(name, dtype):
 
 
 def test_order_in_memory_is_kept():
-    x = rand(2, 3, 16, 5).to(memory_format=torch.channels_last)
+    x = rand(2, 3, 256, 50).to(memory_format=torch.channels_last)
     for f in (lambda x: F.pad(x, (0, 0, 1, 1)), lambda x: torch.cat([x, x[:, :, :1]], 2), lambda x: x[:, :, 1:].clone(),
               lambda x: torch.slice_scatter(x, x[:, :, 2:], 2, 1, -1)):
         got, want = f(gt.from_full(x, place([0, 1]), S(2)).to(memory_format=torch.channels_last)), f(x)
@@ -174,3 +175,9 @@ def test_next_tokens():
         assert spread.grad.sbp == (S(1),)
     torch.testing.assert_close(spread.grad.full_tensor(), plain.grad)
     assert sum(m.bytes for m in moves) < 0.02 * logits.numel() * 8
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_in_real_processes_as_on_one_device(native):
+    good([*RUN, "-n", "3", FOLDER / "shifts.py"], environment(GLOBALTENSOR_NATIVE=native), timeout=180)
