@@ -73,8 +73,8 @@ def warn(text: str, kind: type[Warning] = UserWarning) -> None:
     if frame is None:
         warnings.warn_explicit(text, kind, "<unknown>", 1)
     else:
-        warnings.warn_explicit(text, kind, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"),
-                               frame.f_globals.setdefault("__warningregistry__", {}))
+        warnings.warn_explicit(text, kind, _name_to_show(frame.f_code.co_filename), frame.f_lineno,
+                               frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {}))
 
 
 def call_site() -> int:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from globaltensor.runtime import deadlock
+from globaltensor.runtime import deadlock, liveness
 from globaltensor.runtime.codec import encode_message
 from globaltensor.runtime.deadlock import Wait, Watch, deadlocked
 from globaltensor.runtime.host_processes import ProcessId, host_id
@@ -101,6 +101,6 @@ def test_without_a_watch_there_is_no_verdict(monkeypatch):
 
 @pytest.mark.parametrize("file, told", [("torch/distributed/distributed_c10d.py", True), ("train.py", False)])
 def test_a_rank_in_a_collective_of_its_own_is_told_to_be_there(monkeypatch, file, told):
-    monkeypatch.setattr(deadlock, "process_of", lambda rank: ProcessId(host_id(), 1, 0))
-    monkeypatch.setattr(deadlock, "stack_of", lambda pid: f'  File "/x/{file}", line 5 in barrier')
-    assert ("in a call of torch.distributed" in deadlock.stacks_of([0])) is told
+    monkeypatch.setattr(liveness, "process_of", lambda rank: ProcessId(host_id(), 1, 0))
+    monkeypatch.setattr(liveness, "stack_of", lambda pid: f'  File "/x/{file}", line 5 in barrier')
+    assert ("in a call of torch.distributed" in liveness.stacks_of([0])) is told

@@ -173,7 +173,8 @@ def offer_shifts(call: Call, operands: list[Spec]) -> Offer | None:
         return None
     received = sum(_missing(one, home, plan.shape) * operands[one.operand].dtype.itemsize for one in plan.placed
                    if operands[one.operand].layout.without_partials is home)
-    wants = (home,) * len(operands)
+    taken = {one.operand for one in plan.placed} | {plan.base}
+    wants = tuple(home if q in taken else own.layout for q, own in enumerate(operands))
     return Offer(NAME, wants, (home,), float(largest_part(home, plan.shape)), (boxings_to(operands, wants),),
                  int(received > 0), received, returns=False)
 

@@ -303,12 +303,11 @@ def normal(key: int, shape: Shape, region: Region, dtype: torch.dtype, device: D
 def exponential(key: int, shape: Shape, region: Region, dtype: torch.dtype, device: Device,
                 lambd: float = 1.0) -> Tensor:
     """Exponential with rate lambd: -log(u) / lambd, and never 0: where u rounds to 1, half the step from 1 to the
-    number below stands for -log u. All 0 where 1 / lambd is, in `dtype`. Error: lambd <= 0."""
+    number below stands for -log u. All 0 where lambd is too large for a float. Error: lambd <= 0."""
     arithmetic, _, bits = _float("exponential", dtype)
     _demand(lambd > 0, f"exponential needs lambd > 0, got {lambd}")
     least = torch.finfo(arithmetic).eps / 4
-    scale, _, smallest = _bounds(dtype, 1 / lambd, 0.0)
-    smallest = smallest if scale else 0.0
+    smallest = _bounds(dtype, 1.0, 0.0)[2] if lambd <= torch.finfo(arithmetic).max else 0.0
     return _generate(key, shape, region, dtype, device, range(bits // 33 + 1), lambda words: _log(
                      _top(words, bits).add_(1).to(arithmetic).mul_(2.0**-bits)).neg_().clamp_min_(least)
                      .mul_(1 / lambd).clamp_min_(smallest), ("exponential", 1 / lambd, smallest))
