@@ -122,7 +122,8 @@ def test_dtypes(name, dtype):
 
 def test_order_in_memory_is_kept():
     x = rand(2, 3, 256, 50).to(memory_format=torch.channels_last)
-    for f in (lambda x: F.pad(x, (0, 0, 1, 1)), lambda x: torch.cat([x, x[:, :, :1]], 2), lambda x: x[:, :, 1:].clone(),
+    row = rand(2, 3, 1, 50).to(memory_format=torch.channels_last)        # plain, and so whole
+    for f in (lambda x: F.pad(x, (0, 0, 1, 1)), lambda x: torch.cat([x, row], 2), lambda x: x[:, :, 1:].clone(),
               lambda x: torch.slice_scatter(x, x[:, :, 2:], 2, 1, -1)):
         got, want = f(gt.from_full(x, place([0, 1]), S(2)).to(memory_format=torch.channels_last)), f(x)
         assert got.sbp == (S(2),) and got.stride() == want.stride()
