@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <limits>
 #include <mutex>
 #include <numeric>
@@ -117,6 +118,30 @@ std::vector<Shards> boxed_slices(const Recipe& recipe, const at::Tensor& base) {
   Shards slices;
   for (size_t nth = 0; nth < recipe.slices.size(); nth++) slices.push_back(slice_of(shards[nth], recipe.slices[nth]));
   return move_shards({{recipe.slices_boxing.get(), &slices}}, recipe.purpose);
+}
+
+// Does every part stay where it is, in a `view` at these sizes? Twin: `parts_stay` in algorithms/aliasing.py.
+bool parts_stay(const Spec& of, std::vector<int64_t> sizes) {
+  const auto product = [](const std::vector<int64_t>& some, size_t end) {
+    return std::accumulate(some.begin(), some.begin() + end, int64_t(1), std::multiplies<>());
+  };
+  const int64_t count = product(of.sizes, of.sizes.size());
+  if (const auto open = std::find(sizes.begin(), sizes.end(), -1); open != sizes.end() && count)
+    *open = count / -product(sizes, sizes.size());
+  for (size_t d = 0; d < of.sizes.size(); d++) {
+    if (of.parts[d] == 1) continue;
+    const int64_t before = product(of.sizes, d);
+    size_t at = 0;
+    while (at < sizes.size() && (product(sizes, at) < before || sizes[at] == 1)) at++;
+    if (!count || at == sizes.size() || product(sizes, at) != before) return false;
+    const int64_t all = of.sizes[d], outer = std::min(all, sizes[at]), inner = std::max(all, sizes[at]);
+    if (all != sizes[at] && (inner % outer || outer % of.parts[d])) return false;
+  }
+  return true;
+}
+
+bool is_view_op(const c10::OperatorHandle& op) {
+  return op.schema().name() == "aten::view" && op.schema().overload_name().empty();
 }
 
 // The native way, below all that global tensors went through.
@@ -254,6 +279,32 @@ void push_boxed_views(const c10::OperatorHandle& op, std::shared_ptr<const Recip
   c10::List<at::Tensor> views;
   for (size_t i = 0; i < output.specs.size(); i++) views.push_back(result_of(call, i, output.specs[i]));
   stack->emplace_back(std::move(views));
+}
+
+bool take_base(Stack* stack) {
+  const c10::IValue *args = stack->data() + stack->size() - 2;
+  auto* view = global(args[0].toTensor());
+  if (!view->view.call || !is_view_op(view->view.call->op)) return false;
+  const at::Tensor base = view->view.call->arguments[0].toTensor();
+  if (!parts_stay(*global(base)->spec, args[1].toIntVector())) return false;
+  view->viewed.store(true, std::memory_order_relaxed);
+  (*stack)[stack->size() - 2] = base;
+  return true;
+}
+
+std::vector<int64_t> sizes_of_rows(const at::Tensor& x) {
+  const auto& call = global(x)->view.call;
+  if (!call || !is_view_op(call->op)) return {};
+  const Spec& base = *global(call->arguments[0].toTensor())->spec;
+  std::vector<int64_t> sizes;
+  int64_t rest = x.size(0);
+  for (size_t d = 0; d < base.sizes.size() && rest > 1 && base.sizes[d] && rest % base.sizes[d] == 0; d++) {
+    sizes.push_back(base.sizes[d]);
+    rest /= base.sizes[d];
+  }
+  if (rest > 1) sizes.push_back(rest);
+  sizes.push_back(x.size(1));
+  return parts_stay(base, sizes) ? sizes : std::vector<int64_t>();
 }
 
 void note_write(const at::Tensor& t) {

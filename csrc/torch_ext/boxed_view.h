@@ -62,6 +62,13 @@ class ValueLock {
 // The results of such a call; nothing is done yet. The arguments are on the stack.
 void push_boxed_views(const c10::OperatorHandle& op, std::shared_ptr<const Recipe> recipe, Stack* stack);
 
+// A `view` of a boxed `view`, its arguments on the stack: is it one of that one's base, every part of which stays where
+// it is? Then the base comes in the place of the first argument.
+bool take_base(Stack* stack);
+// The sizes of which the rows of a boxed `view` were melted, and that of its columns, where a `view` that parts them is
+// such a one; else none.
+std::vector<int64_t> sizes_of_rows(const at::Tensor& x);
+
 std::shared_ptr<MemoryWrites> watched_writes(GlobalImpl* base);    // of its memory, which is watched as long as held
 int64_t writes_to(const MemoryWrites& memory);
 void note_write(const at::Tensor& t);              // to its memory; to that of its base, where it is a boxed view

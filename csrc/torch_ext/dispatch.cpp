@@ -178,11 +178,15 @@ void claim_ops() {
 }
 
 void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  static const auto view = c10::Dispatcher::singleton().findSchemaOrThrow("aten::view", "");
+  static const auto unsafe_view = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_unsafe_view", "");
   static thread_local RecipeKey key, kind;
   const size_t count = op.schema().arguments().size();
   const size_t first = stack->size() - count;
   const c10::IValue* args = stack->data() + first;
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return call_torch(op, keys, stack);
+  if (C10_UNLIKELY(op == unsafe_view)) return dispatch(view, keys, stack);  // autograd alone tells them apart
+  if (C10_UNLIKELY(op == view) && take_base(stack)) return dispatch(op, keys, stack);
   CallLineage lineage;
   if (!make_key(op, args, count, key, lineage)) {
     if (C10_UNLIKELY(mixes_in_dtensor(args, count))) return call_python(op, stack);

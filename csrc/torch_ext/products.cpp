@@ -18,6 +18,7 @@
 #include <tuple>
 #include <unordered_map>
 
+#include "boxed_view.h"
 #include "op_errors.h"
 
 namespace py = pybind11;
@@ -164,6 +165,11 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
     return at::linear(x, weight, bias);
   }
+  if (x.dim() == 2 && weight.size(0) <= weight.size(1) && is_global(x.unsafeGetTensorImpl())) {
+    // Rows that torch melted, as its attention does, and will part again: nothing need move for that.
+    if (const auto sizes = sizes_of_rows(x); !sizes.empty())
+      return gt::linear(x.view(sizes), weight, bias).view({x.size(0), weight.size(0)});
+  }
   if (x.size(-1) != weight.size(1)) misfit("linear", "input", x, "weight", weight);
   return linear_in_graph(autocast(x), autocast(weight), autocast(bias));
 }
@@ -262,8 +268,8 @@ Tensor einsum(std::string_view text, at::TensorList operands, at::OptionalIntArr
 
 Tensor embedding(const Tensor& weight, const Tensor& indices, c10::SymInt padding, bool by_frequency, bool sparse) {
   const bool of_global = is_global(weight.unsafeGetTensorImpl());    // whose gradient is never sparse
-  const bool is_split = of_global && global(weight)->spec->dim0_split;
-  if (is_split && weight.dim() == 2 && !by_frequency && !beyond_backward(weight, indices)) {
+  const bool is_split = of_global && weight.dim() == 2 && global(weight)->spec->parts[0] > 1;
+  if (is_split && !by_frequency && !beyond_backward(weight, indices)) {
     py::gil_scoped_acquire lock;
     c10::impl::ExcludeDispatchKeyGuard once(kGlobal);  // the hook calls embedding itself
     return py::handle(lookup)(weight, indices, padding.expect_int()).cast<Tensor>();

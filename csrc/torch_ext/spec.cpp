@@ -83,7 +83,7 @@ class Specs {
     auto sizes = fields[0].cast<Sizes>(), strides = fields[1].cast<Sizes>();
     SpecTraits traits{fields[10].ptr(), fields[2].cast<c10::ScalarType>(),
                       c10::Device(fields[3].cast<std::string>()).type(), fields[4].cast<Sizes>(),
-                      fields[5].cast<bool>(), fields[6].cast<bool>(), fields[7].cast<bool>(), fields[8].cast<bool>(),
+                      fields[5].cast<bool>(), fields[6].cast<Sizes>(), fields[7].cast<bool>(), fields[8].cast<bool>(),
                       fields[9].cast<bool>()};
     free_unheld();
     const auto layout = std::make_shared<const LayoutRef>(traits.layout);

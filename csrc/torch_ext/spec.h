@@ -31,7 +31,7 @@ struct SpecTraits {
   c10::DeviceType device;
   std::vector<int64_t> ranks;          // the ranks of its placement that this process drives, ascending
   bool copied;                         // a boxed view
-  bool dim0_split;                     // dim 0 is split
+  std::vector<int64_t> parts;          // per dim: into how many it is split
   bool pending;                        // a partial sum, max or min on some axis
   bool conjugated;                     // a view whose elements torch conjugates when it reads them
   bool negated;                        // the same for their sign

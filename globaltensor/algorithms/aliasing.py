@@ -8,12 +8,14 @@ it instead, its *origin*, with the base in it:
     x.add_(1)          a write to the memory of x: what was kept is out of date, and is made anew when it is next read
     y.add_(1)          a write through y goes to the memory of x (dispatch/view_writes.py)
 
-The base may be a boxed view too. The memory at the end of the chain counts the writes to it, whichever alias they come
-by (a view, `x.detach()`, `x.data`; runtime/memory_writes.py).
+The base may be a boxed view too, but a `view` of a `view` is one of the first base where that need not be boxed. The
+memory at the end of the chain counts the writes to it, whichever alias they come by (a view, `x.detach()`, `x.data`;
+runtime/memory_writes.py).
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ import torch
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Shards, Spec, spec
+from globaltensor.layouts.symbols import has_symbols
 from globaltensor.runtime import lineage, trace_order
 from globaltensor.runtime.memory_writes import MemoryWrites, count_write, watched_writes
 from globaltensor.runtime.native import torch_ext
@@ -121,6 +124,57 @@ def boxed_views(cls: Any, specs: list[Spec], func: OpOverload, values: tuple[Any
         view.boxed_view = BoxedView(call, nth)
         view.made_after = 0                          # the boxing comes when it is read
     return views
+
+
+def view_of_base(func: OpOverload, args: Any) -> tuple[OpOverload, Any]:
+    """A `view` of a boxed `view` as one of that one's base, where every part of the base stays where it is then:
+    nothing moves. `_unsafe_view` is `view` here: autograd alone tells them apart."""
+    if func is aten._unsafe_view.default:
+        func = aten.view.default
+    if func is not aten.view.default or not is_global(args[0]) or (origin := args[0].origin) is None:
+        return func, args
+    base = origin.base
+    if origin.func is not func or base.spec.symbolic or not _parts_stay(base.spec, args[1]):
+        return func, args
+    view: Any = args[0]
+    if torch_ext is None or view.traced:
+        view.viewed = True                           # native code notes it itself
+    return func, (base, *args[1:])
+
+
+def sizes_of_rows(x: Any) -> list[int] | None:
+    """The sizes of which the rows of a boxed `view` were melted, and that of its columns, where a `view` that undoes it
+    leaves every part where it is; else None."""
+    origin = x.origin
+    if origin is None or origin.func is not aten.view.default:
+        return None
+    sizes, rest = [], x.shape[0]
+    for n in origin.base.shape:
+        if rest > 1 and n and rest % n == 0:
+            sizes.append(n)
+            rest //= n
+        else:
+            break
+    sizes += [rest, x.shape[1]] if rest > 1 else [x.shape[1]]
+    return sizes if _parts_stay(origin.base.spec, sizes) else None
+
+
+def _parts_stay(of: Spec, size: Sequence[int]) -> bool:
+    """Does every part stay where it is, in a `view` at this size? Twin: `parts_stay` in boxed_view.cpp."""
+    if has_symbols(size):
+        return False
+    sizes = [of.numel // -prod(size) if n == -1 and of.numel else n for n in size]
+    for dim, n in enumerate(of.shape):
+        parts, before = of.layout.num_parts(dim), prod(of.shape[:dim])
+        if parts == 1:
+            continue
+        at = next((i for i, own in enumerate(sizes) if prod(sizes[:i]) >= before and own != 1), None)
+        if not of.numel or at is None or prod(sizes[:at]) != before:
+            return False
+        outer, inner = sorted((n, sizes[at]))
+        if n != sizes[at] and (inner % outer or outer % parts):
+            return False
+    return True
 
 
 def alias(t: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from globaltensor.algorithms.aliasing import note_uncounted_write, note_write
+from globaltensor.algorithms.aliasing import note_uncounted_write, note_write, view_of_base
 from globaltensor.algorithms.completed import keep_completed, with_completed
 from globaltensor.algorithms.run import Run, looks_at_values
 from globaltensor.boxings.redistribute import Move, move_shards, redistribute
@@ -48,6 +48,7 @@ _decisions: Recent[tuple[Any, ...], Decision] = Recent()
 
 def arrive(cls: type[GlobalLike], func: OpOverload, /, *args: Any, **kwargs: Any) -> Any:
     """An op from torch: run it. Errors leave folded, those of torch with what is known of the operands."""
+    func, args = view_of_base(func, args)
     try:
         if traced_operand(args, kwargs):
             return dispatch(cls, func, args, kwargs)
@@ -158,6 +159,7 @@ def rule(op: Any, dims: str, algebra: str = "", *, leaves: str = "sum", nonempty
 
 def dispatch(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on operands of which at least one is a `cls`, a global tensor."""
+    func, args = view_of_base(func, args)
     args, kwargs = with_completed(func, args, kwargs)
     if traced_operand(args, kwargs):
         args, kwargs = symbolic.settled(func, args, kwargs)

@@ -13,12 +13,12 @@ from globaltensor.runtime.world import local_ranks_of
 def _describe(of: Spec) -> tuple[Any, ...]:
     """What the native code keeps of a spec."""
     ranks = local_ranks_of(of.placement)
-    rows_cut = any(s.is_split and s.dim == 0 for s in of.sbp)
+    parts = [of.layout.num_parts(dim) for dim in range(len(of.shape))]
     pending = any(s.is_partial for s in of.sbp)
     conj, neg = "conj" in of.lazy_bits, "neg" in of.lazy_bits
     cuts = [[(s.dim, parts, index) for s, parts, index in zip(of.sbp, of.placement.shape, of.placement.coords[rank])
              if s.is_split] for rank in ranks]
-    return (list(of.shape), list(of.stride), of.dtype, of.placement.type, ranks, of.copied, rows_cut, pending, conj,
+    return (list(of.shape), list(of.stride), of.dtype, of.placement.type, ranks, of.copied, parts, pending, conj,
             neg, of.layout, cuts)
 
 

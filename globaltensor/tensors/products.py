@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from globaltensor.algorithms.aliasing import sizes_of_rows
 from globaltensor.layouts.global_like import is_global
 from globaltensor.runtime import custom_ops
 from globaltensor.runtime.memory import missing
@@ -115,6 +116,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """F.linear; vectors go torch's own way."""
     if x.is_nested or x.dim() < 2 or weight.dim() != 2 or bias is not None and bias.dim() != 1 or transforms_active():
         return F.linear(x, weight, bias)
+    if x.dim() == 2 and weight.shape[0] <= weight.shape[1] and is_global(x) and (sizes := sizes_of_rows(x)) is not None:
+        # rows that torch melted, as its attention does, and will part again: nothing need move for that
+        return linear(x.view(sizes), weight, bias).view(x.shape[0], weight.shape[0])
     _check_product(x.shape[-1] == weight.shape[1], "linear", x, weight)
     x, weight, bias = autocast(x, weight, bias)
     return Linear.apply(x, weight, bias)
