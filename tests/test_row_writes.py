@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness import PROGRAMS as FOLDER, RUN, environment, good
 
 import globaltensor as gt
 
@@ -128,3 +129,9 @@ def test_by_a_mask_its_rows_move_as_by_their_numbers():
     assert sum(m.bytes for m in moves) <= 1024 + 1024 + 16 * 64 * 4 < x.numel() * 4 / 8
     with pytest.raises(IndexError, match="shape of the mask"):
         x[mask[:8]]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_single_rows_of_another_process(tmp_path, native):
+    good([*RUN, "-n", 2, FOLDER / "single_elements.py", tmp_path], environment(GLOBALTENSOR_NATIVE=native), timeout=120)

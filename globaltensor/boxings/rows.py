@@ -28,6 +28,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.regions import Range
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.exchange import exchange
+from globaltensor.runtime.memory import flat_bytes
 
 
 class RowExchange(NamedTuple):
@@ -143,12 +144,8 @@ def _exchange_rows(of: RowExchange, outgoing: dict[int, Tensor], incoming: dict[
     # are tags of what is neither rows nor a boxing.)
     tag = zlib.crc32(f"rows {of.op} {of.src} {of.dst}".encode()) & 0x3FFFFFFF | 8
     if outgoing or incoming:
-        exchange({r: _flat_bytes(t.contiguous()) for r, t in outgoing.items()},
-                 {r: _flat_bytes(t) for r, t in incoming.items()}, f"the rows for {of.op}", tag)
-
-
-def _flat_bytes(t: Tensor) -> Tensor:
-    return t.view(-1).view(torch.uint8)
+        exchange({r: flat_bytes(t.contiguous()) for r, t in outgoing.items()},
+                 {r: flat_bytes(t) for r, t in incoming.items()}, f"the rows for {of.op}", tag)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, dense
 from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Region, slices, volume
 from globaltensor.runtime.dtypes import SIGNED, accumulation_dtype
+from globaltensor.runtime.memory import flat_bytes
 from globaltensor.runtime.world import local_ranks_of, world
 
 Index = tuple[slice, ...]
@@ -99,8 +100,7 @@ def pack(programs: Sequence[TorchProgram], shards: Sequence[Shards]) -> dict[int
     for program, held in zip(programs, shards):
         for peer, parts in program.outgoing.items():
             for p in parts:
-                data = _source(held, p).contiguous()
-                data = data.as_strided((data.numel(),), (1,)).view(torch.uint8)      # one element may have any stride
+                data = flat_bytes(_source(held, p).contiguous())
                 gap = -data.numel() % 16
                 outgoing.setdefault(peer, []).extend([data, data.new_empty(gap)] if gap else [data])
     return outgoing

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from globaltensor.runtime.memory import flat_bytes
+
 try:
     import xxhash
 except ImportError:                                  # an optional dependency
@@ -27,7 +29,7 @@ _TEXT = re.compile(r"xxh3-128:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
 
 def piece_hash(t: torch.Tensor, kind: str = HASH) -> str:
     """The hash of the bytes of a contiguous tensor on the CPU; other threads can run meanwhile."""
-    return f"{kind}:{KINDS[kind](t.reshape(-1).view(torch.uint8).numpy().data).hexdigest()}"
+    return f"{kind}:{KINDS[kind](flat_bytes(t).numpy().data).hexdigest()}"
 
 
 def hash_kind(text: str) -> str:

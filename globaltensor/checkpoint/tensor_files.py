@@ -32,6 +32,7 @@ import torch
 
 from globaltensor.checkpoint.hashes import KINDS
 from globaltensor.layouts.layout import Shape
+from globaltensor.runtime.memory import flat_bytes
 
 if sys.platform != "win32":
     import resource
@@ -74,7 +75,7 @@ def write_tensors(path: Path, data: Mapping[str, torch.Tensor], metadata: dict[s
     """A new file of these tensors (on the CPU, contiguous), on the disk when this returns. Other threads can run."""
     order = sorted(data, key=lambda key: (-data[key].dtype.itemsize, key))
     header = _header({key: data[key] for key in order}, metadata)
-    parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8), *(_memory_bytes(data[key]) for key in order)]
+    parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8), *(flat_bytes(data[key]) for key in order)]
     starts = [0, *accumulate(len(part) for part in parts)]
     with open(path, "xb", buffering=0) as file:
         uncached = _open_uncached(path)
@@ -108,10 +109,6 @@ def _header(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -
     text = json.dumps(fields).encode()
     text += b" " * (-(8 + len(text)) % BLOCK)
     return len(text).to_bytes(8, "little") + text
-
-
-def _memory_bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.detach().reshape(-1).view(torch.uint8)
 
 
 def _write_chunks(output: _Output, parts: list[torch.Tensor], starts: list[int]) -> None:
@@ -237,7 +234,7 @@ class TensorFile:
         """As `piece_hash` of its tensor, which is read into plain memory where there is some. Raises OSError where the
         file has become shorter."""
         hashed, buffer = KINDS[kind](), _read_buffer() if into is None else memoryview(b"")
-        all_of_it = None if into is None else _memory_bytes(into).numpy().data
+        all_of_it = None if into is None else flat_bytes(into).numpy().data
         for start in range(0, of.nbytes, READ):
             part = buffer[:of.nbytes - start] if all_of_it is None else all_of_it[start:start + READ]
             self.read(part, of.offset + start)
@@ -256,13 +253,13 @@ class TensorFile:
         """into.copy_(tensor[index]), of a tensor with dims. Reads whole rows, straight into their place if it can."""
         first, rows, row = index[0].start, into.shape[0], of.nbytes // of.shape[0]
         if into.shape[1:] == of.shape[1:] and into.dtype == of.dtype and is_plain_memory(into):
-            self.read(_memory_bytes(into).numpy().data, of.offset + first * row)
+            self.read(flat_bytes(into).numpy().data, of.offset + first * row)
             return
         count = max(1, CHUNK // row)
         buffer = torch.empty(min(count, rows), *of.shape[1:], dtype=of.dtype, device="cpu")
         for start in range(0, rows, count):
             part = buffer[:rows - start]
-            self.read(_memory_bytes(part).numpy().data, of.offset + (first + start) * row)
+            self.read(flat_bytes(part).numpy().data, of.offset + (first + start) * row)
             into[start:start + count].copy_(part[(slice(None), *index[1:])])
 
 

@@ -15,6 +15,7 @@ from globaltensor.errors import DisagreementError, GlobalTensorError, TransportE
 from globaltensor.runtime.codec import decode_message, encode_message
 from globaltensor.runtime.deadlock import SAME_PROGRAM
 from globaltensor.runtime.exchange import AGREE, BROADCAST, GATHER, exchange
+from globaltensor.runtime.memory import flat_bytes
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import rank, world
 
@@ -215,9 +216,8 @@ def checksum(t: torch.Tensor) -> int:
     if t.is_meta:
         return 0
     data = t.detach().resolve_conj().resolve_neg().contiguous()
-    flat = data.as_strided((data.numel(),), (1,)).view(torch.uint8)              # one element may have any stride
     crc = 0
-    for part in flat.split(1 << 26):                 # not all of a GPU's tensor on the CPU at once
+    for part in flat_bytes(data).split(1 << 26):                 # not all of a GPU's tensor on the CPU at once
         crc = zlib.crc32(part.cpu().numpy(), crc)
     return crc
 

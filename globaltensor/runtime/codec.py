@@ -24,6 +24,7 @@ from globaltensor.errors import TransportError
 from globaltensor.layouts.layout import Layout, layout
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import Sbp
+from globaltensor.runtime.memory import flat_bytes
 
 SECRET = "GLOBALTENSOR_SECRET"                       # the variable that holds the key
 _SIGNATURE = hashlib.sha256().digest_size
@@ -125,7 +126,7 @@ def _read_dtype(name: str) -> torch.dtype:
 
 
 def _tensor_parts(t: torch.Tensor) -> tuple[Any, ...]:
-    raw = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    raw = flat_bytes(t.cpu().contiguous()).numpy()
     return t.dtype, tuple(t.shape), base64.b64encode(raw.tobytes()).decode()
 
 

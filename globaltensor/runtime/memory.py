@@ -15,6 +15,12 @@ from globaltensor.layouts.global_like import is_global
 from globaltensor.runtime.torch_internals import data_address, in_fake_mode
 
 
+def flat_bytes(t: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as bytes, one behind the other."""
+    # one element may have any stride, and is contiguous to torch, but no `view` of another dtype takes it
+    return t.detach().as_strided((t.numel(),), (1,)).view(torch.uint8)
+
+
 def require(t: torch.Tensor, what: str) -> None:
     """Raise GlobalTensorError where `t` has no memory that we can read. `what` is done with it, for the message."""
     if (without := missing(t)) is not None:

@@ -21,6 +21,7 @@ from globaltensor.runtime import counters
 from globaltensor.runtime.accelerators import engine_class
 from globaltensor.runtime.collectives import open_channel
 from globaltensor.runtime.exchange import post, wait
+from globaltensor.runtime.memory import flat_bytes
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import world
 
@@ -44,7 +45,7 @@ class P2PGroup:
         if peer in self._local:
             torch_ext.send(self._local[peer], tensors, _tag_number(tag), self.what, self._local_numbers)
             return
-        flat = [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
+        flat = [flat_bytes(t.contiguous()) for t in tensors]
         message = torch.cat(flat) if len(flat) > 1 else flat[0].clone()
         for part in (message,) if sized else (torch.tensor([message.numel()], device="cpu").view(torch.uint8), message):
             self._remote.setdefault(tag, []).append((peer, post(part, peer, self.what), part))
