@@ -4,10 +4,13 @@ Programs ask for strides, and whether a tensor is contiguous. The operator datab
 """
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from moves import layouts
 from rule_samples import ELSEWHERE, SAMPLES, made, name_of
+from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import globaltensor as gt
@@ -107,3 +110,70 @@ def test_a_memory_format_does_not_hang_on_calls_before():
                 x = gt.from_full(plain, gt.placement("cpu", RANKS), sbp)
                 got, want = (call(t.view(shape), memory_format=CL) for t in (x, plain))
                 assert (got.stride(), got.tolist()) == (want.stride(), want.tolist()), (shape, call, sbp)
+
+
+IMAGES = {                                           # [n, 8, 4, 4], in several orders in memory
+    "tokens, reshaped": lambda n: torch.randn(n, 16, 8).transpose(1, 2).reshape(n, 8, 4, 4),
+    "tokens, unflattened": lambda n: torch.randn(n, 16, 8).transpose(1, 2).unflatten(2, (4, 4)),
+    "channels last": lambda n: torch.randn(n, 8, 4, 4).contiguous(memory_format=torch.channels_last),
+    "transposed": lambda n: torch.randn(n, 4, 4, 8).transpose(1, 3),
+    "sliced": lambda n: torch.randn(n, 8, 4, 8)[..., ::2],
+    "contiguous": lambda n: torch.randn(n, 8, 4, 4),
+}
+WEIGHTS = {name: torch.randn(*shape, generator=torch.Generator().manual_seed(7)) * 0.1
+           for name, shape in {"conv": (8, 8, 3, 3), "depth": (8, 1, 3, 3), "point": (8, 8, 1, 1),
+                               "turned": (8, 8, 2, 2)}.items()}
+STEPS = {
+    "conv2d": lambda x: F.conv2d(x, WEIGHTS["conv"], padding=1),
+    "depthwise": lambda x: F.conv2d(x, WEIGHTS["depth"], padding=1, groups=8),
+    "pointwise": lambda x: F.conv2d(x, WEIGHTS["point"]),
+    "conv_transpose2d": lambda x: F.conv_transpose2d(x, WEIGHTS["turned"], stride=2)[..., :4, :4],
+    "group_norm": lambda x: F.group_norm(x, 4),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "instance_norm": F.instance_norm,
+    "relu": F.relu,
+    "add": lambda x: x + x.contiguous(),
+    "cat": lambda x: torch.cat([x[:, :4], x[:, 4:].contiguous()], 1),
+    "max_pool2d": lambda x: F.max_pool2d(x, 3, 1, 1),
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 3, 1, 1),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 4),
+    "interpolate": lambda x: F.interpolate(x, size=(4, 4), mode="bilinear"),
+    "pad": lambda x: F.pad(x, (1, 1, 1, 1))[..., 1:-1, 1:-1],
+    "pixel_shuffle": lambda x: F.pixel_shuffle(F.pixel_unshuffle(x, 2), 2),
+    "softmax": lambda x: x.softmax(1),
+    "zeros_like": lambda x: torch.zeros_like(x) + x,
+    "linear": lambda x: F.linear(x.permute(0, 2, 3, 1), WEIGHTS["point"][:, :, 0, 0]).permute(0, 3, 1, 2),
+    "where": lambda x: torch.where(x > 0, x, x * 0.1),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+}
+ROWS = [(2, 2), (2, 3), (3, 3), (3, 4), (3, 5), (2, 1)]        # ranks, and images: some have one, or none
+
+
+def dims_in_memory(t):
+    """Its dims that have more than one element, the outermost in memory first."""
+    return sorted((d for d, n in enumerate(t.shape) if n > 1), key=lambda d: -t.stride(d))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_parts_lie_in_memory_as_the_whole(seed):
+    """Else a kernel that is chosen by the strides of the whole reads a part wrongly, or what is not the part's: a rank
+    that has one image may get another order from a kernel than one that has two."""
+    print("seed", seed)
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    for _ in range(60):
+        ranks, n = draw.choice(ROWS)
+        image, steps = draw.choice(list(IMAGES)), draw.choices(list(STEPS), k=draw.randrange(1, 4))
+        plain, sbp = IMAGES[image](n), draw.choice([0, 0, 1, 2, 3])
+        where = gt.placement("cpu", list(range(ranks)))
+        order = [*dims_in_memory(plain), *(d for d in range(4) if plain.shape[d] == 1)]
+        x = gt.from_full(plain.permute(order), where, f"S({order.index(sbp)})")
+        x = x.permute([order.index(d) for d in range(4)])
+        program = f"{n} images, {ranks} ranks, S({sbp}), {image}: {', '.join(steps)}"
+        for step in steps:
+            x, plain = STEPS[step](x), STEPS[step](plain)
+            torch.testing.assert_close(x.full_tensor(), plain, rtol=1e-3, atol=1e-3,
+                                       msg=lambda m, program=program: f"{program}\n{m}")
+            for part in x.shards.values():
+                order = [d for d in dims_in_memory(x) if part.shape[d] > 1]
+                assert not part.numel() or dims_in_memory(part) == order, program

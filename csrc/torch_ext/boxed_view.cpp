@@ -84,24 +84,6 @@ void make_in_python(ViewCall& call, const Spec* spec) {
   for (py::handle shards : results) call.results.push_back(shards_from(spec, shards.ptr()));
 }
 
-// The shard with its dims in the order in memory that these strides tell, so that what is a view of the whole is one of
-// the shard.
-at::Tensor in_order_of(const std::vector<int64_t>& strides, const at::Tensor& shard) {
-  std::vector<int64_t> order(strides.size()), back(strides.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
-  int64_t before = std::numeric_limits<int64_t>::max();
-  bool in_order = true;
-  for (int64_t d : order) {
-    if (shard.size(d) <= 1 || !strides[d]) continue;
-    in_order &= shard.stride(d) <= before;
-    before = shard.stride(d);
-  }
-  if (in_order) return shard;
-  for (size_t i = 0; i < order.size(); i++) back[order[i]] = int64_t(i);
-  return shard.permute(order).contiguous().permute(back);
-}
-
 at::Tensor slice_of(const at::Tensor& shard, const Recipe::Slice& slice) {
   int64_t first = shard.storage_offset();
   for (size_t d = 0; d < slice.start.size(); d++) first += slice.start[d] * shard.stride(d);
@@ -153,7 +135,7 @@ std::vector<Shards> make_natively(ViewCall& call) {
                         : local_results(call.op, *call.recipe, arguments);
   const auto& specs = call.recipe->outputs[0].specs;
   for (size_t i = 0; i < results.size(); i++)
-    for (at::Tensor& shard : results[i]) shard = in_order_of(specs[i]->strides, shard);
+    for (at::Tensor& shard : results[i]) shard = in_order_of(*specs[i], shard);
   return results;
 }
 

@@ -6,8 +6,11 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <limits>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <unordered_map>
 
 #include "allocator.h"
@@ -131,19 +134,39 @@ void run_ranks(const c10::OperatorHandle& op, const Recipe& recipe, const Operan
   local_op.callBoxed(stack);
 }
 
-at::Tensor wrapped(const Spec* spec, Shards&& shards) {
+at::Tensor wrapped(const Recipe& recipe, const Spec* spec, Shards&& shards) {
   if (!shards.empty() && !shards[0].defined()) return at::Tensor();  // left out, though its shape was told
+  if (!recipe.is_view)
+    for (at::Tensor& shard : shards) shard = in_order_of(*spec, shard);
   return wrap(spec, std::move(shards));
 }
 
-c10::IValue wrapped_list(const std::vector<SpecRef>& specs, std::vector<Shards>& shards) {
+c10::IValue wrapped_list(const Recipe& recipe, const std::vector<SpecRef>& specs, std::vector<Shards>& shards) {
   c10::List<at::Tensor> list;
   list.reserve(specs.size());
-  for (size_t i = 0; i < specs.size(); i++) list.push_back(wrapped(specs[i], std::move(shards[i])));
+  for (size_t i = 0; i < specs.size(); i++) list.push_back(wrapped(recipe, specs[i], std::move(shards[i])));
   return list;
 }
 
 }  // namespace
+
+at::Tensor in_order_of(const Spec& spec, const at::Tensor& shard) {
+  if (C10_LIKELY(shard.is_contiguous() && spec.like->is_contiguous())) return shard;
+  const auto& strides = spec.strides;
+  std::vector<int64_t> order(strides.size()), back(strides.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
+  int64_t before = std::numeric_limits<int64_t>::max();
+  bool in_order = true;
+  for (int64_t d : order) {
+    if (shard.size(d) <= 1 || !strides[d]) continue;
+    in_order &= shard.stride(d) <= before;
+    before = shard.stride(d);
+  }
+  if (in_order) return shard;
+  for (size_t i = 0; i < order.size(); i++) back[order[i]] = int64_t(i);
+  return shard.permute(order).contiguous().permute(back);
+}
 
 void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) {
   const size_t first = stack->size() - op.schema().arguments().size();
@@ -182,7 +205,7 @@ void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) 
     if (output.written >= 0) {
       result = std::move(operands[output.written].owner);
     } else if (output.is_list) {
-      result = wrapped_list(output.specs, gathered[k]);
+      result = wrapped_list(recipe, output.specs, gathered[k]);
     } else if (!output.specs[0]) {
       result = at::Tensor();
     } else {
@@ -191,7 +214,7 @@ void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) 
         shards.push_back(std::move(result).toTensor());
       else
         shards = std::move(gathered[k][0]);
-      result = wrapped(output.specs[0], std::move(shards));
+      result = wrapped(recipe, output.specs[0], std::move(shards));
     }
   }
 }

@@ -53,7 +53,7 @@ void send(int rank, const std::vector<at::Tensor>& tensors, uint64_t tag, const 
   for (const at::Tensor& t : tensors)
     if (t.numel()) pieces.push_back(t);
   if (pieces.size() > GT_RUNS) {
-    for (at::Tensor& t : pieces) t = t.contiguous().as_strided({t.numel()}, {1}).view(at::kByte);  // whatever its stride
+    for (at::Tensor& t : pieces) t = t.contiguous().as_strided({t.numel()}, {1}).view(at::kByte);  // any stride
     pieces = {at::cat(pieces)};
   }
   std::vector<gt_run> runs;

@@ -146,6 +146,9 @@ void claim_ops();                                  // all of torch's: the kernel
 // The kernel at torch's Python key, and what it does by the kind of the recipe. Arguments come and results go by stack.
 void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
 void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack);
+// The shard with its dims in the order in memory that the spec's strides tell: what is a view of the whole is one of
+// the shard, and a kernel that is chosen by the strides of the whole fits it.
+at::Tensor in_order_of(const Spec& spec, const at::Tensor& shard);
 std::vector<Shards> local_results(const c10::OperatorHandle& op, const Recipe& recipe, Stack& arguments);
 void replay(const c10::OperatorHandle& op, const Recipe& recipe, c10::DispatchKeySet keys, Stack* stack);
 

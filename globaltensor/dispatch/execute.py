@@ -19,7 +19,7 @@ from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, purpos
 from globaltensor.dispatch.verify import verify
 from globaltensor.dispatch.view_reads import read_slices
 from globaltensor.layouts.global_like import GlobalLike, is_global
-from globaltensor.layouts.layout import Shape, Shards, Spec, completes, spec
+from globaltensor.layouts.layout import Shape, Shards, Spec, completes, contiguous, spec
 from globaltensor.rules.call import Call, Slot, arguments, put, set_arguments
 from globaltensor.runtime.agreement import broadcast_object, compare_plain
 from globaltensor.runtime.codec import message
@@ -44,7 +44,7 @@ def execute(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: 
     if not recipe.func._schema.returns and not recipe.written:
         return None                                  # it only checks its operands
     if recipe.single is not None and not recipe.func.is_view:
-        return cls.wrap(recipe.single, results)
+        return cls.wrap(recipe.single, all_in_order(recipe.single, results))
     if recipe.written:
         _write_back(recipe, operands, held)
         for q in recipe.written:
@@ -58,17 +58,25 @@ def view_shards(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwar
     if recipe.slices is not None and recipe.outputs and recipe.outputs[0] is not None:
         call, view = Call(recipe.func, args, kwargs), recipe.outputs[0]
         shards = read_slices(recipe.slices, call.tensors[0].shards, view, str(recipe.func), purpose_of(call))
-        return [{rank: in_order_of(view.stride, shard) for rank, shard in shards.items()}]
+        return [all_in_order(view, shards)]
     results = _run_ranks(cls, recipe, args, kwargs)[2]
     if not results:
         return [{} for _ in recipe.outputs or ()]
-    return [{rank: in_order_of(own.stride, shard) for rank, shard in shards.items()}
-            for own, shards in zip(recipe.outputs or (), _outputs(recipe, results)) if own is not None]
+    outputs = zip(recipe.outputs or (), _outputs(recipe, results))
+    return [all_in_order(own, shards) for own, shards in outputs if own is not None]
 
 
-def in_order_of(stride: Shape, shard: torch.Tensor) -> torch.Tensor:
-    """The shard with its dims in the order in memory that these strides tell, so that what is a view of the whole is
-    one of the shard."""
+def all_in_order(own: Spec, shards: Shards) -> Shards:
+    """The shards with their dims in the order in memory that the spec's strides tell: what is a view of the whole is
+    one of the shard, and a kernel that is chosen by the strides of the whole fits it."""
+    if own.symbolic:
+        return shards
+    dense = own.stride == contiguous(own.shape)
+    return {rank: shard if dense and shard.is_contiguous() else _in_order_of(own.stride, shard)
+            for rank, shard in shards.items()}
+
+
+def _in_order_of(stride: Shape, shard: torch.Tensor) -> torch.Tensor:
     order = sorted(range(shard.dim()), key=lambda d: -stride[d])
     steps = [shard.stride(d) for d in order if shard.shape[d] > 1 and stride[d]]
     if all(a >= b for a, b in zip(steps, steps[1:])):
@@ -235,7 +243,8 @@ def _wrap(cls: type[GlobalLike], recipe: Recipe, operands: Sequence[Any], result
         _announce(recipe, specs, outputs)
     with _as_its_base(recipe, operands):             # a kernel may leave out what torch's shape function promises
         wrapped: list[Any] = [next(iter(values.values())) if own is None or any(t is None for t in values.values())
-                              else cls.wrap(own, values) for own, values in zip(specs, outputs)]
+                              else cls.wrap(own, values if recipe.func.is_view else all_in_order(own, values))
+                              for own, values in zip(specs, outputs)]
     return wrapped[0] if kind is None else kind(wrapped)
 
 

@@ -8,6 +8,7 @@ is one run, in Python: later ones are not compared, nor recipes that native code
 Strides are what the kernels returned, where all parts have one size: torch's shape functions tell those of some ops
 wrongly, as of a convolution of channels-last images. Ops above dispatch go by a spec's strides (the gradient of group
 norm: is this contiguous, or does its kernel need a copy?), so they must be the shards'.
+Where parts do not tell, the spec stays as it is, and they are laid out by it (`all_in_order` in execute.py).
 """
 from __future__ import annotations
 

@@ -61,6 +61,14 @@ def _roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
     return _empty(x.shape, x)
 
 
+def _format_of(x: Tensor, weight: Tensor) -> torch.memory_format:
+    """The memory format of what a convolution gives: channels last where one of the two is."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if last is None or not any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, weight)):
+        return torch.contiguous_format
+    return last
+
+
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
                  dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int) -> Tensor:
     _check(x.dim() > 2 and weight.dim() == x.dim() and groups > 0 and x.dtype == weight.dtype)
@@ -74,13 +82,15 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequenc
         _check(min(result) > 0 and all(o < max(s, d) for s, d, o in zip(per_dim[1], per_dim[3], per_dim[4])))
     else:
         result = _positions(sizes, kernel, stride, padding, dilation)
-    return _empty((x.shape[0], channels, *result), x)
+    return _empty((x.shape[0], channels, *result), x).contiguous(memory_format=_format_of(x, weight))
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, bias: Sequence[int] | None, *options: Any
                           ) -> tuple[Tensor | None, ...]:
     shapes = x.shape, weight.shape, bias or [grad.shape[1]]
-    return tuple(_empty(shape, grad) if want else None for shape, want in zip(shapes, options[-1]))
+    format_of = _format_of(x, weight)
+    return tuple(_empty(shape, grad).contiguous(memory_format=format_of if len(shape) > 1 else torch.contiguous_format)
+                 if want else None for shape, want in zip(shapes, options[-1]))
 
 
 def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hw: int, groups: int,
