@@ -5,6 +5,7 @@ import os
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import cycle, product
 from math import prod
 
 import pytest
@@ -77,6 +78,35 @@ def test_a_layer_forward_and_backward(shape, b, t, k, n, how, panels):
     if "linear" in how:
         assert results[1][0].sbp == lies and results[1][1].sbp == lies
         assert results[1][2].sbp == (P,) * (len(shape) - 2) + (S(1), S(0))
+
+
+@pytest.mark.parametrize("axes, which", [(1, "all"), (2, "all"), (3, "grids"),
+                                         pytest.param(3, "all", marks=pytest.mark.long)])
+def test_a_bias_counts_once_however_all_lies(axes, which):
+    """All layouts of input and weight along so many axes, with the bias in another layout each time: one of them may
+    cut a batch, another the sum, so that on some axes of a grid what comes out is pending."""
+    generator = torch.Generator().manual_seed(SEED)
+    plain = [torch.randint(-3, 4, s, generator=generator).double().requires_grad_() for s in ((2, 4, 8), (4, 8), (4,))]
+    expected = F.linear(*plain)
+    grads = torch.autograd.grad(expected.sum(), plain)
+    where, pending = grid(*(2,) * axes), 0
+    of_biases = cycle(product((B, S(0), P), repeat=axes))
+    for lies in product((B, S(0), S(1), S(2)), repeat=axes):
+        next(of_biases)                              # else every layout of the weight would meet one of the bias
+        for of in product((B, S(0), S(1)), repeat=axes):
+            lie = next(of_biases)
+            specs = [spec(layout(where, sbp), tuple(t.shape), None, t.dtype) for sbp, t in zip((lies, of), plain)]
+            on_grid = summa.grid_product(("ABk", "nk", "ABn"), *specs)
+            if which == "grids" and on_grid is None:
+                continue
+            ours = [gt.from_full(t.detach(), where, sbp).requires_grad_() for t, sbp in zip(plain, (lies, of, lie))]
+            own = F.linear(*ours)
+            assert torch.equal(own.full_tensor(), expected), (lies, of, lie)
+            pending += on_grid is not None and P in on_grid.out.sbp and own.sbp == on_grid.out.sbp
+            if on_grid is not None:
+                for ours_grad, grad in zip(torch.autograd.grad(own.sum(), ours), grads):
+                    assert torch.equal(ours_grad.full_tensor(), grad), (lies, of, lie)
+    assert axes < 3 or pending
 
 
 def received(shape, lies, of, n, backward=True):

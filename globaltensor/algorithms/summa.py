@@ -230,9 +230,9 @@ def product(call: Call, run: Run) -> GlobalLike:
 
 
 def _bias_layout(plan: GridProduct) -> Layout:
-    """Of a bias: as the last dim of what comes out."""
+    """Of a bias: as the last dim of what comes out; pending where that is, as all of its terms would add it."""
     last = split(len(plan.terms[2]) - 1)
-    return plan.out.with_sbp(tuple(split(0) if s == last else broadcast for s in plan.out.sbp))
+    return plan.out.with_sbp(tuple(split(0) if s == last else s if s.is_partial else broadcast for s in plan.out.sbp))
 
 
 def _panels(plan: GridProduct) -> list[Range]:
