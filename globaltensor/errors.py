@@ -16,6 +16,7 @@ import traceback
 import warnings
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
 from types import FrameType
 from typing import NamedTuple
@@ -49,14 +50,19 @@ def _name_to_show(file: str) -> str:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     cell = shell.compile.format_code_name(file) if shell is not None else None
-    return " ".join(cell) if cell else os.path.relpath(file) if os.path.isabs(file) else file
+    if cell:
+        return " ".join(cell)
+    with suppress(OSError):                          # the folder that this runs in may be gone
+        return os.path.relpath(file) if os.path.isabs(file) else file
+    return file
 
 
 def raised_at(error: BaseException) -> str:
     """`file:line` of the program, where an error that has been raised comes from."""
     steps = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [(file, line) for file, line in steps if not file.startswith(_SKIP)]
-    return "{}:{}".format(*(own or steps or [("<unknown>", 0)])[-1])
+    file, line = (own or steps or [("<unknown>", 0)])[-1]
+    return f"{_name_to_show(file)}:{line}"
 
 
 def message_of(error: BaseException) -> str:

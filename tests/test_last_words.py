@@ -69,6 +69,42 @@ def test_a_program_that_changes_its_process_ends_as_well_as_without(ending, chan
     assert "worker.py" not in err, err
 
 
+AT_LAST = """Traceback (most recent call last):
+  File "{folder}/program.py", line 12, in <module>
+    raise ValueError("mine")
+ValueError: mine
+"""
+HOOKS = {                                            # what a hook does -> exit code, what stderr ends with
+    "pass": (1, "hook 1\n"),
+    "sys.exit(7)": (7, "hook 1\n"),
+    "before(kind, error, at)": (1, f"hook 1\nrank 1:\n{AT_LAST}"),
+    "1 / 0": (1, f"ZeroDivisionError: division by zero\n\nOriginal exception was:\n{AT_LAST}"),
+}
+WITH_HOOK = """
+import io, traceback
+def hook(kind, error, at):
+    print("hook", len([*traceback.walk_tb(at)]), file=sys.__stderr__)
+    {does}
+def as_torch_does(*error):
+    before, sys.stderr = sys.stderr, io.StringIO()
+    try: wrapped(*error)
+    finally: sys.stderr = before
+before, sys.excepthook = sys.excepthook, hook
+{wraps}
+raise ValueError("mine")
+"""
+
+
+@pytest.mark.parametrize("does", HOOKS)
+@pytest.mark.parametrize("wraps", ["", "wrapped, sys.excepthook = sys.excepthook, as_torch_does"])
+def test_a_hook_of_the_program_shows_its_errors(does, wraps, tmp_path):
+    """It gets the program's lines alone, and may leave the rest to ours."""
+    code, err, note = rank(tmp_path, WITH_HOOK.format(does=does, wraps=wraps).strip())
+    expected, shown = HOOKS[does]
+    assert code == expected and err.endswith(shown.format(folder=tmp_path)) and err.startswith("hook 1\n"), err
+    assert note == {"error": "ValueError: mine", "code": code}
+
+
 @pytest.mark.parametrize("change", ["sys.stderr.close()", "os.close(2)"])
 def test_where_nothing_can_be_shown_the_launcher_is_still_told(change, tmp_path):
     assert rank(tmp_path, f"{change}\nraise ValueError('mine')") == (1, "", ENDINGS["raise ValueError('mine')"][1])

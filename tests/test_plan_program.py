@@ -129,10 +129,10 @@ def test_a_loss_takes_targets_where_there_are_some(said):
     ("train.py", "names no function\n  why: it is FILE.py:FUNCTION\n  try: --program train.py:build"),
     ("tain.py:build", "there is no file tain.py\n  try: --program train.py:build"),
     ("train.py:biuld", "has no function 'biuld'"), ("train.py:biuld", "--program train.py:build"),
-    ("exits.py:build", "where: {folder}/exits.py:3\n  why: SystemExit: 3"), ("broken.py:build", "broken.py:1"),
-    ("train.py:raises", "where: {folder}/train.py:28\n  why: ValueError: no data"),
+    ("exits.py:build", "where: exits.py:3\n  why: SystemExit: 3"), ("broken.py:build", "broken.py:1"),
+    ("train.py:raises", "where: train.py:28\n  why: ValueError: no data"),
     ("train.py:needs", "missing 1 required positional argument"),
-    ("train.py:looks", "where: {folder}/train.py:18"), ("train.py:forgets", "try: inputs, targets and a loss that fit"),
+    ("train.py:looks", "where: train.py:18"), ("train.py:forgets", "try: inputs, targets and a loss that fit"),
     ("train.py:one", "returns a Linear"), ("train.py:two", "returns 2 values"),
     ("train.py:no_module", "returns an int first"), ("train.py:no_loss", "returns an int third"),
     ("train.py:build --dp 3", "try: --global-batch 6"), ("train.py:build --tp 8", "try: --devices 8"),
@@ -148,7 +148,7 @@ def test_what_is_wrong_with_a_program_is_said(said, tmp_path, words, told):
     devices = "1" if "--save" in words or "--plot" in words else "4"
     code, out, err = said(f"--devices {devices} --program {words}")
     assert code in (1, 2) and out == "" and "Traceback" not in err
-    assert told.format(folder=tmp_path) in err
+    assert told in err
 
 
 def test_a_program_needs_devices(said):

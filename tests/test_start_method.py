@@ -76,22 +76,26 @@ sys.exit(3 if gt.rank() else 0)
 
 
 AS_IN_PYTHON = """
-import atexit, pickle, sys
+import atexit, pickle, re, sys
 
 class Own:
     pass
+
+def annotated(x: Own) -> int: ...
 
 own = Own()
 own.itself, own.file = own, open("left_open.txt", "w")    # closed where the module is taken down, in no other order
 own.file.write("text")
 atexit.register(lambda: print(pickle.loads(pickle.dumps(Own)) is Own))      # looked up in __main__
-print(__name__, __package__, sys.argv[1:], sys.path[:2])
+said = {name: re.sub(" at 0x[^>]+", "", repr(value)) for name, value in sorted(globals().items()) if name[:2] == "__"}
+print(said, getattr(__loader__, "path", ""), sys.argv, sys.path[:2], sys.flags)
+print(annotated.__annotations__, annotated.__code__.co_filename)
 """
 
 
 @pytest.mark.usefixtures("real_processes")           # pytest --forks runs files alone
 @pytest.mark.parametrize("method, form, safe_path", [("fork", "file", ""), ("fork", "file", "1"), *(
-    ("spawn", form, "") for form in ("file", "module", "package", "folder", "archive", "compiled")), *(
+    ("spawn", form, "") for form in ("file", "elsewhere", "module", "package", "folder", "archive", "compiled")), *(
     ("spawn", form, "1") for form in ("file", "module", "folder"))])
 def test_a_program_of_any_form_runs_as_in_python(method, form, safe_path, tmp_path):
     (tmp_path / "own").mkdir()
@@ -100,8 +104,8 @@ def test_a_program_of_any_form_runs_as_in_python(method, form, safe_path, tmp_pa
     with zipfile.ZipFile(tmp_path / "own.zip", "w") as archive:
         archive.write(tmp_path / "program.py", "__main__.py")
     py_compile.compile(tmp_path / "program.py", tmp_path / "compiled.pyc")
-    words = {"file": ["program.py"], "module": ["-m", "program"], "package": ["-m", "own"], "folder": ["./own"],
-             "archive": ["own.zip"], "compiled": ["compiled.pyc"]}[form]
+    words = {"file": ["program.py"], "elsewhere": ["own/../program.py"], "module": ["-m", "program"],
+             "package": ["-m", "own"], "folder": ["./own"], "archive": ["own.zip"], "compiled": ["compiled.pyc"]}[form]
     said, env = [], environment()
     if safe_path:                                    # of PYTHONPATH the first entry counts, too
         env = environment(PYTHONSAFEPATH="1", PYTHONPATH=os.pathsep.join(["first", str(tmp_path), env["PYTHONPATH"]]))

@@ -6,6 +6,7 @@ the program must be the first to import torch, so that the environment variables
 """
 from __future__ import annotations
 
+import builtins
 import ctypes
 import faulthandler
 import io
@@ -17,8 +18,10 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import TextIO
 
 FOLDER = "GLOBALTENSOR_RUN_FOLDER"                   # names a folder that the launcher and its ranks share
 
@@ -48,8 +51,8 @@ def main(argv: list[str]) -> None:
             raise
         last.say(str(ended.code), f"{ended.code}\n")     # sys.exit("why")
         raise SystemExit(1) from None
-    except Exception as error:                       # not left to sys.excepthook: torch has wrapped that by now
-        last.show_failure(type(error), error, error.__traceback__)
+    except Exception as error:
+        last.show_by_hook(error)
         raise SystemExit(1) from None
     except KeyboardInterrupt as error:
         last.note_interrupt(error)
@@ -60,6 +63,7 @@ def _run_program(name: str, module: bool) -> None:
     """As Python itself does, in a module that lives until the interpreter ends. What runpy.run_path runs is garbage by
     then, and a file in it that was left open may be closed before the text that waits is written."""
     sys.modules["__main__"] = program = ModuleType("__main__")
+    vars(program).update(__annotations__={}, __builtins__=builtins)
     run_module = runpy._run_module_as_main  # type: ignore[attr-defined]  # what `python -m` calls
     if module:
         run_module(name)
@@ -67,12 +71,14 @@ def _run_program(name: str, module: bool) -> None:
         sys.path[:0 if sys.flags.safe_path else 1] = [os.path.join(os.getcwd(), name)]
         run_module("__main__", False)
     else:
-        vars(program).update(__file__=name, __cached__=None)
+        name = os.path.join(os.getcwd(), name)       # programs look for what lies beside them, in any folder
         with io.open_code(name) as file:
             code = pkgutil.read_code(file)           # of a .pyc; else None
+        loader = SourcelessFileLoader if code else SourceFileLoader
+        vars(program).update(__file__=name, __cached__=None, __loader__=loader("__main__", name))
         if code is None:
-            with io.open_code(name) as file:
-                code = compile(file.read(), name, "exec")
+            with io.open_code(name) as file:         # else what is imported `from __future__` here would count there
+                code = compile(file.read(), name, "exec", dont_inherit=True)
         exec(code, vars(program))
 
 
@@ -83,17 +89,29 @@ class LastWords:
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank        # shared with the launcher and the other ranks of this host
         self.process = os.getpid()                   # what it forks runs in here too, and is no rank
+        self.errors: TextIO | None = None            # sys.stderr, while a hook may have put another in its place
 
-    def show_failure(self, kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-        """In place of Python's own sys.excepthook: the traceback from the program's first line on, once per host."""
-        ours = {__file__, runpy.__file__, "<frozen runpy>"}
-        while at is not None and at.tb_frame.f_code.co_filename in ours:
-            at = at.tb_next
-        # a SyntaxError begins with the place, a message may have many lines
-        lines = "".join(traceback.format_exception_only(kind, error)).splitlines()
-        line = next(line for line in lines if not line.startswith(" "))
+    def show_by_hook(self, error: Exception) -> None:
+        """As Python would: by sys.excepthook, ours, or what the program has set in its place, which may call ours."""
+        kind, at = type(error), _from_program(error.__traceback__)
+        self.note(_line_of(error))
         self.tell_others(error)
-        self.say(line.removeprefix("globaltensor.errors."), "".join(traceback.format_exception(kind, error, at)))
+        self.errors = sys.stderr                     # torch has wrapped ours by now, to write the rank before each line
+        try:
+            sys.excepthook(kind, error, at)
+        except SystemExit as ended:
+            self.note(_line_of(error), ended.code if isinstance(ended.code, int) else 1)
+            raise
+        except Exception as of_hook:                 # it is None, or has a mistake of its own
+            of_hook.__traceback__ = _from_program(of_hook.__traceback__)
+            shown = "".join(traceback.format_exception(of_hook, chain=False))
+            self.show_failure(kind, error, at, f"Error in sys.excepthook:\n{shown}\nOriginal exception was:\n")
+
+    def show_failure(self, kind: type[BaseException], error: BaseException, at: TracebackType | None,
+                     before: str = "") -> None:
+        """In place of Python's own sys.excepthook: the traceback from the program's first line on, once per host."""
+        self.tell_others(error)
+        self.say(_line_of(error), before + "".join(traceback.format_exception(kind, error, _from_program(at))))
 
     def note_interrupt(self, error: KeyboardInterrupt) -> None:
         """Ctrl-C, or SIGINT to this rank alone, which the launcher knows. It shows no traceback: all would have one."""
@@ -114,7 +132,7 @@ class LastWords:
             pass
         with suppress(Exception):                    # closed, or of the program's own making
             sys.stdout.flush()
-        for stream in filter(None, (sys.stderr, sys.__stderr__)):
+        for stream in filter(None, (self.errors or sys.stderr, sys.__stderr__)):
             who = f"rank {self.rank}:\n" if stream is sys.__stderr__ else ""        # else torch says who
             try:
                 stream.write(who + text)
@@ -136,6 +154,19 @@ class LastWords:
         """That wait for this rank, at once: threads that it has started may keep its process."""
         if (library := sys.modules.get("globaltensor.runtime.liveness")) is not None:
             library.tell_failure(self.rank, error)
+
+
+def _from_program(at: TracebackType | None) -> TracebackType | None:
+    """A traceback from the program's first line on."""
+    while at is not None and at.tb_frame.f_code.co_filename in {__file__, runpy.__file__, "<frozen runpy>"}:
+        at = at.tb_next
+    return at
+
+
+def _line_of(error: BaseException) -> str:
+    """What it is, in a line: a SyntaxError begins with the place, and a message may have many lines."""
+    lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
+    return next(line for line in lines if not line.startswith(" ")).removeprefix("globaltensor.errors.")
 
 
 def end_with_launcher() -> None:
