@@ -55,6 +55,11 @@ def who(rank, size, local_rank, local_size, address):
     pytest.param({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
                   "MASTER_ADDR": "localhost"}, "Open MPI", who(1, 2, 0, 1, "localhost"), id="mpirun on two hosts"),
     pytest.param(HYDRA, "Hydra", who(1, 2, 1, 2, "127.0.0.1"), id="mpiexec.hydra"),
+    *(pytest.param({**SLURM, **env, "MASTER_ADDR": "localhost"}, name, who(1, 2, 1, 2, "localhost"),
+                   id=f"{name} starts on other hosts by srun") for name, env in (("Open MPI", OPEN_MPI),
+                                                                                 ("Hydra", HYDRA))),
+    *(pytest.param({key: value for key, value in SLURM.items() if key != lacks}, None, {}, id=f"no {lacks}")
+      for lacks in SLURM if lacks.endswith(("ID", "_NODELIST")) and lacks not in ("SLURM_STEP_ID", "SLURM_JOB_ID")),
     pytest.param({}, None, {}, id="none")])
 def test_environments(env, name, expected):
     env = dict(env)

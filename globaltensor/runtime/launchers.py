@@ -63,7 +63,8 @@ def _check_address(env: Mapping[str, str], name: str) -> None:
 
 def _slurm_step(env: Mapping[str, str]) -> dict[str, str] | None:
     """A step of srun. A batch script without srun has SLURM_PROCID as well, but no step: it is one process."""
-    if not {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"} <= env.keys():
+    if not {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID",
+            "SLURM_NODEID"} <= env.keys():
         return None
     per_node = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])
     return {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"], "LOCAL_RANK": env["SLURM_LOCALID"],
@@ -92,7 +93,9 @@ def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, local_si
     return {**variables, "MASTER_ADDR": "127.0.0.1"} if env[size] == env[local_size] else variables
 
 
-_LAUNCHERS = {"SLURM": _slurm_step, "Open MPI": _open_mpi, "Hydra": _hydra}
+# SLURM last: on several hosts of an allocation, mpirun has srun start what starts its ranks, which have that step's
+# variables, too
+_LAUNCHERS = {"Open MPI": _open_mpi, "Hydra": _hydra, "SLURM": _slurm_step}
 
 
 def _port(job: str) -> str:
