@@ -36,6 +36,12 @@ def test_the_cut_of_torch(n, p):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("n", [4, pytest.param(2, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long)])
+def test_parts_are_taken_in_either_cut_and_get_their_gradients_in_it(n):
+    assert good([*RUN, "-n", n, PROGRAMS / "own_parts.py"]).count("each in its own cut") == n
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("n, programs", [
     (2, ["sequence_parallel", "parts", "groups", "sharded_modules", "recomputed"]),
     pytest.param(2, [], marks=pytest.mark.long), pytest.param(4, [], marks=pytest.mark.long)], ids=str)

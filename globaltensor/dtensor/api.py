@@ -17,13 +17,13 @@ from torch import nn
 from torch.distributed.tensor import Placement
 
 from globaltensor.boxings.redistribute import Move, move_shards
-from globaltensor.dtensor.conversion import placements_of, torch_cut, wrap_part
+from globaltensor.dtensor.conversion import part_by_torch, placements_of, torch_cut, wrap_part
 from globaltensor.dtensor.device_mesh import DeviceMesh, mesh_or_current
 from globaltensor.errors import ArgumentError, ShapeError, counted, expect, warn
 from globaltensor.layouts.layout import Layout, Shape, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import rank_regions
-from globaltensor.layouts.sbp import broadcast
+from globaltensor.layouts.sbp import broadcast, split
 from globaltensor.runtime import lineage
 from globaltensor.runtime.torch_internals import is_of_a_trace
 from globaltensor.runtime.world import local_ranks_of, world
@@ -83,7 +83,8 @@ class DTensor(metaclass=_OnAMesh):
                                     "run_check=False, in a process for each rank; or no grad_placements")
             return convert.from_local(local_tensor, device_mesh, dst.sbp)
         back = None if grad_placements is None else _layout_on_mesh(device_mesh, grad_placements, local_tensor.dim())
-        return lineage.begin_lineage(OwnPart.apply(local_tensor, dst, whole, back))
+        by_torch = _is_cut_by_torch(local_tensor, dst, whole)
+        return lineage.begin_lineage(OwnPart.apply(local_tensor, dst, whole, back, by_torch))
 
 
 @called_in_graphs
@@ -258,54 +259,69 @@ def local_part(x: GlobalTensor, grad_placements: Placements | None = None, zeros
 
 
 class PartOnMesh(torch.autograd.Function):
-    """The part of a tensor on a mesh. Its gradient is the part of the tensor's, in the layout `back`."""
+    """The part of a tensor on a mesh, cut as here or `by_torch`. Its gradient is the part of the tensor's, in the
+    layout `back`."""
 
     @staticmethod
-    def forward(ctx: Any, x: GlobalTensor, back: Layout, zeros: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: GlobalTensor, back: Layout, zeros: bool, by_torch: bool = False) -> torch.Tensor:
         ctx.back, ctx.of = back, x.spec.layout
-        ctx.shape = tuple(x.shape)
-        if (part := x.shards.get(world().rank)) is not None:
+        ctx.shape, ctx.by_torch = tuple(x.shape), by_torch
+        if (part := part_by_torch(x) if by_torch else x.shards.get(world().rank)) is not None:
             return part.view_as(part)
         shape = ctx.of.local_shape(ctx.shape, ctx.of.placement.flat[0]) if zeros else (0,)
         return torch.zeros(shape, dtype=x.dtype, device=x.device)
 
     @staticmethod
     @api_boundary
-    def backward(ctx: Any, grad: Any) -> tuple[GlobalTensor, None, None]:
+    def backward(ctx: Any, grad: Any) -> tuple[GlobalTensor, None, None, None]:
         grad = plain_gradient(grad)
         if torch.is_grad_enabled() and grad.requires_grad:           # it is differentiated itself
-            x = OwnPart.apply(grad, ctx.back, ctx.shape)
+            x = OwnPart.apply(grad, ctx.back, ctx.shape, None, ctx.by_torch)
         else:
-            shards = {r: grad.contiguous() for r in local_ranks_of(ctx.back.placement)}
-            x = GlobalTensor.wrap(spec(ctx.back, ctx.shape, None, grad.dtype), shards)
-        return lineage.begin_lineage(x), None, None
+            x = wrap_part(grad, ctx.back, ctx.shape, ctx.by_torch)
+        return lineage.begin_lineage(x), None, None, None
 
 
 class OwnPart(torch.autograd.Function):
-    """A tensor on a mesh of this rank's part. The part's gradient is the part of the tensor's."""
+    """A tensor on a mesh of this rank's part, cut as here or `by_torch`. The part's gradient is the part of the
+    tensor's."""
 
     @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, dst: Layout, shape: Shape, back: Layout | None = None) -> GlobalTensor:
-        ctx.back, rank = back or dst.without_partials, world().rank
-        inside = rank in dst.placement.coords
-        ctx.outside = None if inside else t.shape
-        if inside and dst.local_shape(shape, rank) == t.shape:
-            return GlobalTensor.wrap(spec(dst, shape, None, t.dtype), {rank: t.detach().contiguous()})
-        if inside and _shape_by_torch(dst, shape, rank) != t.shape:
-            raise ShapeError(f"a part of {list(t.shape)} on rank {rank}, of {list(shape)} in all, {dst.sbp}",
-                             f"its part would be {list(dst.local_shape(shape, rank))}", "shape=... of the whole")
-        return wrap_part(t.detach(), dst, shape)
+    def forward(ctx: Any, t: torch.Tensor, dst: Layout, shape: Shape, back: Layout | None = None,
+                by_torch: bool = False) -> GlobalTensor:
+        ctx.back, ctx.by_torch = back or dst.without_partials, by_torch
+        ctx.outside = None if world().rank in dst.placement.coords else t.shape
+        return wrap_part(t.detach(), dst, shape, by_torch)
 
     @staticmethod
     @api_boundary
-    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None, None]:
-        part = local_part(to_layout(grad, ctx.back))
-        return part if ctx.outside is None else part.new_zeros(ctx.outside), None, None, None
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None, None, None]:
+        x = to_layout(grad, ctx.back)
+        part = PartOnMesh.apply(x, x.spec.layout.without_partials, False, ctx.by_torch)
+        return part if ctx.outside is None else part.new_zeros(ctx.outside), None, None, None, None
 
 
-def _shape_by_torch(dst: Layout, shape: Shape, rank: int) -> Shape:
-    cut = torch_cut(dst, shape)
-    return (cut or dst).local_shape(shape, rank)
+def _is_cut_by_torch(t: torch.Tensor, dst: Layout, shape: Shape) -> bool:
+    """Are the parts of the ranks, of which this one has `t`, cut as torch cuts, and not as here? A part may fit both,
+    at other rows, so where these differ the ranks tell each other how theirs fit, and decide alike.
+
+    Raises ShapeError where they are cut neither way."""
+    mesh, rank, cut = dst.placement, world().rank, torch_cut(dst, shape)
+    if rank not in mesh.coords:
+        return False
+    own, torchs = dst.local_shape(shape, rank), (cut or dst).local_shape(shape, rank)
+    fit = fits = (own == t.shape) + 2 * (torchs == t.shape)
+    if cut is not None and not is_of_a_trace(t):     # a graph has no values to decide by
+        each = spec(dst.with_sbp((split(0),) * len(dst.sbp)), (len(mesh.flat),), None, torch.uint8)
+        mine = {rank: torch.tensor([fit], dtype=torch.uint8, device=t.device)}
+        seen, = move_shards([Move(each, mine, dst.replicated)], "DTensor.from_local")
+        for fit in seen[rank].tolist():
+            fits &= fit
+    if not fits:
+        raise ShapeError(f"a part of {list(t.shape)} on rank {rank}, of {list(shape)} in all, {dst.sbp}",
+                         f"its part would be {list(own)}" + (f", or {list(torchs)}, as torch cuts, on all ranks alike"
+                                                             if cut is not None else ""), "shape=... of the whole")
+    return not fits & 1
 
 
 def _layout_on_mesh(mesh: Any, placements: Placements | None, ndim: int) -> Layout:

@@ -146,11 +146,11 @@ def _as_global(d: DTensor) -> GlobalTensor:
     return wrap_part(local / averaged if averaged > 1 else local, dst, tuple(d.shape))
 
 
-def wrap_part(local: torch.Tensor, dst: Layout, shape: Shape) -> GlobalTensor:
+def wrap_part(local: torch.Tensor, dst: Layout, shape: Shape, by_torch: bool = True) -> GlobalTensor:
     """A global tensor of this process's part, cut as torch cuts; rows move where this library cuts elsewhere."""
     of = spec(dst, shape, None, local.dtype)
     shards = {world().rank: local.contiguous()} if world().rank in dst.placement.coords else {}
-    cut = torch_cut(dst, shape)
+    cut = torch_cut(dst, shape) if by_torch else None
     if cut is not None:
         shards, = move_shards([Move(spec(cut, shape, None, local.dtype), shards, dst)], "from_dtensor")
     return GlobalTensor.wrap(of, shards)
@@ -158,15 +158,20 @@ def wrap_part(local: torch.Tensor, dst: Layout, shape: Shape) -> GlobalTensor:
 
 def _hand_over(x: GlobalTensor, mesh: DeviceMesh) -> DTensor:
     """A DTensor of this process's part."""
-    shards: Shards = x.shards
-    cut = torch_cut(x.spec.layout, x.spec.shape)
-    if cut is not None:
-        shards, = move_shards([Move(x.spec, shards, cut, x.lineage)], "to_dtensor")
-    local = shards.get(world().rank)
+    local = part_by_torch(x)
     if local is None:
         local = torch.empty(0, dtype=x.dtype, device=x.device)
     return DTensor.from_local(local.detach().contiguous(), mesh, placements_of(x.sbp), run_check=False, shape=x.shape,
                               stride=spec(x.spec.layout, x.spec.shape, None, x.dtype).stride)
+
+
+def part_by_torch(x: GlobalTensor) -> torch.Tensor | None:
+    """This process's part, cut as torch cuts; None outside of the mesh."""
+    shards: Shards = x.shards
+    cut = torch_cut(x.spec.layout, x.spec.shape)
+    if cut is not None:
+        shards, = move_shards([Move(x.spec, shards, cut, x.lineage)], "to_dtensor")
+    return shards.get(world().rank)
 
 
 @remembered
