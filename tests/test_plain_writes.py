@@ -108,5 +108,63 @@ def test_a_plain_module_is_trained_on_global_inputs(kind, foreach):
         torch.testing.assert_close(got, want)
 
 
+FOREACH = {
+    "add_": lambda own, t: torch._foreach_add_(own, [t(), t(), t()]),
+    "add_ of numbers": lambda own, t: torch._foreach_add_(own, [1.0, 2.0, 3.0]),
+    "mul_ by one tensor": lambda own, t: torch._foreach_mul_(own, t().sum()),
+    "lerp_": lambda own, t: torch._foreach_lerp_(own, [t(), t(), t()], 0.3),
+    "addcmul_ with a tensor of scalars": lambda own, t: torch._foreach_addcmul_(
+        own, [t(), t(), t()], [t(), t(), t()], torch.tensor([1.0, 2.0, 3.0])),
+}
+
+
+@pytest.mark.parametrize("sbp", [S(0), B, P], ids=str)
+@pytest.mark.parametrize("name", FOREACH)
+def test_a_list_of_plain_and_global_members_is_written_member_by_member(name, sbp):
+    for _ in range(2):                               # the second time by what was cached
+        own = [gt.from_full(X, WHERE, S(0)), X.clone(), gt.from_full(X, WHERE, B)]
+        FOREACH[name](own, lambda: gt.from_full(X, WHERE, B).to_global(sbp=sbp))
+        want = [X.clone() for _ in own]
+        FOREACH[name](want, lambda: X)
+        assert [isinstance(t, gt.GlobalTensor) for t in own] == [True, False, True]
+        for g, w in zip(whole(tuple(own)), want, strict=True):
+            torch.testing.assert_close(g, w)
+
+
+def norms_and_unscaled(own):
+    flag = torch.zeros(1)
+    unscaled = [t.clone() for t in own]
+    torch._amp_foreach_non_finite_check_and_unscale_(unscaled, flag, torch.full((1,), 0.5))
+    return *torch._foreach_norm(own), *unscaled, flag
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("at", range(3))
+def test_gradients_of_plain_and_global_parameters_are_clipped_and_unscaled(at, bad):
+    grads = [X.clone() for _ in range(3)]
+    if bad:
+        grads[at][1, 2] = torch.inf
+    got = norms_and_unscaled([t if i == 1 else gt.from_full(t, WHERE, S(0)) for i, t in enumerate(grads)])
+    for g, w in zip(whole(got), norms_and_unscaled(grads), strict=True):
+        torch.testing.assert_close(g, w, equal_nan=True)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam])
+def test_an_optimizer_steps_plain_and_global_parameters_together(kind, foreach):
+    ways = []
+    for place in (lambda t: gt.from_full(t, WHERE, B), plain):
+        params = [torch.ones(4, requires_grad=True), place(X.clone()).requires_grad_()]
+        optimizer = kind(params, lr=0.1, foreach=foreach)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (params[0] * params[1]).square().sum().backward()
+            nn.utils.clip_grad_norm_(params, 1.0, foreach=foreach)
+            optimizer.step()
+        ways.append(whole(tuple(p.detach() for p in params)))
+    for g, w in zip(*ways, strict=True):
+        torch.testing.assert_close(g, w)
+
+
 def test_processes_that_hold_no_part_write_the_same():
     good([*RUN, "-n", 3, FOLDER / "plain_writes.py"])

@@ -307,12 +307,15 @@ def unscale(call: Call, run: Run) -> Any:
     """GradScaler's step on gradients: multiplied by `inv_scale` in place. `found_inf`, a plain tensor that every
     process has, becomes 1 if any part of any gradient on any rank is not finite."""
     flags: dict[placement, dict[int, torch.Tensor]] = {}
-    for grad in call["self"]:
+    grads = [grad for grad in call["self"] if is_global(grad)]
+    if len(grads) < len(call["self"]):
+        call.func([grad for grad in call["self"] if not is_global(grad)], call["found_inf"], call["inv_scale"])
+    for grad in grads:
         for rank, shard in grad.shards.items():
             zero = torch.zeros((), dtype=torch.float32, device=shard.device)
             flag = flags.setdefault(grad.placement, {}).setdefault(rank, zero)
             call.func([shard], flag, call["inv_scale"].to(shard.device))
-    for where in dict.fromkeys(grad.placement for grad in call["self"]):      # also where this process has no part
+    for where in dict.fromkeys(grad.placement for grad in grads):      # also where this process has no part
         pending = spec(layout(where, (partial_max,) * where.ndim), (), None, torch.float32)
         if run(aten._local_scalar_dense.default, run.wrap(pending, flags.get(where, {}))):
             call["found_inf"].fill_(1.0)

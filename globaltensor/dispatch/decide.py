@@ -68,8 +68,8 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
     if writes_plain(call):
         return write_whole
     if foreach.is_foreach(func):                     # whose elements may be on different placements
-        if decomposition is None and foreach.has_plain_element(call):
-            return foreach.one_by_one
+        if foreach.has_plain_element(call):
+            return foreach.plain_apart
         return decomposition or foreach.decide_foreach(cls, call)
     if placement_of_scalars(call) is not None:
         return bring_scalars

@@ -69,15 +69,37 @@ def decide_foreach(cls: type[GlobalLike], call: Call) -> Recipe:
 
 
 def has_plain_element(call: Call) -> bool:
-    """Is any of several elements all plain, as where gradients of a global module and of a plain one are clipped?"""
-    elements = list(zip(*(call[a.name] for a in arguments(call.func) if a.tensors and call[a.name])))
-    return len(elements) > 1 and not all(any(map(is_global, tensors)) for tensors in elements)
+    """Is any of several elements a plain one, or one that writes to a plain tensor? So it is where gradients of a
+    global module and of a plain one are clipped, and where an optimizer has parameters of both."""
+    return len(_element_groups(call)) > 1
+
+
+def plain_apart(call: Call, run: Run) -> list[Any] | None:
+    """The op on the plain elements, on those that write to plain tensors, and on the others: each group in one go."""
+    return _in_groups(call, run, _element_groups(call))
 
 
 def one_by_one(call: Call, run: Run) -> list[Any] | None:
-    """The op on one element after the other; plain ones stay plain."""
-    results = [run(call.func, *args, **kwargs) for args, kwargs in element_calls(call)]
-    return [t for result in results for t in result] if call.func._schema.returns else None
+    """The op on one element after the other."""
+    return _in_groups(call, run, [[i] for i in range(_element_count(call))])
+
+
+def _in_groups(call: Call, run: Run, groups: list[list[int]]) -> list[Any] | None:
+    results: dict[int, Any] = {}
+    for elements in groups:
+        args, kwargs = _of_elements(call, elements)
+        results.update(zip(elements, run(call.func, *args, **kwargs) or ()))
+    return [results[i] for i in sorted(results)] if call.func._schema.returns else None
+
+
+def _element_groups(call: Call) -> list[list[int]]:
+    """The elements by whether they have global tensors, and whether they write to plain ones."""
+    lists = [(a.written, call[a.name]) for a in arguments(call.func) if a.tensors and call[a.name]]
+    groups: dict[tuple[bool, bool], list[int]] = {}
+    for i, element in enumerate(zip(*[tensors for _, tensors in lists])):
+        writes_plain = any(writes and not is_global(t) for (writes, _), t in zip(lists, element))
+        groups.setdefault((any(map(is_global, element)), writes_plain), []).append(i)
+    return list(groups.values())
 
 
 def share_memory(call: Call) -> bool:
@@ -88,16 +110,26 @@ def share_memory(call: Call) -> bool:
 
 def element_calls(call: Call) -> Iterator[tuple[list[Any], dict[str, Any]]]:
     """The arguments of the same op for each element alone."""
-    args, kwargs = call.full_arguments()
-    lists = {a.name: call[a.name] for a in arguments(call.func)}
-    count = len(next(value for value in lists.values() if isinstance(value, (list, tuple))))
+    for i in range(_element_count(call)):
+        yield _of_elements(call, [i])
 
-    def only(value: Any, i: int) -> Any:
+
+def _element_count(call: Call) -> int:
+    return len(next(call[a.name] for a in arguments(call.func) if isinstance(call[a.name], (list, tuple))))
+
+
+def _of_elements(call: Call, elements: list[int]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of the same op for some of its elements."""
+    count = _element_count(call)
+
+    def only(value: Any) -> Any:
         per_element = isinstance(value, (list, tuple)) or isinstance(value, torch.Tensor) and value.dim() == 1
-        return value[i:i + 1] if per_element and len(value) == count else value
+        if not per_element or len(value) != count or len(elements) == count:
+            return value
+        return value[elements] if isinstance(value, torch.Tensor) else [value[i] for i in elements]
 
-    for i in range(count):
-        yield [only(value, i) for value in args], {name: only(value, i) for name, value in kwargs.items()}
+    args, kwargs = call.full_arguments()
+    return [only(value) for value in args], {name: only(value) for name, value in kwargs.items()}
 
 
 def _decide_elements(cls: type[GlobalLike], call: Call, lists: dict[str, list[Any]], writes: bool
