@@ -213,27 +213,30 @@ def own_index_select(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: di
 
 
 def own_index(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    """x[:, i] by one index, along a cut dim: rows of the rank's part, zeros for indices outside it."""
+    """x[i, :, j], along cut dims: elements of the rank's part, zeros for those outside it."""
     x, indices = args
-    dims = [i for i, t in enumerate(indices) if t is not None]
-    own = _own_range(recipe, rank, dims[0]) if len(dims) == 1 else None
-    if own is None:
+    dims = [d for d, t in enumerate(indices) if t is not None]
+    parts = _own_parts(recipe, rank, dims)
+    if not parts:
         return recipe.func(*args)
-    n = recipe.shapes[0][dims[0]]
-    if 0 not in recipe.shapes[0]:                    # where there is nothing to look up, torch does not look
-        check_range(indices[dims[0]], n, "index", lowest=-n)
-    return _look_up(x, dims[0], indices[dims[0]], own, n)
+    inside, at = _all_within(recipe, indices, parts)
+    if any(start == stop for start, stop in parts.values()):          # zeros, in the order in memory that rows have
+        size = tuple(1 if d in parts else n for d, n in enumerate(x.shape))
+        return recipe.func(x.new_empty_strided(size, dense(size, x.stride())).zero_(), at)
+    return _zeroed(recipe.func(x, at), ~_with_dims(inside, _dims_behind(dims, x.dim())))
 
 
-def _look_up(x: Tensor, dim: int, index: Tensor, own: Range, n: int) -> Tensor:
-    """x[:, index] with zeros for the indices outside the part."""
-    if own[0] == own[1]:                             # zeros, in the order in memory that rows have
-        size = (*x.shape[:dim], 1, *x.shape[dim + 1:])
-        row = x.new_empty_strided(size, dense(size, x.stride())).zero_()
-        return row[(slice(None),) * dim + (torch.zeros_like(index),)]
-    inside, at = _within(index, own, n)
-    rows = x[(slice(None),) * dim + (at,)]
-    return _zeroed(rows, ~_with_dims(inside, x.dim() - dim - 1))
+def _all_within(recipe: LocalRecipe, indices: list[Any], parts: dict[int, Range]) -> tuple[Tensor, list[Any]]:
+    """Which elements fall into all of these parts; and the indices counted from where these start, 0 for the others."""
+    at, inside = list(indices), None
+    for d, own in parts.items():
+        index, n = indices[d], recipe.shapes[0][d]
+        if 0 not in recipe.shapes[0]:                # where there is nothing to look up, torch does not look
+            check_range(index, n, "index", lowest=-n)
+        within, at[d] = _within(index, own, n)
+        inside = within if inside is None else inside & within
+    assert inside is not None
+    return inside, at
 
 
 def _with_dims(mask: Tensor, n: int) -> Tensor:
@@ -272,8 +275,8 @@ def own_index_add(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[
 
 
 def own_index_put(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-    """x[:, i] += values by one index, along a cut dim: values that belong to other ranks are added as zeros. x[i, j] =
-    values, along any cut dims: those are left out."""
+    """x[i, :, j] += values, along cut dims: values that belong to other ranks are added as zeros. x[i, j] = values:
+    those are left out."""
     x, indices, values, *accumulate = args
     dims = [i for i, t in enumerate(indices) if t is not None]
     if any(indices[d].dtype in (torch.bool, torch.uint8) for d in dims):
@@ -281,20 +284,18 @@ def own_index_put(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[
     parts = _own_parts(recipe, rank, dims)
     if not parts:
         return recipe.func(*args, **kwargs)
+    inside, at = _all_within(recipe, indices, parts)
     if not any(accumulate):
-        for d in parts if 0 not in recipe.shapes[0] else ():
-            check_range(indices[d], recipe.shapes[0][d], "index", lowest=-recipe.shapes[0][d])
-        return _assigned(recipe, x, {d: indices[d] for d in dims}, parts, values)
-    (dim, own), = parts.items()
-    index, n = indices[dim], recipe.shapes[0][dim]
-    if 0 not in recipe.shapes[0]:
-        check_range(index, n, "index", lowest=-n)
-    if own[0] == own[1]:
+        return _assigned(recipe, x, {d: at[d] for d in dims}, inside, values)
+    if any(start == stop for start, stop in parts.values()):
         return _written(recipe, x, x.clone())
-    inside, at = _within(index, own, n)
-    inside = _with_dims(inside, x.dim() - dim - 1)
-    own_values = torch.where(inside, values, values.new_zeros(()))
-    return recipe.func(x, [*indices[:dim], at, *indices[dim + 1:]], own_values, True)
+    own_values = torch.where(_with_dims(inside, _dims_behind(dims, x.dim())), values, values.new_zeros(()))
+    return recipe.func(x, at, own_values, True)
+
+
+def _dims_behind(dims: list[int], n: int) -> int:
+    """How many dims of x[indices] follow those of the indices, which take the place of neighbours, or come first."""
+    return n - 1 - dims[-1] if dims[-1] - dims[0] + 1 == len(dims) else n - len(dims)
 
 
 def own_rows(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -309,7 +310,9 @@ def own_rows(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str, 
         x = x.contiguous()                           # as torch's result lies
     check_range(index, n, "index", lowest=0 if copies else -n)
     values = value.to(x.dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype, device=x.device)
-    return _assigned(recipe, x, {dim % x.dim(): index.reshape(-1)}, parts, values)
+    (d, own), = parts.items()
+    inside, at = _within(index.reshape(-1), own, n)
+    return _assigned(recipe, x, {d: at}, inside, values)
 
 
 def _own_parts(recipe: LocalRecipe, rank: int, dims: list[int]) -> dict[int, Range]:
@@ -318,19 +321,14 @@ def _own_parts(recipe: LocalRecipe, rank: int, dims: list[int]) -> dict[int, Ran
     return {d: own for d, own in parts.items() if own is not None}
 
 
-def _assigned(recipe: LocalRecipe, x: Tensor, indices: dict[int, Tensor], parts: dict[int, Range], values: Tensor
-              ) -> Tensor:
-    """x[indices] = values, for those elements that fall into all of these parts."""
-    whole = torch.broadcast_tensors(*indices.values())
-    if not x.numel() or not whole[0].numel():
+def _assigned(recipe: LocalRecipe, x: Tensor, indices: dict[int, Tensor], own: Tensor, values: Tensor) -> Tensor:
+    """x[indices] = values, for those elements that are the rank's own."""
+    own, *whole = torch.broadcast_tensors(own, *indices.values())
+    if not x.numel() or not own.numel():
         return _written(recipe, x, x.clone())
     lists = {d: t.reshape(-1) for d, t in zip(indices, whole)}
-    inside = torch.ones_like(lists[min(lists)], dtype=torch.bool)
-    for d, own in parts.items():
-        within, lists[d] = _within(lists[d], own, recipe.shapes[0][d])
-        inside &= within
-    rows = listed(x, lists, whole[0].shape, values)
-    return assign_own(x, lists, inside, rows, recipe.func._schema.is_mutable)
+    rows = listed(x, lists, own.shape, values)
+    return assign_own(x, lists, own.reshape(-1), rows, recipe.func._schema.is_mutable)
 
 
 def _written(recipe: LocalRecipe, x: Tensor, value: Tensor) -> Tensor:

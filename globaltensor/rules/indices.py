@@ -158,10 +158,8 @@ def _index_labels(call: Call, assigns: bool = False) -> tuple[list[str], list[st
     where, shape = _indexed_dims(call), call.shapes[0]
     shapes = call.shapes[1:1 + len(where)]
     idx = broadcast_shape(shapes)
-    # Several indices name an element together. If two of the dims were cut, no rank would have the elements of its rows
-    # and another's columns; a local_impl knows one index only. But to assign, each rank leaves out what is others'.
-    x = [("v" if len(where) == 1 else f"d{i}" if assigns else f"d{i}!") if i in where else f"d{i}"
-         for i in range(len(shape))]
+    # Several indices name an element together: a rank looks up, or writes, those of which it holds all dims.
+    x = [("v" if len(where) == 1 else f"v{i}") if i in where else f"d{i}" for i in range(len(shape))]
     labels = [f"k{i}!" if assigns else f"k{i}" for i in range(len(idx))]
     first = where[0] if where and where[-1] - where[0] + 1 == len(where) else 0
     rest = [i for i in range(len(shape)) if i not in where]
