@@ -58,12 +58,21 @@ def box_from(x: Any, where: Any, sbp: Any, grad_sbp: Any, wait: bool) -> Any:
     own = layout_of(x)
     assert own is not None                           # else it is from_local
     dst = resolve_layout(*filled_in(own, where, sbp), x.dim())
-    grad_layout = resolve_layout(own.placement, grad_sbp, x.dim()) if grad_sbp is not None else None
+    grad_layout = _layout_of_grad_sbp(own.placement, grad_sbp, x.dim()) if grad_sbp is not None else None
     if not wait and not compiling():
         make_room()
         if is_global(x) and not transforms_active() and moves_meanwhile(x, dst):
             return RedistributeMeanwhile.of(x, dst, grad_layout)
     return to_layout(x, dst, grad_layout)
+
+
+def _layout_of_grad_sbp(where: placement, grad_sbp: Any, ndim: int) -> Layout:
+    """The layout that a user's `grad_sbp` means, on the placement that x comes from."""
+    try:
+        return resolve_layout(where, grad_sbp, ndim)
+    except SbpError as error:
+        raise SbpError(f"grad_sbp: {error.what}", f"{error.why}; the gradient leaves on x's own placement, {where}",
+                       error.fix.replace("sbp=(", "grad_sbp=(")) from None
 
 
 def filled_in(own: Layout, where: Any, sbp: Any) -> tuple[Any, Any]:
