@@ -402,3 +402,38 @@ def test_gradients_of_sparse_lookups_are_dense(kind):
     rows = torch.func.functional_call(plain, {"weight": weight}, (gt.from_full(numbers, where, gt.sbp.broadcast),))
     rows.square().sum().backward()
     assert torch.equal(weight.grad, plain.weight.grad.to_dense())
+
+
+CHOOSES = {
+    "max": lambda x: x.max(), "min": lambda x: x.min(), "median": lambda x: x.median(),
+    "nanmedian": torch.nanmedian, "torch.max": torch.max, "max along a dim": lambda x: x.max(0).values.sum(),
+}
+VALUES = {"one": [3., 1., 2.], "two": [3., 1., 3., 1., 2.], "nan": [3., torch.nan, 1., torch.nan],
+          "inf": [torch.inf, 1., 2.]}
+
+
+@pytest.mark.parametrize("grad", [2.0, torch.inf, torch.nan])
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("name", CHOOSES)
+def test_elements_that_are_not_chosen_get_no_gradient(name, values, grad):
+    """Not 0 times the gradient either, which is nan where that overflows."""
+    plain, on = torch.tensor(VALUES[values], requires_grad=True), gt.placement("cpu", [0, 1])
+    CHOOSES[name](plain).backward(torch.tensor(grad))
+    for sbp in (gt.sbp.broadcast, gt.sbp.split(0), gt.sbp.partial_sum):
+        x = gt.from_full(plain.detach(), on, gt.sbp.broadcast).to_global(sbp=sbp).detach().requires_grad_()
+        CHOOSES[name](x).backward(torch.tensor(grad))
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", CHOOSES)
+def test_what_is_chosen_is_differentiated_twice_and_forward(name):
+    def derivatives(x):
+        y = CHOOSES[name](x * x).sin()
+        first, = torch.autograd.grad(y, x, create_graph=True)
+        second, = torch.autograd.grad(first.sum(), x)
+        return first, second, *torch.func.jvp(lambda x: CHOOSES[name](x * x).sin(), (x.detach(),), (x.detach(),))
+
+    plain = torch.tensor(VALUES["two"], requires_grad=True)
+    x = gt.from_full(plain.detach(), gt.placement("cpu", [0, 1]), gt.sbp.split(0)).requires_grad_()
+    for got, want in zip(derivatives(x), derivatives(plain), strict=True):
+        torch.testing.assert_close(got.full_tensor(), want)

@@ -45,6 +45,7 @@ from globaltensor.runtime.world import device_here, world
 from globaltensor.tensors import (
     attention,
     backward,
+    chosen,
     copying,
     dealt_parts,
     flatten,
@@ -374,7 +375,7 @@ flatten.let_torch_trace(GlobalTensor)
 _aten = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericWrapper")
 _kernels: dict[Any, Callable[..., Any]] = {func: partial(arrive, GlobalTensor, func)
                                            for func in READS_MEMORY + LOSES_OUT}
-_kernels |= recurrent.KERNELS | value_reads.KERNELS | lookup.KERNELS
+_kernels |= recurrent.KERNELS | value_reads.KERNELS | lookup.KERNELS | chosen.KERNELS
 for _func, _kernel in _kernels.items():
     _aten.impl(_func.name(), _kernel)
 flex_attention.take_flex_attention()
