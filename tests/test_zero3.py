@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -351,6 +353,125 @@ def test_layers_are_found_in_any_model():
     assert {m.op for m in moves if m.bytes > 64} == {"zero", "gradient", "aten.embedding.default"}
 
 
+@dataclass
+class Output:
+    value: torch.Tensor
+
+
+class Keeper(nn.Module):
+    """A layer that does with its parameter as it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kept = nn.Parameter(torch.randn(HIDDEN)), []
+
+    def forward(self, work):
+        return work(self)
+
+
+def q_of(keeper):
+    return keeper.q
+
+
+def with_its_parameter(keeper, x):
+    y, others = keeper(lambda layer: (x * layer.q, {"q": layer.q}))
+    return y + others["q"].sum()
+
+
+def kept_in_an_attribute(keeper, x):
+    return keeper(lambda layer: layer.kept.append(layer.q) or x * layer.q) + keeper.kept[-1].sum()
+
+
+def kept_from_step_to_step(keeper, x):
+    keeper(lambda layer: layer.kept.append(layer.q))
+    return x + keeper.kept[0].exp().sum()
+
+
+def kept_by_a_hook(keeper, x):
+    hook = keeper.register_forward_hook(lambda layer, args, out: layer.kept.append(layer.q))
+    y = keeper(lambda layer: x * layer.q)
+    hook.remove()
+    return y * keeper.kept[-1].norm()
+
+
+def without_gradients(keeper, x):
+    with torch.no_grad():
+        q = keeper(q_of)
+    return x * keeper.q + q.sum()
+
+
+HELD = {"returned": lambda keeper, x: x * keeper(q_of), "summed": lambda keeper, x: x + keeper(q_of).sum(),
+        "data": lambda keeper, x: x * keeper.q + keeper(lambda layer: layer.q.data).sum(),
+        "detached": lambda keeper, x: x * keeper.q + keeper(lambda layer: layer.q.detach()).sum(),
+        "contiguous": lambda keeper, x: x + keeper(lambda layer: layer.q.contiguous()).sum(),
+        "view": lambda keeper, x: x + keeper(lambda layer: layer.q.view(3, 4)).norm(),
+        "in a closure": lambda keeper, x: keeper(lambda layer: partial(torch.mul, layer.q))(x),
+        "recomputed": lambda keeper, x: checkpoint(lambda x: x + keeper(q_of).sum(), x, use_reentrant=False),
+        "in a dataclass": lambda keeper, x: keeper(lambda layer: Output(x * layer.q)).value,
+        "in a distribution": lambda keeper, x: keeper(lambda layer: torch.distributions.Normal(x * layer.q, 1.0)).mean,
+        "in an iterator": lambda keeper, x: next(keeper(lambda layer: iter([x * layer.q.exp()])))}
+HELD |= {way.__name__.replace("_", " "): way for way in (
+    with_its_parameter, kept_in_an_attribute, kept_from_step_to_step, kept_by_a_hook, without_gradients)}
+
+
+@pytest.mark.parametrize("name", ["dp", "dp x tp"])
+@pytest.mark.parametrize("way", HELD)
+def test_a_parameter_is_read_behind_its_layer(way, name):
+    """What a layer returns or a program keeps, and what learns in an output that torch sees nothing in."""
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.keeper, self.down = Block(), Keeper(), Block()
+
+        def forward(self, x):
+            return self.down(HELD[way](self.keeper, self.up(x)))
+
+    nets = made(name, Keeping)
+    for _ in range(3):
+        for net, x, optimizer in nets:
+            once(net, x)
+            if net is nets[1][0]:
+                held = [t for layer in gc.get_objects() if type(layer) is zero3.ShardedLayer and layer.module is
+                        net.keeper for storages in layer.saved.values() for shards in storages for t in shards.values()]
+                assert not any(t.untyped_storage().nbytes() for t in held)
+            optimizer.step()
+            optimizer.zero_grad()
+        same(nets[1][0], nets[0][0])
+
+
+def test_layers_that_return_objects_are_gathered_a_layer_ahead():
+    class Wraps(Block):
+        def forward(self, x):
+            return Output(super().forward(x.value if isinstance(x, Output) else x))
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Wraps() for _ in range(LAYERS))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x.value
+
+    _, (net, x, _) = made("dp of 4", Wrapped)
+    for _ in range(2):
+        with gt.record() as moves:
+            once(net, x)
+    assert [m.tensors for m in moves if m.op == "zero"] == [8, 4, 4, 8, 4, 4]
+
+
+def test_a_parameter_is_not_read_behind_its_layer_in_another_dtype():
+    _, (net, x, _) = made("dp")
+    kept = []
+    net.blocks[0].up.register_forward_hook(lambda layer, args, out: kept.append(layer.weight))
+    with torch.no_grad():
+        net(x)
+    net.float()
+    with pytest.raises(gt.GlobalTensorError, match="another dtype than when") if x.shards else nullcontext():
+        kept[0].sum()
+
+
 def test_two_layers_are_gathered_at_a_time(monkeypatch):
     """Whatever autograd keeps: of all parameters that were ever gathered, whose memory is there?"""
     _, (net, x, _) = made("dp")
@@ -358,13 +479,13 @@ def test_two_layers_are_gathered_at_a_time(monkeypatch):
 
     def pack(t):
         if t.is_global and t.dim() == 2:             # the weights
-            saved.append(t)
+            saved.append([*t.shards.values()])       # not to be read later: who reads them has them gathered
         return t
 
     def there():
-        return sum(any(s.untyped_storage().nbytes() for s in t.shards.values()) for t in saved)
+        return sum(any(s.untyped_storage().nbytes() for s in shards) for shards in saved)
 
-    def unshard(now, ahead):
+    def unshard(now, ahead=()):
         seen.append(there())
         real(now, ahead)
         on_the_way = [layer for layer in ahead if layer.begun is not None]       # over a link, while `now` computes

@@ -114,7 +114,7 @@ class _Door:
             self.layers = ShardedLayers(module, axis, inner)
             self.others = ShardedLayer(module, axis, {id(p) for one in self.layers.layers for _, _, p in one.slots})
         unshard(self.others)
-        self.others.swap_in_unsharded(0)
+        self.others.swap_in_unsharded(0, partial(unshard, self.others))
         _running.append(module)
         return tuple(self._whole(x) for x in args), {key: self._whole(x) for key, x in named.items()}
 

@@ -12,7 +12,8 @@ They are expected in the order in which they ran before, and at first in that in
                                  recomputed; layer i + 1 is done, and resharded
 
 Autograd saves the gathered tensors for backward, but not their memory: between the two their storages are empty, and
-backward fills them again. Gradients of what was gathered are pending sums, and stay so until they are read.
+backward fills them again. So does whoever else reads one behind its layer: a layer may return a parameter of its own,
+and a program may keep one. Gradients of what was gathered are pending sums, and stay so until they are read.
 Source: Zhao et al., PyTorch FSDP, arXiv:2304.11277.
 
 Offloaded parameters are global tensors on the host. What is missing of a layer is copied to its devices first, and a
@@ -41,6 +42,7 @@ from globaltensor.boxings.redistribute import (
 from globaltensor.layouts.layout import Layout, layout
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.parallel.offload import on_host
+from globaltensor.parallel.saved_storages import SavedStorages
 from globaltensor.runtime.memory_writes import writes_of
 from globaltensor.runtime.torch_internals import (
     backward_sequence_number,
@@ -49,7 +51,6 @@ from globaltensor.runtime.torch_internals import (
     graph_is_kept,
     in_fake_mode,
     tree_flatten,
-    uncounted_writes,
 )
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -107,7 +108,15 @@ class ShardedLayers:
         else:
             self._note_order(layer)
             unshard(layer, _coming(layer, "after"))
-        layer.swap_in_unsharded(self.forward_pass)
+        layer.swap_in_unsharded(self.forward_pass, partial(self._gather_again, layer, self.forward_pass))
+
+    def _gather_again(self, layer: ShardedLayer, forward_pass: int) -> None:
+        """Someone reads one of its parameters when it is done. Nothing is freed for it: an op may be at work."""
+        if not _in_backward():
+            unshard(layer)
+            return
+        unshard(layer, _coming(layer, "before"))
+        self._expect_another_pass(layer, forward_pass)
 
     def _note_order(self, layer: ShardedLayer) -> None:
         if layer in self.ran:                        # a new pass
@@ -120,7 +129,7 @@ class ShardedLayers:
 
     def _after_forward(self, layer: ShardedLayer, out: Any) -> None:
         forward_pass, storages = self.forward_pass, layer.swap_out_unsharded()
-        learning = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and t.requires_grad]
+        learning = [t for t in _outputs_in(out) if t.grad_fn is not None]
         layer.awaits_backward = bool(learning) or not torch.is_grad_enabled()     # it may run again, with gradients
         for t in learning:                           # who waits for backward keeps the storages alive
             t.register_hook(lambda grad, storages=storages: self._before_backward(layer, forward_pass))
@@ -131,6 +140,9 @@ class ShardedLayers:
         for done in layer.after:                     # or not, where layers ran in another order: then it comes again
             done.finish_backward()
         unshard(layer, _coming(layer, "before"))
+        self._expect_another_pass(layer, forward_pass)
+
+    def _expect_another_pass(self, layer: ShardedLayer, forward_pass: int) -> None:
         if torch.is_grad_enabled() and forward_pass in layer.saved:
             layer.saved[forward_pass].stay = True
         self._expect_end(layer, forward_pass)
@@ -154,6 +166,13 @@ class ShardedLayers:
             layer.finish_backward()
 
 
+def _outputs_in(out: Any) -> Iterator[Tensor]:
+    """Those that a layer returns. Of an object, such as a dataclass or a distribution, its attributes."""
+    for leaf in tree_flatten(out)[0]:
+        inner = [] if isinstance(leaf, Tensor) else tree_flatten(getattr(leaf, "__dict__", {}))[0]
+        yield from (t for t in (leaf, *inner) if isinstance(t, Tensor))
+
+
 def _in_backward() -> bool:
     return backward_sequence_number() is not None
 
@@ -170,28 +189,6 @@ def layers_of(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Modul
             yield from layers_of(child, f"{path}{key}.")
         elif not isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             yield path + key, child
-
-
-class SavedStorages(list[dict[int, Tensor]]):
-    """rank -> unsharded shard, per parameter, as autograd saved them in one forward pass: empty but while in use.
-
-    `stay`: a backward pass that is differentiated itself has saved them once more, and nothing says when it is gone
-    through. They are emptied when a backward pass is over that goes through their layer and keeps no graph.
-    """
-
-    stay = False
-
-    def fill(self, unsharded: list[dict[int, Tensor]] | None) -> None:
-        tensors = tuple(t for shards in self for t in shards.values())
-        if unsharded is None:
-            none = {(t.dtype, t.device): torch.empty(0, dtype=t.dtype, device=t.device) for t in tensors}
-            sources = [none[t.dtype, t.device] for t in tensors]
-        else:
-            sources = [unsharded[k][rank] for k, shards in enumerate(self) for rank in shards]
-        with uncounted_writes(tensors):              # a compiled layer saves them, and would miss their old versions
-            for t, source in zip(tensors, sources):
-                if t.dtype == source.dtype:          # else the model has another one since that forward pass
-                    t.set_(source)                   # type: ignore[call-overload]  # of which torch's types do not know
 
 
 class ShardedLayer:
@@ -261,14 +258,17 @@ class ShardedLayer:
         for pages in self.files:
             pages.madvise(mmap.MADV_DONTNEED)
 
-    def swap_in_unsharded(self, forward_pass: int) -> None:
+    def swap_in_unsharded(self, forward_pass: int, gather: Callable[[], None]) -> None:
         """Let the layer work with what was gathered. Autograd saves views of it whose memory can be freed."""
         assert self.unsharded is not None            # `unshard` came before
-        self.in_use = SavedStorages({rank: t.detach() for rank, t in shards.items()} for shards in self.unsharded)
+        self.in_use = SavedStorages(self.unsharded, gather)
         self.saved[forward_pass] = self.in_use
         for (owner, key, p), unsharded, shards in zip(self.slots, self.layouts, self.in_use):
             if _is_at(owner, key, p):
-                swap_in(owner, key, UnshardedParameter.apply(p, unsharded, shards))
+                with torch.enable_grad():            # it learns as a parameter does, of which no_grad makes no other
+                    gathered = UnshardedParameter.apply(p, unsharded, shards)
+                self.in_use.empty_later(gathered, shards)
+                swap_in(owner, key, gathered)
                 self.swapped.append((owner, key))
 
     def swap_out_unsharded(self) -> SavedStorages | None:

@@ -12,8 +12,9 @@ from globaltensor.runtime.torch_internals import end_graph
 from globaltensor.tensors import gradients
 
 _OURS = {"spec", "lineage", "_shards", "arriving", "boxed_view", "viewed", "traced", "made_after", "completed",
-         "_is_param", gradients.ATTRIBUTE}
+         "emptied_later", "_is_param", gradients.ATTRIBUTE}
 _HOOKS = "_hooks_of_other"                           # on the way from the first of two that are swapped to the second
+_data: Any = torch.Tensor.data                       # a descriptor of C
 attributes: Any = torch.Tensor.__dict__["__dict__"]  # a descriptor of C
 
 
@@ -41,6 +42,14 @@ def swap_attributes(x: Any, others: dict[str, Any]) -> None:
             x._backward_hooks = hooks[0]
         if hooks[1] is not None:
             x._post_accumulate_grad_hooks = hooks[1]
+
+
+def data_of(x: Any) -> Any:
+    """x.data. It holds the memory of x, also of what ZeRO 3 frees behind a layer."""
+    data = _data.__get__(x)
+    if x.emptied_later is not None:
+        data.shards = {rank: shard.detach() for rank, shard in x.shards.items()}
+    return data
 
 
 def same_memory_copy(x: Any) -> Any:

@@ -86,6 +86,7 @@ class GlobalTensor(TorchMethods):
     traced = False                                   # its shards are those of a trace (flatten.py)
     completed: Completed | None = None               # of a pending one, with nothing pending, without native code
     made_after = 0                                   # of a trace: no later boxing leads to it (trace_order.py)
+    emptied_later: Any = None                        # what keeps its memory, which ZeRO 3 frees behind a layer
     deals_parts = False                              # its parts are dealt out when it is split (dealt_parts.py)
     lineage: int = 0                                 # of its value: what ranks agree on (runtime/lineage.py)
     _shards: Shards
@@ -225,7 +226,7 @@ class GlobalTensor(TorchMethods):
         with_dealt_parts: Callable[[], GlobalTensor]
     else:
         split, chunk, with_dealt_parts = dealt_parts.split_parts, dealt_parts.chunk_parts, dealt_parts.with_dealt_parts
-        data = property(_data.__get__, _set_data, doc="As torch has it; to be set to a global tensor, of any layout.")
+        data = property(copying.data_of, _set_data, doc="As torch has it; to be set to a global tensor, of any layout.")
 
     # --------------------------------------------------------------------------------------------- its gradient
 
