@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
@@ -255,6 +257,29 @@ def test_mistakes_leave_an_optimizer_as_it_was(tmp_path):
     assert not torch.equal(copied[0].weight.full_tensor(), model[0].weight.full_tensor())
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_wrapper_without_hooks_is_refused_before_its_optimizer_is_changed(stage):
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+        def step(self, closure=None):
+            return self.inner.step(closure)
+
+    (plain, x, other), (model, spread, _) = both("2", SGD, 1)
+    model = gt.parallelize(copy.deepcopy(plain), place([0, 1], ("dp",)))
+    inner = SGD(model.parameters())
+    before = of_groups(inner)
+    with pytest.raises(SbpError, match="the one inside, and Wrapper"):
+        gt.zero(Wrapper(inner), stage=stage)
+    assert all(p is q for p, q in zip(of_groups(inner), before))
+    for net, batch, optimizer in ((plain, x, Wrapper(other)), (model, spread, Wrapper(gt.zero(inner, stage=stage)))):
+        loss_of(net, batch).backward()
+        optimizer.step()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.full_tensor(), q.detach())
+
+
 def test_of_two_optimizers_of_one_parameter_the_first_is_done():
     (_, _, _), (model, x, first) = both("2", SGD, 1)
     loss_of(model, x).backward()
@@ -407,3 +432,45 @@ def test_parameters_that_are_added_later(where, stage, by_layer, tmp_path):
         with pytest.raises(error):
             own.add_param_group({"params": group})
     assert all(p is q for p, q in zip(of_groups(own), before, strict=True))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_that_leave_an_optimizer_are_freed(stage):
+    """Heads of tasks that come and go, with gradients; each is away for a step, written to meanwhile, and back."""
+    where, plain, x = place([0, 1], ("dp",)), net(), torch.randn(5, 6).double()
+    model, gx = gt.parallelize(copy.deepcopy(plain), where), gt.from_full(x, where, S(0))
+    nets = (plain, x, SGD(plain.parameters())), (model, gx, gt.zero(SGD(model.parameters()), stage=stage))
+    heads = []
+
+    def step_with(its, batch, optimizer, head):
+        loss_of(nn.Sequential(its, head), batch).backward()
+        optimizer.step()
+        its.zero_grad()
+        for p in optimizer.param_groups[-1]["params"]:
+            optimizer.state.pop(p, None)
+        return optimizer.param_groups.pop()
+
+    for nth in range(3):
+        torch.manual_seed(nth)
+        own = nn.Linear(4, 3).double()
+        for its, batch, optimizer in nets:
+            head = copy.deepcopy(own) if its is plain else gt.parallelize(copy.deepcopy(own), where)
+            optimizer.add_param_group({"params": head.parameters()})
+            group = step_with(its, batch, optimizer, head)
+            closure_of(its, batch, optimizer, [])()              # without the head, which is away
+            optimizer.step()
+            with torch.no_grad():
+                head.weight.mul_(0.5)
+            optimizer.param_groups.append(group)
+            step_with(its, batch, optimizer, head)
+            optimizer.add_param_group({"params": head.parameters()})         # anew
+            step_with(its, batch, optimizer, head)
+            heads.append(head.weight.detach().full_tensor() if its is model else head.weight.detach())
+            if its is model:
+                gone = weakref.ref(head.weight)
+            del head, group
+        torch.testing.assert_close(*heads[-2:])
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-6, atol=1e-8)
+    gc.collect()
+    assert gone() is None

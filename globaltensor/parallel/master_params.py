@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from threading import RLock
 from typing import Any
 
@@ -37,27 +38,51 @@ from globaltensor.tensors.global_tensor import GlobalTensor
 _WHOLE, _PART = 0, 1                                 # of a pair
 
 
-class MasterParams(list[tuple[Any, Any]]):
-    """Pairs (parameter, part). `watch` comes when all of them are in it."""
+class MasterParams:
+    """Pairs (parameter, part), by their numbers. `watch` comes when all of them are in it.
+
+    They are held by whoever has one of the two, such as an optimizer's groups, and gone with it: when differs from rank
+    to rank. So what is moved together are those that the optimizer steps, and those that differ, which are held."""
 
     def __init__(self) -> None:
+        self._parts: dict[int, weakref.ref[Any]] = {}            # each knows its parameter, for its gradient
+        self._number = count()
         self.behind: Sequence[WriteBehind] = ()      # of the last step, what may not have arrived yet
         self.writes: dict[int, Any] = {}             # by the id of a parameter: what had been written to it
-        self.newer: dict[int, int] = {}              # of pairs that differ: which of the two was written to
-        self.memories: list[tuple[MemoryWrites, MemoryWrites]] = []      # of each pair, watched
+        self.newer: dict[int, tuple[int, Any]] = {}  # of pairs that differ: which of the two was written to; the part
+        self.memories: dict[int, tuple[MemoryWrites, MemoryWrites]] = {}             # of each pair, watched
         self._versions: dict[int, int] = {}          # by the id of a part, before a step
-        self._callbacks: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self._callbacks: dict[int, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._one_at_a_time = RLock()
         self._writing = False
 
+    def append(self, p: Any, part: Any) -> None:
+        gradients.share_grad(p, part)
+        self._parts[next(self._number)] = weakref.ref(part)
+
+    def has(self, part: Any) -> bool:
+        return any(part is one for _, one in self.pairs().values())
+
+    def pairs(self) -> dict[int, tuple[Any, Any]]:
+        """Those that someone holds."""
+        held = {k: part for k, alive in self._parts.items() if (part := alive()) is not None}
+        if len(held) < len(self._parts):
+            for kept in (self._parts, self.memories, self._callbacks):
+                for k in kept.keys() - held.keys():
+                    del kept[k]
+        return {k: (gradients.notes_of(part).whole, part) for k, part in held.items()}
+
     def watch(self) -> None:
         """Notice the next write to any of them, but to those that wait for what was written to the other one."""
-        me = weakref.ref(self)
-        waiting = {key for one in self.behind for key in one.writes} | {id(self[k][_WHOLE]) for k in self.newer}
-        for k, (p, part) in enumerate(self):
-            if k == len(self._callbacks):
-                self._callbacks.append((partial(_note_newer, me, k, _WHOLE), partial(_note_newer, me, k, _PART)))
-                self.memories.append((watched_writes(p), watched_writes(part)))
+        me, pairs = weakref.ref(self), self.pairs()
+        waiting = {key for one in self.behind for key in one.writes} | {id(pairs[k][_WHOLE]) for k in self.newer}
+        before, self.writes = self.writes, {}
+        for k, (p, part) in pairs.items():
+            if k not in self._callbacks:
+                self._callbacks[k] = partial(_note_newer, me, k, _WHOLE), partial(_note_newer, me, k, _PART)
+                self.memories[k] = watched_writes(p), watched_writes(part)
+            if id(p) in before:
+                self.writes[id(p)] = before[id(p)]
             if id(p) not in waiting:
                 writes = writes_of(p)
                 self.writes[id(p)] = writes, shard_versions(p.shards)
@@ -78,31 +103,33 @@ class MasterParams(list[tuple[Any, Any]]):
 
     def note_newer(self, k: int, side: int) -> None:
         """Someone wrote to one of a pair: the other one is brought up to date when it is read."""
-        if not self._writing and k not in self.newer:
-            self._outdate(k, side)
-            self.newer[k] = side
+        part = self._parts[k]() if k in self._parts else None
+        if self._writing or k in self.newer or part is None:     # or it is gone, and another has its memory
+            return
+        self._outdate(part if side == _WHOLE else gradients.notes_of(part).whole)
+        self.newer[k] = side, part
 
-    def _outdate(self, k: int, side: int) -> None:
-        older = self[k][1 - side]
+    def _outdate(self, older: Any) -> None:
         older.arriving = _Outdated(self, older.shards)
 
     def update(self) -> None:
         """Bring up to date what is not."""
         with self._as_writer():
             self._arrive()
-            self._equalize(dict(self.newer))
+            self._equalize({k: side for k, (side, _) in self.newer.items()})
 
     def _equalize(self, newer: Mapping[int, int]) -> None:
         """Write the newer of these pairs to the others: all parts in one move, and all parameters."""
+        pairs = self.pairs()
         for k, side in newer.items():
-            self[k][1 - side].arriving = None
+            pairs[k][1 - side].arriving = None
         try:
-            parts, wholes = ([self[k] for k in sorted(newer) if newer[k] == side] for side in (_PART, _WHOLE))
+            parts, wholes = ([pairs[k] for k in sorted(newer) if newer[k] == side] for side in (_PART, _WHOLE))
             _write_to_parameters(parts)
             _write_to_parts(wholes)
         except BaseException:                        # it is not allowed here, or a rank has failed: they are as before
             for k, side in newer.items():
-                self._outdate(k, side)
+                self._outdate(pairs[k][1 - side])
             raise
         for k in newer:
             self.newer.pop(k, None)
@@ -113,17 +140,18 @@ class MasterParams(list[tuple[Any, Any]]):
             self.writes |= one.writes
         self.behind = ()
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Parts as their parameters are now, and their gradients handed over: a compiled step compares them with those
         that it was made for before it reads any.
 
         Raises GlobalTensorError where `gt.zero` was called for another optimizer of these parameters since, and for one
         whose dtype or placement is another now that its part cannot follow."""
         self._arrive()
-        if wholes := {k: _WHOLE for k in range(len(self)) if self._is_whole_newer(k)}:
+        pairs = self._stepped(optimizer)
+        if wholes := {k: _WHOLE for k, (p, _) in pairs.items() if self._is_whole_newer(k, p)}:
             with self._as_writer():
                 self._equalize(wholes)
-        for p, part in self:
+        for p, part in pairs.values():
             if gradients.part_of(p) is not part:
                 raise GlobalTensorError(f"a step of an optimizer whose parameter of shape {list(p.shape)} another one "
                                         "has taken over", "gt.zero was called for that since, and gradients go to its "
@@ -133,27 +161,33 @@ class MasterParams(list[tuple[Any, Any]]):
                                         f"it has more digits than the part of {part.dtype} that is stepped, or lies "
                                         "elsewhere: it was changed after gt.zero", "model.to(...) before gt.zero(...)")
             gradients.read_grad(part)
-        self._versions = {id(part): current_version(part) for _, part in self}
+        self._versions = {id(part): current_version(part) for _, part in pairs.values()}
 
-    def _is_whole_newer(self, k: int) -> bool:
-        p, _ = self[k]
+    def _is_whole_newer(self, k: int, p: Any) -> bool:
         if k in self.newer:
-            return self.newer[k] == _WHOLE
+            return self.newer[k][0] == _WHOLE
         return bool((writes_of(p), shard_versions(p.shards)) != self.writes[id(p)])      # by a shard of its own
 
-    def gather(self) -> None:
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[Any, Any]]:
+        """Of those that are in its groups now, in the order of the groups."""
+        numbers = {id(part): (k, p) for k, (p, part) in self.pairs().items()}
+        parts = [t for group in optimizer.param_groups for t in group["params"] if id(t) in numbers]
+        return {k: (p, part) for part in parts for k, p in (numbers[id(part)],)}
+
+    def gather(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the parts that a step wrote to into their parameters, all in one move; or while the program goes on.
 
         All ranks know which: those with a gradient, or another version, which is also counted where nothing is held. A
         part that was written to unseen by these is newer, as between steps."""
         with self._as_writer():
-            stepped = [k for k, (_, part) in enumerate(self) if gradients.raw_grad(part) is not None
+            held = self._stepped(optimizer)
+            stepped = [k for k, (_, part) in held.items() if gradients.raw_grad(part) is not None
                        or current_version(part) != self._versions.get(id(part))]
-            self._equalize({k: side for k, side in self.newer.items() if side == _WHOLE})
+            self._equalize({k: side for k, (side, _) in self.newer.items() if side == _WHOLE})
             for k in self.newer.keys() & {*stepped}:
-                self[k][_WHOLE].arriving = None
+                held[k][_WHOLE].arriving = None
                 del self.newer[k]
-            pairs = [self[k] for k in stepped]
+            pairs = [held[k] for k in stepped]
             self.behind = write_behind([part.detach().to(p.dtype) for p, part in pairs], [p for p, _ in pairs], "zero")
             sent = {key: one for one in self.behind for key in one.writes}
             for p, part in pairs:
@@ -161,16 +195,16 @@ class MasterParams(list[tuple[Any, Any]]):
                     part.arriving = ArrivingTarget(sent[id(p)], part.shards)
         finish_urgent_writes(self.behind)
 
-    def saved_masters(self) -> dict[str, list[Any]]:
+    def saved_masters(self, optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
         """What belongs to the optimizer's state: the parts that say more than their parameters do, those of 16 bits, if
         there are any."""
-        masters = [part.detach() for p, part in self if part.dtype != p.dtype]
+        masters = [part.detach() for p, part in self._stepped(optimizer).values() if part.dtype != p.dtype]
         return {"masters": masters} if masters else {}
 
-    def load(self, masters: list[Any] | None) -> None:
+    def load(self, optimizer: torch.optim.Optimizer, masters: list[Any] | None) -> None:
         """Take saved ones. An optimizer on one device has none: its parameters say what it had."""
         with torch.no_grad():
-            wide = [(p, part) for p, part in self if part.dtype != p.dtype]
+            wide = [(p, part) for p, part in self._stepped(optimizer).values() if part.dtype != p.dtype]
             if not masters:
                 masters = redistribute([p for p, _ in wide], [part.spec.layout for _, part in wide], "zero")
             for (_, own), saved in zip(wide, masters, strict=True):

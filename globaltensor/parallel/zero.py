@@ -60,7 +60,7 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
                 theirs may count or add up what it steps: then all of the state is brought for it
     Collective; moves nothing yet. Raises SbpError for another stage, a model where it is not stage 3 or whose
     parameters are not the optimizer's, a parameter that is not global or lacks the axis, an optimizer that `gt.zero`
-    was called for before; ArgumentError for offload of LBFGS, OSError for a folder that cannot be made. The optimizer
+    was called for before, or that calls no hooks; ArgumentError for offload of LBFGS, OSError for a folder that cannot be made. The optimizer
     is then as it was.
     """
     expect(optimizer, torch.optim.Optimizer, "gt.zero of no optimizer",
@@ -104,6 +104,7 @@ def _step_parts(optimizer: torch.optim.Optimizer, axis: str, stage_of: Callable[
                 after: Callable[[], None] = lambda: None) -> None:
     """Hand the optimizer the parts that it steps instead of parameters, also of groups that are added later. `after` is
     called when it has them."""
+    _check_hooks(optimizer)
     pairs, own, kind = MasterParams(), weakref.ref(optimizer), type(optimizer)       # weak: it goes with its last user
 
     def add_param_group(group: dict[str, Any]) -> None:
@@ -114,7 +115,7 @@ def _step_parts(optimizer: torch.optim.Optimizer, axis: str, stage_of: Callable[
         try:
             if any(id(gradients.part_of(p)) in stepped for p in group["params"]):
                 raise ValueError("some parameters appear in more than one parameter group")      # as torch says it
-            _split_groups(optimizer, [group], axis, stage_of, pairs)
+            _split_groups(optimizer, [group], axis, lambda t: 0 if gradients.part_of(t) is t else stage_of(t), pairs)
         except BaseException:
             del optimizer.param_groups[-1]
             raise
@@ -125,6 +126,16 @@ def _step_parts(optimizer: torch.optim.Optimizer, axis: str, stage_of: Callable[
     after()
     optimizer.add_param_group = add_param_group  # type: ignore[assignment, method-assign]  # of this one
     _register_zero_hooks(optimizer, pairs)
+
+
+def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.register_load_state_dict_post_hook(lambda _: None).remove()
+    except AttributeError as error:
+        name = type(optimizer).__name__
+        raise SbpError(f"gt.zero of a {name} that calls no hooks", "its __init__ does not call that of torch.optim."
+                       "Optimizer, as a wrapper of another optimizer may not",
+                       f"gt.zero(optimizer) of the one inside, and {name}(...) of that") from error
 
 
 def _split_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], axis: str,
@@ -155,10 +166,12 @@ def _register_zero_hooks(optimizer: torch.optim.Optimizer, pairs: MasterParams) 
     optimizer.register_load_state_dict_post_hook(_give_state_by_parameter)
     optimizer.register_step_pre_hook(_take_state)
     optimizer.register_state_dict_pre_hook(_take_state)
-    optimizer.register_step_pre_hook(lambda *_: pairs.before_step())
-    optimizer.register_step_post_hook(lambda *_: pairs.gather() if pairs else None)
-    optimizer.register_state_dict_post_hook(lambda _, state: state.update(pairs.saved_masters()))
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: pairs.load(state.get("masters")))
+    optimizer.register_step_pre_hook(lambda optimizer, *_: pairs.before_step(optimizer))
+    optimizer.register_step_post_hook(lambda optimizer, *_: pairs.gather(optimizer))
+    optimizer.register_state_dict_post_hook(lambda optimizer, state: state.update(
+        pairs.saved_masters(optimizer)))
+    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: pairs.load(
+        optimizer, state.get("masters")))
 
 
 class _StateOfParts(defaultdict[Any, Any]):
@@ -273,7 +286,10 @@ def split_layout(lies: Layout, shape: Shape, axis: str) -> Layout | None:
 
 
 def _part_to_step(p: Any, dst: Layout, stage: int, pairs: MasterParams) -> Any:
-    """What the optimizer works on in the place of p."""
+    """What the optimizer works on in the place of p; of one that it has worked on before, the same."""
+    before = gradients.part_of(p)
+    if before is not None and before.dtype == accumulation_dtype(p.dtype) and pairs.has(before):
+        return before
     with torch.no_grad():
         part, = redistribute([p], [dst], "zero")
         master = accumulation_dtype(p.dtype)
@@ -286,7 +302,6 @@ def _part_to_step(p: Any, dst: Layout, stage: int, pairs: MasterParams) -> Any:
     # Stage 1 leaves them pending until they are read: a step of many micro-batches reduces once. Stage 2 gives that up
     # for memory.
     gradients.set_grad_layout(p, dst, early=stage > 1)
-    gradients.share_grad(p, part)
-    pairs.append((p, part))
+    pairs.append(p, part)
     return part
 
