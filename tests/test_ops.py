@@ -174,6 +174,19 @@ for name in "max min median cummax cummin argmax argmin any all prod cumsum cump
     case(f"{name} along, short", lambda x, f=getattr(torch, name): f(x, dim=0), (2, 3), draws=0.5, grad=has)
 case("max keepdim", lambda x: x.max(0, keepdim=True), (5, 3))
 case("ties", lambda x: (x.max(0), x.min(0), x.argmax(0)), ints(2, 7, 3).double())
+case("extrema of all", lambda x: (x.argmax(), x.argmin(), x.argmax(keepdim=True), *x.aminmax()),
+     ints(3, 5, 3, 2).double(), grad=False, draws=2)     # with ties: the first in the order of the whole
+case("extrema of all, nan", lambda x: (x.argmax(), x.argmin(), *x.aminmax(dim=0)),
+     torch.tensor([[1, math.nan, 3], [math.nan, 5, -1], [2, 2, 9]]).double(), grad=False)
+case("extrema of few", lambda x: (x.argmax(), x.argmin(), *x.aminmax()), torch.full((1, 2), -math.inf), grad=False)
+case("histc", lambda x: (x.histc(5, -1, 1), x.histc(4, 0.5, 0.5), x.histc(3)), (5, 7), grad=False, draws=2)
+case("histc of one value", lambda x: (x.histc(4), x.histc(4, 2, 2), x.histc(2, 0, 2)), torch.full((3, 2), 2.),
+     grad=False)
+case("histogram", lambda x, w: (*torch.histogram(x, 4),
+                                *torch.histogram(x, 3, range=(-1., 1.), weight=w, density=True)),
+     (5, 7), ("positive", (5, 7)), grad=False, draws=2)
+case("histogram of edges", lambda x, e: torch.histogram(x, e, density=True), (5, 7),
+     torch.tensor([-2., -0.5, 0, 3]).double(), grad=False)
 case("infinite", lambda x: (x.max(0), x.amax(0), x.argmax(0), x.logsumexp(0)), torch.full((4, 3), -torch.inf).double(),
      grad=False)
 case("topk", lambda x: x.topk(2, 0), (5, 3))
@@ -679,6 +692,11 @@ STATISTICS = {                                       # name -> most bytes, funct
         2 * 5 * 8, lambda x, y: x.log_softmax(1).gather(1, y), ((5, 64), S1), (ints(64, 5, 1), B)),
     "argmax along a split dim: the best of each part and where": (
         2 * 4 * 8, lambda x: x + 0 * x.argmax(1, keepdim=True), ((4, 64), S1)),
+    "extrema of all: the best of each part and where": (
+        2 * 2 * 8, lambda x: x + 0 * (x.argmax() + x.detach().aminmax()[0]), ((4, 64), S1)),
+    "histograms: nothing but the range, and the counts where they are read": (
+        2 * 8 + 5 * 8, lambda x: x + 0 * (x.detach().histc(5, -1, 1) + torch.histogram(x.detach(), 5)[0]).max(),
+        ((4, 64), S1)),
     "cumsum along a split dim: a sum of each part": (
         4 * 8, lambda x: x.detach().cumsum(1) + 0 * x, ((4, 64), S1)),
     "the norm of a split tensor: one number": (8, lambda x: torch.linalg.vector_norm(x), ((4, 64), S1)),

@@ -166,6 +166,14 @@ def whole_extremum(call: Call, run: Run) -> Any:
 
 
 @traceable
+def both_extrema(call: Call, run: Run) -> Any:
+    """aminmax: of the parts, both left pending."""
+    x, keep = call.tensors[0], bool(call["keepdim"])
+    dims = dims_of(call, x.dim())
+    return tuple(run(reduce, x, dims, keep) for reduce in (aten.amin.default, aten.amax.default))
+
+
+@traceable
 def logsumexp(call: Call, run: Run) -> Any:
     """log(sum(exp(x - m))) + m, with m the maximum, or 0 where that is infinite; of integers as of floats."""
     x, dims, keep = call.tensors[0], dims_of(call, call.tensors[0].dim()), bool(call["keepdim"])

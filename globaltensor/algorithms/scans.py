@@ -6,7 +6,7 @@ tells every rank all that it needs.
 
     cumsum    summary: the sum of the part          result: own cumulative sum + the sums of the parts before it
     prod      summary: the product of the part      result: the product of the summaries
-    argmax    summary: the maximum and its index    result: the first of the largest summaries
+    argmax    summary: the maximum and its index    result: the first of the largest summaries (of all dims as well)
     topk      summary: the k largest and indices    result: the k largest of the summaries
 """
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from globaltensor.algorithms.decompositions import reduces_split
 from globaltensor.algorithms.run import Decomposition, Run
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Layout, Shards, spec
@@ -45,19 +44,18 @@ def _parts_before(x: GlobalLike, dim: int, rank: int) -> int:
     return before
 
 
-def _unsplit(where: Layout, dim: int) -> Layout:
-    """The same layout, but this dim whole."""
-    return where.with_sbp(tuple(broadcast if s.is_split and s.dim == dim else s for s in where.sbp))
+def _unsplit(where: Layout, dims: list[int]) -> Layout:
+    """The same layout, but these dims whole."""
+    return where.with_sbp(tuple(broadcast if s.is_split and s.dim in dims else s for s in where.sbp))
 
 
-def _gather_summaries(run: Run, x: GlobalLike, dim: int, summaries: list[Shards], dtypes: list[torch.dtype],
+def _gather_summaries(run: Run, x: GlobalLike, dims: list[int], summaries: list[Shards], dtypes: list[torch.dtype],
                       length: int, op: str) -> list[GlobalLike]:
-    """The summaries of all parts, `length` long each, concatenated along `dim`: a global tensor for each kind."""
-    shape = list(x.shape)
-    shape[dim] = x.spec.layout.num_parts(dim) * length
-    split_up = [run.wrap(spec(x.spec.layout, tuple(shape), None, dtype), shards)
+    """The summaries of all parts, `length` long each, concatenated along `dims`: a global tensor for each kind."""
+    shape = tuple(x.spec.layout.num_parts(d) * length if d in dims else n for d, n in enumerate(x.shape))
+    split_up = [run.wrap(spec(x.spec.layout, shape, None, dtype), shards)
                 for shards, dtype in zip(summaries, dtypes)]
-    return run.redistribute(split_up, [_unsplit(x.spec.layout, dim)] * len(split_up), op)
+    return run.redistribute(split_up, [_unsplit(x.spec.layout, dims)] * len(split_up), op)
 
 
 # ------------------------------------------------------------------------------------------------ cumulative sums
@@ -71,7 +69,7 @@ def cumulative(join: Callable[..., Tensor], total: Callable[..., Tensor]) -> Dec
         dim = call["dim"] % x.dim()
         dtype = call["dtype"] or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
         totals = {r: total(t, dim, keepdim=True, dtype=dtype) for r, t in x.shards.items()}
-        gathered, = _gather_summaries(run, x, dim, [totals], [dtype], 1, str(call.func))
+        gathered, = _gather_summaries(run, x, [dim], [totals], [dtype], 1, str(call.func))
         shards = {}
         for rank, part in x.shards.items():
             before = gathered.shards[rank].narrow(dim, 0, _parts_before(x, dim, rank))
@@ -103,14 +101,11 @@ def split_product(call: Call, run: Run) -> GlobalLike:
 # -------------------------------------------------------------------------------------------------- extreme values
 
 
-def along_split(call: Call) -> bool:
-    """Does it work along a dim, and is that split? (Without a dim, argmax is of the flattened tensor.)"""
-    return call["dim"] is not None and reduces_split(call)
-
-
 def extreme(call: Call, run: Run) -> GlobalLike | tuple[GlobalLike, GlobalLike]:
     """max.dim, min.dim, argmax and argmin along a split dim."""
     x = _reduced(run, call.tensors[0])
+    if call["dim"] is None:
+        return _extreme_of_all(call, run, x)
     dim, keep = call["dim"] % x.dim(), bool(call["keepdim"])
     reduce = torch.max if "max" in call.func._schema.name else torch.min
     worst = lowest_value(x.dtype) if reduce is torch.max else highest_value(x.dtype)
@@ -122,7 +117,7 @@ def extreme(call: Call, run: Run) -> GlobalLike | tuple[GlobalLike, GlobalLike]:
         else:                                        # an empty part has a summary that never wins
             size = [1 if i == dim else n for i, n in enumerate(part.shape)]
             values[rank], indices[rank] = part.new_full(size, worst), part.new_zeros(size, dtype=torch.int64)
-    summaries = _gather_summaries(run, x, dim, [values, indices], [x.dtype, torch.int64], 1, str(call.func))
+    summaries = _gather_summaries(run, x, [dim], [values, indices], [x.dtype, torch.int64], 1, str(call.func))
     best_values, best_indices = {}, {}
     for rank in x.shards:
         value, winner = reduce(summaries[0].shards[rank], dim, keepdim=True)
@@ -138,6 +133,32 @@ def extreme(call: Call, run: Run) -> GlobalLike | tuple[GlobalLike, GlobalLike]:
     return run.wrap(spec(where, shape, None, x.dtype), best_values), best
 
 
+def _extreme_of_all(call: Call, run: Run, x: GlobalLike) -> GlobalLike:
+    """argmax and argmin of all elements: the first in the order of the whole."""
+    reduce = torch.max if "max" in call.func._schema.name else torch.min
+    worst, n = lowest_value(x.dtype) if reduce is torch.max else highest_value(x.dtype), x.numel()
+    values, indices = {}, {}
+    for rank, part in x.shards.items():
+        value, index = part.new_full((), worst), part.new_full((), n, dtype=torch.int64)    # of an empty part
+        if part.numel():
+            value, at = reduce(part.reshape(-1), 0)
+            index, step = torch.zeros_like(at), 1
+            for d in reversed(range(x.dim())):       # from the place in the part to that in the whole
+                index = index + (at % part.shape[d] + x.spec.region(rank)[d][0]) * step
+                at, step = at // part.shape[d], step * x.shape[d]
+        values[rank], indices[rank] = (t.reshape([1] * x.dim()) for t in (value, index))
+    summaries = _gather_summaries(run, x, list(range(x.dim())), [values, indices], [x.dtype, torch.int64], 1,
+                                  str(call.func))
+    firsts = {}
+    for rank in x.shards:
+        value, index = (t.shards[rank] for t in summaries)
+        best = reduce(value)                         # nan, if there is one
+        first = index.masked_fill((value != best) & (value == value), n).min()
+        firsts[rank] = first.reshape([1] * x.dim()) if call["keepdim"] else first
+    shape = (1,) * x.dim() if call["keepdim"] else ()
+    return run.wrap(spec(x.spec.layout.replicated, shape, None, torch.int64), firsts)
+
+
 def topk(call: Call, run: Run) -> tuple[GlobalLike, ...]:
     """The k largest of each part's k largest; parts shorter than k are filled up with values that never win."""
     x, k = _reduced(run, call.tensors[0]), call["k"]
@@ -150,7 +171,7 @@ def topk(call: Call, run: Run) -> tuple[GlobalLike, ...]:
         missing[dim] = k - value.shape[dim]
         values[rank] = torch.cat([value, value.new_full(missing, worst)], dim)
         indices[rank] = torch.cat([index + x.spec.region(rank)[dim][0], index.new_full(missing, -1)], dim)
-    summaries = _gather_summaries(run, x, dim, [values, indices], [x.dtype, torch.int64], k, str(call.func))
+    summaries = _gather_summaries(run, x, [dim], [values, indices], [x.dtype, torch.int64], k, str(call.func))
     best_values, best_indices = {}, {}
     for rank in x.shards:
         value, index = summaries[0].shards[rank], summaries[1].shards[rank]

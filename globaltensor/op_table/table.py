@@ -15,6 +15,7 @@ from globaltensor.algorithms import (
     fused_attention,
     grouped_mm,
     halo,
+    histograms,
     layer_norm,
     local_impls,
     masks,
@@ -170,11 +171,15 @@ lines("min", reduction(uncut=True), decomposition=decompositions.whole_extremum,
 lines("max.dim min.dim", reduction(outputs=2, uncut=True), decomposition=scans.extreme,
       offer=of_scan(summaries=2, reduces=True))
 lines("argmax argmin", reduction(uncut=True), decomposition=scans.extreme,
-      offer=of_scan(summaries=2, reduces=True, applies=scans.along_split))
+      offer=of_scan(summaries=2, reduces=True))
 lines("logsumexp", reduction(uncut=True), decomposition=decompositions.logsumexp, offer=of_logsumexp())
 lines("prod prod.dim_int", reduction(uncut=True), decomposition=scans.split_product, offer=of_scan(reduces=True))
 lines("median nanmedian", reduction(uncut=True))
-lines("median.dim nanmedian.dim mode kthvalue aminmax", reduction(outputs=2, uncut=True))
+lines("median.dim nanmedian.dim mode kthvalue", reduction(outputs=2, uncut=True))
+lines("aminmax", reduction(outputs=2, uncut=True), decomposition=decompositions.both_extrema,
+      offer=of_reduction(left=[partial_min, partial_max], passes=2))
+decomposed("histc", histograms.histc)
+decomposed("histogram.bin_ct histogram.bins_tensor", histograms.histogram)
 lines("var.correction", reduction(uncut=True), decomposition=decompositions.variance,
       offer=of_reduction(lambda call: (partial_sum,), left=[partial_sum]))
 lines("std.correction", reduction(uncut=True), decomposition=decompositions.variance,
