@@ -308,6 +308,8 @@ case("layer_norm two dims", lambda x: F.layer_norm(x, (5, 6)), (4, 5, 6))
 case("layer_norm no bias", lambda x, w: F.layer_norm(x, (6,), w), (5, 6), (6,))
 case("rms_norm", lambda x, w: F.rms_norm(x, (6,), w), (4, 5, 6), (6,))
 case("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), (4, 6, 5), (6,), (6,), draws=2)
+case("group_norm of images", lambda x, w, b: F.group_norm(x, 2, w, b), (3, 4, 5, 2), (4,), (4,), draws=2)
+case("layer_norm of images", lambda x, w, b: F.layer_norm(x, (4, 5, 2), w, b), (3, 4, 5, 2), (4, 5, 2), (4, 5, 2))
 case("group_norm uneven", lambda x: F.group_norm(x, 3), (5, 6, 2, 2))
 case("instance_norm", lambda x, w, b: F.instance_norm(x, None, None, w, b), (4, 3, 5), (3,), (3,))
 case("weight_norm", lambda x, v, g: F.linear(x, torch._weight_norm(v, g, 0)), (5, 3), (4, 3), (4, 1))
@@ -684,6 +686,12 @@ def test_extrema_of_pending_extrema_stay_pending(place):
 STATISTICS = {                                       # name -> most bytes, function, inputs
     "batch_norm of a split batch: two rows of channels, and two back": (
         4 * 3 * 8, batch_norm(True, running=False), ((4, 3, 8, 8), S0), ((3,), B), ((3,), B)),
+    "group_norm of split images: two rows of samples' channels, and two back": (
+        4 * 6 * 8, lambda x, w: F.group_norm(x, 3, w, w), ((1, 6, 8, 8), S2), ((6,), B)),
+    "group_norm of split channels that fit no groups": (
+        4 * 6 * 8, lambda x: F.group_norm(x, 3), ((1, 6, 8, 8), S1)),
+    "layer_norm of split images: two numbers a sample, and two back": (
+        4 * 2 * 8, lambda x, w: F.layer_norm(x, (6, 8, 8), w), ((2, 6, 8, 8), S2), ((6, 8, 8), B)),
     "softmax along a split dim: a maximum and a sum a row, and a sum back": (
         3 * 4 * 8, lambda x: x.softmax(1), ((4, 64), S1)),
     "cross entropy of a cut vocabulary: two numbers a row, two for the loss, and one a row back": (

@@ -26,10 +26,12 @@ aten = torch.ops.aten
 
 def offer_statistics(boxings: int = 0, *, together: int = 0) -> Offers:
     """What the norm takes where features are split along the last axis that splits anything, and samples along an
-    earlier one: so many boxings of a number per sample, or one of several `together`.
+    earlier one; or where it is over several dims, as of images: so many boxings of a number per sample, or one of
+    several `together`.
 
-    Then it is on a grid of ranks (`parallel/grids.py`), where the layers that follow want features to stay so. If these
-    alone are split, by a parameter that ZeRO cut, say, the plain rule moves the activations back to split samples.
+    Then it is on a grid of ranks (`parallel/grids.py`), or space is cut, and the layers that follow want features to
+    stay so. If one dim of features alone is split, by a parameter that ZeRO cut, say, the plain rule moves the
+    activations back to split samples.
     """
 
     def offer(call: Call, operands: list[Spec]) -> Offer | None:
@@ -60,7 +62,7 @@ def offer_statistics(boxings: int = 0, *, together: int = 0) -> Offers:
 
 def _cuts_features(own: Spec, first: int) -> bool:
     cuts = [s.dim for s in own.sbp if s.is_split]
-    return bool(cuts) and cuts[-1] >= first and min(cuts) < first
+    return bool(cuts) and cuts[-1] >= first and (min(cuts) < first or own.ndim > first + 1)
 
 
 def _of_sample(s: Sbp, first: int) -> Sbp:

@@ -13,6 +13,7 @@ from globaltensor.algorithms import (
     batch_norm,
     decompositions,
     fused_attention,
+    group_norm,
     grouped_mm,
     halo,
     histograms,
@@ -279,10 +280,12 @@ lines("_fused_rms_norm_backward", masked_outputs(layers.normalized(
     "b* d*!, b* d*!, b* o*!, d*! -> b* d*!, d*!", "a*B*C*d;a*B*C"), "output_mask"),
       decomposition=layer_norm.rms_norm_backward, offer=layer_norm.offer_statistics(together=1))
 lines("native_group_norm", layers.group_norm("n (g c) s*!, (g c), (g c) -> n (g c) s*!, n g, n g", "A*b+c;A;A"),
-      local_args=group_counts, local_impl=local_impls.contiguous_norm)
+      local_args=group_counts, local_impl=local_impls.contiguous_norm,
+      decomposition=group_norm.group_norm_forward, offer=group_norm.offer_group_norm(2))
 lines("native_group_norm_backward", masked_outputs(layers.group_norm(
     "n (g c) s*!, n (g c) s*!, n g, n g, (g c) -> n (g c) s*!, (g c), (g c)", "a*B*C*D*e;a*B*C*D;a"), "output_mask"),
-    local_args=group_counts, local_impl=local_impls.contiguous_norm)
+    local_args=group_counts, local_impl=local_impls.contiguous_norm,
+    decomposition=group_norm.group_norm_backward, offer=group_norm.offer_group_norm(together=2))
 lines("mkldnn_rnn_layer", fixed("t! n f!, g! f!, g! h!, x*!, y*!, n h!, n h! -> t! n h!, n h!, n h!, w!",
                                 "A*B*C*D*E*F*G;A*B*C*D*E*F*G;A*B*C*D*E*F*G;D", nonempty="n"),
       local_impl=local_impls.lstm_layer)
