@@ -60,8 +60,8 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
                 theirs may count or add up what it steps: then all of the state is brought for it
     Collective; moves nothing yet. Raises SbpError for another stage, a model where it is not stage 3 or whose
     parameters are not the optimizer's, a parameter that is not global or lacks the axis, an optimizer that `gt.zero`
-    was called for before, or that calls no hooks; ArgumentError for offload of LBFGS, OSError for a folder that cannot be made. The optimizer
-    is then as it was.
+    was called for before, or that calls no hooks; ArgumentError for offload of LBFGS, OSError for a folder that cannot
+    be made. The optimizer is then as it was.
     """
     expect(optimizer, torch.optim.Optimizer, "gt.zero of no optimizer",
            "gt.zero(torch.optim.AdamW(model.parameters()))")
