@@ -1,8 +1,9 @@
 """`DTensor`, `distribute_tensor`, `distribute_module`, `local_map` and `loss_parallel`, as torch has them.
 
 Three things differ from the functions of `gt`: a tensor is scattered from one rank (`distribute_tensor`), parts are
-taken as they are, without a word to others (`DTensor.from_local`), and the gradient of a part belongs to that rank
-alone, so that what is broadcast has the same gradient on every rank, which is not summed (`to_local`).
+taken as they are, without a word to others where torch cuts as this library does (`DTensor.from_local`), and the
+gradient of a part belongs to that rank alone, so that what is broadcast has the same gradient on every rank, which is
+not summed (`to_local`).
 """
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ class DTensor(metaclass=_OnAMesh):
         run_check         compare the parts of all ranks of the world, and take the first rank's where they are to be
                           copies; in a process that drives several ranks it always does
         grad_placements   how the gradient lies whose part is the gradient of the part (default: as the tensor)
-        Raises ShapeError for a part that is cut neither as this library cuts `shape` nor as torch does, and without
-        `shape` outside of the mesh for what `to_local` gives there, from which no shape follows.
+        Raises ShapeError for parts that are cut neither all as this library cuts `shape` nor all as torch does, and
+        without `shape` outside of the mesh for what `to_local` gives there, from which no shape follows.
         """
         expect(local_tensor, torch.Tensor, "from_local of no tensor", "DTensor.from_local(t, mesh, [Shard(0)])")
         device_mesh = mesh_or_current(device_mesh, "DTensor.from_local")
