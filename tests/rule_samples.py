@@ -441,9 +441,20 @@ for rows in (6, 5, 2):
         sample("index_fill.int_Scalar", r(rows, 3), 0, order(rows, keep=short), value)
     sample("scatter.src", r(rows, 3), 0, order(rows, 3, keep=short), r(short, 3))
     sample("scatter.src", r(rows, 4), 0, order(rows, 3, keep=short), r(rows, 4))
-    sample("scatter.reduce", r(rows, 3), 0, i(rows, 4, 3), r(4, 3), reduce="multiply")
-    sample("scatter.value_reduce", r(rows, 3), 0, i(rows, 4, 3), 2.0, reduce="multiply")
-    sample("scatter_reduce.two", r(rows, 3), 0, i(rows, 4, 3), r(4, 3), "amax")
+    for how in ("add", "multiply"):
+        sample("scatter.reduce", r(rows, 3), 0, i(rows, 4, 3), r(4, 3), reduce=how)
+        sample("scatter.value_reduce", r(rows, 3), 0, i(rows, 4, 3), 2.0, reduce=how)
+    for how in ("sum", "mean", "amax", "amin", "prod"):
+        for with_self in (True, False) if rows > 4 else (True,):     # 4 rows leave one that is not written
+            sample("scatter_reduce.two", r(rows, 3), 0, i(rows, 4, 3), r(4, 3), how, include_self=with_self)
+            if how != "sum":
+                sample("index_reduce", r(rows, 3), 0, i(rows, 4), r(4, 3), how, include_self=with_self)
+    sample("scatter_reduce.two", r(3, rows), 1, i(rows, 3, 4), r(3, 5), "amax")
+    sample("index_reduce", r(3, rows), 1, i(rows, 4), r(3, 4), "amin")
+    sample("scatter_reduce.two", i(9, rows), 0, i(rows, 4), i(9, 4), "sum")
+    sample("put", r(rows, 3), i(3 * rows, 5), r(5), True)
+    sample("put", r(rows, 3), i(3 * rows, 2, 3), r(3, 2), True)
+    sample("put", r(rows, 3), order(3 * rows, keep=short), r(short), False)
     sample("index_copy", r(rows, 3), 0, order(rows, keep=short), r(short, 3))
     sample("index_fill.int_Tensor", r(rows, 3), 0, order(rows, keep=short), r())
     sample("index_put", r(rows, 3), [order(rows, keep=short)], r(short, 3), False)
@@ -628,7 +639,6 @@ missing("_cdist_backward", pending(1, 2), "linear in both points together, but f
 missing("_pdist_backward", pending(1), "linear in the points, but for p = 2 only")
 missing("gather scatter.src scatter_add index_put", any_split,
         "an index that is shorter than the operand, cut so that its parts begin where the operand's do")
-missing("scatter.reduce scatter.value_reduce", any_pending, "linear for some of the reductions")
 missing("native_batch_norm", any_pending, "linear in the input and the running mean together, in eval mode")
 missing("native_batch_norm_backward", any_pending, "linear in the input and the mean together")
 missing("_scaled_dot_product_flash_attention_for_cpu_backward", any_pending, "linear in value and output together")

@@ -6,7 +6,7 @@ to do, and what does it. It stands below autograd, so its steps need no gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,21 +49,22 @@ class Run(Protocol):
 
 
 Decomposition = Callable[[Call, Run], Any]
+T = TypeVar("T")
 
 
-_traceable: set[Decomposition] = set()
+_traceable: set[Any] = set()
 
 
-def traceable(decomposition: Decomposition) -> Decomposition:
-    """Mark a decomposition that works by `run(op, ...)` and `run.redistribute` alone and decides by specs and arguments
-    only. What it did once may then be done again for every call with these (dispatch/trace.py)."""
+def traceable(decomposition: T) -> T:
+    """Mark a decomposition, or a class of them, that works by `run(op, ...)` and `run.redistribute` alone and decides
+    by specs and arguments only. What it did once may be done again for every call with these (dispatch/trace.py)."""
     _traceable.add(decomposition)
     return decomposition
 
 
 def is_traceable(decomposition: Decomposition | None) -> bool:
     """Is it marked so?"""
-    return decomposition in _traceable
+    return decomposition in _traceable or type(decomposition) in _traceable
 
 
 _of_values: set[Decomposition] = set()

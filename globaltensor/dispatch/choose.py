@@ -72,11 +72,9 @@ class _Question(NamedTuple):
     def holds_more(self, nd: tuple[Signature, ...]) -> bool:
         """Would a rank hold a larger part of an operand than it has now, or than the algorithm takes?"""
         assert self.offer is not None
-        for q, (own, other) in enumerate(zip(self.operands, self.offer.wants)):
-            want = layout(own.placement, tuple(sig.inputs[q] for sig in nd))
-            if largest_part(want, own.shape) > max(largest_part(at, own.shape) for at in (own.layout, other)):
-                return True
-        return False
+        return any(largest_part(layout(own.placement, tuple(sig.inputs[q] for sig in nd)), own.shape)
+                   > max(largest_part(at, own.shape) for at in (own.layout, other))
+                   for q, (own, other) in enumerate(zip(self.operands, self.offer.wants)))
 
     def cheapest(self, below: float = inf) -> tuple[Signature, ...] | None:
         """The best choice, the first of equals; None where none is below a price."""
@@ -196,8 +194,7 @@ class Contest(NamedTuple):
     def choice(self) -> Choice:
         """The cheapest legal signature of each axis; or the algorithm, where none is cheaper."""
         for question in _questions(*self):
-            unmoved = question.unmoved()
-            if unmoved is not None:
+            if (unmoved := question.unmoved()) is not None:
                 return unmoved
             if next(question.fitting(), None) is not None:
                 below = inf if self.offer is None else self.offer.seconds(self.machine, boxing_cost)
@@ -205,6 +202,10 @@ class Contest(NamedTuple):
                 assert best is not None              # there is one that fits
                 return best
         raise AssertionError(f"all-B is always legal: {self.rule}")
+
+    def unmoved(self) -> tuple[Signature, ...] | None:
+        """The choice that moves nothing, where there is one that cannot be beaten."""
+        return next(_questions(*self)).unmoved()
 
     def wins_at_any_size(self, choice: tuple[Signature, ...]) -> bool:
         """Does this choice move nothing but what each other one moves too, if no part is empty? Then none is cheaper at
@@ -259,8 +260,7 @@ def _moves_no_more(mine: Moved, other: Moved) -> bool:
 
 def _candidates(rule: Rule, states: list[Sbp], target: int | None, may_move: bool) -> list[Signature]:
     """Signatures worth pricing on one axis, where the operands have these sbps now."""
-    split = any(s.is_split for s in states)
-    pending = any(s.is_partial for s in states)
+    split, pending = any(s.is_split for s in states), any(s.is_partial for s in states)
     leader = rule.leads if rule.leads is not None and states[rule.leads].is_split else None
     worthwhile = []
     for sig in signatures(rule):

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from globaltensor.algorithms.offer import Offer
+from globaltensor.algorithms.run import Decomposition
 from globaltensor.dispatch import foreach
 from globaltensor.dispatch.choose import Contest, layouts
 from globaltensor.dispatch.op_errors import refuse_collectives
 from globaltensor.dispatch.other_devices import check_device, decide_elsewhere
-from globaltensor.dispatch.plain_writes import write_whole, writes_plain
+from globaltensor.dispatch.out_of_place import may_move_result, offer_result
+from globaltensor.dispatch.plain_writes import write_whole, write_whole_result, writes_plain
 from globaltensor.dispatch.recipe import (
     Decision,
     Recipe,
@@ -40,7 +42,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.recent import Recent
 from globaltensor.layouts.symbols import expected, has_symbols
 from globaltensor.op_table.line import Line, always_decomposed
-from globaltensor.op_table.variants import line_of
+from globaltensor.op_table.variants import WriteResult, line_of, out_of_place
 from globaltensor.rules.call import Call, arguments
 from globaltensor.rules.language import Signature, expected_rule, fits, label_sizes
 from globaltensor.runtime.custom_ops import MADE_OF
@@ -66,7 +68,7 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
         _check_call(cls, call)
         return write_through
     if writes_plain(call):
-        return write_whole
+        return _write_result_whole(cls, call) or write_whole
     if foreach.is_foreach(func):                     # whose elements may be on different placements
         if foreach.has_plain_element(call):
             return foreach.plain_apart
@@ -81,6 +83,19 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
         return decomposition
     decision = _decide_by_rule(cls, call, line, where, len(args), beside=True)
     return restride if func is _as_strided and isinstance(decision, Recipe) and decision.boxes_view else decision
+
+
+def _write_result_whole(cls: type[GlobalLike], call: Call) -> Decomposition | None:
+    """How an op writes a plain tensor whose result is less to move than its operands; None for any other."""
+    line, places = line_of(call.func), {t.spec.placement for t in call.tensors if type(t) is cls}
+    if line is None or line.family is always_decomposed or len(places) > 1 or out_of_place(call) is None:
+        return None
+    operands = [t.spec if type(t) is cls else spec_of_plain(t, next(iter(places))) for t in call.tensors]
+    results = _meta(call, operands)
+    if results is None or line.offer is not None:
+        return None
+    choice = _contest(line, call, operands, results, (0,), beside=True).choice()
+    return write_whole_result(WriteResult(choice.wants)) if isinstance(choice, Offer) else None
 
 
 def decide_by_rule(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Recipe:
@@ -112,8 +127,8 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
     else:
         choice = _contest(line, call, operands, results, written, beside).choice()
         if isinstance(choice, Offer):
-            assert line.decomposition is not None    # which made the offer
-            return line.decomposition
+            by_line = line.decomposition if line.offer is not None else None
+            return by_line or WriteResult(choice.wants)
         _follow(choice, recipe, line, call, operands, results)
     recipe.wants = tuple(None if type(t) is cls and want is own.layout else want
                          for t, want, own in zip(call.tensors, recipe.wants, operands))
@@ -173,7 +188,7 @@ def contest_of(cls: type[GlobalLike], call: Call) -> Contest | None:
 def _contest(line: Line, call: Call, operands: list[Spec], results: list[Any], written: tuple[int, ...], beside: bool
              ) -> Contest:
     """The same, of a line; `beside`: the algorithm too."""
-    rule = expected_rule(line.rule(call))
+    rule, symbolic = expected_rule(line.rule(call)), any(own.symbolic for own in operands)
     operands = [own.expected for own in operands]
     sizes = []
     for r in _ruled(results, len(rule.outputs)):
@@ -183,7 +198,14 @@ def _contest(line: Line, call: Call, operands: list[Spec], results: list[Any], w
         sizes.append((shape, prod(shape) * of.dtype.itemsize if of is not None else 0))
     assert len(sizes) == len(rule.outputs), f"{call.func}: {len(sizes)} results, {len(rule.outputs)} in its rule"
     offer = line.offer(call, operands) if beside and line.offer is not None else None
-    return Contest(rule, operands, sizes, world().machine, written[0] if written and rule.outputs else None, offer)
+    contest = Contest(rule, operands, sizes, world().machine, written[0] if written and rule.outputs else None, offer)
+    if not beside or line.offer is not None or symbolic or not may_move_result(contest):
+        return contest
+    free = out_of_place(call)
+    gives = _meta(free, operands) if free is not None else None
+    if free is None or gives is None:
+        return contest
+    return contest._replace(offer=offer_result(contest, _contest(line, free, operands, gives, (), beside=False)))
 
 
 def _follow(signature: tuple[Signature, ...], recipe: Recipe, line: Line, call: Call, operands: list[Spec],

@@ -30,7 +30,8 @@ def log_decision(func: OpOverload, decision: Decision, args: Sequence[Any], kwar
     home = next(t.spec.placement for t in call.tensors if is_global(t))
     operands = [t.spec if is_global(t) else spec_of_plain(t, home) for t in call.tensors]
     if not isinstance(decision, Recipe):
-        how = f"{sbps_text([own.sbp for own in operands])} on {home}, as other ops ({decision.__name__})"
+        name = getattr(decision, "__name__", type(decision).__name__)
+        how = f"{sbps_text([own.sbp for own in operands])} on {home}, as other ops ({name})"
     else:
         wanted = [want or own.layout for own, want in zip(operands, decision.wants)]
         outputs = [o.sbp for o in decision.outputs or () if o is not None]

@@ -11,6 +11,7 @@ import torch
 
 from globaltensor.algorithms import (
     batch_norm,
+    counts,
     decompositions,
     fused_attention,
     group_norm,
@@ -260,7 +261,11 @@ lines("gather", indices.gathered, local_impl=local_impls.own_gather)
 lines("scatter.src", indices.scattered("a*B+B*c"), local_impl=local_impls.own_scatter)
 lines("scatter.value", indices.scattered_value, local_impl=local_impls.own_scatter)
 lines("scatter_add", indices.scattered("a+B*c", index="k"), local_impl=local_impls.own_scatter)
-lines("scatter.reduce scatter.value_reduce scatter_reduce.two", indices.scattered("", touched="v!"))
+lines("scatter.reduce scatter.value_reduce scatter_reduce.two", indices.scatter_reduced,
+      local_impl=local_impls.own_scatter)
+lines("index_reduce", indices.index_reduced, local_impl=local_impls.own_scatter)
+lines("put", indices.put_flat)
+decomposed("bincount", counts.bincount)
 lines("index_add", indices.index_written("a+B*c"), local_impl=local_impls.own_index_add,
       decomposition=grouped_mm.add_rows, applies=grouped_mm.scatters_rows)
 lines("index_copy index_fill.int_Tensor", indices.index_written("a*B+B*c", index="k!"), local_impl=local_impls.own_rows)

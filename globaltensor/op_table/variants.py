@@ -7,18 +7,19 @@
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from globaltensor.algorithms.aliasing import become, turn
-from globaltensor.algorithms.run import Decomposition, Run
+from globaltensor.algorithms.run import Decomposition, Run, traceable
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.global_like import is_global
+from globaltensor.layouts.layout import Layout
 from globaltensor.op_table.line import Line, always_decomposed
 from globaltensor.op_table.table import TABLE
 from globaltensor.rules.call import Call, arguments
@@ -116,6 +117,39 @@ def functional_of(func: OpOverload) -> OpOverload | None:
 def _as(functional: OpOverload, call: Call) -> Call:
     """The same call of the functional op."""
     return Call(functional, (), {a.name: call[a.name] for a in arguments(functional)})
+
+
+def out_of_place(call: Call) -> Call | None:
+    """The call that returns what this one writes into its first operand; None for one that does not, and for a copy,
+    which would only move its operand sooner."""
+    func = call.func
+    if not func._schema.is_mutable or func._schema.arguments[-1].is_out or func is aten.copy_.default:
+        return None
+    functional = functional_of(func)
+    return _as(functional, call) if functional in TABLE and call.tensors[0] is call.get("self") else None
+
+
+@traceable
+@dataclass(frozen=True)
+class WriteResult:
+    """An op in place by the one that is not: where its result, a pending sum, is less to move than its operands, which
+    it `wants` so."""
+
+    wants: tuple[Layout, ...]
+
+    def __call__(self, call: Call, run: Run) -> Any:
+        target = call.tensors[0]
+        result, = run.redistribute([self.result(call, run)], [target.spec.layout], str(call.func))
+        return run(aten.copy_.default, target, result)
+
+    def result(self, call: Call, run: Run) -> Any:
+        """What is to be written, laid out as ranks can make it."""
+        free = out_of_place(call)
+        assert free is not None                      # as it was offered
+        tensors, dsts = zip(*[(t, want) for t, want in zip(free.tensors, self.wants) if is_global(t)])
+        moved: Iterator[Any] = iter(run.redistribute(tensors, dsts, str(call.func)))
+        args, kwargs = free.arguments_with([next(moved) if is_global(t) else t for t in free.tensors])
+        return run(free.func, *args, **kwargs)
 
 
 def _in_place(functional: OpOverload, decomposition: Decomposition) -> Decomposition:

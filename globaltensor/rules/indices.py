@@ -132,6 +132,42 @@ def scattered(algebra: str, *, touched: str = "v", index: str = "k!") -> Family:
     return write
 
 
+def _combined(call: Call) -> tuple[str, str, str]:
+    """How what is written is combined with what there is: the algebra, what an index that is cut leaves, and the
+    index's label. The target counts once in a sum, and may count often in a maximum. To leave it out where something is
+    written, and to divide by how much is, a rank must know the whole index."""
+    how, of, source = call["reduce"], call.tensors[0].dtype, "c" if len(call.tensors) > 2 else ""
+    with_self = call.get("include_self", True)
+    if how in ("amax", "amin") and with_self:
+        return "", how[1:], "k"
+    if of != torch.bool and how in ("sum", "add") and with_self:
+        return f"a+B*{source}" if source else "a+B", "sum", "k"
+    if of != torch.bool and how in ("sum", "add") or how == "mean" and (of.is_floating_point or of.is_complex):
+        return f"a*B+B*{source}", "sum", "k!"
+    return ("a*B*C" if source else "a*B") if with_self and how in ("prod", "multiply") else "", "sum", "k!"
+
+
+def scatter_reduced(call: Call) -> Rule:
+    """scatter_reduce, and scatter of a tensor or a number with a `reduce`."""
+    algebra, leaves, index = _combined(call)
+    return replace(scattered(algebra, index=index)(call), leaves=leaves)
+
+
+def index_reduced(call: Call) -> Rule:
+    algebra, leaves, index = _combined(call)
+    return replace(index_written(algebra, index=index)(call), leaves=leaves)
+
+
+def put_flat(call: Call) -> Rule:
+    """put: elements named by their numbers in the whole tensor."""
+    x, index, source = call.shapes
+    whole = "" if index == source and call["accumulate"] else "!"
+    parts = [" ".join(f"{name}{i}{whole}" for i in range(len(own))) for name, own in
+             (("k", index), ("k" if not whole else "s", source))]
+    target = " ".join(f"d{i}!" for i in range(len(x)))
+    return rule(f"{target}, {', '.join(parts)} -> {target}", "a+B*c" if call["accumulate"] else "a*B+B*c")
+
+
 def _by_zero(call: Call, algebra: str) -> str:
     """Linear where the int 0 is written."""
     return algebra if type(call["value"]) is int and call["value"] == 0 else algebra.upper()
