@@ -22,7 +22,9 @@ OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
     "adam one by one": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
     "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
@@ -46,6 +48,34 @@ def pair(where):
 def same(model, plain):
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
         torch.testing.assert_close(p.full_tensor(), q, rtol=1e-6, atol=1e-9, msg=lambda m: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("place_", PLACES)
+@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "muon"])
+def test_optimizers_go_on_from_the_state_of_one_device(name, loaded, place_):
+    """Which a checkpoint has, or they have themselves: they were made and stepped before the model became global."""
+    plain, model, x, gx = pair(place(*PLACES[place_]))
+    optimizer = OPTIMIZERS[name](list(plain.parameters()))
+
+    def steps(net, data, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(data).pow(2).mean().backward()
+            optimizer.step()
+
+    steps(plain, x, optimizer)
+    if loaded:
+        own = OPTIMIZERS[name.replace("adamw fused", "adamw")](list(model.parameters()))
+        model.load_state_dict(plain.state_dict())
+        own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    else:
+        model, own = copy.deepcopy((plain, optimizer))
+        rows = {row: sbps for row, sbps in ROWS.items() if "tp" in gx.placement.axis_names}
+        gt.parallelize(model, gx.placement, rows)
+    steps(plain, x, optimizer)
+    steps(model, gx, own)
+    same(model, plain)
 
 
 @pytest.mark.parametrize("place_", PLACES)

@@ -147,7 +147,7 @@ class MasterParams:
         Raises GlobalTensorError where `gt.zero` was called for another optimizer of these parameters since, and for one
         whose dtype or placement is another now that its part cannot follow."""
         self._arrive()
-        pairs = self._stepped(optimizer)
+        pairs = self._in_groups(optimizer)
         if wholes := {k: _WHOLE for k, (p, _) in pairs.items() if self._is_whole_newer(k, p)}:
             with self._as_writer():
                 self._equalize(wholes)
@@ -168,7 +168,7 @@ class MasterParams:
             return self.newer[k][0] == _WHOLE
         return bool((writes_of(p), shard_versions(p.shards)) != self.writes[id(p)])      # by a shard of its own
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[Any, Any]]:
+    def _in_groups(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[Any, Any]]:
         """Of those that are in its groups now, in the order of the groups."""
         numbers = {id(part): (k, p) for k, (p, part) in self.pairs().items()}
         parts = [t for group in optimizer.param_groups for t in group["params"] if id(t) in numbers]
@@ -180,7 +180,7 @@ class MasterParams:
         All ranks know which: those with a gradient, or another version, which is also counted where nothing is held. A
         part that was written to unseen by these is newer, as between steps."""
         with self._as_writer():
-            held = self._stepped(optimizer)
+            held = self._in_groups(optimizer)
             stepped = [k for k, (_, part) in held.items() if gradients.raw_grad(part) is not None
                        or current_version(part) != self._versions.get(id(part))]
             self._equalize({k: side for k, (side, _) in self.newer.items() if side == _WHOLE})
@@ -198,13 +198,13 @@ class MasterParams:
     def saved_masters(self, optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
         """What belongs to the optimizer's state: the parts that say more than their parameters do, those of 16 bits, if
         there are any."""
-        masters = [part.detach() for p, part in self._stepped(optimizer).values() if part.dtype != p.dtype]
+        masters = [part.detach() for p, part in self._in_groups(optimizer).values() if part.dtype != p.dtype]
         return {"masters": masters} if masters else {}
 
     def load(self, optimizer: torch.optim.Optimizer, masters: list[Any] | None) -> None:
         """Take saved ones. An optimizer on one device has none: its parameters say what it had."""
         with torch.no_grad():
-            wide = [(p, part) for p, part in self._stepped(optimizer).values() if part.dtype != p.dtype]
+            wide = [(p, part) for p, part in self._in_groups(optimizer).values() if part.dtype != p.dtype]
             if not masters:
                 masters = redistribute([p for p, _ in wide], [part.spec.layout for _, part in wide], "zero")
             for (_, own), saved in zip(wide, masters, strict=True):

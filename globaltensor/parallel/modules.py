@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from globaltensor.errors import SbpError, expect
 from globaltensor.layouts.layout import Layout
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, SbpLike, broadcast, split
+from globaltensor.parallel.optimizer_state import globalize_fused_state
 from globaltensor.parallel.pretrained import learn_save_pretrained
 from globaltensor.tensors.convert import from_full_of_model
 from globaltensor.tensors.factories import empty
@@ -129,3 +131,6 @@ def _check_patterns(module: nn.Module, sbp: Mapping[str, Any]) -> None:
             raise SbpError(f"the pattern {pattern!r} fits no parameter or buffer of the module",
                            f"its names are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}",
                            "a pattern as in fnmatch, such as '*.weight'")
+
+
+register_optimizer_step_pre_hook(globalize_fused_state)

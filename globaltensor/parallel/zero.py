@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, KeysView, Mapping, Sequence
+from collections.abc import Callable, KeysView, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,13 +30,13 @@ from torch import nn
 from globaltensor.boxings.redistribute import redistribute
 from globaltensor.errors import SbpError, expect
 from globaltensor.layouts.layout import Layout, Shape
-from globaltensor.layouts.sbp import broadcast, split
+from globaltensor.layouts.sbp import split
 from globaltensor.parallel.master_params import MasterParams
 from globaltensor.parallel.offload import check_offload, folder_of, offload_state
+from globaltensor.parallel.optimizer_state import globalize_state, lay_like, split_state
 from globaltensor.parallel.zero3 import ShardedLayers
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.tensors import gradients
-from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tracebacks import api_boundary
 
@@ -146,17 +146,7 @@ def _split_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, A
         group["params"] = [p if dst is None else _part_to_step(p, dst, stage_of(p), pairs) for p, dst in wanted]
         for (p, dst), part in zip(wanted, group["params"]):
             if dst is not None and p in optimizer.state:
-                optimizer.state[part] = _split_state(optimizer.state.pop(p), p, part)
-
-
-def _split_state(state: Mapping[str, Any], p: Any, part: Any) -> dict[str, Any]:
-    """What the optimizer has kept of a parameter, for what it steps from now on. What has another shape than that, such
-    as a count of steps, stays as it is."""
-    splits = {key: t if isinstance(t, GlobalTensor) else from_full(t, p.placement, broadcast)
-              for key, t in state.items() if isinstance(t, torch.Tensor) and t.dim() and t.shape == part.shape}
-    with torch.no_grad():
-        parts = redistribute([*splits.values()], [part.spec.layout] * len(splits), "zero")
-        return {**state, **{key: t.to(part.dtype) if t.dtype == p.dtype else t for key, t in zip(splits, parts)}}
+                optimizer.state[part] = split_state(optimizer.state.pop(p), p, part)
 
 
 def _register_zero_hooks(optimizer: torch.optim.Optimizer, pairs: MasterParams) -> None:
@@ -224,7 +214,7 @@ class _StateOfParts(defaultdict[Any, Any]):
     def split_whole(self) -> None:
         """Split what a program may have made like a parameter, for what is stepped in its place."""
         for part, p in self.by_parameter.items():
-            _lay_like(super().get(part), p, part)
+            lay_like(super().get(part), p, part)
         self.by_parameter.clear()
 
 
@@ -239,22 +229,6 @@ def _take_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _give_state_by_parameter(optimizer)
     state: Any = optimizer.state
     state.split_whole()
-
-
-def _lay_like(state: Any, p: Any, part: Any) -> None:
-    """Let what is as large as the part lie like it, and have its dtype where it has that of the parameter."""
-    if isinstance(state, dict):
-        others = {key: t for key, t in state.items() if not isinstance(t, GlobalTensor)
-                  or t.placement == p.placement and (t.sbp, t.dtype) != (part.sbp, part.dtype)}
-        state.update(_split_state(others, p, part))
-
-
-def globalize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer's state that was loaded, from one device or of whole parameters, the layouts of what it
-    steps."""
-    for p, state in optimizer.state.items():
-        if isinstance(p, GlobalTensor):
-            _lay_like(state, p, p)
 
 
 def _zero_layout(p: torch.Tensor, axis: str) -> Layout | None:
@@ -304,4 +278,3 @@ def _part_to_step(p: Any, dst: Layout, stage: int, pairs: MasterParams) -> Any:
     gradients.set_grad_layout(p, dst, early=stage > 1)
     pairs.append(p, part)
     return part
-

@@ -31,7 +31,7 @@ from torch import nn
 from globaltensor.checkpoint.torch_files import with_whole_tensors
 from globaltensor.errors import ArgumentError, GlobalTensorError
 from globaltensor.layouts.placement import placement
-from globaltensor.parallel.zero import globalize_state
+from globaltensor.parallel.optimizer_state import globalize_state
 from globaltensor.runtime.agreement import gather_objects
 from globaltensor.runtime.world import rank
 from globaltensor.tracebacks import api_boundary

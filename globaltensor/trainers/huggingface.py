@@ -21,7 +21,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 from globaltensor.checkpoint.huggingface import load_safetensors
 from globaltensor.checkpoint.torch_files import save
 from globaltensor.errors import ArgumentError
-from globaltensor.parallel.zero import globalize_state
+from globaltensor.parallel.optimizer_state import globalize_state
 from globaltensor.runtime.agreement import gather_objects
 from globaltensor.runtime.world import rank
 from globaltensor.tracebacks import api_boundary

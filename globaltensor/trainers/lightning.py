@@ -20,8 +20,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from globaltensor.checkpoint.torch_files import with_whole_tensors
 from globaltensor.errors import ArgumentError, expect
 from globaltensor.layouts.placement import placement as Placement
+from globaltensor.parallel.optimizer_state import globalize_state
 from globaltensor.parallel.plan import Plan, parallelize
-from globaltensor.parallel.zero import globalize_state
 from globaltensor.runtime.agreement import gather_objects
 from globaltensor.runtime.start import init
 from globaltensor.runtime.world import rank
