@@ -295,6 +295,12 @@ def convolutions(space, groups, transposed, n=5, c=6):
 for space, groups, transposed in ((1, 1, False), (2, 1, False), (3, 1, False), (1, 6, False), (2, 2, False),
                                   (1, 1, True), (1, 3, True), (2, 6, True)):
     convolutions(space, groups, transposed)
+for groups, weight, stride, padding in ((1, (4, 3, 2, 3), [2, 3], [0, 0]), (2, (4, 1, 2, 3), [2, 3], [0, 1]),
+                                        (4, (4, 1, 1, 2), [1, 2], [0, 0])):          # kernels that do not overlap
+    o, out = weight[1] * groups, (6 * stride[0], 4 * stride[1] - 2 * padding[1])
+    rest = (stride, padding, [1, 1], True, [0, 0], groups)
+    sample("convolution", r(5, 4, 6, 4), r(*weight), r(o), *rest)
+    sample("convolution_backward", r(5, o, *out), r(5, 4, 6, 4), r(*weight), [o], *rest, [True, True, True])
 for n, c in ((2, 2), (1, 6)):
     convolutions(1, 1, False, n, c)
     convolutions(1, 1, True, n, c)
@@ -396,6 +402,10 @@ sample("diagonal_scatter", r(5, 3, 3), r(5, 3), 0, 1, 2)
 sample("unfold", r(6, 4), 0, 2, 1)
 sample("unfold", r(5, 3), 1, 2, 1)
 sample("unfold_backward", r(5, 4, 2), [6, 4], 0, 2, 1)
+for size, step in ((2, 2), (2, 3), (3, 3)):          # side by side: cut between windows
+    sample("unfold", r(12, 4), 0, size, step)
+    sample("unfold_backward", r(5 if step == 2 else 4, 4, size), [12 - 2 * (step == 2), 4], 0, size, step)
+sample("unfold", r(2, 13), 1, 2, 2)
 for value in (0, 1.5):
     sample("constant_pad_nd", r(6, 4), [1, 1], value)
     sample("constant_pad_nd", r(5, 3, 2), [0, 0, 1, 0], value)
@@ -546,6 +556,10 @@ sample("avg_pool2d max_pool2d_with_indices", r(5, 4, 4), [2, 2])
 sample("upsample_bicubic2d", r(5, 6, 3, 3), [6, 6], False)
 sample("upsample_bicubic2d_backward", r(5, 6, 6, 6), [6, 6], [5, 6, 3, 3], False)
 for batch in ((5,), (2,), ()):
+    for kernel, stride in (([2, 2], [2, 2]), ([2, 2], [2, 1]), ([1, 3], [1, 2])):
+        sample("im2col", r(*batch, 2, 12, 5), kernel, [1, 1], [0, 0], stride)
+        columns = (12 // kernel[0]) * ((5 - kernel[1]) // stride[1] + 1)
+        sample("col2im", r(*batch, 2 * kernel[0] * kernel[1], columns), [12, 5], kernel, [1, 1], [0, 0], stride)
     sample("im2col", r(*batch, 2, 3, 3), [2, 2], [1, 1], [0, 0], [1, 1])
     sample("col2im", r(*batch, 8, 4), [3, 3], [2, 2], [1, 1], [0, 0], [1, 1])
 sample("pixel_shuffle", r(5, 24, 2, 2), 2)

@@ -353,6 +353,15 @@ for n in (1, 2, 3):
         case(f"pad{n} {mode}", lambda x, m=mode, k=n: F.pad(x, (1, 2) * k, mode=m), (5, 3, *space), draws=0.4)
 case("depthwise", lambda x, w: F.conv2d(x, w, groups=6), (2, 6, 5, 5), (6, 1, 3, 3), draws=2)
 case("depthwise, fewer channels than ranks", lambda x, w: F.conv1d(x, w, groups=2), (2, 2, 4), (2, 1, 3), draws=2)
+for n, space in enumerate(((6,), (4, 6), (4, 3, 2)), 1):
+    for mode in ("nearest", "nearest-exact"):
+        case(f"interpolate{n} {mode} by whole numbers", lambda x, m=mode, s=space: (
+            F.interpolate(x, scale_factor=3, mode=m), F.interpolate(x, [k * 2 for k in s[:-1]] + [s[-1] + 1], mode=m),
+            F.interpolate(x, scale_factor=2.1, mode=m)), (3, 2, *space), draws=2)
+    case(f"conv_transpose{n}d of tiles", lambda x, w, b, f=getattr(F, f"conv_transpose{n}d"): f(x, w, b, stride=2),
+         (3, 2, *space), (2, 3, *[2] * n), (3,), draws=2)
+case("windows side by side", lambda x: (x.unfold(1, 2, 2), x.unfold(2, 3, 3), x.unfold(1, 1, 2)), (2, 8, 6), draws=3)
+case("patches side by side", lambda x: F.fold(F.unfold(x, 2, stride=2) * 2, (8, 6), 2, stride=2), (2, 3, 8, 6), draws=2)
 case("interpolate bicubic", lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), (3, 2, 4, 4))
 case("unfold fold", lambda x: F.fold(F.unfold(x, 2), (5, 5), 2), (3, 4, 5, 5))
 case("pixel_shuffle", lambda x: (F.pixel_shuffle(x, 2), F.pixel_unshuffle(x, 2)), (3, 8, 4, 4))
@@ -619,6 +628,14 @@ QUIET = {
     "convolution, split output": (F.conv2d, ((2, 3, 5, 5), B), ((4, 3, 3, 3), S0)),
     "convolution, split groups": (lambda x, w: F.conv2d(x, w, groups=4), ((2, 4, 5, 5), S1), ((4, 1, 3, 3), S0)),
     "pooling": (lambda x: F.avg_pool2d(F.max_pool2d(x, 2), 2), ((4, 4, 8, 8), S1)),
+    "transposed convolution of tiles": (lambda x, w: F.conv_transpose2d(x, w, stride=2), ((2, 3, 4, 5), S2),
+                                        ((3, 2, 2, 2), B)),
+    "transposed convolution of tiles, in groups": (lambda x, w: F.conv_transpose1d(x, w, stride=3, groups=2),
+                                                   ((2, 4, 6), S2), ((4, 1, 3), B)),
+    "windows side by side": (lambda x: x.unfold(1, 2, 2) * 2, ((5, 8), S1)),
+    "patches side by side": (lambda x: F.fold(F.unfold(x, 2, stride=2) * 2, (8, 6), 2, stride=2), ((2, 3, 8, 6), S2)),
+    "nearest by a whole number": (lambda x: F.interpolate(x, scale_factor=2), ((2, 3, 4, 5), S2)),
+    "nearest to a size": (lambda x: F.interpolate(x, size=(8, 7)), ((2, 3, 4, 5), S2)),
     "embedding, cut vocabulary": (F.embedding, (ints(8, 4, 3), B), ((8, 6), S0)),
     "embedding, cut columns": (F.embedding, (ints(8, 4, 3), B), ((8, 6), S1)),
     "embedding, split batch": (F.embedding, (ints(8, 4, 3), S0), ((8, 6), B)),

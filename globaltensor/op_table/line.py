@@ -77,6 +77,11 @@ def sized(name: str) -> LocalArgs:
     return lambda call, operands, outputs, rank: [(call.position(name), list(outputs[0].local_shape(rank)))]
 
 
+def image_sized(call: Call, operands: list[Spec], outputs: list[Spec], rank: int) -> ArgValues:
+    """col2im takes the size of the image that it makes: locally, that of the rank's part."""
+    return [(call.position("output_size"), list(outputs[0].local_shape(rank)[-2:]))]
+
+
 def strided(call: Call, operands: list[Spec], outputs: list[Spec], rank: int) -> ArgValues:
     """new_empty_strided: the size of the rank's part, and strides in the order of the whole's, without its gaps."""
     size = outputs[0].local_shape(rank)

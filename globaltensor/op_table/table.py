@@ -20,6 +20,7 @@ from globaltensor.algorithms import (
     histograms,
     layer_norm,
     local_impls,
+    magnified,
     masks,
     pooling,
     random_ops,
@@ -36,6 +37,7 @@ from globaltensor.op_table.line import (
     Line,
     decomposed,
     group_counts,
+    image_sized,
     lines,
     own_channels,
     scaled,
@@ -322,8 +324,9 @@ for _name in ("flash", "efficient", "cudnn"):
 for _n in (1, 2, 3):
     for _name in (f"upsample_{('linear1d', 'bilinear2d', 'trilinear3d')[_n - 1]}", f"upsample_nearest{_n}d",
                   f"_upsample_nearest_exact{_n}d", *(["upsample_bicubic2d"] if _n == 2 else [])):
-        lines(_name, layers.spatial(_n, "a"))
-        lines(f"{_name}_backward", layers.spatial(_n, "a"), local_args=sized("input_size"))
+        _rows = {"decomposition": magnified.magnify, "applies": magnified.is_cut_into_rows} if "near" in _name else {}
+        lines(_name, layers.spatial(_n, "a"), **_rows)
+        lines(f"{_name}_backward", layers.spatial(_n, "a"), local_args=sized("input_size"), **_rows)
     for _name in (f"reflection_pad{_n}d", f"replication_pad{_n}d"):
         lines(_name, layers.spatial(_n, "a"))
         lines(f"{_name}_backward", layers.spatial(_n, "a", operands=2))
@@ -341,7 +344,7 @@ for _n in (2, 3):
     lines(f"adaptive_max_pool{_n}d_backward", layers.spatial(_n, "a*C", operands=3))
     lines(f"max_unpool{_n}d", layers.spatial(_n, "a*B", operands=2))
 lines("im2col", layers.columns(apart=True))
-lines("col2im", layers.columns(apart=False))
+lines("col2im", layers.columns(apart=False), local_args=image_sized)
 lines("pixel_shuffle", layers.shuffled(up=True))
 lines("pixel_unshuffle", layers.shuffled(up=False))
 lines("_pack_padded_sequence", fixed("t! b! f*!, l! -> p! f*!, s!"), decomposition=decompositions.packed_sequence)

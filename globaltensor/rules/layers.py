@@ -26,19 +26,31 @@ from globaltensor.rules.parse import rule
 
 def _conv_dims(call: Call, space: int) -> tuple[str, str, str, str, tuple[tuple[str, int], ...]]:
     """Dims of input, weight, bias and output, and the labels that must be cut evenly."""
-    y, k, z = (" ".join(f"{x}{i}!" for i in range(space)) for x in "ykz")
-    groups = call["groups"]
+    k, groups, tiled = " ".join(f"k{i}!" for i in range(space)), call["groups"], _tiles(call, space)
+    y = " ".join(f"y{i}" if i in tiled else f"y{i}!" for i in range(space))
+    z = " ".join(f"(y{i} p{i})" if i in tiled else f"z{i}!" for i in range(space))
+    rows = tuple((f"y{i}", call["input"].shape[i - space]) for i in tiled)
     if groups == 1:
         weight = f"c o {k}" if call["transposed"] else f"o c {k}"
-        return f"n c {y}", weight, "o", f"n o {z}", ()
+        return f"n c {y}", weight, "o", f"n o {z}", rows
     # a group reads all of its own channels, so these stay whole: "(g i)" is cut between groups
     weight = f"(g i) o! {k}" if call["transposed"] else f"(g o) i! {k}"
     x, bias, out = f"n (g i) {y}", "(g o)", f"n (g o) {z}"
     channels = call["weight"].shape[0] * (call["weight"].shape[1] if call["transposed"] else 1)
     if groups == call["input"].shape[1] == channels:         # one channel a group: any cut is one between groups
         x, weight, bias, out = (dims.replace("(g i)", "g").replace("(g o)", "g") for dims in (x, weight, bias, out))
-        return x, weight, bias, out, ()
-    return x, weight, bias, out, (("g", groups),)
+        return x, weight, bias, out, rows
+    return x, weight, bias, out, (("g", groups), *rows)
+
+
+def _tiles(call: Call, space: int) -> list[int]:
+    """Spatial dims of a transposed convolution each row of which makes rows of its own: kernels that do not overlap."""
+    if not call["transposed"]:
+        return []
+    each = [list(call[name]) * (1 if len(call[name]) == space else space)
+            for name in ("stride", "padding", "dilation", "output_padding")]
+    kernel = call["weight"].shape[-space:]
+    return [i for i, numbers in enumerate(zip(*each)) if numbers == (kernel[i], 0, 1, 0)]
 
 
 def convolved(call: Call) -> Rule:
@@ -85,13 +97,19 @@ def shuffled(*, up: bool) -> Family:
 
 
 def columns(*, apart: bool) -> Family:
-    """im2col (`apart`) and col2im: the values of a patch are neighbours within a channel."""
+    """im2col (`apart`) and col2im: the values of a patch are neighbours within a channel. Patches that lie side by side
+    are rows of the image by rows of patches."""
 
     def write(call: Call) -> Rule:
         batch = "b" if call.tensors[0].dim() == (4 if apart else 3) else ""
         channels = call.shapes[0][-3] if apart else call.shapes[0][-2] // prod(call["kernel_size"])
-        image, patches = f"{batch} c y! x!", f"{batch} (c k) l!"
-        return rule(f"{image} -> {patches}" if apart else f"{patches} -> {image}", "a", even=(("c", channels),))
+        image, patches, even = f"{batch} c y! x!", f"{batch} (c k) l!", [("c", channels)]
+        rows = (call.shapes[0] if apart else call["output_size"])[-2]
+        kernel, *numbers = (call[name][0] for name in ("kernel_size", "stride", "padding", "dilation"))
+        if numbers == [kernel, 0, 1] and rows % kernel == 0:
+            image, patches = f"{batch} c (y p) x!", f"{batch} (c k) (y q)"
+            even.append(("y", rows // kernel))
+        return rule(f"{image} -> {patches}" if apart else f"{patches} -> {image}", "a", even=tuple(even))
 
     return write
 

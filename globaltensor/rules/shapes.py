@@ -356,21 +356,31 @@ def turned(call: Call) -> Rule:
     return rule(f"{' '.join(row)} -> {' '.join(out)}", "a")
 
 
-@regardless_of_size
+def _dims_in_steps(call: Call, n: int, dim: int, size: int) -> tuple[str, str, tuple[tuple[str, int], ...]]:
+    """The dims of a tensor and of its windows, and what must be cut evenly: where windows do not overlap, the dim can
+    be cut between them."""
+    row = [f"d{i}!" if i == dim else f"d{i}" for i in range(n)]
+    step = call["step"]
+    if not n or not call["size"] or call["size"] > step or size % step:
+        return " ".join(row), f"{' '.join(row)} w!", ()
+    row[dim] = f"d{dim}"
+    return " ".join([*row[:dim], f"(d{dim} p)", *row[dim + 1:]]), f"{' '.join(row)} w!", ((f"d{dim}", size // step),)
+
+
 def unfolded(call: Call) -> Rule:
     """Tensor.unfold: a dim becomes positions of a window and, as the last dim, the elements within it."""
     n = call.tensors[0].dim()
     dim = call["dimension"] % max(n, 1)
-    row = [f"d{i}!" if i == dim else f"d{i}" for i in range(n)]
-    return rule(f"{' '.join(row)} -> {' '.join(row)} w!", "a")
+    whole, pieces, even = _dims_in_steps(call, n, dim, call.shapes[0][dim] if n else 1)
+    return rule(f"{whole} -> {pieces}", "a", even=even)
 
 
 def unfolded_backward(call: Call) -> Rule:
     """unfold_backward: elements that several windows hold are added up, so the dim stays whole."""
     n = len(call["input_sizes"])
     dim = call["dim"] % max(n, 1)
-    row = [f"d{i}!" if i == dim else f"d{i}" for i in range(n)]
-    return rule(f"{' '.join(row)} w! -> {' '.join(row)}", "a")
+    whole, pieces, even = _dims_in_steps(call, n, dim, call["input_sizes"][dim] if n else 1)
+    return rule(f"{pieces} -> {whole}", "a", even=even)
 
 
 def triangle(call: Call) -> Rule:
