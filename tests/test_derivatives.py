@@ -83,6 +83,7 @@ PROGRAMS = {
     "lookup": lambda x, on: F.embedding(on.place(INDEX), on.place(V) * x.sum()).sin(),
     "pointwise": lambda x, on: F.softsign(x) + x ** 3 + x.abs(),
     "results that are saved": lambda x, on: (x.tanh().relu() + x.sigmoid().exp()).softmax(-1).sqrt() * x.sin().tanh(),
+    "chosen elements": lambda x, on: x.sin() * x.max() + x * x.median(),
     "norm": lambda x, on: F.layer_norm(x, (4,)) * torch.linalg.vector_norm(x, dim=-1, keepdim=True),
 }
 
